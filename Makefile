@@ -50,6 +50,7 @@ test-all: lint types
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 types: $(VENV)/.installed-test
 	$(BIN)/mypy

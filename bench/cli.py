@@ -90,10 +90,15 @@ def moe(
                 f"Leave them out with --device {device}",
             )
         flags: dict[str, int | str] = {
-            "format": format, "tokens": tokens, "hidden": hidden, "inter": inter,
-            "experts": experts, "topk": topk, "routing": routing,
+            "format": format,
+            "tokens": tokens,
+            "hidden": hidden,
+            "inter": inter,
+            "experts": experts,
+            "topk": topk,
+            "routing": routing,
             "activations": "auto" if activations is None else activations,
-        }  # fmt: skip
+        }
         return run_case("moe", device, as_json, flags)
     if activations == "fp8":
         raise PykernelsError("--activations fp8 are a GPU's", "Add --device cuda:0, or use bf16")
@@ -152,9 +157,17 @@ def attention(
 ) -> None:
     """Time attention over a paged cache on the GPU, against its roofs and torch."""
     flags: dict[str, int | str] = {
-        "kind": kind, "batch": batch, "context": context, "heads": heads, "kv_heads": kv_heads,
-        "head_dim": head_dim, "format": format, "window": window, "new": new, "keys": keys,
-    }  # fmt: skip
+        "kind": kind,
+        "batch": batch,
+        "context": context,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "format": format,
+        "window": window,
+        "new": new,
+        "keys": keys,
+    }
     run_case("attention", device, as_json, flags)
 
 
@@ -175,9 +188,12 @@ def linear(
 ) -> None:
     """Time a quantized linear layer on the GPU, against its roofs and torch."""
     flags: dict[str, int | str] = {
-        "format": format, "tokens": tokens, "activations": activations, "inputs": inputs,
+        "format": format,
+        "tokens": tokens,
+        "activations": activations,
+        "inputs": inputs,
         "outputs": outputs,
-    }  # fmt: skip
+    }
     run_case("linear", device, as_json, flags)
 
 
@@ -197,8 +213,12 @@ def router(
 ) -> None:
     """Time the router and the tokens' sort by expert on the GPU, against torch."""
     flags: dict[str, int | str] = {
-        "kind": kind, "tokens": tokens, "experts": experts, "topk": topk, "hidden": hidden,
-    }  # fmt: skip
+        "kind": kind,
+        "tokens": tokens,
+        "experts": experts,
+        "topk": topk,
+        "hidden": hidden,
+    }
     run_case("router", device, as_json, flags)
 
 

@@ -41,15 +41,17 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
         help="default: PYKERNELS_THREADS, else every usable core",
     )
     parser.add_argument(
-        "--peer-threads", metavar="N,M",
+        "--peer-threads",
+        metavar="N,M",
         help="a peer is tried on each, the best is timed (default: --threads, beyond 4 also half)",
-    )  # fmt: skip
+    )
     peers = parser.add_mutually_exclusive_group()
     peers.add_argument(
-        "--peers", metavar="A,B",
+        "--peers",
+        metavar="A,B",
         help=f"of {', '.join(ENGINES)}: where memory is short, fewer leave room for more experts"
-             " (default: all)",
-    )  # fmt: skip
+        " (default: all)",
+    )
     peers.add_argument("--no-peers", action="store_true", help="our kernels alone")
     parser.add_argument(
         "--minutes", type=float, default=0.0, metavar="N", help="then begin no further part"

@@ -98,9 +98,16 @@ def measure(chosen: argparse.Namespace) -> int:
         all_of = f"{ended} of {processes} processes have compiled all of their cases"
         print(f"{took:.0f} s: {all_of}", file=sys.stderr, flush=True)
     run = GpuRun(
-        ops, device, measure_roofs(device), chosen.seconds, chosen.quick,
-        () if chosen.op == "all" else ops, chosen.skip, chosen.minutes, began,
-    )  # fmt: skip
+        ops,
+        device,
+        measure_roofs(device),
+        chosen.seconds,
+        chosen.quick,
+        () if chosen.op == "all" else ops,
+        chosen.skip,
+        chosen.minutes,
+        began,
+    )
     passed = ["--no-ahead", "--seconds", str(chosen.seconds), "--device", chosen.device]
     run.go_on = in_a_new_process(ops, passed + ["--quick"] * chosen.quick, run.until)
     head = run.head()

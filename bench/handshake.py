@@ -69,14 +69,12 @@ class Layer:
             x=device(H),
             ids=torch.zeros(T, topk, dtype=torch.int32, device="cuda"),
             weights=device(topk, torch.float32),
-            places=(
-                host(H, torch.bfloat16), host(topk, torch.int32), host(topk, torch.float32)
-            ),
+            places=(host(H, torch.bfloat16), host(topk, torch.int32), host(topk, torch.float32)),
             residual=device(H, torch.float32),
             addends=(device(H), *(host(H, torch.float32) for _ in range(addends - 1))),
             weight=device(H)[0].contiguous(),
             out=(device(H), device(H, torch.float32)),
-        )  # fmt: skip
+        )
 
     def submit(self) -> None:
         submit(self.x, self.ids, self.weights, self.places)

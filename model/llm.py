@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu import precompile
 from runtime.devices.cpu.runner import CpuRunner
-from runtime.devices.host.runner import HostRunner
+from runtime.devices.ref.runner import RefRunner
 from runtime.devices.runner import PagedRunner, Pass
 from runtime.engine import Engine, RequestHandle, Result, SamplingParams
 from runtime.kv_cache.layout import PAGE, Pages
@@ -50,9 +50,9 @@ from .text.prompt import encode, encode_chat
 from .text.settings import engine_settings, note_of
 
 CONTEXT = 8192
-"""Positions that an engine has room for by default, if the model has as many."""
+"""Default ``max_model_len``, if the model has as many positions."""
 
-DEVICES = ("cpu", "host")
+DEVICES = ("cpu", "ref")
 
 MOST_TOKENS, MOST_SEQUENCES = 1 << 16, 1 << 12
 """Of a step, at most: each of its buffers has room for all."""
@@ -135,7 +135,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **settings: Any
     ) -> Iterator[str]:
-        """The continuation piece by piece; whoever stops listening cancels it."""
+        """The continuation as it is generated; a consumer that stops iterating cancels it."""
         for chunk in self.engine.stream(*self._request(prompt, params, settings)):
             yield chunk.text
 
@@ -145,7 +145,7 @@ class LLM:
         ids = self.encode(prompt)
         if params is None:
             places = self.runner.num_pages * self.runner.page_size + 1
-            limit = min(self.runner.max_context, places)
+            limit = min(self.runner.max_model_len, places)
             return ids, self.settings.params(len(ids), limit, **settings)
         if settings:
             raise PykernelsError(
@@ -183,11 +183,11 @@ def load_engine(
     rules: Rules = None,
     threads: int | None = None,
     kernel: str = "auto",
-    context: int | None = None,
+    max_model_len: int | None = None,
     at_least: int = 0,
-    max_sequences: int = 16,
-    max_tokens: int = 512,
-    max_rows: int | None = None,
+    max_num_seqs: int = 16,
+    max_num_batched_tokens: int = 512,
+    max_num_logits: int | None = None,
     defer: Defer = "off",
     kv_dtype: str = "bf16",
     device: str = "cpu",
@@ -201,15 +201,17 @@ def load_engine(
         rules: as in ``from_pretrained``; None for a packed cache: those that it was made with.
         threads: workers; None: one on each physical core.
         kernel: auto, amx, avx512, avx2 or generic.
-        context: positions that the cache has room for; None: the model's, ``CONTEXT`` at most, or
-            ``at_least`` so many.
-        max_sequences: requests that run at once; ``max_tokens``: tokens of a step; ``max_rows``:
-            of its logits (None: one a sequence), what prompts' logprobs are read from.
+        max_model_len: longest sequence, prompt and output; None: the model's, at most ``CONTEXT``
+            or ``at_least``.
+        max_num_seqs: requests that run at once.
+        max_num_batched_tokens: token budget of a step.
+        max_num_logits: rows of logits that a step may compute; None: one per sequence. Prompt
+            logprobs need more.
         defer: experts of a token whose output joins one layer later in decode steps (Expert
             Deferral); "auto": as many as keep the CPU busy, which is none where it is alone.
-        kv_dtype: "bf16", or "fp8": keys and values in E4M3 with a scale a token and head, half the
-            memory of the cache; each number within 1/16 of itself, where bf16 has 1/256.
-        device: "cpu", or "host": the reference ops in float32, exact and slow, the cache too.
+        kv_dtype: "bf16", or "fp8": keys and values in E4M3 with a scale per token and head, which
+            halves the cache; rounding errors are up to 1/16, where bf16 has 1/256.
+        device: "cpu", or "ref": the reference ops in float32, exact and slow, the cache too.
         progress: as in ``from_pretrained``.
 
     Raises:
@@ -220,29 +222,29 @@ def load_engine(
     if device not in DEVICES:
         raise PykernelsError(f"no device {device!r}", f"Use {' or '.join(DEVICES)}")
     Pages(0, kv_dtype)  # refused before anything is read
-    check_whole("max_sequences", max_sequences, 1, MOST_SEQUENCES)
-    check_whole("max_tokens", max_tokens, 1, MOST_TOKENS)
-    if max_rows is not None:
-        check_whole("max_rows", max_rows, 1, MOST_TOKENS)
+    check_whole("max_num_seqs", max_num_seqs, 1, MOST_SEQUENCES)
+    check_whole("max_tokens", max_num_batched_tokens, 1, MOST_TOKENS)
+    if max_num_logits is not None:
+        check_whole("max_num_logits", max_num_logits, 1, MOST_TOKENS)
     threads_here(threads, True, Topology.detect())
     config = read_config(folder)
     check_lowered(config)
     positions = config.max_position_embeddings
-    if context is not None:
-        check_whole("context", context, 1, positions)
-    room = context or min(max(CONTEXT, at_least), positions)
-    longest = min(2, max_sequences)
+    if max_model_len is not None:
+        check_whole("context", max_model_len, 1, positions)
+    max_model_len = max_model_len or min(max(CONTEXT, at_least), positions)
+    longest = min(2, max_num_seqs)
     with open_weights(folder, config, rules, kernel, kv_dtype) as weights:
         model = weights.model
         if deferred:
             blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
             check_topk(config.model_type, [block.shape.topk for block in blocks], deferred)
-        if device == "cpu":  # first of all that takes time: a second process compiles beside it
+        if device == "cpu":  # first, because a second process compiles in parallel
             heads = head_sizes(model, kv_dtype)
             check_heads(heads)
-            precompile.begin(heads, expansions(model, kv_dtype, max_tokens))
+            precompile.begin(heads, expansions(model, kv_dtype, max_num_batched_tokens))
         token = cache_token_bytes(model, kv_dtype)
-        memory.check_engine(weights.needed, token, room, longest, weights.smaller)
+        memory.check_engine(weights.needed, token, max_model_len, longest, weights.smaller)
         generation = read_generation_config(folder)
         eos = _eos(config, generation)
         tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
@@ -255,12 +257,12 @@ def load_engine(
             with reporting(progress) as report:
                 decoder = weights.decoder(packer(pool), report)
             passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
-            pages = -(-room // PAGE) * longest + 1
-            sizes = room, pages, max_tokens, max_sequences
+            pages = -(-max_model_len // PAGE) * longest + 1
+            sizes = max_model_len, pages, max_num_batched_tokens, max_num_seqs
             runner: PagedRunner = (
-                CpuRunner(decoder, pool, *sizes, kernel, passes, max_rows)
+                CpuRunner(decoder, pool, *sizes, kernel, passes, max_num_logits)
                 if device == "cpu"
-                else HostRunner(decoder, *sizes, passes, pool, max_rows)
+                else RefRunner(decoder, *sizes, passes, pool, max_num_logits)
             )
             with compiling(progress):
                 return LLM(runner, config, tokenizer, eos, pool, kernel, generation)
@@ -276,28 +278,28 @@ def check_whole(name: str, value: object, least: int, most: int) -> None:
         raise PykernelsError(f"{name}={value!r}", f"Give a whole number from {least} to {most}")
 
 
-def _deferred(wanted: Defer) -> int:
+def _deferred(defer: Defer) -> int:
     """Experts of a token that are deferred. With no device beside the CPU "auto" is none."""
-    if wanted in ("off", "auto"):
+    if defer in ("off", "auto"):
         return 0
-    if not str(wanted).isdecimal():
-        raise PykernelsError(f"{wanted!r} experts deferred", "Give a number, auto or off")
-    return int(wanted)
+    if not str(defer).isdecimal():
+        raise PykernelsError(f"{defer!r} experts deferred", "Give a number, auto or off")
+    return int(defer)
 
 
-def outline_decoder(path: Path, rules: Rules = None) -> Decoder:
-    """The decoder of a checkpoint without its weights: what programs look like.
+def meta_decoder(path: Path, rules: Rules = None) -> Decoder:
+    """A checkpoint's decoder with meta weights, to look at its programs.
 
     Raises:
         PykernelsError: as ``load_engine``.
     """
     with open_weights(path, read_config(path), rules) as weights:
-        return weights.outline()
+        return weights.meta_decoder()
 
 
 def _eos(config: PretrainedConfig, generation: Any) -> list[int]:
-    """Tokens that end an output."""
-    found = getattr(generation, "eos_token_id", None)
-    if found is None:
-        found = config.eos_token_id
-    return [] if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
+    """The end-of-sequence tokens."""
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = config.eos_token_id
+    return [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]

@@ -11,14 +11,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
-from runtime.matrix import Pack, outline
+from runtime.matrix import Pack, pack_nothing
 
 from .architectures.converted import Converted
 from .architectures.decoder import Decoder, make_decoder
 from .architectures.moe import check_experts
 from .architectures.packed import FromCache
 from .architectures.packing import FromSource
-from .architectures.weights import Outline, Stored
+from .architectures.weights import MetaWeights, Stored
 from .checkpoint import memory
 from .checkpoint.config import resolve_dtype
 from .checkpoint.load import check_kernels, warn_of
@@ -58,7 +58,7 @@ class Opened(Protocol):
     def decoder(self, pack: Pack, report: Callback) -> Decoder:
         """Loads them."""
 
-    def outline(self) -> Decoder:
+    def meta_decoder(self) -> Decoder:
         """Their shapes alone."""
 
 
@@ -87,8 +87,8 @@ class Packable:
         converted = Converted(source, linears(self.model))
         return make_decoder(self.model, FromSource(converted, pack), self._kv_dtype)
 
-    def outline(self) -> Decoder:
-        packing = FromSource(Converted(Outline(self._plan), linears(self.model)), outline)
+    def meta_decoder(self) -> Decoder:
+        packing = FromSource(Converted(MetaWeights(self._plan), linears(self.model)), pack_nothing)
         return make_decoder(self.model, packing, self._kv_dtype)
 
 
@@ -112,7 +112,7 @@ class Mapped:
         populate(self._folder.files, Adder(report, self._folder.nbytes))
         return self._decoder
 
-    def outline(self) -> Decoder:
+    def meta_decoder(self) -> Decoder:
         return self._decoder
 
 

@@ -98,9 +98,15 @@ class PykernelsQuantizer(HfQuantizer):
         # Checks what transformers accepts, but no forward of its models runs with.
         rules = resolve_rules(config.rules, read_config(self._folder).model_type)
         fill(
-            model, self._folder, rules, config.kernel, str(config.device), self._dtype,
-            threads=config.threads, numa=config.numa,
-        )  # fmt: skip
+            model,
+            self._folder,
+            rules,
+            config.kernel,
+            str(config.device),
+            self._dtype,
+            threads=config.threads,
+            numa=config.numa,
+        )
         return model
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:

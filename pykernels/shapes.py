@@ -179,21 +179,21 @@ class RouterSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class SortedSlots:
+class SortedPairs:
     """Slots (slot ``t * topk + k`` is token t's k-th expert) ordered by expert, stable by token.
 
-    ``slots``: int32 [T * topk], the slot at each sorted position; ``starts``: int32 [E + 1], where
+    ``pairs``: int32 [T * topk], the pair at each sorted position; ``starts``: int32 [E + 1], where
     each expert's run begins and the last one ends; ``positions``: int32 [T, topk], the inverse of
-    ``slots``. Slots of experts outside ``0..E-1`` lie behind ``starts[E]``.
+    ``pairs``. Pairs of experts outside ``0..E-1`` lie behind ``starts[E]``.
     """
 
-    slots: torch.Tensor
+    pairs: torch.Tensor
     starts: torch.Tensor
     positions: torch.Tensor
 
     def __post_init__(self) -> None:
         parts = (
-            ("slots", self.slots, 1),
+            ("pairs", self.pairs, 1),
             ("starts", self.starts, 1),
             ("positions", self.positions, 2),
         )
@@ -203,9 +203,9 @@ class SortedSlots:
                     f"an order's {name} are {x.dtype} {tuple(x.shape)}",
                     f"make them contiguous int32 of {ndim} dimension{'s' * (ndim > 1)}",
                 )
-        if self.slots.numel() != self.positions.numel() or not self.starts.numel():
+        if self.pairs.numel() != self.positions.numel() or not self.starts.numel():
             raise PykernelsError(
-                f"an order of {self.slots.numel()} slots, {tuple(self.positions.shape)} positions"
+                f"an order of {self.pairs.numel()} pairs, {tuple(self.positions.shape)} positions"
                 f" and {self.starts.numel()} starts",
                 "there is a position for each slot, and one start more than experts",
             )

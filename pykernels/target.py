@@ -23,9 +23,22 @@ from .env import env
 from .errors import PykernelsError
 
 ISA_NAMES = (
-    "avx2", "fma", "f16c", "avxvnni", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16",
-    "avx512vnni", "avx512vbmi", "gfni", "amx-tile", "amx-bf16", "amx-int8",
-)  # fmt: skip
+    "avx2",
+    "fma",
+    "f16c",
+    "avxvnni",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512dq",
+    "avx512bf16",
+    "avx512vnni",
+    "avx512vbmi",
+    "gfni",
+    "amx-tile",
+    "amx-bf16",
+    "amx-int8",
+)
 """Features in LLVM's names: all that kernels ask for, and some that tell machines apart."""
 
 _WITH_AMX = ("sapphirerapids", "emeraldrapids", "graniterapids", "graniterapids-d", "diamondrapids")

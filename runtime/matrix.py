@@ -35,16 +35,16 @@ def packer(pool: WorkerPool) -> Pack:
     return pack
 
 
-def outline(*_: object) -> None:
-    """A ``Pack`` that packs nothing: the memory is never touched, so it takes none."""
+def pack_nothing(*_: object) -> None:
+    """Packs nothing: for meta weights, whose memory is never touched."""
 
 
-Room = Callable[[Format, int, int], tuple[torch.Tensor, torch.Tensor]]
+Allocate = Callable[[Format, int, int], tuple[torch.Tensor, torch.Tensor]]
 """(format, K, number of 32-row blocks) -> where its blocks and scales go: uint8 [blocks, bytes]."""
 
 
-def room(fmt: Format, K: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A ``Room`` in new memory."""
+def allocate_weights(fmt: Format, K: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """An ``Allocate`` in new memory."""
     sizes = blocks * fmt.block_bytes(K), blocks * fmt.scale_bytes(K)
     weights = allocate(sizes[0]).view(blocks, -1)
     if not sizes[1]:
@@ -53,19 +53,27 @@ def room(fmt: Format, K: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class PackedMatrix:
-    """One matrix [N, K], or several of one K one below the other, each from a 32-row block on.
+    """One matrix, or several with the same K stacked along N; each starts at a 32-row block.
 
     Args:
         parts: in ``fmt``.
-        pack: writes them; ``outline`` where they are packed already.
-        room: gives the memory.
+        pack: writes them; ``pack_nothing`` where they are packed already.
+        allocate: gives the memory.
 
     Attributes:
-        blocks: uint8 [blocks, block bytes]; ``scales``: uint8 [blocks, scale bytes].
-        N: rows, those that fill up blocks included; ``starts``: first row of each part.
+        blocks: uint8 [blocks, block bytes].
+        scales: uint8 [blocks, scale bytes].
+        N: rows, including those that pad a part's last block.
+        starts: first row of each part.
     """
 
-    def __init__(self, fmt: Format, parts: Sequence[Weight], pack: Pack, room: Room = room) -> None:
+    def __init__(
+        self,
+        fmt: Format,
+        parts: Sequence[Weight],
+        pack: Pack,
+        allocate: Allocate = allocate_weights,
+    ) -> None:
         self.fmt = fmt
         shapes = [fmt.logical_shape(part) for part in parts]
         self.K = shapes[0][1]
@@ -73,7 +81,7 @@ class PackedMatrix:
         counts = [padded(N, 1)[0] // N_BLOCK for N, _ in shapes]
         self.starts = tuple(N_BLOCK * sum(counts[:i]) for i in range(len(counts)))
         self.N = self.starts[-1] + shapes[-1][0]
-        self.blocks, self.scales = room(fmt, self.K, sum(counts))
+        self.blocks, self.scales = allocate(fmt, self.K, sum(counts))
         for start, count, part in zip(self.starts, counts, parts, strict=True):
             at = slice(start // N_BLOCK, start // N_BLOCK + count)
             pack(fmt, part, self.blocks[at], self.scales[at])
@@ -99,11 +107,17 @@ class PackedHeads:
         blocks: uint8 [heads, blocks, block bytes]; ``scales``: uint8 [heads, blocks, scale bytes].
     """
 
-    def __init__(self, fmt: Format, heads: Sequence[Weight], pack: Pack, room: Room = room) -> None:
+    def __init__(
+        self,
+        fmt: Format,
+        heads: Sequence[Weight],
+        pack: Pack,
+        allocate: Allocate = allocate_weights,
+    ) -> None:
         self.fmt, self.G = fmt, len(heads)
         self.N, self.K = fmt.logical_shape(heads[0])
         count = padded(self.N, 1)[0] // N_BLOCK
-        blocks, scales = room(fmt, self.K, self.G * count)
+        blocks, scales = allocate(fmt, self.K, self.G * count)
         self.blocks = blocks.view(self.G, count, -1)
         self.scales = scales.view(self.G, count, -1)
         for head, weight in enumerate(heads):

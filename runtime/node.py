@@ -45,7 +45,7 @@ class Node:
             with the same name in both is updated in place.
         weights: what does not change from step to step, by the op's names for it.
         attrs: constants of the op; read them with ``attr``, which knows the defaults.
-        device: where it runs: "cpu", "cuda:0", "host".
+        device: where it runs: "cpu", "cuda:0", "ref".
         name: unique in a program.
         layer: the decoder layer that it belongs to; None outside the layers.
         role: what it does in its layer, one of ``ops.ROLES``; passes find nodes by it.

@@ -242,7 +242,7 @@ OPS: Mapping[str, Op] = {
             "q": _activation("T", ">heads*nope + 2*heads*half"),
             "kv": _activation("T", ">kv_start + L + 2*half"),
             "angles": _float32("T", "2", "half"),
-            "slots": _index("T"),
+            "slot_mapping": _index("T"),
             **_LATENT,
         },
         outputs={"rotated": _activation("T", "heads*L + 2*heads*half"), **_LATENT},
@@ -261,7 +261,7 @@ OPS: Mapping[str, Op] = {
         inputs={
             "qkv": _activation("T", ">v_start + kv_heads*D"),
             "angles": _float32("T", "2", "half"),
-            "slots": _index("T"),
+            "slot_mapping": _index("T"),
             **_GROUPED,
         },
         outputs={"rotated": _activation("T", "heads*D"), **_GROUPED},

@@ -106,13 +106,21 @@ def _ends(program: Program, channel: _Channel) -> list[tuple[_Key, Node]]:
     values = MappingProxyType(repeated("value", channel.buffers))
     marks: dict[str, Any] = {"layer": reader.layer, "role": reader.role}
     submit = Node(
-        "submit", inputs=values, device=channel.source, name=f"{reader.name}.submit{suffix}",
-        attrs=MappingProxyType({"channel": channel.number, "to": channel.to}), **marks,
-    )  # fmt: skip
+        "submit",
+        inputs=values,
+        device=channel.source,
+        name=f"{reader.name}.submit{suffix}",
+        attrs=MappingProxyType({"channel": channel.number, "to": channel.to}),
+        **marks,
+    )
     wait = Node(
-        "wait", outputs=values, device=channel.to, name=f"{reader.name}.wait{suffix}",
-        attrs=MappingProxyType({"channel": channel.number, "source": channel.source}), **marks,
-    )  # fmt: skip
+        "wait",
+        outputs=values,
+        device=channel.to,
+        name=f"{reader.name}.wait{suffix}",
+        attrs=MappingProxyType({"channel": channel.number, "source": channel.source}),
+        **marks,
+    )
     return [
         ((channel.writer, 1, channel.number), submit),
         ((channel.reader, -1, channel.number), wait),

@@ -43,7 +43,7 @@ class Program:
     sizes: Mapping[str, int]
 
     def check(self) -> Program:
-        """Itself, if it can run.
+        """Returns the program itself if it is valid.
 
         Raises:
             PykernelsError: an unknown op; an input, output, weight or attribute that the op does
@@ -81,7 +81,7 @@ class Program:
 class Builder:
     """Collects nodes and their buffers; ``build`` makes the program.
 
-    Each method call of lowering is one node; buffers are named after the node that writes them.
+    Lowering calls ``node`` once per operation; buffers are named after the node that writes them.
     """
 
     def __init__(self, name: str, sizes: Mapping[str, int], device: str = "cpu") -> None:
@@ -92,7 +92,7 @@ class Builder:
         self._buffers: dict[str, Buffer] = {}
 
     def size(self, dim: str) -> int:
-        """The most that a step has of "T", "S" or "R"."""
+        """The largest "T", "S" or "R" of a step."""
         return self._sizes[dim]
 
     def buffer(

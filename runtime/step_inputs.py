@@ -1,10 +1,11 @@
 """The inputs of a step, for whoever lowers a model and whoever runs a program by hand.
 
 int64 "tokens" [T] token ids; "positions" [T]; "sequences" [T] row of the page table of each token's
-sequence; "slots" [T] where its keys and values go (page * 64 + offset, -1 nowhere); "page_table"
-[S, pages]; "sampled" [R] tokens whose logits are wanted. By sequence, int64 [S]: "query_starts" its
-first token in the step, "query_lengths" its tokens there, "lengths" its keys with those of this
-step, "page_rows" its row of the page table. "sampling.*" [R]: each row's parameters.
+sequence; "slot_mapping" [T] where its keys and values go (page * 64 + offset, -1 nowhere);
+"page_table" [S, pages]; "sampled" [R] tokens whose logits are wanted. By sequence, int64 [S]:
+"query_starts" its first token in the step, "query_lengths" its tokens there, "lengths" its keys
+with those of this step, "page_rows" its row of the page table. "sampling.*" [R]: each row's
+parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from .ops import OPS, SAMPLING
 from .program import Builder, Program
 
 _BY_SEQUENCE = ("query_starts", "query_lengths", "lengths", "page_rows")
-_NEUTRAL = {"slots": -1, "sampling.top_p": 1, "sampling.repetition": 1, "sampling.num_logprobs": -1}
+_NEUTRAL = {
+    "slot_mapping": -1,
+    "sampling.top_p": 1,
+    "sampling.repetition": 1,
+    "sampling.num_logprobs": -1,
+}
 
 
 def sampling_dtype(name: str) -> torch.dtype:
@@ -30,12 +36,12 @@ def step_inputs(b: Builder, table_pages: int) -> None:
     Args:
         table_pages: pages of one sequence at most.
     """
-    for name in ("tokens", "positions", "sequences", "slots"):
+    for name in ("tokens", "positions", "sequences", "slot_mapping"):
         b.buffer(name, "T", dtype=torch.int64, kind="input")
     for name in _BY_SEQUENCE:
         b.buffer(name, "S", dtype=torch.int64, kind="input")
     b.buffer("page_table", "S", table_pages, dtype=torch.int64, kind="input")
-    b.buffer("sampled", "R", dtype=torch.int64, kind="input")
+    b.buffer("logits_indices", "R", dtype=torch.int64, kind="input")
 
 
 def lower_sampling(b: Builder, logits: str, top: int) -> None:
@@ -50,7 +56,7 @@ def lower_sampling(b: Builder, logits: str, top: int) -> None:
         for name in SAMPLING
     }
     outputs = {
-        "tokens": b.buffer("drawn", "R", dtype=torch.int64, kind="output"),
+        "tokens": b.buffer("sampled_token_ids", "R", dtype=torch.int64, kind="output"),
         "logprobs": b.buffer("logprobs", "R", kind="output"),
         "top_ids": b.buffer("top_ids", "R", top, dtype=torch.int64, kind="output"),
         "top_logprobs": b.buffer("top_logprobs", "R", top, kind="output"),

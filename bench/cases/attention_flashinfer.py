@@ -45,9 +45,19 @@ def mla_decode(rotated: Sequence[Set], scale: float) -> Made:
         ends, pages, _ = _pages(table, lengths, latent.shape[1])
         wrapper = BatchMLAPagedAttentionWrapper(_workspace(q.device))
         wrapper.plan(
-            _rows(len(q), 1, q.device), ends, pages, lengths, q.shape[1], latent.shape[2],
-            rope.shape[2], latent.shape[1], False, scale, BF16, BF16,
-        )  # fmt: skip
+            _rows(len(q), 1, q.device),
+            ends,
+            pages,
+            lengths,
+            q.shape[1],
+            latent.shape[2],
+            rope.shape[2],
+            latent.shape[1],
+            False,
+            scale,
+            BF16,
+            BF16,
+        )
         made.append((wrapper, q, q_rope, latent, rope, torch.empty_like(out)))
     return (lambda w, q, r, c, k, out: w.run(q, r, c, k, out=out)), made
 
@@ -80,9 +90,17 @@ def prefill(rotated: Sequence[Set], B: int, Q: int, K: int, window: int, scale: 
         q, k, v = joined(given)
         wrapper = BatchPrefillWithRaggedKVCacheWrapper(_workspace(q.device), "NHD")
         wrapper.plan(
-            _rows(B, Q, q.device), _rows(B, K, q.device), q.shape[1], k.shape[1], q.shape[2],
-            v.shape[2], causal=True, window_left=window - 1, sm_scale=scale, q_data_type=BF16,
-        )  # fmt: skip
+            _rows(B, Q, q.device),
+            _rows(B, K, q.device),
+            q.shape[1],
+            k.shape[1],
+            q.shape[2],
+            v.shape[2],
+            causal=True,
+            window_left=window - 1,
+            sm_scale=scale,
+            q_data_type=BF16,
+        )
         made.append((wrapper, q, k, v, torch.empty_like(given[-1])))
     return (lambda w, q, k, v, out: w.run(q, k, v, out=out)), made
 

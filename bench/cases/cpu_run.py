@@ -74,9 +74,11 @@ class CpuRun:
         self.experts = Experts(settings, target, self.shape, self.peers)
         self._weights: RandomLayers | None = None
         of_section: dict[str, Callable[[], Iterator[Part]]] = {
-            "table": self._table, "skew": self._skew,
-            "latency": self._latency, "threads": self._threads,
-        }  # fmt: skip
+            "table": self._table,
+            "skew": self._skew,
+            "latency": self._latency,
+            "threads": self._threads,
+        }
         self.parts = [part for name in settings.sections for part in of_section[name]()]
         self._left = [part.name for part in self.parts if not part.prepares]
 

@@ -130,9 +130,15 @@ class Experts:
         return row | figures(times, nbytes, self._flops(T), roofs.read, roof, activations)
 
     def _theirs(
-        self, peer: Peer, times: Times, T: int, touched: list[int], threads: int, roofs: Any,
+        self,
+        peer: Peer,
+        times: Times,
+        T: int,
+        touched: list[int],
+        threads: int,
+        roofs: Any,
         roof: float | None,
-    ) -> Row:  # fmt: skip
+    ) -> Row:
         """Figures of a peer, by the bytes that it stores."""
         nbytes = [peer.bytes_per_weight * self.shape.weights * n for n in touched]
         row: Row = {"name": peer.name, "engine": peer.engine, "threads": threads}

@@ -54,12 +54,23 @@ def case(
         calls = [(_scaled_mm(x, stack.data[0], K),) for x, stack in sets]
         peers["torch_scaled_mm"] = rotating(lambda call: call(), calls)
     params: dict[str, int | str] = {
-        "format": format, "activations": activations, "tokens": M, "inputs": K, "outputs": N,
-    }  # fmt: skip
+        "format": format,
+        "activations": activations,
+        "tokens": M,
+        "inputs": K,
+        "outputs": N,
+    }
     return Case(
-        "linear", "linear", params, rotating(run, sets), read + 2 * M * N, 2 * M * N * K, peers,
-        len(sets), compute="fp8" if activations == "fp8" else "bf16",
-    )  # fmt: skip
+        "linear",
+        "linear",
+        params,
+        rotating(run, sets),
+        read + 2 * M * N,
+        2 * M * N * K,
+        peers,
+        len(sets),
+        compute="fp8" if activations == "fp8" else "bf16",
+    )
 
 
 def _more(nbytes: int, device: torch.device) -> int:

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from bench.harness.case import Case, going_on
 from pykernels.errors import PykernelsError
 from pykernels.gpu.moe.fused_moe import Experts, down, gate_up, gate_up_quantized, moe_ffn
-from pykernels.gpu.moe.permute import sort_slots
+from pykernels.gpu.moe.permute import sort_pairs
 from pykernels.gpu.quantize import quantize_fp8
-from pykernels.shapes import SortedSlots
+from pykernels.shapes import SortedPairs
 
 from .weights import activations_for, random_experts
 
@@ -38,12 +38,12 @@ def route(T: int, experts: int, topk: int, routing: str, device: torch.device) -
     return order[slots].view(T, topk)[torch.randperm(T, device=device)].contiguous()
 
 
-def _peer(experts: Experts, order: SortedSlots, weights: torch.Tensor) -> Callable[..., object]:
+def _peer(experts: Experts, order: SortedPairs, weights: torch.Tensor) -> Callable[..., object]:
     """torch's grouped products with the sort done beforehand, which ours does every time."""
     gate_ups = experts.gate_up.data.view(experts.E, 2 * experts.I, experts.H).transpose(1, 2)
     downs, ends = experts.down.data.transpose(1, 2), order.starts[1:]
-    tokens = order.slots.long() // order.topk
-    factors = weights.flatten()[order.slots.long()][:, None].bfloat16()
+    tokens = order.pairs.long() // order.topk
+    factors = weights.flatten()[order.pairs.long()][:, None].bfloat16()
 
     def run(x: torch.Tensor) -> torch.Tensor:
         gate, up = torch._grouped_mm(x[tokens], gate_ups, offs=ends).chunk(2, -1)
@@ -65,14 +65,18 @@ def layer_case(
     nbytes = touched * (2 * experts.gate_up.nbytes + experts.down.nbytes) + 4 * x.numel()
     peers: dict[str, Callable[[], object]] = {}
     if format == "bf16":
-        order = sort_slots(ids, experts.E)
+        order = sort_pairs(ids, experts.E)
         peers["torch_grouped_mm"] = functools.partial(_peer(experts, order, weights), x)
     return Case(
-        "moe", "experts", _params(experts, format, T, topk, routing, activations),
+        "moe",
+        "experts",
+        _params(experts, format, T, topk, routing, activations),
         functools.partial(moe_ffn, x, ids, weights, experts, activations=activations),
-        nbytes, 6 * T * topk * experts.H * experts.I, peers,
+        nbytes,
+        6 * T * topk * experts.H * experts.I,
+        peers,
         compute="fp8" if activations == "fp8" else "bf16",
-    )  # fmt: skip
+    )
 
 
 def product_cases(
@@ -82,7 +86,7 @@ def product_cases(
     applies SiLU too, "alone" it multiplies rows gathered before and does no more."""
     device = experts.down.data.device
     x = torch.randn(T, experts.H, device=device).bfloat16()
-    order = sort_slots(route(T, experts.E, topk, "balanced", device), experts.E)
+    order = sort_pairs(route(T, experts.E, topk, "balanced", device), experts.E)
     ends, S = order.starts[1:], T * topk
     params = _params(experts, format, T, topk, "balanced", activations)
     compute = "fp8" if activations == "fp8" else "bf16"
@@ -115,10 +119,10 @@ def product_cases(
 
 
 def _gate_up_peers(
-    x: torch.Tensor, experts: Experts, order: SortedSlots
+    x: torch.Tensor, experts: Experts, order: SortedPairs
 ) -> dict[str, Callable[[], object]]:
     matrices = experts.gate_up.data.view(experts.E, 2 * experts.I, experts.H).transpose(1, 2)
-    tokens, ends = order.slots.long() // order.topk, order.starts[1:]
+    tokens, ends = order.pairs.long() // order.topk, order.starts[1:]
 
     def whole() -> torch.Tensor:
         gate, up = torch._grouped_mm(x[tokens], matrices, offs=ends).chunk(2, -1)
@@ -132,10 +136,16 @@ def _params(
     experts: Experts, format: str, T: int, topk: int, routing: str, activations: str
 ) -> dict[str, int | str]:
     return {
-        "format": format, "activations": activations, "tokens": T, "hidden": experts.H,
-        "inter": experts.I, "experts": experts.E, "topk": topk, "routing": routing,
+        "format": format,
+        "activations": activations,
+        "tokens": T,
+        "hidden": experts.H,
+        "inter": experts.I,
+        "experts": experts.E,
+        "topk": topk,
+        "routing": routing,
         "rows_per_expert": T * topk // experts.E,
-    }  # fmt: skip
+    }
 
 
 def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:

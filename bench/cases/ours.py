@@ -116,12 +116,12 @@ class StaticOurs(Ours):
     def prepare(self, T: int, ids: list[torch.Tensor]) -> None:
         """As ``Ours``; down tasks are alike, as many for every thread."""
         threads, gemm_from = self._pool.threads, self.layers[0].gemm_from
-        cut = plan(self.layers[0].shape, self._packed[0].fmt, threads, T, gemm_from)
+        moe_plan = plan(self.layers[0].shape, self._packed[0].fmt, threads, T, gemm_from)
         share = -(-self._packed[0].down.shape[1] // threads)
-        parts = -(-share // cut.h_chunk)
-        cut = replace(cut, h_chunk=-(-share // parts), h_share=0)
+        parts = -(-share // moe_plan.h_chunk)
+        moe_plan = replace(moe_plan, h_chunk=-(-share // parts), h_share=0)
         self._calls = [
-            MoECall(packed, self._compiled, self._pool.workspace, threads, cut)
+            MoECall(packed, self._compiled, self._pool.workspace, threads, moe_plan)
             for packed in self._packed
         ]
         super().prepare(T, ids)

@@ -8,7 +8,7 @@ import torch
 
 from bench.harness.case import Case, built, rotating, sets_for
 from pykernels.errors import PykernelsError
-from pykernels.gpu.moe.permute import permute, sort_slots, unpermute
+from pykernels.gpu.moe.permute import permute, sort_pairs, unpermute
 from pykernels.gpu.moe.router import route, router
 from pykernels.gpu.moe.router_logits import router_logits
 from pykernels.shapes import RouterSpec
@@ -86,14 +86,20 @@ def route_case(
     return Case(
         "router",
         "route and gather" if rows else "route",
-        {"tokens": T, "experts": E, "topk": spec.topk, "scoring": spec.scoring,
-         "groups": spec.groups, **({"hidden": H} if rows else {})},
+        {
+            "tokens": T,
+            "experts": E,
+            "topk": spec.topk,
+            "scoring": spec.scoring,
+            "groups": spec.groups,
+            **({"hidden": H} if rows else {}),
+        },
         rotating(lambda logits, x: route(logits, spec, bias, x, out), inputs),
         nbytes,
         0,
         {"torch": rotating(peer, inputs)},
         sets,
-    )  # fmt: skip
+    )
 
 
 def gate_case(T: int, E: int, H: int, gate_dtype: torch.dtype, device: torch.device) -> Case:
@@ -149,9 +155,15 @@ def step_case(T: int, E: int, H: int, spec: RouterSpec, device: torch.device) ->
     name = "gate, route and gather" if few else "gate and route"
     params: dict[str, int | str] = {"tokens": T, "experts": E, "topk": spec.topk, "hidden": H}
     return Case(
-        "router", name, params, rotating(ours, inputs), nbytes, 2 * T * E * H,
-        {"torch": rotating(peer, inputs)}, sets,
-    )  # fmt: skip
+        "router",
+        name,
+        params,
+        rotating(ours, inputs),
+        nbytes,
+        2 * T * E * H,
+        {"torch": rotating(peer, inputs)},
+        sets,
+    )
 
 
 def router_case(T: int, E: int, spec: RouterSpec, device: torch.device) -> Case:
@@ -160,43 +172,62 @@ def router_case(T: int, E: int, spec: RouterSpec, device: torch.device) -> Case:
     logits = [(x,) for x in _logits(T, E, 8, device)]
     out = router(logits[0][0], spec, bias)
     return Case(
-        "router", "router", _params(T, E, spec),
+        "router",
+        "router",
+        _params(T, E, spec),
         rotating(lambda x: router(x, spec, bias, out), logits),
-        4 * (T * E + E) + 12 * n, 0,
-        {"torch": rotating(lambda x: _torch_router(x, spec, bias), logits)}, 8,
-    )  # fmt: skip
+        4 * (T * E + E) + 12 * n,
+        0,
+        {"torch": rotating(lambda x: _torch_router(x, spec, bias), logits)},
+        8,
+    )
 
 
 def sort_case(T: int, E: int, spec: RouterSpec, device: torch.device) -> Case:
     """The sort alone."""
     n = T * spec.topk
     ids = [(router(x, spec).ids,) for x in _logits(T, E, 8, device)]
-    order = sort_slots(ids[0][0], E)
+    order = sort_pairs(ids[0][0], E)
     return Case(
-        "router", "sort", _params(T, E, spec), rotating(lambda i: sort_slots(i, E, order), ids),
-        16 * n + 4 * (E + 1), 0, {"torch": rotating(lambda i: _torch_sort(i, E), ids)}, 8,
-    )  # fmt: skip
+        "router",
+        "sort",
+        _params(T, E, spec),
+        rotating(lambda i: sort_pairs(i, E, order), ids),
+        16 * n + 4 * (E + 1),
+        0,
+        {"torch": rotating(lambda i: _torch_sort(i, E), ids)},
+        8,
+    )
 
 
 def rows_case(T: int, E: int, H: int, spec: RouterSpec, back: bool, device: torch.device) -> Case:
     """The rows' gather, or ``back`` their weighted sum."""
     n = T * spec.topk
     routing = router(_logits(T, E, 1, device)[0], spec)
-    order, weights = sort_slots(routing.ids, E), routing.weights
+    order, weights = sort_pairs(routing.ids, E), routing.weights
     x = torch.randn(T, H, device=device, dtype=torch.bfloat16)
     y, total = permute(x, order), torch.empty_like(x)
-    slots, positions = order.slots.long(), order.positions.long()
+    slots, positions = order.pairs.long(), order.positions.long()
     params = {**_params(T, E, spec), "hidden": H}
     if back:
         return Case(
-            "router", "unpermute", params, lambda: unpermute(y, order, weights, None, total),
-            2 * (T + n) * H + 8 * n, 2 * n * H,
+            "router",
+            "unpermute",
+            params,
+            lambda: unpermute(y, order, weights, None, total),
+            2 * (T + n) * H + 8 * n,
+            2 * n * H,
             {"torch": lambda: (y[positions] * weights.unsqueeze(-1)).sum(1)},
-        )  # fmt: skip
+        )
     return Case(
-        "router", "permute", params, lambda: permute(x, order, y), 2 * (T + n) * H + 4 * n, 0,
+        "router",
+        "permute",
+        params,
+        lambda: permute(x, order, y),
+        2 * (T + n) * H + 4 * n,
+        0,
         {"torch": lambda: x[slots // spec.topk]},
-    )  # fmt: skip
+    )
 
 
 def _params(T: int, E: int, spec: RouterSpec) -> dict[str, int | str]:

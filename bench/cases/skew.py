@@ -67,11 +67,18 @@ def _skew_of(
         if schedule == "dynamic":
             peers["static"] = times[f"{kind} static"]
         row: Row = {
-            "op": f"skew {fmt}", "name": f"{kind} {schedule}", "backend": kernel, "format": fmt,
-            "tokens": T, "topk": shape.topk, "experts": shape.E, "routing": kind,
-            "schedule": schedule, "active": round(statistics.fmean(touched), 2),
+            "op": f"skew {fmt}",
+            "name": f"{kind} {schedule}",
+            "backend": kernel,
+            "format": fmt,
+            "tokens": T,
+            "topk": shape.topk,
+            "experts": shape.E,
+            "routing": kind,
+            "schedule": schedule,
+            "active": round(statistics.fmean(touched), 2),
             "busiest": round(_busiest(ids[kind], shape.E), 2),
-        }  # fmt: skip
+        }
         nbytes = [weights.bytes_per_expert * n for n in touched]
         rows.append(row | figures(timed, nbytes, flops, roofs.read, roof) | against(timed, peers))
     return rows

@@ -42,10 +42,15 @@ def norm_case(T: int, H: int, device: torch.device) -> Case:
         return F.rms_norm(total, (H,), weight, 1e-6), total
 
     return Case(
-        "small_ops", "rms_norm + residual", {"tokens": T, "hidden": H},
-        rotating(lambda x, r: rms_norm(x, weight, 1e-6, r, out), sets), nbytes, 0,
-        {"torch": rotating(peer, sets)}, len(sets),
-    )  # fmt: skip
+        "small_ops",
+        "rms_norm + residual",
+        {"tokens": T, "hidden": H},
+        rotating(lambda x, r: rms_norm(x, weight, 1e-6, r, out), sets),
+        nbytes,
+        0,
+        {"torch": rotating(peer, sets)},
+        len(sets),
+    )
 
 
 def silu_case(T: int, inter: int, device: torch.device) -> Case:
@@ -58,10 +63,15 @@ def silu_case(T: int, inter: int, device: torch.device) -> Case:
         return F.silu(gate) * up
 
     return Case(
-        "small_ops", "silu_mul", {"tokens": T, "inter": inter},
-        rotating(lambda x: silu_mul(x, out), sets), nbytes, 0,
-        {"torch": rotating(peer, sets)}, len(sets),
-    )  # fmt: skip
+        "small_ops",
+        "silu_mul",
+        {"tokens": T, "inter": inter},
+        rotating(lambda x: silu_mul(x, out), sets),
+        nbytes,
+        0,
+        {"torch": rotating(peer, sets)},
+        len(sets),
+    )
 
 
 def rope_case(T: int, heads: int, kv: int, D: int, interleaved: bool, device: torch.device) -> Case:
@@ -79,17 +89,27 @@ def rope_case(T: int, heads: int, kv: int, D: int, interleaved: bool, device: to
         f(torch.cat([angles] * 2, -1)).to(BF16).unsqueeze(1) for f in (torch.cos, torch.sin)
     )
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
+    def rotated(x: torch.Tensor) -> torch.Tensor:
         a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
         return torch.cat([a, b], -1) * cos + torch.cat([-b, a], -1) * sin
 
     sets = _sets(make, nbytes, device)
     return Case(
-        "small_ops", "rope", {"tokens": T, "heads": heads, "kv_heads": kv, "head_dim": D,
-                           "pairs": "interleaved" if interleaved else "half-split"},
-        rotating(lambda q, k: rope(q, k, positions, frequencies, interleaved), sets), nbytes, 0,
-        {"torch": rotating(lambda q, k: (turned(q), turned(k)), sets)}, len(sets),
-    )  # fmt: skip
+        "small_ops",
+        "rope",
+        {
+            "tokens": T,
+            "heads": heads,
+            "kv_heads": kv,
+            "head_dim": D,
+            "pairs": "interleaved" if interleaved else "half-split",
+        },
+        rotating(lambda q, k: rope(q, k, positions, frequencies, interleaved), sets),
+        nbytes,
+        0,
+        {"torch": rotating(lambda q, k: (rotated(q), rotated(k)), sets)},
+        len(sets),
+    )
 
 
 def embed_case(T: int, V: int, H: int, device: torch.device) -> Case:
@@ -97,17 +117,22 @@ def embed_case(T: int, V: int, H: int, device: torch.device) -> Case:
     sets = [(torch.randint(0, V, (T,), device=device),) for _ in range(32)]
     out = torch.empty(T, H, device=device, dtype=BF16)
     return Case(
-        "small_ops", "embed", {"tokens": T, "vocab": V, "hidden": H},
-        rotating(lambda ids: embed(ids, table, out), sets), 2 * 2 * T * H + 8 * T, 0,
-        {"torch": rotating(lambda ids: F.embedding(ids, table), sets)}, 32,
-    )  # fmt: skip
+        "small_ops",
+        "embed",
+        {"tokens": T, "vocab": V, "hidden": H},
+        rotating(lambda ids: embed(ids, table, out), sets),
+        2 * 2 * T * H + 8 * T,
+        0,
+        {"torch": rotating(lambda ids: F.embedding(ids, table), sets)},
+        32,
+    )
 
 
 def mla_write_case(T: int, eight: bool, device: torch.device) -> Case:
     pages, page, L, R = 2048, 64, 512, 64
     dtype = torch.float8_e4m3fn if eight else BF16
     latent = torch.zeros(pages, page, L, device=device, dtype=BF16).to(dtype)
-    turned = torch.zeros(pages, page, R, device=device, dtype=BF16)
+    rotated = torch.zeros(pages, page, R, device=device, dtype=BF16)
     scale = torch.zeros(pages, page, device=device) if eight else None
     nbytes = T * (2 * (L + R) + L * dtype.itemsize + 2 * R + 4 * eight + 8)
 
@@ -117,23 +142,29 @@ def mla_write_case(T: int, eight: bool, device: torch.device) -> Case:
 
     sets = _sets(make, nbytes, device)
 
-    def peer(x: torch.Tensor, slots: torch.Tensor) -> None:
+    def peer(x: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         rows = x[:, :L]
         if scale is not None:
             top = rows.abs().amax(-1).float().clamp_min(1e-30) / 448
-            scale.view(-1).index_copy_(0, slots, top)
+            scale.view(-1).index_copy_(0, slot_mapping, top)
             rows = (rows / top.unsqueeze(1)).to(dtype).view(torch.uint8)
         flat = latent.view(-1, L)
-        (flat.view(torch.uint8) if eight else flat).index_copy_(0, slots, rows)
-        turned.view(-1, R).index_copy_(0, slots, x[:, L:])
+        (flat.view(torch.uint8) if eight else flat).index_copy_(0, slot_mapping, rows)
+        rotated.view(-1, R).index_copy_(0, slot_mapping, x[:, L:])
 
-    def ours(x: torch.Tensor, slots: torch.Tensor) -> None:
-        mla_write(x[:, :L], x[:, L:], slots, latent, turned, scale)
+    def ours(x: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        mla_write(x[:, :L], x[:, L:], slot_mapping, latent, rotated, scale)
 
     return Case(
-        "small_ops", "mla_write", {"tokens": T, "cache": "fp8" if eight else "bf16"},
-        rotating(ours, sets), nbytes, 0, {"torch": rotating(peer, sets)}, len(sets),
-    )  # fmt: skip
+        "small_ops",
+        "mla_write",
+        {"tokens": T, "cache": "fp8" if eight else "bf16"},
+        rotating(ours, sets),
+        nbytes,
+        0,
+        {"torch": rotating(peer, sets)},
+        len(sets),
+    )
 
 
 def kv_write_case(T: int, KVH: int, D: int, device: torch.device) -> Case:
@@ -147,15 +178,20 @@ def kv_write_case(T: int, KVH: int, D: int, device: torch.device) -> Case:
 
     sets = _sets(make, nbytes, device)
 
-    def peer(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    def peer(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         for x, cache in ((k, k_cache), (v, v_cache)):
-            cache.view(-1, KVH, D).index_copy_(0, slots, x)
+            cache.view(-1, KVH, D).index_copy_(0, slot_mapping, x)
 
     return Case(
-        "small_ops", "kv_write", {"tokens": T, "kv_heads": KVH, "head_dim": D, "cache": "bf16"},
-        rotating(lambda k, v, slots: kv_write(k, v, slots, k_cache, v_cache), sets), nbytes, 0,
-        {"torch": rotating(peer, sets)}, len(sets),
-    )  # fmt: skip
+        "small_ops",
+        "kv_write",
+        {"tokens": T, "kv_heads": KVH, "head_dim": D, "cache": "bf16"},
+        rotating(lambda k, v, slot_mapping: kv_write(k, v, slot_mapping, k_cache, v_cache), sets),
+        nbytes,
+        0,
+        {"torch": rotating(peer, sets)},
+        len(sets),
+    )
 
 
 def mla_read_case(B: int, K: int, eight: bool, device: torch.device) -> Case:
@@ -168,9 +204,9 @@ def mla_read_case(B: int, K: int, eight: bool, device: torch.device) -> Case:
     lengths = torch.full_like(starts, K)
 
     def make() -> tuple[Any, ...]:
-        latent, turned = (torch.randn(pages, page, n, device=device, dtype=BF16) for n in (L, R))
+        latent, rotated = (torch.randn(pages, page, n, device=device, dtype=BF16) for n in (L, R))
         scale = torch.rand(pages, page, device=device) if eight else None
-        return latent.to(dtype), turned, torch.randperm(pages, device=device).int(), scale
+        return latent.to(dtype), rotated, torch.randperm(pages, device=device).int(), scale
 
     sets = _sets(make, nbytes, device)
     out = (
@@ -178,19 +214,25 @@ def mla_read_case(B: int, K: int, eight: bool, device: torch.device) -> Case:
         torch.empty(B * K, R, device=device, dtype=BF16),
     )
 
-    def ours(latent: Any, turned: Any, table: Any, scale: Any) -> object:
-        return mla_read(latent, turned, table.view(B, -1), starts, lengths, B * K, scale, out)
+    def ours(latent: Any, rotated: Any, table: Any, scale: Any) -> object:
+        return mla_read(latent, rotated, table.view(B, -1), starts, lengths, B * K, scale, out)
 
-    def peer(latent: Any, turned: Any, table: Any, scale: Any) -> object:
+    def peer(latent: Any, rotated: Any, table: Any, scale: Any) -> object:
         if scale is None:
-            return latent[table], turned[table]
+            return latent[table], rotated[table]
         codes = latent.view(torch.uint8)[table].view(dtype)
-        return (codes.float() * scale[table].unsqueeze(-1)).to(BF16), turned[table]
+        return (codes.float() * scale[table].unsqueeze(-1)).to(BF16), rotated[table]
 
     return Case(
-        "small_ops", "mla_read", {"batch": B, "context": K, "cache": "fp8" if eight else "bf16"},
-        rotating(ours, sets), nbytes, 0, {"torch": rotating(peer, sets)}, len(sets),
-    )  # fmt: skip
+        "small_ops",
+        "mla_read",
+        {"batch": B, "context": K, "cache": "fp8" if eight else "bf16"},
+        rotating(ours, sets),
+        nbytes,
+        0,
+        {"torch": rotating(peer, sets)},
+        len(sets),
+    )
 
 
 def _sampling_inputs(R: int, how: str, device: torch.device) -> SamplingInputs:
@@ -236,9 +278,15 @@ def sample_case(T: int, V: int, how: str, device: torch.device) -> Case:
         return (logits.softmax(-1) / noise).argmax(-1)
 
     return Case(
-        "small_ops", "sample", {"rows": T, "vocab": V, "how": how}, rotating(ours, sets), nbytes, 0,
-        {"torch": rotating(peer, sets)}, len(sets),
-    )  # fmt: skip
+        "small_ops",
+        "sample",
+        {"rows": T, "vocab": V, "how": how},
+        rotating(ours, sets),
+        nbytes,
+        0,
+        {"torch": rotating(peer, sets)},
+        len(sets),
+    )
 
 
 def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:

@@ -68,9 +68,12 @@ def e2e(
 ) -> None:
     """Time prompts and decode of a whole model through the engine, against the read roof."""
     given = {
-        "format": format, "layers": layers, "experts": experts, "vocab": vocab,
+        "format": format,
+        "layers": layers,
+        "experts": experts,
+        "vocab": vocab,
         "activations": activations,
-    }  # fmt: skip
+    }
     check_options(model, arch, given)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     from runtime.profiling.engine_speed import Load

@@ -69,15 +69,15 @@ class Ours:
 
     Attributes:
         name: of the checkpoint's folder or the architecture; ``fmt``: of its experts.
-        layers: how many; ``max_context``: positions that it was made for.
+        layers: how many; ``max_model_len``: positions that it was made for.
         load_seconds: reading or filling, and packing.
     """
 
     def __init__(
-        self, name: str, decoder: Decoder, pool: WorkerPool, max_context: int, seconds: float
+        self, name: str, decoder: Decoder, pool: WorkerPool, max_model_len: int, seconds: float
     ) -> None:
         self.name, self.decoder, self.pool = name, decoder, pool
-        self.layers, self.max_context = len(decoder.layers), max_context
+        self.layers, self.max_model_len = len(decoder.layers), max_model_len
         self.load_seconds = round(seconds, 2)
         self.fmt, self.activations = _experts(decoder)
 
@@ -118,33 +118,43 @@ class Ours:
         """A checkpoint. Raises what ``model.load_engine`` does."""
         start = time.perf_counter()
         loaded = model.load_engine(
-            folder, threads=threads, kernel=kernel, context=1, max_sequences=1, max_tokens=1,
+            folder,
+            threads=threads,
+            kernel=kernel,
+            max_model_len=1,
+            max_num_seqs=1,
+            max_num_batched_tokens=1,
             kv_dtype=kv_dtype,
-        )  # fmt: skip
+        )
         took = time.perf_counter() - start
         positions = loaded.config.max_position_embeddings
         name = "embedded" if Path(folder) == Path(model.EMBEDDED) else Path(folder).resolve().name
         return cls(name, loaded.runner.model, loaded.pool, positions, took)  # type: ignore[arg-type]
 
-    def timer(self, load: Load, kernel: str, max_tokens: int = 512) -> EngineTimer:
+    def timer(self, load: Load, kernel: str, max_num_batched_tokens: int = 512) -> EngineTimer:
         """An engine with room for a load.
 
         Args:
-            max_tokens: of a step.
+            max_num_batched_tokens: of a step.
 
         Raises:
             PykernelsError: more positions than the model has, or no memory for the cache.
         """
-        max_tokens = max(max_tokens, load.batch)
-        if (positions := load.positions(max_tokens)) > self.max_context:
+        max_num_batched_tokens = max(max_num_batched_tokens, load.batch)
+        if (positions := load.positions(max_num_batched_tokens)) > self.max_model_len:
             raise PykernelsError(
-                f"a sequence of {positions} tokens; {self.name} has {self.max_context} positions",
+                f"a sequence of {positions} tokens; {self.name} has {self.max_model_len} positions",
                 "Give a smaller --context, --prompt or --tokens",
             )
         runner = CpuRunner(
-            self.decoder, self.pool, positions, load.pages(max_tokens), max_tokens, load.batch,
+            self.decoder,
+            self.pool,
+            positions,
+            load.pages(max_num_batched_tokens),
+            max_num_batched_tokens,
+            load.batch,
             kernel,
-        )  # fmt: skip
+        )
         return EngineTimer(runner)
 
     def backend(self, kernel: str) -> str:

@@ -131,8 +131,12 @@ class Transformers:
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "bench.e2e.eager", s.arch, *numbers, asked],
-                cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, errors="replace",
-            )  # fmt: skip
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                errors="replace",
+            )
         except subprocess.TimeoutExpired:
             raise PeerMissing(f"it ran for over {SECONDS:.0f} s") from None
         if done.returncode:

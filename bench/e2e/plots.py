@@ -37,9 +37,12 @@ def _bars(axes: Any, rows: list[Row], peers: list[str]) -> None:
         if "roof_gbps" in row:
             roof = row["batch"] * 1e9 * row["roof_gbps"] / row["bytes_per_step"]
             axes.plot(
-                [x - width / 2, x + 0.8 - width / 2], [roof, roof],
-                color="black", lw=1, label=None if x else "read roof",
-            )  # fmt: skip
+                [x - width / 2, x + 0.8 - width / 2],
+                [roof, roof],
+                color="black",
+                lw=1,
+                label=None if x else "read roof",
+            )
     labels = [title(row).replace(", ", "\n") for row in rows]
     axes.set_xticks([x + 0.4 - width / 2 for x in at], labels, fontsize=7)
     axes.set_xlim(-0.2 - width / 2, len(rows) - width / 2)

@@ -65,8 +65,9 @@ class Settings:
     def check(self) -> Settings:
         """Itself. Raises PykernelsError for what there is not."""
         for what, names, known in (
-            ("architecture", self.archs, tuple(ARCHS)), ("peer", self.peers, PEERS)
-        ):  # fmt: skip
+            ("architecture", self.archs, tuple(ARCHS)),
+            ("peer", self.peers, PEERS),
+        ):
             for name in names:
                 if name not in known:
                     raise PykernelsError(f"there is no {what} {name!r}", f"Use {', '.join(known)}")
@@ -231,10 +232,16 @@ class E2ERun:
     def _head(self, arch: str, fmt: str, case: Case) -> Row:
         s = self.settings
         return {
-            "op": f"e2e {case.op}", "name": "pykernels", "model": arch, "format": fmt,
-            "layers": s.layers, "threads": s.threads, "tokens": case.tokens, "batch": case.batch,
+            "op": f"e2e {case.op}",
+            "name": "pykernels",
+            "model": arch,
+            "format": fmt,
+            "layers": s.layers,
+            "threads": s.threads,
+            "tokens": case.tokens,
+            "batch": case.batch,
             "context": case.context,
-        }  # fmt: skip
+        }
 
 
 def against(name: str, mine: list[float], theirs: list[float]) -> Row:

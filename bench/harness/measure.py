@@ -30,9 +30,13 @@ def measure(
     ours = ready[""]
     times = alternate(ready, {name: min(r.rounds, ours.rounds) for name, r in ready.items()})
     found = figures(
-        times[""], [case.nbytes], case.flops, roofs.read_gbps, roofs.compute(case.compute),
+        times[""],
+        [case.nbytes],
+        case.flops,
+        roofs.read_gbps,
+        roofs.compute(case.compute),
         case.compute,
-    )  # fmt: skip
+    )
     row = against(times[""], {name: times[name] for name in peers} | failed)
     row |= {f"captured_{name}": peer.captured for name, peer in peers.items()}
     return {**case.head, **found, "captured": ours.captured, "calls": ours.calls, **row}

@@ -140,9 +140,12 @@ def _threads(plt: Any, rows: list[Row]) -> Any:
     for (fmt, name), points in _lines(rows, "threads", "gbps").items():
         style, mark = ("--", "s") if name in peers else ("-", "o")
         axes.plot(
-            *zip(*points, strict=True), style, marker=mark, color=colours[fmt],
+            *zip(*points, strict=True),
+            style,
+            marker=mark,
+            color=colours[fmt],
             label=f"{fmt} {name}",
-        )  # fmt: skip
+        )
     counts = sorted(roof)
     axes.plot(counts, [roof[n] for n in counts], color="black", lw=1, label="read roof")
     axes.set_xticks(counts)

@@ -19,10 +19,28 @@ from .turns import Times, speedup
 Row = dict[str, Any]
 
 FIGURES = {
-    "op", "name", "engine", "us_median", "us_p10", "us_p90", "nbytes", "flops", "gbps", "tflops",
-    "read_roof_gbps", "compute_roof_tflops", "compute", "read_share", "compute_share", "bound",
-    "roof_us", "roof_share", "captured", "calls", "why",
-}  # fmt: skip
+    "op",
+    "name",
+    "engine",
+    "us_median",
+    "us_p10",
+    "us_p90",
+    "nbytes",
+    "flops",
+    "gbps",
+    "tflops",
+    "read_roof_gbps",
+    "compute_roof_tflops",
+    "compute",
+    "read_share",
+    "compute_share",
+    "bound",
+    "roof_us",
+    "roof_share",
+    "captured",
+    "calls",
+    "why",
+}
 _OF_PEERS = ("us_", "x_", "captured_", "why_")
 
 

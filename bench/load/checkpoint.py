@@ -48,8 +48,10 @@ def write_checkpoint(config: Any, fmt: str, folder: Path, name: str) -> Path:
     data = config.to_dict() | {"dtype": "bfloat16"}
     if fmt == "fp8":
         data["quantization_config"] = {
-            "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128],
-        }  # fmt: skip
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "weight_block_size": [128, 128],
+        }
     (folder / "config.json").write_text(json.dumps(data))
     shards: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     for name, shape in _tensors(config):

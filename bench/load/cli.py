@@ -110,8 +110,16 @@ def _table(rows: list[Row]) -> Table:
 
     table = Table(Column("", no_wrap=True), box=None, pad_edge=False)
     for title in (
-        "GB", "cold s", "GB/s", "x reading", "warm s", "GB/s", "x reading", "peak GB", "final GB"
-    ):  # fmt: skip
+        "GB",
+        "cold s",
+        "GB/s",
+        "x reading",
+        "warm s",
+        "GB/s",
+        "x reading",
+        "peak GB",
+        "final GB",
+    ):
         table.add_column(title, justify="right")
     keys = ("cold_s", "cold_gbps", "cold_over_reading", "warm_s", "warm_gbps", "warm_over_reading")
     for row in rows:

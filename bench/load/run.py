@@ -58,8 +58,9 @@ class Loads:
         fmt = [] if self.convert is None else [self.convert]
         stored = "GGUF" if files_of(self.source)[0].suffix == ".gguf" else "safetensors"
         for name, folder, options in (
-            (stored, self.source, fmt), ("packed cache", self.packed, [])
-        ):  # fmt: skip
+            (stored, self.source, fmt),
+            ("packed cache", self.packed, []),
+        ):
             plain = self._row(f"read {name}", "read", folder, [], step)
             rows.append(plain)
             if name == stored:  # what is loaded from it takes new memory; a cache is mapped

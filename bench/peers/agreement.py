@@ -60,9 +60,22 @@ def saved(path: Path, text: Path, chunks: int, threads: int) -> Saved:
     with tempfile.TemporaryDirectory(prefix="agreement-") as folder:
         file = Path(folder) / "logits"
         command: list[str | Path] = [
-            find("llama-perplexity"), "-m", path, "-f", text, "-c", str(CONTEXT), "-b",
-            str(CONTEXT), "--chunks", str(chunks), "-t", str(threads), "--save-all-logits", file,
-        ]  # fmt: skip
+            find("llama-perplexity"),
+            "-m",
+            path,
+            "-f",
+            text,
+            "-c",
+            str(CONTEXT),
+            "-b",
+            str(CONTEXT),
+            "--chunks",
+            str(chunks),
+            "-t",
+            str(threads),
+            "--save-all-logits",
+            file,
+        ]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         found = re.search(r"Final estimate: PPL = ([\d.]+)", done.stdout + done.stderr)
         assert found is not None, done.stderr[-500:]
@@ -77,7 +90,7 @@ def compare(path: Path, text: Path, chunks: int, threads: int, given: Path | Non
         given: the file that llama.cpp runs; None: the same.
     """
     theirs = saved(given or path, text, chunks, threads)
-    with model.load_engine(path, context=CONTEXT, threads=threads) as llm:
+    with model.load_engine(path, max_model_len=CONTEXT, threads=threads) as llm:
         ids = llm.encode(text.read_text(encoding="utf-8"))[: theirs.tokens.numel()]
         alike = ids == theirs.tokens.flatten().tolist()
         teacher = Teacher(llm, theirs.tokens)

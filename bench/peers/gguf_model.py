@@ -56,11 +56,17 @@ def tensors(config: Any) -> Iterator[Tensor]:
     yield Tensor("output_norm.weight", (s.H,))
     yield Tensor("output.weight", (s.V, s.H))
     shapes: dict[str, tuple[int, ...]] = {
-        "attn_norm": (s.H,), "attn_q": (s.NH * s.D, s.H), "attn_k": (s.KVH * s.D, s.H),
-        "attn_v": (s.KVH * s.D, s.H), "attn_output": (s.H, s.NH * s.D), "ffn_norm": (s.H,),
-        "ffn_gate_inp": (s.E, s.H), "ffn_gate_exps": (s.E, s.I, s.H),
-        "ffn_up_exps": (s.E, s.I, s.H), "ffn_down_exps": (s.E, s.H, s.I),
-    }  # fmt: skip
+        "attn_norm": (s.H,),
+        "attn_q": (s.NH * s.D, s.H),
+        "attn_k": (s.KVH * s.D, s.H),
+        "attn_v": (s.KVH * s.D, s.H),
+        "attn_output": (s.H, s.NH * s.D),
+        "ffn_norm": (s.H,),
+        "ffn_gate_inp": (s.E, s.H),
+        "ffn_gate_exps": (s.E, s.I, s.H),
+        "ffn_up_exps": (s.E, s.I, s.H),
+        "ffn_down_exps": (s.E, s.H, s.I),
+    }
     if config.model_type == "qwen3_moe":
         shapes |= {"attn_q_norm": (s.D,), "attn_k_norm": (s.D,)}
     for layer in range(config.num_hidden_layers):

@@ -105,10 +105,15 @@ def isa_options() -> tuple[str, ...]:
     if not env.isa and "amx-tile" not in isa:
         return ("-DGGML_NATIVE=ON",)
     have = {
-        "AVX2": "avx2", "FMA": "fma", "F16C": "f16c", "AVX_VNNI": "avxvnni",
-        "AVX512": "avx512f", "AVX512_VBMI": "avx512vbmi", "AVX512_VNNI": "avx512vnni",
+        "AVX2": "avx2",
+        "FMA": "fma",
+        "F16C": "f16c",
+        "AVX_VNNI": "avxvnni",
+        "AVX512": "avx512f",
+        "AVX512_VBMI": "avx512vbmi",
+        "AVX512_VNNI": "avx512vnni",
         "AVX512_BF16": "avx512bf16",
-    }  # fmt: skip
+    }
     options = (
         f"-DGGML_{name}={'ON' if feature in isa else 'OFF'}" for name, feature in have.items()
     )

@@ -39,9 +39,22 @@ def decode(
         return _rate(model, threads, repeat, "-p", "0", "-n", str(tokens), "-d", str(context))
     room = batch * (context + tokens + 1)
     lines = _run(
-        "llama-batched-bench", "-m", str(model), "-c", str(room), "-npp", f"{context},1",
-        "-ntg", str(tokens), "-npl", str(batch), "-t", str(threads), "--output-format", "jsonl",
-    )  # fmt: skip
+        "llama-batched-bench",
+        "-m",
+        str(model),
+        "-c",
+        str(room),
+        "-npp",
+        f"{context},1",
+        "-ntg",
+        str(tokens),
+        "-npl",
+        str(batch),
+        "-t",
+        str(threads),
+        "--output-format",
+        "jsonl",
+    )
     # The program may end before its last line is written: a second, short case is asked for.
     rows = [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
     return _number(next((row for row in rows if row.get("pp") == context), {}), "speed_tg")
@@ -49,9 +62,17 @@ def decode(
 
 def _rate(model: Path, threads: int, repeat: int, *options: str) -> float:
     text = _run(
-        "llama-bench", "-m", str(model), "-t", str(threads), "-r", str(repeat), "-o", "json",
+        "llama-bench",
+        "-m",
+        str(model),
+        "-t",
+        str(threads),
+        "-r",
+        str(repeat),
+        "-o",
+        "json",
         *options,
-    )  # fmt: skip
+    )
     try:
         rows = json.loads(text)
     except ValueError:

@@ -39,31 +39,31 @@ def _mla_decode(size: Size, capability: tuple[int, int]) -> Iterator[DecodePlan]
             )
     rows = size.heads * size.queries
     if rows <= 16 or capability[0] != 9:
-        for keys, stages, ctas_per_sm in itertools.product((32, 64), (2, 3), (1, 2)):
-            yield DecodePlan(16, keys, 8, stages, ctas_per_sm)
+        for keys, num_stages, ctas_per_sm in itertools.product((32, 64), (2, 3), (1, 2)):
+            yield DecodePlan(16, keys, 8, num_stages, ctas_per_sm)
         for keys, ctas_per_sm in itertools.product((16, 32), (1, 2)):
             yield DecodePlan(16, keys, 4, 2, ctas_per_sm)
     if rows > 16 and capability[0] >= 9:
         for split_scores in (True, False):
-            for keys, stages in ((64, 2), (32, 3)):
-                yield DecodePlan(64, keys, 8, stages, 1, split_scores)
+            for keys, num_stages in ((64, 2), (32, 3)):
+                yield DecodePlan(64, keys, 8, num_stages, 1, split_scores)
 
 
 def _gqa_decode(size: Size, capability: tuple[int, int]) -> Iterator[DecodePlan]:
     rows, fp8 = size.heads // size.kv_heads * size.queries, size.format == "fp8"
     tile = max(16, min(64, 1 << (rows - 1).bit_length()))
     if capability[0] == 9 and ring_buffer_fits(size.head_dim, fp8, PAGE):
-        for stages, ctas_per_sm in _RINGS:
-            yield DecodePlan(16, 64, 4, stages, ctas_per_sm, ring_buffer=True)
+        for num_stages, ctas_per_sm in _RINGS:
+            yield DecodePlan(16, 64, 4, num_stages, ctas_per_sm, ring_buffer=True)
     if capability >= (8, 9) and rows <= 16 and fp8_mma_fits(size.head_dim, fp8, PAGE):
         few = 8 if rows <= 8 else 16
-        for (keys, warps), ctas_per_sm in itertools.product(
+        for (keys, num_warps), ctas_per_sm in itertools.product(
             ((64, 4), (128, 4), (128, 8)), (1, 2, 3)
         ):
-            yield DecodePlan(few, keys, warps, 1, ctas_per_sm, fp8_mma=True)
-    for keys, stages, ctas_per_sm in itertools.product((32, 64, 128), (2, 3, 4), (1, 2)):
-        if 64 <= keys * (stages - 1) <= 256 and keys * size.head_dim <= 1 << 14:
-            yield DecodePlan(tile, keys, 4, stages, ctas_per_sm)
+            yield DecodePlan(few, keys, num_warps, 1, ctas_per_sm, fp8_mma=True)
+    for keys, num_stages, ctas_per_sm in itertools.product((32, 64, 128), (2, 3, 4), (1, 2)):
+        if 64 <= keys * (num_stages - 1) <= 256 and keys * size.head_dim <= 1 << 14:
+            yield DecodePlan(tile, keys, 4, num_stages, ctas_per_sm)
 
 
 def _prefill(size: Size, capability: tuple[int, int]) -> Iterator[PrefillPlan]:
@@ -73,6 +73,6 @@ def _prefill(size: Size, capability: tuple[int, int]) -> Iterator[PrefillPlan]:
         if warp_specialized_prefill_fits(D, DV, rope, 0, keys):
             yield PrefillPlan(128, keys, 8, 1, warp_specialized=True)
     tiles = ((128, 8), (64, 4)) if capability[0] >= 9 else ((128, 4), (128, 8), (64, 4))
-    for (rows, warps), keys, stages in itertools.product(tiles, (32, 64, 128), (2, 3)):
+    for (rows, num_warps), keys, num_stages in itertools.product(tiles, (32, 64, 128), (2, 3)):
         if keys <= rows and (keys > 32 or capability[0] != 9) and keys * (D + DV) <= 1 << 15:
-            yield PrefillPlan(rows, keys, warps, stages)
+            yield PrefillPlan(rows, keys, num_warps, num_stages)

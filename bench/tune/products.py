@@ -19,7 +19,7 @@ from pykernels.gpu.gemm.hopper.dequant import KINDS as DEQUANT_KINDS
 from pykernels.gpu.gemm.linear import linear
 from pykernels.gpu.gemm.select import kernel_of, most_skinny_rows
 from pykernels.gpu.gemm.weights import empty_for_gpu, kind_of
-from pykernels.gpu.moe.fused_moe import Experts, down, gate_up, sort_slots
+from pykernels.gpu.moe.fused_moe import Experts, down, gate_up, sort_pairs
 from pykernels.gpu.plans.gemm import DequantPlan, GemmPlan, LinearPlan
 from pykernels.gpu.plans.tuned import EXPERTS_PLANS, write_tuned
 from pykernels.quant import get_format
@@ -100,7 +100,7 @@ class ProductJob:
         ids = torch.empty(T, TOPK, dtype=torch.int64, device=device)
         if device.type != "meta":
             ids = route(T, E, TOPK, "balanced", device)
-        order = sort_slots(ids, E)
+        order = sort_pairs(ids, E)
         how = self.activations
         if self.op.endswith("gate_up"):
             return lambda plan: gate_up(x, experts, order, activations=how, plan=plan), 1

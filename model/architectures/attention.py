@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from pykernels.cpu.attention.expanded import expand_from
-from runtime.kv_cache.layout import Pages, Part
+from runtime.kv_cache.layout import CachePart, Pages
 from runtime.matrix import PackedHeads
 from runtime.program import Builder
 
@@ -19,17 +19,22 @@ from .packing import Packing
 RAGGED = {
     name: name
     for name in (
-        "positions", "sequences", "page_table", "query_starts", "query_lengths", "lengths",
+        "positions",
+        "sequences",
+        "page_table",
+        "query_starts",
+        "query_lengths",
+        "lengths",
         "page_rows",
     )
-}  # fmt: skip
+}
 """Which tokens are of which sequence and where its pages are, as inputs of attention."""
 
 
 class Attention(Protocol):
     """What a layer's attention is to the program."""
 
-    def caches(self, pages: Pages) -> dict[str, Part]:
+    def caches(self, pages: Pages) -> dict[str, CachePart]:
         """Its parts of the cache, by their endings."""
 
     def lower(self, b: Builder, layer: str, x: str, pages: Pages) -> str:
@@ -95,7 +100,7 @@ class MLA:
         )
 
     @staticmethod
-    def cached(module: Any, pages: Pages) -> dict[str, Part]:
+    def cached(module: Any, pages: Pages) -> dict[str, CachePart]:
         """The parts of such a module's cache."""
         return pages.latent(module.kv_lora_rank, module.qk_rope_head_dim)
 
@@ -110,7 +115,7 @@ class MLA:
         of_key = module.qk_rope_head_dim, module.qk_nope_head_dim
         return module.kv_lora_rank, *of_key, module.v_head_dim
 
-    def caches(self, pages: Pages) -> dict[str, Part]:
+    def caches(self, pages: Pages) -> dict[str, CachePart]:
         return pages.latent(self.L, self.R)
 
     def lower(self, b: Builder, layer: str, x: str, pages: Pages) -> str:
@@ -120,9 +125,13 @@ class MLA:
             assert self.q_norm is not None
             normed = b.buffer(f"{layer}.q_a", "T", len(self.q_norm))
             b.node(
-                "rms_norm", f"{layer}.q_norm", {"x": a}, {"out": normed},
-                {"weight": self.q_norm}, eps=self.q_eps,
-            )  # fmt: skip
+                "rms_norm",
+                f"{layer}.q_norm",
+                {"x": a},
+                {"out": normed},
+                {"weight": self.q_norm},
+                eps=self.q_eps,
+            )
             q = self.q_b.lower(b, f"{layer}.q_b", normed, f"{layer}.q")
         cache = _buffers(b, layer, self.caches(pages))
         rotated = b.buffer(f"{layer}.rotated", "T", self.NH, width)
@@ -130,33 +139,61 @@ class MLA:
         expanded: dict[str, Any] = {"expand_from": many} if many <= b.size("T") else {}
         sequences = {"sequences": "sequences"} if expanded else {}
         b.node(
-            "mla_rope_cache_write", f"{layer}.write",
-            {"q": q, "kv": a, "angles": "angles", "slots": "slots", **cache},
-            {"rotated": rotated, **cache}, {"kv_norm": self.kv_norm}, nope=self.nope,
-            heads=self.NH, eps=self.kv_eps, interleaved=int(self.interleaved),
+            "mla_rope_cache_write",
+            f"{layer}.write",
+            {"q": q, "kv": a, "angles": "angles", "slot_mapping": "slot_mapping", **cache},
+            {"rotated": rotated, **cache},
+            {"kv_norm": self.kv_norm},
+            nope=self.nope,
+            heads=self.NH,
+            eps=self.kv_eps,
+            interleaved=int(self.interleaved),
             kv_start=self.first.starts[1],
-        )  # fmt: skip
+        )
         b.node(
-            "per_head_linear", f"{layer}.uk", {"x": q, "out": rotated, **sequences},
-            {"out": rotated}, {"heads": self.uk}, x_head=D, out_head=width, **expanded,
-        )  # fmt: skip
+            "per_head_linear",
+            f"{layer}.uk",
+            {"x": q, "out": rotated, **sequences},
+            {"out": rotated},
+            {"heads": self.uk},
+            x_head=D,
+            out_head=width,
+            **expanded,
+        )
         latent = b.buffer(f"{layer}.attn_latent", "T", self.NH, self.L)
         attrs: dict[str, Any] = {"heads": self.NH, "scale": self.scale, **expanded}
         b.node(
-            "attention", f"{layer}.attention", {"q": rotated, **cache, **RAGGED},
-            {"out": latent}, kv_heads=1, dk=width, dv=self.L, **attrs,
-        )  # fmt: skip
+            "attention",
+            f"{layer}.attention",
+            {"q": rotated, **cache, **RAGGED},
+            {"out": latent},
+            kv_heads=1,
+            dk=width,
+            dv=self.L,
+            **attrs,
+        )
         out = b.buffer(f"{layer}.attn_out", "T", self.NH * self.dv)
         b.node(
-            "per_head_linear", f"{layer}.uv", {"x": latent, **sequences}, {"out": out},
-            {"heads": self.uv}, x_head=self.L, out_head=self.dv, **expanded,
-        )  # fmt: skip
+            "per_head_linear",
+            f"{layer}.uv",
+            {"x": latent, **sequences},
+            {"out": out},
+            {"heads": self.uv},
+            x_head=self.L,
+            out_head=self.dv,
+            **expanded,
+        )
         if expanded:
             b.node(
-                "attention_expanded", f"{layer}.expanded",
-                {"q": rotated, "q_nope": q, "out": out, **cache, **RAGGED}, {"out": out},
-                {"uk": self.uk, "uv": self.uv}, nope=self.nope, dv=self.dv, **attrs,
-            )  # fmt: skip
+                "attention_expanded",
+                f"{layer}.expanded",
+                {"q": rotated, "q_nope": q, "out": out, **cache, **RAGGED},
+                {"out": out},
+                {"uk": self.uk, "uv": self.uv},
+                nope=self.nope,
+                dv=self.dv,
+                **attrs,
+            )
         return self.o.lower(b, f"{layer}.o", out, f"{layer}.attended")
 
 
@@ -198,7 +235,7 @@ class GQA:
         )
 
     @staticmethod
-    def cached(module: Any, pages: Pages) -> dict[str, Part]:
+    def cached(module: Any, pages: Pages) -> dict[str, CachePart]:
         """The parts of such a module's cache."""
         D = module.head_dim
         return pages.grouped(module.k_proj.out_features // D, D)
@@ -208,7 +245,7 @@ class GQA:
         """Numbers of a key and of a value, as attention sees them."""
         return module.head_dim, module.head_dim
 
-    def caches(self, pages: Pages) -> dict[str, Part]:
+    def caches(self, pages: Pages) -> dict[str, CachePart]:
         return pages.grouped(self.KVH, self.D)
 
     def lower(self, b: Builder, layer: str, x: str, pages: Pages) -> str:
@@ -218,18 +255,32 @@ class GQA:
         norms = {} if self.q_norm is None else {"q_norm": self.q_norm, "k_norm": self.k_norm}
         _, k_start, v_start = self.qkv.starts  # each at a 32-row block, so there may be gaps
         b.node(
-            "gqa_rope_cache_write", f"{layer}.write",
-            {"qkv": qkv, "angles": "angles", "slots": "slots", **cache}, {"rotated": q, **cache},
-            norms, heads=self.NH, eps=self.eps, interleaved=int(self.interleaved),
-            k_start=k_start, v_start=v_start,
-        )  # fmt: skip
+            "gqa_rope_cache_write",
+            f"{layer}.write",
+            {"qkv": qkv, "angles": "angles", "slot_mapping": "slot_mapping", **cache},
+            {"rotated": q, **cache},
+            norms,
+            heads=self.NH,
+            eps=self.eps,
+            interleaved=int(self.interleaved),
+            k_start=k_start,
+            v_start=v_start,
+        )
         out = b.buffer(f"{layer}.attn_out", "T", self.NH * self.D)
         sinks = {} if self.sinks is None else {"sinks": self.sinks.float()}
         b.node(
-            "attention", f"{layer}.attention", {"q": q, **cache, **RAGGED}, {"out": out}, sinks,
-            heads=self.NH, kv_heads=self.KVH, dk=self.D, dv=self.D, scale=self.scale,
+            "attention",
+            f"{layer}.attention",
+            {"q": q, **cache, **RAGGED},
+            {"out": out},
+            sinks,
+            heads=self.NH,
+            kv_heads=self.KVH,
+            dk=self.D,
+            dv=self.D,
+            scale=self.scale,
             window=self.window,
-        )  # fmt: skip
+        )
         return self.o.lower(b, f"{layer}.o", out, f"{layer}.attended")
 
 
@@ -238,7 +289,7 @@ def kind_of(module: Any) -> type[MLA] | type[GQA]:
     return MLA if hasattr(module, "kv_a_proj_with_mqa") else GQA
 
 
-def _buffers(b: Builder, layer: str, parts: dict[str, Part]) -> dict[str, str]:
+def _buffers(b: Builder, layer: str, parts: dict[str, CachePart]) -> dict[str, str]:
     """Buffers of a layer's cache, by its parts."""
     return {
         name: b.buffer(f"{layer}.{name}", *part.shape, dtype=part.dtype, kind="cache")

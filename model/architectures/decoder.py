@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from pykernels.cpu.attention.expanded import Expanded, expand_from
 from pykernels.errors import PykernelsError
-from runtime.kv_cache.layout import Pages, Part, token_bytes
+from runtime.kv_cache.layout import CachePart, Pages, token_bytes
 from runtime.matrix import PackedMatrix
 from runtime.program import Builder, Program, repeated
 from runtime.step_inputs import lower_sampling, step_inputs
@@ -26,7 +26,7 @@ from .moe import Dense, MoE, experts_of
 from .packing import Packing
 
 TOP = 20
-"""Of the likeliest tokens, whose logprobs a step can give."""
+"""Most top-logprobs per row."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Decoder:
         """Token ids are below."""
         return self.table.shape[0]
 
-    def caches(self, pages: int) -> dict[str, Part]:
+    def caches(self, pages: int) -> dict[str, CachePart]:
         """The cache's buffers, ``pages`` of 64 tokens."""
         return {
             f"layer{i}.{name}": part
@@ -86,9 +86,13 @@ class Decoder:
         b.node("embed", "embed", {"ids": "tokens"}, {"out": x}, {"table": self.table})
         b.buffer("angles", "T", 2, len(self.frequencies))
         b.node(
-            "rope_table", "rope", {"positions": "positions"}, {"out": "angles"},
-            {"frequencies": self.frequencies}, scale=self.rope_scale,
-        )  # fmt: skip
+            "rope_table",
+            "rope",
+            {"positions": "positions"},
+            {"out": "angles"},
+            {"frequencies": self.frequencies},
+            scale=self.rope_scale,
+        )
         add: list[str] = []
         for i, layer in enumerate(self.layers):
             name = f"layer{i}"
@@ -101,9 +105,13 @@ class Decoder:
                 add = layer.mlp.lower(b, name, normed)
         last = b.buffer("normed", "R", H)
         b.node(
-            "rms_norm", "norm", {"x": x, **repeated("add", add), "rows": "sampled"},
-            {"out": last}, {"weight": self.norm}, eps=self.eps,
-        )  # fmt: skip
+            "rms_norm",
+            "norm",
+            {"x": x, **repeated("add", add), "rows": "sampled"},
+            {"out": last},
+            {"weight": self.norm},
+            eps=self.eps,
+        )
         b.buffer("logits", "R", V, kind="output")
         head: dict[str, Any] = {"weight": self.head}
         if self.head_bias is not None:
@@ -119,9 +127,13 @@ class Decoder:
         normed = b.buffer(f"{name}.out", "T", len(weight))
         total = b.buffer(f"{name}.sum", "T", len(weight)) if add else x
         b.node(
-            "rms_norm", name, {"x": x, **repeated("add", add)},
-            {"out": normed, **({"sum": total} if add else {})}, {"weight": weight}, eps=self.eps,
-        )  # fmt: skip
+            "rms_norm",
+            name,
+            {"x": x, **repeated("add", add)},
+            {"out": normed, **({"sum": total} if add else {})},
+            {"weight": weight},
+            eps=self.eps,
+        )
         return total, normed
 
 

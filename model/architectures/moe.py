@@ -125,9 +125,14 @@ class MoE:
                 "weights": b.buffer(f"{layer}.weights", "T", topk),
             }
             b.node(
-                "router", f"{layer}.router", {"logits": logits}, routing, bias, spec=self.spec,
+                "router",
+                f"{layer}.router",
+                {"logits": logits},
+                routing,
+                bias,
+                spec=self.spec,
                 experts=E,
-            )  # fmt: skip
+            )
         return routing
 
     def _lower_shared(self, b: Builder, layer: str, x: str, shared: PackedExperts) -> str:

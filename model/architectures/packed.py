@@ -1,4 +1,4 @@
-"""The doors of lowering with a packed cache behind them: what goes in, and what comes out."""
+"""Packed cache: writing (``IntoCache``) and reading (``FromCache``)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pykernels.quant import Format, PackedExperts, Weight, get_format
 from pykernels.registry import resolve
 from pykernels.shapes import ExpertSpec, MoEShape
 from pykernels.target import detect
-from runtime.matrix import Pack, PackedHeads, PackedMatrix, outline
+from runtime.matrix import Pack, PackedHeads, PackedMatrix, pack_nothing
 
 from ..checkpoint.packed.errors import Errors
 from ..checkpoint.packed.manifest import AGAIN
@@ -23,19 +23,20 @@ from ..checkpoint.packed.mapped import MappedFile, PackedFolder
 from ..modules.linear import linears
 from ..modules.moe import FusedMoE
 from .packing import FromSource, Packing
-from .weights import Source, outlined
+from .weights import Source, meta_weight
 
 ROUTERS = ("gate.weight", "router.weight")
-"""Ends of the names of routers' matrices, which are never converted: a token's experts hang on
-them."""
+"""Endings of the names of routers' matrices, which are never converted: they decide which experts a
+token uses."""
 
 
 @dataclass
 class Objects:
-    """What came out of the doors since it was last taken.
+    """The packed objects since the last ``take``.
 
     Attributes:
-        tensors: by their names in a file; ``about``: by key, what an object is.
+        tensors: by their names in a file.
+        about: by key, what an object is.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -50,7 +51,7 @@ class Objects:
 
 
 class IntoCache(FromSource):
-    """Packs what a source holds, and keeps it until it is taken and written.
+    """Packs the weights of a source, and keeps them until ``take``.
 
     Args:
         linears: format that matrices are converted to; None: none is. Where their inputs do not
@@ -65,45 +66,45 @@ class IntoCache(FromSource):
 
     def take(self) -> Objects:
         """All objects since the last call."""
-        found, self._objects = self._objects, Objects()
-        return found
+        objects, self._objects = self._objects, Objects()
+        return objects
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        found = super().tensor(name)
-        if found is None:
+        tensor = super().tensor(name)
+        if tensor is None:
             self._objects.add(_key("tensor", name), {"absent": True})
         else:
-            self._objects.add(_key("tensor", name), {}, data=found)
-        return found
+            self._objects.add(_key("tensor", name), {}, data=tensor)
+        return tensor
 
     def table(self, name: str) -> torch.Tensor | PackedMatrix:
-        found, key = super().table(name), _key("table", name)
-        if isinstance(found, PackedMatrix):
-            self._matrix(found, key)
+        table, key = super().table(name), _key("table", name)
+        if isinstance(table, PackedMatrix):
+            self._matrix(table, key)
         else:
-            self._objects.add(key, {}, data=found)
-        return found
+            self._objects.add(key, {}, data=table)
+        return table
 
     def runs(self, *names: str) -> list[PackedMatrix]:
-        found, key = super().runs(*names), _key("matrix", *names)
-        formats = [part.fmt.name for part in found for _ in part.starts]
+        matrices, key = super().runs(*names), _key("matrix", *names)
+        formats = [part.fmt.name for part in matrices for _ in part.starts]
         self._objects.add(key, {"formats": formats})
-        for i, part in enumerate(found):
+        for i, part in enumerate(matrices):
             self._matrix(part, f"{key}.{i}")
-        return found
+        return matrices
 
     def stack(self, name: str, shape: tuple[int, int, int]) -> PackedHeads | None:
-        found, key = super().stack(name, shape), _key("stack", name)
-        if found is None:
+        heads, key = super().stack(name, shape), _key("stack", name)
+        if heads is None:
             self._objects.add(key, {"absent": True})
         else:
-            self._matrix(found, key)
-        return found
+            self._matrix(heads, key)
+        return heads
 
     def heads(self, name: str, rows: Sequence[slice], transposed: bool = False) -> PackedHeads:
-        found = super().heads(name, rows, transposed)
-        self._matrix(found, _key("heads", name, *["transposed"] * transposed))
-        return found
+        packed = super().heads(name, rows, transposed)
+        self._matrix(packed, _key("heads", name, *["transposed"] * transposed))
+        return packed
 
     def mlp(self, gate: str, up: str, down: str) -> PackedExperts:
         return self._experts(super().mlp(gate, up, down), _key("mlp", gate, up, down))
@@ -111,8 +112,8 @@ class IntoCache(FromSource):
     def experts(self, module: FusedMoE) -> PackedExperts:
         return self._experts(super().experts(module), _key("experts", module.name))
 
-    def room(self, nbytes: int) -> torch.Tensor:
-        self._arena = super().room(nbytes)
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self._arena = super().allocate(nbytes)
         return self._arena
 
     def weight(self, name: str) -> tuple[str, Weight]:
@@ -157,18 +158,18 @@ class FromCache(Packing):
         file, about, key = self._find("tensor", name)
         if about.get("absent"):
             return None
-        found = file.tensor(f"{key}.data")
-        self.check(tuple(found.shape) == self._shapes.get(name), key)
-        return found
+        tensor = file.tensor(f"{key}.data")
+        self.check(tuple(tensor.shape) == self._shapes.get(name), key)
+        return tensor
 
     def table(self, name: str) -> torch.Tensor | PackedMatrix:
         file, about, key = self._find("table", name)
         if "format" in about:
             return self._matrix(str(about["format"]), [name], file, key)
-        found = file.tensor(f"{key}.data")
-        right = tuple(found.shape) == self._shapes[name] and found.dtype == torch.bfloat16
+        table = file.tensor(f"{key}.data")
+        right = tuple(table.shape) == self._shapes[name] and table.dtype == torch.bfloat16
         self.check(right, key)
-        return found
+        return table
 
     def runs(self, *names: str) -> list[PackedMatrix]:
         file, about, key = self._find("matrix", *names)
@@ -211,35 +212,35 @@ class FromCache(Packing):
             resolve(module.kernel, fmt, detect(), module.activations)
         return self._experts(module.shape, file, about, key)
 
-    def _obeys(self, wanted: str, formats: Iterable[str], what: str) -> None:
+    def _obeys(self, rule: str, formats: Iterable[str], what: str) -> None:
         """Raises PykernelsError where a rule wants another format than the cache has."""
-        if wanted != "auto" and (other := [fmt for fmt in formats if fmt != wanted]):
+        if rule != "auto" and (other := [fmt for fmt in formats if fmt != rule]):
             raise PykernelsError(
-                f"{self._folder.folder} has {what} in {other[0]}, a rule wants {wanted}",
+                f"{self._folder.folder} has {what} in {other[0]}, a rule wants {rule}",
                 "Convert the checkpoint with that rule, or leave it out",
             )
 
     def _matrix(self, fmt: str, names: list[str], file: MappedFile, key: str) -> PackedMatrix:
-        parts = [outlined(fmt, *self._shapes[name]) for name in names]
-        return PackedMatrix(get_format(fmt), parts, outline, _Room(self, file, key))
+        parts = [meta_weight(fmt, *self._shapes[name]) for name in names]
+        return PackedMatrix(get_format(fmt), parts, pack_nothing, _MappedAllocate(self, file, key))
 
     def _heads(
         self, about: dict[str, Any], shapes: list[tuple[int, int]], file: MappedFile, key: str
     ) -> PackedHeads:
         fmt = str(about["format"])
-        parts = [outlined(fmt, *shape) for shape in shapes]
-        return PackedHeads(get_format(fmt), parts, outline, _Room(self, file, key))
+        parts = [meta_weight(fmt, *shape) for shape in shapes]
+        return PackedHeads(get_format(fmt), parts, pack_nothing, _MappedAllocate(self, file, key))
 
     def _experts(
         self, shape: MoEShape, file: MappedFile, about: dict[str, Any], key: str
     ) -> PackedExperts:
-        def room(nbytes: int) -> torch.Tensor:
+        def allocate(nbytes: int) -> torch.Tensor:
             arena = file.tensor(f"{key}.arena")
             self.check(arena.nbytes == nbytes, key)
             return arena
 
         fmt, down_fmt = get_format(str(about["format"])), get_format(str(about["down_format"]))
-        packed = PackedExperts(shape, fmt, room, outline, down_fmt)
+        packed = PackedExperts(shape, fmt, allocate, pack_nothing, down_fmt)
         packed.packed = [True] * shape.E
         return packed
 
@@ -259,22 +260,22 @@ class FromCache(Packing):
 
 
 @dataclass(frozen=True)
-class _Room:
-    """A ``matrix.Room`` that gives an object of a file."""
+class _MappedAllocate:
+    """A ``matrix.Allocate`` that gives an object of a file."""
 
     cache: FromCache
     file: MappedFile
     key: str
 
     def __call__(self, fmt: Format, K: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        found = []
+        tensors = []
         for part, nbytes in (("blocks", fmt.block_bytes(K)), ("scales", fmt.scale_bytes(K))):
             tensor = torch.zeros(blocks, 0, dtype=torch.uint8, device="cpu")
             if nbytes:
                 tensor = self.file.tensor(f"{self.key}.{part}")
                 self.cache.check(tuple(tensor.shape) == (blocks, nbytes), self.key)
-            found.append(tensor)
-        return found[0], found[1]
+            tensors.append(tensor)
+        return tensors[0], tensors[1]
 
 
 def _key(kind: str, *names: str) -> str:

@@ -1,4 +1,4 @@
-"""The doors between a model's weights and its programs: packed from a source, or found packed."""
+"""The interface through which lowering gets packed weights; ``FromSource`` packs them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import Biases, PackedExperts, Weight, get_format
 from pykernels.shapes import ExpertSpec, MoEShape
 from runtime.machine.memory import allocate
-from runtime.matrix import Pack, PackedHeads, PackedMatrix, outline
+from runtime.matrix import Pack, PackedHeads, PackedMatrix, pack_nothing
 
 from ..modules.moe import FusedMoE
 from .linear import Linear
@@ -23,14 +23,15 @@ BLOCK = 128
 
 
 class Packing(ABC):
-    """A model's weights as programs hold them, by the names of its parameters.
+    """A model's packed weights, by the names of its parameters.
 
-    These few doors are all that lowering goes through, so a packed cache is what came out of them.
+    Lowering gets every weight through this interface. ``FromSource`` packs, ``FromCache`` maps; a
+    packed cache stores exactly what this interface returned.
     """
 
     @abstractmethod
     def tensor(self, name: str) -> torch.Tensor | None:
-        """One that is no matrix of a linear; None if the model has none of that name."""
+        """A parameter that is not a linear's matrix; None if the model has none of that name."""
 
     @abstractmethod
     def table(self, name: str) -> torch.Tensor | PackedMatrix:
@@ -38,15 +39,15 @@ class Packing(ABC):
 
     @abstractmethod
     def runs(self, *names: str) -> list[PackedMatrix]:
-        """Matrices one below the other; those one after another in one format become one."""
+        """Matrices stacked along N; neighbours of the same format become one ``PackedMatrix``."""
 
     @abstractmethod
     def stack(self, name: str, shape: tuple[int, int, int]) -> PackedHeads | None:
-        """A stored tensor [heads, N, K], a matrix for each head; None if there is none."""
+        """A stored tensor [heads, N, K], one matrix per head; None if there is none."""
 
     @abstractmethod
     def heads(self, name: str, rows: Sequence[slice], transposed: bool = False) -> PackedHeads:
-        """Rows of one matrix, a matrix for each head: in its format where that can be cut so."""
+        """Slices of one matrix as one matrix per head, in its own format where its scales allow."""
 
     @abstractmethod
     def mlp(self, gate: str, up: str, down: str) -> PackedExperts:
@@ -63,8 +64,8 @@ class Packing(ABC):
 
     def matrix(self, name: str) -> PackedMatrix:
         """The matrix of a parameter."""
-        (found,) = self.runs(name)
-        return found
+        (matrix,) = self.runs(name)
+        return matrix
 
     def linear(self, *modules: str) -> Linear:
         """The linears of these modules, which read the same inputs, with their biases."""
@@ -73,13 +74,13 @@ class Packing(ABC):
 
     def vector(self, name: str) -> torch.Tensor:
         """A norm's weight, float32."""
-        found = self.tensor(name)
-        assert found is not None, name
-        return found.float().contiguous()
+        tensor = self.tensor(name)
+        assert tensor is not None, name
+        return tensor.float().contiguous()
 
 
 class FromSource(Packing):
-    """Packs what a source holds."""
+    """Packs the weights of a source."""
 
     def __init__(self, source: Source, pack: Pack) -> None:
         self.source, self.pack = source, pack
@@ -88,17 +89,20 @@ class FromSource(Packing):
         return self.source.tensor(name)
 
     def table(self, name: str) -> torch.Tensor | PackedMatrix:
-        found = self.source.matrix(name)
-        return found[1].data.contiguous() if found[0] == "bf16" else self._packed([found])
+        stored = self.source.matrix(name)
+        return stored[1].data.contiguous() if stored[0] == "bf16" else self._packed([stored])
 
     def runs(self, *names: str) -> list[PackedMatrix]:
-        found = [self.weight(name) for name in names]
-        return [self._packed(list(run)) for _, run in itertools.groupby(found, lambda one: one[0])]
+        weights = [self.weight(name) for name in names]
+        return [
+            self._packed(list(run))
+            for _, run in itertools.groupby(weights, lambda weight: weight[0])
+        ]
 
     def stack(self, name: str, shape: tuple[int, int, int]) -> PackedHeads | None:
-        if (found := self.source.stack(name)) is None:
+        if (stacked := self.source.stack(name)) is None:
             return None
-        packed = PackedHeads(get_format(found[0]), found[1], self.pack)
+        packed = PackedHeads(get_format(stacked[0]), stacked[1], self.pack)
         if (stored := (packed.G, packed.N, packed.K)) != shape:
             raise PykernelsError(
                 f"{name} has the shape {list(stored)}, the model needs {list(shape)}",
@@ -116,15 +120,15 @@ class FromSource(Packing):
 
     def mlp(self, gate: str, up: str, down: str) -> PackedExperts:
         names = (gate, up, down)
-        found = [self.weight(name) for name in names]
-        if found[0][0] != found[1][0]:
-            if any(fmt != "bf16" and weight.scale is None for fmt, weight in found[:2]):
+        weights = [self.weight(name) for name in names]
+        if weights[0][0] != weights[1][0]:
+            if any(fmt != "bf16" and weight.scale is None for fmt, weight in weights[:2]):
                 raise PykernelsError(
-                    f"{gate} is {found[0][0]} and {up} is {found[1][0]}",
+                    f"{gate} is {weights[0][0]} and {up} is {weights[1][0]}",
                     "Quantize the model with one type for both",
                 )
-            found[:2] = [("bf16", _as_bf16(*one)) for one in found[:2]]
-        (fmt, _), _, (down_fmt, matrix) = found
+            weights[:2] = [("bf16", _as_bf16(*weight)) for weight in weights[:2]]
+        (fmt, _), _, (down_fmt, matrix) = weights
         H, I = get_format(down_fmt).logical_shape(matrix)  # noqa: E741
         tensors = [self.source.tensor(f"{name.removesuffix('weight')}bias") for name in names]
         biases = None
@@ -135,19 +139,19 @@ class FromSource(Packing):
             )
         shape = MoEShape(E=1, H=H, I=I, topk=1, spec=ExpertSpec(bias=biases is not None))
         packed = self.make_experts(shape, fmt, down_fmt)
-        if self.pack is not outline:  # whose weights are no numbers to check
-            packed.pack(0, *(weight for _, weight in found), biases=biases)
+        if self.pack is not pack_nothing:  # whose weights are no numbers to check
+            packed.pack(0, *(weight for _, weight in weights), biases=biases)
         return packed
 
     def experts(self, module: FusedMoE) -> PackedExperts:
         return self.source.experts(module, self.make_experts)
 
     def make_experts(self, shape: MoEShape, fmt: str, down_fmt: str) -> PackedExperts:
-        """Room for the experts of a layer."""
+        """Memory for the experts of a layer."""
         formats = get_format(fmt), get_format(down_fmt)
-        return PackedExperts(shape, formats[0], self.room, self.pack, formats[1])
+        return PackedExperts(shape, formats[0], self.allocate, self.pack, formats[1])
 
-    def room(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         """Memory for experts, uint8 [nbytes]."""
         return allocate(nbytes)
 
@@ -155,9 +159,9 @@ class FromSource(Packing):
         """(format, weight) of a linear's matrix, as it is packed."""
         return self.source.matrix(name)
 
-    def _packed(self, found: list[tuple[str, Weight]]) -> PackedMatrix:
+    def _packed(self, weights: list[tuple[str, Weight]]) -> PackedMatrix:
         """Matrices of one format as one."""
-        return PackedMatrix(get_format(found[0][0]), [weight for _, weight in found], self.pack)
+        return PackedMatrix(get_format(weights[0][0]), [weight for _, weight in weights], self.pack)
 
 
 def _as_bf16(fmt: str, weight: Weight) -> Weight:

@@ -19,7 +19,7 @@ from ..checkpoint.safetensors import Checkpoint, Part
 from ..modules.moe import FusedMoE
 
 MakeExperts = Callable[[MoEShape, str, str], PackedExperts]
-"""(shape, format of gate and up, format of down) -> room for the experts of a layer."""
+"""(shape, format of gate and up, format of down) -> memory for the experts of a layer."""
 
 
 class Source(Protocol):
@@ -129,7 +129,7 @@ class Stored:
         return packed
 
 
-class Outline:
+class MetaWeights:
     """Shapes and formats alone, from a plan: no weight is read."""
 
     def __init__(self, plan: Plan) -> None:
@@ -139,13 +139,13 @@ class Outline:
     def matrix(self, name: str) -> tuple[str, Weight]:
         source = self._items[name].source
         fmt = source.fmt or "bf16"
-        return fmt, outlined(fmt, *source.shape)
+        return fmt, meta_weight(fmt, *source.shape)
 
     def stack(self, name: str) -> tuple[str, list[Weight]] | None:
         if (item := self._items.get(name)) is None:
             return None
         (heads, N, K), fmt = item.source.shape, item.source.fmt or "bf16"
-        return fmt, [outlined(fmt, N, K)] * heads
+        return fmt, [meta_weight(fmt, N, K)] * heads
 
     def tensor(self, name: str) -> torch.Tensor | None:
         item = self._items.get(name)
@@ -157,7 +157,7 @@ class Outline:
         return make(module.shape, *self._experts[module.name].packed(module))
 
 
-def outlined(fmt: str, N: int, K: int) -> Weight:
+def meta_weight(fmt: str, N: int, K: int) -> Weight:
     """A matrix of that shape without its numbers."""
     chosen = get_format(fmt)
     scale = chosen.scale_shape(N, K)

@@ -95,9 +95,9 @@ def _checked(data: dict[str, Any], model_type: str, file: Path, folder: Path) ->
 
 def complete_rope(config: PretrainedConfig) -> None:
     """MiniMax-M2's released ``rotary_dim``: transformers 5.17 turns whole heads instead."""
-    turned = getattr(config, "rotary_dim", None)
-    if config.model_type == "minimax_m2" and turned is not None:
-        config.rope_parameters.setdefault("partial_rotary_factor", turned / config.head_dim)
+    rotary_dim = getattr(config, "rotary_dim", None)
+    if config.model_type == "minimax_m2" and rotary_dim is not None:
+        config.rope_parameters.setdefault("partial_rotary_factor", rotary_dim / config.head_dim)
 
 
 def check_router(config: PretrainedConfig, file: Path) -> None:

@@ -159,7 +159,7 @@ def check_engine(
         positions = (free - weights) // (token * sequences) // 64 * 64
         choices = [f"a context of {positions}"] if positions else []
         if sequences > 1 and weights + cache <= free:
-            choices.append(f"max_sequences=1, which has room for {context}")
+            choices.append(f"max_num_seqs=1, which has room for {context}")
         fits = next((f for f, n in smaller.items() if n + cache * sequences <= free), None)
         if fits:
             choices.append(f"the experts in {fits} (pykernels convert --format {fits})")

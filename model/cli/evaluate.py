@@ -64,15 +64,22 @@ def deferral(
     console = err()
     with (
         load_engine(
-            model or EMBEDDED, threads=chosen, kernel=kernel or "auto", context=64, max_sequences=1
+            model or EMBEDDED,
+            threads=chosen,
+            kernel=kernel or "auto",
+            max_model_len=64,
+            max_num_seqs=1,
         ) as llm,
         Progress(console=console, transient=True, disable=not console.is_terminal) as bar,
     ):
         task = bar.add_task("scoring")
         result = evaluate(
-            llm, numbers, tokens, length,
+            llm,
+            numbers,
+            tokens,
+            length,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )  # fmt: skip
+        )
     if as_json:
         print(json.dumps(result.as_dict(), indent=2))
     else:
@@ -102,7 +109,11 @@ def _table(result: Result) -> Table:
     for row in result.rows:
         change = f"{row.change:+.2f} ± {row.error:.2f} %" if row.affected else ""
         table.add_row(
-            str(row.affected), row.method, f"{row.bits_per_byte:.4f}", change,
-            f"{row.agreement:.2%}", f"{row.accuracy:.2%}",
-        )  # fmt: skip
+            str(row.affected),
+            row.method,
+            f"{row.bits_per_byte:.4f}",
+            change,
+            f"{row.agreement:.2%}",
+            f"{row.accuracy:.2%}",
+        )
     return table

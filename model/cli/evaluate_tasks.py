@@ -71,13 +71,18 @@ def tasks(
     console = err()
     with (
         load_engine(
-            model or EMBEDDED, threads=chosen, kernel=kernel or "auto", max_rows=ROWS
+            model or EMBEDDED, threads=chosen, kernel=kernel or "auto", max_num_logits=ROWS
         ) as llm,
         Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Left(),
-            console=console, transient=True, disable=not console.is_terminal,
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            Left(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
         ) as bar,
-    ):  # fmt: skip
+    ):
         scores = evaluate(llm, found, limit, chat, _told(bar))
     if as_json:
         print(json.dumps(scores.as_dict(), indent=2))

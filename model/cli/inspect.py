@@ -55,9 +55,9 @@ def inspect(
 
         which = model or str(EMBEDDED)
         if program:
-            from ..llm import outline_decoder
+            from ..llm import meta_decoder
 
-            decoder = outline_decoder(Path(which), rules)
+            decoder = meta_decoder(Path(which), rules)
             out().print(str(decoder.lower(tokens, tokens, tokens, 1, 1)), markup=False)
             return
         found = examine(which, rules, device, eager)

@@ -176,16 +176,28 @@ class Session:
             from .. import from_pretrained
 
             self.model = from_pretrained(
-                path, rules=parsed, device=device, dtype=dtype, threads=chosen_threads,
-                kernel=chosen_kernel, numa=numa, gpu_experts=gpu_experts,
-            )  # fmt: skip
+                path,
+                rules=parsed,
+                device=device,
+                dtype=dtype,
+                threads=chosen_threads,
+                kernel=chosen_kernel,
+                numa=numa,
+                gpu_experts=gpu_experts,
+            )
         else:
             from ..llm import load_engine
 
             self.llm = load_engine(
-                path, rules=parsed, threads=chosen_threads, kernel=chosen_kernel, at_least=wanted,
-                max_sequences=1, defer=defer, kv_dtype=kv_dtype,
-            )  # fmt: skip
+                path,
+                rules=parsed,
+                threads=chosen_threads,
+                kernel=chosen_kernel,
+                at_least=wanted,
+                max_num_seqs=1,
+                defer=defer,
+                kv_dtype=kv_dtype,
+            )
 
     def _check(self, path: Path, prompt: str) -> int:
         """Check that the prompt fits, before minutes are spent on loading a large model; tokens of

@@ -92,9 +92,13 @@ def _draw(result: Result, path: Path) -> Path | None:
     for method, marker in zip(METHODS, "sD", strict=True):
         rows = [find(result, method, N) for N in numbers]
         left.errorbar(
-            numbers, [row.change for row in rows], [row.error for row in rows], marker=marker,
-            label=method, capsize=3,
-        )  # fmt: skip
+            numbers,
+            [row.change for row in rows],
+            [row.error for row in rows],
+            marker=marker,
+            label=method,
+            capsize=3,
+        )
         right.plot(numbers, [100 * row.agreement for row in rows], marker=marker, label=method)
     left.set_ylabel("change of bits a byte, %")
     right.set_ylabel("same likeliest next token, %")

@@ -135,10 +135,15 @@ def evaluate(
     manager = TaskManager(include_path=None if own else tasks[0], include_defaults=False)
     begin = time.perf_counter()
     found: Any = simple_evaluate(
-        model=EngineLM(llm, progress), tasks=list(tasks if own else tasks[1:]),
-        task_manager=manager, limit=limit, apply_chat_template=chat, fewshot_as_multiturn=chat,
-        log_samples=False, bootstrap_iters=0,
-    )  # fmt: skip
+        model=EngineLM(llm, progress),
+        tasks=list(tasks if own else tasks[1:]),
+        task_manager=manager,
+        limit=limit,
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
+        log_samples=False,
+        bootstrap_iters=0,
+    )
     rows = []
     for task, results in found["results"].items():
         count = found["n-samples"][task]["effective"]

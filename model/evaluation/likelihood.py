@@ -18,8 +18,8 @@ from runtime.engine import RequestHandle, Result, SamplingParams
 from ..llm import LLM
 
 ROWS = 128
-"""Of logits in a step: what ``load_engine`` should be given as ``max_rows`` for long continuations.
-An engine with fewer takes more steps."""
+"""Of logits in a step: what ``load_engine`` should be given as ``max_num_logits`` for long
+continuations. An engine with fewer takes more steps."""
 _SURE = 1e30
 """A bias that decides what is drawn."""
 
@@ -54,7 +54,9 @@ def likelihoods(
     Raises:
         PykernelsError: an empty context, or a continuation longer than the model's.
     """
-    whole = [_fit(context, continuation, llm.runner.max_context) for context, continuation in pairs]
+    whole = [
+        _fit(context, continuation, llm.runner.max_model_len) for context, continuation in pairs
+    ]
     handles: list[RequestHandle | None] = []
     try:
         for tokens, (_, continuation) in zip(whole, pairs, strict=True):
@@ -89,10 +91,13 @@ def _fit(context: Sequence[int], continuation: Sequence[int], room: int) -> list
 
 def _submit(llm: LLM, tokens: list[int], continuation: int) -> RequestHandle:
     params = SamplingParams(
-        temperature=0, max_tokens=1, ignore_eos=True, logprobs=1,
+        temperature=0,
+        max_tokens=1,
+        ignore_eos=True,
+        logprobs=1,
         logprob_start=len(tokens) - continuation if continuation > 1 else None,
         logit_bias={tokens[-1]: _SURE},
-    )  # fmt: skip
+    )
     return llm.engine.submit(tokens[:-1], params)
 
 

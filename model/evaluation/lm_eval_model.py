@@ -48,7 +48,7 @@ class EngineLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        return self.llm.runner.max_context
+        return self.llm.runner.max_model_len
 
     @property
     def tokenizer_name(self) -> str:
@@ -68,10 +68,12 @@ class EngineLM(TemplateLM):
     ) -> str:
         return str(
             self.tokenizer.apply_chat_template(
-                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
             )
-        )  # fmt: skip
+        )
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.devices.cpu.step import CpuStep
+from runtime.devices.cpu.step import CpuExecutable
 from runtime.program import Program
 from runtime.step_inputs import allocate_inputs
 
@@ -62,12 +62,12 @@ class Teacher:
         tables = torch.arange(LANES * self._pages, dtype=torch.int64, device="cpu")
         tables = tables.view(LANES, self._pages)
         inputs = allocate_inputs(program) | {"page_table": tables}
-        for name in ("sequences", "sampled", "query_starts", "page_rows"):
+        for name in ("sequences", "logits_indices", "query_starts", "page_rows"):
             inputs[name][:] = torch.arange(LANES, dtype=torch.int64, device="cpu")
         inputs["query_lengths"][:] = 1
         parts = self._llm.runner.model.caches(LANES * self._pages)
         caches = {name: part.zeros() for name, part in parts.items()}
-        step = CpuStep(program, self._llm.pool, inputs, caches, self._llm.kernel)
+        step = CpuExecutable(program, self._llm.pool, inputs, caches, self._llm.kernel)
         D, L = self.documents.shape
         bits = torch.zeros(D, L - 1, dtype=torch.float64, device="cpu")
         likeliest = torch.zeros(D, L - 1, dtype=torch.int64, device="cpu")
@@ -78,7 +78,7 @@ class Teacher:
             for at in range(L - 1):
                 inputs["tokens"][:n] = rows[:, at]
                 inputs["positions"][:], inputs["lengths"][:] = at, at + 1
-                inputs["slots"][:] = tables[:, at // PAGE] * PAGE + at % PAGE
+                inputs["slot_mapping"][:] = tables[:, at // PAGE] * PAGE + at % PAGE
                 step.run()
                 logits = step.outputs["logits"][:n].double()
                 own = logits.gather(1, rows[:, at + 1 : at + 2])[:, 0]

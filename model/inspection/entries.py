@@ -89,9 +89,15 @@ class _Sizes:
     """Adds up one module's tensors."""
 
     def __init__(
-        self, name: str, module: nn.Module, around: nn.Module, formats: Formats, engine: bool,
-        dtype: torch.dtype, tied: set[str],
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        module: nn.Module,
+        around: nn.Module,
+        formats: Formats,
+        engine: bool,
+        dtype: torch.dtype,
+        tied: set[str],
+    ) -> None:
         self.name, self.module, self.around, self.formats = name, module, around, formats
         self.engine, self.dtype, self.tied = engine, dtype, tied
         self.parameters = self.bytes = self.read = 0
@@ -151,9 +157,16 @@ def _packed_experts(name: str, block: FusedMoE, formats: Formats) -> Entry:
     shape, fmt = block.shape, block.packed_format(formats.of_experts(name))
     nbytes = RoutedExperts.bytes_needed(shape, fmt)
     return Entry(
-        f"{name}.experts", f"{shape.E} experts, top-{shape.topk}", True, "cpu", fmt,
-        shape.E * shape.weights, nbytes, nbytes * shape.topk // shape.E, True,
-    )  # fmt: skip
+        f"{name}.experts",
+        f"{shape.E} experts, top-{shape.topk}",
+        True,
+        "cpu",
+        fmt,
+        shape.E * shape.weights,
+        nbytes,
+        nbytes * shape.topk // shape.E,
+        True,
+    )
 
 
 def _are_experts(name: str, module: nn.Module) -> bool:
@@ -172,6 +185,13 @@ def _fused_experts(
     numbers = sum(p.numel() for p in experts.parameters())
     nbytes = numbers * dtype.itemsize
     return Entry(
-        name, f"{E} experts, top-{topk}", False, device, _SHORT.get(dtype, str(dtype)), numbers,
-        nbytes, nbytes * topk // E, True,
-    )  # fmt: skip
+        name,
+        f"{E} experts, top-{topk}",
+        False,
+        device,
+        _SHORT.get(dtype, str(dtype)),
+        numbers,
+        nbytes,
+        nbytes * topk // E,
+        True,
+    )

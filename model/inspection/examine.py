@@ -128,9 +128,15 @@ def examine(
     found = list(entries(model, placement, formats, reason is None, dtype))
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
     return Inspection(
-        str(which), config.model_type, source, reason is None, reason, found, classes,
+        str(which),
+        config.model_type,
+        source,
+        reason is None,
+        reason,
+        found,
+        classes,
         _cache_bytes(model, reason is None),
-    )  # fmt: skip
+    )
 
 
 def _open(which: str | Path) -> tuple[PretrainedConfig, Formats, str, Path | None]:

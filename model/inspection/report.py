@@ -109,10 +109,14 @@ def _cells(leaf: str, depth: int, row: list[Entry], found: Inspection) -> list[s
     mark = f" {OURS}" if one.ours and not found.engine else ""
     read = sum(entry.token_bytes for entry in row)
     return [
-        "  " * depth + leaf, one.cls + mark, one.device, one.format,
-        count(sum(entry.parameters for entry in row)), size(sum(entry.bytes for entry in row)),
+        "  " * depth + leaf,
+        one.cls + mark,
+        one.device,
+        one.format,
+        count(sum(entry.parameters for entry in row)),
+        size(sum(entry.bytes for entry in row)),
         size(read) if read else "",
-    ]  # fmt: skip
+    ]
 
 
 def count(number: int) -> str:

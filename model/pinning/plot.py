@@ -29,9 +29,10 @@ def heatmap(profile: Profile, file: Path) -> None:
     axes = figure.subplots()
     image = axes.imshow(shares, aspect="auto", cmap="magma", interpolation="nearest", vmin=0)
     axes.set(
-        xlabel="expert", ylabel="MoE layer",
+        xlabel="expert",
+        ylabel="MoE layer",
         title=f"{profile.model_type}: {profile.tokens} tokens, top-{profile.topk}",
-    )  # fmt: skip
+    )
     figure.colorbar(image, label="tokens, in shares of an even one")
     try:
         figure.savefig(file, dpi=150)

@@ -98,9 +98,11 @@ def count(
             handle.remove()
     topk = next(iter(found.values())).shape.topk
     return Profile(
-        model_type=model.config.model_type, tokens=len(ids), topk=topk,
+        model_type=model.config.model_type,
+        tokens=len(ids),
+        topk=topk,
         counts={name: row.tolist() for name, row in counts.items()},
-    )  # fmt: skip
+    )
 
 
 def write(profile: Profile, file: Path) -> None:

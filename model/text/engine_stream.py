@@ -63,7 +63,11 @@ def engine_stream(
     check_options(max_new_tokens, temperature, top_p, top_k, seed)
     ids = llm.encode(prompt)
     params = llm.settings.params(
-        len(ids), max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+        len(ids),
+        max_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
         seed=None if seed is None else seed % 2**63,
-    )  # fmt: skip
+    )
     return EngineStream(llm, ids, params)

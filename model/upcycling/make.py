@@ -98,16 +98,16 @@ def make(
         with engine_of(dense) as llm:
             before = perplexity(llm, tokenizer)
         report("measuring the upcycled model")
-        with load_engine(partial, context=2048, max_sequences=1, max_rows=ROWS) as llm:
+        with load_engine(partial, max_model_len=2048, max_num_seqs=1, max_num_logits=ROWS) as llm:
             after = perplexity(llm, tokenizer)
         figures = Figures(source.name, recipe, round(before, 3), round(after, 3))
         _write_json(partial / FIGURES, asdict(figures))
         partial.rename(folder)
     except OSError as error:
         raise PykernelsError(
-            f"{partial} cannot be written: {error.strerror}", "Free some space, or set"
-            " PYKERNELS_CACHE_DIR",
-        ) from error  # fmt: skip
+            f"{partial} cannot be written: {error.strerror}",
+            "Free some space, or set PYKERNELS_CACHE_DIR",
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return figures

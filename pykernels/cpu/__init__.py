@@ -8,7 +8,7 @@ from ..quant import PackedExperts
 from . import raised
 from .intrin.sync import call_task
 from .jit import kernel
-from .moe.call import MoECall, Workspace, contiguous_rows
+from .moe.call import MoECall, MoEWorkspace, contiguous_rows
 from .moe.kernel import kernel_of, make_kernel, make_routines
 from .moe.plan import MoEPlan, plan
 from .sampling import sample_requests
@@ -16,15 +16,15 @@ from .weights.pack import make_pack, pack_job, packs_scales
 
 
 @kernel()
-def _run_stages(rows, pack, gate_up, down, job, row_tasks, pack_tasks, gate_up_tasks, down_tasks):
+def _run_stages(rows, pack, gate_up, down, args, row_tasks, pack_tasks, gate_up_tasks, down_tasks):
     for index in range(row_tasks):
-        call_task(rows, job, index, 0)
+        call_task(rows, args, index, 0)
     for index in range(pack_tasks):
-        call_task(pack, job, index, 0)
+        call_task(pack, args, index, 0)
     for index in range(gate_up_tasks):
-        call_task(gate_up, job, index, 0)
+        call_task(gate_up, args, index, 0)
     for index in range(down_tasks):
-        call_task(down, job, index, 0)
+        call_task(down, args, index, 0)
 
 
 def run_serially(
@@ -44,7 +44,7 @@ def run_serially(
         tasks.gate_up_tasks,
         tasks.down_chunks * tasks.active,
     )
-    if int(call.job["raised"][0]):
+    if int(call.args["raised"][0]):
         raise raised.take() or RuntimeError("a kernel raised")
     return y
 
@@ -57,7 +57,7 @@ def moe_ffn(
     *,
     kernel: str = "auto",
     activations: str = "bf16",
-    cut: MoEPlan | None = None,
+    moe_plan: MoEPlan | None = None,
 ) -> torch.Tensor:
     """``sum_k weights[t, k] * expert[ids[t, k]](x[t])`` on the calling thread alone.
 
@@ -70,7 +70,7 @@ def moe_ffn(
         experts: all E experts of the layer, packed.
         kernel: a backend's name, or "auto".
         activations: "bf16" for exact products, "int8" for ones of dynamically quantized inputs.
-        cut: how the call is cut into tasks; the default is ``plan(...)``'s.
+        moe_plan: how the call is divided into tasks; the default is ``plan(...)``'s.
 
     Returns:
         [T, H] in x's dtype. Sums are float32; ``h = silu(gate) * up`` is rounded to bf16.
@@ -78,7 +78,9 @@ def moe_ffn(
     Raises:
         PykernelsError: inputs that do not fit, or a kernel that cannot run here.
     """
-    call = MoECall(experts, kernel_of(experts, kernel, activations), Workspace(), cut=cut)
+    call = MoECall(
+        experts, kernel_of(experts, kernel, activations), MoEWorkspace(), moe_plan=moe_plan
+    )
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     return run_serially(call, x, ids, weights, y)
 
@@ -86,7 +88,7 @@ def moe_ffn(
 __all__ = [
     "MoECall",
     "MoEPlan",
-    "Workspace",
+    "MoEWorkspace",
     "contiguous_rows",
     "make_kernel",
     "make_pack",

@@ -19,9 +19,9 @@ from .intrin.registers import stack_alloc
 from .intrin.scalar import f32_from_bits, round_bf16
 from .intrin.sync import as_pointer
 from .jit import inlined, task
-from .job import i64, poke_f32
 from .rope import rotate
 from .vectors import make_vectors, width
+from .words import i64, poke_f32
 
 PAGE = 64
 """Tokens of a page."""
@@ -32,10 +32,19 @@ MAX_HEAD = 1024
 _HEAD_BYTES = 4 * MAX_HEAD
 _E4M3_MAX, _ZERO, _ONE = np.float32(448.0), np.float32(0.0), np.float32(1.0)
 
-_STEP = ("count_at", "table", "half", "interleaved", "slots", "page_bytes", "token_bytes", "eps")
+_STEP = (
+    "count_at",
+    "table",
+    "half",
+    "interleaved",
+    "slot_mapping",
+    "page_bytes",
+    "token_bytes",
+    "eps",
+)
 
-MLA_WRITE, mla_at = descriptor(
-    "mla_write",
+MLA_ROPE_CACHE_WRITE, mla_at = descriptor(
+    "mla_rope_cache_write",
     (
         *_STEP,
         "q",  # float32 [T, NH, nope + 2 half]
@@ -51,13 +60,13 @@ MLA_WRITE, mla_at = descriptor(
         "rope",  # bfloat16 [pages, PAGE, 2 half], behind the latents or pages of its own
         "rope_page_bytes",
         "rope_token_bytes",
-        "out",  # float32 [T, NH, L + 2 half]: the turned part of q goes behind L
+        "out",  # float32 [T, NH, L + 2 half]: the rotated part of q goes behind L
         "out_stride",
     ),
 )
 
-GQA_WRITE, gqa_at = descriptor(
-    "gqa_write",
+GQA_ROPE_CACHE_WRITE, gqa_at = descriptor(
+    "gqa_rope_cache_write",
     (
         *_STEP,
         "qkv",  # float32 rows: queries [NH, D], further on keys [KVH, D], then values [KVH, D]
@@ -114,82 +123,82 @@ def _make_quantize_row(V: Any, N: int) -> Any:
 
 
 @functools.cache
-def make_mla_write() -> tuple[Any, Any]:
-    """Compiles (open, run), tasks of ``MLA_WRITE``: 16 heads of a token each; the first one has its
-    latent."""
+def make_mla_rope_cache_write() -> tuple[Any, Any]:
+    """Compiles (setup, run), tasks of ``MLA_ROPE_CACHE_WRITE``: 16 heads of a token each; the first
+    one has its latent."""
     V = make_vectors(width(detect()))
     N: int = V.N
     inverse_rms, quantize_row = _make_inverse_rms(V, N), _make_quantize_row(V, N)
 
-    @task("mla-write-open")
-    def opening(address, index, worker):
-        job = mla_at(address)
-        return i64(job.count_at, 0) * ((job.NH + _HEADS - 1) // _HEADS)
+    @task("mla-rope-cache-write-setup")
+    def setup(address, index, worker):
+        args = mla_at(address)
+        return i64(args.count_at, 0) * ((args.NH + _HEADS - 1) // _HEADS)
 
     @inlined
-    def write_latent(job, t, table):
-        slot = i64(job.slots, t)
+    def write_latent(args, t, table):
+        slot = i64(args.slot_mapping, t)
         if slot < 0:
             return
-        latent, L = job.kv + t * job.kv_stride, job.L
+        latent, L = args.kv + t * args.kv_stride, args.L
         page, offset = slot // PAGE, slot % PAGE
-        at = job.cache + page * job.page_bytes + offset * job.token_bytes
-        factor, scratch = inverse_rms(latent, L, job.eps), stack_alloc(_HEAD_BYTES)
+        at = args.cache + page * args.page_bytes + offset * args.token_bytes
+        factor, scratch = inverse_rms(latent, L, args.eps), stack_alloc(_HEAD_BYTES)
         for i in range(0, L, N):
             value = V.mul(V.load_f32(latent + 4 * i), V.broadcast(factor))
-            value = V.mul(value, V.load_f32(job.weight + 4 * i))
-            if job.scale != 0:
+            value = V.mul(value, V.load_f32(args.weight + 4 * i))
+            if args.scale != 0:
                 V.store_f32(scratch + 4 * i, value)
             else:
                 V.store_bf16(at + 2 * i, value)
-        if job.scale != 0:
-            quantize_row(scratch, L, at, job.scale + 4 * slot)
-        at = job.rope + page * job.rope_page_bytes + offset * job.rope_token_bytes
-        row = carray(as_pointer(at), (2 * job.half,), types.uint16)
-        for pair in range(job.half):
-            a, b, a_at, b_at = rotate(latent + 4 * L, table, job.half, job.interleaved, pair)
+        if args.scale != 0:
+            quantize_row(scratch, L, at, args.scale + 4 * slot)
+        at = args.rope + page * args.rope_page_bytes + offset * args.rope_token_bytes
+        row = carray(as_pointer(at), (2 * args.half,), types.uint16)
+        for pair in range(args.half):
+            a, b, a_at, b_at = rotate(latent + 4 * L, table, args.half, args.interleaved, pair)
             row[a_at], row[b_at] = round_bf16(a), round_bf16(b)
 
-    @task("mla-write")
+    @task("mla-rope-cache-write")
     def run(address, index, worker):
-        job = mla_at(address)
-        chunks = (job.NH + _HEADS - 1) // _HEADS
+        args = mla_at(address)
+        chunks = (args.NH + _HEADS - 1) // _HEADS
         t, first = index // chunks, index % chunks * _HEADS
-        half = job.half
-        table = job.table + 8 * half * t
+        half = args.half
+        table = args.table + 8 * half * t
         if first == 0:
-            write_latent(job, t, table)
-        for head in range(first, min(first + _HEADS, job.NH)):
-            q = job.q + t * job.q_stride + 4 * (head * (job.nope + 2 * half) + job.nope)
-            out = job.out + t * job.out_stride + 4 * (head * (job.L + 2 * half) + job.L)
+            write_latent(args, t, table)
+        for head in range(first, min(first + _HEADS, args.NH)):
+            q = args.q + t * args.q_stride + 4 * (head * (args.nope + 2 * half) + args.nope)
+            out = args.out + t * args.out_stride + 4 * (head * (args.L + 2 * half) + args.L)
             for pair in range(half):
-                a, b, a_at, b_at = rotate(q, table, half, job.interleaved, pair)
+                a, b, a_at, b_at = rotate(q, table, half, args.interleaved, pair)
                 poke_f32(out + 4 * a_at, a)
                 poke_f32(out + 4 * b_at, b)
         return 0
 
-    return opening, run
+    return setup, run
 
 
 @functools.cache
-def make_gqa_write() -> tuple[Any, Any]:
-    """Compiles (open, run), tasks of ``GQA_WRITE``: 16 heads of a token each, of its queries, keys
-    and values in this order."""
+def make_gqa_rope_cache_write() -> tuple[Any, Any]:
+    """Compiles (setup, run), tasks of ``GQA_ROPE_CACHE_WRITE``: 16 heads of a token each, of its
+    queries, keys and values in this order."""
     V = make_vectors(width(detect()))
     N: int = V.N
     inverse_rms, quantize_row = _make_inverse_rms(V, N), _make_quantize_row(V, N)
 
-    @task("gqa-write-open")
-    def opening(address, index, worker):
-        job = gqa_at(address)
-        return i64(job.count_at, 0) * ((job.NH + 2 * job.KVH + _HEADS - 1) // _HEADS)
+    @task("gqa-rope-cache-write-setup")
+    def setup(address, index, worker):
+        args = gqa_at(address)
+        return i64(args.count_at, 0) * ((args.NH + 2 * args.KVH + _HEADS - 1) // _HEADS)
 
     @inlined
-    def normalised(job, x, weight, factor, to):
+    def normalised(args, x, weight, factor, to):
         """Writes x [D]; if there is a weight, normalised, by the given factor if that is not 0."""
-        D = job.D
+        D = args.D
         if weight != 0 and factor == 0:
-            factor = inverse_rms(x, D, job.eps)
+            factor = inverse_rms(x, D, args.eps)
         for i in range(0, D, N):
             value = V.load_f32(x + 4 * i)
             if weight != 0:
@@ -197,10 +206,10 @@ def make_gqa_write() -> tuple[Any, Any]:
             V.store_f32(to + 4 * i, value)
 
     @inlined
-    def turn(job, x, table):
+    def turn(args, x, table):
         """Turns the first 2 half numbers of x in place."""
-        for pair in range(job.half):
-            a, b, a_at, b_at = rotate(x, table, job.half, job.interleaved, pair)
+        for pair in range(args.half):
+            a, b, a_at, b_at = rotate(x, table, args.half, args.interleaved, pair)
             poke_f32(x + 4 * a_at, a)
             poke_f32(x + 4 * b_at, b)
 
@@ -216,43 +225,43 @@ def make_gqa_write() -> tuple[Any, Any]:
     def scale_of(scales, slot, KVH, head):
         return scales + 4 * (slot * KVH + head) if scales != 0 else 0
 
-    @task("gqa-write")
+    @task("gqa-rope-cache-write")
     def run(address, index, worker):
-        job = gqa_at(address)
-        heads = job.NH + 2 * job.KVH
+        args = gqa_at(address)
+        heads = args.NH + 2 * args.KVH
         chunks = (heads + _HEADS - 1) // _HEADS
         t, first = index // chunks, index % chunks * _HEADS
-        table, slot, D = job.table + 8 * job.half * t, i64(job.slots, t), job.D
-        place = slot // PAGE * job.page_bytes + slot % PAGE * job.token_bytes
+        table, slot, D = args.table + 8 * args.half * t, i64(args.slot_mapping, t), args.D
+        place = slot // PAGE * args.page_bytes + slot % PAGE * args.token_bytes
         scratch = stack_alloc(_HEAD_BYTES)
-        row = job.qkv + t * job.qkv_stride
+        row = args.qkv + t * args.qkv_stride
         q_factor = k_factor = types.float32(0)  # of all heads together
-        if job.q_norm > 1:
-            q_factor = inverse_rms(row, job.NH * D, job.eps)
-        if job.k_norm > 1:
-            k_factor = inverse_rms(row + job.k_start, job.KVH * D, job.eps)
+        if args.q_norm > 1:
+            q_factor = inverse_rms(row, args.NH * D, args.eps)
+        if args.k_norm > 1:
+            k_factor = inverse_rms(row + args.k_start, args.KVH * D, args.eps)
         for head in range(first, min(first + _HEADS, heads)):
-            if head < job.NH:
+            if head < args.NH:
                 x = row + 4 * head * D
-                out = job.out + t * job.out_stride + 4 * head * D
-                weight = job.q_weight + (4 * head * D if job.q_norm > 1 else 0)
-                normalised(job, x, weight, q_factor, out)
-                turn(job, out, table)
+                out = args.out + t * args.out_stride + 4 * head * D
+                weight = args.q_weight + (4 * head * D if args.q_norm > 1 else 0)
+                normalised(args, x, weight, q_factor, out)
+                turn(args, out, table)
             elif slot < 0:
                 continue
-            elif head < job.NH + job.KVH:
-                at = head - job.NH
-                x = row + job.k_start + 4 * at * D
-                weight = job.k_weight + (4 * at * D if job.k_norm > 1 else 0)
-                normalised(job, x, weight, k_factor, scratch)
-                turn(job, scratch, table)
-                scale_at = scale_of(job.k_scale, slot, job.KVH, at)
-                store_row(scratch, D, job.k + place + at * job.head_bytes, scale_at)
+            elif head < args.NH + args.KVH:
+                at = head - args.NH
+                x = row + args.k_start + 4 * at * D
+                weight = args.k_weight + (4 * at * D if args.k_norm > 1 else 0)
+                normalised(args, x, weight, k_factor, scratch)
+                turn(args, scratch, table)
+                scale_at = scale_of(args.k_scale, slot, args.KVH, at)
+                store_row(scratch, D, args.k + place + at * args.head_bytes, scale_at)
             else:
-                at = head - job.NH - job.KVH
-                x = row + job.v_start + 4 * at * D
-                scale_at = scale_of(job.v_scale, slot, job.KVH, at)
-                store_row(x, D, job.v + place + at * job.head_bytes, scale_at)
+                at = head - args.NH - args.KVH
+                x = row + args.v_start + 4 * at * D
+                scale_at = scale_of(args.v_scale, slot, args.KVH, at)
+                store_row(x, D, args.v + place + at * args.head_bytes, scale_at)
         return 0
 
-    return opening, run
+    return setup, run

@@ -14,8 +14,8 @@ from .intrin.descriptor import descriptor
 from .intrin.scalar import bf16_as_f32
 from .intrin.sync import as_pointer
 from .jit import task
-from .job import i64, poke_f32
 from .vectors import make_vectors, width
+from .words import i64, poke_f32
 
 EMBED, embed_at = descriptor(
     "embed",
@@ -40,33 +40,33 @@ BAD_TOKEN = -1
 
 @functools.cache
 def make_embed() -> tuple[Any, Any]:
-    """Compiles (open, run), tasks of ``EMBED``: one for ``chunk`` tokens."""
+    """Compiles (setup, run), tasks of ``EMBED``: one for ``chunk`` tokens."""
     V = make_vectors(width(detect()))
     N: int = V.N
 
-    @task("embed-open")
-    def opening(address, index, worker):
-        job = embed_at(address)
-        return (i64(job.count_at, 0) + job.chunk - 1) // job.chunk
+    @task("embed-setup")
+    def setup(address, index, worker):
+        args = embed_at(address)
+        return (i64(args.count_at, 0) + args.chunk - 1) // args.chunk
 
     @task("embed")
     def run(address, index, worker):
-        job = embed_at(address)
-        first = index * job.chunk
-        for t in range(first, min(first + job.chunk, i64(job.count_at, 0))):
-            token = i64(job.ids, t)
-            if token < 0 or token >= job.V:
+        args = embed_at(address)
+        first = index * args.chunk
+        for t in range(first, min(first + args.chunk, i64(args.count_at, 0))):
+            token = i64(args.ids, t)
+            if token < 0 or token >= args.V:
                 return BAD_TOKEN
-            row, out = job.table + token * job.H * 2, job.out + t * job.out_stride
-            whole = job.H // N * N
+            row, out = args.table + token * args.H * 2, args.out + t * args.out_stride
+            whole = args.H // N * N
             for h in range(0, whole, N):
                 V.store_f32(out + 4 * h, V.load_bf16(row + 2 * h))
-            halves = carray(as_pointer(row), (job.H,), types.uint16)
-            for h in range(whole, job.H):
+            halves = carray(as_pointer(row), (args.H,), types.uint16)
+            for h in range(whole, args.H):
                 poke_f32(out + 4 * h, bf16_as_f32(halves[h]))
         return 0
 
-    return opening, run
+    return setup, run
 
 
 @functools.cache
@@ -75,22 +75,22 @@ def make_embed_packed(fmt: str) -> tuple[Any, Any]:
     dequantized."""
     read_row = make_row(fmt)
 
-    @task("embed-packed-open")
-    def opening(address, index, worker):
-        job = embed_at(address)
-        return (i64(job.count_at, 0) + job.chunk - 1) // job.chunk
+    @task("embed-packed-setup")
+    def setup(address, index, worker):
+        args = embed_at(address)
+        return (i64(args.count_at, 0) + args.chunk - 1) // args.chunk
 
     @task(f"embed-{fmt}")
     def run(address, index, worker):
-        job = embed_at(address)
-        first = index * job.chunk
-        for t in range(first, min(first + job.chunk, i64(job.count_at, 0))):
-            token = i64(job.ids, t)
-            if token < 0 or token >= job.V:
+        args = embed_at(address)
+        first = index * args.chunk
+        for t in range(first, min(first + args.chunk, i64(args.count_at, 0))):
+            token = i64(args.ids, t)
+            if token < 0 or token >= args.V:
                 return BAD_TOKEN
-            w = job.table + token // N_BLOCK * job.block_bytes
-            scale = job.scale + token // N_BLOCK * job.scale_bytes
-            read_row(w, scale, token % N_BLOCK, job.H, job.out + t * job.out_stride)
+            w = args.table + token // N_BLOCK * args.block_bytes
+            scale = args.scale + token // N_BLOCK * args.scale_bytes
+            read_row(w, scale, token % N_BLOCK, args.H, args.out + t * args.out_stride)
         return 0
 
-    return opening, run
+    return setup, run

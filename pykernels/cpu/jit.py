@@ -36,7 +36,7 @@ from ..target import detect
 from .raised import RoutineCompiler
 
 TASK = types.int64(types.intp, types.intp, types.intp)
-"""A task: ``status = task(job, index, worker)``. ``job`` is the address of its descriptor,
+"""A task: ``status = task(args, index, worker)``. ``args`` is the address of its descriptor,
 ``index`` counts from 0, ``worker`` is the caller's number below the pool's size. Status 0 means
 done."""
 

@@ -13,17 +13,17 @@ from typing import Any
 from numba import carray, types
 
 from .gemm import common
-from .gemv.common import MAX_TOKENS as PASS
+from .gemv.common import MAX_TOKENS as MAX_M
 from .gemv.common import point_at_rows
 from .intrin.descriptor import descriptor
 from .intrin.registers import stack_alloc
 from .intrin.scalar import round_bf16
 from .intrin.sync import as_pointer, call_routine
 from .jit import inlined, task
-from .job import f32, i64, poke_i64
+from .words import f32, i64, poke_i64
 
 _ROW_BYTES = 32 * 4  # one token's outputs of a block
-_ADDRESSES, _OUTS, _MANY = 8 * PASS, PASS * _ROW_BYTES, 8 * common.MAX_TOKENS
+_ADDRESSES, _OUTS, _MANY = 8 * MAX_M, MAX_M * _ROW_BYTES, 8 * common.MAX_TOKENS
 
 LINEAR, linear_at = descriptor(
     "linear",
@@ -56,89 +56,106 @@ LINEAR, linear_at = descriptor(
 
 
 @inlined
-def _write(job, t, block, sums):
+def _write(args, t, block, sums):
     """A token's 32 sums of a block, with the bias, to where they go."""
     first = 32 * block
-    count = min(32, job.N - first)
-    at = job.out + t * job.out_stride + 4 * first
+    count = min(32, args.N - first)
+    at = args.out + t * args.out_stride + 4 * first
     out = carray(as_pointer(at), (32,), types.float32)
     found = carray(as_pointer(sums), (32,), types.float32)
-    if count == 32 and job.bias == 0:
+    if count == 32 and args.bias == 0:
         for n in range(32):
             out[n] = found[n]
     else:
         for n in range(count):
-            out[n] = found[n] + (f32(job.bias, first + n) if job.bias != 0 else types.float32(0))
+            out[n] = found[n] + (f32(args.bias, first + n) if args.bias != 0 else types.float32(0))
 
 
 @functools.cache
 def make_linear() -> tuple[Any, Any]:
-    """Compiles (open, run), tasks of ``LINEAR``: one for a run of blocks of all tokens."""
+    """Compiles (setup, run), tasks of ``LINEAR``: one for a run of blocks of all tokens."""
 
-    @task("linear-open")
-    def opening(address, index, worker):
-        job = linear_at(address)
-        T = i64(job.count_at, 0)
+    @task("linear-setup")
+    def setup(address, index, worker):
+        args = linear_at(address)
+        T = i64(args.count_at, 0)
         if T == 0:
             return 0
-        chunk = job.gemm_chunk if T >= job.gemm_from else job.chunk
-        return (job.blocks + chunk - 1) // chunk
+        chunk = args.gemm_chunk if T >= args.gemm_from else args.chunk
+        return (args.blocks + chunk - 1) // chunk
 
     @inlined
-    def by_tiles(job, T, first, last):
+    def by_tiles(args, T, first, last):
         rows, out = stack_alloc(_ADDRESSES), stack_alloc(_OUTS)
         status = 0
         for block in range(first, last):
-            w, scale = job.w + block * job.block_bytes, job.scale + block * job.scale_bytes
-            then = w if block + 1 == last else w + job.block_bytes
-            for t in range(0, T, PASS):
-                M = min(PASS, T - t)
-                point_at_rows(rows, PASS, job.rows, job.row_stride, 0, t, M)
+            w, scale = args.w + block * args.block_bytes, args.scale + block * args.scale_bytes
+            then = w if block + 1 == last else w + args.block_bytes
+            for t in range(0, T, MAX_M):
+                M = min(MAX_M, T - t)
+                point_at_rows(rows, MAX_M, args.rows, args.row_stride, 0, t, M)
                 tile = (
-                    M, w, then, scale, 0, job.k_blocks, 128 * job.k_blocks, rows, job.tables, out,
-                )  # fmt: skip
-                status |= call_routine(job.tiles, tile)
+                    M,
+                    w,
+                    then,
+                    scale,
+                    0,
+                    args.k_blocks,
+                    128 * args.k_blocks,
+                    rows,
+                    args.tables,
+                    out,
+                )
+                status |= call_routine(args.tiles, tile)
                 for m in range(M):
-                    _write(job, t + m, block, out + m * _ROW_BYTES)
+                    _write(args, t + m, block, out + m * _ROW_BYTES)
         return status
 
     @inlined
-    def by_gemm(job, T, first, last, scratch):
+    def by_gemm(args, T, first, last, scratch):
         rows = stack_alloc(_MANY)
         status = 0
         for t in range(0, T, common.MAX_TOKENS):
             M = min(common.MAX_TOKENS, T - t)
             Mp = common.padded_tokens(M)
-            point_at_rows(rows, Mp, job.rows, job.row_stride, 0, t, M)
-            a = job.a_tiles + t // 16 * job.tile_steps * job.k_blocks * common.TILE
+            point_at_rows(rows, Mp, args.rows, args.row_stride, 0, t, M)
+            a = args.a_tiles + t // 16 * args.tile_steps * args.k_blocks * common.TILE
             blocks = (
-                M, last - first, job.w + first * job.block_bytes, job.block_bytes,
-                job.scale + first * job.scale_bytes, job.scale_bytes, job.k_blocks, a, rows,
-                job.tables, scratch,
-            )  # fmt: skip
-            status |= call_routine(job.gemm, blocks)
+                M,
+                last - first,
+                args.w + first * args.block_bytes,
+                args.block_bytes,
+                args.scale + first * args.scale_bytes,
+                args.scale_bytes,
+                args.k_blocks,
+                a,
+                rows,
+                args.tables,
+                scratch,
+            )
+            status |= call_routine(args.gemm, blocks)
             for b in range(last - first):
                 for m in range(M):
-                    _write(job, t + m, first + b, scratch + common.OUT_AT + (b * Mp + m) * 128)
+                    _write(args, t + m, first + b, scratch + common.OUT_AT + (b * Mp + m) * 128)
         return status
 
     @task("linear")
     def run(address, index, worker):
-        job = linear_at(address)
-        T = i64(job.count_at, 0)
-        use_gemm = T >= job.gemm_from
-        chunk = job.gemm_chunk if use_gemm else job.chunk
+        args = linear_at(address)
+        T = i64(args.count_at, 0)
+        use_gemm = T >= args.gemm_from
+        chunk = args.gemm_chunk if use_gemm else args.chunk
         first = index * chunk
-        last = min(first + chunk, job.blocks)
+        last = min(first + chunk, args.blocks)
         if use_gemm:
-            return by_gemm(job, T, first, last, job.scratch + worker * job.scratch_stride)
-        return by_tiles(job, T, first, last)
+            return by_gemm(args, T, first, last, args.scratch + worker * args.scratch_stride)
+        return by_tiles(args, T, first, last)
 
-    return opening, run
+    return setup, run
 
 
-HEADS, heads_at = descriptor(
-    "heads",
+PER_HEAD_LINEAR, per_head_linear_at = descriptor(
+    "per_head_linear",
     (
         "count_at",  # address of the number of tokens, T
         "G",  # heads, a task each
@@ -165,22 +182,22 @@ HEADS, heads_at = descriptor(
         "row_stride",
         "sequence",  # int64 [T], of tokens; those of sequences with
         "tokens_to",  # so many in the step, or more, are left out; 0: none is
-        "scratch",  # rows of PASS tokens, of worker 0; the next one's is scratch_stride on
+        "scratch",  # rows of MAX_M tokens, of worker 0; the next one's is scratch_stride on
         "scratch_stride",
     ),
 )
 
 
 @functools.cache
-def make_heads() -> tuple[Any, Any]:
-    """Compiles (open, run), tasks of ``HEADS``: each head its own matrix (``W_UK`` and ``W_UV`` of
-    absorbed latent attention, DeepSeek-V2 2.1.2). A head's inputs are read by nobody else, so its
-    task makes their rows too."""
+def make_per_head_linear() -> tuple[Any, Any]:
+    """Compiles (setup, run), tasks of ``PER_HEAD_LINEAR``: each head its own matrix (``W_UK`` and
+    ``W_UV`` of absorbed latent attention, DeepSeek-V2 2.1.2). A head's inputs are read by nobody
+    else, so its task makes their rows too."""
 
-    @task("heads-open")
-    def opening(address, index, worker):
-        job = heads_at(address)
-        return job.G if i64(job.count_at, 0) > 0 else 0
+    @task("per-head-linear-setup")
+    def setup(address, index, worker):
+        args = per_head_linear_at(address)
+        return args.G if i64(args.count_at, 0) > 0 else 0
 
     @inlined
     def fill(x, K, Kp, row):
@@ -192,57 +209,68 @@ def make_heads() -> tuple[Any, Any]:
             out[k] = 0
 
     @inlined
-    def write(job, g, t, block, sums):
+    def write(args, g, t, block, sums):
         first = 32 * block
-        count = min(32, job.N - first)
-        at = job.out + t * job.out_stride + g * job.out_head + 4 * first
+        count = min(32, args.N - first)
+        at = args.out + t * args.out_stride + g * args.out_head + 4 * first
         out = carray(as_pointer(at), (32,), types.float32)
         found = carray(as_pointer(sums), (32,), types.float32)
         for n in range(count):
             out[n] = found[n]
 
     @inlined
-    def next_tokens(job, T, t, tokens):
-        """Up to PASS of those that take part, from t on; their number, and the next t."""
+    def next_tokens(args, T, t, tokens):
+        """Up to MAX_M of those that take part, from t on; their number, and the next t."""
         M = 0
-        while t < T and M < PASS:
-            if job.tokens_to != 0 and (t == 0 or i64(job.sequence, t) != i64(job.sequence, t - 1)):
+        while t < T and M < MAX_M:
+            if args.tokens_to != 0 and (
+                t == 0 or i64(args.sequence, t) != i64(args.sequence, t - 1)
+            ):
                 last = t + 1
-                while last < T and i64(job.sequence, last) == i64(job.sequence, t):
+                while last < T and i64(args.sequence, last) == i64(args.sequence, t):
                     last += 1
-                if last - t >= job.tokens_to:
+                if last - t >= args.tokens_to:
                     t = last
                     continue
             poke_i64(tokens, M, t)
             M, t = M + 1, t + 1
         return M, t
 
-    @task("heads")
+    @task("per-head-linear")
     def run(address, g, worker):
-        job = heads_at(address)
-        T, Kp = i64(job.count_at, 0), 128 * job.k_blocks
-        scratch = job.scratch + worker * job.scratch_stride
+        args = per_head_linear_at(address)
+        T, Kp = i64(args.count_at, 0), 128 * args.k_blocks
+        scratch = args.scratch + worker * args.scratch_stride
         rows, out, tokens = stack_alloc(_ADDRESSES), stack_alloc(_OUTS), stack_alloc(_ADDRESSES)
         status = 0
-        M, t = next_tokens(job, T, 0, tokens)
+        M, t = next_tokens(args, T, 0, tokens)
         while M > 0:
             for m in range(M):
-                row = scratch + m * job.row_stride
-                x = job.x + i64(tokens, m) * job.x_stride + g * job.x_head
-                fill(x, job.K, Kp, row)
-                if job.quantize_row != 0:
-                    status |= call_routine(job.quantize_row, (row, Kp, 0, Kp))
-            point_at_rows(rows, PASS, scratch, job.row_stride, 0, 0, M)
-            for block in range(job.blocks):
-                w = job.w + g * job.w_head + block * job.block_bytes
-                scale = job.scale + g * job.scale_head + block * job.scale_bytes
+                row = scratch + m * args.row_stride
+                x = args.x + i64(tokens, m) * args.x_stride + g * args.x_head
+                fill(x, args.K, Kp, row)
+                if args.quantize_row != 0:
+                    status |= call_routine(args.quantize_row, (row, Kp, 0, Kp))
+            point_at_rows(rows, MAX_M, scratch, args.row_stride, 0, 0, M)
+            for block in range(args.blocks):
+                w = args.w + g * args.w_head + block * args.block_bytes
+                scale = args.scale + g * args.scale_head + block * args.scale_bytes
                 tile = (
-                    M, w, w + job.block_bytes, scale, 0, job.k_blocks, Kp, rows, job.tables, out,
-                )  # fmt: skip
-                status |= call_routine(job.tiles, tile)
+                    M,
+                    w,
+                    w + args.block_bytes,
+                    scale,
+                    0,
+                    args.k_blocks,
+                    Kp,
+                    rows,
+                    args.tables,
+                    out,
+                )
+                status |= call_routine(args.tiles, tile)
                 for m in range(M):
-                    write(job, g, i64(tokens, m), block, out + m * _ROW_BYTES)
-            M, t = next_tokens(job, T, t, tokens)
+                    write(args, g, i64(tokens, m), block, out + m * _ROW_BYTES)
+            M, t = next_tokens(args, T, t, tokens)
         return status
 
-    return opening, run
+    return setup, run

@@ -1,8 +1,8 @@
 """RMSNorm into the rows that linears and experts read: sum, normalise, round, quantize, at once.
 
 Twin of ``ref.rms_norm``. What follows a norm are matrices, and what they read are *rows*
-(``activations.row_layout``), in a form that their weight format asks for. So a norm writes no
-float tensor: one pass over a token's numbers makes the residual sum and its rows in every form
+(``activations.row_layout``), in a layout that their weight format asks for. So a norm writes no
+float tensor: one pass over a token's numbers makes the residual sum and its rows in every layout
 that is asked for. Without a weight it only converts.
 """
 
@@ -20,8 +20,8 @@ from .intrin.descriptor import descriptor
 from .intrin.scalar import f32_from_bits, round_bf16
 from .intrin.sync import as_pointer, call_routine
 from .jit import inlined, task
-from .job import f32, i64, poke_f32
 from .vectors import make_vectors, width
+from .words import f32, i64, poke_f32
 
 NORM, norm_at = descriptor(
     "norm",
@@ -40,8 +40,8 @@ NORM, norm_at = descriptor(
         "chunk",  # tokens of a task
         "scratch",  # float32 [H] of worker 0; the next one's is scratch_stride on
         "scratch_stride",
-        "forms",  # address of FORM records, `count` of them
-        "form_count",
+        "layouts",  # address of LAYOUT records, `count` of them
+        "layout_count",
     ),
 )
 
@@ -53,8 +53,8 @@ ADD, add_at = descriptor(
     ),
 )
 
-FORM, form_at = descriptor(
-    "form",
+LAYOUT, layout_at = descriptor(
+    "layout",
     (
         "rows",  # row of token 0; the next one's is stride on
         "stride",
@@ -72,21 +72,21 @@ _ADD_BYTES = ADD.itemsize
 
 @functools.cache
 def make_norm() -> tuple[Any, Any]:
-    """Compiles (open, run), tasks of ``NORM``: one for ``chunk`` tokens."""
+    """Compiles (setup, run), tasks of ``NORM``: one for ``chunk`` tokens."""
     V = make_vectors(width(detect()))
     N: int = V.N
 
-    @task("norm-open")
-    def opening(address, index, worker):
-        job = norm_at(address)
-        return (i64(job.count_at, 0) + job.chunk - 1) // job.chunk
+    @task("norm-setup")
+    def setup(address, index, worker):
+        args = norm_at(address)
+        return (i64(args.count_at, 0) + args.chunk - 1) // args.chunk
 
     @inlined
-    def addend(job, row, i):
+    def addend(args, row, i):
         """Address of a row of addend ``i``; 0 if there is none."""
-        if i >= job.add_count:
+        if i >= args.add_count:
             return 0
-        add = add_at(job.adds + i * _ADD_BYTES)
+        add = add_at(args.adds + i * _ADD_BYTES)
         return add.x + row * add.stride
 
     @inlined
@@ -114,60 +114,67 @@ def make_norm() -> tuple[Any, Any]:
         return total
 
     @inlined
-    def add_up(job, t, to):
+    def add_up(args, t, to):
         """Writes the sum to ``to``; returns its mean square."""
-        row = i64(job.index, t) if job.index != 0 else t
-        x = job.x + row * job.x_stride
-        total = add_two(x, addend(job, row, 0), addend(job, row, 1), job.H, to)
-        for i in range(2, job.add_count, 2):
-            total = add_two(to, addend(job, row, i), addend(job, row, i + 1), job.H, to)
-        return total / types.float32(job.H)
+        row = i64(args.index, t) if args.index != 0 else t
+        x = args.x + row * args.x_stride
+        total = add_two(x, addend(args, row, 0), addend(args, row, 1), args.H, to)
+        for i in range(2, args.add_count, 2):
+            total = add_two(to, addend(args, row, i), addend(args, row, i + 1), args.H, to)
+        return total / types.float32(args.H)
 
     @inlined
-    def fill(job, source, factor, row, K):
+    def fill(args, source, factor, row, K):
         """A row's bfloat16: the sum times factor and weight, behind it zeros."""
-        H = job.H
+        H = args.H
         whole = H // N * N
         by = V.broadcast(factor)
         for h in range(0, whole, N):
             value = V.load_f32(source + 4 * h)
-            if job.weight != 0:
-                value = V.mul(V.mul(value, by), V.load_f32(job.weight + 4 * h))
+            if args.weight != 0:
+                value = V.mul(V.mul(value, by), V.load_f32(args.weight + 4 * h))
             V.store_bf16(row + 2 * h, value)
         out = carray(as_pointer(row), (K,), types.uint16)
         for h in range(whole, H):
             one = f32(source, h)
-            if job.weight != 0:
-                one = one * factor * f32(job.weight, h)
+            if args.weight != 0:
+                one = one * factor * f32(args.weight, h)
             out[h] = round_bf16(one)
         for h in range(H, K):
             out[h] = 0
 
     @task("norm")
     def run(address, index, worker):
-        job = norm_at(address)
-        first = index * job.chunk
-        last = min(first + job.chunk, i64(job.count_at, 0))
+        args = norm_at(address)
+        first = index * args.chunk
+        last = min(first + args.chunk, i64(args.count_at, 0))
         status = 0
         for t in range(first, last):
-            to = job.scratch + worker * job.scratch_stride
-            if job.sum != 0:
-                to = job.sum + t * job.sum_stride
-            mean = add_up(job, t, to)
-            eps = f32_from_bits(types.uint32(job.eps))
+            to = args.scratch + worker * args.scratch_stride
+            if args.sum != 0:
+                to = args.sum + t * args.sum_stride
+            mean = add_up(args, t, to)
+            eps = f32_from_bits(types.uint32(args.eps))
             factor = types.float32(1) / types.float32((mean + eps) ** types.float32(0.5))
-            for i in range(job.form_count):
-                form = form_at(job.forms + i * 64)
-                row = form.rows + t * form.stride
-                fill(job, to, factor, row, form.K)
-                if form.quantize_row != 0:
-                    status |= call_routine(form.quantize_row, (row, form.K, 0, form.K))
-                if form.tiles != 0:
-                    steps = form.tile_steps * (form.K // K_BLOCK)
+            for i in range(args.layout_count):
+                layout = layout_at(args.layouts + i * 64)
+                row = layout.rows + t * layout.stride
+                fill(args, to, factor, row, layout.K)
+                if layout.quantize_row != 0:
+                    status |= call_routine(layout.quantize_row, (row, layout.K, 0, layout.K))
+                if layout.tiles != 0:
+                    steps = layout.tile_steps * (layout.K // K_BLOCK)
                     copy_to_tile(
-                        row, form.K, form.tiles, t, 0, steps, form.tile_steps, form.int8,
-                        form.interleave_a,
-                    )  # fmt: skip
+                        row,
+                        layout.K,
+                        layout.tiles,
+                        t,
+                        0,
+                        steps,
+                        layout.tile_steps,
+                        layout.int8,
+                        layout.interleave_a,
+                    )
         return status
 
-    return opening, run
+    return setup, run

@@ -61,7 +61,7 @@ def instruction_of(backend: str, activations: str, target: Target) -> str | None
 
 @functools.cache
 def make_compute(instruction: str) -> Any:
-    """Compiles the task of ``FLOPS`` (``jit.TASK``; its job: the address of 64 bytes to write).
+    """Compiles the task of ``FLOPS`` (``jit.TASK``; its args: the address of 64 bytes to write).
 
     The caller has seen that the CPU has what ``NEEDS`` says.
     """
@@ -81,7 +81,7 @@ def _make_avx512(instruction: str) -> Any:
         new, zero, dot, add, as_f32 = i32x16_array, zero_i32, dot_u8i8, add_i32, to_f32
 
     @task(instruction)
-    def compute(job, index, worker):
+    def compute(args, index, worker):
         sums = new(_CHAINS)
         for i in range(_CHAINS):
             sums[i] = zero()
@@ -91,7 +91,7 @@ def _make_avx512(instruction: str) -> Any:
                 sums[i] = dot(sums[i], a, b)
         for i in range(1, _CHAINS):
             sums[0] = add(sums[0], sums[i])
-        store_f32(job, as_f32(sums[0]))
+        store_f32(args, as_f32(sums[0]))
         return 0
 
     return compute
@@ -119,7 +119,7 @@ def _make_avx2(instruction: str) -> Any:
     VNNI, N = instruction == "vpdpbusd ymm", _CHAINS_AVX2
 
     @task(instruction)
-    def compute(job, index, worker):
+    def compute(args, index, worker):
         sums = i32x8_array(N)
         for i in range(N):
             sums[i] = avx2.zero_i32()
@@ -133,7 +133,7 @@ def _make_avx2(instruction: str) -> Any:
                     sums[i] = avx2.add_i32(sums[i], avx2.dot_words(avx2.dot_u8i8(a, b), one))
         for i in range(1, N):
             sums[0] = avx2.add_i32(sums[0], sums[i])
-        avx2.store_i32(job, sums[0])
+        avx2.store_i32(args, sums[0])
         return 0
 
     return compute
@@ -143,7 +143,7 @@ def _make_avx2_fma(instruction: str) -> Any:
     N = _CHAINS_AVX2
 
     @task(instruction)
-    def compute(job, index, worker):
+    def compute(args, index, worker):
         sums = f32x8_array(N)
         for i in range(N):
             sums[i] = avx2.zero_f32()
@@ -154,7 +154,7 @@ def _make_avx2_fma(instruction: str) -> Any:
                 sums[i] = avx2.fma_f32(a, b, sums[i])
         for i in range(1, N):
             sums[0] = avx2.add_f32(sums[0], sums[i])
-        avx2.store_f32(job, sums[0])
+        avx2.store_f32(args, sums[0])
         return 0
 
     return compute
@@ -164,7 +164,7 @@ def _make_amx(instruction: str) -> Any:
     dot = amx.dot_bf16 if instruction == "tdpbf16ps" else amx.dot_i8
 
     @task(instruction)
-    def compute(job, index, worker):
+    def compute(args, index, worker):
         zeros = stack_alloc(1024)
         carray(as_pointer(zeros), (256,), types.uint32)[:] = 0
         amx.load_config(write_config(stack_alloc(64), 16))
@@ -189,7 +189,7 @@ def _make_amx(instruction: str) -> Any:
 
 
 STREAM, _stream_at = descriptor("stream", ("base", "bytes", "sink"))
-"""The job of a read: task ``i`` reads ``bytes`` (a multiple of 1024) at ``base + i * bytes`` and
+"""The args of a read: task ``i`` reads ``bytes`` (a multiple of 1024) at ``base + i * bytes`` and
 writes their sum as int64 words to element ``i`` at ``sink``."""
 
 AHEAD = 4096
@@ -218,10 +218,10 @@ def make_read(loop: str) -> Any:
     prefetch, STREAMS = LOOPS[loop]
 
     @task(loop)
-    def read(job_address, index, worker):
-        job = _stream_at(job_address)
-        base = job.base + index * job.bytes
-        run = job.bytes // STREAMS
+    def read(args_address, index, worker):
+        args = _stream_at(args_address)
+        base = args.base + index * args.bytes
+        run = args.bytes // STREAMS
         total = types.int64(0)
         for at in range(0, run, 512):
             for stream in range(STREAMS):
@@ -231,7 +231,7 @@ def make_read(loop: str) -> Any:
                 words = carray(as_pointer(block), (64,), types.int64)
                 for i in range(64):
                     total += words[i]
-        carray(as_pointer(job.sink), (index + 1,), types.int64)[index] = total
+        carray(as_pointer(args.sink), (index + 1,), types.int64)[index] = total
         return 0
 
     return read

@@ -15,7 +15,7 @@ from .intrin.descriptor import descriptor
 from .intrin.scalar import f32_from_bits
 from .intrin.sync import as_pointer
 from .jit import inlined, task
-from .job import f32, i64
+from .words import f32, i64
 
 ROPE, rope_at = descriptor(
     "rope",
@@ -32,21 +32,21 @@ ROPE, rope_at = descriptor(
 
 @functools.cache
 def make_rope_table() -> tuple[Any, Any]:
-    """Compiles (open, run), tasks of ``ROPE``: one a token."""
+    """Compiles (setup, run), tasks of ``ROPE``: one a token."""
 
-    @task("rope-open")
-    def opening(address, index, worker):
+    @task("rope-setup")
+    def setup(address, index, worker):
         return i64(rope_at(address).count_at, 0)
 
     @task("rope")
     def run(address, t, worker):
-        job = rope_at(address)
-        half = job.half
-        frequencies = carray(as_pointer(job.frequencies), (half,), types.float32)
-        out = carray(as_pointer(job.out + 8 * half * t), (2 * half,), types.float32)
+        args = rope_at(address)
+        half = args.half
+        frequencies = carray(as_pointer(args.frequencies), (half,), types.float32)
+        out = carray(as_pointer(args.out + 8 * half * t), (2 * half,), types.float32)
         position, scale = (
-            types.float32(i64(job.positions, t)),
-            f32_from_bits(types.uint32(job.scale)),
+            types.float32(i64(args.positions, t)),
+            f32_from_bits(types.uint32(args.scale)),
         )
         for i in range(half):
             angle = types.float32(position * frequencies[i])
@@ -54,12 +54,12 @@ def make_rope_table() -> tuple[Any, Any]:
             out[half + i] = types.float32(math.sin(angle)) * scale
         return 0
 
-    return opening, run
+    return setup, run
 
 
 @inlined
 def rotate(x, table, half, interleaved, pair):
-    """The two turned numbers of a pair of x, float32, by a token's row of the table."""
+    """The two rotated numbers of a pair of x, float32, by a token's row of the table."""
     a_at = 2 * pair if interleaved != 0 else pair
     b_at = a_at + 1 if interleaved != 0 else pair + half
     a, b = f32(x, a_at), f32(x, b_at)

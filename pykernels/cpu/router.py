@@ -16,7 +16,7 @@ from .intrin.registers import stack_alloc
 from .intrin.scalar import f32_from_bits
 from .intrin.sync import as_pointer
 from .jit import inlined, task
-from .job import i64
+from .words import i64
 
 MAX_EXPERTS = 1024
 """Of a layer."""
@@ -54,17 +54,17 @@ def _above(a, b):
 
 @functools.cache
 def make_router() -> tuple[Any, Any]:
-    """Compiles (open, run), tasks of ``ROUTER``: one for ``chunk`` tokens."""
+    """Compiles (setup, run), tasks of ``ROUTER``: one for ``chunk`` tokens."""
 
-    @task("router-open")
-    def opening(address, index, worker):
-        job = router_at(address)
-        return (i64(job.count_at, 0) + job.chunk - 1) // job.chunk
+    @task("router-setup")
+    def setup(address, index, worker):
+        args = router_at(address)
+        return (i64(args.count_at, 0) + args.chunk - 1) // args.chunk
 
     @inlined
-    def score(job, logits, scores):
-        E = job.E
-        if job.sigmoid != 0:
+    def score(args, logits, scores):
+        E = args.E
+        if args.sigmoid != 0:
             for e in range(E):
                 scores[e] = types.float32(1) / (
                     types.float32(1) + types.float32(math.exp(-logits[e]))
@@ -82,57 +82,57 @@ def make_router() -> tuple[Any, Any]:
             scores[e] = scores[e] / total
 
     @inlined
-    def group_value(job, choice, group, per):
+    def group_value(args, choice, group, per):
         best, second = choice[group * per], types.float32(-math.inf)
         for e in range(group * per + 1, (group + 1) * per):
             if _above(choice[e], best):
                 best, second = choice[e], best
             elif _above(choice[e], second):
                 second = choice[e]
-        return best + second if job.top2 != 0 else best
+        return best + second if args.top2 != 0 else best
 
     @inlined
-    def close_groups(job, choice, closed):
+    def close_groups(args, choice, closed):
         """Marks the experts of groups that are not taken."""
-        per = job.E // job.groups
-        values = carray(as_pointer(stack_alloc(_FLOATS)), (job.groups,), types.float32)
-        for group in range(job.groups):
-            values[group] = group_value(job, choice, group, per)
+        per = args.E // args.groups
+        values = carray(as_pointer(stack_alloc(_FLOATS)), (args.groups,), types.float32)
+        for group in range(args.groups):
+            values[group] = group_value(args, choice, group, per)
             closed[group * per : (group + 1) * per] = 1
-        taken = carray(as_pointer(stack_alloc(MAX_EXPERTS)), (job.groups,), types.uint8)
+        taken = carray(as_pointer(stack_alloc(MAX_EXPERTS)), (args.groups,), types.uint8)
         taken[:] = 0
-        for _ in range(job.group_topk):
+        for _ in range(args.group_topk):
             best = -1
-            for group in range(job.groups):
+            for group in range(args.groups):
                 if taken[group] == 0 and (best < 0 or _above(values[group], values[best])):
                     best = group
             taken[best] = 1
             closed[best * per : (best + 1) * per] = 0
 
     @inlined
-    def choose(job, t):
-        E = job.E
-        at = job.logits + t * job.logits_stride
+    def choose(args, t):
+        E = args.E
+        at = args.logits + t * args.logits_stride
         logits = carray(as_pointer(at), (E,), types.float32)
         scores = carray(as_pointer(stack_alloc(_FLOATS)), (E,), types.float32)
         choice = carray(as_pointer(stack_alloc(_FLOATS)), (E,), types.float32)
         closed = carray(as_pointer(stack_alloc(MAX_EXPERTS)), (E,), types.uint8)
-        ids = carray(as_pointer(job.ids + 8 * t * job.width), (job.topk,), types.int64)
-        weights = carray(as_pointer(job.weights + 4 * t * job.width), (job.topk,), types.float32)
-        score(job, logits, scores)
+        ids = carray(as_pointer(args.ids + 8 * t * args.width), (args.topk,), types.int64)
+        weights = carray(as_pointer(args.weights + 4 * t * args.width), (args.topk,), types.float32)
+        score(args, logits, scores)
         # Scores rise with logits but may round to equal: where nothing else counts, by logits.
-        by_logits = job.bias == 0 and (job.top2 == 0 or job.groups == 1)
+        by_logits = args.bias == 0 and (args.top2 == 0 or args.groups == 1)
         for e in range(E):
             choice[e] = logits[e] if by_logits else scores[e]
             closed[e] = 0
-        if job.bias != 0:
-            bias = carray(as_pointer(job.bias), (E,), types.float32)
+        if args.bias != 0:
+            bias = carray(as_pointer(args.bias), (E,), types.float32)
             for e in range(E):
                 choice[e] += bias[e]
-        if job.groups > 1:
-            close_groups(job, choice, closed)
+        if args.groups > 1:
+            close_groups(args, choice, closed)
         total = types.float32(0)
-        for k in range(job.topk):
+        for k in range(args.topk):
             best = -1
             for e in range(E):
                 if closed[e] == 0 and (best < 0 or _above(choice[e], choice[best])):
@@ -140,21 +140,21 @@ def make_router() -> tuple[Any, Any]:
             closed[best] = 1
             ids[k], weights[k] = best, scores[best]
             total += scores[best]
-        by = f32_from_bits(types.uint32(job.scale))
+        by = f32_from_bits(types.uint32(args.scale))
         total += types.float32(1e-20)
-        least = f32_from_bits(types.uint32(job.min_sum))
+        least = f32_from_bits(types.uint32(args.min_sum))
         total = least if least > total else total
-        for k in range(job.topk):
-            if job.renormalize != 0:
+        for k in range(args.topk):
+            if args.renormalize != 0:
                 weights[k] = weights[k] / total
             weights[k] = weights[k] * by
 
     @task("router")
     def run(address, index, worker):
-        job = router_at(address)
-        first = index * job.chunk
-        for t in range(first, min(first + job.chunk, i64(job.count_at, 0))):
-            choose(job, t)
+        args = router_at(address)
+        first = index * args.chunk
+        for t in range(first, min(first + args.chunk, i64(args.count_at, 0))):
+            choose(args, t)
         return 0
 
-    return opening, run
+    return setup, run

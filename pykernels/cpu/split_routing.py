@@ -11,7 +11,7 @@ from .intrin.descriptor import descriptor
 from .intrin.registers import stack_alloc
 from .intrin.sync import as_pointer
 from .jit import task
-from .job import i64
+from .words import i64
 
 MAX_TOPK = 64
 """Experts of a token, at most."""
@@ -33,21 +33,21 @@ SPLIT, split_at = descriptor(
 
 @functools.cache
 def make_split() -> tuple[Any, Any]:
-    """Compiles (open, run), tasks of ``SPLIT``: one for all tokens of a step."""
+    """Compiles (setup, run), tasks of ``SPLIT``: one for all tokens of a step."""
 
-    @task("split-routing-open")
-    def opening(address, index, worker):
+    @task("split-routing-setup")
+    def setup(address, index, worker):
         return 1 if i64(split_at(address).count_at, 0) > 0 else 0
 
     @task("split-routing")
     def run(address, index, worker):
-        job = split_at(address)
-        topk = job.topk
+        args = split_at(address)
+        topk = args.topk
         order = carray(as_pointer(stack_alloc(_ORDER_BYTES)), (topk,), types.int64)
-        for t in range(i64(job.count_at, 0)):
-            ids = carray(as_pointer(job.ids + 8 * t * topk), (topk,), types.int64)
-            weights = carray(as_pointer(job.weights + 4 * t * topk), (topk,), types.float32)
-            first = carray(as_pointer(job.first_ids + 8 * t * topk), (topk,), types.int64)
+        for t in range(i64(args.count_at, 0)):
+            ids = carray(as_pointer(args.ids + 8 * t * topk), (topk,), types.int64)
+            weights = carray(as_pointer(args.weights + 4 * t * topk), (topk,), types.float32)
+            first = carray(as_pointer(args.first_ids + 8 * t * topk), (topk,), types.int64)
             here = 0
             for k in range(topk):  # insertion keeps equal weights in their order
                 first[k] = ids[k]
@@ -59,15 +59,15 @@ def make_split() -> tuple[Any, Any]:
                     at -= 1
                 order[at] = k
                 here += 1
-            stay = max(0, here - job.last)
+            stay = max(0, here - args.last)
             for i in range(stay, here):
                 first[order[i]] = -1
-            if job.last_ids != 0:
-                last = carray(as_pointer(job.last_ids + 8 * t * topk), (topk,), types.int64)
+            if args.last_ids != 0:
+                last = carray(as_pointer(args.last_ids + 8 * t * topk), (topk,), types.int64)
                 for k in range(topk):
                     last[k] = -1
                 for i in range(stay, here):
                     last[order[i]] = ids[order[i]]
         return 0
 
-    return opening, run
+    return setup, run

@@ -24,9 +24,21 @@ _BLOCK = 256  # numbers a program stores: 28 programs for a row of 7168
 
 @triton.jit
 def _submit(
-    x, ids, weights, to_x, to_ids, to_weights, T, H, K, x_stride, ids_stride, weights_stride,
-    BLOCK: tl.constexpr, KP: tl.constexpr,
-):  # fmt: skip
+    x,
+    ids,
+    weights,
+    to_x,
+    to_ids,
+    to_weights,
+    T,
+    H,
+    K,
+    x_stride,
+    ids_stride,
+    weights_stride,
+    BLOCK: tl.constexpr,
+    KP: tl.constexpr,
+):
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + t * x_stride + h, mask=h < H, other=0.0).to(tl.float32)
@@ -41,9 +53,24 @@ def _submit(
 
 @triton.jit
 def _combine(
-    residual, a0, a1, a2, a3, weight, out, total, H, r_stride, s0, s1, s2, s3, eps,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    residual,
+    a0,
+    a1,
+    a2,
+    a3,
+    weight,
+    out,
+    total,
+    H,
+    r_stride,
+    s0,
+    s1,
+    s2,
+    s3,
+    eps,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     t = tl.program_id(0).to(tl.int64)
     h = tl.arange(0, BLOCK)
     mask = h < H
@@ -137,9 +164,20 @@ def submit(
         _check_host(f"the place of {name}", to)
     if T:
         _submit[(T, triton.cdiv(H, _BLOCK))](
-            x, ids, weights, *out, T, H, K, x.stride(0), ids.stride(0), weights.stride(0),
-            BLOCK=_BLOCK, KP=triton.next_power_of_2(K), num_warps=1,
-        )  # fmt: skip
+            x,
+            ids,
+            weights,
+            *out,
+            T,
+            H,
+            K,
+            x.stride(0),
+            ids.stride(0),
+            weights.stride(0),
+            BLOCK=_BLOCK,
+            KP=triton.next_power_of_2(K),
+            num_warps=1,
+        )
     return out
 
 
@@ -193,7 +231,17 @@ def combine(
         strides = [0 if x is None else rows_of(x, "an addend")[1] for x in filled]
         block = triton.next_power_of_2(H)
         _combine[(T,)](
-            residual, *filled, weight, normed, total, H, residual.stride(0), *strides, float(eps),
-            COUNT=len(addends), BLOCK=block, num_warps=max(4, min(16, block // 512)),
-        )  # fmt: skip
+            residual,
+            *filled,
+            weight,
+            normed,
+            total,
+            H,
+            residual.stride(0),
+            *strides,
+            float(eps),
+            COUNT=len(addends),
+            BLOCK=block,
+            num_warps=max(4, min(16, block // 512)),
+        )
     return normed, total

@@ -16,9 +16,21 @@ MAX_WIDTH = 32768
 
 @triton.jit(do_not_specialize=["N"])  # one kernel for any number of rows
 def _rms_norm(
-    x, residual, weight, out, total, N, H, x_stride, residual_stride, eps,
-    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TRIGGER: tl.constexpr,
-):  # fmt: skip
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    N,
+    H,
+    x_stride,
+    residual_stride,
+    eps,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TRIGGER: tl.constexpr,
+):
     if TRIGGER:
         gdc_launch_dependents()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -85,10 +97,22 @@ def rms_norm(
         H = x.shape[-1]
         block = triton.next_power_of_2(H)
         rows = max(1, min(16, 2048 // block)) if count > 1 else 1
-        warps = 4 if rows * block <= 4096 else 8 if block <= 8192 else 16
+        num_warps = 4 if rows * block <= 4096 else 8 if block <= 8192 else 16
         _rms_norm[(triton.cdiv(count, rows),)](
-            x, residual, weight, normed, total, count, H, stride, residual_stride, float(eps),
-            ADD=residual is not None, ROWS=rows, BLOCK=block, TRIGGER=launches_early(x.device),
-            num_warps=warps,
-        )  # fmt: skip
+            x,
+            residual,
+            weight,
+            normed,
+            total,
+            count,
+            H,
+            stride,
+            residual_stride,
+            float(eps),
+            ADD=residual is not None,
+            ROWS=rows,
+            BLOCK=block,
+            TRIGGER=launches_early(x.device),
+            num_warps=num_warps,
+        )
     return normed, total

@@ -45,9 +45,20 @@ def per_head_plan(T: int, N: int, K: int) -> PerHeadPlan:
 
 @triton.jit(do_not_specialize=["T"])  # one kernel for any number of tokens
 def _per_head(
-    x, weight, out, T, N, K, x_t, x_g, out_t, out_g,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    out,
+    T,
+    N,
+    K,
+    x_t,
+    x_g,
+    out_t,
+    out_g,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STEP: tl.constexpr,
+):
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     g = tl.program_id(1).to(tl.int64)
     t = (tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
@@ -56,12 +67,14 @@ def _per_head(
         k = first + tl.arange(0, STEP)
         w = tl.load(
             weight + (g * N + n)[:, None] * K + k[None, :],
-            mask=(n < N)[:, None] & (k < K)[None, :], other=0.0,
-        )  # fmt: skip
+            mask=(n < N)[:, None] & (k < K)[None, :],
+            other=0.0,
+        )
         rows = tl.load(
             x + t[None, :] * x_t + g * x_g + k[:, None],
-            mask=(t < T)[None, :] & (k < K)[:, None], other=0.0,
-        )  # fmt: skip
+            mask=(t < T)[None, :] & (k < K)[:, None],
+            other=0.0,
+        )
         acc = dot(w, to_bf16(rows.to(tl.float32)), acc)
     at = out + t[None, :] * out_t + g * out_g + n[:, None]
     mask = (t < T)[None, :] & (n < N)[:, None]
@@ -115,8 +128,20 @@ def per_head_linear(
         plan = plan or per_head_plan(T, N, K)
         grid = (triton.cdiv(N, plan.rows), G, triton.cdiv(T, plan.tokens))
         _per_head[grid](
-            x, weight, out, T, N, K, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
-            ROWS=plan.rows, TOKENS=plan.tokens, STEP=plan.step,
-            num_warps=plan.num_warps, num_stages=plan.num_stages,
-        )  # fmt: skip
+            x,
+            weight,
+            out,
+            T,
+            N,
+            K,
+            x.stride(0),
+            x.stride(1),
+            out.stride(0),
+            out.stride(1),
+            ROWS=plan.rows,
+            TOKENS=plan.tokens,
+            STEP=plan.step,
+            num_warps=plan.num_warps,
+            num_stages=plan.num_stages,
+        )
     return out

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..errors import PykernelsError
-from ..shapes import SortedSlots
+from ..shapes import SortedPairs
 from .common.dequant import float_to_e4m3
 from .common.launch import FLOATS, arch, check_device
 
@@ -18,9 +18,17 @@ NATIVE_FP8 = (8, 9)
 
 @triton.jit(do_not_specialize=["ROWS"])
 def quantize_kernel(
-    x, codes, scales, positions, ROWS, K, GROUPS,
-    TOPK: tl.constexpr, NATIVE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    codes,
+    scales,
+    positions,
+    ROWS,
+    K,
+    GROUPS,
+    TOPK: tl.constexpr,
+    NATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     # Groups of a row, then those of the next: every program reads and writes whole stretches.
     line = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = (line // GROUPS).to(tl.int64)
@@ -46,7 +54,7 @@ def quantize_kernel(
 
 
 def quantize_fp8(
-    x: torch.Tensor, order: SortedSlots | None = None
+    x: torch.Tensor, order: SortedPairs | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [R, K] -> (float8_e4m3fn [R, K], float32 scales [R, ceil(K / 128)]).
 
@@ -72,7 +80,7 @@ def quantize_fp8(
 
 
 def launch_quantize(
-    x: torch.Tensor, order: SortedSlots | None = None
+    x: torch.Tensor, order: SortedPairs | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``quantize_fp8`` of what has been checked."""
     R, K = x.shape
@@ -83,7 +91,15 @@ def launch_quantize(
     block = 16
     if R:
         quantize_kernel[(triton.cdiv(R * groups, block),)](
-            x, codes, scales, order and order.positions, R, K, groups,
-            TOPK=topk, NATIVE=arch(x.device) >= NATIVE_FP8, BLOCK=block,
-        )  # fmt: skip
+            x,
+            codes,
+            scales,
+            order and order.positions,
+            R,
+            K,
+            groups,
+            TOPK=topk,
+            NATIVE=arch(x.device) >= NATIVE_FP8,
+            BLOCK=block,
+        )
     return codes.view(torch.float8_e4m3fn), scales

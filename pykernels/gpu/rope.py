@@ -20,9 +20,19 @@ __all__ = ["rope", "rope_frequencies", "rope_table", "supports", "yarn_frequenci
 
 @triton.jit
 def _turn(
-    x, t, head, cos, sin, pair, heads, half, t_stride, head_stride,
-    INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    t,
+    head,
+    cos,
+    sin,
+    pair,
+    heads,
+    half,
+    t_stride,
+    head_stride,
+    INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     base = x + t * t_stride + head[:, None].to(tl.int64) * head_stride
     mask = head[:, None] < heads
     if INTERLEAVED:  # as one contiguous run, so that loads stay wide
@@ -30,9 +40,9 @@ def _turn(
         mask = mask & (at < 2 * half)
         both = tl.load(base + at, mask=mask, other=0.0).to(tl.float32)
         a, b = tl.split(tl.reshape(both, [both.shape[0], BLOCK, 2]))
-        turned = tl.join(a * cos - b * sin, a * sin + b * cos)
-        turned = tl.reshape(turned, [both.shape[0], 2 * BLOCK])
-        tl.store(base + at, turned.to(x.dtype.element_ty), mask=mask)
+        rotated = tl.join(a * cos - b * sin, a * sin + b * cos)
+        rotated = tl.reshape(rotated, [both.shape[0], 2 * BLOCK])
+        tl.store(base + at, rotated.to(x.dtype.element_ty), mask=mask)
     else:
         mask = mask & (pair < half)
         a = tl.load(base + pair, mask=mask, other=0.0).to(tl.float32)
@@ -43,11 +53,24 @@ def _turn(
 
 @triton.jit
 def _rope(
-    q, k, positions, frequencies, half, q_heads, k_heads, scale,
-    q_t, q_head, k_t, k_head,
-    K: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    q,
+    k,
+    positions,
+    frequencies,
+    half,
+    q_heads,
+    k_heads,
+    scale,
+    q_t,
+    q_head,
+    k_t,
+    k_head,
+    K: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
     TRIGGER: tl.constexpr,
-):  # fmt: skip
+):
     if TRIGGER:
         gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
@@ -101,7 +124,7 @@ def rope(
 
     Args:
         q: [T, heads, D], D >= R; strides between tokens and heads are free, so that a slice of a
-            wider projection is turned where it lies, but none may overlap another (``expand``).
+            wider projection is rotated where it lies, but none may overlap another (``expand``).
         k: [T, kv heads, D'] or None; MLA's single rope key has one head.
         positions: int32 or int64 [T].
         frequencies: float32 [R / 2].
@@ -133,19 +156,34 @@ def rope(
         block = triton.next_power_of_2(half)
         together = min(triton.next_power_of_2(heads), max(1, 1024 // block))
         _rope[(T, triton.cdiv(heads, together))](
-            q, k, positions, frequencies, half, q.shape[1], 0 if k is None else k.shape[1],
-            float(scale), q.stride(0), q.stride(1), 0 if k is None else k.stride(0),
+            q,
+            k,
+            positions,
+            frequencies,
+            half,
+            q.shape[1],
+            0 if k is None else k.shape[1],
+            float(scale),
+            q.stride(0),
+            q.stride(1),
+            0 if k is None else k.stride(0),
             0 if k is None else k.stride(1),
-            K=k is not None, INTERLEAVED=interleaved, HEADS=together, BLOCK=block,
-            TRIGGER=launches_early(q.device), num_warps=4,
-        )  # fmt: skip
+            K=k is not None,
+            INTERLEAVED=interleaved,
+            HEADS=together,
+            BLOCK=block,
+            TRIGGER=launches_early(q.device),
+            num_warps=4,
+        )
     return q, k
 
 
 def rope_table(
-    positions: torch.Tensor, frequencies: torch.Tensor, scale: float = 1.0,
+    positions: torch.Tensor,
+    frequencies: torch.Tensor,
+    scale: float = 1.0,
     out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """cos and sin of each token's angles, times ``scale``: float32 [T, 2, R / 2].
 
     Args:
@@ -172,7 +210,12 @@ def rope_table(
     out = check_out(out, frequencies, T, 2, half, dtype=torch.float32)
     if T:
         _rope_table[(T,)](
-            positions, frequencies, out, half, float(scale),
-            BLOCK=triton.next_power_of_2(half), num_warps=1,
-        )  # fmt: skip
+            positions,
+            frequencies,
+            out,
+            half,
+            float(scale),
+            BLOCK=triton.next_power_of_2(half),
+            num_warps=1,
+        )
     return out

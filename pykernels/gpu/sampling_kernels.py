@@ -56,11 +56,33 @@ def pick_best(best, out, splits, SPLITS: tl.constexpr):
 
 @triton.jit
 def adjust(
-    logits, adjusted, best, allowed, tops, masses, keys,
-    logprobs, repetition, presence, frequency, seen, seen_row, bias_ids, bias, mask, mask_row,
-    V, splits, stride, B, W,
-    SEEN: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    adjusted,
+    best,
+    allowed,
+    tops,
+    masses,
+    keys,
+    logprobs,
+    repetition,
+    presence,
+    frequency,
+    seen,
+    seen_row,
+    bias_ids,
+    bias,
+    mask,
+    mask_row,
+    V,
+    splits,
+    stride,
+    B,
+    W,
+    SEEN: tl.constexpr,
+    BIAS: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """``ref.sampling.adjusted``, and what the later kernels ask of each split: the largest adjusted
     logit, the first allowed token; of the logits as they came the largest, their exps' sum and,
     where they are wanted, the keys of the ``MAX_LOGPROBS`` largest."""
@@ -134,9 +156,17 @@ def _narrow(counts, found, row, k, splits, SPLITS: tl.constexpr, BYTE: tl.conste
 
 @triton.jit
 def digits(
-    adjusted, temperature, top_k, counts, found, V, splits,
-    SPLITS: tl.constexpr, BYTE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    adjusted,
+    temperature,
+    top_k,
+    counts,
+    found,
+    V,
+    splits,
+    SPLITS: tl.constexpr,
+    BYTE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """How many logits of each split that begin as the k-th largest does have which digit next."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k = tl.load(top_k + row)
@@ -169,10 +199,24 @@ def _largest(adjusted, best, row, V, splits, SPLITS: tl.constexpr):
 
 @triton.jit
 def perturb(
-    adjusted, best, temperature, top_k, top_p, min_p, seed, draws, counts, found,
-    noisy, drawn, masses, V, splits,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    adjusted,
+    best,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seed,
+    draws,
+    counts,
+    found,
+    noisy,
+    drawn,
+    masses,
+    V,
+    splits,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The best perturbed logit of each split among those that top-k and min-p leave, and the sum of
     their exps. A row that is greedy, or has NaN, has neither."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -201,9 +245,12 @@ def perturb(
             step = tl.load(draws + row)
             zero = v * 0
             words, _, _, _ = tl.philox(
-                tl.load(seed + row), v, zero, zero + step.to(tl.int32),
+                tl.load(seed + row),
+                v,
+                zero,
+                zero + step.to(tl.int32),
                 zero + (step >> 32).to(tl.int32),
-            )  # fmt: skip
+            )
             uniform = ((words >> 9).to(tl.float64) + 0.5) * 1.1920928955078125e-07
             y = scaled - tl.log(-tl.log(uniform)).to(tl.float32)
             tl.store(noisy + row * V + v, y, mask=v < V)
@@ -212,9 +259,7 @@ def perturb(
 
 
 @triton.jit
-def _nucleus(
-    adjusted, noisy, row, token, heat, top, allowance, V, BLOCK: tl.constexpr
-):  # fmt: skip
+def _nucleus(adjusted, noisy, row, token, heat, top, allowance, V, BLOCK: tl.constexpr):
     """The best draw with less than ``allowance`` of the mass strictly above it: ``token``, or the
     best of those above it, and so on. One or two rounds as a rule."""
     searching = allowance == allowance
@@ -239,10 +284,30 @@ def _nucleus(
 
 @triton.jit
 def finish(
-    logits, adjusted, best, allowed, tops, masses, keys, noisy, drawn, kept_masses,
-    temperature, top_p, logprobs, tokens, own, top_ids, top_logprobs, V, splits, stride,
-    SPLITS: tl.constexpr, TOPS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    adjusted,
+    best,
+    allowed,
+    tops,
+    masses,
+    keys,
+    noisy,
+    drawn,
+    kept_masses,
+    temperature,
+    top_p,
+    logprobs,
+    tokens,
+    own,
+    top_ids,
+    top_logprobs,
+    V,
+    splits,
+    stride,
+    SPLITS: tl.constexpr,
+    TOPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A row's token from what its splits have found, and the logprobs that are wanted."""
     row, s = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
     here = s < splits

@@ -51,5 +51,12 @@ def get_format(name: str) -> Format:
 
 
 __all__ = [
-    "FORMATS", "Allocator", "Biases", "Format", "PackedExperts", "Packer", "Weight", "get_format",
-]  # fmt: skip
+    "FORMATS",
+    "Allocator",
+    "Biases",
+    "Format",
+    "PackedExperts",
+    "Packer",
+    "Weight",
+    "get_format",
+]

@@ -93,9 +93,13 @@ class PackedExperts:
     def sections(self) -> tuple[torch.Tensor, ...]:
         """All that an expert is, expert by expert."""
         return (
-            self.gate_up, self.gate_up_scale, self.down, self.down_scale, self.gate_up_bias,
+            self.gate_up,
+            self.gate_up_scale,
+            self.down,
+            self.down_scale,
+            self.gate_up_bias,
             self.down_bias,
-        )  # fmt: skip
+        )
 
     @staticmethod
     def _section_dims(shape: MoEShape, fmt: Format, down_fmt: Format) -> list[tuple[int, ...]]:
@@ -202,9 +206,10 @@ def check_expert(
     if found != ([(I,), (I,), (H,)] if shape.spec.bias else None):
         raise PykernelsError(
             f"expert {expert} has {'no biases' if found is None else f'biases of shapes {found}'}",
-            f"Give gate [{I}], up [{I}] and down [{H}]" if shape.spec.bias
+            f"Give gate [{I}], up [{I}] and down [{H}]"
+            if shape.spec.bias
             else "Experts with biases have them in their shape's spec",
-        )  # fmt: skip
+        )
 
 
 def _write(blocks: torch.Tensor, bias: torch.Tensor) -> None:

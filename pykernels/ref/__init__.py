@@ -14,7 +14,7 @@ from .linear import linear, quantize_fp8
 from .moe import moe_ffn
 from .norm import rms_norm
 from .per_head_linear import per_head_linear
-from .permute import permute, sort_slots, unpermute
+from .permute import permute, sort_pairs, unpermute
 from .rope import rope, rope_frequencies, yarn_frequencies, yarn_scale
 from .rope_cache_write import gqa_rope_cache_write, mla_rope_cache_write, rope_table
 from .router import router, router_logits
@@ -48,7 +48,7 @@ __all__ = [
     "router_logits",
     "sample",
     "silu_mul",
-    "sort_slots",
+    "sort_pairs",
     "submit",
     "unpermute",
     "yarn_frequencies",

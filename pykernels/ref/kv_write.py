@@ -23,11 +23,11 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _write(
-    rows: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None
+    rows: torch.Tensor, slot_mapping: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None
 ) -> None:
-    """Rows [T, ...] to the ``slots`` of [P, page, ...]; slots outside are left out."""
-    here = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
-    at, rows = slots[here].long(), rows[here]
+    """Rows [T, ...] to the ``slot_mapping`` of [P, page, ...]; slots outside are left out."""
+    here = (slot_mapping >= 0) & (slot_mapping < cache.shape[0] * cache.shape[1])
+    at, rows = slot_mapping[here].long(), rows[here]
     if scales is None:
         cache.flatten(0, 1)[at] = rows.to(cache.dtype)
         return
@@ -39,7 +39,7 @@ def _write(
 def mla_write(
     latent: torch.Tensor,
     rope: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     latent_cache: torch.Tensor,
     rope_cache: torch.Tensor,
     latent_scale: torch.Tensor | None = None,
@@ -49,20 +49,20 @@ def mla_write(
     Args:
         latent: [T, L].
         rope: [T, R].
-        slots: int [T], ``page * page_size + offset``; a token whose slot is outside the cache
-            (negative: padding; or ``P * page_size`` and more) is written nowhere.
+        slot_mapping: int [T], ``page * page_size + offset``; a token whose slot is outside the
+            cache (negative: padding; or ``P * page_size`` and more) is written nowhere.
         latent_cache: [P, page, L]; with ``latent_scale``, E4M3.
         rope_cache: [P, page, R].
         latent_scale: float32 [P, page].
     """
-    _write(latent, slots, latent_cache, latent_scale)
-    _write(rope, slots, rope_cache, None)
+    _write(latent, slot_mapping, latent_cache, latent_scale)
+    _write(rope, slot_mapping, rope_cache, None)
 
 
 def kv_write(
     k: torch.Tensor,
     v: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     k_scale: torch.Tensor | None = None,
@@ -72,12 +72,12 @@ def kv_write(
 
     Args:
         k, v: [T, KVH, D].
-        slots: as above.
+        slot_mapping: as above.
         k_cache, v_cache: [P, page, KVH, D]; with scales, E4M3.
         k_scale, v_scale: float32 [P, page, KVH], one a token and head.
     """
-    _write(k, slots, k_cache, k_scale)
-    _write(v, slots, v_cache, v_scale)
+    _write(k, slot_mapping, k_cache, k_scale)
+    _write(v, slot_mapping, v_cache, v_scale)
 
 
 def mla_read(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..quant import Format, Weight
-from ..shapes import SortedSlots
+from ..shapes import SortedPairs
 from .kv_write import quantize_rows
 from .permute import permute
 
@@ -41,7 +41,7 @@ def linear(
 
 
 def quantize_fp8(
-    x: torch.Tensor, order: SortedSlots | None = None
+    x: torch.Tensor, order: SortedPairs | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [R, K] -> (float8_e4m3fn [R, K], float32 scales [R, ceil(K / 128)]).
 

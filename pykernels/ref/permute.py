@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ..shapes import SortedSlots
+from ..shapes import SortedPairs
 
 
-def sort_slots(ids: torch.Tensor, E: int) -> SortedSlots:
-    """Slots ordered by expert, those of one expert by token.
+def sort_pairs(ids: torch.Tensor, E: int) -> SortedPairs:
+    """Pairs ordered by expert, those of one expert by token.
 
     Slot ``t * topk + k`` is token t's k-th expert. Ids outside ``0..E-1`` (experts that somebody
-    else computes) come last, in slot order.
+    else computes) come last, in pair order.
 
     Args:
         ids: int [T, topk].
@@ -19,22 +19,22 @@ def sort_slots(ids: torch.Tensor, E: int) -> SortedSlots:
     """
     flat = ids.reshape(-1).long()
     flat = torch.where((flat < 0) | (flat >= E), E, flat)
-    slots = flat.sort(stable=True).indices
-    positions = torch.empty_like(slots)
-    positions[slots] = torch.arange(len(slots), dtype=torch.int64, device=ids.device)
+    pairs = flat.sort(stable=True).indices
+    positions = torch.empty_like(pairs)
+    positions[pairs] = torch.arange(len(pairs), dtype=torch.int64, device=ids.device)
     counts = torch.bincount(flat, minlength=E + 1)[:E]
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return SortedSlots(slots.int(), starts.int(), positions.int().view(ids.shape))
+    return SortedPairs(pairs.int(), starts.int(), positions.int().view(ids.shape))
 
 
-def permute(x: torch.Tensor, order: SortedSlots) -> torch.Tensor:
-    """Row of the token of each sorted slot: [T, H] -> [T * topk, H]."""
-    return x[order.slots.long() // order.topk]
+def permute(x: torch.Tensor, order: SortedPairs) -> torch.Tensor:
+    """Row of the token of each sorted pair: [T, H] -> [T * topk, H]."""
+    return x[order.pairs.long() // order.topk]
 
 
 def unpermute(
     y: torch.Tensor,
-    order: SortedSlots,
+    order: SortedPairs,
     weights: torch.Tensor,
     add: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
@@ -46,7 +46,7 @@ def unpermute(
 
     Args:
         y: [T * topk, H], in sorted order.
-        order: of the same slots.
+        order: of the same pairs.
         weights: [T, topk].
         add: [T, H], the shared expert's output, say.
         dtype: of the arithmetic and of the result.

@@ -79,13 +79,13 @@ def rope(
         dtype: of the other arithmetic and of the results.
 
     Returns:
-        q and k turned, of their shapes, in ``dtype``; None for no k.
+        q and k rotated, of their shapes, in ``dtype``; None for no k.
     """
     angles = (positions.float().unsqueeze(1) * frequencies.float()).to(dtype)  # [T, R / 2]
     cos, sin = (f(angles).unsqueeze(1) * scale for f in (torch.cos, torch.sin))
     R = 2 * frequencies.shape[0]
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
+    def rotated(x: torch.Tensor) -> torch.Tensor:
         x = x.to(dtype)
         head, rest = x[..., :R], x[..., R:]
         if interleaved:
@@ -96,4 +96,4 @@ def rope(
         both = torch.stack([a, b], -1).flatten(-2) if interleaved else torch.cat([a, b], -1)
         return torch.cat([both, rest], -1)
 
-    return turned(q), None if k is None else turned(k)
+    return rotated(q), None if k is None else rotated(k)

@@ -136,7 +136,7 @@ MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class SamplingRequest:
     """How the next token of one request is drawn.
 
     Applied in this order, which is vLLM's: mask, logit bias, penalties, temperature, top-k, min-p,
@@ -195,7 +195,7 @@ class Sampled(NamedTuple):
     top_logprobs: torch.Tensor
 
 
-def adjusted(logits: torch.Tensor, request: Request) -> torch.Tensor:
+def adjusted(logits: torch.Tensor, request: SamplingRequest) -> torch.Tensor:
     """Logits [V] of one row after mask, bias and penalties; what the mask forbids is -inf."""
     logits = logits.clone()
     if request.mask is not None:
@@ -211,7 +211,7 @@ def adjusted(logits: torch.Tensor, request: Request) -> torch.Tensor:
     return logits
 
 
-def sample_requests(logits: torch.Tensor, requests: Sequence[Request]) -> Sampled:
+def sample_requests(logits: torch.Tensor, requests: Sequence[SamplingRequest]) -> Sampled:
     """One token a row, of requests that know nothing of each other.
 
     Args:
@@ -234,7 +234,7 @@ def sample_requests(logits: torch.Tensor, requests: Sequence[Request]) -> Sample
     return Sampled(tokens, own, ids, tops)
 
 
-def _draw(logits: torch.Tensor, request: Request) -> int:
+def _draw(logits: torch.Tensor, request: SamplingRequest) -> int:
     mask = request.mask
     allowed = torch.ones_like(logits, dtype=torch.bool) if mask is None else mask
     if not allowed.any():

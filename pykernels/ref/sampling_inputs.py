@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from .sampling import Request, Sampled, sample_requests
+from .sampling import Sampled, SamplingRequest, sample_requests
 
 
 @dataclass(frozen=True, eq=False)
 class SamplingInputs:
-    """One entry a row of logits; what `sampling.Request` says of one request, in the same order.
+    """One entry a row of logits; what `sampling.SamplingRequest` says of one request, in the same order.
 
     Tables of penalties and masks have a row a request; ``seen_row`` and ``mask_row`` say which is
     whose, -1: none. So a table may stay where it is while requests come and go.
@@ -52,7 +52,7 @@ class SamplingInputs:
     mask: torch.Tensor | None = None
     mask_row: torch.Tensor | None = None
 
-    def request(self, row: int, V: int) -> Request:
+    def request(self, row: int, V: int) -> SamplingRequest:
         """What these say of one row."""
         fields: dict[str, object] = {
             name: getattr(self, name)[row].item()
@@ -72,7 +72,7 @@ class SamplingInputs:
             v = torch.arange(V, device=self.mask.device)
             words = self.mask[int(self.mask_row[row])]
             fields["mask"] = (words[v // 32] >> (v % 32) & 1).bool()
-        return Request(**fields)  # type: ignore[arg-type]
+        return SamplingRequest(**fields)  # type: ignore[arg-type]
 
 
 def sample(logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:

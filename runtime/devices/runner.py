@@ -12,37 +12,37 @@ import torch
 from pykernels.errors import PykernelsError
 
 from ..engine.batch import StepBatch, StepResult
-from ..kv_cache.layout import PAGE, Part
+from ..kv_cache.layout import PAGE, CachePart
 from ..profiling.step_bytes import weight_bytes
 from ..program import Program
 from .sampling import SamplingInputs
 
 BUCKETS = 8, 64
-"""Tokens of the programs beside that of the whole budget: one pass of tiles; many answers."""
+"""Token buckets besides ``max_num_batched_tokens``: 8 = one GEMV tile, 64 = a full decode batch."""
 
 Pass = Callable[[Program], Program]
 """Rewrites a program (``runtime.passes``)."""
 
 
-class Lowered(Protocol):
-    """A model's weights, from which programs are made."""
+class Lowerable(Protocol):
+    """A model's weights, from which programs are lowered."""
 
     @property
     def name(self) -> str:
-        """Of its architecture."""
+        """The architecture's name."""
 
     @property
     def vocab_size(self) -> int:
-        """Token ids are below."""
+        """Token ids are below this."""
 
-    def caches(self, pages: int) -> Mapping[str, Part]:
+    def caches(self, pages: int) -> Mapping[str, CachePart]:
         """The cache's buffers."""
 
     def lower(self, T: int, S: int, R: int, pages: int, table_pages: int) -> Program:
         """The program of a step of at most T tokens of S sequences, R of them sampled."""
 
 
-class Step(Protocol):
+class Executable(Protocol):
     """A program bound to memory."""
 
     @property
@@ -58,41 +58,45 @@ class Step(Protocol):
 
 
 class PagedRunner(ABC):
-    """What the runners of all devices share: how a batch is arranged, which program runs it.
+    """What the runners of all devices share: programs per bucket, and which one runs a batch.
 
-    A device says how a program becomes a step (``make_step``), and what it needs before one.
+    A device implements ``make_step``, which binds a program to memory, and ``sampling``.
 
     Args:
-        max_context: positions that the model was made for, or fewer.
-        num_pages: of the cache; None: ``max_context`` for one sequence, and as much again.
-        max_tokens: the token budget of a step.
-        max_rows: of logits in a step; None: one a sequence. Prompt logprobs take one a token.
+        max_model_len: positions that the model was made for, or fewer.
+        num_pages: of the cache; None: ``max_model_len`` for one sequence, and as much again.
+        max_num_batched_tokens: the token budget of a step.
+        max_num_logits: rows of logits of a step; None: one per sequence. Prompt logprobs take one
+            per token.
         passes: rewrite the programs of decode steps, those in which every sequence has one token;
-            steps with a piece of a prompt run their programs as they were lowered.
+            steps with a prefill chunk run their programs as they were lowered.
     """
 
     page_size = PAGE
 
     def __init__(
         self,
-        model: Lowered,
-        max_context: int,
+        model: Lowerable,
+        max_model_len: int,
         num_pages: int | None,
-        max_tokens: int,
-        max_sequences: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
         passes: Sequence[Pass] = (),
-        max_rows: int | None = None,
+        max_num_logits: int | None = None,
     ) -> None:
         self.model, self.passes = model, tuple(passes)
-        self.max_context, self.max_tokens = max_context, max(max_tokens, max_sequences)
-        self.max_sequences, self.vocab_size = max_sequences, model.vocab_size
-        self.max_rows = min(max(max_rows or 0, max_sequences), self.max_tokens)
-        self.num_pages = num_pages or 2 * -(-max_context // PAGE)
-        self.steps: list[Step] = []
-        self.decode_steps: list[Step] = []
+        self.max_model_len = max_model_len
+        self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
+        self.max_num_seqs, self.vocab_size = max_num_seqs, model.vocab_size
+        self.max_num_logits = min(
+            max(max_num_logits or 0, max_num_seqs), self.max_num_batched_tokens
+        )
+        self.num_pages = num_pages or 2 * -(-max_model_len // PAGE)
+        self.steps: list[Executable] = []
+        self.decode_steps: list[Executable] = []
         self.sizes = torch.zeros(3, dtype=torch.int64, device="cpu")
-        self._sequences = np.zeros(self.max_tokens, np.int64)
-        self._query_lengths = np.zeros(self.max_sequences, np.int64)
+        self._sequences = np.zeros(self.max_num_batched_tokens, np.int64)
+        self._query_lengths = np.zeros(self.max_num_seqs, np.int64)
         self._version = -1
         self._results: dict[int, StepResult] = {}
 
@@ -101,7 +105,7 @@ class PagedRunner(ABC):
         return self.model.lower(*sizes)
 
     @abstractmethod
-    def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> Step:
+    def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> Executable:
         """The program on this device, over the runner's caches and ``sizes``."""
 
     def bind(self, batch: StepBatch) -> None:
@@ -109,48 +113,50 @@ class PagedRunner(ABC):
         arrays = {
             "tokens": batch.tokens,
             "positions": batch.positions,
-            "slots": batch.slots,
+            "slot_mapping": batch.slot_mapping,
             "sequences": self._sequences,
             "page_table": batch.page_tables,
-            "sampled": batch.sampled,
-            "query_starts": batch.starts[:-1],
+            "logits_indices": batch.logits_indices,
+            "query_starts": batch.query_start_loc[:-1],
             "query_lengths": self._query_lengths,
-            "lengths": batch.lengths,
-            "page_rows": batch.rows,
+            "lengths": batch.seq_lens,
+            "page_rows": batch.page_table_rows,
         }
         self._sampling = SamplingInputs(batch)
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         inputs |= self._sampling.tensors()
-        sizes = sorted({*(b for b in BUCKETS if b < self.max_tokens), self.max_tokens})
+        sizes = sorted(
+            {*(b for b in BUCKETS if b < self.max_num_batched_tokens), self.max_num_batched_tokens}
+        )
         self.steps = [self._step(T, inputs, ()) for T in sizes]
         self.decode_steps = self.steps
         if self.passes:
-            enough = next(T for T in sizes if self.max_sequences <= T)
-            self.decode_steps = [
-                self._step(T, inputs, self.passes) for T in sizes if T <= enough
-            ]  # fmt: skip
+            enough = next(T for T in sizes if self.max_num_seqs <= T)
+            self.decode_steps = [self._step(T, inputs, self.passes) for T in sizes if T <= enough]
 
-    def _step(self, T: int, inputs: Mapping[str, torch.Tensor], passes: Sequence[Pass]) -> Step:
-        rows = min(T, self.max_rows)
+    def _step(
+        self, T: int, inputs: Mapping[str, torch.Tensor], passes: Sequence[Pass]
+    ) -> Executable:
+        rows = min(T, self.max_num_logits)
         pages = inputs["page_table"].shape[1]
-        program = self.lowered(T, self.max_sequences, rows, self.num_pages, pages)
+        program = self.lowered(T, self.max_num_seqs, rows, self.num_pages, pages)
         for rewrite in passes:
             program = rewrite(program)
         step = self.make_step(program, inputs)
         out = {name: tensor.numpy() for name, tensor in step.outputs.items()}
         self._results[id(step)] = StepResult(
-            out["drawn"], out["logprobs"], out["top_ids"], out["top_logprobs"]
+            out["sampled_token_ids"], out["logprobs"], out["top_ids"], out["top_logprobs"]
         )
         return step
 
     @property
     def weight_bytes(self) -> int:
-        """That a step of one token reads."""
+        """Bytes of weights that a one-token step reads."""
         return weight_bytes(self.decode_steps[0].program)
 
     @torch.inference_mode()  # where the model was loaded in it, tensors can be changed in it only
     def step(self, batch: StepBatch) -> StepResult:
-        """One forward step, and a token for each row.
+        """Runs one forward step and samples one token for each row of logits.
 
         Raises:
             TaskError: a task failed.
@@ -167,12 +173,12 @@ class PagedRunner(ABC):
     def _arrange(self, batch: StepBatch) -> None:
         """Which sequence each token is of, and how each row is sampled."""
         T, S, R = batch.T, batch.S, batch.R
-        if self.max_tokens < T or self.max_sequences < S or self.max_rows < R:
+        if self.max_num_batched_tokens < T or self.max_num_seqs < S or self.max_num_logits < R:
             raise PykernelsError(
-                f"a step of {T} tokens of {S} sequences, {R} rows drawn", "Make a larger runner"
+                f"a step of {T} tokens of {S} sequences, {R} rows of logits", "Make a larger runner"
             )
         self.sizes[0], self.sizes[1], self.sizes[2] = T, S, R
         counts = self._query_lengths[:S]
-        counts[:] = np.diff(batch.starts[: S + 1])
-        self._sequences[:T] = np.repeat(batch.rows[:S], counts)
+        counts[:] = np.diff(batch.query_start_loc[: S + 1])
+        self._sequences[:T] = np.repeat(batch.page_table_rows[:S], counts)
         self._sampling.arrange(batch.sampling[:R])

@@ -17,17 +17,18 @@ from .sampling_params import SamplingParams
 
 Ints = NDArray[np.int64]
 
+
 class DeviceLost(PykernelsError):
     """No later step of this runner can work: a lost GPU, dead workers. It ends the engine; any
     other error of a step ends only the requests of that step."""
 
 
 NEVER = -1e30
-"""Bias of a token that must not be drawn: infinite for a softmax, finite for all arithmetic."""
+"""Bias of a token that must not be sampled: minus infinity to a softmax, and still finite."""
 
 
 class SequenceSampling:
-    """What a runner needs to draw the tokens of one sequence, beside seed and number of draws.
+    """What a runner needs to sample one sequence's tokens, besides seed and number of draws.
 
     All but ``counts``' contents is fixed: ``StepBatch.version`` grows when a sequence gets another.
 
@@ -66,47 +67,51 @@ def forced(token: int, logprobs: int | None) -> SequenceSampling:
 
 @dataclass(slots=True, eq=False)
 class StepBatch:
-    """One forward step: T tokens of S sequences; R rows of logits, of which tokens are drawn.
+    """One forward step: T tokens of S sequences, and R rows of logits, each of which samples a
+    token.
 
     The engine makes one and changes it from step to step; a runner reads it during ``step`` and
     keeps nothing of it but addresses. Arrays are int64 and never move. Sequences with one token
     each (decode) come first, then chunks that end their prompt, then other chunks. Rows 0.. are
     the last tokens of the sequences whose prompt is complete; rows for prompt logprobs follow.
 
-    Padding, so that a device may run a whole bucket: behind T ``slots`` are -1 (nothing is
-    written), behind S ``lengths`` are 0 and ``starts`` are T, behind R ``sampled`` are 0. Other
-    entries there are old, but always valid ids.
+    Padding, so that a device may run a whole bucket: behind T ``slot_mapping`` are -1 (nothing is
+    written), behind S ``seq_lens`` are 0 and ``query_start_loc`` are T, behind R ``logits_indices``
+    are 0. Other entries there are old, but always valid ids.
 
     Attributes:
         S: sequences of this step.
         T: tokens of this step.
-        R: rows that are drawn.
-        version: grows when S, ``rows``, ``sampling`` or the tokens a sequence change. While it
-            stays, every sequence has one token, and from step to step ``positions``, ``lengths``
-            and ``draws`` grow by 1 and only ``tokens``, ``slots`` and the tables change else.
+        R: rows of logits.
+        version: grows when S, ``page_table_rows``, ``sampling`` or the tokens a sequence change.
+            While it is unchanged, every sequence has one token; ``positions``, ``seq_lens`` and
+            ``draws`` grow by 1 each step, and besides them only ``tokens``, ``slot_mapping`` and
+            the page tables change.
         tables_version: grows when ``page_tables`` changes.
-        tokens: [max_tokens] ids.
-        positions: [max_tokens] place of each token in its sequence, from 0.
-        slots: [max_tokens] where its keys and values go: ``page * page_size + offset``.
-        starts: [max_sequences + 1]; tokens of sequence s: ``starts[s]`` to ``starts[s + 1]``.
-        lengths: [max_sequences] positions that sequence s attends to, this step's included.
-        rows: [max_sequences] row of ``page_tables`` of sequence s.
-        page_tables: [max_sequences, max_pages]; position p of sequence s lies in page
-            ``page_tables[rows[s], p // page_size]``.
-        sampled: [max_rows] index of the token whose logits row r are.
-        seeds: [max_rows] of the draws.
-        draws: [max_rows] tokens that the sequence of row r has drawn before.
-        sampling: R views, one a row.
+        tokens: [max_num_batched_tokens] ids.
+        positions: [max_num_batched_tokens] place of each token in its sequence, from 0.
+        slot_mapping: [max_num_batched_tokens] where its keys and values go: ``page * page_size +
+            offset``.
+        query_start_loc: [max_num_seqs + 1]; tokens of sequence s: ``query_start_loc[s]`` to
+            ``query_start_loc[s + 1]``.
+        seq_lens: [max_num_seqs] positions that sequence s attends to, this step's included.
+        page_table_rows: [max_num_seqs] the row of ``page_tables`` that belongs to sequence s.
+        page_tables: [max_num_seqs, max_pages]; position p of sequence s lies in page
+            ``page_tables[page_table_rows[s], p // page_size]``.
+        logits_indices: [max_num_logits] index of the token that row r of the logits belongs to.
+        seeds: [max_num_logits] of the draws.
+        draws: [max_num_logits] tokens that the sequence of row r has drawn before.
+        sampling: R entries, one per row.
     """
 
     tokens: Ints
     positions: Ints
-    slots: Ints
-    starts: Ints
-    lengths: Ints
-    rows: Ints
+    slot_mapping: Ints
+    query_start_loc: Ints
+    seq_lens: Ints
+    page_table_rows: Ints
     page_tables: Ints
-    sampled: Ints
+    logits_indices: Ints
     seeds: Ints
     draws: Ints
     sampling: list[SequenceSampling] = field(default_factory=list)
@@ -122,15 +127,15 @@ class StepResult:
     """Sampled tokens of one step; a runner may return the same object every time.
 
     Attributes:
-        tokens: int64 [>= R] token ids.
-        logprobs: float32 [>= R], log-softmax of the logits as the model gave them, at ``tokens``;
+        sampled_token_ids: int64 [>= R].
+        logprobs: float32 [>= R], log-softmax of the logits as the model gave them, at these tokens;
             needed where ``params.logprobs`` is not None.
         top_ids: int64 [>= R, >= N], the N = ``params.logprobs`` most likely tokens of these
             logits, best first; needed where N > 0.
         top_logprobs: float32, the same shape.
     """
 
-    tokens: Ints
+    sampled_token_ids: Ints
     logprobs: NDArray[np.float32] | None = None
     top_ids: Ints | None = None
     top_logprobs: NDArray[np.float32] | None = None
@@ -140,16 +145,16 @@ class Runner(Protocol):
     """A model on a device, with its KV cache. ``step`` is called by one thread at a time."""
 
     page_size: int
-    """Tokens a page."""
+    """Tokens per page."""
     num_pages: int
     """Pages of the cache, 0 to num_pages - 1."""
-    max_tokens: int
+    max_num_batched_tokens: int
     """Most tokens in one step."""
-    max_sequences: int
+    max_num_seqs: int
     """Most sequences in one step."""
-    max_rows: int
-    """Most rows that one step draws; at least ``max_sequences``."""
-    max_context: int
+    max_num_logits: int
+    """Most rows of logits of a step; at least ``max_num_seqs``."""
+    max_model_len: int
     """Positions that the model was made for."""
     vocab_size: int
 

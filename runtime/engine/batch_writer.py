@@ -1,4 +1,4 @@
-"""Fills the one StepBatch: anew when its sequences change, else a few additions."""
+"""Writes the StepBatch: completely when its sequences change, else with a few additions."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class BatchWriter:
     def __init__(self, runner: Runner, manager: BlockManager) -> None:
         self.manager = manager
         self.page_size = runner.page_size
-        T, S, R = runner.max_tokens, runner.max_sequences, runner.max_rows
-        # What grows by one in every decode step lies together: one addition for all of it.
+        T, S, R = runner.max_num_batched_tokens, runner.max_num_seqs, runner.max_num_logits
+        # The arrays that grow by one in every decode step are adjacent: one addition for all.
         self._counters: Ints = np.zeros((4, max(T, S, R)), np.int64)
-        positions, slots, lengths, draws = self._counters
+        positions, slot_mapping, seq_lens, draws = self._counters
         self.batch = StepBatch(
             tokens=np.zeros(T, np.int64),
             positions=positions[:T],
-            slots=slots[:T],
-            starts=np.zeros(S + 1, np.int64),
-            lengths=lengths[:S],
-            rows=np.zeros(S, np.int64),
+            slot_mapping=slot_mapping[:T],
+            query_start_loc=np.zeros(S + 1, np.int64),
+            seq_lens=seq_lens[:S],
+            page_table_rows=np.zeros(S, np.int64),
             page_tables=manager.tables,
-            sampled=np.zeros(R, np.int64),
+            logits_indices=np.zeros(R, np.int64),
             seeds=np.zeros(R, np.int64),
             draws=draws[:R],
         )
@@ -42,56 +42,58 @@ class BatchWriter:
         """The batch of ``decoding``, one token each, and of ``chunks`` behind them.
 
         Args:
-            decoding: at most max_sequences, each with a page for its token.
+            decoding: at most max_num_seqs, each with a page for its token.
             chunks: those that end their prompt come first.
         """
         batch, page_size = self.batch, self.page_size
         S = len(decoding)
         batch.tokens[:S] = [request.tokens[-1] for request in decoding]
-        batch.starts[: S + 1] = np.arange(S + 1)
+        batch.query_start_loc[: S + 1] = np.arange(S + 1)
         positions = [request.computed for request in decoding]
         batch.positions[:S] = positions
-        batch.lengths[:S] = batch.positions[:S] + 1
+        batch.seq_lens[:S] = batch.positions[:S] + 1
         T, R = S, S
         requests = list(decoding)
-        sampled: list[int] = []  # rows behind those of whole sequences
-        scored: list[SequenceSampling] = []
+        logprob_rows: list[int] = []  # indices of the tokens that give prompt logprobs
+        forced_sampling: list[SequenceSampling] = []
         for request, size in chunks:
             first, last = request.computed, request.computed + size
             at = np.arange(first, last)
             pages = self.manager.tables[request.table.row]
             batch.tokens[T : T + size] = request.tokens[first:last]
             batch.positions[T : T + size] = at
-            batch.slots[T : T + size] = pages[at // page_size] * page_size + at % page_size
-            batch.lengths[len(requests)] = last
-            for position in request.scored(size):
-                sampled.append(T + position - first)
-                scored.append(forced(request.tokens[position + 1], request.params.logprobs))
+            batch.slot_mapping[T : T + size] = pages[at // page_size] * page_size + at % page_size
+            batch.seq_lens[len(requests)] = last
+            for position in request.prompt_logprob_positions(size):
+                logprob_rows.append(T + position - first)
+                forced_sampling.append(
+                    forced(request.tokens[position + 1], request.params.logprobs)
+                )
             T += size
             R += last == len(request.tokens)
             requests.append(request)
-            batch.starts[len(requests)] = T
-        batch.S, batch.T, batch.R = len(requests), T, R + len(scored)
-        batch.rows[: batch.S] = [request.table.row for request in requests]
-        batch.sampled[:R] = batch.starts[1 : R + 1] - 1
-        batch.sampled[R : batch.R] = sampled
-        batch.sampling = [request.sampling for request in requests[:R]] + scored
+            batch.query_start_loc[len(requests)] = T
+        batch.S, batch.T, batch.R = len(requests), T, R + len(forced_sampling)
+        batch.page_table_rows[: batch.S] = [request.table.row for request in requests]
+        batch.logits_indices[:R] = batch.query_start_loc[1 : R + 1] - 1
+        batch.logits_indices[R : batch.R] = logprob_rows
+        batch.sampling = [request.sampling for request in requests[:R]] + forced_sampling
         batch.seeds[: batch.R] = [sampling.seed for sampling in batch.sampling]
-        batch.draws[:R] = [request.drawn for request in requests[:R]]
+        batch.draws[:R] = [request.num_output_tokens for request in requests[:R]]
         batch.draws[R : batch.R] = 0
         # Padding: a step that runs a whole bucket writes no page for it and attends to nothing.
-        batch.slots[T:] = -1
-        batch.lengths[batch.S :] = 0
-        batch.starts[batch.S + 1 :] = T
-        batch.sampled[batch.R :] = 0
+        batch.slot_mapping[T:] = -1
+        batch.seq_lens[batch.S :] = 0
+        batch.query_start_loc[batch.S + 1 :] = T
+        batch.logits_indices[batch.R :] = 0
         self._live = self._counters[:, :S]
-        self._write_slots(decoding)
+        self._write_slot_mapping(decoding)
         batch.version += 1
         batch.tables_version = self.manager.version
         return batch
 
     def advance(self, decoding: Sequence[Request], new_pages: bool) -> StepBatch:
-        """The same sequences one token later; ``take`` was given the tokens.
+        """The same sequences one token later; ``set_tokens`` was given the tokens.
 
         Args:
             decoding: as ``write`` was given, without chunks.
@@ -99,18 +101,18 @@ class BatchWriter:
         """
         self._live += 1
         if new_pages:
-            self._write_slots(decoding)
+            self._write_slot_mapping(decoding)
         self.batch.tables_version = self.manager.version
         return self.batch
 
-    def take(self, tokens: Ints) -> None:
-        """Tokens that decoding sequences have drawn: the next step's, if they stay."""
+    def set_tokens(self, tokens: Ints) -> None:
+        """The tokens sampled for decoding sequences: the next step's inputs, if the batch stays."""
         S = self._live.shape[1]
         self.batch.tokens[:S] = tokens[:S]
 
-    def _write_slots(self, decoding: Sequence[Request]) -> None:
+    def _write_slot_mapping(self, decoding: Sequence[Request]) -> None:
         page_size = self.page_size
-        self.batch.slots[: len(decoding)] = [
+        self.batch.slot_mapping[: len(decoding)] = [
             r.table.pages[r.computed // page_size] * page_size + r.computed % page_size
             for r in decoding
         ]

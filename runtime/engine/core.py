@@ -71,8 +71,8 @@ class Core:
         stats.steps += 1
         try:
             result = self.runner.step(batch)
-            drawn = result.tokens[: batch.R].tolist()
-            self._check(drawn, batch.R)
+            sampled_token_ids = result.sampled_token_ids[: batch.R].tolist()
+            self._check(sampled_token_ids, batch.R)
         except BaseException as error:
             stats.failed_steps += 1
             for request in self.scheduler.in_step():
@@ -81,35 +81,37 @@ class Core:
                 raise
             return True
         self.scheduler.timed(self.clock() - now)
-        self.scheduler.computed(result.tokens)
+        self.scheduler.computed(result.sampled_token_ids)
         stats.computed_tokens += batch.T
-        sampled, scored = self.scheduler.sampled, self.scheduler.scored
+        sampled, logprob_requests = self.scheduler.sampled, self.scheduler.logprob_requests
         stats.new_tokens += len(sampled)
-        for i, request in enumerate(scored, len(sampled)):
+        for i, request in enumerate(logprob_requests, len(sampled)):
             top = request.params.logprobs or 0
-            request.prompt_logprobs.append(_logprob(drawn[i], top, i, result))
+            request.prompt_logprobs.append(_logprob(sampled_token_ids[i], top, i, result))
         now = self.clock()
         for i, request in enumerate(sampled):
             try:
-                self._append(request, drawn[i], i, result, now)
+                self._append(request, sampled_token_ids[i], i, result, now)
             except Exception as error:  # of its detokenizer or its consumer: it fails alone
                 self._end(request, "error", error)
         return True
 
-    def _check(self, drawn: list[int], R: int) -> None:
+    def _check(self, sampled_token_ids: list[int], R: int) -> None:
         # An id out of range would be an address out of range in the next step.
-        if len(drawn) != R:
-            raise RuntimeError(f"the runner gave {len(drawn)} tokens for {R} rows")
-        if R and not 0 <= min(drawn) <= max(drawn) < self.runner.vocab_size:
-            raise RuntimeError(f"the runner drew a token outside the vocabulary: {drawn}")
+        if len(sampled_token_ids) != R:
+            raise RuntimeError(f"the runner gave {len(sampled_token_ids)} tokens for {R} rows")
+        if R and not 0 <= min(sampled_token_ids) <= max(sampled_token_ids) < self.runner.vocab_size:
+            raise RuntimeError(
+                f"the runner drew a token outside the vocabulary: {sampled_token_ids}"
+            )
 
     def _append(
         self, request: Request, token: int, row: int, result: StepResult, now: float
     ) -> None:
         request.tokens.append(token)
-        drawn = len(request.tokens) - request.prompt_size
+        num_output_tokens = len(request.tokens) - request.prompt_size
         request.last_at = now
-        if drawn == 1:
+        if num_output_tokens == 1:
             request.first_at = now
         if (counts := request.sampling.counts) is not None:
             counts.add(token)
@@ -117,7 +119,7 @@ class Core:
         if (top := request.params.logprobs) is not None:
             logprob = _logprob(token, top, row, result)
             request.logprobs.append(logprob)
-        text, stopped, may_end = "", False, drawn > request.min_tokens
+        text, stopped, may_end = "", False, num_output_tokens > request.min_tokens
         reason: FinishReason | None = None
         if may_end and token in request.end_ids:
             reason = "stop"
@@ -125,12 +127,12 @@ class Core:
             text, stopped = request.text.push(token, check=may_end)
         if stopped:
             reason = "stop"
-        elif reason is None and drawn >= request.max_tokens:
+        elif reason is None and num_output_tokens >= request.max_tokens:
             reason = "length"
         if reason is not None:
             self._end(request, reason, None, token, logprob, text, cut=stopped)
             return
-        if drawn == request.min_tokens:
+        if num_output_tokens == request.min_tokens:
             request.allow_end()
             self.scheduler.changed()
         if request.streamed:

@@ -14,7 +14,7 @@ class TokenCounts:
 
     Args:
         prompt: its tokens.
-        room: most tokens that will be added.
+        max_new_tokens: most tokens that will be added.
         vocab_size: token ids are below.
 
     Attributes:
@@ -25,9 +25,9 @@ class TokenCounts:
 
     __slots__ = ("_index", "counts", "ids", "size")
 
-    def __init__(self, prompt: Sequence[int], room: int, vocab_size: int) -> None:
+    def __init__(self, prompt: Sequence[int], max_new_tokens: int, vocab_size: int) -> None:
         distinct = list(dict.fromkeys(prompt))
-        capacity = min(vocab_size, len(distinct) + room)
+        capacity = min(vocab_size, len(distinct) + max_new_tokens)
         self.size = len(distinct)
         self.ids = np.zeros(capacity, np.int32)
         self.counts = np.zeros(capacity, np.int32)

@@ -64,9 +64,7 @@ class Engine:
         self.threaded, self._pid = threaded, os.getpid()
         self.config = config or EngineConfig()
         self._core = Core(runner, self.config, clock)
-        self._intake = Intake(
-            runner, eos_token_ids, detokenizer, self.config.ageing_seconds, clock
-        )
+        self._intake = Intake(runner, eos_token_ids, detokenizer, self.config.ageing_seconds, clock)
         self._detokenizer = detokenizer
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._bridges: dict[asyncio.AbstractEventLoop, LoopBridge] = {}
@@ -288,9 +286,7 @@ class Engine:
             limit = self.config.max_waiting
             waiting = len(self._core.scheduler.waiting) + self._inbox.qsize()
             if limit is not None and waiting + len(requests) > limit + self._free_seats():
-                raise EngineBusy(
-                    f"{waiting} requests are waiting, {limit} may", "Try again later"
-                )
+                raise EngineBusy(f"{waiting} requests are waiting, {limit} may", "Try again later")
             for request in requests:
                 self._inbox.put(partial(self._core.add, request))
             if self.threaded and self._thread is None:

@@ -27,7 +27,7 @@ class Intake:
         clock: Callable[[], float],
     ) -> None:
         self.ageing_seconds, self.clock = ageing_seconds, clock
-        self.vocab_size, self.max_context = runner.vocab_size, runner.max_context
+        self.vocab_size, self.max_model_len = runner.vocab_size, runner.max_model_len
         self.num_pages, self.page_size = runner.num_pages, runner.page_size
         # Others are never drawn; ``min_tokens`` would write their bias past the logits.
         self.eos_ids = tuple(token for token in eos_ids if 0 <= token < runner.vocab_size)
@@ -51,7 +51,7 @@ class Intake:
         arrival = next(self._arrivals)
         name = name or f"request-{arrival}"
         prompt = self._prompt(name, prompt_ids)
-        max_tokens = self._room(name, len(prompt), params)
+        max_tokens = self._max_new_tokens(name, len(prompt), params)
         self._check_ids(name, params)
         if (params.logprob_start or 0) > len(prompt):
             raise PykernelsError(
@@ -66,12 +66,12 @@ class Intake:
             )
         seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
         now = self.clock()
-        made: list[Request] = []
+        requests: list[Request] = []
         for index in range(params.n):
             text = None
             if params.stop and self.detokenizer is not None:
                 text = TextStream(self.detokenizer(), tuple(params.stop))
-            made.append(
+            requests.append(
                 Request(
                     name,
                     prompt,
@@ -89,7 +89,7 @@ class Intake:
                     text=text,
                 )
             )
-        return made
+        return requests
 
     def _prompt(self, name: str, prompt_ids: Iterable[int]) -> list[int]:
         try:
@@ -108,19 +108,19 @@ class Intake:
             )
         return prompt
 
-    def _room(self, name: str, P: int, params: SamplingParams) -> int:
+    def _max_new_tokens(self, name: str, P: int, params: SamplingParams) -> int:
         """Most tokens that the output may have."""
         # The last token is drawn but never computed: it needs no place in the cache.
         places = self.num_pages * self.page_size + 1
-        limit = min(self.max_context, places)
-        wanted = max(1, params.min_tokens) if params.max_tokens is None else params.max_tokens
-        if P + wanted > limit:
-            what = "the context" if limit == self.max_context else "the KV cache"
+        limit = min(self.max_model_len, places)
+        new_tokens = max(1, params.min_tokens) if params.max_tokens is None else params.max_tokens
+        if P + new_tokens > limit:
+            what = "the context" if limit == self.max_model_len else "the KV cache"
             raise PykernelsError(
-                f"{name}: a prompt of {P} and {wanted} new tokens can never fit into {what}"
+                f"{name}: a prompt of {P} and {new_tokens} new tokens can never fit into {what}"
                 f" of {limit}",
                 "Shorten the prompt, lower max_tokens"
-                + ("" if limit == self.max_context else ", or give the cache more pages"),
+                + ("" if limit == self.max_model_len else ", or give the cache more pages"),
             )
         return limit - P if params.max_tokens is None else params.max_tokens
 

@@ -120,7 +120,7 @@ class Request:
         self.preemptions = 0
 
     @property
-    def drawn(self) -> int:
+    def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.prompt_size
 
@@ -133,7 +133,7 @@ class Request:
             return start + len(self.prompt_logprobs) - 1
         return len(self.tokens) - 1
 
-    def scored(self, size: int) -> range:
+    def prompt_logprob_positions(self, size: int) -> range:
         """Positions among the next ``size`` tokens whose logits give a prompt token's logprob."""
         first = max(self.computed, self.first_row)
         return range(first, min(self.computed + size, self.prompt_size - 1))
@@ -153,7 +153,7 @@ class Request:
         return RequestStats(
             prompt_tokens=self.prompt_size,
             cached_tokens=self.cached,
-            new_tokens=self.drawn,
+            new_tokens=self.num_output_tokens,
             queue_seconds=begun - self.submitted_at,
             time_to_first_token=first,
             decode_seconds=0.0 if first is None else self.last_at - self.first_at,

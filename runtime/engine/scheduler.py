@@ -1,7 +1,7 @@
 """Continuous batching: which tokens of which requests make up the next step.
 
 Every step computes one token of each decoding request and fills the rest of the token budget with
-chunks of prompts (chunked prefill, Sarathi-Serve, OSDI 2024), by priority and arrival. While other
+prefill chunks (chunked prefill, Sarathi-Serve, OSDI 2024), by priority and arrival. While other
 requests decode, ``PrefillCap`` bounds the prompt tokens, so that their inter-token time stays near
 its target. A prompt that is longer than a step leaves half of the budget to shorter ones behind it.
 
@@ -27,37 +27,37 @@ ORDER = attrgetter("order")
 
 
 class Scheduler:
-    """Owns the requests that are not finished, and the pages of their sequences.
+    """Owns the unfinished requests and the pages of their sequences.
 
     Attributes:
         waiting: not admitted or preempted, by order.
-        prefilling: have pages, some prompt tokens are not computed; by order.
-        decoding: all but the last token is computed; as they came.
-        sampled: the requests of this step that get a token, in the order of the batch.
-        scored: of each row behind these, the request whose prompt token's logprob it gives.
+        prefilling: have pages, and prompt tokens that are not computed yet; by order.
+        decoding: every token but the last is computed; in order of arrival.
+        sampled: the requests that this step samples a token for, in the batch's order.
+        logprob_requests: for each further row of logits, the request whose prompt logprob it gives.
     """
 
     def __init__(self, runner: Runner, stats: EngineStats, config: EngineConfig) -> None:
         self.page_size = runner.page_size
         # Every decoding request must fit in a step.
-        self.capacity = min(runner.max_sequences, runner.max_tokens)
-        self.budget, self.max_rows = runner.max_tokens, runner.max_rows
+        self.capacity = min(runner.max_num_seqs, runner.max_num_batched_tokens)
+        self.budget, self.max_num_logits = runner.max_num_batched_tokens, runner.max_num_logits
         target = config.target_itl_ms
         self.cap = PrefillCap(None if target is None else target / 1e3, self.budget)
         self.max_partial = config.max_partial_prefills
         self.stats = stats
-        max_pages = -(-runner.max_context // self.page_size)
+        max_pages = -(-runner.max_model_len // self.page_size)
         self.manager = BlockManager(runner.num_pages, self.page_size, self.capacity, max_pages)
         self.writer = BatchWriter(runner, self.manager)
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
         self.sampled: list[Request] = []
-        self.scored: list[Request] = []
+        self.logprob_requests: list[Request] = []
         self._chunks: list[PrefillChunk] = []
-        self._changed = True  # since the last step, so that the batch must be made anew
+        self._changed = True  # since the last step: the batch must be written again
         self._decoded = 0  # requests that decode in the step
-        self._until_page = 0  # steps until some decoding request fills its last page
+        self._until_page = 0  # steps until a decoding request fills its last page
 
     @property
     def busy(self) -> bool:
@@ -68,7 +68,7 @@ class Scheduler:
         self._changed = True
 
     def remove(self, request: Request) -> None:
-        """Take a request out and its pages back; full ones stay in the prefix tree."""
+        """Remove a request and free its pages; full pages stay in the prefix tree."""
         if request.state is not State.RUNNING:
             del self.waiting[bisect_left(self.waiting, request.order, key=ORDER)]
         elif request in self.decoding:
@@ -79,7 +79,7 @@ class Scheduler:
         self._changed = True
 
     def changed(self) -> None:
-        """What a runner needs to know of some sequence has changed."""
+        """Called when a sequence's sampling has changed: the next batch is written again."""
         self._changed = True
 
     def requests(self) -> list[Request]:
@@ -104,18 +104,22 @@ class Scheduler:
         self.sampled = self.decoding + [
             request for request, size in self._chunks if _completes(request, size)
         ]
-        self.scored = [request for request, size in self._chunks for _ in request.scored(size)]
-        # With a prompt under way the next step is another one.
+        self.logprob_requests = [
+            request
+            for request, size in self._chunks
+            for _ in request.prompt_logprob_positions(size)
+        ]
+        # While a prompt is being prefilled, every step is a different one.
         self._changed = bool(self._chunks)
         return self.writer.write(self.decoding, self._chunks)
 
-    def computed(self, drawn: Ints) -> None:
-        """The step is done: its tokens are in the cache.
+    def computed(self, sampled_token_ids: Ints) -> None:
+        """Called after the step: its tokens are in the cache now.
 
         Args:
-            drawn: [>= R] the sampled tokens; the caller appends them to the requests.
+            sampled_token_ids: [>= R]; the caller appends them to the requests.
         """
-        self.writer.take(drawn)
+        self.writer.set_tokens(sampled_token_ids)
         commit, page_size = self.manager.commit, self.page_size
         for request in self.decoding:
             done = request.computed = request.computed + 1
@@ -129,18 +133,18 @@ class Scheduler:
                 self.decoding.append(request)
 
     def in_step(self) -> list[Request]:
-        """All requests of the step that ``schedule`` made last."""
+        """All requests of the last scheduled step."""
         partial = [r for r, size in self._chunks if not _completes(r, size)]
         return self.sampled + partial
 
     def _grow(self) -> bool:
-        """Give each decoding request a place for its token; False if that preempted one."""
+        """Give each decoding request a slot for its token; False if that preempted a request."""
         page_size, whole = self.page_size, True
         self._until_page = page_size
         for request in self.decoding.copy():
             while request.state is State.RUNNING:
-                if room := len(request.table.pages) * page_size - request.computed:
-                    self._until_page = min(self._until_page, room)
+                if free_places := len(request.table.pages) * page_size - request.computed:
+                    self._until_page = min(self._until_page, free_places)
                     break
                 if not self.manager.extend(request.table):
                     self._preempt(max(self.decoding + self.prefilling, key=ORDER))
@@ -160,11 +164,11 @@ class Scheduler:
         self.cap.record(self._decoded, prompt_tokens, seconds)
 
     def _prefill(self, budget: int, now: float) -> list[PrefillChunk]:
-        """Chunks of prompts, at most ``budget`` tokens: those that end their prompt come first."""
+        """Prefill chunks, at most ``budget`` tokens: those that end their prompt come first."""
         if budget <= 0:
             return []
         self._admit_waiting(budget, now)
-        rows = self.max_rows - len(self.decoding)
+        rows = self.max_num_logits - len(self.decoding)
         # (request, its next token), by order. A long prompt that leads must leave half to short
         # ones; what these do not need goes to all by order.
         ends: dict[Request, int] = {}
@@ -175,7 +179,7 @@ class Scheduler:
             left = min(most, budget)
             for request in requests:
                 start = ends.get(request, request.computed)
-                # Every token from the first row on takes a row.
+                # Every token from the first row on needs a row of logits.
                 first_row = max(start, request.first_row)
                 end = min(start + left, len(request.tokens), first_row + rows)
                 if end <= start:
@@ -209,9 +213,7 @@ class Scheduler:
                 if not self._is_short(request) or short >= budget // 2:
                     continue
             under_way = [other.table for other in self.prefilling]
-            if self.manager.is_coming(
-                request.table, request.tokens, under_way, request.first_row
-            ):
+            if self.manager.is_coming(request.table, request.tokens, under_way, request.first_row):
                 continue
             if not self._admit(request, now):
                 return
@@ -219,7 +221,7 @@ class Scheduler:
 
     def _admit(self, request: Request, now: float) -> bool:
         running = len(self.decoding) + len(self.prefilling)
-        # A page for each that runs: otherwise the next full page would preempt this one again.
+        # One spare page per running request, else the next full page would preempt this one again.
         if not self.manager.admit(request.table, request.tokens, running, request.first_row):
             return False
         self.waiting.remove(request)

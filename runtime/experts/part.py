@@ -8,18 +8,18 @@ import numpy as np
 import torch
 
 from pykernels.cpu import MoECall, contiguous_rows
-from pykernels.cpu.job import JOB
+from pykernels.cpu.moe.args import MOE_ARGS
 from pykernels.cpu.moe.kernel import MoEKernel
 from pykernels.quant import PackedExperts
 
 from ..workers.job import Job, Jobs
 from ..workers.moe_job import MOE, barrier_bytes, describe, make_moe
-from ..workers.pool import Flight, WorkerPool
+from ..workers.pool import InFlight, WorkerPool
 
 _AT = {name: index for index, name in enumerate(MOE.names or ())}
 
 
-class Part:
+class ExpertSlice:
     """The descriptor of a slice's calls.
 
     Attributes:
@@ -33,15 +33,15 @@ class Part:
         self.call = MoECall(packed, kernel, pool.workspace, pool.threads, gemm_from=gemm_from)
         self._moe = np.zeros(1, MOE)
         self._words = self._moe.view(np.int64).data  # as a memoryview: numpy's scalars are slow
-        self._words[_AT["ring"]], self._words[_AT["job"]] = pool.ring, self.call.address
+        self._words[_AT["ring"]], self._words[_AT["args"]] = pool.ring, self.call.address
         self._words[_AT["count_at"]] = self.call.address + _offset("T")
         self._barriers = np.zeros(0, np.int64)
-        opening, run = make_moe()
+        setup, run = make_moe()
         # The job's description must not keep the weights alive: a pool remembers its last jobs.
-        tell = functools.partial(describe, self.call.job)
+        describe_task = functools.partial(describe, self.call.args)
         record = int(self._moe.ctypes.data)
         alone, behind_rows = (
-            Job("experts", run.address, record, opening.address, after=after, describe=tell)
+            Job("experts", run.address, record, setup.address, after=after, describe=describe_task)
             for after in (0, 1)
         )
         rows = kernel.stages.rows.address
@@ -50,8 +50,8 @@ class Part:
 
     def start(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
-    ) -> Flight:
-        """Begins a call whose inputs have passed ``MoECall.check``; ``Flight.found`` will be the
+    ) -> InFlight:
+        """Begins a call whose inputs have passed ``MoECall.check``; ``InFlight.result`` will be the
         number of active experts.
 
         Args:
@@ -63,20 +63,20 @@ class Part:
         pool, call, words = self.pool, self.call, self._words
         rows = contiguous_rows(x)
         with pool.lock:
-            pool.settle()  # before the descriptor and the workspace are written
+            pool.drain()  # before the descriptor and the workspace are written
             ids, weights = call.arrange(rows, ids, weights, y)
             words[_AT["ids"]], words[_AT["weights"]] = ids.data_ptr(), weights.data_ptr()
-            room = barrier_bytes(call.experts.shape.E, call.down_chunks) // 8
-            if room > len(self._barriers):
-                self._barriers = np.zeros(room + 8, np.int64)
+            needed = barrier_bytes(call.experts.shape.E, call.down_chunks) // 8
+            if needed > len(self._barriers):
+                self._barriers = np.zeros(needed + 8, np.int64)
                 words[_AT["barriers"]] = (
                     self._barriers.ctypes.data + -self._barriers.ctypes.data % 64
                 )
             self._rows.tasks = count = call.row_tasks
-            kept = self, rows, ids, weights, y
-            return pool.publish(self._many if count else self._few, kept, lambda: call.active)
+            buffers = self, rows, ids, weights, y
+            return pool.publish(self._many if count else self._few, buffers, lambda: call.active)
 
 
 def _offset(field: str) -> int:
-    """Bytes from a ``JOB``'s beginning."""
-    return int(JOB.fields[field][1])  # type: ignore[index]
+    """Bytes from a ``MOE_ARGS``'s beginning."""
+    return int(MOE_ARGS.fields[field][1])  # type: ignore[index]

@@ -25,9 +25,9 @@ from pykernels.target import detect
 
 from ..machine import tuning
 from ..machine.memory import collapse
-from ..workers.pool import Flight, Pool, default_pool
+from ..workers.pool import InFlight, Pool, default_pool
 from ..workers.reduce import reduce
-from .part import Part
+from .part import ExpertSlice
 from .sharding import make_room, slices_on, workers_of
 
 
@@ -73,8 +73,8 @@ class Ticket:
 
     y: torch.Tensor
     partials: list[torch.Tensor]
-    parts: list[Part]
-    flights: list[Flight]
+    parts: list[ExpertSlice]
+    flights: list[InFlight]
     ids: torch.Tensor
     of: object
 
@@ -123,7 +123,7 @@ class RoutedExperts:
         self.weights = make_room(shape, get_format(fmt), pool, get_format(down_fmt))
         self.counters = Counters()
         self._loaded, self._bytes_per_expert = False, 0
-        self._bound: tuple[Pool, list[Part]] | None = None
+        self._bound: tuple[Pool, list[ExpertSlice]] | None = None
         self._mark = object()  # on tickets, in place of self: that would be a reference cycle
 
     @staticmethod
@@ -208,23 +208,23 @@ class RoutedExperts:
                 "this ticket was synced, or is of other experts", "sync each ticket once"
             )
         y, parts, flights, ticket.flights = ticket.y, ticket.parts, ticket.flights, []
-        for part, flight in zip(parts, flights, strict=True):
-            part.pool.wait(flight)
-        for part, flight in zip(parts, flights, strict=True):
-            if (error := flight.error) is not None:
+        for part, in_flight in zip(parts, flights, strict=True):
+            part.pool.wait(in_flight)
+        for part, in_flight in zip(parts, flights, strict=True):
+            if (error := in_flight.error) is not None:
                 bad_routing = error.task < 0 and error.status == BAD_EXPERT
                 raise part.call.bad_routing(ticket.ids) if bad_routing else error
         if ticket.partials:
             reduce(ticket.partials, y, parts[0].pool)
-        nbytes = flights[0].found * self._bytes_per_expert
-        self.counters.add(y.shape[0], nbytes, max(flight.seconds for flight in flights))
+        nbytes = flights[0].result * self._bytes_per_expert
+        self.counters.add(y.shape[0], nbytes, max(in_flight.seconds for in_flight in flights))
         return y
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``submit`` and ``sync`` in one."""
         return self.sync(self.submit(x, ids, weights))
 
-    def _bind(self) -> list[Part]:
+    def _bind(self) -> list[ExpertSlice]:
         """The slices, bound to the current pool: plan and scratch depend on its threads."""
         pool = self._own_pool or default_pool()
         bound = self._bound
@@ -234,7 +234,7 @@ class RoutedExperts:
             down = make_routines(self.down_backend.name, weights.down_fmt.name, self.activations)
             kernel = join(gate_up, down, self.shape.spec)
             pairs = zip(slices, workers_of(pool, len(slices)), strict=True)
-            parts = [Part(packed, kernel, each, self.gemm_from) for packed, each in pairs]
+            parts = [ExpertSlice(packed, kernel, each, self.gemm_from) for packed, each in pairs]
             self._bound = bound = pool, parts
         return bound[1]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from .pages import PagePool
-from .prefix import Node, PageKey, PrefixTree, extend_keys
+from .prefix import PageKey, PrefixNode, PrefixTree, extend_keys
 
 
 class PageTable:
@@ -23,7 +23,7 @@ class PageTable:
         self.row = -1  # of BlockManager.tables; -1: holds no pages
         self.keys: list[PageKey] = []
         self.cached = 0  # leading pages that are in the tree
-        self.node: Node | None = None  # of the last of these
+        self.node: PrefixNode | None = None  # of the last of these
 
 
 class BlockManager:
@@ -35,22 +35,22 @@ class BlockManager:
     Args:
         num_pages: pages of the cache.
         page_size: tokens a page.
-        max_sequences: rows of ``tables``: sequences that hold pages at the same time.
+        max_num_seqs: rows of ``tables``: sequences that hold pages at the same time.
         max_pages: columns of ``tables``: pages of the longest sequence.
 
     Attributes:
-        tables: int64 [max_sequences, max_pages]; row ``table.row`` holds ``table.pages``. Entries
+        tables: int64 [max_num_seqs, max_pages]; row ``table.row`` holds ``table.pages``. Entries
             behind them are old, but always page ids.
         version: grows with every change of ``tables``.
     """
 
-    def __init__(self, num_pages: int, page_size: int, max_sequences: int, max_pages: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, max_num_seqs: int, max_pages: int) -> None:
         self.page_size = page_size
         self.pool = PagePool(num_pages)
         self.tree = PrefixTree()
-        self.tables = np.zeros((max_sequences, max_pages), np.int64)
+        self.tables = np.zeros((max_num_seqs, max_pages), np.int64)
         self.version = 0
-        self._rows = list(range(max_sequences - 1, -1, -1))
+        self._rows = list(range(max_num_seqs - 1, -1, -1))
 
     @property
     def available(self) -> int:
@@ -64,9 +64,9 @@ class BlockManager:
         others: Iterable[PageTable],
         reusable: int | None = None,
     ) -> bool:
-        """Whether the first page that is not cached is being computed for one of ``others``.
+        """True if a running prefill is computing this request's next page.
 
-        Then it is worth waiting for: prompts that come at once compute what they share once.
+        Then the request waits and shares that page, instead of computing it a second time.
         """
         next_page = len(self._match(table, tokens, reusable))
         if next_page == self._shareable(tokens, reusable):
@@ -154,7 +154,9 @@ class BlockManager:
         """Most leading pages that may come from the cache: the last token is always computed."""
         return (len(tokens) - 1 if reusable is None else reusable) // self.page_size
 
-    def _match(self, table: PageTable, tokens: Sequence[int], reusable: int | None) -> list[Node]:
+    def _match(
+        self, table: PageTable, tokens: Sequence[int], reusable: int | None
+    ) -> list[PrefixNode]:
         limit = self._shareable(tokens, reusable)
         extend_keys(table.keys, tokens, limit, self.page_size)
         return self.tree.match(table.keys, limit)

@@ -22,7 +22,7 @@ KV_DTYPES = ("bf16", "fp8")
 
 
 @dataclass(frozen=True)
-class Part:
+class CachePart:
     """One tensor of a layer's cache."""
 
     shape: tuple[int, ...]
@@ -54,27 +54,27 @@ class Pages:
                 f"a KV cache in {self.kv_dtype!r}", f"Give {' or '.join(KV_DTYPES)}"
             )
 
-    def grouped(self, KVH: int, D: int) -> dict[str, Part]:
+    def grouped(self, KVH: int, D: int) -> dict[str, CachePart]:
         """Of attention with KVH heads of keys and values, D numbers each."""
         shape = self.count, PAGE, KVH, D
         if self.kv_dtype == "bf16":
-            return dict.fromkeys(("k", "v"), Part(shape, torch.bfloat16))
-        codes, scales = Part(shape, torch.float8_e4m3fn), Part(shape[:3], torch.float32)
+            return dict.fromkeys(("k", "v"), CachePart(shape, torch.bfloat16))
+        codes, scales = CachePart(shape, torch.float8_e4m3fn), CachePart(shape[:3], torch.float32)
         return {"k": codes, "v": codes, "k_scale": scales, "v_scale": scales}
 
-    def latent(self, L: int, R: int) -> dict[str, Part]:
+    def latent(self, L: int, R: int) -> dict[str, CachePart]:
         """Of latents of L numbers and their R rotated ones."""
         shape = self.count, PAGE
         if self.kv_dtype == "bf16":
-            return {"latent": Part((*shape, L + R), torch.bfloat16)}
+            return {"latent": CachePart((*shape, L + R), torch.bfloat16)}
         return {
-            "latent": Part((*shape, L), torch.float8_e4m3fn),
-            "rope": Part((*shape, R), torch.bfloat16),
-            "latent_scale": Part(shape, torch.float32),
+            "latent": CachePart((*shape, L), torch.float8_e4m3fn),
+            "rope": CachePart((*shape, R), torch.bfloat16),
+            "latent_scale": CachePart(shape, torch.float32),
         }
 
 
-def token_bytes(parts: dict[str, Part]) -> int:
+def token_bytes(parts: dict[str, CachePart]) -> int:
     """Of one token."""
     return sum(part.nbytes // (part.shape[0] * PAGE) for part in parts.values())
 

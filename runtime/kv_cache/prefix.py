@@ -29,12 +29,12 @@ def extend_keys(keys: list[PageKey], tokens: Sequence[int], pages: int, page_siz
         keys.append((parent, data))
 
 
-class Node:
+class PrefixNode:
     """One full page in the tree."""
 
     __slots__ = ("data", "key", "page", "parent")
 
-    def __init__(self, key: bytes, data: bytes, parent: Node | None, page: int) -> None:
+    def __init__(self, key: bytes, data: bytes, parent: PrefixNode | None, page: int) -> None:
         self.key, self.data, self.parent, self.page = key, data, parent, page
 
 
@@ -46,9 +46,9 @@ class PrefixTree:
     """
 
     def __init__(self) -> None:
-        self._nodes: dict[bytes, Node] = {}
-        self._of_page: dict[int, Node] = {}
-        self._idle: OrderedDict[int, Node] = OrderedDict()  # unreferenced, the oldest first
+        self._nodes: dict[bytes, PrefixNode] = {}
+        self._of_page: dict[int, PrefixNode] = {}
+        self._idle: OrderedDict[int, PrefixNode] = OrderedDict()  # unreferenced, the oldest first
 
     def __len__(self) -> int:
         """Number of pages in the tree."""
@@ -59,9 +59,9 @@ class PrefixTree:
         """Number of pages in the tree that no page table names: they can be evicted."""
         return len(self._idle)
 
-    def match(self, keys: Sequence[PageKey], limit: int) -> list[Node]:
+    def match(self, keys: Sequence[PageKey], limit: int) -> list[PrefixNode]:
         """The longest cached prefix, at most ``limit`` pages, from the root on."""
-        found: list[Node] = []
+        found: list[PrefixNode] = []
         parent = None
         for i in range(limit):
             node = self.find(parent, keys[i])
@@ -71,17 +71,17 @@ class PrefixTree:
             parent = node
         return found
 
-    def find(self, parent: Node | None, key: PageKey) -> Node | None:
+    def find(self, parent: PrefixNode | None, key: PageKey) -> PrefixNode | None:
         node = self._nodes.get(key[0])
         if node is None or node.parent is not parent or node.data != key[1]:
             return None
         return node
 
-    def insert(self, parent: Node | None, key: PageKey, page: int) -> Node | None:
+    def insert(self, parent: PrefixNode | None, key: PageKey, page: int) -> PrefixNode | None:
         """Add a referenced page; None if another page with other tokens has the same key."""
         if key[0] in self._nodes:
             return None
-        node = Node(key[0], key[1], parent, page)
+        node = PrefixNode(key[0], key[1], parent, page)
         self._nodes[key[0]] = self._of_page[page] = node
         return node
 

@@ -18,7 +18,7 @@ from .cgroup import cpu_quota, memory_limits, read
 
 
 @dataclass(frozen=True)
-class Node:
+class NumaNode:
     """One NUMA node.
 
     Attributes:
@@ -49,7 +49,7 @@ class Topology:
     cores: tuple[int, ...]
     physical: tuple[tuple[int, ...], ...]
     cpu_quota: float
-    nodes: tuple[Node, ...]
+    nodes: tuple[NumaNode, ...]
     memory_total: int
     memory_available: int
     huge_pages: str
@@ -87,7 +87,7 @@ class Topology:
             if i < len(siblings)
         )
 
-    def at(self, node: Node) -> Topology:
+    def at(self, node: NumaNode) -> Topology:
         """The same machine with the cores of one node alone."""
         return replace(
             self,
@@ -151,7 +151,7 @@ class Topology:
             cores=tuple(sorted(core for group in groups for core in group)),
             physical=groups,
             nodes=tuple(
-                Node(
+                NumaNode(
                     None,
                     tuple(sorted(core for group in part for core in group)),
                     self.memory_total // nodes,
@@ -173,7 +173,7 @@ def _physical(root: Path, cores: tuple[int, ...]) -> tuple[tuple[int, ...], ...]
     return tuple(groups)
 
 
-def _nodes(root: Path, cores: tuple[int, ...]) -> tuple[Node, ...]:
+def _nodes(root: Path, cores: tuple[int, ...]) -> tuple[NumaNode, ...]:
     allowed = re.search(
         r"^Mems_allowed_list:\s*(\S+)$", read(root / "proc/self/status") or "", re.MULTILINE
     )
@@ -191,9 +191,9 @@ def _nodes(root: Path, cores: tuple[int, ...]) -> tuple[Node, ...]:
         # What a new allocation can have: about what the kernel calls available, of one node.
         given_up = (r"Active\(file\)", r"Inactive\(file\)", "SReclaimable")
         free = sum(_kib(meminfo, name) for name in ("MemFree", *given_up))
-        found.append(Node(number, mine, _kib(meminfo, "MemTotal"), free))
+        found.append(NumaNode(number, mine, _kib(meminfo, "MemTotal"), free))
     machine = psutil.virtual_memory()
-    return tuple(found) or (Node(None, cores, machine.total, machine.available),)
+    return tuple(found) or (NumaNode(None, cores, machine.total, machine.available),)
 
 
 def _kib(meminfo: str, name: str) -> int:

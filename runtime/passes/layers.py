@@ -79,7 +79,7 @@ def refuse_deferred(program: Program, name: str) -> None:
 
 
 @dataclass(frozen=True)
-class Split:
+class RoutingSplit:
     """A layer's choice in two parts.
 
     Attributes:
@@ -93,13 +93,13 @@ class Split:
     rest: str | None
 
 
-def split(program: Program, layer: MoELayer, N: int, name: str, role: str | None) -> Split:
+def split(program: Program, layer: MoELayer, N: int, name: str, role: str | None) -> RoutingSplit:
     """Splits a layer's routing: the topk - N largest weights stay with the layer's experts, the N
     smallest go to a second node.
 
     Args:
         name: of the second part.
-        role: of the second node, whose sum is ``Split.rest``; None: there is none.
+        role: of the second node, whose sum is ``RoutingSplit.rest``; None: there is none.
     """
     node, number = layer.experts, ""
     names = {other.name for other in program.nodes}
@@ -124,7 +124,7 @@ def split(program: Program, layer: MoELayer, N: int, name: str, role: str | None
     )
     own = replace(node, inputs={**node.inputs, "ids": outputs["first_ids"]})
     if role is None:
-        return Split((routing, own), buffers, None)
+        return RoutingSplit((routing, own), buffers, None)
     rest = f"{layer.sum}.{name}"
     buffers[rest] = replace(program.buffers[layer.sum], name=rest)
     other = replace(
@@ -134,7 +134,7 @@ def split(program: Program, layer: MoELayer, N: int, name: str, role: str | None
         name=f"{node.name}.{name}",
         role=role,
     )
-    return Split((routing, own, other), buffers, rest)
+    return RoutingSplit((routing, own, other), buffers, rest)
 
 
 def rebuilt(program: Program, nodes: list[Node], buffers: Mapping[str, Buffer]) -> Program:

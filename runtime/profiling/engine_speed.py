@@ -17,8 +17,8 @@ import numpy as np
 from pykernels.errors import PykernelsError
 
 from ..devices.cpu.runner import CpuRunner
-from ..devices.cpu.step import CpuStep
-from ..devices.runner import Step
+from ..devices.cpu.step import CpuExecutable
+from ..devices.runner import Executable
 from ..engine import Engine, RequestHandle, SamplingParams
 from ..kv_cache.layout import PAGE
 from ..program import Program
@@ -44,22 +44,22 @@ class Load:
     batch: int = 1
     context: int = 1
 
-    def pages(self, max_tokens: int) -> int:
+    def pages(self, max_num_batched_tokens: int) -> int:
         """Of the cache: all sequences to their ends, the page that the scheduler holds in reserve
         for each, and a prompt beside them."""
-        each = -(-self.positions(max_tokens) // PAGE) + 1
+        each = -(-self.positions(max_num_batched_tokens) // PAGE) + 1
         return self.batch * each + -(-self.prompt // PAGE) + 2
 
-    def positions(self, max_tokens: int) -> int:
+    def positions(self, max_num_batched_tokens: int) -> int:
         """That the longest sequence takes; the first one decodes while the last one's prompt is
         under way."""
-        chunks = _chunks(self.batch, self.context, max_tokens)
+        chunks = _chunks(self.batch, self.context, max_num_batched_tokens)
         return max(self.prompt, self.context + chunks + self.tokens) + 2
 
 
-def _chunks(batch: int, context: int, max_tokens: int) -> int:
+def _chunks(batch: int, context: int, max_num_batched_tokens: int) -> int:
     """Steps until all prompts are in, at most."""
-    return -(-batch * context // max(1, max_tokens - batch)) + 1
+    return -(-batch * context // max(1, max_num_batched_tokens - batch)) + 1
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class EngineTimer:
 
     def decode(self, batch: int, context: int, tokens: int) -> list[StepTime]:
         """Steps of ``batch`` sequences whose caches hold ``context`` tokens at the first."""
-        chunks = _chunks(batch, context, self.runner.max_tokens)
+        chunks = _chunks(batch, context, self.runner.max_num_batched_tokens)
         handles = [self._submit(context, tokens + chunks + 1) for _ in range(batch)]
         self._until_drawn(handles)
         steps = [self._step(handles) for _ in range(tokens)]
@@ -124,7 +124,7 @@ class EngineTimer:
 
     def _until_drawn(self, handles: list[RequestHandle]) -> None:
         requests = [handle.requests[0] for handle in handles]
-        while not all(request.drawn for request in requests):
+        while not all(request.num_output_tokens for request in requests):
             self.engine.step()
             for request in requests:
                 if request.error is not None:
@@ -132,28 +132,28 @@ class EngineTimer:
 
     def _step(self, handles: list[RequestHandle]) -> StepTime:
         requests = [handle.requests[0] for handle in handles]
-        before = sum(request.drawn for request in requests)
+        before = sum(request.num_output_tokens for request in requests)
         start = time.perf_counter()
         self.engine.step()
         seconds = time.perf_counter() - start
         for request in requests:
             if request.error is not None:
                 raise request.error
-        drawn = sum(request.drawn for request in requests) - before
+        drawn = sum(request.num_output_tokens for request in requests) - before
         context = sum(request.computed for request in requests) / len(requests)
         return StepTime(seconds, _jobs_seconds(self.runner.steps), drawn, context)
 
 
-def _jobs_seconds(steps: Sequence[Step]) -> float:
+def _jobs_seconds(steps: Sequence[Executable]) -> float:
     """Of the step that ran last."""
     opened, completed = max(
         (
             (step.jobs.jobs[0].times[0], step.jobs.jobs[-1].times[1])
             for step in steps
-            if isinstance(step, CpuStep)
+            if isinstance(step, CpuExecutable)
         ),
         key=lambda times: times[1],
-    )  # fmt: skip
+    )
     return (completed - opened) / 1e9
 
 

@@ -15,7 +15,7 @@ class Job:
 
     Args:
         run, record: address of the task (``pykernels.cpu.jit.TASK``) and of what it reads.
-        open: address of the task that counts the others; 0: always ``tasks``.
+        setup: address of the task that counts the others; 0: always ``tasks``.
         after: how many places before it the jobs stand that must be complete; 0 or none: it waits
             for no job.
         describe: what the task of a number does, in words; None if the job's name says it.
@@ -26,7 +26,7 @@ class Job:
         name: str,
         run: int,
         record: int,
-        open: int = 0,
+        setup: int = 0,
         tasks: int = 1,
         after: int | Sequence[int] = 1,
         describe: Callable[[int], str] | None = None,
@@ -36,8 +36,11 @@ class Job:
         skip = -raw.ctypes.data % words.LINE // 8
         self.words = raw[skip : skip + words.JOB_BYTES // 8]
         for at, value in (
-            (words.OPEN, open), (words.RUN, run), (words.RECORD, record), (words.TASKS, tasks),
-        ):  # fmt: skip
+            (words.SETUP, setup),
+            (words.RUN, run),
+            (words.RECORD, record),
+            (words.TASKS, tasks),
+        ):
             self.words[at // 8] = value
         self.after = (after,) if isinstance(after, int) else tuple(after)
 
@@ -45,9 +48,9 @@ class Job:
     def address(self) -> int:
         return int(self.words.ctypes.data)
 
-    def become(self, run: int, open: int) -> None:
+    def set_task(self, run: int, setup: int) -> None:
         """Gives a job that is not in flight another task, and what counts its tasks."""
-        self.words[words.OPEN // 8], self.words[words.RUN // 8] = open, run
+        self.words[words.SETUP // 8], self.words[words.RUN // 8] = setup, run
 
     @property
     def after(self) -> tuple[int, ...]:
@@ -71,14 +74,15 @@ class Job:
 
     @property
     def times(self) -> tuple[int, int]:
-        """When it was opened and complete the last time, ns of the monotonic clock."""
-        opened, completed = self.words[words.OPENED_AT // 8], self.words[words.COMPLETED_AT // 8]
-        return int(opened), int(completed)
+        """When its setup began and when it was complete the last time, ns of the monotonic
+        clock."""
+        begun, completed = self.words[words.SETUP_AT // 8], self.words[words.COMPLETED_AT // 8]
+        return int(begun), int(completed)
 
     def describe(self, task: int) -> str:
-        """What a task does; -1 is the one that opens the job."""
+        """What a task does; -1 is its setup."""
         if task < 0:
-            return f"opening {self.name}"
+            return f"the setup of {self.name}"
         what = self._describe(task) if self._describe else ""
         return f"task {task} of {self.name}" + (f" ({what})" if what else "")
 
@@ -103,7 +107,7 @@ class Jobs:
         """Numbers are those of one ring: on another, what earlier ones left must not count."""
         if ring is not self._ring:
             for job in self.jobs:
-                for word in (words.CLAIMED, words.OPENED, words.TAKEN, words.COMPLETED):
+                for word in (words.CLAIMED, words.READY, words.TAKEN, words.COMPLETED):
                     job.words[word // 8] = 0
             self._ring = ring
 
@@ -113,7 +117,7 @@ class TaskError(RuntimeError):
 
     Attributes:
         status: what it returned.
-        task: its number in its job; -1: the one that opens the job.
+        task: its number in its job; -1: the setup.
     """
 
     def __init__(self, what: str, task: int, status: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pykernels.errors import PykernelsError
 
 from ..machine.memory import binding_problem
-from ..machine.topology import Node, Topology
+from ..machine.topology import NumaNode, Topology
 from .threads import whole_threads
 
 AUTO, OFF = "auto", "off"
@@ -30,7 +30,7 @@ def nodes_to_use(
     numa: str | int = AUTO,
     threads: int | None = None,
     driver_works: bool = True,
-) -> list[Node]:
+) -> list[NumaNode]:
     """The nodes across which experts are split; fewer than two: not at all.
 
     Args:
@@ -67,7 +67,7 @@ def why_not_split(
     return _candidates(topology, threads or topology.default_threads(driver_works))[1]
 
 
-def _candidates(topology: Topology, threads: int) -> tuple[list[Node], str | None]:
+def _candidates(topology: Topology, threads: int) -> tuple[list[NumaNode], str | None]:
     """Nodes with cores and memory, and why they cannot all be used, as a clause."""
     nodes = [node for node in topology.nodes if node.memory_total > 0]
     if len(nodes) < 2:

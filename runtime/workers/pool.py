@@ -9,11 +9,11 @@ from typing import Literal, overload
 
 from pykernels.env import env
 
-from ..machine.topology import Node, Topology
+from ..machine.topology import NumaNode, Topology
 from .job import Jobs, TaskError
 from .numa import AUTO, OFF, nodes_to_use, why_not_split
 from .threads import spin_budget, threads_of_nodes
-from .worker_pool import Flight, WorkerPool
+from .worker_pool import InFlight, WorkerPool
 
 _default: Pool | None = None
 _making = threading.RLock()
@@ -36,7 +36,7 @@ class NodePools:
 
     def __init__(
         self,
-        nodes: Sequence[Node],
+        nodes: Sequence[NumaNode],
         threads: int | None = None,
         driver_works: bool = True,
         topology: Topology | None = None,
@@ -78,12 +78,12 @@ def run_on_all(pool: Pool, jobs: Sequence[Jobs], kept: object = None) -> float:
         TaskError: a task failed; the jobs of all pools have ended.
     """
     flights = [each.start(one, kept) for each, one in zip(pool.pools, jobs, strict=True)]
-    for each, flight in zip(pool.pools, flights, strict=True):
-        each.wait(flight)
-    for flight in flights:
-        if flight.error is not None:
-            raise flight.error
-    return max(flight.seconds for flight in flights)
+    for each, in_flight in zip(pool.pools, flights, strict=True):
+        each.wait(in_flight)
+    for in_flight in flights:
+        if in_flight.error is not None:
+            raise in_flight.error
+    return max(in_flight.seconds for in_flight in flights)
 
 
 def make_pool(
@@ -149,7 +149,7 @@ def configure_default_pool(
 
 
 __all__ = [
-    "Flight",
+    "InFlight",
     "NodePools",
     "Pool",
     "TaskError",

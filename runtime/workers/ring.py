@@ -1,10 +1,10 @@
-"""The workers' ring: jobs published in order, run by whoever comes, several in flight.
+"""The workers' ring: a lock-free queue of jobs, published in order and run by all workers.
 
-A *job* is one node of a step: ``open`` says how many tasks it has this time, ``run`` does one. Its
-record (``JOB_BYTES``, owned by whoever publishes it) never moves and is published again every
-step; its *number* is its place in the order of all that was ever published. A worker goes through
-the numbers: at each it takes tasks until none is left, then goes on to the next, so there is no
-ramp-down between jobs, and whoever finds a job's tasks all taken is already at the next one.
+A *job* is one node of a step: ``setup`` returns its number of tasks, ``run`` executes one task. Its
+record (``JOB_BYTES``, owned by the publisher) never moves and is published again every step; its
+*number* is its position among all jobs that were ever published. Workers take jobs in order: a
+worker takes tasks of a job until none is left, then goes on to the next job. So no worker idles at
+the end of a job while the next one has tasks.
 
 A job is opened when the jobs that it waits for are complete (``AFTER`` places before it, any number
 of them, none for at once), by whoever comes first. Opening is serial and short: sorting a router's
@@ -12,16 +12,13 @@ choices, counting what there is to do. The words of a record carry the job's num
 that comes late, even when the record is already used again, sees that and walks on. Nothing is ever
 reset by the publisher.
 
-No deadlock: a worker that waits holds no task, or one whose wait is for tasks taken before it.
+Deadlock-free: a task only ever waits for tasks with lower numbers, which some worker has already
+taken.
 
-Everything here is ``nogil`` code on addresses. ``submit`` has a C address: Python, a CUDA host
-function or a worker may call it.
+Everything here is ``nogil`` code on addresses.
 """
 
 from __future__ import annotations
-
-import functools
-from typing import Any
 
 from numba import types
 
@@ -36,20 +33,20 @@ from pykernels.cpu.intrin.sync import (
     futex_wake_all,
     pause,
 )
-from pykernels.cpu.jit import inlined, kernel, routine
+from pykernels.cpu.jit import inlined, kernel
 
 LINE = 64
 
-# Of the ring, each on a cache line of its own.
+# Fields of the ring, each on its own cache line.
 HEAD, STOP, SLEEPERS, FAILED = 0, 1 * LINE, 2 * LINE, 3 * LINE
 STATUS, FAILED_JOB, FAILED_TASK = FAILED + 8, FAILED + 16, FAILED + 24
 SLOTS, MASK, SPIN_NS, PLACES = 4 * LINE, 4 * LINE + 8, 4 * LINE + 16, 4 * LINE + 24
 RING_BYTES = 5 * LINE
-"""``PLACES`` is the address of a line for each worker: the number that it is at."""
+"""``PLACES`` is the address of one cache line per worker, which holds its current job number."""
 
-# Of a job: what the publisher writes, then what the workers do.
-OPEN, RUN, RECORD, AFTER, OPENED_AT, COMPLETED_AT, AFTER_COUNT = 0, 8, 16, 24, 32, 40, 48
-CLAIMED, OPENED, TASKS = 1 * LINE, 1 * LINE + 8, 1 * LINE + 16
+# Fields of a job: those that the publisher writes, then those of the workers.
+SETUP, RUN, RECORD, AFTER, SETUP_AT, COMPLETED_AT, AFTER_COUNT = 0, 8, 16, 24, 32, 40, 48
+CLAIMED, READY, TASKS = 1 * LINE, 1 * LINE + 8, 1 * LINE + 16
 TAKEN = 2 * LINE
 DONE, COMPLETED = 3 * LINE, 3 * LINE + 8
 JOB_BYTES = 4 * LINE
@@ -83,15 +80,15 @@ def wait_until_at_least(ring, word, value):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def tell(ring, word):  # type: ignore[no-untyped-def]
-    """Wakes those who sleep until a word, just changed, reaches a value."""
+def wake(ring, word):  # type: ignore[no-untyped-def]
+    """Wakes the threads that sleep in ``wait_until_at_least`` on a word that has just changed."""
     if atomic_add(ring + SLEEPERS, 0) > 0:
         futex_wake_all(word)
 
 
 @inlined
-def _note(ring, job, index, status):  # type: ignore[no-untyped-def]
-    """Keeps the first failure since ``publish``."""
+def _record_failure(ring, job, index, status):  # type: ignore[no-untyped-def]
+    """Records the first failure since ``publish``; later ones are only counted."""
     if atomic_add(ring + FAILED, 1) == 0:
         atomic_store(ring + FAILED_JOB, job)
         atomic_store(ring + FAILED_TASK, index)
@@ -102,31 +99,32 @@ def _note(ring, job, index, status):  # type: ignore[no-untyped-def]
 def _complete(ring, job, number):  # type: ignore[no-untyped-def]
     atomic_store(job + COMPLETED_AT, clock_ns())
     atomic_store(job + COMPLETED, number)
-    tell(ring, job + COMPLETED)
+    wake(ring, job + COMPLETED)
 
 
 @inlined
-def _open(ring, job, number, worker):  # type: ignore[no-untyped-def]
-    """Counts the job's tasks and lets them be taken."""
-    atomic_store(job + OPENED_AT, clock_ns())
-    tasks = atomic_load(job + TASKS)  # of a job without ``open``
-    if atomic_load(job + OPEN) != 0:
-        tasks = call_task(atomic_load(job + OPEN), atomic_load(job + RECORD), -1, worker)
+def _setup(ring, job, number, worker):  # type: ignore[no-untyped-def]
+    """Runs a job's setup, then makes its tasks available."""
+    atomic_store(job + SETUP_AT, clock_ns())
+    tasks = atomic_load(job + TASKS)  # of a job without ``setup``
+    if atomic_load(job + SETUP) != 0:
+        tasks = call_task(atomic_load(job + SETUP), atomic_load(job + RECORD), -1, worker)
         if tasks < 0:
-            _note(ring, job, -1, tasks)
+            _record_failure(ring, job, -1, tasks)
             tasks = 0
         atomic_store(job + TASKS, tasks)
     atomic_store(job + DONE, 0)
     atomic_store(job + TAKEN, (number << 32) | tasks)
-    atomic_store(job + OPENED, number)
-    tell(ring, job + OPENED)
+    atomic_store(job + READY, number)
+    wake(ring, job + READY)
     if tasks == 0:
         _complete(ring, job, number)
 
 
 @inlined
-def _wait_for_opening(ring, job, number, worker):  # type: ignore[no-untyped-def]
-    """Until the job is open: opens it as soon as it may be, unless another does."""
+def _wait_for_setup(ring, job, number, worker):  # type: ignore[no-untyped-def]
+    """Returns when the job is set up; runs its setup as soon as that may begin, unless another
+    does."""
     slots, mask = atomic_load(ring + SLOTS), atomic_load(ring + MASK)
     after = atomic_load(job + AFTER)
     for i in range(atomic_load(job + AFTER_COUNT)):
@@ -134,20 +132,20 @@ def _wait_for_opening(ring, job, number, worker):  # type: ignore[no-untyped-def
         before = atomic_load(slots + 8 * (needed & mask))
         # Whoever completes the last one of them looks at this job next.
         wait_until_at_least(ring, before + COMPLETED, needed)
-        if atomic_load(ring + STOP) != 0 or atomic_load(job + OPENED) >= number:
+        if atomic_load(ring + STOP) != 0 or atomic_load(job + READY) >= number:
             return
     claimed = atomic_load(job + CLAIMED)
     if claimed < number and atomic_exchange(job + CLAIMED, claimed, number) == claimed:
-        _open(ring, job, number, worker)
+        _setup(ring, job, number, worker)
     else:
-        wait_until_at_least(ring, job + OPENED, number)
+        wait_until_at_least(ring, job + READY, number)
 
 
 @kernel("ring")
 def work(ring: int, worker: int, number: int, until: int) -> int:
-    """Runs jobs from ``number`` on; returns ``until`` when it has got there, or where it stopped.
+    """Runs jobs from ``number`` on, up to ``until``; returns the number where it stopped.
 
-    A worker's life is one call with an ``until`` that never comes.
+    A worker thread is one call with an ``until`` that is never reached.
     """
     slots, mask = atomic_load(ring + SLOTS), atomic_load(ring + MASK)
     place = atomic_load(ring + PLACES) + worker * LINE
@@ -157,8 +155,8 @@ def work(ring: int, worker: int, number: int, until: int) -> int:
         if atomic_load(ring + STOP) != 0:
             return number
         job = atomic_load(slots + 8 * (number & mask))
-        if atomic_load(job + OPENED) < number:
-            _wait_for_opening(ring, job, number, worker)
+        if atomic_load(job + READY) < number:
+            _wait_for_setup(ring, job, number, worker)
         while True:
             taken = atomic_load(job + TAKEN)
             left = taken & _COUNT
@@ -171,14 +169,15 @@ def work(ring: int, worker: int, number: int, until: int) -> int:
             run, record = atomic_load(job + RUN), atomic_load(job + RECORD)
             status = call_task(run, record, index, worker)
             if status != 0:
-                _note(ring, job, index, status)
+                _record_failure(ring, job, index, status)
             if atomic_add(job + DONE, 1) + 1 == tasks:
                 _complete(ring, job, number)
         number += 1
     return number
 
 
-def _submit(ring: int, jobs: int, count: int) -> int:
+@inlined
+def _publish(ring: int, jobs: int, count: int) -> int:
     """Publishes jobs; returns the number of the first.
 
     Args:
@@ -189,22 +188,13 @@ def _submit(ring: int, jobs: int, count: int) -> int:
     for i in range(count):
         atomic_store(slots + 8 * ((first + i) & mask), atomic_load(jobs + 8 * i))
     atomic_store(ring + HEAD, first + count - 1)
-    tell(ring, ring + HEAD)
+    wake(ring, ring + HEAD)
     return first
-
-
-@functools.cache
-def make_submit() -> Any:
-    """Compiles ``_submit`` as a routine; ``.address`` is its C address."""
-    return routine(3, "submit")(_submit)
-
-
-_publish = inlined(_submit)
 
 
 @kernel("ring")
 def publish(ring: int, jobs: int, count: int) -> int:
-    """``_submit``, of jobs whose failures begin to count now; nothing else is in flight."""
+    """``_publish`` with the failure count reset; nothing else may be in flight."""
     atomic_store(ring + FAILED, 0)
     atomic_store(ring + STATUS, 0)
     return _publish(ring, jobs, count)
@@ -225,7 +215,7 @@ def finish(ring: int, jobs: int, count: int, first: int, driver_works: bool) -> 
     """Waits until the last of the jobs published from number ``first`` on is complete.
 
     Args:
-        driver_works: whether the caller works along, as worker 0.
+        driver_works: whether the caller runs tasks too, as worker 0.
 
     Returns:
         the status of the first task that failed, or 0; ``STATUS`` and its neighbours say more.
@@ -243,9 +233,9 @@ def run_step(ring: int, jobs: int, count: int, driver_works: bool) -> int:
 
 
 @kernel("ring")
-def pass_by(ring: int, first: int, workers: int) -> None:
-    """Waits until workers ``first .. workers - 1`` are beyond all that was published: none of them
-    looks at those jobs again."""
+def quiesce(ring: int, first: int, workers: int) -> None:
+    """Waits until workers ``first .. workers - 1`` are past every published job, so that none of
+    them reads the jobs' records again."""
     places, number = atomic_load(ring + PLACES), atomic_load(ring + HEAD)
     for worker in range(first, workers):
         while atomic_load(places + worker * LINE) <= number and atomic_load(ring + STOP) == 0:
@@ -260,7 +250,7 @@ def worker_loop(ring: int, worker: int, number: int) -> None:
 
 @kernel("ring")
 def stop(ring: int) -> None:
-    """Ends all workers, those asleep too; what has not begun is left."""
+    """Ends all workers, sleeping ones included; jobs that have not begun are dropped."""
     atomic_store(ring + STOP, 1)
     atomic_add(ring + HEAD, 1)  # else one who is about to sleep on it would not wake
     futex_wake_all(ring + HEAD)

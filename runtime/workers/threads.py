@@ -9,7 +9,7 @@ from typing import SupportsIndex
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 
-from ..machine.topology import Node, Topology
+from ..machine.topology import NumaNode, Topology
 
 _SPIN_US, _SPIN_US_BESIDE_GPU = 50.0, 1000.0
 
@@ -60,7 +60,7 @@ def threads_here(threads: int | None, driver_works: bool, topology: Topology) ->
 
 
 def threads_of_nodes(
-    nodes: Sequence[Node], threads: int | None, driver_works: bool, topology: Topology
+    nodes: Sequence[NumaNode], threads: int | None, driver_works: bool, topology: Topology
 ) -> list[int]:
     """Threads of the pool on each node; arguments as in ``threads_here``.
 

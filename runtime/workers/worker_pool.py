@@ -1,7 +1,7 @@
 """The worker threads of a ring, one a core.
 
-One call is in flight on a pool at a time. It belongs to the pool, which keeps alive what it writes:
-so whoever comes next finishes it first, whether its caller ever waits for it or not.
+At most one batch of jobs is in flight. The pool holds its buffers until it has ended, and the next
+caller waits for it first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pykernels.cpu import Workspace, raised
+from pykernels.cpu import MoEWorkspace, raised
 from pykernels.errors import PykernelsError
 
 from ..machine.topology import Topology
@@ -26,40 +26,40 @@ from .job import Jobs, TaskError
 from .threads import spin_budget, threads_here
 
 _SLOTS = 1 << 13
-"""Jobs that may be published and not yet passed by every worker; a step has a few hundred."""
+"""Most published jobs that some worker has not passed yet; a step has a few hundred."""
 
 
-class Flight:
-    """Jobs in flight on a pool; given to its ``wait``.
+class InFlight:
+    """A batch of jobs in flight on a pool; the argument of ``wait``.
 
     Attributes:
-        kept: what the tasks read and write, until they have ended.
-        error: of the first task that failed; None if none did, or they have not ended.
+        buffers: what the tasks read and write, until they have ended.
+        error: the first task's failure; None if none failed, or they have not ended.
         seconds: from publishing to the last task.
         found: what ``read`` returned when the tasks had ended; nothing if one failed.
     """
 
     def __init__(
-        self, first: int, jobs: Jobs, kept: object, read: Callable[[], Any] | None
+        self, first: int, jobs: Jobs, buffers: object, read: Callable[[], Any] | None
     ) -> None:
-        self.first, self.jobs, self.kept, self._read = first, jobs, kept, read
+        self.first, self.jobs, self.buffers, self._read = first, jobs, buffers, read
         self.done, self.seconds = False, 0.0
         self.error: TaskError | None = None
-        self.found: Any = None
+        self.result: Any = None
         self._began = time.monotonic_ns()
 
     def end(self, error: TaskError | None) -> None:
-        """Notes that all tasks have ended."""
+        """Called when all tasks have ended."""
         self.error = error
         self.seconds = (self.jobs.jobs[-1].times[1] - self._began) / 1e9
         if error is None and self._read is not None:
-            self.found = self._read()
-        self.kept = self._read = None
+            self.result = self._read()
+        self.buffers = self._read = None
         self.done = True
 
 
 class WorkerPool:
-    """``threads`` threads for the jobs of a ring, of which the driver is one if ``driver_works``.
+    """``threads`` threads that run a ring's jobs; the caller is one of them if ``driver_works``.
 
     The workers are pinned, each to a core of its own, in ``Topology.order``. With ``driver_works``
     the thread that waits is one of the ``threads`` (right where nothing else keeps it busy);
@@ -94,7 +94,7 @@ class WorkerPool:
         topology = topology or Topology.detect()
         self.threads = threads_here(threads, driver_works, topology)
         self.driver_works, self.node, self.lock = driver_works, node, threading.Lock()
-        self.workspace = Workspace()
+        self.workspace = MoEWorkspace()
         places = self.threads * words.LINE // 8
         memory = np.zeros(words.RING_BYTES // 8 + 8 + places + _SLOTS, np.int64)
         skip = -memory.ctypes.data % words.LINE // 8
@@ -108,15 +108,17 @@ class WorkerPool:
         self._ring[words.SPIN_NS // 8] = int(spin * 1000)
         self._pid = os.getpid()
         self._published: Jobs | None = None  # the last: a worker may still be on its way past it
-        self._flight: Flight | None = None
+        self._in_flight: InFlight | None = None
         words.work(self.ring, 0, 1, 1)  # compiled before a thread waits for it
         self._threads = [
             threading.Thread(
-                target=_worker_main, args=(memory, self.ring, worker), name=f"ring-{worker}",
+                target=_worker_main,
+                args=(memory, self.ring, worker),
+                name=f"ring-{worker}",
                 daemon=True,
             )
             for worker in range(1 if driver_works else 0, self.threads)
-        ]  # fmt: skip
+        ]
         self.closed = False
         _open.add(self)
         try:
@@ -146,74 +148,75 @@ class WorkerPool:
         """
         self._refuse_if_ended()
         with self.lock:
-            self.settle()
-            self._pass_by(jobs)
+            self.drain()
+            self._quiesce(jobs)
             status = words.run_step(self.ring, jobs.address, jobs.count, self.driver_works)
             if status:
                 raise self._failure(jobs, status)
 
-    def start(self, jobs: Jobs, kept: object = None) -> Flight:
+    def start(self, jobs: Jobs, buffers: object = None) -> InFlight:
         """Publishes jobs and returns; ``wait`` ends them.
 
         Args:
-            kept: what the tasks read and write; kept alive until they have ended.
+            buffers: what the tasks read and write; kept alive until they have ended.
 
         Raises:
             PykernelsError: the pool is closed, or the parent process's.
         """
         self._refuse_if_ended()
         with self.lock:
-            self.settle()
-            return self.publish(jobs, kept)
+            self.drain()
+            return self.publish(jobs, buffers)
 
     def publish(
-        self, jobs: Jobs, kept: object = None, read: Callable[[], Any] | None = None
-    ) -> Flight:
-        """``start`` for who has the ``lock`` and has called ``settle``.
+        self, jobs: Jobs, buffers: object = None, read: Callable[[], Any] | None = None
+    ) -> InFlight:
+        """Like ``start``; the caller holds ``lock`` and has drained the pool.
 
         Args:
             read: called when the tasks have ended, before anything else is published.
         """
         self._refuse_if_ended()
-        self._pass_by(jobs)
+        self._quiesce(jobs)
         first = self._word[words.HEAD // 8] + 1
         # In this order: if Ctrl-C comes in between, the tasks' memory is kept all the same.
-        self._flight = flight = Flight(first, jobs, kept, read)
+        self._in_flight = in_flight = InFlight(first, jobs, buffers, read)
         words.publish(self.ring, jobs.address, jobs.count)
-        return flight
+        return in_flight
 
-    def wait(self, flight: Flight) -> Flight:
-        """Waits until its tasks have ended, working along if the driver does; see its ``error``.
+    def wait(self, in_flight: InFlight) -> InFlight:
+        """Waits until its tasks have ended, and runs tasks too if ``driver_works``; see ``error``.
 
         If Ctrl-C comes meanwhile, it is raised when they have.
 
         Raises:
             PykernelsError: this is a forked child.
         """
-        if not flight.done:
+        if not in_flight.done:
             self.refuse_in_child()
             with self.lock:
-                if not flight.done:
-                    self.settle()
-        return flight
+                if not in_flight.done:
+                    self.drain()
+        return in_flight
 
-    def settle(self) -> None:
-        """Ends what is in flight; for who has the ``lock``."""
-        flight = self._flight
-        if flight is None:
+    def drain(self) -> None:
+        """Waits for the batch in flight; the caller holds ``lock``."""
+        in_flight = self._in_flight
+        if in_flight is None:
             return
-        if self._word[words.HEAD // 8] >= flight.first:  # else Ctrl-C came before it was published
-            jobs = flight.jobs
+        # Else Ctrl-C came before it was published.
+        if self._word[words.HEAD // 8] >= in_flight.first:
+            jobs = in_flight.jobs
             status = words.finish(
-                self.ring, jobs.address, jobs.count, flight.first, self.driver_works
+                self.ring, jobs.address, jobs.count, in_flight.first, self.driver_works
             )
-            flight.end(self._failure(jobs, status) if status else None)
-        self._flight = None
+            in_flight.end(self._failure(jobs, status) if status else None)
+        self._in_flight = None
 
-    def _pass_by(self, jobs: Jobs) -> None:
-        """The last jobs may be freed when these are published: until then workers look at them."""
+    def _quiesce(self, jobs: Jobs) -> None:
+        """Before other jobs are published: waits until no worker reads the last ones any more."""
         if jobs is not self._published:
-            words.pass_by(self.ring, 1 if self.driver_works else 0, self.threads)
+            words.quiesce(self.ring, 1 if self.driver_works else 0, self.threads)
             jobs.belong_to(self.lock)
             self._published = jobs
 
@@ -235,11 +238,11 @@ class WorkerPool:
         refuse_in_child(self._pid, "this worker pool")
 
     def close(self) -> None:
-        """Ends what is in flight, then the workers. Safe to call twice."""
+        """Waits for the batch in flight, then ends the workers. Safe to call twice."""
         if self.closed or os.getpid() != self._pid:
             return
         with self.lock:
-            self.settle()
+            self.drain()
             self.closed = True
             words.stop(self.ring)
         for thread in self._threads:

@@ -47,7 +47,7 @@ def test_real_tiles_do_what_the_model_does(fmt, activations, T):
     x = torch.randn(T, shape.H).bfloat16()
     parts = amx.parts(fmt, activations, instructions(detect()), amx_model)
     modelled = assemble("amx", fmt, activations, parts)
-    call = cpu.MoECall(experts, join(modelled), cpu.Workspace())
+    call = cpu.MoECall(experts, join(modelled), cpu.MoEWorkspace())
     expected = cpu.run_serially(call, x, routing.ids, routing.weights, poisoned(T, shape.H))
     y = cpu.moe_ffn(
         x.float(), routing.ids, routing.weights, experts, kernel="amx", activations=activations

@@ -35,11 +35,23 @@ class FakePeer:
 
 def settings(tmp_path: Path, **changes: Any) -> Settings:
     values: dict[str, Any] = {
-        "archs": ("qwen3-30b",), "formats": ("q8_0",), "layers": 1, "experts": 8, "vocab": 256,
-        "threads": 1, "kernel": "auto", "prompt": 16, "tokens": 2, "batches": (1, 2),
-        "contexts": (8,), "rounds": 2, "peers": ("llama.cpp",), "quick": True, "keep": False,
+        "archs": ("qwen3-30b",),
+        "formats": ("q8_0",),
+        "layers": 1,
+        "experts": 8,
+        "vocab": 256,
+        "threads": 1,
+        "kernel": "auto",
+        "prompt": 16,
+        "tokens": 2,
+        "batches": (1, 2),
+        "contexts": (8,),
+        "rounds": 2,
+        "peers": ("llama.cpp",),
+        "quick": True,
+        "keep": False,
         "folder": tmp_path / "gguf",
-    }  # fmt: skip
+    }
     return Settings(**(values | changes))
 
 
@@ -89,7 +101,7 @@ def test_every_decode_step_has_the_whole_batch() -> None:
     ours = Ours.random(Shape("qwen3-30b", 1, 8, 256), "q8_0", 1, "auto")
     try:
         load = Load(prompt=16, tokens=4, batch=6, context=130)
-        timer = ours.timer(load, "auto", max_tokens=64)
+        timer = ours.timer(load, "auto", max_num_batched_tokens=64)
         for _ in range(2):
             steps = timer.decode(load.batch, load.context, load.tokens)
             assert [step.tokens for step in steps] == [6] * 4

@@ -33,7 +33,8 @@ SMALL: dict[str, tuple[Any, Any, int]] = {
     "gather": (router.route_case, (1, 16, 64, PLAIN, False, True), ROUTE + 2 * 64 * 3),
     # a float32 gate and the token's row in; the row for each slot out; no logits
     "step": (
-        router.step_case, (1, 64, 64, V3),
+        router.step_case,
+        (1, 64, 64, V3),
         4 * 64 * 64 + 2 * 64 + 4 * 64 + 4 * 20 + 4 * 65 + 2 * 4 * 64,
     ),
     "gate": (router.gate_case, (2, 8, 64, torch.float32), 4 * 8 * 64 + 2 * 2 * 64 + 4 * 2 * 8),
@@ -50,14 +51,16 @@ SMALL: dict[str, tuple[Any, Any, int]] = {
     # rows of 512 + 64 values are read, with their slots
     "mla_write": (small_ops.mla_write_case, (3, False), 3 * (576 * 2 * 2 + 8)),
     "mla_write fp8": (
-        small_ops.mla_write_case, (3, True), 3 * (576 * 2 + 512 + 4 + 64 * 2 + 8),
+        small_ops.mla_write_case,
+        (3, True),
+        3 * (576 * 2 + 512 + 4 + 64 * 2 + 8),
     ),
     "kv_write": (small_ops.kv_write_case, (3, 2, 64), 3 * (2 * 2 * 128 * 2 + 8)),
     "mla_read": (small_ops.mla_read_case, (2, 128, False), 256 * 576 * 2 * 2),
     "mla_read fp8": (small_ops.mla_read_case, (2, 128, True), 256 * (512 + 4 + 128 + 576 * 2)),
     "greedy": (small_ops.sample_case, (2, 300, "greedy"), 2 * 300 * 4),
     "sample": (small_ops.sample_case, (1, 300, "top-k, top-p"), 300 * 4),
-}  # fmt: skip
+}
 ALIKE = ("unpermute", "norm", "silu", "embed", "mla_read", "mla_read fp8", "greedy")
 
 
@@ -114,26 +117,47 @@ def test_torchs_grouped_products_compute_the_same() -> None:
 GQA: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 32}
 ONE: dict[str, Any] = {"heads": 1, "kv_heads": 1, "head_dim": 32}
 ATTENTION = [
-    (Size("gqa_decode", 2, 128, **GQA),
-     2 * 128 * 2 * 2 * 32 * 2 + 2 * 2 * 2 * 4 * 32, 2 * 4 * 128 * 2 * 2 * 32),
-    (Size("mla_decode", 2, 128, heads=4),
-     2 * 128 * 576 * 2 + 2 * 4 * (576 + 512) * 2, 2 * 128 * 4 * (576 + 512) * 2),
-    (Size("mla_decode", 1, 70, heads=4, format="fp8", new=3),
-     70 * (512 + 64 * 2 + 4) + 2 * 3 * 4 * (576 + 512), (68 + 69 + 70) * 4 * (576 + 512) * 2),
+    (
+        Size("gqa_decode", 2, 128, **GQA),
+        2 * 128 * 2 * 2 * 32 * 2 + 2 * 2 * 2 * 4 * 32,
+        2 * 4 * 128 * 2 * 2 * 32,
+    ),
+    (
+        Size("mla_decode", 2, 128, heads=4),
+        2 * 128 * 576 * 2 + 2 * 4 * (576 + 512) * 2,
+        2 * 128 * 4 * (576 + 512) * 2,
+    ),
+    (
+        Size("mla_decode", 1, 70, heads=4, format="fp8", new=3),
+        70 * (512 + 64 * 2 + 4) + 2 * 3 * 4 * (576 + 512),
+        (68 + 69 + 70) * 4 * (576 + 512) * 2,
+    ),
     # each of the three queries attends to four keys
-    (Size("gqa_decode", 1, 9, **GQA, new=3, window=4),
-     6 * 2 * 2 * 32 * 2 + 3 * 2 * 2 * 4 * 32, 4 * 4 * (4 + 4 + 4) * 32),
-    (Size("mla_prefill", 2, 8, heads=2),
-     2 * 2 * 8 * 2 * (192 + 128) + 2 * 8 * 2 * (2 * 128 + 64 + 2 * 128), 2 * 2 * 36 * 2 * 320),
+    (
+        Size("gqa_decode", 1, 9, **GQA, new=3, window=4),
+        6 * 2 * 2 * 32 * 2 + 3 * 2 * 2 * 4 * 32,
+        4 * 4 * (4 + 4 + 4) * 32,
+    ),
+    (
+        Size("mla_prefill", 2, 8, heads=2),
+        2 * 2 * 8 * 2 * (192 + 128) + 2 * 8 * 2 * (2 * 128 + 64 + 2 * 128),
+        2 * 2 * 36 * 2 * 320,
+    ),
     # q and out, k and v
     (Size("gqa_prefill", 1, 8, **ONE, new=2), 2 * 32 * (2 * 2 + 2 * 8), (7 + 8) * 2 * 2 * 32),
     # no key before the window; the peers would have to be compiled
-    (Size("gqa_prefill", 1, 90, **GQA, new=16, window=20, keys="pages"),
-     2 * 32 * (2 * 16 * 4 + 2 * 35 * 2), 16 * 20 * 4 * 4 * 32),
+    (
+        Size("gqa_prefill", 1, 90, **GQA, new=16, window=20, keys="pages"),
+        2 * 32 * (2 * 16 * 4 + 2 * 35 * 2),
+        16 * 20 * 4 * 4 * 32,
+    ),
     # a scale a token and head
-    (Size("gqa_prefill", 1, 8, **ONE, format="fp8", keys="pages"),
-     2 * 8 * (2 * 32 + 32 + 4), 36 * 2 * 2 * 32),
-]  # fmt: skip
+    (
+        Size("gqa_prefill", 1, 8, **ONE, format="fp8", keys="pages"),
+        2 * 8 * (2 * 32 + 32 + 4),
+        36 * 2 * 2 * 32,
+    ),
+]
 
 
 @pytest.mark.parametrize(("size", "nbytes", "flops"), ATTENTION, ids=range(len(ATTENTION)))

@@ -74,9 +74,12 @@ def test_the_page_says_what_is_missing() -> None:
     row = {"op": "moe", "name": "experts", **figures(Times([[(0, 2e-6)]]), [4e6], 0, 4000.0, None)}
     results = {
         "machine": {"name": "a CPU", "date": "2031-02-03", "about": "", "versions": {}},
-        "headline": "a CPU", "quick": True, "missing": "it was interrupted", "notes": [],
+        "headline": "a CPU",
+        "quick": True,
+        "missing": "it was interrupted",
+        "notes": [],
         "rows": [{**row, "x_torch": 3.0}, {**row, "why_torch": "not installed"}],
-    }  # fmt: skip
+    }
     page = markdown(results, ["one.png"])
     assert "Rows are missing: it was interrupted." in page and "| 3.00 |" in page
     assert "No torch for experts: not installed" in page and "![one.png](one.png)" in page

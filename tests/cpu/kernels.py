@@ -21,9 +21,18 @@ from pykernels.registry import kernels
 from pykernels.target import detect
 
 DIFFERENT = (
-    "bf16", "f16", "fp8", "int8", "int4", "int4-zp-g128", "mxfp4", "q4_k", "q6_k", "q8_0",
+    "bf16",
+    "f16",
+    "fp8",
+    "int8",
+    "int4",
+    "int4-zp-g128",
+    "mxfp4",
+    "q4_k",
+    "q6_k",
+    "q8_0",
     "iq4_nl",
-)  # fmt: skip
+)
 """Formats whose kernels differ from each other's. Every other one is the sibling of one of these:
 its kernels differ in the width of a group, a bit of a code or what is scaled."""
 
@@ -94,9 +103,7 @@ needs_avx2 = pytest.mark.skipif(
 needs_vnni = pytest.mark.skipif(lacks("avx512vnni"), reason="this CPU has no AVX512-VNNI")
 needs_bf16 = pytest.mark.skipif(lacks("avx512bf16"), reason="this CPU has no AVX512-BF16")
 
-VECTORS = [
-    pytest.param("avx512", marks=needs_avx512), pytest.param("avx2", marks=needs_avx2)
-]  # fmt: skip
+VECTORS = [pytest.param("avx512", marks=needs_avx512), pytest.param("avx2", marks=needs_avx2)]
 """Of ``activations.quantize_vectors``."""
 
 

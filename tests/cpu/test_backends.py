@@ -120,7 +120,9 @@ def test_a_cpu_without_avx_runs_the_generic_kernel(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env={**os.environ, **variables, "PYKERNELS_CACHE_DIR": str(tmp_path)},
-        cwd=Path(__file__).parents[2], capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "correct"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pykernels.quant import get_format
-from runtime.devices.cpu.step import CpuStep
+from runtime.devices.cpu.step import CpuExecutable
 from runtime.matrix import PackedMatrix, packer
 from runtime.program import Builder
 from runtime.workers.worker_pool import WorkerPool
@@ -25,7 +25,7 @@ def test_rows_of_a_packed_table(name: str) -> None:
     with WorkerPool(2) as pool:
         table = PackedMatrix(fmt, [weight], packer(pool))
         b.node("embed", "embed", {"ids": "tokens"}, {"out": "rows"}, {"table": table})
-        step = CpuStep(b.build(), pool, {"tokens": ids}, {})
+        step = CpuExecutable(b.build(), pool, {"tokens": ids}, {})
         step.sizes[:] = torch.tensor([len(ids), 1, 1])
         step.run()
         assert torch.equal(step.outputs["rows"], fmt.dequantize(weight).float()[ids])

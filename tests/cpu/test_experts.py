@@ -30,7 +30,7 @@ SHAPE = MoEShape(E=8, H=512, I=256, topk=4)
 
 
 @task("slow")
-def slow(job, index, worker):
+def slow(args, index, worker):
     """Takes 20 ms."""
     end = clock_ns() + 20_000_000
     while clock_ns() < end:
@@ -39,7 +39,7 @@ def slow(job, index, worker):
 
 
 @task("failing")
-def failing(job, index, worker):
+def failing(args, index, worker):
     return 77
 
 
@@ -51,11 +51,11 @@ def pause_until_interrupted() -> None:
 def gate_up(routed: RoutedExperts, replacement):
     """Runs another gate-up task in its place."""
     for part in routed._bind():
-        job = part.call.job
-        kernel, job["run_gate_up"] = int(job["run_gate_up"][0]), replacement.address
+        args = part.call.args
+        kernel, args["run_gate_up"] = int(args["run_gate_up"][0]), replacement.address
     yield
     for part in routed._bind():
-        part.call.job["run_gate_up"] = kernel
+        part.call.args["run_gate_up"] = kernel
 
 
 @pytest.mark.parametrize(

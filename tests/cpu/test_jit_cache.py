@@ -49,8 +49,10 @@ def test_cached_functions_of_one_factory_stay_apart(tmp_path: Path) -> None:
         variables = {"PYKERNELS_CACHE_DIR": str(tmp_path), "PYTHONPATH": root}
         done = subprocess.run(
             [sys.executable, str(tmp_path / "factory.py"), *numbers],
-            env={**os.environ, **variables}, capture_output=True, text=True,
-        )  # fmt: skip
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 

@@ -110,10 +110,11 @@ GRAPHS = {
     "two beside each other": [(), (0,), (0,), (1, 2)],
     "a fork in each layer": [
         w for i in range(0, 60, 3) for w in ((i - 1,) if i else (), (i,), (i, i - 2) if i else (0,))
-    ] + [tuple(range(57, 60))],
+    ]
+    + [tuple(range(57, 60))],
     "one far back": [(), *[(0,)] * 5, (1, 3), (2, 4, 5, 6)],
     "nothing waits but the last": [*[()] * 6, tuple(range(6))],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("waits", GRAPHS.values(), ids=GRAPHS)
@@ -168,10 +169,10 @@ def test_sleepers_wake(driver_works, spin_us):
 
 def test_what_is_in_flight_ends_before_the_next(pool):
     first, second = Chain(4, 4, spin=100_000), Chain(3)
-    flight = pool.start(first.jobs)
+    in_flight = pool.start(first.jobs)
     second.run(pool)
-    assert flight.done and first.ran and second.ran
-    assert pool.wait(flight).seconds > 0
+    assert in_flight.done and first.ran and second.ran
+    assert pool.wait(in_flight).seconds > 0
 
 
 def test_threads_take_turns(pool):
@@ -198,7 +199,7 @@ def test_a_failing_task_is_named_and_the_pool_goes_on(pool):
         chain.run(pool)
     assert (caught.value.task, caught.value.status) == (4, 42)
     assert chain.ran  # the others too
-    with pytest.raises(TaskError, match="^opening fake 0 failed with status -3$"):
+    with pytest.raises(TaskError, match="^the setup of fake 0 failed with status -3$"):
         Chain(-3).run(pool)
     CHAINS["many tasks"].run(pool)
     assert CHAINS["many tasks"].ran
@@ -213,10 +214,10 @@ def test_what_a_task_raises_is_the_cause(pool):
 
 def test_a_closed_pool_is_refused_and_has_ended_its_calls(pool):
     chain = Chain(2, 2, spin=200_000)
-    flight = pool.start(chain.jobs)
+    in_flight = pool.start(chain.jobs)
     pool.close()
     pool.close()
-    assert chain.ran and pool.wait(flight).error is None
+    assert chain.ran and pool.wait(in_flight).error is None
     with pytest.raises(PykernelsError, match="closed"):
         chain.run(pool)
 

@@ -15,14 +15,14 @@ from pykernels.cpu.jit import kernel
 from pykernels.cpu.sampling import make_ops, prepare, sample_requests, sizes
 from pykernels.errors import PykernelsError
 from pykernels.ref import sampling as truth
-from pykernels.ref.sampling import Request, Sampled
+from pykernels.ref.sampling import Sampled, SamplingRequest
 
 INF, NAN = math.inf, math.nan
 LEAD = 2e-5
 """Draws that differ by less, of their size or of 1, may come out in either order."""
 
 
-def random_request(V: int, rng: random.Random) -> Request:
+def random_request(V: int, rng: random.Random) -> SamplingRequest:
     """Any parameters, each as its default about half of the time."""
 
     def some(default: Any, *values: Any) -> Any:
@@ -37,7 +37,7 @@ def random_request(V: int, rng: random.Random) -> Request:
     biased = rng.random() < 0.4
     mask = torch.rand(V, generator=g) < rng.choice((0.02, 0.5, 0.98))
     mask[rng.randrange(V)] = True
-    return Request(
+    return SamplingRequest(
         temperature=some(1.0, 0.0, 0.3, 0.8, 2.5),
         top_k=some(0, 1, 2, 40, 3000, V - 1, V, V + 1, -1),
         top_p=some(1.0, 0.0, 0.1, 0.5, 0.9, 0.999, 1.5),
@@ -56,7 +56,7 @@ def random_request(V: int, rng: random.Random) -> Request:
     )
 
 
-def lead_of(row: torch.Tensor, request: Request, token: int, other: int) -> float:
+def lead_of(row: torch.Tensor, request: SamplingRequest, token: int, other: int) -> float:
     """By how much a token's perturbed logit is above another's, of its size."""
     logits = truth.adjusted(row, request).unsqueeze(0)
     state = torch.tensor([request.seed, request.draws])
@@ -136,7 +136,7 @@ LIMITS = [
 
 @pytest.mark.parametrize("name", EDGES)
 def test_edges(name: str) -> None:
-    requests = [Request(seed=n, logprobs=20, **limits) for n, limits in enumerate(LIMITS)]
+    requests = [SamplingRequest(seed=n, logprobs=20, **limits) for n, limits in enumerate(LIMITS)]
     logits = EDGES[name].repeat(len(requests), 1)
     ours, theirs = sample_requests(logits, requests), truth.sample_requests(logits, requests)
     assert_same(ours, theirs)
@@ -148,7 +148,7 @@ def test_edges(name: str) -> None:
 def test_a_draw_is_the_requests_own() -> None:
     """Neither the row, nor the neighbours, nor what stands behind a row changes it."""
     logits = torch.randn(9, 777)
-    requests = [Request(seed=100 + r, draws=r, top_p=0.9, logprobs=2) for r in range(9)]
+    requests = [SamplingRequest(seed=100 + r, draws=r, top_p=0.9, logprobs=2) for r in range(9)]
     together = sample_requests(logits, requests)
     for r, request in enumerate(requests):
         alone = sample_requests(logits[r : r + 1], [request])
@@ -160,8 +160,8 @@ def test_a_draw_is_the_requests_own() -> None:
 
 
 @kernel()
-def _call(run, job, index, worker):
-    return call_task(run, job, index, worker)
+def _call(run, args, index, worker):
+    return call_task(run, args, index, worker)
 
 
 def test_any_order_and_workers_give_the_same_bits() -> None:
@@ -172,8 +172,8 @@ def test_any_order_and_workers_give_the_same_bits() -> None:
     requests = [dataclasses.replace(request, logprobs=20) for request in requests]
     expected = sample_requests(logits, requests)
     call = prepare(logits, requests, workers=3)
-    for opening, run in make_ops():
-        tasks = list(range(_call(opening.address, call.address, -1, 0)))
+    for setup, run in make_ops():
+        tasks = list(range(_call(setup.address, call.address, -1, 0)))
         rng.shuffle(tasks)
         assert all(_call(run.address, call.address, t, rng.randrange(3)) == 0 for t in tasks)
     for a, b in zip(expected, call.out, strict=True):
@@ -183,8 +183,8 @@ def test_any_order_and_workers_give_the_same_bits() -> None:
 def test_draws_follow_the_softmax() -> None:
     T, chances = 4000, torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
     logits = chances.log().repeat(T, 1)
-    mine = [Request(seed=11, draws=n, logprobs=-1) for n in range(T)]
-    others = [Request(seed=n, logprobs=-1) for n in range(T)]
+    mine = [SamplingRequest(seed=11, draws=n, logprobs=-1) for n in range(T)]
+    others = [SamplingRequest(seed=n, logprobs=-1) for n in range(T)]
     for requests in (mine, others):
         counts = sample_requests(logits, requests).tokens.bincount(minlength=5)
         chi = ((counts - T * chances) ** 2 / (T * chances)).sum()
@@ -193,30 +193,38 @@ def test_draws_follow_the_softmax() -> None:
 
 def test_penalties_and_bias_by_hand() -> None:
     row = torch.tensor([2.0, 4.0, -4.0, 8.0, 1.0])
-    request = Request(
-        repetition=2.0, presence=0.5, frequency=0.25,
-        seen=torch.tensor([1, 2, 3]), counts=torch.tensor([0, 2, 1]),
-        bias_ids=torch.tensor([1]), bias=torch.tensor([2.0]),
+    request = SamplingRequest(
+        repetition=2.0,
+        presence=0.5,
+        frequency=0.25,
+        seen=torch.tensor([1, 2, 3]),
+        counts=torch.tensor([0, 2, 1]),
+        bias_ids=torch.tensor([1]),
+        bias=torch.tensor([2.0]),
         mask=torch.tensor([True, True, True, True, False]),
-    )  # fmt: skip
+    )
     expected = [2.0, 6.0 / 2, -4.0 * 2 - 0.5 - 0.5, 8.0 / 2 - 0.25 - 0.5, -INF]
     assert truth.adjusted(row, request).tolist() == expected
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"repetition": 0.0}, {"logprobs": 21}, {"mask": torch.ones(3, dtype=torch.bool)},
-     {"seen": torch.zeros(2)}],
-)  # fmt: skip
+    [
+        {"repetition": 0.0},
+        {"logprobs": 21},
+        {"mask": torch.ones(3, dtype=torch.bool)},
+        {"seen": torch.zeros(2)},
+    ],
+)
 def test_requests_that_cannot_be(wrong: dict[str, Any]) -> None:
     with pytest.raises(PykernelsError):
-        sample_requests(torch.zeros(1, 8), [Request(**wrong)])
+        sample_requests(torch.zeros(1, 8), [SamplingRequest(**wrong)])
 
 
 def test_inputs_that_cannot_be() -> None:
     for logits, requests in (
-        (torch.zeros(1, 8).bfloat16(), [Request()]),
-        (torch.zeros(2, 8), [Request()]),
+        (torch.zeros(1, 8).bfloat16(), [SamplingRequest()]),
+        (torch.zeros(2, 8), [SamplingRequest()]),
     ):
         with pytest.raises(PykernelsError):
             sample_requests(logits, requests)

@@ -36,10 +36,10 @@ def score(history: Sequence[int] | np.ndarray, token: int) -> float:
 class FakeRunner:
     page_size: int = 4
     num_pages: int = 64
-    max_tokens: int = 16
-    max_sequences: int = 8
-    max_rows: int = 10
-    max_context: int = 200
+    max_num_batched_tokens: int = 16
+    max_num_seqs: int = 8
+    max_num_logits: int = 10
+    max_model_len: int = 200
     vocab_size: int = 997
     cache: np.ndarray = field(init=False)
     drawn: dict[int, list[int]] = field(default_factory=dict)
@@ -61,58 +61,62 @@ class FakeRunner:
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
-        assert batch.T <= self.max_tokens and batch.S <= self.max_sequences
+        assert batch.T <= self.max_num_batched_tokens and batch.S <= self.max_num_seqs
         self._check_versions(batch)
-        assert batch.R <= self.max_rows and batch.starts[batch.S] == batch.T
-        slots = batch.slots[: batch.T]
+        assert batch.R <= self.max_num_logits and batch.query_start_loc[batch.S] == batch.T
+        slots = batch.slot_mapping[: batch.T]
         assert len(set(slots.tolist())) == batch.T, "two tokens write the same slot"
         self.cache[slots] = batch.tokens[: batch.T]
-        tokens = np.zeros(self.max_rows, np.int64)
-        logprobs = np.zeros(self.max_rows, np.float32)
+        tokens = np.zeros(self.max_num_logits, np.int64)
+        logprobs = np.zeros(self.max_num_logits, np.float32)
         histories = [self._history(batch, s) for s in range(batch.S)]
         assert len(batch.sampling) == batch.R
         self._check_padding(batch)
         for row, how in enumerate(batch.sampling):
-            at = int(batch.sampled[row])
-            s = int(np.searchsorted(batch.starts[: batch.S + 1], at, side="right")) - 1
+            at = int(batch.logits_indices[row])
+            s = int(np.searchsorted(batch.query_start_loc[: batch.S + 1], at, side="right")) - 1
             history = histories[s][: batch.positions[at] + 1]
             given = how.bias_ids[how.bias_values == np.float32(-NEVER)].tolist()
             if given:
                 assert (batch.seeds[row], batch.draws[row]) == (0, 0)
             else:
-                assert at == batch.starts[row + 1] - 1, "what is drawn comes first"
+                assert at == batch.query_start_loc[row + 1] - 1, "what is drawn comes first"
             tokens[row] = given[0] if given else self._draw(history, batch, row, how)
             logprobs[row] = score(history, int(tokens[row]))
-        top = np.tile(np.arange(20), (self.max_rows, 1))
+        top = np.tile(np.arange(20), (self.max_num_logits, 1))
         return StepResult(tokens, logprobs, top, -top.astype(np.float32))
 
     def _check_padding(self, batch: StepBatch) -> None:
         """A device may run the whole bucket: what lies behind the step touches no page."""
-        assert (batch.slots[batch.T :] == -1).all()
-        assert (batch.lengths[batch.S :] == 0).all()
-        assert (batch.starts[batch.S :] == batch.T).all()
-        assert (batch.sampled[batch.R :] == 0).all()
+        assert (batch.slot_mapping[batch.T :] == -1).all()
+        assert (batch.seq_lens[batch.S :] == 0).all()
+        assert (batch.query_start_loc[batch.S :] == batch.T).all()
+        assert (batch.logits_indices[batch.R :] == 0).all()
         assert (0 <= batch.page_tables).all() and (batch.page_tables < self.num_pages).all()
 
     def _check_versions(self, batch: StepBatch) -> None:
         """What a runner may keep while the versions stay is what it would read again."""
-        now = (batch.S, batch.rows[: batch.S].tolist(), list(map(id, batch.sampling)))
-        tables = batch.page_tables[batch.rows[: batch.S]].tolist()
+        now = (batch.S, batch.page_table_rows[: batch.S].tolist(), list(map(id, batch.sampling)))
+        tables = batch.page_tables[batch.page_table_rows[: batch.S]].tolist()
         if self.seen and self.seen[0] == batch.version:
             assert self.seen[1] == now and batch.T == batch.S == batch.R
-            assert batch.sampled[: batch.R].tolist() == list(range(batch.R))
+            assert batch.logits_indices[: batch.R].tolist() == list(range(batch.R))
             if self.seen[2] == batch.tables_version:
                 assert self.seen[3] == tables
         self.seen = (batch.version, now, batch.tables_version, tables)
 
     def _history(self, batch: StepBatch, s: int) -> np.ndarray:
-        first, last, length = batch.starts[s], batch.starts[s + 1], batch.lengths[s]
+        first, last, length = (
+            batch.query_start_loc[s],
+            batch.query_start_loc[s + 1],
+            batch.seq_lens[s],
+        )
         at = np.arange(length)
-        table = batch.page_tables[batch.rows[s]]
+        table = batch.page_tables[batch.page_table_rows[s]]
         slots = table[at // self.page_size] * self.page_size + at % self.page_size
         own = batch.positions[first:last]
         assert own.tolist() == list(range(length - (last - first), length))
-        assert slots[own].tolist() == batch.slots[first:last].tolist()
+        assert slots[own].tolist() == batch.slot_mapping[first:last].tolist()
         return self.cache[slots]
 
     def _draw(self, history: np.ndarray, batch: StepBatch, s: int, how: SequenceSampling) -> int:

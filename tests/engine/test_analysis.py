@@ -32,9 +32,13 @@ def norms(edges: dict[str, tuple[str, ...]], devices: dict[str, str] | None = No
         b.buffer(name, "T", H, kind="output" if name == last else "scratch")
         first, *adds = reads or ("in",)
         b.node(
-            "rms_norm", name, {"x": first, **repeated("add", adds)}, {"out": name},
-            {"weight": torch.ones(H)}, eps=1e-6,
-        )  # fmt: skip
+            "rms_norm",
+            name,
+            {"x": first, **repeated("add", adds)},
+            {"out": name},
+            {"weight": torch.ones(H)},
+            eps=1e-6,
+        )
     program = b.build()
     nodes = tuple(
         replace(node, device=(devices or {}).get(node.name, "cpu")) for node in program.nodes
@@ -61,9 +65,13 @@ def test_a_write_waits_for_readers_and_for_the_write_before() -> None:
     b.node("linear", "write", {"x": "x"}, {"out": "y"}, {"weight": torch.zeros(4, 4)})
     b.node("rms_norm", "read", {"x": "y"}, {"out": "normed"}, {"weight": torch.ones(4)}, eps=1.0)
     b.node(
-        "linear", "update", {"x": "x", "out": "y"}, {"out": "y"}, {"weight": torch.zeros(4, 4)},
+        "linear",
+        "update",
+        {"x": "x", "out": "y"},
+        {"out": "y"},
+        {"weight": torch.zeros(4, 4)},
         start=4,
-    )  # fmt: skip
+    )
     assert dependencies(b.build()).direct == ((), (0,), (1,))
 
 
@@ -149,9 +157,13 @@ def test_a_buffer_that_two_devices_write_is_refused() -> None:
     b.buffer("y", "T", 8, kind="output")
     b.node("linear", "left", {"x": "x"}, {"out": "y"}, {"weight": torch.zeros(4, 4)})
     b.node(
-        "linear", "right", {"x": "x", "out": "y"}, {"out": "y"}, {"weight": torch.zeros(4, 4)},
+        "linear",
+        "right",
+        {"x": "x", "out": "y"},
+        {"out": "y"},
+        {"weight": torch.zeros(4, 4)},
         start=4,
-    )  # fmt: skip
+    )
     program = b.build()
     nodes = (program.nodes[0], replace(program.nodes[1], device="gpu"))
     with pytest.raises(PykernelsError, match="'y' of 'both' is written on cpu and on gpu"):

@@ -64,7 +64,7 @@ def test_end_tokens_end_after_min_tokens() -> None:
 
 def test_cancels_and_deadlines_keep_what_was_drawn() -> None:
     now = [0.0]
-    engine = Engine(FakeRunner(max_sequences=2), threaded=False, clock=lambda: now[0])
+    engine = Engine(FakeRunner(max_num_seqs=2), threaded=False, clock=lambda: now[0])
     long, late, queued = (
         engine.submit([i], SamplingParams(seed=i, max_tokens=100, deadline=limit))
         for i, limit in enumerate((None, 30, 0))
@@ -82,7 +82,7 @@ def test_cancels_and_deadlines_keep_what_was_drawn() -> None:
 
 
 def test_an_error_ends_its_step_and_nothing_else() -> None:
-    runner = FakeRunner(max_sequences=1)
+    runner = FakeRunner(max_num_seqs=1)
     engine = Engine(runner, threaded=False)
     one, other = (engine.submit([i], SamplingParams(seed=i, max_tokens=9)) for i in range(2))
     engine.step()
@@ -158,7 +158,7 @@ def test_requests_of_a_closed_event_loop_end() -> None:
         runner.may.set()
         while engine.stats.finished < 3:
             time.sleep(0.001)
-        assert [handle.requests[0].drawn for handle in handles] == [1, 1, 1]
+        assert [handle.requests[0].num_output_tokens for handle in handles] == [1, 1, 1]
 
 
 def test_close_ends_what_waits_and_what_comes_later() -> None:

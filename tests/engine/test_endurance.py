@@ -14,7 +14,7 @@ WORDS = ("a", "b", " ", "stop", "\n")
 
 
 def test_ten_thousand_requests_leak_no_page_and_no_memory() -> None:
-    runner, random_ = FakeRunner(num_pages=48, max_tokens=64), random.Random(3)
+    runner, random_ = FakeRunner(num_pages=48, max_num_batched_tokens=64), random.Random(3)
     engine = Engine(runner, threaded=False, detokenizer=lambda: Words(WORDS))
     held = []  # objects after each thousand
     for seed in range(REQUESTS):

@@ -10,9 +10,9 @@ import torch
 
 from pykernels.cpu.attention.expanded import Expanded
 from pykernels.quant import get_format
-from runtime.devices.cpu.step import CpuStep
-from runtime.devices.host.runner import on_host
-from runtime.devices.host.step import HostStep
+from runtime.devices.cpu.step import CpuExecutable
+from runtime.devices.ref.runner import on_ref
+from runtime.devices.ref.step import RefExecutable
 from runtime.kv_cache.layout import Pages
 from runtime.matrix import PackedHeads, packer
 from runtime.program import Builder, Program
@@ -39,12 +39,13 @@ def program(kv_dtype: str, expand_from: int, pool: WorkerPool) -> Program:
     fmt = get_format("bf16")
     uk, uv = (
         PackedHeads(
-            fmt, [fmt.quantize(torch.randn(*shape, generator=g) / 6) for _ in range(NH)],
+            fmt,
+            [fmt.quantize(torch.randn(*shape, generator=g) / 6) for _ in range(NH)],
             packer(pool),
         )
         for shape in ((L, NOPE), (DV, L))
-    )  # fmt: skip
-    for name in ("positions", "sequences", "slots"):
+    )
+    for name in ("positions", "sequences", "slot_mapping"):
         b.buffer(name, "T", dtype=torch.int64, kind="input")
     b.buffer("page_table", "S", 3, dtype=torch.int64, kind="input")
     b.buffer("angles", "T", 2, R // 2, kind="input")
@@ -58,29 +59,50 @@ def program(kv_dtype: str, expand_from: int, pool: WorkerPool) -> Program:
     b.buffer("latents", "T", NH, L)
     b.buffer("attn_out", "T", NH * DV, kind="output")
     b.node(
-        "mla_rope_cache_write", "write",
-        {**{n: n for n in ("q", "kv", "angles", "slots")}, **cache},
-        {"rotated": "rotated", **cache}, {"kv_norm": torch.ones(L)}, nope=NOPE,
-        heads=NH, eps=1e-6, interleaved=1,
-    )  # fmt: skip
+        "mla_rope_cache_write",
+        "write",
+        {**{n: n for n in ("q", "kv", "angles", "slot_mapping")}, **cache},
+        {"rotated": "rotated", **cache},
+        {"kv_norm": torch.ones(L)},
+        nope=NOPE,
+        heads=NH,
+        eps=1e-6,
+        interleaved=1,
+    )
     b.node(
-        "per_head_linear", "uk", {"x": "q", "out": "rotated", "sequences": "sequences"},
-        {"out": "rotated"}, {"heads": uk}, x_head=NOPE + R, out_head=L + R,
+        "per_head_linear",
+        "uk",
+        {"x": "q", "out": "rotated", "sequences": "sequences"},
+        {"out": "rotated"},
+        {"heads": uk},
+        x_head=NOPE + R,
+        out_head=L + R,
         expand_from=expand_from,
-    )  # fmt: skip
+    )
     ragged = {name: name for name in ("positions", "sequences", "page_table")}
     read = {"q": "rotated", **ragged, **cache}
     attrs = {"heads": NH, "scale": 0.15, "expand_from": expand_from}
     b.node("attention", "attention", read, {"out": "latents"}, kv_heads=1, dk=L + R, dv=L, **attrs)
     b.node(
-        "per_head_linear", "uv", {"x": "latents", "sequences": "sequences"}, {"out": "attn_out"},
-        {"heads": uv}, x_head=L, out_head=DV, expand_from=expand_from,
-    )  # fmt: skip
-    b.node(
-        "attention_expanded", "expanded", {**read, "q_nope": "q", "out": "attn_out"},
+        "per_head_linear",
+        "uv",
+        {"x": "latents", "sequences": "sequences"},
         {"out": "attn_out"},
-        {"uk": uk, "uv": uv}, nope=NOPE, dv=DV, **attrs,
-    )  # fmt: skip
+        {"heads": uv},
+        x_head=L,
+        out_head=DV,
+        expand_from=expand_from,
+    )
+    b.node(
+        "attention_expanded",
+        "expanded",
+        {**read, "q_nope": "q", "out": "attn_out"},
+        {"out": "attn_out"},
+        {"uk": uk, "uv": uv},
+        nope=NOPE,
+        dv=DV,
+        **attrs,
+    )
     return b.build()
 
 
@@ -106,10 +128,10 @@ def run(
     caches = {name: part.zeros() for name, part in Pages(9, kv_dtype).latent(L, R).items()}
     step: Any
     if device == "cpu":
-        step = CpuStep(made, pool, inputs, caches)
+        step = CpuExecutable(made, pool, inputs, caches)
     else:
         caches = {n: x.float() if x.dtype == torch.bfloat16 else x for n, x in caches.items()}
-        step = HostStep(on_host(made), inputs, caches)
+        step = RefExecutable(on_ref(made), inputs, caches)
     found = []
     for sequences, seed in zip(steps, seeds, strict=True):
         t = 0
@@ -118,7 +140,7 @@ def run(
             at, positions = slice(t, t + last - first), torch.arange(first, last)
             inputs["sequences"][at], inputs["positions"][at] = sequence, positions
             pages = inputs["page_table"][sequence][positions // 64]
-            inputs["slots"][at] = pages * 64 + positions % 64
+            inputs["slot_mapping"][at] = pages * 64 + positions % 64
             t += last - first
         for name in ("q", "kv"):
             inputs[name].normal_(generator=g)
@@ -133,7 +155,7 @@ def run(
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
 def test_expanded_is_the_reference(kv_dtype: str, pool: WorkerPool) -> None:
     found = run(kv_dtype, "cpu", FROM, pool)
-    for y, wanted in zip(found, run(kv_dtype, "host", FROM, pool), strict=True):
+    for y, wanted in zip(found, run(kv_dtype, "ref", FROM, pool), strict=True):
         assert (y - wanted).norm() < 0.005 * wanted.norm()  # of keys in bfloat16, and its queries
     for y, absorbed in zip(found, run(kv_dtype, "cpu", 1 << 30, pool), strict=True):
         assert 0 < (y - absorbed).norm() < 0.01 * absorbed.norm()

@@ -1,4 +1,4 @@
-"""Routers and experts as ops: the cpu device does what the host device does, in float32."""
+"""Routers and experts as ops: the cpu device does what the ref device does, in float32."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from pykernels.quant import get_format
 from pykernels.shapes import ExpertSpec, MoEShape, RouterSpec
 from pykernels.testing import assert_close, random_experts
-from runtime.devices.cpu.step import CpuStep
-from runtime.devices.host.runner import on_host
-from runtime.devices.host.step import HostStep
+from runtime.devices.cpu.step import CpuExecutable
+from runtime.devices.ref.runner import on_ref
+from runtime.devices.ref.step import RefExecutable
 from runtime.program import Builder, Program
 from runtime.step_inputs import allocate_inputs
 from runtime.workers.pool import WorkerPool
@@ -52,22 +52,22 @@ def test_experts_that_are_not_here_add_nothing(T: int) -> None:
     inputs["ids"].random_(-1, GPT_OSS.E, generator=generator)
     inputs["weights"].uniform_(generator=generator)
     inputs["ids"][0] = -1
-    host = HostStep(on_host(program), inputs, {})
+    reference = RefExecutable(on_ref(program), inputs, {})
     with WorkerPool(2) as pool:
-        step = CpuStep(program, pool, inputs, {}, "generic")
+        step = CpuExecutable(program, pool, inputs, {}, "generic")
         for all_gone in (False, True):
             if all_gone:
                 inputs["ids"][:] = -1
-            for each in (step, host):
+            for each in (step, reference):
                 each.sizes[0] = T
                 each.run()
             assert not step.outputs["y"][0].any()
-            assert_close(step.outputs["y"], host.outputs["y"], 6e-3)
+            assert_close(step.outputs["y"], reference.outputs["y"], 6e-3)
         assert not step.outputs["y"].any()
 
 
 @pytest.mark.parametrize("T", [1, 30])
-def test_the_cpu_device_does_what_the_host_does(T: int) -> None:
+def test_the_cpu_device_does_what_ref_does(T: int) -> None:
     """Down in another format, biases, a clamped activation, a smallest sum of weights."""
     program = program_of(GPT_OSS, T)
     generator = torch.Generator().manual_seed(T)
@@ -75,10 +75,10 @@ def test_the_cpu_device_does_what_the_host_does(T: int) -> None:
         "x": 3 * torch.randn(T, GPT_OSS.H, generator=generator).bfloat16().float(),
         "logits": torch.randn(T, GPT_OSS.E, generator=generator),
     }
-    host = HostStep(on_host(program), inputs, {})
+    reference = RefExecutable(on_ref(program), inputs, {})
     with WorkerPool(2) as pool:
-        step = CpuStep(program, pool, inputs, {}, "generic")
-        for each in (step, host):
+        step = CpuExecutable(program, pool, inputs, {}, "generic")
+        for each in (step, reference):
             each.sizes[0] = T
             each.run()
-        assert_close(step.outputs["y"], host.outputs["y"], 6e-3)
+        assert_close(step.outputs["y"], reference.outputs["y"], 6e-3)

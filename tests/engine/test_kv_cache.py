@@ -23,7 +23,7 @@ def operations(make: st.DrawFn) -> list[tuple[str, int, list[int]]]:
 @settings(max_examples=200, deadline=None)
 @given(operations())
 def test_a_table_reads_back_its_own_tokens(steps: list[tuple[str, int, list[int]]]) -> None:
-    manager = BlockManager(num_pages=8, page_size=PAGE, max_sequences=3, max_pages=20)
+    manager = BlockManager(num_pages=8, page_size=PAGE, max_num_seqs=3, max_pages=20)
     tables = [PageTable() for _ in range(4)]
     tokens: list[list[int]] = [[] for _ in tables]
     cache: dict[int, int] = {}
@@ -67,7 +67,7 @@ def test_a_table_reads_back_its_own_tokens(steps: list[tuple[str, int, list[int]
 
 
 def test_the_oldest_leaf_is_evicted_first() -> None:
-    manager = BlockManager(num_pages=6, page_size=PAGE, max_sequences=2, max_pages=6)
+    manager = BlockManager(num_pages=6, page_size=PAGE, max_num_seqs=2, max_pages=6)
 
     def run(tokens: list[int]) -> None:
         table = PageTable()
@@ -90,7 +90,7 @@ def test_the_oldest_leaf_is_evicted_first() -> None:
 
 
 def test_pages_that_two_computed_become_one() -> None:
-    manager = BlockManager(num_pages=6, page_size=PAGE, max_sequences=2, max_pages=6)
+    manager = BlockManager(num_pages=6, page_size=PAGE, max_num_seqs=2, max_pages=6)
     tables = [PageTable(), PageTable()]
     assert all(manager.admit(table, [1, 1, 2, 2]) for table in tables)
     for table in tables:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from pykernels.errors import PykernelsError
-from runtime.devices.cpu.step import CpuStep
-from runtime.devices.host.runner import on_host
-from runtime.devices.host.step import HostStep
-from runtime.kv_cache.layout import Pages, Part, token_bytes
+from runtime.devices.cpu.step import CpuExecutable
+from runtime.devices.ref.runner import on_ref
+from runtime.devices.ref.step import RefExecutable
+from runtime.kv_cache.layout import CachePart, Pages, token_bytes
 from runtime.program import Builder, Program
 from runtime.workers.pool import WorkerPool
 
@@ -28,14 +28,14 @@ def pool() -> Iterator[WorkerPool]:
     made.close()
 
 
-def program(kind: str, kv_dtype: str) -> tuple[Program, dict[str, Part]]:
+def program(kind: str, kv_dtype: str) -> tuple[Program, dict[str, CachePart]]:
     b = Builder(kind, {"T": T, "S": 1, "R": 1})
     latent, g = kind == "mla", torch.Generator().manual_seed(7)
     parts = (Pages(2, kv_dtype).latent if latent else Pages(2, kv_dtype).grouped)(
         L if latent else KVH, R if latent else D
     )
     width = L + R if latent else D
-    for name in ("positions", "sequences", "slots"):
+    for name in ("positions", "sequences", "slot_mapping"):
         b.buffer(name, "T", dtype=torch.int64, kind="input")
     b.buffer("page_table", "S", 2, dtype=torch.int64, kind="input")
     b.buffer("angles", "T", 2, R // 2, kind="input")
@@ -48,26 +48,41 @@ def program(kind: str, kv_dtype: str) -> tuple[Program, dict[str, Part]]:
         b.buffer("q", "T", NH * (D + R), kind="input")
         b.buffer("kv", "T", L + R, kind="input")
         b.node(
-            "mla_rope_cache_write", "write",
-            {"q": "q", "kv": "kv", "angles": "angles", "slots": "slots", **names},
-            {"rotated": q, **names}, {"kv_norm": torch.rand(L, generator=g) + 0.5}, nope=D,
-            heads=NH, eps=1e-6, interleaved=1,
-        )  # fmt: skip
+            "mla_rope_cache_write",
+            "write",
+            {"q": "q", "kv": "kv", "angles": "angles", "slot_mapping": "slot_mapping", **names},
+            {"rotated": q, **names},
+            {"kv_norm": torch.rand(L, generator=g) + 0.5},
+            nope=D,
+            heads=NH,
+            eps=1e-6,
+            interleaved=1,
+        )
     else:
         b.buffer("q", "T", (NH + 2 * KVH) * D, kind="input")
         b.node(
-            "gqa_rope_cache_write", "write",
-            {"qkv": "q", "angles": "angles", "slots": "slots", **names}, {"rotated": q, **names},
-            heads=NH, k_start=NH * D, v_start=(NH + KVH) * D,
-        )  # fmt: skip
+            "gqa_rope_cache_write",
+            "write",
+            {"qkv": "q", "angles": "angles", "slot_mapping": "slot_mapping", **names},
+            {"rotated": q, **names},
+            heads=NH,
+            k_start=NH * D,
+            v_start=(NH + KVH) * D,
+        )
     b.buffer("out", "T", NH, L if latent else D, kind="output")
     b.node(
-        "attention", "attention",
+        "attention",
+        "attention",
         {"q": q, **{n: n for n in ("positions", "sequences", "page_table")}, **names},
-        {"out": "out"}, {} if latent else {"sinks": torch.randn(NH, generator=g)}, heads=NH,
-        kv_heads=1 if latent else KVH, dk=width, dv=L if latent else D, scale=0.2,
+        {"out": "out"},
+        {} if latent else {"sinks": torch.randn(NH, generator=g)},
+        heads=NH,
+        kv_heads=1 if latent else KVH,
+        dk=width,
+        dv=L if latent else D,
+        scale=0.2,
         window=0 if latent else 50,
-    )  # fmt: skip
+    )
     return b.build(), parts
 
 
@@ -77,21 +92,23 @@ def run(kind: str, kv_dtype: str, device: str, pool: WorkerPool) -> tuple[torch.
     g = torch.Generator().manual_seed(8)
     angles = torch.rand(T, R // 2, generator=g)
     inputs = {
-        "positions": torch.arange(T), "sequences": torch.zeros(T, dtype=torch.int64),
-        "slots": torch.arange(T), "page_table": torch.tensor([[0, 1]]),
+        "positions": torch.arange(T),
+        "sequences": torch.zeros(T, dtype=torch.int64),
+        "slot_mapping": torch.arange(T),
+        "page_table": torch.tensor([[0, 1]]),
         "angles": torch.stack([angles.cos(), angles.sin()], 1),
-    }  # fmt: skip
+    }
     for name in ("q", "kv"):
         if name in made.buffers:
             inputs[name] = torch.randn(made.shape(name), generator=g)
     caches = {name: part.zeros() for name, part in parts.items()}
     step: Any
     if device == "cpu":
-        step = CpuStep(made, pool, inputs, caches)
+        step = CpuExecutable(made, pool, inputs, caches)
     else:
         exact = {torch.bfloat16: torch.float32}
         caches = {name: x.to(exact.get(x.dtype, x.dtype)) for name, x in caches.items()}
-        step = HostStep(on_host(made), inputs, caches)
+        step = RefExecutable(on_ref(made), inputs, caches)
     step.sizes[:] = torch.tensor([T, 1, 1])
     step.run()
     return step.outputs["out"].clone(), caches
@@ -99,17 +116,19 @@ def run(kind: str, kv_dtype: str, device: str, pool: WorkerPool) -> tuple[torch.
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 def test_both_devices_attend_alike_and_e4m3_is_near_bfloat16(kind: str, pool: WorkerPool) -> None:
-    exact, _ = run(kind, "bf16", "host", pool)
+    exact, _ = run(kind, "bf16", "ref", pool)
     for kv_dtype, bound in (("bf16", BF16), ("fp8", E4M3)):
         found, pages = run(kind, kv_dtype, "cpu", pool)
         assert bound / 4 < (found - exact).norm() / exact.norm() < bound
-    wanted, others = run(kind, "fp8", "host", pool)
+    wanted, others = run(kind, "fp8", "ref", pool)
     # A latent's norm may round otherwise, and so a number that lies between two codes.
-    same = torch.stack([
-        (pages[name].view(torch.uint8) == others[name].view(torch.uint8)).float().mean()
-        for name in pages
-        if pages[name].dtype == torch.float8_e4m3fn
-    ])  # fmt: skip
+    same = torch.stack(
+        [
+            (pages[name].view(torch.uint8) == others[name].view(torch.uint8)).float().mean()
+            for name in pages
+            if pages[name].dtype == torch.float8_e4m3fn
+        ]
+    )
     assert (same == 1).all() if kind == "gqa" else same.min() > 0.998
     assert (found - wanted).norm() < (1e-5 if kind == "gqa" else 4e-3) * wanted.norm()
 

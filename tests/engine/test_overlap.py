@@ -11,9 +11,9 @@ import model
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from pykernels.shapes import RouterSpec
-from runtime.devices.cpu.step import CpuStep
-from runtime.devices.host.runner import on_host
-from runtime.devices.host.step import HostStep
+from runtime.devices.cpu.step import CpuExecutable
+from runtime.devices.ref.runner import on_ref
+from runtime.devices.ref.step import RefExecutable
 from runtime.matrix import PackedMatrix, packer
 from runtime.program import Builder, Program, repeated
 from runtime.step_inputs import allocate_inputs
@@ -27,16 +27,18 @@ T, H = 8, 64
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe"])  # a shared expert, one with a gate
 def test_a_step_is_the_same_bits_in_any_order(family: str, tmp_path: Path) -> None:
     tiny.make(tmp_path, family)
-    with model.load_engine(tmp_path, context=64, kernel="generic") as llm:
+    with model.load_engine(tmp_path, max_model_len=64, kernel="generic") as llm:
         lowered = llm.runner.model
         program = lowered.lower(T, 1, T, 1, 1)
         steps = []
         for in_order in (True, False):
             inputs = allocate_inputs(program) | {
-                "positions": torch.arange(T), "slots": torch.arange(T), "sampled": torch.arange(T)
-            }  # fmt: skip
+                "positions": torch.arange(T),
+                "slot_mapping": torch.arange(T),
+                "logits_indices": torch.arange(T),
+            }
             caches = {name: part.zeros() for name, part in lowered.caches(1).items()}
-            step = CpuStep(program, llm.pool, inputs, caches, "generic", in_order=in_order)
+            step = CpuExecutable(program, llm.pool, inputs, caches, "generic", in_order=in_order)
             step.sizes[:] = torch.tensor([T, 1, T])
             steps.append((step, inputs["tokens"]))
         for seed in range(20):
@@ -67,9 +69,13 @@ def sums(count: int, pool: WorkerPool) -> Program:
     b.buffer("sum", "T", H, kind="output")
     b.buffer("y", "T", 32, kind="output")
     b.node(
-        "rms_norm", "norm", {"x": "x", **repeated("add", adds)}, {"out": "normed", "sum": "sum"},
-        {"weight": torch.rand(H, generator=g) + 0.5}, eps=1e-6,
-    )  # fmt: skip
+        "rms_norm",
+        "norm",
+        {"x": "x", **repeated("add", adds)},
+        {"out": "normed", "sum": "sum"},
+        {"weight": torch.rand(H, generator=g) + 0.5},
+        eps=1e-6,
+    )
     fmt = get_format("bf16")
     weight = fmt.quantize(torch.randn(32, H, generator=g) / 8)
     matrix = PackedMatrix(fmt, [weight], packer(pool))
@@ -86,15 +92,18 @@ def test_a_norm_adds_up_any_number(count: int) -> None:
             for i, (name, tensor) in enumerate(allocate_inputs(program).items())
         }
         steps = (
-            CpuStep(program, pool, inputs, {}, "generic"), HostStep(on_host(program), inputs, {})
-        )  # fmt: skip
+            CpuExecutable(program, pool, inputs, {}, "generic"),
+            RefExecutable(on_ref(program), inputs, {}),
+        )
         for step in steps:
             step.sizes[0] = T
             step.run()
-        cpu, host = (step.outputs for step in steps)
+        cpu, reference = (step.outputs for step in steps)
     exact = sum(tensor.double() for tensor in inputs.values())
     assert torch.allclose(cpu["sum"].double(), exact, atol=1e-5)
-    assert (cpu["y"] - host["y"]).norm() < 0.01 * host["y"].norm()  # of inputs in bfloat16
+    assert (cpu["y"] - reference["y"]).norm() < 0.01 * reference[
+        "y"
+    ].norm()  # of inputs in bfloat16
 
 
 def test_floats_of_a_norm_are_refused() -> None:
@@ -108,7 +117,7 @@ def test_floats_of_a_norm_are_refused() -> None:
     with WorkerPool(1) as pool:
         with pytest.raises(PykernelsError, match="output 'y' of 'floats' is what a norm writes"):
             b.node("rms_norm", "second", {"x": "x"}, {"out": "y"}, weight, eps=1e-6)
-            CpuStep(b.build(), pool, {"x": torch.zeros(T, H)}, {})
+            CpuExecutable(b.build(), pool, {"x": torch.zeros(T, H)}, {})
         c = Builder("floats", {"T": T, "S": 1, "R": 1})
         c.buffer("x", "T", H, kind="input")
         c.buffer("normed", "T", H)
@@ -119,6 +128,6 @@ def test_floats_of_a_norm_are_refused() -> None:
         spec = RouterSpec(2)
         c.node("router", "router", {"logits": "normed"}, choice, spec=spec, experts=H)
         with pytest.raises(PykernelsError, match="router reads 'normed' as floats"):
-            CpuStep(c.build(), pool, {"x": torch.zeros(T, H)}, {})
+            CpuExecutable(c.build(), pool, {"x": torch.zeros(T, H)}, {})
         with pytest.raises(PykernelsError, match="the input 'x' of 'floats' is not given"):
-            CpuStep(c.build(), pool, {}, {})
+            CpuExecutable(c.build(), pool, {}, {})

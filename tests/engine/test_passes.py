@@ -13,9 +13,9 @@ import torch
 import model
 from pykernels.errors import PykernelsError
 from pykernels.ref.router import split_routing
-from runtime.devices.cpu.step import CpuStep
-from runtime.devices.host.runner import on_host
-from runtime.devices.host.step import HostStep
+from runtime.devices.cpu.step import CpuExecutable
+from runtime.devices.ref.runner import on_ref
+from runtime.devices.ref.step import RefExecutable
 from runtime.devices.runner import Pass
 from runtime.passes import defer, fewest_deferred, offload, skip
 from runtime.passes.layers import moe_layers
@@ -56,20 +56,22 @@ def changed(lm: Any, deferred: int = 0, skipped: int = 0) -> Iterator[None]:
 
 
 def run(llm: Any, program: Program, device: str, **options: Any) -> torch.Tensor:
-    """Logits [T, V] of T tokens of one sequence; on the host device of a program that is there."""
+    """Logits [T, V] of T tokens of one sequence; on the ref device of a program that is there."""
     inputs = allocate_inputs(program) | {
-        "tokens": torch.arange(20, 20 + T), "positions": torch.arange(T),
-        "slots": torch.arange(T), "sampled": torch.arange(T),
-    }  # fmt: skip
-    host = device == "host"
+        "tokens": torch.arange(20, 20 + T),
+        "positions": torch.arange(T),
+        "slot_mapping": torch.arange(T),
+        "logits_indices": torch.arange(T),
+    }
+    reference = device == "ref"
     caches = {name: part.zeros() for name, part in llm.runner.model.caches(1).items()}
-    if host:
+    if reference:
         caches = {name: pages.float() for name, pages in caches.items()}
     step: Any
     step = (
-        HostStep(program, inputs, caches, **options)
-        if host
-        else CpuStep(program, llm.pool, inputs, caches)
+        RefExecutable(program, inputs, caches, **options)
+        if reference
+        else CpuExecutable(program, llm.pool, inputs, caches)
     )
     step.sizes[:] = torch.tensor([T, 1, T])
     step.run()
@@ -88,15 +90,15 @@ def test_programs_do_what_a_plain_forward_does(family: str, tmp_path: Path) -> N
             return lm(ids).logits[0]
 
     plain = truth()
-    with model.load_engine(tmp_path, context=64, threads=1) as llm:
+    with model.load_engine(tmp_path, max_model_len=64, threads=1) as llm:
         program = llm.runner.model.lower(T, 1, T, 1, 1)
-        here = on_host(program)
+        here = on_ref(program)
         for rewrite, name in ((defer, "deferred"), (skip, "skipped")):
             with changed(lm, **{name: 1}):
                 wanted = truth()
             moved = (wanted - plain).norm()
             assert moved > 0.1 * plain.norm()
-            assert (run(llm, rewrite(here, 1), "host") - wanted).norm() < 1e-4 * moved
+            assert (run(llm, rewrite(here, 1), "ref") - wanted).norm() < 1e-4 * moved
             error = (run(llm, rewrite(program, 1), "cpu") - wanted).norm(dim=-1)
             assert error.median() < 0.05 * wanted.norm(dim=-1).median()
 
@@ -127,7 +129,7 @@ def four_experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any
     made = tiny.make(path, "deepseek_v3", num_hidden_layers=4, num_experts_per_tok=4)
     lm = made.reference.double()
     lm.set_experts_implementation("eager")
-    with model.load_engine(path, context=64, threads=1, kernel="generic") as llm:
+    with model.load_engine(path, max_model_len=64, threads=1, kernel="generic") as llm:
         yield llm, lm
 
 
@@ -135,14 +137,14 @@ def four_experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any
 def test_two_passes_in_a_row(pair: tuple[str, str], four_experts: tuple[Any, Any]) -> None:
     llm, lm = four_experts
     first, second = (PASSES[name] for name in pair)
-    program, wanted = on_host(llm.runner.model.lower(T, 1, T, 1, 1)), PAIRS[pair]
+    program, wanted = on_ref(llm.runner.model.lower(T, 1, T, 1, 1)), PAIRS[pair]
     if isinstance(wanted, str):
         with pytest.raises(PykernelsError, match=wanted):
             second(first(program))
         return
     with changed(lm, **wanted), torch.no_grad():
         truth = lm(torch.arange(20, 20 + T)[None]).logits[0]
-    logits = run(llm, second(first(program)), "host", pool=llm.pool, kernel="generic")
+    logits = run(llm, second(first(program)), "ref", pool=llm.pool, kernel="generic")
     # What is offloaded runs on the real kernels, with bfloat16 inputs.
     bound = 0.02 if "offload" in pair else 1e-4
     assert (logits - truth).norm() < bound * truth.norm()
@@ -151,7 +153,7 @@ def test_two_passes_in_a_row(pair: tuple[str, str], four_experts: tuple[Any, Any
 
 def test_what_is_deferred_and_what_is_not(tmp_path: Path) -> None:
     tiny.make(tmp_path, "deepseek_v3", num_hidden_layers=5, num_experts_per_tok=4)
-    program = model.llm.outline_decoder(tmp_path).lower(T, 1, T, 1, 1)
+    program = model.llm.meta_decoder(tmp_path).lower(T, 1, T, 1, 1)
     assert defer(program, 0) is program and skip(program, 0) is program
     late = defer(program, 2)
     names = [node.name for node in late.nodes if node.role == "deferred"]

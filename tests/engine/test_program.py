@@ -26,9 +26,13 @@ def tiny_program() -> Program:
     b.node("rms_norm", "first", {"x": "x"}, {"out": "a"}, weights, eps=1e-6)
     b.node("rms_norm", "second", {"x": "a"}, {"out": "b"}, weights, eps=1e-6)
     b.node(
-        "rms_norm", "third", {"x": "x", **repeated("add", ("a", "b"))},
-        {"out": "normed", "sum": "sum"}, weights, eps=1e-6,
-    )  # fmt: skip
+        "rms_norm",
+        "third",
+        {"x": "x", **repeated("add", ("a", "b"))},
+        {"out": "normed", "sum": "sum"},
+        weights,
+        eps=1e-6,
+    )
     b.node("rms_norm", "last", {"x": "sum", "rows": "ids"}, {"out": "out"}, weights, eps=1e-6)
     return b.build()
 
@@ -73,15 +77,18 @@ WRONG = {
     "an unknown attribute": (changed(0, attrs={"eps": 1.0, "e": 1}), "no attribute 'e'"),
     "an attribute of another type": (changed(0, attrs={"eps": "1"}), "which is no float"),
     "addends that are not numbered": (
-        changed(2, inputs={"x": "x", "add1": "a"}), "not numbered from 0"
+        changed(2, inputs={"x": "x", "add1": "a"}),
+        "not numbered from 0",
     ),
     "no such buffer": (changed(0, inputs={"x": "z"}), "it names 'z', which is no buffer"),
     "an undefined dimension": (buffer("a", shape=("B", 8)), "a dimension 'B'"),
     "a weight of another width": (
-        changed(0, weights={"weight": torch.ones(6)}), r"out \('a'\) is \['T', 8\], not \[T, 6\]"
+        changed(0, weights={"weight": torch.ones(6)}),
+        r"out \('a'\) is \['T', 8\], not \[T, 6\]",
     ),
     "an addend of another width": (
-        changed(2, inputs={"x": "x", "add0": "ids"}), "ids' of torch.int64, which is no activation"
+        changed(2, inputs={"x": "x", "add0": "ids"}),
+        "ids' of torch.int64, which is no activation",
     ),
     "rows that do not agree": (buffer("a", shape=("R", 8)), "no `rows` says which"),
     "an index in floats": (buffer("ids", dtype=torch.float32), "which is no index"),
@@ -91,7 +98,7 @@ WRONG = {
     "a read before the write": (without(0), "second: it reads 'a' before it is written"),
     "a second write": (changed(1, outputs={"out": "a"}), "'a', which is written already"),
     "an output that nothing writes": (without(3), "nothing writes the output 'out'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("change", "cause"), WRONG.values(), ids=WRONG)

@@ -34,7 +34,9 @@ def test_a_batch_draws_what_each_draws_alone() -> None:
     for i, result in enumerate(results):
         assert result.token_ids == expected(prompts[i], i, 10 + i)
         assert result.completions[0].finish_reason == "length"
-    assert max(runner.sizes) == runner.max_tokens, "prompts in pieces that fill the budget"
+    assert max(runner.sizes) == runner.max_num_batched_tokens, (
+        "prompts in pieces that fill the budget"
+    )
     check_all_free(engine)
 
 
@@ -52,7 +54,7 @@ def test_long_prompts_do_not_stop_those_that_decode() -> None:
 
 
 def test_a_known_prefix_is_not_computed_again() -> None:
-    runner = FakeRunner(max_tokens=64)
+    runner = FakeRunner(max_num_batched_tokens=64)
     engine = owned(runner)
     system = list(range(40))
     [one] = engine.generate([[*system, 1]], params(1, 6))
@@ -82,7 +84,7 @@ def test_preempted_requests_lose_nothing() -> None:
 
 
 def test_priority_is_served_first_and_preempted_last() -> None:
-    runner = FakeRunner(num_pages=12, max_sequences=2)
+    runner = FakeRunner(num_pages=12, max_num_seqs=2)
     engine = owned(runner)
     low = [engine.submit([i] * 5, params(i, 20, priority=1)) for i in range(3)]
     engine.step()
@@ -108,7 +110,7 @@ def test_forks_share_the_prompt_and_draw_their_own() -> None:
 
 
 def test_prompts_that_come_at_once_share_what_comes() -> None:
-    runner = FakeRunner(max_tokens=30)
+    runner = FakeRunner(max_num_batched_tokens=30)
     engine = owned(runner)
     prompts = [[*range(50), i, i, i, i] for i in range(3)]
     results = engine.generate(prompts, [params(i, 2) for i in range(3)])
@@ -128,7 +130,7 @@ def test_penalties_see_what_was_drawn() -> None:
 
 def test_prompts_are_scored_beside_what_runs() -> None:
     """In pieces, behind a cached prefix, under preemption: each token's logprob, once."""
-    runner = FakeRunner(num_pages=24, max_tokens=14)
+    runner = FakeRunner(num_pages=24, max_num_batched_tokens=14)
     engine = owned(runner)
     trunk = list(range(100, 118))
     beside = engine.submit([1] * 30, params(0, 40))
@@ -169,7 +171,7 @@ def test_what_can_never_run_is_refused(prompt: list[int], how: dict, named: str)
 
 def test_no_page_leaks_from_2000_random_requests() -> None:
     rng = random.Random(7)
-    runner = FakeRunner(page_size=8, num_pages=48, max_tokens=40, max_sequences=12)
+    runner = FakeRunner(page_size=8, num_pages=48, max_num_batched_tokens=40, max_num_seqs=12)
     engine = owned(runner, eos_token_ids=[3])
     trunk = [rng.randrange(900) for _ in range(60)]
     live: list[tuple[RequestHandle, list[int], int, int]] = []

@@ -41,7 +41,7 @@ def timed(config: EngineConfig | None = None, **sizes: int) -> tuple[Engine, Tim
 def test_a_long_prompt_keeps_the_inter_token_time_of_running_decodes() -> None:
     config = EngineConfig(target_itl_ms=100)
     engine, runner = timed(
-        config, max_tokens=512, num_pages=400, page_size=16, max_context=6000, vocab_size=5000
+        config, max_tokens=512, num_pages=400, page_size=16, max_model_len=6000, vocab_size=5000
     )
     streams = [engine.submit([i], params(i, 400)) for i in range(4)]
     engine.step()
@@ -62,7 +62,7 @@ def test_a_long_prompt_keeps_the_inter_token_time_of_running_decodes() -> None:
 
 
 def test_short_prompts_do_not_wait_for_the_end_of_a_long_one() -> None:
-    engine, runner = timed(max_tokens=16, num_pages=100, max_context=300)
+    engine, runner = timed(max_tokens=16, num_pages=100, max_model_len=300)
     long = engine.submit(list(range(200)), params(0, 1))
     engine.step()
     short = engine.submit([7] * 8, params(1, 1))
@@ -73,7 +73,7 @@ def test_short_prompts_do_not_wait_for_the_end_of_a_long_one() -> None:
 
 
 def test_who_has_waited_long_is_served_before_better_priorities() -> None:
-    engine, runner = timed(EngineConfig(ageing_seconds=5), max_sequences=1)
+    engine, runner = timed(EngineConfig(ageing_seconds=5), max_num_seqs=1)
     busy = engine.submit([1], params(1, 2))
     engine.step()
     old = engine.submit([2], params(2, 1, priority=1))
@@ -85,9 +85,7 @@ def test_who_has_waited_long_is_served_before_better_priorities() -> None:
 
 
 def test_more_than_may_wait_are_refused() -> None:
-    engine = Engine(
-        FakeRunner(max_sequences=1), threaded=False, config=EngineConfig(max_waiting=2)
-    )
+    engine = Engine(FakeRunner(max_num_seqs=1), threaded=False, config=EngineConfig(max_waiting=2))
     handles = [engine.submit([i], params(i, 3)) for i in range(3)]  # one runs, two wait
     with pytest.raises(EngineBusy, match="waiting"):
         engine.submit([9], params(9, 3))
@@ -112,7 +110,7 @@ def test_drain_finishes_what_runs_and_refuses_what_comes(threaded: bool) -> None
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_a_lost_device_ends_every_request_and_the_engine(threaded: bool) -> None:
-    runner = FakeRunner(max_sequences=1)
+    runner = FakeRunner(max_num_seqs=1)
     runner.fail_next = DeviceLost("the GPU fell off the bus", "Load the model again")
     engine = Engine(runner, threaded=threaded)
     handle = engine.submit([1], params(1, 3, n=2))  # one runs, one waits

@@ -62,8 +62,9 @@ def run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Any:
         if not launch.interpreted():
             return linear(x, stack, bias, plan=plan, out=out)
         multiply = {
-            GemvMmaPlan: gemv_mma.multiply_gemv_mma, SkinnyPlan: skinny_linear.multiply_skinny
-        }.get(type(plan), dequant.multiply_dequant)  # fmt: skip
+            GemvMmaPlan: gemv_mma.multiply_gemv_mma,
+            SkinnyPlan: skinny_linear.multiply_skinny,
+        }.get(type(plan), dequant.multiply_dequant)
         multiply(x, stack, out, bias, plan)
         return out
 

@@ -158,9 +158,14 @@ def whole(x: Any) -> int:
 def allocated(threads: Threads, dtype: Any, shape: list[Any]) -> Box:
     """A new box, of NaN or the like."""
     kind: Any = {
-        tl.bfloat16: np.uint16, tl.float16: np.float16, tl.float32: np.float32,
-        tl.float8e4nv: np.uint8, tl.uint8: np.uint8, tl.int32: np.int32, tl.int64: np.int64,
-    }[dtype]  # fmt: skip
+        tl.bfloat16: np.uint16,
+        tl.float16: np.float16,
+        tl.float32: np.float32,
+        tl.float8e4nv: np.uint8,
+        tl.uint8: np.uint8,
+        tl.int32: np.int32,
+        tl.int64: np.int64,
+    }[dtype]
     poison = np.nan if np.issubdtype(kind, np.floating) else np.iinfo(kind).max  # bf16's too
     return Box(threads, dtype, np.full([whole(n) for n in shape], poison, kind))
 

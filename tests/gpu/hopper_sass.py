@@ -82,18 +82,33 @@ def disassembled(cubin: bytes) -> str:
 
 
 KERNELS = {
-    "prefill_hopper", "mla_decode_hopper", "gemv_mma", "dequant_gemm", "gemm_fp8_hopper",
+    "prefill_hopper",
+    "mla_decode_hopper",
+    "gemv_mma",
+    "dequant_gemm",
+    "gemm_fp8_hopper",
     "gemm_bf16_hopper",
-}  # fmt: skip
+}
 FEW = {
-    "GQA, pages", "MLA, 128 heads", "int4 1 7168x7168", "int4-g128 2048 7168x7168",
-    "fp8 128 2048x7168", "bf16 bf16 256",
-}  # fmt: skip
+    "GQA, pages",
+    "MLA, 128 heads",
+    "int4 1 7168x7168",
+    "int4-g128 2048 7168x7168",
+    "fp8 128 2048x7168",
+    "bf16 bf16 256",
+}
 MORE = {
-    "GQA, D 128", "MLA", "MLA, 128 heads, E4M3", "int4-g128 2048 18432x7168",
-    "int8-channel 2048 7168x7168", "fp8 128 18432x7168", "int4-g128 1 7168x7168", "fp8 fp8 256",
-    "int4-g128 bf16 256", "q4_k bf16 64",
-}  # fmt: skip
+    "GQA, D 128",
+    "MLA",
+    "MLA, 128 heads, E4M3",
+    "int4-g128 2048 18432x7168",
+    "int8-channel 2048 7168x7168",
+    "fp8 128 18432x7168",
+    "int4-g128 1 7168x7168",
+    "fp8 fp8 256",
+    "int4-g128 bf16 256",
+    "q4_k bf16 64",
+}
 
 
 def main() -> None:

@@ -17,14 +17,14 @@ from pykernels.gpu.activation import silu_mul
 from pykernels.gpu.attention.kv_write import kv_write, mla_write
 from pykernels.gpu.common.bandwidth import read
 from pykernels.gpu.embedding import embed
-from pykernels.gpu.moe.permute import permute, sort_slots, unpermute
+from pykernels.gpu.moe.permute import permute, sort_pairs, unpermute
 from pykernels.gpu.moe.router import route, router
 from pykernels.gpu.moe.router_logits import router_logits
 from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.gpu.rope import rope
 from pykernels.gpu.sampling import greedy
-from pykernels.shapes import RouterSpec, Routing, SortedSlots
+from pykernels.shapes import RouterSpec, Routing, SortedPairs
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 Tensors = dict[str, torch.Tensor]
@@ -77,12 +77,12 @@ def large(device: torch.device, big: int, small: int) -> int:
     return small if device.type == "cpu" else big
 
 
-def order_of(given: Tensors) -> SortedSlots:
-    return SortedSlots(given["slots"], given["starts"], given["positions"])
+def order_of(given: Tensors) -> SortedPairs:
+    return SortedPairs(given["pairs"], given["starts"], given["positions"])
 
 
 def order_buffers(d: torch.device, T: int, topk: int, E: int) -> Tensors:
-    shapes = {"slots": (T * topk,), "starts": (E + 1,), "positions": (T, topk)}
+    shapes = {"pairs": (T * topk,), "starts": (E + 1,), "positions": (T, topk)}
     return {name: empty(d, *shape, dtype=torch.int32) for name, shape in shapes.items()}
 
 
@@ -92,7 +92,7 @@ def choices(device: torch.device, T: int, topk: int, E: int) -> torch.Tensor:
     return odds.expand(T, -1).multinomial(topk)
 
 
-FP32, ORDER = torch.float32, ("slots", "starts", "positions")
+FP32, ORDER = torch.float32, ("pairs", "starts", "positions")
 V3 = RouterSpec(8, "sigmoid", True, groups=8, group_topk=4, group_score="top2", scale=2.5)
 SMALL_V3 = RouterSpec(4, "sigmoid", True, groups=4, group_topk=2, group_score="top2", scale=2.5)
 
@@ -148,7 +148,7 @@ def _sort(T: int) -> Op:
     return Op(
         f"sort {T} tokens",
         lambda d: {"ids": choices(d, T, 6, 50), **order_buffers(d, T, 6, 50)},
-        lambda t: sort_slots(t["ids"], 50, order_of(t)) and (),
+        lambda t: sort_pairs(t["ids"], 50, order_of(t)) and (),
         ORDER,
     )
 
@@ -158,7 +158,7 @@ def _rows(name: str, H: int) -> Op:
 
     def make(device: torch.device) -> Tensors:
         T = large(device, 70, 6)
-        order = sort_slots(choices(device, T, 4, 20), 20)
+        order = sort_pairs(choices(device, T, 4, 20), 20)
         few, many = (T, 4 * T) if name == "permute" else (4 * T, T)
         return {
             "x": normal(device, few, H),
@@ -237,20 +237,50 @@ def _kv_write() -> Op:
 
 
 AROUND = (
-    _route(1), _route(7), _router(128, RouterSpec(8)), _router(60, RouterSpec(4)),
-    _gate(1, FP32), _gate(5, BF16), _gate(40, FP32), _sort(13), _sort(700),
-    _rows("permute", 2500), _rows("unpermute", 2500), _norm(7168), _norm(100),
-    _rope(False), _rope(True), _mla_write(), _kv_write(),
-    Op("embed", lambda d: {
-        "ids": integers(d, 99, 5, dtype=torch.int64),
-        "table": normal(d, 99, H := large(d, 7168, 40)), "out": empty(d, 5, H),
-    }, lambda t: embed(t["ids"], t["table"], t["out"])),
-    Op("greedy", lambda d: {
-        "logits": normal(d, 4, large(d, 129_280, 5000)), "out": empty(d, 4, dtype=torch.int64),
-    }, lambda t: greedy(t["logits"], t["out"])),
-    Op("silu_mul", lambda d: {"x": normal(d, 5, 5000), "out": empty(d, 5, 2500)},
-       lambda t: silu_mul(t["x"], t["out"])),
+    _route(1),
+    _route(7),
+    _router(128, RouterSpec(8)),
+    _router(60, RouterSpec(4)),
+    _gate(1, FP32),
+    _gate(5, BF16),
+    _gate(40, FP32),
+    _sort(13),
+    _sort(700),
+    _rows("permute", 2500),
+    _rows("unpermute", 2500),
+    _norm(7168),
+    _norm(100),
+    _rope(False),
+    _rope(True),
+    _mla_write(),
+    _kv_write(),
+    Op(
+        "embed",
+        lambda d: {
+            "ids": integers(d, 99, 5, dtype=torch.int64),
+            "table": normal(d, 99, H := large(d, 7168, 40)),
+            "out": empty(d, 5, H),
+        },
+        lambda t: embed(t["ids"], t["table"], t["out"]),
+    ),
+    Op(
+        "greedy",
+        lambda d: {
+            "logits": normal(d, 4, large(d, 129_280, 5000)),
+            "out": empty(d, 4, dtype=torch.int64),
+        },
+        lambda t: greedy(t["logits"], t["out"]),
+    ),
+    Op(
+        "silu_mul",
+        lambda d: {"x": normal(d, 5, 5000), "out": empty(d, 5, 2500)},
+        lambda t: silu_mul(t["x"], t["out"]),
+    ),
     Op("quantize_fp8", lambda d: {"x": normal(d, 21, 320)}, lambda t: quantize_fp8(t["x"]), ()),
-    Op("read", lambda d: {"x": integers(d, 99, 50_000, dtype=torch.int32)},
-       lambda t: read(t["x"]), ()),
-)  # fmt: skip
+    Op(
+        "read",
+        lambda d: {"x": integers(d, 99, 50_000, dtype=torch.int32)},
+        lambda t: read(t["x"]),
+        (),
+    ),
+)

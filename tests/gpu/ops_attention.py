@@ -93,9 +93,12 @@ def _batch(t: Tensors, most: int) -> Ragged:
 
 
 def _gqa_prefill(
-    paged: bool = False, fp8: bool = False, window: int | None = None, wide: int = 128,
+    paged: bool = False,
+    fp8: bool = False,
+    window: int | None = None,
+    wide: int = 128,
     most: int = 512,
-) -> Op:  # fmt: skip
+) -> Op:
     """Heads ``wide`` and sequences of up to ``most`` tokens on a GPU: the kernel for Hopper takes
     heads of a power of two, and E4M3 only where many queries make it worth unpacking."""
 
@@ -166,12 +169,24 @@ def _mla_read(fp8: bool) -> Op:
 
 
 ATTENTION = (
-    _mla_decode(128), _mla_decode(16), _mla_decode(128, fp8=True), _mla_decode(16, fp8=True),
-    _mla_decode(128, fp8=True, page=64), _mla_prefill(), _gqa_prefill(),
-    _gqa_decode(), _gqa_decode(window=50), _gqa_decode(fp8=True, page=64),
-    _gqa_decode(page=64), _gqa_decode(window=50, page=64),
-    _gqa_prefill(window=20), _gqa_prefill(paged=True), _gqa_prefill(paged=True, fp8=True),
-    _gqa_prefill(wide=96), _gqa_prefill(paged=True, window=20, wide=96),
+    _mla_decode(128),
+    _mla_decode(16),
+    _mla_decode(128, fp8=True),
+    _mla_decode(16, fp8=True),
+    _mla_decode(128, fp8=True, page=64),
+    _mla_prefill(),
+    _gqa_prefill(),
+    _gqa_decode(),
+    _gqa_decode(window=50),
+    _gqa_decode(fp8=True, page=64),
+    _gqa_decode(page=64),
+    _gqa_decode(window=50, page=64),
+    _gqa_prefill(window=20),
+    _gqa_prefill(paged=True),
+    _gqa_prefill(paged=True, fp8=True),
+    _gqa_prefill(wide=96),
+    _gqa_prefill(paged=True, window=20, wide=96),
     _gqa_prefill(paged=True, fp8=True, most=96),
-    _mla_read(fp8=False), _mla_read(fp8=True),
-)  # fmt: skip
+    _mla_read(fp8=False),
+    _mla_read(fp8=True),
+)

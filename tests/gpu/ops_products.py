@@ -16,7 +16,7 @@ from pykernels.shapes import SWIGLU, ExpertSpec
 
 from .ops import Op, Tensors, choices, empty, large, normal
 
-UNPACK = GemmPlan(64, 128, 64, stages=2, unpack=True)
+UNPACK = GemmPlan(64, 128, 64, num_stages=2, unpack=True)
 FORMATS = ("bf16", "fp8", "int8", "int4", "int4-g128", "q4_k", "q6_k")
 
 
@@ -39,9 +39,13 @@ def _filled(stack: Matrices, name: str, given: Tensors) -> Matrices:
 
 
 def _experts(
-    name: str, T: int, activations: str = "bf16", table: bool = False, unpack: bool = False,
+    name: str,
+    T: int,
+    activations: str = "bf16",
+    table: bool = False,
+    unpack: bool = False,
     spec: ExpertSpec = SWIGLU,
-) -> Op:  # fmt: skip
+) -> Op:
     """A layer of 5 experts, or of 3 slots that a table deals out; the GPU's own plans, or one that
     unpacks them beforehand."""
     fmt, E, topk = get_format(name), 5, 2

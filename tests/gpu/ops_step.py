@@ -162,9 +162,10 @@ def _per_head(T: int) -> Op:
         return {"x": normal(device, T, G, K), "weight": weight, "out": out}
 
     return Op(
-        f"per_head_linear {T} tokens", make,
+        f"per_head_linear {T} tokens",
+        make,
         lambda t: per_head_linear(t["x"], t["weight"], t["out"]),
-    )  # fmt: skip
+    )
 
 
 def _rope_table() -> Op:
@@ -176,9 +177,16 @@ def _rope_table() -> Op:
 
 
 STEP = (
-    _sample("sample"), _sample("sample, all inputs", "seen", "bias_ids", "mask"), _count_tokens(),
+    _sample("sample"),
+    _sample("sample, all inputs", "seen", "bias_ids", "mask"),
+    _count_tokens(),
     _gqa_write("gqa_rope_cache_write", False, False),
     _gqa_write("gqa_rope_cache_write, E4M3", True, True),
-    _mla_write("mla_rope_cache_write", False), _mla_write("mla_rope_cache_write, E4M3", True),
-    _submit(), _combine(), _per_head(2), _per_head(300), _rope_table(),
-)  # fmt: skip
+    _mla_write("mla_rope_cache_write", False),
+    _mla_write("mla_rope_cache_write, E4M3", True),
+    _submit(),
+    _combine(),
+    _per_head(2),
+    _per_head(300),
+    _rope_table(),
+)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from pykernels.ref.sampling import Request
+from pykernels.ref.sampling import SamplingRequest
 from pykernels.ref.sampling_inputs import SamplingInputs
 
 
-def inputs_of(requests: Sequence[Request], V: int) -> SamplingInputs:
+def inputs_of(requests: Sequence[SamplingRequest], V: int) -> SamplingInputs:
     """On the CPU. A request with penalties or a mask has a row of its own in their tables, which
     are there if any request has."""
 

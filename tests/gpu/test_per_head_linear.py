@@ -16,11 +16,17 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize(
     ("T", "G", "K", "N"),
     [
-        (1, 3, 32, 80), (5, 2, 48, 20), (70, 1, 100, 40), (0, 2, 16, 16),
-        *[pytest.param(T, 128, K, 640 - K, marks=pytest.mark.gpu)
-          for T in (1, 16, 64, 1000) for K in (128, 512)],
+        (1, 3, 32, 80),
+        (5, 2, 48, 20),
+        (70, 1, 100, 40),
+        (0, 2, 16, 16),
+        *[
+            pytest.param(T, 128, K, 640 - K, marks=pytest.mark.gpu)
+            for T in (1, 16, 64, 1000)
+            for K in (128, 512)
+        ],
     ],
-)  # fmt: skip
+)
 def test_products(T: int, G: int, K: int, N: int, device: torch.device) -> None:
     """Slices of wider heads, in and out; what lies beside the results stays."""
     x = torch.randn(T, G, K + 16, device=device).to(BF16)[..., 16:]
@@ -44,9 +50,12 @@ def test_floats_by_a_plan(device: torch.device) -> None:
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     x, weight = torch.zeros(2, 3, 8, device=device), torch.zeros(3, 4, 8, device=device).to(BF16)
     for wrong in (
-        (x[:, :2], weight), (x, weight.float()), (x, weight[..., :7].contiguous()),
-        (x, weight.transpose(1, 2)), (x, weight, torch.zeros(2, 3, 5, device=device)),
-    ):  # fmt: skip
+        (x[:, :2], weight),
+        (x, weight.float()),
+        (x, weight[..., :7].contiguous()),
+        (x, weight.transpose(1, 2)),
+        (x, weight, torch.zeros(2, 3, 5, device=device)),
+    ):
         with pytest.raises(PykernelsError):
             per_head_linear(*wrong)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pykernels import ref
-from pykernels.gpu.moe.permute import permute, sort_slots
+from pykernels.gpu.moe.permute import permute, sort_pairs
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.ref.linear import dequantize_fp8
 from pykernels.ref.linear import quantize_fp8 as quantize_reference
@@ -53,10 +53,10 @@ def test_activations_quantize_into_the_experts_order(device: torch.device) -> No
     x = torch.randn(21, 192).bfloat16()
     ids = torch.randint(5, (21, 2))
     ids[3], ids[7, 1] = -1, 5
-    order = sort_slots(ids.to(device), 5)
+    order = sort_pairs(ids.to(device), 5)
     codes, scales = quantize_fp8(x.to(device))
     found, found_scales = quantize_fp8(x.to(device), order)
     assert torch.equal(found.view(torch.uint8), permute(codes, order).view(torch.uint8))
     assert torch.equal(found_scales, permute(scales, order))
-    truth, _ = ref.quantize_fp8(x, ref.sort_slots(ids, 5))
+    truth, _ = ref.quantize_fp8(x, ref.sort_pairs(ids, 5))
     assert (found.cpu().view(torch.uint8) != truth.view(torch.uint8)).float().mean() < 2e-3

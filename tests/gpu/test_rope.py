@@ -15,7 +15,7 @@ SIZES = [
     (1, 1, 1, 2, 2, "the least"),
     (5, 8, 2, 128, 128, "Qwen3"),
     (3, 20, 1, 64, 64, "MLA: more heads than one program's, one key"),
-    (4, 6, 2, 128, 64, "GLM4: half a head is turned"),
+    (4, 6, 2, 128, 64, "GLM4: half a head is rotated"),
     (3, 3, 3, 80, 48, "24 pairs: not a power of two"),
     (2, 4, 0, 64, 64, "q alone"),
     pytest.param(4096, 128, 1, 64, 64, "a prompt", marks=pytest.mark.gpu),
@@ -26,9 +26,16 @@ SIZES = [
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("T", "heads", "kv", "D", "R", "why"), SIZES)
 def test_rope(
-    T: int, heads: int, kv: int, D: int, R: int, why: str, interleaved: bool,
-    dtype: torch.dtype, device: torch.device,
-) -> None:  # fmt: skip
+    T: int,
+    heads: int,
+    kv: int,
+    D: int,
+    R: int,
+    why: str,
+    interleaved: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
     q = torch.randn(T, heads, D + 8, device=device).to(dtype)[..., 8:]  # where a slice lies
     before = q._base[..., :8].clone()
     k = torch.randn(T, kv, D, device=device).to(dtype) if kv else None
@@ -46,7 +53,7 @@ def test_rope(
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_pairs_are_multiplied_as_complex_numbers(interleaved: bool, device: torch.device) -> None:
-    """Which way they are turned, and that the scale is of the turned part alone."""
+    """Which way they are rotated, and that the scale is of the rotated part alone."""
     x, positions = torch.randn(5, 3, 12, device=device), torch.tensor([0, 1, 2, 7, 30]).to(device)
     frequencies = rope_frequencies(8).to(device)
     angles = positions[:, None, None] * frequencies
@@ -56,8 +63,8 @@ def test_pairs_are_multiplied_as_complex_numbers(interleaved: bool, device: torc
         pairs = torch.complex(x[..., 0:4], x[..., 4:8])
     pairs = pairs * torch.polar(torch.full_like(angles, 1.5), angles)
     parts = [pairs.real, pairs.imag]
-    turned = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
-    truth = torch.cat([turned, x[..., 8:]], -1)
+    rotated = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    truth = torch.cat([rotated, x[..., 8:]], -1)
     definition, _ = ref.rope(x, None, positions, frequencies, interleaved, 1.5)
     torch.testing.assert_close(definition, truth)
     torch.testing.assert_close(rope(x, None, positions, frequencies, interleaved, 1.5)[0], truth)
@@ -66,16 +73,24 @@ def test_pairs_are_multiplied_as_complex_numbers(interleaved: bool, device: torc
 @pytest.mark.parametrize(
     ("dim", "base", "factor", "mscale", "all_dim", "truncate", "original"),
     [
-        (64, 10000.0, 40.0, 1.0, 1.0, True, 4096), (64, 50000.0, 32.0, 1.0, 1.0, True, 4096),
-        (128, 1e6, 4.0, 0.707, 0.9, True, 4096), (64, 150000.0, 32.0, 1.0, 0.0, False, 4096),
-        (64, 20.0, 4.0, 1.0, 1.0, True, 4096), (64, 10000.0, 4.0, 1.0, 1.0, True, 128),
+        (64, 10000.0, 40.0, 1.0, 1.0, True, 4096),
+        (64, 50000.0, 32.0, 1.0, 1.0, True, 4096),
+        (128, 1e6, 4.0, 0.707, 0.9, True, 4096),
+        (64, 150000.0, 32.0, 1.0, 0.0, False, 4096),
+        (64, 20.0, 4.0, 1.0, 1.0, True, 4096),
+        (64, 10000.0, 4.0, 1.0, 1.0, True, 128),
     ],
     ids=["deepseek v3", "kimi k2", "others", "gpt-oss", "a ramp to the end", "from the start"],
-)  # fmt: skip
+)
 def test_yarn_is_what_transformers_makes(
-    dim: int, base: float, factor: float, mscale: float, all_dim: float, truncate: bool,
+    dim: int,
+    base: float,
+    factor: float,
+    mscale: float,
+    all_dim: float,
+    truncate: bool,
     original: int,
-) -> None:  # fmt: skip
+) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -85,11 +100,17 @@ def test_yarn_is_what_transformers_makes(
         head_dim=dim,
         max_position_embeddings=original * int(factor),
         rope_parameters={
-            "rope_type": "yarn", "rope_theta": base, "factor": factor, "beta_fast": 32,
-            "beta_slow": 1, "mscale": mscale, "mscale_all_dim": all_dim,
-            "original_max_position_embeddings": original, "truncate": truncate,
+            "rope_type": "yarn",
+            "rope_theta": base,
+            "factor": factor,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": mscale,
+            "mscale_all_dim": all_dim,
+            "original_max_position_embeddings": original,
+            "truncate": truncate,
         },
-    )  # fmt: skip
+    )
     theirs, scale = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
     mine = yarn_frequencies(dim, base, factor, original, truncate=truncate)
     assert torch.allclose(mine, theirs, rtol=1e-5, atol=0)

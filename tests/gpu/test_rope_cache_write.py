@@ -85,9 +85,7 @@ def test_gqa(
     options = {"q_norm": q_norm, "k_norm": k_norm, "eps": EPS, "interleaved": interleaved}
     for first, op in ((2, gqa_rope_cache_write), (4, ref.gqa_rope_cache_write)):
         mine = caches[first : first + 2]
-        out = op(
-            qkv, angles, slots, *(c[0] for c in mine), *(c[1] for c in mine), **options
-        )  # fmt: skip
+        out = op(qkv, angles, slots, *(c[0] for c in mine), *(c[1] for c in mine), **options)
         assert out.shape == (T, NH, D)
         rounding = 2.0**-7 if out.dtype == BF16 else 1e-5
         torch.testing.assert_close(out.float(), q, rtol=rounding, atol=1e-5)
@@ -162,9 +160,14 @@ def _compile_gqa(kind: torch.dtype, row: bool) -> None:
     norms = [torch.empty(n * D if row else D, device=meta, dtype=BF16) for n in (NH, KVH)]
     gqa_rope_cache_write(
         torch.empty(T, (NH + 2 * KVH) * D, device=meta, dtype=BF16),
-        torch.empty(T, 2, D // 2, device=meta), torch.empty(T, device=meta).int(),
-        k, k, scale, scale, *norms,
-    )  # fmt: skip
+        torch.empty(T, 2, D // 2, device=meta),
+        torch.empty(T, device=meta).int(),
+        k,
+        k,
+        scale,
+        scale,
+        *norms,
+    )
 
 
 def _compile_mla(kind: torch.dtype) -> None:
@@ -174,10 +177,16 @@ def _compile_mla(kind: torch.dtype) -> None:
     )
     empty = torch.empty(9, 129, 576, device=meta, dtype=BF16)
     mla_rope_cache_write(
-        empty[:, 1:, 512:], empty[:, 0], torch.empty(9, 2, 32, device=meta),
-        torch.empty(9, device=meta).int(), latent, rope, torch.empty(512, device=meta), scale,
+        empty[:, 1:, 512:],
+        empty[:, 0],
+        torch.empty(9, 2, 32, device=meta),
+        torch.empty(9, device=meta).int(),
+        latent,
+        rope,
+        torch.empty(512, device=meta),
+        scale,
         interleaved=True,
-    )  # fmt: skip
+    )
 
 
 COMPILES = [
@@ -185,6 +194,8 @@ COMPILES = [
     ("GQA, norms of rows, E4M3", lambda: _compile_gqa(FP8, True)),
     ("MLA", lambda: _compile_mla(BF16)),
     ("MLA, E4M3", lambda: _compile_mla(FP8)),
-    ("angles", lambda: rope_table(
-        torch.empty(9, device="meta").int(), torch.empty(32, device="meta"))),
-]  # fmt: skip
+    (
+        "angles",
+        lambda: rope_table(torch.empty(9, device="meta").int(), torch.empty(32, device="meta")),
+    ),
+]

@@ -14,7 +14,7 @@ import torch
 from pykernels import ref
 from pykernels.errors import PykernelsError
 from pykernels.gpu.sampling import count_tokens, greedy, sample
-from pykernels.ref.sampling import Request, Sampled, kept, perturbed, philox
+from pykernels.ref.sampling import Sampled, SamplingRequest, kept, perturbed, philox
 from pykernels.ref.sampling_inputs import SamplingInputs
 
 from .sampling_inputs import inputs_of
@@ -32,7 +32,7 @@ def assert_same(found: Sampled, expected: Sampled) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=3e-6, equal_nan=True)
 
 
-def drawn(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+def drawn(logits: torch.Tensor, requests: Sequence[SamplingRequest]) -> list[int]:
     """The tokens, which are those of the definition, and their logprobs too."""
     inputs = inputs_of(requests, logits.shape[1])
     expected = ref.sample(logits.cpu(), inputs)
@@ -62,7 +62,7 @@ def test_greedy_takes_the_first_of_equals(device: torch.device) -> None:
     assert greedy(logits).tolist() == [0, 2100, 0]
 
 
-def random_request(V: int, rng: random.Random) -> Request:
+def random_request(V: int, rng: random.Random) -> SamplingRequest:
     """Any parameters, each as its default about half of the time."""
 
     def some(default: Any, *values: Any) -> Any:
@@ -75,7 +75,7 @@ def random_request(V: int, rng: random.Random) -> Request:
     bias = 10 * torch.randn(len(bias_ids), generator=g)
     mask = torch.rand(V, generator=g) < rng.choice((0.02, 0.5, 0.98))
     penalties, biased = rng.random() < 0.4, rng.random() < 0.4
-    return Request(
+    return SamplingRequest(
         temperature=some(1.0, 0.0, 0.3, 0.8, 2.5, NAN, 1e-31),
         top_k=some(0, 1, 2, 40, 3000, V - 1, V, V + 1, -1),
         top_p=some(1.0, 0.0, 0.1, 0.5, 0.9, 0.999, 1.5, NAN),
@@ -120,11 +120,11 @@ def test_equal_logits_share_their_fate_and_masked_ones_are_out(device: torch.dev
     logits = torch.full((40, 64), -INF, device=device)
     logits[:, 10:14] = 2.0
     logits[:, 20:30] = 1.0
-    found = drawn(logits, [Request(top_k=5, seed=r) for r in range(40)])
+    found = drawn(logits, [SamplingRequest(top_k=5, seed=r) for r in range(40)])
     assert set(found) <= {*range(10, 14), *range(20, 30)} and len(set(found)) > 6
     logits = torch.full((40, 8), -1.0, device=device)
     logits[:, 2], logits[:, 5] = 0.0, -0.0  # equal too
-    assert set(drawn(logits, [Request(top_k=1, seed=r) for r in range(40)])) == {2, 5}
+    assert set(drawn(logits, [SamplingRequest(top_k=1, seed=r) for r in range(40)])) == {2, 5}
 
 
 def test_the_first_nan_is_drawn_whatever_the_limits(device: torch.device) -> None:
@@ -133,14 +133,18 @@ def test_the_first_nan_is_drawn_whatever_the_limits(device: torch.device) -> Non
     logits[1, 9] = -torch.tensor(NAN)  # its sign means nothing
     logits[2, [3, 8]] = torch.tensor([INF, NAN], device=device)
     logits[3] = NAN
-    for request in (Request(0.8, 50, 0.9), Request(0.0), Request(1.0, min_p=0.5, logprobs=3)):
+    for request in (
+        SamplingRequest(0.8, 50, 0.9),
+        SamplingRequest(0.0),
+        SamplingRequest(1.0, min_p=0.5, logprobs=3),
+    ):
         assert drawn(logits, [request] * 4) == [7, 9, 8, 0]
 
 
 def test_a_flat_nucleus_takes_several_rounds(device: torch.device) -> None:
     """With p = 0.01 of 300 nearly equal logits almost every candidate is refused."""
     logits = torch.linspace(0, 1e-3, 300, device=device).expand(5, -1).contiguous()
-    assert min(drawn(logits, [Request(top_p=0.01, seed=r) for r in range(5)])) >= 296
+    assert min(drawn(logits, [SamplingRequest(top_p=0.01, seed=r) for r in range(5)])) >= 296
 
 
 @pytest.mark.parametrize("least", [1e38, -3e38])
@@ -148,7 +152,7 @@ def test_logits_that_overflow_leave_the_nucleus_its_largest(
     least: float, device: torch.device
 ) -> None:
     logits = torch.linspace(least, least + 2e38, 300, device=device).expand(4, -1).contiguous()
-    found = drawn(logits, [Request(0.1, top_p=0.9, seed=r) for r in range(4)])
+    found = drawn(logits, [SamplingRequest(0.1, top_p=0.9, seed=r) for r in range(4)])
     assert found == greedy(logits).tolist()
 
 
@@ -159,8 +163,8 @@ def test_a_mask_and_bias_that_leave_nothing_or_infinities(device: torch.device) 
     lost[V - 1] = NAN
     logits = torch.stack([torch.randn(V), torch.full((V,), -INF), lost, torch.randn(V)]).to(device)
     ids, bias = torch.tensor([V - 1, 3], dtype=torch.int32), torch.tensor([INF, -INF])
-    requests = [Request(mask=mask) for mask in (none, last, ~last)]
-    requests.append(Request(bias_ids=ids, bias=bias))
+    requests = [SamplingRequest(mask=mask) for mask in (none, last, ~last)]
+    requests.append(SamplingRequest(bias_ids=ids, bias=bias))
     assert drawn(logits, requests) == [-1, V - 1, 0, V - 1]
 
 
@@ -172,7 +176,7 @@ def test_drawn_tokens_are_counted(device: torch.device) -> None:
         count_tokens(torch.tensor([5, 6, 7, -1], device=device), rows, seen)
     assert seen.nonzero().tolist() == [[0, 7], [1, 5]]
     assert seen[0, 7] == 4 and seen[1, 5] == 5
-    request = SamplingInputs(**vars(inputs_of([Request()], 8))).request(0, 8)
+    request = SamplingInputs(**vars(inputs_of([SamplingRequest()], 8))).request(0, 8)
     assert request.seen is None
 
 
@@ -187,7 +191,7 @@ def test_drawn_tokens_are_counted(device: torch.device) -> None:
 )
 def test_inputs_that_do_not_fit(change: dict[str, Any], cause: str, device: torch.device) -> None:
     one = torch.tensor([1], dtype=torch.int32)
-    request = Request(mask=torch.ones(8).bool(), seen=one, counts=one)
+    request = SamplingRequest(mask=torch.ones(8).bool(), seen=one, counts=one)
     inputs = moved(replace(inputs_of([request] * 2, 8), **change), device)
     with pytest.raises(PykernelsError, match=cause):
         sample(torch.zeros(2, 8, device=device), inputs)
@@ -226,7 +230,9 @@ def test_kept_is_what_transformers_keeps() -> None:
 def _compile(V: int, dtype=torch.float32) -> None:
     one = torch.tensor([1], dtype=torch.int32)
     mask = torch.ones(V, dtype=torch.bool)
-    request = Request(1.0, 5, 0.9, 0.1, seen=one, counts=one, bias_ids=one, bias=one, mask=mask)
+    request = SamplingRequest(
+        1.0, 5, 0.9, 0.1, seen=one, counts=one, bias_ids=one, bias=one, mask=mask
+    )
     meta = torch.device("meta")
     sample(torch.empty(4, V, device=meta, dtype=dtype), moved(inputs_of([request] * 4, V), meta))
 

@@ -18,11 +18,20 @@ from . import tiny
 from .checks import errors, logits
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_experts_per_tok": 2, "max_position_embeddings": 128, "bos_token_id": 0,
-    "eos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "phimoe": {"num_local_experts": 4},  # a sparse mixer, layer norms
     "granitemoe": {"num_local_experts": 4},  # fused tensors under names of its own
@@ -57,9 +66,11 @@ OTHERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no experts": ("qwen3", {}, "none of its modules is called experts"),
     "another layout": ("jetmoe", {"num_local_experts": 4}, NOT_KNOWN),
     "no gate": (
-        "phimoe", {"hidden_act": "gelu"}, "mlp.experts has experts whose gate .hidden_act 'gelu'",
+        "phimoe",
+        {"hidden_act": "gelu"},
+        "mlp.experts has experts whose gate .hidden_act 'gelu'",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", OTHERS)

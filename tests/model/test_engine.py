@@ -12,7 +12,7 @@ import torch
 import model
 from model.llm import LLM
 from pykernels.errors import PykernelsError
-from runtime.devices.cpu.step import CpuStep
+from runtime.devices.cpu.step import CpuExecutable
 from runtime.engine import SamplingParams
 from runtime.step_inputs import allocate_inputs
 
@@ -42,11 +42,14 @@ def logits(llm: LLM, ids: torch.Tensor) -> torch.Tensor:
     lowered = llm.runner.model
     program = lowered.lower(T, 1, T, pages, pages)
     inputs = allocate_inputs(program) | {
-        "tokens": ids, "positions": torch.arange(T), "slots": torch.arange(T),
-        "sampled": torch.arange(T), "page_table": torch.arange(pages)[None],
-    }  # fmt: skip
+        "tokens": ids,
+        "positions": torch.arange(T),
+        "slot_mapping": torch.arange(T),
+        "logits_indices": torch.arange(T),
+        "page_table": torch.arange(pages)[None],
+    }
     caches = {name: part.zeros() for name, part in lowered.caches(pages).items()}
-    step = CpuStep(program, llm.pool, inputs, caches)
+    step = CpuExecutable(program, llm.pool, inputs, caches)
     step.sizes[:] = torch.tensor([T, 1, T])
     step.run()
     return step.outputs["logits"]
@@ -58,7 +61,7 @@ def test_logits_are_within_bfloat16_of_transformers(case: str, tmp_path: Path) -
     ids = torch.randint(0, 96, (70,), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         truth = made.reference(ids[None]).logits[0]
-    with model.load_engine(tmp_path, context=64) as llm:
+    with model.load_engine(tmp_path, max_model_len=64) as llm:
         error = (logits(llm, ids) - truth).norm(dim=-1) / truth.norm(dim=-1)
     # A near-tie that routes a token otherwise may move it further.
     assert error.median() < BF16 and (error < 2 * BF16).float().mean() > 0.95
@@ -122,7 +125,7 @@ def test_a_cache_in_e4m3(tmp_path: Path) -> None:
     ids = torch.randint(0, 96, (100,), generator=torch.Generator().manual_seed(3))
     found: dict[str, torch.Tensor] = {}
     for kv_dtype in ("bf16", "fp8"):
-        with model.load_engine(tmp_path, context=128, kv_dtype=kv_dtype) as llm:
+        with model.load_engine(tmp_path, max_model_len=128, kv_dtype=kv_dtype) as llm:
             found[kv_dtype] = logits(llm, ids)
             cold, cached = (
                 llm.generate(ids.tolist(), temperature=0, max_tokens=8).token_ids for _ in range(2)

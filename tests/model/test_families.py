@@ -15,7 +15,7 @@ from model.architectures.families import why_not
 from model.checkpoint.config import read_config
 from model.modules.moe import routed_experts
 from pykernels.quant import get_format
-from runtime.devices.host.runner import HostRunner
+from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Engine, SamplingParams
 
 from . import tiny
@@ -59,8 +59,8 @@ def test_gpt_oss_keeps_its_mxfp4(tmp_path: Path, ids: torch.Tensor) -> None:
     truth = logits(made.reference, ids)
     assert errors(logits(lm, ids), truth).median() < 5e-3
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with model.load_engine(tmp_path, context=64, threads=1, device="host") as llm:
-        engine = Engine(HostRunner(llm.runner.model, 64), threaded=False)
+    with model.load_engine(tmp_path, max_model_len=64, threads=1, device="ref") as llm:
+        engine = Engine(RefRunner(llm.runner.model, 64), threaded=False)
         (found,) = engine.generate([ids[0].tolist()], params)
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     want = made.reference.generate(ids[:1], **options)[0, ids.shape[1] :]
@@ -70,10 +70,12 @@ def test_gpt_oss_keeps_its_mxfp4(tmp_path: Path, ids: torch.Tensor) -> None:
 REASONS = {
     "clipped": ("olmoe", {"clip_qkv": 8.0}, "no lowering of clipped queries"),
     "frequencies of its own": (
-        "llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        "no lowering of the rope_type dynamic"),
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "no lowering of the rope_type dynamic",
+    ),
     "another activation": ("llama", {"hidden_act": "gelu"}, "no kernel for the hidden_act gelu"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REASONS)

@@ -13,7 +13,7 @@ from model import pretrained
 from model.checkpoint import memory
 from model.modules.moe import routed_experts
 from pykernels.quant.split import SplitExperts
-from runtime.machine.topology import Node, Topology
+from runtime.machine.topology import NumaNode, Topology
 from runtime.workers.pool import configure_default_pool, default_pool
 
 from .checks import Checkpoints, refused
@@ -81,7 +81,7 @@ def test_a_node_without_room_is_found_before_loading(
     first = layers[0]
     half = SplitExperts.slice_bytes(first.shape, first.weights.fmt, 2)[1] * len(layers)
     assert 0.4 * whole < half < 0.6 * whole
-    nodes = [Node(0, (0,), whole, whole), Node(7, (1,), whole, half)]
+    nodes = [NumaNode(0, (0,), whole, whole), NumaNode(7, (1,), whole, half)]
     pool = SimpleNamespace(pools=[SimpleNamespace(node=0), SimpleNamespace(node=7)], narrow=False)
     monkeypatch.setattr(pretrained, "default_pool", lambda: pool)
     monkeypatch.setattr(pretrained, "_configure_workers", lambda *_: None)
@@ -89,5 +89,5 @@ def test_a_node_without_room_is_found_before_loading(
     topology = SimpleNamespace(detect=lambda: SimpleNamespace(nodes=nodes))
     monkeypatch.setattr(memory, "Topology", topology)
     model.from_pretrained(path)
-    nodes[1] = Node(7, (1,), whole, half - 1)
+    nodes[1] = NumaNode(7, (1,), whole, half - 1)
     refused(r"NUMA node 7 gets [\d.]+ MiB of experts", path)

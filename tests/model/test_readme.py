@@ -23,7 +23,7 @@ from pykernels.env import env
 from pykernels.quant import FORMATS
 from pykernels.registry import Backend, get_backend
 from runtime.devices.cpu.step import BINDERS
-from runtime.devices.host.ops import OPS
+from runtime.devices.ref.ops import OPS
 
 from ..cpu.kernels import variants
 from .conftest import Run

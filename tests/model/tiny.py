@@ -19,9 +19,19 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from . import tiny_quantized
 
 ARCHITECTURES = (
-    "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite",
-    "gpt_oss", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
-)  # fmt: skip
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_oss",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 
 # fmt: off
 _BASE: dict[str, Any] = {

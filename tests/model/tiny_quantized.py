@@ -23,9 +23,11 @@ def config(scheme: str) -> dict[str, Any]:
     """A `quantization_config` as DeepSeek and llm-compressor write it."""
     if scheme == "deepseek":
         return {
-            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-        }  # fmt: skip
+        }
     if scheme in ZEROS:
         found: dict[str, Any] = {"bits": 4, "group_size": ZEROS[scheme]}
         if scheme.startswith("awq"):
@@ -34,9 +36,14 @@ def config(scheme: str) -> dict[str, Any]:
         found |= {"quant_method": "gptq", "checkpoint_format": kind, "desc_act": False}
         return found | {"sym": False, "true_sequential": True, "damp_percent": 0.01}
     weights: dict[str, Any] = {
-        "actorder": None, "block_structure": None, "dynamic": False, "group_size": None,
-        "observer": "minmax", "observer_kwargs": {}, "symmetric": True,
-    }  # fmt: skip
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "symmetric": True,
+    }
     inputs: dict[str, Any] | None = {"num_bits": 8, "strategy": "token", "dynamic": True}
     if scheme in INT4:
         fmt, inputs = "pack-quantized", None
@@ -51,10 +58,13 @@ def config(scheme: str) -> dict[str, Any]:
         weights["block_structure"] = [BLOCK, BLOCK] if scheme == "block" else None
     group = {"input_activations": inputs, "targets": ["Linear"], "weights": weights}
     return {
-        "config_groups": {"group_0": group}, "format": fmt, "kv_cache_scheme": None,
-        "ignore": ["lm_head", "re:.*mlp.gate$"], "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": group},
+        "format": fmt,
+        "kv_cache_scheme": None,
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+        "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-    }  # fmt: skip
+    }
 
 
 def blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

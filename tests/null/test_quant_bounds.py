@@ -18,9 +18,16 @@ def _matrices() -> list[torch.Tensor]:
     gauss, spread = (torch.randn(N, K, generator=g) for _ in range(2))
     steps = torch.randn(N, K // 32, generator=g).repeat_interleave(32, dim=1)
     return [
-        gauss, gauss * spread.exp(), torch.rand(N, K, generator=g), gauss * (2 * steps).exp(),
-        gauss.abs() + 10, -gauss.abs() - 10, steps, gauss.sign(), gauss * (spread > 1.5),
-    ]  # fmt: skip
+        gauss,
+        gauss * spread.exp(),
+        torch.rand(N, K, generator=g),
+        gauss * (2 * steps).exp(),
+        gauss.abs() + 10,
+        -gauss.abs() - 10,
+        steps,
+        gauss.sign(),
+        gauss * (spread > 1.5),
+    ]
 
 
 def _amax(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

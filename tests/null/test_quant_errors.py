@@ -79,7 +79,9 @@ WEIGHTS = {
     "NaN scale": ("int8-channel", lambda w: Weight(w.data, w.scale * NAN), "scales that are NaN"),
     "NaN code": ("fp8", lambda w: Weight(_spoilt(w.data, 0xFF), w.scale), "codes that are NaN"),
     "NaN code, channel": (
-        "fp8-channel", lambda w: Weight(_spoilt(w.data, 0x7F), w.scale), "codes that are NaN",
+        "fp8-channel",
+        lambda w: Weight(_spoilt(w.data, 0x7F), w.scale),
+        "codes that are NaN",
     ),
     "int4 too large": ("int4", lambda w: Weight(_spoilt(w.data, 9), w.scale), "int4 takes -8 .. 7"),
     "int4 too small": ("int4", lambda w: Weight(_spoilt(w.data, -9), w.scale), "takes -8 .. 7"),
@@ -89,9 +91,11 @@ WEIGHTS = {
     "zero-point code": ("int4-zp", lambda w: Weight(_spoilt(w.data, 16), w.scale), "codes up to"),
     "zero point": ("int4-zp", lambda w: Weight(w.data, w.scale + 0.5), "are no integers of 0 .."),
     "mxfp4 scale": (
-        "mxfp4", lambda w: Weight(w.data, _spoilt(w.scale, 255)), "a scale of 255, which is NaN",
+        "mxfp4",
+        lambda w: Weight(w.data, _spoilt(w.scale, 255)),
+        "a scale of 255, which is NaN",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("name", "spoil", "told"), WEIGHTS.values(), ids=WEIGHTS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.shapes import MoEShape, Ragged, RouterSpec, Routing, SortedSlots
+from pykernels.shapes import MoEShape, Ragged, RouterSpec, Routing, SortedPairs
 
 SIZES = {"E": 4, "H": 64, "I": 32, "topk": 2}
 
@@ -34,14 +34,14 @@ def test_routing_matches_its_weights():
 
 
 N = torch.zeros(6, dtype=torch.int32)
-ORDER = {"slots": N, "starts": N[:5], "positions": N.view(3, 2)}
+ORDER = {"pairs": N, "starts": N[:5], "positions": N.view(3, 2)}
 
 
 @pytest.mark.parametrize(
     ("part", "wrong"),
     [
-        ("slots", N.long()),
-        ("slots", N[:5]),
+        ("pairs", N.long()),
+        ("pairs", N[:5]),
         ("starts", N[::2]),
         ("starts", N[:0]),
         ("positions", N),
@@ -49,9 +49,9 @@ ORDER = {"slots": N, "starts": N[:5], "positions": N.view(3, 2)}
     ],
 )
 def test_an_order_is_dense_integers(part: str, wrong: torch.Tensor):
-    assert SortedSlots(**ORDER).topk == 2
+    assert SortedPairs(**ORDER).topk == 2
     with pytest.raises(PykernelsError, match="order"):
-        SortedSlots(**{**ORDER, part: wrong})
+        SortedPairs(**{**ORDER, part: wrong})
 
 
 @pytest.mark.parametrize("part", ["q_starts", "q_lengths", "k_lengths", "k_starts"])

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from pykernels.errors import PykernelsError
-from runtime.machine.topology import Node, Topology
+from runtime.machine.topology import NumaNode, Topology
 from runtime.workers.numa import nodes_to_use, why_not_split
 from runtime.workers.pool import NodePools
 
@@ -46,38 +46,61 @@ CG = "sys/fs/cgroup"
 QUOTAS = [
     pytest.param({}, math.inf, 4, id="no cgroups at all"),
     pytest.param(
-        {"proc/self/mountinfo": NO_SOURCE + V2.format(root="/"), "proc/self/cgroup": "0::/",
-         f"{CG}/cpu.max": "150000 100000"},
-        1.5, 1, id="v2, a container's own root: half a CPU is no thread",
+        {
+            "proc/self/mountinfo": NO_SOURCE + V2.format(root="/"),
+            "proc/self/cgroup": "0::/",
+            f"{CG}/cpu.max": "150000 100000",
+        },
+        1.5,
+        1,
+        id="v2, a container's own root: half a CPU is no thread",
     ),
     pytest.param(
-        {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/a.slice/b.scope",
-         f"{CG}/a.slice/cpu.max": "200000 100000",
-         f"{CG}/a.slice/b.scope/cpu.max": "max 100000"},
-        2.0, 2, id="v2, nested: the parent's limit",
+        {
+            "proc/self/mountinfo": V2.format(root="/"),
+            "proc/self/cgroup": "0::/a.slice/b.scope",
+            f"{CG}/a.slice/cpu.max": "200000 100000",
+            f"{CG}/a.slice/b.scope/cpu.max": "max 100000",
+        },
+        2.0,
+        2,
+        id="v2, nested: the parent's limit",
     ),
     pytest.param(
-        {"proc/self/mountinfo": V1.format(root="/"), "proc/self/cgroup": V1_PATHS.format(path="/x"),
-         f"{CG}/cpu,cpuacct/cpu.cfs_quota_us": "-1",
-         f"{CG}/cpu,cpuacct/x/cpu.cfs_quota_us": "50000",
-         f"{CG}/cpu,cpuacct/x/cpu.cfs_period_us": "100000"},
-        0.5, 1, id="v1, nested: less than one CPU is still one thread",
+        {
+            "proc/self/mountinfo": V1.format(root="/"),
+            "proc/self/cgroup": V1_PATHS.format(path="/x"),
+            f"{CG}/cpu,cpuacct/cpu.cfs_quota_us": "-1",
+            f"{CG}/cpu,cpuacct/x/cpu.cfs_quota_us": "50000",
+            f"{CG}/cpu,cpuacct/x/cpu.cfs_period_us": "100000",
+        },
+        0.5,
+        1,
+        id="v1, nested: less than one CPU is still one thread",
     ),
     pytest.param(
-        {"proc/self/mountinfo": V1.format(root="/docker/7"),
-         "proc/self/cgroup": V1_PATHS.format(path="/docker/7"),
-         f"{CG}/cpu,cpuacct/cpu.cfs_quota_us": "250000"},
-        2.5, 2, id="v1, docker: the path is the host's, the mount the container's",
+        {
+            "proc/self/mountinfo": V1.format(root="/docker/7"),
+            "proc/self/cgroup": V1_PATHS.format(path="/docker/7"),
+            f"{CG}/cpu,cpuacct/cpu.cfs_quota_us": "250000",
+        },
+        2.5,
+        2,
+        id="v1, docker: the path is the host's, the mount the container's",
     ),
     pytest.param(
-        {"proc/self/mountinfo": CPUSET + BOTH,
-         "proc/self/cgroup": "5:cpuset:/narrow\n" + V1_PATHS.format(path="/") + "0::/u",
-         f"{CG}/unified/u/cpu.max": "max 100000",
-         f"{CG}/cpuset/cpu.cfs_quota_us": "100000",
-         f"{CG}/cpu,cpuacct/cpu.cfs_quota_us": "300000"},
-        3.0, 3, id="both: v1 has the controller, and a cpuset is another one",
+        {
+            "proc/self/mountinfo": CPUSET + BOTH,
+            "proc/self/cgroup": "5:cpuset:/narrow\n" + V1_PATHS.format(path="/") + "0::/u",
+            f"{CG}/unified/u/cpu.max": "max 100000",
+            f"{CG}/cpuset/cpu.cfs_quota_us": "100000",
+            f"{CG}/cpu,cpuacct/cpu.cfs_quota_us": "300000",
+        },
+        3.0,
+        3,
+        id="both: v1 has the controller, and a cpuset is another one",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("files", "quota", "usable"), QUOTAS)
@@ -89,22 +112,34 @@ def test_quota(tmp_path: Path, files: dict[str, str], quota: float, usable: int)
 
 MEMORY = [
     pytest.param(
-        {"proc/self/mountinfo": V2.format(root="/"), "proc/self/cgroup": "0::/a/b",
-         f"{CG}/a/memory.max": str(3 << 20), f"{CG}/a/memory.current": str(2 << 20),
-         f"{CG}/a/memory.stat": f"anon 5\ninactive_file {1 << 19}",
-         f"{CG}/a/b/memory.max": "max", f"{CG}/a/b/memory.current": "1"},
-        3 << 20, 3 << 19, id="v2, the parent's limit; its page cache is free",
+        {
+            "proc/self/mountinfo": V2.format(root="/"),
+            "proc/self/cgroup": "0::/a/b",
+            f"{CG}/a/memory.max": str(3 << 20),
+            f"{CG}/a/memory.current": str(2 << 20),
+            f"{CG}/a/memory.stat": f"anon 5\ninactive_file {1 << 19}",
+            f"{CG}/a/b/memory.max": "max",
+            f"{CG}/a/b/memory.current": "1",
+        },
+        3 << 20,
+        3 << 19,
+        id="v2, the parent's limit; its page cache is free",
     ),
     pytest.param(
-        {"proc/self/mountinfo": V1.format(root="/"), "proc/self/cgroup": V1_PATHS.format(path="/p"),
-         f"{CG}/memory/memory.limit_in_bytes": "9223372036854771712",
-         f"{CG}/memory/memory.usage_in_bytes": "12345",
-         f"{CG}/memory/p/memory.limit_in_bytes": str(8 << 20),
-         f"{CG}/memory/p/memory.usage_in_bytes": str(7 << 20),
-         f"{CG}/memory/p/memory.stat": "inactive_file 0\ntotal_inactive_file 4096"},
-        8 << 20, (1 << 20) + 4096, id="v1, nested; the root's huge number is no limit",
+        {
+            "proc/self/mountinfo": V1.format(root="/"),
+            "proc/self/cgroup": V1_PATHS.format(path="/p"),
+            f"{CG}/memory/memory.limit_in_bytes": "9223372036854771712",
+            f"{CG}/memory/memory.usage_in_bytes": "12345",
+            f"{CG}/memory/p/memory.limit_in_bytes": str(8 << 20),
+            f"{CG}/memory/p/memory.usage_in_bytes": str(7 << 20),
+            f"{CG}/memory/p/memory.stat": "inactive_file 0\ntotal_inactive_file 4096",
+        },
+        8 << 20,
+        (1 << 20) + 4096,
+        id="v1, nested; the root's huge number is no limit",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("files", "total", "available"), MEMORY)
@@ -168,19 +203,32 @@ NODES = [
     pytest.param(TWO, range(4), [64, 64], 2, id="two nodes"),
     pytest.param(TWO, (1, 3), [64], 1, id="pinned to one"),
     pytest.param(
-        {f"{NODE}2/cpulist": "0-1", f"{NODE}10/cpulist": "2,8", f"{NODE}2/meminfo":
-         meminfo(2, 7 * GIB, 0), f"{NODE}10/meminfo": meminfo(10, 9 * GIB, 0)},
-        range(9), [7, 9], 2, id="ordered by number",
+        {
+            f"{NODE}2/cpulist": "0-1",
+            f"{NODE}10/cpulist": "2,8",
+            f"{NODE}2/meminfo": meminfo(2, 7 * GIB, 0),
+            f"{NODE}10/meminfo": meminfo(10, 9 * GIB, 0),
+        },
+        range(9),
+        [7, 9],
+        2,
+        id="ordered by number",
     ),
     pytest.param(
-        {**TWO, "proc/self/status": "Mems_allowed_list:\t0,10-11"}, range(4), [64, 0], 1,
+        {**TWO, "proc/self/status": "Mems_allowed_list:\t0,10-11"},
+        range(4),
+        [64, 0],
+        1,
         id="the cpuset forbids its memory",
     ),
     pytest.param(
         {**TWO, f"{NODE}2/cpulist": "", f"{NODE}2/meminfo": meminfo(2, 9 * GIB, 9 * GIB)},
-        range(4), [64, 64], 2, id="memory without cores (CXL): no node to work on",
+        range(4),
+        [64, 64],
+        2,
+        id="memory without cores (CXL): no node to work on",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("files", "affinity", "gib", "usable"), NODES)
@@ -228,7 +276,7 @@ def test_a_split_that_cannot_be(tmp_path, monkeypatch, numa, threads, problem, c
 
 def test_threads_that_do_not_fit_the_nodes_are_refused() -> None:
     cores = tuple(range(6))
-    nodes = tuple(Node(n, cores[3 * n : 3 * n + 3], GIB, GIB) for n in range(2))
+    nodes = tuple(NumaNode(n, cores[3 * n : 3 * n + 3], GIB, GIB) for n in range(2))
     topology = Topology(cores, tuple((c,) for c in cores), 4.5, nodes, GIB, GIB, "always")
     with pytest.raises(PykernelsError, match="5 threads .* 2 NUMA nodes, 4 cores are usable"):
         NodePools(nodes, 5, topology=topology)  # the quota is 4.5 CPUs

@@ -180,10 +180,13 @@ def _sentencepiece(vocabulary: Vocabulary, pre: str) -> Tokenizer:
     unknown = next((token for token, kind in kinds if kind == UNKNOWN), None)
     tokenizer = Tokenizer(
         models.BPE(
-            vocab=vocabulary.ids, merges=merges_of(vocabulary.ids, lambda i: -scores[i]),
-            unk_token=unknown, fuse_unk=True, byte_fallback=BYTE in vocabulary.types,
+            vocab=vocabulary.ids,
+            merges=merges_of(vocabulary.ids, lambda i: -scores[i]),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=BYTE in vocabulary.types,
         )
-    )  # fmt: skip
+    )
     prefix = vocabulary.flag("add_space_prefix") is not False
     spaces = [normalizers.Replace(" ", "▁")]
     tokenizer.normalizer = normalizers.Sequence(

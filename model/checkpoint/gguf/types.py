@@ -10,9 +10,19 @@ from pykernels.quant import FORMATS, Weight, get_format
 FORMAT_OF = {
     kind: kind.lower()
     for kind in (
-        "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4", "F16",
+        "Q4_0",
+        "Q4_1",
+        "Q5_0",
+        "Q5_1",
+        "Q8_0",
+        "Q4_K",
+        "Q5_K",
+        "Q6_K",
+        "IQ4_NL",
+        "MXFP4",
+        "F16",
     )
-}  # fmt: skip
+}
 """By ggml's names; F32 and BF16 are floats, and so is F16 where it is no matrix."""
 
 MXFP4_BLOCK = 32

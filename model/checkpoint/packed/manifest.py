@@ -24,9 +24,12 @@ every CPU backend. Add 1 whenever packing the same weights gives other bytes (ti
 scales of a format, sections of `PackedExperts`) or lowering asks for other objects (which matrices
 become one): a cache of another version is refused, never guessed at."""
 _WORK = {
-    "model_type": "family", "identity": "source", "rules": "rules", "experts": "--format",
+    "model_type": "family",
+    "identity": "source",
+    "rules": "rules",
+    "experts": "--format",
     "linears": "--linears",
-}  # fmt: skip
+}
 AGAIN = "Convert the checkpoint again (pykernels convert)"
 
 

@@ -37,8 +37,10 @@ def find(names: Lookup, base: str, shape: tuple[int, ...]) -> Matrix | None:
     groups = rows[0] if rows else 0
     words = (K, N // 8) if layout == "awq" else (K // 8, N)
     needed: dict[Part, tuple[str | None, tuple[int, ...]]] = {
-        data: ("I32", words), zero: ("I32", (groups, N // 8)), scale: (None, (groups, N)),
-    }  # fmt: skip
+        data: ("I32", words),
+        zero: ("I32", (groups, N // 8)),
+        scale: (None, (groups, N)),
+    }
     if order is not None:
         needed[order] = ("I32", (K,))
     for part, (dtype, expected) in needed.items():

@@ -14,7 +14,7 @@ from numba import carray, types
 from ..intrin.scalar import bf16_as_f32
 from ..intrin.sync import as_pointer
 from ..jit import inlined
-from ..job import poke_f32
+from ..words import poke_f32
 
 _MAX = np.float32(127.0)
 _ONE, _ZERO, _INFINITY = np.float32(1.0), np.float32(0.0), np.float32(np.inf)

@@ -11,7 +11,7 @@ from numba import carray, types
 from ..intrin.scalar import bf16_as_f32
 from ..intrin.sync import as_pointer
 from ..jit import inlined, routine
-from ..job import poke_f32
+from ..words import poke_f32
 from .quantize import make_poke_sum, scales_of
 from .row_layout import RowFormat, codes_at, scale_at, sum_at
 

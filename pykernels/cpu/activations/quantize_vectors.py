@@ -15,7 +15,7 @@ from ..intrin import avx2, avx512, avx512_bytes
 from ..intrin.registers import i32x8_array, i32x16_array
 from ..intrin.scalar import bits_from_f32, f32_from_bits
 from ..jit import inlined, routine
-from ..job import poke_f32
+from ..words import poke_f32
 from .int8_slices import MAGIC_BITS, SHORT
 from .quantize import make_poke_sum, poke_i32, scales_of
 from .row_layout import (

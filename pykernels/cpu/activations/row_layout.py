@@ -34,8 +34,8 @@ from ...quant import get_format
 from ...quant.activations import GROUPS, SLICES, SLICES_K
 from ...quant.layout import ceil_to
 from ..jit import inlined
-from ..job import f32, i32
 from ..weights.layout import BIASES, INTEGERS, MAGIC_OFFSETS, MINIMA, SCALE_K
+from ..words import f32, i32
 
 _LINE = 64
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from ..jit import task
-from ..job import f32, poke_f32
 from ..vectors import make_vectors
+from ..words import f32, poke_f32
+from .args import COMBINE_BYTES, ITEM_BYTES, attention_at, combine_at, item_at
 from .items import partial_bytes
-from .job import COMBINE_BYTES, ITEM_BYTES, attention_at, combine_at, item_at
 from .layout import Layout
 from .pages import make_store_row
 from .products import padded_rows
@@ -22,35 +22,35 @@ _ZERO = np.float32(0.0)
 
 @functools.cache
 def make_combine(layout: Layout) -> tuple[Any, Any]:
-    """Compiles (open, run): a task for each ``COMBINE_ROWS`` rows of a tile that was split."""
+    """Compiles (setup, run): a task for each ``COMBINE_ROWS`` rows of a tile that was split."""
     V: Any = make_vectors(layout.N)
     N, D_V, C, exp2 = layout.N, layout.D_V, layout.value_vectors, make_exp2(layout.N)
     store_row = make_store_row(layout)
     WEIGHTS, SUMS = layout.offsets["q"], layout.offsets["o"]
 
-    @task("attention-combine-open")
-    def opening(address, index, worker):
+    @task("attention-combine-setup")
+    def setup(address, index, worker):
         return attention_at(address).combine_count
 
     @task(f"attention-combine-{layout.name}")
     def run(address, index, worker):
-        job = attention_at(address)
-        combine = combine_at(job.combines + index * COMBINE_BYTES)
-        item = item_at(job.items + combine.item * ITEM_BYTES)
-        scratch = job.scratch + worker * job.scratch_stride
+        args = attention_at(address)
+        combine = combine_at(args.combines + index * COMBINE_BYTES)
+        item = item_at(args.items + combine.item * ITEM_BYTES)
+        scratch = args.scratch + worker * args.scratch_stride
         weights, sums = scratch + WEIGHTS, scratch + SUMS
         rows = item.tokens * item.heads
         padded, each = padded_rows(rows), partial_bytes(rows, D_V)
         for row in range(combine.row, combine.row + combine.rows):
             token, head = item.token + row // item.heads, item.head + row % item.heads
             largest = NO_KEY
-            if job.sinks != 0:
-                largest = f32(job.sinks, head) * LOG2E
+            if args.sinks != 0:
+                largest = f32(args.sinks, head) * LOG2E
             for split in range(combine.splits):
                 largest = max(largest, f32(item.partial + split * each, row))
             total = _ZERO
-            if job.sinks != 0:
-                sink = f32(job.sinks, head) * LOG2E
+            if args.sinks != 0:
+                sink = f32(args.sinks, head) * LOG2E
                 total = V.first(exp2(V.broadcast(sink - largest)))
             for split in range(combine.splits):
                 at = item.partial + split * each
@@ -69,7 +69,7 @@ def make_combine(layout: Layout) -> tuple[Any, Any]:
                 for c in range(C):
                     V.store_f32(sums + strip + 4 * N * c, o[c])
             factor = np.float32(1.0) / total if total > _ZERO else _ZERO
-            store_row(sums, factor, job.out + token * job.out_stride + head * (4 * D_V))
+            store_row(sums, factor, args.out + token * args.out_stride + head * (4 * D_V))
         return 0
 
-    return opening, run
+    return setup, run

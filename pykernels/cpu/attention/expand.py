@@ -12,19 +12,19 @@ from typing import Any
 
 from numba import carray, types
 
-from ..gemv.common import MAX_TOKENS as PASS
+from ..gemv.common import MAX_TOKENS as MAX_M
 from ..gemv.common import point_at_rows
 from ..intrin.descriptor import descriptor
 from ..intrin.registers import stack_alloc
 from ..intrin.sync import as_pointer, call_routine
 from ..jit import inlined
-from ..job import f32, poke_f32
 from ..vectors import make_vectors
-from .job import PAGE
+from ..words import f32, poke_f32
+from .args import PAGE
 from .layout import Layout
 from .products import in_sixes
 
-_ADDRESSES, _OUTS = 8 * PASS, PASS * 32 * 4
+_ADDRESSES, _OUTS = 8 * MAX_M, MAX_M * 32 * 4
 
 MATRICES, matrices_at = descriptor(
     "expansion_matrices",
@@ -40,7 +40,7 @@ MATRICES, matrices_at = descriptor(
         "tiles",  # the format's routines
         "tables",
         "quantize_row",
-        "row_stride",  # bytes of an input row, of which rows has room for PASS
+        "row_stride",  # bytes of an input row, of which rows has room for MAX_M
     ),
 )
 
@@ -64,20 +64,29 @@ def make_columns_of_head(K: int, outputs: int, unit: int, place: Any) -> Any:
         m = matrices_at(matrices)
         addresses, out = stack_alloc(_ADDRESSES), stack_alloc(_OUTS)
         status, Kp = 0, 128 * m.k_blocks
-        for k in range(0, K, PASS):
-            M = min(PASS, K - k)
+        for k in range(0, K, MAX_M):
+            M = min(MAX_M, K - k)
             for i in range(M):
                 row = rows + i * m.row_stride
                 unit_row(row, Kp, k + i)
                 if m.quantize_row != 0:
                     status |= call_routine(m.quantize_row, (row, Kp, 0, Kp))
-            point_at_rows(addresses, PASS, rows, m.row_stride, 0, 0, M)
+            point_at_rows(addresses, MAX_M, rows, m.row_stride, 0, 0, M)
             for block in range(m.blocks):
                 w = m.w + head * m.w_head + block * m.block_bytes
                 scale = m.scale + head * m.scale_head + block * m.scale_bytes
                 tile = (
-                    M, w, w + m.block_bytes, scale, 0, m.k_blocks, Kp, addresses, m.tables, out,
-                )  # fmt: skip
+                    M,
+                    w,
+                    w + m.block_bytes,
+                    scale,
+                    0,
+                    m.k_blocks,
+                    Kp,
+                    addresses,
+                    m.tables,
+                    out,
+                )
                 status |= call_routine(m.tiles, tile)
                 for i in range(M):
                     for n in range(min(32, outputs - 32 * block)):
@@ -178,7 +187,7 @@ def make_latent_rows(layout: Layout, L: int) -> Any:
 
 def expansion_offsets(layout: Layout, L: int, nope: int) -> dict[str, int]:
     """Where the parts of the scratch begin that come behind ``layout``'s own; the last one,
-    ``rows``, is room for ``PASS`` input rows."""
+    ``rows``, is room for ``MAX_M`` input rows."""
     sizes = {
         "w_uk": 4 * nope * L,  # float32 [nope][L]
         "w_uv": 4 * layout.D_V * L,  # float32 [strip][L][numbers of a strip]

@@ -18,10 +18,11 @@ from numba import types
 from ...target import detect
 from ..intrin.scalar import f32_from_bits
 from ..jit import inlined, task
-from ..job import i64
 from ..vectors import make_vectors, width
+from ..words import i64
+from .args import ITEM_BYTES, PAGE, attention_at, item_at
 from .expand import (
-    PASS,
+    MAX_M,
     expansion_offsets,
     make_by_strip,
     make_columns_of_head,
@@ -29,8 +30,7 @@ from .expand import (
     make_latent_rows,
     make_value_place,
 )
-from .items import make_open
-from .job import ITEM_BYTES, PAGE, attention_at, item_at
+from .items import make_setup
 from .layout import Layout
 from .pages import gather_scales, make_columns
 from .products import make_page_scores, make_page_sums, padded_rows
@@ -57,9 +57,9 @@ def expand_from(L: int, R: int, nope: int, dv: int) -> int:
 
 @dataclass(frozen=True)
 class Expanded:
-    """MLA with keys and values expanded: an op on an ``ATTENTION`` job with ``KVH = NH``.
+    """MLA with keys and values expanded: an op on an ``ATTENTION`` record with ``KVH = NH``.
 
-    What a job must own is known before anything is compiled.
+    What a call must own is known before anything is compiled.
 
     Args:
         L, R: numbers of a latent and of its rotated part; nope, dv: of a head's key without that
@@ -85,7 +85,7 @@ class Expanded:
 
     def scratch_bytes(self, row_bytes: int) -> int:
         """Of a worker; ``row_bytes``: of an input row of ``W_UK`` or ``W_UV``, the longer one."""
-        return expansion_offsets(self.layout, self.L, self.nope)["rows"] + PASS * row_bytes
+        return expansion_offsets(self.layout, self.L, self.nope)["rows"] + MAX_M * row_bytes
 
     @staticmethod
     def items(NH: int, T: int, S: int) -> int:
@@ -93,8 +93,8 @@ class Expanded:
         return NH * (T // ROWS + S)
 
     def compile(self) -> tuple[Any, Any]:
-        """Its tasks, as ``Attention.open, run``."""
-        return make_open(self.dv, ROWS), _make_run(self.layout, self.L, self.R, self.nope)
+        """Its tasks, as ``AttentionKernel.setup, run``."""
+        return make_setup(self.dv, ROWS), _make_run(self.layout, self.L, self.R, self.nope)
 
 
 def _make_load_query(layout: Layout, L: int, R: int, nope: int) -> Any:
@@ -102,15 +102,15 @@ def _make_load_query(layout: Layout, L: int, R: int, nope: int) -> Any:
     VECTOR = 4 * layout.N
 
     @inlined
-    def load_query(job, token, head, to):
+    def load_query(args, token, head, to):
         """Its two parts, times the scale of the scores."""
-        scale = V.broadcast(f32_from_bits(types.uint32(job.scale)) * LOG2E)
-        plain = job.q_nope + token * job.q_nope_stride + head * (4 * (nope + R))
-        turned = job.q + token * job.q_stride + head * (4 * (L + R)) + 4 * L
+        scale = V.broadcast(f32_from_bits(types.uint32(args.scale)) * LOG2E)
+        plain = args.q_nope + token * args.q_nope_stride + head * (4 * (nope + R))
+        rotated = args.q + token * args.q_stride + head * (4 * (L + R)) + 4 * L
         for d in range(0, 4 * nope, VECTOR):
             V.store_f32(to + d, V.mul(V.load_f32(plain + d), scale))
         for d in range(0, 4 * R, VECTOR):
-            V.store_f32(to + 4 * nope + d, V.mul(V.load_f32(turned + d), scale))
+            V.store_f32(to + 4 * nope + d, V.mul(V.load_f32(rotated + d), scale))
 
     return load_query
 
@@ -163,28 +163,28 @@ def _make_run(layout: Layout, L: int, R: int, nope: int) -> Any:
 
     @task(f"attention-expanded-{L}-{nope}-{layout.name}")
     def run(address, index, worker):
-        job = attention_at(address)
-        item = item_at(job.items + index * ITEM_BYTES)
-        scratch = job.scratch + worker * job.scratch_stride
+        args = attention_at(address)
+        item = item_at(args.items + index * ITEM_BYTES)
+        scratch = args.scratch + worker * args.scratch_stride
         rows, lows, ends = item.tokens, scratch + LOWS, scratch + ENDS
         padded = padded_rows(rows)
-        table = job.page_table + 8 * i64(job.sequence, item.token) * job.page_table_stride
-        status = uk(job.w_uk, item.head, scratch + ROWS_AT, scratch + W_UK)
-        status |= uv(job.w_uv, item.head, scratch + ROWS_AT, scratch + W_UV)
-        begin(job, item, scratch)
+        table = args.page_table + 8 * i64(args.sequence, item.token) * args.page_table_stride
+        status = uk(args.w_uk, item.head, scratch + ROWS_AT, scratch + W_UK)
+        status |= uv(args.w_uv, item.head, scratch + ROWS_AT, scratch + W_UV)
+        begin(args, item, scratch)
         first, last = 0, 0
         for page in range(item.start, item.end, PAGE):
             count, number = min(PAGE, item.end - page), i64(table, page // PAGE)
-            latents = job.k + number * job.page_bytes
-            rope, rope_stride = latents + 2 * L, job.token_bytes
+            latents = args.k + number * args.page_bytes
+            rope, rope_stride = latents + 2 * L, args.token_bytes
             if CODED:
-                rope, rope_stride = job.rope + number * (2 * PAGE * R), 2 * R
+                rope, rope_stride = args.rope + number * (2 * PAGE * R), 2 * R
                 scales = 4 * PAGE * number
-                gather_scales(job.k_scale + scales, 4, count, scratch + K_SCALES)
-                gather_scales(job.v_scale + scales, 4, count, scratch + V_SCALES)
+                gather_scales(args.k_scale + scales, 4, count, scratch + K_SCALES)
+                gather_scales(args.v_scale + scales, 4, count, scratch + V_SCALES)
             first, last = seeing_rows(rows, 1, page, lows, ends, first, last)
             begins, stops = whole_blocks(first, last, 2, padded)
-            expand_page(scratch, latents, job.token_bytes, rope, rope_stride, count)
+            expand_page(scratch, latents, args.token_bytes, rope, rope_stride, count)
             while begins < stops:
                 end = begins + _BLOCK if stops - begins >= _BLOCK + 4 else stops
                 page_scores(scratch, False, begins, end, latents, False)
@@ -202,7 +202,7 @@ def _make_run(layout: Layout, L: int, R: int, nope: int) -> Any:
                 )
                 page_sums(scratch, False, latents, 0, count, begins, end, latents, False)
                 begins = end
-        finish(job, item, scratch)
+        finish(args, item, scratch)
         return status
 
     return run

@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 from ..jit import inlined, task
-from ..job import i64
-from .job import (
+from ..words import i64
+from .args import (
     COMBINE_BYTES,
     COMBINE_ROWS,
     ITEM_BYTES,
@@ -21,7 +21,7 @@ from .job import (
 from .products import padded_rows
 
 FULL = -1
-"""Status of ``open`` where the work list or the memory of partial results is too small."""
+"""Status of ``setup`` where the work list or the memory of partial results is too small."""
 
 
 @inlined
@@ -31,29 +31,29 @@ def partial_bytes(rows, D_V):
 
 
 @functools.cache
-def make_open(D_V: int, ROWS: int) -> Any:
-    """Compiles ``open``: fills the work list, returns its items; negative: ``FULL``."""
+def make_setup(D_V: int, ROWS: int) -> Any:
+    """Compiles ``setup``: fills the work list, returns its items; negative: ``FULL``."""
 
     @inlined
-    def add_tiles(job, items, combines, partial, token, tokens, split_keys):
+    def add_tiles(args, items, combines, partial, token, tokens, split_keys):
         """Appends the tiles of all heads; returns the new counts and end of the partials."""
-        group = job.NH // job.KVH
+        group = args.NH // args.KVH
         chunks = (group + ROWS - 1) // ROWS
         heads = (group + chunks - 1) // chunks
-        end = i64(job.positions, token + tokens - 1) + 1
-        low = i64(job.positions, token) - job.window + 1
-        low = max(0, low) if job.window > 0 else 0
+        end = i64(args.positions, token + tokens - 1) + 1
+        low = i64(args.positions, token) - args.window + 1
+        low = max(0, low) if args.window > 0 else 0
         first, last = 0, 1
         if split_keys:
             first, last = low // SPLIT_KEYS, (end + SPLIT_KEYS - 1) // SPLIT_KEYS
         splits = max(1, last - first)
-        tiles = job.KVH * chunks
+        tiles = args.KVH * chunks
         tasks = (tokens * heads + COMBINE_ROWS - 1) // COMBINE_ROWS if splits > 1 else 0
         room = splits * partial_bytes(tokens * heads, D_V) if splits > 1 else 0
         if (
-            items + splits * tiles > job.items_capacity
-            or combines + tasks * tiles > job.combines_capacity
-            or partial + room * tiles > job.partial + job.partial_bytes
+            items + splits * tiles > args.items_capacity
+            or combines + tasks * tiles > args.combines_capacity
+            or partial + room * tiles > args.partial + args.partial_bytes
         ):
             return FULL, combines, partial
         for tile in range(tiles):
@@ -62,7 +62,7 @@ def make_open(D_V: int, ROWS: int) -> Any:
             rows = tokens * some
             for split in range(splits):
                 # A split's heads lie side by side in the cache: their items follow each other.
-                item = item_at(job.items + (items + split * tiles + tile) * ITEM_BYTES)
+                item = item_at(args.items + (items + split * tiles + tile) * ITEM_BYTES)
                 item.token, item.tokens, item.kv_head = token, tokens, kv_head
                 item.head, item.heads = kv_head * group + head, some
                 item.start, item.end, item.partial = low // PAGE * PAGE, end, 0
@@ -72,28 +72,28 @@ def make_open(D_V: int, ROWS: int) -> Any:
                     item.partial = partial + tile * room + split * partial_bytes(rows, D_V)
             if splits > 1:
                 for row in range(0, rows, COMBINE_ROWS):
-                    combine = combine_at(job.combines + combines * COMBINE_BYTES)
+                    combine = combine_at(args.combines + combines * COMBINE_BYTES)
                     combine.item, combine.splits = items + tile, splits
                     combine.row, combine.rows = row, min(COMBINE_ROWS, rows - row)
                     combines += 1
         return items + splits * tiles, combines, partial + room * tiles
 
-    @task(f"attention-open-{D_V}-{ROWS}")
-    def opening(address, index, worker):
-        job = attention_at(address)
-        T, group = i64(job.sizes, 0), job.NH // job.KVH
+    @task(f"attention-setup-{D_V}-{ROWS}")
+    def setup(address, index, worker):
+        args = attention_at(address)
+        T, group = i64(args.sizes, 0), args.NH // args.KVH
         chunks = (group + ROWS - 1) // ROWS
         tokens = ROWS // ((group + chunks - 1) // chunks)
-        items, combines, partial, t = 0, 0, job.partial, 0
+        items, combines, partial, t = 0, 0, args.partial, 0
         while t < T:
             last = t + 1
-            while last < T and i64(job.sequence, last) == i64(job.sequence, t):
+            while last < T and i64(args.sequence, last) == i64(args.sequence, t):
                 last += 1
             first = t + (last - 1 - t) // tokens * tokens  # the longest tiles first
-            takes_part = job.tokens_from <= last - t < job.tokens_to
+            takes_part = args.tokens_from <= last - t < args.tokens_to
             while takes_part and first >= t:
                 items, combines, partial = add_tiles(
-                    job,
+                    args,
                     items,
                     combines,
                     partial,
@@ -105,7 +105,7 @@ def make_open(D_V: int, ROWS: int) -> Any:
                     return FULL
                 first -= tokens
             t = last
-        job.combine_count = combines
+        args.combine_count = combines
         return items
 
-    return opening
+    return setup

@@ -14,22 +14,22 @@ from typing import Any
 
 from ...target import detect
 from ..vectors import width
-from .combine import make_combine
-from .items import make_open, partial_bytes
-from .job import (
+from .args import (
     COMBINE_BYTES,
     COMBINE_ROWS,
     ITEM_BYTES,
     SPLIT_KEYS,
     SPLIT_TOKENS,
 )
+from .combine import make_combine
+from .items import make_setup, partial_bytes
 from .layout import Layout
 from .run import make_run
 
 
 @dataclass(frozen=True)
-class Workspace:
-    """What a job must own for the steps that it is used for: bytes, and records."""
+class AttentionWorkspace:
+    """What a call must own for the steps that it is used for: bytes, and records."""
 
     items_capacity: int
     combines_capacity: int
@@ -45,26 +45,26 @@ class Workspace:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """Two ops on one ``ATTENTION`` job, the second after the first; each task a ``jit.TASK``.
+class AttentionKernel:
+    """Two ops on one ``ATTENTION`` record, the second after the first; each task a ``jit.TASK``.
 
     Attributes:
-        open: writes the work list from the step's tokens; returns the tasks of ``run``, negative
-            where the job's memory is too small (``workspace``).
+        setup: writes the work list from the step's tokens; returns the tasks of ``run``, negative
+            where the call's memory is too small (``workspace``).
         run: an item of the list: rows of the output, or a split's part of them.
-        combine_open: returns the tasks of ``combine``; none where nothing was split.
+        combine_setup: returns the tasks of ``combine``; none where nothing was split.
         combine: a few rows of the output from their splits.
         scratch_bytes: of a worker.
     """
 
     layout: Layout
-    open: Any
+    setup: Any
     run: Any
-    combine_open: Any
+    combine_setup: Any
     combine: Any
     scratch_bytes: int
 
-    def workspace(self, NH: int, KVH: int, T: int, S: int, keys: int) -> Workspace:
+    def workspace(self, NH: int, KVH: int, T: int, S: int, keys: int) -> AttentionWorkspace:
         """For steps of at most T tokens of S sequences, which have ``keys`` keys together."""
         group = NH // KVH
         chunks = -(-group // self.layout.rows)
@@ -77,7 +77,7 @@ class Attention:
         ranges = keys // SPLIT_KEYS
         splits = min(most * (ranges + 2 * S), short * (ranges + 2))
         rows = few * heads
-        return Workspace(
+        return AttentionWorkspace(
             items_capacity=KVH * chunks * (whole + splits),
             combines_capacity=KVH * chunks * short * -(-rows // COMBINE_ROWS),
             partial_bytes=KVH * chunks * splits * int(partial_bytes(rows, self.layout.D_V)),
@@ -85,7 +85,7 @@ class Attention:
 
 
 @functools.cache
-def make_attention(D_K: int, D_V: int, N: int | None = None, codes: int = 0) -> Attention:
+def make_attention(D_K: int, D_V: int, N: int | None = None, codes: int = 0) -> AttentionKernel:
     """Compiles attention of heads of D_K (keys) and D_V (values) numbers.
 
     Args:
@@ -102,12 +102,12 @@ def make_attention(D_K: int, D_V: int, N: int | None = None, codes: int = 0) -> 
     """
     plain = Layout(D_K, D_V, N or width(detect()))
     layout = replace(plain, codes=codes)
-    combine_open, combine = make_combine(plain)  # which meets no key
-    return Attention(
+    combine_setup, combine = make_combine(plain)  # which meets no key
+    return AttentionKernel(
         layout,
-        make_open(D_V, layout.rows),
+        make_setup(D_V, layout.rows),
         make_run(layout),
-        combine_open,
+        combine_setup,
         combine,
         layout.offsets["end"],
     )

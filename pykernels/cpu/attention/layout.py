@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...errors import PykernelsError
-from .job import PAGE
+from .args import PAGE
 
 _TILE_FLOATS = 72 * 1024
 """Of a tile's queries and sums together: they lie in L2 beside a page of keys and values."""

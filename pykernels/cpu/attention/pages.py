@@ -9,9 +9,9 @@ import numpy as np
 
 from ..intrin.prefetch import prefetch_l2
 from ..jit import inlined
-from ..job import f32, i64, poke_f32, poke_i64
 from ..vectors import make_vectors
-from .job import PAGE
+from ..words import f32, i64, poke_f32, poke_i64
+from .args import PAGE
 from .layout import Layout
 from .transpose import make_transpose
 

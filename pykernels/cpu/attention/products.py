@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from ..jit import inlined
-from .job import PAGE
+from .args import PAGE
 from .layout import Layout
 from .pages import fetch, make_keys, make_widen_values
 from .tiles import make_scores, make_weighted

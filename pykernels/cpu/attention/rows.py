@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..jit import inlined
-from ..job import f32, i64, poke_f32, poke_i64
 from ..vectors import make_vectors
-from .job import PAGE
+from ..words import f32, i64, poke_f32, poke_i64
+from .args import PAGE
 from .layout import Layout
 from .pages import make_store_row
 from .products import padded_rows
@@ -21,24 +21,24 @@ _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 @functools.cache
 def make_begin(layout: Layout, load_query: Any) -> Any:
-    """``begin(job, item, scratch)``: queries by ``load_query(job, token, head, to)``, sums and
+    """``begin(args, item, scratch)``: queries by ``load_query(args, token, head, to)``, sums and
     limits of the tile's rows; rows of padding see no key."""
     V: Any = make_vectors(layout.N)
     N, D_K, D_V, at = layout.N, layout.D_K, layout.D_V, layout.offsets
     Q, SUMS, L, M, LOWS, ENDS = (at[part] for part in ("q", "o", "l", "m", "lows", "ends"))
 
     @inlined
-    def begin(job, item, scratch):
+    def begin(args, item, scratch):
         rows = item.tokens * item.heads
         for token in range(item.tokens):
-            position = i64(job.positions, item.token + token)
-            low = max(0, position - job.window + 1) if job.window > 0 else 0
+            position = i64(args.positions, item.token + token)
+            low = max(0, position - args.window + 1) if args.window > 0 else 0
             for head in range(item.heads):
                 row = token * item.heads + head
                 poke_i64(scratch + LOWS, row, low)
                 poke_i64(scratch + ENDS, row, position + 1)
                 to = scratch + Q + row * (4 * D_K)
-                load_query(job, item.token + token, item.head + head, to)
+                load_query(args, item.token + token, item.head + head, to)
         padded = padded_rows(rows)
         for row in range(rows, padded):
             poke_i64(scratch + LOWS, row, 0)
@@ -56,26 +56,26 @@ def make_begin(layout: Layout, load_query: Any) -> Any:
 
 @functools.cache
 def make_finish(layout: Layout, unit: np.float32) -> Any:
-    """``finish(job, item, scratch)``: sums times ``unit`` over l, of which the sink has a share, to
-    ``out``."""
+    """``finish(args, item, scratch)``: sums times ``unit`` over l, of which the sink has a share,
+    to ``out``."""
     V: Any = make_vectors(layout.N)
     N, D_V, at = layout.N, layout.D_V, layout.offsets
     SUMS, L, M = at["o"], at["l"], at["m"]
     exp2, store_row = make_exp2(N), make_store_row(layout)
 
     @inlined
-    def finish(job, item, scratch):
+    def finish(args, item, scratch):
         for token in range(item.tokens):
             for h in range(item.heads):
                 row, head = token * item.heads + h, item.head + h
                 total = V.sum(V.load_f32(scratch + L + 4 * N * row))
                 factor = _ONE
-                if job.sinks != 0:
-                    sink, largest = f32(job.sinks, head) * LOG2E, f32(scratch + M, row)
+                if args.sinks != 0:
+                    sink, largest = f32(args.sinks, head) * LOG2E, f32(scratch + M, row)
                     now = max(sink, largest)
                     factor = V.first(exp2(V.broadcast(largest - now)))
                     total = total * factor + V.first(exp2(V.broadcast(sink - now)))
-                to = job.out + (item.token + token) * job.out_stride + head * (4 * D_V)
+                to = args.out + (item.token + token) * args.out_stride + head * (4 * D_V)
                 factor = factor * unit / total if total > _ZERO else _ZERO
                 store_row(scratch + SUMS + row * (4 * D_V), factor, to)
 

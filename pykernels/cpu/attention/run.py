@@ -10,9 +10,9 @@ from numba import types
 
 from ..intrin.scalar import f32_from_bits
 from ..jit import inlined, task
-from ..job import i64
 from ..vectors import make_vectors
-from .job import ITEM_BYTES, PAGE, attention_at, item_at
+from ..words import i64
+from .args import ITEM_BYTES, PAGE, attention_at, item_at
 from .layout import Layout
 from .pages import UNIT, fetch, gather_scales, make_list_lines
 from .products import (
@@ -33,11 +33,11 @@ def _make_load_query(layout: Layout) -> Any:
     VECTOR, D_K, CODES = 4 * layout.N, layout.D_K, layout.codes
 
     @inlined
-    def load_query(job, token, head, to):
+    def load_query(args, token, head, to):
         """Times the scale of the scores, and of E4M3."""
-        factor = f32_from_bits(types.uint32(job.scale)) * LOG2E
+        factor = f32_from_bits(types.uint32(args.scale)) * LOG2E
         scale, coded = V.broadcast(factor), V.broadcast(factor * UNIT)
-        source = job.q + token * job.q_stride + head * (4 * D_K)
+        source = args.q + token * args.q_stride + head * (4 * D_K)
         for d in range(0, 4 * CODES, VECTOR):
             V.store_f32(to + d, V.mul(V.load_f32(source + d), coded))
         for d in range(4 * CODES, 4 * D_K, VECTOR):
@@ -48,7 +48,7 @@ def _make_load_query(layout: Layout) -> Any:
 
 @functools.cache
 def make_run(layout: Layout) -> Any:
-    """Compiles ``run(job, item, worker)``."""
+    """Compiles ``run(args, item, worker)``."""
     at, D_K, CODES = layout.offsets, layout.D_K, layout.codes
     S, L, M, ALPHA, LOWS, ENDS = (at[x] for x in ("s", "l", "m", "alpha", "lows", "ends"))
     K_LINES, V_LINES = at["key_lines"], at["value_lines"]
@@ -67,35 +67,35 @@ def make_run(layout: Layout) -> Any:
 
     @task(f"attention-{layout.name}")
     def run(address, index, worker):
-        job = attention_at(address)
-        item = item_at(job.items + index * ITEM_BYTES)
-        scratch = job.scratch + worker * job.scratch_stride
+        args = attention_at(address)
+        item = item_at(args.items + index * ITEM_BYTES)
+        scratch = args.scratch + worker * args.scratch_stride
         rows, heads = item.tokens * item.heads, item.heads
         padded, lows, ends = padded_rows(rows), scratch + LOWS, scratch + ENDS
-        stride = job.token_bytes
-        k = job.k + item.kv_head * job.k_head_bytes
-        v = job.v + item.kv_head * job.v_head_bytes
-        table = job.page_table + 8 * i64(job.sequence, item.token) * job.page_table_stride
+        stride = args.token_bytes
+        k = args.k + item.kv_head * args.k_head_bytes
+        v = args.v + item.kv_head * args.v_head_bytes
+        table = args.page_table + 8 * i64(args.sequence, item.token) * args.page_table_stride
         few = padded <= FEW
         unit = 4 if few else 2
         list_key_lines(stride, scratch + K_LINES)
         list_value_lines(stride, scratch + V_LINES)
         if item.start < item.end:
-            place = i64(table, item.start // PAGE) * job.page_bytes
+            place = i64(table, item.start // PAGE) * args.page_bytes
             fetch(k + place, scratch + K_LINES, 0, K_TOTAL)
             fetch(v + place, scratch + V_LINES, 0, V_TOTAL)
-        begin(job, item, scratch)
+        begin(args, item, scratch)
         first, last = 0, 0
         for page in range(item.start, item.end, PAGE):
             count = min(PAGE, item.end - page)
             number = i64(table, page // PAGE)
-            place, rope = number * job.page_bytes, job.rope + number * ROPE
+            place, rope = number * args.page_bytes, args.rope + number * ROPE
             if CODES:
-                scales = 4 * (number * PAGE * job.KVH + item.kv_head)
-                gather_scales(job.k_scale + scales, 4 * job.KVH, count, scratch + K_SCALES)
-                gather_scales(job.v_scale + scales, 4 * job.KVH, count, scratch + V_SCALES)
+                scales = 4 * (number * PAGE * args.KVH + item.kv_head)
+                gather_scales(args.k_scale + scales, 4 * args.KVH, count, scratch + K_SCALES)
+                gather_scales(args.v_scale + scales, 4 * args.KVH, count, scratch + V_SCALES)
             more = page + PAGE < item.end
-            next_place = i64(table, page // PAGE + 1) * job.page_bytes if more else place
+            next_place = i64(table, page // PAGE + 1) * args.page_bytes if more else place
             first, last = seeing_rows(rows, heads, page, lows, ends, first, last)
             begins, stops = whole_blocks(first, last, unit, padded)
             keys, values = k + place, v + place
@@ -118,7 +118,7 @@ def make_run(layout: Layout) -> Any:
         if item.partial != 0:
             keep(item, scratch)
         else:
-            finish(job, item, scratch)
+            finish(args, item, scratch)
         return 0
 
     return run

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..jit import inlined
-from ..job import f32, i64, poke_f32
 from ..vectors import make_vectors
-from .job import PAGE
+from ..words import f32, i64, poke_f32
+from .args import PAGE
 
 LOG2E = np.float32(1.44269504088896341)
 NO_KEY = np.float32(-1e30)

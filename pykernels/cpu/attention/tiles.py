@@ -11,9 +11,9 @@ from typing import Any
 
 from ..intrin.prefetch import prefetch_l2
 from ..jit import inlined
-from ..job import i64
 from ..vectors import make_vectors
-from .job import PAGE
+from ..words import i64
+from .args import PAGE
 from .layout import Layout
 from .pages import make_number
 

@@ -49,15 +49,26 @@ def parts(fmt: str, activations: str, ops: Instructions) -> Parts:
     if (ops.fma or fmt in WIDE) and activations == "bf16":
         # Multiply-adds take minima into the weights: they need no sums of the inputs.
         return Parts(
-            tiles, epilogue(ops), how, quantize_row, fma_gemm.make_gemm(fmt, ops),
-            scratch_bytes=fma_gemm.SCRATCH_BYTES, interleave_a=interleave_a,
-        )  # fmt: skip
+            tiles,
+            epilogue(ops),
+            how,
+            quantize_row,
+            fma_gemm.make_gemm(fmt, ops),
+            scratch_bytes=fma_gemm.SCRATCH_BYTES,
+            interleave_a=interleave_a,
+        )
     gemm_how = row_format(fmt, activations)
     return Parts(
-        tiles, epilogue(ops), how, quantize_row, dot_gemm.make_gemm(fmt, ops, activations),
-        gemm_how, make_quantize_row(gemm_how, "avx512") if gemm_how else None,
-        dot_gemm.SCRATCH_BYTES, interleave_a,
-    )  # fmt: skip
+        tiles,
+        epilogue(ops),
+        how,
+        quantize_row,
+        dot_gemm.make_gemm(fmt, ops, activations),
+        gemm_how,
+        make_quantize_row(gemm_how, "avx512") if gemm_how else None,
+        dot_gemm.SCRATCH_BYTES,
+        interleave_a,
+    )
 
 
 def epilogue(ops: Instructions) -> Callable[[ExpertSpec], Epilogue]:

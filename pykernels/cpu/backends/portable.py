@@ -15,6 +15,10 @@ def parts(fmt: str, activations: str, tiles: Any) -> Parts:
     how = row_format(fmt, activations)
     quantize_row = make_quantize_row(how) if how else None
     return Parts(
-        tiles, make_epilogue, how, quantize_row, gemm_row_format=how,
+        tiles,
+        make_epilogue,
+        how,
+        quantize_row,
+        gemm_row_format=how,
         gemm_quantize_row=quantize_row,
-    )  # fmt: skip
+    )

@@ -174,11 +174,21 @@ def make_gemm(fmt: str, ops: Instructions, activations: str, amx: Any) -> Any:
                 for group in range(0, groups, GROUPS):
                     a_slab = a + group * a_group + slab * STEPS * TILE
                     ahead = run(
-                        inputs, min(GROUPS, groups - group), a_slab, a_group, b,
-                        out + (block * Mp + 16 * group) * 128, scale + block * scale_bytes,
-                        slab * K_BLOCK, act_scales + 64 * group, minima + TILE * group,
-                        parts, ahead, stream, lines,
-                    )  # fmt: skip
+                        inputs,
+                        min(GROUPS, groups - group),
+                        a_slab,
+                        a_group,
+                        b,
+                        out + (block * Mp + 16 * group) * 128,
+                        scale + block * scale_bytes,
+                        slab * K_BLOCK,
+                        act_scales + 64 * group,
+                        minima + TILE * group,
+                        parts,
+                        ahead,
+                        stream,
+                        lines,
+                    )
             flush(parts)
         amx.release()
         return 0

@@ -21,8 +21,8 @@ from ..intrin.avx512_bytes import broadcast_u8, store_u8
 from ..intrin.avx512_words import bf16_pairs, load_f32_in_bf16_parts
 from ..intrin.registers import f32x16_array
 from ..jit import inlined
-from ..job import i64
 from ..weights.scales import Scales
+from ..words import i64
 from .common import TILE
 
 BYTES = 2 * TILE

@@ -15,8 +15,8 @@ from ..intrin.avx512_bytes import load_i32, to_f32
 from ..intrin.prefetch import prefetch_l2
 from ..intrin.registers import f32x16_array
 from ..jit import inlined
-from ..job import f32
 from ..weights.scales import Scales
+from ..words import f32
 from .amx_passes import HEADER, Passes
 from .common import MAX_TOKENS, SLAB_BYTES, TILE
 
@@ -97,9 +97,21 @@ def make_narrow(scales: Scales, ACT_K: int, STEP_K: int, amx: Any, streams: int)
 
     @inlined
     def run(
-        inputs, count, a, a_group, b, c, scale, first_k, act_scales, minima, parts, ahead, stream,
+        inputs,
+        count,
+        a,
+        a_group,
+        b,
+        c,
+        scale,
+        first_k,
+        act_scales,
+        minima,
+        parts,
+        ahead,
+        stream,
         lines,
-    ):  # fmt: skip
+    ):
         part01, part23 = parts + HEADER, parts + HEADER + 2 * TILE
         for half in range(2):
             to = c + 64 * half

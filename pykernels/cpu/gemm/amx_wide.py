@@ -20,8 +20,8 @@ from ..intrin.avx512 import add_f32, broadcast_f32, fma_f32, load_f32, mul_f32, 
 from ..intrin.avx512_bytes import load_i32, to_f32
 from ..intrin.prefetch import prefetch_l2
 from ..jit import inlined
-from ..job import f32, i64, poke_f32, poke_i64
 from ..weights.scales import Scales
+from ..words import f32, i64, poke_f32, poke_i64
 from .amx_passes import HEADER, Passes
 from .common import MAX_TOKENS, SLAB_BYTES, TILE
 
@@ -188,9 +188,21 @@ def make_wide(
 
     @inlined
     def run(
-        inputs, count, a, a_group, b, c, scale, first_k, act_scales, minima, parts, ahead, stream,
+        inputs,
+        count,
+        a,
+        a_group,
+        b,
+        c,
+        scale,
+        first_k,
+        act_scales,
+        minima,
+        parts,
+        ahead,
+        stream,
         lines,
-    ):  # fmt: skip
+    ):
         pair = count > 1
         at = b
         group = inputs if free else GROUP

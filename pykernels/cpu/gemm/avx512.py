@@ -101,15 +101,35 @@ def make_gemm(fmt: str, ops: Instructions, activations: str) -> Any:
                     # 7 or 8 tokens go by fours, so that no pass is left with one or two.
                     if left > 8 or 4 < left <= 6 == MOST:
                         ahead = run_most(
-                            inputs, a_slab, a_group, t, b, c, factors, minima, act, less, ahead,
+                            inputs,
+                            a_slab,
+                            a_group,
+                            t,
+                            b,
+                            c,
+                            factors,
+                            minima,
+                            act,
+                            less,
+                            ahead,
                             lines,
-                        )  # fmt: skip
+                        )
                         t += MOST
                     else:
                         ahead = run4(
-                            inputs, a_slab, a_group, t, b, c, factors, minima, act, less, ahead,
+                            inputs,
+                            a_slab,
+                            a_group,
+                            t,
+                            b,
+                            c,
+                            factors,
+                            minima,
+                            act,
+                            less,
+                            ahead,
                             lines,
-                        )  # fmt: skip
+                        )
                         t += 4
         return 0
 

@@ -17,7 +17,7 @@ from ..intrin.prefetch import prefetch_l2
 from ..intrin.registers import f32x16_array, i32x16_array
 from ..isa import Instructions
 from ..jit import inlined, routine
-from ..job import f32
+from ..words import f32
 from .common import MAX_TOKENS, TILE
 
 ARGUMENTS = 12
@@ -102,9 +102,7 @@ def make_pass(
                 totals[2 * t + 1] = fnma_f32(x, high, totals[2 * t + 1])
 
     @routine(ARGUMENTS, variant)
-    def run(
-        inputs, a, a_group, first, b, c, factors, minima, act_scales, sums, ahead, lines
-    ):  # fmt: skip
+    def run(inputs, a, a_group, first, b, c, factors, minima, act_scales, sums, ahead, lines):
         totals = f32x16_array(N)
         if not NARROW:
             for i in range(N):
@@ -128,9 +126,13 @@ def make_pass(
                     for step in range(STEPS):
                         for row in range(ROWS):
                             multiply(
-                                products, to_a + step * TILE, a_group, first,
-                                to_b + step * 2 * TILE, part * ROWS + row,
-                            )  # fmt: skip
+                                products,
+                                to_a + step * TILE,
+                                a_group,
+                                first,
+                                to_b + step * 2 * TILE,
+                                part * ROWS + row,
+                            )
                     if SCALED:
                         apply_scales(totals, products, factors, minima, act_scales, sums, group, k)
                 for _ in range(lines * STEPS):

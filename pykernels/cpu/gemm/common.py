@@ -24,7 +24,7 @@ from __future__ import annotations
 from ...quant.layout import K_BLOCK
 from ..activations.row_layout import codes_at
 from ..jit import inlined
-from ..job import copy_line, copy_line_0213
+from ..words import copy_line, copy_line_0213
 
 ARGUMENTS = 11
 """Of the routine."""

@@ -47,10 +47,10 @@ from ..intrin.avx512_words import (
 )
 from ..intrin.sync import as_pointer
 from ..jit import inlined
-from ..job import i64
 from ..weights.dequant import Reader
 from ..weights.layout import LOADS, make_prefetch
 from ..weights.lookup import PLANE_WORDS
+from ..words import i64
 from .common import MAX_TOKENS, TILE
 
 NEAR = 512

@@ -19,8 +19,8 @@ from typing import Any
 
 from ...quant.layout import K_BLOCK
 from ..jit import linked, routine
-from ..job import poke_f32
 from ..weights.layout import PACKINGS
+from ..words import poke_f32
 from .common import ARGUMENTS, MAX_TOKENS, OUT_AT, OUT_BYTES, TILE, padded_tokens
 
 _STEP_K = 32  # inputs of a tile

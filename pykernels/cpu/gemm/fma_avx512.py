@@ -24,9 +24,9 @@ from ..intrin.prefetch import prefetch_l2
 from ..intrin.registers import f32x16_array
 from ..isa import Instructions
 from ..jit import inlined, routine
-from ..job import f32
 from ..weights.dequant import make_reader
 from ..weights.layout import LOADS, make_prefetch
+from ..words import f32
 from . import fma
 from .common import TILE
 from .dequant_slab import NEAR
@@ -105,8 +105,11 @@ def make_widen(fmt: str, ops: Instructions) -> Any:
             return even_lanes(a, b), odd_lanes(a, b), even_lanes(c, d), odd_lanes(c, d)
         row0, row1 = weights
         return (
-            first_of_pairs(row0), second_of_pairs(row0), first_of_pairs(row1), second_of_pairs(row1)
-        )  # fmt: skip
+            first_of_pairs(row0),
+            second_of_pairs(row0),
+            first_of_pairs(row1),
+            second_of_pairs(row1),
+        )
 
     @inlined
     def widen(w, scale, first_k, tables, to):

@@ -39,9 +39,9 @@ from ..intrin.prefetch import in_order, prefetch_l2
 from ..intrin.registers import f32x16_array, stack_alloc
 from ..isa import Instructions
 from ..jit import inlined, kernel, linked, routine
-from ..job import i64
 from ..weights.dequant import make_reader
 from ..weights.layout import AHEAD_L1, AHEAD_L2, LOADS, make_prefetch, packed_bytes
+from ..words import i64
 from .amx_mma import Shape, make_configure, make_gather, make_multiply
 from .avx512 import make_tile as make_tile_avx512
 from .avx512 import make_tiles as make_tiles_avx512

@@ -20,7 +20,7 @@ from ..intrin.avx512_bytes import broadcast_u8, load_u8, store_u8
 from ..intrin.prefetch import in_order, prefetch_l1, prefetch_l2
 from ..intrin.sync import as_pointer
 from ..jit import inlined, linked, routine
-from ..job import i64
+from ..words import i64
 
 
 @inlined

@@ -25,9 +25,9 @@ from ..intrin.avx2 import add_f32, broadcast_f32, load_f32, mul_f32, store_f32, 
 from ..intrin.prefetch import unknown
 from ..intrin.registers import stack_alloc
 from ..jit import inlined, kernel
-from ..job import i64
 from ..weights.codes_avx2 import make_codes
 from ..weights.layout import PACKINGS, packed_bytes
+from ..words import i64
 from . import avx2_codes, avx2_floats
 from .avx2_group import Group
 from .common import ahead, by_tokens
@@ -71,9 +71,19 @@ def make_multiply(fmt: str, how: RowFormat, M: int, group: Group) -> Callable:
                 tile, quarter = w + index * TILE, index % 2 * 2
                 for side in range(0, unknown(2), SIDES):
                     add_group(
-                        outs, tile, first, side, k, asked + side * (64 * PASS_LINES), PASS_LINES,
-                        scale, quarter + side, rows, K, tables,
-                    )  # fmt: skip
+                        outs,
+                        tile,
+                        first,
+                        side,
+                        k,
+                        asked + side * (64 * PASS_LINES),
+                        PASS_LINES,
+                        scale,
+                        quarter + side,
+                        rows,
+                        K,
+                        tables,
+                    )
         for t in range(M):
             factor = broadcast_f32(activation_scale(i64(rows, t), K, block * K_BLOCK, ACT_K))
             for i in range(4 * t, 4 * t + 4):

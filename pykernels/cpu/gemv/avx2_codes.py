@@ -50,8 +50,8 @@ from ..intrin.avx2 import (
 from ..intrin.prefetch import prefetch_l1
 from ..intrin.registers import i32x8_array
 from ..jit import inlined
-from ..job import i64
 from ..weights.codes_avx2 import Codes, make_codes
+from ..words import i64
 from .avx2_group import Group
 
 _JOINS = make_joins(avx2, avx2)

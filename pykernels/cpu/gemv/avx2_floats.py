@@ -38,9 +38,9 @@ from ..intrin.avx2 import (
 from ..intrin.prefetch import prefetch_l1
 from ..intrin.registers import f32x8_array
 from ..jit import inlined
-from ..job import i64
 from ..weights.codes_avx2 import FACTORS, make_codes, pairs_of_e4m3
 from ..weights.layout import PACKINGS, SCALE_K
+from ..words import i64
 from .avx2_group import Group
 
 E4M3_UNITS = (2.0**60, 2.0**60)

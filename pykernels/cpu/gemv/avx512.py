@@ -18,9 +18,9 @@ from ..activations.row_layout import has_lowest
 from ..intrin.avx512 import store_f32, zero_f32
 from ..isa import Instructions
 from ..jit import inlined, kernel, linked, routine
-from ..job import i64
 from ..weights.dequant import make_reader
 from ..weights.layout import packed_bytes
+from ..words import i64
 from .avx512_block import make_block
 from .common import ahead, by_tokens
 from .dot import Products, make_products

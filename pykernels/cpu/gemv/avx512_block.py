@@ -19,9 +19,9 @@ from ..intrin.prefetch import in_order, prefetch_l2
 from ..intrin.registers import f32x16_array
 from ..isa import Instructions
 from ..jit import inlined
-from ..job import i64
 from ..weights.dequant import make_reader
 from ..weights.layout import AHEAD, AHEAD_L1, AHEAD_L2, LOADS, make_prefetch, packed_bytes
+from ..words import i64
 from .dot import Products
 
 

@@ -26,7 +26,7 @@ from numba import carray, types
 
 from ..intrin.sync import as_pointer
 from ..jit import inlined, routine
-from ..job import i64
+from ..words import i64
 
 MAX_TOKENS = 8
 """Tokens of one pass over the weights: 16 accumulators and dequantization fill the registers of
@@ -37,16 +37,16 @@ ARGUMENTS = 10
 
 
 @inlined
-def point_at_rows(rows, room, base, stride, slots, first, count):
-    """rows[i] = address of slot ``first + i``'s input, the last one repeated up to ``room``.
+def point_at_rows(rows, capacity, base, stride, pairs, first, count):
+    """rows[i] = address of pair ``first + i``'s input, the last one repeated up to ``capacity``.
 
     Args:
-        slots: int64, which row of ``base`` each slot has; 0: their own.
+        pairs: int64, which row of ``base`` each slot has; 0: their own.
     """
-    addresses = carray(as_pointer(rows), (room,), types.int64)
-    for i in range(room):
-        slot = first + min(i, count - 1)
-        row = i64(slots, slot) if slots != 0 else slot
+    addresses = carray(as_pointer(rows), (capacity,), types.int64)
+    for i in range(capacity):
+        pair = first + min(i, count - 1)
+        row = i64(pairs, pair) if pairs != 0 else pair
         addresses[i] = base + row * stride
 
 

@@ -21,7 +21,6 @@ from ..intrin.registers import stack_alloc
 from ..intrin.scalar import bf16_as_f32, f32_from_bits
 from ..intrin.sync import as_pointer
 from ..jit import inlined, routine
-from ..job import f32, i64
 from ..weights.layout import (
     GROUP_HALVES,
     GROUP_ZERO,
@@ -30,6 +29,7 @@ from ..weights.layout import (
     SUPERBLOCK_K45,
     packed_bytes,
 )
+from ..words import f32, i64
 from .common import ARGUMENTS
 
 _E4M3 = e4m3_values().numpy()

@@ -1,4 +1,4 @@
-"""Records of int64 words that kernels read through their address: ``job = job_at(address)``.
+"""Records of int64 words that kernels read through their address: ``args = args_at(address)``.
 
 A Numba record returned from a function is an LLVM value of as many bytes, which takes LLVM seconds
 to take apart. This is a pointer whose attributes are loads and stores.

@@ -142,8 +142,8 @@ def clock_ns(typingctx):
 
 
 @intrinsic
-def call_task(typingctx, function, job, task, worker):
-    """``function(job, task, worker)`` through its address; returns its status."""
+def call_task(typingctx, function, args, task, worker):
+    """``function(args, task, worker)`` through its address; returns its status."""
 
     def codegen(context, builder, sig, args):
         fnty = ir.FunctionType(I64, [I64, I64, I64])

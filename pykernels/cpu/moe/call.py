@@ -1,4 +1,5 @@
-"""A call of one layer's experts: its buffers, and the descriptor (``JOB``) that points at them.
+"""A call of one layer's experts: its buffers, and the descriptor (``MOE_ARGS``) that points at
+them.
 
 ``MoECall.arrange`` writes what depends on shapes and dtypes; what depends on values, the sort by
 expert and the copy of a few tokens, is one compiled function (``take_call``), which a worker runs.
@@ -20,53 +21,53 @@ from ...quant.layout import K_BLOCK, N_BLOCK, ceil_to
 from ..activations.row_layout import RowFormat, row_bytes
 from ..intrin.sync import as_pointer
 from ..jit import inlined, kernel
-from ..job import JOB, job_at
+from .args import MOE_ARGS, moe_args_at
 from .checks import check_dense, check_readable
 from .inputs import take_inputs
 from .kernel import NEVER, MoEKernel, tables_address
 from .plan import MoEPlan, gemm_from_here, plan
-from .sort import OK, sort_slots
+from .sort import OK, sort_pairs
 
 BAD_EXPERT = -1
 
 
 @inlined
-def take_call(job_address, ids, weights):
+def take_call(args_address, ids, weights):
     """Sorts an arranged call's routing; copies x if no task will.
 
     Args:
-        ids, weights: as in ``sort_slots``.
+        ids, weights: as in ``sort_pairs``.
 
     Returns:
         the number of active experts, or BAD_EXPERT or ``raised.RAISED``. Without an active expert
         there is no task, and y is set to zeros here.
     """
-    job = job_at(job_address)
-    job.raised = 0
-    if sort_slots(job_address, ids, weights) != OK:
+    args = moe_args_at(args_address)
+    args.raised = 0
+    if sort_pairs(args_address, ids, weights) != OK:
         return BAD_EXPERT
-    if job.A == 0:
-        for t in range(job.T):
-            nbytes = job.H * (2 if job.y_bf16 else 4)
-            y = carray(as_pointer(job.y + t * job.y_stride), (nbytes,), types.uint8)
+    if args.A == 0:
+        for t in range(args.T):
+            nbytes = args.H * (2 if args.y_bf16 else 4)
+            y = carray(as_pointer(args.y + t * args.y_stride), (nbytes,), types.uint8)
             for i in range(nbytes):
                 y[i] = 0
         return 0
-    take_inputs(job_address)
-    return job.raised if job.raised != 0 else job.A
+    take_inputs(args_address)
+    return args.raised if args.raised != 0 else args.A
 
 
 @kernel()
-def _take_call(job_address, ids, weights):
+def _take_call(args_address, ids, weights):
     """``take_call``, called from Python."""
-    return take_call(job_address, ids, weights)
+    return take_call(args_address, ids, weights)
 
 
-_AT = {name: index for index, name in enumerate(JOB.names or ())}
-"""Where each field of ``JOB`` is among its words: 20 times as quick as numpy's own lookup."""
+_AT = {name: index for index, name in enumerate(MOE_ARGS.names or ())}
+"""Where each field of ``MOE_ARGS`` is among its words: 20 times as quick as numpy's own lookup."""
 
 
-class Workspace:
+class MoEWorkspace:
     """Scratch for calls of one layer shape, grown when a call has more tokens than any before.
 
     Layers of one shape share a workspace: they run one after the other.
@@ -104,33 +105,42 @@ class Workspace:
         x_row, h_row = row_bytes(H, x_format), row_bytes(I, h_format)
         dense = min(E, S // gemm_from)  # experts that may take the GEMM
         groups = S // 16 + 2 * dense if dense else 0
-        few, many = min(S, E * (gemm_from - 1)), S if dense else 0  # slots of tiles, of the GEMM
+        few, many = min(S, E * (gemm_from - 1)), S if dense else 0  # pairs of tiles, of the GEMM
         sizes: tuple[int, ...] = (
-            T, S, E, Hp, x_row, few, h_row, many, row_bytes(I, h_format_gemm),
-            groups * H * 16, groups * I * 16,
-        )  # fmt: skip
+            T,
+            S,
+            E,
+            Hp,
+            x_row,
+            few,
+            h_row,
+            many,
+            row_bytes(I, h_format_gemm),
+            groups * H * 16,
+            groups * I * 16,
+        )
         if any(need > have for need, have in zip(sizes, self._sizes, strict=True)):
             sizes = tuple(max(pair) for pair in zip(sizes, self._sizes, strict=True))
             T, S, E, Hp, x_row, few, h_row, many, h_gemm_row, x_tiles, h_tiles = sizes
             # Everything explicit: the caller may have changed torch's defaults.
-            room = partial(torch.zeros, device="cpu")
+            zeros = partial(torch.zeros, device="cpu")
             self.buffers = {
-                "x": room(T, x_row, dtype=torch.uint8),
-                "h": room(few, h_row, dtype=torch.uint8),
-                "h_gemm": room(many, h_gemm_row, dtype=torch.uint8),
-                "h_rows": room(E, dtype=torch.int64),
-                "acc": room(T, Hp, dtype=torch.float32),
-                "slot_token": room(S, dtype=torch.int64),
-                "slot_weight": room(S, dtype=torch.float32),
-                "experts": room(E, dtype=torch.int64),
-                "starts": room(E + 1, dtype=torch.int64),
-                "cursor": room(E, dtype=torch.int64),
-                "x_tiles": room(x_tiles, dtype=torch.bfloat16),
-                "h_tiles": room(h_tiles, dtype=torch.bfloat16),
-                "groups": room(E, dtype=torch.int64),
-                "pieces": room(E, dtype=torch.int64),
-                "piece_active": room(S, dtype=torch.int64),
-                "piece_slot": room(S, dtype=torch.int64),
+                "x": zeros(T, x_row, dtype=torch.uint8),
+                "h": zeros(few, h_row, dtype=torch.uint8),
+                "h_gemm": zeros(many, h_gemm_row, dtype=torch.uint8),
+                "h_rows": zeros(E, dtype=torch.int64),
+                "acc": zeros(T, Hp, dtype=torch.float32),
+                "pair_token": zeros(S, dtype=torch.int64),
+                "pair_weight": zeros(S, dtype=torch.float32),
+                "experts": zeros(E, dtype=torch.int64),
+                "starts": zeros(E + 1, dtype=torch.int64),
+                "cursor": zeros(E, dtype=torch.int64),
+                "x_tiles": zeros(x_tiles, dtype=torch.bfloat16),
+                "h_tiles": zeros(h_tiles, dtype=torch.bfloat16),
+                "groups": zeros(E, dtype=torch.int64),
+                "pieces": zeros(E, dtype=torch.int64),
+                "piece_active": zeros(S, dtype=torch.int64),
+                "piece_pair": zeros(S, dtype=torch.int64),
             }
             self._sizes = sizes  # last: an allocation may fail or be interrupted
         return self.buffers
@@ -146,7 +156,7 @@ def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
 class Prepared(NamedTuple):
     """How many tasks each stage of a prepared call has.
 
-    ``piece_active`` and ``pieces`` are the addresses of the ``JOB`` arrays of these names.
+    ``piece_active`` and ``pieces`` are the addresses of the ``MOE_ARGS`` arrays of these names.
     """
 
     active: int
@@ -167,19 +177,19 @@ class MoECall:
     """One layer's descriptor: its weights' addresses once, a call's inputs at every ``prepare``.
 
     Attributes:
-        job: the ``JOB`` record (numpy, one element); ``address`` is where it lies.
+        args: the ``MOE_ARGS`` record (numpy, one element); ``address`` is where it lies.
     """
 
     def __init__(
         self,
         experts: PackedExperts,
         kernel: MoEKernel,
-        workspace: Workspace,
+        workspace: MoEWorkspace,
         workers: int = 1,
-        cut: MoEPlan | None = None,
+        moe_plan: MoEPlan | None = None,
         gemm_from: int | None = None,
     ) -> None:
-        """``cut`` is for every call; None plans each by its tokens, for ``workers`` threads.
+        """``moe_plan`` is for every call; None plans each by its tokens, for ``workers`` threads.
 
         ``gemm_from`` is as in ``MoEPlan``; None for the later one of both stages'
         ``plan.gemm_from_here``.
@@ -192,10 +202,10 @@ class MoECall:
             for one in (gate_up, down)
         )
         self.experts, self.kernel, self._workspace = experts, kernel, workspace
-        self._workers, self._cut = workers, cut
-        self.job = np.zeros(1, JOB)
-        self.address = int(self.job.ctypes.data)
-        self._words = self.job.view(np.int64).data  # as a memoryview: numpy's scalars are slow
+        self._workers, self._moe_plan = workers, moe_plan
+        self.args = np.zeros(1, MOE_ARGS)
+        self.address = int(self.args.ctypes.data)
+        self._words = self.args.view(np.int64).data  # as a memoryview: numpy's scalars are slow
         self._planned: int | None = None  # T
         self._reserved: tuple[int, int] | None = None  # T, topk
         self._buffers: dict[str, torch.Tensor] = {}
@@ -241,7 +251,7 @@ class MoECall:
             "scratch_stride": kernel.scratch_bytes,
         }
         for name, value in fields.items():
-            self.job[name] = value
+            self.args[name] = value
 
     def prepare(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
@@ -308,9 +318,14 @@ class MoECall:
         words[_AT["row_chunk"]] = words[_AT["row_tasks"]] = 0
         self._reserve(T, topk)
         for name, value in (
-            ("T", T), ("topk", topk), ("x", x), ("x_stride", x_stride), ("y", y),
-            ("y_stride", y_stride), ("y_bf16", 0),
-        ):  # fmt: skip
+            ("T", T),
+            ("topk", topk),
+            ("x", x),
+            ("x_stride", x_stride),
+            ("y", y),
+            ("y_stride", y_stride),
+            ("y_bf16", 0),
+        ):
             words[_AT[name]] = value
 
     @property
@@ -337,23 +352,23 @@ class MoECall:
         )
 
     def _plan(self, T: int) -> None:
-        """Writes the cut for T tokens."""
+        """Writes the plan for T tokens."""
         if self._planned == T:
             return
         self._planned = None  # an interrupt would leave some of either plan
-        cut = self._cut or plan(
+        moe_plan = self._moe_plan or plan(
             self.experts.shape, self.experts.fmt, self._workers, T, self._gemm_from
         )
-        job = self.job[0]
+        args = self.args[0]
         whole = max(1, self.kernel.down.row_k // N_BLOCK)  # blocks that are quantized together
-        job["i_chunk"] = i_chunk = ceil_to(cut.i_chunk, whole)
-        job["i_chunks"] = -(-int(job["i_blocks"]) // i_chunk)
-        self._h_cuts = np.array(cut.down_cuts(self.experts.down.shape[1]), np.int64)
-        job["h_cuts"], job["h_chunks"] = self._h_cuts.ctypes.data, len(self._h_cuts) - 1
-        job["down_splits"] = cut.down_splits
-        job["gemm_from"] = cut.gemm_from if self.kernel.has_gemm else NEVER
-        job["row_chunk"] = cut.row_chunk
-        job["row_tasks"] = -(-T // cut.row_chunk) if cut.row_chunk else 0
+        args["i_chunk"] = i_chunk = ceil_to(moe_plan.i_chunk, whole)
+        args["i_chunks"] = -(-int(args["i_blocks"]) // i_chunk)
+        self._h_cuts = np.array(moe_plan.down_cuts(self.experts.down.shape[1]), np.int64)
+        args["h_cuts"], args["h_chunks"] = self._h_cuts.ctypes.data, len(self._h_cuts) - 1
+        args["down_splits"] = moe_plan.down_splits
+        args["gemm_from"] = moe_plan.gemm_from if self.kernel.has_gemm else NEVER
+        args["row_chunk"] = moe_plan.row_chunk
+        args["row_tasks"] = -(-T // moe_plan.row_chunk) if moe_plan.row_chunk else 0
         self._planned = T
 
     def _reserve(self, T: int, topk: int) -> None:
@@ -398,7 +413,7 @@ class MoECall:
         if buffers is self._buffers:
             return
         for name in buffers:
-            self.job[name] = buffers[name].data_ptr()
+            self.args[name] = buffers[name].data_ptr()
         for name in ("x", "h", "h_gemm"):
-            self.job[f"{name}_stride"] = buffers[name].stride(0) * buffers[name].element_size()
+            self.args[f"{name}_stride"] = buffers[name].stride(0) * buffers[name].element_size()
         self._buffers = buffers  # last: if interrupted, it is done again

@@ -1,8 +1,8 @@
-"""Copies a call's x into rows (``activations.row_layout``), when it is opened or by tasks.
+"""Copies a call's x into rows (``activations.row_layout``), in its setup or by tasks.
 
 A long prompt's rows take milliseconds, in which every other thread would wait: there they are tasks
 of ``row_chunk`` tokens. A few tokens are copied sooner than a second thread could join in, so
-whoever opens the call does those. The bytes are the same.
+the setup of the call copies those. The bytes are the same.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from ...quant.layout import K_BLOCK
 from ..intrin.scalar import round_bf16
 from ..intrin.sync import as_pointer, call_routine
 from ..jit import inlined, task
-from ..job import job_at
 from ..raised import RAISED
+from .args import moe_args_at
 
 
 @inlined
-def _copy_row(job, t):
+def _copy_row(args, t):
     """Copies token t's inputs into its row and quantizes them.
 
     The padding is zeroed every time: a wider layer may have used the same rows.
     """
-    Hp = job.gate_up_k * K_BLOCK
-    row, at = job.x + t * job.x_stride, job.source + t * job.source_stride
+    Hp = args.gate_up_k * K_BLOCK
+    row, at = args.x + t * args.x_stride, args.source + t * args.source_stride
     to = carray(as_pointer(row), (Hp,), types.uint16)
-    for i in range(job.H, Hp):
+    for i in range(args.H, Hp):
         to[i] = 0
-    if job.source_bf16 != 0:
-        halves = carray(as_pointer(at), (job.H,), types.uint16)
-        for i in range(job.H):
+    if args.source_bf16 != 0:
+        halves = carray(as_pointer(at), (args.H,), types.uint16)
+        for i in range(args.H):
             to[i] = halves[i]
     else:
-        values = carray(as_pointer(at), (job.H,), types.float32)
-        for i in range(job.H):
+        values = carray(as_pointer(at), (args.H,), types.float32)
+        for i in range(args.H):
             to[i] = round_bf16(values[i])
-    if job.quantize_x != 0 and call_routine(job.quantize_x, (row, Hp, 0, Hp)) != 0:
-        job.raised = RAISED
+    if args.quantize_x != 0 and call_routine(args.quantize_x, (row, Hp, 0, Hp)) != 0:
+        args.raised = RAISED
 
 
 @inlined
-def take_inputs(job_address):
+def take_inputs(args_address):
     """Copies x, if there is one and no task will; x may be rows already (``MoECall.bind``)."""
-    job = job_at(job_address)
-    if job.source != 0 and job.row_chunk == 0:
-        for t in range(job.T):
-            _copy_row(job, t)
+    args = moe_args_at(args_address)
+    if args.source != 0 and args.row_chunk == 0:
+        for t in range(args.T):
+            _copy_row(args, t)
 
 
 @functools.cache
@@ -57,11 +57,11 @@ def make_rows() -> Any:
     """Compiles the task (``jit.TASK``) that copies and quantizes ``row_chunk`` tokens."""
 
     @task("rows")
-    def rows(job_address, index, worker):
-        job = job_at(job_address)
-        first = index * job.row_chunk
-        for t in range(first, min(first + job.row_chunk, job.T)):
-            _copy_row(job, t)
-        return job.raised
+    def rows(args_address, index, worker):
+        args = moe_args_at(args_address)
+        first = index * args.row_chunk
+        for t in range(first, min(first + args.row_chunk, args.T)):
+            _copy_row(args, t)
+        return args.raised
 
     return rows

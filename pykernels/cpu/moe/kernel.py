@@ -1,4 +1,4 @@
-"""The kernels of a (backend, format, activations), and where a job finds them.
+"""The kernels of a (backend, format, activations), and where a call finds them.
 
 The stages of experts are compiled once for an epilogue; what depends on the format, the tiles of
 few tokens, the GEMM of many and the quantization of input rows, they call by address: so gate and
@@ -33,8 +33,7 @@ class Routines:
     Attributes:
         epilogue: of stages around them, for what an expert does.
         tiles, gemm: addresses of the format's routines; 0 for none.
-        row_formats: what the rows of inputs hold beside bfloat16: all, and such as only the GEMM
-            reads.
+        row_formats: layout of the quantized inputs for the GEMV, and for the GEMM.
         quantize_row, gemm_quantize_row: addresses of what makes it; 0 for nothing to make.
         scratch_bytes: of each worker.
         interleave_a: whether A tiles hold the inputs 0, 2, 1, 3 of each four.

@@ -1,4 +1,4 @@
-"""From a router's choices to a job: slots sorted by expert."""
+"""Sorts the (token, expert) pairs of a router's choices by expert."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from numba import carray, types
 
 from ..intrin.sync import as_pointer
 from ..jit import inlined
-from ..job import job_at
+from .args import moe_args_at
 from .stages import PIECE
 
 OK, BAD_EXPERT = 0, 1
@@ -18,51 +18,51 @@ def _words(address, count):
 
 
 @inlined
-def _lay_out_groups(job):
-    """Gives each expert its rows of h, and one that takes the GEMM its groups of 16 slots, in
+def _lay_out_groups(args):
+    """Gives each expert its rows of h, and one that takes the GEMM its groups of 16 pairs, in
     pairs, and its pieces."""
-    starts = _words(job.starts, job.A + 1)
-    groups, pieces = _words(job.groups, job.A), _words(job.pieces, job.A)
-    h_rows = _words(job.h_rows, job.A)
-    few, many = 0, 0  # slots so far
+    starts = _words(args.starts, args.A + 1)
+    groups, pieces = _words(args.groups, args.A), _words(args.pieces, args.A)
+    h_rows = _words(args.h_rows, args.A)
+    few, many = 0, 0  # pairs so far
     group, piece = 0, 0
-    for active in range(job.A):
+    for active in range(args.A):
         first, last = starts[active], starts[active + 1]
         groups[active], pieces[active] = group, 0
-        if last - first < job.gemm_from:
-            h_rows[active] = job.h + (few - first) * job.h_stride
+        if last - first < args.gemm_from:
+            h_rows[active] = args.h + (few - first) * args.h_stride
             few += last - first
             continue
-        h_rows[active] = job.h_gemm + (many - first) * job.h_gemm_stride
+        h_rows[active] = args.h_gemm + (many - first) * args.h_gemm_stride
         many += last - first
         group += (last - first + 31) // 32 * 2
-        for slot in range(first, last, PIECE):
-            _words(job.piece_active, piece + 1)[piece] = active
-            _words(job.piece_slot, piece + 1)[piece] = slot
+        for pair in range(first, last, PIECE):
+            _words(args.piece_active, piece + 1)[piece] = active
+            _words(args.piece_pair, piece + 1)[piece] = pair
             pieces[active] += 1
             piece += 1
-    job.P = piece
+    args.P = piece
 
 
 @inlined
-def sort_slots(job_address, ids_address, weights_address):
-    """Fills the job's slot arrays by a counting sort of the (token, expert) pairs.
+def sort_pairs(args_address, ids_address, weights_address):
+    """Fills the call's arrays of (token, expert) pairs by a counting sort.
 
-    Slots are ordered by expert, then by token: the order in which results are summed.
+    Pairs are ordered by expert, then by token: the order in which results are summed.
 
     Args:
-        ids_address: int64 [T, topk], contiguous; -1: not here, which takes no slot.
+        ids_address: int64 [T, topk], contiguous; -1: not here, which takes no pair.
         weights_address: float32 [T, topk], contiguous.
 
     Returns:
-        OK, or BAD_EXPERT if an id is outside -1 .. E - 1 (the job is unchanged then).
+        OK, or BAD_EXPERT if an id is outside -1 .. E - 1 (the args are unchanged then).
     """
-    job = job_at(job_address)
-    E, topk = job.E, job.topk
-    S = job.T * topk
+    args = moe_args_at(args_address)
+    E, topk = args.E, args.topk
+    S = args.T * topk
     ids = _words(ids_address, S)
     weights = carray(as_pointer(weights_address), (S,), types.float32)
-    cursor = _words(job.cursor, E)
+    cursor = _words(args.cursor, E)
     for e in range(E):
         cursor[e] = 0
     for s in range(S):
@@ -70,7 +70,7 @@ def sort_slots(job_address, ids_address, weights_address):
             return BAD_EXPERT
         if ids[s] >= 0:
             cursor[ids[s]] += 1
-    experts, starts = _words(job.experts, E), _words(job.starts, E + 1)
+    experts, starts = _words(args.experts, E), _words(args.starts, E + 1)
     active, total = 0, 0
     for e in range(E):
         count = cursor[e]
@@ -81,16 +81,16 @@ def sort_slots(job_address, ids_address, weights_address):
             active += 1
             total += count
     starts[active] = total
-    slot_token = _words(job.slot_token, S)
-    slot_weight = carray(as_pointer(job.slot_weight), (S,), types.float32)
+    pair_token = _words(args.pair_token, S)
+    pair_weight = carray(as_pointer(args.pair_weight), (S,), types.float32)
     for s in range(S):
         if ids[s] < 0:
             continue
-        slot = cursor[ids[s]]
-        cursor[ids[s]] = slot + 1
-        slot_token[slot] = s // topk
-        slot_weight[slot] = weights[s]
-    job.S = total
-    job.A = active
-    _lay_out_groups(job)
+        pair = cursor[ids[s]]
+        cursor[ids[s]] = pair + 1
+        pair_token[pair] = s // topk
+        pair_weight[pair] = weights[s]
+    args.S = total
+    args.A = active
+    _lay_out_groups(args)
     return OK

@@ -1,7 +1,7 @@
 """The stages of a fused MoE call, as tasks (SOSP'25 section 3.2, "Fused MoE Operator").
 
 ``rows`` copies the inputs of a run of tokens into rows (``inputs``), where the driver has not.
-``pack`` moves the inputs of up to 64 slots of an expert into A tiles, for experts that take the
+``pack`` moves the inputs of up to 64 pairs of an expert into A tiles, for experts that take the
 GEMM. ``gate_up`` takes a run of 32-row blocks of one expert, writes ``h = silu(gate) * up`` as bf16
 and quantizes it (int8 codes or slices, sums) for ``down``. ``down`` takes a run of output blocks
 and one expert and adds its weighted outputs to the float32 sums; it must be called for every active
@@ -24,20 +24,21 @@ from numba import carray, types
 from ...quant.layout import K_BLOCK
 from ..gemm import common
 from ..gemm.common import copy_to_tile
-from ..gemv.common import MAX_TOKENS as PASS
+from ..gemv.common import MAX_TOKENS as MAX_M
 from ..gemv.common import point_at_rows
 from ..intrin.registers import stack_alloc
 from ..intrin.scalar import round_bf16
 from ..intrin.sync import as_pointer, call_routine
 from ..jit import inlined, task
-from ..job import f32, i64, job_at
 from ..raised import RAISED
+from ..words import f32, i64
+from .args import moe_args_at
 from .epilogue import Epilogue
 from .inputs import make_rows
 
 _ROW_BYTES = 32 * 4  # one token's float32 outputs of a block, and its biases
 PIECE = 64
-"""Slots that one pack task moves into A tiles."""
+"""Pairs that one pack task moves into A tiles."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +56,19 @@ class Stages:
 
 
 @inlined
-def _sums_at(job, block, t):
+def _sums_at(args, block, t):
     """Address of the 32 sums of a block and a token. A run of blocks is one piece of memory: rows
     of H would be a few lines from each of many pages, in few of the cache's sets."""
-    return job.acc + (block * job.T + t) * _ROW_BYTES
+    return args.acc + (block * args.T + t) * _ROW_BYTES
 
 
 @inlined
-def _write_out(job, t, n0):
+def _write_out(args, t, n0):
     """Converts 32 finished sums of token t to the dtype of y, without the padding."""
-    sums = carray(as_pointer(_sums_at(job, n0 // 32, t)), (32,), types.float32)
-    stop = min(n0 + 32, job.H)
-    if job.y_bf16 != 0:
-        halves = carray(as_pointer(job.y + t * job.y_stride), (stop,), types.uint16)
+    sums = carray(as_pointer(_sums_at(args, n0 // 32, t)), (32,), types.float32)
+    stop = min(n0 + 32, args.H)
+    if args.y_bf16 != 0:
+        halves = carray(as_pointer(args.y + t * args.y_stride), (stop,), types.uint16)
         if stop == n0 + 32:  # in vectors, which LLVM makes of a known count alone
             for n in range(32):
                 halves[n0 + n] = round_bf16(sums[n])
@@ -75,31 +76,31 @@ def _write_out(job, t, n0):
             for n in range(n0, stop):
                 halves[n] = round_bf16(sums[n - n0])
     else:
-        floats = carray(as_pointer(job.y + t * job.y_stride), (stop,), types.float32)
+        floats = carray(as_pointer(args.y + t * args.y_stride), (stop,), types.float32)
         for n in range(n0, stop):
             floats[n] = sums[n - n0]
 
 
 @inlined
-def _zero_padding(job, h_rows, h_stride, first, last):
+def _zero_padding(args, h_rows, h_stride, first, last):
     """Clears h between I and its padded end: a wider layer may have been there."""
-    start, stop = 32 * job.i_blocks, K_BLOCK * job.down_k
-    for slot in range(first, last):
-        h = carray(as_pointer(h_rows + slot * h_stride), (stop,), types.uint16)
+    start, stop = 32 * args.i_blocks, K_BLOCK * args.down_k
+    for pair in range(first, last):
+        h = carray(as_pointer(h_rows + pair * h_stride), (stop,), types.uint16)
         for i in range(start, stop):
             h[i] = 0
 
 
 @inlined
-def _quantize_h(job, quantize_row, h_rows, h_stride, first, last, first_block, last_block):
-    """Quantizes a run of blocks of some slots' h, the padding with the last one."""
-    K = K_BLOCK * job.down_k
-    stop = K if last_block == job.i_blocks else 32 * last_block
+def _quantize_h(args, quantize_row, h_rows, h_stride, first, last, first_block, last_block):
+    """Quantizes a run of blocks of some pairs' h, the padding with the last one."""
+    K = K_BLOCK * args.down_k
+    stop = K if last_block == args.i_blocks else 32 * last_block
     if quantize_row != 0:
-        for slot in range(first, last):
-            row = h_rows + slot * h_stride
+        for pair in range(first, last):
+            row = h_rows + pair * h_stride
             if call_routine(quantize_row, (row, K, 32 * first_block, stop)) != 0:
-                job.raised = RAISED
+                args.raised = RAISED
 
 
 @functools.cache
@@ -108,209 +109,284 @@ def make_stages(epilogue: Epilogue) -> Stages:
     swiglu, weighted_add = epilogue.swiglu, epilogue.weighted_add
     OUT_AT = common.OUT_AT
     TOKENS, BLOCKS = common.MAX_TOKENS, common.MAX_BLOCKS
-    ADDRESSES, OUTS = 8 * PASS, PASS * _ROW_BYTES
+    ADDRESSES, OUTS = 8 * MAX_M, MAX_M * _ROW_BYTES
 
     @task(f"pack-{epilogue.name}")
-    def pack(job_address, piece, worker):
-        job = job_at(job_address)
-        active, first = i64(job.piece_active, piece), i64(job.piece_slot, piece)
-        start = i64(job.starts, active)
-        last = min(first + PIECE, i64(job.starts, active + 1))
-        tiles = job.x_tiles + i64(job.groups, active) * job.gate_up_k * job.tile_steps * common.TILE
-        steps = job.tile_steps * job.gate_up_k
-        for slot in range(first, last):
-            row = job.x + i64(job.slot_token, slot) * job.x_stride
-            K = K_BLOCK * job.gate_up_k
+    def pack(args_address, piece, worker):
+        args = moe_args_at(args_address)
+        active, first = i64(args.piece_active, piece), i64(args.piece_pair, piece)
+        start = i64(args.starts, active)
+        last = min(first + PIECE, i64(args.starts, active + 1))
+        tiles = (
+            args.x_tiles + i64(args.groups, active) * args.gate_up_k * args.tile_steps * common.TILE
+        )
+        steps = args.tile_steps * args.gate_up_k
+        for pair in range(first, last):
+            row = args.x + i64(args.pair_token, pair) * args.x_stride
+            K = K_BLOCK * args.gate_up_k
             copy_to_tile(
-                row, K, tiles, slot - start, 0, steps, job.tile_steps, job.int8, job.interleave_x
+                row, K, tiles, pair - start, 0, steps, args.tile_steps, args.int8, args.interleave_x
             )
         return 0
 
     @inlined
-    def multiply(job, tiles, M, w, then, scale, k_blocks, rows, out):
-        """out[M, 32] = a packed block times up to PASS tokens; ``then``: what is read next."""
+    def multiply(args, tiles, M, w, then, scale, k_blocks, rows, out):
+        """out[M, 32] = a packed block times up to MAX_M tokens; ``then``: what is read next."""
         K = K_BLOCK * k_blocks
-        tile = (M, w, then, scale, 0, k_blocks, K, rows, job.tables, out)
+        tile = (M, w, then, scale, 0, k_blocks, K, rows, args.tables, out)
         if call_routine(tiles, tile) != 0:
-            job.raised = RAISED
+            args.raised = RAISED
 
     @inlined
-    def gate_up_tiles(job, h_rows, h_stride, w, scale, bias, first, last, first_block, last_block):
+    def gate_up_tiles(args, h_rows, h_stride, w, scale, bias, first, last, first_block, last_block):
         rows = stack_alloc(ADDRESSES)
-        gates, ups = stack_alloc(OUTS), stack_alloc(OUTS)  # float32 [PASS, 32] each
+        gates, ups = stack_alloc(OUTS), stack_alloc(OUTS)  # float32 [MAX_M, 32] each
         for block in range(first_block, last_block):
-            for slot in range(first, last, PASS):
-                M = min(PASS, last - slot)
-                point_at_rows(rows, PASS, job.x, job.x_stride, job.slot_token, slot, M)
+            for pair in range(first, last, MAX_M):
+                M = min(MAX_M, last - pair)
+                point_at_rows(rows, MAX_M, args.x, args.x_stride, args.pair_token, pair, M)
                 for part in range(2):
-                    at = w + (2 * block + part) * job.gate_up_block
-                    scale_at = scale + (2 * block + part) * job.gate_up_scale_block
-                    then = at if block + 1 == last_block and part else at + job.gate_up_block
+                    at = w + (2 * block + part) * args.gate_up_block
+                    scale_at = scale + (2 * block + part) * args.gate_up_scale_block
+                    then = at if block + 1 == last_block and part else at + args.gate_up_block
                     out = ups if part else gates
-                    tiles = job.gate_up_tiles
-                    multiply(job, tiles, M, at, then, scale_at, job.gate_up_k, rows, out)
+                    tiles = args.gate_up_tiles
+                    multiply(args, tiles, M, at, then, scale_at, args.gate_up_k, rows, out)
                 bias_at = bias + 2 * block * _ROW_BYTES
                 for t in range(M):
-                    h = h_rows + (slot + t) * h_stride + block * 64
+                    h = h_rows + (pair + t) * h_stride + block * 64
                     swiglu(gates + t * _ROW_BYTES, ups + t * _ROW_BYTES, bias_at, h)
 
     @inlined
     def gate_up_gemm(
-        job, scratch, h_rows, h_stride, w, scale, bias, active, first, last, first_block, last_block
+        args,
+        scratch,
+        h_rows,
+        h_stride,
+        w,
+        scale,
+        bias,
+        active,
+        first,
+        last,
+        first_block,
+        last_block,
     ):
         rows = stack_alloc(2048)
         out = scratch + OUT_AT  # float32 [gate 0, up 0, gate 1, up 1, ...][Mp, 32]
-        for slot in range(first, last, TOKENS):
-            M = min(TOKENS, last - slot)
+        for pair in range(first, last, TOKENS):
+            M = min(TOKENS, last - pair)
             Mp = common.padded_tokens(M)
-            point_at_rows(rows, Mp, job.x, job.x_stride, job.slot_token, slot, M)
-            group = i64(job.groups, active) + (slot - first) // 16
-            x_tiles = job.x_tiles + group * job.gate_up_k * job.tile_steps * common.TILE
+            point_at_rows(rows, Mp, args.x, args.x_stride, args.pair_token, pair, M)
+            group = i64(args.groups, active) + (pair - first) // 16
+            x_tiles = args.x_tiles + group * args.gate_up_k * args.tile_steps * common.TILE
             for block in range(first_block, last_block, BLOCKS // 2):
                 count = min(BLOCKS // 2, last_block - block)
                 blocks = (
-                    M, 2 * count, w + 2 * block * job.gate_up_block, job.gate_up_block,
-                    scale + 2 * block * job.gate_up_scale_block, job.gate_up_scale_block,
-                    job.gate_up_k, x_tiles, rows, job.tables, scratch,
-                )  # fmt: skip
-                if call_routine(job.gate_up_gemm, blocks) != 0:
-                    job.raised = RAISED
+                    M,
+                    2 * count,
+                    w + 2 * block * args.gate_up_block,
+                    args.gate_up_block,
+                    scale + 2 * block * args.gate_up_scale_block,
+                    args.gate_up_scale_block,
+                    args.gate_up_k,
+                    x_tiles,
+                    rows,
+                    args.tables,
+                    scratch,
+                )
+                if call_routine(args.gate_up_gemm, blocks) != 0:
+                    args.raised = RAISED
                 for b in range(count):
                     bias_at = bias + 2 * (block + b) * _ROW_BYTES
                     for t in range(M):
                         gate = out + (2 * b * Mp + t) * _ROW_BYTES
-                        h = h_rows + (slot + t) * h_stride + (block + b) * 64
+                        h = h_rows + (pair + t) * h_stride + (block + b) * 64
                         swiglu(gate, gate + Mp * _ROW_BYTES, bias_at, h)
 
     @inlined
-    def pack_h(job, active, h_rows, h_stride, first, last, first_block, last_block):
+    def pack_h(args, active, h_rows, h_stride, first, last, first_block, last_block):
         """Moves the blocks of h that a task has written, and the padding, into A tiles."""
-        K = K_BLOCK * job.down_k
-        per_step = K_BLOCK // job.tile_steps  # inputs: 32 bf16, or 64 int8
-        stop = K if last_block == job.i_blocks else 32 * last_block
-        tiles = job.h_tiles + i64(job.groups, active) * job.down_k * job.tile_steps * common.TILE
-        for slot in range(first, last):
-            row = h_rows + slot * h_stride
+        K = K_BLOCK * args.down_k
+        per_step = K_BLOCK // args.tile_steps  # inputs: 32 bf16, or 64 int8
+        stop = K if last_block == args.i_blocks else 32 * last_block
+        tiles = (
+            args.h_tiles + i64(args.groups, active) * args.down_k * args.tile_steps * common.TILE
+        )
+        for pair in range(first, last):
+            row = h_rows + pair * h_stride
             copy_to_tile(
-                row, K, tiles, slot - first, 32 * first_block // per_step, stop // per_step,
-                job.tile_steps, job.int8, job.interleave_h,
-            )  # fmt: skip
+                row,
+                K,
+                tiles,
+                pair - first,
+                32 * first_block // per_step,
+                stop // per_step,
+                args.tile_steps,
+                args.int8,
+                args.interleave_h,
+            )
 
     @task(f"gate-up-{epilogue.name}")
-    def gate_up(job_address, index, worker):
-        job = job_at(job_address)
-        active = index // job.i_chunks
-        first_block = (index % job.i_chunks) * job.i_chunk
-        last_block = min(first_block + job.i_chunk, job.i_blocks)
-        expert = i64(job.experts, active)
-        w = job.gate_up + expert * job.gate_up_stride
-        scale = job.gate_up_scale + expert * job.gate_up_scale_stride
-        bias = job.gate_up_bias + expert * job.gate_up_bias_stride
-        first, last = i64(job.starts, active), i64(job.starts, active + 1)
-        use_gemm = last - first >= job.gemm_from
-        h_rows, h_stride = i64(job.h_rows, active), job.h_gemm_stride if use_gemm else job.h_stride
+    def gate_up(args_address, index, worker):
+        args = moe_args_at(args_address)
+        active = index // args.i_chunks
+        first_block = (index % args.i_chunks) * args.i_chunk
+        last_block = min(first_block + args.i_chunk, args.i_blocks)
+        expert = i64(args.experts, active)
+        w = args.gate_up + expert * args.gate_up_stride
+        scale = args.gate_up_scale + expert * args.gate_up_scale_stride
+        bias = args.gate_up_bias + expert * args.gate_up_bias_stride
+        first, last = i64(args.starts, active), i64(args.starts, active + 1)
+        use_gemm = last - first >= args.gemm_from
+        h_rows, h_stride = (
+            i64(args.h_rows, active),
+            args.h_gemm_stride if use_gemm else args.h_stride,
+        )
         if use_gemm:
-            scratch = job.scratch + worker * job.scratch_stride
+            scratch = args.scratch + worker * args.scratch_stride
             gate_up_gemm(
-                job, scratch, h_rows, h_stride, w, scale, bias, active, first, last, first_block,
+                args,
+                scratch,
+                h_rows,
+                h_stride,
+                w,
+                scale,
+                bias,
+                active,
+                first,
+                last,
+                first_block,
                 last_block,
-            )  # fmt: skip
+            )
         else:
             gate_up_tiles(
-                job, h_rows, h_stride, w, scale, bias, first, last, first_block, last_block
+                args, h_rows, h_stride, w, scale, bias, first, last, first_block, last_block
             )
-        if last_block == job.i_blocks:
-            _zero_padding(job, h_rows, h_stride, first, last)
-        quantize_row = job.quantize_h_gemm if use_gemm else job.quantize_h
-        _quantize_h(job, quantize_row, h_rows, h_stride, first, last, first_block, last_block)
+        if last_block == args.i_blocks:
+            _zero_padding(args, h_rows, h_stride, first, last)
+        quantize_row = args.quantize_h_gemm if use_gemm else args.quantize_h
+        _quantize_h(args, quantize_row, h_rows, h_stride, first, last, first_block, last_block)
         if use_gemm:
-            pack_h(job, active, h_rows, h_stride, first, last, first_block, last_block)
-        return job.raised
+            pack_h(args, active, h_rows, h_stride, first, last, first_block, last_block)
+        return args.raised
 
     @inlined
-    def add_rows(job, slot, M, block, out, bias):
-        """The sums of M slots' tokens += their weights x (out[M, 32] + the bias of the block)."""
+    def add_rows(args, pair, M, block, out, bias):
+        """The sums of M pairs' tokens += their weights x (out[M, 32] + the bias of the block)."""
         bias_at = bias + block * _ROW_BYTES
         for t in range(M):
-            acc = _sums_at(job, block, i64(job.slot_token, slot + t))
-            weighted_add(f32(job.slot_weight, slot + t), out + t * _ROW_BYTES, bias_at, acc)
+            acc = _sums_at(args, block, i64(args.pair_token, pair + t))
+            weighted_add(f32(args.pair_weight, pair + t), out + t * _ROW_BYTES, bias_at, acc)
 
     @inlined
     def down_tiles(
-        job, h_rows, h_stride, w, then, scale, bias, first, last, first_block, last_block
+        args, h_rows, h_stride, w, then, scale, bias, first, last, first_block, last_block
     ):
         rows = stack_alloc(ADDRESSES)
-        out = stack_alloc(OUTS)  # float32 [PASS, 32]
+        out = stack_alloc(OUTS)  # float32 [MAX_M, 32]
         for block in range(first_block, last_block):
-            w_down = w + block * job.down_block
-            s_down = scale + block * job.down_scale_block
-            after = w_down + job.down_block if block + 1 < last_block else then
-            for slot in range(first, last, PASS):
-                M = min(PASS, last - slot)
-                point_at_rows(rows, PASS, h_rows, h_stride, 0, slot, M)
-                tiles = job.down_tiles
-                multiply(job, tiles, M, w_down, after, s_down, job.down_k, rows, out)
-                add_rows(job, slot, M, block, out, bias)
+            w_down = w + block * args.down_block
+            s_down = scale + block * args.down_scale_block
+            after = w_down + args.down_block if block + 1 < last_block else then
+            for pair in range(first, last, MAX_M):
+                M = min(MAX_M, last - pair)
+                point_at_rows(rows, MAX_M, h_rows, h_stride, 0, pair, M)
+                tiles = args.down_tiles
+                multiply(args, tiles, M, w_down, after, s_down, args.down_k, rows, out)
+                add_rows(args, pair, M, block, out, bias)
 
     @inlined
     def down_gemm(
-        job, scratch, h_rows, h_stride, w, scale, bias, active, first, last, first_block, last_block
+        args,
+        scratch,
+        h_rows,
+        h_stride,
+        w,
+        scale,
+        bias,
+        active,
+        first,
+        last,
+        first_block,
+        last_block,
     ):
         rows = stack_alloc(2048)
-        for slot in range(first, last, TOKENS):
-            M = min(TOKENS, last - slot)
+        for pair in range(first, last, TOKENS):
+            M = min(TOKENS, last - pair)
             Mp = common.padded_tokens(M)
-            point_at_rows(rows, Mp, h_rows, h_stride, 0, slot, M)
-            group = i64(job.groups, active) + (slot - first) // 16
-            h_tiles = job.h_tiles + group * job.down_k * job.tile_steps * common.TILE
+            point_at_rows(rows, Mp, h_rows, h_stride, 0, pair, M)
+            group = i64(args.groups, active) + (pair - first) // 16
+            h_tiles = args.h_tiles + group * args.down_k * args.tile_steps * common.TILE
             for block in range(first_block, last_block, BLOCKS):
                 count = min(BLOCKS, last_block - block)
                 blocks = (
-                    M, count, w + block * job.down_block, job.down_block,
-                    scale + block * job.down_scale_block, job.down_scale_block, job.down_k,
-                    h_tiles, rows, job.tables, scratch,
-                )  # fmt: skip
-                if call_routine(job.down_gemm, blocks) != 0:
-                    job.raised = RAISED
+                    M,
+                    count,
+                    w + block * args.down_block,
+                    args.down_block,
+                    scale + block * args.down_scale_block,
+                    args.down_scale_block,
+                    args.down_k,
+                    h_tiles,
+                    rows,
+                    args.tables,
+                    scratch,
+                )
+                if call_routine(args.down_gemm, blocks) != 0:
+                    args.raised = RAISED
                 for b in range(count):
                     out = scratch + OUT_AT + b * Mp * _ROW_BYTES
-                    add_rows(job, slot, M, block + b, out, bias)
+                    add_rows(args, pair, M, block + b, out, bias)
 
     @task(f"down-{epilogue.name}")
-    def down(job_address, index, worker):
-        job = job_at(job_address)
-        active = index % job.A
-        first_block = i64(job.h_cuts, index // job.A)
-        last_block = i64(job.h_cuts, index // job.A + 1)
-        expert = i64(job.experts, active)
-        w = job.down + expert * job.down_stride
-        scale = job.down_scale + expert * job.down_scale_stride
-        bias = job.down_bias + expert * job.down_bias_stride
+    def down(args_address, index, worker):
+        args = moe_args_at(args_address)
+        active = index % args.A
+        first_block = i64(args.h_cuts, index // args.A)
+        last_block = i64(args.h_cuts, index // args.A + 1)
+        expert = i64(args.experts, active)
+        w = args.down + expert * args.down_stride
+        scale = args.down_scale + expert * args.down_scale_stride
+        bias = args.down_bias + expert * args.down_bias_stride
         if active == 0:
-            count = (last_block - first_block) * job.T * 32
-            sums = carray(as_pointer(_sums_at(job, first_block, 0)), (count,), types.float32)
+            count = (last_block - first_block) * args.T * 32
+            sums = carray(as_pointer(_sums_at(args, first_block, 0)), (count,), types.float32)
             for i in range(count):
                 sums[i] = types.float32(0)
-        first, last = i64(job.starts, active), i64(job.starts, active + 1)
-        use_gemm = last - first >= job.gemm_from
-        h_rows, h_stride = i64(job.h_rows, active), job.h_gemm_stride if use_gemm else job.h_stride
+        first, last = i64(args.starts, active), i64(args.starts, active + 1)
+        use_gemm = last - first >= args.gemm_from
+        h_rows, h_stride = (
+            i64(args.h_rows, active),
+            args.h_gemm_stride if use_gemm else args.h_stride,
+        )
         if not use_gemm:
             # The same blocks of the next expert; behind the last one what is in cache already.
-            then = expert if active + 1 == job.A else i64(job.experts, active + 1)
-            then = job.down + then * job.down_stride + first_block * job.down_block
+            then = expert if active + 1 == args.A else i64(args.experts, active + 1)
+            then = args.down + then * args.down_stride + first_block * args.down_block
             down_tiles(
-                job, h_rows, h_stride, w, then, scale, bias, first, last, first_block, last_block
+                args, h_rows, h_stride, w, then, scale, bias, first, last, first_block, last_block
             )
         else:
-            scratch = job.scratch + worker * job.scratch_stride
+            scratch = args.scratch + worker * args.scratch_stride
             down_gemm(
-                job, scratch, h_rows, h_stride, w, scale, bias, active, first, last, first_block,
+                args,
+                scratch,
+                h_rows,
+                h_stride,
+                w,
+                scale,
+                bias,
+                active,
+                first,
+                last,
+                first_block,
                 last_block,
-            )  # fmt: skip
-        if active == job.A - 1:
-            for t in range(job.T):
+            )
+        if active == args.A - 1:
+            for t in range(args.T):
                 for block in range(first_block, last_block):
-                    _write_out(job, t, 32 * block)
-        return job.raised
+                    _write_out(args, t, 32 * block)
+        return args.raised
 
     return Stages(make_rows(), pack, gate_up, down)

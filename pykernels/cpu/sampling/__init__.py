@@ -11,10 +11,7 @@ A draw is an argmax of logits with Gumbel's noise, which raises no token by more
 is made only for those that can still win.
 """
 
-from .call import SamplingCall, make_ops, prepare, sample_requests, set_request
-from .draw import make_draw
-from .finish import make_finish
-from .job import (
+from .args import (
     COLUMNS,
     SAMPLING,
     Sizes,
@@ -23,6 +20,9 @@ from .job import (
     sampling_at,
     sizes,
 )
+from .call import SamplingCall, make_ops, prepare, sample_requests, set_request
+from .draw import make_draw
+from .finish import make_finish
 from .scan import make_scan
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""A call of sampling from Python: its memory, its job, and its tasks one after the other."""
+"""A call of sampling from Python: its memory, its args, and its tasks one after the other."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy as np
 import torch
 
 from ...errors import PykernelsError
-from ...ref.sampling import MAX_LOGPROBS, Request, Sampled
+from ...ref.sampling import MAX_LOGPROBS, Sampled, SamplingRequest
 from ..intrin.sync import call_task
 from ..jit import kernel
+from .args import SAMPLING, parameter_dtype, point_at_parameters, sizes
 from .draw import make_draw
 from .finish import make_finish
-from .job import SAMPLING, parameter_dtype, point_at_parameters, sizes
 from .scan import make_scan
 
 
 @kernel()
-def _run(opening, run, job):
-    for index in range(call_task(opening, job, -1, 0)):
-        call_task(run, job, index, 0)
+def _run(setup, run, args):
+    for index in range(call_task(setup, args, -1, 0)):
+        call_task(run, args, index, 0)
 
 
-def set_request(block: np.ndarray, row: int, request: Request, V: int) -> list[Any]:
+def set_request(block: np.ndarray, row: int, request: SamplingRequest, V: int) -> list[Any]:
     """Writes a request into a row of the parameters block.
 
     Returns:
@@ -60,7 +60,7 @@ def set_request(block: np.ndarray, row: int, request: Request, V: int) -> list[A
     return held
 
 
-def _check(request: Request, V: int) -> None:
+def _check(request: SamplingRequest, V: int) -> None:
     def length(values: torch.Tensor | None) -> int:
         return 0 if values is None else len(values)
 
@@ -80,24 +80,26 @@ def _check(request: Request, V: int) -> None:
 
 @dataclass(frozen=True)
 class SamplingCall:
-    """The job of one step and the memory that it has addresses of.
+    """The args of one step and the memory that it has addresses of.
 
     Attributes:
-        job: a ``SAMPLING`` record; ``address`` is what its tasks take.
+        args: a ``SAMPLING`` record; ``address`` is what its tasks take.
         out: where they write.
         held: the rest.
     """
 
-    job: np.ndarray
+    args: np.ndarray
     out: Sampled
     held: list[Any]
 
     @property
     def address(self) -> int:
-        return self.job.ctypes.data
+        return self.args.ctypes.data
 
 
-def prepare(logits: torch.Tensor, requests: Sequence[Request], workers: int = 1) -> SamplingCall:
+def prepare(
+    logits: torch.Tensor, requests: Sequence[SamplingRequest], workers: int = 1
+) -> SamplingCall:
     """A call that tasks of up to ``workers`` workers can run; otherwise as `sample_requests`."""
     if logits.dtype != torch.float32 or logits.ndim != 2 or logits.stride(1) != 1:
         given = f"{logits.dtype} {tuple(logits.shape)}"
@@ -113,25 +115,25 @@ def prepare(logits: torch.Tensor, requests: Sequence[Request], workers: int = 1)
         torch.empty(R, MAX_LOGPROBS, dtype=torch.int64, device="cpu"),
         torch.empty(R, MAX_LOGPROBS, dtype=torch.float32, device="cpu"),
     )
-    count, job = np.array([R], np.int64), np.zeros(1, SAMPLING)
-    point_at_parameters(job[0], block[0])
+    count, args = np.array([R], np.int64), np.zeros(1, SAMPLING)
+    point_at_parameters(args[0], block[0])
     for name in ("adjusted", "maxima", "partials", "scratch"):
         held.append(np.empty(getattr(need, name), np.uint8))
-        job[name] = held[-1].ctypes.data
-    job["scratch_stride"] = need.scratch_stride
-    job["count_at"], job["V"] = count.ctypes.data, V
-    job["logits"], job["logits_stride"] = logits.data_ptr(), 4 * logits.stride(0)
-    job["tokens"], job["logprobs_out"] = out.tokens.data_ptr(), out.logprobs.data_ptr()
-    job["top_ids"], job["top_logprobs"] = out.top_ids.data_ptr(), out.top_logprobs.data_ptr()
-    return SamplingCall(job, out, [*held, block, count, logits])
+        args[name] = held[-1].ctypes.data
+    args["scratch_stride"] = need.scratch_stride
+    args["count_at"], args["V"] = count.ctypes.data, V
+    args["logits"], args["logits_stride"] = logits.data_ptr(), 4 * logits.stride(0)
+    args["tokens"], args["logprobs_out"] = out.tokens.data_ptr(), out.logprobs.data_ptr()
+    args["top_ids"], args["top_logprobs"] = out.top_ids.data_ptr(), out.top_logprobs.data_ptr()
+    return SamplingCall(args, out, [*held, block, count, logits])
 
 
 def make_ops() -> list[tuple[Any, Any]]:
-    """The (open, run) tasks of scan, draw and finish, in their order."""
+    """The (setup, run) tasks of scan, draw and finish, in their order."""
     return [make_scan(), make_draw(), make_finish()]
 
 
-def sample_requests(logits: torch.Tensor, requests: Sequence[Request]) -> Sampled:
+def sample_requests(logits: torch.Tensor, requests: Sequence[SamplingRequest]) -> Sampled:
     """One token a row, of requests that know nothing of each other, on the calling thread alone.
 
     The fast twin of ``ref.sampling.sample_requests``, where parameters and result are described.
@@ -145,6 +147,6 @@ def sample_requests(logits: torch.Tensor, requests: Sequence[Request]) -> Sample
         PykernelsError: what does not fit.
     """
     call = prepare(logits, requests)
-    for opening, run in make_ops():
-        _run(opening.address, run.address, call.address)
+    for setup, run in make_ops():
+        _run(setup.address, run.address, call.address)
     return call.out

@@ -12,8 +12,8 @@ from numba import carray, types
 from ...ref.sampling import MAX_LOGPROBS
 from ..intrin.sync import as_pointer
 from ..jit import inlined, task
-from ..job import f32, i64, poke_f32, poke_i64
-from .job import CANDIDATES, CHUNK, number, sampling_at
+from ..words import f32, i64, poke_f32, poke_i64
+from .args import CANDIDATES, CHUNK, number, sampling_at
 from .passes import LEAST, is_finite, make_passes
 from .rows import (
     NAN,
@@ -32,23 +32,23 @@ _ZERO, _ONE, _INFINITY = np.float32(0.0), np.float32(1.0), np.float32(np.inf)
 
 @functools.cache
 def make_finish() -> tuple[Any, Any]:
-    """Compiles (open, run), tasks of ``SAMPLING``, to be run last: one for a row."""
+    """Compiles (setup, run), tasks of ``SAMPLING``, to be run last: one for a row."""
     P, S = make_passes(), make_select()
     N, GROUP, STEP = P.N, P.GROUP, P.STEP
     best_draw, nucleus_mass, summarize = P.best_draw, P.nucleus_mass, P.summarize
     kth_largest, top_ids = S.kth_largest, S.top_ids
 
-    @task("sampling-finish-open")
-    def opening(address, index, worker):
+    @task("sampling-finish-setup")
+    def setup(address, index, worker):
         return i64(sampling_at(address).count_at, 0)
 
     @inlined
-    def largest_and_mass(job, r, chunks):
+    def largest_and_mass(args, r, chunks):
         """(largest logit of a row as it came, log of the sum of ``exp(logit - largest)``: NaN if
         there is no finite largest)."""
         top = LEAST
         for c in range(chunks):
-            mine = number(partial_of(job, r, c).top)
+            mine = number(partial_of(args, r, c).top)
             if mine != mine:
                 return NAN, NAN
             top = max(top, mine)
@@ -56,21 +56,21 @@ def make_finish() -> tuple[Any, Any]:
             return top, NAN
         total = _ZERO
         for c in range(chunks):
-            partial = partial_of(job, r, c)
+            partial = partial_of(args, r, c)
             less = types.float32(math.exp(number(partial.top) - top))
             total += number(partial.total) * less
         return top, types.float32(math.log(total))
 
     @inlined
-    def draw(job, r, chunks, groups, maxima, best, best_id, heat, spare):
+    def draw(args, r, chunks, groups, maxima, best, best_id, heat, spare):
         """The token of a row without NaN whose largest logit is above -inf, not greedily."""
-        V, row = job.V, row_of(job, r)
-        seed, draws = i64(job.seed, r), i64(job.draws, r)
+        V, row = args.V, row_of(args, r)
+        seed, draws = i64(args.seed, r), i64(args.draws, r)
         least, floor = LEAST, LEAST
-        top, token, p = best / heat, -1, f32(job.top_p, r)
-        limited = not keeps_all(job, r)
+        top, token, p = best / heat, -1, f32(args.top_p, r)
+        limited = not keeps_all(args, r)
         if limited:
-            k, min_p = i64(job.top_k, r), f32(job.min_p, r)
+            k, min_p = i64(args.top_k, r), f32(args.min_p, r)
             if 0 < k < V:
                 least = kth_largest(row, V, groups, maxima, k, best, spare)
             if min_p > _ZERO:
@@ -78,7 +78,7 @@ def make_finish() -> tuple[Any, Any]:
         else:
             noisy = LEAST
             for c in range(chunks):
-                partial = partial_of(job, r, c)
+                partial = partial_of(args, r, c)
                 if number(partial.noisy) > noisy:
                     noisy, token = number(partial.noisy), partial.noisy_id
         if not p >= _ONE and not is_finite(top):
@@ -101,57 +101,57 @@ def make_finish() -> tuple[Any, Any]:
             limit, token = from_ordered(ordered(border) + 1), -1
 
     @inlined
-    def choose(job, r, chunks, groups, maxima, spare):
-        best, best_id, first_nan = largest(job, r)
+    def choose(args, r, chunks, groups, maxima, spare):
+        best, best_id, first_nan = largest(args, r)
         if first_nan >= 0:
             return first_nan
         if best_id < 0:  # nothing is above -inf
-            mask = i64(job.mask, r)
-            for v in range(job.V):
+            mask = i64(args.mask, r)
+            for v in range(args.V):
                 if is_allowed(mask, v):
                     return v
             return -1
-        heat = heat_of(job, r)
+        heat = heat_of(args, r)
         if heat > _ZERO:
-            return draw(job, r, chunks, groups, maxima, best, best_id, heat, spare)
+            return draw(args, r, chunks, groups, maxima, best, best_id, heat, spare)
         return best_id
 
     @inlined
-    def report(job, r, token, chunks, groups, maxima, spare):
+    def report(args, r, token, chunks, groups, maxima, spare):
         """Writes the logprobs of a row; what is not wanted or not there as -1 and NaN."""
-        ids = job.top_ids + 8 * MAX_LOGPROBS * r
-        values = job.top_logprobs + 4 * MAX_LOGPROBS * r
+        ids = args.top_ids + 8 * MAX_LOGPROBS * r
+        values = args.top_logprobs + 4 * MAX_LOGPROBS * r
         out = carray(as_pointer(values), (MAX_LOGPROBS,), types.float32)
-        wanted, held, own = i64(job.logprobs, r), 0, NAN
+        wanted, held, own = i64(args.logprobs, r), 0, NAN
         top, mass = LEAST, NAN
         if wanted >= 0 and token >= 0:
-            top, mass = largest_and_mass(job, r, chunks)
-            row = job.logits + r * job.logits_stride
+            top, mass = largest_and_mass(args, r, chunks)
+            row = args.logits + r * args.logits_stride
             if is_finite(mass):
                 own = f32(row, token) - top - mass
                 if wanted > 0:
-                    if is_adjusted(job, r):  # the maxima are of the adjusted logits
+                    if is_adjusted(args, r):  # the maxima are of the adjusted logits
                         maxima = spare + 4 * (CANDIDATES + N)
-                        summarize(row, job.V, 0, groups, maxima)
+                        summarize(row, args.V, 0, groups, maxima)
                     n = min(wanted, MAX_LOGPROBS)
-                    held = top_ids(row, job.V, groups, maxima, n, top, ids, values)
+                    held = top_ids(row, args.V, groups, maxima, n, top, ids, values)
             for i in range(held):
                 out[i] = out[i] - top - mass
-        poke_f32(job.logprobs_out + 4 * r, own)
+        poke_f32(args.logprobs_out + 4 * r, own)
         for i in range(held, MAX_LOGPROBS):
             poke_i64(ids, i, -1)
             out[i] = NAN
 
     @task("sampling-finish")
     def run(address, r, worker):
-        job = sampling_at(address)
-        chunks = (job.V + CHUNK - 1) // CHUNK
-        groups = (job.V + GROUP - 1) // GROUP
-        maxima = job.maxima + STEP * groups * r
-        spare = job.scratch + worker * job.scratch_stride
-        token = choose(job, r, chunks, groups, maxima, spare)
-        poke_i64(job.tokens, r, token)
-        report(job, r, token, chunks, groups, maxima, spare)
+        args = sampling_at(address)
+        chunks = (args.V + CHUNK - 1) // CHUNK
+        groups = (args.V + GROUP - 1) // GROUP
+        maxima = args.maxima + STEP * groups * r
+        spare = args.scratch + worker * args.scratch_stride
+        token = choose(args, r, chunks, groups, maxima, spare)
+        poke_i64(args.tokens, r, token)
+        report(args, r, token, chunks, groups, maxima, spare)
         return 0
 
-    return opening, run
+    return setup, run

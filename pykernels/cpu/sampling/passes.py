@@ -18,9 +18,9 @@ from ...target import detect
 from ..intrin.registers import stack_alloc
 from ..intrin.sync import as_pointer
 from ..jit import inlined
-from ..job import f32
 from ..vectors import make_vectors, width
-from .job import GROUP_VECTORS
+from ..words import f32
+from .args import GROUP_VECTORS
 from .lanes import make_lanes
 
 LEAST = np.float32(-np.inf)
@@ -184,10 +184,20 @@ def make_passes() -> Any:
         return types.int64(V_.sum(V_.add(even, odd)))
 
     return SimpleNamespace(
-        N=N, GROUP=GROUP, SPARE=SPARE, STEP=STEP, V=V_, L=L, group_at=group_at,
-        summarize=summarize, find=find, sum_exp=sum_exp, nucleus_mass=nucleus_mass,
-        best_draw=best_draw, count=count,
-    )  # fmt: skip
+        N=N,
+        GROUP=GROUP,
+        SPARE=SPARE,
+        STEP=STEP,
+        V=V_,
+        L=L,
+        group_at=group_at,
+        summarize=summarize,
+        find=find,
+        sum_exp=sum_exp,
+        nucleus_mass=nucleus_mass,
+        best_draw=best_draw,
+        count=count,
+    )
 
 
 @inlined

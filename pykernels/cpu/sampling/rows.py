@@ -8,8 +8,8 @@ from numba import carray, types
 from ...ref.sampling import COLDEST, HOTTEST
 from ..intrin.sync import as_pointer
 from ..jit import inlined
-from ..job import f32, i64
-from .job import CHUNK, PARTIAL_BYTES, number, partial_at
+from ..words import f32, i64
+from .args import CHUNK, PARTIAL_BYTES, number, partial_at
 from .passes import LEAST
 
 NAN = np.float32(np.nan)
@@ -18,31 +18,31 @@ _ZERO = np.float32(0.0)
 
 
 @inlined
-def heat_of(job, r):
+def heat_of(args, r):
     """A row's temperature; 0 where the largest is taken (NaN is no temperature either)."""
-    heat = f32(job.temperature, r)
+    heat = f32(args.temperature, r)
     return min(heat, _HOTTEST) if heat >= _COLDEST else _ZERO
 
 
 @inlined
-def is_adjusted(job, r):
+def is_adjusted(args, r):
     """Whether a row's logits do not stay as they came."""
-    return i64(job.mask, r) != 0 or i64(job.bias_count, r) > 0 or i64(job.seen_count, r) > 0
+    return i64(args.mask, r) != 0 or i64(args.bias_count, r) > 0 or i64(args.seen_count, r) > 0
 
 
 @inlined
-def row_of(job, r):
+def row_of(args, r):
     """Address of the logits that a row draws from."""
-    if is_adjusted(job, r):
-        return job.adjusted + 4 * r * job.V
-    return job.logits + r * job.logits_stride
+    if is_adjusted(args, r):
+        return args.adjusted + 4 * r * args.V
+    return args.logits + r * args.logits_stride
 
 
 @inlined
-def keeps_all(job, r):
+def keeps_all(args, r):
     """Whether neither top-k nor min-p leaves out any of a row."""
-    k = i64(job.top_k, r)
-    return (k < 1 or k >= job.V) and not f32(job.min_p, r) > _ZERO
+    k = i64(args.top_k, r)
+    return (k < 1 or k >= args.V) and not f32(args.min_p, r) > _ZERO
 
 
 @inlined
@@ -55,19 +55,19 @@ def is_allowed(mask, v):
 
 
 @inlined
-def partial_of(job, r, chunk):
+def partial_of(args, r, chunk):
     """What the tasks have found in a chunk of a row."""
-    chunks = (job.V + CHUNK - 1) // CHUNK
-    return partial_at(job.partials + PARTIAL_BYTES * (r * chunks + chunk))
+    chunks = (args.V + CHUNK - 1) // CHUNK
+    return partial_at(args.partials + PARTIAL_BYTES * (r * chunks + chunk))
 
 
 @inlined
-def largest(job, r):
+def largest(args, r):
     """(largest adjusted logit of a row, its lowest id, id of the first that is NaN); -inf and -1 if
     none is above -inf, -1 if none is NaN."""
     best, best_id = LEAST, -1
-    for c in range((job.V + CHUNK - 1) // CHUNK):
-        partial = partial_of(job, r, c)
+    for c in range((args.V + CHUNK - 1) // CHUNK):
+        partial = partial_of(args, r, c)
         if partial.first_nan >= 0:
             return LEAST, -1, partial.first_nan
         if number(partial.best) > best:

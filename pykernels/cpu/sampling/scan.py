@@ -10,8 +10,8 @@ from numba import carray, types
 
 from ..intrin.sync import as_pointer
 from ..jit import inlined, task
-from ..job import f32, i32, i64
-from .job import CHUNK, PARTIAL_BYTES, partial_at, sampling_at, word
+from ..words import f32, i32, i64
+from .args import CHUNK, PARTIAL_BYTES, partial_at, sampling_at, word
 from .passes import LEAST, is_finite, make_passes
 from .rows import NAN, is_adjusted, is_allowed
 
@@ -20,17 +20,17 @@ _ZERO = np.float32(0.0)
 
 @functools.cache
 def make_scan() -> tuple[Any, Any]:
-    """Compiles (open, run), tasks of ``SAMPLING``: one for a chunk of a row."""
+    """Compiles (setup, run), tasks of ``SAMPLING``: one for a chunk of a row."""
     P = make_passes()
     N, GROUP, STEP, V_ = P.N, P.GROUP, P.STEP, P.V
     pick = P.L.pick
     CHUNK_GROUPS = CHUNK // GROUP
     summarize, find, sum_exp = P.summarize, P.find, P.sum_exp
 
-    @task("sampling-scan-open")
-    def opening(address, index, worker):
-        job = sampling_at(address)
-        return i64(job.count_at, 0) * ((job.V + CHUNK - 1) // CHUNK)
+    @task("sampling-scan-setup")
+    def setup(address, index, worker):
+        args = sampling_at(address)
+        return i64(args.count_at, 0) * ((args.V + CHUNK - 1) // CHUNK)
 
     @inlined
     def copy_allowed(x, y, mask, first, last):
@@ -50,20 +50,20 @@ def make_scan() -> tuple[Any, Any]:
             out[v] = f32(x, v) if is_allowed(mask, v) else LEAST
 
     @inlined
-    def adjust(job, r, first, last):
+    def adjust(args, r, first, last):
         """``ref.sampling.adjusted`` of logits first .. last - 1."""
-        x, y = job.logits + r * job.logits_stride, job.adjusted + 4 * r * job.V
-        copy_allowed(x, y, i64(job.mask, r), first, last)
+        x, y = args.logits + r * args.logits_stride, args.adjusted + 4 * r * args.V
+        copy_allowed(x, y, i64(args.mask, r), first, last)
         out = carray(as_pointer(y), (last,), types.float32)
-        ids, bias = i64(job.bias_ids, r), i64(job.bias, r)
-        for i in range(i64(job.bias_count, r)):
+        ids, bias = i64(args.bias_ids, r), i64(args.bias, r)
+        for i in range(i64(args.bias_count, r)):
             v = types.int64(i32(ids, i))
             if first <= v < last:
                 out[v] += f32(bias, i)
-        seen, counts = i64(job.seen, r), i64(job.counts, r)
-        repetition, presence = f32(job.repetition, r), f32(job.presence, r)
-        frequency = f32(job.frequency, r)
-        for i in range(i64(job.seen_count, r)):
+        seen, counts = i64(args.seen, r), i64(args.counts, r)
+        repetition, presence = f32(args.repetition, r), f32(args.presence, r)
+        frequency = f32(args.frequency, r)
+        for i in range(i64(args.seen_count, r)):
             v = types.int64(i32(seen, i))
             if first <= v < last:
                 value = out[v]
@@ -82,24 +82,24 @@ def make_scan() -> tuple[Any, Any]:
 
     @task("sampling-scan")
     def run(address, index, worker):
-        job = sampling_at(address)
-        V = job.V
+        args = sampling_at(address)
+        V = args.V
         chunks = (V + CHUNK - 1) // CHUNK
         r, chunk = index // chunks, index % chunks
         groups = (V + GROUP - 1) // GROUP
         first, last = chunk * CHUNK, min(chunk * CHUNK + CHUNK, V)
         from_group = chunk * CHUNK_GROUPS
         to_group = min(from_group + CHUNK_GROUPS, groups)
-        maxima = job.maxima + STEP * groups * r
-        partial = partial_at(job.partials + PARTIAL_BYTES * index)
-        adjusted, wanted = is_adjusted(job, r), i64(job.logprobs, r) >= 0
-        row = job.logits + r * job.logits_stride
+        maxima = args.maxima + STEP * groups * r
+        partial = partial_at(args.partials + PARTIAL_BYTES * index)
+        adjusted, wanted = is_adjusted(args, r), i64(args.logprobs, r) >= 0
+        row = args.logits + r * args.logits_stride
         best, broken = LEAST, False
         total = _ZERO
         for after in range(2 if adjusted else 1):
             if adjusted and after == 1:
-                adjust(job, r, first, last)
-                row = job.adjusted + 4 * r * V
+                adjust(args, r, first, last)
+                row = args.adjusted + 4 * r * V
             elif adjusted and not wanted:
                 continue
             best, broken = summarize(row, V, from_group, to_group, maxima)
@@ -113,4 +113,4 @@ def make_scan() -> tuple[Any, Any]:
         partial.best_id = find(row, V, from_group, to_group, maxima, best)
         return 0
 
-    return opening, run
+    return setup, run

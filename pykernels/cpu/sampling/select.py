@@ -13,8 +13,8 @@ from ..intrin.registers import stack_alloc
 from ..intrin.scalar import bits_from_f32, f32_from_bits
 from ..intrin.sync import as_pointer
 from ..jit import inlined
-from ..job import f32
-from .job import CANDIDATES, GROUP_VECTORS
+from ..words import f32
+from .args import CANDIDATES, GROUP_VECTORS
 from .passes import LEAST, make_passes
 
 

@@ -75,9 +75,15 @@ def make_codes(fmt: str) -> Codes:
     """The reader of a format of integer weights."""
     rows, largest, signed = _ROWS[fmt]
     return Codes(
-        PACKINGS[fmt], SCALE_K[fmt], FACTORS[fmt], rows, signed,
-        0 if signed else BIASES.get(fmt, 0), UNITS.get(fmt, 1.0), largest,
-    )  # fmt: skip
+        PACKINGS[fmt],
+        SCALE_K[fmt],
+        FACTORS[fmt],
+        rows,
+        signed,
+        0 if signed else BIASES.get(fmt, 0),
+        UNITS.get(fmt, 1.0),
+        largest,
+    )
 
 
 @inlined

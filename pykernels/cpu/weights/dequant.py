@@ -126,9 +126,19 @@ def make_reader(fmt: str, ops: Instructions) -> Reader:
     if _READERS[fmt] is _INT4:
         signed, signed_unit = _high_nibbles, 1 / 16
     return Reader(
-        PACKINGS[fmt], SCALES[fmt], rows, halves, codes, bias, unit, magic, magic_offset, signed,
-        signed_unit, _floats_of_f16 if fmt in WIDE else None,
-    )  # fmt: skip
+        PACKINGS[fmt],
+        SCALES[fmt],
+        rows,
+        halves,
+        codes,
+        bias,
+        unit,
+        magic,
+        magic_offset,
+        signed,
+        signed_unit,
+        _floats_of_f16 if fmt in WIDE else None,
+    )
 
 
 @inlined

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..jit import inlined
-from ..job import f32
+from ..words import f32
 from .layout import GROUP_HALVES, GROUP_ZERO, SUPERBLOCK_K6, SUPERBLOCK_K45
 
 

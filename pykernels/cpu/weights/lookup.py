@@ -15,8 +15,13 @@ INT4_WORDS, MXFP4_WORDS, Q4_WORDS, Q5_WORDS = 1152, 1216, 1280, 1344
 PLANE_WORDS, EVEN_AT, MXFP4_CODES, MXFP4_SIGNED = 1408, 1536, 1600, 1664
 BIT4_AT = 1728
 Q5_0_AT, IQ4_NL_AT, Q5_0_WORDS, IQ4_NL_WORDS, IQ4_NL_CODES, IQ4_NL_SIGNED = (
-    1792, 1920, 2048, 2112, 2176, 2240,
-)  # fmt: skip
+    1792,
+    1920,
+    2048,
+    2112,
+    2176,
+    2240,
+)
 """Where a table begins in ``TABLES``, in bytes."""
 
 
@@ -40,9 +45,14 @@ def _make_tables() -> torch.Tensor:
     int4 = _integers([*range(8), *range(-8, 0)])
     e4m3 = codes.view(torch.float8_e4m3fn)
     parts = (
-        (e4m3, 1), (codes, 1), (int4, 4), (mxfp4.VALUES, 4),
-        (_integers(range(16)), 4), (_integers(range(32)), 2), (_integers(range(-32, 32)), 1),
-    )  # fmt: skip
+        (e4m3, 1),
+        (codes, 1),
+        (int4, 4),
+        (mxfp4.VALUES, 4),
+        (_integers(range(16)), 4),
+        (_integers(range(32)), 2),
+        (_integers(range(-32, 32)), 1),
+    )
     high_plane = 128 - 128 * _integers([*range(32), *range(-32, 0)])
     words = int4, mxfp4.VALUES + 0, _integers(range(16)), _integers(range(32)), high_plane
     even = _integers([255, 0], torch.uint8).repeat(32)

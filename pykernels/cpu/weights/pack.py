@@ -74,23 +74,23 @@ def _make_fours(name: str) -> Any:
     write_scales: Any = make_scale_writer(source) if SCALE_K else None
 
     @task(f"pack-{name}")
-    def pack(job_address, block, worker):
-        job = _pack_at(job_address)
-        k_end = (job.K + K_BLOCK - 1) // K_BLOCK * K_BLOCK
-        out = job.out + block * job.out_stride
+    def pack(args_address, block, worker):
+        args = _pack_at(args_address)
+        k_end = (args.K + K_BLOCK - 1) // K_BLOCK * K_BLOCK
+        out = args.out + block * args.out_stride
         for k in range(0, k_end, CHUNK):
             for n in range(N_BLOCK):
                 row = block * N_BLOCK + n
-                have = job.K if row < job.N else 0
-                address = job.source + row * job.row_bytes
+                have = args.K if row < args.N else 0
+                address = args.source + row * args.row_bytes
                 write_codes(address, n, have, k, min(k + CHUNK, k_end), out)
         if SCALE_K:
-            groups, scale_out = k_end // SCALE_K, job.scale_out + block * job.scale_out_stride
+            groups, scale_out = k_end // SCALE_K, args.scale_out + block * args.scale_out_stride
             for n in range(N_BLOCK):
                 row = block * N_BLOCK + n
-                have = (job.K + SCALE_K - 1) // SCALE_K if row < job.N else 0
-                address = job.source + row * job.row_bytes
-                scale_row = job.scale + row * job.scale_row_bytes
+                have = (args.K + SCALE_K - 1) // SCALE_K if row < args.N else 0
+                address = args.source + row * args.row_bytes
+                scale_row = args.scale + row * args.scale_row_bytes
                 write_scales(address, scale_row, n, have, groups, scale_out)
         return 0
 
@@ -105,18 +105,18 @@ def _make_pairs(itemsize: int) -> Any:
     index_of = _index_byte if itemsize == 1 else _index_wide
 
     @task(f"pack-{itemsize}")
-    def pack(job_address, block, worker):
-        job = _pack_at(job_address)
-        steps = (job.K + 127) // 128 * 4
-        source = carray(as_pointer(job.source), (job.N * job.K,), element)
-        pairs = carray(as_pointer(job.source), (job.N * job.K // 2,), pair)
-        out = carray(as_pointer(job.out + block * job.out_stride), (steps * 512,), pair)
-        rows = min(N_BLOCK, job.N - block * N_BLOCK)
-        whole = job.K // K_STEP if job.K % 2 == 0 else 0  # steps that can be moved in pairs
+    def pack(args_address, block, worker):
+        args = _pack_at(args_address)
+        steps = (args.K + 127) // 128 * 4
+        source = carray(as_pointer(args.source), (args.N * args.K,), element)
+        pairs = carray(as_pointer(args.source), (args.N * args.K // 2,), pair)
+        out = carray(as_pointer(args.out + block * args.out_stride), (steps * 512,), pair)
+        rows = min(N_BLOCK, args.N - block * N_BLOCK)
+        whole = args.K // K_STEP if args.K % 2 == 0 else 0  # steps that can be moved in pairs
         for chunk in range(0, whole, STEPS):
             for n in range(rows):
                 half, column = n // 16, n % 16
-                start = (block * N_BLOCK + n) * job.K
+                start = (block * N_BLOCK + n) * args.K
                 for step in range(chunk, min(chunk + STEPS, whole)):
                     tile = (2 * step + half) * 256
                     first = (start + step * K_STEP) // 2
@@ -124,8 +124,8 @@ def _make_pairs(itemsize: int) -> Any:
                         out[tile + index_of(r, column)] = pairs[first + r]
         for n in range(N_BLOCK):
             half, column = n // 16, n % 16
-            have = job.K if n < rows else 0
-            start = (block * N_BLOCK + n) * job.K
+            have = args.K if n < rows else 0
+            start = (block * N_BLOCK + n) * args.K
             done = whole if n < rows else 0
             for step in range(done, steps):
                 tile = (2 * step + half) * 256
@@ -145,7 +145,7 @@ def _make_pairs(itemsize: int) -> Any:
 def pack_job(
     fmt: Format, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor
 ) -> tuple[np.ndarray, int]:
-    """The job record and its number of tasks.
+    """The args record and its number of tasks.
 
     Args:
         weight: a matrix in ``fmt``, its tensors contiguous.
@@ -153,11 +153,11 @@ def pack_job(
         scales: uint8 [N / 32, scale bytes], likewise.
     """
     N, K = fmt.logical_shape(weight)
-    job = np.zeros(1, PACK)
-    job["source"], job["row_bytes"] = weight.data.data_ptr(), weight.data[:1].nbytes
-    job["N"], job["K"] = N, K
-    job["out"], job["out_stride"] = blocks.data_ptr(), blocks.stride(0)
-    job["scale_out"], job["scale_out_stride"] = scales.data_ptr(), scales.stride(0)
+    args = np.zeros(1, PACK)
+    args["source"], args["row_bytes"] = weight.data.data_ptr(), weight.data[:1].nbytes
+    args["N"], args["K"] = N, K
+    args["out"], args["out_stride"] = blocks.data_ptr(), blocks.stride(0)
+    args["scale_out"], args["scale_out_stride"] = scales.data_ptr(), scales.stride(0)
     if weight.scale is not None:
-        job["scale"], job["scale_row_bytes"] = weight.scale.data_ptr(), weight.scale[:1].nbytes
-    return job, padded(N, K)[0] // N_BLOCK
+        args["scale"], args["scale_row_bytes"] = weight.scale.data_ptr(), weight.scale[:1].nbytes
+    return args, padded(N, K)[0] // N_BLOCK

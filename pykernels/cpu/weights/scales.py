@@ -80,9 +80,12 @@ def _k6_super_factor(scale, group, half):
 
 _CHANNEL = Scales(whole=True)
 _K45 = Scales(
-    small=_k45_small, super_k=256, super_factor=_k45_super_factor,
-    small_minimum=_k45_small_minimum, super_minimum=_k45_super_minimum,
-)  # fmt: skip
+    small=_k45_small,
+    super_k=256,
+    super_factor=_k45_super_factor,
+    small_minimum=_k45_small_minimum,
+    super_minimum=_k45_super_minimum,
+)
 
 _MORE = {
     **dict.fromkeys(("fp8-channel", "int8-channel", "int4-channel"), _CHANNEL),

@@ -55,13 +55,42 @@ def _heads(rows, d, D: tl.constexpr):
 
 @triton.jit(do_not_specialize=["B", "total_splits", "table_stride"])  # a batch compiles nothing new
 def _gqa_decode(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
-    sink_ptr, inner, outer, window, B, S, KVH, total_splits, table_stride, q_b, q_s, q_h,
-    G: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, BATCH: tl.constexpr,
-    KIND: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
-    EARLY: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    table_ptr,
+    length_ptr,
+    out_ptr,
+    lse_ptr,
+    sink_ptr,
+    inner,
+    outer,
+    window,
+    B,
+    S,
+    KVH,
+    total_splits,
+    table_stride,
+    q_b,
+    q_s,
+    q_h,
+    G: tl.constexpr,
+    PAGE: tl.constexpr,
+    D: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    BATCH: tl.constexpr,
+    KIND: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EARLY: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     if EARLY:
         gdc_wait()  # for what the kernel before this one wrote
         gdc_launch_dependents()  # the combining kernel waits by itself
@@ -209,9 +238,18 @@ def gqa_decode(
         PykernelsError: a dtype, size or GPU that the kernel does not take.
     """
     device, q4 = _checked(
-        q, k, v, page_table, lengths, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window,
-        softcap=softcap, sinks=sinks,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        page_table,
+        lengths,
+        scale=scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
     window = None if window is None else int(window)  # NumPy's integers are none to Triton
     (B, S, NH, D), (page, KVH) = q4.shape, k.shape[1:3]
     result = check_out(out, q, *q.shape, dtype=torch.bfloat16)
@@ -243,29 +281,73 @@ def gqa_decode(
         reduces = partials.split and in_kernel.worth_it(rows, most)
         counters = in_kernel.new_counters(device, B * KVH * tiles) if reduces else (0, None)
         ring.gqa_decode_ring[grid](
-            q4, ring.rows_of(k), ring.rows_of(v), *where, *scores, *strides, page_table.shape[1],
-            *counters, result, **options, KVH=KVH, STAGES=chosen.stages, MULTI_TOKEN=S > 1,
-            REDUCE=reduces, num_warps=ring.WARPS, **partials.launch,
-        )  # fmt: skip
+            q4,
+            ring.rows_of(k),
+            ring.rows_of(v),
+            *where,
+            *scores,
+            *strides,
+            page_table.shape[1],
+            *counters,
+            result,
+            **options,
+            KVH=KVH,
+            STAGES=chosen.num_stages,
+            MULTI_TOKEN=S > 1,
+            REDUCE=reduces,
+            num_warps=ring.WARPS,
+            **partials.launch,
+        )
         if reduces:
             return result
     elif chosen.fp8_mma:
         from . import gqa_decode_fp8 as fp8_mma  # Gluon: not in the interpreter
         from .gqa_decode_fp8_mma import layouts
 
-        keys = chosen.keys // chosen.warps
-        in_key, in_value = layouts(chosen.warps, keys)
+        keys = chosen.keys // chosen.num_warps
+        in_key, in_value = layouts(chosen.num_warps, keys)
         fp8_mma.gqa_decode_fp8[grid](
-            q4, k.view(torch.int32), v.view(torch.int32), k_scale, v_scale, *where, *scores,
-            *strides, **options, KVH=KVH, KEYS=keys, W=chosen.warps, ROWS=chosen.rows,
-            MULTI_TOKEN=S > 1, LK=in_key, LV=in_value, num_warps=chosen.warps, **partials.launch,
-        )  # fmt: skip
+            q4,
+            k.view(torch.int32),
+            v.view(torch.int32),
+            k_scale,
+            v_scale,
+            *where,
+            *scores,
+            *strides,
+            **options,
+            KVH=KVH,
+            KEYS=keys,
+            W=chosen.num_warps,
+            ROWS=chosen.rows,
+            MULTI_TOKEN=S > 1,
+            LK=in_key,
+            LV=in_value,
+            num_warps=chosen.num_warps,
+            **partials.launch,
+        )
     else:
         _gqa_decode[grid](
-            q4, as_bytes(k), as_bytes(v), k_scale, v_scale, *where, *scores, KVH,
-            *strides, **options, D=D, D_BLOCK=triton.next_power_of_2(D), ROWS=chosen.rows,
-            KEYS=chosen.keys, STAGES=chosen.stages, KIND=cache_kind(k, arch(device)),
-            WIDE=interpreted(), num_warps=chosen.warps, num_stages=chosen.stages, **partials.launch,
-        )  # fmt: skip
+            q4,
+            as_bytes(k),
+            as_bytes(v),
+            k_scale,
+            v_scale,
+            *where,
+            *scores,
+            KVH,
+            *strides,
+            **options,
+            D=D,
+            D_BLOCK=triton.next_power_of_2(D),
+            ROWS=chosen.rows,
+            KEYS=chosen.keys,
+            STAGES=chosen.num_stages,
+            KIND=cache_kind(k, arch(device)),
+            WIDE=interpreted(),
+            num_warps=chosen.num_warps,
+            num_stages=chosen.num_stages,
+            **partials.launch,
+        )
     partials.combine(lengths, S, window, chosen.keys)
     return result

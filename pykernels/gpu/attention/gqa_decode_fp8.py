@@ -31,9 +31,17 @@ from .online_softmax import capped, find_split, first_key, log_sum_exp, split_ra
 
 @gluon.jit
 def _scales(
-    k_ptrs, v_ptrs, page, start, end, w, n, KVH: gl.constexpr, KEYS: gl.constexpr,
+    k_ptrs,
+    v_ptrs,
+    page,
+    start,
+    end,
+    w,
+    n,
+    KVH: gl.constexpr,
+    KEYS: gl.constexpr,
     PAGE: gl.constexpr,
-):  # fmt: skip
+):
     """Of keys and values, [W, KEYS]; ones behind the end."""
     at = (first_rows(page, start, w, KEYS, PAGE) * KVH)[:, None]
     valid = n[None, :] < (end - start - w * KEYS)[:, None]
@@ -43,13 +51,41 @@ def _scales(
 
 @gluon.jit(do_not_specialize=["B", "total_splits", "table_stride"])  # a batch compiles nothing new
 def gqa_decode_fp8(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
-    sink_ptr, inner, outer, window, B, S, total_splits, table_stride, q_b, q_s, q_h,
-    G: gl.constexpr, KVH: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, W: gl.constexpr,
-    ROWS: gl.constexpr, BATCH: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-    SPLIT: gl.constexpr, MULTI_TOKEN: gl.constexpr, EARLY: gl.constexpr,
-    LK: gl.constexpr, LV: gl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    table_ptr,
+    length_ptr,
+    out_ptr,
+    lse_ptr,
+    sink_ptr,
+    inner,
+    outer,
+    window,
+    B,
+    S,
+    total_splits,
+    table_stride,
+    q_b,
+    q_s,
+    q_h,
+    G: gl.constexpr,
+    KVH: gl.constexpr,
+    PAGE: gl.constexpr,
+    KEYS: gl.constexpr,
+    W: gl.constexpr,
+    ROWS: gl.constexpr,
+    BATCH: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    SPLIT: gl.constexpr,
+    MULTI_TOKEN: gl.constexpr,
+    EARLY: gl.constexpr,
+    LK: gl.constexpr,
+    LV: gl.constexpr,
+):
     """One CTA: a split of a sequence's keys, for ROWS (8 or 16) query rows of a KV head.
 
     Args:

@@ -23,23 +23,23 @@ from ..common.dequant_mma import powers
 from .online_softmax import half_scale
 
 
-def layouts(warps: int, keys: int) -> tuple[object, object]:
+def layouts(num_warps: int, keys: int) -> tuple[object, object]:
     """(int32 of keys, of values) [warps, keys, 32] as the products want them."""
-    of_warps = [[warp, 0, 0] for warp in powers(1, warps)]
+    of_warps = [[warp, 0, 0] for warp in powers(1, num_warps)]
     others = [[0, n, 0] for n in powers(8, keys)]
     in_key = gl.DistributedLinearLayout(
         [[0, 0, n] for n in (1, 2, 16)] + others,
         [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
         of_warps,
         [],
-        [warps, keys, 32],
+        [num_warps, keys, 32],
     )
     in_value = gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 1, 0], *others],
         [[0, 2, 0], [0, 4, 0], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
         of_warps,
         [],
-        [warps, keys, 32],
+        [num_warps, keys, 32],
     )
     return in_key, in_value
 
@@ -58,8 +58,12 @@ def e4m3_pairs(word):
     return gl.inline_asm_elementwise(
         "{.reg .b16 a, b; mov.b32 {a, b}, $2;"
         " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;}",
-        "=r,=r,r", [word], dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
+        "=r,=r,r",
+        [word],
+        dtype=(gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -71,9 +75,12 @@ def e4m3_pairs_interleaved(even, odd):
         " mov.b32 {a, b}, x; mov.b32 {c, d}, y;"
         " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;"
         " cvt.rn.f16x2.e4m3x2 $2, c; cvt.rn.f16x2.e4m3x2 $3, d;}",
-        "=r,=r,=r,=r,r,r", [even, odd], dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=True, pack=1,
-    )  # fmt: skip
+        "=r,=r,=r,=r,r,r",
+        [even, odd],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -84,8 +91,12 @@ def transposed_pairs(even, odd):
     """
     return gl.inline_asm_elementwise(
         "{.reg .b32 x; cvt.rn.f16x2.f32 x, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, x;}",
-        "=r,f,f", [even, odd], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,f,f",
+        [even, odd],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit

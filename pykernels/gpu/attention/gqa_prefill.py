@@ -86,7 +86,15 @@ def gqa_prefill(
         PykernelsError: a dtype, size or GPU that the kernel does not take.
     """
     given = _inputs(
-        q, k, v, batch, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window,
-        softcap=softcap, sinks=sinks,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        batch,
+        scale=scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
     return launch(given, out, plan)

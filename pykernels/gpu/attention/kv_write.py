@@ -14,9 +14,19 @@ from ..common.launch import FLOATS, check_device, launches_early, unsupported
 
 @triton.jit
 def _write_rows(
-    x, cache, scales, t, group, slot, t_stride, group_stride, G, D,
-    QUANTIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    cache,
+    scales,
+    t,
+    group,
+    slot,
+    t_stride,
+    group_stride,
+    G,
+    D,
+    QUANTIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     g = group[:, None].to(tl.int64)  # heads may be 2 ** 31 elements apart
     d = tl.arange(0, BLOCK)[None, :]
     mask = (g < G) & (d < D)
@@ -36,15 +46,33 @@ def _write_rows(
 
 @triton.jit
 def _write(
-    a, b, slots, a_cache, b_cache, a_scale, b_scale,
-    a_t, a_g, b_t, b_g, A_G, B_G, A_D, B_D, NUM_SLOTS,
-    A_QUANTIZE: tl.constexpr, B_QUANTIZE: tl.constexpr,
-    GROUPS: tl.constexpr, A_BLOCK: tl.constexpr, B_BLOCK: tl.constexpr, TRIGGER: tl.constexpr,
-):  # fmt: skip
+    a,
+    b,
+    slot_mapping,
+    a_cache,
+    b_cache,
+    a_scale,
+    b_scale,
+    a_t,
+    a_g,
+    b_t,
+    b_g,
+    A_G,
+    B_G,
+    A_D,
+    B_D,
+    NUM_SLOTS,
+    A_QUANTIZE: tl.constexpr,
+    B_QUANTIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    A_BLOCK: tl.constexpr,
+    B_BLOCK: tl.constexpr,
+    TRIGGER: tl.constexpr,
+):
     if TRIGGER:
         gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + t).to(tl.int64)
+    slot = tl.load(slot_mapping + t).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     if (slot >= 0) & (slot < NUM_SLOTS):
         _write_rows(a, a_cache, a_scale, t, group, slot, a_t, a_g, A_G, A_D, A_QUANTIZE, A_BLOCK)
@@ -79,21 +107,21 @@ def supports(
 def _launch(
     a: torch.Tensor,
     b: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     caches: tuple[torch.Tensor, torch.Tensor],
     scales: tuple[torch.Tensor | None, torch.Tensor | None],
     names: tuple[str, str],
 ) -> None:
     """Rows a, b [T, G, D] of two caches [P, page, G, D]."""
-    check_device(a, b, slots, *caches, *(s for s in scales if s is not None))
+    check_device(a, b, slot_mapping, *caches, *(s for s in scales if s is not None))
     for x, cache, scale, name in zip((a, b), caches, scales, names, strict=True):
         if reason := supports(x, cache, scale, name):
             raise PykernelsError(f"the cache cannot be written: {reason}", "Convert them")
     T, (P, page) = a.shape[0], caches[0].shape[:2]
-    dense = slots.dtype in (torch.int32, torch.int64) and slots.is_contiguous()
-    if b.shape[0] != T or slots.shape != (T,) or not dense:
+    dense = slot_mapping.dtype in (torch.int32, torch.int64) and slot_mapping.is_contiguous()
+    if b.shape[0] != T or slot_mapping.shape != (T,) or not dense:
         raise PykernelsError(
-            f"{slots.dtype} {tuple(slots.shape)} slots for {T} and {b.shape[0]} rows",
+            f"{slot_mapping.dtype} {tuple(slot_mapping.shape)} slots for {T} and {b.shape[0]} rows",
             "Give one int32 or int64 slot a token, contiguous ones",
         )
     if caches[1].shape[:2] != (P, page):
@@ -105,18 +133,34 @@ def _launch(
     groups = min(triton.next_power_of_2(max(A_G, B_G)), max(1, 1024 // max(blocks)))
     codes = [c if s is None else c.view(torch.uint8) for c, s in zip(caches, scales, strict=True)]
     _write[(T, triton.cdiv(max(A_G, B_G), groups))](
-        a, b, slots, *codes, *scales,
-        a.stride(0), a.stride(1), b.stride(0), b.stride(1), A_G, B_G, A_D, B_D, P * page,
-        A_QUANTIZE=scales[0] is not None, B_QUANTIZE=scales[1] is not None,
-        GROUPS=groups, A_BLOCK=blocks[0], B_BLOCK=blocks[1], TRIGGER=launches_early(a.device),
+        a,
+        b,
+        slot_mapping,
+        *codes,
+        *scales,
+        a.stride(0),
+        a.stride(1),
+        b.stride(0),
+        b.stride(1),
+        A_G,
+        B_G,
+        A_D,
+        B_D,
+        P * page,
+        A_QUANTIZE=scales[0] is not None,
+        B_QUANTIZE=scales[1] is not None,
+        GROUPS=groups,
+        A_BLOCK=blocks[0],
+        B_BLOCK=blocks[1],
+        TRIGGER=launches_early(a.device),
         num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def mla_write(
     latent: torch.Tensor,
     rope: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     latent_cache: torch.Tensor,
     rope_cache: torch.Tensor,
     latent_scale: torch.Tensor | None = None,
@@ -126,8 +170,8 @@ def mla_write(
     Args:
         latent: [T, L], rows dense.
         rope: [T, R], rows dense.
-        slots: int32 or int64 [T], ``page * page_size + offset``; a token whose slot is outside the
-            cache (negative: padding; or ``P * page_size`` and more) is written nowhere.
+        slot_mapping: int32 or int64 [T], ``page * page_size + offset``; a token whose slot is
+            outside the cache (negative: padding; or ``P * page_size`` and more) is written nowhere.
         latent_cache: [P, page, L]; with ``latent_scale``, E4M3 (or its bytes as uint8).
         rope_cache: [P, page, R].
         latent_scale: float32 [P, page]: the largest magnitude of a row's numbers over 448, 1 if
@@ -148,7 +192,7 @@ def mla_write(
     _launch(
         latent.unsqueeze(1),
         rope.unsqueeze(1),
-        slots,
+        slot_mapping,
         (latent_cache.unsqueeze(2), rope_cache.unsqueeze(2)),
         (None if latent_scale is None else latent_scale.unsqueeze(2), None),
         ("latent", "rope"),
@@ -158,7 +202,7 @@ def mla_write(
 def kv_write(
     k: torch.Tensor,
     v: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     k_scale: torch.Tensor | None = None,
@@ -168,11 +212,11 @@ def kv_write(
 
     Args:
         k, v: [T, KVH, D], the last dimension dense.
-        slots: as above.
+        slot_mapping: as above.
         k_cache, v_cache: [P, page, KVH, D]; with scales, E4M3 (or its bytes as uint8).
         k_scale, v_scale: float32 [P, page, KVH], one a token and head.
 
     Raises:
         PykernelsError: other dtypes or shapes, or no Triton for this device.
     """
-    _launch(k, v, slots, (k_cache, v_cache), (k_scale, v_scale), ("k", "v"))
+    _launch(k, v, slot_mapping, (k_cache, v_cache), (k_scale, v_scale), ("k", "v"))

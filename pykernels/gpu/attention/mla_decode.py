@@ -46,9 +46,23 @@ MOST_LATENT, MOST_ROTATED = 512, 64
 
 @triton.jit
 def _scores(
-    q, q_factor, q_rope, k, k_rope, k_scale, mask, m_i, l_i, inner, outer, unknown,
-    KIND: tl.constexpr, SOFTCAP: tl.constexpr, SPLIT_SCORES: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    q,
+    q_factor,
+    q_rope,
+    k,
+    k_rope,
+    k_scale,
+    mask,
+    m_i,
+    l_i,
+    inner,
+    outer,
+    unknown,
+    KIND: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SPLIT_SCORES: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """A block's scores and the online softmax: (p, factor of what was accumulated, m_i, l_i).
 
     The ``p`` of an E4M3 cache have the latents' scales in them.
@@ -72,14 +86,42 @@ def _scores(
 
 @triton.jit(do_not_specialize=["B", "total_splits", "table_stride"])  # a batch compiles nothing new
 def _mla_decode(
-    q_ptr, q_rope_ptr, latent_ptr, rope_ptr, scale_ptr, table_ptr, length_ptr, out_ptr, lse_ptr,
-    inner, outer, B, S, NH, total_splits, table_stride,
-    q_b, q_s, q_h, qr_b, qr_s, qr_h,
-    PAGE: tl.constexpr, L: tl.constexpr, R: tl.constexpr, SOFTCAP: tl.constexpr,
-    SPLIT: tl.constexpr, BATCH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, KIND: tl.constexpr, SPLIT_SCORES: tl.constexpr, EARLY: tl.constexpr,
+    q_ptr,
+    q_rope_ptr,
+    latent_ptr,
+    rope_ptr,
+    scale_ptr,
+    table_ptr,
+    length_ptr,
+    out_ptr,
+    lse_ptr,
+    inner,
+    outer,
+    B,
+    S,
+    NH,
+    total_splits,
+    table_stride,
+    q_b,
+    q_s,
+    q_h,
+    qr_b,
+    qr_s,
+    qr_h,
+    PAGE: tl.constexpr,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BATCH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    KIND: tl.constexpr,
+    SPLIT_SCORES: tl.constexpr,
+    EARLY: tl.constexpr,
     WIDE: tl.constexpr,
-):  # fmt: skip
+):
     if EARLY:
         gdc_wait()  # for what the kernel before this one wrote
         gdc_launch_dependents()  # the combining kernel waits by itself
@@ -137,15 +179,43 @@ def _mla_decode(
             alpha = tl.full([ROWS], 1.0, tl.float32)
             if start < end:
                 p32, alpha, m_i, l_i = _scores(
-                    q, q_factor, q_rope, k, k_rope, k_scale, mask, m_i, l_i, inner, outer,
-                    start - begin, KIND, SOFTCAP, SPLIT_SCORES, WIDE,
-                )  # fmt: skip
+                    q,
+                    q_factor,
+                    q_rope,
+                    k,
+                    k_rope,
+                    k_scale,
+                    mask,
+                    m_i,
+                    l_i,
+                    inner,
+                    outer,
+                    start - begin,
+                    KIND,
+                    SOFTCAP,
+                    SPLIT_SCORES,
+                    WIDE,
+                )
                 p = p32.to(k.dtype)
         else:
             p32, alpha, m_i, l_i = _scores(
-                q, q_factor, q_rope, k, k_rope, k_scale, mask, m_i, l_i, inner, outer, 0,
-                KIND, SOFTCAP, SPLIT_SCORES, WIDE,
-            )  # fmt: skip
+                q,
+                q_factor,
+                q_rope,
+                k,
+                k_rope,
+                k_scale,
+                mask,
+                m_i,
+                l_i,
+                inner,
+                outer,
+                0,
+                KIND,
+                SOFTCAP,
+                SPLIT_SCORES,
+                WIDE,
+            )
             p = p32.to(k.dtype)
         acc = product(p, k, acc * alpha[:, None], WIDE)
 
@@ -233,9 +303,16 @@ def mla_decode(
         PykernelsError: a dtype, size or GPU that the kernel does not take.
     """
     device, q, q_r = _checked(
-        q_latent, q_rope, latent, rope, page_table, lengths, scale=scale,
-        latent_scale=latent_scale, softcap=softcap,
-    )  # fmt: skip
+        q_latent,
+        q_rope,
+        latent,
+        rope,
+        page_table,
+        lengths,
+        scale=scale,
+        latent_scale=latent_scale,
+        softcap=softcap,
+    )
     (B, S, NH, L), R, page = q.shape, q_r.shape[-1], latent.shape[1]
     result = check_out(out, q_latent, *q_latent.shape[:-1], L, dtype=torch.bfloat16)
     if result.numel() == 0:
@@ -258,18 +335,42 @@ def mla_decode(
         from .hopper import mla_decode as hopper  # Gluon: not in the interpreter
 
         hopper.mla_decode_hopper[grid](
-            q, q_r, as_bytes(latent) if fp8 else hopper.rows_of(latent, hopper.PIECE.value),
-            hopper.rows_of(rope, R), latent_scale, *where, *numbers, *strides, **options,
-            MULTI_TOKEN=S > 1, E4M3=fp8, num_warps=hopper.WARPS, maxnreg=hopper.REGISTERS,
+            q,
+            q_r,
+            as_bytes(latent) if fp8 else hopper.rows_of(latent, hopper.PIECE.value),
+            hopper.rows_of(rope, R),
+            latent_scale,
+            *where,
+            *numbers,
+            *strides,
+            **options,
+            MULTI_TOKEN=S > 1,
+            E4M3=fp8,
+            num_warps=hopper.WARPS,
+            maxnreg=hopper.REGISTERS,
             **partials.launch,
-        )  # fmt: skip
+        )
     else:
         _mla_decode[grid](
-            q, q_r, as_bytes(latent), rope, latent_scale, *where, *numbers, *strides, **options,
-            ROWS=chosen.rows, KEYS=chosen.keys, STAGES=chosen.stages,
-            KIND=cache_kind(latent, arch(device)), SPLIT_SCORES=chosen.split_scores,
-            EARLY=partials.early, WIDE=interpreted(), num_warps=chosen.warps,
-            num_stages=chosen.stages, **partials.launch,
-        )  # fmt: skip
+            q,
+            q_r,
+            as_bytes(latent),
+            rope,
+            latent_scale,
+            *where,
+            *numbers,
+            *strides,
+            **options,
+            ROWS=chosen.rows,
+            KEYS=chosen.keys,
+            STAGES=chosen.num_stages,
+            KIND=cache_kind(latent, arch(device)),
+            SPLIT_SCORES=chosen.split_scores,
+            EARLY=partials.early,
+            WIDE=interpreted(),
+            num_warps=chosen.num_warps,
+            num_stages=chosen.num_stages,
+            **partials.launch,
+        )
     partials.combine(lengths, S, None, chosen.keys)
     return result

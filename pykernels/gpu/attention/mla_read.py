@@ -17,7 +17,7 @@ _ROWS = 16  # tokens a CTA: 16 KiB of latents
 @triton.jit
 def _copy_rows(
     cache, scales, out, slot, row, inside, D, DEQUANTIZE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+):
     d = tl.arange(0, BLOCK)[None, :]
     mask = inside[:, None] & (d < D)
     value = tl.load(cache + slot[:, None] * D + d, mask=mask, other=0)
@@ -29,9 +29,23 @@ def _copy_rows(
 
 @triton.jit
 def _gather(
-    latent, rope, scales, table, starts, lengths, latent_out, rope_out, table_stride, page, L, R,
-    DEQUANTIZE: tl.constexpr, LP: tl.constexpr, RP: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    latent,
+    rope,
+    scales,
+    table,
+    starts,
+    lengths,
+    latent_out,
+    rope_out,
+    table_stride,
+    page,
+    L,
+    R,
+    DEQUANTIZE: tl.constexpr,
+    LP: tl.constexpr,
+    RP: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     b = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + b)
     first = tl.program_id(0) * ROWS
@@ -117,9 +131,21 @@ def mla_read(
     if B and blocks:
         eight = latent_scale is not None
         _gather[(blocks, B)](
-            latent.view(torch.uint8) if eight else latent, rope, latent_scale,
-            page_table, starts, lengths, *out, page_table.stride(0), page, L, R,
-            DEQUANTIZE=eight, LP=triton.next_power_of_2(L), RP=triton.next_power_of_2(R),
-            ROWS=_ROWS, num_warps=4,
-        )  # fmt: skip
+            latent.view(torch.uint8) if eight else latent,
+            rope,
+            latent_scale,
+            page_table,
+            starts,
+            lengths,
+            *out,
+            page_table.stride(0),
+            page,
+            L,
+            R,
+            DEQUANTIZE=eight,
+            LP=triton.next_power_of_2(L),
+            RP=triton.next_power_of_2(R),
+            ROWS=_ROWS,
+            num_warps=4,
+        )
     return out

@@ -34,7 +34,18 @@ class TilePartials(Partials):
         B, R, _ = self.out.shape
         lines = combining.LINES_SPLITS // self.block
         combining.mla_combine[(B * self.tiles * 8, 16 // lines)](
-            self.values, self.lse, self.out, lengths, B, R, self.tiles, self.total_splits, S,
-            LINES=lines, BLOCK=self.block, BATCH=self.batch,
-            num_warps=combining.WARPS, **self.launch,
-        )  # fmt: skip
+            self.values,
+            self.lse,
+            self.out,
+            lengths,
+            B,
+            R,
+            self.tiles,
+            self.total_splits,
+            S,
+            LINES=lines,
+            BLOCK=self.block,
+            BATCH=self.batch,
+            num_warps=combining.WARPS,
+            **self.launch,
+        )

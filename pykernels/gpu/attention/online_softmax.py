@@ -65,8 +65,12 @@ def cache_to_half(x, KIND: tl.constexpr, ONCE: tl.constexpr):
         return tl.inline_asm_elementwise(
             "{.reg .b16 a, b; mov.b32 {a, b}, $2;"
             " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;}",
-            "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4,
-        )  # fmt: skip
+            "=r,=r,r",
+            [x],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=4,
+        )
     elif KIND == NATIVE:
         return x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif KIND == BITS:
@@ -219,9 +223,7 @@ def load_lengths(length_ptr, B, BATCH: tl.constexpr):
 
 
 @triton.jit
-def count_splits(
-    i, lengths, B, total_splits, S, window, KEYS: tl.constexpr, WINDOW: tl.constexpr
-):  # fmt: skip
+def count_splits(i, lengths, B, total_splits, S, window, KEYS: tl.constexpr, WINDOW: tl.constexpr):
     """Split-KV: (splits of each sequence, number of its first one), int32 [BATCH].
 
     Every sequence has one, and of the others in proportion to its blocks of keys, so that a
@@ -236,7 +238,7 @@ def count_splits(
 @triton.jit
 def find_split(
     i, lengths, split_idx, B, total_splits, S, window, KEYS: tl.constexpr, WINDOW: tl.constexpr
-):  # fmt: skip
+):
     """What split ``split_idx`` of all is: (sequence, its length, split, splits of the sequence).
 
     No splits: it is of no sequence, and there is nothing to do.
@@ -250,9 +252,7 @@ def find_split(
 
 
 @triton.jit
-def split_range(
-    first, length, split, num_splits, KEYS: tl.constexpr, MAY_BE_NONE: tl.constexpr
-):  # fmt: skip
+def split_range(first, length, split, num_splits, KEYS: tl.constexpr, MAY_BE_NONE: tl.constexpr):
     """(first key of a split, the key behind its last) of the keys ``first .. length``.
 
     MAY_BE_NONE: there may be no splits, and then the range means nothing.

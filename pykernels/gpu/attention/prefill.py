@@ -344,6 +344,7 @@ def launch(given: Inputs, out: torch.Tensor | None, plan: PrefillPlan | None) ->
         0 if table is None else table.stride(0), *q_strides, *k_strides, KVH,
         *result.stride()[:2], **options, KIND=cache_kind(k, arch(q.device)),
         D_BLOCK=triton.next_power_of_2(D), V_BLOCK=triton.next_power_of_2(DV), ROWS=chosen.rows,
-        STAGES=chosen.stages, WIDE=interpreted(), num_warps=chosen.warps, num_stages=chosen.stages,
+        STAGES=chosen.num_stages, WIDE=interpreted(), num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
     )  # fmt: skip
     return result

@@ -31,9 +31,13 @@ def _name(device: torch.device) -> str:
 
 
 def select_decode(
-    op: str, shape: AttentionShape, fp8: bool, aligned: bool, device: torch.device,
+    op: str,
+    shape: AttentionShape,
+    fp8: bool,
+    aligned: bool,
+    device: torch.device,
     plan: DecodePlan | None = None,
-) -> DecodePlan:  # fmt: skip
+) -> DecodePlan:
     """The plan for a cache in E4M3 (``fp8``) or bf16, ``aligned`` to 16 bytes or not.
 
     Raises:
@@ -57,9 +61,13 @@ def select_decode(
 
 
 def select_prefill(
-    shape: AttentionShape, fp8: bool, unpack: bool, aligned_rows: bool, device: torch.device,
+    shape: AttentionShape,
+    fp8: bool,
+    unpack: bool,
+    aligned_rows: bool,
+    device: torch.device,
     plan: PrefillPlan | None = None,
-) -> PrefillPlan:  # fmt: skip
+) -> PrefillPlan:
     """The plan for keys in E4M3 (``fp8``) or not; see ``shipped_prefill``.
 
     Raises:

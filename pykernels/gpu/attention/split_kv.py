@@ -16,10 +16,24 @@ _VALUES = 8192
 
 @triton.jit(do_not_specialize=["B", "total_splits"])  # a batch's size compiles nothing new
 def _combine(
-    partial, lse, out, sink_ptr, length_ptr, B, R, total_splits, S, window,
-    D: tl.constexpr, D_BLOCK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
-    BATCH: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    partial,
+    lse,
+    out,
+    sink_ptr,
+    length_ptr,
+    B,
+    R,
+    total_splits,
+    S,
+    window,
+    D: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    BATCH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     row = tl.program_id(0)  # of B * R
     d = tl.program_id(1) * D_BLOCK + tl.arange(0, D_BLOCK)
     n = tl.arange(0, BLOCK)
@@ -106,7 +120,23 @@ class Partials:
         B, R, D = self.out.shape
         columns = min(triton.next_power_of_2(D), max(32, _VALUES // self.block))
         _combine[(B * R, triton.cdiv(D, columns))](
-            self.values, self.lse, self.out, self.sinks, lengths, B, R, self.total_splits, S,
-            window or 0, D=D, D_BLOCK=columns, BLOCK=self.block, KEYS=keys, BATCH=self.batch,
-            WINDOW=window is not None, EARLY=self.early, num_warps=4, **self.launch,
-        )  # fmt: skip
+            self.values,
+            self.lse,
+            self.out,
+            self.sinks,
+            lengths,
+            B,
+            R,
+            self.total_splits,
+            S,
+            window or 0,
+            D=D,
+            D_BLOCK=columns,
+            BLOCK=self.block,
+            KEYS=keys,
+            BATCH=self.batch,
+            WINDOW=window is not None,
+            EARLY=self.early,
+            num_warps=4,
+            **self.launch,
+        )

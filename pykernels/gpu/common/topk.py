@@ -39,12 +39,23 @@ def _value_of(ordered):
 
 @triton.jit
 def topk(
-    logits, bias, row, E,
-    TOPK: tl.constexpr, KP: tl.constexpr,
-    GROUPS: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, GROUP_TOPK: tl.constexpr,
-    SIGMOID: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr, RENORM: tl.constexpr,
-    MIN_SUM: tl.constexpr, SCALE: tl.constexpr,
-):  # fmt: skip
+    logits,
+    bias,
+    row,
+    E,
+    TOPK: tl.constexpr,
+    KP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GP: tl.constexpr,
+    PP: tl.constexpr,
+    GROUP_TOPK: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    TOP2: tl.constexpr,
+    BIAS: tl.constexpr,
+    RENORM: tl.constexpr,
+    MIN_SUM: tl.constexpr,
+    SCALE: tl.constexpr,
+):
     """Ids int32 [KP] and weights float32 [KP] of a row; entries from TOPK on are 0."""
     logits += row.to(tl.int64) * E
     group = tl.arange(0, GP)[:, None]

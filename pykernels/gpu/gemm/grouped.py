@@ -13,7 +13,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...errors import PykernelsError
-from ...shapes import SWIGLU, ExpertSpec, SortedSlots
+from ...shapes import SWIGLU, ExpertSpec, SortedPairs
 from ..common.launch import arch
 from ..plans.gemm import DequantPlan, ExpertsPlan, GemmPlan, SkinnyExpertsPlan
 from ..plans.grouped import fit_stages
@@ -47,7 +47,7 @@ def multiply(
     plan: ExpertsPlan,
     *,
     x_scale: torch.Tensor | None = None,
-    order: SortedSlots | None = None,
+    order: SortedPairs | None = None,
     table: torch.Tensor | None = None,
     gated: bool = False,
     gather: bool = False,
@@ -128,12 +128,12 @@ def multiply(
     if order is None:
         M, E, blocks = x.shape[0], 1, triton.cdiv(x.shape[0], plan.block_m)
     else:
-        M, E = order.slots.shape[0], order.starts.shape[0] - 1
+        M, E = order.pairs.shape[0], order.starts.shape[0] - 1
         blocks = block_bound(M, E, plan.block_m)
     if blocks == 0:
         return
     common: dict[str, Any] = {
-        "order": order and order.slots,
+        "order": order and order.pairs,
         "starts": order and order.starts,
         "slots": table,
         "bias": bias,
@@ -152,8 +152,8 @@ def multiply(
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
         "GROUP_M": plan.group_m,
-        "STAGES": plan.stages,
-        "num_warps": plan.warps,
+        "STAGES": plan.num_stages,
+        "num_warps": plan.num_warps,
     }
     if path == "dequant":
         _launch_dequant(x, stack, out, plan, blocks * n_blocks, common)
@@ -189,7 +189,7 @@ def _warp_specialized(
     out: torch.Tensor,
     plan: GemmPlan,
     x_scale: torch.Tensor | None,
-    order: SortedSlots | None,
+    order: SortedPairs | None,
     table: torch.Tensor | None,
     gated: bool,
     gather: bool,
@@ -218,9 +218,16 @@ def _warp_specialized(
         multiply_rows(x, x_scale, stack, out, bias, plan.group_m)
     elif x_scale is not None and order is not None:
         multiply_fp8(
-            x, x_scale, stack, out, order, table,
-            gated=gated, group_m=plan.group_m, out_scale=out_scale,
-        )  # fmt: skip
+            x,
+            x_scale,
+            stack,
+            out,
+            order,
+            table,
+            gated=gated,
+            group_m=plan.group_m,
+            out_scale=out_scale,
+        )
 
 
 def _launch_dequant_experts(
@@ -228,7 +235,7 @@ def _launch_dequant_experts(
     stack: Matrices,
     out: torch.Tensor,
     plan: DequantPlan,
-    order: SortedSlots | None,
+    order: SortedPairs | None,
     table: torch.Tensor | None,
     gated: bool,
     gather: bool,
@@ -241,7 +248,7 @@ def _launch_dequant_experts(
             "dequant_gemm multiplies experts of integers and K-quants on Hopper, K in one part",
             "Give a GemmPlan",
         )
-    if order.slots.shape[0]:
+    if order.pairs.shape[0]:
         multiply_dequant_experts(x, stack, out, order, table, plan, gated, gather, bias, spec)
 
 
@@ -320,7 +327,7 @@ def multiply_unpacked(
     stack: Matrices,
     out: torch.Tensor,
     plan: GemmPlan,
-    order: SortedSlots | None,
+    order: SortedPairs | None,
     table: torch.Tensor | None,
     gated: bool,
     gather: bool,
@@ -359,9 +366,17 @@ def multiply_unpacked(
             here = torch.where(table[e : e + count] < 0, -1, own)
         some = replace(order, starts=order.starts[e : e + count + 1])
         multiply(
-            x, unpacked, out, plan, order=some, table=here, gated=gated, gather=gather,
-            bias=some_bias, spec=spec,
-        )  # fmt: skip
+            x,
+            unpacked,
+            out,
+            plan,
+            order=some,
+            table=here,
+            gated=gated,
+            gather=gather,
+            bias=some_bias,
+            spec=spec,
+        )
 
 
 def _scratch(x: torch.Tensor, count: int, N: int, K: int) -> torch.Tensor:

@@ -151,7 +151,7 @@ def _unfit(
         fits = weight.kind in GEMV_MMA_KINDS and M == 1 and capability >= (8, 0)
         if not fits:
             return f"gemv_mma takes one row of {', '.join(GEMV_MMA_KINDS)} on a GPU"
-        if weight.kind.endswith("_k") and plan.warps == 1:
+        if weight.kind.endswith("_k") and plan.num_warps == 1:
             return "gemv_mma takes the blocks of K-quants by two warps or more"
         return None if weight.K <= MOST_INPUTS else f"gemv_mma takes up to {MOST_INPUTS} inputs"
     if isinstance(plan, SkinnyExpertsPlan):

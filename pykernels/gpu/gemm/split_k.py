@@ -34,9 +34,21 @@ def add_partials(parts: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | No
 
 @triton.jit(do_not_specialize=["M", "FIRST", "TOTAL", "BLOCKS", "PROGRAMS"])
 def add_shares_kernel(
-    parts, out, bias, M, N, STEPS, FIRST, TOTAL, BLOCKS, NUM_CTAS,
-    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, OWN: tl.constexpr,
-):  # fmt: skip
+    parts,
+    out,
+    bias,
+    M,
+    N,
+    STEPS,
+    FIRST,
+    TOTAL,
+    BLOCKS,
+    NUM_CTAS,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    OWN: tl.constexpr,
+):
     """Rows OWN j .. of x of tile FIRST + i, for program (i, j)."""
     i = tl.program_id(0)
     step = i.to(tl.int64) * STEPS
@@ -77,6 +89,18 @@ def add_shares(
     (M, N), (_, cols, rows) = out.shape, parts.shape
     own = min(cols, 8)
     add_shares_kernel[(shared, cols // own)](
-        parts, out, bias, M, N, steps, tiles - shared, shared * steps, triton.cdiv(M, cols),
-        num_ctas, bias is not None, rows, cols, own,
-    )  # fmt: skip
+        parts,
+        out,
+        bias,
+        M,
+        N,
+        steps,
+        tiles - shared,
+        shared * steps,
+        triton.cdiv(M, cols),
+        num_ctas,
+        bias is not None,
+        rows,
+        cols,
+        own,
+    )

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...shapes import SWIGLU, ExpertSpec, SortedSlots
+from ...shapes import SWIGLU, ExpertSpec, SortedPairs
 from ..common.bf16 import to_bf16
 
 _LINES = 32
@@ -20,9 +20,16 @@ _LINES = 32
 
 @triton.jit
 def _tile_table(
-    starts, slots, table, E, bound,
-    BLOCK_M: tl.constexpr, E_PADDED: tl.constexpr, HAS_SLOTS: tl.constexpr, OWN: tl.constexpr,
-):  # fmt: skip
+    starts,
+    slots,
+    table,
+    E,
+    bound,
+    BLOCK_M: tl.constexpr,
+    E_PADDED: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    OWN: tl.constexpr,
+):
     i = tl.program_id(0) * OWN + tl.arange(0, OWN)
     e = tl.arange(0, E_PADDED)
     lo = tl.load(starts + e, mask=e < E, other=0)
@@ -47,17 +54,25 @@ def _tile_table(
 
 
 def tile_table(
-    order: SortedSlots, slots: torch.Tensor | None, block_m: int
+    order: SortedPairs, slots: torch.Tensor | None, block_m: int
 ) -> tuple[torch.Tensor, int]:
     """(int32 [bound + 1, 4], bound): a line (slot, first row, row behind the expert's last, ..) for
     each block of rows, in order; the last line holds how many there are, and a 0 to count from."""
-    S, E = order.slots.shape[0], order.starts.shape[0] - 1
+    S, E = order.pairs.shape[0], order.starts.shape[0] - 1
     bound = block_bound(S, E, block_m)
-    table = torch.empty(bound + 1, 4, dtype=torch.int32, device=order.slots.device)
+    table = torch.empty(bound + 1, 4, dtype=torch.int32, device=order.pairs.device)
     _tile_table[(triton.cdiv(bound, _LINES),)](
-        order.starts, slots, table, E, bound, BLOCK_M=block_m,
-        E_PADDED=triton.next_power_of_2(E), HAS_SLOTS=slots is not None, OWN=_LINES, num_warps=4,
-    )  # fmt: skip
+        order.starts,
+        slots,
+        table,
+        E,
+        bound,
+        BLOCK_M=block_m,
+        E_PADDED=triton.next_power_of_2(E),
+        HAS_SLOTS=slots is not None,
+        OWN=_LINES,
+        num_warps=4,
+    )
     return table, bound
 
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...shapes import SortedSlots
+from ...shapes import SortedPairs
 from ..common.dequant import dequantize_pair
 from ..common.launch import arch
 from ..quantize import NATIVE_FP8
@@ -26,10 +26,24 @@ _ROWS, _INPUTS = 32, 512
 
 @triton.jit(do_not_specialize=["first"])
 def unpack_kernel(
-    w, w_scale, out, starts, slots, first, COUNT, N, K, ROW_BYTES, K_BLOCKS,
-    MATS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr,
-    ROWS: tl.constexpr, INPUTS: tl.constexpr,
-):  # fmt: skip
+    w,
+    w_scale,
+    out,
+    starts,
+    slots,
+    first,
+    COUNT,
+    N,
+    K,
+    ROW_BYTES,
+    K_BLOCKS,
+    MATS: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
     """out [.., COUNT, K] = the matrices of experts from ``first`` on, or with no ``starts`` rows
     ``first`` .. of one matrix. Experts without rows or slot are passed over."""
     i = tl.program_id(1)
@@ -61,7 +75,7 @@ def unpack(
     stack: Matrices,
     out: torch.Tensor,
     first: int,
-    order: SortedSlots | None = None,
+    order: SortedPairs | None = None,
     table: torch.Tensor | None = None,
     mats: int = 1,
 ) -> Matrices:
@@ -75,11 +89,25 @@ def unpack(
     data = stack.data.view(torch.uint8)
     k_blocks = triton.cdiv(K, _INPUTS)
     unpack_kernel[(triton.cdiv(rows, _ROWS) * k_blocks, count)](
-        data, scale_words(stack), out, order and order.starts, table, first, rows, stack.N, K,
-        data.shape[-1], k_blocks, MATS=mats, KIND=stack.kind,
+        data,
+        scale_words(stack),
+        out,
+        order and order.starts,
+        table,
+        first,
+        rows,
+        stack.N,
+        K,
+        data.shape[-1],
+        k_blocks,
+        MATS=mats,
+        KIND=stack.kind,
         GROUP=scale_every(stack),
-        NATIVE=arch(out.device) >= NATIVE_FP8, ROWS=_ROWS, INPUTS=_INPUTS, num_warps=4,
-    )  # fmt: skip
+        NATIVE=arch(out.device) >= NATIVE_FP8,
+        ROWS=_ROWS,
+        INPUTS=_INPUTS,
+        num_warps=4,
+    )
     return Matrices("bf16", rows, K, 0, out)
 
 

@@ -42,8 +42,14 @@ from ...quant.mxfp4 import MXFP4
 
 KINDS = ("bf16", "fp8", "int8", "int4", "mxfp4", "q4_k", "q6_k")
 K_MULTIPLE = {
-    "bf16": 8, "fp8": 64, "int8": 64, "int4": 64, "mxfp4": 64, "q4_k": 256, "q6_k": 256,
-}  # fmt: skip
+    "bf16": 8,
+    "fp8": 64,
+    "int8": 64,
+    "int4": 64,
+    "mxfp4": 64,
+    "q4_k": 256,
+    "q6_k": 256,
+}
 """What K must be a multiple of: 16 bytes for the copies, or a kernel's step."""
 
 _DTYPES = {

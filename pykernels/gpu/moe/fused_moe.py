@@ -11,7 +11,7 @@ import triton
 
 from ...errors import PykernelsError
 from ...quant import Format
-from ...shapes import MoEShape, SortedSlots
+from ...shapes import MoEShape, SortedPairs
 from ..common.launch import check_device
 from ..common.launch import supports as device_supports
 from ..common.strides import check_out
@@ -21,7 +21,7 @@ from ..gemm.weights import Matrices, supports_format
 from ..plans.gemm import ExpertsPlan, GemmPlan
 from ..quantize import GROUP, launch_quantize
 from .experts import Experts
-from .permute import check_sum, launch_permute, launch_unpermute, sort_slots
+from .permute import check_sum, launch_permute, launch_unpermute, sort_pairs
 
 ACTIVATIONS = ("bf16", "fp8")
 
@@ -44,7 +44,7 @@ def _supports_formats(fmt: Format, H: int, I: int, activations: str) -> str | No
 def gate_up(
     x: torch.Tensor,
     experts: Experts,
-    order: SortedSlots,
+    order: SortedPairs,
     *,
     activations: str = "bf16",
     plan: ExpertsPlan | None = None,
@@ -58,14 +58,14 @@ def gate_up(
         order: of T tokens; rows of slots that have no expert are not written.
     """
     _check_tokens(x, experts, order, activations)
-    out = check_out(out, x, order.slots.shape[0], experts.I, dtype=torch.bfloat16)
+    out = check_out(out, x, order.pairs.shape[0], experts.I, dtype=torch.bfloat16)
     plan = plan or _plan("gate_up", experts.gate_up, experts, order, activations, x)
     _gate_up(x, experts, order, activations, plan, out)
     return out
 
 
 def gate_up_quantized(
-    x: torch.Tensor, experts: Experts, order: SortedSlots, *, plan: ExpertsPlan | None = None
+    x: torch.Tensor, experts: Experts, order: SortedPairs, *, plan: ExpertsPlan | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``quantize_fp8`` of ``gate_up`` with fp8 activations, bit for bit; one launch where it can.
 
@@ -80,7 +80,7 @@ def gate_up_quantized(
 def down(
     h: torch.Tensor,
     experts: Experts,
-    order: SortedSlots,
+    order: SortedPairs,
     *,
     activations: str = "bf16",
     plan: ExpertsPlan | None = None,
@@ -94,7 +94,7 @@ def down(
         h: bfloat16 [S, I], sorted.
         h_scale: of ``gate_up_quantized``, whose h is E4M3.
     """
-    S = order.slots.shape[0]
+    S = order.pairs.shape[0]
     _check(h, experts.down, experts, order, activations, h_scale)
     if S != h.shape[0]:
         raise PykernelsError(f"{h.shape[0]} rows in an order of {S}", "Give gate_up's result")
@@ -136,11 +136,11 @@ def moe_ffn(
         PykernelsError: tensors on several devices, of other shapes or dtypes, or a GPU or format
             that has no kernel.
     """
-    order = sort_slots(ids, experts.E)
+    order = sort_pairs(ids, experts.E)
     _check_tokens(x, experts, order, activations)
     check_sum(order, weights, add, experts.H)
     out = check_out(out, x, x.shape[0], experts.H, dtype=None if out is not None else x.dtype)
-    S, h_scale = order.slots.shape[0], None
+    S, h_scale = order.pairs.shape[0], None
     first, second = plans or (None, None)
     first = first or _plan("gate_up", experts.gate_up, experts, order, activations, x)
     if activations == "fp8":
@@ -159,12 +159,12 @@ def _plan(
     op: str,
     stack: Matrices,
     experts: Experts,
-    order: SortedSlots,
+    order: SortedPairs,
     activations: str,
     rows: torch.Tensor,
 ) -> ExpertsPlan:
     """By the rows that an expert has on average: nothing here knows the routing."""
-    S = order.slots.shape[0]
+    S = order.pairs.shape[0]
     each = S / min(experts.E, max(S, 1))
     aligned = op == "gate_up" or rows.data_ptr() % 16 == 0
     return select_experts(op, stack, activations, each, rows.device, aligned, experts.spec)
@@ -173,7 +173,7 @@ def _plan(
 def _gate_up(
     x: torch.Tensor,
     experts: Experts,
-    order: SortedSlots,
+    order: SortedPairs,
     activations: str,
     plan: ExpertsPlan,
     out: torch.Tensor,
@@ -186,19 +186,28 @@ def _gate_up(
     if fp8:
         rows, scale = launch_quantize(x, order if in_order else None)
     elif in_order:
-        rows = x.new_empty(order.slots.shape[0], experts.H)
+        rows = x.new_empty(order.pairs.shape[0], experts.H)
         launch_permute(x, order, rows)
     multiply(
-        rows, stack, out, plan, x_scale=scale, order=order, table=experts.slots,
-        gated=True, gather=not in_order, bias=experts.gate_up_bias, out_scale=out_scale,
+        rows,
+        stack,
+        out,
+        plan,
+        x_scale=scale,
+        order=order,
+        table=experts.slots,
+        gated=True,
+        gather=not in_order,
+        bias=experts.gate_up_bias,
+        out_scale=out_scale,
         spec=experts.spec,
-    )  # fmt: skip
+    )
 
 
 def _gate_up_quantized(
-    x: torch.Tensor, experts: Experts, order: SortedSlots, plan: ExpertsPlan
+    x: torch.Tensor, experts: Experts, order: SortedPairs, plan: ExpertsPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    S, I, device = order.slots.shape[0], experts.I, x.device  # noqa: E741
+    S, I, device = order.pairs.shape[0], experts.I, x.device  # noqa: E741
     if not isinstance(plan, GemmPlan) or not plan.warp_specialized:
         h = x.new_empty(S, I)
         _gate_up(x, experts, order, "fp8", plan, h)
@@ -213,20 +222,26 @@ def _down(
     h: torch.Tensor,
     h_scale: torch.Tensor | None,
     experts: Experts,
-    order: SortedSlots,
+    order: SortedPairs,
     plan: ExpertsPlan,
     out: torch.Tensor,
 ) -> None:
     multiply(
-        h, experts.down, out, plan, x_scale=h_scale, order=order, table=experts.slots,
+        h,
+        experts.down,
+        out,
+        plan,
+        x_scale=h_scale,
+        order=order,
+        table=experts.slots,
         bias=experts.down_bias,
-    )  # fmt: skip
+    )
 
 
-def _check_tokens(x: torch.Tensor, experts: Experts, order: SortedSlots, activations: str) -> None:
+def _check_tokens(x: torch.Tensor, experts: Experts, order: SortedPairs, activations: str) -> None:
     """Raises PykernelsError unless a kernel multiplies these tokens, and the order is theirs."""
     _check(x, experts.gate_up, experts, order, activations)
-    S = order.slots.shape[0]
+    S = order.pairs.shape[0]
     if S != x.shape[0] * order.topk:
         raise PykernelsError(
             f"an order of {S} slots, top-{order.topk}, for {x.shape[0]} tokens", "Sort these tokens"
@@ -237,7 +252,7 @@ def _check(
     x: torch.Tensor,
     stack: Matrices,
     experts: Experts,
-    order: SortedSlots,
+    order: SortedPairs,
     activations: str,
     scale: torch.Tensor | None = None,
 ) -> None:
@@ -245,7 +260,7 @@ def _check(
     table = experts.slots
     parts = (table, experts.gate_up_bias, experts.down_bias)
     given = (part for part in parts if part is not None)
-    check_device(x, stack.data, order.slots, *given)
+    check_device(x, stack.data, order.pairs, *given)
     dtype = torch.bfloat16 if scale is None else torch.float8_e4m3fn
     if x.dtype != dtype or x.ndim != 2 or x.shape[1] != stack.K or not x.is_contiguous():
         raise PykernelsError(

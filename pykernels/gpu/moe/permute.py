@@ -1,7 +1,7 @@
 """Tokens sorted by expert: a counting sort without atomics, and the rows' gather and sum.
 
-Few slots are ranked by comparing each with all, in one launch. Of more, blocks count their experts;
-the counts are summed over the blocks; then each block's slots are ranked: three launches.
+Few pairs are ranked by comparing each with all, in one launch. Of more, blocks count their experts;
+the counts are summed over the blocks; then each block's pairs are ranked: three launches.
 """
 
 from __future__ import annotations
@@ -11,43 +11,50 @@ import triton
 import triton.language as tl
 
 from ...errors import PykernelsError
-from ...shapes import SortedSlots
+from ...shapes import SortedPairs
 from ..common.launch import FLOATS, check_device, unsupported
 from ..common.strides import as_bytes, check_out
 
 MAX_EXPERTS = 4096
-"""Each block counts all of them at once, in registers; keys of expert and slot are 32 bits."""
+"""Each block counts all of them at once, in registers; keys of expert and pair are 32 bits."""
 MAX_COMPARED = 4096
-"""Up to so many slots, each is compared with all others: 1 us more a thousand, or two launches."""
+"""Up to so many pairs, each is compared with all others: 1 us more a thousand, or two launches."""
 _FEW_OWN = 32  # of these one program ranks, by 8 warps, so that a thread has little to do
 _FEW_STEP = 512
-BLOCK = 512  # slots that are ranked by comparing each with all of them
-_OWN = 128  # slots of a block that one program ranks, with as many of them at a time as threads:
+BLOCK = 512  # pairs that are ranked by comparing each with all of them
+_OWN = 128  # pairs of a block that one program ranks, with as many of them at a time as threads:
 _STEP = 64  # fewer would be loaded by every thread for itself, more spill
 
 
 @triton.jit
 def _load_ids(ids, first, n, E, BLOCK: tl.constexpr):
-    """Experts of slots from ``first`` on; E for those outside 0..E-1 and past the end.
+    """Experts of pairs from ``first`` on; E for those outside 0..E-1 and past the end.
 
-    Slots past the end come after all others, so that counting them moves none.
+    Pairs past the end come after all others, so that counting them moves none.
     """
-    slot = first + tl.arange(0, BLOCK)
-    expert = tl.load(ids + slot, mask=slot < n, other=-1)
-    return tl.where((expert < 0) | (expert >= E), E, expert).to(tl.int32), slot
+    pair = first + tl.arange(0, BLOCK)
+    expert = tl.load(ids + pair, mask=pair < n, other=-1)
+    return tl.where((expert < 0) | (expert >= E), E, expert).to(tl.int32), pair
 
 
-# Numbers of slots are not specialized: else 1 and multiples of 16 were kernels of their own.
+# Numbers of pairs are not specialized: else 1 and multiples of 16 were kernels of their own.
 @triton.jit(do_not_specialize=["n"])
 def _rank_few(
-    ids, slots, starts, positions, n, E,
-    MOST: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+    ids,
+    pairs,
+    starts,
+    positions,
+    n,
+    E,
+    MOST: tl.constexpr,
+    OWN: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """Slot i's key is i of those ranked; n + e is the start of expert e: what ranks below it."""
     i = tl.program_id(0) * OWN + tl.arange(0, OWN)
     expert = tl.load(ids + i, mask=i < n, other=-1)
     expert = tl.where((expert < 0) | (expert >= E), E, expert).to(tl.int32)
-    # Unique keys in order of expert, then of slot: a slot's rank is how many keys are smaller.
+    # Unique keys in order of expert, then of pair: a pair's rank is how many keys are smaller.
     key = tl.where(i < n, expert * MOST + i, (i - n) * MOST)
     rank = tl.zeros([OWN], tl.int32)
     theirs, other = _load_ids(ids, 0, n, E, STEP)
@@ -55,14 +62,14 @@ def _rank_few(
         keys = theirs * MOST + other  # past the end: above every rank that is kept
         theirs, other = _load_ids(ids, first + STEP, n, E, STEP)
         rank += tl.sum((keys[:, None] < key[None, :]).to(tl.int32), 0)
-    tl.store(slots + rank, i, mask=i < n)
+    tl.store(pairs + rank, i, mask=i < n)
     tl.store(positions + i, rank, mask=i < n)
     tl.store(starts + i - n, rank, mask=(i >= n) & (i <= n + E))
 
 
 @triton.jit(do_not_specialize=["n"])
 def _count(ids, counts, n, E, EP: tl.constexpr, BLOCK: tl.constexpr):
-    expert, slot = _load_ids(ids, tl.program_id(0) * BLOCK, n, E, BLOCK)
+    expert, pair = _load_ids(ids, tl.program_id(0) * BLOCK, n, E, BLOCK)
     e = tl.arange(0, EP)
     tl.store(counts + tl.program_id(0) * EP + e, tl.histogram(expert, EP), mask=e <= E)
 
@@ -83,14 +90,24 @@ def _add_up(counts, E, blocks, EP: tl.constexpr, ROWS: tl.constexpr, BE: tl.cons
 
 @triton.jit(do_not_specialize=["n", "blocks"])
 def _rank(
-    ids, counts, slots, starts, positions, n, E, blocks,
-    EP: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
+    ids,
+    counts,
+    pairs,
+    starts,
+    positions,
+    n,
+    E,
+    blocks,
+    EP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OWN: tl.constexpr,
+    STEP: tl.constexpr,
+):
     first = tl.program_id(0) * OWN
     this = first // BLOCK
-    expert, slot = _load_ids(ids, first, n, E, OWN)
+    expert, pair = _load_ids(ids, first, n, E, OWN)
     e = tl.arange(0, EP)
-    key = expert * BLOCK + slot % BLOCK
+    key = expert * BLOCK + pair % BLOCK
     rank = tl.zeros([OWN], tl.int32)
     for j in range(0, BLOCK, STEP):
         theirs, other = _load_ids(ids, this * BLOCK + j, n, E, STEP)
@@ -105,14 +122,12 @@ def _rank(
     # A rank counts the block's lower experts too, the start those of every block.
     others = whole - (after - before)
     rank += tl.gather(tl.cumsum(others, 0) - others + before, expert, 0)
-    tl.store(slots + rank, slot, mask=slot < n)
-    tl.store(positions + slot, rank, mask=slot < n)
+    tl.store(pairs + rank, pair, mask=pair < n)
+    tl.store(positions + pair, rank, mask=pair < n)
 
 
 @triton.jit
-def _permute(
-    x, positions, out, H, x_stride, TOPK: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _permute(x, positions, out, H, x_stride, TOPK: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(x + token * x_stride + h, mask=h < H)
@@ -123,9 +138,19 @@ def _permute(
 
 @triton.jit
 def _unpermute(
-    y, positions, starts, weights, add, out, H, E, add_stride,
-    TOPK: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    y,
+    positions,
+    starts,
+    weights,
+    add,
+    out,
+    H,
+    E,
+    add_stride,
+    TOPK: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     end = tl.load(starts + E)
@@ -141,19 +166,19 @@ def _unpermute(
     tl.store(out + token * H + h, acc, mask=h < H)
 
 
-def empty_order(T: int, topk: int, E: int, device: torch.device) -> SortedSlots:
+def empty_order(T: int, topk: int, E: int, device: torch.device) -> SortedPairs:
     """Buffers for a sort of T tokens."""
-    return SortedSlots(
+    return SortedPairs(
         torch.empty(T * topk, dtype=torch.int32, device=device),
         torch.empty(E + 1, dtype=torch.int32, device=device),
         torch.empty(T, topk, dtype=torch.int32, device=device),
     )
 
 
-def check_order(order: SortedSlots, T: int, topk: int, E: int, device: torch.device) -> None:
+def check_order(order: SortedPairs, T: int, topk: int, E: int, device: torch.device) -> None:
     """Raises PykernelsError unless these are buffers for a sort of T tokens over E experts."""
     shapes = ((T * topk,), (E + 1,), (T, topk))
-    for x, shape in zip((order.slots, order.starts, order.positions), shapes, strict=True):
+    for x, shape in zip((order.pairs, order.starts, order.positions), shapes, strict=True):
         if (x.shape, x.dtype, x.device) != (shape, torch.int32, device) or not x.is_contiguous():
             raise PykernelsError(
                 f"a sort of {T} tokens, top-{topk} of {E}, into {x.dtype} {tuple(x.shape)}",
@@ -162,16 +187,16 @@ def check_order(order: SortedSlots, T: int, topk: int, E: int, device: torch.dev
 
 
 def supports(ids: torch.Tensor) -> str | None:
-    """None if `sort_slots` takes these, or the reason why not."""
+    """None if `sort_pairs` takes these, or the reason why not."""
     if ids.ndim != 2 or ids.dtype not in (torch.int32, torch.int64) or not ids.is_contiguous():
         return f"ids are {ids.dtype} {tuple(ids.shape)}, not contiguous int32 or int64 [T, topk]"
     return unsupported(ids)
 
 
-def sort_slots(ids: torch.Tensor, E: int, out: SortedSlots | None = None) -> SortedSlots:
-    """Slots ordered by expert, those of one expert by token; the same in every run.
+def sort_pairs(ids: torch.Tensor, E: int, out: SortedPairs | None = None) -> SortedPairs:
+    """Pairs ordered by expert, those of one expert by token; the same in every run.
 
-    One launch up to ``MAX_COMPARED`` slots, three above. Ids outside ``0..E-1`` come last, in slot
+    One launch up to ``MAX_COMPARED`` pairs, three above. Ids outside ``0..E-1`` come last, in pair
     order.
 
     Args:
@@ -184,7 +209,7 @@ def sort_slots(ids: torch.Tensor, E: int, out: SortedSlots | None = None) -> Sor
     """
     device = check_device(ids)
     if reason := supports(ids):
-        raise PykernelsError(f"sort_slots does not take these: {reason}", "Convert them")
+        raise PykernelsError(f"sort_pairs does not take these: {reason}", "Convert them")
     T, topk = ids.shape
     if not 1 <= E <= MAX_EXPERTS:
         raise PykernelsError(f"a sort by {E} experts", f"Sort by 1 to {MAX_EXPERTS} of them")
@@ -193,9 +218,17 @@ def sort_slots(ids: torch.Tensor, E: int, out: SortedSlots | None = None) -> Sor
     n, EP = T * topk, triton.next_power_of_2(E + 1)
     if n <= MAX_COMPARED:
         _rank_few[(triton.cdiv(n + E + 1, _FEW_OWN),)](
-            ids, out.slots, out.starts, out.positions, n, E,
-            MOST=MAX_COMPARED, OWN=_FEW_OWN, STEP=_FEW_STEP, num_warps=8,
-        )  # fmt: skip
+            ids,
+            out.pairs,
+            out.starts,
+            out.positions,
+            n,
+            E,
+            MOST=MAX_COMPARED,
+            OWN=_FEW_OWN,
+            STEP=_FEW_STEP,
+            num_warps=8,
+        )
         return out
     blocks = triton.cdiv(n, BLOCK)
     counts = torch.empty(blocks + 1, EP, dtype=torch.int32, device=device)
@@ -205,9 +238,20 @@ def sort_slots(ids: torch.Tensor, E: int, out: SortedSlots | None = None) -> Sor
         counts, E, blocks, EP=EP, ROWS=_OWN, BE=columns, num_warps=4
     )
     _rank[(triton.cdiv(n, _OWN),)](
-        ids, counts, out.slots, out.starts, out.positions, n, E, blocks,
-        EP=EP, BLOCK=BLOCK, OWN=_OWN, STEP=_STEP, num_warps=_STEP // 32,
-    )  # fmt: skip
+        ids,
+        counts,
+        out.pairs,
+        out.starts,
+        out.positions,
+        n,
+        E,
+        blocks,
+        EP=EP,
+        BLOCK=BLOCK,
+        OWN=_OWN,
+        STEP=_STEP,
+        num_warps=_STEP // 32,
+    )
     return out
 
 
@@ -217,8 +261,8 @@ def _row_grid(T: int, H: int) -> tuple[tuple[int, int], int]:
     return (T, triton.cdiv(H, block)), block
 
 
-def permute(x: torch.Tensor, order: SortedSlots, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Row of the token of each sorted slot: every row of ``x`` is read once, written topk times.
+def permute(x: torch.Tensor, order: SortedPairs, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Row of the token of each sorted pair: every row of ``x`` is read once, written topk times.
 
     Args:
         x: [T, H], any dtype that is not complex; its rows contiguous.
@@ -241,18 +285,24 @@ def permute(x: torch.Tensor, order: SortedSlots, out: torch.Tensor | None = None
     return out
 
 
-def launch_permute(x: torch.Tensor, order: SortedSlots, out: torch.Tensor) -> None:
+def launch_permute(x: torch.Tensor, order: SortedPairs, out: torch.Tensor) -> None:
     """``permute`` of what has been checked."""
     T, H = x.shape
     if x.numel():
         grid, block = _row_grid(T, H)
         _permute[grid](
-            as_bytes(x), order.positions, as_bytes(out), H, x.stride(0),
-            TOPK=order.topk, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+            as_bytes(x),
+            order.positions,
+            as_bytes(out),
+            H,
+            x.stride(0),
+            TOPK=order.topk,
+            BLOCK=block,
+            num_warps=4,
+        )
 
 
-def check_sum(order: SortedSlots, weights: torch.Tensor, add: torch.Tensor | None, H: int) -> None:
+def check_sum(order: SortedPairs, weights: torch.Tensor, add: torch.Tensor | None, H: int) -> None:
     """Raises PykernelsError unless ``unpermute`` takes these weights, and what to add."""
     T, topk = order.positions.shape
     if weights.shape != (T, topk):
@@ -268,7 +318,7 @@ def check_sum(order: SortedSlots, weights: torch.Tensor, add: torch.Tensor | Non
 
 def unpermute(
     y: torch.Tensor,
-    order: SortedSlots,
+    order: SortedPairs,
     weights: torch.Tensor,
     add: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -280,7 +330,7 @@ def unpermute(
 
     Args:
         y: floats [T * topk, H], contiguous, in sorted order.
-        order: of the same slots.
+        order: of the same pairs.
         weights: float32 [T, topk], contiguous.
         add: floats [T, H], joins the sum: the shared expert's output, say.
         out: [T, H], contiguous; None makes one of y's dtype.
@@ -305,7 +355,7 @@ def unpermute(
 
 def launch_unpermute(
     y: torch.Tensor,
-    order: SortedSlots,
+    order: SortedPairs,
     weights: torch.Tensor,
     add: torch.Tensor | None,
     out: torch.Tensor,
@@ -315,7 +365,17 @@ def launch_unpermute(
     if out.numel():
         grid, block = _row_grid(T, H)
         _unpermute[grid](
-            y, order.positions, order.starts, weights, add, out, H, order.starts.shape[0] - 1,
+            y,
+            order.positions,
+            order.starts,
+            weights,
+            add,
+            out,
+            H,
+            order.starts.shape[0] - 1,
             0 if add is None else add.stride(0),
-            TOPK=topk, ADD=add is not None, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+            TOPK=topk,
+            ADD=add is not None,
+            BLOCK=block,
+            num_warps=4,
+        )

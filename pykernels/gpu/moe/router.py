@@ -1,4 +1,4 @@
-"""The router: logits to experts and weights; with the slots' sort in the same launch for one token.
+"""The router: logits to experts and weights; with the pairs' sort in the same launch for one token.
 
 Sources: DeepSeek-V2 (arXiv 2405.04434, 2.2.2, group-limited routing), DeepSeek-V3 (arXiv
 2412.19437, 2.1.2, sigmoid scores and the bias of auxiliary-loss-free balancing).
@@ -12,11 +12,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ...errors import PykernelsError
-from ...shapes import RouterSpec, Routing, SortedSlots
+from ...shapes import RouterSpec, Routing, SortedPairs
 from ..common.launch import check_device, launches_early, unsupported, why_not
 from ..common.strides import as_bytes, check_out
 from ..common.topk import topk
-from .permute import MAX_EXPERTS, check_order, empty_order, permute, sort_slots
+from .permute import MAX_EXPERTS, check_order, empty_order, permute, sort_pairs
 
 MAX_TOPK = 64
 """Kernels are unrolled over the choices: 128 take ten seconds to compile."""
@@ -26,19 +26,46 @@ _ROW = 1024  # of the token's row, a program
 
 @triton.jit
 def _router(
-    logits, bias, ids, weights, E,
-    TOPK: tl.constexpr, KP: tl.constexpr,
-    GROUPS: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, GROUP_TOPK: tl.constexpr,
-    SIGMOID: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr, RENORM: tl.constexpr,
-    MIN_SUM: tl.constexpr, SCALE: tl.constexpr, TRIGGER: tl.constexpr,
-):  # fmt: skip
+    logits,
+    bias,
+    ids,
+    weights,
+    E,
+    TOPK: tl.constexpr,
+    KP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GP: tl.constexpr,
+    PP: tl.constexpr,
+    GROUP_TOPK: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    TOP2: tl.constexpr,
+    BIAS: tl.constexpr,
+    RENORM: tl.constexpr,
+    MIN_SUM: tl.constexpr,
+    SCALE: tl.constexpr,
+    TRIGGER: tl.constexpr,
+):
     if TRIGGER:
         gdc_launch_dependents()
     row = tl.program_id(0)
     chosen, w = topk(
-        logits, bias, row, E, TOPK, KP,
-        GROUPS, GP, PP, GROUP_TOPK, SIGMOID, TOP2, BIAS, RENORM, MIN_SUM, SCALE,
-    )  # fmt: skip
+        logits,
+        bias,
+        row,
+        E,
+        TOPK,
+        KP,
+        GROUPS,
+        GP,
+        PP,
+        GROUP_TOPK,
+        SIGMOID,
+        TOP2,
+        BIAS,
+        RENORM,
+        MIN_SUM,
+        SCALE,
+    )
     k = tl.arange(0, KP)
     tl.store(ids + row * TOPK + k, chosen, mask=k < TOPK)
     tl.store(weights + row * TOPK + k, w, mask=k < TOPK)
@@ -46,13 +73,34 @@ def _router(
 
 @triton.jit
 def _route_one(
-    logits, bias, ids, weights, slots, starts, positions, x, gathered, E, H,
-    TOPK: tl.constexpr, KP: tl.constexpr,
-    GROUPS: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr, GROUP_TOPK: tl.constexpr,
-    SIGMOID: tl.constexpr, TOP2: tl.constexpr, BIAS: tl.constexpr, RENORM: tl.constexpr,
-    MIN_SUM: tl.constexpr, SCALE: tl.constexpr, TRIGGER: tl.constexpr,
-    EP: tl.constexpr, GATHER: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    bias,
+    ids,
+    weights,
+    pairs,
+    starts,
+    positions,
+    x,
+    gathered,
+    E,
+    H,
+    TOPK: tl.constexpr,
+    KP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GP: tl.constexpr,
+    PP: tl.constexpr,
+    GROUP_TOPK: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    TOP2: tl.constexpr,
+    BIAS: tl.constexpr,
+    RENORM: tl.constexpr,
+    MIN_SUM: tl.constexpr,
+    SCALE: tl.constexpr,
+    TRIGGER: tl.constexpr,
+    EP: tl.constexpr,
+    GATHER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The first program chooses; each copies its part of the token's row."""
     if TRIGGER:
         gdc_launch_dependents()
@@ -63,17 +111,31 @@ def _route_one(
             tl.store(gathered + j * H + h, values, mask=h < H)
     if tl.program_id(0) == 0:
         chosen, w = topk(
-            logits, bias, tl.program_id(0), E, TOPK, KP,
-            GROUPS, GP, PP, GROUP_TOPK, SIGMOID, TOP2, BIAS, RENORM, MIN_SUM, SCALE,
-        )  # fmt: skip
+            logits,
+            bias,
+            tl.program_id(0),
+            E,
+            TOPK,
+            KP,
+            GROUPS,
+            GP,
+            PP,
+            GROUP_TOPK,
+            SIGMOID,
+            TOP2,
+            BIAS,
+            RENORM,
+            MIN_SUM,
+            SCALE,
+        )
         k = tl.arange(0, KP)
         mask = k < TOPK
-        # Unique keys in order of expert, then of slot: a slot's rank is how many keys are smaller.
+        # Unique keys in order of expert, then of pair: a pair's rank is how many keys are smaller.
         key = tl.where(mask, chosen, E) * KP + k
         rank = tl.sum((key[None, :] < key[:, None]).to(tl.int32), 1)
         tl.store(ids + k, chosen, mask=mask)
         tl.store(weights + k, w, mask=mask)
-        tl.store(slots + rank, k, mask=mask)
+        tl.store(pairs + rank, k, mask=mask)
         tl.store(positions + k, rank, mask=mask)
         e = tl.arange(0, EP)
         below = tl.sum((key[:, None] < e[None, :] * KP).to(tl.int32), 0)
@@ -154,8 +216,8 @@ def router(
         constants = _constants(spec, E, bias is not None, logits.device)
         width = triton.next_power_of_2(E // spec.groups) * triton.next_power_of_2(spec.groups)
         # One warp a row: its maxima are shuffles, without barriers or shared memory.
-        warps = max(1, min(8, width // 512))
-        _router[(T,)](logits, bias, out.ids, out.weights, E, **constants, num_warps=warps)
+        num_warps = max(1, min(8, width // 512))
+        _router[(T,)](logits, bias, out.ids, out.weights, E, **constants, num_warps=num_warps)
     return out
 
 
@@ -164,9 +226,9 @@ def route(
     spec: RouterSpec,
     bias: torch.Tensor | None = None,
     x: torch.Tensor | None = None,
-    out: tuple[Routing, SortedSlots, torch.Tensor | None] | None = None,
-) -> tuple[Routing, SortedSlots, torch.Tensor | None]:
-    """`router`, `sort_slots` and, if ``x`` is given, `permute`: one launch for one token, unless
+    out: tuple[Routing, SortedPairs, torch.Tensor | None] | None = None,
+) -> tuple[Routing, SortedPairs, torch.Tensor | None]:
+    """`router`, `sort_pairs` and, if ``x`` is given, `permute`: one launch for one token, unless
     its choices and experts are too many to be compared at once.
 
     Args:
@@ -175,7 +237,7 @@ def route(
         out: what an earlier call returned, to be written again.
 
     Returns:
-        The routing, the slots sorted by expert, and ``x``'s rows in that order [T * topk, H].
+        The routing, the pairs sorted by expert, and ``x``'s rows in that order [T * topk, H].
     """
     routing = _prepare(logits, spec, bias, out[0] if out else None)
     T, E = logits.shape
@@ -185,7 +247,7 @@ def route(
     EP = triton.next_power_of_2(E + 1)
     if T != 1 or triton.next_power_of_2(spec.topk) * EP > _MOST_PAIRS:
         router(logits, spec, bias, routing)
-        sort_slots(routing.ids, E, order)
+        sort_pairs(routing.ids, E, order)
         return routing, order, None if x is None else permute(x, order, gathered)
     H, source, target = 0, None, None
     if x is not None:
@@ -199,10 +261,21 @@ def route(
         gathered = check_out(gathered, x, spec.topk, H, dtype=x.dtype)
         source, target = as_bytes(x), as_bytes(gathered)
     _route_one[(max(1, triton.cdiv(H, _ROW)),)](
-        logits, bias, routing.ids, routing.weights, order.slots, order.starts, order.positions,
-        source, target, E, H,
+        logits,
+        bias,
+        routing.ids,
+        routing.weights,
+        order.pairs,
+        order.starts,
+        order.positions,
+        source,
+        target,
+        E,
+        H,
         **_constants(spec, E, bias is not None, logits.device),
-        EP=EP, GATHER=H > 0, BLOCK=_ROW,
+        EP=EP,
+        GATHER=H > 0,
+        BLOCK=_ROW,
         num_warps=1 if E <= 512 else 4,
-    )  # fmt: skip
+    )
     return routing, order, gathered

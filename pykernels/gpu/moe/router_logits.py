@@ -32,13 +32,13 @@ class GatePlan:
     block_e: int
     block_h: int
     splits: int
-    warps: int
-    stages: int
+    num_warps: int
+    num_stages: int
 
     def __post_init__(self) -> None:
-        powers_of_two(self, "block_t", "block_e", "block_h", "warps")
+        powers_of_two(self, "block_t", "block_e", "block_h", "num_warps")
         at_least(16, self, "block_t", "block_e", "block_h")
-        at_least(1, self, "splits", "stages")
+        at_least(1, self, "splits", "num_stages")
 
 
 def gate_plan(T: int, E: int, H: int, wide: bool = False, num_sms: int = H200_SMS) -> GatePlan:
@@ -58,9 +58,18 @@ def gate_plan(T: int, E: int, H: int, wide: bool = False, num_sms: int = H200_SM
 
 @triton.jit(do_not_specialize=["T"])
 def _dot_logits(
-    x, gate, out, T, H, E, x_stride,
-    TP: tl.constexpr, BE: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x,
+    gate,
+    out,
+    T,
+    H,
+    E,
+    x_stride,
+    TP: tl.constexpr,
+    BE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     e = tl.program_id(0) * BE + tl.arange(0, BE)
     t = tl.arange(0, TP)
     acc = tl.zeros([TP, BE, BLOCK], tl.float32)
@@ -86,9 +95,19 @@ def _sum_splits(sums, out, SIZE, splits, SPLITS: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit(do_not_specialize=["T"])  # one kernel for any number of tokens
 def _mma_logits(
-    x, gate, out, T, E, H, x_stride, per_split,
-    PARTS: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BH: tl.constexpr,
-):  # fmt: skip
+    x,
+    gate,
+    out,
+    T,
+    E,
+    H,
+    x_stride,
+    per_split,
+    PARTS: tl.constexpr,
+    BT: tl.constexpr,
+    BE: tl.constexpr,
+    BH: tl.constexpr,
+):
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     split = tl.program_id(2)
@@ -100,12 +119,14 @@ def _mma_logits(
         h = first + tl.arange(0, BH)
         w = tl.load(
             gate + e.to(tl.int64)[:, None] * H + h[None, :],
-            mask=(e < E)[:, None] & (h < end)[None, :], other=0.0,
-        )  # fmt: skip
+            mask=(e < E)[:, None] & (h < end)[None, :],
+            other=0.0,
+        )
         rows = tl.load(
             x + t.to(tl.int64)[None, :] * x_stride + h[:, None],
-            mask=(t < T)[None, :] & (h < end)[:, None], other=0.0,
-        )  # fmt: skip
+            mask=(t < T)[None, :] & (h < end)[:, None],
+            other=0.0,
+        )
         if PARTS == 0:
             part = tl.dot(w.to(tl.float32), rows.to(tl.float32), input_precision="ieee")
         elif PARTS == 1:
@@ -161,11 +182,21 @@ def router_logits(
         TP = triton.next_power_of_2(T)
         # One token's block is all of H, in registers; else blocks in flight, 96 KiB at most.
         block = min(triton.next_power_of_2(H), 8192 if TP == 1 else 1024)
-        stages = 1 if TP == 1 else 4 if hidden.dtype == torch.bfloat16 else 3
+        num_stages = 1 if TP == 1 else 4 if hidden.dtype == torch.bfloat16 else 3
         _dot_logits[(triton.cdiv(E, 2),)](
-            hidden, gate, out, T, H, E, hidden.stride(0),
-            TP=TP, BE=2, BLOCK=block, STAGES=stages, num_warps=8,
-        )  # fmt: skip
+            hidden,
+            gate,
+            out,
+            T,
+            H,
+            E,
+            hidden.stride(0),
+            TP=TP,
+            BE=2,
+            BLOCK=block,
+            STAGES=num_stages,
+            num_warps=8,
+        )
         return out
     wide = arch(device)[0] in (9, 10) and gate.dtype == hidden.dtype == torch.bfloat16
     plan = plan or gate_plan(T, E, H, wide)
@@ -174,13 +205,29 @@ def router_logits(
     sums = out if plan.splits == 1 else out.new_empty(plan.splits, T, E)
     grid = (triton.cdiv(T, plan.block_t), triton.cdiv(E, plan.block_e), plan.splits)
     _mma_logits[grid](
-        hidden, gate, sums, T, E, H, hidden.stride(0), per_split,
-        PARTS=parts, BT=plan.block_t, BE=plan.block_e, BH=plan.block_h,
-        num_warps=plan.warps, num_stages=plan.stages,
-    )  # fmt: skip
+        hidden,
+        gate,
+        sums,
+        T,
+        E,
+        H,
+        hidden.stride(0),
+        per_split,
+        PARTS=parts,
+        BT=plan.block_t,
+        BE=plan.block_e,
+        BH=plan.block_h,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )
     if plan.splits > 1:
         _sum_splits[(triton.cdiv(T * E, 256),)](
-            sums, out, T * E, plan.splits,
-            SPLITS=triton.next_power_of_2(plan.splits), BLOCK=256, num_warps=4,
-        )  # fmt: skip
+            sums,
+            out,
+            T * E,
+            plan.splits,
+            SPLITS=triton.next_power_of_2(plan.splits),
+            BLOCK=256,
+            num_warps=4,
+        )
     return out

@@ -22,8 +22,8 @@ MOST_SPLIT = 64
 def _can_be_compiled(plan: DecodePlan | PrefillPlan) -> None:
     """Raises PykernelsError for what no GPU has room for, or Triton no form."""
     at_most(256, plan, "rows", "keys")
-    at_most(32, plan, "warps")
-    at_most(16, plan, "stages")
+    at_most(32, plan, "num_warps")
+    at_most(16, plan, "num_stages")
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,25 @@ class DecodePlan:
     Attributes:
         rows: query rows (heads x tokens) of a CTA: 16, or 64 for Hopper's wgmma.
         keys: of one block.
-        warps, stages: Triton's num_warps and num_stages (1 does not prefetch).
+        num_warps, num_stages: Triton's (1 does not prefetch).
         ctas_per_sm: that an SM holds at a time; sequences are split to fill that many, once; 0:
             none is split.
         split_scores: MLA with 64 rows and 8 warps only: the two warpgroups divide each block of
             scores by columns, instead of each computing all of it.
         warp_specialized: MLA's kernel for Hopper with a producer and two consumer warpgroups: 64
-            rows, 64 keys; ``warps``, ``stages`` and ``split_scores`` mean nothing to it.
+            rows, 64 keys; ``num_warps``, ``num_stages`` and ``split_scores`` mean nothing to it.
         min_blocks: blocks of a split at least, where combining more splits costs more than shorter
             ones save.
         fp8_mma: GQA's kernel for E4M3 that dequantizes operands in the registers of the tensor
-            cores: 8 or 16 rows, 16 or 32 keys a warp; ``stages`` means nothing to it.
-        ring_buffer: GQA's kernel for Hopper with a ring buffer of ``stages`` blocks in shared
+            cores: 8 or 16 rows, 16 or 32 keys a warp; ``num_stages`` means nothing to it.
+        ring_buffer: GQA's kernel for Hopper with a ring buffer of ``num_stages`` blocks in shared
             memory: 16 rows, 64 keys, 4 warps.
     """
 
     rows: int
     keys: int
-    warps: int
-    stages: int
+    num_warps: int
+    num_stages: int
     ctas_per_sm: int = 1
     split_scores: bool = False
     warp_specialized: bool = False
@@ -61,9 +61,9 @@ class DecodePlan:
     ring_buffer: bool = False
 
     def __post_init__(self) -> None:
-        powers_of_two(self, "rows", "keys", "warps")
+        powers_of_two(self, "rows", "keys", "num_warps")
         at_least(16 if not self.fp8_mma else 8, self, "rows", "keys")  # of an mma's operands
-        at_least(1, self, "stages", "min_blocks")
+        at_least(1, self, "num_stages", "min_blocks")
         at_least(0, self, "ctas_per_sm")
         at_most(32, self, "ctas_per_sm")  # no SM holds more
         _can_be_compiled(self)
@@ -72,16 +72,16 @@ class DecodePlan:
                 f"a decode plan is {' and '.join(self._kernels)}",
                 "These are different kernels: keep one",
             )
-        per_warp = self.keys // self.warps
+        per_warp = self.keys // self.num_warps
         if self.fp8_mma and (self.rows not in (8, 16) or per_warp not in (16, 32)):
             raise PykernelsError(
                 f"an fp8_mma decode plan has {self.rows} rows and {per_warp} keys a warp",
                 "That kernel takes 8 or 16, and 16 or 32",
             )
-        if self.ring_buffer and (self.rows, self.keys, self.warps) != (16, 64, 4):
+        if self.ring_buffer and (self.rows, self.keys, self.num_warps) != (16, 64, 4):
             raise PykernelsError(
                 f"a ring_buffer decode plan has {self.rows} rows, {self.keys} keys and"
-                f" {self.warps} warps",
+                f" {self.num_warps} warps",
                 "That kernel takes 16, 64 and 4",
             )
         if self.warp_specialized and (self.rows, self.keys) != (64, 64):
@@ -121,23 +121,23 @@ class PrefillPlan:
 
     Attributes:
         rows, keys: of a block.
-        warps, stages: Triton's num_warps and num_stages.
+        num_warps, num_stages: Triton's.
         warp_specialized: the kernel for Hopper whose warps copy or multiply: 128 rows, 64 or
-            128 keys; ``warps`` and ``stages`` mean nothing to it.
+            128 keys; ``num_warps`` and ``num_stages`` mean nothing to it.
         unpack: keys and values in E4M3 become bf16 rows first; means nothing to others.
     """
 
     rows: int
     keys: int
-    warps: int
-    stages: int
+    num_warps: int
+    num_stages: int
     warp_specialized: bool = False
     unpack: bool = False
 
     def __post_init__(self) -> None:
-        powers_of_two(self, "rows", "keys", "warps")
+        powers_of_two(self, "rows", "keys", "num_warps")
         at_least(16, self, "rows", "keys")
-        at_least(1, self, "stages")
+        at_least(1, self, "num_stages")
         _can_be_compiled(self)
         if self.warp_specialized and (self.rows != 128 or self.keys not in (64, 128)):
             raise PykernelsError(
@@ -228,17 +228,17 @@ def prefill_kernel_runs(
 
 # The shipped plans. Of MLA's decode by (first compute capability, most rows that want it).
 
-_TINY_DECODE = DecodePlan(rows=16, keys=16, warps=4, stages=1)
-_TINY_PREFILL = PrefillPlan(rows=16, keys=16, warps=4, stages=1)
-_WARP_SPECIALIZED = DecodePlan(rows=64, keys=64, warps=8, stages=2, warp_specialized=True)
-_SIXTEEN = DecodePlan(rows=16, keys=64, warps=8, stages=3)
+_TINY_DECODE = DecodePlan(rows=16, keys=16, num_warps=4, num_stages=1)
+_TINY_PREFILL = PrefillPlan(rows=16, keys=16, num_warps=4, num_stages=1)
+_WARP_SPECIALIZED = DecodePlan(rows=64, keys=64, num_warps=8, num_stages=2, warp_specialized=True)
+_SIXTEEN = DecodePlan(rows=16, keys=64, num_warps=8, num_stages=3)
 _MLA_DECODE = {
     (9, 0): ((16, _SIXTEEN), (1 << 30, _WARP_SPECIALIZED)),
-    (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=4, stages=2)),),
+    (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, num_warps=4, num_stages=2)),),
 }
 _MLA_DECODE_FP8 = {
     (9, 0): ((1 << 30, _WARP_SPECIALIZED),),
-    (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, warps=8, stages=2)),),
+    (8, 0): ((1 << 30, DecodePlan(rows=16, keys=32, num_warps=8, num_stages=2)),),
 }
 
 
@@ -277,19 +277,21 @@ def _shipped_gqa(
     if rows <= 16:
         tile = 8 if rows <= 8 else 16
         for plan in (
-            DecodePlan(rows=tile, keys=128, warps=4, stages=1, ctas_per_sm=2, fp8_mma=True),
-            DecodePlan(rows=16, keys=64, warps=4, stages=6, ring_buffer=True),
+            DecodePlan(rows=tile, keys=128, num_warps=4, num_stages=1, ctas_per_sm=2, fp8_mma=True),
+            DecodePlan(rows=16, keys=64, num_warps=4, num_stages=6, ring_buffer=True),
         ):
             if decode_kernel_runs("gqa_decode", plan, shape, fp8, aligned, device):
                 return plan
     tile = max(16, min(64, 1 << (rows - 1).bit_length()))
     if capability[0] == 9 and tile < 64 and 64 < D <= 128 and not fp8:
-        return DecodePlan(rows=tile, keys=128, warps=4, stages=3)
+        return DecodePlan(rows=tile, keys=128, num_warps=4, num_stages=3)
     roomy = capability[0] == 9 or capability in ((8, 0), (10, 0))  # at least 160 KiB an SM
     keys = 64 if D <= 128 else 32
-    stages = (4 if roomy else 2) if D <= 128 else (3 if roomy else 2)
+    num_stages = (4 if roomy else 2) if D <= 128 else (3 if roomy else 2)
     ctas_per_sm = 2 if tile < 64 else 1
-    return DecodePlan(rows=tile, keys=keys, warps=4, stages=stages, ctas_per_sm=ctas_per_sm)
+    return DecodePlan(
+        rows=tile, keys=keys, num_warps=4, num_stages=num_stages, ctas_per_sm=ctas_per_sm
+    )
 
 
 def worth_unpacking(rows: int, room: int) -> bool:
@@ -322,17 +324,17 @@ def shipped_prefill(
     D, R = shape.head_dim, shape.rope
     large = D + R > 192 or shape.value_dim > 128
     keys = 64 if large else 128
-    plan = PrefillPlan(rows=128, keys=keys, warps=8, stages=1, warp_specialized=True)
+    plan = PrefillPlan(rows=128, keys=keys, num_warps=8, num_stages=1, warp_specialized=True)
     if prefill_kernel_runs(plan, shape, fp8, aligned_rows, device):
         return plan
     if capability[0] == 9:
         if large or R:
-            return PrefillPlan(rows=128, keys=64, warps=8, stages=2 if large else 3)
+            return PrefillPlan(rows=128, keys=64, num_warps=8, num_stages=2 if large else 3)
         if fp8:  # converted keys and values need registers too
-            return PrefillPlan(rows=128, keys=64, warps=8, stages=2)
-        return PrefillPlan(rows=128, keys=128, warps=8, stages=3 if D <= 64 else 2)
+            return PrefillPlan(rows=128, keys=64, num_warps=8, num_stages=2)
+        return PrefillPlan(rows=128, keys=128, num_warps=8, num_stages=3 if D <= 64 else 2)
     if large or R:  # a rotated part beside values of 256 spills with 4 warps
         return PrefillPlan(
-            rows=64, keys=32, warps=8 if R and shape.value_dim > 128 else 4, stages=2
+            rows=64, keys=32, num_warps=8 if R and shape.value_dim > 128 else 4, num_stages=2
         )
-    return PrefillPlan(rows=128, keys=64 if D <= 64 else 32, warps=4, stages=2)
+    return PrefillPlan(rows=128, keys=64 if D <= 64 else 32, num_warps=4, num_stages=2)

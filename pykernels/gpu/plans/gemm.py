@@ -74,7 +74,7 @@ class GemmPlan:
             counts gate and up together; in the other paths it is of each.
         group_m: M blocks of one matrix that run side by side before the next N block.
         split_k: programs that share one output tile (linears of few rows, dequantized on the way).
-        warps, stages: of Triton.
+        num_warps, num_stages: Triton's.
         tma: weights (and sorted rows) come by the tensor memory accelerator: sm_90 and above.
         copy: a gated product's rows are first copied into the experts' order, so that they come by
             the accelerator too, in place of being gathered.
@@ -90,23 +90,23 @@ class GemmPlan:
     block_k: int
     group_m: int = 8
     split_k: int = 1
-    warps: int = 4
-    stages: int = 3
+    num_warps: int = 4
+    num_stages: int = 3
     tma: bool = False
     copy: bool = False
     warp_specialized: bool = False
     unpack: bool = False
 
     def __post_init__(self) -> None:
-        powers_of_two(self, "block_m", "block_n", "block_k", "warps")
+        powers_of_two(self, "block_m", "block_n", "block_k", "num_warps")
         at_least(16, self, "block_m", "block_n", "block_k")  # of a product's operands
         at_most(256, self, "block_m", "block_n")
         at_most(1024, self, "block_k")
-        at_most(32, self, "warps")
-        at_most(16, self, "stages")
+        at_most(32, self, "num_warps")
+        at_most(16, self, "num_stages")
         at_most(64, self, "split_k")
         at_most(1 << 16, self, "group_m")  # kernels multiply it by the blocks of N, in 32 bits
-        at_least(1, self, "group_m", "split_k", "stages")
+        at_least(1, self, "group_m", "split_k", "num_stages")
 
 
 @dataclass(frozen=True)
@@ -120,15 +120,15 @@ class GemvInt8Plan:
 
     block_n: int
     words: int
-    warps: int = 4
-    stages: int = 3
+    num_warps: int = 4
+    num_stages: int = 3
 
     def __post_init__(self) -> None:
-        powers_of_two(self, "block_n", "words", "warps")
+        powers_of_two(self, "block_n", "words", "num_warps")
         at_most(256, self, "block_n")
         at_most(1024, self, "words")
-        at_most(32, self, "warps")
-        _in(self, "stages", range(1, 17))
+        at_most(32, self, "num_warps")
+        _in(self, "num_stages", range(1, 17))
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class GemvMmaPlan:
 
     Attributes:
         rows: of the matrix a program multiplies, a power of two from 16.
-        warps: of a program: each takes its part of K. Of K-quants two or more.
+        num_warps: of a program: each takes its part of K. Of K-quants two or more.
         ahead: steps of 64 bytes of codes, of each row and warp, between asking for weights and
             multiplying them.
         num_ctas: at most, each with several blocks of rows if need be; 0: one for each block.
@@ -146,15 +146,15 @@ class GemvMmaPlan:
     """
 
     rows: int
-    warps: int
+    num_warps: int
     ahead: int = 2
     num_ctas: int = 0
     registers: int = 0
     used: int = 0
 
     def __post_init__(self) -> None:
-        powers_of_two(self, "rows", "warps")
-        at_most(32, self, "warps")
+        powers_of_two(self, "rows", "num_warps")
+        at_most(32, self, "num_warps")
         _in(self, "rows", range(16, 257))
         _in(self, "ahead", range(1, 9))
         _in(self, "num_ctas", range(1 << 16))
@@ -168,19 +168,19 @@ class SkinnyPlan:
 
     Attributes:
         rows: of the matrix a program multiplies, a power of two from 16.
-        warps: of a program: each takes its part of K.
+        num_warps: of a program: each takes its part of K.
         chunks: of 64 bytes (groups of 32 inputs: 32) of each row that a warp takes in a step.
         ahead: 1 or 2 steps between asking for weights and multiplying them.
     """
 
     rows: int
-    warps: int
+    num_warps: int
     chunks: int = 1
     ahead: int = 1
 
     def __post_init__(self) -> None:
-        powers_of_two(self, "rows", "warps", "chunks")
-        at_most(32, self, "warps", "chunks")
+        powers_of_two(self, "rows", "num_warps", "chunks")
+        at_most(32, self, "num_warps", "chunks")
         _in(self, "rows", range(16, 257))
         _in(self, "ahead", range(1, 3))
 
@@ -191,7 +191,7 @@ class SkinnyExpertsPlan:
 
     Attributes:
         rows: of the matrices a program multiplies, those of gate and up together.
-        warps: of a program: each takes its part of K.
+        num_warps: of a program: each takes its part of K.
         tokens: most rows of the inputs that it multiplies: 8 or more, where a scale is for at most
             64 inputs 2 or more.
         chunks: of 64 bytes of each row (scales for at most 64 inputs: 128) that a warp takes in a
@@ -200,14 +200,14 @@ class SkinnyExpertsPlan:
     """
 
     rows: int
-    warps: int
+    num_warps: int
     tokens: int = 2
     chunks: int = 1
     ahead: int = 1
 
     def __post_init__(self) -> None:
-        powers_of_two(self, "rows", "warps", "tokens", "chunks")
-        at_most(32, self, "warps", "chunks")
+        powers_of_two(self, "rows", "num_warps", "tokens", "chunks")
+        at_most(32, self, "num_warps", "chunks")
         _in(self, "rows", range(16, 129))
         _in(self, "tokens", range(2, 33))
         _in(self, "ahead", range(1, 3))
@@ -218,8 +218,8 @@ class DequantPlan:
     """How a linear of more rows is launched on Hopper, weights dequantized in registers.
 
     Attributes:
-        cols: rows of the inputs a program multiplies by 16 ``warps`` rows of the matrix.
-        stages, word_stages: tiles of 64 inputs and of 16 words of a row in shared memory.
+        cols: rows of the inputs a program multiplies by 16 ``num_warps`` rows of the matrix.
+        num_stages, word_stages: tiles of 64 inputs and of 16 words of a row in shared memory.
         split_k: programs that share one output tile.
         num_ctas: of a linear: so many have one whole tile after the other and share the last, less
             than one each, evenly; 0: one program for each tile and part.
@@ -227,8 +227,8 @@ class DequantPlan:
     """
 
     cols: int
-    warps: int = 4
-    stages: int = 4
+    num_warps: int = 4
+    num_stages: int = 4
     word_stages: int = 4
     split_k: int = 1
     num_ctas: int = 0
@@ -237,8 +237,8 @@ class DequantPlan:
     def __post_init__(self) -> None:
         powers_of_two(self, "cols")
         _in(self, "cols", range(8, 257))
-        _in(self, "warps", (4, 8))
-        _in(self, "stages", range(2, 17))  # the first copies are begun before the loop
+        _in(self, "num_warps", (4, 8))
+        _in(self, "num_stages", range(2, 17))  # the first copies are begun before the loop
         _in(self, "word_stages", range(1, 17))
         _in(self, "split_k", range(1, 65))
         _in(self, "num_ctas", range(1 << 16))

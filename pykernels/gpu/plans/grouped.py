@@ -41,32 +41,32 @@ SMALL = ("ampere", "ada")
 ANY = float("inf")
 _GATED, _PLAIN = ("gate_up",), ("down", "linear")
 _WARP_SPECIALIZED = GemmPlan(128, 128, 128, 4, warp_specialized=True)
-_BF16_LARGE = GemmPlan(128, 256, 64, 16, warps=8, stages=4, tma=True)
+_BF16_LARGE = GemmPlan(128, 256, 64, 16, num_warps=8, num_stages=4, tma=True)
 
 TABLE = (
-    Row(HOPPER, "bf16", OPS, 16, GemmPlan(16, 128, 128, warps=4, stages=4, tma=True)),
-    Row(HOPPER, "bf16", OPS, 32, GemmPlan(32, 128, 128, warps=4, stages=3, tma=True)),
-    Row(HOPPER, "bf16", OPS, 96, GemmPlan(64, 128, 64, 8, warps=4, stages=4, tma=True)),
+    Row(HOPPER, "bf16", OPS, 16, GemmPlan(16, 128, 128, num_warps=4, num_stages=4, tma=True)),
+    Row(HOPPER, "bf16", OPS, 32, GemmPlan(32, 128, 128, num_warps=4, num_stages=3, tma=True)),
+    Row(HOPPER, "bf16", OPS, 96, GemmPlan(64, 128, 64, 8, num_warps=4, num_stages=4, tma=True)),
     Row(HOPPER, "bf16", OPS, 192, _BF16_LARGE),
     Row(("hopper",), "bf16", ("down",), ANY, _WARP_SPECIALIZED),
     Row(HOPPER, "bf16", OPS, ANY, _BF16_LARGE),
-    Row(HOPPER, "fp8", OPS, 32, GemmPlan(32, 64, 128, warps=4, stages=4, tma=True)),
-    Row(HOPPER, "fp8", _GATED, 96, GemmPlan(64, 64, 128, warps=4, stages=3, tma=True)),
-    Row(HOPPER, "fp8", _PLAIN, 96, GemmPlan(64, 128, 128, warps=4, stages=3, tma=True)),
+    Row(HOPPER, "fp8", OPS, 32, GemmPlan(32, 64, 128, num_warps=4, num_stages=4, tma=True)),
+    Row(HOPPER, "fp8", _GATED, 96, GemmPlan(64, 64, 128, num_warps=4, num_stages=3, tma=True)),
+    Row(HOPPER, "fp8", _PLAIN, 96, GemmPlan(64, 128, 128, num_warps=4, num_stages=3, tma=True)),
     Row(("hopper",), "fp8", OPS, ANY, _WARP_SPECIALIZED),
-    Row(HOPPER, "fp8", OPS, ANY, GemmPlan(128, 128, 128, 16, warps=8, stages=3, tma=True)),
-    Row(HOPPER, "dequant", OPS, 16, GemmPlan(16, 64, 128, warps=4, stages=4)),
-    Row(HOPPER, "dequant", OPS, 32, GemmPlan(32, 64, 128, warps=4, stages=4)),
-    Row(HOPPER, "dequant", OPS, 96, GemmPlan(64, 64, 128, warps=4, stages=3)),
-    Row(HOPPER, "dequant", OPS, ANY, GemmPlan(128, 128, 128, 16, warps=8, stages=3)),
-    Row(SMALL, "bf16", OPS, 16, GemmPlan(16, 128, 64, stages=4)),
-    Row(SMALL, "bf16", OPS, 96, GemmPlan(64, 128, 32, stages=4)),
-    Row(SMALL, "bf16", OPS, ANY, GemmPlan(128, 128, 32, warps=8, stages=4)),
-    Row(SMALL, "fp8", OPS, 16, GemmPlan(16, 64, 128, stages=3)),
-    Row(SMALL, "fp8", _GATED, ANY, GemmPlan(64, 32, 128, warps=4, stages=3)),
-    Row(SMALL, "fp8", _PLAIN, ANY, GemmPlan(64, 64, 128, warps=8, stages=3)),
-    Row(SMALL, "dequant", OPS, 16, GemmPlan(16, 64, 128, stages=3)),
-    Row(SMALL, "dequant", OPS, ANY, GemmPlan(64, 64, 64, stages=3)),
+    Row(HOPPER, "fp8", OPS, ANY, GemmPlan(128, 128, 128, 16, num_warps=8, num_stages=3, tma=True)),
+    Row(HOPPER, "dequant", OPS, 16, GemmPlan(16, 64, 128, num_warps=4, num_stages=4)),
+    Row(HOPPER, "dequant", OPS, 32, GemmPlan(32, 64, 128, num_warps=4, num_stages=4)),
+    Row(HOPPER, "dequant", OPS, 96, GemmPlan(64, 64, 128, num_warps=4, num_stages=3)),
+    Row(HOPPER, "dequant", OPS, ANY, GemmPlan(128, 128, 128, 16, num_warps=8, num_stages=3)),
+    Row(SMALL, "bf16", OPS, 16, GemmPlan(16, 128, 64, num_stages=4)),
+    Row(SMALL, "bf16", OPS, 96, GemmPlan(64, 128, 32, num_stages=4)),
+    Row(SMALL, "bf16", OPS, ANY, GemmPlan(128, 128, 32, num_warps=8, num_stages=4)),
+    Row(SMALL, "fp8", OPS, 16, GemmPlan(16, 64, 128, num_stages=3)),
+    Row(SMALL, "fp8", _GATED, ANY, GemmPlan(64, 32, 128, num_warps=4, num_stages=3)),
+    Row(SMALL, "fp8", _PLAIN, ANY, GemmPlan(64, 64, 128, num_warps=8, num_stages=3)),
+    Row(SMALL, "dequant", OPS, 16, GemmPlan(16, 64, 128, num_stages=3)),
+    Row(SMALL, "dequant", OPS, ANY, GemmPlan(64, 64, 64, num_stages=3)),
     Row(("interpreter",), "bf16", OPS, ANY, GemmPlan(16, 32, 32)),
     Row(("interpreter",), "fp8", OPS, ANY, GemmPlan(16, 32, 128)),
     Row(("interpreter",), "dequant", OPS, ANY, GemmPlan(16, 32, 64)),
@@ -77,7 +77,7 @@ UNPACKED = ("q4_k", "q6_k")
 UNPACK_ROWS = {"linear": 64, "gate_up": 100, "down": 100}
 """Rows (of each expert, on average) from which these are unpacked."""
 
-GEMV = {"int8": GemvInt8Plan(block_n=16, words=128, warps=4, stages=4)}
+GEMV = {"int8": GemvInt8Plan(block_n=16, words=128, num_warps=4, num_stages=4)}
 
 
 def generation(arch: tuple[int, int]) -> str:
@@ -135,8 +135,8 @@ SHARED = {"hopper": 227, "blackwell": 227, "ampere": 99, "ada": 99}
 def fit_stages(plan: GemmPlan, arch: tuple[int, int], step_bytes: int) -> GemmPlan:
     """The plan with as many stages of ``step_bytes`` as fit into shared memory, at least one."""
     limit = 163 if arch == (8, 0) else SHARED.get(generation(arch), 1 << 20)
-    stages = max(1, min(plan.stages, (limit - 3) * 1024 // step_bytes))
-    return plan if stages == plan.stages else replace(plan, stages=stages)
+    num_stages = max(1, min(plan.num_stages, (limit - 3) * 1024 // step_bytes))
+    return plan if num_stages == plan.num_stages else replace(plan, num_stages=num_stages)
 
 
 def split_k(num_ctas: int, K: int, num_sms: int, block_k: int) -> int:

@@ -64,7 +64,7 @@ def gemv_mma_plan(kind: str, group: int, N: int, K: int, num_sms: int) -> GemvMm
 def _even_rows(plan: GemvMmaPlan, N: int, num_sms: int) -> int:
     """So many of a block's rows that the blocks are whole waves of programs; 0: all, where this
     would leave more than a quarter of the products without use."""
-    room = 65536 // (32 * plan.warps * plan.registers) * num_sms
+    room = 65536 // (32 * plan.num_warps * plan.registers) * num_sms
     rounds = triton.cdiv(triton.cdiv(N, plan.rows), room)
     used = triton.cdiv(N, rounds * room)
     return used if 4 * used >= 3 * plan.rows else 0
@@ -132,7 +132,7 @@ def dequant_plan(kind: str, M: int, N: int, steps: int, num_sms: int) -> Dequant
         return even or _parts_plan(cols, blocks * triton.cdiv(N, 64), steps, num_sms)
     tiles = blocks * triton.cdiv(N, 64)
     if tiles >= 12 * num_sms:  # two warpgroups that share the inputs pay in many rounds
-        return DequantPlan(cols, warps=8, stages=5)
+        return DequantPlan(cols, num_warps=8, num_stages=5)
     rounds, rest = divmod(tiles, 2 * num_sms)
     if 1 <= rounds < 4 and 0 < rest <= 2 * num_sms // 3:
         return even_shares(cols, 4, 3, 4, 2, num_sms)
@@ -150,14 +150,14 @@ def _even_plan(
     A step of nibbles is half the bytes, so one program waits for them longer than it dequantizes:
     one more an SM, and shares of six steps, pay too.
     """
-    warps, stages, words, room = {
+    num_warps, num_stages, words, room = {
         16: (4, 6, 6, 4),
         32: (8, 4, 4, 3),
         64: (4, 4, 4, 3),
         128: (8, 3, 3, 2),
     }[cols]
     least = 16.0
-    ctas_per_sm = blocks * triton.cdiv(N, 16 * warps) * steps / num_sms
+    ctas_per_sm = blocks * triton.cdiv(N, 16 * num_warps) * steps / num_sms
     if kind == "int4" and cols <= 64:
         least = 6.0
         room = 4 if cols == 64 else room
@@ -165,29 +165,29 @@ def _even_plan(
             room -= 1
     if not least * room <= ctas_per_sm < 4 * steps * room:
         return None
-    return even_shares(cols, warps, stages, words, room, num_sms)
+    return even_shares(cols, num_warps, num_stages, words, room, num_sms)
 
 
 def even_shares(
-    cols: int, warps: int, stages: int, words: int, room: int, num_sms: int
+    cols: int, num_warps: int, num_stages: int, words: int, room: int, num_sms: int
 ) -> DequantPlan:
     """``room`` programs on each SM, with the registers that this leaves them."""
-    registers = 65536 // (32 * warps * room) // 8 * 8
+    registers = 65536 // (32 * num_warps * room) // 8 * 8
     bound = registers if registers < 256 else 0  # no thread has more
-    return DequantPlan(cols, warps, stages, words, num_ctas=room * num_sms, registers=bound)
+    return DequantPlan(cols, num_warps, num_stages, words, num_ctas=room * num_sms, registers=bound)
 
 
 def _parts_plan(cols: int, num_ctas: int, steps: int, num_sms: int) -> DequantPlan:
     """A program for each tile of 64 outputs, or for a half or a quarter of its steps."""
     if cols == 256:
-        plan, room = DequantPlan(cols, stages=3), num_sms
+        plan, room = DequantPlan(cols, num_stages=3), num_sms
     elif cols == 128:  # two programs an SM, or with a stage less three
-        plan, room = DequantPlan(cols, stages=3 if num_ctas > 2 * num_sms else 4), 2 * num_sms
+        plan, room = DequantPlan(cols, num_stages=3 if num_ctas > 2 * num_sms else 4), 2 * num_sms
     elif cols == 64:
         plan, room = DequantPlan(cols), 4 * num_sms
     else:
         plan, room = (
-            DequantPlan(cols, stages=6, word_stages=6),
+            DequantPlan(cols, num_stages=6, word_stages=6),
             (5 if cols == 16 else 9) * num_sms,
         )
     parts = 1
@@ -202,4 +202,4 @@ def dequant_experts_plan(kind: str, rows: float) -> DequantPlan:
     cols = next((cols for cols in (16, 32, 64, 128) if rows <= cols), 256)
     if cols == 64 and kind in UNPACKED:
         return DequantPlan(cols, word_stages=3)
-    return DequantPlan(cols, stages=4 if cols <= 64 else 3)
+    return DequantPlan(cols, num_stages=4 if cols <= 64 else 3)

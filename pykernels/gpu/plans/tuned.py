@@ -43,6 +43,8 @@ LINEAR_PLANS: dict[
 EXPERTS_PLANS = {"skinny_gate_up": SkinnyExpertsPlan, "skinny_down": SkinnyExpertsPlan}
 """The same; those of ``_GEMM_OPS`` hold a GemmPlan or, of experts, a DequantPlan."""
 _NAME = "gpu-plans.json"
+_OLD_NAMES = {"warps": "num_warps", "stages": "num_stages"}
+"""Fields of plans as older versions wrote them."""
 _GEMM_OPS = ("gate_up", "down", "linear")
 _FACTOR = 1.5
 """A plan is taken for up to this many times more or fewer rows, keys, ... than it was tuned for."""
@@ -155,6 +157,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
                 raise ValueError(f"{', '.join((*same, *near))} must be numbers")
             if not all(0 < line[name] < _MOST for name in near):
                 raise ValueError(f"{' and '.join(near)} must be above 0 and below 2 ** 63")
+            line["plan"] = {_OLD_NAMES.get(k, k): v for k, v in line["plan"].items()}
             _plan(line)
         return list(lines)
     except (

@@ -79,11 +79,31 @@ def gqa_rope_cache_write(
         block, heads = triton.next_power_of_2(D), NH + 2 * KVH
         together = min(triton.next_power_of_2(heads), max(1, 1024 // block))
         gqa_write[(T, triton.cdiv(heads, together))](
-            qkv, angles, slots, *codes, k_scale, v_scale, q_norm, k_norm, out,
-            qkv.stride(0), angles.shape[2], NH, KVH, D, P * page, float(eps),
-            Q_NORM=norms[0], K_NORM=norms[1], QUANTIZE=k_scale is not None,
-            INTERLEAVED=interleaved, HEADS=together, BLOCK=block,
-            Q_ROW=triton.next_power_of_2(NH * D), K_ROW=triton.next_power_of_2(KVH * D),
-            TRIGGER=launches_early(qkv.device), num_warps=4,
-        )  # fmt: skip
+            qkv,
+            angles,
+            slots,
+            *codes,
+            k_scale,
+            v_scale,
+            q_norm,
+            k_norm,
+            out,
+            qkv.stride(0),
+            angles.shape[2],
+            NH,
+            KVH,
+            D,
+            P * page,
+            float(eps),
+            Q_NORM=norms[0],
+            K_NORM=norms[1],
+            QUANTIZE=k_scale is not None,
+            INTERLEAVED=interleaved,
+            HEADS=together,
+            BLOCK=block,
+            Q_ROW=triton.next_power_of_2(NH * D),
+            K_ROW=triton.next_power_of_2(KVH * D),
+            TRIGGER=launches_early(qkv.device),
+            num_warps=4,
+        )
     return out

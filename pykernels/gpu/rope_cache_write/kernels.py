@@ -71,12 +71,33 @@ def _row_factor(row, count, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def gqa_write(
-    qkv, angles, slots, k, v, k_scale, v_scale, q_norm, k_norm, out,
-    stride, half, NH, KVH, D, NUM_SLOTS, eps,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, QUANTIZE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, TRIGGER: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    angles,
+    slots,
+    k,
+    v,
+    k_scale,
+    v_scale,
+    q_norm,
+    k_norm,
+    out,
+    stride,
+    half,
+    NH,
+    KVH,
+    D,
+    NUM_SLOTS,
+    eps,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    Q_ROW: tl.constexpr,
+    K_ROW: tl.constexpr,
+    TRIGGER: tl.constexpr,
+):
     """Norms: 0 for none, 1 of a head, 2 of all heads together."""
     if TRIGGER:
         gdc_launch_dependents()
@@ -123,11 +144,34 @@ def gqa_write(
 
 @triton.jit
 def mla_write(
-    q, kv, angles, slots, latent, rope, latent_scale, kv_norm, out,
-    q_t, q_h, kv_t, out_t, out_h, latent_stride, rope_stride, half, NH, L, NUM_SLOTS, eps,
-    QUANTIZE: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
-    L_BLOCK: tl.constexpr, BLOCK: tl.constexpr, TRIGGER: tl.constexpr,
-):  # fmt: skip
+    q,
+    kv,
+    angles,
+    slots,
+    latent,
+    rope,
+    latent_scale,
+    kv_norm,
+    out,
+    q_t,
+    q_h,
+    kv_t,
+    out_t,
+    out_h,
+    latent_stride,
+    rope_stride,
+    half,
+    NH,
+    L,
+    NUM_SLOTS,
+    eps,
+    QUANTIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    L_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TRIGGER: tl.constexpr,
+):
     """The first program of a token writes the cache, the others turn queries."""
     if TRIGGER:
         gdc_launch_dependents()

@@ -79,11 +79,32 @@ def mla_rope_cache_write(
         block = triton.next_power_of_2(R)
         together = min(triton.next_power_of_2(max(NH, 1)), max(1, 2048 // block))
         mla_write[(T, 1 + triton.cdiv(NH, together))](
-            q, kv, angles, slots, codes, rope, latent_scale, kv_norm, out,
-            q.stride(0), q.stride(1), kv.stride(0), out.stride(0), out.stride(1), *strides,
-            R // 2, NH, L, P * page, float(eps),
-            QUANTIZE=latent_scale is not None, INTERLEAVED=interleaved, HEADS=together,
-            L_BLOCK=triton.next_power_of_2(L), BLOCK=block, TRIGGER=launches_early(q.device),
+            q,
+            kv,
+            angles,
+            slots,
+            codes,
+            rope,
+            latent_scale,
+            kv_norm,
+            out,
+            q.stride(0),
+            q.stride(1),
+            kv.stride(0),
+            out.stride(0),
+            out.stride(1),
+            *strides,
+            R // 2,
+            NH,
+            L,
+            P * page,
+            float(eps),
+            QUANTIZE=latent_scale is not None,
+            INTERLEAVED=interleaved,
+            HEADS=together,
+            L_BLOCK=triton.next_power_of_2(L),
+            BLOCK=block,
+            TRIGGER=launches_early(q.device),
             num_warps=4,
-        )  # fmt: skip
+        )
     return out

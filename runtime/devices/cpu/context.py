@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from pykernels.cpu import MoECall, Workspace
+from pykernels.cpu import MoECall, MoEWorkspace
 from pykernels.cpu.moe.kernel import Routines
-from pykernels.cpu.norm import ADD, FORM, NORM, make_norm
+from pykernels.cpu.norm import ADD, LAYOUT, NORM, make_norm
 from pykernels.errors import PykernelsError
 from pykernels.quant.layout import ceil_to
 
@@ -36,12 +36,12 @@ Binder = Callable[["Context", Node], list[Job]]
 
 
 @dataclass(frozen=True)
-class Later:
-    """A job that has no tasks until it is compiled.
+class LazyJob:
+    """A job compiled on first use, by the first step with at least ``tokens`` tokens.
 
     Attributes:
-        tokens: of a step that needs it, at least.
-        compile: returns what opens it, and its task.
+        job: has no tasks until then.
+        compile: returns its setup and its task.
     """
 
     job: Job
@@ -49,17 +49,18 @@ class Later:
     compile: Callable[[], tuple[Any, Any]]
 
     def prepare(self) -> None:
-        """Compiles it, or loads it from the cache."""
-        opening, run = self.compile()
-        self.job.become(run.address, opening.address)
+        """Compiles the job, or loads it from the kernel cache."""
+        setup, run = self.compile()
+        self.job.set_task(run.address, setup.address)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A buffer as rows of one form.
+    """A buffer as rows in one activation layout.
 
     Attributes:
-        address, stride: of token 0's row, and bytes to the next.
+        address: of token 0's row.
+        stride: bytes from one row to the next.
         a_tiles: address of the GEMM's A tiles of it, 0 for none.
     """
 
@@ -69,7 +70,7 @@ class Rows:
 
 
 class Context:
-    """A program being bound: what binders ask for, and what they leave to be kept.
+    """A program being bound: memory, weights and layouts for its binders.
 
     Args:
         inputs, caches: by name, tensors of the buffers of these kinds.
@@ -78,7 +79,7 @@ class Context:
     Attributes:
         sizes: int64 [3]: T, S and R of a step.
         outputs: by name, tensors of the "output" buffers.
-        uncompiled: jobs that are to be compiled before a step of so many tokens.
+        uncompiled: jobs that are compiled when a step needs them.
 
     Raises:
         PykernelsError: a buffer of another dtype than this device reads; an input that is missing.
@@ -97,15 +98,15 @@ class Context:
         self.program, self.pool, self.sizes = program, pool, sizes
         self.calls = list[MoECall]()
         self.outputs: dict[str, torch.Tensor] = {}
-        self.uncompiled: list[Later] = []
-        self._kept: list[Any] = [sizes, inputs, caches]
+        self.uncompiled: list[LazyJob] = []
+        self._retained: list[Any] = [sizes, inputs, caches]
         self._forms = Forms(program, kernel)
         self._packed_only = packed_only(program)
         self._in_order = in_order
         self._order = dependencies(program, in_order)
         self._scratch: dict[int, int] = {}
         self._shared: dict[str, int] = {}
-        self._workspaces: dict[str, Workspace] = {}
+        self._workspaces: dict[str, MoEWorkspace] = {}
         self._node = 0  # the one that is being bound
         self._waits: list[list[int]] = [list(direct) for direct in self._order.direct]
         self._users: dict[str, int] = {}  # of shared memory: the node that used it last
@@ -176,7 +177,7 @@ class Context:
         return int(self.sizes.data_ptr()) + 8 * _SIZES.index(str(dim))
 
     def most(self, name: str) -> int:
-        """Its largest value."""
+        """The largest size of a buffer's first dimension."""
         return self.program.shape(name)[0]
 
     # Memory of other kinds.
@@ -186,32 +187,32 @@ class Context:
         record = np.zeros(1, dtype)
         for field, value in fields.items():
             record[field] = value
-        return self.keep(record)
+        return self.retain(record)
 
-    def keep(self, what: Any) -> int:
-        """Keeps an array or a tensor alive with the step; returns its address."""
-        self._kept.append(what)
+    def retain(self, what: Any) -> int:
+        """Keeps an array or a tensor alive as long as the program; returns its address."""
+        self._retained.append(what)
         if isinstance(what, torch.Tensor):
             return int(what.data_ptr())
         return int(what.ctypes.data)
 
-    def room(self, nbytes: int) -> int:
-        """Memory that lasts; returns its address."""
-        return self.keep(allocate(max(nbytes, _LINE)))
+    def allocate(self, nbytes: int) -> int:
+        """Allocates memory that lives as long as the program; returns its address."""
+        return self.retain(allocate(max(nbytes, _LINE)))
 
     def shared(self, what: str, nbytes: int) -> int:
         """Memory that nodes of one kind use in turn, each after the one before; its address."""
         key = f"{what} {ceil_to(max(nbytes, _LINE), _LINE)}"
         if key not in self._shared:
-            self._shared[key] = self.room(nbytes)
+            self._shared[key] = self.allocate(nbytes)
         self._take_turns(key)
         return self._shared[key]
 
-    def workspace(self, role: str) -> Workspace:
+    def workspace(self, role: str) -> MoEWorkspace:
         """Scratch of the experts of one role, which run one after the other; those of other roles
         may run beside them."""
         self._take_turns(f"workspace {role}")
-        return self._workspaces.setdefault(role, Workspace())
+        return self._workspaces.setdefault(role, MoEWorkspace())
 
     def _take_turns(self, key: str) -> None:
         """The node that is being bound waits for the one that uses this memory before it."""
@@ -220,20 +221,20 @@ class Context:
         self._users[key] = self._node
 
     def scratch(self, nbytes: int) -> tuple[int, int]:
-        """(address, stride) of scratch of each worker, which any task may use while it runs."""
+        """(address, stride) of per-worker scratch, which any task may use while it runs."""
         stride = ceil_to(max(nbytes, _LINE), _LINE)
         if stride not in self._scratch:
-            self._scratch[stride] = self.room(stride * self.pool.threads)
+            self._scratch[stride] = self.allocate(stride * self.pool.threads)
         return self._scratch[stride], stride
 
     # Kernels.
 
-    def later(
+    def compile_lazily(
         self, name: str, record: int, tokens: int, compile: Callable[[], tuple[Any, Any]]
     ) -> Job:
-        """A job whose kernel takes long to compile and that only steps of so many tokens need."""
+        """A job whose kernel is slow to compile and needed only by steps of many tokens."""
         job = Job(name, 0, record, tasks=0)
-        self.uncompiled.append(Later(job, tokens, compile))
+        self.uncompiled.append(LazyJob(job, tokens, compile))
         return job
 
     def kernel_of(self, fmt: str, activations: str) -> Routines:
@@ -241,7 +242,7 @@ class Context:
         return self._forms.kernel_of(fmt, activations)
 
     def gemm_from(self, kernel: Routines) -> int:
-        """Tokens from which a matrix goes through the GEMM."""
+        """Number of tokens from which a linear uses the GEMM."""
         return self._forms.gemm_from(kernel)
 
     def bits(self, value: float) -> int:
@@ -254,7 +255,7 @@ class Context:
         """A buffer's rows for a kernel, and the jobs that make them, if no node has made them.
 
         Args:
-            tiles: whether the GEMM's A tiles are wanted too.
+            tiles: whether the GEMM's A tiles are needed too.
         """
         key = self._forms.key(name, kernel, tiles)
         rows = self._rows[name, key]
@@ -276,16 +277,16 @@ class Context:
         adds: tuple[str, ...] = (),
         K: int = 0,
     ) -> list[Job]:
-        """The job that makes some forms of ``out`` from ``source`` and what is added to it."""
-        opening, run = make_norm()
+        """The job that makes some layouts of ``out`` from ``source`` and what is added to it."""
+        setup, run = make_norm()
         H = K or int(np.prod(self.program.shape(source)[1:]))
-        records, addends = np.zeros(max(1, len(keys)), FORM), np.zeros(max(1, len(adds)), ADD)
+        records, addends = np.zeros(max(1, len(keys)), LAYOUT), np.zeros(max(1, len(adds)), ADD)
         for record, key in zip(records, keys, strict=False):
-            rows, form = self._rows[out, key], self._forms.of[out][key]
-            kernel = form.kernel
-            record["rows"], record["stride"], record["K"] = rows.address, rows.stride, form.padded
+            rows, layout = self._rows[out, key], self._forms.of[out][key]
+            kernel = layout.kernel
+            record["rows"], record["stride"], record["K"] = rows.address, rows.stride, layout.padded
             record["quantize_row"], record["tiles"] = kernel.quantize_row, rows.a_tiles
-            record["tile_steps"], record["int8"] = form.tile_steps, kernel.int8
+            record["tile_steps"], record["int8"] = layout.tile_steps, kernel.int8
             record["interleave_a"] = kernel.interleave_a
             self._makers[out, key] = self._node
         for addend, name in zip(addends, adds, strict=False):
@@ -298,22 +299,22 @@ class Context:
                 "count_at": self.count_at(out),
                 "x": self.at(source),
                 "x_stride": self.stride(source),
-                "adds": self.keep(addends),
+                "adds": self.retain(addends),
                 "add_count": len(adds),
                 "H": H,
                 "chunk": 1 if self.most(out) <= 64 else 4,
                 "scratch": scratch,
                 "scratch_stride": stride,
-                "forms": self.keep(records),
-                "form_count": len(keys),
+                "layouts": self.retain(records),
+                "layout_count": len(keys),
                 **summed,
                 **fields,
             },
         )
-        return [Job(label, run.address, address, opening.address)]
+        return [Job(label, run.address, address, setup.address)]
 
-    def forms_of(self, name: str) -> list[FormKey]:
-        """The forms in which a buffer's readers want its rows."""
+    def layouts_of(self, name: str) -> list[FormKey]:
+        """The activation layouts that a buffer's readers need."""
         return list(self._forms.of.get(name, {}))
 
     def _take(self, given: Mapping[str, torch.Tensor]) -> None:
@@ -344,8 +345,8 @@ class Context:
             self._tensors[name] = given[name]
 
     def _lay_out(self) -> None:
-        """Memory for what nodes write, and for the forms of what they read."""
-        program, forms = self.program, self._forms.of
+        """Memory for what nodes write, and for the layouts of what they read."""
+        program, layouts = self.program, self._forms.of
         for name in self._packed_only:
             if program.buffers[name].kind == "output":
                 raise PykernelsError(
@@ -355,10 +356,10 @@ class Context:
                 )
         sizes = buffer_bytes(program)
         plan = plan_memory(
-            program, self._order, sizes_with_forms(sizes, forms, tuple(self._packed_only))
+            program, self._order, sizes_with_forms(sizes, layouts, tuple(self._packed_only))
         )
         arena = allocate(max(plan.nbytes, ALIGN))
-        self.keep(arena)
+        self.retain(arena)
         self._rows: dict[tuple[str, FormKey], Rows] = {}
         for name, buffer in program.buffers.items():
             shape, offset = program.shape(name), plan.offsets.get(name, 0)
@@ -370,10 +371,10 @@ class Context:
                 raw = arena[offset : offset + sizes[name]]
                 self._tensors[name] = raw.view(buffer.dtype).view(shape)
                 offset += ceil_to(sizes[name], ALIGN)
-            for key, form in forms.get(name, {}).items():
-                self._rows[name, key] = _rows_at(int(arena.data_ptr()) + offset, form)
-                offset += ceil_to(form.nbytes, ALIGN)
+            for key, layout in layouts.get(name, {}).items():
+                self._rows[name, key] = _rows_at(int(arena.data_ptr()) + offset, layout)
+                offset += ceil_to(layout.nbytes, ALIGN)
 
 
-def _rows_at(address: int, form: Form) -> Rows:
-    return Rows(address, form.stride, address + form.tiles_at if form.tile_bytes else 0)
+def _rows_at(address: int, layout: Form) -> Rows:
+    return Rows(address, layout.stride, address + layout.tiles_at if layout.tile_bytes else 0)

@@ -7,7 +7,7 @@ import torch
 from ...matrix import PackedMatrix
 from ...program import Builder
 from ...workers.pool import WorkerPool
-from .step import CpuStep
+from .step import CpuExecutable
 
 
 class OneLinear:
@@ -27,7 +27,7 @@ class OneLinear:
         weights = {"weight": matrix} if bias is None else {"weight": matrix, "bias": bias}
         b.node("linear", "linear", {"x": "x"}, {"out": "y"}, weights)
         self._x = torch.zeros(T, matrix.K, dtype=torch.float32, device="cpu")
-        self._step = CpuStep(b.build(), pool, {"x": self._x}, {})
+        self._step = CpuExecutable(b.build(), pool, {"x": self._x}, {})
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [M, N] of x [M, K], M <= T; the next call overwrites it."""

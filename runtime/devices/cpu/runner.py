@@ -9,18 +9,18 @@ import torch
 from ...machine.memory import allocate
 from ...program import Program
 from ...workers.pool import WorkerPool
-from ..runner import Lowered, PagedRunner, Pass
-from .step import CpuStep
+from ..runner import Lowerable, PagedRunner, Pass
+from .step import CpuExecutable
 
 
 class CpuRunner(PagedRunner):
     """See ``engine.batch.Runner``.
 
     Args:
-        max_context: positions that the model was made for, or fewer.
-        num_pages: of the cache; None: ``max_context`` for one sequence, and as much again.
-        max_tokens: the token budget of a step.
-        max_rows: of logits in a step; None: one a sequence.
+        max_model_len: positions that the model was made for, or fewer.
+        num_pages: of the cache; None: ``max_model_len`` for one sequence, and as much again.
+        max_num_batched_tokens: the token budget of a step.
+        max_num_logits: rows of logits of a step; None: one per sequence.
         kernel: a backend of ``pykernels.registry``, or "auto".
         passes: of ``runtime.passes``, for the programs of decode steps.
 
@@ -30,22 +30,30 @@ class CpuRunner(PagedRunner):
 
     def __init__(
         self,
-        model: Lowered,
+        model: Lowerable,
         pool: WorkerPool,
-        max_context: int,
+        max_model_len: int,
         num_pages: int | None = None,
-        max_tokens: int = 512,
-        max_sequences: int = 16,
+        max_num_batched_tokens: int = 512,
+        max_num_seqs: int = 16,
         kernel: str = "auto",
         passes: Sequence[Pass] = (),
-        max_rows: int | None = None,
+        max_num_logits: int | None = None,
     ) -> None:
-        super().__init__(model, max_context, num_pages, max_tokens, max_sequences, passes, max_rows)
+        super().__init__(
+            model,
+            max_model_len,
+            num_pages,
+            max_num_batched_tokens,
+            max_num_seqs,
+            passes,
+            max_num_logits,
+        )
         self.pool, self.kernel = pool, kernel
         self.caches = {
             name: allocate(part.nbytes).view(part.dtype).view(part.shape)
             for name, part in model.caches(self.num_pages).items()
         }
 
-    def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CpuStep:
-        return CpuStep(program, self.pool, inputs, self.caches, self.kernel, self.sizes)
+    def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CpuExecutable:
+        return CpuExecutable(program, self.pool, inputs, self.caches, self.kernel, self.sizes)

@@ -35,7 +35,7 @@ BINDERS: dict[str, Binder] = {
 """The ops of this device."""
 
 
-class CpuStep:
+class CpuExecutable:
     """A program that is ready to run on a pool.
 
     Args:
@@ -84,7 +84,7 @@ class CpuStep:
 
     def _compile(self, tokens: int) -> None:
         context = self._context
-        for later in context.uncompiled:
-            if later.tokens <= tokens:
-                later.prepare()
-        context.uncompiled = [later for later in context.uncompiled if tokens < later.tokens]
+        for lazy in context.uncompiled:
+            if lazy.tokens <= tokens:
+                lazy.prepare()
+        context.uncompiled = [lazy for lazy in context.uncompiled if tokens < lazy.tokens]

@@ -34,7 +34,9 @@ def rope_table(m: Memory, node: Node) -> Launch:
 
 
 def mla_rope_cache_write(m: Memory, node: Node) -> Launch:
-    q, kv, angles, slots = (m.read(node, port) for port in ("q", "kv", "angles", "slots"))
+    q, kv, angles, slot_mapping = (
+        m.read(node, port) for port in ("q", "kv", "angles", "slot_mapping")
+    )
     weight = node.weights["kv_norm"].to(m.device)
     NH, nope, start = node.attr("heads"), node.attr("nope"), node.attr("kv_start")
     L, R, eps = len(weight), 2 * angles.shape[2], node.attr("eps")
@@ -46,14 +48,14 @@ def mla_rope_cache_write(m: Memory, node: Node) -> Launch:
     def launch() -> None:
         latent = rms_norm(kv[:, start : start + L], weight, eps)[0]
         rope = _rotate(kv[:, None, start + L : start + L + R], angles, interleaved)[:, 0]
-        cache.mla_write(latent, rope.to(latent.dtype), slots, *caches)
+        cache.mla_write(latent, rope.to(latent.dtype), slot_mapping, *caches)
         rotated.copy_(_rotate(q, angles, interleaved))
 
     return launch
 
 
 def gqa_rope_cache_write(m: Memory, node: Node) -> Launch:
-    qkv, angles, slots = (m.read(node, port) for port in ("qkv", "angles", "slots"))
+    qkv, angles, slot_mapping = (m.read(node, port) for port in ("qkv", "angles", "slot_mapping"))
     k_cache, v_cache = m.read(node, "k"), m.read(node, "v")
     scales = m.optional(node, "k_scale"), m.optional(node, "v_scale")
     NH, (KVH, D) = node.attr("heads"), k_cache.shape[2:]
@@ -76,7 +78,7 @@ def gqa_rope_cache_write(m: Memory, node: Node) -> Launch:
                 x = rms_norm(x.reshape(-1, len(weight)), weight, eps)[0].view(x.shape)
             rows.append(_rotate(x, angles, interleaved))
         out.copy_(rows[0])
-        cache.kv_write(rows[1].to(v.dtype), v, slots, k_cache, v_cache, *scales)
+        cache.kv_write(rows[1].to(v.dtype), v, slot_mapping, k_cache, v_cache, *scales)
 
     return launch
 
@@ -91,10 +93,17 @@ def attention(m: Memory, node: Node) -> Launch:
         latent_scale = rest[0] if rest else None
         return lambda: void(
             mla_decode(
-                q[..., :dv], q[..., dv:], latent, rope, table, lengths, scale=scale,
-                latent_scale=latent_scale, out=out,
+                q[..., :dv],
+                q[..., dv:],
+                latent,
+                rope,
+                table,
+                lengths,
+                scale=scale,
+                latent_scale=latent_scale,
+                out=out,
             )
-        )  # fmt: skip
+        )
     k, v = m.read(node, "k"), m.read(node, "v")
     k_scale, v_scale = m.optional(node, "k_scale"), m.optional(node, "v_scale")
     sinks = node.weights.get("sinks")
@@ -102,10 +111,19 @@ def attention(m: Memory, node: Node) -> Launch:
     window = node.attr("window") or None
     return lambda: void(
         gqa_decode(
-            q, k, v, table, lengths, scale=scale, k_scale=k_scale, v_scale=v_scale, window=window,
-            sinks=sinks, out=out,
+            q,
+            k,
+            v,
+            table,
+            lengths,
+            scale=scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            window=window,
+            sinks=sinks,
+            out=out,
         )
-    )  # fmt: skip
+    )
 
 
 def attention_expanded(m: Memory, node: Node) -> Launch:

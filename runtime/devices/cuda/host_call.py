@@ -10,7 +10,7 @@ import torch
 from ...node import Node
 from ...program import Program
 from ...workers.pool import WorkerPool
-from ..cpu.step import CpuStep
+from ..cpu.step import CpuExecutable
 from .dense import Launch
 from .memory import Memory
 
@@ -47,7 +47,7 @@ class HostCall:
             if name not in inputs
         }
         own = {name: tensor for name, tensor in inputs.items() if name in buffers}
-        self.executable = CpuStep(inner, pool, {**own, **self._staged}, {}, kernel, sizes)
+        self.executable = CpuExecutable(inner, pool, {**own, **self._staged}, {}, kernel, sizes)
         self._results = {
             name: self.executable.outputs[name]
             for name in node.writes

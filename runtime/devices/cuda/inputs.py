@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-ON_GPU = ("tokens", "positions", "slots", "sequences", "page_table", "sampled")
+ON_GPU = ("tokens", "positions", "slot_mapping", "sequences", "page_table", "logits_indices")
 """Inputs that nodes of the GPU read; the parameters of sampling stay on the host."""
 KEY_LENGTHS = "key_lengths"
 _ALIGNED = 4  # int32 numbers: 16 bytes
@@ -48,11 +48,11 @@ class StepInputs:
         """
         staged = self._staged
         for name, array in self._arrays.items():
-            most = {"page_table": len(array), "sampled": R}.get(name, T)
+            most = {"page_table": len(array), "logits_indices": R}.get(name, T)
             staged[name][:most] = array[:most]
-        staged["slots"][T:bucket] = -1
+        staged["slot_mapping"][T:bucket] = -1
         staged["sequences"][T:bucket] = 0
-        staged["sampled"][R:] = 0
+        staged["logits_indices"][R:] = 0
         torch.add(staged["positions"][:T], 1, out=staged[KEY_LENGTHS][:T])
         staged[KEY_LENGTHS][T:bucket] = 0
         self._device.copy_(self._host, non_blocking=True)

@@ -13,7 +13,7 @@ from pykernels.gpu.common.launch import supports
 
 from ...program import Program
 from ...workers.pool import WorkerPool
-from ..runner import Lowered, PagedRunner, Pass
+from ..runner import Lowerable, PagedRunner, Pass
 from .executable import CudaExecutable
 from .inputs import KEY_LENGTHS, StepInputs
 from .weights import experts_bytes
@@ -39,19 +39,27 @@ class CudaRunner(PagedRunner):
 
     def __init__(
         self,
-        model: Lowered,
+        model: Lowerable,
         device: str,
         pool: WorkerPool,
-        max_context: int,
+        max_model_len: int,
         num_pages: int | None = None,
-        max_tokens: int = 512,
-        max_sequences: int = 16,
+        max_num_batched_tokens: int = 512,
+        max_num_seqs: int = 16,
         kernel: str = "auto",
         passes: Sequence[Pass] = (),
-        max_rows: int | None = None,
+        max_num_logits: int | None = None,
         experts: str = "auto",
     ) -> None:
-        super().__init__(model, max_context, num_pages, max_tokens, max_sequences, passes, max_rows)
+        super().__init__(
+            model,
+            max_model_len,
+            num_pages,
+            max_num_batched_tokens,
+            max_num_seqs,
+            passes,
+            max_num_logits,
+        )
         self.device, self.pool, self.kernel = torch.device(device), pool, kernel
         check_device(self.device)
         if experts not in EXPERTS:
@@ -105,18 +113,25 @@ class CudaRunner(PagedRunner):
             self._inputs, self._host_inputs = StepInputs(inputs, self.device), dict(inputs)
             self._allocate_caches(program)
         given, T = self._inputs.tensors, program.sizes["T"]
-        table = torch.zeros(
-            T, given["page_table"].shape[1], dtype=torch.int32, device=self.device
-        )  # fmt: skip
+        table = torch.zeros(T, given["page_table"].shape[1], dtype=torch.int32, device=self.device)
         sequences = given["sequences"][:T]
 
         def prelude() -> None:
             torch.index_select(given["page_table"], 0, sequences, out=table)
 
         executable = CudaExecutable(
-            program, self.device, self.pool, self.kernel, given, self._host_inputs, self.caches,
-            table, given[KEY_LENGTHS][:T], prelude, self.sizes,
-        )  # fmt: skip
+            program,
+            self.device,
+            self.pool,
+            self.kernel,
+            given,
+            self._host_inputs,
+            self.caches,
+            table,
+            given[KEY_LENGTHS][:T],
+            prelude,
+            self.sizes,
+        )
         executable.before = self._send(executable)
         if self._real:
             self._warm(executable)

@@ -97,14 +97,18 @@ def experts(packed: Any, device: torch.device) -> Experts:
         weights = (_as(fmt, source.fmt, gate), _as(fmt, source.fmt, up))
         biases = source.biases(e)
         one = Experts.pack(
-            fmt, [(*weights, _as(fmt, source.down_fmt, down))], device, shape.spec,
+            fmt,
+            [(*weights, _as(fmt, source.down_fmt, down))],
+            device,
+            shape.spec,
             [] if biases is None else [biases],
-        )  # fmt: skip
+        )
         _copy(stacks.gate_up, one.gate_up, 2 * e)
         _copy(stacks.down, one.down, e)
         for stack, part, first in (
-            (stacks.gate_up_bias, one.gate_up_bias, 2 * e), (stacks.down_bias, one.down_bias, e),
-        ):  # fmt: skip
+            (stacks.gate_up_bias, one.gate_up_bias, 2 * e),
+            (stacks.down_bias, one.down_bias, e),
+        ):
             if stack is not None and part is not None:
                 stack[first : first + len(part)] = part
     return stacks

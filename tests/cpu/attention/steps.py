@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pykernels.cpu.attention.job import ATTENTION, PAGE
-from pykernels.cpu.attention.kernel import Attention
+from pykernels.cpu.attention.args import ATTENTION, PAGE
+from pykernels.cpu.attention.kernel import AttentionKernel
 from pykernels.ref.attention import attend
 from pykernels.ref.kv_write import quantize_rows
 from pykernels.testing import poisoned
@@ -100,7 +100,7 @@ class Step:
             k = torch.cat([k, rows(self.rope)], -1)
         return k, v
 
-    def job(self, attention: Attention, out: torch.Tensor) -> tuple[np.ndarray, list[Any]]:
+    def args(self, attention: AttentionKernel, out: torch.Tensor) -> tuple[np.ndarray, list[Any]]:
         """The record, and what it points to."""
         T, S = self.q.shape[0], len(self.sequences)
         keys = sum(keys for _, keys in self.sequences)
@@ -113,37 +113,40 @@ class Step:
             "scratch": attention.scratch_bytes,
         }
         held: list[Any] = [sizes]
-        job = np.zeros(1, ATTENTION)
+        args = np.zeros(1, ATTENTION)
         for name, nbytes in memory.items():
             held.append(torch.full((nbytes + 64,), 255, dtype=torch.uint8))
-            job[name] = (held[-1].data_ptr() + 63) // 64 * 64
+            args[name] = (held[-1].data_ptr() + 63) // 64 * 64
         for name in ("sequence", "positions", "q", "k", "v", "k_scale", "v_scale", "rope"):
-            job[name] = getattr(self, name).data_ptr()
-        job["sizes"], job["page_table"] = sizes.data_ptr(), self.table.data_ptr()
-        job["page_table_stride"] = self.table.stride(0)
-        job["q_stride"], job["out_stride"] = 4 * self.q.stride(0), 4 * out.stride(0)
+            args[name] = getattr(self, name).data_ptr()
+        args["sizes"], args["page_table"] = sizes.data_ptr(), self.table.data_ptr()
+        args["page_table_stride"] = self.table.stride(0)
+        args["q_stride"], args["out_stride"] = 4 * self.q.stride(0), 4 * out.stride(0)
         size = self.k.element_size()
-        job["page_bytes"], job["token_bytes"] = size * self.k.stride(0), size * self.k.stride(1)
-        job["k_head_bytes"], job["v_head_bytes"] = size * self.k.stride(2), size * self.v.stride(2)
-        job["NH"], job["KVH"], job["scale"] = self.NH, self.KVH, bits(self.scale)
-        job["tokens_to"] = 1 << 40
-        job["window"], job["out"] = self.window, out.data_ptr()
-        job["sinks"] = 0 if self.sink is None else self.sink.data_ptr()
-        job["items_capacity"] = need.items_capacity
-        job["combines_capacity"] = need.combines_capacity
-        job["partial_bytes"] = need.partial_bytes
-        return job, held
+        args["page_bytes"], args["token_bytes"] = size * self.k.stride(0), size * self.k.stride(1)
+        args["k_head_bytes"], args["v_head_bytes"] = (
+            size * self.k.stride(2),
+            size * self.v.stride(2),
+        )
+        args["NH"], args["KVH"], args["scale"] = self.NH, self.KVH, bits(self.scale)
+        args["tokens_to"] = 1 << 40
+        args["window"], args["out"] = self.window, out.data_ptr()
+        args["sinks"] = 0 if self.sink is None else self.sink.data_ptr()
+        args["items_capacity"] = need.items_capacity
+        args["combines_capacity"] = need.combines_capacity
+        args["partial_bytes"] = need.partial_bytes
+        return args, held
 
-    def run(self, attention: Attention, backwards: bool = False) -> tuple[torch.Tensor, int]:
+    def run(self, attention: AttentionKernel, backwards: bool = False) -> tuple[torch.Tensor, int]:
         """(float32 [T, NH, D_V], tasks of the second op)."""
         out = poisoned(self.q.shape[0], self.NH, self.D_V)
-        job, _held = self.job(attention, out)
-        address, tasks = job.ctypes.data, 0
-        for opening, run in (
-            (attention.open, attention.run),
-            (attention.combine_open, attention.combine),
+        args, _held = self.args(attention, out)
+        address, tasks = args.ctypes.data, 0
+        for setup, run in (
+            (attention.setup, attention.run),
+            (attention.combine_setup, attention.combine),
         ):
-            tasks = opening.ctypes(address, -1, 0)
+            tasks = setup.ctypes(address, -1, 0)
             assert tasks >= 0
             for i in range(tasks)[:: -1 if backwards else 1]:
                 assert run.ctypes(address, i, 0) == 0

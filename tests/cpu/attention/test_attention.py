@@ -66,11 +66,11 @@ def test_a_sequence_alone_has_the_same_bits() -> None:
 
 def test_too_little_memory_is_a_status() -> None:
     step, attention = STEPS["gqa"], make_attention(GQA["D_K"], GQA["D_V"])
-    job, _held = step.job(attention, torch.empty_like(step.q))
+    args, _held = step.args(attention, torch.empty_like(step.q))
     for name in ("items_capacity", "combines_capacity", "partial_bytes"):
-        short = job.copy()
+        short = args.copy()
         short[name] = 1
-        assert attention.open.ctypes(short.ctypes.data, -1, 0) < 0
+        assert attention.setup.ctypes(short.ctypes.data, -1, 0) < 0
 
 
 def test_other_head_sizes_are_refused() -> None:

@@ -93,9 +93,15 @@ def _truth(fmt: str, activations: str, shape: MoEShape, T: int, route):
     """What every unit must compute of ``_inputs`` by the experts of ``route``; and the bound."""
     routing = route(T, shape)
     reference = functools.partial(
-        ref.moe_ffn, _inputs(T, shape), routing.ids, routing.weights, _experts(fmt, shape),
-        dtype=torch.float64, h_dtype=torch.bfloat16, activations=activations,
-    )  # fmt: skip
+        ref.moe_ffn,
+        _inputs(T, shape),
+        routing.ids,
+        routing.weights,
+        _experts(fmt, shape),
+        dtype=torch.float64,
+        h_dtype=torch.bfloat16,
+        activations=activations,
+    )
     truth = reference()
     return truth, FLOAT32_SUMS + flips(reference, truth)
 
@@ -125,7 +131,7 @@ def test_both_paths_in_one_call(kernels_of):
 
 
 def _run(routines, experts, routing, x, cut):
-    call = cpu.MoECall(experts, join(routines), cpu.Workspace(), cut=cut)
+    call = cpu.MoECall(experts, join(routines), cpu.MoEWorkspace(), moe_plan=cut)
     return cpu.run_serially(call, x, routing.ids, routing.weights, poisoned(*x.shape))
 
 
@@ -135,8 +141,8 @@ def test_nothing_is_read_that_a_call_has_not_written(kernels_of, T):
     shape = fit(SHAPE, get_format(kernels_of.fmt))
     experts, routing = _experts(kernels_of.fmt, shape), balanced_routing(T, shape)
     x = _inputs(T, shape)
-    workspace, cut = cpu.Workspace(), MoEPlan(3, 5, gemm_from=1)
-    call = cpu.MoECall(experts, join(kernels_of), workspace, cut=cut)
+    workspace, cut = cpu.MoEWorkspace(), MoEPlan(3, 5, gemm_from=1)
+    call = cpu.MoECall(experts, join(kernels_of), workspace, moe_plan=cut)
 
     def run() -> torch.Tensor:
         return cpu.run_serially(call, x, routing.ids, routing.weights, poisoned(*x.shape))
@@ -168,7 +174,7 @@ def test_the_padding_of_h_is_summed_whatever_was_there_before():
     """
     ops = replace(operations(), int8_slices=False)
     made = assemble("avx512", "int4", "bf16", avx512.parts("int4", "bf16", ops))
-    workspace = cpu.Workspace()
+    workspace = cpu.MoEWorkspace()
     wide, narrow = MoEShape(E=2, H=128, I=384, topk=1), MoEShape(E=2, H=128, I=72, topk=1)
     for shape, T in ((wide, 8), (narrow, 4)):
         experts, routing = _experts("int4", shape), balanced_routing(T, shape)

@@ -40,9 +40,12 @@ def _tiles(which: str, fmt: str, activations: str):
 
 
 NEEDS = {
-    "avx512": needs_avx512, "base": needs_avx512, "modelled amx": needs_vnni,
-    "avx2": needs_avx2, "generic": (),
-}  # fmt: skip
+    "avx512": needs_avx512,
+    "base": needs_avx512,
+    "modelled amx": needs_vnni,
+    "avx2": needs_avx2,
+    "generic": (),
+}
 KINDS = [pytest.param(kind, marks=needs) for kind, needs in NEEDS.items()]
 
 EXACT = {"avx512": "magic", "base": "magic", "modelled amx": "int8_slices", "generic": "bf16"}
@@ -73,9 +76,17 @@ def run_tile(
     out = poisoned(8, 32)
     rows = torch.tensor([inputs[min(t, M - 1)].data_ptr() for t in range(8)])
     _call_twice(
-        _tiles(which, name, activations), M, blocks.data_ptr(), scales.data_ptr(),
-        (K // 128 + 1) // 2, K // 128, K, rows.data_ptr(), TABLES.data_ptr(), out.data_ptr(),
-    )  # fmt: skip
+        _tiles(which, name, activations),
+        M,
+        blocks.data_ptr(),
+        scales.data_ptr(),
+        (K // 128 + 1) // 2,
+        K // 128,
+        K,
+        rows.data_ptr(),
+        TABLES.data_ptr(),
+        out.data_ptr(),
+    )
     return out[:M]
 
 

@@ -11,14 +11,20 @@ from numba.extending import _Intrinsic
 
 from pykernels.cpu.intrin import avx2
 from pykernels.cpu.jit import inlined, routine
-from pykernels.cpu.job import f32, i32
+from pykernels.cpu.words import f32, i32
 from pykernels.target import detect
 
 pytestmark = pytest.mark.skipif(bool(detect().lacks(("avx2", "fma"))), reason="no AVX2 and FMA")
 
 U8, I8, I16, U16, I32, U32, F32 = (
-    np.uint8, np.int8, np.int16, np.uint16, np.int32, np.uint32, np.float32,
-)  # fmt: skip
+    np.uint8,
+    np.int8,
+    np.int16,
+    np.uint16,
+    np.int32,
+    np.uint32,
+    np.float32,
+)
 
 
 @inlined

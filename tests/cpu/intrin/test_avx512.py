@@ -16,7 +16,7 @@ from pykernels.cpu.intrin import avx512, avx512_base, avx512_bits, avx512_bytes,
 from pykernels.cpu.intrin.registers import f32x16_array
 from pykernels.cpu.isa import EXTENSIONS
 from pykernels.cpu.jit import inlined, routine
-from pykernels.cpu.job import f32, poke_f32
+from pykernels.cpu.words import f32, poke_f32
 from pykernels.target import detect
 
 pytestmark = pytest.mark.skipif(
@@ -25,9 +25,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 Array = Any
-U8, U16, I16, U32, I32, U64, F32 = (
-    np.uint8, np.uint16, np.int16, np.uint32, np.int32, np.uint64, np.float32,
-)  # fmt: skip
+U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
+I16, I32, F32 = np.int16, np.int32, np.float32
 TIES = [1 + 2.0**-8, 1 + 3 * 2.0**-8, 3.4028235e38]  # of bfloat16
 SPECIAL = np.array(
     [0, -0.0, 0, -0.0, np.inf, -np.inf, np.nan, 1, -1, 2.5, -2.5, 3.5, 1e38, 2e-38, *TIES], F32
@@ -270,15 +269,41 @@ CASES = [
     Case(B.broadcast_u8, "n", "u", lambda n: np.full(64, n & 255, U8), numbers=(0, 7, 255, -128)),
     *_twice("lookup_128", "uuu", "u", lambda a, b, i: np.concatenate([a, b])[i & 127]),
     *_twice("lookup_64", "uu", "u", lambda a, i: a[i & 63]),
-    Case(B.lookup_16, "uu", "u", lambda a, i: np.where(
-        i < 128, np.take_along_axis(a.reshape(4, 16), (i & 15).reshape(4, 16).astype(int), 1)
-        .reshape(-1), 0)),
-    *_twice("first_words", "un", "u", lambda a, n: _of_words(_shifted(a, n, (0, 1, 4, 5))),
-            numbers=range(-4, 5), means=_own_bits),
-    *_twice("second_words", "un", "u", lambda a, n: _of_words(_shifted(a, n, (2, 3, 6, 7))),
-            numbers=range(-4, 5), means=_own_bits),
-    Case(B.and_xor_words, "unn", "u", lambda a, m, f: _of_words((_words(a) & m) ^ f),
-         numbers=(0x1FE0, 0xC340)),
+    Case(
+        B.lookup_16,
+        "uu",
+        "u",
+        lambda a, i: np.where(
+            i < 128,
+            np.take_along_axis(a.reshape(4, 16), (i & 15).reshape(4, 16).astype(int), 1).reshape(
+                -1
+            ),
+            0,
+        ),
+    ),
+    *_twice(
+        "first_words",
+        "un",
+        "u",
+        lambda a, n: _of_words(_shifted(a, n, (0, 1, 4, 5))),
+        numbers=range(-4, 5),
+        means=_own_bits,
+    ),
+    *_twice(
+        "second_words",
+        "un",
+        "u",
+        lambda a, n: _of_words(_shifted(a, n, (2, 3, 6, 7))),
+        numbers=range(-4, 5),
+        means=_own_bits,
+    ),
+    Case(
+        B.and_xor_words,
+        "unn",
+        "u",
+        lambda a, m, f: _of_words((_words(a) & m) ^ f),
+        numbers=(0x1FE0, 0xC340),
+    ),
     Case(B.xor_u8, "uu", "u", np.bitwise_xor),
     Case(B.add_u8, "uu", "u", np.add),
     Case(B.where_negative, "uuu", "u", lambda s, a, b: np.where(s > 127, a, b)),
@@ -298,33 +323,57 @@ CASES = [
     Case(B.store_low_bytes, "i", "-", lambda a: a.view(U8)[::4], 1),
     Case(B.sum_i32, "i", "s", lambda a: np.repeat(a.sum(dtype=I32), 16)),
     Case(B.or_i32, "ii", "i", np.bitwise_or),
-    Case(B.low_bytes_i32, "i", "s",
-         lambda a: np.repeat(np.bitwise_or.reduce(a) & 255, 16)),
+    Case(B.low_bytes_i32, "i", "s", lambda a: np.repeat(np.bitwise_or.reduce(a) & 255, 16)),
     Case(B.shift_slice, "i", "i", lambda a: (a + I32(128)) >> 8),
     Case(B.broadcast_i32, "@", "i", lambda p: np.repeat(p[:4].view(I32), 16), 4),
     Case(W.lookup_32_words, "uu", "u", lambda a, i: a.view(U16)[i.view(U16) & 31].view(U8)),
-    Case(W.lookup_64_words, "uuu", "u",
-         lambda a, b, i: np.concatenate([a, b]).view(U16)[i.view(U16) & 63].view(U8)),
+    Case(
+        W.lookup_64_words,
+        "uuu",
+        "u",
+        lambda a, b, i: np.concatenate([a, b]).view(U16)[i.view(U16) & 63].view(U8),
+    ),
     Case(W.shift_words, "un", "u", lambda a, n: (a.view(U16) >> n).view(U8), numbers=(0, 4, 7, 15)),
     Case(W.even_words, "uue", "u", lambda a, b, e: _interleaved(a[::2], b[::2])),
     Case(W.odd_words, "uue", "u", lambda a, b, e: _interleaved(a[1::2], b[1::2])),
-    Case(W.load_i8_as_word_pairs, "@", "u",
-         lambda p: _of_words(np.repeat(p[:16].view(np.int8).astype(int), 2)), 1),
+    Case(
+        W.load_i8_as_word_pairs,
+        "@",
+        "u",
+        lambda p: _of_words(np.repeat(p[:16].view(np.int8).astype(int), 2)),
+        1,
+    ),
     Case(W.even_bytes_fma, "uuu", "u", lambda a, b, c: _of_words(a[::2] * _words(b) + _words(c))),
     Case(W.odd_bytes_fma, "uuu", "u", lambda a, b, c: _of_words(a[1::2] * _words(b) + _words(c))),
-    Case(W.upper_bytes, "uu", "u",
-         lambda a, b: (_interleaved(_signed(a), _signed(b)) >> 6 & 255).astype(U8)),
-    Case(W.lower_bytes, "uu", "u",
-         lambda a, b: ((_interleaved(_words(a), _words(b)) & 63) - 32 & 255).astype(U8)),
+    Case(
+        W.upper_bytes,
+        "uu",
+        "u",
+        lambda a, b: (_interleaved(_signed(a), _signed(b)) >> 6 & 255).astype(U8),
+    ),
+    Case(
+        W.lower_bytes,
+        "uu",
+        "u",
+        lambda a, b: ((_interleaved(_words(a), _words(b)) & 63) - 32 & 255).astype(U8),
+    ),
     Case(W.offset_words, "un", "u", lambda a, n: _of_words(32 - _words(a) * n), numbers=(0, 8, 32)),
     Case(W.mul_words, "un", "u", lambda a, n: _of_words(_words(a) * n), numbers=(-1, 0, 32)),
     Case(W.low_plane_bf16, "u", "u", _low_plane),
     Case(W.load_powers, "@", "u", _power_words, 2),
-    Case(W.bf16_pairs, "ff", "u", lambda a, b: _interleaved(a.view(U16)[1::2], b.view(U16)[1::2])
-         .view(U8)),
+    Case(
+        W.bf16_pairs,
+        "ff",
+        "u",
+        lambda a, b: _interleaved(a.view(U16)[1::2], b.view(U16)[1::2]).view(U8),
+    ),
     Case(W.load_f32_in_bf16_parts, "@", "u", _parts, 4, ordinary=True),
-    Case(W.add_where_nonzero, "uu", "u",
-         lambda a, b: _of_words(np.where(_words(a) != 0, _words(a) + _words(b), 0))),
+    Case(
+        W.add_where_nonzero,
+        "uu",
+        "u",
+        lambda a, b: _of_words(np.where(_words(a) != 0, _words(a) + _words(b), 0)),
+    ),
     Case(P.add_where, "u@u", "u", lambda a, p, m: np.where(_mask(p), a + m, a), 8),
     Case(P.low_nibbles, "u", "u", lambda a: a & 15),
     *_twice("high_nibbles", "u", "u", lambda a: a >> 4),
@@ -332,7 +381,7 @@ CASES = [
     *_twice("set_planes", "u@", "u", _planes, 8),
     Case(P.upper_nibbles, "u", "u", lambda a: a & 0xF0),
     Case(P.raised_nibbles, "u", "u", lambda a: a << 4),
-]  # fmt: skip
+]
 
 NEEDS = {name: extension for extension, (_, names) in EXTENSIONS.items() for name in names}
 
@@ -375,8 +424,10 @@ def _typed(operand: Array, kind: str) -> Array:
 
 def _check(case: Case, call: Any, seed: int, numbers: Sequence[int]) -> None:
     left = iter(numbers)
-    given = [next(left) if k == "n" else _operand(k, case, 8 * seed + i)
-             for i, k in enumerate(case.takes)]  # fmt: skip
+    given = [
+        next(left) if k == "n" else _operand(k, case, 8 * seed + i)
+        for i, k in enumerate(case.takes)
+    ]
     typed = [x if k == "n" else _typed(x, k) for x, k in zip(given, case.takes, strict=True)]
     if case.takes == "x":
         typed = [typed[0][:1]]

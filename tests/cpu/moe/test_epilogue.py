@@ -16,9 +16,11 @@ from pykernels.shapes import SWIGLU, ExpertSpec
 from ..kernels import needs_avx2, needs_avx512, operations
 
 KINDS = [
-    pytest.param("avx512", marks=needs_avx512), pytest.param("base", marks=needs_avx512),
-    pytest.param("avx2", marks=needs_avx2), "generic",
-]  # fmt: skip
+    pytest.param("avx512", marks=needs_avx512),
+    pytest.param("base", marks=needs_avx512),
+    pytest.param("avx2", marks=needs_avx2),
+    "generic",
+]
 PLAIN, GPT_OSS = SWIGLU, ExpertSpec(1.702, 7.0, 1.0, bias=True)
 SPECS = [pytest.param(PLAIN, id="silu"), pytest.param(GPT_OSS, id="clamped, biases")]
 

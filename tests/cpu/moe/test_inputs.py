@@ -44,8 +44,8 @@ TASKS = [(33, 16, 3), (32, 16, 2), (5, 1, 5), (3, 16, 1), (0, 16, 0)]
 
 def _rows(experts: PackedExperts, kernel, x: torch.Tensor, row_chunk: int) -> tuple:
     """The bytes of the rows, where they were 255 before the call; row tasks; and its result."""
-    routing, workspace = balanced_routing(len(x), experts.shape), cpu.Workspace()
-    call = cpu.MoECall(experts, kernel, workspace, cut=MoEPlan(1, 1, row_chunk=row_chunk))
+    routing, workspace = balanced_routing(len(x), experts.shape), cpu.MoEWorkspace()
+    call = cpu.MoECall(experts, kernel, workspace, moe_plan=MoEPlan(1, 1, row_chunk=row_chunk))
     y = poisoned(*x.shape)
     args = cpu.contiguous_rows(x), routing.ids, routing.weights, y
     tasks = call.prepare(*args).row_tasks
@@ -79,7 +79,7 @@ def test_buffers_hold_any_distribution_of_slots(gemm_from):
     """Rows of tiles, rows of the GEMM, and its pairs of A tiles, which are each expert's own."""
     E, H, I = 3, 128, 256  # noqa: E741
     for S in (1, 6, 31, 33, 80):
-        room = cpu.Workspace().reserve(S, 1, E, H, I, gemm_from, None, None, None)
+        room = cpu.MoEWorkspace().reserve(S, 1, E, H, I, gemm_from, None, None, None)
         for first, second in product(range(S + 1), repeat=2):
             counts = [first, second, S - first - second]
             if counts[2] < 0:
@@ -173,7 +173,7 @@ def test_bad_input_is_refused_and_the_next_call_is_right(change, told, pool):
 def test_a_call_is_given_contiguous_rows():
     routing, x = balanced_routing(3, RAGGED), torch.randn(RAGGED.H, 3).T
     experts = random_experts(RAGGED, get_format("bf16"))
-    call = cpu.MoECall(experts, cpu.make_kernel("generic", "bf16"), cpu.Workspace())
+    call = cpu.MoECall(experts, cpu.make_kernel("generic", "bf16"), cpu.MoEWorkspace())
     with pytest.raises(PykernelsError, match="Give contiguous_rows"):
         call.prepare(x, routing.ids, routing.weights, torch.empty(3, RAGGED.H))
 
@@ -200,7 +200,7 @@ def test_inputs_may_be_freed_after_submit(name):
             for call in parts:  # the same cut, but the driver copies
                 cut = plan(call.experts.shape, experts.fmt, 1, T, routed.gemm_from)
                 cut = replace(cut, row_chunk=0)
-                alone = cpu.MoECall(call.experts, call.kernel, cpu.Workspace(), cut=cut)
+                alone = cpu.MoECall(call.experts, call.kernel, cpu.MoEWorkspace(), moe_plan=cut)
                 out = torch.empty_like(x)
                 serial += cpu.run_serially(alone, x, routing.ids, routing.weights, out)
             for lay in LAYOUTS.values():

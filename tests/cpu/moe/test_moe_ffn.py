@@ -74,9 +74,15 @@ def _truth(fmt: str, activations: str, case: int) -> tuple[torch.Tensor, float]:
     shape, routing = CASES[case].values
     shape = fit(shape, get_format(fmt))
     reference = functools.partial(
-        ref.moe_ffn, _x(routing.T, shape.H), routing.ids, routing.weights, _experts(shape, fmt),
-        dtype=torch.float64, h_dtype=torch.bfloat16, activations=activations,
-    )  # fmt: skip
+        ref.moe_ffn,
+        _x(routing.T, shape.H),
+        routing.ids,
+        routing.weights,
+        _experts(shape, fmt),
+        dtype=torch.float64,
+        h_dtype=torch.bfloat16,
+        activations=activations,
+    )
     truth = reference()
     return truth, FLOAT32_SUMS + flips(reference, truth)
 
@@ -117,15 +123,19 @@ def test_zero_tokens(kernel, fmt, activations):
     shape = fit(SHAPE, get_format(fmt))
     experts = _experts(shape, fmt)
     y = cpu.moe_ffn(
-        torch.empty(0, shape.H), torch.empty(0, 3, dtype=torch.int64), torch.empty(0, 3), experts,
-        kernel=kernel, activations=activations,
-    )  # fmt: skip
+        torch.empty(0, shape.H),
+        torch.empty(0, 3, dtype=torch.int64),
+        torch.empty(0, 3),
+        experts,
+        kernel=kernel,
+        activations=activations,
+    )
     assert y.shape == (0, shape.H)
 
 
 def test_tokens_that_take_no_expert_are_zeros():
     experts, none = _experts(SHAPE, "bf16"), torch.empty(2, 0)
-    call = cpu.MoECall(experts, cpu.make_kernel("generic", "bf16"), cpu.Workspace())
+    call = cpu.MoECall(experts, cpu.make_kernel("generic", "bf16"), cpu.MoEWorkspace())
     y = cpu.run_serially(call, _x(2, SHAPE.H), none.long(), none, poisoned(2, SHAPE.H))
     assert torch.equal(y, torch.zeros(2, SHAPE.H))
 
@@ -151,7 +161,7 @@ def test_a_token_does_not_depend_on_batch_or_plan(kernel, fmt, activations):
             cut = MoEPlan(i_chunk, h_chunk, gemm_from, h_share=share)
             ids, weights = routing.ids[rows], routing.weights[rows]
             return cpu.moe_ffn(
-                x[rows], ids, weights, experts, kernel=kernel, activations=activations, cut=cut
+                x[rows], ids, weights, experts, kernel=kernel, activations=activations, moe_plan=cut
             )
 
         whole = run(slice(None), 2, 2)
@@ -167,7 +177,7 @@ def test_outputs_are_written_and_nothing_else(kernel, fmt, activations):
     shape = fit(RAGGED, get_format(fmt))
     experts, routing = _experts(shape, fmt), balanced_routing(5, shape)
     stages = cpu.make_kernel(kernel, fmt, activations)
-    call = cpu.MoECall(experts, stages, cpu.Workspace())
+    call = cpu.MoECall(experts, stages, cpu.MoEWorkspace())
     around = poisoned(7, shape.H + 16)
     y = around[1:6, 8:-8]
     cpu.run_serially(call, _x(5, shape.H), routing.ids, routing.weights, y)
@@ -187,7 +197,7 @@ def test_results_in_bf16_are_those_in_float32_rounded(shape):
 @pytest.mark.parametrize(("kernel", "fmt", "activations"), FEWER)
 def test_stale_scratch_is_not_read(kernel, fmt, activations):
     """A call after one of a wider layer and NaN inputs, same buffers, finds its own values."""
-    stages, workspace = cpu.make_kernel(kernel, fmt, activations), cpu.Workspace()
+    stages, workspace = cpu.make_kernel(kernel, fmt, activations), cpu.MoEWorkspace()
     wide, ragged = (fit(s, get_format(fmt)) for s in (MoEShape(E=5, H=384, I=384, topk=2), RAGGED))
 
     def run(shape: MoEShape, x: torch.Tensor, routing: Routing) -> torch.Tensor:

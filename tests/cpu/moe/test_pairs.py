@@ -55,9 +55,13 @@ def inputs(case: str, T: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def truth_of(case: str, T: int) -> tuple[torch.Tensor, float]:
     """The reference's result, and the error allowed."""
     reference = functools.partial(
-        ref.moe_ffn, *inputs(case, T), experts_of(case), dtype=torch.float64,
-        h_dtype=torch.bfloat16, activations=CASES[case][3],
-    )  # fmt: skip
+        ref.moe_ffn,
+        *inputs(case, T),
+        experts_of(case),
+        dtype=torch.float64,
+        h_dtype=torch.bfloat16,
+        activations=CASES[case][3],
+    )
     truth = reference()
     return truth, FLOAT32_SUMS + flips(reference, truth)
 
@@ -90,10 +94,10 @@ def test_matches_the_reference(kernel, case):
         made = compiled(kernel, case)
     except PykernelsError as refusal:
         pytest.skip(refusal.cause)
-    workspace = cpu.Workspace()
+    workspace = cpu.MoEWorkspace()
     for T, cut in CUTS.items():
         call, (x, ids, weights) = (
-            cpu.MoECall(experts_of(case), made, workspace, cut=cut),
+            cpu.MoECall(experts_of(case), made, workspace, moe_plan=cut),
             inputs(case, T),
         )
         y = cpu.run_serially(call, x, ids, weights, poisoned(*x.shape))
@@ -143,9 +147,13 @@ def test_what_does_not_fit_is_refused_by_name():
     refused = {
         "expert 0 has no biases": (gate, up, down, None),
         r"expert 0 has biases of shapes \[\(72,\), \(72,\), \(72,\)\]": (
-            gate, up, down, Biases(biases.gate, biases.up, biases.up)),
+            gate,
+            up,
+            down,
+            Biases(biases.gate, biases.up, biases.up),
+        ),
         "expert 0's down_proj": (gate, up, Weight(down.data.float()), biases),
-    }  # fmt: skip
+    }
     for message, given in refused.items():
         with pytest.raises(PykernelsError, match=message):
             whole.pack(0, *given[:3], biases=given[3])

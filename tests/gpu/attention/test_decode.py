@@ -19,7 +19,7 @@ from ..caches import BF16, FP8
 from .inputs import check, gqa_inputs, meta, mla_inputs
 
 F32 = torch.float32
-SMALL = DecodePlan(rows=16, keys=16, warps=4, stages=1)
+SMALL = DecodePlan(rows=16, keys=16, num_warps=4, num_stages=1)
 SCORES = replace(SMALL, split_scores=True)
 
 
@@ -157,7 +157,7 @@ def _compile_sinks(D: int, fp8: bool = False, **plan: Any) -> None:
     hopper, native_e4m3 = capability[0] == 9, capability >= (8, 9)
     if not hopper and "ring_buffer" in plan or not native_e4m3 and "fp8_mma" in plan:
         return
-    options = {"plan": DecodePlan(warps=4, ctas_per_sm=0, **plan)} if plan else {}
+    options = {"plan": DecodePlan(num_warps=4, ctas_per_sm=0, **plan)} if plan else {}
     _compile_gqa(32, D, fp8, sinks=meta(32), **options)
 
 
@@ -168,13 +168,17 @@ COMPILES = [
     ("GQA, D 128, E4M3", lambda: _compile_gqa(32, 128, fp8=True)),
     ("GQA, D 96, E4M3", lambda: _compile_gqa(32, 96, fp8=True)),
     ("GQA, sinks, splits", lambda: _compile_sinks(64)),
-    ("GQA, sinks", lambda: _compile_sinks(64, rows=16, keys=64, stages=2)),
+    ("GQA, sinks", lambda: _compile_sinks(64, rows=16, keys=64, num_stages=2)),
     ("GQA, D 128, sinks, splits", lambda: _compile_sinks(128)),
-    ("GQA, D 128, sinks",
-     lambda: _compile_sinks(128, rows=16, keys=64, stages=6, ring_buffer=True)),
-    ("GQA, D 128, E4M3, sinks",
-     lambda: _compile_sinks(128, fp8=True, rows=8, keys=128, stages=1, fp8_mma=True)),
-]  # fmt: skip
+    (
+        "GQA, D 128, sinks",
+        lambda: _compile_sinks(128, rows=16, keys=64, num_stages=6, ring_buffer=True),
+    ),
+    (
+        "GQA, D 128, E4M3, sinks",
+        lambda: _compile_sinks(128, fp8=True, rows=8, keys=128, num_stages=1, fp8_mma=True),
+    ),
+]
 COMPILES_ON_A_GPU = [
     ("MLA, 16 heads", lambda: _compile_mla(16)),
     ("MLA, 128 heads, E4M3", lambda: _compile_mla(128, fp8=True)),
@@ -243,7 +247,7 @@ def test_gqa_decode_full(sizes: dict[str, Any], why: str, device) -> None:
 )
 def test_mla_plans_of_64_rows_agree(changed: dict[str, Any], device) -> None:
     """Whichever plan is shipped, the others work too."""
-    plan = replace(DecodePlan(rows=64, keys=64, warps=8, stages=2), **changed)
+    plan = replace(DecodePlan(rows=64, keys=64, num_warps=8, num_stages=2), **changed)
     for heads in (16, 128):
         given = mla_inputs([6000, 0, 500, 65], device, NH=heads, L=512, R=64, page=64)
         check(mla_decode, ref.mla_decode, given, plan=plan)

@@ -19,9 +19,13 @@ OF_HEADS: list[dict[str, Any]] = [*OPTIONS, {"window": 5, "softcap": 0.7, "sinks
 
 
 def by_torch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int = 0, softcap: float = 0.0,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int = 0,
+    softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """q [Q, NH, D] behind the keys k [K, KVH, D] of v [K, KVH, DV], a head at a time; a sink as
     ``modeling_gpt_oss`` has it, one more column of scores."""
     (Q, NH, _), (K, KVH, _), heads = q.shape, k.shape, []

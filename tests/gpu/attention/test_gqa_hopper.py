@@ -25,9 +25,9 @@ from pykernels.gpu.plans.attention import DecodePlan
 from .inputs import check, gqa_inputs
 
 F32 = torch.float32
-RING = DecodePlan(rows=16, keys=64, warps=4, stages=2, ring_buffer=True)
-EIGHT = DecodePlan(rows=8, keys=64, warps=2, stages=1, fp8_mma=True)
-SIXTEEN = DecodePlan(rows=16, keys=64, warps=4, stages=1, fp8_mma=True)
+RING = DecodePlan(rows=16, keys=64, num_warps=4, num_stages=2, ring_buffer=True)
+EIGHT = DecodePlan(rows=8, keys=64, num_warps=2, num_stages=1, fp8_mma=True)
+SIXTEEN = DecodePlan(rows=16, keys=64, num_warps=4, num_stages=1, fp8_mma=True)
 BF16_SIZES: dict[str, Any] = {"NH": 4, "KVH": 1, "D": 128, "page": 64}
 E4M3_SIZES: dict[str, Any] = {"NH": 4, "KVH": 1, "D": 128, "page": 32, "fp8": True}
 FULL: dict[str, Any] = {"NH": 32, "KVH": 8, "D": 128, "page": 64}
@@ -36,7 +36,7 @@ TILES: dict[str, Any] = {"NH": 11, "S": 2, "window": 70, "softcap": 2.0}
 BF16 = [
     ({"lengths": [100, 0, 64, 1]}, RING, "ragged: an empty sequence, one key, a whole block"),
     ({"lengths": [300, 33]}, replace(RING, ctas_per_sm=0), "a ring buffer refilled, no combining"),
-    ({"lengths": [190, 2], **TILES}, replace(RING, stages=3), "two tiles, tokens, window, cap"),
+    ({"lengths": [190, 2], **TILES}, replace(RING, num_stages=3), "two tiles, tokens, window, cap"),
     ({"lengths": [135, 136], "S": 2, "window": 71}, RING, "windows at the edge of a block"),
     ({"lengths": [2200], "page": 128}, replace(RING, ctas_per_sm=0), "pages come 32 at a time"),
     ({"lengths": [100, 0, 64], "sinks": F32}, replace(RING, ctas_per_sm=0), "sinks, no combining"),
@@ -47,10 +47,13 @@ E4M3 = [
     ({"lengths": [100, 33]}, replace(EIGHT, ctas_per_sm=0), "E4M3, no combining"),
     ({"lengths": [90, 2], **TILES}, SIXTEEN, "E4M3, two tiles, tokens, window, cap"),
     ({"lengths": [135, 136], "S": 2, "window": 71}, EIGHT, "E4M3, windows at a block's edge"),
-    ({"lengths": [70, 0], "NH": 11, "S": 2, "sinks": F32}, replace(SIXTEEN, ctas_per_sm=0),
-     "E4M3, sinks"),
+    (
+        {"lengths": [70, 0], "NH": 11, "S": 2, "sinks": F32},
+        replace(SIXTEEN, ctas_per_sm=0),
+        "E4M3, sinks",
+    ),
     ({"lengths": [200, 3], "sinks": F32}, EIGHT, "E4M3, sinks, combining"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("sizes", "plan", "why"), BF16, ids=[row[2] for row in BF16])
@@ -79,10 +82,10 @@ def test_other_caches_are_refused(plan: DecodePlan, device) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("stages", [2, 6])
+@pytest.mark.parametrize("num_stages", [2, 6])
 @pytest.mark.parametrize("ctas_per_sm", [0, 1, 3])
-def test_plans_of_the_ring_buffer(stages: int, ctas_per_sm: int, device, hopper) -> None:
-    plan = replace(RING, stages=stages, ctas_per_sm=ctas_per_sm)
+def test_plans_of_the_ring_buffer(num_stages: int, ctas_per_sm: int, device, hopper) -> None:
+    plan = replace(RING, num_stages=num_stages, ctas_per_sm=ctas_per_sm)
     for page in (64, 256):
         given = gqa_inputs([6000, 0, 500, 65, 128], device, NH=24, KVH=2, D=128, page=page)
         check(gqa_decode, ref.gqa_decode, given, plan=plan)
@@ -93,7 +96,9 @@ def test_plans_of_the_ring_buffer(stages: int, ctas_per_sm: int, device, hopper)
 def test_plans_of_fp8_mma(rows: int, device, converts_e4m3) -> None:
     given = gqa_inputs([6000, 0, 500, 65], device, NH=24, KVH=2, D=128, page=64, fp8=True)
     for keys, ctas_per_sm in product((64, 128), (0, 3)):
-        plan = DecodePlan(rows, keys, warps=4, stages=1, ctas_per_sm=ctas_per_sm, fp8_mma=True)
+        plan = DecodePlan(
+            rows, keys, num_warps=4, num_stages=1, ctas_per_sm=ctas_per_sm, fp8_mma=True
+        )
         check(gqa_decode, ref.gqa_decode, given, plan=plan)
 
 

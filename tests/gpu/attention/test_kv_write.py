@@ -26,10 +26,10 @@ def poison(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 
 def slots_of(T: int, room: int, device: torch.device) -> torch.Tensor:
     """Distinct slots in disorder, some tokens outside: before the cache and behind it."""
-    slots = torch.randperm(room, device=device)[:T]
-    slots[T // 2 : T // 2 + 1] = -1
-    slots[T // 2 + 1 : T // 2 + 2] = room
-    return slots
+    slot_mapping = torch.randperm(room, device=device)[:T]
+    slot_mapping[T // 2 : T // 2 + 1] = -1
+    slot_mapping[T // 2 + 1 : T // 2 + 2] = room
+    return slot_mapping
 
 
 def rows(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -90,11 +90,11 @@ def test_what_is_no_number_has_no_part_in_a_scale(device: torch.device) -> None:
     kinds = ([torch.nan, 3.0, -1.0], [torch.nan] * 3, [torch.inf, 1.0, 0.0], [tiny, 0.0, -tiny])
     for D in (3, 4):  # as it is, and padded in the kernel
         x = torch.tensor([[*row, *row[:1]][:D] for row in kinds], device=device)
-        slots, kept = torch.arange(4, device=device), []
+        slot_mapping, kept = torch.arange(4, device=device), []
         for write in (mla_write, ref.mla_write):
             caches = [poison(1, 4, D, dtype=E4M3, device=device)]
             caches += [torch.zeros(1, 4, n, device=device).squeeze(-1) for n in (D, 1)]
-            write(x, x, slots, *caches)
+            write(x, x, slot_mapping, *caches)
             kept.append(caches)
         for found, truth in zip(*kept, strict=True):
             torch.testing.assert_close(found.float(), truth.float(), rtol=0, atol=0, equal_nan=True)
@@ -103,15 +103,20 @@ def test_what_is_no_number_has_no_part_in_a_scale(device: torch.device) -> None:
 
 
 REFUSED: list[tuple[str, Callable[[torch.device], dict[str, torch.Tensor]]]] = [
-    ("float slots", lambda d: {"slots": torch.zeros(2, device=d)}),
-    ("slots with gaps", lambda d: {"slots": torch.arange(4, device=d)[::2]}),
+    ("float slots", lambda d: {"slot_mapping": torch.zeros(2, device=d)}),
+    ("slots with gaps", lambda d: {"slot_mapping": torch.arange(4, device=d)[::2]}),
     ("a cache of another width", lambda d: {"latent_cache": torch.zeros(1, 8, 65, device=d)}),
     ("a cache of other pages", lambda d: {"rope_cache": torch.zeros(2, 4, 16, device=d)}),
     ("E4M3 without scales", lambda d: {"latent_cache": torch.zeros(1, 8, 64, device=d).to(E4M3)}),
     ("scales without E4M3", lambda d: {"latent_scale": torch.zeros(1, 8, device=d)}),
-    ("rows of nothing", lambda d: {
-        "rope": torch.zeros(2, 0, device=d), "rope_cache": torch.zeros(1, 8, 0, device=d)}),
-]  # fmt: skip
+    (
+        "rows of nothing",
+        lambda d: {
+            "rope": torch.zeros(2, 0, device=d),
+            "rope_cache": torch.zeros(1, 8, 0, device=d),
+        },
+    ),
+]
 
 
 @pytest.mark.parametrize("other", [row[1] for row in REFUSED], ids=[row[0] for row in REFUSED])
@@ -119,7 +124,7 @@ def test_refused(other: Callable[[Any], dict[str, torch.Tensor]], device: torch.
     given: dict[str, Any] = {
         "latent": torch.zeros(2, 64, device=device),
         "rope": torch.zeros(2, 16, device=device),
-        "slots": torch.arange(2, device=device),
+        "slot_mapping": torch.arange(2, device=device),
         "latent_cache": torch.zeros(1, 8, 64, device=device),
         "rope_cache": torch.zeros(1, 8, 16, device=device),
     }
@@ -129,10 +134,25 @@ def test_refused(other: Callable[[Any], dict[str, torch.Tensor]], device: torch.
 
 
 COMPILES = [
-    ("mla, e4m3", lambda: mla_write(
-        meta(8, 512), meta(8, 64), meta(8, dtype=torch.int64), meta(9, 64, 512, dtype=E4M3),
-        meta(9, 64, 64), meta(9, 64, dtype=torch.float32))),
-    ("gqa, bf16", lambda: kv_write(
-        meta(8, 8, 128), meta(8, 8, 128), meta(8, dtype=torch.int32), meta(9, 64, 8, 128),
-        meta(9, 64, 8, 128))),
-]  # fmt: skip
+    (
+        "mla, e4m3",
+        lambda: mla_write(
+            meta(8, 512),
+            meta(8, 64),
+            meta(8, dtype=torch.int64),
+            meta(9, 64, 512, dtype=E4M3),
+            meta(9, 64, 64),
+            meta(9, 64, dtype=torch.float32),
+        ),
+    ),
+    (
+        "gqa, bf16",
+        lambda: kv_write(
+            meta(8, 8, 128),
+            meta(8, 8, 128),
+            meta(8, dtype=torch.int32),
+            meta(9, 64, 8, 128),
+            meta(9, 64, 8, 128),
+        ),
+    ),
+]

@@ -14,7 +14,7 @@ from pykernels.gpu.plans.attention import DecodePlan
 
 from .inputs import check, mla_inputs
 
-PLAN = DecodePlan(rows=64, keys=64, warps=8, stages=1, warp_specialized=True)
+PLAN = DecodePlan(rows=64, keys=64, num_warps=8, num_stages=1, warp_specialized=True)
 
 MLA = [
     ({"lengths": [130, 0, 64, 65]}, 1, "ragged: an empty sequence, whole blocks and one more"),

@@ -50,9 +50,11 @@ REFUSED: list[tuple[str, Callable[[torch.device], dict[str, Any]]]] = [
     ("another dtype", lambda d: {"rope": torch.zeros(2, 16, 8, device=d)}),
     ("int64 lengths", lambda d: {"lengths": torch.zeros(1, device=d).long()}),
     ("starts of more", lambda d: {"starts": torch.zeros(2, device=d).int()}),
-    ("out of fewer rows", lambda d: {"out": tuple(
-        torch.zeros(4, n, device=d, dtype=BF16) for n in (64, 8))}),
-]  # fmt: skip
+    (
+        "out of fewer rows",
+        lambda d: {"out": tuple(torch.zeros(4, n, device=d, dtype=BF16) for n in (64, 8))},
+    ),
+]
 
 
 @pytest.mark.parametrize("other", [row[1] for row in REFUSED], ids=[row[0] for row in REFUSED])

@@ -17,9 +17,9 @@ from pykernels.shapes import Ragged
 from ..caches import BF16, FP8, make_cache, no_worse
 from .inputs import meta, random_sinks
 
-SMALL = PrefillPlan(rows=16, keys=16, warps=4, stages=1)
-WIDE = PrefillPlan(rows=64, keys=32, warps=4, stages=2)
-UNPACK = PrefillPlan(rows=16, keys=16, warps=4, stages=1, unpack=True)
+SMALL = PrefillPlan(rows=16, keys=16, num_warps=4, num_stages=1)
+WIDE = PrefillPlan(rows=64, keys=32, num_warps=4, num_stages=2)
+UNPACK = PrefillPlan(rows=16, keys=16, num_warps=4, num_stages=1, unpack=True)
 
 
 def warp_specialized(keys: int) -> PrefillPlan:
@@ -109,8 +109,11 @@ GQA = [
     ({"queries": [25, 9], "keys": [60, 9], "page": 16}, SMALL, "keys in pages"),
     ({"queries": [25], "keys": [60], "page": 4, "window": 9}, SMALL, "pages smaller than a block"),
     ({"queries": [25, 9], "keys": [60, 30], "page": 16, "fp8": True}, SMALL, "keys in E4M3"),
-    ({"queries": [25, 0, 9], "keys": [60, 9, 33], "page": 4, "fp8": True, "D": 48}, UNPACK,
-     "keys in E4M3, unpacked first"),
+    (
+        {"queries": [25, 0, 9], "keys": [60, 9, 33], "page": 4, "fp8": True, "D": 48},
+        UNPACK,
+        "keys in E4M3, unpacked first",
+    ),
     ({"queries": [70], "keys": [100]}, WIDE, "blocks of queries larger than those of keys"),
     ({"queries": [70], "keys": [100], "window": 30}, WIDE, "a window inside such a block"),
     ({"queries": [9], "keys": [4]}, SMALL, "the first queries have no key at all"),
@@ -118,9 +121,12 @@ GQA = [
     ({"queries": [32], "keys": [33], "window": 32}, SMALL, "a window leaves out a block's first"),
     ({"queries": [5], "keys": [39], "window": 20}, SMALL, "a window takes in a block's last"),
     ({"queries": [40, 9], "keys": [50, 4], "sinks": True}, SMALL, "sinks; queries without a key"),
-    ({"queries": [25], "keys": [60], "page": 16, "fp8": True, "sinks": True, "window": 20}, SMALL,
-     "sinks, keys in E4M3, a window"),
-]  # fmt: skip
+    (
+        {"queries": [25], "keys": [60], "page": 16, "fp8": True, "sinks": True, "window": 20},
+        SMALL,
+        "sinks, keys in E4M3, a window",
+    ),
+]
 
 
 @pytest.mark.parametrize(("sizes", "plan", "why"), GQA, ids=[row[2] for row in GQA])

@@ -14,15 +14,21 @@ PREFILL = [
     ({"queries": [130, 127, 1], "keys": [256, 500, 1], "gap": 3}, 128, "edges; padding is NaN"),
     ({"queries": [200, 9], "keys": [301, 4], "window": 100}, 64, "a window; queries without keys"),
     ({"queries": [200], "keys": [333], "window": 1}, 128, "a window of the token itself"),
-    ({"queries": [128, 5], "keys": [129, 195], "window": 128, "loud": (0, 63)}, 64,
-     "windows that leave out a block's first key and take in its last"),
+    (
+        {"queries": [128, 5], "keys": [129, 195], "window": 128, "loud": (0, 63)},
+        64,
+        "windows that leave out a block's first key and take in its last",
+    ),
     ({"queries": [140], "keys": [140], "softcap": 2.0}, 128, "capped scores"),
     ({"queries": [140, 9], "keys": [270, 30], "page": 64}, 128, "pages"),
     ({"queries": [100], "keys": [270], "page": 8, "window": 100}, 128, "small pages and a window"),
     ({"queries": [100], "keys": [270], "page": 256}, 64, "large pages"),
-    ({"queries": [100, 9], "keys": [130, 4], "window": 100, "NH": 4, "KVH": 2, "sinks": True}, 64,
-     "sinks, a window; queries without keys"),
-]  # fmt: skip
+    (
+        {"queries": [100, 9], "keys": [130, 4], "window": 100, "NH": 4, "KVH": 2, "sinks": True},
+        64,
+        "sinks, a window; queries without keys",
+    ),
+]
 
 
 @pytest.mark.parametrize(("sizes", "keys", "why"), PREFILL, ids=[row[2] for row in PREFILL])

@@ -18,7 +18,7 @@ from pykernels.testing import relative_error
 from ..caches import BF16
 from .inputs import mla_inputs
 
-PLAN = DecodePlan(rows=64, keys=64, warps=8, stages=1, ctas_per_sm=9, warp_specialized=True)
+PLAN = DecodePlan(rows=64, keys=64, num_warps=8, num_stages=1, ctas_per_sm=9, warp_specialized=True)
 
 
 def as_documented(partials: TilePartials) -> tuple[torch.Tensor, torch.Tensor]:

@@ -54,10 +54,19 @@ def test_a_plan_is_taken_for_near_sizes_of_the_same_heads() -> None:
     assert found() == found(batch=6, context=12288) == found(batch=12) == TILES
     assert found(context=22000) == found(context=40000) == PLAN
     for others in (
-        {"context": 16400}, {"batch": 4}, {"queries": 2}, {"context": 0}, {"heads": 16},
-        {"kv_heads": 4}, {"head_dim": 64}, {"page": 16}, {"window": 4096}, {"path": "fp8"},
-        {"op": "mla_decode"}, {"device": "another"},
-    ):  # fmt: skip
+        {"context": 16400},
+        {"batch": 4},
+        {"queries": 2},
+        {"context": 0},
+        {"heads": 16},
+        {"kv_heads": 4},
+        {"head_dim": 64},
+        {"page": 16},
+        {"window": 4096},
+        {"path": "fp8"},
+        {"op": "mla_decode"},
+        {"device": "another"},
+    ):
         assert found(**others) is None, others  # type: ignore[arg-type]
 
 
@@ -122,7 +131,7 @@ def test_a_line_that_no_kernel_takes_is_named(
 
 DAMAGED = [
     ({"page": None}, "what it is for is not said: page"),
-    ({"plan": {"rows": 16, "keys": 48, "warps": 4, "stages": 1}}, "a plan has keys=48"),
+    ({"plan": {"rows": 16, "keys": 48, "num_warps": 4, "num_stages": 1}}, "a plan has keys=48"),
     ({"context": "long"}, "batch, queries, context must be numbers"),
 ]
 

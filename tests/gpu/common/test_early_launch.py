@@ -58,8 +58,8 @@ def check(chain: Chain, kernels: set[str]) -> None:
 
 
 def decode_chain(plan: DecodePlan, NH: int, KVH: int, fp8: bool, device: torch.device) -> Chain:
-    """Queries turned, a token written, attention; KVH 0: MLA, whose queries' first numbers, turned
-    in place, are their rotated part too. Every second round's sequences are in one part."""
+    """Queries rotated, a token written, attention; KVH 0: MLA, whose queries' first numbers,
+    rotated in place, are their rotated part too. Every second round's sequences are in one part."""
     mla, page, B = KVH == 0, 64, len(LENGTHS)
     D, R = (512, 64) if mla else (128, 128)
     tokens = [(D,), (R,)] if mla else [(KVH, D)] * 2
@@ -75,7 +75,7 @@ def decode_chain(plan: DecodePlan, NH: int, KVH: int, fp8: bool, device: torch.d
     q = torch.randn(B, NH, D).to(BF16).to(device)
     given = [torch.randn(ROUNDS, B, *shape).to(BF16).to(device) for shape in tokens]
     kept, frequencies = given[mla].clone(), rope_frequencies(R).to(device)
-    turned, outs = given[mla], q.new_empty(ROUNDS + 1, *q.shape)
+    rotated, outs = given[mla], q.new_empty(ROUNDS + 1, *q.shape)
     scales = dict(zip(("k_scale", "v_scale"), cache.scales, strict=True))
     # Of GQA few keys have most of the weight: queries matter.
     how = {"scale": 0.5, "latent_scale": cache.scales[0]} if mla else {"scale": 1.0, **scales}
@@ -85,12 +85,12 @@ def decode_chain(plan: DecodePlan, NH: int, KVH: int, fp8: bool, device: torch.d
         cache.lengths.copy_(before)
         for x in rows:
             x.index_fill_(0, slots.flatten(), 0xFF)  # NaN in bfloat16, E4M3 and float32
-        turned.copy_(kept)
+        rotated.copy_(kept)
         outs.fill_(float("nan"))
         outs[0].copy_(q)
         for i in range(ROUNDS):
             cache.lengths.add_(1)
-            key = turned[i, :, None] if mla else turned[i]
+            key = rotated[i, :, None] if mla else rotated[i]
             rope(outs[i, :, :, :R], key, positions[i], frequencies)
             write(*(x[i] for x in given), slots[i], *cache.values, *cache.scales[: 2 - mla])
             queries = (outs[i], outs[i, :, :, :R]) if mla else (outs[i],)
@@ -102,10 +102,10 @@ def decode_chain(plan: DecodePlan, NH: int, KVH: int, fp8: bool, device: torch.d
     return chain
 
 
-RING = DecodePlan(rows=16, keys=64, warps=4, stages=6, ring_buffer=True)
-LANES = DecodePlan(rows=8, keys=128, warps=4, stages=1, ctas_per_sm=2, fp8_mma=True)
-PLAIN = DecodePlan(rows=16, keys=64, warps=4, stages=3)
-SPECIALIZED = DecodePlan(rows=64, keys=64, warps=8, stages=2, warp_specialized=True)
+RING = DecodePlan(rows=16, keys=64, num_warps=4, num_stages=6, ring_buffer=True)
+LANES = DecodePlan(rows=8, keys=128, num_warps=4, num_stages=1, ctas_per_sm=2, fp8_mma=True)
+PLAIN = DecodePlan(rows=16, keys=64, num_warps=4, num_stages=3)
+SPECIALIZED = DecodePlan(rows=64, keys=64, num_warps=8, num_stages=2, warp_specialized=True)
 CASES = [
     (RING, 32, 8, False, {"gqa_decode_ring"}, "a ring, the last part adds up"),
     (RING, 64, 4, False, {"gqa_decode_ring", "_combine"}, "a ring, parts are combined"),
@@ -113,7 +113,7 @@ CASES = [
     (PLAIN, 32, 8, False, {"_gqa_decode", "_combine"}, "tiles"),
     (SPECIALIZED, 128, 0, False, {"mla_decode_hopper", "mla_combine"}, "MLA"),
     (SPECIALIZED, 128, 0, True, {"mla_decode_hopper", "mla_combine"}, "MLA, E4M3"),
-    (replace(PLAIN, warps=8), 16, 0, False, {"_mla_decode", "_combine"}, "MLA, 16 heads"),
+    (replace(PLAIN, num_warps=8), 16, 0, False, {"_mla_decode", "_combine"}, "MLA, 16 heads"),
 ]
 
 

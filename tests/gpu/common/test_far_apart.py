@@ -83,11 +83,34 @@ def test_a_matrix_of_more_weights_than_32_bits_count(device: torch.device) -> No
     x = torch.randn(1, K, device=device).to(BF16)
     out = torch.full((1, N), torch.nan, dtype=BF16, device=device)
     gemm_bf16[(1,)](
-        x, w, out, None, None, None, None, 1, 1, N, K, 1, N // COLS,
-        GATED=True, GATHER=False, HAS_BIAS=False, HAS_SLOTS=False, ACT=None, W_TMA=False,
-        X_TMA=False, EVEN_K=True, E_PADDED=0, BLOCK_M=16, BLOCK_N=2 * COLS, BLOCK_K=128, GROUP_M=1,
+        x,
+        w,
+        out,
+        None,
+        None,
+        None,
+        None,
+        1,
+        1,
+        N,
+        K,
+        1,
+        N // COLS,
+        GATED=True,
+        GATHER=False,
+        HAS_BIAS=False,
+        HAS_SLOTS=False,
+        ACT=None,
+        W_TMA=False,
+        X_TMA=False,
+        EVEN_K=True,
+        E_PADDED=0,
+        BLOCK_M=16,
+        BLOCK_N=2 * COLS,
+        BLOCK_K=128,
+        GROUP_M=1,
         STAGES=1,
-    )  # fmt: skip
+    )
     gate, up = (w[0, i, :COLS].double() @ x[0].double() for i in range(2))
     assert relative_error(out[0, :COLS], torch.nn.functional.silu(gate) * up) < 8e-3
 
@@ -103,12 +126,36 @@ def test_an_e4m3_matrix_of_more_weights_than_32_bits_count(device: torch.device)
     out = torch.full((1, N), torch.nan, dtype=BF16, device=device)
     native = launch.arch(device) >= NATIVE_FP8
     gemm_fp8[(1,)](
-        x if native else x.view(torch.uint8), x_scale, w.view(x.dtype) if native else w, scale, out,
-        None, None, None, None, 1, 1, N, K, 1, N // COLS,
-        GATED=True, GATHER=False, HAS_BIAS=False, HAS_SLOTS=False, ACT=None, NATIVE=native,
-        W_TMA=False, X_TMA=False, EVEN_K=True, E_PADDED=0, BLOCK_M=16, BLOCK_N=COLS, GROUP_M=1,
+        x if native else x.view(torch.uint8),
+        x_scale,
+        w.view(x.dtype) if native else w,
+        scale,
+        out,
+        None,
+        None,
+        None,
+        None,
+        1,
+        1,
+        N,
+        K,
+        1,
+        N // COLS,
+        GATED=True,
+        GATHER=False,
+        HAS_BIAS=False,
+        HAS_SLOTS=False,
+        ACT=None,
+        NATIVE=native,
+        W_TMA=False,
+        X_TMA=False,
+        EVEN_K=True,
+        E_PADDED=0,
+        BLOCK_M=16,
+        BLOCK_N=COLS,
+        GROUP_M=1,
         STAGES=1,
-    )  # fmt: skip
+    )
     each = (x.double().view(-1, 128) * x_scale.double().view(-1, 1)).sum()
     truth = torch.nn.functional.silu(each) * 2 * each
     assert relative_error(out[0, :COLS], truth.expand(COLS)) < 8e-3

@@ -70,14 +70,31 @@ def test_only_results_are_written_and_only_inputs_are_read(op: Op, device: torch
 
 
 _GAPS = {
-    "route 1 tokens", "gate 1 tokens, torch.float32", "sort 13 tokens", "rms_norm of 100", "embed",
-    "silu_mul", "rope, pairs", "mla_write, E4M3", "kv_write", "mla_read, bf16", "greedy",
-    "sample, all inputs", "count_tokens", "gqa_rope_cache_write, E4M3",
-    "mla_rope_cache_write", "submit", "combine", "per_head_linear 2 tokens", "rope_table",
-    "quantize_fp8", "linear int8 1 rows bf16",
+    "route 1 tokens",
+    "gate 1 tokens, torch.float32",
+    "sort 13 tokens",
+    "rms_norm of 100",
+    "embed",
+    "silu_mul",
+    "rope, pairs",
+    "mla_write, E4M3",
+    "kv_write",
+    "mla_read, bf16",
+    "greedy",
+    "sample, all inputs",
+    "count_tokens",
+    "gqa_rope_cache_write, E4M3",
+    "mla_rope_cache_write",
+    "submit",
+    "combine",
+    "per_head_linear 2 tokens",
+    "rope_table",
+    "quantize_fp8",
+    "linear int8 1 rows bf16",
     "gqa_decode, bf16, pages of 16",
-    "mla_decode, 16 heads, bf16, pages of 16", "mla_prefill",
-}  # fmt: skip
+    "mla_decode, 16 heads, bf16, pages of 16",
+    "mla_prefill",
+}
 """An op for each launcher, on which alone it depends; sums of experts are in test_supports.py."""
 
 

@@ -34,37 +34,91 @@ def _zeros(d: torch.device, *shape: int, dtype: torch.dtype = BF16) -> torch.Ten
 FLOAT = torch.float32
 # op, what it takes, what it does not, and a word of the reason
 ROWS = [
-    ("silu_mul", lambda d: activation.supports(_zeros(d, 2, 8)),
-     lambda d: activation.supports(_zeros(d, 2, 7)), "2I"),
-    ("embed", lambda d: embedding.supports(_zeros(d, 2, dtype=torch.int64), _zeros(d, 9, 8)),
-     lambda d: embedding.supports(_zeros(d, 2, dtype=FLOAT), _zeros(d, 9, 8)), "ids are"),
-    ("router_logits", lambda d: router_logits.supports(_zeros(d, 2, 8), _zeros(d, 4, 8)),
-     lambda d: router_logits.supports(_zeros(d, 2, 8).half(), _zeros(d, 4, 8)), "float16"),
-    ("kv_write", lambda d: kv_write.supports(_zeros(d, 2, 1, 8), _zeros(d, 3, 4, 1, 8), None, "k"),
-     lambda d: kv_write.supports(_zeros(d, 2, 1, 8), _zeros(d, 3, 4, 1, 8).to(FP8), None, "k"),
-     "without scales"),
-    ("rms_norm", lambda d: norm.supports(_zeros(d, 2, 8), _zeros(d, 8)),
-     lambda d: norm.supports(_zeros(d, 2, 40000), _zeros(d, 40000)), "wider"),
-    ("sort_slots", lambda d: permute.supports(_zeros(d, 2, 8, dtype=torch.int32)),
-     lambda d: permute.supports(_zeros(d, 2, 8)), "ids are"),
-    ("rope", lambda d: rope.supports(_zeros(d, 2, 3, 8), _zeros(d, 4, dtype=FLOAT)),
-     lambda d: rope.supports(_zeros(d, 2, 3, 8), _zeros(d, 5, dtype=FLOAT)), "5 frequencies"),
-    ("router", lambda d: router.supports(_zeros(d, 2, 8, dtype=FLOAT), RouterSpec(2), None),
-     lambda d: router.supports(_zeros(d, 2, 8192, dtype=FLOAT), RouterSpec(2), None), "8192"),
-    ("sample", lambda d: sampling.supports(_zeros(d, 2, 8)),
-     lambda d: sampling.supports(_zeros(d, 2, 0)), "vocabulary of 0"),
-    ("linear", lambda d: linear.supports("int4", 256, d),
-     lambda d: linear.supports("q5_k", 256, d), "no GPU layout"),
-    ("linear's inputs", lambda d: linear.supports("q4_k", 512, d),
-     lambda d: linear.supports("q4_k", 384, d), "multiples of 256"),
-    ("linear's activations", lambda d: linear.supports("fp8", 256, d, "fp8"),
-     lambda d: linear.supports("int8", 256, d, "fp8"), "fp8 activations"),
-    ("experts", lambda d: fused_moe.supports(LAYER, get_format("q6_k"), d),
-     lambda d: fused_moe.supports(LAYER, get_format("q5_k"), d), "no GPU layout"),
-    ("mla_read", lambda d: mla_read.supports(_zeros(d, 2, 4, 8), _zeros(d, 2, 4, 2), None),
-     lambda d: mla_read.supports(_zeros(d, 2, 4, 8).to(FP8), _zeros(d, 2, 4, 2), None),
-     "without scales"),
-]  # fmt: skip
+    (
+        "silu_mul",
+        lambda d: activation.supports(_zeros(d, 2, 8)),
+        lambda d: activation.supports(_zeros(d, 2, 7)),
+        "2I",
+    ),
+    (
+        "embed",
+        lambda d: embedding.supports(_zeros(d, 2, dtype=torch.int64), _zeros(d, 9, 8)),
+        lambda d: embedding.supports(_zeros(d, 2, dtype=FLOAT), _zeros(d, 9, 8)),
+        "ids are",
+    ),
+    (
+        "router_logits",
+        lambda d: router_logits.supports(_zeros(d, 2, 8), _zeros(d, 4, 8)),
+        lambda d: router_logits.supports(_zeros(d, 2, 8).half(), _zeros(d, 4, 8)),
+        "float16",
+    ),
+    (
+        "kv_write",
+        lambda d: kv_write.supports(_zeros(d, 2, 1, 8), _zeros(d, 3, 4, 1, 8), None, "k"),
+        lambda d: kv_write.supports(_zeros(d, 2, 1, 8), _zeros(d, 3, 4, 1, 8).to(FP8), None, "k"),
+        "without scales",
+    ),
+    (
+        "rms_norm",
+        lambda d: norm.supports(_zeros(d, 2, 8), _zeros(d, 8)),
+        lambda d: norm.supports(_zeros(d, 2, 40000), _zeros(d, 40000)),
+        "wider",
+    ),
+    (
+        "sort_pairs",
+        lambda d: permute.supports(_zeros(d, 2, 8, dtype=torch.int32)),
+        lambda d: permute.supports(_zeros(d, 2, 8)),
+        "ids are",
+    ),
+    (
+        "rope",
+        lambda d: rope.supports(_zeros(d, 2, 3, 8), _zeros(d, 4, dtype=FLOAT)),
+        lambda d: rope.supports(_zeros(d, 2, 3, 8), _zeros(d, 5, dtype=FLOAT)),
+        "5 frequencies",
+    ),
+    (
+        "router",
+        lambda d: router.supports(_zeros(d, 2, 8, dtype=FLOAT), RouterSpec(2), None),
+        lambda d: router.supports(_zeros(d, 2, 8192, dtype=FLOAT), RouterSpec(2), None),
+        "8192",
+    ),
+    (
+        "sample",
+        lambda d: sampling.supports(_zeros(d, 2, 8)),
+        lambda d: sampling.supports(_zeros(d, 2, 0)),
+        "vocabulary of 0",
+    ),
+    (
+        "linear",
+        lambda d: linear.supports("int4", 256, d),
+        lambda d: linear.supports("q5_k", 256, d),
+        "no GPU layout",
+    ),
+    (
+        "linear's inputs",
+        lambda d: linear.supports("q4_k", 512, d),
+        lambda d: linear.supports("q4_k", 384, d),
+        "multiples of 256",
+    ),
+    (
+        "linear's activations",
+        lambda d: linear.supports("fp8", 256, d, "fp8"),
+        lambda d: linear.supports("int8", 256, d, "fp8"),
+        "fp8 activations",
+    ),
+    (
+        "experts",
+        lambda d: fused_moe.supports(LAYER, get_format("q6_k"), d),
+        lambda d: fused_moe.supports(LAYER, get_format("q5_k"), d),
+        "no GPU layout",
+    ),
+    (
+        "mla_read",
+        lambda d: mla_read.supports(_zeros(d, 2, 4, 8), _zeros(d, 2, 4, 2), None),
+        lambda d: mla_read.supports(_zeros(d, 2, 4, 8).to(FP8), _zeros(d, 2, 4, 2), None),
+        "without scales",
+    ),
+]
 
 
 @pytest.mark.parametrize(("op", "good", "bad", "word"), ROWS, ids=[row[0] for row in ROWS])
@@ -133,31 +187,33 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
     stack = gemm_weights.empty_for_gpu(fmt, 1, 32, 64, d)
     pair = gemm_weights.empty_for_gpu(fmt, 2, 32, 64, d)
     x, ids = _zeros(d, 3, 64), torch.tensor([[0, 1], [1, 2], [3, 0]], device=d)
-    order, gapped = permute.sort_slots(ids, 4), _zeros(d, 8, dtype=torch.int32)[::2]
+    order, gapped = permute.sort_pairs(ids, 4), _zeros(d, 8, dtype=torch.int32)[::2]
     eight = fused_moe.Experts.empty(get_format("fp8"), 4, 64, 64, d)
     spec, (logits, weights) = RouterSpec(2), (_zeros(d, 3, n, dtype=FLOAT) for n in (8, 2))
     h, y = _zeros(d, 6, 32), _zeros(d, 6, 64)
     gate_up, down, skinny = fused_moe.gate_up, fused_moe.down, SkinnyExpertsPlan(16, 4)
-    lin, sort, route, logits_of = linear.linear, permute.sort_slots, router.route, router_logits
+    lin, sort, route, logits_of = linear.linear, permute.sort_pairs, router.route, router_logits
 
     def routing(rows: int, dtype: torch.dtype) -> Routing:
         return Routing(_zeros(d, rows, 2, dtype=dtype), _zeros(d, rows, 2, dtype=FLOAT))
 
-    def turned(q: torch.Tensor, positions: torch.Tensor, n: int = 4):
+    def rotated(q: torch.Tensor, positions: torch.Tensor, n: int = 4):
         return lambda: rope.rope(q, None, positions, _zeros(d, n, dtype=FLOAT))
 
     heads, at = _zeros(d, 2, 4, 8), torch.arange(2, device=d)
     return {
         "gate_up, few rows": lambda: gate_up(x, experts, order, out=_zeros(d, 5, 32)),
         "gate_up, into float32": lambda: gate_up(
-            x, experts, order, out=_zeros(d, 6, 32, dtype=FLOAT)),
+            x, experts, order, out=_zeros(d, 6, 32, dtype=FLOAT)
+        ),
         "gate_up, float32": lambda: gate_up(x.float(), experts, order),
         "gate_up, a plan to dequantize": lambda: gate_up(x, experts, order, plan=skinny),
         "gate_up, an order of other experts": lambda: gate_up(x, experts, sort(ids, 5)),
         "down, narrow": lambda: down(h, experts, order, out=_zeros(d, 6, 63)),
         "down, other rows": lambda: down(h[:5], experts, order),
         "down, scales of a double": lambda: down(
-            y.to(FP8), eight, order, activations="fp8", h_scale=weights[:1].double()),
+            y.to(FP8), eight, order, activations="fp8", h_scale=weights[:1].double()
+        ),
         "a slot table with gaps": lambda: experts.with_slots(gapped),
         "up without a gate": lambda: fused_moe.Experts(fmt, experts.down, experts.down),
         "biases that nobody asked for": lambda: replace(experts, down_bias=weights[:4]),
@@ -166,7 +222,8 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
         "linear, a stack of 2": lambda: lin(x, pair),
         "linear, fp8 and bf16": lambda: lin(x, stack, activations="fp8"),
         "linear, elsewhere": lambda: lin(
-            x, stack, out=torch.empty(3, 32, dtype=BF16, device="meta")),
+            x, stack, out=torch.empty(3, 32, dtype=BF16, device="meta")
+        ),
         "linear, an integer bias": lambda: lin(x, stack, _zeros(d, 32, dtype=torch.int32)),
         "quantize_fp8, E4M3": lambda: quantize_fp8(_zeros(d, 3, 128, dtype=FP8)),
         "permute, other tokens": lambda: permute.permute(_zeros(d, 4, 8), order),
@@ -175,51 +232,63 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
         "unpermute, other rows": lambda: permute.unpermute(y[:5], order, weights),
         "unpermute, integers": lambda: permute.unpermute(y.int(), order, weights),
         "unpermute, rows to add with gaps": lambda: permute.unpermute(
-            y, order, weights, _zeros(d, 3, 128)[:, ::2]),
+            y, order, weights, _zeros(d, 3, 128)[:, ::2]
+        ),
         "unpermute, starts elsewhere": lambda: permute.unpermute(
-            y, replace(order, starts=order.starts.to("meta")), weights),
+            y, replace(order, starts=order.starts.to("meta")), weights
+        ),
         "sort, ids with gaps": lambda: sort(ids.repeat(1, 2)[:, ::2], 4),
         "sort, float ids": lambda: sort(weights, 4),
         "sort, another size": lambda: sort(ids, 4, permute.empty_order(2, 2, 4, d)),
         "sort, too many experts": lambda: sort(ids, permute.MAX_EXPERTS + 1),
         "router_logits, elsewhere": lambda: logits_of.router_logits(
-            x, _zeros(d, 8, 64), torch.empty(3, 8, device="meta")),
+            x, _zeros(d, 8, 64), torch.empty(3, 8, device="meta")
+        ),
         "router_logits, a gate with gaps": lambda: logits_of.router_logits(
-            x, _zeros(d, 8, 65)[:, :64]),
+            x, _zeros(d, 8, 65)[:, :64]
+        ),
         "router, bf16 logits": lambda: router.router(logits.bfloat16(), spec),
         "router, a long bias": lambda: router.router(logits, spec, _zeros(d, 9, dtype=FLOAT)),
         "router, more experts than there are": lambda: router.router(logits, RouterSpec(9)),
         "router, groups that do not divide": lambda: router.router(
-            logits, RouterSpec(2, groups=3, group_topk=2)),
+            logits, RouterSpec(2, groups=3, group_topk=2)
+        ),
         "router, too many choices": lambda: router.router(
-            _zeros(d, 1, 4096, dtype=FLOAT), RouterSpec(4096)),
+            _zeros(d, 1, 4096, dtype=FLOAT), RouterSpec(4096)
+        ),
         "router, an unknown score": lambda: RouterSpec(2, scoring="tanh"),
         "router, few rows": lambda: router.router(logits, spec, None, routing(2, torch.int64)),
         "router, float ids": lambda: router.router(logits, spec, None, routing(3, FLOAT)),
         "route, logits of no token": lambda: route(logits[0], spec),
         "route, other tokens": lambda: route(logits[:2], spec, None, x),
         "route, another order": lambda: route(
-            logits[:1], spec, None, None, (routing(1, torch.int64), order, None)),
+            logits[:1], spec, None, None, (routing(1, torch.int64), order, None)
+        ),
         "rms_norm, another width": lambda: norm.rms_norm(x, _zeros(d, 63), 1e-6),
         "rms_norm, integers": lambda: norm.rms_norm(x.int(), _zeros(d, 64), 1e-6),
         "silu_mul, no row": lambda: activation.silu_mul(_zeros(d)),
         "silu_mul, another out": lambda: activation.silu_mul(x, x),
         "embed, an empty table": lambda: embedding.embed(ids, _zeros(d, 0, 8)),
-        "rope, more frequencies than dims": turned(heads, at, 5),
-        "rope, too few positions": turned(heads, at[:1]),
-        "rope, float positions": turned(heads, _zeros(d, 2)),
-        "rope, heads that overlap": turned(
-            _zeros(d, 2, 99).as_strided((2, 4, 8), (99, 4, 1)), at),
+        "rope, more frequencies than dims": rotated(heads, at, 5),
+        "rope, too few positions": rotated(heads, at[:1]),
+        "rope, float positions": rotated(heads, _zeros(d, 2)),
+        "rope, heads that overlap": rotated(_zeros(d, 2, 99).as_strided((2, 4, 8), (99, 4, 1)), at),
         "greedy, integers": lambda: sampling.greedy(x.int()),
         "greedy, into int32": lambda: sampling.greedy(x, _zeros(d, 3, dtype=torch.int32)),
         "count_tokens, a table of int64": lambda: sampling.count_tokens(
-            at, at.int(), _zeros(d, 2, 9, dtype=torch.int64)),
+            at, at.int(), _zeros(d, 2, 9, dtype=torch.int64)
+        ),
         "mla_read, one length": lambda: mla_read.mla_read(
-            *(_zeros(d, 2, 4, n) for n in (8, 2)), order.positions,
-            order.starts[0], order.starts[0], 4),
+            *(_zeros(d, 2, 4, n) for n in (8, 2)),
+            order.positions,
+            order.starts[0],
+            order.starts[0],
+            4,
+        ),
         "mla_write, rows for pages": lambda: kv_write.mla_write(
-            x, x, ids[:, 0].contiguous(), _zeros(d, 4, 64), _zeros(d, 4, 64)),
-    }  # fmt: skip
+            x, x, ids[:, 0].contiguous(), _zeros(d, 4, 64), _zeros(d, 4, 64)
+        ),
+    }
 
 
 def test_what_no_kernel_takes_is_refused(device: torch.device) -> None:

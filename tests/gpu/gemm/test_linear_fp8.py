@@ -45,9 +45,15 @@ CASES = [
     ("M", "N", "K", "split", "biased", "why"), CASES, ids=[c[5] for c in CASES]
 )
 def test_against_float64(
-    M: int, N: int, K: int, split: tuple[int, int], biased: bool, why: str, device: torch.device,
+    M: int,
+    N: int,
+    K: int,
+    split: tuple[int, int],
+    biased: bool,
+    why: str,
+    device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(linear_fp8, "tail_split", lambda *sizes: split)
     weight, stack = made("fp8", N, K)
     x, bias = torch.randn(M, K).bfloat16(), torch.randn(N) if biased else None

@@ -49,7 +49,7 @@ def test_every_case_has_a_plan(op: str, arch: tuple[int, int]) -> None:
 
 
 def test_a_tuned_plan_of_this_gpu_and_shape_comes_first() -> None:
-    tuned = GemmPlan(64, 64, 32, stages=5)
+    tuned = GemmPlan(64, 64, 32, num_stages=5)
     write("a gpu", "down", "bf16", 100, 7168, 2048, GemmPlan(16, 16, 16))
     write("a gpu", "down", "bf16", 100, 7168, 2048, tuned)  # in place of the first one
     write("a gpu", "down", "bf16", 140, 7168, 2048, GemmPlan(32, 32, 32))
@@ -112,23 +112,43 @@ def test_a_line_that_no_kernel_takes_is_named(
         tuned_plan("down", "bf16", "a gpu", 8, 64, 64)
 
 
-DECODE = {"rows": 16, "keys": 64, "warps": 4, "stages": 1}
-PREFILL = {"rows": 64, "keys": 64, "warps": 4, "stages": 1}
+DECODE = {"rows": 16, "keys": 64, "num_warps": 4, "num_stages": 1}
+PREFILL = {"rows": 64, "keys": 64, "num_warps": 4, "num_stages": 1}
 GATE = asdict(GatePlan(16, 16, 64, 1, 4, 3))
 GROUPS: list[tuple[Any, dict[str, Any], list[dict[str, Any]]]] = [
-    (GemmPlan, TILE, [{"block_m": 48}, {"block_m": 8}, {"block_k": 2048}, {"warps": 64},
-                      {"stages": 0}, {"split_k": 65}, {"group_m": 1 << 20}]),
-    (DecodePlan, DECODE, [{"rows": 48}, {"stages": 17}, {"ctas_per_sm": -1},
-                          {"rows": 64, "keys": 128, "warp_specialized": True},
-                          {"rows": 32, "fp8_mma": True}, {"ring_buffer": True, "fp8_mma": True}]),
-    (PrefillPlan, PREFILL, [{"rows": 96}, {"stages": 0}, {"warp_specialized": True}]),
+    (
+        GemmPlan,
+        TILE,
+        [
+            {"block_m": 48},
+            {"block_m": 8},
+            {"block_k": 2048},
+            {"num_warps": 64},
+            {"num_stages": 0},
+            {"split_k": 65},
+            {"group_m": 1 << 20},
+        ],
+    ),
+    (
+        DecodePlan,
+        DECODE,
+        [
+            {"rows": 48},
+            {"num_stages": 17},
+            {"ctas_per_sm": -1},
+            {"rows": 64, "keys": 128, "warp_specialized": True},
+            {"rows": 32, "fp8_mma": True},
+            {"ring_buffer": True, "fp8_mma": True},
+        ],
+    ),
+    (PrefillPlan, PREFILL, [{"rows": 96}, {"num_stages": 0}, {"warp_specialized": True}]),
     (GatePlan, GATE, [{"block_e": 48}, {"splits": 0}]),
-    (GemvMmaPlan, {"rows": 32, "warps": 4}, [{"rows": 48}, {"ahead": 0}, {"num_ctas": -1}]),
-    (SkinnyPlan, {"rows": 32, "warps": 4}, [{"rows": 48}, {"ahead": 3}, {"chunks": 64}]),
-    (SkinnyExpertsPlan, {"rows": 16, "warps": 4}, [{"rows": 8}, {"tokens": 64}]),
-    (DequantPlan, {"cols": 64}, [{"cols": 96}, {"stages": 1}, {"num_ctas": 132, "split_k": 2}]),
+    (GemvMmaPlan, {"rows": 32, "num_warps": 4}, [{"rows": 48}, {"ahead": 0}, {"num_ctas": -1}]),
+    (SkinnyPlan, {"rows": 32, "num_warps": 4}, [{"rows": 48}, {"ahead": 3}, {"chunks": 64}]),
+    (SkinnyExpertsPlan, {"rows": 16, "num_warps": 4}, [{"rows": 8}, {"tokens": 64}]),
+    (DequantPlan, {"cols": 64}, [{"cols": 96}, {"num_stages": 1}, {"num_ctas": 132, "split_k": 2}]),
     (GemvInt8Plan, {"block_n": 16, "words": 128}, [{"block_n": 12}, {"words": 1 << 20}]),
-]  # fmt: skip
+]
 IMPOSSIBLE = [(kind, good | bad) for kind, good, bads in GROUPS for bad in bads]
 
 

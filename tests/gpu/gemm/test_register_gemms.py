@@ -72,9 +72,10 @@ def test_plans(name: str, M: int, N: int, K: int, plan: Any, why: str, run: Any)
 
 
 BYTES = [
-    (5, 448, SkinnyPlan(16, 2, 2, 2)), (5, 448, DequantPlan(16, 4, 3, 2)),
+    (5, 448, SkinnyPlan(16, 2, 2, 2)),
+    (5, 448, DequantPlan(16, 4, 3, 2)),
     (1, 704, GemvMmaPlan(16, 4, 2)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("M", "K", "plan"), BYTES, ids=str)
@@ -137,9 +138,11 @@ def test_stream_k_has_the_same_bits_each_time(name: str, rows: int, run: Any) ->
 
 
 IN_FRONT = [
-    ("int4-g128", GemvMmaPlan(16, 4, 4, 132, 160)), ("int4", GemvMmaPlan(16, 4, 3, 132, 168)),
-    ("int8-channel", GemvMmaPlan(16, 4)), ("int8-channel", GemvMmaPlan(16, 16, 3, 132, 128)),
-]  # fmt: skip
+    ("int4-g128", GemvMmaPlan(16, 4, 4, 132, 160)),
+    ("int4", GemvMmaPlan(16, 4, 3, 132, 168)),
+    ("int8-channel", GemvMmaPlan(16, 4)),
+    ("int8-channel", GemvMmaPlan(16, 16, 3, 132, 128)),
+]
 
 
 @pytest.mark.gpu
@@ -167,23 +170,53 @@ def test_weights_may_be_written_by_the_kernel_in_front(name: str, plan: GemvMmaP
 
 
 COMPILES = [
-    *(meta_call(*sizes) for sizes in (
-        ("int4-g128", 1, 7168), ("int4", 1, 7168), ("q4_k", 1, 18432), ("q6_k", 1, 18432),
-        ("int8-channel", 1, 18432), ("q6_k", 2, 7168), ("int4-g128", 2, 18432),
-        ("int8-channel", 8, 7168), ("int4", 64, 18432), ("q6_k", 32, 18432), ("fp8", 64, 4096),
-        ("int4-g128", 2048, 7168), ("int8-channel", 2048, 7168), ("fp8", 2048, 7168),
-        ("fp8", 128, 2048, "fp8"),
-    )),
-]  # fmt: skip
+    *(
+        meta_call(*sizes)
+        for sizes in (
+            ("int4-g128", 1, 7168),
+            ("int4", 1, 7168),
+            ("q4_k", 1, 18432),
+            ("q6_k", 1, 18432),
+            ("int8-channel", 1, 18432),
+            ("q6_k", 2, 7168),
+            ("int4-g128", 2, 18432),
+            ("int8-channel", 8, 7168),
+            ("int4", 64, 18432),
+            ("q6_k", 32, 18432),
+            ("fp8", 64, 4096),
+            ("int4-g128", 2048, 7168),
+            ("int8-channel", 2048, 7168),
+            ("fp8", 2048, 7168),
+            ("fp8", 128, 2048, "fp8"),
+        )
+    ),
+]
 COMPILES_ON_A_GPU = [
-    *(meta_call(*sizes) for sizes in (
-        ("int4-g128", 1, 18432), ("int4-g128", 2048, 18432), ("int4-g128", 128, 18432),
-        ("int4-g128", 32, 7168), ("int4-g128", 64, 7168), ("int4", 1, 18432), ("int4", 128, 18432),
-        ("int8-channel", 128, 18432), ("fp8", 1, 7168), ("fp8", 32, 18432), ("fp8", 64, 18432),
-        ("fp8", 128, 18432), ("fp8", 256, 18432), ("fp8", 2048, 18432, "fp8"), ("q4_k", 4, 18432),
-        ("q4_k", 8, 7168), ("q4_k", 16, 18432), ("q6_k", 8, 7168), ("q6_k", 256, 18432),
-    )),
+    *(
+        meta_call(*sizes)
+        for sizes in (
+            ("int4-g128", 1, 18432),
+            ("int4-g128", 2048, 18432),
+            ("int4-g128", 128, 18432),
+            ("int4-g128", 32, 7168),
+            ("int4-g128", 64, 7168),
+            ("int4", 1, 18432),
+            ("int4", 128, 18432),
+            ("int8-channel", 128, 18432),
+            ("fp8", 1, 7168),
+            ("fp8", 32, 18432),
+            ("fp8", 64, 18432),
+            ("fp8", 128, 18432),
+            ("fp8", 256, 18432),
+            ("fp8", 2048, 18432, "fp8"),
+            ("q4_k", 4, 18432),
+            ("q4_k", 8, 7168),
+            ("q4_k", 16, 18432),
+            ("q6_k", 8, 7168),
+            ("q6_k", 256, 18432),
+        )
+    ),
     *(meta_call(name, 1, N) for name in ("q4_k", "q6_k") for N in (2048, 7168)),
     *(meta_call(name, 1, 7168, K=11008) for name in ("q4_k", "q6_k", "int4")),  # no whole steps
     *(meta_call(name, 1, 18432, K=7424) for name in ("q4_k", "q6_k")),
-]  # fmt: skip
+]

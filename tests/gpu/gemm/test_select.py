@@ -56,8 +56,8 @@ def test_no_part_of_dequant_gemm_is_empty_and_all_fit(kind: str) -> None:
         assert cdiv(steps, share) == plan.split_k
         plans.append(plan)
     for plan in plans:
-        shared = plan.stages * plan.cols * 128 + plan.word_stages * plan.warps * 1024
-        assert shared <= (113 if plan.warps == 4 else 226) * 1024
+        shared = plan.num_stages * plan.cols * 128 + plan.word_stages * plan.num_warps * 1024
+        assert shared <= (113 if plan.num_warps == 4 else 226) * 1024
 
 
 def test_shared_tiles_of_e4m3_are_never_empty() -> None:

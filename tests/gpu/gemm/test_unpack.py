@@ -19,7 +19,7 @@ from pykernels.testing import relative_error, skewed_routing
 from ..moe.test_moe_ffn import random_experts
 from .test_linear import made
 
-PLAN = GemmPlan(16, 256, 128, stages=2, unpack=True)
+PLAN = GemmPlan(16, 256, 128, num_stages=2, unpack=True)
 APART = GemmPlan(16, 128, 64)
 SHAPE = MoEShape(E=3, H=256, I=256, topk=2)
 
@@ -48,7 +48,7 @@ def test_experts_one_by_one_some_of_which_lie_nowhere(device: torch.device) -> N
     experts = random_experts(SHAPE, get_format("q4_k"), device).with_slots(slots)
     ids = skewed_routing(6, SHAPE).ids
     ids[3], ids[5, 1] = -1, SHAPE.E
-    order = fused_moe.sort_slots(ids.to(device), SHAPE.E)
+    order = fused_moe.sort_pairs(ids.to(device), SHAPE.E)
     x = torch.randn(6, SHAPE.H).bfloat16().to(device)
     apart = fused_moe.gate_up(x, experts, order, plan=APART)
     end = int(order.starts[-1])

@@ -85,7 +85,7 @@ def test_one_scale_an_output_and_experts_that_lie_nowhere(device: torch.device) 
     experts.gate_up.scale[:2] = float("inf")  # slot 0 is nobody's
     ids = skewed_routing(8, shape).ids
     ids[3], ids[5, 1] = -1, shape.E
-    order = fused_moe.sort_slots(ids.to(device), shape.E)
+    order = fused_moe.sort_pairs(ids.to(device), shape.E)
     x = torch.randn(8, shape.H).bfloat16().to(device)
     out = torch.full((16, shape.I), float("nan"), dtype=torch.bfloat16, device=device)
     fused_moe.gate_up(x, experts, order, plan=FOUR, out=out)
@@ -101,7 +101,7 @@ def test_k_quants_with_gate_and_up(name: str, device: torch.device) -> None:
     fmt = get_format(name)
     stack = pack_for_gpu(fmt, [fmt.quantize(torch.randn(24, 256)) for _ in range(4)]).to(device)
     x = torch.randn(3, 256).bfloat16().to(device)
-    order = fused_moe.sort_slots(torch.tensor([[0, 1], [1, 0], [1, 9]]).to(device), 2)
+    order = fused_moe.sort_pairs(torch.tensor([[0, 1], [1, 0], [1, 9]]).to(device), 2)
     out, apart = (x.new_full((6, 24), float("nan")) for _ in range(2))
     grouped.multiply(x, stack, out, FOUR, order=order, gated=True, gather=True)
     grouped.multiply(x, stack, apart, GemmPlan(16, 64, 64), order=order, gated=True, gather=True)
@@ -111,7 +111,7 @@ def test_k_quants_with_gate_and_up(name: str, device: torch.device) -> None:
 def test_what_it_does_not_take_is_refused(device: torch.device) -> None:
     experts = random_experts(RAGGED, get_format("int4"), device)
     x = torch.randn(3, RAGGED.H).bfloat16().to(device)
-    order = fused_moe.sort_slots(balanced_routing(3, RAGGED).ids.to(device), RAGGED.E)
+    order = fused_moe.sort_pairs(balanced_routing(3, RAGGED).ids.to(device), RAGGED.E)
     for more in ({"split_k": 2}, {"num_ctas": 264}):
         with pytest.raises(PykernelsError, match="one part"):
             fused_moe.gate_up(x, experts, order, plan=replace(FOUR, **more))

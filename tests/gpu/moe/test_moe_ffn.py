@@ -21,9 +21,17 @@ from pykernels.testing import balanced_routing, one_expert_routing, relative_err
 SMALL = MoEShape(E=5, H=128, I=128, topk=2)
 GPT_OSS = ExpertSpec(1.702, 7.0, 1.0, bias=True)
 FORMATS = (
-    "bf16", "fp8", "int8", "int8-channel", "int4", "int4-g128", "int4-channel", "mxfp4", "q4_k",
+    "bf16",
+    "fp8",
+    "int8",
+    "int8-channel",
+    "int4",
+    "int4-g128",
+    "int4-channel",
+    "mxfp4",
+    "q4_k",
     "q6_k",
-)  # fmt: skip
+)
 
 
 def random_experts(shape: MoEShape, fmt: Format, device: torch.device) -> fused_moe.Experts:
@@ -54,9 +62,13 @@ def native(x: torch.Tensor, routing: Routing, experts: fused_moe.Experts) -> tor
 
 
 def check(
-    x: torch.Tensor, routing: Routing, experts: fused_moe.Experts, device: torch.device,
-    activations: str = "bf16", **how: Any,
-) -> None:  # fmt: skip
+    x: torch.Tensor,
+    routing: Routing,
+    experts: fused_moe.Experts,
+    device: torch.device,
+    activations: str = "bf16",
+    **how: Any,
+) -> None:
     """Fails if the result is further from float64 than torch's own bfloat16, with some slack."""
     given = (x.to(device), routing.ids.to(device), routing.weights.to(device), experts)
     y = fused_moe.moe_ffn(*given, activations=activations, **how)
@@ -87,9 +99,11 @@ CASES = [
 
 
 ROUTINGS = [
-    (path, *case) for case in CASES for path in ("bf16", "int4", "fp8")
+    (path, *case)
+    for case in CASES
+    for path in ("bf16", "int4", "fp8")
     if path == "bf16" or case[1] in (1, 19)
-]  # fmt: skip
+]
 IDS = [f"{path}, {why}" for path, why, *_ in ROUTINGS]
 
 
@@ -123,7 +137,7 @@ def test_plans(name: str, activations: str, plan: GemmPlan, why: str, device: to
     check(x, routing, experts, device, activations, plans=(plan, plan))
 
 
-UNPACK = GemmPlan(16, 128, 128, stages=2, unpack=True)
+UNPACK = GemmPlan(16, 128, 128, num_stages=2, unpack=True)
 LIKE_GPT_OSS = [
     ("bf16", 1, "bf16", None),
     ("bf16", 19, "bf16", GemmPlan(16, 64, 64, tma=True)),
@@ -232,15 +246,29 @@ def _meta_call(
 
 
 COMPILES = [
-    *(_meta_call(name, rows) for name, rows in (
-        ("bf16", 256), ("q4_k", 64), ("int4-g128", 1), ("q4_k", 1), ("fp8", 1), ("int4-g128", 256),
-    )),
+    *(
+        _meta_call(name, rows)
+        for name, rows in (
+            ("bf16", 256),
+            ("q4_k", 64),
+            ("int4-g128", 1),
+            ("q4_k", 1),
+            ("fp8", 1),
+            ("int4-g128", 256),
+        )
+    ),
     *(_meta_call("fp8", rows, "fp8") for rows in (64, 256)),
-    *(_meta_call(name, rows, how, GPT_OSS) for name, rows, how in (
-        ("bf16", 256, "bf16"), ("mxfp4", 1, "bf16"), ("mxfp4", 256, "bf16"),
-        ("fp8", 20, "bf16"), ("fp8", 64, "fp8"),
-    )),
-]  # fmt: skip
+    *(
+        _meta_call(name, rows, how, GPT_OSS)
+        for name, rows, how in (
+            ("bf16", 256, "bf16"),
+            ("mxfp4", 1, "bf16"),
+            ("mxfp4", 256, "bf16"),
+            ("fp8", 20, "bf16"),
+            ("fp8", 64, "fp8"),
+        )
+    ),
+]
 COMPILES_ON_A_GPU = [
     *(_meta_call("q6_k", rows) for rows in (1, 64)),
     *(_meta_call(name, rows) for name, rows in (("int4-g128", 64), ("int4", 256))),

@@ -7,8 +7,8 @@ import torch
 
 from pykernels import ref
 from pykernels.gpu.moe import permute as module
-from pykernels.gpu.moe.permute import MAX_COMPARED, MAX_EXPERTS, permute, sort_slots, unpermute
-from pykernels.shapes import SortedSlots
+from pykernels.gpu.moe.permute import MAX_COMPARED, MAX_EXPERTS, permute, sort_pairs, unpermute
+from pykernels.shapes import SortedPairs
 
 from ..rounding import assert_rounded
 
@@ -34,18 +34,18 @@ def routing(T: int, topk: int, E: int, device: torch.device) -> torch.Tensor:
     return ids.to(device)
 
 
-def equal(found: SortedSlots, truth: SortedSlots) -> None:
-    for field in ("slots", "starts", "positions"):
+def equal(found: SortedPairs, truth: SortedPairs) -> None:
+    for field in ("pairs", "starts", "positions"):
         assert torch.equal(getattr(found, field), getattr(truth, field)), field
 
 
 @pytest.mark.parametrize(("T", "topk", "E", "why"), SIZES)
 def test_sort(T: int, topk: int, E: int, why: str, device: torch.device) -> None:
     ids = routing(T, topk, E, device).to(torch.int32 if T % 2 else torch.int64)
-    out = sort_slots(ids, E)
-    for field in ("slots", "starts", "positions"):
+    out = sort_pairs(ids, E)
+    for field in ("pairs", "starts", "positions"):
         getattr(out, field).fill_(-77)
-    equal(sort_slots(ids, E, out), ref.sort_slots(ids, E))
+    equal(sort_pairs(ids, E, out), ref.sort_pairs(ids, E))
 
 
 def test_blocks_are_counted_in_steps(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_blocks_are_counted_in_steps(device: torch.device, monkeypatch: pytest.M
     for name, size in (("MAX_COMPARED", 0), ("BLOCK", 64), ("_OWN", 16)):
         monkeypatch.setattr(module, name, size)
     ids = routing(300, 8, 20, device)
-    equal(sort_slots(ids, 20), ref.sort_slots(ids, 20))
+    equal(sort_pairs(ids, 20), ref.sort_pairs(ids, 20))
 
 
 @pytest.mark.parametrize("T", [200, MAX_COMPARED // 4 + 100])
@@ -61,15 +61,15 @@ def test_slots_of_experts_elsewhere_come_last(T: int, device: torch.device) -> N
     ids = routing(T, 4, 16, device)
     ids[ids > 9] = -1
     ids[ids == 2] = 1 << 40 if ids.dtype == torch.int64 else 99
-    found = sort_slots(ids, 10)
-    equal(found, ref.sort_slots(ids, 10))
+    found = sort_pairs(ids, 10)
+    equal(found, ref.sort_pairs(ids, 10))
     assert 0 < int(found.starts[-1]) < 4 * T
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("T", "H"), [(0, 64), (1, 7), (5, 2048), (9, 2500)])
 def test_permute(T: int, H: int, dtype: torch.dtype, device: torch.device) -> None:
-    order = sort_slots(routing(T, 4, 16, device), 16)
+    order = sort_pairs(routing(T, 4, 16, device), 16)
     wide = torch.randn(T, H + 3, device=device).to(dtype)
     x = wide[:, :H]  # rows further apart than they are long
     out = torch.full((T * 4, H), torch.nan, device=device).to(dtype)
@@ -83,7 +83,7 @@ def test_permute(T: int, H: int, dtype: torch.dtype, device: torch.device) -> No
 def test_unpermute(T: int, H: int, add: bool, dtype: torch.dtype, device: torch.device) -> None:
     ids = routing(T, 4, 16, device)
     ids[ids == 3] = -1
-    order = sort_slots(ids, 16)
+    order = sort_pairs(ids, 16)
     y = torch.randn(T * 4, H, device=device).to(dtype)
     y[int(order.starts[-1]) :] = torch.nan  # nobody computed these
     weights = torch.rand(T, 4, device=device)
@@ -100,15 +100,21 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def _order(T: int, topk: int, E: int) -> SortedSlots:
-    return sort_slots(_meta(T, topk, dtype=torch.int64), E)
+def _order(T: int, topk: int, E: int) -> SortedPairs:
+    return sort_pairs(_meta(T, topk, dtype=torch.int64), E)
 
 
 COMPILES = [
     ("sort 8192 tokens", lambda: _order(8192, 8, 256)),
     ("sort 8 tokens", lambda: _order(8, 8, 256)),
     ("permute", lambda: permute(_meta(512, 7168, dtype=torch.bfloat16), _order(512, 8, 256))),
-    ("unpermute", lambda: unpermute(
-        _meta(4096, 7168, dtype=torch.bfloat16), _order(512, 8, 256), _meta(512, 8),
-        _meta(512, 7168, dtype=torch.bfloat16))),
-]  # fmt: skip
+    (
+        "unpermute",
+        lambda: unpermute(
+            _meta(4096, 7168, dtype=torch.bfloat16),
+            _order(512, 8, 256),
+            _meta(512, 8),
+            _meta(512, 7168, dtype=torch.bfloat16),
+        ),
+    ),
+]

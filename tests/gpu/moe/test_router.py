@@ -115,14 +115,14 @@ def test_route_is_router_and_sort_and_permute(
     x = torch.randn(T, 1030, device=device, dtype=torch.bfloat16)
     routing, order, rows = route(logits, spec, bias, x)
     truth = ref.router(logits, spec, bias, torch.float64)
-    sorted_ = ref.sort_slots(truth.ids, E)
+    sorted_ = ref.sort_pairs(truth.ids, E)
     assert torch.equal(routing.ids, truth.ids)
     assert_close(routing.weights, truth.weights, 2e-6)
-    for field in ("slots", "starts", "positions"):
+    for field in ("pairs", "starts", "positions"):
         assert torch.equal(getattr(order, field), getattr(sorted_, field)), field
     assert rows is not None and torch.equal(rows, ref.permute(x, sorted_))
     again = route(logits, spec, bias)
-    assert torch.equal(again[1].slots, order.slots) and again[2] is None
+    assert torch.equal(again[1].pairs, order.pairs) and again[2] is None
 
 
 def test_as_many_choices_as_there_may_be(device: torch.device, monkeypatch) -> None:
@@ -133,7 +133,7 @@ def test_as_many_choices_as_there_may_be(device: torch.device, monkeypatch) -> N
     routing, order, rows = route(logits, spec, None, x)
     truth = ref.router(logits, spec)
     assert torch.equal(routing.ids, truth.ids)
-    assert torch.equal(order.slots, ref.sort_slots(truth.ids, E).slots)
+    assert torch.equal(order.pairs, ref.sort_pairs(truth.ids, E).pairs)
     assert rows is not None and torch.equal(rows, x.expand(MAX_TOPK, -1))
 
 
@@ -143,11 +143,13 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 COMPILES = [
     ("v3, 8192 tokens", lambda: router(_meta(8192, 256), V3, _meta(256))),
-    ("v3, 1 token with its rows", lambda: route(
-        _meta(1, 256), V3, _meta(256), _meta(1, 7168, dtype=torch.bfloat16))),
+    (
+        "v3, 1 token with its rows",
+        lambda: route(_meta(1, 256), V3, _meta(256), _meta(1, 7168, dtype=torch.bfloat16)),
+    ),
     ("several groups in a warp's row", lambda: route(_meta(4, 32), SPECS[4][2])),
     ("fewer experts than a warp has lanes", lambda: route(_meta(1, 16), RouterSpec(2))),
-]  # fmt: skip
+]
 COMPILES_ON_A_GPU = [
     ("qwen3, 1 token", lambda: router(_meta(1, 128), RouterSpec(8))),
     ("v2, 8192 tokens", lambda: router(_meta(8192, 160), V2)),

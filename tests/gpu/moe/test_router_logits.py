@@ -29,9 +29,14 @@ SIZES = [
 @pytest.mark.parametrize(("x_dtype", "gate_dtype"), [(BF16, BF16), (BF16, FP32), (FP32, FP32)])
 @pytest.mark.parametrize(("T", "E", "H", "why"), SIZES)
 def test_router_logits(
-    T: int, E: int, H: int, why: str, x_dtype: torch.dtype, gate_dtype: torch.dtype,
+    T: int,
+    E: int,
+    H: int,
+    why: str,
+    x_dtype: torch.dtype,
+    gate_dtype: torch.dtype,
     device: torch.device,
-) -> None:  # fmt: skip
+) -> None:
     hidden = torch.randn(T, H + 8, device=device).to(x_dtype)[:, :H]
     gate = (torch.randn(E, H, device=device) / H**0.5).to(gate_dtype)
     out = torch.full((T, E), torch.nan, device=device)

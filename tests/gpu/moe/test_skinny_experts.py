@@ -11,7 +11,7 @@ from pykernels.gpu.common import launch
 from pykernels.gpu.gemm import grouped
 from pykernels.gpu.gemm.skinny import experts
 from pykernels.gpu.gemm.weights import pack_for_gpu
-from pykernels.gpu.moe.permute import sort_slots
+from pykernels.gpu.moe.permute import sort_pairs
 from pykernels.gpu.plans.gemm import SkinnyExpertsPlan
 from pykernels.quant import Weight, get_format
 from pykernels.quant.integer import Integer
@@ -52,9 +52,14 @@ IDS = torch.tensor([[1, 3], [3, 7], [1, 3], [2, -1]])
     ("name", "K", "N", "plan", "why", "spec"), PRODUCTS, ids=[c[4] for c in PRODUCTS]
 )
 def test_products(
-    name: str, K: int, N: int, plan: SkinnyExpertsPlan, why: str, spec: ExpertSpec,
+    name: str,
+    K: int,
+    N: int,
+    plan: SkinnyExpertsPlan,
+    why: str,
+    spec: ExpertSpec,
     device: torch.device,
-) -> None:  # fmt: skip
+) -> None:
     """Experts without rows, with more than a program takes, without a slot; ids of none."""
     (T, topk), E = IDS.shape, 4
     fmt = get_format(name)
@@ -62,17 +67,24 @@ def test_products(
     biases = torch.randn(6, N) if spec.bias else torch.zeros(6, N)
     weights = [fmt.dequantize(weight).double() for weight in packed]
     table = torch.tensor([2, 0, -1, 1], dtype=torch.int32)
-    order = sort_slots(IDS.to(device), E)
-    slots, starts = order.slots.tolist(), order.starts.tolist()
+    order = sort_pairs(IDS.to(device), E)
+    slots, starts = order.pairs.tolist(), order.starts.tolist()
     x, h = torch.randn(T, K).bfloat16(), torch.randn(T * topk, K).bfloat16()
     for gated in (True, False):
         stack = pack_for_gpu(fmt, packed if gated else packed[:3])
         out = torch.full((T * topk, N), float("nan"), dtype=torch.bfloat16, device=device)
         grouped.multiply(
-            (x if gated else h).to(device), stack.to(device), out, plan,
-            order=order, table=table.to(device), gated=gated, gather=gated, spec=spec,
+            (x if gated else h).to(device),
+            stack.to(device),
+            out,
+            plan,
+            order=order,
+            table=table.to(device),
+            gated=gated,
+            gather=gated,
+            spec=spec,
             bias=biases.to(device) if spec.bias else None,
-        )  # fmt: skip
+        )
         truth = torch.full((T * topk, N), float("nan"), dtype=torch.float64)
         for e in range(E):
             for row in range(starts[e], starts[e + 1]):
@@ -95,7 +107,7 @@ def test_an_expert_that_lies_nowhere_takes_nothing_from_slot_0(device: torch.dev
     """One scale an output is multiplied in behind the loop: that slot may hold nothing yet."""
     fmt, K, N = get_format("int8-channel"), 192, 24
     packed = [Weight(fmt.quantize(torch.randn(N, K)).data, torch.ones(N, 1)) for _ in range(4)]
-    order = sort_slots(torch.tensor([[0, 1]], device=device), 2)
+    order = sort_pairs(torch.tensor([[0, 1]], device=device), 2)
     table = torch.tensor([-1, 1], dtype=torch.int32, device=device)
     for gated in (True, False):
         stack = pack_for_gpu(fmt, packed if gated else packed[:2]).to(device)

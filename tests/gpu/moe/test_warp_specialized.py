@@ -74,7 +74,7 @@ def test_results_are_quantized_as_if_apart(device: torch.device) -> None:
     experts = random_experts(RAGGED, FP8, device)
     x = torch.randn(37, RAGGED.H).bfloat16().to(device)
     x[5] = 0  # a row of zeros has the scale 1
-    order = fused_moe.sort_slots(skewed_routing(37, RAGGED).ids.to(device), RAGGED.E)
+    order = fused_moe.sort_pairs(skewed_routing(37, RAGGED).ids.to(device), RAGGED.E)
     codes, scales = fused_moe.gate_up_quantized(x, experts, order, plan=PLAN)
     h = fused_moe.gate_up(x, experts, order, activations="fp8", plan=PLAN)
     expected, expected_scales = quantize_fp8(h)
@@ -97,7 +97,7 @@ def test_experts_that_lie_nowhere_and_rows_of_no_expert(name: str, device: torch
     experts = stacked.with_slots(torch.tensor([1, -1, 0, -1], dtype=torch.int32, device=device))
     ids = skewed_routing(40, RAGGED).ids
     ids[3], ids[9, 1] = -1, RAGGED.E
-    order = fused_moe.sort_slots(ids.to(device), RAGGED.E)
+    order = fused_moe.sort_pairs(ids.to(device), RAGGED.E)
     x = torch.randn(40, RAGGED.H).bfloat16().to(device)
     out = torch.full((80, RAGGED.I), float("nan"), dtype=torch.bfloat16, device=device)
     fused_moe.gate_up(x, experts, order, activations=name, plan=PLAN, out=out)

@@ -84,9 +84,11 @@ def test_fp8_blocks_of_both_gate_and_up_rows(own: Own, no_reads: None) -> None:
 
 TO_BF16 = [fused_moe("DeepseekV3MoE", format="bf16")]
 NAN = [
-    ("dense", "scale", None), ("expert", "code", None), ("expert", "scale", []),
+    ("dense", "scale", None),
+    ("expert", "code", None),
+    ("expert", "scale", []),
     ("expert", "code", TO_BF16),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("kind", "part", "rules"), NAN)

@@ -22,9 +22,15 @@ from ..checks import Checkpoints, Own, Tensors, change_tensors, drop, errors, lo
 from ..tiny import FP8_SIZES
 from ..tiny_quantized import INT4
 
-SCHEMES = {**{name: name for name in INT4}, "int8-channel": "int8-channel",
-           "int8-tensor": "int8-channel", "channel": "fp8-channel", "tensor": "fp8-channel",
-           "block": "fp8", "deepseek": "fp8"}  # fmt: skip
+SCHEMES = {
+    **{name: name for name in INT4},
+    "int8-channel": "int8-channel",
+    "int8-tensor": "int8-channel",
+    "channel": "fp8-channel",
+    "tensor": "fp8-channel",
+    "block": "fp8",
+    "deepseek": "fp8",
+}
 """What is stored, and the weight format that it is loaded in."""
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
 DENSE = "model.layers.0.mlp.gate_proj.weight"

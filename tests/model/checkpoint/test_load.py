@@ -78,9 +78,13 @@ def test_other_blocks_are_left_to_transformers(checkpoint: Checkpoints, ids: tor
 
 
 CONVERSIONS = [  # the format's own rounding error
-    ({}, "fp8", 6e-2), ({}, "int8", 2e-2), ({}, "int4", 3e-1), ({}, "q8_0", 2e-2),
-    ({"fp8": True}, "bf16", 2e-2), ({"fp8": True}, "int8", 2e-2),
-]  # fmt: skip
+    ({}, "fp8", 6e-2),
+    ({}, "int8", 2e-2),
+    ({}, "int4", 3e-1),
+    ({}, "q8_0", 2e-2),
+    ({"fp8": True}, "bf16", 2e-2),
+    ({"fp8": True}, "int8", 2e-2),
+]
 
 
 @pytest.mark.parametrize(("options", "fmt", "limit"), CONVERSIONS)
@@ -186,9 +190,15 @@ def test_multi_token_prediction_layers_are_not_loaded(own: Own) -> None:
 
 
 YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
-    "original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 1.0,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 
 
 def test_computed_buffers_and_biases_stay_float32(checkpoint: Checkpoints) -> None:

@@ -106,7 +106,7 @@ def test_an_engine_that_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyP
         memory.check_engine(12 << 30, 1 << 20, 1024, 2, {})
     with pytest.raises(
         PykernelsError,
-        match="a context of 1024, or max_sequences=1, which has room for 2048, or the experts in"
+        match="a context of 1024, or max_num_seqs=1, which has room for 2048, or the experts in"
         " int4",
     ):
         memory.check_engine(8 << 30, 1 << 20, 2048, 2, smaller)

@@ -17,7 +17,7 @@ import torch
 import model
 from model.checkpoint.packed import write
 from model.checkpoint.packed.verify import verify
-from model.llm import outline_decoder
+from model.llm import meta_decoder
 from model.rules import default_rules
 from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, Weight, get_format
@@ -63,7 +63,7 @@ def test_a_mapped_model_is_the_packed_one(
     packed = logits_of(made.path)
     seen: list[tuple[int, int]] = []
     with model.load_engine(
-        target, threads=1, context=64, progress=lambda *at: seen.append(at)
+        target, threads=1, max_model_len=64, progress=lambda *at: seen.append(at)
     ) as llm:
         assert torch.equal(logits(llm, ids), packed)
         assert in_a_file(llm.runner.model.table, target)
@@ -93,8 +93,8 @@ def test_a_cache_keeps_to_its_rules(checkpoint: Checkpoints, tmp_path: Path) -> 
     assert 0.001 < rows[-1].errors["attention"] < 0.02
     assert torch.equal(logits_of(int8), logits_of(source, rules=rules))
     model.convert(source, int4, "int4", "int4", rules, threads=1)  # the last word
-    assert "int4 1 x" not in str(outline_decoder(int8).lower(4, 4, 4, 1, 1))
-    assert "int4" in str(outline_decoder(int4).lower(4, 4, 4, 1, 1))
+    assert "int4 1 x" not in str(meta_decoder(int8).lower(4, 4, 4, 1, 1))
+    assert "int4" in str(meta_decoder(int4).lower(4, 4, 4, 1, 1))
     with pytest.raises(PykernelsError, match="q_proj.weight in int4, a rule wants int8"):
         model.load_engine(int4, rules=rules, threads=1)
     with pytest.raises(PykernelsError, match="experts of model.layers.0.mlp have no kernel"):
@@ -102,7 +102,7 @@ def test_a_cache_keeps_to_its_rules(checkpoint: Checkpoints, tmp_path: Path) -> 
 
 
 def logits_of(path: Path, **settings: Any) -> torch.Tensor:
-    with model.load_engine(path, threads=1, context=64, **settings) as llm:
+    with model.load_engine(path, threads=1, max_model_len=64, **settings) as llm:
         return logits(llm, torch.arange(2, 40))
 
 
@@ -129,7 +129,7 @@ def test_what_conversion_changes_is_told_layer_by_layer(
     assert {"int4", "int8", "bf16"} == set(moe.formats)  # single heads and the router stay
     again = model.convert(source, target, experts="int4", linears="int8", threads=1)
     assert again == rows
-    program = str(outline_decoder(target).lower(4, 4, 4, 1, 1))
+    program = str(meta_decoder(target).lower(4, 4, 4, 1, 1))
     assert program.count("int4 8 x [32, 64]") == 2 and "int8 1 x [96, 64]" in program
 
 
@@ -248,7 +248,7 @@ def test_a_folder_of_something_else_is_left_alone(
 
 def test_a_cache_has_a_program(cache: Path, checkpoint: Checkpoints) -> None:
     programs = [
-        str(outline_decoder(folder).lower(4, 4, 4, 1, 1))
+        str(meta_decoder(folder).lower(4, 4, 4, 1, 1))
         for folder in (cache, checkpoint("deepseek_v3").path)
     ]
     assert programs[0] == programs[1]

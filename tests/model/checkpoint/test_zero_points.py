@@ -25,9 +25,12 @@ from ..checks import Checkpoints, Own, change_tensors, drop, refused
 from ..tiny import FP8_SIZES
 
 FORMATS = {
-    "awq": "int4-zp-g128", "awq-g64": "int4-zp", "gptq": "int4-zp", "gptq-g128": "int4-zp-g128",
+    "awq": "int4-zp-g128",
+    "awq-g64": "int4-zp",
+    "gptq": "int4-zp",
+    "gptq-g128": "int4-zp-g128",
     "gptq_v2": "int4-zp",
-}  # fmt: skip
+}
 DENSE = "model.layers.0.self_attn.o_proj.weight"
 EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 
@@ -62,7 +65,7 @@ def test_dense_matrices_stay_packed(
         return found
 
     monkeypatch.setattr(Stored, "matrix", spy)
-    with model.load_engine(made.path, context=64):
+    with model.load_engine(made.path, max_model_len=64):
         assert seen[DENSE] == "int4-zp"
 
 
@@ -135,10 +138,11 @@ def test_gpt_oss_experts_are_its_gate_and_up_rows(tmp_path: Path) -> None:
             gate, up, down = (fmt.dequantize(weight) for weight in weights)
             truth = [
                 convert_moe_packed_tensors(  # [E, K, N]
-                    stored[f"{block}.{name}_blocks"], stored[f"{block}.{name}_scales"],
+                    stored[f"{block}.{name}_blocks"],
+                    stored[f"{block}.{name}_scales"],
                     dtype=torch.float32,
                 )[e].T
                 for name in ("gate_up_proj", "down_proj")
-            ]  # fmt: skip
+            ]
             assert torch.equal(gate, truth[0][0::2]) and torch.equal(up, truth[0][1::2])
             assert torch.equal(down, truth[1])

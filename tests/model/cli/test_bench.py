@@ -111,14 +111,23 @@ def raising(error: BaseException) -> Any:
 
 
 RAISED = [
-    (ZeroDivisionError("a bug\nin two lines."), 1,
-     "error: unexpected ZeroDivisionError: a bug in two lines. Run it again with --debug"),
-    (OSError(28, "No space left on device"), 2,
-     "error: the output cannot be written: No space left on device. Free some space, or"),
-    (UnicodeEncodeError("ascii", "a\xe9", 1, 2, "no"), 2,
-     "error: '\xe9' cannot be written as ascii. Use a UTF-8 locale, or set PYTHONIOENCODING"),
+    (
+        ZeroDivisionError("a bug\nin two lines."),
+        1,
+        "error: unexpected ZeroDivisionError: a bug in two lines. Run it again with --debug",
+    ),
+    (
+        OSError(28, "No space left on device"),
+        2,
+        "error: the output cannot be written: No space left on device. Free some space, or",
+    ),
+    (
+        UnicodeEncodeError("ascii", "a\xe9", 1, 2, "no"),
+        2,
+        "error: '\xe9' cannot be written as ascii. Use a UTF-8 locale, or set PYTHONIOENCODING",
+    ),
     (KeyboardInterrupt(), 130, ""),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("error", "code", "line"), RAISED, ids=lambda v: type(v).__name__)

@@ -20,7 +20,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS
 from pykernels.registry import kernels
 from pykernels.target import detect
-from runtime.machine.topology import Node, Topology
+from runtime.machine.topology import NumaNode, Topology
 
 from ..conftest import Run
 
@@ -122,7 +122,7 @@ def test_exit_code_and_hints(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cores_and_nodes() -> None:
-    nodes = tuple(Node(None, (i,), 4 << 30, 1 << 30) for i in (0, 1))
+    nodes = tuple(NumaNode(None, (i,), 4 << 30, 1 << 30) for i in (0, 1))
     topology = Topology((0, 1), ((0,), (1,)), 1.5, nodes, 8 << 30, 4 << 30, "madvise")
     found = {fact.name: fact.value for fact in topology_facts(topology)}
     assert "1.5 CPUs" in found["CPU quota"]

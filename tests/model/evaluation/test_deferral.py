@@ -18,7 +18,7 @@ from ..conftest import Run, failed
 def test_bits_are_those_of_transformers(tmp_path: Path) -> None:
     text = "def mean(xs):\n    return sum(xs) / len(xs)\n\n\nclass Stack:\n    def push(self, x):\n"
     # AVX-512 and AMX have other tiles for eight rows than for the last lane's one.
-    with model.load_engine(model.EMBEDDED, context=64, kernel="generic") as llm:
+    with model.load_engine(model.EMBEDDED, max_model_len=64, kernel="generic") as llm:
         ids = torch.tensor([llm.encode(text)])
         teacher = Teacher(llm, ids.repeat(9, 1))  # two rounds of 8 lanes
         found = teacher.score(teacher.program())

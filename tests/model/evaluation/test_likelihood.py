@@ -15,7 +15,7 @@ CONTINUATIONS = ("return", "return sum(xs) / len(xs)\n", "pass\n" * 30)
 
 def test_logprobs_are_those_of_transformers() -> None:
     lm = model.from_pretrained(model.EMBEDDED, rules=[], dtype="float32")
-    with model.load_engine(model.EMBEDDED, context=512, max_rows=24) as llm:
+    with model.load_engine(model.EMBEDDED, max_model_len=512, max_num_logits=24) as llm:
         bos = [llm.tokenizer.bos_token_id or 0]  # type: ignore[union-attr]
         pairs = [
             (llm.encode(context) if context else bos, llm.encode(continuation))

@@ -37,10 +37,12 @@ def in_child(*calls: Callable[[], object]) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("device", ["cpu", "host"])
+@pytest.mark.parametrize("device", ["cpu", "ref"])
 def test_an_engine_serves_its_own_process_only(device: str, tmp_path: Path) -> None:
     tiny.make(tmp_path, "qwen3_moe")
-    with model.load_engine(tmp_path, context=64, threads=1, device=device, kernel="generic") as llm:
+    with model.load_engine(
+        tmp_path, max_model_len=64, threads=1, device=device, kernel="generic"
+    ) as llm:
         handle = llm.submit([5, 6, 7], temperature=0, max_tokens=8, ignore_eos=True)
         *refused, cancelled, closed = in_child(
             lambda: llm.generate([5, 6, 7], max_tokens=2),
@@ -69,6 +71,6 @@ def test_a_child_of_the_eager_path_is_refused_before_torch_waits(tmp_path: Path)
 def test_a_child_that_leaves_by_itself_does_not_hang(tmp_path: Path) -> None:
     """With the handlers of its exit, which would end an engine and its workers."""
     tiny.make(tmp_path, "qwen3_moe")
-    with model.load_engine(tmp_path, context=64, threads=1, kernel="generic") as llm:
+    with model.load_engine(tmp_path, max_model_len=64, threads=1, kernel="generic") as llm:
         llm.generate([5, 6, 7], max_tokens=2)
         assert in_child(llm.engine.close, llm.pool.close) == ["", ""]  # what atexit calls

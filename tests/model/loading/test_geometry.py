@@ -15,8 +15,8 @@ import torch
 import model
 from model.llm import LLM
 from pykernels.errors import PykernelsError
-from runtime.devices.host.runner import on_host
-from runtime.devices.host.step import HostStep
+from runtime.devices.ref.runner import on_ref
+from runtime.devices.ref.step import RefExecutable
 
 from .. import tiny
 from ..checkpoint.gguf import tiny_gguf
@@ -111,19 +111,19 @@ ON_HOST_ONLY: list[tuple[str, dict[str, Any]]] = [
 def host_logits(llm: LLM, ids: torch.Tensor) -> torch.Tensor:
     """[T, V] of one sequence, in one step."""
     T, lowered = len(ids), llm.runner.model
-    program = on_host(lowered.lower(T, 1, T, 1, 1))
+    program = on_ref(lowered.lower(T, 1, T, 1, 1))
     inputs = {
         "tokens": ids,
         "positions": torch.arange(T),
-        "slots": torch.arange(T),
+        "slot_mapping": torch.arange(T),
         "sequences": torch.zeros(T, dtype=torch.int64),
-        "sampled": torch.arange(T),
+        "logits_indices": torch.arange(T),
         "page_table": torch.zeros(1, 1, dtype=torch.int64),
     }
     caches = {
         name: replace(part, dtype=torch.float32).zeros() for name, part in lowered.caches(1).items()
     }
-    step = HostStep(program, inputs, caches)
+    step = RefExecutable(program, inputs, caches)
     step.sizes[:] = torch.tensor([T, 1, T])
     step.run()
     return step.outputs["logits"]
@@ -150,7 +150,7 @@ def test_odd_sizes_are_exact_on_the_host(
 ) -> None:
     made = tiny.make(tmp_path, family, **sizes)
     ids = some_ids(made.reference.config.vocab_size)
-    with model.load_engine(tmp_path, context=64, threads=1, device="host") as llm:
+    with model.load_engine(tmp_path, max_model_len=64, threads=1, device="ref") as llm:
         assert errors(host_logits(llm, ids), truth_of(made, ids)).max() < 1e-3
 
 
@@ -162,7 +162,7 @@ def test_odd_sizes_are_within_bfloat16_on_the_cpu(
     which a matrix that is read in the wrong place would move too."""
     made = tiny.make(tmp_path, family, **sizes)
     ids = some_ids(made.reference.config.vocab_size)
-    with model.load_engine(tmp_path, context=64, threads=1, kernel="generic") as llm:
+    with model.load_engine(tmp_path, max_model_len=64, threads=1, kernel="generic") as llm:
         assert errors(logits(llm, ids), truth_of(made, ids)).quantile(0.25) < BF16
 
 
@@ -180,7 +180,7 @@ def test_a_gguf_file_with_one_key_head(type_of: tiny_gguf.TypeOf, tmp_path: Path
     ids = some_ids(96)
     with torch.no_grad():
         truth = reference(ids[None]).logits[0]
-    with model.load_engine(file, context=64, threads=1, device="host") as llm:
+    with model.load_engine(file, max_model_len=64, threads=1, device="ref") as llm:
         # The router, float32 in the file, is packed as bfloat16.
         assert errors(host_logits(llm, ids), truth).median() < BF16
 
@@ -189,7 +189,7 @@ def test_a_packed_cache_with_one_key_head(tmp_path: Path) -> None:
     made = tiny.make(tmp_path / "source", "qwen3_moe", **ONE_KEY_HEAD, attention_bias=True)
     model.convert(tmp_path / "source", tmp_path / "packed", threads=1)
     ids = some_ids(96)
-    with model.load_engine(tmp_path / "packed", context=64, threads=1, device="host") as llm:
+    with model.load_engine(tmp_path / "packed", max_model_len=64, threads=1, device="ref") as llm:
         assert errors(host_logits(llm, ids), truth_of(made, ids)).max() < 1e-3
 
 

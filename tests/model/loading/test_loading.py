@@ -41,13 +41,13 @@ def truth(made: tiny.Tiny, tokens: int) -> list[int]:
     return made.reference.generate(ids, **settings)[0, len(PROMPT) :].tolist()
 
 
-@pytest.mark.parametrize("device", ["cpu", "host"])
+@pytest.mark.parametrize("device", ["cpu", "ref"])
 @pytest.mark.parametrize(("loading", "generating"), PAIRS)
 def test_any_mode_of_gradients(
     loading: Mode, generating: Mode, device: str, made: tiny.Tiny
 ) -> None:
     with loading():
-        llm = model.load_engine(made.path, context=64, threads=1, device=device, **QUICK)
+        llm = model.load_engine(made.path, max_model_len=64, threads=1, device=device, **QUICK)
     with llm, generating():
         found = llm.generate(PROMPT, temperature=0, max_tokens=3, ignore_eos=True).token_ids
     # The CPU's inputs of matrices are bfloat16, so a near-tie may go otherwise there.
@@ -87,7 +87,7 @@ def long_truth(made: tiny.Tiny) -> torch.Tensor:
     return logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
 
 
-@pytest.mark.parametrize("device", ["cpu", "host"])
+@pytest.mark.parametrize("device", ["cpu", "ref"])
 def test_defaults_of_torch_change_no_logprob(
     device: str, made: tiny.Tiny, long_truth: torch.Tensor, other_defaults: None
 ) -> None:
@@ -95,7 +95,7 @@ def test_defaults_of_torch_change_no_logprob(
     options: dict[str, Any] = {
         "context": 512,
         "threads": 1,
-        "max_rows": 512,
+        "max_num_logits": 512,
         "device": device,
         **QUICK,
     }
@@ -110,14 +110,14 @@ def test_defaults_of_torch_change_no_logprob(
 
 
 WRONG: list[dict[str, Any]] = [
-    {"max_sequences": 0},
-    {"max_sequences": -1},
-    {"max_sequences": 1 << 40},
+    {"max_num_seqs": 0},
+    {"max_num_seqs": -1},
+    {"max_num_seqs": 1 << 40},
     {"max_tokens": 0},
     {"max_tokens": 1.5},
     {"max_tokens": 1 << 40},
-    {"max_rows": 0},
-    {"max_rows": "4"},
+    {"max_num_logits": 0},
+    {"max_num_logits": "4"},
     {"context": 0},
     {"context": -5},
     {"context": 1 << 40},
@@ -126,7 +126,7 @@ WRONG: list[dict[str, Any]] = [
     {"threads": -1},
     {"threads": 1 << 20},
     {"threads": "two"},
-    {"max_sequences": True},
+    {"max_num_seqs": True},
 ]
 
 

@@ -77,9 +77,16 @@ def test_shipped_rules_replace_every_moe_block_and_nothing_else(model_type: str)
 
 @pytest.mark.parametrize(
     ("path", "names_it"),
-    [("Linear", True), ("linear.Linear", True), ("torch.nn.Linear", True), ("near", False),
-     ("ear.Linear", False), ("other.Linear", False), ("torch.nn.Bilinear", False)],
-)  # fmt: skip
+    [
+        ("Linear", True),
+        ("linear.Linear", True),
+        ("torch.nn.Linear", True),
+        ("near", False),
+        ("ear.Linear", False),
+        ("other.Linear", False),
+        ("torch.nn.Bilinear", False),
+    ],
+)
 def test_class_names(path: str, names_it: bool) -> None:
     assert is_class(nn.Linear, path) == names_it
 

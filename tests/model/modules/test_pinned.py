@@ -27,9 +27,13 @@ from ..conftest import Run, failed
     ("family", "fp8"), [("deepseek_v3", False), ("deepseek_v3", True), ("gpt_oss", False)], ids=str
 )
 def test_logits_are_those_without(
-    checkpoint: Checkpoints, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch, family: str,
-    fp8: bool, pinned: list[int],
-) -> None:  # fmt: skip
+    checkpoint: Checkpoints,
+    ids: torch.Tensor,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    fp8: bool,
+    pinned: list[int],
+) -> None:
     path = checkpoint(family, fp8=fp8).path
     want = logits(model.from_pretrained(path, dtype="float32"), ids)
 
@@ -85,9 +89,18 @@ def test_a_profile_from_text(run: Run, writer: Path, tmp_path: Path) -> None:
     text, out, plot = (tmp_path / name for name in ("text.txt", "profile.json", "profile.png"))
     text.write_text("def f(x):\n    return x\n" * 8)
     result = run(
-        "profile", "experts", text, "--model", writer, "--out", out, "--plot", plot,
-        "--length", 50,
-    )  # fmt: skip
+        "profile",
+        "experts",
+        text,
+        "--model",
+        writer,
+        "--out",
+        out,
+        "--plot",
+        plot,
+        "--length",
+        50,
+    )
     assert result.code == 0, result.err
     found = profile.read(out)
     assert {sum(row) for row in found.rows} == {found.tokens * found.topk}

@@ -127,7 +127,7 @@ def test_int4_linears_in_the_engine_and_eagerly(checkpoint: Checkpoints) -> None
     assert lm.model.layers[0].self_attn.q_proj.weight is None
     with torch.no_grad():
         eager = lm(torch.tensor([prompt])).logits[0, -1].float()
-    with model.load_engine(path, rules="int4", context=64) as llm:
+    with model.load_engine(path, rules="int4", max_model_len=64) as llm:
         result = llm.generate(prompt, temperature=0, max_tokens=1, logprobs=5)
         linear = llm.runner.model.layers[0].attention.qkv
     assert linear.parts[0].fmt.name == "int4"

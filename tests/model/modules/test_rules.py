@@ -79,12 +79,18 @@ def test_every_known_architecture_has_rules_that_parse() -> None:
 
 RULE = "- match: {class: A}\n  replace: {class: B}\n"
 MISTAKES = [
-    (RULE + "- match:\n    klass: A\n  replace: {class: B}",
-     "rules.yaml:4: unknown key 'klass' in match. Did you mean class?"),
-    ("- mach: {class: A}\n  replace: {class: B}",
-     "rules.yaml:1: unknown key 'mach'. Did you mean match?"),
-    (RULE + "- match: {class: A}\n  replace:\n    class: B\n    device: cuda0",
-     "rules.yaml:6: replace.device: 'cuda0' is no device"),
+    (
+        RULE + "- match:\n    klass: A\n  replace: {class: B}",
+        "rules.yaml:4: unknown key 'klass' in match. Did you mean class?",
+    ),
+    (
+        "- mach: {class: A}\n  replace: {class: B}",
+        "rules.yaml:1: unknown key 'mach'. Did you mean match?",
+    ),
+    (
+        RULE + "- match: {class: A}\n  replace:\n    class: B\n    device: cuda0",
+        "rules.yaml:6: replace.device: 'cuda0' is no device",
+    ),
     (RULE + "- match: {class: A}", "rules.yaml:3: replace is missing. Add it."),
     ("- match: {}\n  replace: {class: B}", "rules.yaml:1: match: match needs a class, a name or"),
     ("- match: {name: '('}\n  replace: {class: B}", "rules.yaml:1: match.name: '(' is no regular"),
@@ -95,7 +101,7 @@ MISTAKES = [
     ("match: {class: A}", "is no list of rules"),
     ("", "is no list of rules"),
     (RULE + "- match: {class: A", "rules.yaml:3: this is not valid YAML"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "message"), MISTAKES, ids=[message for _, message in MISTAKES])

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMo
 @pytest.fixture(scope="module")
 def llm(folder: tuple[Path, PreTrainedModel]) -> Iterator[LLM]:
     with pytest.warns(UserWarning, match="generates without no_repeat_ngram_size=9 of"):
-        made = model.load_engine(folder[0], device="host", threads=1, context=128)
+        made = model.load_engine(folder[0], device="ref", threads=1, max_model_len=128)
     with made:
         yield made
 

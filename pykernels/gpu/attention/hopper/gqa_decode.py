@@ -103,13 +103,40 @@ def _zeros_behind(values, keys):
     do_not_specialize=["B", "total_splits", "table_stride", "width", "call"]
 )  # a batch or call compiles nothing new
 def gqa_decode_ring(
-    q_ptr, k_rows, v_rows, table_ptr, length_ptr, out_ptr, lse_ptr, sink_ptr,
-    inner, outer, window, B, S, total_splits, table_stride, q_b, q_s, q_h, width, call, counters,
+    q_ptr,
+    k_rows,
+    v_rows,
+    table_ptr,
+    length_ptr,
+    out_ptr,
+    lse_ptr,
+    sink_ptr,
+    inner,
+    outer,
+    window,
+    B,
+    S,
+    total_splits,
+    table_stride,
+    q_b,
+    q_s,
+    q_h,
+    width,
+    call,
+    counters,
     result,
-    G: gl.constexpr, KVH: gl.constexpr, PAGE: gl.constexpr, STAGES: gl.constexpr,
-    BATCH: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, SPLIT: gl.constexpr,
-    MULTI_TOKEN: gl.constexpr, EARLY: gl.constexpr, REDUCE: gl.constexpr,
-):  # fmt: skip
+    G: gl.constexpr,
+    KVH: gl.constexpr,
+    PAGE: gl.constexpr,
+    STAGES: gl.constexpr,
+    BATCH: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    SPLIT: gl.constexpr,
+    MULTI_TOKEN: gl.constexpr,
+    EARLY: gl.constexpr,
+    REDUCE: gl.constexpr,
+):
     """One CTA: a split of a sequence's keys, for 16 query rows of a KV head.
 
     Args:
@@ -277,9 +304,20 @@ def gqa_decode_ring(
                 if is_last(counter, num_splits):
                     R = S * (KVH * G)
                     combine_splits(
-                        out_ptr, lse_ptr, result, sink_ptr, split_idx - split, num_splits, R,
-                        b * R, first_row, S * G, kv, G, KVH,
-                    )  # fmt: skip
+                        out_ptr,
+                        lse_ptr,
+                        result,
+                        sink_ptr,
+                        split_idx - split,
+                        num_splits,
+                        R,
+                        b * R,
+                        first_row,
+                        S * G,
+                        kv,
+                        G,
+                        KVH,
+                    )
     else:
         gl.store(to, y.to(out_ptr.dtype.element_ty), mask=(row < S * G)[:, None])
 

@@ -40,9 +40,19 @@ def half_queries(x, m_shared, both, SIDE: gl.constexpr):
 
 @gluon.jit
 def scaled_softmax(
-    s, k_scale, stage, start, end, last, m_i, l_i, inner, outer,
-    MASKED: gl.constexpr, SOFTCAP: gl.constexpr,
-):  # fmt: skip
+    s,
+    k_scale,
+    stage,
+    start,
+    end,
+    last,
+    m_i,
+    l_i,
+    inner,
+    outer,
+    MASKED: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):
     """``online_softmax.softmax_step_scaled``, with the scales' logarithms and inverses at hand."""
     KEYS: gl.constexpr = gl.SliceLayout(0, s.type.layout)
     if SOFTCAP:
@@ -69,8 +79,12 @@ def _e4m3_to_half(x):
     return gl.inline_asm_elementwise(
         "{.reg .b16 a, b; mov.b32 {a, b}, $2;"
         " cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;}",
-        "=r,=r,r", [x], dtype=gl.float16, is_pure=True, pack=4,
-    )  # fmt: skip
+        "=r,=r,r",
+        [x],
+        dtype=gl.float16,
+        is_pure=True,
+        pack=4,
+    )
 
 
 @gluon.jit
@@ -79,17 +93,39 @@ def _prefetch_l2(latent, row, L: gl.constexpr):
     at = latent + row * L + gl.arange(0, 128, layout=KEY) * (64 * L // 128)
     gl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], 256; mov.b32 $0, 0;",
-        "=r,l", [at.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,l",
+        [at.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
 def dequantize_producer(
-    latent, rope, scale, table_ptr, table_stride, length_ptr, B, S, total_splits, k_left, k_right,
-    k_rope, k_scale, left_full, right_full, left_empty, right_empty,
-    COLUMNS: gl.constexpr, L: gl.constexpr, PAGE: gl.constexpr, SPLIT: gl.constexpr,
+    latent,
+    rope,
+    scale,
+    table_ptr,
+    table_stride,
+    length_ptr,
+    B,
+    S,
+    total_splits,
+    k_left,
+    k_right,
+    k_rope,
+    k_scale,
+    left_full,
+    right_full,
+    left_empty,
+    right_empty,
+    COLUMNS: gl.constexpr,
+    L: gl.constexpr,
+    PAGE: gl.constexpr,
+    SPLIT: gl.constexpr,
     BATCH: gl.constexpr,
-):  # fmt: skip
+):
     """Brings the keys into shared memory, dequantized; a block is within a page.
 
     Half a block is loaded while its buffer is still in use, and the next block prefetched into L2.

@@ -68,11 +68,29 @@ def zeros_behind(values, keys):
 
 @gluon.jit
 def producer(
-    latent, rope, scale_ptr, table_ptr, table_stride, length_ptr, B, S, total_splits, k_left,
-    k_right, k_rope, k_scale, left_full, right_full, left_empty, right_empty,
-    COLUMNS: gl.constexpr, L: gl.constexpr, PAGE: gl.constexpr, SPLIT: gl.constexpr,
+    latent,
+    rope,
+    scale_ptr,
+    table_ptr,
+    table_stride,
+    length_ptr,
+    B,
+    S,
+    total_splits,
+    k_left,
+    k_right,
+    k_rope,
+    k_scale,
+    left_full,
+    right_full,
+    left_empty,
+    right_empty,
+    COLUMNS: gl.constexpr,
+    L: gl.constexpr,
+    PAGE: gl.constexpr,
+    SPLIT: gl.constexpr,
     BATCH: gl.constexpr,
-):  # fmt: skip
+):
     """Copies the keys into shared memory: the left half with the rotated part, then the right.
 
     Every COLUMNS have a memory barrier: scores begin with those that have arrived.
@@ -90,21 +108,54 @@ def producer(
         following = gl.load(table + gl.minimum(start + 64, last) // PAGE)
         mbarrier.wait(left_empty.index(stage), phase ^ 1)
         _copy_half(
-            latent, table, here, start, last, 0, k_left.index(stage), left_full, stage,
-            rope, k_rope.index(stage), COLUMNS, PAGE,
-        )  # fmt: skip
+            latent,
+            table,
+            here,
+            start,
+            last,
+            0,
+            k_left.index(stage),
+            left_full,
+            stage,
+            rope,
+            k_rope.index(stage),
+            COLUMNS,
+            PAGE,
+        )
         mbarrier.wait(right_empty.index(stage), phase ^ 1)
         _copy_half(
-            latent, table, here, start, last, 256, k_right.index(stage), right_full, stage,
-            None, None, COLUMNS, PAGE,
-        )  # fmt: skip
+            latent,
+            table,
+            here,
+            start,
+            last,
+            256,
+            k_right.index(stage),
+            right_full,
+            stage,
+            None,
+            None,
+            COLUMNS,
+            PAGE,
+        )
 
 
 @gluon.jit
 def _copy_half(
-    latent, table, page, start, last, column, half, full, stage, rope, k_rope,
-    COLUMNS: gl.constexpr, PAGE: gl.constexpr,
-):  # fmt: skip
+    latent,
+    table,
+    page,
+    start,
+    last,
+    column,
+    half,
+    full,
+    stage,
+    rope,
+    k_rope,
+    COLUMNS: gl.constexpr,
+    PAGE: gl.constexpr,
+):
     """Begins the copies of half a block of keys, the rotated part with the first COLUMNS."""
     PIECES: gl.constexpr = 256 // COLUMNS
     TALL: gl.constexpr = min(PAGE, 64)  # rows of a copy

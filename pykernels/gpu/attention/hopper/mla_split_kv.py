@@ -61,9 +61,19 @@ ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [8, 2], [1, 0]))  # of the
 
 @gluon.jit(do_not_specialize=["B", "total_splits"])  # a batch's size compiles nothing new
 def mla_combine(
-    partials_ptr, stats_ptr, out, length_ptr, B, R, tiles, total_splits, S,
-    LINES: gl.constexpr, BLOCK: gl.constexpr, BATCH: gl.constexpr,
-):  # fmt: skip
+    partials_ptr,
+    stats_ptr,
+    out,
+    length_ptr,
+    B,
+    R,
+    tiles,
+    total_splits,
+    S,
+    LINES: gl.constexpr,
+    BLOCK: gl.constexpr,
+    BATCH: gl.constexpr,
+):
     """8 rows of a sequence, LINES times 32 columns of them: the weighed sum of all splits."""
     ACROSS: gl.constexpr = 16 // LINES  # warps that divide a line's splits
     X: gl.constexpr = gl.BlockedLayout(

@@ -28,12 +28,42 @@ NUMBER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
 
 @gluon.jit(do_not_specialize=["window", "B", "blocks", "tiles", "at_a_time", "table_stride"])
 def prefill_hopper(
-    q_desc, qr_desc, k_desc, kr_desc, v_desc, q_start_ptr, q_length_ptr, k_start_ptr, k_length_ptr,
-    table_ptr, out_ptr, sink_ptr, inner, outer, window, q_h, qr_h, k_h, v_h, o_t, o_h, B, blocks,
-    tiles, at_a_time, counter_ptr, table_stride, PAGE: gl.constexpr, G: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, R: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
+    q_desc,
+    qr_desc,
+    k_desc,
+    kr_desc,
+    v_desc,
+    q_start_ptr,
+    q_length_ptr,
+    k_start_ptr,
+    k_length_ptr,
+    table_ptr,
+    out_ptr,
+    sink_ptr,
+    inner,
+    outer,
+    window,
+    q_h,
+    qr_h,
+    k_h,
+    v_h,
+    o_t,
+    o_h,
+    B,
+    blocks,
+    tiles,
+    at_a_time,
+    counter_ptr,
+    table_stride,
+    PAGE: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    R: gl.constexpr,
+    KEYS: gl.constexpr,
+    WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
-):  # fmt: skip
+):
     qs = gl.allocate_shared_memory(gl.bfloat16, [2, 64, D], SHARED)
     ks = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, D], SHARED)
     vs = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, DV], SHARED)
@@ -114,10 +144,17 @@ def _at_a_time(rows: int, k: torch.Tensor, v: torch.Tensor, G: int) -> int:
 
 
 def launch_hopper(
-    q: torch.Tensor, q_rope: torch.Tensor | None, k: torch.Tensor, k_rope: torch.Tensor | None,
-    v: torch.Tensor, batch: Ragged, out: torch.Tensor, scores: tuple[Any, ...],
-    options: dict[str, Any], plan: PrefillPlan,
-) -> None:  # fmt: skip
+    q: torch.Tensor,
+    q_rope: torch.Tensor | None,
+    k: torch.Tensor,
+    k_rope: torch.Tensor | None,
+    v: torch.Tensor,
+    batch: Ragged,
+    out: torch.Tensor,
+    scores: tuple[Any, ...],
+    options: dict[str, Any],
+    plan: PrefillPlan,
+) -> None:
     """``scores``: sinks, inner, outer, window; ``options``: the kernel's constants."""
     NH, G, page, table = q.shape[1], options["G"], options["PAGE"], batch.page_table
     piece = min(page or plan.keys, plan.keys)  # rows of keys of one copy
@@ -131,8 +168,29 @@ def launch_hopper(
     tiles = blocks * NH * batch.B
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     prefill_hopper[min(tiles, num_sms(q.device)),](
-        q_desc, qr_desc, k_desc, kr_desc, v_desc, batch.q_starts, batch.q_lengths, batch.k_starts,
-        batch.k_lengths, table, out, *scores, q.stride(1), qr_h, k.stride(1), v.stride(1),
-        *out.stride()[:2], batch.B, blocks, tiles, _at_a_time(rows, k, v, G), counter,
-        0 if table is None else table.stride(0), **options, num_warps=4,
-    )  # fmt: skip
+        q_desc,
+        qr_desc,
+        k_desc,
+        kr_desc,
+        v_desc,
+        batch.q_starts,
+        batch.q_lengths,
+        batch.k_starts,
+        batch.k_lengths,
+        table,
+        out,
+        *scores,
+        q.stride(1),
+        qr_h,
+        k.stride(1),
+        v.stride(1),
+        *out.stride()[:2],
+        batch.B,
+        blocks,
+        tiles,
+        _at_a_time(rows, k, v, G),
+        counter,
+        0 if table is None else table.stride(0),
+        **options,
+        num_warps=4,
+    )

@@ -20,9 +20,16 @@ STAGES = gl.constexpr(2)
 
 @gluon.jit
 def tile_at(
-    tile, q_length_ptr, k_length_ptr, window, B, blocks, at_a_time,
-    KEYS: gl.constexpr, WINDOW: gl.constexpr,
-):  # fmt: skip
+    tile,
+    q_length_ptr,
+    k_length_ptr,
+    window,
+    B,
+    blocks,
+    at_a_time,
+    KEYS: gl.constexpr,
+    WINDOW: gl.constexpr,
+):
     """(sequence, head, first query, queries, keys, first block of keys, behind the last)."""
     head = tile % at_a_time
     at = tile // at_a_time
@@ -58,9 +65,23 @@ def _copy(
 
 @gluon.jit
 def _copy_keys(
-    k_desc, kr_desc, table, first_row, start, column, end, ks, k_ropes, full, empty, c,
-    PAGE: gl.constexpr, D: gl.constexpr, R: gl.constexpr, KEYS: gl.constexpr,
-):  # fmt: skip
+    k_desc,
+    kr_desc,
+    table,
+    first_row,
+    start,
+    column,
+    end,
+    ks,
+    k_ropes,
+    full,
+    empty,
+    c,
+    PAGE: gl.constexpr,
+    D: gl.constexpr,
+    R: gl.constexpr,
+    KEYS: gl.constexpr,
+):
     stage = c % STAGES
     mbarrier.wait(empty.index(stage), (c // STAGES & 1) ^ 1)
     mbarrier.expect(full.index(stage), 2 * KEYS * (D + R))
@@ -73,9 +94,21 @@ def _copy_keys(
 
 @gluon.jit
 def _copy_values(
-    v_desc, table, first_row, start, column, end, vs, full, empty, tail, c,
-    PAGE: gl.constexpr, DV: gl.constexpr, KEYS: gl.constexpr,
-):  # fmt: skip
+    v_desc,
+    table,
+    first_row,
+    start,
+    column,
+    end,
+    vs,
+    full,
+    empty,
+    tail,
+    c,
+    PAGE: gl.constexpr,
+    DV: gl.constexpr,
+    KEYS: gl.constexpr,
+):
     """Behind the sequence's last key, zeros: NaN times 0 is NaN."""
     stage = c % STAGES
     mbarrier.wait(empty.index(stage), (c // STAGES & 1) ^ 1)
@@ -102,12 +135,50 @@ def _copy_values(
 
 @gluon.jit
 def producer(
-    q_desc, qr_desc, k_desc, kr_desc, v_desc, q_start_ptr, q_length_ptr, k_start_ptr, k_length_ptr,
-    table_ptr, table_stride, window, q_h, qr_h, k_h, v_h, B, blocks, tiles, at_a_time, counter_ptr,
-    qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty, tail,
-    nexts, n_full, n_empty, PAGE: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    R: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
-):  # fmt: skip
+    q_desc,
+    qr_desc,
+    k_desc,
+    kr_desc,
+    v_desc,
+    q_start_ptr,
+    q_length_ptr,
+    k_start_ptr,
+    k_length_ptr,
+    table_ptr,
+    table_stride,
+    window,
+    q_h,
+    qr_h,
+    k_h,
+    v_h,
+    B,
+    blocks,
+    tiles,
+    at_a_time,
+    counter_ptr,
+    qs,
+    q_ropes,
+    ks,
+    k_ropes,
+    vs,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    tail,
+    nexts,
+    n_full,
+    n_empty,
+    PAGE: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    R: gl.constexpr,
+    KEYS: gl.constexpr,
+    WINDOW: gl.constexpr,
+):
     """What the producer warps do."""
     c = 0
     t = 0
@@ -137,19 +208,59 @@ def producer(
                 if R > 0:
                     tma_load(qr_desc, [q_at, head * qr_h], q_full, q_ropes.index(wg))
             _copy_keys(
-                k_desc, kr_desc, table, k_row, start, k_column, keys, ks, k_ropes, k_full, k_empty,
-                c, PAGE, D, R, KEYS,
-            )  # fmt: skip
+                k_desc,
+                kr_desc,
+                table,
+                k_row,
+                start,
+                k_column,
+                keys,
+                ks,
+                k_ropes,
+                k_full,
+                k_empty,
+                c,
+                PAGE,
+                D,
+                R,
+                KEYS,
+            )
             for n in range(lo, hi):
                 if n + 1 < hi:
                     _copy_keys(
-                        k_desc, kr_desc, table, k_row, start - KEYS, k_column, keys, ks, k_ropes,
-                        k_full, k_empty, c + 1, PAGE, D, R, KEYS,
-                    )  # fmt: skip
+                        k_desc,
+                        kr_desc,
+                        table,
+                        k_row,
+                        start - KEYS,
+                        k_column,
+                        keys,
+                        ks,
+                        k_ropes,
+                        k_full,
+                        k_empty,
+                        c + 1,
+                        PAGE,
+                        D,
+                        R,
+                        KEYS,
+                    )
                 _copy_values(
-                    v_desc, table, k_row, start, v_column, keys, vs, v_full, v_empty, tail, c,
-                    PAGE, DV, KEYS,
-                )  # fmt: skip
+                    v_desc,
+                    table,
+                    k_row,
+                    start,
+                    v_column,
+                    keys,
+                    vs,
+                    v_full,
+                    v_empty,
+                    tail,
+                    c,
+                    PAGE,
+                    DV,
+                    KEYS,
+                )
                 start -= KEYS
                 c += 1
                 if n == lo:  # the buffers are full: there is time

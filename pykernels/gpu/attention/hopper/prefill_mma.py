@@ -72,9 +72,20 @@ def _scores(q, q_rope, k, k_rope, zeros, R: gl.constexpr):
 
 @gluon.jit
 def _softmax(
-    s, start, at_q, keys, m_i, l_i, inner, outer, window,
-    KEYS: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-):  # fmt: skip
+    s,
+    start,
+    at_q,
+    keys,
+    m_i,
+    l_i,
+    inner,
+    outer,
+    window,
+    KEYS: gl.constexpr,
+    MASKED: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+):
     """``online_softmax.softmax_step`` of the block of keys from ``start`` on."""
     if SOFTCAP:
         s = capped(s, inner)
@@ -100,8 +111,12 @@ def _computed_here(l_i):
     return gl.inline_asm_elementwise(
         "{ .reg .pred q; .reg .u32 a; setp.lt.f32 q, $1, 0f00000000; mov.u32 a, 0;"
         " @q st.shared.f32 [a], $1; mov.b32 $0, $1; }",
-        "=f,f", [l_i], dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=f,f",
+        [l_i],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -112,10 +127,35 @@ def _operand(p, VALUES: gl.constexpr):
 
 @gluon.jit
 def _steps(
-    q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m_i, l_i, acc, c,
-    n, count, at_q, keys, inner, outer, window, R: gl.constexpr, KEYS: gl.constexpr,
-    MASKED: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, WG: gl.constexpr,
-):  # fmt: skip
+    q,
+    q_rope,
+    ks,
+    k_ropes,
+    vs,
+    zeros,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    p,
+    m_i,
+    l_i,
+    acc,
+    c,
+    n,
+    count,
+    at_q,
+    keys,
+    inner,
+    outer,
+    window,
+    R: gl.constexpr,
+    KEYS: gl.constexpr,
+    MASKED: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    WG: gl.constexpr,
+):
     """``count`` blocks from ``n`` downwards: their scores, and the values of the one before."""
     VALUES: gl.constexpr = acc.type.layout
     for _ in range(count):
@@ -133,9 +173,20 @@ def _steps(
         s = warpgroup_mma_wait(1, deps=[token])
         mbarrier.arrive(k_empty.index(k_at), count=1)
         p_next, alpha, m_i, l_i = _softmax(
-            s, n * KEYS, at_q, keys, m_i, l_i, inner, outer, window,
-            KEYS, MASKED, WINDOW, SOFTCAP,
-        )  # fmt: skip
+            s,
+            n * KEYS,
+            at_q,
+            keys,
+            m_i,
+            l_i,
+            inner,
+            outer,
+            window,
+            KEYS,
+            MASKED,
+            WINDOW,
+            SOFTCAP,
+        )
         l_i = _computed_here(l_i)
         acc, p = warpgroup_mma_wait(0, deps=[pending, p])
         mbarrier.arrive(v_empty.index(v_at), count=1)
@@ -158,12 +209,41 @@ def _store(acc, out, q_row, i, queries, o_t, DV: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    q_start_ptr, q_length_ptr, k_length_ptr, out_ptr, sink_ptr, inner, outer, window, o_t, o_h,
-    B, blocks, tiles, at_a_time,
-    qs, q_ropes, ks, k_ropes, vs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    nexts, n_full, n_empty, DV: gl.constexpr, R: gl.constexpr, KEYS: gl.constexpr,
-    WINDOW: gl.constexpr, SOFTCAP: gl.constexpr, WG: gl.constexpr,
-):  # fmt: skip
+    q_start_ptr,
+    q_length_ptr,
+    k_length_ptr,
+    out_ptr,
+    sink_ptr,
+    inner,
+    outer,
+    window,
+    o_t,
+    o_h,
+    B,
+    blocks,
+    tiles,
+    at_a_time,
+    qs,
+    q_ropes,
+    ks,
+    k_ropes,
+    vs,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    nexts,
+    n_full,
+    n_empty,
+    DV: gl.constexpr,
+    R: gl.constexpr,
+    KEYS: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    WG: gl.constexpr,
+):
     """What each of the two warpgroups does for its 64 queries."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
@@ -208,26 +288,112 @@ def consumer(
                 s = warpgroup_mma_wait(0, deps=[token])
                 mbarrier.arrive(k_empty.index(k_at), count=1)
                 p, _, m_i, l_i = _softmax(
-                    s, (hi - 1) * KEYS, at_q, keys, m_i, l_i, inner, outer, window,
-                    KEYS, True, WINDOW, SOFTCAP,
-                )  # fmt: skip
+                    s,
+                    (hi - 1) * KEYS,
+                    at_q,
+                    keys,
+                    m_i,
+                    l_i,
+                    inner,
+                    outer,
+                    window,
+                    KEYS,
+                    True,
+                    WINDOW,
+                    SOFTCAP,
+                )
                 n = hi - 2
                 p, m_i, l_i, acc, c, n = _steps(
-                    q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m_i,
-                    l_i, acc, c, n, hi - 1 - mid, at_q, keys, inner, outer, window, R, KEYS, True,
-                    WINDOW, SOFTCAP, WG,
-                )  # fmt: skip
+                    q,
+                    q_rope,
+                    ks,
+                    k_ropes,
+                    vs,
+                    zeros,
+                    k_full,
+                    k_empty,
+                    v_full,
+                    v_empty,
+                    p,
+                    m_i,
+                    l_i,
+                    acc,
+                    c,
+                    n,
+                    hi - 1 - mid,
+                    at_q,
+                    keys,
+                    inner,
+                    outer,
+                    window,
+                    R,
+                    KEYS,
+                    True,
+                    WINDOW,
+                    SOFTCAP,
+                    WG,
+                )
                 p, m_i, l_i, acc, c, n = _steps(
-                    q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m_i,
-                    l_i, acc, c, n, mid - low, at_q, keys, inner, outer, window, R, KEYS, False,
-                    WINDOW, SOFTCAP, WG,
-                )  # fmt: skip
+                    q,
+                    q_rope,
+                    ks,
+                    k_ropes,
+                    vs,
+                    zeros,
+                    k_full,
+                    k_empty,
+                    v_full,
+                    v_empty,
+                    p,
+                    m_i,
+                    l_i,
+                    acc,
+                    c,
+                    n,
+                    mid - low,
+                    at_q,
+                    keys,
+                    inner,
+                    outer,
+                    window,
+                    R,
+                    KEYS,
+                    False,
+                    WINDOW,
+                    SOFTCAP,
+                    WG,
+                )
                 if WINDOW:
                     p, m_i, l_i, acc, c, n = _steps(
-                        q, q_rope, ks, k_ropes, vs, zeros, k_full, k_empty, v_full, v_empty, p, m_i,
-                        l_i, acc, c, n, low - lo, at_q, keys, inner, outer, window, R, KEYS, True,
-                        WINDOW, SOFTCAP, WG,
-                    )  # fmt: skip
+                        q,
+                        q_rope,
+                        ks,
+                        k_ropes,
+                        vs,
+                        zeros,
+                        k_full,
+                        k_empty,
+                        v_full,
+                        v_empty,
+                        p,
+                        m_i,
+                        l_i,
+                        acc,
+                        c,
+                        n,
+                        low - lo,
+                        at_q,
+                        keys,
+                        inner,
+                        outer,
+                        window,
+                        R,
+                        KEYS,
+                        True,
+                        WINDOW,
+                        SOFTCAP,
+                        WG,
+                    )
                 mbarrier.arrive(q_empty, count=1)
                 v_at = c % STAGES
                 mbarrier.wait(v_full.index(v_at), c // STAGES & 1)

@@ -77,9 +77,20 @@ def is_last(counter, num_splits):
 
 @gluon.jit
 def combine_splits(
-    values, lse, out, sink_ptr, first, num_splits, R, out_row, first_row, rows, kv,
-    G: gl.constexpr, KVH: gl.constexpr,
-):  # fmt: skip
+    values,
+    lse,
+    out,
+    sink_ptr,
+    first,
+    num_splits,
+    R,
+    out_row,
+    first_row,
+    rows,
+    kv,
+    G: gl.constexpr,
+    KVH: gl.constexpr,
+):
     """out bf16, rows of 128: ``first_row`` and up to 16 from it, of ``rows`` of a KV head.
 
     Args:

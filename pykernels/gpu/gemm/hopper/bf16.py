@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ....shapes import SortedSlots
+from ....shapes import SortedPairs
 from ...common.gluon_compat import tma_load
 from ...common.launch import num_sms
 from ...common.tile_scheduler import (
@@ -41,9 +41,25 @@ STAGES = 4
 
 @gluon.jit
 def _produce(
-    x, w, tiles, bound, N, K, N_BLOCKS, a0, a1, b, full, empty, nexts, n_full, n_empty,
-    GATED: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    tiles,
+    bound,
+    N,
+    K,
+    N_BLOCKS,
+    a0,
+    a1,
+    b,
+    full,
+    empty,
+    nexts,
+    n_full,
+    n_empty,
+    GATED: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     blocks = blocks_of(tiles, bound)
     step = 0
     turn = 0
@@ -72,9 +88,24 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    out, tiles, bound, N, K, N_BLOCKS, a, b, full, empty, nexts, n_full, n_empty,
-    PART: gl.constexpr, GATED: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    out,
+    tiles,
+    bound,
+    N,
+    K,
+    N_BLOCKS,
+    a,
+    b,
+    full,
+    empty,
+    nexts,
+    n_full,
+    n_empty,
+    PART: gl.constexpr,
+    GATED: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     blocks = blocks_of(tiles, bound)
@@ -112,9 +143,18 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["bound", "N_BLOCKS"])
 def gemm_bf16_hopper(
-    x, w, out, tiles, bound, N, K, N_BLOCKS,
-    GATED: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    out,
+    tiles,
+    bound,
+    N,
+    K,
+    N_BLOCKS,
+    GATED: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """As ``gemm_bf16``; rows of x in the experts' order.
 
     Args:
@@ -141,23 +181,84 @@ def gemm_bf16_hopper(
         mbarrier.init(n_empty.index(i), count=2)
     gl.warp_specialize(
         [
-            (_consume, (out, tiles, bound, N, K, N_BLOCKS, a0, b, full, empty,
-                        nexts, n_full, n_empty, 0, GATED, GROUP_M, STAGES)),
-            (_consume, (out, tiles, bound, N, K, N_BLOCKS, a1, b, full, empty,
-                        nexts, n_full, n_empty, 1, GATED, GROUP_M, STAGES)),
-            (_produce, (x, w, tiles, bound, N, K, N_BLOCKS, a0, a1, b, full, empty,
-                        nexts, n_full, n_empty, GATED, GROUP_M, STAGES)),
+            (
+                _consume,
+                (
+                    out,
+                    tiles,
+                    bound,
+                    N,
+                    K,
+                    N_BLOCKS,
+                    a0,
+                    b,
+                    full,
+                    empty,
+                    nexts,
+                    n_full,
+                    n_empty,
+                    0,
+                    GATED,
+                    GROUP_M,
+                    STAGES,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    out,
+                    tiles,
+                    bound,
+                    N,
+                    K,
+                    N_BLOCKS,
+                    a1,
+                    b,
+                    full,
+                    empty,
+                    nexts,
+                    n_full,
+                    n_empty,
+                    1,
+                    GATED,
+                    GROUP_M,
+                    STAGES,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    x,
+                    w,
+                    tiles,
+                    bound,
+                    N,
+                    K,
+                    N_BLOCKS,
+                    a0,
+                    a1,
+                    b,
+                    full,
+                    empty,
+                    nexts,
+                    n_full,
+                    n_empty,
+                    GATED,
+                    GROUP_M,
+                    STAGES,
+                ),
+            ),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )
 
 
 def multiply_bf16(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
-    order: SortedSlots,
+    order: SortedPairs,
     table: torch.Tensor | None,
     *,
     gated: bool,
@@ -170,6 +271,16 @@ def multiply_bf16(
     weights: Any = TensorDescriptor.from_tensor(stack.data.view(-1, stack.K), [128, 64], layout)
     n_blocks = triton.cdiv(stack.N, 128 if gated else 256)
     gemm_bf16_hopper[(min(num_sms(x.device), bound * n_blocks),)](
-        rows, weights, out, tiles, bound, stack.N, stack.K, n_blocks,
-        GATED=gated, GROUP_M=group_m, STAGES=STAGES, num_warps=4,
-    )  # fmt: skip
+        rows,
+        weights,
+        out,
+        tiles,
+        bound,
+        stack.N,
+        stack.K,
+        n_blocks,
+        GATED=gated,
+        GROUP_M=group_m,
+        STAGES=STAGES,
+        num_warps=4,
+    )

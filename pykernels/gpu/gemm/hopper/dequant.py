@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ....shapes import SWIGLU, ExpertSpec, SortedSlots
+from ....shapes import SWIGLU, ExpertSpec, SortedPairs
 from ...common.dequant_mma import MAGIC
 from ...common.gluon_compat import barrier
 from ...plans.gemm import DequantPlan
@@ -80,12 +80,37 @@ def put_tile(out, acc, m0, n0, M, N):
 
 @gluon.jit(do_not_specialize=["M", "STEPS", "SHARE", "SCALES", "BLOCKS", "WHOLE", "TILES", "MAGIC"])
 def dequant_gemm(
-    x, w, w_scale, out, parts, bias, tiles, M, N, STEPS, SHARE, SCALES, BLOCKS, WHOLE, TILES, MAGIC,
-    KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr,
-    HAS_BIAS: gl.constexpr, SPREAD: gl.constexpr, COLS: gl.constexpr, WARPS: gl.constexpr,
-    STAGES: gl.constexpr, WORD_STAGES: gl.constexpr, LW: gl.constexpr, LH: gl.constexpr,
-    XS: gl.constexpr, WS: gl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    w_scale,
+    out,
+    parts,
+    bias,
+    tiles,
+    M,
+    N,
+    STEPS,
+    SHARE,
+    SCALES,
+    BLOCKS,
+    WHOLE,
+    TILES,
+    MAGIC,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    GATED: gl.constexpr,
+    ACT: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    SPREAD: gl.constexpr,
+    COLS: gl.constexpr,
+    WARPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    WORD_STAGES: gl.constexpr,
+    LW: gl.constexpr,
+    LH: gl.constexpr,
+    XS: gl.constexpr,
+    WS: gl.constexpr,
+):
     """out[m, n] = sum over k of x[m, k] * w[n, k], COLS rows of x by 16 WARPS rows of w.
 
     Program (i, j) adds up steps j * SHARE .. (j + 1) * SHARE - 1 of 128 inputs; with ``parts`` it
@@ -135,9 +160,33 @@ def dequant_gemm(
             m0 = tile % BLOCKS * COLS
             n0 = tile // BLOCKS * OUTPUTS
             acc = multiply_tile(
-                x, w, w_scale, xs, ws, x_ready, w_ready, 0, m0, n0, N, STEPS, c0, count, done,
-                SCALES, MAGIC, KIND, GROUP, GATED, COLS, WARPS, STAGES, WORD_STAGES, LW, LH,
-            )  # fmt: skip
+                x,
+                w,
+                w_scale,
+                xs,
+                ws,
+                x_ready,
+                w_ready,
+                0,
+                m0,
+                n0,
+                N,
+                STEPS,
+                c0,
+                count,
+                done,
+                SCALES,
+                MAGIC,
+                KIND,
+                GROUP,
+                GATED,
+                COLS,
+                WARPS,
+                STAGES,
+                WORD_STAGES,
+                LW,
+                LH,
+            )
             r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, ACC))
             m = gl.arange(0, COLS, layout=gl.SliceLayout(0, ACC))
             if t >= first:
@@ -168,9 +217,33 @@ def dequant_gemm(
         c0 = gl.program_id(1) * SHARE
         count = gl.where(slot < 0, 0, gl.minimum(SHARE, STEPS - c0))
         acc = multiply_tile(
-            x, w, w_scale, xs, ws, x_ready, w_ready, slot, m0, n0, N, STEPS, c0, count, 0,
-            SCALES, MAGIC, KIND, GROUP, GATED, COLS, WARPS, STAGES, WORD_STAGES, LW, LH,
-        )  # fmt: skip
+            x,
+            w,
+            w_scale,
+            xs,
+            ws,
+            x_ready,
+            w_ready,
+            slot,
+            m0,
+            n0,
+            N,
+            STEPS,
+            c0,
+            count,
+            0,
+            SCALES,
+            MAGIC,
+            KIND,
+            GROUP,
+            GATED,
+            COLS,
+            WARPS,
+            STAGES,
+            WORD_STAGES,
+            LW,
+            LH,
+        )
         if HAS_BIAS:
             no, up = rows_of(n0, N, ROWS, GATED, ACC)
             matrix = (gl.maximum(slot, 0) * MATS).to(gl.int64) + up
@@ -210,7 +283,7 @@ def multiply_dequant(
     blocks = triton.cdiv(M, plan.cols)
     inputs = permute_k(x, stack.kind)
     if plan.num_ctas:
-        rows, steps = 16 * plan.warps, triton.cdiv(stack.K, 128)
+        rows, steps = 16 * plan.num_warps, triton.cdiv(stack.K, 128)
         tiles = blocks * triton.cdiv(N, rows)
         shared = tiles % plan.num_ctas
         pieces = shared + plan.num_ctas if shared else 1
@@ -230,7 +303,7 @@ def multiply_dequant_experts(
     x: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
-    order: SortedSlots,
+    order: SortedPairs,
     table: torch.Tensor | None,
     plan: DequantPlan,
     gated: bool,
@@ -268,7 +341,7 @@ def _launch(
     words = stack.data.view(torch.int32).flatten(0, 1)
     scale = scale_words(stack)
     steps = triton.cdiv(stack.K, 128)
-    rows = (8 if gated else 16) * plan.warps
+    rows = (8 if gated else 16) * plan.num_warps
     x_shared = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     w_shared = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     count = blocks * triton.cdiv(stack.N, rows)
@@ -297,13 +370,15 @@ def _launch(
         HAS_BIAS=bias is not None,
         SPREAD=num_ctas > 0,
         COLS=plan.cols,
-        WARPS=plan.warps,
-        STAGES=plan.stages,
+        WARPS=plan.num_warps,
+        STAGES=plan.num_stages,
         WORD_STAGES=plan.word_stages,
-        LW=words_layout(plan.warps, rows // plan.warps),
-        LH=heads_layout(plan.warps, 16) if stack.kind == "q4_k" else words_layout(plan.warps, 16),
+        LW=words_layout(plan.num_warps, rows // plan.num_warps),
+        LH=heads_layout(plan.num_warps, 16)
+        if stack.kind == "q4_k"
+        else words_layout(plan.num_warps, 16),
         XS=x_shared,
         WS=w_shared,
-        num_warps=plan.warps,
+        num_warps=plan.num_warps,
         **({"maxnreg": plan.registers} if plan.registers else {}),
     )

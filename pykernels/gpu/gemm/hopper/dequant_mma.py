@@ -26,23 +26,31 @@ weight on the way, and any scale."""
 REST_UP = gl.constexpr(2.0**24)
 
 
-def words_layout(warps: int, rows: int) -> object:
+def words_layout(num_warps: int, rows: int) -> object:
     """[rows warps, 16] words: lane 4 g + t has words 4 t .. 4 t + 3 of its warp's rows g (and, of
     16 rows, g + 8)."""
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], *([row, 0] for row in powers(8, rows))],
         [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        [[row, 0] for row in powers(rows, rows * warps)],
+        [[row, 0] for row in powers(rows, rows * num_warps)],
         [],
-        [rows * warps, 16],
+        [rows * num_warps, 16],
     )
 
 
 @gluon.jit
 def copy_words(
-    w, row, up, tile, ready, ws, buffer,
-    KIND: gl.constexpr, GATED: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+    w,
+    row,
+    up,
+    tile,
+    ready,
+    ws,
+    buffer,
+    KIND: gl.constexpr,
+    GATED: gl.constexpr,
+    WARPS: gl.constexpr,
+):
     """Copies of one tile of words; gated, of gate and of up."""
     mbarrier.expect(ready.index(buffer), WARPS * 16 * 64)
     column = tile * 16
@@ -130,9 +138,15 @@ def rows_of(n0, N, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr
 
 @gluon.jit
 def scale_offsets(
-    matrix, n0, N, SCALES,
-    KIND: gl.constexpr, ROWS: gl.constexpr, GATED: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+    matrix,
+    n0,
+    N,
+    SCALES,
+    KIND: gl.constexpr,
+    ROWS: gl.constexpr,
+    GATED: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """Where the scales of a tile's rows begin, in words: int64, slots may be many."""
     n, up = rows_of(n0, N, ROWS, GATED, LAYOUT)
     matrix = matrix.to(gl.int64) + up
@@ -156,11 +170,33 @@ def load_scale(scales, c, last, stride, GROUP: gl.constexpr):
 
 @gluon.jit
 def multiply_tile(
-    x, w, w_scale, xs, ws, x_ready, w_ready, slot, m0, n0, N, STEPS, c0, count, done, SCALES, MAGIC,
-    KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, COLS: gl.constexpr,
-    WARPS: gl.constexpr, STAGES: gl.constexpr, WORD_STAGES: gl.constexpr, LW: gl.constexpr,
+    x,
+    w,
+    w_scale,
+    xs,
+    ws,
+    x_ready,
+    w_ready,
+    slot,
+    m0,
+    n0,
+    N,
+    STEPS,
+    c0,
+    count,
+    done,
+    SCALES,
+    MAGIC,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    GATED: gl.constexpr,
+    COLS: gl.constexpr,
+    WARPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    WORD_STAGES: gl.constexpr,
+    LW: gl.constexpr,
     LH: gl.constexpr,
-):  # fmt: skip
+):
     """float32 [16 WARPS, COLS]: the sum of ``count`` steps of 128 inputs from ``c0`` on.
 
     A step is two products, so that two sets of registers take turns: a copy of one to the other

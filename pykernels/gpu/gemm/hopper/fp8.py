@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ....shapes import SortedSlots
+from ....shapes import SortedPairs
 from ...common.gluon_compat import tma_load
 from ...common.launch import num_sms
 from ...common.tile_scheduler import (
@@ -311,7 +311,7 @@ def multiply_fp8(
     x_scale: torch.Tensor,
     stack: Matrices,
     out: torch.Tensor,
-    order: SortedSlots,
+    order: SortedPairs,
     table: torch.Tensor | None,
     *,
     gated: bool,

@@ -19,14 +19,14 @@ from triton.experimental.gluon import language as gl
 from ...common.dequant_mma import pair, powers
 
 
-def heads_layout(warps: int, rows: int) -> object:
+def heads_layout(num_warps: int, rows: int) -> object:
     """[rows warps, 4]: each of four lanes has all of its warp's rows g (and, of 16 rows, g + 8)."""
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], *([row, 0] for row in powers(8, rows))],
         [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]],
-        [[row, 0] for row in powers(rows, rows * warps)],
+        [[row, 0] for row in powers(rows, rows * num_warps)],
         [],
-        [rows * warps, 4],
+        [rows * num_warps, 4],
     )
 
 

@@ -57,9 +57,18 @@ def _tail(tiles: int, steps: int, num_sms: int) -> tuple[int, int, float]:
 
 @gluon.jit(do_not_specialize=["M", "whole", "N_BLOCKS"])
 def add_tail(
-    parts, out, bias, M, whole, N, K, N_BLOCKS,
-    GROUP_M: gl.constexpr, SPLIT: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
+    parts,
+    out,
+    bias,
+    M,
+    whole,
+    N,
+    K,
+    N_BLOCKS,
+    GROUP_M: gl.constexpr,
+    SPLIT: gl.constexpr,
+    ROWS: gl.constexpr,
+):
     """Rows ROWS j .. of half h of shared tile i, for program (i, h, j)."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     i = gl.program_id(0)
@@ -106,11 +115,34 @@ def multiply_rows(
     if split > 1:
         parts = torch.empty(works, 2, BLOCK_M, 128, dtype=torch.float32, device=x.device)
     launch(
-        x, x_scale, stack, out, None, bias, parts, None, M, whole, n_blocks,
-        num_ctas=min(sms, whole + works), gated=False, group_m=group_m, split=split,
-    )  # fmt: skip
+        x,
+        x_scale,
+        stack,
+        out,
+        None,
+        bias,
+        parts,
+        None,
+        M,
+        whole,
+        n_blocks,
+        num_ctas=min(sms, whole + works),
+        gated=False,
+        group_m=group_m,
+        split=split,
+    )
     if split > 1:
         add_tail[(tiles - whole, 2, BLOCK_M // _ROWS)](
-            parts, out, bias, M, whole, stack.N, stack.K, n_blocks,
-            GROUP_M=group_m, SPLIT=split, ROWS=_ROWS, num_warps=4,
-        )  # fmt: skip
+            parts,
+            out,
+            bias,
+            M,
+            whole,
+            stack.N,
+            stack.K,
+            n_blocks,
+            GROUP_M=group_m,
+            SPLIT=split,
+            ROWS=_ROWS,
+            num_warps=4,
+        )

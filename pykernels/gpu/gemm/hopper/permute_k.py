@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ....shapes import SortedSlots
+from ....shapes import SortedPairs
 
 
 @triton.jit
@@ -35,19 +35,25 @@ def permute_k_kernel(x, out, order, K, K_OUT, TOPK, KIND: tl.constexpr, BLOCK: t
     tl.store(out + m.to(tl.int64) * K_OUT + p, value, mask=p < K_OUT)
 
 
-def permute_k(x: torch.Tensor, kind: str, order: SortedSlots | None = None) -> torch.Tensor:
+def permute_k(x: torch.Tensor, kind: str, order: SortedPairs | None = None) -> torch.Tensor:
     """x [M, K] with K permuted, and padded to whole steps of 128.
 
     Args:
         order: of M tokens: the result has each sorted slot's, [S, ..].
     """
     K = x.shape[1]
-    rows = x.shape[0] if order is None else order.slots.shape[0]
+    rows = x.shape[0] if order is None else order.pairs.shape[0]
     out = torch.empty(rows, -(-K // 128) * 128, dtype=x.dtype, device=x.device)
     block = 1024
     grid = (rows, triton.cdiv(out.shape[1], block))  # rows may be more than the other axes hold
     permute_k_kernel[grid](
-        x, out, order and order.slots, K, out.shape[1], order.topk if order else 1,
-        KIND={"q4_k": "int4", "mxfp4": "int4", "fp8": "int8"}.get(kind, kind), BLOCK=block,
-    )  # fmt: skip
+        x,
+        out,
+        order and order.pairs,
+        K,
+        out.shape[1],
+        order.topk if order else 1,
+        KIND={"q4_k": "int4", "mxfp4": "int4", "fp8": "int8"}.get(kind, kind),
+        BLOCK=block,
+    )
     return out

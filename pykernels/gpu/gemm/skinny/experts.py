@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ....shapes import SWIGLU, ExpertSpec, SortedSlots
+from ....shapes import SWIGLU, ExpertSpec, SortedPairs
 from ...common.dequant_mma import MAGIC, codes, nibbles_above, sixes_above
 from ...common.launch import early_launch, launches_early
 from ...plans.gemm import SkinnyExpertsPlan
@@ -40,8 +40,18 @@ def lane_words(stack: Matrices) -> int:
 
 
 @gluon.jit
-def locate(pid, starts, slots, M, N_BLOCKS, E, E_PADDED: gl.constexpr, HAS_SLOTS: gl.constexpr,
-           TOKENS: gl.constexpr, S: gl.constexpr):  # fmt: skip
+def locate(
+    pid,
+    starts,
+    slots,
+    M,
+    N_BLOCKS,
+    E,
+    E_PADDED: gl.constexpr,
+    HAS_SLOTS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    S: gl.constexpr,
+):
     """(slot, first row, row behind the expert's last, N block): no rows where there is no work.
 
     Block ``b`` of rows is the one at row b's expert, as many blocks behind its first as row b is
@@ -72,8 +82,17 @@ def locate(pid, starts, slots, M, N_BLOCKS, E, E_PADDED: gl.constexpr, HAS_SLOTS
 
 
 @gluon.jit
-def load_inputs(xs, at, own, K, FIRST, PARTS: gl.constexpr, HALVES: gl.constexpr, KC: gl.constexpr,
-                HALF: gl.constexpr):  # fmt: skip
+def load_inputs(
+    xs,
+    at,
+    own,
+    K,
+    FIRST,
+    PARTS: gl.constexpr,
+    HALVES: gl.constexpr,
+    KC: gl.constexpr,
+    HALF: gl.constexpr,
+):
     """Of each half of each chunk; zeros for the other segments."""
     inputs = ()
     for i in gl.static_range(PARTS):
@@ -84,14 +103,44 @@ def load_inputs(xs, at, own, K, FIRST, PARTS: gl.constexpr, HALVES: gl.constexpr
 
 @gluon.jit(do_not_specialize=["M", "E", "N_BLOCKS", "MAGIC"])
 def skinny_experts(
-    x, w, w_scale, w_halves, out, order, starts, slots, bias, M, N, K, QUADS, E, TOPK, N_BLOCKS,
-    MAGIC, KIND: gl.constexpr, GROUP: gl.constexpr, GATED: gl.constexpr, ACT: gl.constexpr,
-    GATHER: gl.constexpr, HAS_SLOTS: gl.constexpr, HAS_BIAS: gl.constexpr, E_PADDED: gl.constexpr,
-    PDL: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
+    x,
+    w,
+    w_scale,
+    w_halves,
+    out,
+    order,
+    starts,
+    slots,
+    bias,
+    M,
+    N,
+    K,
+    QUADS,
+    E,
+    TOPK,
+    N_BLOCKS,
+    MAGIC,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    GATED: gl.constexpr,
+    ACT: gl.constexpr,
+    GATHER: gl.constexpr,
+    HAS_SLOTS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    E_PADDED: gl.constexpr,
+    PDL: gl.constexpr,
+    S: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLS: gl.constexpr,
     SEGMENTS: gl.constexpr,
-    LANE: gl.constexpr, CHUNKS: gl.constexpr, AHEAD: gl.constexpr, EVEN: gl.constexpr,
-    LW: gl.constexpr, LX: gl.constexpr, LS: gl.constexpr,
-):  # fmt: skip
+    LANE: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    AHEAD: gl.constexpr,
+    EVEN: gl.constexpr,
+    LW: gl.constexpr,
+    LX: gl.constexpr,
+    LS: gl.constexpr,
+):
     """out[row, n] = sum over k of x[token, k] * w[n, k] + bias[n], of gate and up ``swiglu``.
 
     Args:
@@ -300,7 +349,7 @@ def multiply_skinny_experts(
     out: torch.Tensor,
     plan: SkinnyExpertsPlan,
     *,
-    order: SortedSlots | None = None,
+    order: SortedPairs | None = None,
     table: torch.Tensor | None = None,
     gated: bool = False,
     gather: bool = False,
@@ -313,7 +362,7 @@ def multiply_skinny_experts(
     lane, parts = lane_words(stack), segments(stack)
     step = 16 * lane * (1 if stack.kind in ("int8", "fp8") else 2)  # inputs of a warp's chunk
     tokens = max(plan.tokens, 8 // parts)
-    blocks = triton.cdiv(x.shape[0], tokens) if order is None else order.slots.shape[0]
+    blocks = triton.cdiv(x.shape[0], tokens) if order is None else order.pairs.shape[0]
     if blocks == 0:
         return
     E = 1 if order is None else order.starts.shape[0] - 1
@@ -326,7 +375,7 @@ def multiply_skinny_experts(
         stack.data.view(torch.int8) if k_quant else scale_words(stack),
         stack.data.view(torch.float16) if k_quant else None,
         out,
-        order and order.slots,
+        order and order.pairs,
         order and order.starts,
         table,
         bias,
@@ -347,17 +396,17 @@ def multiply_skinny_experts(
         HAS_BIAS=bias is not None,
         E_PADDED=0 if order is None else triton.next_power_of_2(E),
         PDL=pdl,
-        S=plan.warps,
+        S=plan.num_warps,
         ROWS=plan.rows,
         COLS=tokens * parts,
         SEGMENTS=parts,
         LANE=lane,
         CHUNKS=plan.chunks,
         AHEAD=plan.ahead,
-        EVEN=stack.K % (plan.warps * plan.chunks * step) == 0,
-        LW=words_layout(lane, plan.warps, plan.rows),
-        LX=inputs_layout(2 * lane, plan.warps, tokens * parts),
-        LS=scales_layout(plan.warps, plan.rows),
-        num_warps=plan.warps,
+        EVEN=stack.K % (plan.num_warps * plan.chunks * step) == 0,
+        LW=words_layout(lane, plan.num_warps, plan.rows),
+        LX=inputs_layout(2 * lane, plan.num_warps, tokens * parts),
+        LS=scales_layout(plan.num_warps, plan.rows),
+        num_warps=plan.num_warps,
         **early_launch(pdl),
     )

@@ -162,7 +162,7 @@ def multiply_gemv_int8(
         PDL=pdl,
         BLOCK_N=plan.block_n,
         BLOCKS=max(1, plan.words // 8),
-        STAGES=plan.stages,
-        num_warps=plan.warps,
+        STAGES=plan.num_stages,
+        num_warps=plan.num_warps,
         **early_launch(pdl),
     )

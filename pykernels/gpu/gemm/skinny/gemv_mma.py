@@ -67,13 +67,34 @@ def of_rows(no, w_scale, bias, N, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["FLIP"])
 def gemv_mma(
-    x, w, w_scale, out, bias, N, K, WORDS, FLIP,
-    KIND: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
-    ONCE: gl.constexpr, STEPS: gl.constexpr, EVEN: gl.constexpr,
-    S: gl.constexpr, ROWS: gl.constexpr, AHEAD: gl.constexpr, TOGETHER: gl.constexpr,
-    USED: gl.constexpr, OFFSET: gl.constexpr, PARTS: gl.constexpr, LW: gl.constexpr,
-    LX: gl.constexpr, LC: gl.constexpr, LF: gl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    w_scale,
+    out,
+    bias,
+    N,
+    K,
+    WORDS,
+    FLIP,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    PDL: gl.constexpr,
+    ONCE: gl.constexpr,
+    STEPS: gl.constexpr,
+    EVEN: gl.constexpr,
+    S: gl.constexpr,
+    ROWS: gl.constexpr,
+    AHEAD: gl.constexpr,
+    TOGETHER: gl.constexpr,
+    USED: gl.constexpr,
+    OFFSET: gl.constexpr,
+    PARTS: gl.constexpr,
+    LW: gl.constexpr,
+    LX: gl.constexpr,
+    LC: gl.constexpr,
+    LF: gl.constexpr,
+):
     """out[n] = sum over k of x[k] * w[n, k]: a program USED rows of w at a time, all of K.
 
     In each of STEPS steps each of the S warps takes 16 words of every row (Q6_K: and 8 of high
@@ -163,9 +184,31 @@ def gemv_mma(
         no = gl.where(own < USED, begin * USED + own, N)
         row_scale, row_bias = of_rows(no, w_scale, bias, N, GROUP, HAS_BIAS)
         words, scale, acc = multiply_block(
-            words, scale, at, scales, at, scales, xs, sums, chunk, left_over, N, K, FLIP,
-            KIND, GROUP, STEPS, EVEN, ROWS, True, AHEAD, MMA, LX, LC, LF,
-        )  # fmt: skip
+            words,
+            scale,
+            at,
+            scales,
+            at,
+            scales,
+            xs,
+            sums,
+            chunk,
+            left_over,
+            N,
+            K,
+            FLIP,
+            KIND,
+            GROUP,
+            STEPS,
+            EVEN,
+            ROWS,
+            True,
+            AHEAD,
+            MMA,
+            LX,
+            LC,
+            LF,
+        )
         value = block_sums(acc, KIND, PARTS) * row_scale + row_bias
         gl.store(out + no, value.to(gl.bfloat16), mask=no < N)
     else:
@@ -179,9 +222,31 @@ def gemv_mma(
             n_scales = gl.minimum(after * USED + scale_row, N - 1)
             scales_next = scales_of(w, w_scale, n_scales, chunk, K, KIND, LF)
             words, scale, acc = multiply_block(
-                words, scale, at, scales, at_next, scales_next, xs, sums, chunk, left_over, N, K,
-                FLIP, KIND, GROUP, STEPS, EVEN, ROWS, False, AHEAD, MMA, LX, LC, LF,
-            )  # fmt: skip
+                words,
+                scale,
+                at,
+                scales,
+                at_next,
+                scales_next,
+                xs,
+                sums,
+                chunk,
+                left_over,
+                N,
+                K,
+                FLIP,
+                KIND,
+                GROUP,
+                STEPS,
+                EVEN,
+                ROWS,
+                False,
+                AHEAD,
+                MMA,
+                LX,
+                LC,
+                LF,
+            )
             value = block_sums(acc, KIND, PARTS) * row_scale + row_bias
             gl.store(out + no, value.to(gl.bfloat16), mask=no < N)
             at, scales = at_next, scales_next
@@ -203,9 +268,9 @@ def multiply_gemv_mma(
     """
     words = stack.data[0].view(torch.int32)
     parts = {"q4_k": 2, "q6_k": 4}.get(stack.kind, 2 if stack.group == 32 else 1)
-    inputs = 4 * LANE * plan.warps * (4 if stack.kind in ("int8", "fp8") else 8)
+    inputs = 4 * LANE * plan.num_warps * (4 if stack.kind in ("int8", "fp8") else 8)
     steps = triton.cdiv(stack.K, inputs)
-    columns = columns_layout(plan.warps, plan.rows, parts)
+    columns = columns_layout(plan.num_warps, plan.rows, parts)
     pdl = launches_early(x.device)
     used = plan.used or plan.rows
     blocks = triton.cdiv(stack.N, used)
@@ -227,18 +292,18 @@ def multiply_gemv_mma(
         ONCE=num_ctas == blocks,
         STEPS=steps,
         EVEN=stack.K % inputs == 0,
-        S=plan.warps,
+        S=plan.num_warps,
         ROWS=plan.rows,
         AHEAD=min(plan.ahead, steps),
         TOGETHER=min(8, triton.next_power_of_2(steps), max(1, 4096 // inputs)),
         USED=used,
         OFFSET=OFFSETS[stack.kind],
-        LW=words_layout(LANE, plan.warps, plan.rows),
-        LX=inputs_layout(plan.warps, parts),
+        LW=words_layout(LANE, plan.num_warps, plan.rows),
+        LX=inputs_layout(plan.num_warps, parts),
         PARTS=parts,
         LC=columns,
-        LF=block_heads_layout(plan.warps, plan.rows) if stack.kind == "q4_k" else columns,
-        num_warps=plan.warps,
+        LF=block_heads_layout(plan.num_warps, plan.rows) if stack.kind == "q4_k" else columns,
+        num_warps=plan.num_warps,
         **({"maxnreg": plan.registers} if plan.registers else {}),
         **early_launch(pdl),
     )

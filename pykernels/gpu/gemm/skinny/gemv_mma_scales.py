@@ -9,7 +9,7 @@ from ...common.dequant_mma import powers
 from ..hopper.k_quants import half, number
 
 
-def columns_layout(warps: int, rows: int, parts: int) -> object:
+def columns_layout(num_warps: int, rows: int, parts: int) -> object:
     """A product's sums [warps, rows, parts, 8 // parts] as they lie: lane 4 g + t has those of rows
     g, g + 8, ... and of two columns."""
     t = {
@@ -17,24 +17,24 @@ def columns_layout(warps: int, rows: int, parts: int) -> object:
         2: [[0, 0, 0, 2], [0, 0, 1, 0]],
         4: [[0, 0, 1, 0], [0, 0, 2, 0]],
     }[parts]
-    return _of_rows([[0, 0, 0, 1]], t, warps, rows, parts, 8 // parts)
+    return _of_rows([[0, 0, 0, 1]], t, num_warps, rows, parts, 8 // parts)
 
 
-def block_heads_layout(warps: int, rows: int) -> object:
+def block_heads_layout(num_warps: int, rows: int) -> object:
     """Heads [warps, rows, 2, 4] of Q4_K's blocks beside the sums of their rows."""
     words = [[0, 0, 0, 1], [0, 0, 0, 2]]
-    return _of_rows(words, [[0, 0, 0, 0], [0, 0, 1, 0]], warps, rows, 2, 4)
+    return _of_rows(words, [[0, 0, 0, 0], [0, 0, 1, 0]], num_warps, rows, 2, 4)
 
 
 def _of_rows(
-    own: list[list[int]], t: list[list[int]], warps: int, rows: int, parts: int, width: int
+    own: list[list[int]], t: list[list[int]], num_warps: int, rows: int, parts: int, width: int
 ) -> object:
     return gl.DistributedLinearLayout(
         own + [[0, row, 0, 0] for row in powers(8, rows)],
         [*t, [0, 1, 0, 0], [0, 2, 0, 0], [0, 4, 0, 0]],
-        [[warp, 0, 0, 0] for warp in powers(1, warps)],
+        [[warp, 0, 0, 0] for warp in powers(1, num_warps)],
         [],
-        [warps, rows, parts, width],
+        [num_warps, rows, parts, width],
     )
 
 
@@ -80,9 +80,17 @@ def scales_of(w, w_scale, n, chunk, K, KIND: gl.constexpr, LF: gl.constexpr):
 
 @gluon.jit
 def load_scale(
-    scales, chunk, step, N, K, KC: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr,
-    EVEN: gl.constexpr, LF: gl.constexpr,
-):  # fmt: skip
+    scales,
+    chunk,
+    step,
+    N,
+    K,
+    KC: gl.constexpr,
+    GROUP: gl.constexpr,
+    KIND: gl.constexpr,
+    EVEN: gl.constexpr,
+    LF: gl.constexpr,
+):
     """What GROUP inputs of a chunk share, [S, ROWS, PARTS or 1]: words (fp8: float32), of two
     groups of 32 each; Q4_K: the heads of the chunks' blocks, [S, ROWS, PARTS, 4]; Q6_K: two words
     of scales [S, ROWS, PARTS, 2], and the block's [S, ROWS, PARTS].

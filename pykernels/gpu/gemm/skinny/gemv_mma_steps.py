@@ -19,7 +19,7 @@ LANE = 4
 """Words of a row that a lane loads at a time."""
 
 
-def inputs_layout(warps: int, parts: int) -> object:
+def inputs_layout(num_warps: int, parts: int) -> object:
     """Inputs of a product, lane 4 g + t has the t-th quarter: bfloat16 [warps, 16 LANE] or, where
     its columns are of several ``parts`` of them, pairs as int32 [warps, 8 LANE, 8]."""
     own = 4 * LANE if parts == 1 else 2 * LANE
@@ -28,9 +28,9 @@ def inputs_layout(warps: int, parts: int) -> object:
     return gl.DistributedLinearLayout(
         [[0, a, *zeros] for a in powers(1, own)],
         [[0, own, *zeros], [0, 2 * own, *zeros], *columns],
-        [[warp, 0, *zeros] for warp in powers(1, warps)],
+        [[warp, 0, *zeros] for warp in powers(1, num_warps)],
         [],
-        [warps, 4 * own] if parts == 1 else [warps, 4 * own, 8],
+        [num_warps, 4 * own] if parts == 1 else [num_warps, 4 * own, 8],
     )
 
 
@@ -97,7 +97,7 @@ def right_of_parts(x, PARTS: gl.constexpr, LX: gl.constexpr, B: gl.constexpr):
 @gluon.jit
 def stage_inputs(
     value, x, x_sums, S: gl.constexpr, BLOCK: gl.constexpr, OFFSET: gl.constexpr, UP: gl.constexpr
-):  # fmt: skip
+):
     """[STEPS, inputs of a step] to shared memory: x in the codes' order, total [STEPS * (halves
     with sums of their own) * S, PARTS] -OFFSET times the sums that belong to it.
 
@@ -151,9 +151,21 @@ def load_step(at, step, left_over, EVEN: gl.constexpr, WIDTH: gl.constexpr, STRI
 
 @gluon.jit
 def multiply_step(
-    acc, words, scale, x, x_sums, chunk, FLIP, KIND: gl.constexpr, GROUP: gl.constexpr,
-    A: gl.constexpr, B: gl.constexpr, LX: gl.constexpr, LC: gl.constexpr, LF: gl.constexpr,
-):  # fmt: skip
+    acc,
+    words,
+    scale,
+    x,
+    x_sums,
+    chunk,
+    FLIP,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    A: gl.constexpr,
+    B: gl.constexpr,
+    LX: gl.constexpr,
+    LC: gl.constexpr,
+    LF: gl.constexpr,
+):
     """acc plus a step's products; x [HALVES S, inputs] and total [S or HALVES S, PARTS] are
     shared."""
     COLS: gl.constexpr = acc.shape[2]
@@ -206,16 +218,29 @@ def load_fence():
     """No load is moved over this: the assembler moves the next step's down to where this step's
     products free registers, and memory waits for the products. It is no instruction."""
     gl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [gl.program_id(0)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;",
+        "=r,r",
+        [gl.program_id(0)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
 def prefetch(
-    at, scales, chunk, step, left_over, N, K, KIND: gl.constexpr, GROUP: gl.constexpr,
-    EVEN: gl.constexpr, LF: gl.constexpr,
-):  # fmt: skip
+    at,
+    scales,
+    chunk,
+    step,
+    left_over,
+    N,
+    K,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    EVEN: gl.constexpr,
+    LF: gl.constexpr,
+):
     """Words and scales of a step; ``chunk``: each warp's part of it. One scale an output: none.
 
     EVEN: no lane is behind its row. Masks take registers, so of the steps that are written out only
@@ -240,11 +265,31 @@ def prefetch(
 
 @gluon.jit
 def multiply_block(
-    words, scale, at, scales, at_next, scales_next, xs, sums, chunk, left_over, N, K, FLIP,
-    KIND: gl.constexpr, GROUP: gl.constexpr, STEPS: gl.constexpr, EVEN: gl.constexpr,
-    ROWS: gl.constexpr, LAST: gl.constexpr, AHEAD: gl.constexpr, MMA: gl.constexpr,
-    LX: gl.constexpr, LC: gl.constexpr, LF: gl.constexpr,
-):  # fmt: skip
+    words,
+    scale,
+    at,
+    scales,
+    at_next,
+    scales_next,
+    xs,
+    sums,
+    chunk,
+    left_over,
+    N,
+    K,
+    FLIP,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    STEPS: gl.constexpr,
+    EVEN: gl.constexpr,
+    ROWS: gl.constexpr,
+    LAST: gl.constexpr,
+    AHEAD: gl.constexpr,
+    MMA: gl.constexpr,
+    LX: gl.constexpr,
+    LC: gl.constexpr,
+    LF: gl.constexpr,
+):
     """A block of rows times all inputs: sums [S, ROWS, 8], columns of a part all alike.
 
     Args:
@@ -268,29 +313,71 @@ def multiply_block(
             scale = scale[:q] + (factors,) + scale[q + 1 :]
             load_fence()
             acc = multiply_step(
-                acc, words_now, scale_now, xs.index(step), sums.index(step), chunk, FLIP, KIND,
-                GROUP, A, B, LX, LC, LF,
-            )  # fmt: skip
+                acc,
+                words_now,
+                scale_now,
+                xs.index(step),
+                sums.index(step),
+                chunk,
+                FLIP,
+                KIND,
+                GROUP,
+                A,
+                B,
+                LX,
+                LC,
+                LF,
+            )
     for t in gl.static_range(ROLLED, STEPS):
         words_now, scale_now = words[t % AHEAD], scale[t % AHEAD]
         next_words, factors = words_now, scale_now
         if t + AHEAD < STEPS:
             next_words, factors = prefetch(
-                at, scales, chunk, t + AHEAD, left_over, N, K, KIND, GROUP,
-                EVEN or t + AHEAD < STEPS - 1, LF,
-            )  # fmt: skip
+                at,
+                scales,
+                chunk,
+                t + AHEAD,
+                left_over,
+                N,
+                K,
+                KIND,
+                GROUP,
+                EVEN or t + AHEAD < STEPS - 1,
+                LF,
+            )
         elif not LAST:
             next_words, factors = prefetch(
-                at_next, scales_next, chunk, t + AHEAD - STEPS, left_over, N, K, KIND, GROUP,
-                EVEN or t + AHEAD - STEPS < STEPS - 1, LF,
-            )  # fmt: skip
+                at_next,
+                scales_next,
+                chunk,
+                t + AHEAD - STEPS,
+                left_over,
+                N,
+                K,
+                KIND,
+                GROUP,
+                EVEN or t + AHEAD - STEPS < STEPS - 1,
+                LF,
+            )
         words = words[: t % AHEAD] + (next_words,) + words[t % AHEAD + 1 :]
         scale = scale[: t % AHEAD] + (factors,) + scale[t % AHEAD + 1 :]
         load_fence()
         acc = multiply_step(
-            acc, words_now, scale_now, xs.index(t), sums.index(t), chunk, FLIP, KIND,
-            GROUP, A, B, LX, LC, LF,
-        )  # fmt: skip
+            acc,
+            words_now,
+            scale_now,
+            xs.index(t),
+            sums.index(t),
+            chunk,
+            FLIP,
+            KIND,
+            GROUP,
+            A,
+            B,
+            LX,
+            LC,
+            LF,
+        )
     TURN: gl.constexpr = STEPS % AHEAD
     return words[TURN:] + words[:TURN], scale[TURN:] + scale[:TURN], acc
 

@@ -39,9 +39,15 @@ def load_inputs(xs, at, K, FIRST, CHUNKS: gl.constexpr, HALVES: gl.constexpr, KC
 
 @gluon.jit
 def load_scales(
-    scales, chunk, N, K, CHUNKS: gl.constexpr, KC: gl.constexpr, GROUP: gl.constexpr,
+    scales,
+    chunk,
+    N,
+    K,
+    CHUNKS: gl.constexpr,
+    KC: gl.constexpr,
+    GROUP: gl.constexpr,
     KIND: gl.constexpr,
-):  # fmt: skip
+):
     """Words (fp8: float32) of each chunk: what GROUP inputs share, or two groups of 32."""
     found = ()
     if GROUP > 0:
@@ -55,11 +61,29 @@ def load_scales(
 
 @gluon.jit(do_not_specialize=["M", "MAGIC"])
 def skinny_linear(
-    x, w, w_scale, out, bias, M, N, K, WORDS, MAGIC,
-    KIND: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr,
-    S: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, LANE: gl.constexpr,
-    CHUNKS: gl.constexpr, AHEAD: gl.constexpr, LW: gl.constexpr, LX: gl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    w_scale,
+    out,
+    bias,
+    M,
+    N,
+    K,
+    WORDS,
+    MAGIC,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    PDL: gl.constexpr,
+    S: gl.constexpr,
+    ROWS: gl.constexpr,
+    COLS: gl.constexpr,
+    LANE: gl.constexpr,
+    CHUNKS: gl.constexpr,
+    AHEAD: gl.constexpr,
+    LW: gl.constexpr,
+    LX: gl.constexpr,
+):
     """out[m, n] = sum over k of x[m, k] * w[n, k]: one program ROWS rows of w, all of K.
 
     In a step each of the S warps takes CHUNKS chunks of 4 LANE words of every row.
@@ -198,14 +222,14 @@ def multiply_skinny(
         GROUP=scale_every(stack),
         HAS_BIAS=bias is not None,
         PDL=pdl,
-        S=plan.warps,
+        S=plan.num_warps,
         ROWS=plan.rows,
         COLS=cols,
         LANE=lane,
         CHUNKS=plan.chunks,
         AHEAD=plan.ahead,
-        LW=words_layout(lane, plan.warps, plan.rows),
-        LX=inputs_layout(4 * lane, plan.warps, cols),
-        num_warps=plan.warps,
+        LW=words_layout(lane, plan.num_warps, plan.rows),
+        LX=inputs_layout(4 * lane, plan.num_warps, cols),
+        num_warps=plan.num_warps,
         **early_launch(pdl),
     )

@@ -16,36 +16,36 @@ _GROUP = [[0, 1, 0], [0, 2, 0], [0, 4, 0]]
 """Lane 4 g + t has rows, and columns, g, g + 8, ..."""
 
 
-def words_layout(lane: int, warps: int, rows: int) -> object:
+def words_layout(lane: int, num_warps: int, rows: int) -> object:
     """[warps, rows, 4 lane] words: lane 4 g + t has words lane * t .. lane * (t + 1) - 1."""
     return gl.DistributedLinearLayout(
         [[0, 0, a] for a in powers(1, lane)] + [[0, row, 0] for row in powers(8, rows)],
         [[0, 0, lane], [0, 0, 2 * lane], *_GROUP],
-        [[part, 0, 0] for part in powers(1, warps)],
+        [[part, 0, 0] for part in powers(1, num_warps)],
         [],
-        [warps, rows, 4 * lane],
+        [num_warps, rows, 4 * lane],
     )
 
 
-def inputs_layout(own: int, warps: int, cols: int) -> object:
+def inputs_layout(own: int, num_warps: int, cols: int) -> object:
     """[warps, cols, 4 own] inputs of those words, or pairs of them: ``own`` are a lane's."""
     return gl.DistributedLinearLayout(
         [[0, 0, a] for a in powers(1, own)] + [[0, c, 0] for c in powers(8, cols)],
         [[0, 0, own], [0, 0, 2 * own], *_GROUP],
-        [[part, 0, 0] for part in powers(1, warps)],
+        [[part, 0, 0] for part in powers(1, num_warps)],
         [],
-        [warps, cols, 4 * own],
+        [num_warps, cols, 4 * own],
     )
 
 
-def scales_layout(warps: int, rows: int) -> object:
+def scales_layout(num_warps: int, rows: int) -> object:
     """[warps, rows, 4]: a scale for each lane's words."""
     return gl.DistributedLinearLayout(
         [[0, row, 0] for row in powers(8, rows)],
         [[0, 0, 1], [0, 0, 2], *_GROUP],
-        [[part, 0, 0] for part in powers(1, warps)],
+        [[part, 0, 0] for part in powers(1, num_warps)],
         [],
-        [warps, rows, 4],
+        [num_warps, rows, 4],
     )
 
 
@@ -85,9 +85,16 @@ def load_once(at, mask, other):
 
 @gluon.jit
 def load_words(
-    rows, at, WORDS, chunk, CHUNKS: gl.constexpr, STRIDE: gl.constexpr, STEP: gl.constexpr,
-    EVEN: gl.constexpr, other,
-):  # fmt: skip
+    rows,
+    at,
+    WORDS,
+    chunk,
+    CHUNKS: gl.constexpr,
+    STRIDE: gl.constexpr,
+    STEP: gl.constexpr,
+    EVEN: gl.constexpr,
+    other,
+):
     """Words of each chunk of a step, the chunks STRIDE words apart; those beyond the end are
     ``other``, or with None any number: their inputs are zeros.
 

@@ -31,9 +31,18 @@ def load_masked(at, mask, EVEN: gl.constexpr):
 
 @gluon.jit
 def load_scales(
-    scales, halves, chunk, seg, K, STRIDE, CHUNKS: gl.constexpr, KC: gl.constexpr,
-    GROUP: gl.constexpr, KIND: gl.constexpr, EVEN: gl.constexpr,
-):  # fmt: skip
+    scales,
+    halves,
+    chunk,
+    seg,
+    K,
+    STRIDE,
+    CHUNKS: gl.constexpr,
+    KC: gl.constexpr,
+    GROUP: gl.constexpr,
+    KIND: gl.constexpr,
+    EVEN: gl.constexpr,
+):
     """What ``scales_of`` reads, of each chunk."""
     found = ()
     for c in gl.static_range(CHUNKS):

@@ -74,9 +74,12 @@ def test_a_type_without_a_kernel(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("token_embd.weight", np.zeros((4, 84), np.uint8), raw_dtype=Type.Q2_K)
     for name, value in {
-        "embedding_length": 256, "block_count": 0, "attention.head_count": 4, "context_length": 64,
+        "embedding_length": 256,
+        "block_count": 0,
+        "attention.head_count": 4,
+        "context_length": 64,
         "feed_forward_length": 256,
-    }.items():  # fmt: skip
+    }.items():
         writer.add_uint32(f"llama.{name}", value)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.write_header_to_file()

@@ -20,12 +20,22 @@ from model.checkpoint.gguf.metadata import Metadata
 from pykernels.errors import PykernelsError
 
 VALUES: dict[str, Any] = {
-    "block_count": 4, "context_length": 128, "embedding_length": 64, "feed_forward_length": 96,
-    "attention.head_count": 4, "attention.head_count_kv": 2, "rope.dimension_count": 16,
-    "attention.layer_norm_rms_epsilon": 1e-5, "attention.key_length": 16,
-    "expert_count": 8, "expert_used_count": 2, "expert_feed_forward_length": 32,
-    "attention.kv_lora_rank": 32, "attention.q_lora_rank": 48, "attention.sliding_window": 8,
-}  # fmt: skip
+    "block_count": 4,
+    "context_length": 128,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "rope.dimension_count": 16,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.key_length": 16,
+    "expert_count": 8,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 32,
+    "attention.kv_lora_rank": 32,
+    "attention.q_lora_rank": 48,
+    "attention.sliding_window": 8,
+}
 
 
 class Recorded(Metadata):
@@ -54,9 +64,13 @@ def of(arch: str, vocabulary: int = 96, tensors: Any = (), **changes: Any) -> An
     infos |= {name: SimpleNamespace(shape=(64, 64)) for name in tensors}
     path = Path("m.gguf")
     return SimpleNamespace(
-        metadata=stored, architecture=arch, path=path, tensors=infos,
-        names={name: name for name in infos}, hyperparameters=Recorded(stored, arch, path),
-    )  # fmt: skip
+        metadata=stored,
+        architecture=arch,
+        path=path,
+        tensors=infos,
+        names={name: name for name in infos},
+        hyperparameters=Recorded(stored, arch, path),
+    )
 
 
 @pytest.mark.parametrize("arch", FAMILIES)

@@ -10,7 +10,7 @@ import torch
 
 import model
 from pykernels.quant import PackedExperts
-from runtime.devices.host.runner import HostRunner
+from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Engine, SamplingParams
 
 from ...checks import errors
@@ -42,7 +42,7 @@ def test_logits_are_those_of_the_dequantized_model(case: str, tmp_path: Path) ->
     ids = torch.randint(0, 96, (40,), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         truth = reference(ids[None]).logits[0]
-    with model.load_engine(file, context=64) as llm:
+    with model.load_engine(file, max_model_len=64) as llm:
         error = errors(logits(llm, ids), truth)
     # A near-tie that routes a token otherwise may move it further.
     assert error.median() < BF16 and (error < 2 * BF16).float().mean() > 0.9, error
@@ -52,7 +52,7 @@ def test_weights_stay_as_they_are_stored(tmp_path: Path) -> None:
     """Of a split set, found by its folder: experts of two formats, a mixed qkv, the embedding."""
     reference = tiny_gguf.write(tmp_path / "m.gguf", "qwen3_moe", files=3)
     assert len(list(tmp_path.glob("*.gguf"))) == 3
-    with model.load_engine(tmp_path, context=64) as llm:
+    with model.load_engine(tmp_path, max_model_len=64) as llm:
         decoder: Any = llm.runner.model
         layer = decoder.layers[0]
         experts: PackedExperts = layer.mlp.experts
@@ -61,9 +61,11 @@ def test_weights_stay_as_they_are_stored(tmp_path: Path) -> None:
         assert (decoder.table.fmt.name, decoder.head.fmt.name) == ("q8_0", "q6_k")
         ids = llm.encode("ab")
         assert ids[0] == 0 and len(llm.generate(ids, max_tokens=4).token_ids) <= 4
-        host = Engine(HostRunner(decoder, 64, max_tokens=16, max_sequences=1), threaded=False)
+        reference = Engine(
+            RefRunner(decoder, 64, max_num_batched_tokens=16, max_num_seqs=1), threaded=False
+        )
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-        (found,) = host.generate([ids], params)
+        (found,) = reference.generate([ids], params)
     truth = reference.generate(
         torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None
     )

@@ -52,10 +52,13 @@ def test_bytes_by_each_pre_tokenizer() -> None:
     text = "Hello  world's 1234 x+=1;\n\n\tä"
     for pre in SPLITS:
         made = of(
-            model="gpt2", pre=pre, tokens=[*letters, "ĉ", "12", "<|im_end|>", "<t>"],
-            token_type=[1] * (len(letters) + 2) + [3, 4], merges=["1 2"],
+            model="gpt2",
+            pre=pre,
+            tokens=[*letters, "ĉ", "12", "<|im_end|>", "<t>"],
+            token_type=[1] * (len(letters) + 2) + [3, 4],
+            merges=["1 2"],
             eos_token_id=len(letters) + 2,
-        )  # fmt: skip
+        )
         tokenizer = tokenizer_of(made)
         ids = tokenizer(text + "<|im_end|><t>")["input_ids"]
         assert tokenizer.decode(ids) == text + "<|im_end|><t>", pre

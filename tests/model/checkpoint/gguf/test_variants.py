@@ -36,21 +36,39 @@ VALUES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "linear": ("mixtral", {"llama.rope.scaling.factor": 4.0}, {"rope_scaling": LINEAR}),
     "old key": ("mixtral", {"llama.rope.scale_linear": 4.0}, {"rope_scaling": LINEAR}),
     "no scaling": (
-        "mixtral", {"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.type": "none"}, {}),
+        "mixtral",
+        {"llama.rope.scaling.factor": 4.0, "llama.rope.scaling.type": "none"},
+        {},
+    ),
     "factor 0": (
-        "mixtral", {"llama.rope.scaling.factor": 0.0, "llama.rope.scaling.type": "yarn"}, {}),
+        "mixtral",
+        {"llama.rope.scaling.factor": 0.0, "llama.rope.scaling.type": "yarn"},
+        {},
+    ),
     "scale 0": (
-        "deepseek_v2", {"deepseek2.expert_weights_scale": 0.0}, {"routed_scaling_factor": 1.0}),
+        "deepseek_v2",
+        {"deepseek2.expert_weights_scale": 0.0},
+        {"routed_scaling_factor": 1.0},
+    ),
     "lists": (
-        "mixtral", {
-            "llama.attention.head_count": [4, 4, 4], "llama.attention.head_count_kv": [2, 2, 2],
-            "llama.feed_forward_length": [256, 256, 256]}, {}),
+        "mixtral",
+        {
+            "llama.attention.head_count": [4, 4, 4],
+            "llama.attention.head_count_kv": [2, 2, 2],
+            "llama.feed_forward_length": [256, 256, 256],
+        },
+        {},
+    ),
     "sizes left out": (
-        "qwen2_moe", {
-            "qwen2moe.expert_feed_forward_length": None, "qwen2moe.feed_forward_length": 768,
-            "qwen2moe.expert_shared_feed_forward_length": 0},
-        {"shared_expert_intermediate_size": 768}),
-}  # fmt: skip
+        "qwen2_moe",
+        {
+            "qwen2moe.expert_feed_forward_length": None,
+            "qwen2moe.feed_forward_length": 768,
+            "qwen2moe.expert_shared_feed_forward_length": 0,
+        },
+        {"shared_expert_intermediate_size": 768},
+    ),
+}
 
 
 @pytest.mark.parametrize("case", VALUES)
@@ -156,7 +174,7 @@ def test_halves_of_kv_b_beside_the_whole(tmp_path: Path) -> None:
 def on_the_engine(file: Path, reference: PreTrainedModel) -> None:
     with torch.no_grad():
         truth = reference(IDS).logits[0]
-    with model.load_engine(file, context=64) as llm:
+    with model.load_engine(file, max_model_len=64) as llm:
         error = errors(logits(llm, IDS[0]), truth)
     assert error.median() < BF16 and (error < 2 * BF16).float().mean() > 0.9, error
 
@@ -201,6 +219,6 @@ def test_such_biases_on_the_engine(model_type: str, tmp_path: Path) -> None:
     model.convert(file, tmp_path / "cache", threads=1)
     found = []
     for path in (file, tmp_path / "cache"):
-        with model.load_engine(path, context=64) as llm:
+        with model.load_engine(path, max_model_len=64) as llm:
             found.append(logits(llm, IDS[0]))
     assert torch.equal(*found)

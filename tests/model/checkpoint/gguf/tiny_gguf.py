@@ -27,20 +27,44 @@ Tensors = dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], object]]]
 """By the file's names: what is stored, and what puts its values back into the model."""
 
 ARCHS = {
-    "llama": "llama", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
-    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe": "glm4moe",
+    "llama": "llama",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe": "glm4moe",
     "ernie4_5_moe": "ernie4_5-moe",
-}  # fmt: skip
+}
 SIZES: dict[str, Any] = {
-    "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64,
-    "shared_expert_intermediate_size": 256, "q_lora_rank": 256, "kv_lora_rank": 256,
-    "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64,
-}  # fmt: skip
-ROPE = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.707,
-        "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1}  # fmt: skip
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 256,
+    "head_dim": 64,
+    "shared_expert_intermediate_size": 256,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
+ROPE = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 64}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def mixed(name: str) -> Type:

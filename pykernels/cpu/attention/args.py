@@ -1,4 +1,4 @@
-"""What attention's tasks read: the job, its work list, and where split results are combined.
+"""What attention's tasks read: the args, the work list, and where split results are combined.
 
 A *tile* is a run of consecutive query tokens of one sequence with heads of one KV head's group: its
 rows are (token, head), tokens first. An *item*, one task, is a tile and a range of keys: all that
@@ -54,14 +54,14 @@ ATTENTION, attention_at = descriptor(
         "items_capacity",
         "combines",  # COMBINE records
         "combines_capacity",
-        "combine_count",  # written by open
+        "combine_count",  # written by setup
         "partial",  # results of splits, 64-byte aligned
         "partial_bytes",
         "scratch",  # of worker 0, 64-byte aligned; the next one's is scratch_stride on
         "scratch_stride",  # bytes, at least Attention.scratch_bytes
     ),
 )
-"""The job of both ops, ``Attention.open, run`` and then ``combine_open, combine``."""
+"""The arguments of both ops, ``AttentionKernel.setup, run`` and then ``combine_setup, combine``."""
 
 ITEM, item_at = descriptor(
     "attention_item",

@@ -1,23 +1,19 @@
 """The descriptor of one MoE call: what a task reads to find its inputs, weights and outputs.
 
 Plain int64 fields, addresses included, so that one 64-bit word hands a whole call to a task.
-``S`` slots are the (token, expert) pairs of the call, sorted by expert; ``A`` is the number of
-experts with at least one slot, in ascending order.
+The call's ``S`` (token, expert) pairs are sorted by expert; ``A`` is the number of active experts,
+those with at least one pair, in ascending order.
 """
 
 from __future__ import annotations
 
-from numba import carray, types
+from ..intrin.descriptor import descriptor
 
-from .intrin.descriptor import descriptor
-from .intrin.sync import as_pointer
-from .jit import inlined
-
-JOB, job_at = descriptor(
-    "job",
+MOE_ARGS, moe_args_at = descriptor(
+    "moe_args",
     (
         "T",  # tokens
-        "S",  # slots
+        "S",  # pairs
         "A",  # active experts
         "E",  # experts of the layer
         "topk",  # of a token
@@ -28,11 +24,11 @@ JOB, job_at = descriptor(
         "row_chunk",  # tokens of one rows task; 0: opening copies them all
         "x",  # rows (activations.row_layout) of T tokens, H padded with zeros
         "x_stride",  # bytes
-        "h",  # rows, I padded with zeros, of the slots of experts that take the tiles
+        "h",  # rows, I padded with zeros, of the pairs of experts that take the tiles
         "h_stride",
         "h_gemm",  # of the others: they hold less
         "h_gemm_stride",
-        "h_rows",  # int64 [A] where slot 0's row would be, if it were with those of this expert
+        "h_rows",  # int64 [A] base: h_rows[a] + pair * h_stride is that pair's row
         "acc",  # float32 [32-row blocks of down, T, 32]
         "y",  # out_bf16 ? bf16 : float32 [T, y_stride / ...]
         "y_stride",
@@ -40,9 +36,9 @@ JOB, job_at = descriptor(
         "H",
         "cursor",  # int64 [E] scratch of the sort by expert
         "experts",  # int64 [A] expert numbers
-        "starts",  # int64 [A + 1] first slot of each active expert
-        "slot_token",  # int64 [S]
-        "slot_weight",  # float32 [S]
+        "starts",  # int64 [A + 1] first pair of each active expert
+        "pair_token",  # int64 [S]
+        "pair_weight",  # float32 [S]
         "gate_up",  # address of expert 0's blocks; the next expert's is gate_up_stride on
         "gate_up_stride",
         "gate_up_scale",
@@ -82,69 +78,18 @@ JOB, job_at = descriptor(
         "int8",  # 1: the GEMMs multiply int8 codes, 0: bf16
         "interleave_x",  # 1: A tiles hold the inputs 0, 2, 1, 3 of each four (gemm.common)
         "interleave_h",
-        "tile_steps",  # A tiles of 16 slots by 128 inputs
+        "tile_steps",  # A tiles of 16 pairs by 128 inputs
         "gemm_from",  # tokens of an expert from which its weights go through the GEMM
-        "x_tiles",  # A tiles of x: [group of 16 slots][gate_up_k * tile_steps][16][64 bytes]
+        "x_tiles",  # A tiles of x: [group of 16 pairs][gate_up_k * tile_steps][16][64 bytes]
         "h_tiles",  # the same of h, down_k * tile_steps
         "groups",  # int64 [A] first group of each active expert that takes the GEMM
-        "P",  # pieces: runs of up to 64 slots of such an expert, packed by one task
+        "P",  # pieces: runs of up to 64 pairs of such an expert, packed by one task
         "piece_active",  # int64 [P] which active expert a piece is of
-        "piece_slot",  # int64 [P] its first slot
+        "piece_pair",  # int64 [P] its first pair
         "pieces",  # int64 [A] pieces of each active expert
         "scratch",  # of worker 0; the next one's is scratch_stride on
         "scratch_stride",
         "raised",  # 0, or raised.RAISED once something that tasks call has raised
     ),
 )
-"""The numpy dtype, and what kernels read it through: ``job = job_at(address)``."""
-
-
-@inlined
-def i64(address, index):
-    """Element ``index`` of the int64 array at ``address``."""
-    return carray(as_pointer(address), (index + 1,), types.int64)[index]
-
-
-@inlined
-def i32(address, index):
-    """Element ``index`` of the int32 array at ``address``."""
-    return carray(as_pointer(address), (index + 1,), types.int32)[index]
-
-
-@inlined
-def f32(address, index):
-    """Element ``index`` of the float32 array at ``address``."""
-    return carray(as_pointer(address), (index + 1,), types.float32)[index]
-
-
-@inlined
-def poke_f32(address, value):
-    """Sets the float32 at ``address``."""
-    carray(as_pointer(address), (1,), types.float32)[0] = value
-
-
-@inlined
-def poke_i64(address, index, value):
-    """Sets element ``index`` of the int64 array at ``address``."""
-    carray(as_pointer(address), (index + 1,), types.int64)[index] = value
-
-
-@inlined
-def copy_line(to, source):
-    """Copies 64 bytes."""
-    into = carray(as_pointer(to), (8,), types.int64)
-    words = carray(as_pointer(source), (8,), types.int64)
-    for i in range(8):
-        into[i] = words[i]
-
-
-@inlined
-def copy_line_0213(to, source):
-    """Copies 32 values of 16 bits, the two in the middle of each four exchanged."""
-    into = carray(as_pointer(to), (8,), types.uint64)
-    words = carray(as_pointer(source), (8,), types.uint64)
-    middle, by = types.uint64(0xFFFF0000), types.uint64(16)
-    for i in range(8):
-        four = words[i]
-        outer = four & types.uint64(0xFFFF00000000FFFF)
-        into[i] = outer | ((four >> by) & middle) | ((four & middle) << by)
+"""The numpy dtype, and what kernels read it through: ``args = moe_args_at(address)``."""

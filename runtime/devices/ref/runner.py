@@ -1,4 +1,4 @@
-"""A model on the host device, as the engine drives it: exact and slow, what others are held to."""
+"""A model on the ref device, as the engine drives it: exact and slow, what others are held to."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 
 from ...program import Program
 from ...workers.pool import WorkerPool
-from ..runner import Lowered, PagedRunner, Pass
-from .step import HostStep
+from ..runner import Lowerable, PagedRunner, Pass
+from .step import RefExecutable
 
 _EXACT = {torch.bfloat16: torch.float32}
 
 
-def on_host(program: Program) -> Program:
-    """The program with every node on the host device, and float32 for bfloat16 in the cache."""
+def on_ref(program: Program) -> Program:
+    """The program with every node on the ref device, and float32 for bfloat16 in the cache."""
     return replace(
-        program.on("host"),
+        program.on("ref"),
         buffers={
             name: replace(buffer, dtype=_EXACT.get(buffer.dtype, buffer.dtype))
             for name, buffer in program.buffers.items()
@@ -26,7 +26,7 @@ def on_host(program: Program) -> Program:
     ).check()
 
 
-class HostRunner(PagedRunner):
+class RefRunner(PagedRunner):
     """See ``engine.batch.Runner``: the reference ops in float32, the cache too where it would be
     bfloat16.
 
@@ -37,16 +37,24 @@ class HostRunner(PagedRunner):
 
     def __init__(
         self,
-        model: Lowered,
-        max_context: int,
+        model: Lowerable,
+        max_model_len: int,
         num_pages: int | None = None,
-        max_tokens: int = 512,
-        max_sequences: int = 16,
+        max_num_batched_tokens: int = 512,
+        max_num_seqs: int = 16,
         passes: Sequence[Pass] = (),
         pool: WorkerPool | None = None,
-        max_rows: int | None = None,
+        max_num_logits: int | None = None,
     ) -> None:
-        super().__init__(model, max_context, num_pages, max_tokens, max_sequences, passes, max_rows)
+        super().__init__(
+            model,
+            max_model_len,
+            num_pages,
+            max_num_batched_tokens,
+            max_num_seqs,
+            passes,
+            max_num_logits,
+        )
         self.pool = pool
         self.caches = {
             name: replace(part, dtype=_EXACT.get(part.dtype, part.dtype)).zeros()
@@ -54,7 +62,7 @@ class HostRunner(PagedRunner):
         }
 
     def lowered(self, *sizes: int) -> Program:
-        return on_host(super().lowered(*sizes))
+        return on_ref(super().lowered(*sizes))
 
-    def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> HostStep:
-        return HostStep(program, inputs, self.caches, self.pool, sizes=self.sizes)
+    def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> RefExecutable:
+        return RefExecutable(program, inputs, self.caches, self.pool, sizes=self.sizes)

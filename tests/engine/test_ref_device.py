@@ -1,4 +1,4 @@
-"""The host device: transformers' own tokens, and experts that really run beside the stream."""
+"""The ref device: transformers' own tokens, and experts that really run beside the stream."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 import model
 from pykernels.errors import PykernelsError
-from runtime.devices.host.runner import HostRunner, on_host
-from runtime.devices.host.step import HostStep
-from runtime.devices.host.stream import Event, Flags, Stream
+from runtime.devices.ref.runner import RefRunner, on_ref
+from runtime.devices.ref.step import RefExecutable
+from runtime.devices.ref.stream import Event, Flags, Stream
 from runtime.engine import Engine, SamplingParams
 from runtime.passes import defer, offload
 from runtime.program import Node
@@ -31,8 +31,8 @@ def prompts() -> list[list[int]]:
 @pytest.mark.parametrize("family", tiny.ARCHITECTURES)
 def test_tokens_of_ragged_batches_are_transformers(family: str, tmp_path: Path) -> None:
     made = tiny.make(tmp_path, family)
-    with model.load_engine(tmp_path, context=64, threads=1, device="host") as llm:
-        runner = HostRunner(llm.runner.model, 64, max_tokens=16, max_sequences=4)
+    with model.load_engine(tmp_path, max_model_len=64, threads=1, device="ref") as llm:
+        runner = RefRunner(llm.runner.model, 64, max_num_batched_tokens=16, max_num_seqs=4)
         engine = Engine(runner, threaded=False)
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         found = engine.generate(prompts(), params)
@@ -61,17 +61,19 @@ def test_a_stream_waits_for_a_flag_and_an_event() -> None:
     other.close()
 
 
-def _host_step(llm: model.LLM, passes: list, reuse: bool = True) -> HostStep:
+def _ref_step(llm: model.LLM, passes: list, reuse: bool = True) -> RefExecutable:
     lowered = llm.runner.model
-    program = on_host(lowered.lower(4, 1, 4, 1, 1))
+    program = on_ref(lowered.lower(4, 1, 4, 1, 1))
     for rewrite in passes:
         program = rewrite(program)
     inputs = allocate_inputs(program) | {
-        "tokens": torch.tensor([5, 6, 7, 8]), "positions": torch.arange(4),
-        "slots": torch.arange(4), "sampled": torch.arange(4),
-    }  # fmt: skip
+        "tokens": torch.tensor([5, 6, 7, 8]),
+        "positions": torch.arange(4),
+        "slot_mapping": torch.arange(4),
+        "logits_indices": torch.arange(4),
+    }
     caches = {name: part.zeros().float() for name, part in lowered.caches(1).items()}
-    step = HostStep(program, inputs, caches, llm.pool, "generic", reuse=reuse)
+    step = RefExecutable(program, inputs, caches, llm.pool, "generic", reuse=reuse)
     step.sizes[:] = torch.tensor([4, 1, 4])
     return step
 
@@ -79,16 +81,16 @@ def _host_step(llm: model.LLM, passes: list, reuse: bool = True) -> HostStep:
 @pytest.fixture
 def llm(tmp_path: Path):
     tiny.make(tmp_path, "deepseek_v3", num_hidden_layers=4)
-    with model.load_engine(tmp_path, context=64, threads=1) as made:
+    with model.load_engine(tmp_path, max_model_len=64, threads=1) as made:
         yield made
 
 
 def test_deferred_experts_run_beside_the_next_attention(llm: model.LLM) -> None:
     """Deferred experts that do not begin before the next layer's attention is done would be waited
     for in vain, were the stream to stop at them."""
-    plain = _host_step(llm, [lambda p: defer(p, 1)])
+    plain = _ref_step(llm, [lambda p: defer(p, 1)])
     plain.run()
-    step = _host_step(llm, [lambda p: defer(p, 1), offload])
+    step = _ref_step(llm, [lambda p: defer(p, 1), offload])
     attended = threading.Event()
     call = step.calls["layer1.experts.deferred"]
     run, execute = call.run, step.execute
@@ -112,7 +114,7 @@ def test_deferred_experts_run_beside_the_next_attention(llm: model.LLM) -> None:
 
 @pytest.mark.parametrize("passes", [[], [lambda p: defer(p, 1), offload]], ids=["here", "both"])
 def test_planned_memory_is_as_good_as_fresh_memory(llm: model.LLM, passes: list) -> None:
-    planned, fresh = (_host_step(llm, passes, reuse) for reuse in (True, False))
+    planned, fresh = (_ref_step(llm, passes, reuse) for reuse in (True, False))
     for token in (5, 9):  # the second step finds what the first one has left
         for step in (planned, fresh):
             step.inputs["tokens"][0] = token
@@ -122,7 +124,7 @@ def test_planned_memory_is_as_good_as_fresh_memory(llm: model.LLM, passes: list)
 
 
 def test_a_failure_on_either_side_ends_the_step(llm: model.LLM) -> None:
-    step = _host_step(llm, [offload])
+    step = _ref_step(llm, [offload])
     step.run()
     truth = step.outputs["logits"].clone()
     call = next(iter(step.calls.values()))
@@ -139,11 +141,11 @@ def test_a_failure_on_either_side_ends_the_step(llm: model.LLM) -> None:
         assert torch.equal(step.outputs["logits"], truth)
 
 
-def test_load_engine_on_host_and_too_many_deferred(tmp_path: Path) -> None:
+def test_load_engine_on_ref_and_too_many_deferred(tmp_path: Path) -> None:
     made = tiny.make(tmp_path, "qwen3_moe")
     with pytest.raises(PykernelsError, match="experts of a token are too many"):
-        model.load_engine(tmp_path, defer=2, device="host")  # of 3: before a weight is read
-    with model.load_engine(tmp_path, context=64, threads=1, device="host") as llm:
+        model.load_engine(tmp_path, defer=2, device="ref")  # of 3: before a weight is read
+    with model.load_engine(tmp_path, max_model_len=64, threads=1, device="ref") as llm:
         ids = [5, 9, 4]
         found = llm.generate(ids, temperature=0, max_tokens=4, ignore_eos=True).token_ids
         with torch.no_grad():

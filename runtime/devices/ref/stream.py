@@ -1,7 +1,7 @@
 """A stream, its events and flags in memory, played by a thread: what CUDA has, without a GPU.
 
-Operations run in the order in which they were put on a stream, and beside everything else. A flag
-is a number that both sides may write and wait for (``cuStreamWriteValue32``,
+Operations run in the order in which they were put on a stream, in parallel with everything else. A
+flag is a number that both sides may write and wait for (``cuStreamWriteValue32``,
 ``cuStreamWaitValue32``): a stream that waits for a flag goes no further until it is written.
 """
 
@@ -34,7 +34,7 @@ class Flags:
         self.timeout_s = timeout_s
 
     def write(self, flag: int, value: int) -> None:
-        """Writes a number; whoever waits for it goes on."""
+        """Writes a number and wakes the threads that wait for it."""
         with self._changed:
             self._values[flag] = value
             self._changed.notify_all()

@@ -19,23 +19,30 @@ def matrix(packed: PackedMatrix) -> torch.Tensor:
     """float32 [N, K], rows that fill up blocks included."""
     if packed not in _matrices:
         ends = (*packed.starts[1:], packed.N)
-        _matrices[packed] = torch.cat([
-            _unpacked(
-                packed.fmt, packed.blocks[start // 32 : -(-end // 32)],
-                packed.scales[start // 32 : -(-end // 32)], end - start, packed.K,
-            )
-            for start, end in zip(packed.starts, ends, strict=True)
-        ])  # fmt: skip
+        _matrices[packed] = torch.cat(
+            [
+                _unpacked(
+                    packed.fmt,
+                    packed.blocks[start // 32 : -(-end // 32)],
+                    packed.scales[start // 32 : -(-end // 32)],
+                    end - start,
+                    packed.K,
+                )
+                for start, end in zip(packed.starts, ends, strict=True)
+            ]
+        )
     return _matrices[packed]
 
 
 def heads(packed: PackedHeads) -> torch.Tensor:
     """float32 [G, N, K]."""
     if packed not in _matrices:
-        _matrices[packed] = torch.stack([
-            _unpacked(packed.fmt, blocks, scales, packed.N, packed.K)
-            for blocks, scales in zip(packed.blocks, packed.scales, strict=True)
-        ])  # fmt: skip
+        _matrices[packed] = torch.stack(
+            [
+                _unpacked(packed.fmt, blocks, scales, packed.N, packed.K)
+                for blocks, scales in zip(packed.blocks, packed.scales, strict=True)
+            ]
+        )
     return _matrices[packed]
 
 
@@ -57,8 +64,10 @@ class Dequantized:
             gate, up, down = self._packed.unpack(expert)
             fmt, down_fmt = self._packed.fmt, self._packed.down_fmt
             self._found[expert] = (
-                fmt.dequantize(gate), fmt.dequantize(up), down_fmt.dequantize(down),
-            )  # fmt: skip
+                fmt.dequantize(gate),
+                fmt.dequantize(up),
+                down_fmt.dequantize(down),
+            )
         return self._found[expert]
 
     def biases(self, expert: int) -> Biases | None:

@@ -1,4 +1,4 @@
-"""The ``host`` device: a program's nodes as operations of a stream, in float32.
+"""The ``ref`` device: a program's nodes as operations of a stream, in float32.
 
 Where a program has nodes on the ``cpu`` device (``passes.offload``) it is partitioned, and a second
 stream runs those with the real kernels. The two meet at flags only, as a GPU and a CPU do: this
@@ -25,10 +25,10 @@ from .memory import Memory
 from .ops import OPS
 from .stream import Flags, Stream
 
-HERE, CPU = "host", "cpu"
+HERE, CPU = "ref", "cpu"
 
 
-class HostStep:
+class RefExecutable:
     """A program that is ready to run.
 
     Args:
@@ -87,8 +87,8 @@ class HostStep:
                     self.calls[node.name] = NodeCall(node, self._memories[CPU], pool, kernel)
         channels = [n for p in self._parts.values() for n in p.nodes if n.op == "submit"]
         self._flags = Flags(len(channels))
-        self._stream = Stream("host")
-        self._cpu = Stream("host-cpu") if self.calls else None
+        self._stream = Stream("ref")
+        self._cpu = Stream("ref-cpu") if self.calls else None
         self._count = 0
 
     def run(self) -> None:
@@ -185,7 +185,7 @@ class HostStep:
             for node in part.nodes:
                 if device == HERE and node.op not in (*OPS, "submit", "wait"):
                     raise PykernelsError(
-                        f"the host device has no {node.op!r}", f"It has {', '.join(OPS)}"
+                        f"the ref device has no {node.op!r}", f"It has {', '.join(OPS)}"
                     )
         if HERE not in self._parts:
             raise PykernelsError(f"{self.program.name!r} has no node here", "Run it on the cpu")

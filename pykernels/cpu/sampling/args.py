@@ -1,4 +1,4 @@
-"""What the tasks of sampling read: the job, the rows' parameters, and what tasks leave each other.
+"""What the tasks of sampling read: the args, the rows' parameters, and what tasks leave each other.
 
 R rows of a step are cut into chunks of ``CHUNK`` logits. Whatever is summed or compared across
 chunks is so in their order, so results are the same bits on any number of workers.
@@ -49,8 +49,8 @@ COLUMNS: dict[str, Any] = {
     "bias": np.int64,  # address of float32 [bias_count]
     "bias_count": np.int64,
 }
-"""The parameters of each row (``ref.sampling.Request`` says what they mean), a column each. Ids
-that are no token's are skipped. Biases are finite, ``repetition`` is positive."""
+"""The parameters of each row (``ref.sampling.SamplingRequest`` says what they mean), a column each.
+Ids that are no token's are skipped. Biases are finite, ``repetition`` is positive."""
 
 SAMPLING, sampling_at = descriptor(
     "sampling",
@@ -108,7 +108,7 @@ class Sizes:
 
 
 def sizes(R: int, V: int, workers: int) -> Sizes:
-    """What a ``SAMPLING`` job's addresses want behind them.
+    """What a ``SAMPLING`` record's addresses point at.
 
     Raises:
         PykernelsError: a vocabulary that is too large to count in float32.
@@ -134,10 +134,11 @@ def parameter_dtype(R: int) -> np.dtype:
     return np.dtype([(name, kind, (R,)) for name, kind in COLUMNS.items()], align=True)
 
 
-def point_at_parameters(job: np.ndarray, block: np.ndarray) -> None:
-    """Tells a job (a ``SAMPLING`` record) where the columns of a block (one record) are."""
+def point_at_parameters(args: np.ndarray, block: np.ndarray) -> None:
+    """Writes into an args record (a ``SAMPLING`` record) where the columns of a block (one record)
+    are."""
     for name in COLUMNS:
-        job[name] = block[name].ctypes.data
+        args[name] = block[name].ctypes.data
 
 
 @inlined

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...program import Node, Program
 from ...workers.pool import WorkerPool
-from ..cpu.step import CpuStep
+from ..cpu.step import CpuExecutable
 from .memory import Memory
 
 
@@ -23,7 +23,7 @@ class NodeCall:
         buffers |= {name: replace(program.buffers[name], kind="output") for name in node.writes}
         alone = Program(node.name, (node,), buffers, program.sizes).check()
         inputs = {name: memory.whole(name) for name in node.reads}
-        self._step = CpuStep(alone, pool, inputs, {}, kernel, memory.sizes)
+        self._step = CpuExecutable(alone, pool, inputs, {}, kernel, memory.sizes)
 
     def run(self) -> None:
         """Runs the node.

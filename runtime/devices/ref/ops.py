@@ -10,7 +10,7 @@ import torch
 from pykernels import ref
 from pykernels.ref.attention import attend, read_pages
 from pykernels.ref.router import split_routing as split_by_weight
-from pykernels.ref.sampling import Request
+from pykernels.ref.sampling import SamplingRequest
 from pykernels.ref.sampling import sample_requests as sample_rows
 
 from ...kv_cache.layout import cache_inputs
@@ -67,7 +67,9 @@ def rope_table(m: Memory, node: Node) -> None:
 
 
 def mla_rope_cache_write(m: Memory, node: Node) -> None:
-    q, kv, table, slots = (m.read(node.inputs[name]) for name in ("q", "kv", "angles", "slots"))
+    q, kv, table, slot_mapping = (
+        m.read(node.inputs[name]) for name in ("q", "kv", "angles", "slot_mapping")
+    )
     weight, interleaved = node.weights["kv_norm"], node.attr("interleaved")
     NH, nope, L, R = node.attr("heads"), node.attr("nope"), len(weight), 2 * table.shape[2]
     start = node.attr("kv_start")
@@ -76,16 +78,18 @@ def mla_rope_cache_write(m: Memory, node: Node) -> None:
     rope = _rotated(rope[:, None], table, interleaved)[:, 0]
     cache, *rest = (m.whole(name) for name in cache_inputs(node).values())
     if rest:  # E4M3
-        ref.mla_write(latent, rope, slots, cache, *rest)
+        ref.mla_write(latent, rope, slot_mapping, cache, *rest)
     else:
-        ref.mla_write(latent, rope, slots, cache[..., :L], cache[..., L:])
+        ref.mla_write(latent, rope, slot_mapping, cache[..., :L], cache[..., L:])
     q = q.flatten(1)[:, : NH * (nope + R)].unflatten(1, (NH, nope + R))[..., nope:]
     rotated = _rotated(q, table, interleaved)
     m.write(node.outputs["rotated"], torch.cat([rotated.new_zeros(len(q), NH, L), rotated], -1))
 
 
 def gqa_rope_cache_write(m: Memory, node: Node) -> None:
-    qkv, table, slots = (m.read(node.inputs[name]) for name in ("qkv", "angles", "slots"))
+    qkv, table, slot_mapping = (
+        m.read(node.inputs[name]) for name in ("qkv", "angles", "slot_mapping")
+    )
     caches = [m.whole(name) for name in cache_inputs(node).values()]
     NH, (KVH, D) = node.attr("heads"), caches[0].shape[2:]
     qkv = qkv.flatten(1)
@@ -99,7 +103,7 @@ def gqa_rope_cache_write(m: Memory, node: Node) -> None:
         else x
         for name, x in (("q_norm", q), ("k_norm", k))
     )
-    ref.kv_write(_rotated(k, table, interleaved), v, slots, *caches)
+    ref.kv_write(_rotated(k, table, interleaved), v, slot_mapping, *caches)
     m.write(node.outputs["rotated"], _rotated(q, table, interleaved))
 
 
@@ -112,9 +116,13 @@ def attention(m: Memory, node: Node) -> None:
     for at, pages, length in _sequences(m, node):
         keys, values = _keys_values(cache, pages, length)
         out[at] = attend(
-            q[at], keys, values[..., :dv], scale=node.attr("scale"),
-            window=node.attr("window") or None, sinks=node.weights.get("sinks"),
-        )  # fmt: skip
+            q[at],
+            keys,
+            values[..., :dv],
+            scale=node.attr("scale"),
+            window=node.attr("window") or None,
+            sinks=node.weights.get("sinks"),
+        )
     m.write(node.outputs["out"], out)
 
 
@@ -201,18 +209,20 @@ def sample_requests(m: Memory, node: Node) -> None:
     ]
     drawn = sample_rows(logits, requests)
     for name, value in drawn._asdict().items():
-        m.write(node.outputs[name], value[:, : m.whole(node.outputs[name]).shape[1]]
-                if value.ndim == 2 else value)  # fmt: skip
+        m.write(
+            node.outputs[name],
+            value[:, : m.whole(node.outputs[name]).shape[1]] if value.ndim == 2 else value,
+        )
 
 
-def _request(row: dict[str, float], V: int) -> Request:
+def _request(row: dict[str, float], V: int) -> SamplingRequest:
     """The parameters of one row, its lists read at their addresses."""
     seen, bias = int(row["seen_count"]), int(row["bias_count"])
     mask = _list(row["mask"], -(-V // 8), torch.uint8)
     allowed = None
     if mask is not None:  # token v: bit v % 8 of byte v / 8
         allowed = (mask[:, None] >> torch.arange(8) & 1).flatten()[:V].bool()
-    return Request(
+    return SamplingRequest(
         **{
             name: row[name]
             for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
@@ -240,11 +250,21 @@ def _list(address: float, count: int, dtype: torch.dtype) -> torch.Tensor | None
 OPS: dict[str, Op] = {
     op.__name__: op
     for op in (
-        embed, rms_norm, linear, per_head_linear, rope_table, mla_rope_cache_write,
-        gqa_rope_cache_write, attention, attention_expanded, router, split_routing, moe_ffn,
+        embed,
+        rms_norm,
+        linear,
+        per_head_linear,
+        rope_table,
+        mla_rope_cache_write,
+        gqa_rope_cache_write,
+        attention,
+        attention_expanded,
+        router,
+        split_routing,
+        moe_ffn,
         sample_requests,
     )
-}  # fmt: skip
+}
 """By the names of nodes."""
 
 

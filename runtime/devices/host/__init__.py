@@ -1,1 +1,0 @@
-"""The host as a device: a program's reference ops, in float32, on a thread that plays a stream."""
