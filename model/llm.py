@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,9 @@ from runtime.devices.cpu import precompile
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.ref.runner import RefRunner
 from runtime.devices.runner import PagedRunner, Pass
-from runtime.engine import Engine, RequestHandle, Result, SamplingParams
-from runtime.kv_cache.layout import PAGE, Pages
+from runtime.engine import Engine, EngineConfig, RequestHandle, Result, SamplingParams
+from runtime.engine.config import check_whole
+from runtime.kv_cache.layout import Pages
 from runtime.machine.topology import Topology
 from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
@@ -54,9 +57,6 @@ CONTEXT = 8192
 
 DEVICES = ("cpu", "ref")
 
-MOST_TOKENS, MOST_SEQUENCES = 1 << 16, 1 << 12
-"""Of a step, at most: each of its buffers has room for all."""
-
 Prompt = str | Sequence[int]
 Defer = int | str
 """A number of experts, "auto" or "off"."""
@@ -83,13 +83,14 @@ class LLM:
         pool: WorkerPool,
         kernel: str = "auto",
         generation: GenerationConfig | None = None,
+        engine: EngineConfig | None = None,
     ) -> None:
         self.runner, self.config, self.tokenizer = runner, config, tokenizer
         self.pool, self.kernel = pool, kernel
         self.settings = engine_settings(generation, eos, runner.vocab_size, tokenizer is not None)
         self._told = False
         detokenizer = None if tokenizer is None else partial(Detokenizer, tokenizer)
-        self.engine = Engine(runner, eos_token_ids=eos, detokenizer=detokenizer)
+        self.engine = Engine(runner, eos_token_ids=eos, detokenizer=detokenizer, config=engine)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text that is to be continued, see ``text.prompt.encode``; ids stay."""
@@ -183,15 +184,13 @@ def load_engine(
     rules: Rules = None,
     threads: int | None = None,
     kernel: str = "auto",
-    max_model_len: int | None = None,
-    at_least: int = 0,
-    max_num_seqs: int = 16,
-    max_num_batched_tokens: int = 512,
-    max_num_logits: int | None = None,
     defer: Defer = "off",
-    kv_dtype: str = "bf16",
     device: str = "cpu",
+    experts: str = "auto",
+    at_least: int = 0,
     progress: bool | Callback | None = None,
+    engine: EngineConfig | None = None,
+    **settings: Any,
 ) -> LLM:
     """Loads a checkpoint for the engine: every matrix packed in the format that it is stored in.
 
@@ -201,81 +200,90 @@ def load_engine(
         rules: as in ``from_pretrained``; None for a packed cache: those that it was made with.
         threads: workers; None: one on each physical core.
         kernel: auto, amx, avx512, avx2 or generic.
-        max_model_len: longest sequence, prompt and output; None: the model's, at most ``CONTEXT``
-            or ``at_least``.
-        max_num_seqs: requests that run at once.
-        max_num_batched_tokens: token budget of a step.
-        max_num_logits: rows of logits that a step may compute; None: one per sequence. Prompt
-            logprobs need more.
         defer: experts of a token whose output joins one layer later in decode steps (Expert
             Deferral); "auto": as many as keep the CPU busy, which is none where it is alone.
-        kv_dtype: "bf16", or "fp8": keys and values in E4M3 with a scale per token and head, which
-            halves the cache; rounding errors are up to 1/16, where bf16 has 1/256.
-        device: "cpu", or "ref": the reference ops in float32, exact and slow, the cache too.
+        device: "cpu"; "cuda:0": attention, dense layers and shared experts on that GPU; or "ref":
+            the reference ops in float32, exact and slow, the cache too.
+        experts: where routed experts are beside a GPU: "cpu", "gpu", or "auto": on the GPU if all
+            fit.
+        at_least: tokens of the longest sequence, where ``max_model_len`` is not given.
         progress: as in ``from_pretrained``.
+        engine: sizes and scheduling; ``settings``: fields of ``EngineConfig`` that differ from it
+            (max_model_len, max_num_seqs, max_num_batched_tokens, kv_tokens, kv_dtype ...).
 
     Raises:
-        PykernelsError: a model that the engine cannot run, fewer than two immediate experts, no
-            such ``kv_dtype`` or device, or what ``from_pretrained`` raises.
+        PykernelsError: a model that the engine cannot run, fewer than two immediate experts, a
+            setting out of its range, no such device, or what ``from_pretrained`` raises.
     """
     folder, deferred = Path(path), _deferred(defer)
-    if device not in DEVICES:
-        raise PykernelsError(f"no device {device!r}", f"Use {' or '.join(DEVICES)}")
-    Pages(0, kv_dtype)  # refused before anything is read
-    check_whole("max_num_seqs", max_num_seqs, 1, MOST_SEQUENCES)
-    check_whole("max_tokens", max_num_batched_tokens, 1, MOST_TOKENS)
-    if max_num_logits is not None:
-        check_whole("max_num_logits", max_num_logits, 1, MOST_TOKENS)
+    if device not in DEVICES and not device.startswith("cuda"):
+        raise PykernelsError(f"no device {device!r}", f"Use {', '.join(DEVICES)} or cuda:0")
+    if device.startswith("cuda"):
+        from runtime.devices.cuda.runner import check_device
+
+        check_device(device)
+    elif experts != "auto":
+        raise PykernelsError(f"experts={experts!r} without a GPU", 'Add device="cuda:0"')
+    chosen = _chosen(engine, settings)
+    Pages(0, chosen.kv_dtype)  # refused before anything is read
     threads_here(threads, True, Topology.detect())
     config = read_config(folder)
     check_lowered(config)
     positions = config.max_position_embeddings
-    if max_model_len is not None:
-        check_whole("context", max_model_len, 1, positions)
-    max_model_len = max_model_len or min(max(CONTEXT, at_least), positions)
-    longest = min(2, max_num_seqs)
-    with open_weights(folder, config, rules, kernel, kv_dtype) as weights:
+    if chosen.max_model_len is not None:
+        check_whole("max_model_len", chosen.max_model_len, 1, positions)
+    longest = chosen.max_model_len or min(max(CONTEXT, at_least), positions)
+    with open_weights(folder, config, rules, kernel, chosen.kv_dtype) as weights:
         model = weights.model
         if deferred:
             blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
             check_topk(config.model_type, [block.shape.topk for block in blocks], deferred)
         if device == "cpu":  # first, because a second process compiles in parallel
-            heads = head_sizes(model, kv_dtype)
+            heads = head_sizes(model, chosen.kv_dtype)
             check_heads(heads)
-            precompile.begin(heads, expansions(model, kv_dtype, max_num_batched_tokens))
-        token = cache_token_bytes(model, kv_dtype)
-        memory.check_engine(weights.needed, token, max_model_len, longest, weights.smaller)
+            budget = chosen.max_num_batched_tokens
+            precompile.begin(heads, expansions(model, chosen.kv_dtype, budget))
+        token = cache_token_bytes(model, chosen.kv_dtype)
+        pages = memory.cache_pages(chosen, longest, token, weights.needed, weights.smaller)
         generation = read_generation_config(folder)
         eos = _eos(config, generation)
         tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
         # Before the weights are read: a value out of range is an error.
-        settings = engine_settings(generation, eos, config.vocab_size, tokenizer is not None)
-        if settings.not_done:
-            warnings.warn(note_of(settings.not_done), stacklevel=2)
+        defaults = engine_settings(generation, eos, config.vocab_size, tokenizer is not None)
+        if defaults.not_done:
+            warnings.warn(note_of(defaults.not_done), stacklevel=2)
         pool = WorkerPool(threads)
         try:
             with reporting(progress) as report:
                 decoder = weights.decoder(packer(pool), report)
             passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
-            pages = -(-max_model_len // PAGE) * longest + 1
-            sizes = max_model_len, pages, max_num_batched_tokens, max_num_seqs
-            runner: PagedRunner = (
-                CpuRunner(decoder, pool, *sizes, kernel, passes, max_num_logits)
-                if device == "cpu"
-                else RefRunner(decoder, *sizes, passes, pool, max_num_logits)
-            )
+            sizes = longest, pages, chosen.max_num_batched_tokens, chosen.max_num_seqs
+            logits = chosen.max_num_logits
+            runner: PagedRunner
+            if device == "cpu":
+                runner = CpuRunner(decoder, pool, *sizes, kernel, passes, logits)
+            elif device == "ref":
+                runner = RefRunner(decoder, *sizes, passes, pool, logits)
+            else:
+                from runtime.devices.cuda.runner import CudaRunner
+
+                runner = CudaRunner(decoder, device, pool, *sizes, kernel, passes, logits, experts)
             with compiling(progress):
-                return LLM(runner, config, tokenizer, eos, pool, kernel, generation)
+                return LLM(runner, config, tokenizer, eos, pool, kernel, generation, chosen)
         except BaseException:
             pool.close()
             raise
 
 
-def check_whole(name: str, value: object, least: int, most: int) -> None:
-    """Raises PykernelsError unless a setting is a whole number from ``least`` to ``most``."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or not least <= value <= most:  # type: ignore[operator]
-        raise PykernelsError(f"{name}={value!r}", f"Give a whole number from {least} to {most}")
+def _chosen(engine: EngineConfig | None, settings: dict[str, Any]) -> EngineConfig:
+    """The engine's settings, those given by name in place of ``engine``'s."""
+    names = {field.name for field in fields(EngineConfig)}
+    for name in settings:
+        if name not in names:
+            close = get_close_matches(name, names, 1)
+            hint = f"Did you mean {close[0]}?" if close else f"Use {', '.join(sorted(names))}"
+            raise PykernelsError(f"load_engine has no setting {name!r}", hint)
+    return replace(engine or EngineConfig(), **settings)
 
 
 def _deferred(defer: Defer) -> int:

@@ -12,7 +12,9 @@ from torch import nn
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
+from runtime.engine import EngineConfig
 from runtime.experts.routed import RoutedExperts
+from runtime.kv_cache.layout import PAGE
 from runtime.machine.topology import Topology
 from runtime.workers.pool import Pool
 
@@ -133,6 +135,44 @@ def _in_format(shape: tuple[int, ...], name: str | None) -> int | None:
     if K % fmt.k_multiple:
         return None
     return fmt.packed_bytes(N, K) + -(-N // 32) * fmt.scale_bytes(K)
+
+
+def cache_pages(
+    config: EngineConfig, longest: int, token: int, weights: int, smaller: Mapping[str, int]
+) -> int:
+    """Pages of the KV cache: what ``config`` asks for, else an eighth of the memory that is left,
+    and two sequences of ``longest`` tokens at least.
+
+    Args:
+        token: bytes of the cache per token.
+        weights: bytes that loading takes; ``smaller``: with the experts converted, by format.
+
+    Raises:
+        PykernelsError: weights and cache need more memory than is free, or the cache is smaller
+            than a page.
+    """
+    free, page = available(), token * PAGE
+    sequences = min(2, config.max_num_seqs)
+    asked = config.kv_tokens, config.kv_bytes
+    if asked == (None, None):
+        check_engine(weights, token, longest, sequences, smaller)
+        fit = (free - weights) // 8 // (token * longest)
+        return -(-longest // PAGE) * max(sequences, min(fit, config.max_num_seqs)) + 1
+    tokens = config.kv_tokens if config.kv_tokens is not None else (config.kv_bytes or 0) // token
+    pages = -(-tokens // PAGE) if config.kv_tokens is not None else tokens // PAGE
+    if pages < 1:
+        raise PykernelsError(
+            f"kv_bytes={config.kv_bytes} is less than a page of {PAGE} tokens",
+            f"Give {page} or more",
+        )
+    check_engine(weights, token, PAGE, 1, smaller)
+    if weights + pages * page > free:
+        raise PykernelsError(
+            f"The model's {size(weights)} and a KV cache of {size(pages * page)} for"
+            f" {pages * PAGE} tokens need more than the {size(free)} that are free",
+            f"Ask for kv_tokens={(free - weights) // page * PAGE} at most",
+        )
+    return pages
 
 
 def check_engine(

@@ -35,7 +35,10 @@ Rules = Annotated[
     ),
 ]
 Device = Annotated[
-    str, typer.Option(metavar="cpu|cuda:0", help="Where everything but the experts runs.")
+    str,
+    typer.Option(
+        metavar="cpu|cuda:0", help="Where attention, dense layers and shared experts run."
+    ),
 ]
 Dtype = Annotated[
     str | None,
@@ -79,8 +82,8 @@ Eager = Annotated[
     bool,
     typer.Option(
         "--eager",
-        help="Hugging Face's own forward with our experts, instead of the engine; what --device"
-        " cuda:0, rules with a GPU and --dtype use anyway.",
+        help="Hugging Face's own forward with our experts, instead of the engine; what rules with a"
+        " GPU, --gpu-experts and --dtype use anyway.",
     ),
 ]
 
@@ -99,6 +102,14 @@ KvDtype = Annotated[
         "--kv-dtype",
         metavar="bf16|fp8",
         help="Keys and values in the cache; fp8 halves its memory.",
+    ),
+]
+
+Experts = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|cpu|gpu",
+        help="Where routed experts are with --device cuda:0; auto: on the GPU if all fit.",
     ),
 ]
 
@@ -129,6 +140,7 @@ class Session:
         defer: str = "off",
         kv_dtype: str = "bf16",
         gpu_experts: str | None = None,
+        experts: str = "auto",
         **sampling: Any,
     ) -> None:
         """Check the options and that `prompt` fits the context, then load.
@@ -158,8 +170,14 @@ class Session:
         wanted = 0 if prompt is None else self._check(path, prompt)
         model_type = read_config(path).model_type
         parsed = resolve_rules(rules, model_type)
-        beside_gpu = device != "cpu" or any({*rule.devices} - {"cpu"} for rule in parsed)
-        eager = eager or beside_gpu or dtype is not None
+        placed = any({*rule.devices} - {"cpu"} for rule in parsed)
+        beside_gpu = device != "cpu" or placed
+        eager = eager or placed or gpu_experts is not None or dtype is not None
+        if experts != "auto" and (eager or not beside_gpu):
+            raise PykernelsError(
+                f"--experts {experts} is for the engine with a GPU",
+                "Use --device cuda:0 without --eager and its kin",
+            )
         if gpu_experts is not None and not beside_gpu:
             raise PykernelsError("--gpu-experts without a GPU", "Add --device cuda:0")
         if eager and defer != "off":
@@ -197,6 +215,8 @@ class Session:
                 max_num_seqs=1,
                 defer=defer,
                 kv_dtype=kv_dtype,
+                device=device,
+                experts=experts,
             )
 
     def _check(self, path: Path, prompt: str) -> int:

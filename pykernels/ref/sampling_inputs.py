@@ -11,7 +11,7 @@ from .sampling import Sampled, SamplingRequest, sample_requests
 
 @dataclass(frozen=True, eq=False)
 class SamplingInputs:
-    """One entry a row of logits; what `sampling.SamplingRequest` says of one request, in the same order.
+    """One entry per row of logits: the fields of `sampling.SamplingRequest`, in the same order.
 
     Tables of penalties and masks have a row a request; ``seen_row`` and ``mask_row`` say which is
     whose, -1: none. So a table may stay where it is while requests come and go.

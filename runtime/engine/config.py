@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from pykernels.errors import PykernelsError
 
 PREFILL_CAP_FLOOR = 8
 """Fewest prompt tokens of a step: one tile of the kernels. Below it a prompt would never end."""
+
+MOST = {
+    "max_num_batched_tokens": 1 << 16,  # each buffer of a step has room for all
+    "max_num_seqs": 1 << 12,
+    "max_num_logits": 1 << 16,
+    "max_model_len": 1 << 31,
+    "kv_tokens": 1 << 40,
+    "kv_bytes": 1 << 50,
+    "max_partial_prefills": 1 << 12,
+    "max_waiting": 1 << 31,
+}
+"""Largest values of whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +62,23 @@ class EngineConfig:
     ageing_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "kv_dtype" or (value is None and field.default is None):
-                continue
-            whole = field.name not in ("target_itl_ms", "ageing_seconds")
-            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-                kind = "a whole number" if whole else "a number"
-                raise PykernelsError(f"{field.name} is {value!r}", f"Give {kind}")
-            least = 0 if field.name == "max_waiting" else 1 if whole else math.ulp(0.0)
-            if not least <= value < math.inf:
-                want = f"{least} or more" if whole else "a positive number"
-                raise PykernelsError(f"{field.name} is {value}", f"Give {want}")
+        for name, most in MOST.items():
+            value = getattr(self, name)
+            if value is not None or name in ("max_num_batched_tokens", "max_num_seqs"):
+                check_whole(name, value, 0 if name == "max_waiting" else 1, most)
+        for name in ("target_itl_ms", "ageing_seconds"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < math.inf):
+                raise PykernelsError(f"{name}={value!r}", "Give a positive number")
         if self.kv_tokens is not None and self.kv_bytes is not None:
             raise PykernelsError(
                 "kv_tokens and kv_bytes both give the size of the KV cache", "Give one of them"
             )
+
+
+def check_whole(name: str, value: object, least: int, most: int) -> None:
+    """Raises PykernelsError unless a setting is a whole number from ``least`` to ``most``."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not least <= value <= most:  # type: ignore[operator]
+        raise PykernelsError(f"{name}={value!r}", f"Give a whole number from {least} to {most}")

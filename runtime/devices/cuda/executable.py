@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +117,10 @@ class CudaExecutable:
         Raises:
             TaskError: a task of the CPU failed.
         """
+        with torch.cuda.device(self.device) if self._arrived is not None else nullcontext():
+            self._run()
+
+    def _run(self) -> None:
         self.before()
         for hop in self._hops:
             hop.before.run()

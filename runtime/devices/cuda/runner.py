@@ -61,7 +61,7 @@ class CudaRunner(PagedRunner):
             max_num_logits,
         )
         self.device, self.pool, self.kernel = torch.device(device), pool, kernel
-        check_device(self.device)
+        check_device(device)
         if experts not in EXPERTS:
             raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
         self.experts = experts
@@ -168,8 +168,14 @@ class CudaRunner(PagedRunner):
                 self.caches[f"{name}.rope"] = whole[..., L:].contiguous()
 
 
-def check_device(device: torch.device) -> None:
+def check_device(name: str) -> None:
     """Raises PykernelsError if there is no such GPU, or it runs no kernel of ours."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise PykernelsError(
+            f"no device {name!r}", "Use cpu, or cuda:0 for the first GPU"
+        ) from None
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise PykernelsError(

@@ -1,0 +1,75 @@
+"""Every family through the engine with its dense part on a GPU: transformers' float32 logits are
+the truth, and the text of the shipped model is the CPU's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import model
+from model.llm import LLM
+from pykernels.errors import PykernelsError
+
+from .. import tiny
+
+BF16 = 0.06
+"""Of a logprob vector's norm: activations are bfloat16."""
+LIKELIEST = 20
+
+
+def truth_of(reference: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    """float32 log-softmax [T, V] of transformers' own model."""
+    with torch.no_grad():
+        return reference(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+
+
+def median_error(llm: LLM, reference: torch.nn.Module, ids: list[int]) -> float:
+    """|logprobs - truth| / |truth| of the likeliest tokens, at the median over the prompt."""
+    result = llm.generate(ids, temperature=0, max_tokens=1, logprobs=LIKELIEST, logprob_start=1)
+    logprobs = result.completions[0].prompt_logprobs
+    truth = truth_of(reference, ids)
+    errors = []
+    for row, one in zip(truth, logprobs, strict=False):
+        tokens, found = zip(*one.top, strict=True)
+        expected = row[list(tokens)]
+        errors.append(float((torch.tensor(found) - expected).norm() / expected.norm()))
+    return sorted(errors)[len(errors) // 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", ["cpu", "gpu"])
+@pytest.mark.parametrize("family", tiny.ARCHITECTURES)
+def test_logits_of_every_family(tmp_path: Path, family: str, experts: str) -> None:
+    sizes = {"kv_lora_rank": 32, "qk_rope_head_dim": 16}
+    made = tiny.make(tmp_path, family, **(sizes if "deepseek" in family else {}))
+    ids = torch.randint(2, 96, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    with model.load_engine(
+        tmp_path, device="cuda:0", experts=experts, max_model_len=64, max_num_logits=64
+    ) as llm:
+        assert median_error(llm, made.reference, ids) < BF16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", ["cpu", "gpu"])
+def test_the_shipped_model_writes_the_same_text(experts: str) -> None:
+    prompt = "def quicksort(xs):"
+    with model.load_engine(model.EMBEDDED) as llm:
+        expected = llm.generate(prompt, temperature=0, max_tokens=48)
+    with model.load_engine(model.EMBEDDED, device="cuda:0", experts=experts) as llm:
+        found = llm.generate(prompt, temperature=0, max_tokens=48)
+        pair = [llm.submit(prompt, temperature=0, max_tokens=48) for _ in range(2)]
+        assert {handle.result().text for handle in pair} == {found.text}
+    assert found.text == expected.text
+
+
+def test_what_needs_a_gpu_says_so() -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(PykernelsError, match="no cuda:0"):
+            model.load_engine(model.EMBEDDED, device="cuda:0")
+    for device in ("cuda:x", "tpu"):
+        with pytest.raises(PykernelsError, match="no device"):
+            model.load_engine(model.EMBEDDED, device=device)
+    with pytest.raises(PykernelsError, match="experts='gpu'"):
+        model.load_engine(model.EMBEDDED, experts="gpu")
