@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from pykernels.ref.sampling import MAX_LOGPROBS
+
 from .ops import OPS, SAMPLING
 from .program import Builder, Program
 
@@ -38,12 +40,11 @@ def step_inputs(b: Builder, table_pages: int) -> None:
     b.buffer("sampled", "R", dtype=torch.int64, kind="input")
 
 
-def lower_sampling(b: Builder, logits: str, top: int) -> None:
+def lower_sampling(b: Builder, logits: str) -> None:
     """Adds the node that draws tokens, its parameters as inputs and its results as outputs.
 
     Args:
         logits: buffer [R, V].
-        top: logprobs of a row at most.
     """
     inputs = {
         name: b.buffer(f"sampling.{name}", "R", dtype=sampling_dtype(name), kind="input")
@@ -52,8 +53,8 @@ def lower_sampling(b: Builder, logits: str, top: int) -> None:
     outputs = {
         "tokens": b.buffer("drawn", "R", dtype=torch.int64, kind="output"),
         "logprobs": b.buffer("logprobs", "R", kind="output"),
-        "top_ids": b.buffer("top_ids", "R", top, dtype=torch.int64, kind="output"),
-        "top_logprobs": b.buffer("top_logprobs", "R", top, kind="output"),
+        "top_ids": b.buffer("top_ids", "R", MAX_LOGPROBS, dtype=torch.int64, kind="output"),
+        "top_logprobs": b.buffer("top_logprobs", "R", MAX_LOGPROBS, kind="output"),
     }
     b.node("sample_requests", "sample", {"logits": logits, **inputs}, outputs)
 

@@ -23,9 +23,6 @@ from .families import FAMILIES, check_lowered
 from .moe import Dense, MoE, experts_of
 from .packing import Packing
 
-TOP = 20
-"""Of the likeliest tokens, whose logprobs a step can give."""
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -107,7 +104,7 @@ class Decoder:
         if self.head_bias is not None:
             head["bias"] = self.head_bias
         b.node("linear", "lm_head", {"x": last}, {"out": "logits"}, head)
-        lower_sampling(b, "logits", TOP)
+        lower_sampling(b, "logits")
         return b.build()
 
     def _norm(
