@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from pykernels.ref.sampling import MAX_LOGPROBS
+
 _INDEX = frozenset({torch.int32, torch.int64})
 DTYPES: Mapping[str, frozenset[torch.dtype] | None] = {
     "activation": frozenset({torch.float32, torch.bfloat16, torch.float16}),
@@ -354,8 +356,8 @@ OPS: Mapping[str, Op] = {
         outputs={
             "tokens": _index("R"),
             "logprobs": _float32("R"),
-            "top_ids": _index("R", "top"),
-            "top_logprobs": _float32("R", "top"),
+            "top_ids": _index("R", str(MAX_LOGPROBS)),
+            "top_logprobs": _float32("R", str(MAX_LOGPROBS)),
         },
     ),
     # The two ends of a channel between devices; ``partition`` puts them there. `until` and `since`

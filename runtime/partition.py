@@ -48,7 +48,8 @@ def partition(program: Program, unordered: Collection[str] = ("cpu",)) -> dict[s
             a buffer is ordered.
 
     Raises:
-        PykernelsError: two devices write one buffer, or share one that is kept from step to step.
+        PykernelsError: two devices write one buffer or share a cache; a buffer is updated after
+            another device has read it.
     """
     devices = list(dict.fromkeys(node.device for node in program.nodes))
     if len(devices) < 2:
@@ -83,6 +84,11 @@ def _channels(program: Program) -> list[_Channel]:
                 raise PykernelsError(
                     f"{name!r} of {program.name!r} is written on {before[1]} and on {node.device}",
                     "Keep the nodes that update a buffer on one device",
+                )
+            if len(holders.get(name, ())) > 1:  # the peer may not have read it yet
+                raise PykernelsError(
+                    f"{node.name} of {program.name!r} updates {name!r}, which another device reads",
+                    "Update it before that device needs it",
                 )
             if program.buffers[name].kind != "cache":
                 writers[name], holders[name] = (i, node.device), {node.device}

@@ -2,7 +2,7 @@
 
 int64 "tokens" [T] token ids; "positions" [T]; "sequences" [T] row of the page table of each token's
 sequence; "slot_mapping" [T] where its keys and values go (page * 64 + offset, -1 nowhere);
-"page_table" [S, pages]; "sampled" [R] tokens whose logits are wanted. By sequence, int64 [S]:
+"page_table" [S, pages]; "logits_indices" [R] tokens whose logits are wanted. By sequence, int64 [S]:
 "query_starts" its first token in the step, "query_lengths" its tokens there, "lengths" its keys
 with those of this step, "page_rows" its row of the page table. "sampling.*" [R]: each row's
 parameters.
@@ -11,6 +11,8 @@ parameters.
 from __future__ import annotations
 
 import torch
+
+from pykernels.ref.sampling import MAX_LOGPROBS
 
 from .ops import OPS, SAMPLING
 from .program import Builder, Program
@@ -44,12 +46,11 @@ def step_inputs(b: Builder, table_pages: int) -> None:
     b.buffer("logits_indices", "R", dtype=torch.int64, kind="input")
 
 
-def lower_sampling(b: Builder, logits: str, top: int) -> None:
+def lower_sampling(b: Builder, logits: str) -> None:
     """Adds the node that draws tokens, its parameters as inputs and its results as outputs.
 
     Args:
         logits: buffer [R, V].
-        top: logprobs of a row at most.
     """
     inputs = {
         name: b.buffer(f"sampling.{name}", "R", dtype=sampling_dtype(name), kind="input")
@@ -58,8 +59,8 @@ def lower_sampling(b: Builder, logits: str, top: int) -> None:
     outputs = {
         "tokens": b.buffer("sampled_token_ids", "R", dtype=torch.int64, kind="output"),
         "logprobs": b.buffer("logprobs", "R", kind="output"),
-        "top_ids": b.buffer("top_ids", "R", top, dtype=torch.int64, kind="output"),
-        "top_logprobs": b.buffer("top_logprobs", "R", top, kind="output"),
+        "top_ids": b.buffer("top_ids", "R", MAX_LOGPROBS, dtype=torch.int64, kind="output"),
+        "top_logprobs": b.buffer("top_logprobs", "R", MAX_LOGPROBS, kind="output"),
     }
     b.node("sample_requests", "sample", {"logits": logits, **inputs}, outputs)
 

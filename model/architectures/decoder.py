@@ -25,9 +25,6 @@ from .families import FAMILIES, check_lowered
 from .moe import Dense, MoE, experts_of
 from .packing import Packing
 
-TOP = 20
-"""Most top-logprobs per row."""
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -107,7 +104,7 @@ class Decoder:
         b.node(
             "rms_norm",
             "norm",
-            {"x": x, **repeated("add", add), "rows": "sampled"},
+            {"x": x, **repeated("add", add), "rows": "logits_indices"},
             {"out": last},
             {"weight": self.norm},
             eps=self.eps,
@@ -117,7 +114,7 @@ class Decoder:
         if self.head_bias is not None:
             head["bias"] = self.head_bias
         b.node("linear", "lm_head", {"x": last}, {"out": "logits"}, head)
-        lower_sampling(b, "logits", TOP)
+        lower_sampling(b, "logits")
         return b.build()
 
     def _norm(

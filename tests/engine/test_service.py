@@ -41,7 +41,7 @@ def timed(config: EngineConfig | None = None, **sizes: int) -> tuple[Engine, Tim
 def test_a_long_prompt_keeps_the_inter_token_time_of_running_decodes() -> None:
     config = EngineConfig(target_itl_ms=100)
     engine, runner = timed(
-        config, max_tokens=512, num_pages=400, page_size=16, max_model_len=6000, vocab_size=5000
+        config, max_num_batched_tokens=512, num_pages=400, page_size=16, max_model_len=6000, vocab_size=5000
     )
     streams = [engine.submit([i], params(i, 400)) for i in range(4)]
     engine.step()
@@ -62,7 +62,7 @@ def test_a_long_prompt_keeps_the_inter_token_time_of_running_decodes() -> None:
 
 
 def test_short_prompts_do_not_wait_for_the_end_of_a_long_one() -> None:
-    engine, runner = timed(max_tokens=16, num_pages=100, max_model_len=300)
+    engine, runner = timed(max_num_batched_tokens=16, num_pages=100, max_model_len=300)
     long = engine.submit(list(range(200)), params(0, 1))
     engine.step()
     short = engine.submit([7] * 8, params(1, 1))

@@ -81,12 +81,13 @@ class CudaRunner(PagedRunner):
         if self.experts == "auto":
             self.experts = "gpu" if self._experts_fit(program) else "cpu"
         on_cpu = {"sample_requests"} | ({"moe_ffn"} if self.experts == "cpu" else set())
+        gpu = str(self.device) if self._real else "cuda:interpreted"
         nodes = tuple(
             replace(
                 node,
                 device="cpu"
                 if node.op in on_cpu and (node.op != "moe_ffn" or node.role == "routed")
-                else str(self.device),
+                else gpu,
             )
             for node in program.nodes
         )

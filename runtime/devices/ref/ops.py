@@ -209,10 +209,7 @@ def sample_requests(m: Memory, node: Node) -> None:
     ]
     drawn = sample_rows(logits, requests)
     for name, value in drawn._asdict().items():
-        m.write(
-            node.outputs[name],
-            value[:, : m.whole(node.outputs[name]).shape[1]] if value.ndim == 2 else value,
-        )
+        m.write(node.outputs[name], value)
 
 
 def _request(row: dict[str, float], V: int) -> SamplingRequest:

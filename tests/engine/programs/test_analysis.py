@@ -86,7 +86,7 @@ def overlaps(program: Program, in_order: bool) -> set[frozenset[str]]:
     }
 
 
-def test_memory_is_used_again_only_behind_everything_that_touched_it() -> None:
+def test_memory_is_used_again_behind_all_that_touched_it() -> None:
     edges = {**FORK, "end": ("join",)}
     program = norms(edges)
     assert buffer_bytes(program) == dict.fromkeys(("a", "left", "right", "far", "join"), NBYTES)
@@ -127,7 +127,7 @@ def test_a_cut_submits_early_and_waits_late() -> None:
     }
 
 
-def test_nothing_is_sent_twice_and_lives_last_as_long_as_a_peer_reads() -> None:
+def test_a_peer_may_touch_what_was_sent_and_nothing_is_twice() -> None:
     edges = {"a": (), "s1": ("a",), "s2": ("a", "s1"), "b": ("a",), "c": ("b", "s2"), "d": ("c",)}
     program = norms(edges, {name: "gpu" for name in edges if name[0] != "s"})
     parts = partition(program)
@@ -151,20 +151,25 @@ def test_a_program_on_one_device_is_its_own_part() -> None:
     assert partition(program) == {"cpu": program}
 
 
-def test_a_buffer_that_two_devices_write_is_refused() -> None:
-    b = Builder("both", {"T": 2, "S": 1, "R": 1})
+def halves() -> Program:
+    """Two linears write the halves of y; a norm of its left half stands between them."""
+    b = Builder("halves", {"T": 2, "S": 1, "R": 1})
     b.buffer("x", "T", 4, kind="input")
     b.buffer("y", "T", 8, kind="output")
-    b.node("linear", "left", {"x": "x"}, {"out": "y"}, {"weight": torch.zeros(4, 4)})
-    b.node(
-        "linear",
-        "right",
-        {"x": "x", "out": "y"},
-        {"out": "y"},
-        {"weight": torch.zeros(4, 4)},
-        start=4,
-    )
-    program = b.build()
-    nodes = (program.nodes[0], replace(program.nodes[1], device="gpu"))
-    with pytest.raises(PykernelsError, match="'y' of 'both' is written on cpu and on gpu"):
+    b.buffer("normed", "T", 4, kind="output")
+    weight = {"weight": torch.zeros(4, 4)}
+    b.node("linear", "left", {"x": "x"}, {"out": "y"}, weight)
+    b.node("rms_norm", "norm", {"x": "y"}, {"out": "normed"}, {"weight": torch.ones(4)}, eps=1.0)
+    b.node("linear", "right", {"x": "x", "out": "y"}, {"out": "y"}, weight, start=4)
+    return b.build()
+
+
+@pytest.mark.parametrize(
+    ("node", "cause"),
+    [("right", "'y' of 'halves' is written on cpu and on gpu"), ("norm", "right .* updates 'y'")],
+)
+def test_a_cut_through_updates_is_refused(node: str, cause: str) -> None:
+    program = halves()
+    nodes = tuple(replace(n, device="gpu" if n.name == node else "cpu") for n in program.nodes)
+    with pytest.raises(PykernelsError, match=cause):
         partition(replace(program, nodes=nodes))
