@@ -64,14 +64,9 @@ def gqa_rope_cache_write(
     width = qkv.shape[1]
     NH = width // max(D, 1) - 2 * KVH if heads is None else heads
     first, second, third = starts or (0, NH * D, (NH + KVH) * D)
-    fits = first >= 0 and first + NH * D <= second and second + KVH * D <= third
-    if (
-        not fits
-        or third + KVH * D > width
-        or NH < 1
-        or KVH < 1
-        or (heads is None and (starts or width % D))
-    ):
+    whole = heads is not None or (starts is None and D > 0 and width % D == 0)
+    apart = first >= 0 and first + NH * D <= second and second + KVH * D <= third
+    if not whole or not apart or third + KVH * D > width or min(NH, KVH, D) < 1:
         raise PykernelsError(
             f"rows of {width} for {heads or 'some'} heads and {KVH} of keys, {D} wide, at {starts}",
             "Give the queries, keys and values of all heads, in this order",
