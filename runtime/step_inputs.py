@@ -1,11 +1,11 @@
-"""The inputs of a step, for whoever lowers a model and whoever runs a program by hand.
+"""The inputs of a step, for whatever lowers a model or runs a program by hand.
 
-int64 "tokens" [T] token ids; "positions" [T]; "sequences" [T] row of the page table of each token's
-sequence; "slot_mapping" [T] where its keys and values go (page * 64 + offset, -1 nowhere);
-"page_table" [S, pages]; "logits_indices" [R] tokens whose logits are wanted. By sequence, int64 [S]:
-"query_starts" its first token in the step, "query_lengths" its tokens there, "lengths" its keys
-with those of this step, "page_rows" its row of the page table. "sampling.*" [R]: each row's
-parameters.
+int64 [T]: "tokens", token ids; "positions"; "sequences", the row of the page table of each token's
+sequence; "slot_mapping", where its keys and values go (page * 64 + offset, -1 nowhere).
+int64 [S, pages]: "page_table". int64 [R]: "logits_indices", tokens whose logits are wanted.
+int64 [S], by sequence: "query_starts", its first token in the step; "query_lengths", its tokens
+there; "lengths", its keys with those of this step; "page_rows", its row of the page table.
+"sampling.*" [R]: each row's parameters.
 """
 
 from __future__ import annotations

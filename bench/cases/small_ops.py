@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from bench.cases import step_ops
 from bench.harness.case import Case, built, rotating, sets_for
 from pykernels.errors import PykernelsError
 from pykernels.gpu.activation import silu_mul
@@ -17,7 +18,7 @@ from pykernels.gpu.embedding import embed
 from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.rope import rope, rope_frequencies
 from pykernels.gpu.sampling import greedy, sample
-from pykernels.ref.sampling_inputs import SamplingInputs
+from pykernels.ref.sampling.inputs import SamplingInputs
 
 BF16 = torch.bfloat16
 
@@ -304,6 +305,7 @@ def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:
     for T in (1,) if quick else (1, 8):
         for how in ("greedy", "temperature", "top-k", "top-p", "top-k, top-p", "logprobs"):
             made += [(sample_case, T, 129_280, how)]
+    made += step_ops.rows(quick)
     for make, *arguments in made:
         yield built("small_ops", make, *arguments, device)
 

@@ -22,7 +22,7 @@ import triton
 
 from ..errors import PykernelsError
 from ..ref.sampling import MAX_LOGPROBS, Sampled
-from ..ref.sampling_inputs import SamplingInputs
+from ..ref.sampling.inputs import SamplingInputs
 from . import sampling_kernels as kernels
 from .common.launch import FLOATS, check_device, unsupported
 

@@ -8,18 +8,16 @@ what it computes in (``dtype``) and what a packed weight knows by itself (``fmt`
 from .activation import silu_mul
 from .attention import gqa_decode, gqa_prefill, mla_decode, mla_prefill
 from .embedding import embed
-from .handshake import combine, submit
 from .kv_write import kv_write, mla_read, mla_write
-from .linear import linear, quantize_fp8
-from .moe import moe_ffn
+from .linear import linear, per_head_linear, quantize_fp8
+from .moe import combine, moe_ffn, submit
 from .norm import rms_norm
-from .per_head_linear import per_head_linear
 from .permute import permute, sort_pairs, unpermute
 from .rope import rope, rope_frequencies, yarn_frequencies, yarn_scale
 from .rope_cache_write import gqa_rope_cache_write, mla_rope_cache_write, rope_table
 from .router import router, router_logits
 from .sampling import greedy
-from .sampling_inputs import count_tokens, sample
+from .sampling.inputs import count_tokens, sample
 
 __all__ = [
     "combine",

@@ -40,6 +40,22 @@ def linear(
     return y if bias is None else y + bias.to(dtype)
 
 
+def per_head_linear(
+    x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """``out[t, g] = weight[g] @ x[t, g]`` (DeepSeek-V2, arXiv 2405.04434, 2.1.2).
+
+    Args:
+        x: [T, G, K], for each head its part of a query, or its sum of latents.
+        weight: [G, N, K].
+        dtype: of the arithmetic and of the result.
+
+    Returns:
+        [T, G, N].
+    """
+    return torch.einsum("tgk,gnk->tgn", x.to(dtype), weight.to(dtype))
+
+
 def quantize_fp8(
     x: torch.Tensor, order: SortedPairs | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

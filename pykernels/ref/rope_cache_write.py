@@ -45,12 +45,14 @@ def gqa_rope_cache_write(
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
     interleaved: bool = False,
+    heads: int | None = None,
+    starts: tuple[int, int, int] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Norms of queries and keys, rotary embedding of both, and keys and values into their slots.
 
     Args:
-        qkv: [T, (NH + 2 KVH) D]: queries, keys, values.
+        qkv: [T, (NH + 2 KVH) D] or, with ``heads``, wider: queries, keys, values.
         angles: float32 [T, 2, R / 2] of `rope_table`, R <= D; the first R numbers of a head turn.
         slots: int [T], ``page * page_size + offset``; what lies outside (-1) is not written.
         k, v: the cache, [P, page, KVH, D]; with scales, E4M3.
@@ -59,14 +61,21 @@ def gqa_rope_cache_write(
             of all heads together; None: none.
         eps: of the norms.
         interleaved: pairs are (2i, 2i + 1), not (i, i + R / 2).
+        heads: NH; None: what the row, which is no wider then, has beside 2 KVH.
+        starts: columns of ``qkv`` where queries, keys and values begin, with ``heads``; None: they
+            follow each other, from the row's beginning.
         dtype: of the arithmetic and of the result.
 
     Returns:
         The queries, [T, NH, D].
     """
     KVH, D = k.shape[2:]
-    rows = qkv.to(dtype).unflatten(1, (-1, D))
-    queries, keys, values = rows.split([rows.shape[1] - 2 * KVH, KVH, KVH], 1)
+    NH = qkv.shape[1] // D - 2 * KVH if heads is None else heads
+    starts = starts or (0, NH * D, (NH + KVH) * D)
+    queries, keys, values = (
+        qkv[:, start : start + count * D].to(dtype).unflatten(1, (count, D))
+        for start, count in zip(starts, (NH, KVH, KVH), strict=True)
+    )
     queries, keys = (
         x
         if weight is None

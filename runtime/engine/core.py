@@ -11,7 +11,7 @@ from .batch import DeviceLost, Runner, StepResult
 from .config import EngineConfig
 from .outputs import EngineStats, FinishReason, TokenLogprob
 from .request import Request, State
-from .scheduler import Scheduler
+from .scheduling.scheduler import Scheduler
 
 
 class Core:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.cases import attention, linear, moe, router, small_ops
+from bench.cases import attention, linear, moe, router, small_ops, step_ops
 from bench.cases.attention import Size, build
 from bench.cases.weights import activations_for, random_experts
 from pykernels.testing import relative_error
@@ -60,8 +60,25 @@ SMALL: dict[str, tuple[Any, Any, int]] = {
     "mla_read fp8": (small_ops.mla_read_case, (2, 128, True), 256 * (512 + 4 + 128 + 576 * 2)),
     "greedy": (small_ops.sample_case, (2, 300, "greedy"), 2 * 300 * 4),
     "sample": (small_ops.sample_case, (1, 300, "top-k, top-p"), 300 * 4),
+    # queries, keys and values read and written; angles and slots
+    "gqa_rope_cache_write": (step_ops.gqa_write_case, (3, 4, 2, 32), 3 * (2 * 512 + 128 + 8)),
+    "mla_rope_cache_write": (step_ops.mla_write_case, (3, 4), 3 * (4 * (256 + 576) + 256 + 8)),
+    "per_head_linear": (step_ops.per_head_case, (3, 2, 32, 48), 4 * (32 * 48 + 3 * 80)),
+    "combine": (step_ops.combine_case, (3, 64), 3 * 64 * 20 + 128),
 }
-ALIKE = ("unpermute", "norm", "silu", "embed", "mla_read", "mla_read fp8", "greedy")
+ALIKE = (
+    "unpermute",
+    "norm",
+    "silu",
+    "embed",
+    "mla_read",
+    "mla_read fp8",
+    "greedy",
+    "gqa_rope_cache_write",
+    "mla_rope_cache_write",
+    "per_head_linear",
+    "combine",
+)
 
 
 @pytest.mark.parametrize("name", SMALL)

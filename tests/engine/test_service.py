@@ -38,10 +38,15 @@ def timed(config: EngineConfig | None = None, **sizes: int) -> tuple[Engine, Tim
     return engine, runner
 
 
-def test_a_long_prompt_keeps_the_inter_token_time_of_running_decodes() -> None:
+def test_a_long_prompt_keeps_the_inter_token_time_of_decodes() -> None:
     config = EngineConfig(target_itl_ms=100)
     engine, runner = timed(
-        config, max_num_batched_tokens=512, num_pages=400, page_size=16, max_model_len=6000, vocab_size=5000
+        config,
+        max_num_batched_tokens=512,
+        num_pages=400,
+        page_size=16,
+        max_model_len=6000,
+        vocab_size=5000,
     )
     streams = [engine.submit([i], params(i, 400)) for i in range(4)]
     engine.step()

@@ -11,7 +11,7 @@ from pykernels.gpu.rope_cache_write.gqa import gqa_rope_cache_write
 from pykernels.gpu.rope_cache_write.mla import mla_rope_cache_write
 from pykernels.gpu.sampling import count_tokens, sample
 from pykernels.ref.sampling import MAX_LOGPROBS, Sampled
-from pykernels.ref.sampling_inputs import SamplingInputs
+from pykernels.ref.sampling.inputs import SamplingInputs
 
 from .ops import BF16, FP32, Op, Tensors, empty, integers, large, normal
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pykernels.ref.sampling import SamplingRequest
-from pykernels.ref.sampling_inputs import SamplingInputs
+from pykernels.ref.sampling.inputs import SamplingInputs
 
 
 def inputs_of(requests: Sequence[SamplingRequest], V: int) -> SamplingInputs:

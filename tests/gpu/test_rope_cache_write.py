@@ -49,6 +49,13 @@ def normed(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
     return ref.rms_norm(x.reshape(-1, len(weight)), weight, EPS, dtype=FP32)[0].view(x.shape)
 
 
+def spread(qkv: torch.Tensor, *widths: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The same rows with NaN before each part, and where the parts begin."""
+    gap = qkv.new_full((len(qkv), 5), torch.nan)
+    parts = [x for part in qkv.split(list(widths), 1) for x in (gap, part)]
+    return torch.cat(parts, 1), (5, 10 + widths[0], 15 + widths[0] + widths[1])
+
+
 GQA = [  # tokens, heads, heads of keys, D, R, norms, interleaved, cache, rows
     ((5, 6, 2, 32, 32), "head", False, BF16, FP32),
     ((3, 4, 4, 24, 16), "row", True, FP8, BF16),
@@ -80,12 +87,27 @@ def test_gqa(
     q, k, v = qkv.float().unflatten(1, (-1, D)).split([NH, KVH, KVH], 1)
     rotary = positions.to(device), frequencies.to(device), interleaved
     q, k = ref.rope(normed(q, q_norm), normed(k, k_norm), *rotary)
-    caches = [cache(KVH, D, dtype=kind, device=device) for _ in "kvKVxy"]
+    caches = [cache(KVH, D, dtype=kind, device=device) for _ in range(10)]
     ref.kv_write(k, v, slots, *(caches[i][part] for part in (0, 1) for i in (0, 1)))
     options = {"q_norm": q_norm, "k_norm": k_norm, "eps": EPS, "interleaved": interleaved}
-    for first, op in ((2, gqa_rope_cache_write), (4, ref.gqa_rope_cache_write)):
+    apart, starts = spread(qkv, NH * D, KVH * D, KVH * D)
+    for first, op, given, at in (
+        (2, gqa_rope_cache_write, qkv, None),
+        (4, ref.gqa_rope_cache_write, qkv, None),
+        (6, gqa_rope_cache_write, apart, starts),
+        (8, ref.gqa_rope_cache_write, apart, starts),
+    ):
         mine = caches[first : first + 2]
-        out = op(qkv, angles, slots, *(c[0] for c in mine), *(c[1] for c in mine), **options)
+        out = op(
+            given,
+            angles,
+            slots,
+            *(c[0] for c in mine),
+            *(c[1] for c in mine),
+            **options,
+            starts=at,
+            heads=NH if at else None,
+        )
         assert out.shape == (T, NH, D)
         rounding = 2.0**-7 if out.dtype == BF16 else 1e-5
         torch.testing.assert_close(out.float(), q, rtol=rounding, atol=1e-5)
@@ -137,17 +159,31 @@ def test_mla(
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
-    def gqa(width: int = 64, D: int = 16, half: int = 8, **norms: int) -> None:
+    def gqa(width: int = 64, D: int = 16, half: int = 8, starts: Any = None, **norms: int) -> None:
         k, _ = cache(1, D, dtype=BF16, device=device)
         weights = {name: torch.ones(n, device=device) for name, n in norms.items()}
         slots = torch.zeros(2, dtype=torch.int32, device=device)
         angles = torch.zeros(2, 2, half, device=device)
         gqa_rope_cache_write(
-            torch.zeros(2, width, device=device), angles, slots, k, k.clone(), **weights
+            torch.zeros(2, width, device=device),
+            angles,
+            slots,
+            k,
+            k.clone(),
+            starts=starts,
+            **weights,
         )
 
     gqa()
-    for wrong in ({"width": 60}, {"width": 32}, {"half": 9}, {"q_norm": 17}, {"k_norm": 32}):
+    for wrong in (
+        {"width": 60},
+        {"width": 32},
+        {"half": 9},
+        {"q_norm": 17},
+        {"k_norm": 32},
+        {"starts": (0, 32, 40)},
+        {"starts": (0, 32, 56)},
+    ):
         with pytest.raises(PykernelsError):
             gqa(**wrong)
             pytest.fail(f"{wrong} was taken")

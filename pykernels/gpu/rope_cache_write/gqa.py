@@ -23,12 +23,15 @@ def gqa_rope_cache_write(
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
     interleaved: bool = False,
+    heads: int | None = None,
+    starts: tuple[int, int, int] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Norms of queries and keys, rotary embedding of both, and keys and values into their slots.
 
     Args:
-        qkv: [T, (NH + 2 KVH) D], bf16, fp16 or float32, rows dense: queries, keys, values.
+        qkv: [T, (NH + 2 KVH) D] or, with ``heads``, wider; bf16, fp16 or float32, rows dense:
+            queries, keys, values.
         angles: float32 [T, 2, R / 2] of `rope_table`, R <= D; the first R numbers of a head turn.
         slots: int32 or int64 [T], ``page * page_size + offset``; what is outside the cache (-1) is
             not written.
@@ -38,6 +41,9 @@ def gqa_rope_cache_write(
             of all heads together; None: none.
         eps: of the norms.
         interleaved: pairs are (2i, 2i + 1), not (i, i + R / 2).
+        heads: NH; None: what the row, which is no wider then, has beside 2 KVH.
+        starts: columns of ``qkv`` where queries, keys and values begin, with ``heads``; None: they
+            follow each other, from the row's beginning.
         out: [T, NH, D], contiguous floats; None: new, like ``qkv``.
 
     Returns:
@@ -55,11 +61,15 @@ def gqa_rope_cache_write(
             f"caches {tuple(k.shape)} and {tuple(v.shape)}", "Give contiguous [P, page, KVH, D]"
         )
     T, (P, page, KVH, D) = qkv.shape[0], k.shape
-    NH, rest = divmod(qkv.shape[1], D) if D else (0, 0)
-    NH -= 2 * KVH
-    if rest or NH < 1 or KVH < 1:
+    width = qkv.shape[1]
+    NH = width // max(D, 1) - 2 * KVH if heads is None else heads
+    first, second, third = starts or (0, NH * D, (NH + KVH) * D)
+    whole = heads is not None or (starts is None and D > 0 and width % D == 0)
+    apart = first >= 0 and first + NH * D <= second and second + KVH * D <= third
+    if not whole or not apart or third + KVH * D > width or min(NH, KVH, D) < 1:
         raise PykernelsError(
-            f"rows of {qkv.shape[1]} for {KVH} heads of {D}", "Give queries, keys and values"
+            f"rows of {width} for {heads or 'some'} heads and {KVH} of keys, {D} wide, at {starts}",
+            "Give the queries, keys and values of all heads, in this order",
         )
     codes = [check_cache(n, *x, KVH, D) for n, x in (("k", (k, k_scale)), ("v", (v, v_scale)))]
     if k.dtype != v.dtype:
@@ -76,9 +86,9 @@ def gqa_rope_cache_write(
             f"out is {out.dtype} {tuple(out.shape)}", f"Give contiguous floats {[T, NH, D]}"
         )
     if T:
-        block, heads = triton.next_power_of_2(D), NH + 2 * KVH
-        together = min(triton.next_power_of_2(heads), max(1, 1024 // block))
-        gqa_write[(T, triton.cdiv(heads, together))](
+        block, rows = triton.next_power_of_2(D), NH + 2 * KVH
+        together = min(triton.next_power_of_2(rows), max(1, 1024 // block))
+        gqa_write[(T, triton.cdiv(rows, together))](
             qkv,
             angles,
             slots,
@@ -89,6 +99,9 @@ def gqa_rope_cache_write(
             k_norm,
             out,
             qkv.stride(0),
+            first,
+            second,
+            third,
             angles.shape[2],
             NH,
             KVH,

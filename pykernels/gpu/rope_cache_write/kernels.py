@@ -82,6 +82,9 @@ def gqa_write(
     k_norm,
     out,
     stride,
+    q_start,
+    k_start,
+    v_start,
     half,
     NH,
     KVH,
@@ -108,24 +111,28 @@ def gqa_write(
     real = (head < NH + 2 * KVH) & (d < D)
     is_q = head < NH
     is_k = (head >= NH) & (head < NH + KVH)
-    x = tl.load(row + head * D + d, mask=real, other=0.0).to(tl.float32)
+    k_head, v_head = head - NH, head - NH - KVH
+    is_v = (v_head >= 0) & (v_head < KVH)
+    column = tl.where(is_k, k_start + k_head * D, v_start + v_head * D)
+    column = tl.where(is_q, q_start + head * D, column)
+    x = tl.load(row + column + d, mask=real, other=0.0).to(tl.float32)
     other, pair, second = _pairs(d, half, INTERLEAVED)
     turns = real & (d < 2 * half) & (is_q | is_k)
-    partner = tl.load(row + head * D + other, mask=turns, other=0.0).to(tl.float32)
+    partner = tl.load(row + column + other, mask=turns, other=0.0).to(tl.float32)
     if Q_NORM + K_NORM > 0:
         factor = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]  # of a head
         if Q_NORM > 0:
             q_at = tl.where(is_q, head, 0) * D if Q_NORM == 2 else head * 0
             weight = tl.load(q_norm + q_at + d, mask=real & is_q, other=0.0).to(tl.float32)
             also = tl.load(q_norm + q_at + other, mask=turns & is_q, other=0.0).to(tl.float32)
-            by = _row_factor(row, NH * D, eps, Q_ROW) if Q_NORM == 2 else factor
+            by = _row_factor(row + q_start, NH * D, eps, Q_ROW) if Q_NORM == 2 else factor
             x = tl.where(is_q, x * by * weight, x)
             partner = tl.where(is_q, partner * by * also, partner)
         if K_NORM > 0:
-            w_at = tl.where(is_k, head - NH, 0) * D if K_NORM == 2 else head * 0
+            w_at = tl.where(is_k, k_head, 0) * D if K_NORM == 2 else head * 0
             weight = tl.load(k_norm + w_at + d, mask=real & is_k, other=0.0).to(tl.float32)
             also = tl.load(k_norm + w_at + other, mask=turns & is_k, other=0.0).to(tl.float32)
-            by = _row_factor(row + NH * D, KVH * D, eps, K_ROW) if K_NORM == 2 else factor
+            by = _row_factor(row + k_start, KVH * D, eps, K_ROW) if K_NORM == 2 else factor
             x = tl.where(is_k, x * by * weight, x)
             partner = tl.where(is_k, partner * by * also, partner)
     turned = _rotate(x, partner, angles, t, d, half, pair, second)
@@ -133,8 +140,6 @@ def gqa_write(
     tl.store(out + (t * NH + head) * D + d, _as(x, out.dtype.element_ty), mask=real & is_q)
     slot = tl.load(slots + t).to(tl.int64)
     if (slot >= 0) & (slot < NUM_SLOTS):
-        k_head, v_head = head - NH, head - NH - KVH
-        is_v = (v_head >= 0) & (v_head < KVH)
         k_at, v_at = slot * KVH + k_head, slot * KVH + v_head
         k_scales = k_scale + tl.reshape(k_at, [HEADS]) if QUANTIZE else None
         v_scales = v_scale + tl.reshape(v_at, [HEADS]) if QUANTIZE else None

@@ -19,7 +19,7 @@ from runtime.program import Builder, Program, repeated
 from runtime.step_inputs import allocate_inputs
 from runtime.workers.pool import WorkerPool
 
-from ..model import tiny
+from ...model import tiny
 
 T, H = 8, 64
 

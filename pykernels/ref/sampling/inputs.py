@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .sampling import Sampled, SamplingRequest, sample_requests
+from . import Sampled, SamplingRequest, sample_requests
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class SamplingInputs:
             count = ends[0] if ends else self.bias_ids.shape[1]
             fields |= {"bias_ids": self.bias_ids[row, :count], "bias": self.bias[row, :count]}
         if self.mask is not None and self.mask_row is not None and self.mask_row[row] >= 0:
-            v = torch.arange(V, device=self.mask.device)
+            v = torch.arange(V, dtype=torch.int64, device=self.mask.device)
             words = self.mask[int(self.mask_row[row])]
             fields["mask"] = (words[v // 32] >> (v % 32) & 1).bool()
         return SamplingRequest(**fields)  # type: ignore[arg-type]

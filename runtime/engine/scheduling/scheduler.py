@@ -15,13 +15,13 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from operator import attrgetter
 
-from ..kv_cache import BlockManager
-from .batch import Ints, Runner, StepBatch
+from ...kv_cache import BlockManager
+from ..batch import Ints, Runner, StepBatch
+from ..config import EngineConfig
+from ..outputs import EngineStats
+from ..request import Request, State
 from .batch_writer import BatchWriter, PrefillChunk
-from .config import EngineConfig
-from .outputs import EngineStats
 from .prefill_cap import PrefillCap
-from .request import Request, State
 
 ORDER = attrgetter("order")
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..kv_cache import BlockManager
-from .batch import Ints, Runner, SequenceSampling, StepBatch, forced
-from .request import Request
+from ...kv_cache import BlockManager
+from ..batch import Ints, Runner, SequenceSampling, StepBatch, forced
+from ..request import Request
 
 PrefillChunk = tuple[Request, int]
 """A request that is not decoding yet, and how many of its tokens the step computes."""
