@@ -24,12 +24,15 @@ DIFFERENT = (
     "bf16", "f16", "fp8", "int8", "int4", "int4-zp-g128", "mxfp4", "q4_k", "q6_k", "q8_0",
     "iq4_nl",
 )  # fmt: skip
-"""Formats whose kernels differ from each other's. Every other one is the sibling of one of these:
-its kernels differ in the width of a group, a bit of a code or what is scaled."""
+"""Formats whose kernels differ from each other's."""
+
+SIBLINGS = tuple(name for name in FORMATS if name not in DIFFERENT)
+"""The others: each one's kernels are those of another but for the width of a group, a bit of a code
+or what has a scale. By default the tile of one token is tried (``gemv/test_tiles.py``)."""
 
 TRIED: dict[str, dict[str, tuple[str, ...]]] = {
-    # The backend that "auto" takes on this CPU: every format at least once.
-    "fastest": {"bf16": tuple(FORMATS), "int8": ("int8", "int4-zp-g128", "q4_k", "q6_k")},
+    # The backend that "auto" takes on this CPU.
+    "fastest": {"bf16": DIFFERENT, "int8": ("int8", "int4-zp-g128", "q4_k", "q6_k")},
     # Backends of this CPU that "auto" does not take.
     "avx512": {"bf16": ("bf16", "fp8", "int8", "q4_k"), "int8": ("int8", "q4_k")},
     "avx2": {"bf16": ("bf16", "fp8", "q4_k"), "int8": ("q8_0", "q6_k")},

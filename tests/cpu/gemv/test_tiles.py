@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pykernels.cpu.activations.row_layout import row_format
-from pykernels.cpu.gemv import amx, avx2, avx512, portable
+from pykernels.cpu.gemv import amx, avx2, avx512, common, portable
 from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.intrin.sync import call_routine
 from pykernels.cpu.jit import kernel
@@ -20,7 +20,15 @@ from pykernels.quant.zero_point import ZeroPoint
 from pykernels.testing import assert_close, poisoned
 
 from ..activations.test_quantize import quantized
-from ..kernels import needs_avx2, needs_avx512, needs_vnni, operations, variant
+from ..kernels import (
+    SIBLINGS,
+    lacks,
+    needs_avx2,
+    needs_avx512,
+    needs_vnni,
+    operations,
+    variant,
+)
 
 FINITE = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
 
@@ -49,6 +57,18 @@ EXACT = {"avx512": "magic", "base": "magic", "modelled amx": "int8_slices", "gen
 """How integer weights meet bf16 activations."""
 
 
+@functools.cache
+def _tile_of_one_token(fmt: str):
+    """Address of tiles of which only that of one token may be called, and what they are of."""
+    if lacks():
+        unit, how = "avx2", avx2.tile_row_format(fmt, "bf16")
+        tile = avx2.make_tile(fmt, how, 1, False)
+    else:
+        unit, how = "avx512", row_format(fmt, "bf16", "magic")
+        tile = avx512.make_tile(fmt, 1, operations(), "bf16")
+    return common.by_tokens(dict.fromkeys((1, 2, 4, 8), tile), f"{fmt}-{unit}-one").address, unit
+
+
 @kernel("test-tiles")
 def _call_twice(tiles, M, w, scale, split, k_blocks, K, rows, tables, out):
     call_routine(tiles, (M, w, w, scale, 0, split, K, rows, tables, out))
@@ -56,9 +76,18 @@ def _call_twice(tiles, M, w, scale, split, k_blocks, K, rows, tables, out):
 
 
 def run_tile(
-    which: str, name: str, weight: Weight, x: torch.Tensor, activations: str = "bf16"
+    which: str,
+    name: str,
+    weight: Weight,
+    x: torch.Tensor,
+    activations: str = "bf16",
+    address: int | None = None,
 ) -> torch.Tensor:
-    """x [M, K] times a block of 32 outputs, in two steps -> float32 [M, 32]."""
+    """x [M, K] times a block of 32 outputs, in two steps -> float32 [M, 32].
+
+    Args:
+        address: of the tiles; None: those of ``which``.
+    """
     fmt, (M, K) = get_format(name), x.shape
     raw = torch.zeros(fmt.block_bytes(K) + 64, dtype=torch.uint8)
     skip = -raw.data_ptr() % 64
@@ -73,7 +102,7 @@ def run_tile(
     out = poisoned(8, 32)
     rows = torch.tensor([inputs[min(t, M - 1)].data_ptr() for t in range(8)])
     _call_twice(
-        _tiles(which, name, activations), M, blocks.data_ptr(), scales.data_ptr(),
+        address or _tiles(which, name, activations), M, blocks.data_ptr(), scales.data_ptr(),
         (K // 128 + 1) // 2, K // 128, K, rows.data_ptr(), TABLES.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out[:M]
@@ -133,6 +162,18 @@ def test_sums_of_small_integers_are_exact(which, name):
     truth = x.double() @ fmt.dequantize(weight).double().T
     for M in range(1, 9):
         assert torch.equal(run_tile(which, name, weight, x[:M]).double(), truth[:M]), f"{M} tokens"
+
+
+@needs_avx2
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_the_tile_of_one_token_of_a_sibling_is_exact(name):
+    address, unit = _tile_of_one_token(name)
+    g = torch.Generator().manual_seed(1)
+    fmt, K = get_format(name), 768
+    weight = _small_integers(fmt, 32, K, g)
+    x = torch.randint(-4, 5, (1, K), generator=g).to(torch.bfloat16)
+    truth = x.double() @ fmt.dequantize(weight).double().T
+    assert torch.equal(run_tile(unit, name, weight, x, address=address).double(), truth)
 
 
 @pytest.mark.parametrize(("which", "name"), _tiles_of(["fp8", "int8", "mxfp4", "q4_k"]))
