@@ -64,7 +64,8 @@ def generic_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     """Models run on the generic kernels, which take a fifth of the time to compile, unless a test
     names others: what a kernel computes is tested in tests/cpu."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.relative_to(request.config.rootpath).parts[1] in ("bench", "engine", "model"):
+        folder = request.path.relative_to(request.config.rootpath).parts[1]
+        if folder in ("bench", "engine", "model"):
             patch.setenv("PYKERNELS_KERNEL", "generic")
         yield
 
