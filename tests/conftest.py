@@ -39,7 +39,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 10, 10)
+    gc.set_threshold(300_000, 20, 20)
     if os.environ.get("TRITON_INTERPRET") == "1" and "triton" in sys.modules:
         quicken()
 

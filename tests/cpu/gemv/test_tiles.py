@@ -51,7 +51,6 @@ NEEDS = {
     "avx512": needs_avx512, "base": needs_avx512, "modelled amx": needs_vnni,
     "avx2": needs_avx2, "generic": (),
 }  # fmt: skip
-KINDS = [pytest.param(kind, marks=needs) for kind, needs in NEEDS.items()]
 
 EXACT = {"avx512": "magic", "base": "magic", "modelled amx": "int8_slices", "generic": "bf16"}
 """How integer weights meet bf16 activations."""
@@ -59,13 +58,11 @@ EXACT = {"avx512": "magic", "base": "magic", "modelled amx": "int8_slices", "gen
 
 @functools.cache
 def _tile_of_one_token(fmt: str):
-    """Address of tiles of which only that of one token may be called, and what they are of."""
+    """Address of tiles of which only that of one token may be called; and their unit."""
     if lacks():
-        unit, how = "avx2", avx2.tile_row_format(fmt, "bf16")
-        tile = avx2.make_tile(fmt, how, 1, False)
+        unit, tile = "avx2", avx2.make_tile(fmt, avx2.tile_row_format(fmt, "bf16"), 1, False)
     else:
-        unit, how = "avx512", row_format(fmt, "bf16", "magic")
-        tile = avx512.make_tile(fmt, 1, operations(), "bf16")
+        unit, tile = "avx512", avx512.make_tile(fmt, 1, operations(), "bf16")
     return common.by_tokens(dict.fromkeys((1, 2, 4, 8), tile), f"{fmt}-{unit}-one").address, unit
 
 
@@ -108,7 +105,7 @@ def run_tile(
     return out[:M]
 
 
-@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("which", [pytest.param(kind, marks=n) for kind, n in NEEDS.items()])
 def test_all_254_finite_e4m3_codes_are_exact(which):
     """One-hot inputs read single weights back: subnormals, both zeros and both signs included."""
     codes = FINITE.repeat(17)[: 32 * 128].view(32, 128).clone()
