@@ -20,7 +20,7 @@ from pykernels.quant import FORMATS
 from pykernels.registry import kernels
 from pykernels.target import detect
 
-DIFFERENT = ("bf16", "fp8", "int8", "int4", "int4-zp-g128", "mxfp4", "q4_k", "q6_k")
+DIFFERENT = ("bf16", "fp8", "int8", "int4", "q4_k", "q6_k")
 """Formats whose kernels differ most from each other's."""
 
 SIBLINGS = tuple(name for name in FORMATS if name not in DIFFERENT)
@@ -30,7 +30,7 @@ every code and scale (``gemv/test_tiles.py``)."""
 
 TRIED: dict[str, dict[str, tuple[str, ...]]] = {
     # The backend that "auto" takes on this CPU.
-    "fastest": {"bf16": DIFFERENT, "int8": ("int8", "q4_k", "q6_k")},
+    "fastest": {"bf16": DIFFERENT, "int8": ("int8", "q4_k")},
     # Backends of this CPU that "auto" does not take.
     "avx512": {"bf16": ("bf16", "fp8", "int8", "q4_k"), "int8": ("int8", "q4_k")},
     "avx2": {"bf16": ("fp8", "q4_k"), "int8": ("q6_k",)},

@@ -53,7 +53,9 @@ def test_against_the_reference(name: str) -> None:
     assert combines == tasks.get(name, 0)  # of all others no sequence of few tokens sees two splits
 
 
-@pytest.mark.parametrize(("name", "N"), [("mla", 8), ("mla-fp8", 16)])
+@pytest.mark.parametrize(
+    ("name", "N"), [("mla", 8), pytest.param("mla-fp8", 16, marks=only_with_all)]
+)
 def test_vectors_of_either_width(name: str, N: int) -> None:
     step = STEPS[name]
     out, _ = step.run(make_attention(step.D_K, step.D_V, N, step.codes))
