@@ -44,7 +44,7 @@ TRIED: dict[str, dict[str, tuple[str, ...]]] = {
     "modelled amx": {"bf16": ("fp8", "int8"), "int8": ("q4_k",)},
     "base": {"bf16": ("fp8",), "int8": ("q4_k",)},
     "fma": {"bf16": ("q4_k",), "int8": ()},
-    "other": {"bf16": ("q4_k",), "int8": ()},
+    "other": {"bf16": (), "int8": ()},  # AMX's tiles of one token take int8 slices too
 }
 """Formats that a unit is tried with, by the activations. The rest of them only with ``--all``. A
 backend that is not here (one that somebody has just registered) is tried with all."""
