@@ -42,11 +42,12 @@ chat: $(VENV)/.installed-chat
 		exec $(BIN)/pykernels chat --model "$$model.packed"
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-test: lint types
-	$(PYTEST)
+# The types are checked beside the tests: one core would wait for that otherwise.
+test: lint
+	@$(BIN)/mypy & types=$$!; $(PYTEST); tests=$$?; wait $$types && exit $$tests
 
-test-all: lint types
-	$(PYTEST) --all
+test-all: lint
+	@$(BIN)/mypy & types=$$!; $(PYTEST) --all; tests=$$?; wait $$types && exit $$tests
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

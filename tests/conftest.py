@@ -39,7 +39,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 10, 10)
+    gc.set_threshold(300_000, 20, 20)
     if os.environ.get("TRITON_INTERPRET") == "1" and "triton" in sys.modules:
         quicken()
 
@@ -61,11 +61,11 @@ def ended_if_it_hangs(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def generic_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Models run on the generic kernels, which take a fifth of the time to compile: what a kernel
-    computes is tested in tests/cpu. Modules marked ``fastest`` run on what this CPU does best."""
+    """Models run on the generic kernels, which take a fifth of the time to compile, unless a test
+    names others: what a kernel computes is tested in tests/cpu."""
     with pytest.MonkeyPatch.context() as patch:
         folder = request.path.relative_to(request.config.rootpath).parts[1]
-        if folder in ("engine", "model") and not request.node.get_closest_marker("fastest"):
+        if folder in ("bench", "engine", "model"):
             patch.setenv("PYKERNELS_KERNEL", "generic")
         yield
 

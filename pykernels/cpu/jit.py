@@ -43,7 +43,7 @@ done."""
 SOURCES = (
     "pykernels/cpu",
     "pykernels/quant",
-    "pykernels/ref/sampling.py",
+    "pykernels/ref/sampling/__init__.py",
     "runtime/workers/reduce.py",
     "runtime/workers/ring.py",
     "runtime/workers/moe_job.py",

@@ -20,39 +20,31 @@ from pykernels.quant import FORMATS
 from pykernels.registry import kernels
 from pykernels.target import detect
 
-DIFFERENT = (
-    "bf16",
-    "f16",
-    "fp8",
-    "int8",
-    "int4",
-    "int4-zp-g128",
-    "mxfp4",
-    "q4_k",
-    "q6_k",
-    "q8_0",
-    "iq4_nl",
-)
-"""Formats whose kernels differ from each other's. Every other one is the sibling of one of these:
-its kernels differ in the width of a group, a bit of a code or what is scaled."""
+DIFFERENT = ("bf16", "fp8", "int8", "int4", "q4_k", "q6_k")
+"""Formats whose kernels differ most from each other's."""
+
+SIBLINGS = tuple(name for name in FORMATS if name not in DIFFERENT)
+"""The others: each one's kernels are those of another but for the width of a group or a number, a
+bit of a code, a table or what has a scale. By default the tile of one token is tried, which reads
+every code and scale (``gemv/test_tiles.py``)."""
 
 TRIED: dict[str, dict[str, tuple[str, ...]]] = {
-    # The backend that "auto" takes on this CPU: every format at least once.
-    "fastest": {"bf16": tuple(FORMATS), "int8": ("int8", "int4-zp-g128", "q4_k", "q6_k")},
+    # The backend that "auto" takes on this CPU.
+    "fastest": {"bf16": DIFFERENT, "int8": ("int8", "q4_k")},
     # Backends of this CPU that "auto" does not take.
     "avx512": {"bf16": ("bf16", "fp8", "int8", "q4_k"), "int8": ("int8", "q4_k")},
-    "avx2": {"bf16": ("bf16", "fp8", "q4_k"), "int8": ("q8_0", "q6_k")},
+    "avx2": {"bf16": ("fp8", "q4_k"), "int8": ("q6_k",)},
     "generic": {
-        "bf16": ("bf16", "fp8", "int4", "q4_k", "q6_k", "iq4_nl"),
+        "bf16": ("bf16", "fp8", "int4", "q4_k", "q6_k"),
         "int8": ("int8", "q6_k"),
     },
     # Units that stand in for other CPUs: AMX tiles modelled without AMX, AVX-512 without its
     # extensions, its GEMM in float32, and integers in the way that this CPU does not prefer (as
     # bfloat16 or as int8 slices).
-    "modelled amx": {"bf16": ("fp8", "int8", "q4_k"), "int8": ("int8", "q4_k")},
+    "modelled amx": {"bf16": ("fp8", "int8"), "int8": ("q4_k",)},
     "base": {"bf16": ("fp8",), "int8": ("q4_k",)},
-    "fma": {"bf16": ("fp8", "q4_k"), "int8": ()},
-    "other": {"bf16": ("q4_k",), "int8": ()},
+    "fma": {"bf16": ("q4_k",), "int8": ()},
+    "other": {"bf16": (), "int8": ()},  # AMX's tiles of one token take int8 slices too
 }
 """Formats that a unit is tried with, by the activations. The rest of them only with ``--all``. A
 backend that is not here (one that somebody has just registered) is tried with all."""

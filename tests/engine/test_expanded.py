@@ -18,6 +18,8 @@ from runtime.matrix import PackedHeads, packer
 from runtime.program import Builder, Program
 from runtime.workers.pool import WorkerPool
 
+from ..cpu.kernels import only_with_all
+
 NH, L, R, NOPE, DV, FROM = 3, 32, 16, 16, 16, 60  # heads of the tiny models: compiled once
 STEPS = (
     {0: (0, 100)},
@@ -152,7 +154,7 @@ def run(
     return found
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["bf16", pytest.param("fp8", marks=only_with_all)])
 def test_expanded_is_the_reference(kv_dtype: str, pool: WorkerPool) -> None:
     found = run(kv_dtype, "cpu", FROM, pool)
     for y, wanted in zip(found, run(kv_dtype, "ref", FROM, pool), strict=True):

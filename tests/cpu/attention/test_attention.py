@@ -9,6 +9,7 @@ from pykernels.cpu.attention.kernel import make_attention
 from pykernels.errors import PykernelsError
 from pykernels.testing import assert_close
 
+from ..kernels import only_with_all
 from .steps import Step
 
 BOUND = 2e-6
@@ -28,14 +29,18 @@ STEPS = {
     "sinks": Step(RAGGED, sinks=True, **GQA),
     "long": Step([(1, 2000), (8, 1025)], sinks=True, window=1500, **GQA),
     "wide-group": Step([(2, 600), (9, 600)], NH=300, KVH=1, D_K=48, D_V=32, mla=True),
-    "no-group": Step(RAGGED[:4], NH=3, KVH=3, D_K=16, D_V=80),
+    "no-group": Step(RAGGED[:4], **{**GQA, "NH": 3, "KVH": 3}),
+    "other-sizes": Step(RAGGED[:4], NH=3, KVH=3, D_K=16, D_V=80),
     "gqa-fp8": Step(RAGGED, codes=16, **SMALL_GQA),
     "mla-fp8": Step(RAGGED, codes=32, **SMALL_MLA),
     "far-scores": Step([(30, 150)], scale=30.0, **GQA),
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+CASES = [pytest.param(name, marks=only_with_all if name == "other-sizes" else ()) for name in STEPS]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_against_the_reference(name: str) -> None:
     step = STEPS[name]
     out, combines = step.run(make_attention(step.D_K, step.D_V, codes=step.codes))
@@ -46,7 +51,9 @@ def test_against_the_reference(name: str) -> None:
     assert combines == tasks.get(name, 0)  # of all others no sequence of few tokens sees two splits
 
 
-@pytest.mark.parametrize(("name", "N"), [("mla", 8), ("mla-fp8", 16)])
+@pytest.mark.parametrize(
+    ("name", "N"), [("mla", 8), pytest.param("mla-fp8", 16, marks=only_with_all)]
+)
 def test_vectors_of_either_width(name: str, N: int) -> None:
     step = STEPS[name]
     out, _ = step.run(make_attention(step.D_K, step.D_V, N, step.codes))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pykernels.cpu.activations.row_layout import row_format
-from pykernels.cpu.gemv import amx, avx2, avx512, portable
+from pykernels.cpu.gemv import amx, avx2, avx512, common, portable
 from pykernels.cpu.intrin import amx_model
 from pykernels.cpu.intrin.sync import call_routine
 from pykernels.cpu.jit import kernel
@@ -20,7 +20,15 @@ from pykernels.quant.zero_point import ZeroPoint
 from pykernels.testing import assert_close, poisoned
 
 from ..activations.test_quantize import quantized
-from ..kernels import needs_avx2, needs_avx512, needs_vnni, operations, variant
+from ..kernels import (
+    SIBLINGS,
+    lacks,
+    needs_avx2,
+    needs_avx512,
+    needs_vnni,
+    operations,
+    variant,
+)
 
 FINITE = torch.tensor([c for c in range(256) if c & 0x7F != 0x7F], dtype=torch.uint8)
 
@@ -46,10 +54,19 @@ NEEDS = {
     "avx2": needs_avx2,
     "generic": (),
 }
-KINDS = [pytest.param(kind, marks=needs) for kind, needs in NEEDS.items()]
 
 EXACT = {"avx512": "magic", "base": "magic", "modelled amx": "int8_slices", "generic": "bf16"}
 """How integer weights meet bf16 activations."""
+
+
+@functools.cache
+def _tile_of_one_token(fmt: str):
+    """Address of tiles of which only that of one token may be called; and their unit."""
+    if lacks():
+        unit, tile = "avx2", avx2.make_tile(fmt, avx2.tile_row_format(fmt, "bf16"), 1, False)
+    else:
+        unit, tile = "avx512", avx512.make_tile(fmt, 1, operations(), "bf16")
+    return common.by_tokens(dict.fromkeys((1, 2, 4, 8), tile), f"{fmt}-{unit}-one").address, unit
 
 
 @kernel("test-tiles")
@@ -59,9 +76,18 @@ def _call_twice(tiles, M, w, scale, split, k_blocks, K, rows, tables, out):
 
 
 def run_tile(
-    which: str, name: str, weight: Weight, x: torch.Tensor, activations: str = "bf16"
+    which: str,
+    name: str,
+    weight: Weight,
+    x: torch.Tensor,
+    activations: str = "bf16",
+    address: int | None = None,
 ) -> torch.Tensor:
-    """x [M, K] times a block of 32 outputs, in two steps -> float32 [M, 32]."""
+    """x [M, K] times a block of 32 outputs, in two steps -> float32 [M, 32].
+
+    Args:
+        address: of the tiles; None: those of ``which``.
+    """
     fmt, (M, K) = get_format(name), x.shape
     raw = torch.zeros(fmt.block_bytes(K) + 64, dtype=torch.uint8)
     skip = -raw.data_ptr() % 64
@@ -76,7 +102,7 @@ def run_tile(
     out = poisoned(8, 32)
     rows = torch.tensor([inputs[min(t, M - 1)].data_ptr() for t in range(8)])
     _call_twice(
-        _tiles(which, name, activations),
+        address or _tiles(which, name, activations),
         M,
         blocks.data_ptr(),
         scales.data_ptr(),
@@ -90,7 +116,7 @@ def run_tile(
     return out[:M]
 
 
-@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("which", [pytest.param(kind, marks=n) for kind, n in NEEDS.items()])
 def test_all_254_finite_e4m3_codes_are_exact(which):
     """One-hot inputs read single weights back: subnormals, both zeros and both signs included."""
     codes = FINITE.repeat(17)[: 32 * 128].view(32, 128).clone()
@@ -144,6 +170,18 @@ def test_sums_of_small_integers_are_exact(which, name):
     truth = x.double() @ fmt.dequantize(weight).double().T
     for M in range(1, 9):
         assert torch.equal(run_tile(which, name, weight, x[:M]).double(), truth[:M]), f"{M} tokens"
+
+
+@needs_avx2
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_the_tile_of_one_token_of_a_sibling_is_exact(name):
+    address, unit = _tile_of_one_token(name)
+    g = torch.Generator().manual_seed(1)
+    fmt, K = get_format(name), 768
+    weight = _small_integers(fmt, 32, K, g)
+    x = torch.randint(-4, 5, (1, K), generator=g).to(torch.bfloat16)
+    truth = x.double() @ fmt.dequantize(weight).double().T
+    assert torch.equal(run_tile(unit, name, weight, x, address=address).double(), truth)
 
 
 @pytest.mark.parametrize(("which", "name"), _tiles_of(["fp8", "int8", "mxfp4", "q4_k"]))

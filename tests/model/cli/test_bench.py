@@ -149,10 +149,11 @@ def in_this_process(_: object, kind: str, folder: Path, options: list[str]) -> d
 
 
 def test_load_has_a_row_for_each_way(
-    run: Run, writer: Path, monkeypatch: pytest.MonkeyPatch, few_formats: list[str]
+    run: Run, writer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load_run, "CACHES", ("warm",))
     monkeypatch.setattr(load_run.Loads, "_child", in_this_process)
+    monkeypatch.setattr("pykernels.cpu.make_pack", lambda name: None)  # of all formats, beforehand
     result = run("bench", "load", "--model", writer, "--threads", 1, "--json")
     assert result.code == 0, result.err
     rows = json.loads(result.out)["rows"]
@@ -160,4 +161,4 @@ def test_load_has_a_row_for_each_way(
     assert kinds == ["convert,", "read", "read", "load", "read", "load"]
     for row in rows[1:]:
         assert row["warm_s"] > 0 and row["bytes"] > 0
-    assert rows[3]["peak_bytes"] >= rows[3]["final_bytes"] > 0
+    assert rows[3]["peak_bytes"] >= rows[3]["final_bytes"]  # how many, a process of its own knows

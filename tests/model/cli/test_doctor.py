@@ -28,7 +28,7 @@ PYPROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 
 
 def test_this_machine(run: Run, few_formats: list[str]) -> None:
-    """All sections; every kernel that runs here is right. Two formats: all are tested elsewhere."""
+    """All sections; every kernel that runs here is right. One format: all are tested elsewhere."""
     result = run("doctor", "--json")
     facts = json.loads(result.out)
     assert (result.code, facts.pop("problems")) == (0, [])

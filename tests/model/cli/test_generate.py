@@ -15,6 +15,7 @@ from model.text.engine_stream import EngineStream, engine_stream
 from model.text.generate import generate_stream
 from pykernels import __version__
 from runtime.machine.topology import Topology
+from runtime.profiling import roofline
 
 from ..conftest import Result, Run, failed
 
@@ -23,7 +24,7 @@ PROMPT = "def quicksort(xs):"
 
 @pytest.fixture(autouse=True)
 def quick_roof(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.profiling.roofline.kept_read_roof", lambda *_: 40.0)
+    monkeypatch.setattr(roofline, "kept_read_roof", lambda *_: 40.0)
 
 
 @pytest.fixture
@@ -56,8 +57,9 @@ def test_text_on_stdout_and_summary_on_stderr(run: Run, writer: Path) -> None:
 def test_without_memory_for_the_roof_there_is_no_share(
     run: Run, writer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr("runtime.profiling.roofline.roof_bytes", lambda: 1 << 50)
+    measured = lambda threads, pool, least: roofline.read_roof(pool())  # noqa: E731
+    monkeypatch.setattr(roofline, "kept_read_roof", measured)
+    monkeypatch.setattr(roofline, "roof_bytes", lambda: 1 << 50)
     result = run("generate", "--model", writer, "--max-new-tokens", 2, PROMPT)
     assert result.code == 0
     note, figures = result.err.splitlines()[-2:]

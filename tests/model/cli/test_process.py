@@ -24,9 +24,10 @@ def test_help_imports_nothing_heavy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "0")  # a terminal without a size
     code = """
 import sys
-from model.cli.main import app
+from model.cli.main import main
+sys.argv = ["pykernels", "--help"]
 try:
-    app(["--help"], prog_name="pykernels")
+    main()
 finally:
     print({"torch", "transformers", "numba", "numpy"} & {*sys.modules}, file=sys.stderr)
 """

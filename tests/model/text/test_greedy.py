@@ -8,7 +8,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import model
 from model.modules.moe import routed_experts
 
-pytestmark = pytest.mark.fastest
+from ...cpu.kernels import fastest
+
 PROMPTS = ("def quicksort(xs):", "class Stack:\n    def __init__(self):", "    raise ValueError(")
 
 
@@ -28,7 +29,7 @@ def texts(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     return greedy(model.from_pretrained(model.EMBEDDED, rules=[], dtype="float32"), tokenizer)
 
 
-@pytest.mark.parametrize("kernel", ["auto", "generic"])
+@pytest.mark.parametrize("kernel", [fastest(), "generic"])
 def test_the_tokens_are_identical(
     tokenizer: PreTrainedTokenizerBase, texts: list[list[int]], kernel: str
 ) -> None:
