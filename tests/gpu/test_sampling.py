@@ -17,7 +17,7 @@ from pykernels.gpu.sampling import count_tokens, greedy, sample
 from pykernels.ref.sampling import Sampled, SamplingRequest, kept, perturbed, philox
 from pykernels.ref.sampling.inputs import SamplingInputs
 
-from .sampling.inputs import inputs_of
+from .sampling_inputs import inputs_of
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 INF, NAN = math.inf, math.nan

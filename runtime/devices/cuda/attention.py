@@ -6,12 +6,15 @@ of the tokens before it in the step, are in the cache by then: a step may mix pr
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from pykernels.gpu.attention import kv_write as cache
 from pykernels.gpu.attention.gqa_decode import gqa_decode
 from pykernels.gpu.attention.mla_decode import mla_decode
-from pykernels.gpu.norm import rms_norm
+from pykernels.gpu.rope import rope_table as make_rope_table
+from pykernels.gpu.rope_cache_write.gqa import gqa_rope_cache_write as write_keys_values
+from pykernels.gpu.rope_cache_write.mla import mla_rope_cache_write as write_latents
 
 from ...node import Node
 from .dense import Launch, void
@@ -20,67 +23,49 @@ from .memory import Memory
 
 def rope_table(m: Memory, node: Node) -> Launch:
     positions, out = m.read(node, "positions"), m.written(node, "out")  # [T], [T, 2, half]
-    frequencies = node.weights["frequencies"].to(m.device, torch.float32)
+    frequencies = node.weights["frequencies"].to(m.device, torch.float32).contiguous()
     scale = node.attr("scale")
-
-    def launch() -> None:
-        angles = positions.float()[:, None] * frequencies
-        torch.cos(angles, out=out[:, 0])
-        torch.sin(angles, out=out[:, 1])
-        if scale != 1.0:
-            out.mul_(scale)
-
-    return launch
+    return lambda: void(make_rope_table(positions, frequencies, scale, out))
 
 
 def mla_rope_cache_write(m: Memory, node: Node) -> Launch:
-    q, kv, angles, slot_mapping = (
-        m.read(node, port) for port in ("q", "kv", "angles", "slot_mapping")
-    )
+    q, kv = m.read(node, "q"), m.read(node, "kv")
+    angles, slots = m.read(node, "angles"), m.read(node, "slot_mapping")
     weight = node.weights["kv_norm"].to(m.device)
     NH, nope, start = node.attr("heads"), node.attr("nope"), node.attr("kv_start")
     L, R, eps = len(weight), 2 * angles.shape[2], node.attr("eps")
     rotated = m.written(node, "rotated").view(-1, NH, L + R)[..., L:]
     q = q[:, : NH * (nope + R)].unflatten(1, (NH, nope + R))[..., nope:]  # [T, NH, R]
-    caches = latent_caches(m, node)
+    kv = kv[:, start : start + L + R]
+    latent, rope, *rest = latent_caches(m, node)
+    scale = rest[0] if rest else None
     interleaved = bool(node.attr("interleaved"))
-
-    def launch() -> None:
-        latent = rms_norm(kv[:, start : start + L], weight, eps)[0]
-        rope = _rotate(kv[:, None, start + L : start + L + R], angles, interleaved)[:, 0]
-        cache.mla_write(latent, rope.to(latent.dtype), slot_mapping, *caches)
-        rotated.copy_(_rotate(q, angles, interleaved))
-
-    return launch
+    return lambda: void(
+        write_latents(q, kv, angles, slots, latent, rope, weight, scale, eps, interleaved, rotated)
+    )
 
 
 def gqa_rope_cache_write(m: Memory, node: Node) -> Launch:
-    qkv, angles, slot_mapping = (m.read(node, port) for port in ("qkv", "angles", "slot_mapping"))
-    k_cache, v_cache = m.read(node, "k"), m.read(node, "v")
-    scales = m.optional(node, "k_scale"), m.optional(node, "v_scale")
-    NH, (KVH, D) = node.attr("heads"), k_cache.shape[2:]
-    starts = 0, node.attr("k_start"), node.attr("v_start")
-    q, k, v = (
-        qkv[:, first : first + heads * D].unflatten(1, (heads, D))
-        for first, heads in zip(starts, (NH, KVH, KVH), strict=True)
-    )
+    qkv, angles = m.read(node, "qkv"), m.read(node, "angles")
+    slots, k, v = m.read(node, "slot_mapping"), m.read(node, "k"), m.read(node, "v")
+    NH, D = node.attr("heads"), k.shape[3]
     out = m.written(node, "rotated").view(-1, NH, D)
-    eps, interleaved = node.attr("eps"), bool(node.attr("interleaved"))
     norms = [
         None if node.weights.get(name) is None else node.weights[name].to(m.device)
         for name in ("q_norm", "k_norm")
     ]
-
-    def launch() -> None:
-        rows = []
-        for x, weight in zip((q, k), norms, strict=True):
-            if weight is not None:  # of a head, or of all heads together
-                x = rms_norm(x.reshape(-1, len(weight)), weight, eps)[0].view(x.shape)
-            rows.append(_rotate(x, angles, interleaved))
-        out.copy_(rows[0])
-        cache.kv_write(rows[1].to(v.dtype), v, slot_mapping, k_cache, v_cache, *scales)
-
-    return launch
+    options: dict[str, Any] = {
+        "k_scale": m.optional(node, "k_scale"),
+        "v_scale": m.optional(node, "v_scale"),
+        "q_norm": norms[0],
+        "k_norm": norms[1],
+        "eps": node.attr("eps"),
+        "interleaved": bool(node.attr("interleaved")),
+        "heads": NH,
+        "starts": (0, node.attr("k_start"), node.attr("v_start")),
+        "out": out,
+    }
+    return lambda: void(write_keys_values(qkv, angles, slots, k, v, **options))
 
 
 def attention(m: Memory, node: Node) -> Launch:
@@ -138,14 +123,3 @@ def latent_caches(m: Memory, node: Node) -> tuple[torch.Tensor, ...]:
     if "rope" in node.inputs:
         return tuple(m.read(node, port) for port in ("latent", "rope", "latent_scale"))
     return m.caches[name], m.caches[f"{name}.rope"]
-
-
-def _rotate(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """x [T, heads, D] in float32 with its first numbers rotated by angles [T, 2, half]."""
-    cos, sin = angles[:, None, 0], angles[:, None, 1]  # [T, 1, half]
-    R = 2 * cos.shape[-1]
-    head, rest = x[..., :R].float(), x[..., R:].float()
-    a, b = (head[..., 0::2], head[..., 1::2]) if interleaved else head.chunk(2, -1)
-    a, b = a * cos - b * sin, a * sin + b * cos
-    both = torch.stack([a, b], -1).flatten(-2) if interleaved else torch.cat([a, b], -1)
-    return torch.cat([both, rest], -1)

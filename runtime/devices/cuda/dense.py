@@ -8,8 +8,9 @@ import torch
 
 from pykernels.gpu.embedding import embed as embed_rows
 from pykernels.gpu.gemm.linear import linear as multiply
+from pykernels.gpu.handshake import combine
 from pykernels.gpu.moe.router_logits import router_logits
-from pykernels.gpu.norm import rms_norm as norm_rows
+from pykernels.gpu.per_head_linear import per_head_linear as multiply_heads
 
 from ...matrix import PackedMatrix
 from ...node import Node
@@ -29,22 +30,22 @@ def embed(m: Memory, node: Node) -> Launch:
 
 def rms_norm(m: Memory, node: Node) -> Launch:
     weight = node.weights["weight"].to(m.device)
-    x = m.read(node, "x")[:, : len(weight)]  # [M, H]
-    adds = [m.tensor(name) for name in node.series("add")]
+    H = len(weight)
+    x = m.read(node, "x")[:, :H]  # [M, H]
+    adds = [m.tensor(name)[:, :H] for name in node.series("add")]
     rows, out = m.optional(node, "rows"), m.written(node, "out")
-    total = m.written(node, "sum") if "sum" in node.outputs else None
     eps = node.attr("eps")
-    if not adds and rows is None and x.dtype == out.dtype:
-        return lambda: void(norm_rows(x, weight, eps, out=(out, None)))
+    if "sum" in node.outputs:
+        total = m.written(node, "sum")
+    else:
+        total = torch.empty(out.shape, dtype=torch.float32, device=m.device)
+    if rows is None:
+        return lambda: void(combine(x, adds, weight, eps, (out, total)))
+    indices = rows
 
     def launch() -> None:
-        parts = [part if rows is None else part.index_select(0, rows) for part in (x, *adds)]
-        summed = parts[0].float()
-        for part in parts[1:]:
-            summed = summed + part
-        if total is not None:
-            total.copy_(summed)
-        out.copy_(norm_rows(summed, weight, eps)[0])
+        first, *others = (part.index_select(0, indices) for part in (x, *adds))
+        combine(first, others, weight, eps, (out, total))
 
     return launch
 
@@ -90,13 +91,7 @@ def per_head_linear(m: Memory, node: Node) -> Launch:
     x_head, out_head = node.attr("x_head"), node.attr("out_head")
     x = m.read(node, "x").flatten(1)[:, : G * x_head].unflatten(1, (G, x_head))[..., :K]
     out = m.written(node, "out").flatten(1).unflatten(1, (G, out_head))[..., :N]
-    transposed = matrices.transpose(1, 2)
-
-    def launch() -> None:
-        y = torch.bmm(x.transpose(0, 1), transposed)  # [G, T, N]
-        out.copy_(y.transpose(0, 1))
-
-    return launch
+    return lambda: void(multiply_heads(x, matrices, out))
 
 
 def void(_: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 ON_GPU = ("tokens", "positions", "slot_mapping", "sequences", "page_table", "logits_indices")
@@ -24,8 +25,8 @@ class StepInputs:
     """
 
     def __init__(self, arrays: Mapping[str, torch.Tensor], device: torch.device) -> None:
-        self._arrays = {name: arrays[name] for name in ON_GPU}
-        shapes = {name: array.shape for name, array in self._arrays.items()}
+        self._arrays = {name: arrays[name].numpy() for name in ON_GPU}
+        shapes = {name: arrays[name].shape for name in ON_GPU}
         shapes[KEY_LENGTHS] = shapes["positions"]
         starts, end = {}, 0
         for name, shape in shapes.items():
@@ -33,13 +34,14 @@ class StepInputs:
             end += -(-shape.numel() // _ALIGNED) * _ALIGNED
         self._host = torch.zeros(end, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(end, dtype=torch.int32, device=device)
-        self._staged, self.tensors = (
+        staged, self.tensors = (
             {
                 name: block[starts[name] : starts[name] + shape.numel()].view(shape)
                 for name, shape in shapes.items()
             }
             for block in (self._host, self._device)
         )
+        self._staged = {name: tensor.numpy() for name, tensor in staged.items()}
 
     def send(self, T: int, S: int, R: int, bucket: int) -> None:
         """Copies a step's inputs, padded to ``bucket`` tokens: slots of -1, no keys.
@@ -53,6 +55,6 @@ class StepInputs:
         staged["slot_mapping"][T:bucket] = -1
         staged["sequences"][T:bucket] = 0
         staged["logits_indices"][R:] = 0
-        torch.add(staged["positions"][:T], 1, out=staged[KEY_LENGTHS][:T])
+        np.add(staged["positions"][:T], 1, out=staged[KEY_LENGTHS][:T])
         staged[KEY_LENGTHS][T:bucket] = 0
         self._device.copy_(self._host, non_blocking=True)
