@@ -1,4 +1,4 @@
-"""The inputs of a step, for whoever lowers a model and whoever runs a program by hand.
+"""The inputs of a step: declared by lowering, allocated by those who run a program by hand.
 
 int64 "tokens" [T] token ids; "positions" [T]; "sequences" [T] row of the page table of each token's
 sequence; "slots" [T] where its keys and values go (page * 64 + offset, -1 nowhere); "page_table"
@@ -21,7 +21,7 @@ _NEUTRAL = {"slots": -1, "sampling.top_p": 1, "sampling.repetition": 1, "samplin
 
 
 def sampling_dtype(name: str) -> torch.dtype:
-    """Of an input of ``sample_requests``."""
+    """The dtype of an input of ``sample_requests``."""
     kind = OPS["sample_requests"].inputs[name].kind
     return torch.float32 if kind == "float32" else torch.int64
 

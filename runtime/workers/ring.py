@@ -6,11 +6,11 @@ step; its *number* is its place in the order of all that was ever published. A w
 the numbers: at each it takes tasks until none is left, then goes on to the next, so there is no
 ramp-down between jobs, and whoever finds a job's tasks all taken is already at the next one.
 
-A job is opened when the jobs that it waits for are complete (``AFTER`` places before it, any number
-of them, none for at once), by whoever comes first. Opening is serial and short: sorting a router's
-choices, counting what there is to do. The words of a record carry the job's number, so a worker
-that comes late, even when the record is already used again, sees that and walks on. Nothing is ever
-reset by the publisher.
+The first worker to reach a job whose predecessors are complete opens it. Its predecessors are the
+jobs that it names by their distance (``AFTER``): any number of them, or none. Opening is serial and
+short: sorting a router's choices, counting what there is to do. The words of a record carry the
+job's number, so a worker that comes late, even when the record is already used again, sees that and
+walks on. Nothing is ever reset by the publisher.
 
 No deadlock: a worker that waits holds no task, or one whose wait is for tasks taken before it.
 
@@ -132,7 +132,7 @@ def _wait_for_opening(ring, job, number, worker):  # type: ignore[no-untyped-def
     for i in range(atomic_load(job + AFTER_COUNT)):
         needed = number - atomic_load(after + 8 * i)
         before = atomic_load(slots + 8 * (needed & mask))
-        # Whoever completes the last one of them looks at this job next.
+        # The worker that completes the last one of them looks at this job next.
         wait_until_at_least(ring, before + COMPLETED, needed)
         if atomic_load(ring + STOP) != 0 or atomic_load(job + OPENED) >= number:
             return
