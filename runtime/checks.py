@@ -176,7 +176,7 @@ def _fits(dims: tuple[str, ...], shape: tuple[Dim, ...], known: Mapping[str, Dim
 
 
 def _value(dim: str, known: Mapping[str, Dim]) -> Dim | None:
-    """Of a sum of products; None if a name in it has no value here."""
+    """The value of a sum of products; None if a name in it has no value here."""
     if dim in known:
         return known[dim]
     total = 0

@@ -113,7 +113,7 @@ def _kv(*dims: str, optional: bool = False) -> Port:
 
 
 _LATENT = {
-    # bfloat16 [.., L + R] in one, or E4M3 with its scales and the rotated part beside it
+    # bfloat16 [.., L + R] in one, or E4M3 with the rotated part and the scales apart
     "latent": _kv("pages", "page", ">L"),
     "rope": _kv("pages", "page", "2*half", optional=True),
     "latent_scale": _float32("pages", "page", optional=True),
@@ -379,4 +379,4 @@ OPS: Mapping[str, Op] = {
 """By name. An op means the same function in ``pykernels.ref`` and on every device."""
 
 SAMPLING = tuple(_SAMPLING)
-"""Inputs of ``sample_requests`` beside the logits."""
+"""Inputs of ``sample_requests`` besides the logits."""

@@ -2,7 +2,7 @@
 
 A buffer that one device writes and another reads is *submitted* as soon as it is written and
 *waited for* just before it is first read: a channel, used once a step, with a node at each end.
-Everything between runs beside the other device. What a node needs from one peer goes over one
+Everything between runs in parallel with the other device. What a node needs from one peer uses one
 channel, and nothing is sent twice.
 """
 

@@ -99,9 +99,10 @@ class MoE:
     def lower(self, b: Builder, layer: str, x: str) -> list[str]:
         """Adds its nodes; returns the buffers [T, H] whose sum is its result."""
         H = self.experts.shape.H
+        # In this order workers find tasks of the shared experts while one of them routes.
+        gate = self._gate_shared(b, layer, x)
         routing = self._route(b, layer, x)
-        # What every token passes does not wait for the router: it stands beside it.
-        shared = [] if self.shared is None else [self._lower_shared(b, layer, x, self.shared)]
+        shared = [] if self.shared is None else [self._lower_shared(b, layer, x, self.shared, gate)]
         routed = b.buffer(f"{layer}.routed", "T", H)
         with b.marked(role="routed"):
             b.node(
@@ -135,15 +136,28 @@ class MoE:
             )
         return routing
 
-    def _lower_shared(self, b: Builder, layer: str, x: str, shared: PackedExperts) -> str:
-        """The nodes of what every token passes through; the buffer of its result."""
+    def _gate_shared(self, b: Builder, layer: str, x: str) -> str | None:
+        """The linear whose sigmoid is the factor of what every token passes through; its buffer."""
+        if self.shared_gate is None:
+            return None
+        gate = b.buffer(f"{layer}.shared_gate", "T", 1)
+        with b.marked(role="shared"):
+            weight = {"weight": self.shared_gate}
+            b.node("linear", f"{layer}.gate_shared", {"x": x}, {"out": gate}, weight)
+        return gate
+
+    def _lower_shared(
+        self, b: Builder, layer: str, x: str, shared: PackedExperts, gate: str | None
+    ) -> str:
+        """The nodes of what every token passes through; the buffer of its result.
+
+        Args:
+            gate: buffer [T, 1]; None: the factor is 1.
+        """
         out = b.buffer(f"{layer}.shared_out", "T", shared.shape.H)
         inputs = {"x": x}
         with b.marked(role="shared"):
-            if self.shared_gate is not None:
-                gate = b.buffer(f"{layer}.shared_gate", "T", 1)
-                weight = {"weight": self.shared_gate}
-                b.node("linear", f"{layer}.gate_shared", {"x": x}, {"out": gate}, weight)
+            if gate is not None:
                 factor = {
                     "ids": b.buffer(f"{layer}.shared_id", "T", 1, dtype=torch.int64),
                     "weights": b.buffer(f"{layer}.shared_factor", "T", 1),

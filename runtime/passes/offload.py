@@ -1,8 +1,8 @@
 """Routed experts on another device (SOSP'25 3.3), the deferred ones with them.
 
 Only the device of their nodes changes. ``partition`` then puts a submit where what they read is
-written, and a wait in front of the first node that reads what they give: everything between runs
-beside them, the shared experts, and with ``defer`` the whole of the next layer up to its own sum.
+written, and a wait in front of the first node that reads what they give. Everything between runs in
+parallel: the shared experts, and with ``defer`` the whole of the next layer up to its own sum.
 """
 
 from __future__ import annotations

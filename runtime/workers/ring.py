@@ -6,11 +6,11 @@ record (``JOB_BYTES``, owned by the publisher) never moves and is published agai
 worker takes tasks of a job until none is left, then goes on to the next job. So no worker idles at
 the end of a job while the next one has tasks.
 
-A job is opened when the jobs that it waits for are complete (``AFTER`` places before it, any number
-of them, none for at once), by whoever comes first. Opening is serial and short: sorting a router's
-choices, counting what there is to do. The words of a record carry the job's number, so a worker
-that comes late, even when the record is already used again, sees that and walks on. Nothing is ever
-reset by the publisher.
+The first worker to reach a job whose predecessors are complete opens it. Its predecessors are the
+jobs that it names by their distance (``AFTER``): any number of them, or none. Opening is serial and
+short: sorting a router's choices, counting what there is to do. The words of a record carry the
+job's number, so a worker that comes late, even when the record is already used again, sees that and
+walks on. Nothing is ever reset by the publisher.
 
 Deadlock-free: a task only ever waits for tasks with lower numbers, which some worker has already
 taken.
@@ -130,7 +130,7 @@ def _wait_for_setup(ring, job, number, worker):  # type: ignore[no-untyped-def]
     for i in range(atomic_load(job + AFTER_COUNT)):
         needed = number - atomic_load(after + 8 * i)
         before = atomic_load(slots + 8 * (needed & mask))
-        # Whoever completes the last one of them looks at this job next.
+        # The worker that completes the last one of them looks at this job next.
         wait_until_at_least(ring, before + COMPLETED, needed)
         if atomic_load(ring + STOP) != 0 or atomic_load(job + READY) >= number:
             return

@@ -107,7 +107,7 @@ class Graph:
 
 
 GRAPHS = {
-    "two beside each other": [(), (0,), (0,), (1, 2)],
+    "two in parallel": [(), (0,), (0,), (1, 2)],
     "a fork in each layer": [
         w for i in range(0, 60, 3) for w in ((i - 1,) if i else (), (i,), (i, i - 2) if i else (0,))
     ]

@@ -33,7 +33,7 @@ class Form:
         kernel: one that reads them.
         stride: bytes from one token's row to the next.
         padded: numbers of a row, those that fill up its last block included.
-        rows_bytes, tile_bytes: of all rows, and of the GEMM's A tiles of them (0: none are wanted).
+        rows_bytes, tile_bytes: bytes of all rows, and of the GEMM's A tiles of them (0: no tiles).
     """
 
     kernel: Routines
@@ -44,7 +44,7 @@ class Form:
 
     @property
     def nbytes(self) -> int:
-        """Of both, each from a multiple of ``ALIGN`` on."""
+        """Bytes of the rows and the tiles, both aligned to ``ALIGN``."""
         return self.tiles_at + self.tile_bytes
 
     @property
@@ -94,7 +94,7 @@ class Forms:
         return tuned or gemm_from_here(kernel.backend, kernel.fmt, kernel.activations) or NEVER
 
     def key(self, name: str, kernel: Routines, gemm: bool) -> FormKey:
-        """Of the form in which a kernel reads a buffer.
+        """The key of the form in which a kernel reads a buffer.
 
         Args:
             gemm: whether it reads A tiles, where there are tokens enough.

@@ -210,7 +210,7 @@ class Context:
 
     def workspace(self, role: str) -> MoEWorkspace:
         """Scratch of the experts of one role, which run one after the other; those of other roles
-        may run beside them."""
+        may run in parallel."""
         self._take_turns(f"workspace {role}")
         return self._workspaces.setdefault(role, MoEWorkspace())
 

@@ -30,7 +30,7 @@ def rope_table(m: Memory, node: Node) -> Launch:
 
 def mla_rope_cache_write(m: Memory, node: Node) -> Launch:
     q, kv = m.read(node, "q"), m.read(node, "kv")
-    angles, slots = m.read(node, "angles"), m.read(node, "slot_mapping")
+    angles, slot_mapping = m.read(node, "angles"), m.read(node, "slot_mapping")
     weight = node.weights["kv_norm"].to(m.device)
     NH, nope, start = node.attr("heads"), node.attr("nope"), node.attr("kv_start")
     L, R, eps = len(weight), 2 * angles.shape[2], node.attr("eps")
@@ -41,13 +41,15 @@ def mla_rope_cache_write(m: Memory, node: Node) -> Launch:
     scale = rest[0] if rest else None
     interleaved = bool(node.attr("interleaved"))
     return lambda: void(
-        write_latents(q, kv, angles, slots, latent, rope, weight, scale, eps, interleaved, rotated)
+        write_latents(
+            q, kv, angles, slot_mapping, latent, rope, weight, scale, eps, interleaved, rotated
+        )
     )
 
 
 def gqa_rope_cache_write(m: Memory, node: Node) -> Launch:
     qkv, angles = m.read(node, "qkv"), m.read(node, "angles")
-    slots, k, v = m.read(node, "slot_mapping"), m.read(node, "k"), m.read(node, "v")
+    slot_mapping, k, v = m.read(node, "slot_mapping"), m.read(node, "k"), m.read(node, "v")
     NH, D = node.attr("heads"), k.shape[3]
     out = m.written(node, "rotated").view(-1, NH, D)
     norms = [
@@ -65,7 +67,7 @@ def gqa_rope_cache_write(m: Memory, node: Node) -> Launch:
         "starts": (0, node.attr("k_start"), node.attr("v_start")),
         "out": out,
     }
-    return lambda: void(write_keys_values(qkv, angles, slots, k, v, **options))
+    return lambda: void(write_keys_values(qkv, angles, slot_mapping, k, v, **options))
 
 
 def attention(m: Memory, node: Node) -> Launch:
