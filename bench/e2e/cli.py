@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from model.cli.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
-from model.cli.session import KvDtype
+from model.cli.session import Device, KvDtype
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
@@ -55,6 +55,10 @@ def e2e(
     kv_dtype: KvDtype = "bf16",
     experts: Annotated[int | None, count("Of --arch: in a layer.")] = None,
     vocab: Annotated[int | None, count("Of --arch: tokens of the vocabulary.")] = None,
+    device: Device = "cpu",
+    expert_device: Annotated[
+        str, typer.Option(metavar="auto|cpu|gpu", help="With --device cuda:0: of routed experts.")
+    ] = "auto",
     threads: Threads = None,
     kernel: Kernel = None,
     eager: Annotated[
@@ -66,7 +70,10 @@ def e2e(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Time prompts and decode of a whole model through the engine, against the read roof."""
+    """Time prompts and decode of a whole model through the engine, against the read roof.
+
+    With a GPU, bytes and roof are those of the experts on the CPU.
+    """
     given = {
         "format": format,
         "layers": layers,
@@ -75,6 +82,7 @@ def e2e(
         "activations": activations,
     }
     check_options(model, arch, given)
+    check_gpu(device, expert_device)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     from runtime.profiling.engine_speed import Load
 
@@ -84,7 +92,7 @@ def e2e(
         ours = _open(model, arch, given, chosen_threads, chosen_kernel, kv_dtype)
         try:
             status.update("compiling, timing the engine …")
-            row = measured(ours, load, chosen_kernel, chosen_threads)
+            row = measured(ours, load, chosen_kernel, chosen_threads, device, expert_device)
         finally:
             ours.close()
         del ours  # before the eager model takes its memory
@@ -108,6 +116,18 @@ def check_options(model: Path | None, arch: str | None, given: dict[str, Any]) -
         )
 
 
+def check_gpu(device: str, expert_device: str) -> None:
+    """Raises PykernelsError for a GPU that is not there, or a choice that needs one."""
+    if device != "cpu":
+        from runtime.devices.cuda.runner import check_device
+
+        check_device(device)
+    elif expert_device != "auto":
+        raise PykernelsError(
+            f"--expert-device {expert_device} without a GPU", "Add --device cuda:0"
+        )
+
+
 def _open(
     folder: Path | None,
     arch: str | None,
@@ -128,7 +148,14 @@ def _open(
     return Ours.random(shape, fmt, threads, kernel, activations, kv_dtype)
 
 
-def measured(ours: Ours, load: Any, kernel: str, threads: int | None) -> Row:
+def measured(
+    ours: Ours,
+    load: Any,
+    kernel: str,
+    threads: int | None,
+    device: str = "cpu",
+    expert_device: str = "auto",
+) -> Row:
     """The flat row of one run."""
     from pykernels.target import detect
 
@@ -144,7 +171,9 @@ def measured(ours: Ours, load: Any, kernel: str, threads: int | None) -> Row:
         "cpu": detect().cpu,
         "kernel": ours.backend(kernel),
         **asdict(load),
-        **measure(ours, load, kernel, threads),
+        "device": device,
+        "expert_device": expert_device,
+        **measure(ours, load, kernel, threads, device=device, expert_device=expert_device),
         "load_seconds": ours.load_seconds,
     }
 

@@ -131,10 +131,18 @@ class Ours:
         name = "embedded" if Path(folder) == Path(model.EMBEDDED) else Path(folder).resolve().name
         return cls(name, loaded.runner.model, loaded.pool, positions, took)  # type: ignore[arg-type]
 
-    def timer(self, load: Load, kernel: str, max_num_batched_tokens: int = 512) -> EngineTimer:
+    def timer(
+        self,
+        load: Load,
+        kernel: str,
+        max_num_batched_tokens: int = 512,
+        device: str = "cpu",
+        expert_device: str = "auto",
+    ) -> EngineTimer:
         """An engine with room for a load.
 
         Args:
+            device, expert_device: ``device`` and ``experts`` of ``load_engine``.
             max_num_batched_tokens: of a step.
 
         Raises:
@@ -146,15 +154,12 @@ class Ours:
                 f"a sequence of {positions} tokens; {self.name} has {self.max_model_len} positions",
                 "Give a smaller --context, --prompt or --tokens",
             )
-        runner = CpuRunner(
-            self.decoder,
-            self.pool,
-            positions,
-            load.pages(max_num_batched_tokens),
-            max_num_batched_tokens,
-            load.batch,
-            kernel,
-        )
+        sizes = positions, load.pages(max_num_batched_tokens), max_num_batched_tokens, load.batch
+        if device == "cpu":
+            return EngineTimer(CpuRunner(self.decoder, self.pool, *sizes, kernel))
+        from runtime.devices.cuda.runner import CudaRunner
+
+        runner = CudaRunner(self.decoder, device, self.pool, *sizes, kernel, experts=expert_device)
         return EngineTimer(runner)
 
     def backend(self, kernel: str) -> str:
@@ -167,12 +172,18 @@ class Ours:
 
 
 def measure(
-    ours: Ours, load: Load, kernel: str, threads: int | None, rounds: int = 3
+    ours: Ours,
+    load: Load,
+    kernel: str,
+    threads: int | None,
+    rounds: int = 3,
+    device: str = "cpu",
+    expert_device: str = "auto",
 ) -> dict[str, float]:
     """The speed of prompts and of decode steps, the roof taken before and after, and the seconds
     that compiling and warming up took."""
     start = time.perf_counter()
-    timer = ours.timer(load, kernel)
+    timer = ours.timer(load, kernel, device=device, expert_device=expert_device)
     try:
         timer.prefill(load.prompt)
         timer.decode(load.batch, min(load.context, 64), 4)

@@ -73,6 +73,7 @@ class PagedRunner(ABC):
     """
 
     page_size = PAGE
+    buckets: Sequence[int] = BUCKETS
 
     def __init__(
         self,
@@ -126,7 +127,10 @@ class PagedRunner(ABC):
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         inputs |= self._sampling.tensors()
         sizes = sorted(
-            {*(b for b in BUCKETS if b < self.max_num_batched_tokens), self.max_num_batched_tokens}
+            {
+                *(b for b in self.buckets if b < self.max_num_batched_tokens),
+                self.max_num_batched_tokens,
+            }
         )
         self.steps = [self._step(T, inputs, ()) for T in sizes]
         self.decode_steps = self.steps

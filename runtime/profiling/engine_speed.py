@@ -16,9 +16,8 @@ import numpy as np
 
 from pykernels.errors import PykernelsError
 
-from ..devices.cpu.runner import CpuRunner
 from ..devices.cpu.step import CpuExecutable
-from ..devices.runner import Executable
+from ..devices.runner import Executable, PagedRunner
 from ..engine import Engine, RequestHandle, SamplingParams
 from ..kv_cache.layout import PAGE
 from ..program import Program
@@ -68,7 +67,7 @@ class StepTime:
 
     Attributes:
         seconds: of the engine's step.
-        jobs: seconds from the first job's opening to the last one's completion.
+        jobs: seconds from the first job's opening to the last one's completion; with a GPU, all.
         tokens: that it drew.
         context: mean positions of its sequences.
     """
@@ -90,7 +89,7 @@ class EngineTimer:
         PykernelsError: a kernel that cannot run here.
     """
 
-    def __init__(self, runner: CpuRunner, seed: int = 0) -> None:
+    def __init__(self, runner: PagedRunner, seed: int = 0) -> None:
         self.runner = runner
         self.engine = Engine(runner, threaded=False)
         self._random = np.random.default_rng(seed)
@@ -141,19 +140,20 @@ class EngineTimer:
                 raise request.error
         drawn = sum(request.num_output_tokens for request in requests) - before
         context = sum(request.computed for request in requests) / len(requests)
-        return StepTime(seconds, _jobs_seconds(self.runner.steps), drawn, context)
+        jobs = _jobs_seconds(self.runner.steps)
+        return StepTime(seconds, seconds if jobs is None else jobs, drawn, context)
 
 
-def _jobs_seconds(steps: Sequence[Executable]) -> float:
-    """Of the step that ran last."""
-    opened, completed = max(
-        (
-            (step.jobs.jobs[0].times[0], step.jobs.jobs[-1].times[1])
-            for step in steps
-            if isinstance(step, CpuExecutable)
-        ),
-        key=lambda times: times[1],
-    )
+def _jobs_seconds(steps: Sequence[Executable]) -> float | None:
+    """Of the step that ran last; None where a GPU runs it."""
+    times = [
+        (step.jobs.jobs[0].times[0], step.jobs.jobs[-1].times[1])
+        for step in steps
+        if isinstance(step, CpuExecutable)
+    ]
+    if not times:
+        return None
+    opened, completed = max(times, key=lambda pair: pair[1])
     return (completed - opened) / 1e9
 
 
@@ -162,9 +162,10 @@ class DecodeSpeed:
     """Medians of decode steps. Rates use 1e9 bytes.
 
     ``bytes_per_step`` are the weights that a step reads and the keys and values at the mean
-    context, ``bytes_per_token`` that over the batch; ``roof_share`` is how near ``gbps`` comes to
-    what the same threads read in a plain loop. ``us_per_layer`` is what a step takes beyond its
-    bytes at that rate, over the layers. ``python_us_per_step`` is what it takes beyond its jobs.
+    context; with a GPU, the weights that the CPU reads. ``bytes_per_token`` is that over the batch,
+    ``roof_share`` how near ``gbps`` comes to what the same threads read in a plain loop.
+    ``us_per_layer`` is what a step takes beyond its bytes at that rate, over the layers;
+    ``python_us_per_step`` what it takes beyond its jobs (with a GPU not told: 0).
     """
 
     decode_tok_s: float
@@ -199,7 +200,10 @@ def decode_speed(
     seconds = median(step.seconds for step in steps)
     p10, p90 = np.quantile([step.seconds for step in steps], [0.1, 0.9])
     context = median(step.context for step in steps)
-    nbytes = weight_bytes(program, batch) + batch * cache_bytes(program, round(context))
+    on_gpu = any(node.device.startswith("cuda") for node in program.nodes)
+    nbytes = weight_bytes(program, batch, "cpu" if on_gpu else None)
+    if not on_gpu:
+        nbytes += batch * cache_bytes(program, round(context))
     gbps = nbytes / seconds / 1e9
     return DecodeSpeed(
         decode_tok_s=round(batch / seconds, 2),

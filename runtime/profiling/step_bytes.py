@@ -9,11 +9,13 @@ from ..kv_cache.layout import cache_inputs
 from ..program import Program
 
 
-def weight_bytes(program: Program, tokens: int = 1) -> int:
+def weight_bytes(program: Program, tokens: int = 1, device: str | None = None) -> int:
     """Packed weights and scales that a step reads: every matrix once; of the routed experts as
     many as ``tokens`` tokens take if each chooses its own at random (exact for one token)."""
     total = 0.0
     for node in program.nodes:
+        if device is not None and node.device != device:
+            continue
         for name, weight in node.weights.items():
             if name in ("weight", "heads") and node.op in ("linear", "per_head_linear"):
                 total += weight.nbytes

@@ -71,6 +71,8 @@ class CudaRunner(PagedRunner):
         self._pool_handle = torch.cuda.graph_pool_handle() if self._real else None
         self._weights: dict[int, object] = {}
 
+    buckets = (1, 2, 4, 8, 16, 32, 64)
+
     @property
     def _real(self) -> bool:
         return self.device.type == "cuda"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
@@ -21,6 +22,9 @@ from ...matrix import PackedHeads, PackedMatrix
 FP8_ROWS = 128
 """Rows of one E4M3 scale: matrices below each other share it only from a multiple of these on."""
 
+
+AT_ONCE = 16
+"""Experts that are unpacked at a time."""
 
 V = TypeVar("V")
 _made: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
@@ -86,32 +90,43 @@ def heads(packed: PackedHeads, device: torch.device) -> torch.Tensor:
 def experts(packed: Any, device: torch.device) -> Experts:
     """All experts of a layer on the GPU.
 
-    They are copied one by one, so the CPU never holds a second set.
+    A few are unpacked at a time, so the CPU never holds a second set.
     """
     source: PackedExperts = packed
     shape = source.shape
     fmt = _expert_format(source)
     stacks = Experts.empty(fmt, shape.E, shape.H, shape.I, device, shape.spec)
-    for e in range(shape.E):
+
+    def unpacked(e: int) -> Experts:
         gate, up, down = source.unpack(e)
-        weights = (_as(fmt, source.fmt, gate), _as(fmt, source.fmt, up))
         biases = source.biases(e)
-        one = Experts.pack(
+        weights = (_as(fmt, source.fmt, gate), _as(fmt, source.fmt, up))
+        return Experts.pack(
             fmt,
             [(*weights, _as(fmt, source.down_fmt, down))],
-            device,
+            torch.device("cpu"),
             shape.spec,
             [] if biases is None else [biases],
         )
-        _copy(stacks.gate_up, one.gate_up, 2 * e)
-        _copy(stacks.down, one.down, e)
-        for stack, part, first in (
-            (stacks.gate_up_bias, one.gate_up_bias, 2 * e),
-            (stacks.down_bias, one.down_bias, e),
-        ):
-            if stack is not None and part is not None:
-                stack[first : first + len(part)] = part
+
+    with ThreadPoolExecutor(AT_ONCE) as workers:
+        for first in range(0, shape.E, AT_ONCE):
+            batch = range(first, min(first + AT_ONCE, shape.E))
+            for e, one in zip(batch, workers.map(unpacked, batch), strict=True):
+                _place(stacks, one, e)
     return stacks
+
+
+def _place(stacks: Experts, one: Experts, e: int) -> None:
+    """Copies an expert to its place in the stacks."""
+    _copy(stacks.gate_up, one.gate_up, 2 * e)
+    _copy(stacks.down, one.down, e)
+    for stack, part, first in (
+        (stacks.gate_up_bias, one.gate_up_bias, 2 * e),
+        (stacks.down_bias, one.down_bias, e),
+    ):
+        if stack is not None and part is not None:
+            stack[first : first + len(part)] = part
 
 
 def experts_bytes(packed: Any) -> int:
