@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .attention_torch import Made
+from .torch_ops import Made
 
 BF16 = torch.bfloat16
 NAME = "flashinfer"

@@ -1,0 +1,1 @@
+"""Other libraries on the attention cases, in the process that times ours."""
