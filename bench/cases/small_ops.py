@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench.cases import step_ops
+from bench.cases.step import ops as step_ops
 from bench.harness.case import Case, built, rotating, sets_for
 from pykernels.errors import PykernelsError
 from pykernels.gpu.activation import silu_mul

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pykernels.errors import PykernelsError
 
-from ..machine.memory import binding_problem
 from ..machine.topology import NumaNode, Topology
 from .threads import whole_threads
 
@@ -69,6 +68,8 @@ def why_not_split(
 
 def _candidates(topology: Topology, threads: int) -> tuple[list[NumaNode], str | None]:
     """Nodes with cores and memory, and why they cannot all be used, as a clause."""
+    from ..machine.memory import binding_problem  # imports torch, which --help does without
+
     nodes = [node for node in topology.nodes if node.memory_total > 0]
     if len(nodes) < 2:
         return nodes, "there is one node"

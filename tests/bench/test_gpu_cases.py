@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench.cases import attention, linear, moe, router, small_ops, step_ops
+from bench.cases import attention, linear, moe, router, small_ops
 from bench.cases.attention import Size, build
+from bench.cases.step import ops as step_ops
 from bench.cases.weights import activations_for, random_experts
 from pykernels.testing import relative_error
 

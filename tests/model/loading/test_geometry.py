@@ -17,6 +17,7 @@ from model.llm import LLM
 from pykernels.errors import PykernelsError
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
+from runtime.step_inputs import allocate_inputs
 
 from .. import tiny
 from ..checkpoint.gguf import tiny_gguf
@@ -112,13 +113,11 @@ def host_logits(llm: LLM, ids: torch.Tensor) -> torch.Tensor:
     """[T, V] of one sequence, in one step."""
     T, lowered = len(ids), llm.runner.model
     program = on_ref(lowered.lower(T, 1, T, 1, 1))
-    inputs = {
+    inputs = allocate_inputs(program) | {
         "tokens": ids,
         "positions": torch.arange(T),
         "slot_mapping": torch.arange(T),
-        "sequences": torch.zeros(T, dtype=torch.int64),
         "logits_indices": torch.arange(T),
-        "page_table": torch.zeros(1, 1, dtype=torch.int64),
     }
     caches = {
         name: replace(part, dtype=torch.float32).zeros() for name, part in lowered.caches(1).items()

@@ -114,6 +114,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 def test_frequency_factors_of_another_size_are_refused() -> None:
     file = of("llama")
     file.tensors["rope_freqs.weight"] = SimpleNamespace(dtype="F32", shape=(5,))
+    file.names["rope_freqs.weight"] = "inv_freq"
     file.mismatch = "hint"
     with pytest.raises(PykernelsError, match=r"rope_freqs.weight in F32 \[5\], .* F32 \[8\]"):
         config_of(file)

@@ -69,11 +69,11 @@ def test_weights_stay_as_they_are_stored(tmp_path: Path) -> None:
         assert (decoder.table.fmt.name, decoder.head.fmt.name) == ("q8_0", "q6_k")
         ids = llm.encode("ab")
         assert ids[0] == 0 and len(llm.generate(ids, max_tokens=4).token_ids) <= 4
-        reference = Engine(
+        exact = Engine(
             RefRunner(decoder, 64, max_num_batched_tokens=16, max_num_seqs=1), threaded=False
         )
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-        (found,) = reference.generate([ids], params)
+        (found,) = exact.generate([ids], params)
     truth = reference.generate(
         torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None
     )

@@ -1,0 +1,1 @@
+"""What a step has around its products."""
