@@ -19,8 +19,8 @@ from pykernels.gpu.attention.mla_decode import mla_decode
 from pykernels.gpu.attention.mla_prefill import mla_prefill
 from pykernels.shapes import Ragged
 
-from .attention_peers import flashinfer
-from .attention_peers.torch_ops import gqa_decode_peers, lazily, mla_decode_peers, prefill_peers
+from . import attention_flashinfer as flashinfer
+from .attention_torch import gqa_decode_peers, lazily, mla_decode_peers, prefill_peers
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 PAGE = 64

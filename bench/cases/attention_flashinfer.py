@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .torch_ops import Made
+from .attention_torch import Made
 
 BF16 = torch.bfloat16
 NAME = "flashinfer"

@@ -1,1 +1,0 @@
-"""Other libraries on the attention cases, in the process that times ours."""
