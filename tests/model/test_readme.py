@@ -17,7 +17,7 @@ import typer.main
 
 from model.architectures.families import FAMILIES
 from model.checkpoint.config import ALIASES
-from model.checkpoint.gguf.config import _FAMILIES as GGUF_ARCHITECTURES
+from model.checkpoint.gguf.families import FAMILIES as GGUF_ARCHITECTURES
 from model.cli.main import app
 from pykernels import registry
 from pykernels.env import env
