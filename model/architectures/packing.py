@@ -135,7 +135,10 @@ class FromSource(Packing):
         if any(bias is not None for bias in tensors):  # of some of the three in a GGUF file
             sizes = (I, I, H)
             biases = Biases(
-                *(torch.zeros(N) if b is None else b for b, N in zip(tensors, sizes, strict=True))
+                *(
+                    torch.zeros(N, dtype=torch.float32, device="cpu") if bias is None else bias
+                    for bias, N in zip(tensors, sizes, strict=True)
+                )
             )
         shape = MoEShape(E=1, H=H, I=I, topk=1, spec=ExpertSpec(bias=biases is not None))
         packed = self.make_experts(shape, fmt, down_fmt)

@@ -77,7 +77,8 @@ def split_routing(
     """
     here = ids >= 0
     order = top_first(weights.masked_fill(~here, -torch.inf), ids.shape[1])
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(ids.shape[1]).expand_as(order))
+    ranks = torch.arange(ids.shape[1], dtype=order.dtype, device=order.device)
+    rank = torch.empty_like(order).scatter_(1, order, ranks.expand_as(order))
     is_last = rank >= here.sum(1, keepdim=True) - last
     return ids.masked_fill(is_last, -1), ids.masked_fill(~is_last, -1)
 

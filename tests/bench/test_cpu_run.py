@@ -201,7 +201,7 @@ def test_every_section_has_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     (theirs,) = table["torch bf16"]
     assert (theirs["nbytes"], theirs["us_median"], theirs["threads"]) == (2 * weights, 1e6, 2)
     assert [r["per_expert"] for r in found["latency bf16"][auto]] == [1, 2]
-    assert {auto, "kt-kernel bf16"} <= set(found["threads bf16"])
+    assert "kt-kernel bf16" in found["threads bf16"] and len(found["threads bf16"]) == 2
     many, few = zip(*found["skew bf16"].values(), strict=True)
     busiest = {row["name"]: row["busiest"] for row in many}
     assert busiest["one static"] == 4 > busiest["zipf dynamic"] > busiest["balanced dynamic"] == 1

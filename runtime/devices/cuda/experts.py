@@ -26,8 +26,7 @@ def router(m: Memory, node: Node) -> Launch:
 
 def split_routing(m: Memory, node: Node) -> Launch:
     ids, factors, last = m.read(node, "ids"), m.read(node, "weights"), node.attr("last")
-    ports = ("first_ids", "first_weights", "last_ids", "last_weights")
-    outs = [m.written(node, port) for port in ports if port in node.outputs]
+    outs = [m.written(node, port) for port in ("first_ids", "last_ids") if port in node.outputs]
 
     def launch() -> None:
         for out, part in zip(outs, split_by_weight(ids, factors, last), strict=False):

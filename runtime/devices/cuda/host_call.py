@@ -42,7 +42,12 @@ class HostCall:
         inner = Program(node.name, (replace(node, device="cpu"),), buffers, program.sizes).check()
         pinned = memory.device.type == "cuda"
         self._staged = {
-            name: torch.zeros(program.shape(name), dtype=buffers[name].dtype, pin_memory=pinned)
+            name: torch.zeros(
+                program.shape(name),
+                dtype=buffers[name].dtype,
+                device="cpu",
+                pin_memory=pinned,
+            )
             for name in dict.fromkeys(node.reads)
             if name not in inputs
         }

@@ -32,7 +32,9 @@ class StepInputs:
         for name, shape in shapes.items():
             starts[name] = end
             end += -(-shape.numel() // _ALIGNED) * _ALIGNED
-        self._host = torch.zeros(end, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(
+            end, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+        )
         self._device = torch.zeros(end, dtype=torch.int32, device=device)
         staged, self.tensors = (
             {

@@ -46,7 +46,7 @@ class Memory:
         if order is not None:
             plan = plan_memory(program, order)
             self.nbytes = plan.nbytes
-            offsets, arena = plan.offsets, torch.zeros(plan.nbytes, dtype=torch.uint8)
+            offsets, arena = plan.offsets, torch.zeros(plan.nbytes, dtype=torch.uint8, device="cpu")
         for name, buffer in program.buffers.items():
             shape = program.shape(name)
             if buffer.kind in ("input", "cache"):
@@ -61,7 +61,7 @@ class Memory:
                 raw = arena[offsets[name] : offsets[name] + nbytes]
                 self._tensors[name] = raw.view(buffer.dtype).view(shape)
             else:
-                self._tensors[name] = torch.zeros(shape, dtype=buffer.dtype)
+                self._tensors[name] = torch.zeros(shape, dtype=buffer.dtype, device="cpu")
                 if buffer.kind == "output":
                     self.outputs[name] = self._tensors[name]
 

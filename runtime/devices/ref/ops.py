@@ -218,7 +218,8 @@ def _request(row: dict[str, float], V: int) -> SamplingRequest:
     mask = _list(row["mask"], -(-V // 8), torch.uint8)
     allowed = None
     if mask is not None:  # token v: bit v % 8 of byte v / 8
-        allowed = (mask[:, None] >> torch.arange(8) & 1).flatten()[:V].bool()
+        bits = torch.arange(8, dtype=torch.uint8, device="cpu")
+        allowed = (mask[:, None] >> bits & 1).flatten()[:V].bool()
     return SamplingRequest(
         **{
             name: row[name]
