@@ -60,7 +60,8 @@ class Executable(Protocol):
 class PagedRunner(ABC):
     """What the runners of all devices share: programs per bucket, and which one runs a batch.
 
-    A device implements ``make_step``, which binds a program to memory, and ``sampling``.
+    A device implements ``make_step``, which binds a program to memory; it may rewrite what is
+    lowered (``lowered``) and choose its ``buckets``.
 
     Args:
         max_model_len: positions that the model was made for, or fewer.

@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 import types
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,17 @@ import typer.main
 
 from model.architectures.families import FAMILIES
 from model.checkpoint.config import ALIASES
-from model.checkpoint.gguf.config import _FAMILIES as GGUF_ARCHITECTURES
+from model.checkpoint.gguf.families import FAMILIES as GGUF_ARCHITECTURES
 from model.cli.main import app
 from pykernels import registry
 from pykernels.env import env
+from pykernels.gpu.gemm.weights import supports_format
 from pykernels.quant import FORMATS
 from pykernels.registry import Backend, get_backend
-from runtime.devices.cpu.step import BINDERS
-from runtime.devices.ref.ops import OPS
+from runtime.devices.cpu import step
+from runtime.devices.ref import ops
+from runtime.engine import EngineConfig
+from runtime.ops import OPS
 
 from ..cpu.kernels import variants
 from .conftest import Run
@@ -50,19 +54,30 @@ def commands(program: str, *pages: str) -> list[str]:
     return [line for line in found if line.split()[0] == program]
 
 
-@pytest.mark.parametrize("command", [c for c in commands("pykernels", TOP) if "MODEL" not in c])
+@pytest.fixture
+def generic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models on the kernels that compile fastest, which other tests of models use too."""
+    monkeypatch.setenv("PYKERNELS_KERNEL", "generic")
+
+
+RUN_ELSEWHERE = ("doctor", "MODEL")
+"""What ``tests/model/cli`` runs: ``doctor``, which tries every kernel, and models of the user's."""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [c for c in commands("pykernels", TOP) if not any(word in c for word in RUN_ELSEWHERE)],
+)
 def test_command_runs(
-    command: str, run: Run, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    command: str, run: Run, generic: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "doctor" in command:
-        request.getfixturevalue("few_formats")
     monkeypatch.setattr("sys.stdin", io.StringIO())
     result = run(*shlex.split(command)[1:])
     assert result.code == 0, result.err
     assert result.out.strip()
 
 
-@pytest.mark.parametrize("command", commands("pykernels", *PAGES.values()))
+@pytest.mark.parametrize("command", dict.fromkeys(commands("pykernels", *PAGES.values())))
 def test_command_has_its_options(command: str) -> None:
     """Parsed, not run: those of the folders are run by the tests of each command."""
     found: Any = typer.main.get_command(app)
@@ -88,7 +103,9 @@ PYTHON = [(name, block) for name, page in PAGES.items() for block in blocks("pyt
 
 
 @pytest.mark.parametrize(("name", "block"), PYTHON, ids=[name for name, _ in PYTHON])
-def test_python_runs(name: str, block: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_runs(
+    name: str, block: str, generic: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     exec(compile(block, name, "exec"), {"__name__": "readme"})
     assert capsys.readouterr().out.strip()
 
@@ -154,17 +171,26 @@ def test_flags_are_those_of_the_table() -> None:
 def test_families_and_formats_are_those_of_the_tables() -> None:
     families = rows(TOP, "family (`model_type`)")
     assert set(quoted([row[0] for row in families])) == {*FAMILIES, *ALIASES}
-    assert set(quoted([row[3] for row in families])) == set(GGUF_ARCHITECTURES)
-    formats = rows(TOP, "weights stored as")
-    assert set(quoted([row[1] for row in formats])) == set(FORMATS)
-    for row in formats:
-        int8 = {FORMATS[name].int8_kind is not None for name in quoted(row[1:2])}
-        assert int8 == {row[2] == "yes"}, row
+    assert set(quoted([row[2] for row in families])) == set(GGUF_ARCHITECTURES)
+    formats = rows(TOP, "weights, and the formats in which they are kept")
+    assert sorted(quoted([row[0] for row in formats])) == sorted(FORMATS)
+    for names, int8, on_gpu in formats:
+        for fmt in (FORMATS[name] for name in quoted([names])):
+            assert (fmt.int8_kind is not None) == (int8 == "yes"), fmt.name
+            # 4096 inputs: every format's groups fit in them.
+            assert (supports_format(fmt, 4096) is None) == (on_gpu == "yes"), fmt.name
 
 
 def test_ops_are_those_of_the_table() -> None:
     named = set(quoted([row[0] for row in rows(PAGES["runtime/README.md"], "op")]))
-    assert named == set(BINDERS) == set(OPS)
+    assert named == set(OPS)
+    assert named - {"submit", "wait"} == set(step.BINDERS) == set(ops.OPS)
+
+
+def test_settings_are_those_of_the_table() -> None:
+    table = rows(PAGES["runtime/README.md"], "setting")
+    found = [(*quoted(row[:1]), *quoted(row[1:2])) for row in table]
+    assert found == [(field.name, str(field.default)) for field in fields(EngineConfig)]
 
 
 def test_speeds_are_those_of_the_results() -> None:
@@ -185,19 +211,25 @@ def test_speeds_are_those_of_the_results() -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_map_names_what_is_there(folder: str) -> None:
-    """Every name on a folder's map exists; all that lies in the folder itself is on it."""
+    """Every name on a folder's map exists; all that lies in the folder itself is on it, and where
+    folders within a folder are on it, all of them."""
     (house,) = [b for b in blocks("", PAGES[f"{folder}/README.md"]) if b.startswith(f"{folder}/\n")]
-    parents, top = list[str](), set[str]()
+    parents, shown = list[str](), dict[Path, set[str]]()
     for line in house.splitlines():
         part = re.match(r"( *)(\w+(?:\.py|/))(?: |$)", line)
         assert part, line
         depth = len(part[1]) // 2
         parents = [*parents[:depth], part[2]]
-        assert ROOT.joinpath(*parents).exists(), parents
-        if depth == 1:
-            top.add(part[2])
-    here = {f"{p.name}/" if p.is_dir() else p.name for p in (ROOT / folder).iterdir()}
-    assert {n for n in here if re.fullmatch(r"[a-z]\w*(\.py|/)", n)} == top
+        path = ROOT.joinpath(*parents)
+        assert path.exists(), parents
+        shown.setdefault(path.parent, set()).add(part[2])
+    for parent, names in shown.items():
+        here = {f"{p.name}/" if p.is_dir() else p.name for p in parent.iterdir()}
+        here = {name for name in here if re.fullmatch(r"[a-z]\w*(\.py|/)", name)}
+        if parent not in (ROOT, ROOT / folder):
+            here, names = ({n for n in each if n.endswith("/")} for each in (here, names))
+            here = here if names else set()
+        assert parent == ROOT or here == names, parent
 
 
 RESULTS = sorted(ROOT.glob("bench/results/*/*.md"))
