@@ -24,7 +24,7 @@ def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "read_roof", lambda pool: 10.0)  # it reads gigabytes
     monkeypatch.setattr(workload, "layers_out_of_cache", lambda *_: 2)
     whole = measure.measure_moe
-    short = lambda *given, seconds: whole(*given, seconds=0.02)  # noqa: E731
+    short = lambda *given, seconds, **how: whole(*given, seconds=0.02, **how)  # noqa: E731
     monkeypatch.setattr(measure, "measure_moe", short)
     cells = json.loads(path.read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]

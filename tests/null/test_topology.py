@@ -233,7 +233,7 @@ NODES = [
 
 @pytest.mark.parametrize(("files", "affinity", "gib", "usable"), NODES)
 def test_nodes(tmp_path: Path, monkeypatch, files, affinity, gib: list[int], usable: int) -> None:
-    monkeypatch.setattr("runtime.workers.numa.binding_problem", lambda node: None)
+    monkeypatch.setattr("runtime.machine.memory.binding_problem", lambda node: None)
     found = detect(tree(tmp_path, files), affinity)
     assert [node.memory_total // GIB for node in found.nodes] == gib
     split = nodes_to_use(found, "auto")
@@ -264,7 +264,7 @@ REFUSALS = [
 @pytest.mark.parametrize(("numa", "threads", "problem", "cause"), REFUSALS)
 def test_a_split_that_cannot_be(tmp_path, monkeypatch, numa, threads, problem, cause) -> None:
     """With "auto" there is one pool and a reason; what was asked for is an error."""
-    monkeypatch.setattr("runtime.workers.numa.binding_problem", lambda node: problem)
+    monkeypatch.setattr("runtime.machine.memory.binding_problem", lambda node: problem)
     found = detect(tree(tmp_path, TWO))
     if cause:
         with pytest.raises(PykernelsError, match=cause):
