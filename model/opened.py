@@ -169,8 +169,8 @@ def injected(
     check_experts(model)
     if device := place(model, rules).gpu():
         raise PykernelsError(
-            f"the engine runs on the CPU, and a rule places modules on {device}",
-            "Use --eager, or rules without a GPU",
+            f"a rule places modules on {device}, which the engine does not follow",
+            "Use --eager, or --device cuda:0 and rules without a GPU",
         )
     for module in model.modules():
         if experts is not None and isinstance(module, FusedMoE):

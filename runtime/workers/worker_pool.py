@@ -105,7 +105,7 @@ class WorkerPool:
         self._ring[words.SLOTS // 8] = self.ring + words.RING_BYTES + 8 * places
         self._ring[words.MASK // 8] = _SLOTS - 1
         spin = spin_budget(driver_works) if spin_us is None else spin_us
-        self._ring[words.SPIN_NS // 8] = int(spin * 1000)
+        self.spin_for(spin)
         self._pid = os.getpid()
         self._published: Jobs | None = None  # the last: a worker may still be on its way past it
         self._in_flight: InFlight | None = None
@@ -138,6 +138,10 @@ class WorkerPool:
     def pools(self) -> Sequence[WorkerPool]:
         """Itself alone: what ``NodePools`` has one of for each NUMA node."""
         return (self,)
+
+    def spin_for(self, microseconds: float) -> None:
+        """How long an idle worker spins from now on before it sleeps."""
+        self._ring[words.SPIN_NS // 8] = int(microseconds * 1000)
 
     def run(self, jobs: Jobs) -> None:
         """Publishes jobs and returns when the last one is complete.

@@ -13,6 +13,7 @@ from pykernels.gpu.common.launch import supports
 
 from ...program import Program
 from ...workers.pool import WorkerPool
+from ...workers.threads import spin_budget
 from ..runner import Lowerable, PagedRunner, Pass
 from .executable import CudaExecutable
 from .inputs import KEY_LENGTHS, StepInputs
@@ -65,6 +66,8 @@ class CudaRunner(PagedRunner):
         if experts not in EXPERTS:
             raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
         self.experts = experts
+        if self._real:  # a layer of the GPU is shorter than waking a sleeper
+            pool.spin_for(spin_budget(driver_works=False))
         self.caches: dict[str, torch.Tensor] = {}
         self._inputs: StepInputs | None = None
         self._host_inputs: Mapping[str, torch.Tensor] = {}
