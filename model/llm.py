@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
@@ -218,10 +219,12 @@ def load_engine(
     folder, deferred = Path(path), _deferred(defer)
     if device not in DEVICES and not device.startswith("cuda"):
         raise PykernelsError(f"no device {device!r}", f"Use {', '.join(DEVICES)} or cuda:0")
+    on_gpu = None
     if device.startswith("cuda"):
         from runtime.devices.cuda.runner import check_device
 
         check_device(device)
+        on_gpu = torch.cuda.mem_get_info(device)[0]
     elif experts != "auto":
         raise PykernelsError(f"experts={experts!r} without a GPU", 'Add device="cuda:0"')
     chosen = _chosen(engine, settings)
@@ -244,7 +247,7 @@ def load_engine(
             budget = chosen.max_num_batched_tokens
             precompile.begin(heads, expansions(model, chosen.kv_dtype, budget))
         token = cache_token_bytes(model, chosen.kv_dtype)
-        pages = memory.cache_pages(chosen, longest, token, weights.needed, weights.smaller)
+        pages = memory.cache_pages(chosen, longest, token, weights.needed, weights.smaller, on_gpu)
         generation = read_generation_config(folder)
         eos = _eos(config, generation)
         tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None

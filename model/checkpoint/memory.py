@@ -138,7 +138,12 @@ def _in_format(shape: tuple[int, ...], name: str | None) -> int | None:
 
 
 def cache_pages(
-    config: EngineConfig, longest: int, token: int, weights: int, smaller: Mapping[str, int]
+    config: EngineConfig,
+    longest: int,
+    token: int,
+    weights: int,
+    smaller: Mapping[str, int],
+    on_gpu: int | None = None,
 ) -> int:
     """Pages of the KV cache: what ``config`` asks for, else an eighth of the memory that is left,
     and two sequences of ``longest`` tokens at least.
@@ -146,6 +151,7 @@ def cache_pages(
     Args:
         token: bytes of the cache per token.
         weights: bytes that loading takes; ``smaller``: with the experts converted, by format.
+        on_gpu: bytes that are free on the GPU that holds the cache; None: it is in main memory.
 
     Raises:
         PykernelsError: weights and cache need more memory than is free, or the cache is smaller
@@ -156,7 +162,8 @@ def cache_pages(
     asked = config.kv_tokens, config.kv_bytes
     if asked == (None, None):
         check_engine(weights, token, longest, sequences, smaller)
-        fit = (free - weights) // 8 // (token * longest)
+        share = (free - weights) // 8 if on_gpu is None else on_gpu // 4
+        fit = share // (token * longest)
         return -(-longest // PAGE) * max(sequences, min(fit, config.max_num_seqs)) + 1
     tokens = config.kv_tokens if config.kv_tokens is not None else (config.kv_bytes or 0) // token
     pages = -(-tokens // PAGE) if config.kv_tokens is not None else tokens // PAGE
@@ -166,7 +173,13 @@ def cache_pages(
             f"Give {page} or more",
         )
     check_engine(weights, token, PAGE, 1, smaller)
-    if weights + pages * page > free:
+    if on_gpu is not None and pages * page > on_gpu:
+        raise PykernelsError(
+            f"A KV cache of {size(pages * page)} for {pages * PAGE} tokens, and the GPU has"
+            f" {size(on_gpu)} free",
+            f"Ask for kv_tokens={on_gpu // page * PAGE} at most",
+        )
+    if on_gpu is None and weights + pages * page > free:
         raise PykernelsError(
             f"The model's {size(weights)} and a KV cache of {size(pages * page)} for"
             f" {pages * PAGE} tokens need more than the {size(free)} that are free",

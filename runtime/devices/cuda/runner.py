@@ -15,6 +15,7 @@ from ...program import Program
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
 from ..runner import Lowerable, PagedRunner, Pass
+from .dense import Launch
 from .executable import CudaExecutable
 from .inputs import KEY_LENGTHS, StepInputs
 from .weights import experts_bytes
@@ -37,6 +38,8 @@ class CudaRunner(PagedRunner):
     Raises:
         PykernelsError: no such GPU, too little of its memory, a kernel that cannot run there.
     """
+
+    buckets = (1, 2, 4, 8, 16, 32, 64)
 
     def __init__(
         self,
@@ -72,9 +75,6 @@ class CudaRunner(PagedRunner):
         self._inputs: StepInputs | None = None
         self._host_inputs: Mapping[str, torch.Tensor] = {}
         self._pool_handle = torch.cuda.graph_pool_handle() if self._real else None
-        self._weights: dict[int, object] = {}
-
-    buckets = (1, 2, 4, 8, 16, 32, 64)
 
     @property
     def _real(self) -> bool:
@@ -115,6 +115,18 @@ class CudaRunner(PagedRunner):
         return bool(needed + cache + dense + HEADROOM <= free)
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
+        try:
+            return self._make_step(program, inputs)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.device)
+            raise PykernelsError(
+                f"{self.device} has too little memory: {free >> 20} of {total >> 20} MiB are free,"
+                f" the weights on it and a KV cache of {self.num_pages * self.page_size} tokens"
+                " need more",
+                "Keep the experts on the CPU (experts cpu), or ask for fewer kv_tokens",
+            ) from error
+
+    def _make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
         if self._inputs is None:
             self._inputs, self._host_inputs = StepInputs(inputs, self.device), dict(inputs)
             self._allocate_caches(program)
@@ -143,7 +155,7 @@ class CudaRunner(PagedRunner):
             self._warm(executable)
         return executable
 
-    def _send(self, executable: CudaExecutable):  # type: ignore[no-untyped-def]
+    def _send(self, executable: CudaExecutable) -> Launch:
         bucket = executable.program.sizes["T"]
 
         def send() -> None:

@@ -14,6 +14,7 @@ from model.checkpoint import memory
 from model.checkpoint.safetensors import Checkpoint
 from model.modules.moe import routed_experts
 from pykernels.errors import PykernelsError
+from runtime.engine import EngineConfig
 
 from ..checks import Checkpoints, refused
 
@@ -110,3 +111,23 @@ def test_an_engine_that_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyP
         " int4",
     ):
         memory.check_engine(8 << 30, 1 << 20, 2048, 2, smaller)
+
+
+def test_the_size_of_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pages of 64 tokens of 1,000 bytes, with 10 MB free and 2 MB of weights."""
+    monkeypatch.setattr(memory, "available", lambda: 10_000_000)
+
+    def pages(on_gpu: int | None = None, **settings: int) -> int:
+        return memory.cache_pages(EngineConfig(**settings), 128, 1000, 2_000_000, {}, on_gpu)
+
+    assert pages(kv_tokens=65) == 2 and pages(kv_bytes=200_000) == 3
+    # An eighth of the 8 MB that are left, in sequences of 128 tokens, and a page more.
+    assert pages() == 2 * 7 + 1 and pages(max_num_seqs=3) == 2 * 3 + 1
+    assert pages(on_gpu=512_000) == 2 * 2 + 1, "two sequences at least"
+    for settings, named in (
+        ({"kv_bytes": 63_999}, "64000 or more"),
+        ({"kv_tokens": 10_000}, "kv_tokens=8000 at most"),
+        ({"kv_tokens": 640, "on_gpu": 100_000}, "kv_tokens=64 at most"),
+    ):
+        with pytest.raises(PykernelsError, match=named):
+            pages(**settings)
