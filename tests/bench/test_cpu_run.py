@@ -175,6 +175,7 @@ def test_the_experts_of_the_readme_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         fitted(1)
 
 
+@pytest.mark.all  # it compiles the fastest kernels
 def test_every_section_has_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call of a peer takes a second; one of them is not there."""
 

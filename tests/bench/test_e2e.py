@@ -60,6 +60,7 @@ def quick_roof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(e2e_run, "roof", lambda threads: 10.0)
 
 
+@pytest.mark.all  # it compiles a model's kernels
 def test_rows_have_our_figures_and_the_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +81,7 @@ def test_rows_have_our_figures_and_the_peers(
     assert not list((tmp_path / "gguf").iterdir())
 
 
+@pytest.mark.all
 def test_a_peer_that_fails_later_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(e2e_run, "find", lambda name: Path(name))
     monkeypatch.setattr(e2e_run, "LlamaCpp", lambda file, threads: FakePeer(fails=True))
@@ -96,6 +98,7 @@ def test_what_cannot_be_made_is_a_row_with_its_reason(tmp_path: Path) -> None:
     assert "Not timed: " in next(tmp_path.rglob("*.md")).read_text()
 
 
+@pytest.mark.all
 def test_every_decode_step_has_the_whole_batch() -> None:
     """Prompts come in over several steps, while the first sequences decode already."""
     ours = Ours.random(Shape("qwen3-30b", 1, 8, 256), "q8_0", 1, "auto")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import random
 
+import pytest
+
 from runtime.engine import Engine, RequestHandle, SamplingParams
 
 from .fake_runner import FakeRunner, Words, check_pages
@@ -13,6 +15,7 @@ REQUESTS, TURN = 10_000, 1_000
 WORDS = ("a", "b", " ", "stop", "\n")
 
 
+@pytest.mark.all  # two thousand run in test_scheduling
 def test_ten_thousand_requests_leak_no_page_and_no_memory() -> None:
     runner, random_ = FakeRunner(num_pages=48, max_num_batched_tokens=64), random.Random(3)
     engine = Engine(runner, threaded=False, detokenizer=lambda: Words(WORDS))
