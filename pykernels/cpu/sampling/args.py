@@ -14,11 +14,9 @@ from numba.core import types
 
 from ...errors import PykernelsError
 from ...ref.sampling import MAX_LOGPROBS
-from ...target import detect
 from ..intrin.descriptor import descriptor
 from ..intrin.scalar import bits_from_f32, f32_from_bits
 from ..jit import inlined
-from ..vectors import width
 
 CHUNK = 16384
 """Logits of a task: 64 KiB, which stay in L2 while the task goes over them again."""
@@ -115,7 +113,7 @@ def sizes(R: int, V: int, workers: int) -> Sizes:
     """
     if not 0 < V < MAX_V:
         raise PykernelsError(f"a vocabulary of {V}", f"Sampling takes 1 .. {MAX_V - 1} tokens")
-    lanes = width(detect())
+    lanes = 16  # the widest kernel's: one that was compiled before features were hidden may run
     groups = -(-V // (GROUP_VECTORS * lanes))
     stride = 4 * (CANDIDATES + groups * lanes + lanes)
     stride = (stride + 63) // 64 * 64
