@@ -63,7 +63,7 @@ class Opened(Protocol):
 
 
 class Packable:
-    """Of a checkpoint: every matrix is packed in the format that it is stored in."""
+    """A checkpoint's weights: every matrix is packed in the format that it is stored in."""
 
     def __init__(
         self, model: PreTrainedModel, plan: Plan, checkpoint: Checkpoint, kv_dtype: str
@@ -93,7 +93,7 @@ class Packable:
 
 
 class Mapped:
-    """Of a packed cache: what is not in memory yet is read into it, nothing is packed."""
+    """A packed cache's weights: what is not in memory yet is read into it, nothing is packed."""
 
     def __init__(self, model: PreTrainedModel, folder: PackedFolder, kv_dtype: str) -> None:
         self.model, self._folder = model, folder

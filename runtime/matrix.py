@@ -88,7 +88,7 @@ class PackedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """That one pass reads."""
+        """Bytes that one pass reads."""
         return self.blocks.nbytes + self.scales.nbytes
 
     @property
@@ -125,7 +125,7 @@ class PackedHeads:
 
     @property
     def nbytes(self) -> int:
-        """That one pass reads."""
+        """Bytes that one pass reads."""
         return self.blocks.nbytes + self.scales.nbytes
 
     @property

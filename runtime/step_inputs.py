@@ -27,7 +27,7 @@ _NEUTRAL = {
 
 
 def sampling_dtype(name: str) -> torch.dtype:
-    """Of an input of ``sample_requests``."""
+    """The dtype of an input of ``sample_requests``."""
     kind = OPS["sample_requests"].inputs[name].kind
     return torch.float32 if kind == "float32" else torch.int64
 

@@ -89,7 +89,7 @@ class Size:
 
     @property
     def pairs(self) -> int:
-        """Of a sequence's queries and the keys that its mask lets through."""
+        """Pairs of a sequence's queries and the keys that its mask lets through."""
         first, last = self.context - self.queries + 1, self.context  # keys of these queries
         if self.window:
             return sum(min(n, self.window) for n in range(first, last + 1))

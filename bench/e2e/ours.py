@@ -239,7 +239,7 @@ def check_memory(name: str, config: PretrainedConfig, fmt: str) -> None:
 
 
 def weight_bytes(fmt: str) -> float:
-    """Of one weight, its share of the scales included."""
+    """Bytes of one weight, its share of the scales included."""
     found, K = get_format(fmt), 4096
     return (found.block_bytes(K) + found.scale_bytes(K)) / (32 * K)
 

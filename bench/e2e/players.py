@@ -1,4 +1,4 @@
-"""Who is timed on a whole model: our engine, llama.cpp's programs, transformers' own model.
+"""Players timed on a whole model: our engine, llama.cpp's programs, transformers' own model.
 
 A turn is every case once, in tokens a second. The peers run in processes of their own, which load
 the model anew; the workers of ours sleep meanwhile.
@@ -27,7 +27,7 @@ SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed.
+    """One case to time.
 
     Attributes:
         op: "prefill": one prompt of ``tokens``; "decode": so many steps.

@@ -89,7 +89,7 @@ class Settings:
         return [Case("prefill", self.prompt), *decodes]
 
     def shape(self, arch: str) -> Shape:
-        """Of one of ``archs``."""
+        """The shape of one of ``archs``."""
         return Shape(arch, self.layers, self.experts, self.vocab)
 
 

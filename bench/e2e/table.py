@@ -29,7 +29,7 @@ def is_whole(row: Row) -> bool:
 
 
 def title(row: Row) -> str:
-    """What was timed."""
+    """The title of the timed case."""
     name = f"{row['model']} x{row['layers']} {row['format']}"
     if row["op"] == "e2e prefill":
         return f"{name}, prompt {row['tokens']}"

@@ -1,4 +1,4 @@
-"""Who else uses the machine: a part of the run that was disturbed is measured again.
+"""Detects other users of the machine: a disturbed part of the run is measured again.
 
 Another program on one core slows a spinning or statically split peer far more than it slows us, so
 ratios taken beside one flatter us. Processor time that is neither ours nor a peer's, hypervisor

@@ -20,7 +20,7 @@ _KILLED = "the run was killed"  # what a partial file says unless it is written 
 
 
 class Run(Protocol):
-    """What is measured."""
+    """The measurements of one run."""
 
     def rows(self) -> Iterator[list[Row]]:
         """The rows, part by part, as they are measured; none begun beyond the time limit."""

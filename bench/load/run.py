@@ -31,7 +31,7 @@ CACHES = ("cold", "warm")
 
 @dataclass(frozen=True)
 class Loads:
-    """What is timed.
+    """One way of loading to time.
 
     Attributes:
         source: the checkpoint; ``packed``: where its cache goes, or is already.

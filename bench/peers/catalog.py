@@ -50,7 +50,7 @@ class Peer:
         return fits and (not self.formats or fmt in self.formats)
 
     def experts(self, E: int, topk: int) -> int:
-        """Of a layer of ``E`` it holds no more than two of its longest calls can take: they read
+        """Experts held of a layer of ``E``: no more than two longest calls can take: they read
         as many experts, and the next call others.
         """
         return min(E, 2 * topk * self.max_tokens) if self.max_tokens else E

@@ -33,7 +33,7 @@ class Linear:
 
     @classmethod
     def of(cls, parts: Sequence[PackedMatrix], biases: Sequence[torch.Tensor | None]) -> Linear:
-        """Of packed matrices, and the bias of each matrix in them."""
+        """Stacks packed matrices, with the bias of each matrix in them."""
         at, starts, N = list[int](), list[int](), 0
         for part in parts:
             at.append(ceil_to(N, N_BLOCK))

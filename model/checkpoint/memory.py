@@ -89,7 +89,7 @@ class Packed:
 
     @property
     def peak(self) -> int:
-        """Of loading all of them."""
+        """Peak of loading all of them."""
         return sum(self.by_item.values()) + self.step
 
     def smaller(self) -> dict[str, int]:

@@ -20,7 +20,7 @@ def write(result: Result, folder: Path, date: str) -> list[Path]:
 
 
 def summary(result: Result) -> list[str]:
-    """What is seen, in sentences that follow from the numbers alone."""
+    """The findings, in sentences that follow from the numbers alone."""
     found = {(row.method, row.affected): row for row in result.rows}
     numbers = sorted({row.affected for row in result.rows if row.affected})
     pairs = [(N, found["skipping", N], found["deferral", N]) for N in numbers]

@@ -54,7 +54,7 @@ class Scores:
 
 
 def names() -> list[str]:
-    """Of our own tasks."""
+    """Names of our own tasks."""
     return sorted(path.stem for path in TASKS.glob("*.yaml"))
 
 

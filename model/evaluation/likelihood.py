@@ -26,7 +26,7 @@ _SURE = 1e30
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Of one continuation.
+    """Likelihood of one continuation.
 
     Attributes:
         logprob: natural logarithm of its probability behind its context.

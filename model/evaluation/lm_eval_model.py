@@ -121,7 +121,7 @@ class EngineLM(TemplateLM):
 
 
 def _params(how: dict[str, Any]) -> SamplingParams:
-    """Of a task's ``generation_kwargs``, which are transformers' names, and ``until``."""
+    """Parameters from a task's ``generation_kwargs`` (transformers' names) and ``until``."""
     left = dict(how)
     until = left.pop("until", None) or ()
     limits = [left.pop(name, None) for name in ("max_gen_toks", "max_new_tokens")]

@@ -26,7 +26,7 @@ PAGE = 64
 
 @dataclass(frozen=True)
 class Scores:
-    """Of D sequences of L tokens.
+    """Scores of D sequences of L tokens.
 
     Attributes:
         bits: float64 [D, L - 1], ``-log2`` of the probability of each token but the first.

@@ -55,7 +55,7 @@ class Entry:
 def entries(
     model: PreTrainedModel, placement: Placement, formats: Formats, engine: bool, dtype: torch.dtype
 ) -> Iterator[Entry]:
-    """Of an injected meta model, in the order of its modules.
+    """Entries of an injected meta model, in the order of its modules.
 
     Args:
         engine: whether the engine runs it: matrices packed as stored, vectors in float32.
@@ -148,7 +148,7 @@ def matrix_bytes(fmt: str, N: int, K: int) -> int:
 
 
 def _heads_bytes(fmt: str, attention: Any) -> int:
-    """Of ``kv_b_proj`` as the engine has it: ``W_UK`` and ``W_UV`` of each head."""
+    """Bytes of ``kv_b_proj`` as the engine has it: ``W_UK`` and ``W_UV`` of each head."""
     L, nope, dv = attention.kv_lora_rank, attention.qk_nope_head_dim, attention.v_head_dim
     return attention.num_heads * (matrix_bytes(fmt, L, nope) + matrix_bytes(fmt, dv, L))
 

@@ -63,12 +63,12 @@ class Inspection:
         return dict(found)
 
     def parameters(self, routed: bool) -> int:
-        """Of the routed experts, or of everything else."""
+        """Parameters of the routed experts, or of everything else."""
         return sum(entry.parameters for entry in self.entries if entry.routed == routed)
 
     @property
     def token_bytes(self) -> int:
-        """Of weights that a step of one token reads."""
+        """Bytes of weights that a one-token step reads."""
         return sum(entry.token_bytes for entry in self.entries)
 
     def as_dict(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _open(which: str | Path) -> tuple[PretrainedConfig, Formats, str, Path | Non
 
 
 def _cache_bytes(model: PreTrainedModel, engine: bool) -> dict[str, int]:
-    """Of a token's keys and values in the engine, or in transformers' own cache."""
+    """Bytes of a token's keys and values in the engine, or in transformers' own cache."""
     if engine:
         return {kind: cache_token_bytes(model, kind) for kind in ("bf16", "fp8")}
     total = 0

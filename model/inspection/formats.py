@@ -29,7 +29,7 @@ class Formats:
     ignored: re.Pattern[str] | None = None
 
     def of_matrix(self, name: str) -> str:
-        """Of a linear's weight."""
+        """The format of a linear's weight."""
         if name in self.known:
             return self.known[name]
         module = name.removesuffix(".weight")
@@ -37,7 +37,7 @@ class Formats:
         return "bf16" if skipped else self.linear
 
     def of_experts(self, block: str) -> str:
-        """Of the routed experts of a block."""
+        """The format of a block's routed experts."""
         return self.known.get(block, self.experts)
 
 

@@ -88,7 +88,7 @@ class FusedMoE(Operator):
 
     @property
     def cpu_shape(self) -> MoEShape:
-        """Of the experts that are packed for the CPU: all, but for those pinned on a GPU."""
+        """Shape of the experts that are packed for the CPU: all but those pinned on a GPU."""
         return self.shape if self.pinned is None else self.pinned.rest
 
     def _take(self, original: Any, context: ModuleContext) -> MoEShape:

@@ -60,7 +60,7 @@ class PinnedExperts:
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert on the device."""
+        """Bytes of one expert on the device."""
         return self.size(self.shape, (self.fmt.name, self.fmt.name))
 
     def put(self, expert: int, weights: Gated, biases: Biases | None = None) -> None:
@@ -124,7 +124,7 @@ def device_format(shape: MoEShape, stored: str, down_stored: str) -> Format:
 
 
 def _bytes(fmt: Format, N: int, K: int) -> int:
-    """Of a matrix and its scales, which take two bytes at least there, padding aside."""
+    """Bytes of a matrix and its scales, which take two bytes at least there, padding aside."""
     scale = fmt.scale_shape(N, K)
     scales = 0 if scale is None else scale[0] * scale[1] * max(2, fmt.scale_dtypes[0].itemsize)
     return N * K * fmt.bits // 8 + scales

@@ -197,7 +197,7 @@ def _changed(values: dict[str, Any], neutral: dict[str, Any]) -> dict[str, Any]:
 
 
 def _biases(values: dict[str, Any], ends: Sequence[int]) -> tuple[dict[int, float], dict[str, Any]]:
-    """What is added to the logits of single tokens; settings that are of longer sequences."""
+    """Biases of single tokens, and the settings that name longer sequences."""
     bias: dict[int, float] = {}
     longer: dict[str, Any] = {}
     for sequence, value in _pairs(values.get("sequence_bias")):

@@ -227,7 +227,7 @@ class _KernelCache(FunctionCache):
 
 
 def _cache(function: Callable, variant: str) -> Any:
-    """Of a function in a file. One of a notebook's cell is compiled anew in each process: nothing
+    """The cache of a function in a file. A notebook's is compiled anew in each process: nothing
     tells when the cell has changed."""
     in_file = Path(function.__code__.co_filename).is_file()
     return _KernelCache(function, variant) if in_file else NullCache()

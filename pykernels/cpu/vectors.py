@@ -90,13 +90,13 @@ def make_vectors(N: int) -> Any:
 
     @gives(vector, types.intp)
     def load_bf16_even(builder, address):
-        """Of 2 N bfloat16 the numbers 0, 2, ..., as floats."""
+        """Numbers 0, 2, ... of 2 N bfloat16, as floats."""
         words = load(builder, address, INTS, 2)
         return builder.bitcast(builder.shl(words, ints(16)), FLOATS)
 
     @gives(vector, types.intp)
     def load_bf16_odd(builder, address):
-        """Of 2 N bfloat16 the numbers 1, 3, ..., as floats."""
+        """Numbers 1, 3, ... of 2 N bfloat16, as floats."""
         words = load(builder, address, INTS, 2)
         return builder.bitcast(builder.and_(words, ints(0xFFFF0000)), FLOATS)
 
@@ -113,12 +113,12 @@ def make_vectors(N: int) -> Any:
 
     @gives(vector, types.intp)
     def load_e4m3_even(builder, address):
-        """Of 2 N E4M3 the numbers 0, 2, ..., likewise."""
+        """Numbers 0, 2, ... of 2 N E4M3, likewise."""
         return e4m3(builder, builder.zext(load(builder, address, HALVES, 1), INTS), 0)
 
     @gives(vector, types.intp)
     def load_e4m3_odd(builder, address):
-        """Of 2 N E4M3 the numbers 1, 3, ..., likewise."""
+        """Numbers 1, 3, ... of 2 N E4M3, likewise."""
         return e4m3(builder, builder.zext(load(builder, address, HALVES, 1), INTS), 1)
 
     @gives(types.void, types.intp, vector)
@@ -193,12 +193,12 @@ def make_vectors(N: int) -> Any:
 
     @gives(types.float32, vector)
     def sum(builder, value):
-        """Of all lanes, by halves."""
+        """Sum of all lanes, by halves."""
         return reduced(builder, value, builder.fadd)
 
     @gives(types.float32, vector)
     def maximum(builder, value):
-        """Of all lanes."""
+        """Largest of all lanes."""
 
         def larger(a, b):
             return builder.select(builder.fcmp_ordered(">", a, b), a, b)
@@ -232,7 +232,7 @@ def make_vectors(N: int) -> Any:
 
     @gives(vector, vector, vector, vector, vector)
     def where_less(builder, a, b, then, other):
-        """Of each lane ``then`` where ``a < b``, else (NaN too) ``other``."""
+        """``then`` in lanes where ``a < b``, else (NaN too) ``other``."""
         return builder.select(builder.fcmp_ordered("<", a, b), then, other)
 
     @gives(vector, vector, types.int64, types.int64, vector)

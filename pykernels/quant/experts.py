@@ -22,7 +22,7 @@ _ALIGN = 4096
 
 
 class Biases(NamedTuple):
-    """Of one expert, any float dtype: ``gate``, ``up`` [I], ``down`` [H]."""
+    """Biases of one expert, any float dtype: ``gate``, ``up`` [I], ``down`` [H]."""
 
     gate: torch.Tensor
     up: torch.Tensor

@@ -55,7 +55,7 @@ class Pages:
             )
 
     def grouped(self, KVH: int, D: int) -> dict[str, CachePart]:
-        """Of attention with KVH heads of keys and values, D numbers each."""
+        """Parts for KVH heads of keys and values, D numbers each."""
         shape = self.count, PAGE, KVH, D
         if self.kv_dtype == "bf16":
             return dict.fromkeys(("k", "v"), CachePart(shape, torch.bfloat16))
@@ -63,7 +63,7 @@ class Pages:
         return {"k": codes, "v": codes, "k_scale": scales, "v_scale": scales}
 
     def latent(self, L: int, R: int) -> dict[str, CachePart]:
-        """Of latents of L numbers and their R rotated ones."""
+        """Parts for latents of L numbers and their R rotated ones."""
         shape = self.count, PAGE
         if self.kv_dtype == "bf16":
             return {"latent": CachePart((*shape, L + R), torch.bfloat16)}
@@ -75,7 +75,7 @@ class Pages:
 
 
 def token_bytes(parts: dict[str, CachePart]) -> int:
-    """Of one token."""
+    """Bytes that one token takes in these parts."""
     return sum(part.nbytes // (part.shape[0] * PAGE) for part in parts.values())
 
 

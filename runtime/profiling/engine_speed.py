@@ -29,7 +29,7 @@ TEMPERATURE = 1.0
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of an engine.
+    """The work that an engine is timed on.
 
     Attributes:
         prompt: tokens of a prompt whose time is taken.
@@ -44,13 +44,13 @@ class Load:
     context: int = 1
 
     def pages(self, max_num_batched_tokens: int) -> int:
-        """Of the cache: all sequences to their ends, the page that the scheduler holds in reserve
+        """Pages of the cache: all sequences to their ends, the scheduler's page of reserve
         for each, and a prompt beside them."""
         each = -(-self.positions(max_num_batched_tokens) // PAGE) + 1
         return self.batch * each + -(-self.prompt // PAGE) + 2
 
     def positions(self, max_num_batched_tokens: int) -> int:
-        """That the longest sequence takes; the first one decodes while the last one's prompt is
+        """Positions of the longest sequence; the first one decodes while the last one's prompt is
         under way."""
         chunks = _chunks(self.batch, self.context, max_num_batched_tokens)
         return max(self.prompt, self.context + chunks + self.tokens) + 2
@@ -145,7 +145,7 @@ class EngineTimer:
 
 
 def _jobs_seconds(steps: Sequence[Executable]) -> float | None:
-    """Of the step that ran last; None where a GPU runs it."""
+    """Seconds of the jobs of the step that ran last; None where a GPU runs it."""
     times = [
         (step.jobs.jobs[0].times[0], step.jobs.jobs[-1].times[1])
         for step in steps

@@ -65,7 +65,7 @@ class Job:
 
     @property
     def tasks(self) -> int:
-        """Of the last time, or of the next one if nothing counts them."""
+        """Tasks of the last run, or of the next one if nothing counts them."""
         return int(self.words[words.TASKS // 8])
 
     @tasks.setter

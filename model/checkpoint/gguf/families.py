@@ -60,7 +60,7 @@ def _expert_size(meta: Metadata) -> int:
 
 
 def _routed(meta: Metadata) -> Config:
-    """Of the models that follow DeepSeek-V3."""
+    """Routing fields of models that follow DeepSeek-V3."""
     groups = meta.count("expert_group_count", 0) or 1
     open_groups = meta.count("expert_group_used_count", 0)
     if groups > 1 and not open_groups:

@@ -77,7 +77,7 @@ class PackedFolder:
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(file.memory.nbytes for file in self.files)
 
 

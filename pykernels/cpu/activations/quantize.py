@@ -22,7 +22,7 @@ _ONE, _ZERO, _INFINITY = np.float32(1.0), np.float32(0.0), np.float32(np.inf)
 
 @inlined
 def _extreme(row, k, count, largest):
-    """Of the inputs of magnitude ``largest``, the first one."""
+    """The first input whose magnitude is ``largest``."""
     for i in range(k, k + count):
         value = bf16_as_f32(carray(as_pointer(row), (i + 1,), types.uint16)[i])
         if abs(value) == largest:

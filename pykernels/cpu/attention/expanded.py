@@ -84,12 +84,12 @@ class Expanded:
         return Layout(self.nope + self.R, self.dv, width(detect()), codes, ROWS)
 
     def scratch_bytes(self, row_bytes: int) -> int:
-        """Of a worker; ``row_bytes``: of an input row of ``W_UK`` or ``W_UV``, the longer one."""
+        """Scratch of one worker. ``row_bytes``: the longer input row, of ``W_UK`` or ``W_UV``."""
         return expansion_offsets(self.layout, self.L, self.nope)["rows"] + MAX_M * row_bytes
 
     @staticmethod
     def items(NH: int, T: int, S: int) -> int:
-        """Of the work list, for steps of at most T tokens of S sequences."""
+        """Longest work list of a step of at most T tokens of S sequences."""
         return NH * (T // ROWS + S)
 
     def compile(self) -> tuple[Any, Any]:

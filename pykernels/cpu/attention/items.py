@@ -26,7 +26,7 @@ FULL = -1
 
 @inlined
 def partial_bytes(rows, D_V):
-    """Of one split's result, in whole cache lines."""
+    """Bytes of one split's result, in whole cache lines."""
     return (padded_rows(rows) * (2 + D_V) * 4 + 63) // 64 * 64
 
 

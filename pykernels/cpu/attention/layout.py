@@ -13,7 +13,7 @@ _TILE_FLOATS = 72 * 1024
 
 @dataclass(frozen=True)
 class Layout:
-    """Of one kernel. Strips are what a block of rows meets at a time.
+    """Tiles and strips of one kernel; a block of rows meets one strip at a time.
 
     Attributes:
         D_K, D_V: numbers of a key and of a value.
@@ -44,17 +44,17 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Of a tile, at most."""
+        """Most rows of a tile."""
         return self.tile_rows or max(32, min(256, _TILE_FLOATS // (self.D_K + self.D_V) // 32 * 32))
 
     @property
     def key_vectors(self) -> int:
-        """Of a strip of keys: 6 rows by 4 sums fill 32 registers, 6 by 2 fill 16."""
+        """Vectors of a strip of keys: 6 rows by 4 sums fill 32 registers, 6 by 2 fill 16."""
         return 4 if self.N == 16 else 2
 
     @property
     def value_vectors(self) -> int:
-        """Of a strip of values."""
+        """Vectors of a strip of values."""
         vectors = self.D_V // self.N
         most = self.key_vectors
         return next(n for n in range(most, 0, -1) if vectors % n == 0)
@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def number_bytes(self) -> int:
-        """Of a value, and of a key's first numbers."""
+        """Bytes of a number of a value, and of a key's first numbers."""
         return 1 if self.codes else 2
 
     @property

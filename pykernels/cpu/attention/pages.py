@@ -135,7 +135,7 @@ def make_list_lines(LINES: int, spare: int) -> Any:
 
 @inlined
 def gather_scales(scales, stride, count, to):
-    """Of a page's first ``count`` tokens, times 2**60, and zeros behind them."""
+    """Scales of a page's first ``count`` tokens, times 2**60, and zeros behind them."""
     for token in range(PAGE):
         scale = f32(scales + token * stride, 0) * UNIT if token < count else _ZERO
         poke_f32(to + 4 * token, scale)

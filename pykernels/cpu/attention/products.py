@@ -18,13 +18,13 @@ FEW = 16
 
 @inlined
 def padded_rows(rows):
-    """Of a tile, as blocks cover them."""
+    """Rows of a tile, rounded up to what its blocks cover."""
     return (rows + 3) // 4 * 4 if rows <= FEW else (rows + 1) // 2 * 2
 
 
 @inlined
 def in_sixes(rows):
-    """Of an even number of rows, at least 4, those in blocks of 6."""
+    """How many of an even number of rows, at least 4, lie in blocks of 6."""
     return rows - rows % 3 * 4
 
 

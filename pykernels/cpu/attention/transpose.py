@@ -16,7 +16,7 @@ LANE = 4
 
 
 def _unpack(builder, a, b, size, second):
-    """Of each lane's halves one, runs of ``size`` words of a and b in turns."""
+    """One half of each lane: runs of ``size`` words of a and b in turns."""
     n, start = a.type.count, 2 if second else 0
     order = []
     for lane in range(0, n, LANE):

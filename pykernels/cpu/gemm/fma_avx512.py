@@ -99,7 +99,7 @@ def make_widen(fmt: str, ops: Instructions) -> Any:
 
     @inlined
     def numbers(weights):
-        """Of each of four inputs 16 outputs."""
+        """16 outputs of each of four inputs."""
         if FLOATS:
             a, b, c, d = weights
             return even_lanes(a, b), odd_lanes(a, b), even_lanes(c, d), odd_lanes(c, d)

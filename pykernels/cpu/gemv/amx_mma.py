@@ -53,7 +53,7 @@ class Shape:
 
     @property
     def sums_bytes(self) -> int:
-        """Of the sums of a group by 16 outputs: a C tile, or two."""
+        """Bytes of the sums of a group by 16 outputs: a C tile, or two."""
         return 64 * self.rows
 
     @property

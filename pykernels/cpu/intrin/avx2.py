@@ -24,7 +24,7 @@ def _all(vector, value):
 
 
 def _sum(builder, vector, add):
-    """Of 8 lanes, by halves."""
+    """Sum of 8 lanes, by halves."""
     for count in (4, 2, 1):
         low, high = (
             shuffle(builder, vector, vector, list(range(at, at + count))) for at in (0, count)
@@ -392,14 +392,14 @@ shift_right_u16 = _shift("shift_right_u16", "lshr", _I16X16, "Of unsigned words 
 
 @emits(i32x8, i32x8, i32x8)
 def dot_u8i8(builder, a, b):
-    """Of 32 unsigned bytes by 32 signed ones the sums of pairs, as saturated words
+    """Sums of pairs of 32 unsigned bytes times 32 signed ones, as saturated words
     (``vpmaddubsw``)."""
     return _bytes(builder, "llvm.x86.avx2.pmadd.ub.sw", _I16X16, a, b)
 
 
 @emits(i32x8, i32x8, i32x8)
 def dot_words(builder, a, b):
-    """Of 16 signed words by 16 the sums of pairs (``vpmaddwd``)."""
+    """Sums of pairs of 16 signed words times 16 (``vpmaddwd``)."""
     a, b = builder.bitcast(a, _I16X16), builder.bitcast(b, _I16X16)
     return llvm(builder, "llvm.x86.avx2.pmadd.wd", _I32X8, a, b)
 

@@ -335,12 +335,12 @@ class MoECall:
 
     @property
     def row_tasks(self) -> int:
-        """Of the call that was arranged last."""
+        """Row tasks of the call that was arranged last."""
         return self._words[_AT["row_tasks"]]
 
     @property
     def down_chunks(self) -> int:
-        """Of the call that was arranged last, if it has a token."""
+        """Chunks of down of the call that was arranged last, if it has a token."""
         return self._words[_AT["h_chunks"]]
 
     def bad_routing(self, ids: torch.Tensor) -> PykernelsError:

@@ -87,7 +87,7 @@ class MoEKernel:
 
     @property
     def scratch_bytes(self) -> int:
-        """Of each worker."""
+        """Scratch of each worker."""
         return max(self.gate_up.scratch_bytes, self.down.scratch_bytes)
 
 

@@ -122,7 +122,7 @@ def make_lanes(N: int) -> Any:
 
     @gives(vector, *[types.int64] * 5)
     def uniform(builder, first, key_low, key_high, draws_low, draws_high):
-        """Of tokens ``first, first + 1, ...``: (0, 1), exactly as ``ref.sampling`` has them.
+        """Uniforms of tokens ``first, first + 1, ...``, in (0, 1), exactly as in ``ref.sampling``.
 
         A 32-bit word lies in the low half of each 64-bit lane, whose upper half is anything: a
         product then has both of its halves where the next round wants them.

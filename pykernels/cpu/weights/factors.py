@@ -19,7 +19,7 @@ from .layout import GROUP_HALVES, GROUP_ZERO, SUPERBLOCK_K6, SUPERBLOCK_K45
 
 @dataclass(frozen=True)
 class Factors:
-    """Of a block's groups.
+    """Factors of a block's groups.
 
     Attributes:
         factor: ``factor(scale, group, part) -> floats``, of a vector of outputs, the ``part``-th of

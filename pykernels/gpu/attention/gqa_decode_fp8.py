@@ -42,7 +42,7 @@ def _scales(
     KEYS: gl.constexpr,
     PAGE: gl.constexpr,
 ):
-    """Of keys and values, [W, KEYS]; ones behind the end."""
+    """Scales of keys and values, [W, KEYS]; ones behind the end."""
     at = (first_rows(page, start, w, KEYS, PAGE) * KVH)[:, None]
     valid = n[None, :] < (end - start - w * KEYS)[:, None]
     k_scale = gl.load(k_ptrs + at, mask=valid, other=1.0)

@@ -101,7 +101,7 @@ def transposed_pairs(even, odd):
 
 @gluon.jit
 def log2(x):
-    """Of normal numbers, to 2 ** -22 of them: one instruction."""
+    """Base-2 logarithm of normal numbers, to 2 ** -22 of them: one instruction."""
     return gl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )

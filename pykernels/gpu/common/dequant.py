@@ -181,7 +181,7 @@ def q6_k_value(low, high, d, steps, LOW: tl.constexpr, HIGH: tl.constexpr, STEP:
 
 @triton.jit
 def q6_k_pair(rows, k, K, PAIR: tl.constexpr):
-    """Of each 128 inputs, an even pair has the low halves of 64 bytes, an odd one the high ones."""
+    """In each 128 inputs an even pair has the low halves of 64 bytes, an odd one the high ones."""
     SHIFT: tl.constexpr = 4 * (PAIR % 2)
     i = tl.arange(0, 32)[None, :]
     low = rows[:, None] + (k // 128 * 64 + i)

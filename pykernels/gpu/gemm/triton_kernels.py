@@ -223,7 +223,7 @@ def dot_e4m3(a, b, NATIVE: tl.constexpr):
 
 @triton.jit
 def _scales(rows, at, WIDE: tl.constexpr):
-    """Of a step's product: those of rows times the weights', one or, WIDE, each output's."""
+    """Scales of a step's product: the rows' times the weights', one or, WIDE, each output's."""
     if WIDE:
         both = rows[:, None] * tl.load(at)[None, :]
     else:

@@ -105,7 +105,7 @@ class Matrices:
 
     @property
     def nbytes(self) -> int:
-        """Of one matrix with its scales."""
+        """Bytes of one matrix with its scales."""
         parts = (self.data, self.scale)
         return sum(part[0].nbytes for part in parts if part is not None)
 

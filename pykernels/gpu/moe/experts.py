@@ -59,7 +59,7 @@ class Experts:
 
     @property
     def down_fmt(self) -> Format:
-        """That of down, which is every matrix's here."""
+        """Format of down; every matrix has the same one here."""
         return self.fmt
 
     @property

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class AttentionShape(NamedTuple):
-    """Of one call. A tuned plan is for equal first fields and nearly equal last ones, ``NEAR``.
+    """Sizes of one call. A tuned plan needs equal first fields and nearly equal ``NEAR`` ones.
 
     Attributes:
         head_dim, rope, value_dim: of a head's keys, of their rotated part where it is stored apart

@@ -198,7 +198,7 @@ def _parts_plan(cols: int, num_ctas: int, steps: int, num_sms: int) -> DequantPl
 
 
 def dequant_experts_plan(kind: str, rows: float) -> DequantPlan:
-    """Of ``dequant_gemm`` for this many rows an expert, on average."""
+    """Plan of ``dequant_gemm`` for this many rows per expert, on average."""
     cols = next((cols for cols in (16, 32, 64, 128) if rows <= cols), 256)
     if cols == 64 and kind in UNPACKED:
         return DequantPlan(cols, word_stages=3)

@@ -88,7 +88,7 @@ def tuned_attention(
 
 @functools.lru_cache(4096)
 def _nearest(folder: str, key: Key, near: tuple[float, ...]) -> _Tuned | None:
-    """Of the file in ``folder``, as the flag says it. Launches of the sizes before only look up."""
+    """The nearest line of the file in ``folder``. Launches of sizes seen before only look it up."""
     best, least = None, _FACTOR
     for line in _index(folder).get(key, ()):
         pairs = list(zip(line.near, near, strict=True))

@@ -16,7 +16,7 @@ from ..common.dequant import float_to_e4m3
 
 @triton.jit
 def _pairs(d, half, INTERLEAVED: tl.constexpr):
-    """Of each element: the other one of its pair, the pair, and whether it is the pair's second."""
+    """For each element: its pair's other one, the pair, and whether it is the pair's second."""
     if INTERLEAVED:
         other = d ^ 1
         pair = d // 2

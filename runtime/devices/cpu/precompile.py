@@ -52,7 +52,7 @@ _started: list[subprocess.Popen[bytes]] = []
 
 
 def _name(kind: str, *sizes: int) -> str:
-    """Of the file that says that it was compiled."""
+    """Name of the file that marks it as compiled."""
     return f"{kind}-{'-'.join(str(int(size)) for size in sizes)}"
 
 

@@ -77,7 +77,7 @@ class Dequantized:
 
 
 def experts(packed: Any) -> Dequantized:
-    """Of ``PackedExperts``, or of what a program prints them as."""
+    """Dequantizes ``PackedExperts``, or a program's view of them."""
     packed = packed if isinstance(packed, PackedExperts) else packed.packed
     if packed not in _experts:
         _experts[packed] = Dequantized(packed)

@@ -158,7 +158,7 @@ def scale_offsets(
 
 @gluon.jit
 def load_scale(scales, c, last, stride, GROUP: gl.constexpr):
-    """Of step c, each row's; of groups of 32 the words of its two halves; without groups 0."""
+    """Each row's scale in step c: for groups of 32 the words of both halves, without groups 0."""
     if GROUP == 32:
         even = gl.load(scales + gl.minimum(2 * c, last) * stride)
         return even, gl.load(scales + gl.minimum(2 * c + 1, last) * stride)

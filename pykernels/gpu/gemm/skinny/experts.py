@@ -93,7 +93,7 @@ def load_inputs(
     KC: gl.constexpr,
     HALF: gl.constexpr,
 ):
-    """Of each half of each chunk; zeros for the other segments."""
+    """Inputs of each half of each chunk; zeros for the other segments."""
     inputs = ()
     for i in gl.static_range(PARTS):
         k = (FIRST + i // HALVES * KC + i % HALVES * HALF) // 2

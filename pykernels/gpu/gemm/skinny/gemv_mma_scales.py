@@ -51,7 +51,7 @@ def spread(factors, LC: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def q6_k_words(K):
-    """Of a row: 53 a block, and zeros."""
+    """Words of a row: 53 per block, and zeros."""
     return gl.cdiv(K // 256 * 53, 4) * 4
 
 

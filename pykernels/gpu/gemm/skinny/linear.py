@@ -29,7 +29,7 @@ KINDS = ("int4", "int8", "fp8")
 
 @gluon.jit
 def load_inputs(xs, at, K, FIRST, CHUNKS: gl.constexpr, HALVES: gl.constexpr, KC: gl.constexpr):
-    """Of each half of each chunk."""
+    """Inputs of each half of each chunk."""
     inputs = ()
     for i in gl.static_range(CHUNKS * HALVES):
         k = FIRST + i // HALVES * KC + i % HALVES * 32
