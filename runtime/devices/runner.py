@@ -11,10 +11,11 @@ import torch
 
 from pykernels.errors import PykernelsError
 
-from ..engine.batch import StepBatch, StepResult
+from ..engine.batch import DeviceLost, StepBatch, StepResult
 from ..kv_cache.layout import PAGE, CachePart
 from ..profiling.step_bytes import weight_bytes
 from ..program import Program
+from ..workers.pool import WorkerPool
 from .sampling import SamplingInputs
 
 BUCKETS = 8, 64
@@ -75,6 +76,7 @@ class PagedRunner(ABC):
 
     page_size = PAGE
     buckets: Sequence[int] = BUCKETS
+    pool: WorkerPool | None = None
 
     def __init__(
         self,
@@ -164,8 +166,11 @@ class PagedRunner(ABC):
         """Runs one forward step and samples one token for each row of logits.
 
         Raises:
+            DeviceLost: the workers have ended.
             TaskError: a task failed.
         """
+        if self.pool is not None and self.pool.closed:
+            raise DeviceLost("the worker pool of this model is closed", "Load the model again")
         if batch.version != self._version:
             self._arrange(batch)
             self._version = batch.version

@@ -11,20 +11,25 @@ import torch
 
 from model.checkpoint.config import read_config
 from model.opened import open_weights
+from pykernels.errors import PykernelsError
 from runtime.devices.cuda.runner import CudaRunner
 from runtime.engine import Engine, SamplingParams
 from runtime.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
+from ..model.checks import logprob_error
 
 BF16 = 0.06
 """Of the norm of a token's logprobs: activations are bfloat16."""
 
 
-@pytest.mark.parametrize(("family", "experts"), [("deepseek_v3", "cpu"), ("qwen3_moe", "gpu")])
+@pytest.mark.parametrize(
+    ("family", "experts", "kv_dtype"),
+    [("deepseek_v3", "cpu", "fp8"), ("qwen3_moe", "gpu", "bf16"), ("qwen3_moe", "cpu", "fp8")],
+)
 def test_logprobs_are_transformers(
-    family: str, experts: str, tmp_path: Path, device: torch.device
+    family: str, experts: str, kv_dtype: str, tmp_path: Path, device: torch.device
 ) -> None:
     made = tiny.make(tmp_path, family, num_hidden_layers=2)
     ids = [5, 17, 60, 33, 8, 90]
@@ -32,7 +37,7 @@ def test_logprobs_are_transformers(
         truth = made.reference(torch.tensor([ids])).logits[0].float().log_softmax(-1)
     where = "cuda:0" if device.type == "cuda" else "cpu"
     with WorkerPool(1) as pool:
-        with open_weights(tmp_path, read_config(tmp_path)) as weights:
+        with open_weights(tmp_path, read_config(tmp_path), kv_dtype=kv_dtype) as weights:
             decoder = weights.decoder(packer(pool), lambda *_: None)
         runner = CudaRunner(
             decoder, where, pool, 64, None, 4, 2, "generic", max_num_logits=4, experts=experts
@@ -40,9 +45,19 @@ def test_logprobs_are_transformers(
         with Engine(runner) as engine:
             params = SamplingParams(temperature=0, max_tokens=2, logprobs=20, logprob_start=1)
             [result] = engine.generate([ids], params)
-    errors = []
-    for row, one in zip(truth, result.completions[0].prompt_logprobs, strict=False):
-        tokens, logprobs = zip(*one.top, strict=True)
-        expected = row[list(tokens)]
-        errors.append(float((torch.tensor(logprobs) - expected).norm() / expected.norm()))
-    assert len(errors) == len(ids) - 1 and sorted(errors)[len(errors) // 2] < BF16
+    assert logprob_error(result, truth) < BF16
+
+
+def test_activations_that_the_gpu_has_not_are_refused(tmp_path: Path, device: torch.device) -> None:
+    tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=1, moe_intermediate_size=64)
+    rule = {
+        "match": {"class": "Qwen3MoeSparseMoeBlock"},
+        "replace": {"class": "FusedMoE", "kwargs": {"format": "int8", "activations": "int8"}},
+    }
+    with WorkerPool(1) as pool:
+        with open_weights(tmp_path, read_config(tmp_path), [rule]) as weights:
+            decoder = weights.decoder(packer(pool), lambda *_: None)
+        where = "cuda:0" if device.type == "cuda" else "cpu"
+        runner = CudaRunner(decoder, where, pool, 64, None, 4, 2, "generic", experts="gpu")
+        with pytest.raises(PykernelsError, match="int8 activations"):
+            Engine(runner)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import model
 from model.modules.moe import FusedMoE
 from pykernels.errors import PykernelsError
+from runtime.engine import Result
 
 from .tiny import Tiny
 
@@ -32,6 +33,22 @@ def logits(lm: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 def errors(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
     """|got - want| / |want| of each token."""
     return (got - want).norm(dim=-1) / want.norm(dim=-1)
+
+
+def logprob_error(result: Result, truth: torch.Tensor) -> float:
+    """|got - want| / |want| of the likeliest tokens' logprobs, at the median over the prompt.
+
+    Args:
+        result: with prompt logprobs from the second token on.
+        truth: float32 [T, V], log-softmax of the right logits.
+    """
+    scored = result.completions[0].prompt_logprobs
+    assert len(scored) == len(truth) - 1
+    found = []
+    for row, one in zip(truth, scored, strict=False):
+        tokens, logprobs = zip(*one.top, strict=True)
+        found.append(errors(torch.tensor(logprobs), row[list(tokens)]))
+    return float(torch.stack(found).median())
 
 
 def moe_blocks(lm: torch.nn.Module) -> dict[str, Any]:

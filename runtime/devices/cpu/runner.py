@@ -28,6 +28,8 @@ class CpuRunner(PagedRunner):
         PykernelsError: no memory for the cache, or a kernel that cannot run here.
     """
 
+    pool: WorkerPool
+
     def __init__(
         self,
         model: Lowerable,

@@ -12,6 +12,7 @@ import torch
 from pykernels.errors import PykernelsError
 
 from ...node import Node
+from ...ops import OPS
 from ...program import Program
 from ...workers.pool import WorkerPool
 from . import attention, dense, experts
@@ -144,5 +145,11 @@ class CudaExecutable:
         if binder is None:
             raise PykernelsError(
                 f"the cuda device has no {node.op!r}", f"It has {', '.join(BINDERS)}"
+            )
+        row = OPS[node.op].attrs
+        if "activations" in row and (asked := node.attr("activations")) != "bf16":
+            raise PykernelsError(
+                f"{node.name} has {asked} activations, which the GPU's kernels do not take",
+                "Leave them out of the rule, or keep the experts on the CPU (experts cpu)",
             )
         return binder(self.memory, node)

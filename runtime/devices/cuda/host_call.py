@@ -11,7 +11,6 @@ from ...node import Node
 from ...program import Program
 from ...workers.pool import WorkerPool
 from ..cpu.step import CpuExecutable
-from .dense import Launch
 from .memory import Memory
 
 
@@ -53,14 +52,22 @@ class HostCall:
         }
         own = {name: tensor for name, tensor in inputs.items() if name in buffers}
         self.executable = CpuExecutable(inner, pool, {**own, **self._staged}, {}, kernel, sizes)
+        # What the executable writes is copied to pinned memory of torch's own: registering memory
+        # that someone else frees would leave a mapping of pages that are gone.
         self._results = {
-            name: self.executable.outputs[name]
+            name: (
+                self.executable.outputs[name],
+                torch.zeros(
+                    program.shape(name),
+                    dtype=buffers[name].dtype,
+                    device="cpu",
+                    pin_memory=pinned,
+                ),
+            )
             for name in node.writes
             if program.buffers[name].kind == "scratch"
         }
-        if pinned:
-            for tensor in self._results.values():
-                _register(tensor)
+        self._sizes = sizes
 
     def send(self) -> None:
         """Copies what the node reads to pinned memory."""
@@ -74,22 +81,13 @@ class HostCall:
             TaskError: a task failed.
         """
         self.executable.run()
+        T = int(self._sizes[0])
+        for result, pinned in self._results.values():
+            pinned[:T] = result[:T]
 
     def receive(self) -> None:
         """Copies what the node wrote to the GPU."""
-        for name, result in self._results.items():
+        for name, (_, pinned) in self._results.items():
             target = self._memory.tensor(name)
-            arrived = result.to(self._memory.device, non_blocking=True)
+            arrived = pinned.to(self._memory.device, non_blocking=True)
             target.copy_(arrived.view(target.shape))
-
-    @property
-    def launches(self) -> tuple[Launch, Launch]:
-        """``send`` and ``receive``."""
-        return self.send, self.receive
-
-
-def _register(tensor: torch.Tensor) -> None:
-    """Pins memory that the CPU's executable owns, so that copies of it are asynchronous."""
-    result = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-    if int(result) not in (0, 712):  # 712: registered already
-        raise RuntimeError(f"cudaHostRegister failed: {result}")

@@ -11,6 +11,7 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.launch import supports
 
+from ...engine.batch import DeviceLost, StepBatch, StepResult
 from ...program import Program
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
@@ -40,6 +41,7 @@ class CudaRunner(PagedRunner):
     """
 
     buckets = (1, 2, 4, 8, 16, 32, 64)
+    pool: WorkerPool
 
     def __init__(
         self,
@@ -97,6 +99,14 @@ class CudaRunner(PagedRunner):
             for node in program.nodes
         )
         return replace(program, nodes=nodes).check()
+
+    def step(self, batch: StepBatch) -> StepResult:
+        try:
+            return super().step(batch)
+        except torch.AcceleratorError as error:  # no later call on this device works either
+            raise DeviceLost(
+                f"{self.device} failed: {str(error).splitlines()[0]}", "Load the model again"
+            ) from error
 
     def _experts_fit(self, program: Program) -> bool:
         if not self._real:

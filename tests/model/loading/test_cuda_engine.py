@@ -9,33 +9,13 @@ import pytest
 import torch
 
 import model
-from model.llm import LLM
 from pykernels.errors import PykernelsError
 
 from .. import tiny
+from ..checks import logprob_error
 
 BF16 = 0.06
 """Of a logprob vector's norm: activations are bfloat16."""
-LIKELIEST = 20
-
-
-def truth_of(reference: torch.nn.Module, ids: list[int]) -> torch.Tensor:
-    """float32 log-softmax [T, V] of transformers' own model."""
-    with torch.no_grad():
-        return reference(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-
-
-def median_error(llm: LLM, reference: torch.nn.Module, ids: list[int]) -> float:
-    """|logprobs - truth| / |truth| of the likeliest tokens, at the median over the prompt."""
-    result = llm.generate(ids, temperature=0, max_tokens=1, logprobs=LIKELIEST, logprob_start=1)
-    logprobs = result.completions[0].prompt_logprobs
-    truth = truth_of(reference, ids)
-    errors = []
-    for row, one in zip(truth, logprobs, strict=False):
-        tokens, found = zip(*one.top, strict=True)
-        expected = row[list(tokens)]
-        errors.append(float((torch.tensor(found) - expected).norm() / expected.norm()))
-    return sorted(errors)[len(errors) // 2]
 
 
 @pytest.mark.gpu
@@ -48,7 +28,10 @@ def test_logits_of_every_family(tmp_path: Path, family: str, experts: str) -> No
     with model.load_engine(
         tmp_path, device="cuda:0", experts=experts, max_model_len=64, max_num_logits=64
     ) as llm:
-        assert median_error(llm, made.reference, ids) < BF16
+        result = llm.generate(ids, temperature=0, max_tokens=1, logprobs=20, logprob_start=1)
+    with torch.no_grad():
+        truth = made.reference(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    assert logprob_error(result, truth) < BF16
 
 
 @pytest.mark.gpu

@@ -136,3 +136,11 @@ def test_a_setting_that_cannot_be_is_one_line(wrong: dict[str, Any], made: tiny.
         model.load_engine(made.path, **wrong)
     ((name, value),) = wrong.items()
     assert str(value).strip("'") in raised.value.cause and name in str(raised.value)
+
+
+def test_workers_that_have_ended_end_the_engine(made: tiny.Tiny) -> None:
+    with model.load_engine(made.path, max_model_len=64, threads=1, **QUICK) as llm:
+        llm.pool.close()
+        with pytest.raises(PykernelsError, match="pool .* is closed"):
+            llm.generate(PROMPT, max_tokens=1)
+        assert not llm.engine.healthy
