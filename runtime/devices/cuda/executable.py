@@ -15,22 +15,23 @@ from ...node import Node
 from ...ops import OPS
 from ...program import Program
 from ...workers.pool import WorkerPool
-from . import attention, dense, experts
+from . import attention, dense, experts, latents
 from .dense import Launch
 from .host_call import HostCall
-from .memory import Caches, Memory
+from .memory import Arena, Caches, Memory
 from .segment import Segment
+from .sequences import Sequences
 
 BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
     "embed": dense.embed,
     "rms_norm": dense.rms_norm,
     "linear": dense.linear,
-    "per_head_linear": dense.per_head_linear,
+    "per_head_linear": latents.per_head,
     "rope_table": attention.rope_table,
     "mla_rope_cache_write": attention.mla_rope_cache_write,
     "gqa_rope_cache_write": attention.gqa_rope_cache_write,
     "attention": attention.attention,
-    "attention_expanded": attention.attention_expanded,
+    "attention_expanded": latents.attention_expanded,
     "router": experts.router,
     "split_routing": experts.split_routing,
     "moe_ffn": experts.moe_ffn,
@@ -54,7 +55,7 @@ class CudaExecutable:
         program: its nodes of device "cpu" are run by the workers, the others by this GPU.
         inputs: GPU tensors of the step's inputs; ``host_inputs``: CPU tensors of those that nodes
             of the CPU read.
-        tokens_table, key_lengths: see ``Memory``; ``prelude``: a launch that fills the former.
+        sequences, arena: see ``Memory``.
         sizes: int64 [3] on the CPU: T, S and R of the step to come.
 
     Attributes:
@@ -74,9 +75,8 @@ class CudaExecutable:
         inputs: Mapping[str, torch.Tensor],
         host_inputs: Mapping[str, torch.Tensor],
         caches: Caches,
-        tokens_table: torch.Tensor,
-        key_lengths: torch.Tensor,
-        prelude: Launch,
+        sequences: Sequences,
+        arena: Arena,
         sizes: torch.Tensor,
     ) -> None:
         self.program, self.device = program, device
@@ -85,12 +85,12 @@ class CudaExecutable:
             for name, buffer in program.buffers.items()
             if buffer.kind == "input" and name in inputs
         }
-        self.memory = Memory(program, device, sliced, caches, tokens_table, key_lengths)
+        self.memory = Memory(program, device, sliced, caches, sequences, arena)
         self._arrived = torch.cuda.Event() if device.type == "cuda" else None
         self.outputs: dict[str, torch.Tensor] = {}
         self.before: Launch = lambda: None
         self._hops: list[_Hop] = []
-        launches: list[Launch] = [prelude]
+        launches: list[Launch] = []
         nodes = list(program.nodes)
         while nodes:
             node = nodes.pop(0)

@@ -20,8 +20,8 @@ def router(m: Memory, node: Node) -> Launch:
     out = Routing(m.written(node, "ids"), m.written(node, "weights"))
     bias = node.weights.get("bias")
     bias = None if bias is None else bias.to(m.device, torch.float32).contiguous()
-    spec = node.attr("spec")
-    return lambda: void(choose(logits.contiguous(), spec, bias, out))
+    spec, here = node.attr("spec"), m.inputs.get("slot_mapping")  # -1: padding takes no experts
+    return lambda: void(choose(logits.contiguous(), spec, bias, out, here))
 
 
 def split_routing(m: Memory, node: Node) -> Launch:

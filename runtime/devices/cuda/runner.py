@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -12,20 +13,22 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu.common.launch import supports
 
 from ...engine.batch import DeviceLost, StepBatch, StepResult
+from ...kv_cache.layout import PAGE
 from ...program import Program
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
 from ..runner import Lowerable, PagedRunner, Pass
-from .dense import Launch
+from .capacity import choose
 from .executable import CudaExecutable
-from .inputs import KEY_LENGTHS, StepInputs
-from .weights import experts_bytes
+from .inputs import NEVER, Bucket, StepInputs
+from .memory import Arena
 
-EXPERTS = ("auto", "cpu", "gpu")
-GRAPH_TOKENS = 64
-"""Most tokens of a bucket that is captured; larger steps are bound by what they compute."""
-HEADROOM = 1 << 30
-"""Bytes of GPU memory that stay free for what launches allocate."""
+DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+PROMPT_BUCKETS = (16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
+"""Buckets of steps with chunks of prompts, besides the largest one: a step computes at most half
+as much again as it has tokens for, and experts nothing for padding."""
+HOST_BUCKETS = (8, 64)
+"""The same beside experts on the CPU: each has pinned memory for every layer of them."""
 
 
 class CudaRunner(PagedRunner):
@@ -34,13 +37,14 @@ class CudaRunner(PagedRunner):
     Args:
         device: "cuda:N"; "cpu" in Triton's interpreter.
         pool: runs what is on the CPU: experts, sampling.
+        max_num_batched_tokens: None: as ``capacity.STEP_TOKENS`` says.
         experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
 
     Raises:
         PykernelsError: no such GPU, too little of its memory, a kernel that cannot run there.
     """
 
-    buckets = (1, 2, 4, 8, 16, 32, 64)
+    decode_buckets = DECODE_BUCKETS
     pool: WorkerPool
 
     def __init__(
@@ -50,32 +54,35 @@ class CudaRunner(PagedRunner):
         pool: WorkerPool,
         max_model_len: int,
         num_pages: int | None = None,
-        max_num_batched_tokens: int = 512,
+        max_num_batched_tokens: int | None = None,
         max_num_seqs: int = 16,
         kernel: str = "auto",
         passes: Sequence[Pass] = (),
         max_num_logits: int | None = None,
         experts: str = "auto",
     ) -> None:
+        check_device(device)
+        self.device = torch.device(device)
+        pages = num_pages or 2 * -(-max_model_len // PAGE)
+        sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
+        chosen = choose(model, self.device, experts, max_num_batched_tokens, *sizes)
         super().__init__(
             model,
             max_model_len,
-            num_pages,
-            max_num_batched_tokens,
+            pages,
+            chosen.tokens,
             max_num_seqs,
             passes,
             max_num_logits,
         )
-        self.device, self.pool, self.kernel = torch.device(device), pool, kernel
-        check_device(device)
-        if experts not in EXPERTS:
-            raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
-        self.experts = experts
+        self.pool, self.kernel, self.experts = pool, kernel, chosen.experts
+        self.buckets = PROMPT_BUCKETS if self.experts == "gpu" else HOST_BUCKETS
         if self._real:  # a layer of the GPU is shorter than waking a sleeper
             pool.spin_for(spin_budget(driver_works=False))
         self.caches: dict[str, torch.Tensor] = {}
         self._inputs: StepInputs | None = None
         self._host_inputs: Mapping[str, torch.Tensor] = {}
+        self._arena = Arena(self.device)
         self._pool_handle = torch.cuda.graph_pool_handle() if self._real else None
 
     @property
@@ -85,8 +92,6 @@ class CudaRunner(PagedRunner):
     def lowered(self, *sizes: int) -> Program:
         """The model's program: routed experts and sampling on the CPU, all else on the GPU."""
         program = super().lowered(*sizes)
-        if self.experts == "auto":
-            self.experts = "gpu" if self._experts_fit(program) else "cpu"
         on_cpu = {"sample_requests"} | ({"moe_ffn"} if self.experts == "cpu" else set())
         gpu = str(self.device) if self._real else "cuda:interpreted"
         nodes = tuple(
@@ -108,82 +113,69 @@ class CudaRunner(PagedRunner):
                 f"{self.device} failed: {str(error).splitlines()[0]}", "Load the model again"
             ) from error
 
-    def _experts_fit(self, program: Program) -> bool:
-        if not self._real:
-            return True
-        free, _ = torch.cuda.mem_get_info(self.device)
-        needed = sum(
-            experts_bytes(node.weights["experts"]) for node in program.nodes if node.op == "moe_ffn"
-        )
-        cache = sum(part.nbytes for part in self.model.caches(self.num_pages).values())
-        dense = sum(
-            2 * weight.N * weight.K
-            for node in program.nodes
-            if node.op == "linear"
-            for weight in (node.weights["weight"],)
-        )
-        return bool(needed + cache + dense + HEADROOM <= free)
-
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
+        return self._made(program, inputs, False)
+
+    def make_decode_step(
+        self, program: Program, inputs: Mapping[str, torch.Tensor]
+    ) -> CudaExecutable:
+        return self._made(program, inputs, True)
+
+    def _made(
+        self, program: Program, inputs: Mapping[str, torch.Tensor], decode: bool
+    ) -> CudaExecutable:
         try:
-            return self._make_step(program, inputs)
+            return self._bound(program, inputs, decode)
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(self.device)
             raise PykernelsError(
                 f"{self.device} has too little memory: {free >> 20} of {total >> 20} MiB are free,"
-                f" the weights on it and a KV cache of {self.num_pages * self.page_size} tokens"
-                " need more",
-                "Keep the experts on the CPU (experts cpu), or ask for fewer kv_tokens",
+                f" the weights on it, a KV cache of {self.num_pages * self.page_size} tokens"
+                f" and steps of {self.max_num_batched_tokens} need more",
+                "Keep the experts on the CPU (experts cpu), or ask for fewer kv_tokens or"
+                " max_num_batched_tokens",
             ) from error
 
-    def _make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
+    def _bound(
+        self, program: Program, inputs: Mapping[str, torch.Tensor], decode: bool
+    ) -> CudaExecutable:
         if self._inputs is None:
             self._inputs, self._host_inputs = StepInputs(inputs, self.device), dict(inputs)
             self._allocate_caches(program)
-        given, T = self._inputs.tensors, program.sizes["T"]
-        table = torch.zeros(T, given["page_table"].shape[1], dtype=torch.int32, device=self.device)
-        sequences = given["sequences"][:T]
-
-        def prelude() -> None:
-            torch.index_select(given["page_table"], 0, sequences, out=table)
-
+        T, R, expand_from = program.sizes["T"], program.sizes["R"], expansion(program)
+        bucket = self._inputs.bucket(T, R, decode, expand_from)
         executable = CudaExecutable(
             program,
             self.device,
             self.pool,
             self.kernel,
-            given,
+            bucket.tensors,
             self._host_inputs,
             self.caches,
-            table,
-            given[KEY_LENGTHS][:T],
-            prelude,
+            bucket.sequences,
+            self._arena,
             self.sizes,
         )
-        executable.before = self._send(executable)
+        executable.before = partial(self._send, bucket)
         if self._real:
-            self._warm(executable)
+            # What is launched for expanded sequences depends on how many keys they have.
+            self._warm(executable, bucket, captured=decode or (expand_from or NEVER) == NEVER)
         return executable
 
-    def _send(self, executable: CudaExecutable) -> Launch:
-        bucket = executable.program.sizes["T"]
+    def _send(self, bucket: Bucket) -> None:
+        bucket.send(*self.sizes.tolist())
 
-        def send() -> None:
-            assert self._inputs is not None
-            T, S, R = self.sizes.tolist()
-            self._inputs.send(T, S, R, bucket)
-
-        return send
-
-    def _warm(self, executable: CudaExecutable) -> None:
-        """Runs a step of padding, which compiles everything, then captures it."""
+    def _warm(self, executable: CudaExecutable, bucket: Bucket, captured: bool) -> None:
+        """Runs a step that writes nothing, which compiles everything, then captures it."""
         self.sizes[0], self.sizes[1], self.sizes[2] = 0, 0, 0
+        before, executable.before = executable.before, bucket.pretend
         with torch.cuda.device(self.device):
             executable.run()
             torch.cuda.synchronize(self.device)
-            if executable.program.sizes["T"] <= GRAPH_TOKENS:
+            if captured:
                 assert self._pool_handle is not None
                 executable.capture(self._pool_handle)
+        executable.before = before
 
     def _allocate_caches(self, program: Program) -> None:
         for name, part in self.model.caches(self.num_pages).items():
@@ -194,6 +186,15 @@ class CudaRunner(PagedRunner):
                 whole, L = self.caches.pop(name), len(node.weights["kv_norm"])
                 self.caches[name] = whole[..., :L].contiguous()
                 self.caches[f"{name}.rope"] = whole[..., L:].contiguous()
+
+
+def expansion(program: Program) -> int | None:
+    """Tokens of a sequence in a step from which its keys and values are expanded, ``NEVER`` if none
+    are; None where there are no latents."""
+    for node in program.nodes:
+        if node.op == "attention" and "latent" in node.inputs:
+            return node.attr("expand_from") or NEVER
+    return None
 
 
 def check_device(name: str) -> None:
