@@ -90,7 +90,7 @@ def attention(m: Memory, node: Node) -> Launch:
     }
     table, lengths = m.sequences.table, m.sequences.decode_lengths
     first_q, first_out = q[: len(table)], out[: len(table)]  # a decoding sequence's one token
-    chunks = m.sequences.chunks(max_queries=len(q))
+    chunks = m.sequences.chunks()
 
     def launch() -> None:
         gqa_decode(first_q, k, v, table, lengths, out=first_out, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +15,13 @@ from .sequences import Expansion, Sequences
 
 BY_TOKEN = ("tokens", "positions", "slot_mapping")
 """Inputs [T] that nodes read by name; the parameters of sampling stay on the host."""
+_BY_CHUNK = ("query_starts", "query_lengths", "key_lengths", "key_starts")
 _ALIGNED = 4  # int32 numbers: 16 bytes
 NEVER = 1 << 40
 """Tokens of a sequence in one step: more than any has."""
+PIECE = 128
+"""Tokens of a chunk's piece: a block of the prefill kernels, so that a launch which has room for
+any mix of sequences has few blocks too many."""
 
 
 class StepInputs:
@@ -31,27 +36,28 @@ class StepInputs:
             name: tensor.numpy() for name, tensor in arrays.items() if tensor.dtype == torch.int64
         }
         T, S, R = (len(arrays[name]) for name in ("tokens", "lengths", "logits_indices"))
-        size = _size(_shapes(T, S, R, arrays["page_table"].shape[1], False))
+        size = _size(_shapes(T, S, R, arrays["page_table"].shape[1], _chunks(T, S, PIECE)))
         self.host = torch.zeros(
             size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
         self.device = torch.zeros(size, dtype=torch.int32, device=device)
 
-    def bucket(self, T: int, R: int, decode: bool, expand_from: int | None) -> Bucket:
+    def bucket(self, *sizes: Any) -> Bucket:
         """The inputs of programs of these sizes. Arguments: see ``Bucket``."""
-        return Bucket(self, T, R, decode, expand_from)
+        return Bucket(self, *sizes)
 
 
 class Bucket:
     """The inputs of a bucket; those of a short step are little to copy.
 
-    A chunk is a sequence that attends by the prefill kernels: behind the leading sequences of one
-    token each, all; where there are latents, those with ``expand_from`` tokens or more.
+    By the prefill kernels attend all sequences behind the leading ones of one token each; where
+    there are latents, those with ``expand_from`` tokens or more.
 
     Args:
         T, R: tokens and rows of logits.
         decode: every sequence of its steps has one token.
         expand_from: None where there are no latents; ``NEVER`` where none are expanded.
+        piece: chunks of more tokens are cut into pieces; None: none is.
 
     Attributes:
         tensors: by name, views on the GPU of what nodes read.
@@ -59,11 +65,18 @@ class Bucket:
     """
 
     def __init__(
-        self, owner: StepInputs, T: int, R: int, decode: bool, expand_from: int | None
+        self,
+        owner: StepInputs,
+        T: int,
+        R: int,
+        decode: bool,
+        expand_from: int | None,
+        piece: int | None,
     ) -> None:
         self._arrays, self.T, self.decode, self._expand_from = owner.arrays, T, decode, expand_from
         S, pages = min(T, len(owner.arrays["lengths"])), owner.arrays["page_table"].shape[1]
-        shapes = _shapes(T, S, R, pages, decode)
+        self._piece = min(T, piece or T)
+        shapes = _shapes(T, S, R, pages, None if decode else _chunks(T, S, self._piece))
         size = _size(shapes)
         self._host, self._device = owner.host[:size], owner.device[:size]
         views, at = dict[str, torch.Tensor](), 0
@@ -77,6 +90,7 @@ class Bucket:
         self._expansion = Expansion()
         self.sequences = Sequences(
             **{name: view for name, view in views.items() if name in own},
+            max_queries=self._piece,
             expansion=self._expansion,
         )
         self.tensors = {name: view for name, view in views.items() if name not in own}
@@ -133,19 +147,39 @@ class Bucket:
             chunk = np.arange(S) >= (int(np.argmax(others)) if others.any() else S)
         else:
             chunk = counts >= self._expand_from
-        keys = np.where(chunk, lengths, 0)
-        _pad(staged["query_starts"], starts)
-        _pad(staged["query_lengths"], np.where(chunk, counts, 0))
-        _pad(staged["key_lengths"], keys)
-        _pad(staged["key_starts"], np.cumsum(keys) - keys)
         _pad(staged["decode_lengths"], np.where(chunk, 0, lengths))
         _pad(staged["token_rows"], np.repeat(np.arange(S), counts)[:T])
         _pad(staged["token_lengths"], np.where(np.repeat(chunk, counts)[:T], 0, positions + 1))
+        self._cut(np.flatnonzero(chunk), starts, counts, lengths)
         rest = np.flatnonzero(~chunk)
-        here = self._expansion
-        here.tokens = int(starts[rest[-1]] + counts[rest[-1]]) if len(rest) else 0
-        here.queries = int(counts[chunk].max(initial=0))
-        here.keys = int(keys.sum())
+        tokens = int(starts[rest[-1]] + counts[rest[-1]]) if len(rest) else 0
+        self._expansion.tokens = tokens
+
+    def _cut(
+        self,
+        chunks: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+    ) -> None:
+        """Fills in the pieces of these sequences. A piece's tokens are the last of its keys."""
+        staged = self._staged
+        starts, counts, lengths = starts[chunks], counts[chunks], lengths[chunks]
+        pieces = -(-counts // self._piece)
+        of = np.repeat(np.arange(len(chunks)), pieces)
+        first = (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * self._piece
+        queries = np.minimum(counts[of] - first, self._piece)
+        keys = lengths[of] - counts[of] + first + queries
+        order = np.argsort(-keys, kind="stable")
+        of, queries, keys = of[order], queries[order], keys[order]
+        _pad(staged["query_starts"], starts[of] + first[order])
+        _pad(staged["query_lengths"], queries)
+        _pad(staged["key_lengths"], keys)
+        _pad(staged["key_starts"], np.cumsum(keys) - keys)
+        table = staged["chunk_table"]
+        table[: len(of)] = staged["table"][chunks[of]]
+        table[len(of) :] = 0
+        self._expansion.queries, self._expansion.keys = int(queries.max(initial=0)), int(keys.sum())
 
 
 def _pad(staged: NDArray[np.int32], values: NDArray[np.int64]) -> None:
@@ -154,14 +188,18 @@ def _pad(staged: NDArray[np.int32], values: NDArray[np.int64]) -> None:
     staged[len(values) :] = 0
 
 
-def _shapes(T: int, S: int, R: int, pages: int, decode: bool) -> dict[str, tuple[int, ...]]:
+def _chunks(T: int, S: int, piece: int) -> int:
+    """The most pieces of S sequences of T tokens together."""
+    return min(T, S + (T // piece if piece < T else 0))
+
+
+def _shapes(T: int, S: int, R: int, pages: int, chunks: int | None) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(BY_TOKEN, (T,))
-    shapes |= {"logits_indices": (R,), "decode_lengths": (S,)}
-    if not decode:
-        by_sequence = ("query_starts", "query_lengths", "key_lengths", "key_starts")
-        shapes |= dict.fromkeys(by_sequence, (S,))
-        shapes |= {"token_rows": (T,), "token_lengths": (T,)}
-    return shapes | {"table": (S, pages)}
+    shapes |= {"logits_indices": (R,), "decode_lengths": (S,), "table": (S, pages)}
+    if chunks is not None:
+        shapes |= dict.fromkeys(_BY_CHUNK, (chunks,))
+        shapes |= {"token_rows": (T,), "token_lengths": (T,), "chunk_table": (chunks, pages)}
+    return shapes
 
 
 def _aligned(count: int) -> int:

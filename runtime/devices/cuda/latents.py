@@ -86,8 +86,8 @@ def attention_expanded(m: Memory, node: Node) -> Launch:
         if not keys:
             return
         batch = m.sequences.expanded()
-        assert batch.k_starts is not None
-        where = (m.sequences.table, batch.k_starts, batch.k_lengths)
+        assert batch.k_starts is not None and m.sequences.chunk_table is not None
+        where = (m.sequences.chunk_table, batch.k_starts, batch.k_lengths)
         latents, ropes = mla_read(latent, rope, *where, keys, latent_scale)  # [keys, L], [keys, R]
         some = at_a_time(heads, keys * (nope + dv) * 2)
         for h in range(0, heads, some):

@@ -20,7 +20,7 @@ from ...workers.threads import spin_budget
 from ..runner import Lowerable, PagedRunner, Pass
 from .capacity import choose
 from .executable import CudaExecutable
-from .inputs import NEVER, Bucket, StepInputs
+from .inputs import NEVER, PIECE, Bucket, StepInputs
 from .memory import Arena
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
@@ -143,7 +143,10 @@ class CudaRunner(PagedRunner):
             self._inputs, self._host_inputs = StepInputs(inputs, self.device), dict(inputs)
             self._allocate_caches(program)
         T, R, expand_from = program.sizes["T"], program.sizes["R"], expansion(program)
-        bucket = self._inputs.bucket(T, R, decode, expand_from)
+        # E4M3 becomes rows of bfloat16 before a prefill: once a sequence, not once a piece.
+        coded = any(part.dtype == torch.float8_e4m3fn for part in self.caches.values())
+        piece = None if coded or expand_from is not None else PIECE
+        bucket = self._inputs.bucket(T, R, decode, expand_from, piece)
         executable = CudaExecutable(
             program,
             self.device,

@@ -28,17 +28,22 @@ class Expansion:
 class Sequences:
     """int32 tensors of a bucket of T tokens and up to S sequences, in the order of the batch.
 
+    A chunk is a sequence that attends by the prefill kernels, or a piece of one: up to C of them,
+    those with the most keys first.
+
     Attributes:
         table: [S, pages], pages of each sequence.
         decode_lengths: [S], keys of a sequence whose one token attends by the decode kernel: token
             ``s`` of the step; 0 for other sequences and behind the last one.
-        query_starts: [S], first token in the step; this and what follows: None in decode steps.
-        query_lengths: [S], tokens of a chunk, a sequence that attends by the prefill kernels; 0 for
-            others.
-        key_lengths: [S], keys of a chunk, those of this step included; 0 for others.
-        key_starts: [S], the first row of a chunk's keys, where keys become rows.
+        query_starts: [C], a chunk's first token in the step; this and what follows: None in decode
+            steps.
+        query_lengths: [C], its tokens; 0 behind the last chunk, as below.
+        key_lengths: [C], its keys, those of its own tokens included.
+        key_starts: [C], the row of its first key, where keys become rows.
+        chunk_table: [C, pages], its pages.
         token_rows: [T], row of ``table`` of each token.
         token_lengths: [T], keys that a token attends to; 0 for tokens of chunks and padding.
+        max_queries: no chunk has more tokens.
         expansion: changed in every step; launches that read it cannot be captured.
     """
 
@@ -48,34 +53,27 @@ class Sequences:
     query_lengths: torch.Tensor | None = None
     key_lengths: torch.Tensor | None = None
     key_starts: torch.Tensor | None = None
+    chunk_table: torch.Tensor | None = None
     token_rows: torch.Tensor | None = None
     token_lengths: torch.Tensor | None = None
+    max_queries: int = 0
     expansion: Expansion = field(default_factory=Expansion)
 
     @property
     def S(self) -> int:
         return len(self.table)
 
-    def chunks(self, max_queries: int) -> Ragged | None:
-        """The chunks over pages, any number of them up to S; None in decode steps."""
-        if self.query_starts is None or self.query_lengths is None or self.key_lengths is None:
+    def chunks(self) -> Ragged | None:
+        """The chunks over pages, however many there are; None in decode steps."""
+        if self.query_starts is None:
             return None
-        return Ragged(
-            self.query_starts,
-            self.query_lengths,
-            self.key_lengths,
-            max_queries,
-            page_table=self.table,
-        )
+        return self._ragged(self.max_queries, page_table=self.chunk_table)
 
     def expanded(self) -> Ragged:
         """This step's chunks over rows of keys."""
-        assert self.query_starts is not None and self.query_lengths is not None
-        assert self.key_lengths is not None
-        return Ragged(
-            self.query_starts,
-            self.query_lengths,
-            self.key_lengths,
-            self.expansion.queries,
-            k_starts=self.key_starts,
-        )
+        return self._ragged(self.expansion.queries, k_starts=self.key_starts)
+
+    def _ragged(self, max_queries: int, **keys: torch.Tensor | None) -> Ragged:
+        vectors = (self.query_starts, self.query_lengths, self.key_lengths)
+        given = [vector for vector in vectors if vector is not None]
+        return Ragged(*given, max_queries, **keys)  # type: ignore[misc]
