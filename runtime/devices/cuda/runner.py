@@ -20,6 +20,7 @@ from ...workers.threads import spin_budget
 from ..runner import Lowerable, PagedRunner, Pass
 from .capacity import choose
 from .executable import CudaExecutable
+from .handshake import PinnedSlots
 from .inputs import NEVER, PIECE, Bucket, StepInputs
 from .memory import Arena
 
@@ -27,8 +28,8 @@ DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_BUCKETS = (16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
 """Buckets of steps with chunks of prompts, besides the largest one: a step computes at most half
 as much again as it has tokens for, and experts nothing for padding."""
-HOST_BUCKETS = (8, 64)
-"""The same beside experts on the CPU: each has pinned memory for every layer of them."""
+HOST_BUCKETS = (8, 64, 256)
+"""The same beside experts on the CPU, which compute nothing for padding either."""
 
 
 class CudaRunner(PagedRunner):
@@ -83,6 +84,7 @@ class CudaRunner(PagedRunner):
         self._inputs: StepInputs | None = None
         self._host_inputs: Mapping[str, torch.Tensor] = {}
         self._arena = Arena(self.device)
+        self._slots = PinnedSlots(self._real)
         self._pool_handle = torch.cuda.graph_pool_handle() if self._real else None
 
     @property
@@ -158,6 +160,7 @@ class CudaRunner(PagedRunner):
             bucket.sequences,
             self._arena,
             self.sizes,
+            self._slots,
         )
         executable.before = partial(self._send, bucket)
         if self._real:
@@ -172,9 +175,8 @@ class CudaRunner(PagedRunner):
         """Runs a step that writes nothing, which compiles everything, then captures it."""
         self.sizes[0], self.sizes[1], self.sizes[2] = 0, 0, 0
         before, executable.before = executable.before, bucket.pretend
+        executable.run()
         with torch.cuda.device(self.device):
-            executable.run()
-            torch.cuda.synchronize(self.device)
             if captured:
                 assert self._pool_handle is not None
                 executable.capture(self._pool_handle)
