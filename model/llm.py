@@ -25,7 +25,7 @@ from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.ref.runner import RefRunner
 from runtime.devices.runner import PagedRunner, Pass
 from runtime.engine import Engine, EngineConfig, RequestHandle, Result, SamplingParams
-from runtime.engine.config import check_whole
+from runtime.engine.config import STEP_TOKENS, check_whole
 from runtime.kv_cache.layout import Pages
 from runtime.machine.topology import Topology
 from runtime.matrix import packer
@@ -235,6 +235,7 @@ def load_engine(
     positions = config.max_position_embeddings
     if chosen.max_model_len is not None:
         check_whole("max_model_len", chosen.max_model_len, 1, positions)
+    budget = chosen.max_num_batched_tokens or STEP_TOKENS
     longest = chosen.max_model_len or min(max(CONTEXT, at_least), positions)
     with open_weights(folder, config, rules, kernel, chosen.kv_dtype) as weights:
         model = weights.model
@@ -244,7 +245,6 @@ def load_engine(
         if device == "cpu":  # first, because a second process compiles in parallel
             heads = head_sizes(model, chosen.kv_dtype)
             check_heads(heads)
-            budget = chosen.max_num_batched_tokens
             precompile.begin(heads, expansions(model, chosen.kv_dtype, budget))
         token = cache_token_bytes(model, chosen.kv_dtype)
         pages = memory.cache_pages(chosen, longest, token, weights.needed, weights.smaller, on_gpu)
@@ -260,7 +260,7 @@ def load_engine(
             with reporting(progress) as report:
                 decoder = weights.decoder(packer(pool), report)
             passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
-            sizes = longest, pages, chosen.max_num_batched_tokens, chosen.max_num_seqs
+            sizes = longest, pages, budget, chosen.max_num_seqs
             logits = chosen.max_num_logits
             runner: PagedRunner
             if device == "cpu":
@@ -270,7 +270,8 @@ def load_engine(
             else:
                 from runtime.devices.cuda.runner import CudaRunner
 
-                runner = CudaRunner(decoder, device, pool, *sizes, kernel, passes, logits, experts)
+                given = longest, pages, chosen.max_num_batched_tokens, chosen.max_num_seqs
+                runner = CudaRunner(decoder, device, pool, *given, kernel, passes, logits, experts)
             with compiling(progress):
                 return LLM(runner, config, tokenizer, eos, pool, kernel, generation, chosen)
         except BaseException:

@@ -23,6 +23,7 @@ from pykernels.quant import get_format
 from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
+from runtime.engine.config import STEP_TOKENS
 from runtime.kv_cache.layout import Pages
 from runtime.matrix import packer
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
@@ -135,7 +136,7 @@ class Ours:
         self,
         load: Load,
         kernel: str,
-        max_num_batched_tokens: int = 512,
+        max_num_batched_tokens: int | None = None,
         device: str = "cpu",
         expert_device: str = "auto",
     ) -> EngineTimer:
@@ -143,23 +144,25 @@ class Ours:
 
         Args:
             device, expert_device: ``device`` and ``experts`` of ``load_engine``.
-            max_num_batched_tokens: of a step.
+            max_num_batched_tokens: of a step; None: as ``EngineConfig`` has it.
 
         Raises:
             PykernelsError: more positions than the model has, or no memory for the cache.
         """
-        max_num_batched_tokens = max(max_num_batched_tokens, load.batch)
-        if (positions := load.positions(max_num_batched_tokens)) > self.max_model_len:
+        budget = max(max_num_batched_tokens or STEP_TOKENS, load.batch)
+        if (positions := load.positions(budget)) > self.max_model_len:
             raise PykernelsError(
                 f"a sequence of {positions} tokens; {self.name} has {self.max_model_len} positions",
                 "Give a smaller --context, --prompt or --tokens",
             )
-        sizes = positions, load.pages(max_num_batched_tokens), max_num_batched_tokens, load.batch
+        pages = load.pages(budget)
         if device == "cpu":
+            sizes = positions, pages, budget, load.batch
             return EngineTimer(CpuRunner(self.decoder, self.pool, *sizes, kernel))
         from runtime.devices.cuda.runner import CudaRunner
 
-        runner = CudaRunner(self.decoder, device, self.pool, *sizes, kernel, experts=expert_device)
+        given = positions, pages, max_num_batched_tokens and budget, load.batch
+        runner = CudaRunner(self.decoder, device, self.pool, *given, kernel, experts=expert_device)
         return EngineTimer(runner)
 
     def backend(self, kernel: str) -> str:
@@ -195,7 +198,7 @@ def measure(
             prompts.append(timer.prefill(load.prompt))
             steps += timer.decode(load.batch, load.context, load.tokens)
         roofs.append(roof(threads))
-        program = timer.runner.steps[0].program
+        program = timer.runner.decode_steps[0].program
         found = decode_speed(steps, program, load.batch, ours.layers, mean(roofs))
         return {
             "prefill_tok_s": round(load.prompt / median(prompts), 2),

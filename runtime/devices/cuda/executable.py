@@ -20,7 +20,7 @@ from ..cpu.step import CpuExecutable
 from . import attention, dense, experts, handshake, latents
 from .dense import Launch
 from .handshake import PinnedSlots
-from .memory import Arena, Caches, Memory
+from .memory import Arena, Caches, Memory, dtypes
 from .segment import Segment
 from .sequences import Sequences
 
@@ -86,7 +86,8 @@ class CudaExecutable:
             for name, buffer in gpu.buffers.items()
             if buffer.kind == "input" and name in inputs
         }
-        self.memory = Memory(gpu, device, sliced, caches, sequences, arena)
+        kinds = dtypes(gpu, program)
+        self.memory = Memory(gpu, device, sliced, caches, sequences, arena, kinds)
         self.before: Launch = lambda: None
         self.outputs: Mapping[str, torch.Tensor] = {}
         self._link, self._cpu = None, None

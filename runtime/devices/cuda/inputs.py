@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,22 +28,30 @@ class StepInputs:
 
     Args:
         arrays: by name, int64 CPU tensors that the engine writes before each step.
+        piece: chunks of more tokens are cut into pieces; None: none is.
     """
 
-    def __init__(self, arrays: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        arrays: Mapping[str, torch.Tensor],
+        device: torch.device,
+        piece: int | None = PIECE,
+    ) -> None:
+        self.piece = piece
         self.arrays = {
             name: tensor.numpy() for name, tensor in arrays.items() if tensor.dtype == torch.int64
         }
         T, S, R = (len(arrays[name]) for name in ("tokens", "lengths", "logits_indices"))
-        size = _size(_shapes(T, S, R, arrays["page_table"].shape[1], _chunks(T, S, PIECE)))
+        chunks = _chunks(T, S, piece or T)
+        size = _size(_shapes(T, S, R, arrays["page_table"].shape[1], chunks))
         self.host = torch.zeros(
             size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
         self.device = torch.zeros(size, dtype=torch.int32, device=device)
 
-    def bucket(self, *sizes: Any) -> Bucket:
+    def bucket(self, T: int, R: int, decode: bool, expand_from: int | None) -> Bucket:
         """The inputs of programs of these sizes. Arguments: see ``Bucket``."""
-        return Bucket(self, *sizes)
+        return Bucket(self, T, R, decode, expand_from)
 
 
 class Bucket:
@@ -57,7 +64,6 @@ class Bucket:
         T, R: tokens and rows of logits.
         decode: every sequence of its steps has one token.
         expand_from: None where there are no latents; ``NEVER`` where none are expanded.
-        piece: chunks of more tokens are cut into pieces; None: none is.
 
     Attributes:
         tensors: by name, views on the GPU of what nodes read.
@@ -65,17 +71,11 @@ class Bucket:
     """
 
     def __init__(
-        self,
-        owner: StepInputs,
-        T: int,
-        R: int,
-        decode: bool,
-        expand_from: int | None,
-        piece: int | None,
+        self, owner: StepInputs, T: int, R: int, decode: bool, expand_from: int | None
     ) -> None:
         self._arrays, self.T, self.decode, self._expand_from = owner.arrays, T, decode, expand_from
         S, pages = min(T, len(owner.arrays["lengths"])), owner.arrays["page_table"].shape[1]
-        self._piece = min(T, piece or T)
+        self._piece = min(T, owner.piece or T)
         shapes = _shapes(T, S, R, pages, None if decode else _chunks(T, S, self._piece))
         size = _size(shapes)
         self._host, self._device = owner.host[:size], owner.device[:size]

@@ -17,11 +17,15 @@ from .sequences import Sequences
 Caches = Mapping[str, torch.Tensor]
 
 
-def dtypes(program: Program) -> dict[str, torch.dtype]:
+def dtypes(program: Program, whole: Program | None = None) -> dict[str, torch.dtype]:
     """The dtype of each scratch buffer on a GPU: activations are bfloat16 unless a node wants them
-    in float32 (residual stream, logits, routing weights); indices are int32."""
+    in float32 (residual stream, logits, routing weights); indices are int32.
+
+    Args:
+        whole: what ``program`` is the GPU's half of: a node of the CPU may want float32 too.
+    """
     kinds: dict[str, set[str]] = {}
-    for node in program.nodes:
+    for node in (*program.nodes, *(whole.nodes if whole else ())):
         op = OPS[node.op]
         for ports, names in ((op.inputs, node.inputs), (op.outputs, node.outputs)):
             for port, buffer in names.items():
@@ -35,7 +39,7 @@ def dtypes(program: Program) -> dict[str, torch.dtype]:
     return {
         name: _dtype(program.buffers[name].dtype, found)
         for name, found in kinds.items()
-        if program.buffers[name].kind in ("scratch", "output")
+        if name in program.buffers and program.buffers[name].kind in ("scratch", "output")
     }
 
 
@@ -80,6 +84,7 @@ class Memory:
         caches: by name, those of the "cache" buffers.
         sequences: which tokens are of which sequence.
         arena: room for all other buffers.
+        kinds: their dtypes.
         token_table: see ``tokens_table``.
     """
 
@@ -89,15 +94,15 @@ class Memory:
     caches: Caches
     sequences: Sequences
     arena: Arena
+    kinds: Mapping[str, torch.dtype]
     scratch: dict[str, torch.Tensor] = field(default_factory=dict)
     token_table: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        kinds = dtypes(self.program)
-        plan = planned(self.program, kinds)
+        plan = planned(self.program, self.kinds)
         block = self.arena.take(plan.nbytes)
         for name, offset in plan.offsets.items():
-            shape, dtype = self.program.shape(name), kinds[name]
+            shape, dtype = self.program.shape(name), self.kinds[name]
             part = block[offset : offset + math.prod(shape) * dtype.itemsize]
             self.scratch[name] = part.view(dtype).view(shape)
 

@@ -142,13 +142,13 @@ class CudaRunner(PagedRunner):
         self, program: Program, inputs: Mapping[str, torch.Tensor], decode: bool
     ) -> CudaExecutable:
         if self._inputs is None:
-            self._inputs, self._host_inputs = StepInputs(inputs, self.device), dict(inputs)
             self._allocate_caches(program)
+            # E4M3 becomes rows of bfloat16 before a prefill: once a sequence, not once a piece.
+            coded = any(part.dtype == torch.float8_e4m3fn for part in self.caches.values())
+            piece = None if coded or expansion(program) is not None else PIECE
+            self._inputs, self._host_inputs = StepInputs(inputs, self.device, piece), dict(inputs)
         T, R, expand_from = program.sizes["T"], program.sizes["R"], expansion(program)
-        # E4M3 becomes rows of bfloat16 before a prefill: once a sequence, not once a piece.
-        coded = any(part.dtype == torch.float8_e4m3fn for part in self.caches.values())
-        piece = None if coded or expand_from is not None else PIECE
-        bucket = self._inputs.bucket(T, R, decode, expand_from, piece)
+        bucket = self._inputs.bucket(T, R, decode, expand_from)
         executable = CudaExecutable(
             program,
             self.device,
@@ -185,12 +185,18 @@ class CudaRunner(PagedRunner):
     def _allocate_caches(self, program: Program) -> None:
         for name, part in self.model.caches(self.num_pages).items():
             self.caches[name] = torch.zeros(part.shape, dtype=part.dtype, device=self.device)
-        for node in program.nodes:  # bfloat16 latents and their rotated parts, apart
-            name = node.inputs.get("latent", "")
-            if node.op == "mla_rope_cache_write" and "rope" not in node.inputs:
-                whole, L = self.caches.pop(name), len(node.weights["kv_norm"])
-                self.caches[name] = whole[..., :L].contiguous()
-                self.caches[f"{name}.rope"] = whole[..., L:].contiguous()
+        part_latents(program, self.caches)
+
+
+def part_latents(program: Program, caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The caches, with bfloat16 latents and their rotated parts apart, as kernels read them."""
+    for node in program.nodes:
+        name = node.inputs.get("latent", "")
+        if node.op == "mla_rope_cache_write" and "rope" not in node.inputs:
+            whole, L = caches.pop(name), len(node.weights["kv_norm"])
+            caches[name] = whole[..., :L].contiguous()
+            caches[f"{name}.rope"] = whole[..., L:].contiguous()
+    return caches
 
 
 def expansion(program: Program) -> int | None:
