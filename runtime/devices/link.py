@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 
 import torch
+
+from pykernels.errors import PykernelsError
 
 from ..node import Node
 from ..program import Program
 
 _WORDS = 8
 """int64 words from one flag to the next: a cache line."""
+_POLL_S, _LIMIT_S = 2e-5, 60.0
 
 
 class Link:
@@ -52,9 +57,17 @@ class Link:
         """Sets the flag of a submit."""
         self._array[self._rows[node.attr("channel")]] = 1
 
-    def is_set(self, node: Node) -> bool:
-        """Whether what a wait waits for is there."""
-        return bool(self._array[self._rows[node.attr("channel")]])
+    def wait(self, node: Node) -> None:
+        """Returns when what a wait waits for is there.
+
+        Raises:
+            PykernelsError: it does not come.
+        """
+        row, end = self._rows[node.attr("channel")], time.monotonic() + _LIMIT_S
+        while not self._array[row]:
+            if time.monotonic() > end:
+                raise PykernelsError(f"{node.name} waits for the CPU in vain", "Try again")
+            time.sleep(_POLL_S)
 
 
 def carried(program: Program) -> tuple[str, ...]:
@@ -67,3 +80,36 @@ def carried(program: Program) -> tuple[str, ...]:
     )
     return tuple(dict.fromkeys(names))
 
+
+class Launching:
+    """One half of a step in a thread of its own, which plays the other device's stream.
+
+    Args:
+        run: the half; ``link``: released if it fails, since the CPU would wait for what comes no
+            more.
+    """
+
+    def __init__(self, run: Callable[[], None], link: Link | None) -> None:
+        self._half, self._link = run, link
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Waits until it has run.
+
+        Raises:
+            what it raised.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    @torch.inference_mode()  # of the thread that made a step's tensors, perhaps: they change in it
+    def _run(self) -> None:
+        try:
+            self._half()
+        except BaseException as error:
+            self._error = error
+            if self._link is not None:
+                self._link.release()

@@ -12,10 +12,10 @@ short: sorting a router's choices, counting what there is to do. The words of a 
 job's number, so a worker that comes late, even when the record is already used again, sees that and
 walks on. Nothing is ever reset by the publisher.
 
-A job may meet another device at flags, words in memory that both reach: it is opened when one is set
-(``OPENS``), and sets one when it is complete, even if it failed (``TELLS``). Whoever publishes the
-jobs clears the flags before. A flag that is not set in time (``LIMIT_NS``) is a failure, and the
-jobs behind it wait no more, so no step lasts for ever.
+A job may meet another device at flags, words in memory that both reach: it is opened when one is
+set (``OPENS``), and sets one when it is complete, even if it failed (``TELLS``). Whoever publishes
+the jobs clears the flags before. A flag that is not set in time (``LIMIT_NS``) is a failure, and
+the jobs behind it wait no more, so no step lasts for ever.
 
 Deadlock-free: a task only ever waits for tasks with lower numbers, which some worker has already
 taken.

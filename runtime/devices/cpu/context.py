@@ -152,7 +152,9 @@ class Context:
             waits[:] = [ends[spans[j][1]] for j in waits]
         waited = {j for i in own for j in self._waits[i]}
         last = own[-1]
-        self._waits[last] += [i for i in own if i < last and i not in waited]  # a step ends with all
+        self._waits[last] += [
+            i for i in own if i < last and i not in waited
+        ]  # a step ends with all
         direct = ordered(self._waits).direct
         for i in own:
             first, end = spans[i]
