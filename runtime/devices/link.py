@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 
 from pykernels.errors import PykernelsError
@@ -40,10 +41,19 @@ class Link:
             max(1, len(nodes)), _WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned
         )
         self._array = self._flags.numpy()[:, 0]
+        self._needed = np.ones(len(self._array), np.int64)
 
     def address(self, node: Node) -> int:
-        """Of the flag of a submit or a wait: an int64, not 0 once what is sent is there."""
-        return int(self._flags[self._rows[node.attr("channel")]].data_ptr())
+        """Of the flag of a submit or a wait: an int64."""
+        return int(self._flags[self._row(node)].data_ptr())
+
+    def expect(self, node: Node, tellers: int) -> None:
+        """So many count the flag of a submit up; one, if nothing is said."""
+        self._needed[self._row(node)] = tellers
+
+    def needed(self, node: Node) -> int:
+        """The flag's number when what is sent is there."""
+        return int(self._needed[self._row(node)])
 
     def clear(self) -> None:
         """Clears all flags."""
@@ -51,11 +61,11 @@ class Link:
 
     def release(self) -> None:
         """Sets all flags, so that nobody waits any more."""
-        self._array[:] = 1
+        self._array[:] = self._needed
 
     def set(self, node: Node) -> None:
         """Sets the flag of a submit."""
-        self._array[self._rows[node.attr("channel")]] = 1
+        self._array[self._row(node)] = self.needed(node)
 
     def wait(self, node: Node) -> None:
         """Returns when what a wait waits for is there.
@@ -63,11 +73,14 @@ class Link:
         Raises:
             PykernelsError: it does not come.
         """
-        row, end = self._rows[node.attr("channel")], time.monotonic() + _LIMIT_S
-        while not self._array[row]:
+        row, end = self._row(node), time.monotonic() + _LIMIT_S
+        while self._array[row] < self._needed[row]:
             if time.monotonic() > end:
                 raise PykernelsError(f"{node.name} waits for the CPU in vain", "Try again")
             time.sleep(_POLL_S)
+
+    def _row(self, node: Node) -> int:
+        return self._rows[node.attr("channel")]
 
 
 def carried(program: Program) -> tuple[str, ...]:

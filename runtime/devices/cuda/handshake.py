@@ -150,6 +150,6 @@ def _setter(m: Memory, node: Node, shared: Link) -> Launch:
 
 def _waiter(m: Memory, node: Node, shared: Link) -> Launch:
     if m.device.type == "cuda":
-        address = shared.address(node)
-        return lambda: wait_value(address, 1)
+        address, value = shared.address(node), shared.needed(node)
+        return lambda: wait_value(address, value)
     return lambda: shared.wait(node)
