@@ -10,12 +10,13 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu.gemm.unpack import SCRATCH
 
 from ...analysis import experts_per_token
+from ...matrix import PackedHeads, PackedMatrix
 from ...node import Node
 from ...program import Program
 from ..runner import Lowerable
 from .latents import EXPANDED_BYTES
 from .memory import dtypes, planned
-from .weights import experts_bytes
+from .weights import experts_bytes, is_made
 
 EXPERTS = ("auto", "cpu", "gpu")
 STEP_TOKENS = (4096, 2048, 1024, 512)
@@ -65,20 +66,26 @@ def choose(
     cache = sum(part.nbytes for part in model.caches(pages).values())
     for T in (tokens,) if tokens else STEP_TOKENS:
         program = model.lower(T, sequences, min(T, max(logits, sequences)), pages, table_pages)
-        if weights_bytes(program) + cache + step_bytes(program) + HEADROOM <= free:
+        if weights_bytes(program, device) + cache + step_bytes(program) + HEADROOM <= free:
             return Capacity("gpu", T)
     return Capacity("cpu" if experts == "auto" else "gpu", fewest)
 
 
-def weights_bytes(program: Program) -> int:
-    """Of all weights on the GPU; of linears at most."""
+def weights_bytes(program: Program, device: torch.device) -> int:
+    """Of all weights that are still to be copied to the GPU; of linears at most."""
     total = 0
     for node in program.nodes:
-        if node.op == "moe_ffn":
-            total += experts_bytes(node.weights["experts"])
-        elif node.op == "linear":
-            total += 2 * node.weights["weight"].N * node.weights["weight"].K
+        for weight in node.weights.values():
+            if isinstance(weight, torch.Tensor):
+                total += 2 * weight.numel() if node.op == "embed" else 0
+            elif weight is not None and not is_made(weight, device):
+                total += experts_bytes(weight) if node.op == "moe_ffn" else _dense_bytes(weight)
     return total
+
+
+def _dense_bytes(weight: PackedMatrix | PackedHeads) -> int:
+    """Of a matrix, or one for each head, in bfloat16."""
+    return 2 * weight.N * weight.K * (weight.G if isinstance(weight, PackedHeads) else 1)
 
 
 def step_bytes(program: Program) -> int:

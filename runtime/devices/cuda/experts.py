@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from pykernels.gpu.moe.experts import Experts
+from pykernels.gpu.moe.fused_moe import down, gate_up
 from pykernels.gpu.moe.fused_moe import moe_ffn as run_experts
+from pykernels.gpu.moe.permute import sort_pairs
 from pykernels.gpu.moe.router import router as choose
 from pykernels.ref.router import split_routing as split_by_weight
 from pykernels.shapes import Routing
@@ -39,8 +42,23 @@ def moe_ffn(m: Memory, node: Node) -> Launch:
     x, out = m.read(node, "x"), m.written(node, "out")
     experts = weights.experts(node.weights["experts"], m.device)
     ids, factors = m.optional(node, "ids"), m.optional(node, "weights")
-    if ids is None or factors is None:  # every token takes the one expert
-        ids = torch.zeros(len(x), 1, dtype=torch.int32, device=m.device)
-        factors = torch.ones(len(x), 1, dtype=torch.float32, device=m.device)
+    if ids is None or factors is None:
+        return _one_expert(m, x, experts, out)
     own, own_factors = ids, factors
     return lambda: void(run_experts(x, own, own_factors, experts, out=out))
+
+
+def _one_expert(m: Memory, x: torch.Tensor, experts: Experts, out: torch.Tensor) -> Launch:
+    """All tokens in their own order, so there is nothing to sort, to weight or to sum."""
+    if m.same_order is None:
+        same = torch.zeros(len(x), 1, dtype=torch.int32, device=x.device)
+        m.same_order = sort_pairs(same, 1)
+    order = m.same_order
+
+    def launch() -> None:
+        y = down(gate_up(x, experts, order), experts, order, out=out if bf16 else None)
+        if not bf16:
+            out.copy_(y)
+
+    bf16 = out.dtype == torch.bfloat16
+    return launch

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from pykernels.shapes import SortedPairs
+
 from ...analysis import MemoryPlan, dependencies, plan_memory
 from ...node import Node
 from ...ops import OPS
@@ -86,6 +88,7 @@ class Memory:
         arena: room for all other buffers.
         kinds: their dtypes.
         token_table: see ``tokens_table``.
+        same_order: of T tokens that take one expert, once a launch has asked for it.
     """
 
     program: Program
@@ -97,6 +100,7 @@ class Memory:
     kinds: Mapping[str, torch.dtype]
     scratch: dict[str, torch.Tensor] = field(default_factory=dict)
     token_table: torch.Tensor | None = None
+    same_order: SortedPairs | None = None
 
     def __post_init__(self) -> None:
         plan = planned(self.program, self.kinds)

@@ -45,6 +45,12 @@ def _once(make: Callable[[Any, torch.device], V]) -> Callable[[Any, torch.device
     return cached
 
 
+def is_made(packed: Any, device: torch.device) -> bool:
+    """Whether a packed weight lies on the device already, for another engine."""
+    made = _made.get(getattr(packed, "packed", packed), {})
+    return any(where == device for _, where in made)
+
+
 @dataclass(frozen=True)
 class Rows:
     """Rows ``start ..`` of a packed matrix, as one GPU matrix."""
