@@ -1,4 +1,4 @@
-"""Attention of mixed batches on the cuda device: decodes, chunks in pieces behind prefixes, padding.
+"""Attention of mixed batches on the cuda device: decodes, chunks in pieces, prefixes, padding.
 
 In Triton's interpreter where there is no GPU. The truth is the ref device.
 """

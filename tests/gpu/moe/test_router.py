@@ -148,6 +148,10 @@ COMPILES = [
         "v3, 1 token with its rows",
         lambda: route(_meta(1, 256), V3, _meta(256), _meta(1, 7168, dtype=torch.bfloat16)),
     ),
+    (
+        "qwen3 with padding",
+        lambda: router(_meta(64, 128), RouterSpec(8), here=_meta(64, dtype=torch.int32)),
+    ),
     ("several groups in a warp's row", lambda: route(_meta(4, 32), SPECS[4][2])),
     ("fewer experts than a warp has lanes", lambda: route(_meta(1, 16), RouterSpec(2))),
 ]
