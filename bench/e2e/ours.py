@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -26,6 +27,7 @@ from runtime.devices.cpu.runner import CpuRunner
 from runtime.engine.config import STEP_TOKENS
 from runtime.kv_cache.layout import Pages
 from runtime.matrix import packer
+from runtime.passes import defer as defer_pass
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
 from runtime.workers.pool import WorkerPool, make_pool
@@ -139,11 +141,12 @@ class Ours:
         max_num_batched_tokens: int | None = None,
         device: str = "cpu",
         expert_device: str = "auto",
+        defer: str = "off",
     ) -> EngineTimer:
         """An engine with room for a load.
 
         Args:
-            device, expert_device: ``device`` and ``experts`` of ``load_engine``.
+            device, expert_device, defer: ``device``, ``experts`` and ``defer`` of ``load_engine``.
             max_num_batched_tokens: of a step; None: as ``EngineConfig`` has it.
 
         Raises:
@@ -156,13 +159,26 @@ class Ours:
                 "Give a smaller --context, --prompt or --tokens",
             )
         pages = load.pages(budget)
+        passes = [partial(defer_pass, N=int(defer))] if defer.isdecimal() else []
         if device == "cpu":
             sizes = positions, pages, budget, load.batch
-            return EngineTimer(CpuRunner(self.decoder, self.pool, *sizes, kernel))
+            return EngineTimer(CpuRunner(self.decoder, self.pool, *sizes, kernel, passes))
         from runtime.devices.cuda.runner import CudaRunner
 
-        given = positions, pages, max_num_batched_tokens and budget, load.batch
-        runner = CudaRunner(self.decoder, device, self.pool, *given, kernel, experts=expert_device)
+        auto, given = defer == "auto", (max_num_batched_tokens and budget, load.batch)
+        runner = CudaRunner(
+            self.decoder,
+            device,
+            self.pool,
+            positions,
+            pages,
+            *given,
+            kernel,
+            passes,
+            None,
+            expert_device,
+            auto,
+        )
         return EngineTimer(runner)
 
     def backend(self, kernel: str) -> str:
@@ -182,11 +198,12 @@ def measure(
     rounds: int = 3,
     device: str = "cpu",
     expert_device: str = "auto",
+    defer: str = "off",
 ) -> dict[str, float]:
     """The speed of prompts and of decode steps, the roof taken before and after, and the seconds
     that compiling and warming up took."""
     start = time.perf_counter()
-    timer = ours.timer(load, kernel, device=device, expert_device=expert_device)
+    timer = ours.timer(load, kernel, device=device, expert_device=expert_device, defer=defer)
     try:
         timer.prefill(load.prompt)
         timer.decode(load.batch, min(load.context, 64), 4)
@@ -203,6 +220,8 @@ def measure(
         return {
             "prefill_tok_s": round(load.prompt / median(prompts), 2),
             **asdict(found),
+            "deferred": getattr(timer.runner, "deferred", 0)
+            or (int(defer) if defer.isdecimal() else 0),
             "warmup_seconds": round(warmup, 2),
         }
     finally:

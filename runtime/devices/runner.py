@@ -112,6 +112,10 @@ class PagedRunner(ABC):
         """The model's program of these sizes for this device."""
         return self.model.lower(*sizes)
 
+    def decode_passes(self) -> Sequence[Pass]:
+        """What rewrites the programs of decode steps; a device may measure ``steps`` first."""
+        return self.passes
+
     @abstractmethod
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> Executable:
         """The program on this device, over the runner's caches and ``sizes``."""
@@ -139,11 +143,12 @@ class PagedRunner(ABC):
         inputs |= self._sampling.tensors()
         self.steps = self._bind_all(self._sizes(self.buckets), inputs, (), self.make_step)
         self.decode_steps = self.steps
-        if self.passes or self.decode_buckets:
+        passes = self.decode_passes()
+        if passes or self.decode_buckets:
             sizes = self._sizes(self.decode_buckets or self.buckets)
             enough = next(T for T in sizes if self.max_num_seqs <= T)
             self.decode_steps = self._bind_all(
-                [T for T in sizes if T <= enough], inputs, self.passes, self.make_decode_step
+                [T for T in sizes if T <= enough], inputs, passes, self.make_decode_step
             )
 
     def _sizes(self, buckets: Sequence[int]) -> list[int]:

@@ -16,7 +16,7 @@ from ...program import Program
 from ...workers.pool import WorkerPool
 from ...workers.worker_pool import InFlight
 from ..cpu.step import CpuExecutable
-from ..link import Launching
+from ..link import Launching, Link
 from . import attention, dense, experts, handshake, latents
 from .dense import Launch
 from .handshake import PinnedSlots
@@ -58,6 +58,7 @@ class CudaExecutable:
     Attributes:
         before: called first in every step, on the host.
         outputs: by name, CPU tensors of the "output" buffers.
+        cpu: the CPU's half; None if there is none.
 
     Raises:
         PykernelsError: an op that this device does not have.
@@ -90,11 +91,12 @@ class CudaExecutable:
         self.memory = Memory(gpu, device, sliced, caches, sequences, arena, kinds)
         self.before: Launch = lambda: None
         self.outputs: Mapping[str, torch.Tensor] = {}
-        self._link, self._cpu = None, None
+        self._link: Link | None = None
+        self.cpu: CpuExecutable | None = None
         if cpu is not None:
             self._link = handshake.link(gpu, cpu, slots)
-            self._cpu = CpuExecutable(cpu, pool, host_inputs, {}, kernel, sizes, link=self._link)
-            self.outputs = self._cpu.outputs
+            self.cpu = CpuExecutable(cpu, pool, host_inputs, {}, kernel, sizes, link=self._link)
+            self.outputs = self.cpu.outputs
         self._graph = Segment([self._bind(node) for node in gpu.nodes], device)
         self._ended = torch.cuda.Event() if device.type == "cuda" else None
         self._in_flight: InFlight | None = None
@@ -112,10 +114,10 @@ class CudaExecutable:
     def launch(self) -> None:
         """Begins a step."""
         self.before()
-        if self._cpu is not None:
+        if self.cpu is not None:
             assert self._link is not None
             self._link.clear()
-            self._in_flight = self._cpu.launch()
+            self._in_flight = self.cpu.launch()
         try:
             self._start()
         except BaseException:

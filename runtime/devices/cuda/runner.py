@@ -14,11 +14,13 @@ from pykernels.gpu.common.launch import supports
 
 from ...engine.batch import DeviceLost, StepBatch, StepResult
 from ...kv_cache.layout import PAGE
+from ...passes import defer
 from ...program import Program
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
 from ..runner import Lowerable, PagedRunner, Pass
 from .capacity import choose
+from .deferral import measured_deferral
 from .executable import CudaExecutable
 from .handshake import PinnedSlots
 from .inputs import NEVER, PIECE, Bucket, StepInputs
@@ -40,6 +42,10 @@ class CudaRunner(PagedRunner):
         pool: runs what is on the CPU: experts, sampling.
         max_num_batched_tokens: None: as ``capacity.STEP_TOKENS`` says.
         experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
+        auto_defer: whether to defer as many experts as keep the CPU busy, found by measuring.
+
+    Attributes:
+        deferred: experts of a token that ``auto_defer`` found.
 
     Raises:
         PykernelsError: no such GPU, too little of its memory, a kernel that cannot run there.
@@ -61,6 +67,7 @@ class CudaRunner(PagedRunner):
         passes: Sequence[Pass] = (),
         max_num_logits: int | None = None,
         experts: str = "auto",
+        auto_defer: bool = False,
     ) -> None:
         check_device(device)
         self.device = torch.device(device)
@@ -77,6 +84,7 @@ class CudaRunner(PagedRunner):
             max_num_logits,
         )
         self.pool, self.kernel, self.experts = pool, kernel, chosen.experts
+        self._auto_defer, self.deferred = auto_defer, 0
         self.buckets = PROMPT_BUCKETS if self.experts == "gpu" else HOST_BUCKETS
         if self._real:  # a layer of the GPU is shorter than waking a sleeper
             pool.spin_for(spin_budget(driver_works=False))
@@ -106,6 +114,22 @@ class CudaRunner(PagedRunner):
             for node in program.nodes
         )
         return replace(program, nodes=nodes).check()
+
+    def decode_passes(self) -> Sequence[Pass]:
+        """The passes, with the deferral that pays here."""
+        if not self._auto_defer or self.experts != "cpu":
+            return self.passes
+        inputs = self._host_inputs
+        step = self._step(1, inputs, (), self.make_decode_step)
+        if not isinstance(step, CudaExecutable) or step.cpu is None:
+            return self.passes
+        # One token at the first place of the cache, which nobody reads before it is written.
+        self.sizes[0], self.sizes[1], self.sizes[2] = 1, 1, 0
+        inputs["slot_mapping"][0] = 0
+        self.deferred = measured_deferral(step.program, step.cpu.jobs.jobs, step.run)
+        if not self.deferred:
+            return self.passes
+        return (partial(defer, N=self.deferred), *self.passes)
 
     def step(self, batch: StepBatch) -> StepResult:
         try:
