@@ -108,10 +108,12 @@ class Bucket:
         staged["positions"][T:] = 0
         staged["logits_indices"][:R] = arrays["logits_indices"][:R]
         staged["logits_indices"][R:] = 0
-        staged["table"][:S] = arrays["page_table"][arrays["page_rows"][:S]]
-        if S:
-            staged["table"][S:] = staged["table"][0]
         lengths = arrays["lengths"][:S]
+        used = -(-int(lengths.max(initial=0)) // PAGE)  # pages of the longest sequence
+        table = staged["table"]
+        table[:S, :used] = arrays["page_table"][arrays["page_rows"][:S], :used]
+        table[:S, used:] = 0
+        table[S:] = 0
         if self.decode:
             _pad(staged["decode_lengths"], lengths)
         else:

@@ -82,10 +82,9 @@ def attention_expanded(m: Memory, node: Node) -> Launch:
     scale, latent_scale = node.attr("scale"), rest[0] if rest else None
 
     def launch() -> None:
-        keys = m.sequences.expansion.keys
-        if not keys:
+        batch, keys = m.sequences.expanded(), m.sequences.expansion.keys
+        if batch is None:
             return
-        batch = m.sequences.expanded()
         assert batch.k_starts is not None and m.sequences.chunk_table is not None
         where = (m.sequences.chunk_table, batch.k_starts, batch.k_lengths)
         latents, ropes = mla_read(latent, rope, *where, keys, latent_scale)  # [keys, L], [keys, R]

@@ -27,7 +27,7 @@ from .inputs import NEVER, PIECE, Bucket, StepInputs
 from .memory import Arena
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
-PROMPT_BUCKETS = (16, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
+PROMPT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
 """Buckets of steps with chunks of prompts, besides the largest one: a step computes at most half
 as much again as it has tokens for, and experts nothing for padding."""
 HOST_BUCKETS = (8, 64, 256)

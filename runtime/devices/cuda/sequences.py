@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -65,15 +65,24 @@ class Sequences:
 
     def chunks(self) -> Ragged | None:
         """The chunks over pages, however many there are; None in decode steps."""
-        if self.query_starts is None:
+        if self.query_starts is None or self.query_lengths is None or self.key_lengths is None:
             return None
-        return self._ragged(self.max_queries, page_table=self.chunk_table)
+        return Ragged(
+            self.query_starts,
+            self.query_lengths,
+            self.key_lengths,
+            self.max_queries,
+            page_table=self.chunk_table,
+        )
 
-    def expanded(self) -> Ragged:
-        """This step's chunks over rows of keys."""
-        return self._ragged(self.expansion.queries, k_starts=self.key_starts)
-
-    def _ragged(self, max_queries: int, **keys: torch.Tensor | None) -> Ragged:
-        vectors = (self.query_starts, self.query_lengths, self.key_lengths)
-        given = [vector for vector in vectors if vector is not None]
-        return Ragged(*given, max_queries, **keys)  # type: ignore[misc]
+    def expanded(self) -> Ragged | None:
+        """This step's chunks over rows of keys; None where there are none."""
+        over_pages = self.chunks()
+        if over_pages is None or not self.expansion.keys:
+            return None
+        return replace(
+            over_pages,
+            max_queries=self.expansion.queries,
+            k_starts=self.key_starts,
+            page_table=None,
+        )
