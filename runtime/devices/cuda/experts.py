@@ -7,7 +7,8 @@ import torch
 from pykernels.gpu.moe.experts import Experts
 from pykernels.gpu.moe.fused_moe import down, gate_up
 from pykernels.gpu.moe.fused_moe import moe_ffn as run_experts
-from pykernels.gpu.moe.permute import sort_pairs
+from pykernels.gpu.moe.permute import empty_order, sort_pairs
+from pykernels.gpu.moe.router import route
 from pykernels.gpu.moe.router import router as choose
 from pykernels.ref.router import split_routing as split_by_weight
 from pykernels.shapes import Routing
@@ -23,6 +24,10 @@ def router(m: Memory, node: Node) -> Launch:
     out = Routing(m.written(node, "ids"), m.written(node, "weights"))
     bias = node.weights.get("bias")
     bias = None if bias is None else bias.to(m.device, torch.float32).contiguous()
+    if len(logits) == 1:  # never padding: the choice and its order are one launch
+        order = empty_order(1, out.topk, node.attr("experts"), m.device)
+        m.orders[node.outputs["ids"]] = order
+        return lambda: void(route(logits, node.attr("spec"), bias, None, (out, order, None)))
     spec, here = node.attr("spec"), m.inputs.get("slot_mapping")  # -1: padding takes no experts
     return lambda: void(choose(logits.contiguous(), spec, bias, out, here))
 
@@ -45,7 +50,8 @@ def moe_ffn(m: Memory, node: Node) -> Launch:
     if ids is None or factors is None:
         return _one_expert(m, x, experts, out)
     own, own_factors = ids, factors
-    return lambda: void(run_experts(x, own, own_factors, experts, out=out))
+    order = m.orders.get(node.inputs["ids"])
+    return lambda: void(run_experts(x, own, own_factors, experts, out=out, order=order))
 
 
 def _one_expert(m: Memory, x: torch.Tensor, experts: Experts, out: torch.Tensor) -> Launch:

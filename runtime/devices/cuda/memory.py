@@ -88,6 +88,7 @@ class Memory:
         arena: room for all other buffers.
         kinds: their dtypes.
         token_table: see ``tokens_table``.
+        orders: by the ids' buffer, of tokens that a launch has sorted by expert.
         same_order: of T tokens that take one expert, once a launch has asked for it.
     """
 
@@ -100,6 +101,7 @@ class Memory:
     kinds: Mapping[str, torch.dtype]
     scratch: dict[str, torch.Tensor] = field(default_factory=dict)
     token_table: torch.Tensor | None = None
+    orders: dict[str, SortedPairs] = field(default_factory=dict)
     same_order: SortedPairs | None = None
 
     def __post_init__(self) -> None:
