@@ -23,6 +23,7 @@ from pykernels.quant import get_format
 from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
+from runtime.devices.runner import PagedRunner
 from runtime.kv_cache.layout import Pages
 from runtime.matrix import packer
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
@@ -155,11 +156,17 @@ class Ours:
                 "Give a smaller --context, --prompt or --tokens",
             )
         sizes = positions, load.pages(max_num_batched_tokens), max_num_batched_tokens, load.batch
+        runner: PagedRunner
         if device == "cpu":
-            return EngineTimer(CpuRunner(self.decoder, self.pool, *sizes, kernel))
-        from runtime.devices.cuda.runner import CudaRunner
+            runner = CpuRunner(self.decoder, self.pool, *sizes, kernel)
+        else:
+            from runtime.devices.cuda.runner import CudaRunner
 
-        runner = CudaRunner(self.decoder, device, self.pool, *sizes, kernel, experts=expert_device)
+            pool = self.pool
+            runner = CudaRunner(self.decoder, device, pool, *sizes, kernel, experts=expert_device)
+        start = time.perf_counter()
+        runner.load()
+        self.load_seconds = round(self.load_seconds + time.perf_counter() - start, 2)
         return EngineTimer(runner)
 
     def backend(self, kernel: str) -> str:
@@ -248,5 +255,5 @@ def _experts(decoder: Decoder) -> tuple[str, str]:
     """Format and activations of the first routed experts."""
     for layer in decoder.layers:
         if isinstance(layer.mlp, MoE):
-            return layer.mlp.experts.fmt.name, layer.mlp.activations
-    return decoder.head.fmt.name, "bf16"
+            return layer.mlp.experts.fmt, layer.mlp.activations
+    return decoder.head.fmt, "bf16"

@@ -38,10 +38,11 @@ def test_logprobs_are_transformers(
     where = "cuda:0" if device.type == "cuda" else "cpu"
     with WorkerPool(1) as pool:
         with open_weights(tmp_path, read_config(tmp_path), kv_dtype=kv_dtype) as weights:
-            decoder = weights.decoder(packer(pool), lambda *_: None)
-        runner = CudaRunner(
-            decoder, where, pool, 64, None, 4, 2, "generic", max_num_logits=4, experts=experts
-        )
+            decoder = weights.readable(packer(pool), lambda *_: None)
+            runner = CudaRunner(
+                decoder, where, pool, 64, None, 4, 2, "generic", max_num_logits=4, experts=experts
+            )
+            runner.load()
         with Engine(runner) as engine:
             params = SamplingParams(temperature=0, max_tokens=2, logprobs=20, logprob_start=1)
             [result] = engine.generate([ids], params)
@@ -56,7 +57,7 @@ def test_activations_that_the_gpu_has_not_are_refused(tmp_path: Path, device: to
     }
     with WorkerPool(1) as pool:
         with open_weights(tmp_path, read_config(tmp_path), [rule]) as weights:
-            decoder = weights.decoder(packer(pool), lambda *_: None)
+            decoder = weights.readable(packer(pool), lambda *_: None)
         where = "cuda:0" if device.type == "cuda" else "cpu"
         runner = CudaRunner(decoder, where, pool, 64, None, 4, 2, "generic", experts="gpu")
         with pytest.raises(PykernelsError, match="int8 activations"):

@@ -14,6 +14,7 @@ from pykernels.errors import PykernelsError
 from ...node import Node
 from ...ops import OPS
 from ...program import Program
+from ...weights import WeightStore
 from ...workers.pool import WorkerPool
 from . import attention, dense, experts
 from .dense import Launch
@@ -52,6 +53,7 @@ class CudaExecutable:
 
     Args:
         program: its nodes of device "cpu" are run by the workers, the others by this GPU.
+        weights: of its model.
         inputs: GPU tensors of the step's inputs; ``host_inputs``: CPU tensors of those that nodes
             of the CPU read.
         tokens_table, key_lengths: see ``Memory``; ``prelude``: a launch that fills the former.
@@ -68,6 +70,7 @@ class CudaExecutable:
     def __init__(
         self,
         program: Program,
+        weights: WeightStore,
         device: torch.device,
         pool: WorkerPool,
         kernel: str,
@@ -85,7 +88,7 @@ class CudaExecutable:
             for name, buffer in program.buffers.items()
             if buffer.kind == "input" and name in inputs
         }
-        self.memory = Memory(program, device, sliced, caches, tokens_table, key_lengths)
+        self.memory = Memory(program, weights, device, sliced, caches, tokens_table, key_lengths)
         self._arrived = torch.cuda.Event() if device.type == "cuda" else None
         self.outputs: dict[str, torch.Tensor] = {}
         self.before: Launch = lambda: None

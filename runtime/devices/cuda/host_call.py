@@ -38,7 +38,9 @@ class HostCall:
         self.node, self._memory = node, memory
         buffers = {name: replace(program.buffers[name], kind="input") for name in node.reads}
         buffers |= {name: replace(program.buffers[name], kind="output") for name in node.writes}
-        inner = Program(node.name, (replace(node, device="cpu"),), buffers, program.sizes).check()
+        inner = Program(
+            node.name, (replace(node, device="cpu"),), buffers, program.sizes, program.weights
+        ).check()
         pinned = memory.device.type == "cuda"
         self._staged = {
             name: torch.zeros(
@@ -51,7 +53,9 @@ class HostCall:
             if name not in inputs
         }
         own = {name: tensor for name, tensor in inputs.items() if name in buffers}
-        self.executable = CpuExecutable(inner, pool, {**own, **self._staged}, {}, kernel, sizes)
+        self.executable = CpuExecutable(
+            inner, memory.weights, pool, {**own, **self._staged}, {}, kernel, sizes
+        )
         # What the executable writes is copied to pinned memory of torch's own: registering memory
         # that someone else frees would leave a mapping of pages that are gone.
         self._results = {

@@ -21,9 +21,9 @@ class NodeCall:
         self.name, self._memory, program = node.name, memory, memory.program
         buffers = {name: replace(program.buffers[name], kind="input") for name in node.reads}
         buffers |= {name: replace(program.buffers[name], kind="output") for name in node.writes}
-        alone = Program(node.name, (node,), buffers, program.sizes).check()
+        alone = Program(node.name, (node,), buffers, program.sizes, program.weights).check()
         inputs = {name: memory.whole(name) for name in node.reads}
-        self._step = CpuExecutable(alone, pool, inputs, {}, kernel, memory.sizes)
+        self._step = CpuExecutable(alone, memory.weights, pool, inputs, {}, kernel, memory.sizes)
 
     def run(self) -> None:
         """Runs the node.

@@ -19,6 +19,7 @@ from pykernels.errors import PykernelsError
 from ...analysis import dependencies
 from ...partition import partition
 from ...program import Node, Program
+from ...weights import WeightStore
 from ...workers.pool import WorkerPool
 from .experts import NodeCall
 from .memory import Memory
@@ -32,6 +33,7 @@ class RefExecutable:
     """A program that is ready to run.
 
     Args:
+        weights: of the program's model.
         inputs: by name, tensors of the program's input buffers, in their largest shape.
         caches: by name, tensors of the "cache" buffers.
         pool: runs the nodes on the ``cpu`` device; needed only for these.
@@ -55,6 +57,7 @@ class RefExecutable:
     def __init__(
         self,
         program: Program,
+        weights: WeightStore,
         inputs: Mapping[str, torch.Tensor],
         caches: Mapping[str, torch.Tensor],
         pool: WorkerPool | None = None,
@@ -71,6 +74,7 @@ class RefExecutable:
         self._memories = {
             device: Memory(
                 part,
+                weights,
                 self.sizes,
                 {**inputs, **caches},
                 dependencies(part, in_order=device == HERE) if reuse else None,
