@@ -5,13 +5,16 @@ GPU."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from model.checkpoint.config import read_config
+from model.modules.moe import FusedMoE
 from model.opened import open_weights
 from pykernels.errors import PykernelsError
+from pykernels.quant import Format
 from runtime.devices.cuda.runner import CudaRunner
 from runtime.engine import Engine, SamplingParams
 from runtime.matrix import packer
@@ -36,9 +39,16 @@ def test_logprobs_are_transformers(
     with torch.no_grad():
         truth = made.reference(torch.tensor([ids])).logits[0].float().log_softmax(-1)
     where = "cuda:0" if device.type == "cuda" else "cpu"
+    packed: list[str] = []
+
+    def pack(fmt: Format, *matrix: Any) -> None:
+        packed.append(fmt.name)
+        fmt.pack(*matrix)
+
     with WorkerPool(1) as pool:
         with open_weights(tmp_path, read_config(tmp_path), kv_dtype=kv_dtype) as weights:
-            decoder = weights.readable(packer(pool), lambda *_: None)
+            blocks = [block for block in weights.model.modules() if isinstance(block, FusedMoE)]
+            decoder = weights.readable(pack, lambda *_: None)
             runner = CudaRunner(
                 decoder, where, pool, 64, None, 4, 2, "generic", max_num_logits=4, experts=experts
             )
@@ -47,6 +57,8 @@ def test_logprobs_are_transformers(
             params = SamplingParams(temperature=0, max_tokens=2, logprobs=20, logprob_start=1)
             [result] = engine.generate([ids], params)
     assert logprob_error(result, truth) < BF16
+    on_cpu = sum(block.shape.E for block in blocks) if experts == "cpu" else 0
+    assert len(packed) == 3 * on_cpu  # nothing else is packed for the CPU
 
 
 def test_activations_that_the_gpu_has_not_are_refused(tmp_path: Path, device: torch.device) -> None:
