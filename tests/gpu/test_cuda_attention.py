@@ -22,6 +22,7 @@ from runtime.devices.ref.step import RefExecutable
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.program import Builder, Program
 from runtime.step_inputs import allocate_inputs, step_inputs
+from runtime.weights import WeightStore
 from runtime.workers.pool import WorkerPool
 
 from ..engine import test_expanded as mla
@@ -66,6 +67,7 @@ class Step:
 
 def results(
     program: Program,
+    weights: WeightStore,
     parts: dict[str, Any],
     steps: list[Step],
     pool: WorkerPool,
@@ -82,7 +84,7 @@ def results(
     inputs["page_table"][:] = places[: program.sizes["S"]]
     exact = {name: part.zeros() for name, part in parts.items()}
     exact = {n: x.float() if x.dtype == torch.bfloat16 else x for n, x in exact.items()}
-    truth = RefExecutable(on_ref(program), inputs, exact)
+    truth = RefExecutable(on_ref(program), weights, inputs, exact)
     staged = StepInputs(inputs, device, piece)
     bucket = staged.bucket(program.sizes["T"], 1, False, expansion(program))
     kinds = {"angles": torch.float32}
@@ -94,8 +96,10 @@ def results(
     caches = {name: part.zeros().to(device) for name, part in parts.items()}
     sizes = torch.zeros(3, dtype=torch.int64)
     nodes = tuple(replace(node, device="cuda") for node in program.nodes)
+    within = replace(program.buffers["attn_out"], kind="scratch")  # as in a model: bfloat16
     found = CudaExecutable(
-        replace(program, nodes=nodes),
+        replace(program, nodes=nodes, buffers={**program.buffers, "attn_out": within}),
+        weights,
         device,
         pool,
         "generic",
@@ -120,7 +124,8 @@ def results(
         yield out.flatten(1), truth.outputs["attn_out"][: step.T].flatten(1)
 
 
-def grouped(T: int, parts: dict[str, Any], window: int, sinks: bool) -> Program:
+def grouped(T: int, parts: dict[str, Any], window: int, sinks: bool) -> tuple[Program, WeightStore]:
+    weights = WeightStore()
     b = Builder("gqa", {"T": T, "S": S, "R": 1})
     step_inputs(b, PAGES)
     width = (NH + 2 * KVH) * D
@@ -145,7 +150,7 @@ def grouped(T: int, parts: dict[str, Any], window: int, sinks: bool) -> Program:
         "attention",
         {"q": "q", **cache, **ragged},
         {"out": "attn_out"},
-        {"sinks": torch.tensor([-1.0, 0.0, 1.0, 2.0])} if sinks else {},
+        {"sinks": weights.add("sinks", torch.tensor([-1.0, 0.0, 1.0, 2.0]))} if sinks else {},
         heads=NH,
         kv_heads=KVH,
         dk=D,
@@ -153,7 +158,7 @@ def grouped(T: int, parts: dict[str, Any], window: int, sinks: bool) -> Program:
         scale=0.25,
         window=window,
     )
-    return b.build()
+    return b.build(), weights
 
 
 @pytest.mark.parametrize(
@@ -174,8 +179,8 @@ def test_grouped_queries(
         Step({0: (6, 7), 1: (2, 3)}),  # decodes alone, of a bucket that has room for chunks
     ]
     parts = Pages(S * PAGES, kv_dtype).grouped(KVH, D)
-    program = grouped(max(step.T for step in steps) + 3, parts, window, sinks)
-    for found, wanted in results(program, parts, steps, pool, device, piece):
+    made = grouped(max(step.T for step in steps) + 3, parts, window, sinks)
+    for found, wanted in results(*made, parts, steps, pool, device, piece):
         assert (found - wanted).norm() < BF16 * wanted.norm()
 
 
@@ -189,6 +194,6 @@ def test_latents(
     monkeypatch.setattr(latents, "EXPANDED_BYTES", 1)
     steps = [Step({2: (0, 12)}), Step({0: (0, 3), 2: (12, 30), 1: (0, 5)}), Step({1: (5, 6)})]
     parts = Pages(S * PAGES, kv_dtype).latent(mla.L, mla.R)
-    program = mla.program(kv_dtype, 12, pool)
-    for found, wanted in results(program, parts, steps, pool, device, None):
+    made = mla.program(kv_dtype, 12, pool)
+    for found, wanted in results(*made, parts, steps, pool, device, None):
         assert (found - wanted).norm() < BF16 * wanted.norm()

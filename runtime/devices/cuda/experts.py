@@ -14,7 +14,6 @@ from pykernels.ref.router import split_routing as split_by_weight
 from pykernels.shapes import Routing
 
 from ...node import Node
-from . import weights
 from .dense import Launch, void
 from .memory import Memory
 
@@ -22,8 +21,7 @@ from .memory import Memory
 def router(m: Memory, node: Node) -> Launch:
     logits = m.read(node, "logits")[:, : node.attr("experts")]  # [T, E]
     out = Routing(m.written(node, "ids"), m.written(node, "weights"))
-    bias = node.weights.get("bias")
-    bias = None if bias is None else bias.to(m.device, torch.float32).contiguous()
+    bias = m.optional_weight(node, "bias")
     if len(logits) == 1:  # never padding: the choice and its order are one launch
         order = empty_order(1, out.topk, node.attr("experts"), m.device)
         m.orders[node.outputs["ids"]] = order
@@ -45,7 +43,7 @@ def split_routing(m: Memory, node: Node) -> Launch:
 
 def moe_ffn(m: Memory, node: Node) -> Launch:
     x, out = m.read(node, "x"), m.written(node, "out")
-    experts = weights.experts(node.weights["experts"], m.device)
+    experts = m.weight(node, "experts")
     ids, factors = m.optional(node, "ids"), m.optional(node, "weights")
     if ids is None or factors is None:
         return _one_expert(m, x, experts, out)

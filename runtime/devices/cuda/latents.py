@@ -16,7 +16,6 @@ from pykernels.gpu.attention.mla_read import mla_read
 from pykernels.gpu.per_head_linear import per_head_linear
 
 from ...node import Node
-from . import weights
 from .dense import Launch, void
 from .memory import Memory
 
@@ -71,8 +70,8 @@ def absorbed(m: Memory, T: int) -> int:
 
 def attention_expanded(m: Memory, node: Node) -> Launch:
     heads, nope, dv = node.attr("heads"), node.attr("nope"), node.attr("dv")
-    uk = weights.heads(node.weights["uk"], m.device)  # [NH, L, nope]
-    uv = weights.heads(node.weights["uv"], m.device)  # [NH, dv, L]
+    uk = m.weight(node, "uk")  # [NH, L, nope]
+    uv = m.weight(node, "uv")  # [NH, dv, L]
     L = uv.shape[2]
     q_rope = m.read(node, "q").view(len(m.read(node, "q")), heads, -1)[..., L:]  # [T, NH, R]
     each = nope + q_rope.shape[2]
@@ -112,7 +111,7 @@ def at_a_time(heads: int, head_bytes: int) -> int:
 
 def per_head(m: Memory, node: Node) -> Launch:
     """``per_head_linear``: of tokens that are not expanded."""
-    matrices = weights.heads(node.weights["heads"], m.device)  # [G, N, K]
+    matrices = m.weight(node, "heads")  # [G, N, K]
     G, N, K = matrices.shape
     x_head, out_head = node.attr("x_head"), node.attr("out_head")
     x = m.read(node, "x").flatten(1)[:, : G * x_head].unflatten(1, (G, x_head))[..., :K]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,20 +15,18 @@ from ...analysis import MemoryPlan, dependencies, plan_memory
 from ...node import Node
 from ...ops import OPS
 from ...program import Program
+from ...weights import WeightStore
 from .sequences import Sequences
+from .weights import layouts
 
 Caches = Mapping[str, torch.Tensor]
 
 
-def dtypes(program: Program, whole: Program | None = None) -> dict[str, torch.dtype]:
+def dtypes(program: Program) -> dict[str, torch.dtype]:
     """The dtype of each scratch buffer on a GPU: activations are bfloat16 unless a node wants them
-    in float32 (residual stream, logits, routing weights); indices are int32.
-
-    Args:
-        whole: what ``program`` is the GPU's half of: a node of the CPU may want float32 too.
-    """
+    in float32 (residual stream, logits, routing weights); indices are int32."""
     kinds: dict[str, set[str]] = {}
-    for node in (*program.nodes, *(whole.nodes if whole else ())):
+    for node in program.nodes:
         op = OPS[node.op]
         for ports, names in ((op.inputs, node.inputs), (op.outputs, node.outputs)):
             for port, buffer in names.items():
@@ -38,10 +37,14 @@ def dtypes(program: Program, whole: Program | None = None) -> dict[str, torch.dt
             for name in node.writes:
                 if program.buffers[name].dtype.is_floating_point:
                     kinds[name].add("float32")
+    for name, found in kinds.items():  # logits, which a sampler elsewhere reads
+        declared = program.buffers[name]
+        if declared.kind == "output" and declared.dtype.is_floating_point:
+            found.add("float32")
     return {
         name: _dtype(program.buffers[name].dtype, found)
         for name, found in kinds.items()
-        if name in program.buffers and program.buffers[name].kind in ("scratch", "output")
+        if program.buffers[name].kind in ("scratch", "output")
     }
 
 
@@ -82,33 +85,35 @@ class Memory:
     of padding) holds any numbers.
 
     Attributes:
+        weights: of the program's model.
         inputs: by name, tensors that are written before a step.
         caches: by name, those of the "cache" buffers.
         sequences: which tokens are of which sequence.
         arena: room for all other buffers.
-        kinds: their dtypes.
         token_table: see ``tokens_table``.
         orders: by the ids' buffer, of tokens that a launch has sorted by expert.
         same_order: of T tokens that take one expert, once a launch has asked for it.
     """
 
     program: Program
+    weights: WeightStore
     device: torch.device
     inputs: Mapping[str, torch.Tensor]
     caches: Caches
     sequences: Sequences
     arena: Arena
-    kinds: Mapping[str, torch.dtype]
     scratch: dict[str, torch.Tensor] = field(default_factory=dict)
     token_table: torch.Tensor | None = None
     orders: dict[str, SortedPairs] = field(default_factory=dict)
     same_order: SortedPairs | None = None
 
     def __post_init__(self) -> None:
-        plan = planned(self.program, self.kinds)
+        kinds = dtypes(self.program)
+        self._layout_of = layouts(self.program, self.device, kinds)
+        plan = planned(self.program, kinds)
         block = self.arena.take(plan.nbytes)
         for name, offset in plan.offsets.items():
-            shape, dtype = self.program.shape(name), self.kinds[name]
+            shape, dtype = self.program.shape(name), kinds[name]
             part = block[offset : offset + math.prod(shape) * dtype.itemsize]
             self.scratch[name] = part.view(dtype).view(shape)
 
@@ -125,6 +130,14 @@ class Memory:
             if name in tensors:
                 return tensors[name]
         raise KeyError(name)
+
+    def weight(self, node: Node, port: str) -> Any:
+        """A weight in the layout in which the node reads it."""
+        return self.weights.get(self.program.weight(node, port), *self._layout_of(node, port))
+
+    def optional_weight(self, node: Node, port: str) -> Any | None:
+        """A weight that a node may have or not."""
+        return self.weight(node, port) if port in node.weights else None
 
     def read(self, node: Node, port: str) -> torch.Tensor:
         """The buffer of an input."""

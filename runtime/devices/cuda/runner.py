@@ -4,7 +4,6 @@ they do not fit."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,16 +14,19 @@ from pykernels.gpu.common.launch import supports
 from ...engine.batch import DeviceLost, StepBatch, StepResult
 from ...kv_cache.layout import PAGE
 from ...passes import defer
+from ...placement import CPU, Placement, place
 from ...program import Program
+from ...weights import LayoutOf
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
 from ..runner import Lowerable, PagedRunner, Pass
-from .capacity import choose
+from .capacity import HEADROOM, step_tokens
 from .deferral import measured_deferral
 from .executable import CudaExecutable
 from .handshake import PinnedSlots
 from .inputs import NEVER, PIECE, Bucket, StepInputs
-from .memory import Arena
+from .memory import Arena, dtypes
+from .weights import gpu_bytes, layouts
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
@@ -72,20 +74,23 @@ class CudaRunner(PagedRunner):
         check_device(device)
         self.device = torch.device(device)
         pages = num_pages or 2 * -(-max_model_len // PAGE)
-        sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
-        chosen = choose(model, self.device, experts, max_num_batched_tokens, *sizes)
+        self.placement = place_on(device, model, pages, experts)
+        tokens = max_num_batched_tokens
+        if tokens is None:
+            sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
+            tokens = step_tokens(model, self.device, self.placement, *sizes)
         super().__init__(
             model,
             max_model_len,
             pages,
-            chosen.tokens,
+            tokens,
             max_num_seqs,
             passes,
             max_num_logits,
         )
-        self.pool, self.kernel, self.experts = pool, kernel, chosen.experts
+        self.pool, self.kernel = pool, kernel
         self._auto_defer, self.deferred = auto_defer, 0
-        self.buckets = PROMPT_BUCKETS if self.experts == "gpu" else HOST_BUCKETS
+        self.buckets = HOST_BUCKETS if self.placement.experts == CPU else PROMPT_BUCKETS
         if self._real:  # a layer of the GPU is shorter than waking a sleeper
             pool.spin_for(spin_budget(driver_works=False))
         self.caches: dict[str, torch.Tensor] = {}
@@ -101,23 +106,14 @@ class CudaRunner(PagedRunner):
 
     def lowered(self, *sizes: int) -> Program:
         """The model's program: routed experts and sampling on the CPU, all else on the GPU."""
-        program = super().lowered(*sizes)
-        on_cpu = {"sample_requests"} | ({"moe_ffn"} if self.experts == "cpu" else set())
-        gpu = str(self.device) if self._real else "cuda:interpreted"
-        nodes = tuple(
-            replace(
-                node,
-                device="cpu"
-                if node.op in on_cpu and (node.op != "moe_ffn" or node.role == "routed")
-                else gpu,
-            )
-            for node in program.nodes
-        )
-        return replace(program, nodes=nodes).check()
+        return self.placement.apply(super().lowered(*sizes))
+
+    def layouts(self, program: Program) -> LayoutOf:
+        return layouts(program, self.device, dtypes(program))
 
     def decode_passes(self) -> Sequence[Pass]:
         """The passes, with the deferral that pays here."""
-        if not self._auto_defer or self.experts != "cpu":
+        if not self._auto_defer or self.placement.experts != CPU:
             return self.passes
         inputs = self._host_inputs
         step = self._step(1, inputs, (), self.make_decode_step)
@@ -175,6 +171,7 @@ class CudaRunner(PagedRunner):
         bucket = self._inputs.bucket(T, R, decode, expand_from)
         executable = CudaExecutable(
             program,
+            self.weights,
             self.device,
             self.pool,
             self.kernel,
@@ -217,7 +214,7 @@ def part_latents(program: Program, caches: dict[str, torch.Tensor]) -> dict[str,
     for node in program.nodes:
         name = node.inputs.get("latent", "")
         if node.op == "mla_rope_cache_write" and "rope" not in node.inputs:
-            whole, L = caches.pop(name), len(node.weights["kv_norm"])
+            whole, L = caches.pop(name), program.weight(node, "kv_norm").shape[0]
             caches[name] = whole[..., :L].contiguous()
             caches[f"{name}.rope"] = whole[..., L:].contiguous()
     return caches
@@ -230,6 +227,23 @@ def expansion(program: Program) -> int | None:
         if node.op == "attention" and "latent" in node.inputs:
             return node.attr("expand_from") or NEVER
     return None
+
+
+def place_on(device: str, model: Lowerable, num_pages: int, experts: str) -> Placement:
+    """Where a model's nodes run beside a cache of so many pages: sampling and, unless they fit,
+    routed experts on the CPU, all else on the GPU.
+
+    Args:
+        device: "cuda:N"; "cpu" in Triton's interpreter.
+        experts: see ``placement.place``.
+    """
+    cache = sum(part.nbytes for part in model.caches(num_pages).values())
+    program = model.lower(1, 1, 1, 1, 1)
+    if torch.device(device).type != "cuda":
+        return place(program, "cuda:interpreted", experts, 1 << 62, gpu_bytes)
+    free, _ = torch.cuda.mem_get_info(device)
+    name = str(torch.device(device))
+    return place(program, name, experts, free - cache - HEADROOM, gpu_bytes)
 
 
 def check_device(name: str) -> None:
