@@ -169,9 +169,9 @@ class Ours:
             from runtime.devices.cuda.runner import CudaRunner
 
             auto, given = defer == "auto", max_num_batched_tokens and budget
-            sizes = positions, pages, given, load.batch
+            at_most = positions, pages, given, load.batch
             runner = CudaRunner(
-                self.decoder, device, self.pool, *sizes, kernel, passes, None, expert_device, auto
+                self.decoder, device, self.pool, *at_most, kernel, passes, None, expert_device, auto
             )
         start = time.perf_counter()
         runner.load()
