@@ -114,7 +114,7 @@ def test_the_channels_of_gpt_oss() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_any_mixture_of_markers_is_the_same_message_in_any_pieces(data: st.DataObject) -> None:
+def test_markers_in_any_order_and_pieces_are_one_message(data: st.DataObject) -> None:
     row = data.draw(st.sampled_from(RECORDED))
     parser = parser_for(row["model_type"], row["template"])
     words = [*parser.special_tokens, '{"name": "f", "arguments": ', '{"a": [1', "}", "]", '"', "f"]
