@@ -62,6 +62,16 @@ def test_what_is_no_call_is_content_and_the_next_call_is_found(model: str) -> No
             '<tool_call>{"name": "f", "arguments": {"</tool_call>": "}"}}',
             '{"</tool_call>": "}"}',
         ),
+        (  # control characters and half surrogates, which a client could not read
+            "Qwen3-30B",
+            '<tool_call>{"name": "f", "arguments": {"a": "1\n\t2"}}</tool_call>',
+            '{"a": "1\\n\\t2"}',
+        ),
+        (
+            "Qwen3-30B",
+            '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}</tool_call>',
+            '{"a": "\\ud800"}',
+        ),
         (  # no JSON: given as it is
             "Qwen3-30B",
             """<tool_call>{"name": "f", "arguments": {'a': 1}}</tool_call>""",
