@@ -37,7 +37,8 @@ def constraint_for(
             ``{"type": "regex", "regex": ...}``, ``{"type": "grammar", "grammar": ...}`` in
             llguidance's lark.
         tools: OpenAI's; of any kind but functions the caller has made functions.
-        tool_choice: "none", "auto", "required", or ``{"type": "function", "function": {"name"}}``.
+        tool_choice: "none", "auto", "required", or ``{"type": "function", "function": {"name"}}``;
+            also with the name beside the type, and "any" for "required", as other APIs have it.
             With "auto" only ``response_format`` constrains: the output is a call or has that form.
         prompt_tail: the end of the rendered prompt, as ``Parser.stream`` is given it.
 
@@ -47,14 +48,15 @@ def constraint_for(
     """
     form = parser.form
     lark = Lark(vocabulary, form.special_tokens)
-    forced = tool_choice not in ("none", "auto")
+    choice = _choice(tool_choice)
+    forced = choice not in ("none", "auto")
     bodies = []
     if response_format is not None and not forced:
         bodies += _body(lark, response_format)
         if not bodies:
             return None
-    if forced or (bodies and tools and tool_choice == "auto"):
-        functions = _chosen(signatures(tools), tool_choice)
+    if forced or (bodies and tools and choice == "auto"):
+        functions = _chosen(signatures(tools), choice)
         bodies.append(calls(form, lark, functions, parallel_tool_calls))
     if not bodies:
         return None
@@ -69,15 +71,25 @@ def constraint_for(
     return GrammarConstraint(vocabulary, lark.grammar(start))
 
 
+def _choice(choice: Any) -> Any:
+    """A word, or a mapping with the name of a function."""
+    if isinstance(choice, Mapping):
+        function = choice.get("function", choice)
+        if "name" in function:
+            return function
+        choice = choice.get("type")
+    return "required" if choice == "any" else choice
+
+
 def _chosen(functions: dict[str, Mapping[str, Any]], choice: Any) -> dict[str, Mapping[str, Any]]:
     if not functions:
         raise PykernelsError("tool_choice demands a call, and there are no tools", "Give tools")
     if choice in ("auto", "required"):
         return functions
-    name = choice.get("function", choice).get("name") if isinstance(choice, Mapping) else None
-    if name not in functions:
+    name = choice["name"] if isinstance(choice, Mapping) else choice
+    if not isinstance(choice, Mapping) or name not in functions:
         raise PykernelsError(
-            f"tool_choice={choice!r} names none of the tools",
+            f"tool_choice: {name!r} is none of the tools",
             f"Name one of {', '.join(functions)}, or use none, auto or required",
         )
     return {name: functions[name]}

@@ -66,8 +66,12 @@ def test_a_call_that_the_template_writes_passes(row: dict[str, Any], special: bo
         assert not passes(constraint, ids(f"No. {text}"))
     one = constraint_for(words, parser, **wanted, parallel_tool_calls=False)
     assert passes(one, ids(text)) == (text.count("city") == text.count("tags") + 1)
-    named = {"type": "function", "function": {"name": "save_note"}}
-    assert not passes(constraint_for(words, parser, **wanted | {"tool_choice": named}), ids(text))
+    for named in (
+        {"type": "function", "function": {"name": "save_note"}},
+        {"type": "tool", "name": "save_note"},
+    ):
+        other = constraint_for(words, parser, **wanted | {"tool_choice": named})
+        assert not passes(other, ids(text))
 
 
 @SPECIAL
@@ -182,6 +186,7 @@ def test_without_a_demand_there_is_no_constraint() -> None:
     assert of_plain_model(tools=TOOLS) is None
     assert of_plain_model(response_format={"type": "text"}) is None
     assert of_plain_model(tools=TOOLS, tool_choice="none") is None
+    assert of_plain_model(tools=TOOLS, tool_choice={"type": "auto"}) is None
 
 
 @pytest.mark.parametrize(
@@ -196,6 +201,7 @@ def test_without_a_demand_there_is_no_constraint() -> None:
             "cannot be enforced",
         ),
         ({"tools": TOOLS, "tool_choice": {"function": {"name": "h"}}}, "none of the tools"),
+        ({"tools": TOOLS, "tool_choice": "h"}, "none of the tools"),
         ({"tool_choice": "required"}, "no tools"),
     ],
 )
