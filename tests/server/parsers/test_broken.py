@@ -44,12 +44,12 @@ GOOD = {
 def test_what_is_no_call_is_content_and_the_next_call_is_found(model: str) -> None:
     good = GOOD[model]
     broken = good[: len(good) // 4]
-    text = f"One {broken} (no, wait)\n{good}\nTwo"
+    text = f"One {broken} (no, wait)\n{good}\nTwo{good}"
 
     message = parse_as(model, text)
 
     assert message["content"] == f"One {broken} (no, wait)Two"
-    assert message["calls"] == [["f", '{"a": 1}', True]]
+    assert message["calls"] == [["f", '{"a": 1}', True]] * 2
 
 
 @pytest.mark.parametrize(
