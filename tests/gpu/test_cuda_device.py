@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +29,22 @@ from ..model.checks import logprob_error
 
 BF16 = 0.06
 """Of the norm of a token's logprobs: activations are bfloat16."""
+
+
+class Only:
+    """A constraint: one token and no other."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def begin(self) -> Only:
+        return self
+
+    def allowed(self, mask: np.ndarray) -> None:
+        mask[self.token // 32] = 1 << self.token % 32
+
+    def accept(self, token: int) -> None:
+        assert token == self.token
 
 
 @pytest.mark.parametrize(
@@ -59,9 +76,11 @@ def test_logprobs_are_transformers(
         with Engine(runner) as engine:
             params = SamplingParams(temperature=0, max_tokens=2, logprobs=20, logprob_start=1)
             [result] = engine.generate([ids], params)
+            [forced] = engine.generate([ids], SamplingParams(max_tokens=1, constraint=Only(77)))
         step: Any = runner.steps[0]
         assert step.memory.tensor("logits").dtype == torch.float32
     assert logprob_error(result, truth) < BF16
+    assert forced.token_ids == (77,)
     on_cpu = sum(block.shape.E for block in blocks) if experts == "cpu" else 0
     assert len(packed) == 3 * on_cpu  # nothing else is packed for the CPU
 
