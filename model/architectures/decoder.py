@@ -114,7 +114,7 @@ class Decoder:
         if self.head_bias is not None:
             head["bias"] = self.head_bias
         b.node("linear", "lm_head", {"x": last}, {"out": "logits"}, head)
-        lower_sampling(b, "logits")
+        lower_sampling(b, "logits", V)
         return b.build()
 
     def _norm(

@@ -77,6 +77,8 @@ class PagedRunner(ABC):
     page_size = PAGE
     buckets: Sequence[int] = BUCKETS
     pool: WorkerPool | None = None
+    device = torch.device("cpu")
+    """Where sampling keeps what penalties go by."""
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class PagedRunner(ABC):
             "lengths": batch.seq_lens,
             "page_rows": batch.page_table_rows,
         }
-        self._sampling = SamplingInputs(batch)
+        self._sampling = SamplingInputs(batch, self.vocab_size, self.max_num_seqs, self.device)
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         inputs |= self._sampling.tensors()
         sizes = sorted(

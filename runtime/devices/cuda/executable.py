@@ -15,10 +15,11 @@ from ...node import Node
 from ...ops import OPS
 from ...program import Program
 from ...workers.pool import WorkerPool
-from . import attention, dense, experts
+from . import attention, dense, experts, sampling
 from .dense import Launch
 from .host_call import HostCall
 from .memory import Caches, Memory
+from .outputs import StepOutputs
 from .segment import Segment
 
 BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
@@ -34,6 +35,7 @@ BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
     "router": experts.router,
     "split_routing": experts.split_routing,
     "moe_ffn": experts.moe_ffn,
+    "sample_requests": sampling.sample_requests,
 }
 """The ops of this device."""
 
@@ -56,10 +58,11 @@ class CudaExecutable:
             of the CPU read.
         tokens_table, key_lengths: see ``Memory``; ``prelude``: a launch that fills the former.
         sizes: int64 [3] on the CPU: T, S and R of the step to come.
+        sampled: where what is sampled goes.
 
     Attributes:
         before: called first in every step: it sends the inputs.
-        outputs: by name, CPU tensors of the "output" buffers that nodes of the CPU write.
+        outputs: by name, CPU tensors of what is sampled, valid after ``run``.
 
     Raises:
         PykernelsError: an op that this device does not have.
@@ -78,16 +81,20 @@ class CudaExecutable:
         key_lengths: torch.Tensor,
         prelude: Launch,
         sizes: torch.Tensor,
+        sampled: StepOutputs,
     ) -> None:
         self.program, self.device = program, device
+        on_gpu, self.outputs = (
+            {name: tensor[: program.shape(name)[0]] for name, tensor in tensors.items()}
+            for tensors in (sampled.tensors, sampled.host)
+        )
         sliced = {
             name: inputs[name][: program.shape(name)[0]]
             for name, buffer in program.buffers.items()
             if buffer.kind == "input" and name in inputs
         }
-        self.memory = Memory(program, device, sliced, caches, tokens_table, key_lengths)
+        self.memory = Memory(program, device, sliced, caches, on_gpu, tokens_table, key_lengths)
         self._arrived = torch.cuda.Event() if device.type == "cuda" else None
-        self.outputs: dict[str, torch.Tensor] = {}
         self.before: Launch = lambda: None
         self._hops: list[_Hop] = []
         launches: list[Launch] = [prelude]
@@ -98,11 +105,6 @@ class CudaExecutable:
                 launches.append(self._bind(node))
                 continue
             call = HostCall(program, node, self.memory, pool, kernel, sizes, host_inputs)
-            self.outputs |= {
-                name: tensor
-                for name, tensor in call.executable.outputs.items()
-                if program.buffers[name].kind == "output"
-            }
             beside: list[Launch] = []
             results = set(node.writes)
             while nodes and nodes[0].device != "cpu" and not results & set(nodes[0].reads):
@@ -110,7 +112,7 @@ class CudaExecutable:
             before = Segment([*launches, call.send], device)
             self._hops.append(_Hop(before, Segment(beside, device), call))
             launches = [call.receive]
-        self._last = Segment(launches, device)
+        self._last = Segment([*launches, sampled.receive], device)
 
     def run(self) -> None:
         """One step; returns when the results are there.
@@ -132,6 +134,9 @@ class CudaExecutable:
                 self._arrived.synchronize()
             hop.call.run()
         self._last.run()
+        if self._arrived is not None:
+            self._arrived.record()
+            self._arrived.synchronize()
 
     def capture(self, pool: Any) -> None:
         """Captures every segment; the program has run once before."""

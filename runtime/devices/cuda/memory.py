@@ -46,6 +46,7 @@ class Memory:
     Attributes:
         inputs: by name, tensors that are written before a step.
         caches: by name, those of the "cache" buffers.
+        outputs: by name, those of results that the host reads.
         tokens_table: int32 [T, pages], the page table's row of each token.
         key_lengths: int32 [T], keys that each token attends to; 0 for padding.
     """
@@ -54,18 +55,21 @@ class Memory:
     device: torch.device
     inputs: Mapping[str, torch.Tensor]
     caches: Caches
+    outputs: Mapping[str, torch.Tensor]
     tokens_table: torch.Tensor
     key_lengths: torch.Tensor
     scratch: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, dtype in dtypes(self.program).items():
+            if name in self.outputs:
+                continue
             shape = self.program.shape(name)
             self.scratch[name] = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A buffer."""
-        for tensors in (self.scratch, self.inputs, self.caches):
+        for tensors in (self.scratch, self.inputs, self.caches, self.outputs):
             if name in tensors:
                 return tensors[name]
         raise KeyError(name)

@@ -10,6 +10,7 @@ import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.launch import supports
+from pykernels.ref.sampling import Sampled
 
 from ...engine.batch import DeviceLost, StepBatch, StepResult
 from ...program import Program
@@ -19,6 +20,7 @@ from ..runner import Lowerable, PagedRunner, Pass
 from .dense import Launch
 from .executable import CudaExecutable
 from .inputs import KEY_LENGTHS, StepInputs
+from .outputs import StepOutputs
 from .weights import experts_bytes
 
 EXPERTS = ("auto", "cpu", "gpu")
@@ -33,7 +35,7 @@ class CudaRunner(PagedRunner):
 
     Args:
         device: "cuda:N"; "cpu" in Triton's interpreter.
-        pool: runs what is on the CPU: experts, sampling.
+        pool: runs what is on the CPU: experts.
         experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
 
     Raises:
@@ -75,6 +77,7 @@ class CudaRunner(PagedRunner):
             pool.spin_for(spin_budget(driver_works=False))
         self.caches: dict[str, torch.Tensor] = {}
         self._inputs: StepInputs | None = None
+        self._sampled: StepOutputs | None = None
         self._host_inputs: Mapping[str, torch.Tensor] = {}
         self._pool_handle = torch.cuda.graph_pool_handle() if self._real else None
 
@@ -83,19 +86,14 @@ class CudaRunner(PagedRunner):
         return self.device.type == "cuda"
 
     def lowered(self, *sizes: int) -> Program:
-        """The model's program: routed experts and sampling on the CPU, all else on the GPU."""
+        """The model's program: routed experts on the CPU or the GPU, all else on the GPU."""
         program = super().lowered(*sizes)
         if self.experts == "auto":
             self.experts = "gpu" if self._experts_fit(program) else "cpu"
-        on_cpu = {"sample_requests"} | ({"moe_ffn"} if self.experts == "cpu" else set())
         gpu = str(self.device) if self._real else "cuda:interpreted"
+        routed = "cpu" if self.experts == "cpu" else gpu
         nodes = tuple(
-            replace(
-                node,
-                device="cpu"
-                if node.op in on_cpu and (node.op != "moe_ffn" or node.role == "routed")
-                else gpu,
-            )
+            replace(node, device=routed if (node.op, node.role) == ("moe_ffn", "routed") else gpu)
             for node in program.nodes
         )
         return replace(program, nodes=nodes).check()
@@ -138,7 +136,8 @@ class CudaRunner(PagedRunner):
 
     def _make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
         if self._inputs is None:
-            self._inputs, self._host_inputs = StepInputs(inputs, self.device), dict(inputs)
+            self._inputs = StepInputs(inputs, self._sampling, self.device)
+            self._host_inputs = dict(inputs)
             self._allocate_caches(program)
         given, T = self._inputs.tensors, program.sizes["T"]
         table = torch.zeros(T, given["page_table"].shape[1], dtype=torch.int32, device=self.device)
@@ -159,11 +158,22 @@ class CudaRunner(PagedRunner):
             given[KEY_LENGTHS][:T],
             prelude,
             self.sizes,
+            self._results_of(program),
         )
         executable.before = self._send(executable)
         if self._real:
             self._warm(executable)
         return executable
+
+    def _results_of(self, program: Program) -> StepOutputs:
+        """Where all programs put what they sample."""
+        if self._sampled is None:
+            rows = self.max_num_logits
+            node = next(node for node in program.nodes if node.op == "sample_requests")
+            buffers = [program.buffers[node.outputs[name]] for name in Sampled._fields]
+            shapes = {b.name: ((rows, *program.shape(b.name)[1:]), b.dtype) for b in buffers}
+            self._sampled = StepOutputs(shapes, self.device)
+        return self._sampled
 
     def _send(self, executable: CudaExecutable) -> Launch:
         bucket = executable.program.sizes["T"]
