@@ -14,6 +14,7 @@ from runtime.devices.cuda.memory import Memory
 from runtime.devices.cuda.outputs import StepOutputs
 from runtime.devices.cuda.sampling import sample_requests
 from runtime.devices.sampling import SamplingInputs
+from runtime.weights import WeightStore
 
 from ..engine.programs.sampling_rows import V, check, program
 
@@ -40,7 +41,7 @@ def test_the_launch_draws_what_the_rows_ask_for(device: torch.device) -> None:
     none = torch.empty(0, device=device)
     given = {**inputs.tensors, "logits": logits}
     launch = sample_requests(
-        Memory(made, device, given, {}, results.tensors, none, none), made.nodes[0]
+        Memory(made, WeightStore(), device, given, {}, results.tensors, none, none), made.nodes[0]
     )
 
     def run(step: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from ...node import Node
 from ...ops import OPS
 from ...partition import partition
 from ...program import Program
+from ...weights import WeightStore
 from ...workers.pool import WorkerPool
 from ...workers.worker_pool import InFlight
 from ..cpu.step import CpuExecutable
@@ -50,6 +51,7 @@ class CudaExecutable:
 
     Args:
         program: its nodes are on the CPU and on this GPU.
+        weights: of its model.
         inputs: GPU tensors of the step's inputs; ``host_inputs``: CPU tensors of those that nodes
             of the CPU read.
         tokens_table, key_lengths: see ``Memory``; ``prelude``: launches that come first in a step.
@@ -69,6 +71,7 @@ class CudaExecutable:
     def __init__(
         self,
         program: Program,
+        weights: WeightStore,
         device: torch.device,
         pool: WorkerPool,
         kernel: str,
@@ -95,13 +98,17 @@ class CudaExecutable:
             {name: tensor[: program.shape(name)[0]] for name, tensor in tensors.items()}
             for tensors in (sampled.tensors, sampled.host)
         )
-        self.memory = Memory(gpu, device, sliced, caches, on_gpu, tokens_table, key_lengths)
+        self.memory = Memory(
+            gpu, weights, device, sliced, caches, on_gpu, tokens_table, key_lengths
+        )
         self.before: Launch = lambda: None
         self._link: Link | None = None
         self.cpu: CpuExecutable | None = None
         if cpu is not None:
             self._link = handshake.link(gpu, cpu, slots)
-            self.cpu = CpuExecutable(cpu, pool, host_inputs, {}, kernel, sizes, link=self._link)
+            self.cpu = CpuExecutable(
+                cpu, weights, pool, host_inputs, {}, kernel, sizes, link=self._link
+            )
         launches = [prelude, *map(self._bind, gpu.nodes), sampled.receive]
         self._graph = Segment(launches, device)
         self._ended = torch.cuda.Event() if device.type == "cuda" else None

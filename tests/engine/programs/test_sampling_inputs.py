@@ -14,6 +14,7 @@ from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.devices.sampling import SamplingInputs
+from runtime.weights import WeightStore
 from runtime.workers.pool import WorkerPool
 
 from .sampling_rows import V, check, program, rows
@@ -29,9 +30,9 @@ def test_a_device_draws_what_the_rows_ask_for(device: str) -> None:
     inputs = {"logits": logits} | columns.tensors()
     with WorkerPool(1) as pool:
         step = (
-            CpuExecutable(program(R), pool, inputs, {})
+            CpuExecutable(program(R), WeightStore(), pool, inputs, {})
             if device == "cpu"
-            else RefExecutable(on_ref(program(R)), inputs, {})
+            else RefExecutable(on_ref(program(R)), WeightStore(), inputs, {})
         )
 
         def run(given: torch.Tensor) -> dict[str, torch.Tensor]:
