@@ -87,6 +87,8 @@ class PagedRunner(ABC):
     """Buckets of decode steps; none: those of other steps, and one program for both, unless passes
     rewrite it."""
     pool: WorkerPool | None = None
+    device = torch.device("cpu")
+    """Where sampling keeps what penalties go by."""
     layouts: Callable[[Program], LayoutOf]
 
     def __init__(
@@ -156,7 +158,7 @@ class PagedRunner(ABC):
             "lengths": batch.seq_lens,
             "page_rows": batch.page_table_rows,
         }
-        self._sampling = SamplingInputs(batch)
+        self._sampling = SamplingInputs(batch, self.vocab_size, self.max_num_seqs, self.device)
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         inputs |= self._sampling.tensors()
         self.steps = self._bind_all(self._sizes(self.buckets), inputs, (), self.make_step)

@@ -16,6 +16,7 @@ from runtime.devices.cuda.executable import CudaExecutable
 from runtime.devices.cuda.handshake import PinnedSlots
 from runtime.devices.cuda.inputs import StepInputs
 from runtime.devices.cuda.memory import Arena
+from runtime.devices.cuda.outputs import StepOutputs
 from runtime.devices.cuda.runner import expansion, part_latents
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
@@ -85,7 +86,7 @@ def results(
     exact = {name: part.zeros() for name, part in parts.items()}
     exact = {n: x.float() if x.dtype == torch.bfloat16 else x for n, x in exact.items()}
     truth = RefExecutable(on_ref(program), weights, inputs, exact)
-    staged = StepInputs(inputs, device, piece)
+    staged = StepInputs(inputs, None, device, piece)
     bucket = staged.bucket(program.sizes["T"], 1, False, expansion(program))
     kinds = {"angles": torch.float32}
     floats = {
@@ -110,6 +111,7 @@ def results(
         Arena(device),
         sizes,
         PinnedSlots(device.type == "cuda"),
+        StepOutputs({}, device),
     )
     for seed, step in enumerate(steps):
         step.fill(inputs, seed)

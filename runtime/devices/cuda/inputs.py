@@ -10,10 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from ...kv_cache.layout import PAGE
+from ..sampling import SamplingInputs
+from .sampling_inputs import SamplingColumns, SamplingTables
 from .sequences import Expansion, Sequences
 
 BY_TOKEN = ("tokens", "positions", "slot_mapping")
-"""Inputs [T] that nodes read by name; the parameters of sampling stay on the host."""
+"""Inputs [T] that nodes read by name."""
 _BY_CHUNK = ("query_starts", "query_lengths", "key_lengths", "key_starts")
 _ALIGNED = 4  # int32 numbers: 16 bytes
 NEVER = 1 << 40
@@ -24,16 +26,23 @@ any mix of sequences has few blocks too many."""
 
 
 class StepInputs:
-    """Memory for the inputs of any bucket: int32 copies of the engine's arrays.
+    """Memory for the inputs of any bucket: copies of the engine's arrays, as words of 32 bits. How
+    rows are sampled comes first, at one place for all buckets.
 
     Args:
         arrays: by name, int64 CPU tensors that the engine writes before each step.
+        sampling: how rows are sampled, for the same GPU; None: programs that sample nothing.
         piece: chunks of more tokens are cut into pieces; None: none is.
+
+    Attributes:
+        first: words of the block in front of a bucket's own.
+        tensors: by name, views on the GPU of how rows are sampled, in their largest shape.
     """
 
     def __init__(
         self,
         arrays: Mapping[str, torch.Tensor],
+        sampling: SamplingInputs | None,
         device: torch.device,
         piece: int | None = PIECE,
     ) -> None:
@@ -43,11 +52,26 @@ class StepInputs:
         }
         T, S, R = (len(arrays[name]) for name in ("tokens", "lengths", "logits_indices"))
         chunks = _chunks(T, S, piece or T)
-        size = _size(_shapes(T, S, R, arrays["page_table"].shape[1], chunks))
+        columns = None if sampling is None else SamplingColumns(sampling, R)
+        self._tables = None if sampling is None else SamplingTables(sampling, device)
+        self._columns, self._rows = columns, {} if columns is None else columns.shapes
+        self.first = _size(self._rows)
+        size = self.first + _size(_shapes(T, S, R, arrays["page_table"].shape[1], chunks))
         self.host = torch.zeros(
             size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
         self.device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._staged = {n: x.numpy() for n, x in views_of(self.host, self._rows).items()}
+        self.tensors: dict[str, torch.Tensor] = {}
+        if columns is not None and self._tables is not None:
+            words = views_of(self.device, self._rows)
+            self.tensors = {**columns.views(words), **self._tables.tensors}
+
+    def stage_sampling(self) -> None:
+        """Stages how the rows of the step to come are sampled, and sends its tables."""
+        if self._columns is not None and self._tables is not None:
+            self._columns.stage(self._staged)
+            self._tables.send()
 
     def bucket(self, T: int, R: int, decode: bool, expand_from: int | None) -> Bucket:
         """The inputs of programs of these sizes. Arguments: see ``Bucket``."""
@@ -77,15 +101,11 @@ class Bucket:
         S, pages = min(T, len(owner.arrays["lengths"])), owner.arrays["page_table"].shape[1]
         self._piece = min(T, owner.piece or T)
         shapes = _shapes(T, S, R, pages, None if decode else _chunks(T, S, self._piece))
-        size = _size(shapes)
-        self._host, self._device = owner.host[:size], owner.device[:size]
-        views, at = dict[str, torch.Tensor](), 0
-        self._staged: dict[str, NDArray[np.int32]] = {}
-        for name, shape in shapes.items():
-            count = int(np.prod(shape))
-            self._staged[name] = self._host[at : at + count].view(shape).numpy()
-            views[name] = self._device[at : at + count].view(shape)
-            at += _aligned(count)
+        self._owner, end = owner, owner.first + _size(shapes)
+        self._host, self._device = owner.host[:end], owner.device[:end]
+        parts = (block[owner.first :] for block in (self._host, self._device))
+        staged, views = (views_of(part, shapes) for part in parts)
+        self._staged = {name: view.numpy() for name, view in staged.items()}
         own = {field.name for field in fields(Sequences)}
         self._expansion = Expansion()
         self.sequences = Sequences(
@@ -94,6 +114,7 @@ class Bucket:
             expansion=self._expansion,
         )
         self.tensors = {name: view for name, view in views.items() if name not in own}
+        self.tensors |= owner.tensors
 
     def send(self, T: int, S: int, R: int) -> None:
         """Copies a step's inputs, padded to the bucket: slots of -1, no keys.
@@ -119,6 +140,7 @@ class Bucket:
         else:
             starts, counts = arrays["query_starts"][:S], arrays["query_lengths"][:S]
             self._arrange(starts, counts, lengths, arrays["positions"][:T])
+        self._owner.stage_sampling()
         self._device.copy_(self._host, non_blocking=True)
 
     def pretend(self) -> None:
@@ -133,6 +155,7 @@ class Bucket:
             n = min(T, staged["table"].shape[1] * PAGE)
             lengths = np.array([n], np.int64)
             self._arrange(np.zeros(1, np.int64), lengths, lengths, np.zeros(n, np.int64))
+        self._owner.stage_sampling()
         self._device.copy_(self._host, non_blocking=True)
 
     def _arrange(
@@ -202,6 +225,16 @@ def _shapes(T: int, S: int, R: int, pages: int, chunks: int | None) -> dict[str,
         shapes |= dict.fromkeys(_BY_CHUNK, (chunks,))
         shapes |= {"token_rows": (T,), "token_lengths": (T,), "chunk_table": (chunks, pages)}
     return shapes
+
+
+def views_of(block: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Parts of a block one behind the other, by name."""
+    found, at = dict[str, torch.Tensor](), 0
+    for name, shape in shapes.items():
+        count = int(np.prod(shape))
+        found[name] = block[at : at + count].view(shape)
+        at += _aligned(count)
+    return found
 
 
 def _aligned(count: int) -> int:

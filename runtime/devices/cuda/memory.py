@@ -88,6 +88,7 @@ class Memory:
         weights: of the program's model.
         inputs: by name, tensors that are written before a step.
         caches: by name, those of the "cache" buffers.
+        outputs: by name, those of results that the host reads.
         sequences: which tokens are of which sequence.
         arena: room for all other buffers.
         token_table: see ``tokens_table``.
@@ -100,6 +101,7 @@ class Memory:
     device: torch.device
     inputs: Mapping[str, torch.Tensor]
     caches: Caches
+    outputs: Mapping[str, torch.Tensor]
     sequences: Sequences
     arena: Arena
     scratch: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -110,7 +112,8 @@ class Memory:
     def __post_init__(self) -> None:
         kinds = dtypes(self.program)
         self._layout_of = layouts(self.program, self.device, kinds)
-        plan = planned(self.program, kinds)
+        own = {name: dtype for name, dtype in kinds.items() if name not in self.outputs}
+        plan = planned(self.program, own)
         block = self.arena.take(plan.nbytes)
         for name, offset in plan.offsets.items():
             shape, dtype = self.program.shape(name), kinds[name]
@@ -126,7 +129,7 @@ class Memory:
 
     def tensor(self, name: str) -> torch.Tensor:
         """A buffer."""
-        for tensors in (self.scratch, self.inputs, self.caches):
+        for tensors in (self.scratch, self.inputs, self.caches, self.outputs):
             if name in tensors:
                 return tensors[name]
         raise KeyError(name)

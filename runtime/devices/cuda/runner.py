@@ -10,6 +10,7 @@ import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.launch import supports
+from pykernels.ref.sampling import Sampled
 
 from ...engine.batch import DeviceLost, StepBatch, StepResult
 from ...kv_cache.layout import PAGE
@@ -26,6 +27,7 @@ from .executable import CudaExecutable
 from .handshake import PinnedSlots
 from .inputs import NEVER, PIECE, Bucket, StepInputs
 from .memory import Arena, dtypes
+from .outputs import StepOutputs
 from .weights import gpu_bytes, layouts
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
@@ -41,7 +43,7 @@ class CudaRunner(PagedRunner):
 
     Args:
         device: "cuda:N"; "cpu" in Triton's interpreter.
-        pool: runs what is on the CPU: experts, sampling.
+        pool: runs what is on the CPU: experts.
         max_num_batched_tokens: None: as ``capacity.STEP_TOKENS`` says.
         experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
         auto_defer: whether to defer as many experts as keep the CPU busy, found by measuring.
@@ -95,6 +97,7 @@ class CudaRunner(PagedRunner):
             pool.spin_for(spin_budget(driver_works=False))
         self.caches: dict[str, torch.Tensor] = {}
         self._inputs: StepInputs | None = None
+        self._sampled: StepOutputs | None = None
         self._host_inputs: Mapping[str, torch.Tensor] = {}
         self._arena = Arena(self.device)
         self._slots = PinnedSlots(self._real)
@@ -105,7 +108,7 @@ class CudaRunner(PagedRunner):
         return self.device.type == "cuda"
 
     def lowered(self, *sizes: int) -> Program:
-        """The model's program: routed experts and sampling on the CPU, all else on the GPU."""
+        """The model's program: routed experts on the CPU or the GPU, all else on the GPU."""
         return self.placement.apply(super().lowered(*sizes))
 
     def layouts(self, program: Program) -> LayoutOf:
@@ -166,7 +169,8 @@ class CudaRunner(PagedRunner):
             # E4M3 becomes rows of bfloat16 before a prefill: once a sequence, not once a piece.
             coded = any(part.dtype == torch.float8_e4m3fn for part in self.caches.values())
             piece = None if coded or expansion(program) is not None else PIECE
-            self._inputs, self._host_inputs = StepInputs(inputs, self.device, piece), dict(inputs)
+            self._inputs = StepInputs(inputs, self._sampling, self.device, piece)
+            self._host_inputs = dict(inputs)
         T, R, expand_from = program.sizes["T"], program.sizes["R"], expansion(program)
         bucket = self._inputs.bucket(T, R, decode, expand_from)
         executable = CudaExecutable(
@@ -182,6 +186,7 @@ class CudaRunner(PagedRunner):
             self._arena,
             self.sizes,
             self._slots,
+            self._results_of(program),
         )
         executable.before = partial(self._send, bucket)
         if self._real:
@@ -191,6 +196,16 @@ class CudaRunner(PagedRunner):
 
     def _send(self, bucket: Bucket) -> None:
         bucket.send(*self.sizes.tolist())
+
+    def _results_of(self, program: Program) -> StepOutputs:
+        """Where all programs put what they sample."""
+        if self._sampled is None:
+            rows = self.max_num_logits
+            node = next(node for node in program.nodes if node.op == "sample_requests")
+            buffers = [program.buffers[node.outputs[name]] for name in Sampled._fields]
+            shapes = {b.name: ((rows, *program.shape(b.name)[1:]), b.dtype) for b in buffers}
+            self._sampled = StepOutputs(shapes, self.device)
+        return self._sampled
 
     def _warm(self, executable: CudaExecutable, bucket: Bucket, captured: bool) -> None:
         """Runs a step that writes nothing, which compiles everything, then captures it."""
@@ -230,8 +245,8 @@ def expansion(program: Program) -> int | None:
 
 
 def place_on(device: str, model: Lowerable, num_pages: int, experts: str) -> Placement:
-    """Where a model's nodes run beside a cache of so many pages: sampling and, unless they fit,
-    routed experts on the CPU, all else on the GPU.
+    """Where a model's nodes run beside a cache of so many pages: unless they fit, routed experts on
+    the CPU, all else on the GPU.
 
     Args:
         device: "cuda:N"; "cpu" in Triton's interpreter.
