@@ -190,7 +190,7 @@ def test_grouped_queries(
 def test_latents(
     kv_dtype: str, pool: WorkerPool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from runtime.devices.cuda import latents
+    from runtime.devices.cuda.launches import latents
 
     # One head's keys and values at a time, as where a context is long.
     monkeypatch.setattr(latents, "EXPANDED_BYTES", 1)

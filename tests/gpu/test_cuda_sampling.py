@@ -10,9 +10,9 @@ import torch
 
 from pykernels.ref.sampling import MAX_LOGPROBS
 from runtime.devices.cuda.inputs import ON_GPU, StepInputs
+from runtime.devices.cuda.launches.sampling import sample_requests
 from runtime.devices.cuda.memory import Memory
 from runtime.devices.cuda.outputs import StepOutputs
-from runtime.devices.cuda.sampling import sample_requests
 from runtime.devices.sampling import SamplingInputs
 from runtime.weights import WeightStore
 

@@ -11,7 +11,7 @@ from ...node import Node
 from ...placement import CPU, Placement
 from ...program import Program
 from ..runner import Lowerable
-from .latents import EXPANDED_BYTES
+from .launches.latents import EXPANDED_BYTES
 from .memory import dtypes, planned
 from .weights import gpu_bytes
 

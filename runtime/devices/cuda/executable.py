@@ -18,9 +18,10 @@ from ...workers.pool import WorkerPool
 from ...workers.worker_pool import InFlight
 from ..cpu.step import CpuExecutable
 from ..link import Launching, Link
-from . import attention, dense, experts, handshake, latents, sampling
-from .dense import Launch
+from . import handshake
 from .handshake import PinnedSlots
+from .launches import attention, dense, experts, latents, sampling
+from .launches.dense import Launch
 from .memory import Arena, Caches, Memory
 from .outputs import StepOutputs
 from .segment import Segment

@@ -13,9 +13,9 @@ from pykernels.gpu.moe.router import router as choose
 from pykernels.ref.router import split_routing as split_by_weight
 from pykernels.shapes import Routing
 
-from ...node import Node
+from ....node import Node
+from ..memory import Memory
 from .dense import Launch, void
-from .memory import Memory
 
 
 def router(m: Memory, node: Node) -> Launch:

@@ -15,9 +15,9 @@ from pykernels.gpu.attention.mla_prefill import mla_prefill
 from pykernels.gpu.attention.mla_read import mla_read
 from pykernels.gpu.per_head_linear import per_head_linear
 
-from ...node import Node
+from ....node import Node
+from ..memory import Memory
 from .dense import Launch, void
-from .memory import Memory
 
 EXPANDED_BYTES = 512 << 20
 """Of expanded keys and values at a time, where a head's are not more by themselves."""
