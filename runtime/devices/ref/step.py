@@ -19,6 +19,7 @@ from pykernels.errors import PykernelsError
 from ...analysis import dependencies
 from ...partition import partition
 from ...program import Node, Program
+from ...tracing import active
 from ...workers.pool import WorkerPool
 from .experts import NodeCall
 from .memory import Memory
@@ -144,7 +145,8 @@ class RefExecutable:
             stream.launch(self._timed(HERE, node.name, partial(self.submit, node)))
             stream.write_value(flags, node.attr("channel"), self._count)
         elif node.op == "wait":
-            stream.wait_value(flags, node.attr("channel"), self._count)
+            wait = partial(flags.wait, node.attr("channel"), self._count)
+            stream.launch(partial(_waited, node.name, wait))
             stream.launch(self._timed(HERE, node.name, partial(self._load, node)))
         else:
             stream.launch(self._timed(HERE, node.name, partial(self.execute, node)))
@@ -172,7 +174,10 @@ class RefExecutable:
         def run() -> None:
             begin = perf_counter_ns()
             operation()
-            self.times.append((stream, name, begin, perf_counter_ns()))
+            end = perf_counter_ns()
+            self.times.append((stream, name, begin, end))
+            if stream == HERE:  # what the cpu device runs, its workers tell
+                active.node(stream, name, begin, end)
 
         return run
 
@@ -200,3 +205,9 @@ class RefExecutable:
                 self._cpu.synchronize()
             except Exception:  # the first error is the one to report
                 return
+
+
+def _waited(name: str, wait: Callable[[], None]) -> None:
+    begin = perf_counter_ns()
+    wait()
+    active.node(HERE, name, begin, perf_counter_ns())

@@ -1,0 +1,102 @@
+"""Which node a kernel of the GPU belongs to.
+
+A trace has kernels' names only. The module that defines a kernel says which ops launch it, and a
+stream runs a program's nodes in their order, so each kernel belongs to the node before it if that
+one's op may launch it, else to the next node whose op may. Of neighbours of one op the first gets
+all: their ops and layers are right, their names may not be.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..node import Node
+from .gpu import idle
+from .timeline import COPY, STREAM, Span, op_of
+
+OPS_OF = {
+    "attention": ("attention", "attention_expanded"),
+    "embedding": ("embed",),
+    "gemm": ("linear", "moe_ffn", "per_head_linear"),
+    "handshake": ("submit", "wait", "moe_ffn", "rms_norm"),
+    "moe.router": ("router",),
+    "moe.router_logits": ("linear", "router"),
+    "moe": ("moe_ffn",),
+    "activation": ("moe_ffn",),
+    "norm": ("rms_norm",),
+    "per_head_linear": ("per_head_linear",),
+    "quantize": ("linear", "moe_ffn"),
+    "rope": ("rope_table",),
+    "rope_cache_write": ("mla_rope_cache_write", "gqa_rope_cache_write"),
+    "sampling": ("sample_requests",),
+    "sampling_kernels": ("sample_requests",),
+}
+"""Which ops launch the kernels of a module of ``pykernels.gpu``, or of a folder of modules."""
+
+TORCH = "torch"
+"""The op of kernels that are not ours: torch's copies and conversions between ours."""
+
+LOOKAHEAD = 40
+"""Nodes: about two layers. A node farther away is not the next one."""
+
+_PACKAGE = "pykernels.gpu."
+
+
+def launched_by() -> Mapping[str, frozenset[str]]:
+    """By name of a kernel, the ops that launch it; of all modules that are loaded."""
+    found: dict[str, set[str]] = {}
+    for module in [m for name, m in sys.modules.items() if name.startswith(_PACKAGE)]:
+        for kernel in vars(module).values():
+            function = getattr(kernel, "fn", None)  # of Triton's and Gluon's decorators
+            home = getattr(function, "__module__", None) or ""
+            if home.startswith(_PACKAGE) and (ops := ops_of_module(home)):
+                found.setdefault(function.__name__, set()).update(ops)
+    return {name: frozenset(ops) for name, ops in found.items()}
+
+
+def ops_of_module(module: str) -> tuple[str, ...]:
+    """The ops that launch the kernels of a module, by the longest name in ``OPS_OF``."""
+    name = module.removeprefix(_PACKAGE)
+    while name and name not in OPS_OF:
+        name = name.rpartition(".")[0]
+    return OPS_OF.get(name, ())
+
+
+def assigned(
+    spans: Sequence[Span],
+    nodes: Sequence[Node],
+    ops: Mapping[str, frozenset[str]] | None = None,
+) -> list[Span]:
+    """The spans of one GPU in one step, their ops and layers those of the program's nodes there.
+
+    Args:
+        spans: in order of time; the op of a kernel is its name.
+        ops: by kernel; None: ``launched_by()``.
+    """
+    known = launched_by() if ops is None else ops
+    found: list[Span] = []
+    at = 0
+    for span in spans:
+        if span.lane.kind != STREAM or span.op == COPY:
+            found.append(span)
+            continue
+        launching = known.get(span.name)
+        if launching is None:
+            found.append(replace(span, op=TORCH, layer=_layer(nodes, at)))
+            continue
+        ahead = range(at, min(at + LOOKAHEAD, len(nodes)))
+        nearest = next((i for i in ahead if nodes[i].op in launching), None)
+        if nearest is None:
+            found.append(replace(span, op=min(launching), layer=_layer(nodes, at)))
+            continue
+        at = nearest
+        found.append(
+            replace(span, op=op_of(nodes[at]), layer=nodes[at].layer, detail=nodes[at].name)
+        )
+    return [*found, *idle(found)]
+
+
+def _layer(nodes: Sequence[Node], at: int) -> int | None:
+    return nodes[at].layer if at < len(nodes) else None
