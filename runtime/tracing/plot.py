@@ -51,13 +51,19 @@ ZOOMED = 2
 
 @dataclass(frozen=True)
 class Panel:
-    """A part of a timeline, from ``begin`` to ``end`` ns."""
+    """A part of a step, from ``begin`` to ``end`` ns.
+
+    Attributes:
+        layers: when each one of the step begins.
+        labels: whether the ops' names are written on wide bars.
+    """
 
     title: str
     begin: int
     end: int
     spans: Sequence[Span]
-    labels: bool
+    layers: Mapping[int, int]
+    labels: bool = False
 
 
 def draw(timeline: Timeline, file: Path) -> None:
@@ -99,9 +105,8 @@ def panels_of(timeline: Timeline) -> list[Panel]:
     )
     if decode:
         step = decode[len(decode) // 2]
-        spans = timeline.within([step])
-        found.append(Panel(_title(timeline, step), step.begin, step.end, spans, False))
-        begins = layer_begins(spans)
+        found.append(_whole(timeline, step))
+        spans, begins = found[0].spans, found[0].layers
         if len(begins) > ZOOMED:
             numbers = list(begins)
             first = numbers[len(numbers) // 2 - ZOOMED // 2]
@@ -109,12 +114,11 @@ def panels_of(timeline: Timeline) -> list[Panel]:
             end = begins[numbers[behind]] if behind < len(numbers) else step.end
             begin = begins[first]
             title = f"layers {first} and {first + 1} of it, {(end - begin) / 1e3:,.0f} µs"
-            found.append(Panel(title, begin, end, _cut(spans, begin, end), True))
+            found.append(Panel(title, begin, end, _cut(spans, begin, end), begins, True))
     prefill = [step for step in timeline.steps if step.kind == "prefill"]
     if prefill:
         step = max(prefill, key=lambda step: step.T)
-        spans = timeline.within([step])
-        found.append(Panel(_title(timeline, step), step.begin, step.end, spans, False))
+        found.append(_whole(timeline, step))
     return found
 
 
@@ -125,6 +129,11 @@ def layer_begins(spans: Sequence[Span]) -> dict[int, int]:
         if span.layer is not None and span.op != WAIT and span.lane.kind in (WORKER, STREAM):
             found[span.layer] = min(span.begin, found.get(span.layer, span.begin))
     return dict(sorted(found.items()))
+
+
+def _whole(timeline: Timeline, step: Step) -> Panel:
+    spans = timeline.within([step])
+    return Panel(_title(timeline, step), step.begin, step.end, spans, layer_begins(spans))
 
 
 def _title(timeline: Timeline, step: Step) -> str:
@@ -197,7 +206,7 @@ def _draw_panel(axes: Any, panel: Panel, lanes: Sequence[Lane]) -> None:
 
 
 def _layers(axes: Any, panel: Panel, height: int) -> None:
-    begins = layer_begins(panel.spans)
+    begins = {k: at for k, at in panel.layers.items() if panel.begin <= at < panel.end}
     edges = [*(at - panel.begin for at in begins.values()), panel.end - panel.begin]
     many = len(begins) > 40
     for i, layer in enumerate(begins):

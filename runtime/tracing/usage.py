@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,7 @@ class Usage:
     """Steps of one kind. Shares are of their time.
 
     Attributes:
-        us: of a step, the mean.
+        us: of a step, the mean; ``median_us``.
         cpu: some worker computes; ``workers``: the mean of all workers.
         streams: some stream of a device computes, by device.
         both: a worker and a stream compute; ``neither``: none.
@@ -49,6 +50,7 @@ class Usage:
     kind: str
     steps: int
     us: float
+    median_us: float
     cpu: float
     workers: float
     streams: dict[str, float]
@@ -83,6 +85,7 @@ def usage(timeline: Timeline, kind: str) -> Usage | None:
         kind=kind,
         steps=len(steps),
         us=total / len(steps) / 1e3,
+        median_us=median(step.end - step.begin for step in steps) / 1e3,
         cpu=length(cpu) / total,
         workers=sum(length(busy[w]) for w in workers if w in busy) / total / max(1, len(workers)),
         streams={device: length(found) / total for device, found in streams.items()},

@@ -155,7 +155,7 @@ def _show(recorded: Recorded, kinds: list[Usage]) -> None:
     for each in kinds:
         found = {
             "steps": f"{each.steps}",
-            "ms a step": f"{each.us / 1e3:.3f}",
+            "ms a step, mean": f"{each.us / 1e3:.3f}",
             "a CPU worker computes": f"{each.cpu:.1%}",
             "mean of all workers": f"{each.workers:.1%}",
             **{f"{device} computes": f"{share:.1%}" for device, share in each.streams.items()},
@@ -175,8 +175,8 @@ def _show(recorded: Recorded, kinds: list[Usage]) -> None:
         _show_ops(each)
         if each.kind == "decode":
             console.print(
-                f"recorded steps take {each.us:.0f} µs in the mean; without the recording the"
-                f" median was {recorded.untraced_us:.0f} µs",
+                f"median of a recorded step: {each.median_us:.0f} µs, of one that is not recorded:"
+                f" {recorded.untraced_us:.0f} µs",
                 style="dim",
             )
 
