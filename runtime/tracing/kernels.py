@@ -2,8 +2,8 @@
 
 A trace has kernels' names only. The module that defines a kernel says which ops launch it, and a
 stream runs a program's nodes in their order, so each kernel belongs to the node before it if that
-one's op may launch it, else to the next node whose op may. Of neighbours of one op the first gets
-all: their ops and layers are right, their names may not be.
+one's op may launch it, else to the next node whose op may. Between neighbours of one op the next
+one begins where the kernel comes again that the one before began with.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .timeline import COPY, STREAM, Span, op_of
 OPS_OF = {
     "attention": ("attention", "attention_expanded"),
     "embedding": ("embed",),
-    "gemm": ("linear", "moe_ffn", "per_head_linear"),
-    "handshake": ("submit", "wait", "moe_ffn", "rms_norm"),
+    "gemm": ("linear", "moe_ffn"),
+    "handshake": ("submit", "wait", "rms_norm"),
     "moe.router": ("router",),
     "moe.router_logits": ("linear", "router"),
     "moe": ("moe_ffn",),
@@ -77,7 +77,7 @@ def assigned(
     """
     known = launched_by() if ops is None else ops
     found: list[Span] = []
-    at = 0
+    at, first = 0, ""
     for span in spans:
         if span.lane.kind != STREAM or span.op == COPY:
             found.append(span)
@@ -87,11 +87,14 @@ def assigned(
             found.append(replace(span, op=TORCH, layer=_layer(nodes, at)))
             continue
         ahead = range(at, min(at + LOOKAHEAD, len(nodes)))
+        if span.name == first and len(ahead) > 1 and nodes[at].op == nodes[at + 1].op:
+            ahead = ahead[1:]
         nearest = next((i for i in ahead if nodes[i].op in launching), None)
         if nearest is None:
             found.append(replace(span, op=min(launching), layer=_layer(nodes, at)))
             continue
-        at = nearest
+        if nearest != at or not first:
+            at, first = nearest, span.name
         found.append(
             replace(span, op=op_of(nodes[at]), layer=nodes[at].layer, detail=nodes[at].name)
         )
