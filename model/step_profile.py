@@ -28,6 +28,7 @@ from runtime.workers.pool import WorkerPool
 from . import EMBEDDED
 from .architectures.named import make_config
 from .architectures.random_model import check_memory, random_decoder
+from .checkpoint.config import read_config
 from .llm import DEVICES, _deferred, load_engine
 
 WARM_STEPS = 8
@@ -103,6 +104,8 @@ def _opened(subject: Subject, load: Load) -> Iterator[tuple[EngineTimer, str]]:
             yield timer, _title(f"{subject.arch}, {layers} layers, {subject.fmt}", subject, timer)
         return
     path = subject.path or EMBEDDED
+    name = "the embedded model" if path == EMBEDDED else path.resolve().name
+    _check_positions(name, positions, read_config(path).max_position_embeddings)
     with load_engine(
         path,
         rules=subject.rules,
@@ -119,7 +122,6 @@ def _opened(subject: Subject, load: Load) -> Iterator[tuple[EngineTimer, str]]:
     ) as llm:
         llm.engine.threaded = False  # it has had no request yet, so it has no thread
         timer = EngineTimer(llm.runner, engine=llm.engine)
-        name = "the embedded model" if path == EMBEDDED else path.resolve().name
         yield timer, _title(name, subject, timer)
 
 
@@ -135,12 +137,7 @@ def _random(
     resolve(kernel, fmt, detect())
     Pages(0, subject.kv_dtype)  # refused before weights are filled
     config = make_config(subject.arch, num_hidden_layers=subject.layers)
-    if positions > config.max_position_embeddings:
-        raise PykernelsError(
-            f"a sequence of {positions} tokens; {subject.arch} has"
-            f" {config.max_position_embeddings} positions",
-            "Give a smaller --context, --prefill or --steps",
-        )
+    _check_positions(subject.arch, positions, config.max_position_embeddings)
     check_memory(subject.arch, config, fmt)
     deferred = _deferred(subject.defer)
     passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
@@ -153,6 +150,14 @@ def _random(
             yield timer
         finally:
             timer.close()
+
+
+def _check_positions(name: str, positions: int, most: int) -> None:
+    if positions > most:
+        raise PykernelsError(
+            f"a sequence of {positions} tokens; {name} has {most} positions",
+            "Give a smaller --context, --prefill or --steps",
+        )
 
 
 def _runner(
@@ -180,5 +185,6 @@ def _title(name: str, subject: Subject, timer: EngineTimer) -> str:
     where = subject.device
     if where.startswith("cuda"):
         where += f", experts on the {getattr(timer.runner, 'experts', 'CPU')}"
-    deferred = "" if subject.defer in ("off", 0) else f", {subject.defer} experts deferred"
+    off = subject.defer in ("off", "0", 0)
+    deferred = "" if off else f", experts deferred: {subject.defer}"
     return f"{name} on {where}{threads}{deferred}"

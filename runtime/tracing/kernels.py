@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..node import Node
 from .gpu import idle
@@ -49,7 +50,7 @@ def launched_by() -> Mapping[str, frozenset[str]]:
     found: dict[str, set[str]] = {}
     for module in [m for name, m in sys.modules.items() if name.startswith(_PACKAGE)]:
         for kernel in vars(module).values():
-            function = getattr(kernel, "fn", None)  # of Triton's and Gluon's decorators
+            function: Any = getattr(kernel, "fn", None)  # of Triton's and Gluon's decorators
             home = getattr(function, "__module__", None) or ""
             if home.startswith(_PACKAGE) and (ops := ops_of_module(home)):
                 found.setdefault(function.__name__, set()).update(ops)

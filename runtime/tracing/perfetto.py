@@ -39,13 +39,13 @@ def trace_events(timeline: Timeline) -> dict[str, Any]:
         events.append(_meta("thread_name", pids[names[lane]], tid, name=lane.name))
         events.append(_meta("thread_sort_index", pids[names[lane]], tid, sort_index=tid))
     for number, step in enumerate(timeline.steps):
-        args = {"step": number, "tokens": step.T, "sequences": step.S}
+        told = {"step": number, "tokens": step.T, "sequences": step.S}
         events.append(
-            _complete(step.kind, "step", step.begin - start, step.end - start, args)
+            _complete(step.kind, "step", step.begin - start, step.end - start, told)
             | {"pid": pids["engine"], "tid": 0}
         )
     for span in _shown(timeline):
-        args = {"node": span.name}
+        args: dict[str, Any] = {"node": span.name}
         if span.layer is not None:
             args["layer"] = span.layer
         if span.detail:

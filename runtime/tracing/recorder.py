@@ -52,7 +52,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         if active.active is not None:
             raise PykernelsError("another recorder is on", "Close it first")
-        if any(gpu.removeprefix("cuda:").isdecimal() for gpu in self._gpus):
+        if self._real:
             activity = GpuActivity()
             self._open.callback(self._read, activity)
             self._open.enter_context(activity)
@@ -85,7 +85,17 @@ class Recorder:
         self._collect(keep=True)
 
     def timeline(self) -> Timeline:
-        """What was recorded; called when the recorder is off."""
+        """What was recorded; called when the recorder is off.
+
+        Raises:
+            PykernelsError: steps of a GPU, of which the profiler saw nothing.
+        """
+        if self._real and self._steps and not self._on_gpu:
+            raise PykernelsError(
+                f"torch's profiler saw nothing of {', '.join(self._gpus)}",
+                "It needs CUPTI, and a driver that lets this user profile"
+                " (NVreg_RestrictProfilingToAdminUsers=0)",
+            )
         order = sorted(
             [*self._spans, *self._assigned()], key=lambda span: (span.lane, span.begin, -span.end)
         )
@@ -101,6 +111,11 @@ class Recorder:
         """See ``active.Sink``."""
         lane = Lane(STREAM, stream, 0, f"{stream} stream")
         self._spans.append(Span(lane, name, self._op(name), begin, end, self._layer(name)))
+
+    @property
+    def _real(self) -> bool:
+        """Whether there is a GPU, and not Triton's interpreter."""
+        return any(gpu.removeprefix("cuda:").isdecimal() for gpu in self._gpus)
 
     def _end_phase(self, now: int) -> None:
         if self._phase is not None:
