@@ -184,7 +184,7 @@ def _title(name: str, subject: Subject, timer: EngineTimer) -> str:
     threads = "" if pool is None else f", {pool.threads} worker{'s' * (pool.threads > 1)}"
     where = subject.device
     if where.startswith("cuda"):
-        where += f", experts on the {getattr(timer.runner, 'experts', 'CPU')}"
+        where += f", experts on the {getattr(timer.runner, 'experts', 'cpu').upper()}"
     off = subject.defer in ("off", "0", 0)
     deferred = "" if off else f", experts deferred: {subject.defer}"
     return f"{name} on {where}{threads}{deferred}"

@@ -30,30 +30,38 @@ _WAITS = ("Synchronize", "WaitEvent")
 class GpuActivity:
     """While it is entered, kernels, copies and calls of CUDA are recorded.
 
+    Args:
+        devices: that are waited for at both ends: "cuda:0" ...
+
     Attributes:
         events: those of a Kineto trace, when it has ended.
         offset_ns: what to take from their times for those of the monotonic clock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Sequence[str]) -> None:
+        self.devices = tuple(devices)
         self.events: list[dict[str, Any]] = []
         self.offset_ns = 0
         self._open = ExitStack()
 
     def __enter__(self) -> GpuActivity:
-        torch.cuda.synchronize()
+        self._synchronize()
         activities = [torch.profiler.ProfilerActivity.CUDA]
         self._profiler = self._open.enter_context(torch.profiler.profile(activities=activities))
         self.offset_ns = clock_offset()
         return self
 
     def __exit__(self, *_: object) -> None:
-        torch.cuda.synchronize()
+        self._synchronize()
         self._open.close()
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "kineto.json"
             self._profiler.export_chrome_trace(str(file))
             self.events = kineto_events(json.loads(file.read_text()))
+
+    def _synchronize(self) -> None:
+        for device in self.devices:
+            torch.cuda.synchronize(device)
 
 
 def clock_offset(tries: int = 32) -> int:

@@ -65,18 +65,14 @@ def ops_of_module(module: str) -> tuple[str, ...]:
     return OPS_OF.get(name, ())
 
 
-def assigned(
-    spans: Sequence[Span],
-    nodes: Sequence[Node],
-    ops: Mapping[str, frozenset[str]] | None = None,
-) -> list[Span]:
-    """The spans of one GPU in one step, their ops and layers those of the program's nodes there.
+def assigned(spans: Sequence[Span], nodes: Sequence[Node]) -> list[Span]:
+    """The spans of one GPU, their ops and layers those of a program's nodes there, and its gaps.
 
     Args:
-        spans: in order of time; the op of a kernel is its name.
-        ops: by kernel; None: ``launched_by()``.
+        spans: in order of time, of one step or of several; the op of a kernel is its name.
+        nodes: those of one step; behind the last one comes the first one again.
     """
-    known = launched_by() if ops is None else ops
+    known = launched_by()
     found: list[Span] = []
     at, first = 0, ""
     for span in spans:
@@ -87,8 +83,8 @@ def assigned(
         if launching is None:
             found.append(replace(span, op=TORCH, layer=_layer(nodes, at)))
             continue
-        ahead = range(at, min(at + LOOKAHEAD, len(nodes)))
-        if span.name == first and len(ahead) > 1 and nodes[at].op == nodes[at + 1].op:
+        ahead = [(at + i) % len(nodes) for i in range(min(LOOKAHEAD, len(nodes)))]
+        if span.name == first and len(ahead) > 1 and nodes[at].op == nodes[ahead[1]].op:
             ahead = ahead[1:]
         nearest = next((i for i in ahead if nodes[i].op in launching), None)
         if nearest is None:

@@ -53,7 +53,7 @@ class Recorder:
         if active.active is not None:
             raise PykernelsError("another recorder is on", "Close it first")
         if self._real:
-            activity = GpuActivity()
+            activity = GpuActivity(self._gpus)
             self._open.callback(self._read, activity)
             self._open.enter_context(activity)
         for pool in self._pools():
@@ -96,10 +96,9 @@ class Recorder:
                 "It needs CUPTI, and a driver that lets this user profile"
                 " (NVreg_RestrictProfilingToAdminUsers=0)",
             )
-        order = sorted(
-            [*self._spans, *self._assigned()], key=lambda span: (span.lane, span.begin, -span.end)
-        )
-        return Timeline(tuple(self._steps), tuple(order), self._title)
+        spans = [span for span in (*self._spans, *self._on_gpu) if self._of_steps(span)]
+        spans.sort(key=lambda span: (span.lane, span.begin, -span.end))
+        return Timeline(tuple(self._steps), tuple(spans), self._title)
 
     def phase(self, name: str) -> None:
         """See ``active.Sink``."""
@@ -174,15 +173,13 @@ class Recorder:
         return Span(lane, name, self._op(name), begin, end, layer, detail)
 
     def _read(self, activity: GpuActivity) -> None:
-        self._on_gpu += gpu_spans(activity.events, activity.offset_ns)
+        """What the GPUs did since the recorder was entered, by the nodes of the program that ran
+        last; steps between those that are recorded are left out then."""
+        spans = gpu_spans(activity.events, activity.offset_ns)
+        for gpu in self._gpus if self._programs else ():
+            nodes = [node for node in self._programs[-1].nodes if node.device == gpu]
+            self._on_gpu += assigned([span for span in spans if span.lane.device == gpu], nodes)
+        self._on_gpu += (span for span in spans if span.lane.device not in self._gpus)
 
-    def _assigned(self) -> list[Span]:
-        """What the GPUs did, by the nodes of the steps' programs."""
-        found: list[Span] = []
-        for step, program in zip(self._steps, self._programs, strict=True):
-            inside = [span for span in self._on_gpu if step.begin <= span.begin < step.end]
-            for gpu in self._gpus:
-                nodes = [node for node in program.nodes if node.device == gpu]
-                found += assigned([span for span in inside if span.lane.device == gpu], nodes)
-            found += (span for span in inside if span.lane.device not in self._gpus)
-        return found
+    def _of_steps(self, span: Span) -> bool:
+        return any(span.begin < step.end and step.begin < span.end for step in self._steps)

@@ -59,7 +59,7 @@ def test_a_kernel_is_of_the_op_that_launches_it(
         runner = CudaRunner(decoder, "cpu", pool, 64, None, 1, 1, "generic", experts=experts)
         with Engine(runner, threaded=False) as engine:
             launched.clear()
-            engine.generate([[5]], SamplingParams(temperature=0, max_tokens=1))
+            engine.generate([[5]], SamplingParams(temperature=0, max_tokens=2))
     kernels = [(name, op, layer) for name, op, layer in launched if op]
     spans = [Span(LANE, name, name, 10 * i, 10 * i + 9) for i, (name, *_) in enumerate(kernels)]
     copies = [
@@ -69,5 +69,5 @@ def test_a_kernel_is_of_the_op_that_launches_it(
     both = sorted([*spans, *copies], key=lambda span: span.begin)
     found = assigned(both, nodes)
     ours = [span for span in found if span.op not in (TORCH, WAIT)]
-    assert len(ours) == len(kernels) > 20
+    assert len(ours) == len(kernels) > 40
     assert [(span.op, span.layer) for span in ours] == [(op, layer) for _, op, layer in kernels]
