@@ -160,7 +160,7 @@ def test_the_trace_is_in_the_trace_event_format(hybrid: Timeline, tmp_path: Path
             threads.setdefault((event["pid"], event["tid"]), []).append(event)
     named = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert set(threads) <= set(named)
-    assert {"engine", "steps", "ref stream", "worker 0"} <= set(named.values())
+    assert {"engine", "steps", "ref stream"} <= set(named.values())
     for spans in threads.values():  # "X" events of a thread lie within each other, or apart
         open_until: list[float] = []
         for span in sorted(spans, key=lambda e: (e["ts"], -e["dur"])):
