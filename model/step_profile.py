@@ -145,7 +145,9 @@ def _random(
         decoder = random_decoder(config, fmt, packer(pool), kernel)
         decoder = replace(decoder, kv_dtype=subject.kv_dtype)
         sizes = positions, pages, budget, batch
-        timer = EngineTimer(_runner(subject, decoder, pool, sizes, passes))
+        runner = _runner(subject, decoder, pool, sizes, passes)
+        runner.load()
+        timer = EngineTimer(runner)
         try:
             yield timer
         finally:
@@ -174,7 +176,14 @@ def _runner(
     from runtime.devices.cuda.runner import CudaRunner
 
     return CudaRunner(
-        decoder, subject.device, pool, *sizes, subject.kernel, passes, experts=subject.experts
+        decoder,
+        subject.device,
+        pool,
+        *sizes,
+        subject.kernel,
+        passes,
+        experts=subject.experts,
+        auto_defer=subject.defer == "auto",
     )
 
 
@@ -183,8 +192,10 @@ def _title(name: str, subject: Subject, timer: EngineTimer) -> str:
     pool = timer.runner.pool
     threads = "" if pool is None else f", {pool.threads} worker{'s' * (pool.threads > 1)}"
     where = subject.device
-    if where.startswith("cuda"):
-        where += f", experts on the {getattr(timer.runner, 'experts', 'cpu').upper()}"
+    placement = getattr(timer.runner, "placement", None)  # beside a GPU
+    if placement is not None:
+        where += f", experts on the {'CPU' if placement.experts == 'cpu' else 'GPU'}"
     off = subject.defer in ("off", "0", 0)
-    deferred = "" if off else f", experts deferred: {subject.defer}"
+    count = getattr(timer.runner, "deferred", 0) if subject.defer == "auto" else subject.defer
+    deferred = "" if off else f", experts deferred: {count}"
     return f"{name} on {where}{threads}{deferred}"

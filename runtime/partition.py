@@ -77,7 +77,13 @@ def _channels(program: Program) -> list[_Channel]:
         for source, names in needed.items():
             writer = max(writers[name][0] for name in names)
             number = len(channels)
-            channels.append(_Channel(number, source, node.device, tuple(names), writer, i))
+            ends = source, node.device, writer
+            for at, one in enumerate(channels):  # what is ready at the same time goes together
+                if (one.source, one.to, one.writer) == ends:
+                    channels[at] = replace(one, buffers=(*one.buffers, *names))
+                    break
+            else:
+                channels.append(_Channel(number, source, node.device, tuple(names), writer, i))
         for name in node.writes:
             before = writers.get(name)
             if before is not None and before[1] != node.device:
@@ -189,4 +195,5 @@ def _part(program: Program, device: str, nodes: Sequence[Node]) -> Program:
         buffer = program.buffers[name]
         is_copy = buffer.kind == "output" and name not in written
         buffers[name] = replace(buffer, kind="scratch") if is_copy else buffer
-    return Program(f"{program.name} on {device}", own, buffers, program.sizes).check()
+    name = f"{program.name} on {device}"
+    return Program(name, own, buffers, program.sizes, program.weights).check()

@@ -2,8 +2,8 @@
 
 A trace has kernels' names only. The module that defines a kernel says which ops launch it, and a
 stream runs a program's nodes in their order, so each kernel belongs to the node before it if that
-one's op may launch it, else to the next node whose op may. Between neighbours of one op the next
-one begins where the kernel comes again that the one before began with.
+one's op may launch it, else to the next node whose op may. Between neighbours that launch the same
+kernels the next one begins where the kernel comes again that the one before began with.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ OPS_OF = {
     "attention": ("attention", "attention_expanded"),
     "embedding": ("embed",),
     "gemm": ("linear", "moe_ffn"),
-    "handshake": ("submit", "wait", "rms_norm"),
+    "handshake": ("rms_norm",),
+    "handshake._copy_rows": ("submit", "wait"),
     "moe.router": ("router",),
     "moe.router_logits": ("linear", "router"),
     "moe": ("moe_ffn",),
@@ -34,7 +35,8 @@ OPS_OF = {
     "sampling": ("sample_requests",),
     "sampling_kernels": ("sample_requests",),
 }
-"""Which ops launch the kernels of a module of ``pykernels.gpu``, or of a folder of modules."""
+"""Which ops launch the kernels of a module of ``pykernels.gpu``, or of a folder of modules; or one
+of its kernels."""
 
 TORCH = "torch"
 """The op of kernels that are not ours: torch's copies and conversions between ours."""
@@ -52,14 +54,14 @@ def launched_by() -> Mapping[str, frozenset[str]]:
         for kernel in vars(module).values():
             function: Any = getattr(kernel, "fn", None)  # of Triton's and Gluon's decorators
             home = getattr(function, "__module__", None) or ""
-            if home.startswith(_PACKAGE) and (ops := ops_of_module(home)):
+            if home.startswith(_PACKAGE) and (ops := ops_of(f"{home}.{function.__name__}")):
                 found.setdefault(function.__name__, set()).update(ops)
     return {name: frozenset(ops) for name, ops in found.items()}
 
 
-def ops_of_module(module: str) -> tuple[str, ...]:
-    """The ops that launch the kernels of a module, by the longest name in ``OPS_OF``."""
-    name = module.removeprefix(_PACKAGE)
+def ops_of(kernel: str) -> tuple[str, ...]:
+    """The ops that launch a kernel of a module, by the longest name in ``OPS_OF``."""
+    name = kernel.removeprefix(_PACKAGE)
     while name and name not in OPS_OF:
         name = name.rpartition(".")[0]
     return OPS_OF.get(name, ())
@@ -67,6 +69,7 @@ def ops_of_module(module: str) -> tuple[str, ...]:
 
 def assigned(spans: Sequence[Span], nodes: Sequence[Node]) -> list[Span]:
     """The spans of one GPU, their ops and layers those of a program's nodes there, and its gaps.
+    What a channel's ends launch (``partition``) are copies.
 
     Args:
         spans: in order of time, of one step or of several; the op of a kernel is its name.
@@ -84,7 +87,7 @@ def assigned(spans: Sequence[Span], nodes: Sequence[Node]) -> list[Span]:
             found.append(replace(span, op=TORCH, layer=_layer(nodes, at)))
             continue
         ahead = [(at + i) % len(nodes) for i in range(min(LOOKAHEAD, len(nodes)))]
-        if span.name == first and len(ahead) > 1 and nodes[at].op == nodes[ahead[1]].op:
+        if span.name == first and len(ahead) > 1 and nodes[ahead[1]].op in launching:
             ahead = ahead[1:]
         nearest = next((i for i in ahead if nodes[i].op in launching), None)
         if nearest is None:
@@ -92,9 +95,9 @@ def assigned(spans: Sequence[Span], nodes: Sequence[Node]) -> list[Span]:
             continue
         if nearest != at or not first:
             at, first = nearest, span.name
-        found.append(
-            replace(span, op=op_of(nodes[at]), layer=nodes[at].layer, detail=nodes[at].name)
-        )
+        node = nodes[at]
+        op = COPY if node.op in ("submit", "wait") else op_of(node)
+        found.append(replace(span, op=op, layer=node.layer, detail=node.name))
     return [*found, *idle(found)]
 
 

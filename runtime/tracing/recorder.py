@@ -10,6 +10,7 @@ from pykernels.errors import PykernelsError
 
 from ..devices.runner import PagedRunner
 from ..node import Node
+from ..partition import partition
 from ..program import Program
 from ..workers.spans import SETUP
 from ..workers.spans import WAIT as WAITED
@@ -176,8 +177,9 @@ class Recorder:
         """What the GPUs did since the recorder was entered, by the nodes of the program that ran
         last; steps between those that are recorded are left out then."""
         spans = gpu_spans(activity.events, activity.offset_ns)
-        for gpu in self._gpus if self._programs else ():
-            nodes = [node for node in self._programs[-1].nodes if node.device == gpu]
+        halves = partition(self._programs[-1]) if self._programs else {}
+        for gpu in self._gpus:
+            nodes = halves[gpu].nodes if gpu in halves else ()
             self._on_gpu += assigned([span for span in spans if span.lane.device == gpu], nodes)
         self._on_gpu += (span for span in spans if span.lane.device not in self._gpus)
 

@@ -9,12 +9,13 @@ import torch
 
 from model.checkpoint.config import read_config
 from model.opened import open_weights
-from runtime.devices.cuda import executable
+from runtime.devices.cuda import executable, handshake
 from runtime.devices.cuda.runner import CudaRunner
 from runtime.engine import Engine, SamplingParams
 from runtime.matrix import packer
+from runtime.partition import partition
 from runtime.tracing.kernels import TORCH, assigned
-from runtime.tracing.timeline import STREAM, WAIT, Lane, Span, op_of
+from runtime.tracing.timeline import COPY, STREAM, WAIT, Lane, Span, op_of
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
@@ -38,11 +39,12 @@ def test_a_kernel_is_of_the_op_that_launches_it(
         return launch(self, *args, **kwargs)
 
     def marked(bind):  # type: ignore[no-untyped-def]
-        def binder(memory, node):  # type: ignore[no-untyped-def]
-            run = bind(memory, node)
+        def binder(memory, node, *link):  # type: ignore[no-untyped-def]
+            run = bind(memory, node, *link)
 
             def marked_run() -> None:
-                now[0] = op_of(node), node.layer
+                op = COPY if node.op in ("submit", "wait") else op_of(node)
+                now[0] = op, node.layer
                 run()
 
             return marked_run
@@ -52,11 +54,14 @@ def test_a_kernel_is_of_the_op_that_launches_it(
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", noted)
     binders = {op: marked(bind) for op, bind in executable.BINDERS.items()}
     monkeypatch.setattr(executable, "BINDERS", binders)
+    for end in ("submit", "wait"):
+        monkeypatch.setattr(handshake, end, marked(getattr(handshake, end)))
     tiny.make(tmp_path, family)
     with WorkerPool(1) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
-            decoder = weights.decoder(packer(pool), lambda *_: None)
-        runner = CudaRunner(decoder, "cpu", pool, 64, None, 1, 1, "generic", experts=experts)
+            decoder = weights.readable(packer(pool), lambda *_: None)
+            runner = CudaRunner(decoder, "cpu", pool, 64, None, 1, 1, "generic", experts=experts)
+            runner.load()
         with Engine(runner, threaded=False) as engine:
             launched.clear()
             engine.generate([[5]], SamplingParams(temperature=0, max_tokens=2))
@@ -65,7 +70,7 @@ def test_a_kernel_is_of_the_op_that_launches_it(
     copies = [
         Span(LANE, "at::copy", "at::copy", 10 * i + 9, 10 * i + 10) for i in range(len(spans))
     ]
-    nodes = [node for node in runner.steps[0].program.nodes if node.device != "cpu"]
+    nodes = partition(runner.steps[0].program)["cuda:interpreted"].nodes
     both = sorted([*spans, *copies], key=lambda span: span.begin)
     found = assigned(both, nodes)
     ours = [span for span in found if span.op not in (TORCH, WAIT)]
