@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from .timeline import COPIES, STREAM, WAIT, WORKER, Lane, Span, Step, Timeline
+from .timeline import COPY, STREAM, WAIT, WORKER, Lane, Span, Step, Timeline
 
 Intervals = NDArray[np.int64]
 """[n, 2], begin and end; in order and apart."""
@@ -42,7 +42,7 @@ class Usage:
         cpu: some worker computes; ``workers``: the mean of all workers.
         streams: some stream of a device computes, by device.
         both: a worker and a stream compute; ``neither``: none.
-        copies: over the link, whatever else happens.
+        copies: between devices, whatever else happens; no computing.
         engine: the engine's thread does something else than run the step.
         ops: longest first.
     """
@@ -68,7 +68,7 @@ def usage(timeline: Timeline, kind: str) -> Usage | None:
         return None
     spans = timeline.within(steps)
     total = sum(step.end - step.begin for step in steps)
-    busy = busy_of(spans)
+    busy = busy_of(span for span in spans if span.op != COPY)
     workers = [lane for lane in timeline.lanes if lane.kind == WORKER]
     cpu = union(busy[lane] for lane in workers if lane in busy)
     streams = {
@@ -76,7 +76,7 @@ def usage(timeline: Timeline, kind: str) -> Usage | None:
         for device in sorted({lane.device for lane in timeline.lanes if lane.kind == STREAM})
     }
     gpu = union(streams.values())
-    copies = union(busy[lane] for lane in busy if lane.kind == COPIES)
+    copies = union(busy_of(span for span in spans if span.op == COPY).values())
     both = length(cpu) + length(gpu) - length(union([cpu, gpu]))
     engine = sum(
         span.end - span.begin for span in spans if span.op in ("schedule", "inputs", "deliver")

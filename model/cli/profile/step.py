@@ -161,11 +161,11 @@ def _show(recorded: Recorded, kinds: list[Usage]) -> None:
             **{f"{device} computes": f"{share:.1%}" for device, share in each.streams.items()},
             "both": f"{each.both:.1%}",
             "neither": f"{each.neither:.1%}",
-            "copies over the link": f"{each.copies:.1%}",
+            "copies between devices": f"{each.copies:.1%}",
             "engine's Python": f"{each.engine:.1%}",
         }
         if not each.streams:
-            found = {k: v for k, v in found.items() if k not in ("both", "copies over the link")}
+            found = {k: v for k, v in found.items() if k not in ("both", "copies between devices")}
         for name, text in found.items():
             rows.setdefault(name, []).append(text)
     for name, texts in rows.items():
