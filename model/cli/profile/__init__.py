@@ -8,6 +8,9 @@ from ..formats import ListsFormats
 from .experts import experts
 from .step import step
 
-app = typer.Typer(help="See which experts a text takes, and what a step's time goes to.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="See which experts a text takes, and what a step's time goes to.",
+)
 app.command("experts")(experts)
 app.command("step", cls=ListsFormats)(step)
