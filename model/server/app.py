@@ -1,0 +1,38 @@
+"""The server's application: its routes, on one model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from pykernels import __version__
+
+from ..llm import LLM
+from .errors import add_handlers
+from .openai.chat import chat_routes
+from .served import Served
+from .settings import ServerSettings
+
+
+def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
+    """An ASGI application; ``app.state.served`` is its model. The caller closes ``llm``."""
+    served = Served(llm, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        served.close()
+
+    app = FastAPI(
+        title="pykernels",
+        version=__version__,
+        lifespan=lifespan,
+        redoc_url=None,
+        strict_content_type=False,  # curl -d names another type than JSON
+    )
+    app.state.served = served
+    add_handlers(app)
+    app.include_router(chat_routes(served))
+    return app

@@ -1,0 +1,119 @@
+"""A request in the engine: its chunks as events of a message, its figures."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from runtime.engine import AsyncRequestHandle, Completion, FinishReason, TokenLogprob
+
+from .metrics import Metrics
+from .parsers import Event, Reasoning, StreamParser, ToolCallStart
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is new of one output.
+
+    Attributes:
+        output: which of the request's ``n``.
+        text: as the model wrote it.
+        events: what a parser makes of the text.
+        token_ids, logprobs: of the new tokens.
+        finish_reason: of the last piece of each output.
+    """
+
+    output: int
+    text: str
+    events: Sequence[Event]
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob]
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a request, or of several."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def add(self, other: Usage) -> None:
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.completion_tokens += other.completion_tokens
+        self.reasoning_tokens += other.reasoning_tokens
+
+
+@dataclass(slots=True)
+class Generation:
+    """Iterate for pieces, inside ``async with``: whoever leaves that early cancels the request.
+
+    Attributes:
+        parsers: one an output.
+        called: outputs that hold a tool call.
+    """
+
+    handle: AsyncRequestHandle
+    parsers: Sequence[StreamParser]
+    prompt_tokens: int
+    metrics: Metrics
+    called: set[int] = field(default_factory=set)
+    _completion_tokens: int = 0
+    _reasoning_tokens: int = 0
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Ends it before the engine's next step."""
+        if not self.handle.finished:
+            self.handle.cancel()
+
+    async def __aiter__(self) -> AsyncGenerator[Piece, None]:
+        watch = self.metrics.watch()
+        async for chunk in self.handle:
+            watch.chunk(chunk.output)
+            parser = self.parsers[chunk.output]
+            events = parser.feed(chunk.text) if chunk.text else []
+            if chunk.finish_reason is not None:
+                events = [*events, *parser.close()]
+            for event in events:
+                if isinstance(event, ToolCallStart):
+                    self.called.add(chunk.output)
+            self._completion_tokens += len(chunk.token_ids)
+            if events and isinstance(events[-1], Reasoning):
+                self._reasoning_tokens += len(chunk.token_ids)
+            yield Piece(
+                chunk.output,
+                chunk.text,
+                events,
+                chunk.token_ids,
+                chunk.logprobs,
+                chunk.finish_reason,
+            )
+
+    async def completions(self) -> Sequence[Completion]:
+        """The engine's own results, once all pieces were seen."""
+        return (await self.handle.result()).completions
+
+    async def usage(self) -> Usage:
+        """Once all pieces were seen."""
+        first = (await self.completions())[0].stats
+        return Usage(
+            self.prompt_tokens,
+            first.cached_tokens,
+            self._completion_tokens,
+            self._reasoning_tokens,
+        )

@@ -1,0 +1,74 @@
+"""Serves an application until a signal ends it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from pykernels.errors import PykernelsError
+
+from .settings import ServerSettings
+
+
+def bound_socket(settings: ServerSettings) -> socket.socket:
+    """A socket at the server's address, so that a port in use is known before a model is loaded.
+
+    Raises:
+        PykernelsError: it cannot be had.
+    """
+    host, port = settings.host, settings.port
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = infos[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        raise PykernelsError(
+            f"the server cannot listen at {host} port {port}: {error.strerror}",
+            "Choose another --port, or an address of this machine as --host",
+        ) from error
+    return bound
+
+
+class _Server(uvicorn.Server):
+    """Tells the application that it drains, before anything is closed."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.config.loaded_app.state.served.draining = True
+        super().handle_exit(sig, frame)
+
+
+def serve(app: FastAPI, settings: ServerSettings, bound: socket.socket) -> None:
+    """Runs until SIGTERM or Ctrl-C; then what runs has ``drain_seconds`` to end.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; SystemExit: SIGTERM.
+    """
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(settings.drain_seconds),
+        limit_concurrency=settings.max_connections,
+        lifespan="on",
+    )
+    # uvicorn raises the signals again that it has caught: this ends the process in order.
+    before = signal.signal(signal.SIGTERM, lambda *_: _exit())
+    try:
+        uvicorn.Server(config).run([bound])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit() -> None:
+    raise SystemExit(0)

@@ -1,0 +1,131 @@
+"""The model that a server serves: names, prompts, parser, and how a request enters the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from pykernels.errors import PykernelsError
+from runtime.engine import EngineBusy, SamplingParams
+
+from ..llm import LLM
+from ..text.detokenize import Detokenizer
+from .errors import ApiError, bad_request, of_ours
+from .generation import Generation
+from .metrics import Metrics
+from .parsers import PlainParser, parser_for
+from .prompts import Prompt, Prompts
+from .settings import ServerSettings
+
+T = TypeVar("T")
+
+_CONTEXT_CODE = "context_length_exceeded"
+
+
+class Served:
+    """One model on its engine, for the event loop that the server runs in.
+
+    Attributes:
+        name: the first of its names; ``created``: Unix time at which it was made.
+        draining: whether the server is about to end.
+    """
+
+    def __init__(self, llm: LLM, settings: ServerSettings) -> None:
+        self.llm, self.settings = llm, settings
+        self.name, self.created = settings.names[0], int(time.time())
+        self.prompts = Prompts(llm)
+        self.parser = parser_for(llm.config.model_type, self.prompts.template)
+        self.metrics = Metrics(llm)
+        self.draining = False
+        # One thread: a tokenizer is not made for several, and the event loop must not wait for it.
+        self._texts = ThreadPoolExecutor(1, "texts")
+
+    @property
+    def ready(self) -> bool:
+        return self.llm.engine.healthy and not self.draining
+
+    def check_name(self, name: str | None) -> None:
+        """Raises ApiError for the name of another model."""
+        if name is not None and name not in self.settings.names:
+            raise ApiError(
+                404,
+                f"There is no model {name}; this server has {', '.join(self.settings.names)}.",
+                "model",
+                "model_not_found",
+            )
+
+    async def prepared(self, make: Callable[..., T], *args: Any, **named: Any) -> T:
+        """``make(*args, **named)``, which handles texts, beside the event loop.
+
+        Raises:
+            ApiError: in place of PykernelsError.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._texts, partial(make, *args, **named))
+        except PykernelsError as error:
+            raise of_ours(error) from error
+
+    def params(self, prompt: Prompt, given: Mapping[str, Any]) -> SamplingParams:
+        """Sampling parameters: those that are given, else the checkpoint's.
+
+        ``max_tokens`` beyond what the context holds ends there.
+
+        Raises:
+            ApiError: a prompt that fills the context, a value out of range.
+        """
+        size, longest = len(prompt.ids), self.llm.longest
+        if size >= longest:
+            raise bad_request(
+                f"The prompt has {size} tokens; with its answer it may have {longest}.",
+                "prompt",
+                _CONTEXT_CODE,
+            )
+        given = dict(given)
+        if given.get("max_tokens") is not None:
+            given["max_tokens"] = min(given["max_tokens"], longest - size)
+        if prompt.stop:
+            own = given.get("stop") or ()
+            given["stop"] = (*((own,) if isinstance(own, str) else own), *prompt.stop)
+        if self.settings.max_seconds is not None:
+            given["deadline"] = self.settings.max_seconds
+        try:
+            return self.llm.settings.params(size, longest, **given)
+        except PykernelsError as error:
+            raise of_ours(error) from error
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        parsed: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Generation:
+        """Hands a prompt to the engine.
+
+        Args:
+            parsed: the answer is a message: reasoning and calls of ``tools`` are taken out of it.
+
+        Raises:
+            ApiError: the engine refuses it, or is busy.
+        """
+        parser = self.parser if parsed else PlainParser()
+        detokenizer = None
+        if parser.special_tokens and self.llm.tokenizer is not None:
+            detokenizer = partial(Detokenizer, self.llm.tokenizer, parser.special_tokens)
+        try:
+            handle = self.llm.engine.asubmit(prompt.ids, params, detokenizer=detokenizer)
+        except EngineBusy as error:
+            raise ApiError(429, str(error), retry_after=1) from error
+        except PykernelsError as error:
+            healthy = self.llm.engine.healthy
+            raise of_ours(error, 400 if healthy else 503) from error
+        streams = [parser.stream(prompt.tail, tools) for _ in range(params.n)]
+        return Generation(handle, streams, len(prompt.ids), self.metrics)
+
+    def close(self) -> None:
+        self._texts.shutdown(cancel_futures=True)
