@@ -11,9 +11,13 @@ from pykernels import __version__
 
 from ..llm import LLM
 from .errors import add_handlers
+from .health import health_routes
 from .openai.chat import chat_routes
+from .openai.completions import completion_routes
+from .openai.models import model_routes
 from .served import Served
 from .settings import ServerSettings
+from .tokens import token_routes
 
 
 def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
@@ -34,5 +38,6 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     )
     app.state.served = served
     add_handlers(app)
-    app.include_router(chat_routes(served))
+    for routes in (chat_routes, completion_routes, model_routes, token_routes, health_routes):
+        app.include_router(routes(served))
     return app

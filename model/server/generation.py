@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -104,6 +106,10 @@ class Generation:
                 chunk.finish_reason,
             )
 
+    def prompt_logprobs(self, output: int) -> Sequence[TokenLogprob]:
+        """Of the prompt's tokens from ``logprob_start`` on; whole when the first piece is there."""
+        return self.handle.requests[output].prompt_logprobs
+
     async def completions(self) -> Sequence[Completion]:
         """The engine's own results, once all pieces were seen."""
         return (await self.handle.result()).completions
@@ -117,3 +123,40 @@ class Generation:
             self._completion_tokens,
             self._reasoning_tokens,
         )
+
+
+async def merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """Pieces of several requests as they come, each with the index of its request. Leaving it
+    early cancels all."""
+    async with AsyncExitStack() as stack:
+        for one in generations:
+            await stack.enter_async_context(one)
+        if len(generations) == 1:
+            async for piece in generations[0]:
+                yield 0, piece
+            return
+        queue: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue()
+
+        async def carry(index: int) -> None:
+            try:
+                async for piece in generations[index]:
+                    queue.put_nowait((index, piece))
+            except Exception as error:  # raised again in whoever iterates
+                queue.put_nowait(error)
+            queue.put_nowait(None)
+
+        tasks = [asyncio.create_task(carry(i)) for i in range(len(generations))]
+        try:
+            left = len(tasks)
+            while left:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)

@@ -19,7 +19,7 @@ class Metrics:
 
     def __init__(self, llm: LLM) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(llm))  # type: ignore[arg-type]
+        self.registry.register(_EngineCollector(llm))
         self.first = Histogram(
             "pykernels_time_to_first_token_seconds",
             "From a request's entry into the engine to its first token",

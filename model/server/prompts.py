@@ -52,6 +52,17 @@ class Prompts:
         """A text to be continued."""
         return Prompt(self.llm.encode(text))
 
+    def ids(self, ids: Sequence[int]) -> Prompt:
+        """Token ids to be continued.
+
+        Raises:
+            ApiError: none, or one that is outside the vocabulary.
+        """
+        vocab = self.llm.runner.vocab_size
+        if not ids or min(ids) < 0 or max(ids) >= vocab:
+            raise bad_request(f"A prompt is a list of token ids below {vocab}.", "prompt")
+        return Prompt(list(ids))
+
     def chat(
         self,
         messages: Sequence[Message],
@@ -85,10 +96,10 @@ class Prompts:
                 raise bad_request("This model's chat template knows no tools.", "tools")
             given["tools"] = list(tools)
         given = self._effort(reasoning_effort) | given
-        messages = [self._role(message) for message in messages]
+        turns = [self._role(message) for message in messages]
         if prefilled:
             given |= {"add_generation_prompt": False, "continue_final_message": True}
-        ids, text = self._encode(messages, given)
+        ids, text = self._encode(turns, given)
         return Prompt(ids, text[-_TAIL:], () if self.template else ("\nUser:",))
 
     def _encode(
@@ -104,7 +115,7 @@ class Prompts:
             if not any(message.get("tool_calls") for message in messages):
                 raise
             text = chat_prompt(tokenizer, [_as_json(m) for m in messages], given)
-        return encode_written(self.llm, tokenizer, text), text  # type: ignore[arg-type]
+        return encode_written(self.llm, tokenizer, text), text
 
     def _effort(self, effort: str | None) -> dict[str, Any]:
         if effort is None:

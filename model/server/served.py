@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from transformers import PreTrainedTokenizerBase
+
 from pykernels.errors import PykernelsError
 from runtime.engine import EngineBusy, SamplingParams
 
@@ -45,8 +47,21 @@ class Served:
         self._texts = ThreadPoolExecutor(1, "texts")
 
     @property
+    def alive(self) -> bool:
+        """Whether the engine can still serve anything."""
+        return self.llm.engine.healthy
+
+    @property
     def ready(self) -> bool:
-        return self.llm.engine.healthy and not self.draining
+        """Whether requests are taken."""
+        return self.alive and not self.draining
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Raises ApiError where the model has none."""
+        if self.llm.tokenizer is None:
+            raise bad_request("This model has no tokenizer: give token ids.")
+        return self.llm.tokenizer
 
     def check_name(self, name: str | None) -> None:
         """Raises ApiError for the name of another model."""

@@ -33,7 +33,7 @@ class TextLogprobs:
     """Of a completion: four lists that grow with the text.
 
     Args:
-        start: characters of the text before the first token.
+        start: characters of the text before the first token; below 0: as many are not in it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, start: int = 0) -> None:
@@ -77,7 +77,7 @@ class TextLogprobs:
         found["tokens"].append(text)
         found["token_logprobs"].append(logprob)
         found["top_logprobs"].append(others)
-        found["text_offset"].append(self._offset)
+        found["text_offset"].append(max(0, self._offset))
         self._offset += len(text)
 
 
