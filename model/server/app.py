@@ -6,11 +6,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from pykernels import __version__
 
 from ..llm import LLM
+from .anthropic.messages import message_routes
 from .errors import add_handlers
+from .guard import Guard
 from .health import health_routes
 from .openai.chat import chat_routes
 from .openai.completions import completion_routes
@@ -38,6 +41,21 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     )
     app.state.served = served
     add_handlers(app)
-    for routes in (chat_routes, completion_routes, model_routes, token_routes, health_routes):
+    for routes in (
+        chat_routes,
+        completion_routes,
+        model_routes,
+        message_routes,
+        token_routes,
+        health_routes,
+    ):
         app.include_router(routes(served))
+    app.add_middleware(Guard, served=served)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
     return app

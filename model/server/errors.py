@@ -173,5 +173,9 @@ def _path(location: Sequence[str | int]) -> str | None:
     return path or None
 
 
-_UNION_TAGS = {"system", "developer", "user", "assistant", "tool", "function"}
-"""Roles stand in locations behind the index of a message, because they choose its model."""
+_UNION_TAGS = {
+    *("system", "developer", "user", "assistant", "tool", "function", "served"),
+    *("text", "image", "document", "tool_use", "tool_result", "thinking", "redacted_thinking"),
+    "tool_reference",
+}
+"""Roles and types stand in locations behind an index, because they choose the model there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -56,6 +56,7 @@ class Generation:
 
     Attributes:
         parsers: one an output.
+        took: told how many seconds each output was in the batch.
         called: outputs that hold a tool call.
     """
 
@@ -63,6 +64,7 @@ class Generation:
     parsers: Sequence[StreamParser]
     prompt_tokens: int
     metrics: Metrics
+    took: Callable[[float], None]
     called: set[int] = field(default_factory=set)
     _completion_tokens: int = 0
     _reasoning_tokens: int = 0
@@ -105,6 +107,11 @@ class Generation:
                 chunk.logprobs,
                 chunk.finish_reason,
             )
+        for completion in await self.completions():
+            stats = completion.stats
+            if stats.time_to_first_token is not None:
+                waited = stats.time_to_first_token - stats.queue_seconds
+                self.took(waited + stats.decode_seconds)
 
     def prompt_logprobs(self, output: int) -> Sequence[TokenLogprob]:
         """Of the prompt's tokens from ``logprob_start`` on; whole when the first piece is there."""

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from pykernels.errors import PykernelsError
 
+from .served import Served
 from .settings import ServerSettings
 
 
@@ -42,8 +43,12 @@ def bound_socket(settings: ServerSettings) -> socket.socket:
 class _Server(uvicorn.Server):
     """Tells the application that it drains, before anything is closed."""
 
+    def __init__(self, config: uvicorn.Config, served: Served) -> None:
+        super().__init__(config)
+        self.served = served
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.config.loaded_app.state.served.draining = True
+        self.served.draining = True
         super().handle_exit(sig, frame)
 
 
@@ -65,7 +70,7 @@ def serve(app: FastAPI, settings: ServerSettings, bound: socket.socket) -> None:
     # uvicorn raises the signals again that it has caught: this ends the process in order.
     before = signal.signal(signal.SIGTERM, lambda *_: _exit())
     try:
-        uvicorn.Server(config).run([bound])
+        _Server(config, app.state.served).run([bound])
     finally:
         signal.signal(signal.SIGTERM, before)
 

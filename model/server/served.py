@@ -6,9 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
+from starlette.requests import Request
 from transformers import PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
@@ -16,6 +18,7 @@ from runtime.engine import EngineBusy, SamplingParams
 
 from ..llm import LLM
 from ..text.detokenize import Detokenizer
+from .admission import Admission
 from .errors import ApiError, bad_request, of_ours
 from .generation import Generation
 from .metrics import Metrics
@@ -25,6 +28,8 @@ from .settings import ServerSettings
 
 T = TypeVar("T")
 
+ENTERED = "pykernels.entered"
+"""Where a request's scope has the ``ExitStack`` of what it has entered."""
 _CONTEXT_CODE = "context_length_exceeded"
 
 
@@ -42,6 +47,7 @@ class Served:
         self.prompts = Prompts(llm)
         self.parser = parser_for(llm.config.model_type, self.prompts.template)
         self.metrics = Metrics(llm)
+        self.admission = Admission(llm.engine.config.max_num_seqs, settings)
         self.draining = False
         # One thread: a tokenizer is not made for several, and the event loop must not wait for it.
         self._texts = ThreadPoolExecutor(1, "texts")
@@ -72,6 +78,22 @@ class Served:
                 "model",
                 "model_not_found",
             )
+
+    def enter(self, request: Request, outputs: int = 1) -> int:
+        """Takes a place until the request's answer is sent; its priority.
+
+        Raises:
+            ApiError: too many outputs, no place, or a server that drains or has failed.
+        """
+        if not self.ready:
+            why = "is about to end" if self.alive else "has failed"
+            raise ApiError(503, f"The server {why}.", retry_after=5 if self.alive else None)
+        most = self.settings.max_outputs
+        if outputs > most:
+            raise bad_request(f"n: a request may have {most} outputs, its prompts times n.", "n")
+        client = request.client.host if request.client else ""
+        stack: ExitStack = request.scope[ENTERED]
+        return stack.enter_context(self.admission.entered(client, outputs))
 
     async def prepared(self, make: Callable[..., T], *args: Any, **named: Any) -> T:
         """``make(*args, **named)``, which handles texts, beside the event loop.
@@ -140,7 +162,7 @@ class Served:
             healthy = self.llm.engine.healthy
             raise of_ours(error, 400 if healthy else 503) from error
         streams = [parser.stream(prompt.tail, tools) for _ in range(params.n)]
-        return Generation(handle, streams, len(prompt.ids), self.metrics)
+        return Generation(handle, streams, len(prompt.ids), self.metrics, self.admission.took)
 
     def close(self) -> None:
         self._texts.shutdown(cancel_futures=True)

@@ -29,7 +29,7 @@ def chat_routes(served: Served) -> APIRouter:
 
     @router.post(PATH)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        generation = await _submitted(served, body)
+        generation = await _submitted(served, body, request)
         answer = _Answer(served, body, generation)
         if body.stream:
             settings = served.settings
@@ -40,7 +40,7 @@ def chat_routes(served: Served) -> APIRouter:
     return router
 
 
-async def _submitted(served: Served, body: ChatRequest) -> Generation:
+async def _submitted(served: Served, body: ChatRequest, request: Request) -> Generation:
     served.check_name(body.model)
     if body.response_format is not None and body.response_format.type != "text":
         raise bad_request("response_format: this server cannot force a format.", "response_format")
@@ -49,15 +49,13 @@ async def _submitted(served: Served, body: ChatRequest) -> Generation:
     tools = [tool.plain() for tool in body.tools or ()]
     if body.tool_choice == "none":
         tools = []
-    given = body.sampling()
+    given = body.sampling() | {"priority": served.enter(request, body.n or 1)}
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
     if body.most is not None:
         if body.most == 0:
             raise bad_request("max_tokens: an answer has at least one token.", "max_tokens")
         given["max_tokens"] = body.most
-    if given.get("n", 1) > served.settings.max_outputs:
-        raise bad_request(f"n: at most {served.settings.max_outputs}.", "n")
     prompt = await served.prepared(
         served.prompts.chat,
         plain(body.messages),

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ..disconnect import unless_gone
-from ..errors import as_api_error, bad_request, error_body
+from ..errors import as_api_error, error_body
 from ..frames import DONE, frame, json_bytes
 from ..generation import Generation, Piece, Usage, merged
 from ..prompts import Prompt
@@ -30,7 +30,7 @@ def completion_routes(served: Served) -> APIRouter:
 
     @router.post(PATH)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        answer = await _submitted(served, body)
+        answer = await _submitted(served, body, request)
         if body.stream:
             settings = served.settings
             return EventStream(answer.frames(), settings.silence_seconds, settings.send_seconds)
@@ -40,12 +40,10 @@ def completion_routes(served: Served) -> APIRouter:
     return router
 
 
-async def _submitted(served: Served, body: CompletionRequest) -> _Answer:
+async def _submitted(served: Served, body: CompletionRequest, request: Request) -> _Answer:
     served.check_name(body.model)
-    most = served.settings.max_outputs
-    if len(body.prompt) * (body.n or 1) > most:
-        raise bad_request(f"A request may have {most} outputs: its prompts times n.", "prompt")
-    given = body.sampling() | {"max_tokens": max(1, body.max_tokens or 0)}
+    priority = served.enter(request, len(body.prompt) * (body.n or 1))
+    given = body.sampling() | {"max_tokens": max(1, body.max_tokens or 0), "priority": priority}
     if body.max_tokens is None:
         given["max_tokens"] = None
     if body.logprobs is not None:
