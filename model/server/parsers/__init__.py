@@ -1,13 +1,13 @@
 """Text of a model, as it streams: reasoning, content and tool calls."""
 
+from .choose import parser_for
 from .events import Content, Event, Reasoning, ToolCallArguments, ToolCallEnd, ToolCallStart
-from .parser import Parser, PlainParser, StreamParser
+from .parser import Parser, StreamParser
 
 __all__ = [
     "Content",
     "Event",
     "Parser",
-    "PlainParser",
     "Reasoning",
     "StreamParser",
     "ToolCallArguments",
@@ -15,13 +15,3 @@ __all__ = [
     "ToolCallStart",
     "parser_for",
 ]
-
-
-def parser_for(model_type: str, chat_template: str = "") -> Parser:
-    """The parser of a model's family.
-
-    Args:
-        model_type: of its config.
-        chat_template: the text of its template, which decides where a family has several formats.
-    """
-    return PlainParser()

@@ -1,14 +1,12 @@
-"""The interface of all parsers, and the one that leaves text as it is."""
+"""The interface of all parsers, and what runs a family's format."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from .events import Content, Event
-
-Tools = Sequence[Mapping[str, Any]]
-"""As OpenAI's ``tools``: ``{"type": "function", "function": {"name", "parameters"}}``."""
+from .events import Event
+from .message import Format, Message, Tools
+from .reader import Reader
 
 
 class StreamParser(Protocol):
@@ -24,38 +22,61 @@ class StreamParser(Protocol):
 
 
 class Parser(Protocol):
-    """A family's format.
+    """A family's format."""
 
-    Attributes:
-        special_tokens: tokens that the format's markers consist of; a detokenizer must not leave
-            them out of the text.
-    """
-
-    special_tokens: tuple[str, ...]
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Tokens that the format's markers consist of, where the vocabulary has them; a
+        detokenizer must not leave them out of the text."""
+        ...
 
     def stream(self, prompt_tail: str = "", tools: Tools | None = None) -> StreamParser:
         """A parser of one message.
 
         Args:
             prompt_tail: the end of the rendered prompt: some templates begin the model's reasoning
-                there.
+                there. 100 characters are enough.
             tools: the request's. Without them no text becomes a call.
         """
         ...
 
 
-class PlainParser:
-    """Of models without a format: all text is content."""
+class FormatParser:
+    """A parser of a format.
 
-    special_tokens: tuple[str, ...] = ()
+    Attributes:
+        form: the format.
+    """
+
+    def __init__(self, form: Format) -> None:
+        self.form = form
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        return self.form.special_tokens
 
     def stream(self, prompt_tail: str = "", tools: Tools | None = None) -> StreamParser:
-        return _Plain()
+        return _Stream(self.form, prompt_tail, tools)
 
 
-class _Plain:
+class _Stream:
+    def __init__(self, form: Format, prompt_tail: str, tools: Tools | None) -> None:
+        self._message = Message(Reader(), tools)
+        self._reading = form.read(self._message, prompt_tail)
+        next(self._reading)  # it waits for the first text
+
     def feed(self, text: str) -> list[Event]:
-        return [Content(text)] if text else []
+        return self._resume(text) if text else []
 
     def close(self) -> list[Event]:
-        return []
+        if self._message.reader.ended:
+            return []
+        self._message.reader.ended = True
+        return self._resume("")
+
+    def _resume(self, text: str) -> list[Event]:
+        message = self._message
+        message.reader.feed(text)
+        next(self._reading, None)
+        events, message.events = message.events, []
+        return events
