@@ -18,6 +18,7 @@ from .health import health_routes
 from .openai.chat import chat_routes
 from .openai.completions import completion_routes
 from .openai.models import model_routes
+from .responses.routes import response_routes
 from .served import Served
 from .settings import ServerSettings
 from .tokens import token_routes
@@ -45,6 +46,7 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
         chat_routes,
         completion_routes,
         model_routes,
+        response_routes,
         message_routes,
         token_routes,
         health_routes,

@@ -162,13 +162,15 @@ _TAGS = ("function-", "list[", "str", "constrained-", "tagged-union", "literal["
 
 def _path(location: Sequence[str | int]) -> str | None:
     """`messages[0].content` of a location, without pydantic's names of alternatives."""
-    path = ""
+    path, tagged = "", False
     for i, part in enumerate(location):
         if isinstance(part, int):
-            path += f"[{part}]"
-        elif not (i == 0 and part in _NO_FIELDS) and not part.startswith(_TAGS):
-            if path.endswith("]") and part in _UNION_TAGS:
-                continue
+            path, tagged = f"{path}[{part}]", False
+        elif (i == 0 and part in _NO_FIELDS) or part.startswith(_TAGS):
+            continue
+        elif path.endswith("]") and not tagged and part in _UNION_TAGS:
+            tagged = True
+        else:
             path += f".{part}" if path else part
     return path or None
 

@@ -8,10 +8,17 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from runtime.engine import AsyncRequestHandle, Completion, FinishReason, TokenLogprob
+from runtime.engine import (
+    AsyncRequestHandle,
+    Chunk,
+    Completion,
+    FinishReason,
+    SamplingParams,
+    TokenLogprob,
+)
 
 from .metrics import Metrics
-from .parsers import Event, Reasoning, StreamParser, ToolCallStart
+from .parsers import Event, Reasoning, StreamParser, ToolCallEnd, ToolCallStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +62,21 @@ class Generation:
     """Iterate for pieces, inside ``async with``: whoever leaves that early cancels the request.
 
     Attributes:
-        parsers: one an output.
+        parsers: one an output; none: there are no events.
+        one_call: an output ends with its first tool call.
         took: told how many seconds each output was in the batch.
         called: outputs that hold a tool call.
     """
 
     handle: AsyncRequestHandle
+    params: SamplingParams
     parsers: Sequence[StreamParser]
     prompt_tokens: int
     metrics: Metrics
     took: Callable[[float], None]
+    one_call: bool = False
     called: set[int] = field(default_factory=set)
+    _closed: set[int] = field(default_factory=set)
     _completion_tokens: int = 0
     _reasoning_tokens: int = 0
 
@@ -89,13 +100,9 @@ class Generation:
         watch = self.metrics.watch()
         async for chunk in self.handle:
             watch.chunk(chunk.output)
-            parser = self.parsers[chunk.output]
-            events = parser.feed(chunk.text) if chunk.text else []
-            if chunk.finish_reason is not None:
-                events = [*events, *parser.close()]
-            for event in events:
-                if isinstance(event, ToolCallStart):
-                    self.called.add(chunk.output)
+            events, reason = self._events(chunk), chunk.finish_reason
+            if chunk.output in self._closed and reason is not None:
+                reason = "stop"
             self._completion_tokens += len(chunk.token_ids)
             if events and isinstance(events[-1], Reasoning):
                 self._reasoning_tokens += len(chunk.token_ids)
@@ -105,13 +112,30 @@ class Generation:
                 events,
                 chunk.token_ids,
                 chunk.logprobs,
-                chunk.finish_reason,
+                reason,
             )
         for completion in await self.completions():
             stats = completion.stats
             if stats.time_to_first_token is not None:
                 waited = stats.time_to_first_token - stats.queue_seconds
                 self.took(waited + stats.decode_seconds)
+
+    def _events(self, chunk: Chunk) -> list[Event]:
+        if not self.parsers or chunk.output in self._closed:
+            return []
+        parser = self.parsers[chunk.output]
+        events = parser.feed(chunk.text) if chunk.text else []
+        if chunk.finish_reason is not None:
+            events = [*events, *parser.close()]
+        for i, event in enumerate(events):
+            if isinstance(event, ToolCallStart):
+                self.called.add(chunk.output)
+            elif self.one_call and isinstance(event, ToolCallEnd):
+                self._closed.add(chunk.output)
+                if chunk.finish_reason is None:
+                    self.handle.cancel(chunk.output)
+                return events[: i + 1]
+        return events
 
     def prompt_logprobs(self, output: int) -> Sequence[TokenLogprob]:
         """Of the prompt's tokens from ``logprob_start`` on; whole when the first piece is there."""

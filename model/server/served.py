@@ -22,7 +22,7 @@ from .admission import Admission
 from .errors import ApiError, bad_request, of_ours
 from .generation import Generation
 from .metrics import Metrics
-from .parsers import PlainParser, parser_for
+from .parsers import parser_for
 from .prompts import Prompt, Prompts
 from .settings import ServerSettings
 
@@ -141,18 +141,19 @@ class Served:
         params: SamplingParams,
         parsed: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        one_call: bool = False,
     ) -> Generation:
         """Hands a prompt to the engine.
 
         Args:
             parsed: the answer is a message: reasoning and calls of ``tools`` are taken out of it.
+            one_call: it ends with its first call.
 
         Raises:
             ApiError: the engine refuses it, or is busy.
         """
-        parser = self.parser if parsed else PlainParser()
-        detokenizer = None
-        if parser.special_tokens and self.llm.tokenizer is not None:
+        parser, detokenizer = self.parser, None
+        if parsed and parser.special_tokens and self.llm.tokenizer is not None:
             detokenizer = partial(Detokenizer, self.llm.tokenizer, parser.special_tokens)
         try:
             handle = self.llm.engine.asubmit(prompt.ids, params, detokenizer=detokenizer)
@@ -161,8 +162,9 @@ class Served:
         except PykernelsError as error:
             healthy = self.llm.engine.healthy
             raise of_ours(error, 400 if healthy else 503) from error
-        streams = [parser.stream(prompt.tail, tools) for _ in range(params.n)]
-        return Generation(handle, streams, len(prompt.ids), self.metrics, self.admission.took)
+        streams = [parser.stream(prompt.tail, tools) for _ in range(params.n) if parsed]
+        size, took = len(prompt.ids), self.admission.took
+        return Generation(handle, params, streams, size, self.metrics, took, one_call)
 
     def close(self) -> None:
         self._texts.shutdown(cancel_futures=True)

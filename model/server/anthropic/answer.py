@@ -7,8 +7,6 @@ import secrets
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
-from runtime.engine import SamplingParams
-
 from ...text.detokenize import Detokenizer
 from ..errors import as_api_error, error_body
 from ..frames import frame
@@ -21,16 +19,10 @@ PATH = "/v1/messages"
 
 
 class Answer:
-    """Writes one request's answer.
+    """Writes one request's answer."""
 
-    Args:
-        params: with which it was submitted.
-    """
-
-    def __init__(
-        self, served: Served, body: MessagesRequest, params: SamplingParams, generation: Generation
-    ) -> None:
-        self.served, self.body, self.params, self.generation = served, body, params, generation
+    def __init__(self, served: Served, body: MessagesRequest, generation: Generation) -> None:
+        self.served, self.body, self.generation = served, body, generation
         self.head: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -86,7 +78,7 @@ class Answer:
     async def _reason(self, last: Piece) -> dict[str, Any]:
         """Why it ended, and the stop sequence that ended it."""
         if last.finish_reason != "stop":
-            cut = (self.params.max_tokens or 0) < self.body.max_tokens
+            cut = (self.generation.params.max_tokens or 0) < self.body.max_tokens
             longest = last.finish_reason == "length" and cut
             word = "model_context_window_exceeded" if longest else "max_tokens"
             return {"stop_reason": word, "stop_sequence": None}

@@ -52,8 +52,9 @@ async def _submitted(served: Served, body: MessagesRequest, request: Request) ->
     given = body.sampling() | {"priority": served.enter(request)}
     prompt = await _prompt(served, body)
     params = served.params(prompt, given)
-    generation = served.submit(prompt, params, parsed=True, tools=_tools(body))
-    return Answer(served, body, params, generation)
+    one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use is True
+    generation = served.submit(prompt, params, True, _tools(body), one_call)
+    return Answer(served, body, generation)
 
 
 async def _prompt(served: Served, body: PromptRequest) -> Prompt:

@@ -64,7 +64,7 @@ async def _submitted(served: Served, body: ChatRequest, request: Request) -> Gen
         body.reasoning_effort,
     )
     params = served.params(prompt, given)
-    return served.submit(prompt, params, parsed=True, tools=tools)
+    return served.submit(prompt, params, True, tools, body.parallel_tool_calls is False)
 
 
 class _Answer:
