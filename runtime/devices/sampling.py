@@ -55,6 +55,7 @@ class SamplingInputs:
             columns["bias_count"][row] = len(sequence.bias_ids)
             columns["bias_ids"][row] = sequence.bias_ids.ctypes.data
             columns["bias"][row] = sequence.bias_values.ctypes.data
+            columns["mask"][row] = 0 if sequence.mask is None else sequence.mask.ctypes.data
             columns["seen_count"][row] = 0
             if sequence.counts is not None:
                 columns["seen"][row] = sequence.counts.ids.ctypes.data

@@ -9,6 +9,8 @@ from typing import Any
 
 from pykernels.errors import PykernelsError
 
+from .constraint import Constraint
+
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 
@@ -43,6 +45,8 @@ class SamplingParams:
         min_tokens: end tokens are not drawn, and stop strings not looked for, before this many.
         deadline: seconds from submission after which the request ends with what it has.
         priority: lower is served first and preempted last.
+        constraint: which tokens may come next, as a grammar says; each output begins one of its
+            own. None: any.
     """
 
     temperature: float = 1.0
@@ -64,6 +68,7 @@ class SamplingParams:
     min_tokens: int = 0
     deadline: float | None = None
     priority: int = 0
+    constraint: Constraint | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0, math.inf)

@@ -31,7 +31,7 @@ def program() -> Program:
 
 
 def rows() -> list[SequenceSampling]:
-    """Greedy; warm with limits; with penalties; with a bias."""
+    """Greedy; warm with limits and a mask; with penalties; with a bias."""
     counts = TokenCounts([3, 5, 5, 8], 10, V)
     for token in (5, 5, 9):
         counts.add(token)
@@ -49,6 +49,7 @@ def rows() -> list[SequenceSampling]:
             2,
             None,
             {},
+            np.random.default_rng(0).integers(-(2**31), 2**31, -(-V // 32), np.int32),
         ),
         SequenceSampling(penalties, 3, counts, {}),
         SequenceSampling(SamplingParams(temperature=1.0), 4, None, {7: 30.0, 11: 29.5}),
@@ -63,6 +64,9 @@ def request(row: SequenceSampling, draws: int) -> SamplingRequest:
             "seen": torch.from_numpy(counts.ids[: counts.size]),
             "counts": torch.from_numpy(counts.counts[: counts.size]),
         }
+    if row.mask is not None:
+        bits = np.unpackbits(row.mask.view(np.uint8), count=V, bitorder="little")
+        seen["mask"] = torch.from_numpy(bits.astype(bool))
     return SamplingRequest(
         temperature=p.temperature,
         top_k=p.top_k,
