@@ -26,6 +26,9 @@ class Admission:
     Args:
         seats: outputs that the engine runs at once.
         clock: seconds, for tests.
+
+    Attributes:
+        inside: outputs that have entered and not left.
     """
 
     def __init__(
@@ -33,7 +36,7 @@ class Admission:
     ) -> None:
         self._seats, self._settings = seats, settings
         self._turns = Turns(clock)
-        self._inside = 0
+        self.inside = 0
         self._seconds: float | None = None
 
     @contextmanager
@@ -44,23 +47,23 @@ class Admission:
             ApiError: 429, with the seconds after which it is worth trying again.
         """
         most = self._seats + self._settings.max_waiting
-        if self._inside + outputs > most:
-            raise self._busy(f"{self._inside} outputs are running or waiting, {most} may")
+        if self.inside + outputs > most:
+            raise self._busy(f"{self.inside} outputs are running or waiting, {most} may")
         limit, wait = self._settings.max_ttft, self.estimate()
         if limit is not None and wait > limit:
             raise self._busy(f"the first token would come after some {wait:.0f} seconds")
-        self._inside += outputs
+        self.inside += outputs
         priority = self._turns.take(client)
         try:
             yield priority
         finally:
-            self._inside -= outputs
+            self.inside -= outputs
             self._turns.leave(client)
 
     def estimate(self) -> float:
         """Seconds to the first token of an output that enters now: none while seats are free, then
         as long as it takes the outputs ahead of it to leave, if they take as long as the last."""
-        ahead = self._inside + 1 - self._seats
+        ahead = self.inside + 1 - self._seats
         return 0.0 if ahead <= 0 else ahead * (self._seconds or 0.0) / self._seats
 
     def took(self, seconds: float) -> None:
@@ -86,7 +89,7 @@ class Turns:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._last: dict[str, float] = {}
-        self._inside: Counter[str] = Counter()
+        self._requests: Counter[str] = Counter()
 
     def take(self, client: str) -> int:
         """The priority of this client's next request."""
@@ -95,11 +98,11 @@ class Turns:
         priority = 0 if last is None else math.ceil((last - now) / AGEING_SECONDS + 1)
         priority = min(max(0, priority), _LONGEST_TURN)
         self._last[client] = now + priority * AGEING_SECONDS
-        self._inside[client] += 1
+        self._requests[client] += 1
         return priority
 
     def leave(self, client: str) -> None:
         """One of its requests has ended."""
-        self._inside[client] -= 1
-        if not self._inside[client]:
-            del self._inside[client], self._last[client]
+        self._requests[client] -= 1
+        if not self._requests[client]:
+            del self._requests[client], self._last[client]

@@ -153,7 +153,11 @@ def of_validation(errors: Sequence[Any]) -> ApiError:
         name = param or "a JSON body"
         return bad_request(f"Missing field: {name}.", param, "missing_required_parameter")
     message = first["msg"].removeprefix("Value error, ").rstrip(".")
-    return bad_request(f"{param or 'The body'}: {message}.", param, "invalid_value")
+    if kind == "union_tag_invalid":
+        message = f"{str(context['tag'])[:60]} is none of {context['expected_tags']}"
+    elif kind == "union_tag_not_found":
+        message = "a type or a role is missing"
+    return bad_request(f"{param}: {message}." if param else f"{message}.", param, "invalid_value")
 
 
 _NO_FIELDS = ("body", "query", "path")
@@ -178,6 +182,9 @@ def _path(location: Sequence[str | int]) -> str | None:
 _UNION_TAGS = {
     *("system", "developer", "user", "assistant", "tool", "function", "served"),
     *("text", "image", "document", "tool_use", "tool_result", "thinking", "redacted_thinking"),
-    "tool_reference",
+    *("message", "reasoning", "function_call", "custom_tool_call", "custom", "namespace"),
+    *("function_call_output", "custom_tool_call_output", "tool_reference"),
+    *("input_text", "output_text", "input_image", "input_file", "refusal", "summary_text"),
+    "reasoning_text",
 }
 """Roles and types stand in locations behind an index, because they choose the model there."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..llm import LLM
@@ -17,7 +17,7 @@ _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 class Metrics:
     """What one server has measured; each has a registry of its own."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, inside: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(llm))
         self.first = Histogram(
@@ -32,6 +32,12 @@ class Metrics:
             buckets=_BETWEEN,
             registry=self.registry,
         )
+        entered = Gauge(
+            "pykernels_inside",
+            "Outputs of requests that have entered and whose answer is not yet sent",
+            registry=self.registry,
+        )
+        entered.set_function(inside)
         self.responses = Counter(
             "pykernels_http_responses",
             "Answers by status",

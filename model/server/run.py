@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 from types import FrameType
@@ -52,28 +53,34 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
+def server_of(app: FastAPI, settings: ServerSettings) -> uvicorn.Server:
+    """A server of the application; its ``run`` takes a bound socket."""
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=math.ceil(settings.drain_seconds),
+        limit_concurrency=settings.max_connections,
+        lifespan="on",
+        ws="none",
+    )
+    return _Server(config, app.state.served)
+
+
 def serve(app: FastAPI, settings: ServerSettings, bound: socket.socket) -> None:
     """Runs until SIGTERM or Ctrl-C; then what runs has ``drain_seconds`` to end.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; SystemExit: SIGTERM.
     """
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(settings.drain_seconds),
-        limit_concurrency=settings.max_connections,
-        lifespan="on",
-    )
     # uvicorn raises the signals again that it has caught: this ends the process in order.
-    before = signal.signal(signal.SIGTERM, lambda *_: _exit())
+    before = signal.signal(signal.SIGTERM, _exit)
     try:
-        _Server(config, app.state.served).run([bound])
+        server_of(app, settings).run([bound])
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _exit() -> None:
+def _exit(sig: int, frame: FrameType | None) -> None:
     raise SystemExit(0)

@@ -46,8 +46,8 @@ class Served:
         self.name, self.created = settings.names[0], int(time.time())
         self.prompts = Prompts(llm)
         self.parser = parser_for(llm.config.model_type, self.prompts.template)
-        self.metrics = Metrics(llm)
         self.admission = Admission(llm.engine.config.max_num_seqs, settings)
+        self.metrics = Metrics(llm, lambda: self.admission.inside)
         self.draining = False
         # One thread: a tokenizer is not made for several, and the event loop must not wait for it.
         self._texts = ThreadPoolExecutor(1, "texts")
