@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from pykernels.errors import PykernelsError
 from runtime.engine import (
     AsyncRequestHandle,
     Chunk,
@@ -17,6 +18,7 @@ from runtime.engine import (
     TokenLogprob,
 )
 
+from .errors import LOG, ApiError
 from .metrics import Metrics
 from .parsers import Event, Reasoning, StreamParser, ToolCallEnd, ToolCallStart
 
@@ -98,7 +100,7 @@ class Generation:
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
         watch = self.metrics.watch()
-        async for chunk in self.handle:
+        async for chunk in self._chunks():
             watch.chunk(chunk.output)
             events, reason = self._events(chunk), chunk.finish_reason
             if chunk.output in self._closed and reason is not None:
@@ -119,6 +121,15 @@ class Generation:
             if stats.time_to_first_token is not None:
                 waited = stats.time_to_first_token - stats.queue_seconds
                 self.took(waited + stats.decode_seconds)
+
+    async def _chunks(self) -> AsyncGenerator[Chunk, None]:
+        """Raises ApiError where the engine fails: the request is not to blame."""
+        try:
+            async for chunk in self.handle:
+                yield chunk
+        except PykernelsError as error:
+            LOG.error("%s", error.cause, exc_info=error.__cause__)
+            raise ApiError(500, f"{error.cause}.") from error
 
     def _events(self, chunk: Chunk) -> list[Event]:
         if not self.parsers or chunk.output in self._closed:

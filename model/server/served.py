@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -25,6 +25,7 @@ from .metrics import Metrics
 from .parsers import parser_for
 from .prompts import Prompt, Prompts
 from .settings import ServerSettings
+from .structured import GrammarConstraint, Vocabulary, constraint_for
 
 T = TypeVar("T")
 
@@ -106,6 +107,42 @@ class Served:
             return await loop.run_in_executor(self._texts, partial(make, *args, **named))
         except PykernelsError as error:
             raise of_ours(error) from error
+
+    async def constraint(
+        self,
+        prompt: Prompt,
+        response_format: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+    ) -> dict[str, Any]:
+        """The field of ``SamplingParams`` that makes an answer keep to a form, if one is asked for.
+
+        Args:
+            response_format, tools, tool_choice: as OpenAI's.
+
+        Raises:
+            ApiError: a form that cannot be forced.
+        """
+        if response_format is None and tool_choice in (None, "none", "auto"):
+            return {}
+        made = await self.prepared(
+            self._constraint,
+            response_format=response_format,
+            tools=tools,
+            tool_choice=tool_choice or "auto",
+            parallel_tool_calls=parallel_tool_calls is not False,
+            prompt_tail=prompt.tail,
+        )
+        return {} if made is None else {"constraint": made}
+
+    def _constraint(self, **asked: Any) -> GrammarConstraint | None:
+        return constraint_for(self._vocabulary, self.parser, **asked)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        eos = self.llm.engine.eos_token_ids
+        return Vocabulary(self.tokenizer, self.llm.runner.vocab_size, eos)
 
     def params(self, prompt: Prompt, given: Mapping[str, Any]) -> SamplingParams:
         """Sampling parameters: those that are given, else the checkpoint's.

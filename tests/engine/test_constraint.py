@@ -67,7 +67,7 @@ def test_each_output_keeps_to_its_own_constraint_beside_others() -> None:
     assert (seven.begun, five.begun) == (2, 1)
 
 
-def test_a_constraint_that_fails_or_allows_nothing_ends_its_request_alone() -> None:
+def test_a_constraint_that_fails_ends_its_request_alone() -> None:
     engine = Engine(FakeRunner(), threaded=False)
     bad = engine.submit([1], params(1, 20, constraint=Steps(7, fails=3)))
     dead = engine.submit([2], params(2, 20, constraint=Steps(7, dead=3)))

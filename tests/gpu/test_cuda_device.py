@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,22 @@ from ..model.checks import logprob_error
 
 BF16 = 0.06
 """Of the norm of a token's logprobs: activations are bfloat16."""
+
+
+class Only:
+    """A constraint: one token and no other."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def begin(self) -> Only:
+        return self
+
+    def allowed(self, mask: np.ndarray) -> None:
+        mask[self.token // 32] = 1 << self.token % 32
+
+    def accept(self, token: int) -> None:
+        assert token == self.token
 
 
 @pytest.mark.parametrize(
@@ -45,7 +62,9 @@ def test_logprobs_are_transformers(
         with Engine(runner) as engine:
             params = SamplingParams(temperature=0, max_tokens=2, logprobs=20, logprob_start=1)
             [result] = engine.generate([ids], params)
+            [forced] = engine.generate([ids], SamplingParams(max_tokens=1, constraint=Only(77)))
     assert logprob_error(result, truth) < BF16
+    assert forced.token_ids == (77,)
 
 
 def test_activations_that_the_gpu_has_not_are_refused(tmp_path: Path, device: torch.device) -> None:

@@ -153,3 +153,24 @@ def test_a_call_comes_as_a_call_and_goes_back_as_one(scripted: Script) -> None:
     assert second.choices[0].message.content == "Three."
     assert second.usage and second.usage.prompt_tokens_details
     assert (second.usage.prompt_tokens_details.cached_tokens or 0) > 100
+
+
+def test_a_form_is_kept_to(served: Running) -> None:
+    """A base model that writes Python is made to write JSON."""
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "maximum": 99}, "ok": {"type": "boolean"}},
+        "required": ["n", "ok"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    create = served.openai().chat.completions.create
+    answer = create(model=NAME, messages=ASKED, response_format=form, seed=1, max_tokens=64)
+    value = json.loads(answer.choices[0].message.content or "")
+    assert set(value) == {"n", "ok"} and isinstance(value["n"], int)
+    digits: Any = {"type": "regex", "regex": "[0-9]{4}"}
+    answer = create(model=NAME, messages=ASKED, response_format=digits, seed=1)
+    assert len(answer.choices[0].message.content or "") == 4
+    broken: Any = {"type": "regex", "regex": "[0-9"}
+    with pytest.raises(openai.BadRequestError):
+        create(model=NAME, messages=ASKED, response_format=broken)

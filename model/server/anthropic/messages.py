@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ..disconnect import unless_gone
-from ..errors import bad_request
 from ..frames import json_bytes
 from ..prompts import Prompt
 from ..served import Served
@@ -45,14 +44,19 @@ def message_routes(served: Served) -> APIRouter:
 
 async def _submitted(served: Served, body: MessagesRequest, request: Request) -> Answer:
     served.check_name(body.model)
-    if body.tool_choice is not None and body.tool_choice.type in ("any", "tool"):
-        raise bad_request("tool_choice: this server cannot force a call.", "tool_choice")
-    if body.output_config is not None and body.output_config.format is not None:
-        raise bad_request("output_config: this server cannot force a format.", "output_config")
     given = body.sampling() | {"priority": served.enter(request)}
     prompt = await _prompt(served, body)
+    choice = body.tool_choice
+    form = None if body.output_config is None else body.output_config.format
+    one_call = choice is not None and choice.disable_parallel_tool_use is True
+    given |= await served.constraint(
+        prompt,
+        None if form is None else {"type": "json_schema", "schema": form.schema_},
+        _tools(body),
+        None if choice is None else choice.plain(),
+        not one_call,
+    )
     params = served.params(prompt, given)
-    one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use is True
     generation = served.submit(prompt, params, True, _tools(body), one_call)
     return Answer(served, body, generation)
 

@@ -165,6 +165,12 @@ class ToolChoice(Strict):
             raise ValueError("name is for the type tool, and that type needs it")
         return self
 
+    def plain(self) -> str | dict[str, Any]:
+        """As OpenAI's."""
+        if self.name is None:
+            return "required" if self.type == "any" else self.type
+        return {"type": "function", "function": {"name": self.name}}
+
 
 class ThinkingConfig(Strict):
     ignored = frozenset({"budget_tokens", "display"})

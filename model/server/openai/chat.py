@@ -42,10 +42,6 @@ def chat_routes(served: Served) -> APIRouter:
 
 async def _submitted(served: Served, body: ChatRequest, request: Request) -> Generation:
     served.check_name(body.model)
-    if body.response_format is not None and body.response_format.type != "text":
-        raise bad_request("response_format: this server cannot force a format.", "response_format")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise bad_request("tool_choice: this server cannot force a call.", "tool_choice")
     tools = [tool.plain() for tool in body.tools or ()]
     if body.tool_choice == "none":
         tools = []
@@ -62,6 +58,14 @@ async def _submitted(served: Served, body: ChatRequest, request: Request) -> Gen
         tools,
         body.chat_template_kwargs,
         body.reasoning_effort,
+    )
+    form, choice = body.response_format, body.tool_choice
+    given |= await served.constraint(
+        prompt,
+        None if form is None else form.model_dump(by_alias=True, exclude_none=True),
+        tools,
+        choice if choice is None or isinstance(choice, str) else choice.model_dump(),
+        body.parallel_tool_calls,
     )
     params = served.params(prompt, given)
     return served.submit(prompt, params, True, tools, body.parallel_tool_calls is False)

@@ -38,13 +38,18 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    type: Literal["text", "json_object", "json_schema"]
+    """OpenAI's, and a regular expression or a grammar (llguidance's lark)."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "grammar"]
     json_schema: JsonSchema | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema is for the type json_schema, and that type needs it")
+        for name in ("json_schema", "regex", "grammar"):
+            if (self.type == name) != (getattr(self, name) is not None):
+                raise ValueError(f"{name} is for the type {name}, and that type needs it")
         return self
 
 

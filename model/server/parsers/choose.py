@@ -6,7 +6,7 @@ from .harmony import Harmony
 from .json_call import Hermes
 from .message import Format
 from .mistral import Mistral
-from .parser import FormatParser, Parser
+from .parser import FormatParser
 from .tagged import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2
 from .xml_call import GLM_45, GLM_47, MINIMAX_M2, QWEN3_CODER
 
@@ -40,7 +40,7 @@ _BY_FAMILY: dict[str, Format] = {
 }
 
 
-def parser_for(model_type: str, chat_template: str = "") -> Parser:
+def parser_for(model_type: str, chat_template: str = "") -> FormatParser:
     """The parser of a model.
 
     Args:
@@ -52,7 +52,8 @@ def parser_for(model_type: str, chat_template: str = "") -> Parser:
         Of a family that is not known, a parser that takes off reasoning in <think> and finds calls
         as Hermes writes them.
     """
+    reasons = "</think>" in chat_template or "[/THINK]" in chat_template
     for shown, form in _BY_TEMPLATE:
         if all(text in chat_template for text in shown):
-            return FormatParser(form)
-    return FormatParser(_BY_FAMILY.get(model_type, Hermes()))
+            return FormatParser(form, reasons=reasons)
+    return FormatParser(_BY_FAMILY.get(model_type, Hermes()), reasons=reasons)

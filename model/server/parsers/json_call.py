@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .json_text import JsonScanner
+from .json_text import JsonScanner, from_json, to_json
 from .marked import MarkedFormat
 from .message import Broken, Message
 from .reader import Wait
@@ -41,7 +40,7 @@ def json_call(
             name = _string(head[1])
             reader.at = head.end()
             break
-        found, stop = scanner.scan(reader.text, reader.mark + seen, len(reader.text))
+        found, stop, _ = scanner.scan(reader.text, reader.mark + seen, len(reader.text))
         if found == "end":
             name, arguments = _members(reader.text[first:stop])
             reader.at = stop
@@ -59,7 +58,7 @@ def json_call(
     message.end()
     rest = JsonScanner(depth=1)
     while True:  # other members of the object
-        found, reader.at = rest.scan(reader.text, reader.at, len(reader.text))
+        found, reader.at, _ = rest.scan(reader.text, reader.at, len(reader.text))
         if found != "more" or reader.ended:
             return
         yield
@@ -67,27 +66,27 @@ def json_call(
 
 def _string(text: str) -> str:
     try:
-        return str(json.loads(text))
+        name = str(from_json(text))
+        name.encode()
     except ValueError:
         raise Broken from None
+    return name
 
 
 def _members(text: str) -> tuple[str, str]:
     try:
-        call = json.loads(text, strict=False)
-    except ValueError:
+        call = from_json(text)
+        arguments = call.get("arguments", call.get("parameters"))
+        if isinstance(arguments, str):  # JSON within a string
+            arguments = from_json(arguments)
+        arguments = {} if arguments is None else arguments
+        name = call.get("name")
+        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+            raise Broken
+        name.encode()
+        return name, to_json(arguments)
+    except (ValueError, RecursionError):
         raise Broken from None
-    arguments = call.get("arguments", call.get("parameters"))
-    if isinstance(arguments, str):  # JSON within a string
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            raise Broken from None
-    arguments = {} if arguments is None else arguments
-    name = call.get("name")
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        raise Broken
-    return name, json.dumps(arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True)

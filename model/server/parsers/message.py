@@ -84,9 +84,8 @@ class Message:
             stop = len(reader.text)
             if literal:
                 stop = marker.start() if marker else reader.certain(ends)
-            found, at = scanner.scan(reader.text, reader.at, stop)
-            self.arguments(reader.text[reader.at : at])
-            reader.at = at
+            found, reader.at, written = scanner.scan(reader.text, reader.at, stop)
+            self.arguments(written)
             if found == "end":
                 return True
             if found == "broken" or marker:

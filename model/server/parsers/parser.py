@@ -46,10 +46,11 @@ class FormatParser:
 
     Attributes:
         form: the format.
+        reasons: whether the model's template has reasoning.
     """
 
-    def __init__(self, form: Format) -> None:
-        self.form = form
+    def __init__(self, form: Format, *, reasons: bool = False) -> None:
+        self.form, self.reasons = form, reasons
 
     @property
     def special_tokens(self) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ class Tagged(MarkedFormat):
         section: around all calls of a message.
         split: what the model writes as the name -> name and id.
         name_format: what it writes for a function ``{name}`` in call ``{index}``.
+        between: what the template writes between two calls.
     """
 
     section: tuple[str, str] | None
@@ -49,6 +50,7 @@ class Tagged(MarkedFormat):
     end: str
     split: Callable[[str], tuple[str, str]] = named
     name_format: str = "{name}"
+    between: str = ""
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -86,6 +88,7 @@ DEEPSEEK_V3 = Tagged(
     separator="\n```json\n",
     suffix="\n```",
     end="<｜tool▁call▁end｜>",
+    between="\n",
 )
 """DeepSeek-V3, V3-0324 and R1."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-import json
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from .json_text import from_json, to_json
 from .message import Tools
 
 _OF_PYTHON = {
@@ -70,30 +71,31 @@ def as_json(text: str, types: frozenset[str]) -> str:
     value = _value(bare)
     kinds = {"object": dict, "array": list}
     if any(t in types and isinstance(value, kind) for t, kind in kinds.items()):
-        return json.dumps(value, ensure_ascii=False)
+        return to_json(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if "integer" in types and is_number and value == value // 1:
-        return json.dumps(int(value))
+        return to_json(int(value))
     if "number" in types and is_number:
-        return json.dumps(value)
+        return to_json(value)
     if not types and value is not None and not isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return to_json(value)
     if not types and bare == "null":
         return "null"
-    return json.dumps(text, ensure_ascii=False)
+    return to_json(text)
 
 
 def _value(text: str) -> Any:
     """The value that a text is in JSON or, as some models write it, in Python; None if neither."""
     try:
-        value = json.loads(text, strict=False)
+        value = from_json(text)
     except ValueError:
         try:
-            value = ast.literal_eval(text)
+            with warnings.catch_warnings(action="ignore"):  # of unknown escapes in strings
+                value = ast.literal_eval(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
             return None
     try:
-        json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
+        to_json(value)
+    except (TypeError, ValueError, RecursionError):
         return None
     return value

@@ -5,10 +5,10 @@ Values are plain text there; what they are in JSON is what the tool's schema say
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator
 from dataclasses import dataclass
 
+from .json_text import to_json
 from .marked import MarkedFormat
 from .message import Broken, Message
 from .reader import Wait
@@ -75,7 +75,7 @@ class XmlCall(MarkedFormat):
             if self.value_open:
                 yield from reader.space()
                 yield from reader.take(self.value_open)
-            message.arguments(f"{separator}{json.dumps(key.strip(), ensure_ascii=False)}: ")
+            message.arguments(f"{separator}{to_json(key.strip())}: ")
             if not (yield from self._value(message, types_of(parameters, key.strip()))):
                 return
             separator = ", "
@@ -123,7 +123,7 @@ class _StringSink:
         text = self._held + text
         self._held = "\n" if self.lines and text.endswith("\n") else ""
         text = text[: len(text) - len(self._held)]
-        self.message.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+        self.message.arguments(to_json(text)[1:-1])
 
 
 def _inner(text: str) -> str:

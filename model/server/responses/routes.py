@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ..disconnect import unless_gone
-from ..errors import as_api_error, bad_request
+from ..errors import as_api_error
 from ..frames import frame, json_bytes
 from ..generation import Generation, Usage
 from ..served import Served
@@ -48,15 +48,20 @@ async def _submitted(
     served: Served, body: ResponsesRequest, request: Request, tools: Tools
 ) -> Generation:
     served.check_name(body.model)
-    if body.tool_choice not in (None, "none", "auto"):
-        raise bad_request("tool_choice: this server cannot force a call.", "tool_choice")
-    form = body.text.format if body.text is not None else None
-    if form is not None and form.type != "text":
-        raise bad_request("text.format: this server cannot force a format.", "text.format")
     given = body.sampling() | {"priority": served.enter(request)}
     functions = [] if body.tool_choice == "none" else tools.functions
     effort = None if body.reasoning is None else body.reasoning.effort
     prompt = await served.prepared(served.prompts.chat, conversation(body), functions, None, effort)
+    form, choice = body.text and body.text.format, body.tool_choice
+    given |= await served.constraint(
+        prompt,
+        None if form is None else form.model_dump(by_alias=True, exclude_none=True),
+        functions,
+        choice
+        if choice is None or isinstance(choice, str)
+        else {"type": "function", "name": choice.name},
+        body.parallel_tool_calls,
+    )
     params = served.params(prompt, given)
     one_call = body.parallel_tool_calls is False
     return served.submit(prompt, params, True, functions, one_call)

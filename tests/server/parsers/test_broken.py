@@ -62,6 +62,16 @@ def test_what_is_no_call_is_content_and_the_next_call_is_found(model: str) -> No
             '<tool_call>{"name": "f", "arguments": {"</tool_call>": "}"}}',
             '{"</tool_call>": "}"}',
         ),
+        (  # control characters and half surrogates, which a client could not read
+            "Qwen3-30B",
+            '<tool_call>{"name": "f", "arguments": {"a": "1\n\t2"}}</tool_call>',
+            '{"a": "1\\n\\t2"}',
+        ),
+        (
+            "Qwen3-30B",
+            '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "f"}</tool_call>',
+            '{"a": "\\ud800"}',
+        ),
         (  # no JSON: given as it is
             "Qwen3-30B",
             """<tool_call>{"name": "f", "arguments": {'a': 1}}</tool_call>""",
@@ -114,7 +124,7 @@ def test_the_channels_of_gpt_oss() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_any_mixture_of_markers_is_the_same_message_in_any_pieces(data: st.DataObject) -> None:
+def test_markers_in_any_order_and_pieces_are_one_message(data: st.DataObject) -> None:
     row = data.draw(st.sampled_from(RECORDED))
     parser = parser_for(row["model_type"], row["template"])
     words = [*parser.special_tokens, '{"name": "f", "arguments": ', '{"a": [1', "}", "]", '"', "f"]

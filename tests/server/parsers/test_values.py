@@ -30,6 +30,7 @@ ROW = BY_MODEL["zai-org/GLM-4.6"]
         ({"type": "array"}, "['a', 1]", ["a", 1]),
         ({"type": "object"}, '{"a": [true]}', {"a": [True]}),
         ({"type": "object"}, "{a}", "{a}"),
+        ({"type": "array"}, "[" * 10**5, "[" * 10**5),
         ({"enum": [1, 2]}, "2", 2),
         ({"$ref": "#/$defs/N"}, "7", 7),
         ({}, "7", 7),
