@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
-from .common import Debug, Kernel, State, Threads, command, err, prepare_threads
+from .common import Debug, Kernel, State, Threads, command, err, prepare_threads, read_key
 from .session import Defer, Device, Experts, KvDtype, Model, Rules, status
 
 _SERVER, _ENGINE = "The server", "The engine"
@@ -145,7 +144,7 @@ def serve(
     settings = ServerSettings(
         host=host,
         port=port,
-        api_key=_key(api_key_file),
+        api_key=read_key(api_key_file),
         names=names,
         max_waiting=max_waiting,
         max_ttft=max_ttft,
@@ -175,17 +174,5 @@ def serve(
         with llm:
             address, at = bound.getsockname()[:2]
             shown = f"[{address}]" if ":" in address else address
-            err().print(f"{names[0]} is served at http://{shown}:{at}/v1", markup=False)
-            run(create_app(llm, settings), settings, bound)
-
-
-def _key(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        lines = file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise PykernelsError(f"{file} cannot be read: {error}", "Give a file with a key") from error
-    if not lines or not lines[0].strip():
-        raise PykernelsError(f"the first line of {file} is empty", "Write the key there")
-    return lines[0].strip()
+            text = f"{names[0]} is served at http://{shown}:{at}/v1"
+            run(create_app(llm, settings), settings, bound, lambda: err().print(text, markup=False))

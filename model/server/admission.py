@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from .errors import ApiError
+from .http.errors import ApiError
 from .settings import ServerSettings
 
 AGEING_SECONDS = 1.0

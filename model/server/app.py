@@ -12,9 +12,9 @@ from pykernels import __version__
 
 from ..llm import LLM
 from .anthropic.messages import message_routes
-from .errors import add_handlers
-from .guard import Guard
 from .health import health_routes
+from .http.errors import add_handlers
+from .http.guard import Guard
 from .openai.chat import chat_routes
 from .openai.completions import completion_routes
 from .openai.models import model_routes

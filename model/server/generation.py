@@ -18,7 +18,7 @@ from runtime.engine import (
     TokenLogprob,
 )
 
-from .errors import LOG, ApiError
+from .http.errors import LOG, ApiError
 from .metrics import Metrics
 from .parsers import Event, Reasoning, StreamParser, ToolCallEnd, ToolCallStart
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from .frames import json_bytes
+from .http.frames import json_bytes
 from .served import Served
 
 HEALTH = "/health"

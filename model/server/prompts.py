@@ -13,7 +13,7 @@ from pykernels.errors import PykernelsError
 
 from ..llm import LLM
 from ..text.prompt import chat_prompt, encode_written
-from .errors import bad_request
+from .http.errors import bad_request
 
 _TAIL = 256
 """Characters at the end of a prompt that tell a parser what the template has begun."""

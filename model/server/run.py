@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import socket
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -42,19 +43,32 @@ def bound_socket(settings: ServerSettings) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Tells the application that it drains, before anything is closed."""
+    """Tells when clients can come, and the application that it drains before anything is closed."""
 
-    def __init__(self, config: uvicorn.Config, served: Served) -> None:
+    def __init__(
+        self, config: uvicorn.Config, served: Served, started: Callable[[], None] | None
+    ) -> None:
         super().__init__(config)
-        self.served = served
+        self.served, self._tell_started = served, started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and self._tell_started is not None:
+            self._tell_started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.served.draining = True
         super().handle_exit(sig, frame)
 
 
-def server_of(app: FastAPI, settings: ServerSettings) -> uvicorn.Server:
-    """A server of the application; its ``run`` takes a bound socket."""
+def server_of(
+    app: FastAPI, settings: ServerSettings, started: Callable[[], None] | None = None
+) -> uvicorn.Server:
+    """A server of the application; its ``run`` takes a bound socket.
+
+    Args:
+        started: called when clients can come.
+    """
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -65,11 +79,16 @@ def server_of(app: FastAPI, settings: ServerSettings) -> uvicorn.Server:
         lifespan="on",
         ws="none",
     )
-    return _Server(config, app.state.served)
+    return _Server(config, app.state.served, started)
 
 
-def serve(app: FastAPI, settings: ServerSettings, bound: socket.socket) -> None:
+def serve(
+    app: FastAPI, settings: ServerSettings, bound: socket.socket, started: Callable[[], None]
+) -> None:
     """Runs until SIGTERM or Ctrl-C; then what runs has ``drain_seconds`` to end.
+
+    Args:
+        started: called when clients can come.
 
     Raises:
         KeyboardInterrupt: Ctrl-C; SystemExit: SIGTERM.
@@ -77,7 +96,7 @@ def serve(app: FastAPI, settings: ServerSettings, bound: socket.socket) -> None:
     # uvicorn raises the signals again that it has caught: this ends the process in order.
     before = signal.signal(signal.SIGTERM, _exit)
     try:
-        server_of(app, settings).run([bound])
+        server_of(app, settings, started).run([bound])
     finally:
         signal.signal(signal.SIGTERM, before)
 

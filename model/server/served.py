@@ -19,8 +19,8 @@ from runtime.engine import EngineBusy, SamplingParams
 from ..llm import LLM
 from ..text.detokenize import Detokenizer
 from .admission import Admission
-from .errors import ApiError, bad_request, of_ours
 from .generation import Generation
+from .http.errors import ApiError, bad_request, of_ours
 from .metrics import Metrics
 from .parsers import parser_for
 from .prompts import Prompt, Prompts

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field, model_validator
 
-from .errors import bad_request
 from .fields import Count, Strict
+from .http.errors import bad_request
 from .openai.messages import Message, Tool, plain
 from .served import Served
 

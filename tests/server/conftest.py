@@ -80,9 +80,11 @@ def running(llm: LLM, **settings: object) -> Iterator[Running]:
     given = {"names": (NAME,), "port": 0, **settings}
     chosen = ServerSettings(**given)  # type: ignore[arg-type]
     with bound_socket(chosen) as bound:
-        server = server_of(create_app(llm, chosen), chosen)
+        started = threading.Event()
+        server = server_of(create_app(llm, chosen), chosen, started.set)
         thread = threading.Thread(target=server.run, args=([bound],))
         thread.start()
+        assert started.wait(60)
         try:
             port = bound.getsockname()[1]
             yield Running(f"http://127.0.0.1:{port}", llm, chosen.api_key or "none")

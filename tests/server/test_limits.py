@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from model.server.admission import Admission, Turns
-from model.server.errors import ApiError
+from model.server.http.errors import ApiError
 from model.server.settings import ServerSettings
 from pykernels.errors import PykernelsError
 
@@ -156,21 +156,19 @@ def test_settings_out_of_range_are_named() -> None:
 
 def test_sigterm_lets_what_runs_end() -> None:
     args = ["serve", "--port", "0", "--kernel", "generic", "--threads", "1", "--max-batch", "2"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "model.cli.main", *args],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        url = line.rpartition(" ")[2].strip()
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            stream = client.completions.create(
-                model="embedded", prompt="def", max_tokens=800, stream=True
-            )
-            tokens = len([next(iter(stream))])
-            process.send_signal(signal.SIGTERM)
-            reasons = [piece.choices[0].finish_reason for piece in stream]
-            assert tokens == 1 and reasons[-1] in ("stop", "length")
-        assert process.wait() == 0 and process.stderr.read() == ""
+    command = [sys.executable, "-m", "model.cli.main", *args]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            url = process.stderr.readline().rpartition(" ")[2].strip()
+            with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+                stream = client.completions.create(
+                    model="embedded", prompt="def", max_tokens=800, stream=True
+                )
+                next(iter(stream))
+                process.send_signal(signal.SIGTERM)
+                reasons = [piece.choices[0].finish_reason for piece in stream]
+            assert reasons[-1] in ("stop", "length")
+            assert process.wait() == 0 and process.stderr.read() == ""
+        finally:
+            process.kill()

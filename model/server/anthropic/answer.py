@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from ...text.detokenize import Detokenizer
-from ..errors import as_api_error, error_body
-from ..frames import frame
 from ..generation import Generation, Piece, Usage
+from ..http.errors import as_api_error, error_body
+from ..http.frames import frame
 from ..parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallEnd, ToolCallStart
 from ..served import Served
 from .schema import MessagesRequest

@@ -7,11 +7,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ..disconnect import unless_gone
-from ..frames import json_bytes
+from ..http.disconnect import unless_gone
+from ..http.frames import json_bytes
+from ..http.sse import EventStream
 from ..prompts import Prompt
 from ..served import Served
-from ..sse import EventStream
 from .answer import Answer
 from .convert import conversation, effort, pictures
 from .schema import MessagesRequest, PromptRequest, ServedTool, Tool

@@ -10,13 +10,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ..disconnect import unless_gone
-from ..errors import as_api_error, bad_request, error_body
-from ..frames import DONE, frame, json_bytes
 from ..generation import Generation, Piece, Usage
+from ..http.disconnect import unless_gone
+from ..http.errors import as_api_error, bad_request, error_body
+from ..http.frames import DONE, frame, json_bytes
+from ..http.sse import EventStream
 from ..parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from ..served import Served
-from ..sse import EventStream
 from .chat_schema import ChatRequest
 from .logprobs import chat_logprobs
 from .messages import plain

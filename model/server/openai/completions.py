@@ -11,13 +11,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ..disconnect import unless_gone
-from ..errors import as_api_error, error_body
-from ..frames import DONE, frame, json_bytes
 from ..generation import Generation, Piece, Usage, merged
+from ..http.disconnect import unless_gone
+from ..http.errors import as_api_error, error_body
+from ..http.frames import DONE, frame, json_bytes
+from ..http.sse import EventStream
 from ..prompts import Prompt
 from ..served import Served
-from ..sse import EventStream
 from .chat import usage_body
 from .completions_schema import CompletionRequest
 from .logprobs import TextLogprobs

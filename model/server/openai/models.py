@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from ..errors import ApiError
+from ..http.errors import ApiError
 from ..served import Served
 
 

@@ -10,12 +10,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ..disconnect import unless_gone
-from ..errors import as_api_error
-from ..frames import frame, json_bytes
 from ..generation import Generation, Usage
+from ..http.disconnect import unless_gone
+from ..http.errors import as_api_error
+from ..http.frames import frame, json_bytes
+from ..http.sse import EventStream
 from ..served import Served
-from ..sse import EventStream
 from .convert import conversation, pictures
 from .items import Items
 from .schema import ResponsesRequest

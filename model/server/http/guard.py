@@ -12,9 +12,9 @@ from contextlib import ExitStack
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..health import HEALTH
+from ..served import ENTERED, Served
 from .errors import ApiError, error_response
-from .health import HEALTH
-from .served import ENTERED, Served
 
 LOG = logging.getLogger("pykernels.server.requests")
 
