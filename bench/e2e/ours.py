@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -23,8 +24,10 @@ from pykernels.quant import get_format
 from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
+from runtime.devices.runner import PagedRunner
 from runtime.kv_cache.layout import Pages
 from runtime.matrix import packer
+from runtime.passes import defer as defer_pass
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
 from runtime.workers.pool import WorkerPool, make_pool
@@ -138,11 +141,12 @@ class Ours:
         max_num_batched_tokens: int = 512,
         device: str = "cpu",
         expert_device: str = "auto",
+        defer: str = "off",
     ) -> EngineTimer:
         """An engine with room for a load.
 
         Args:
-            device, expert_device: ``device`` and ``experts`` of ``load_engine``.
+            device, expert_device, defer: ``device``, ``experts`` and ``defer`` of ``load_engine``.
             max_num_batched_tokens: of a step.
 
         Raises:
@@ -155,11 +159,20 @@ class Ours:
                 "Give a smaller --context, --prompt or --tokens",
             )
         sizes = positions, load.pages(max_num_batched_tokens), max_num_batched_tokens, load.batch
+        passes = [partial(defer_pass, N=int(defer))] if defer.isdecimal() else []
+        runner: PagedRunner
         if device == "cpu":
-            return EngineTimer(CpuRunner(self.decoder, self.pool, *sizes, kernel))
-        from runtime.devices.cuda.runner import CudaRunner
+            runner = CpuRunner(self.decoder, self.pool, *sizes, kernel, passes)
+        else:
+            from runtime.devices.cuda.runner import CudaRunner
 
-        runner = CudaRunner(self.decoder, device, self.pool, *sizes, kernel, experts=expert_device)
+            auto = defer == "auto"
+            runner = CudaRunner(
+                self.decoder, device, self.pool, *sizes, kernel, passes, None, expert_device, auto
+            )
+        start = time.perf_counter()
+        runner.load()
+        self.load_seconds = round(self.load_seconds + time.perf_counter() - start, 2)
         return EngineTimer(runner)
 
     def backend(self, kernel: str) -> str:
@@ -179,11 +192,12 @@ def measure(
     rounds: int = 3,
     device: str = "cpu",
     expert_device: str = "auto",
+    defer: str = "off",
 ) -> dict[str, float]:
     """The speed of prompts and of decode steps, the roof taken before and after, and the seconds
     that compiling and warming up took."""
     start = time.perf_counter()
-    timer = ours.timer(load, kernel, device=device, expert_device=expert_device)
+    timer = ours.timer(load, kernel, device=device, expert_device=expert_device, defer=defer)
     try:
         timer.prefill(load.prompt)
         timer.decode(load.batch, min(load.context, 64), 4)
@@ -200,6 +214,8 @@ def measure(
         return {
             "prefill_tok_s": round(load.prompt / median(prompts), 2),
             **asdict(found),
+            "deferred": getattr(timer.runner, "deferred", 0)
+            or (int(defer) if defer.isdecimal() else 0),
             "warmup_seconds": round(warmup, 2),
         }
     finally:
@@ -248,5 +264,5 @@ def _experts(decoder: Decoder) -> tuple[str, str]:
     """Format and activations of the first routed experts."""
     for layer in decoder.layers:
         if isinstance(layer.mlp, MoE):
-            return layer.mlp.experts.fmt.name, layer.mlp.activations
-    return decoder.head.fmt.name, "bf16"
+            return layer.mlp.experts.fmt, layer.mlp.activations
+    return decoder.head.fmt, "bf16"

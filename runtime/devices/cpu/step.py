@@ -12,6 +12,7 @@ import torch
 
 from ...analysis import refuse_devices
 from ...program import Program
+from ...weights import WeightStore
 from ...workers.job import Jobs
 from ...workers.pool import WorkerPool
 from ...workers.worker_pool import InFlight
@@ -44,6 +45,7 @@ class CpuExecutable:
 
     Args:
         program: with ops of ``BINDERS`` only, all on this device.
+        weights: of its model.
         inputs: by name, tensors of the program's input buffers, in their largest shape.
         caches: by name, tensors of the "cache" buffers.
         kernel: a backend of ``pykernels.registry``, or "auto".
@@ -63,6 +65,7 @@ class CpuExecutable:
     def __init__(
         self,
         program: Program,
+        weights: WeightStore,
         pool: WorkerPool,
         inputs: Mapping[str, torch.Tensor],
         caches: Mapping[str, torch.Tensor],
@@ -74,7 +77,9 @@ class CpuExecutable:
         self.program, self.pool = program, pool
         self.sizes = torch.zeros(3, dtype=torch.int64, device="cpu") if sizes is None else sizes
         refuse_devices(program, "cpu")
-        self._context = Context(program, pool, inputs, caches, kernel, self.sizes, in_order, link)
+        self._context = Context(
+            program, weights, pool, inputs, caches, kernel, self.sizes, in_order, link
+        )
         self.jobs = Jobs(self._context.bind(BINDERS))
         self.outputs = self._context.outputs
 
