@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from .json_text import JsonScanner, from_json, to_json
 from .marked import MarkedFormat
 from .message import Broken, Message
-from .reader import Wait
+from .reader import LONGEST_NAME, Wait
 from .tagged import random_id
 
+_LONGEST_HEAD = 1024
 _HEAD = re.compile(
-    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{'
 )
 
 
@@ -36,9 +37,9 @@ def json_call(
     while True:
         assert reader.mark is not None
         first = reader.mark + start
-        if head := _HEAD.match(reader.text, first):
+        if head := _HEAD.match(reader.text, first, first + _LONGEST_HEAD):
             name = _string(head[1])
-            reader.at = head.end()
+            reader.at = head.end() - 1
             break
         found, stop, _ = scanner.scan(reader.text, reader.mark + seen, len(reader.text))
         if found == "end":
@@ -81,7 +82,8 @@ def _members(text: str) -> tuple[str, str]:
             arguments = from_json(arguments)
         arguments = {} if arguments is None else arguments
         name = call.get("name")
-        if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        is_name = isinstance(name, str) and 0 < len(name) <= LONGEST_NAME
+        if not is_name or not isinstance(arguments, dict):
             raise Broken
         name.encode()
         return name, to_json(arguments)

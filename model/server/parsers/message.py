@@ -25,6 +25,7 @@ class Message:
         self.events: list[Event] = []
         self.calls = 0
         self.reasoning = False
+        self._ids: set[str] = set()
         self._trim = False  # white space at the start of the channel's text
         self._space = ""  # at the end of the text so far: dropped if a marker follows
 
@@ -50,9 +51,13 @@ class Message:
         self._space = ""
 
     def start(self, name: str, call_id: str) -> None:
-        """A call begins; from here on there is no way back."""
+        """A call begins; from here on there is no way back. An id that the model has given to
+        another call of the message is changed."""
         self.reader.mark = None
         self.turn(reasoning=False)
+        if call_id in self._ids:
+            call_id = f"{call_id}_{self.calls}"
+        self._ids.add(call_id)
         self.events.append(ToolCallStart(self.calls, call_id, name))
         self.calls += 1
 

@@ -12,6 +12,7 @@ from functools import cache
 Wait = Generator[None, None, None]
 Sink = Callable[[str], None]
 
+LONGEST_NAME = 256
 _NAME = re.compile(r"[\w.\-/:$]*")
 
 
@@ -67,10 +68,12 @@ class Reader:
             yield
 
     def name(self) -> Generator[None, None, str]:
-        """Consumes letters, digits and ``_.-/:$``; "" if none comes."""
+        """Consumes letters, digits and ``_.-/:$``; "" if none comes, or too many."""
         while True:
             match = _NAME.match(self.text, self.at)
             assert match is not None
+            if match.end() - self.at > LONGEST_NAME:
+                return ""
             if match.end() < len(self.text) or self.ended:
                 self.at = match.end()
                 return match[0]

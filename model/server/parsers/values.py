@@ -50,15 +50,17 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
         types = {declared}
     elif isinstance(declared, list):
         types = {t for t in declared if isinstance(t, str)}
-    elif "enum" in schema or "const" in schema:
+    elif "const" in schema or isinstance(schema.get("enum"), list):
         values = [schema["const"]] if "const" in schema else schema["enum"]
         types = {_OF_PYTHON.get(type(value), "string") for value in values}
     else:
-        types = set()
-        for key in ("anyOf", "oneOf", "allOf"):
-            for choice in schema.get(key) or ():
-                types |= _types(choice, root, depth + 1)
+        choices = [c for key in ("anyOf", "oneOf", "allOf") for c in _listed(schema.get(key))]
+        types = {t for choice in choices for t in _types(choice, root, depth + 1)}
     return types | ({"null"} if schema.get("nullable") else set())
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def as_json(text: str, types: frozenset[str]) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import singledispatch
 from typing import Any
 
+from pykernels.errors import PykernelsError
+
 from ..parsers.harmony import Harmony
 from ..parsers.json_call import Hermes
 from ..parsers.message import Format
@@ -127,7 +129,7 @@ def _parameter(form: XmlCall, lark: Lark, schema: Mapping[str, Any], key: str) -
     head, end = lark.text(opening + line), line + form.value_close
     options = own.get("enum") if isinstance(own, Mapping) else None
     types = types_of(schema, key)
-    if options and all(isinstance(option, str) for option in options):
+    if isinstance(options, list) and options and all(isinstance(o, str) for o in options):
         value = f"({' | '.join(lark.text(option) for option in options)}) {lark.text(end)}"
     elif types == {"boolean"}:  # some templates write Python's
         value = f"/[Tt]rue|[Ff]alse/ {lark.text(end)}"
@@ -159,8 +161,18 @@ def signatures(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any
     for tool in tools:
         function = tool.get("function", tool)
         schema = dict(function.get("parameters") or {})
+        _check(function["name"], schema)
         schema.setdefault("type", "object")
         schema.setdefault("properties", {})
         schema.setdefault("additionalProperties", False)
         found[function["name"]] = schema
     return found
+
+
+def _check(name: str, schema: Mapping[str, Any]) -> None:
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise PykernelsError(
+            f"tool {name}: its parameters are no JSON schema",
+            "Give properties as an object and required as a list",
+        )

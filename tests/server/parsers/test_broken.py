@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -43,12 +44,12 @@ GOOD = {
 def test_what_is_no_call_is_content_and_the_next_call_is_found(model: str) -> None:
     good = GOOD[model]
     broken = good[: len(good) // 4]
-    text = f"One {broken} (no, wait)\n{good}\nTwo"
+    text = f"One {broken} (no, wait)\n{good}\nTwo{good}"
 
     message = parse_as(model, text)
 
     assert message["content"] == f"One {broken} (no, wait)Two"
-    assert message["calls"] == [["f", '{"a": 1}', True]]
+    assert message["calls"] == [["f", '{"a": 1}', True]] * 2
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,13 @@ def test_the_channels_of_gpt_oss() -> None:
     assert final == {"content": "Yes.\nNo.", "reasoning": "", "calls": []}
     bare = parse_as("gpt-oss", "Yes.", "<|start|>assistant")
     assert bare == {"content": "Yes.", "reasoning": "", "calls": []}
+
+
+@pytest.mark.parametrize("model", GOOD)
+def test_a_name_without_end_is_content(model: str) -> None:
+    text = re.sub(r'(?<=[">=.\]])f(?=[">\n<:\[])', "f" * 5000, GOOD[model])
+    assert len(text) > 5000
+    assert parse_as(model, text) == {"content": text, "reasoning": "", "calls": []}
 
 
 @settings(max_examples=200, deadline=None)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from model.server.parsers import parser_for
 from model.server.structured import GrammarConstraint, constraint_for
@@ -209,3 +212,30 @@ def test_what_cannot_be_is_one_line(wanted: dict[str, Any], named: str) -> None:
     with pytest.raises(PykernelsError, match=named) as caught:
         of_plain_model(**wanted)
     assert "\n" not in str(caught.value)
+
+
+KEYWORDS = st.sampled_from(
+    ["type", "properties", "required", "enum", "const", "anyOf", "items", "$ref", "$defs", "a"]
+)
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYWORDS, inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_schema_is_used_or_refused(data: st.DataObject) -> None:
+    row = data.draw(st.sampled_from([BY_MODEL["zai-org/GLM-4.6"], BY_MODEL["Qwen/Qwen3-30B-A3B"]]))
+    parameters = data.draw(st.dictionaries(KEYWORDS, _VALUES, max_size=4))
+    if data.draw(st.booleans()):
+        parameters["properties"] = {"a": data.draw(_VALUES)}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    parser = parser_for(row["model_type"], row["template"])
+    with suppress(PykernelsError):
+        constraint_for(vocabulary()[1], parser, tools=tools, tool_choice="required")
+    call = "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>[1]</arg_value>\n</tool_call>"
+    glm = BY_MODEL["zai-org/GLM-4.6"]
+    message = parse(parser_for(glm["model_type"], glm["template"]), [call], tools=tools)
+    assert json.loads(message["calls"][0][1])["a"] in ([1], "[1]")
