@@ -72,6 +72,11 @@ Text = Annotated[
 Count = Annotated[int, Field(ge=0, le=MOST)]
 
 
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Stop = Annotated[str, Field(max_length=256)]
+"""Looked for in the engine's thread, at each token."""
+
+
 class Sampling(Strict):
     """Settings of sampling as OpenAI names them, and those of vLLM and llama.cpp beside them.
 
@@ -85,10 +90,10 @@ class Sampling(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=4096)] | None = None
     seed: int | None = None
     n: Annotated[int, Field(ge=1, le=1 << 12)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Count], Field(max_length=4096)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None

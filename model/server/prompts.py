@@ -15,6 +15,9 @@ from ..llm import LLM
 from ..text.prompt import chat_prompt, encode_written
 from .http.errors import bad_request
 
+CONTEXT_CODE = "context_length_exceeded"
+_MOST_PER_TOKEN = 32
+"""Characters a token: a text with more of them than that is too long, whatever the tokens are."""
 _TAIL = 256
 """Characters at the end of a prompt that tell a parser what the template has begun."""
 _OURS = ("conversation", "chat_template", "tokenize", "return_dict", "return_tensors")
@@ -50,6 +53,7 @@ class Prompts:
 
     def text(self, text: str) -> Prompt:
         """A text to be continued."""
+        self._check_length(text)
         return Prompt(self.llm.encode(text))
 
     def ids(self, ids: Sequence[int]) -> Prompt:
@@ -115,7 +119,18 @@ class Prompts:
             if not any(message.get("tool_calls") for message in messages):
                 raise
             text = chat_prompt(tokenizer, [_as_json(m) for m in messages], given)
+        self._check_length(text)
         return encode_written(self.llm, tokenizer, text), text
+
+    def _check_length(self, text: str) -> None:
+        """Raises ApiError for a text that need not be tokenized to know that it is too long."""
+        most = self.llm.longest
+        if len(text) > most * _MOST_PER_TOKEN:
+            raise bad_request(
+                f"The prompt has {len(text)} characters; with its answer {most} tokens fit.",
+                "prompt",
+                CONTEXT_CODE,
+            )
 
     def _effort(self, effort: str | None) -> dict[str, Any]:
         if effort is None:

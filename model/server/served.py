@@ -23,7 +23,7 @@ from .generation import Generation
 from .http.errors import ApiError, bad_request, of_ours
 from .metrics import Metrics
 from .parsers import parser_for
-from .prompts import Prompt, Prompts
+from .prompts import CONTEXT_CODE, Prompt, Prompts
 from .settings import ServerSettings
 from .structured import GrammarConstraint, Vocabulary, constraint_for
 
@@ -31,7 +31,6 @@ T = TypeVar("T")
 
 ENTERED = "pykernels.entered"
 """Where a request's scope has the ``ExitStack`` of what it has entered."""
-_CONTEXT_CODE = "context_length_exceeded"
 
 
 class Served:
@@ -157,7 +156,7 @@ class Served:
             raise bad_request(
                 f"The prompt has {size} tokens; with its answer it may have {longest}.",
                 "prompt",
-                _CONTEXT_CODE,
+                CONTEXT_CODE,
             )
         given = dict(given)
         if given.get("max_tokens") is not None:
@@ -174,13 +173,14 @@ class Served:
 
     def submit(
         self,
+        request: Request,
         prompt: Prompt,
         params: SamplingParams,
         parsed: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         one_call: bool = False,
     ) -> Generation:
-        """Hands a prompt to the engine.
+        """Hands a prompt to the engine; if the request ends before its answer, so does the work.
 
         Args:
             parsed: the answer is a message: reasoning and calls of ``tools`` are taken out of it.
@@ -201,7 +201,10 @@ class Served:
             raise of_ours(error, 400 if healthy else 503) from error
         streams = [parser.stream(prompt.tail, tools) for _ in range(params.n) if parsed]
         size, took = len(prompt.ids), self.admission.took
-        return Generation(handle, params, streams, size, self.metrics, took, one_call)
+        generation = Generation(handle, params, streams, size, self.metrics, took, one_call)
+        stack: ExitStack = request.scope[ENTERED]
+        stack.callback(generation.cancel)
+        return generation
 
     def close(self) -> None:
         self._texts.shutdown(cancel_futures=True)

@@ -57,7 +57,7 @@ async def _submitted(served: Served, body: MessagesRequest, request: Request) ->
         not one_call,
     )
     params = served.params(prompt, given)
-    generation = served.submit(prompt, params, True, _tools(body), one_call)
+    generation = served.submit(request, prompt, params, True, _tools(body), one_call)
     return Answer(served, body, generation)
 
 

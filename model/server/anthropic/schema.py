@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..fields import Count, Strict
+from ..fields import Count, Stop, Strict
 
 IGNORED = frozenset(
     {
@@ -203,7 +203,7 @@ class PromptRequest(Strict):
 
 class MessagesRequest(PromptRequest):
     max_tokens: Annotated[Count, Field(ge=1)]
-    stop_sequences: Annotated[list[str], Field(max_length=64)] | None = None
+    stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Count | None = None

@@ -68,7 +68,7 @@ async def _submitted(served: Served, body: ChatRequest, request: Request) -> Gen
         body.parallel_tool_calls,
     )
     params = served.params(prompt, given)
-    return served.submit(prompt, params, True, tools, body.parallel_tool_calls is False)
+    return served.submit(request, prompt, params, True, tools, body.parallel_tool_calls is False)
 
 
 class _Answer:

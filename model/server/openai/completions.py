@@ -54,14 +54,10 @@ async def _submitted(served: Served, body: CompletionRequest, request: Request) 
         echoed = body.echo and body.logprobs is not None and len(prompt.ids) > 1
         own = {"logprob_start": 1} if echoed else {}
         all_params.append(served.params(prompt, given | own))
-    generations: list[Generation] = []
-    try:
-        for prompt, params in zip(prompts, all_params, strict=True):
-            generations.append(served.submit(prompt, params))
-    except BaseException:
-        for generation in generations:
-            generation.cancel()
-        raise
+    generations = [
+        served.submit(request, prompt, params)
+        for prompt, params in zip(prompts, all_params, strict=True)
+    ]
     return _Answer(served, body, prompts, generations)
 
 

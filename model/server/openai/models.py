@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
@@ -19,6 +20,9 @@ def model_routes(served: Served) -> APIRouter:
             "object": "model",
             "created": served.created,
             "owned_by": "pykernels",
+            "type": "model",  # this and the next two are Anthropic's
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(served.created, UTC).isoformat(),
             "max_model_len": served.llm.longest,
         }
 
@@ -27,6 +31,7 @@ def model_routes(served: Served) -> APIRouter:
         names = served.settings.names
         return {
             "object": "list",
+            "has_more": False,
             "data": [entry(name) for name in names],
             "models": [catalogue_entry(served, name, i) for i, name in enumerate(names)],
         }

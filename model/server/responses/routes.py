@@ -18,7 +18,7 @@ from ..http.sse import EventStream
 from ..served import Served
 from .convert import conversation, pictures
 from .items import Items
-from .schema import ResponsesRequest
+from .schema import ChosenTool, ResponsesRequest
 from .tools import Tools
 
 PATH = "/v1/responses"
@@ -64,7 +64,7 @@ async def _submitted(
     )
     params = served.params(prompt, given)
     one_call = body.parallel_tool_calls is False
-    return served.submit(prompt, params, True, functions, one_call)
+    return served.submit(request, prompt, params, True, functions, one_call)
 
 
 def _notes(body: ResponsesRequest, tools: Tools) -> dict[str, str]:
@@ -91,6 +91,9 @@ class _Answer:
         self.id, self.created = f"resp_{secrets.token_hex(12)}", int(time.time())
         effort = None if body.reasoning is None else body.reasoning.effort
         choice = body.tool_choice
+        form: dict[str, Any] = {"type": "text"}
+        if body.text is not None and body.text.format is not None:
+            form = body.text.format.model_dump(by_alias=True, exclude_none=True)
         self.settings: dict[str, Any] = {
             "model": body.model or served.name,
             "instructions": body.instructions,
@@ -100,8 +103,10 @@ class _Answer:
             "reasoning": {"effort": effort, "summary": None},
             "store": False,
             "temperature": generation.params.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "auto" if choice is None or not isinstance(choice, str) else choice,
+            "text": {"format": form},
+            "tool_choice": choice.model_dump()
+            if isinstance(choice, ChosenTool)
+            else choice or "auto",
             "tools": raw_tools,
             "top_p": generation.params.top_p,
             "truncation": "disabled",
