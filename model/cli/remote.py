@@ -59,7 +59,7 @@ class Remote:
             "stream_options": {"include_usage": True},
             **self._settings,
         }
-        begun, first, usage, answer = time.perf_counter(), None, None, ""
+        begun, first, usage, answer, thinks = time.perf_counter(), None, None, "", False
         try:
             with self._open("/chat/completions", body) as stream:
                 for event in self._events(stream):
@@ -68,7 +68,11 @@ class Remote:
                         delta = choice.get("delta") or {}
                         if thought := delta.get("reasoning_content"):
                             err().print(thought, style="dim", markup=False, end="")
+                            thinks = True
                         if text := delta.get("content"):
+                            if thinks:
+                                err().print()
+                            thinks = False
                             first = first or time.perf_counter()
                             sys.stdout.write(text)
                             sys.stdout.flush()

@@ -134,7 +134,7 @@ class Scripted(FakeRunner):
 
     def _draw(self, history: np.ndarray, batch: StepBatch, s: int, how: SequenceSampling) -> int:
         seed, draws = int(batch.seeds[s]), int(batch.draws[s])
-        if seed not in self._of_seed:
+        if draws == 0:
             self._of_seed[seed] = self.texts.pop(0)
         script = self._of_seed[seed]
         return script[draws] if draws < len(script) else 1
