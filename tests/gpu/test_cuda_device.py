@@ -80,6 +80,7 @@ def test_logprobs_are_transformers(
         step: Any = runner.steps[0]
         assert step.memory.tensor("logits").dtype == torch.float32
     assert logprob_error(result, truth) < BF16
+    assert forced.token_ids == (77,)
     on_cpu = sum(block.shape.E for block in blocks) if experts == "cpu" else 0
     assert len(packed) == 3 * on_cpu  # nothing else is packed for the CPU
     assert forced.token_ids == (77,)
