@@ -41,8 +41,8 @@ class SequenceSampling:
         counts: seen tokens; None if ``params`` has no penalties.
         bias_ids: int32 [N], distinct.
         bias_values: float32 [N], added to the logits; finite, ``NEVER`` for what must not be drawn.
-        mask: int32 [ceil(vocab_size / 32)], the tokens that may be drawn (``TokenFilter.allowed``);
-            None: all. Like ``counts``, its contents change.
+        mask: int32 [ceil(vocab_size / 32)], read before each step: bit v % 32 of word v // 32 is
+            set where token v may be drawn; None: all may.
     """
 
     __slots__ = ("bias_ids", "bias_values", "counts", "mask", "params", "seed")

@@ -31,7 +31,8 @@ class SamplingParams:
             negative ones; above 0.
         presence_penalty: subtracted once for a token of the output, -2 to 2.
         frequency_penalty: subtracted for each occurrence in the output, -2 to 2.
-        logit_bias: added to the logits, token id -> number; -inf: never drawn.
+        logit_bias: added to the logits, token id -> number; -inf: never drawn. With the end tokens
+            of ``min_tokens`` at most 4096.
         logprobs: None, or how many of the most likely tokens to report beside the drawn one's
             log-probability, 0 to 20.
         logprob_start: with ``logprobs``: report them of the prompt's tokens too, from this position
