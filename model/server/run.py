@@ -78,6 +78,7 @@ def server_of(
         limit_concurrency=settings.max_connections,
         lifespan="on",
         ws="none",
+        timeout_keep_alive=75,  # agents pause between turns, and a closed connection is an error
     )
     return _Server(config, app.state.served, started)
 
