@@ -94,6 +94,13 @@ class LLM:
         detokenizer = None if tokenizer is None else partial(Detokenizer, tokenizer)
         self.engine = Engine(runner, eos_token_ids=eos, detokenizer=detokenizer, config=engine)
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of a prompt and its output: what the context and the KV cache hold."""
+        # The last token is drawn but never computed: it needs no place in the cache.
+        places = self.runner.num_pages * self.runner.page_size + 1
+        return min(self.runner.max_model_len, places)
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text that is to be continued, see ``text.prompt.encode``; ids stay."""
         if not isinstance(prompt, str):
@@ -147,9 +154,7 @@ class LLM:
     ) -> tuple[list[int], SamplingParams]:
         ids = self.encode(prompt)
         if params is None:
-            places = self.runner.num_pages * self.runner.page_size + 1
-            limit = min(self.runner.max_model_len, places)
-            return ids, self.settings.params(len(ids), limit, **settings)
+            return ids, self.settings.params(len(ids), self.longest, **settings)
         if settings:
             raise PykernelsError(
                 f"params and {', '.join(settings)} were given", "Give one or the other"

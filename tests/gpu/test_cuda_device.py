@@ -87,6 +87,7 @@ def test_logprobs_are_transformers(
     assert forced.token_ids == (77,)
     on_cpu = sum(block.shape.E for block in blocks) if experts == "cpu" else 0
     assert len(packed) == 3 * on_cpu  # nothing else is packed for the CPU
+    assert forced.token_ids == (77,)
 
 
 def test_the_deferral_that_pays_is_found(tmp_path: Path, device: torch.device) -> None:
