@@ -236,6 +236,8 @@ def load_engine(
         raise PykernelsError(f"experts={experts!r} without a GPU", 'Add device="cuda:0"')
     chosen = _chosen(engine, settings)
     Pages(0, chosen.kv_dtype)  # refused before anything is read
+    if chosen.dual_batch is True and device == "cpu":
+        raise PykernelsError("dual_batch without a GPU", 'Add device="cuda:0"')
     threads_here(threads, True, Topology.detect())
     config = read_config(folder)
     check_lowered(config)
@@ -280,14 +282,25 @@ def load_engine(
                 if device == "cpu":
                     runner = CpuRunner(decoder, pool, *sizes, kernel, passes, logits)
                 elif device == "ref":
-                    runner = RefRunner(decoder, *sizes, passes, pool, logits)
+                    runner = RefRunner(
+                        decoder, *sizes, passes, pool, logits, chosen.dual_batch is True
+                    )
                 else:
                     from runtime.devices.cuda.runner import CudaRunner
 
                     experts = "cpu" if placement.experts == "cpu" else "gpu"
                     given = longest, pages, chosen.max_num_batched_tokens, chosen.max_num_seqs
                     runner = CudaRunner(
-                        decoder, device, pool, *given, kernel, passes, logits, experts, auto_defer
+                        decoder,
+                        device,
+                        pool,
+                        *given,
+                        kernel,
+                        passes,
+                        logits,
+                        experts,
+                        auto_defer,
+                        chosen.dual_batch,
                     )
                 runner.load()
             with compiling(progress):

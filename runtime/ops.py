@@ -357,6 +357,11 @@ OPS: Mapping[str, Op] = {
         attrs={"activations": Attr(str, "bf16")},
         rule=_moe_rule,
     ),
+    # The rows of both lanes, one behind the other.
+    "join_rows": Op(
+        inputs={"first": _float32("A", "H"), "last": _float32("B", "H")},
+        outputs={"out": _float32("T", "H")},
+    ),
     # One token of each row of logits, by the row's own parameters (``SamplingInputs`` of
     # ``ref.sampling.inputs``), which is then counted in the row of `seen` that it has, if any: so a
     # next step's penalties know it before the host does.

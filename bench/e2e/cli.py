@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from model.cli.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
-from model.cli.session import Defer, Device, KvDtype
+from model.cli.session import Defer, Device, DualBatch, KvDtype, dual_batch_of
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
@@ -60,6 +60,7 @@ def e2e(
         str, typer.Option(metavar="auto|cpu|gpu", help="With --device cuda:0: of routed experts.")
     ] = "auto",
     defer: Defer = "off",
+    dual_batch: DualBatch = "off",
     threads: Threads = None,
     kernel: Kernel = None,
     eager: Annotated[
@@ -86,6 +87,9 @@ def e2e(
     check_gpu(device, expert_device)
     if defer not in ("auto", "off") and not defer.isdecimal():
         raise PykernelsError(f"--defer {defer}", "Give a number of experts, auto or off")
+    lanes = dual_batch_of(dual_batch)
+    if lanes is True and device == "cpu":
+        raise PykernelsError("--dual-batch on without a GPU", "Add --device cuda:0")
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     from runtime.profiling.engine_speed import Load
 
@@ -95,7 +99,7 @@ def e2e(
         ours = _open(model, arch, given, chosen_threads, chosen_kernel, kv_dtype)
         try:
             status.update("compiling, timing the engine …")
-            where = device, expert_device, defer
+            where = device, expert_device, defer, lanes
             row = measured(ours, load, chosen_kernel, chosen_threads, *where)
         finally:
             ours.close()
@@ -160,6 +164,7 @@ def measured(
     device: str = "cpu",
     expert_device: str = "auto",
     defer: str = "off",
+    dual_batch: bool | str = False,
 ) -> Row:
     """The flat row of one run."""
     from pykernels.target import detect
@@ -180,7 +185,14 @@ def measured(
         "expert_device": expert_device,
         "defer": defer,
         **measure(
-            ours, load, kernel, threads, device=device, expert_device=expert_device, defer=defer
+            ours,
+            load,
+            kernel,
+            threads,
+            device=device,
+            expert_device=expert_device,
+            defer=defer,
+            dual_batch=dual_batch,
         ),
         "load_seconds": ours.load_seconds,
     }

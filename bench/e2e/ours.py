@@ -138,11 +138,13 @@ class Ours:
         device: str = "cpu",
         expert_device: str = "auto",
         defer: str = "off",
+        dual_batch: bool | str = False,
     ) -> EngineTimer:
         """An engine with room for a load.
 
         Args:
             device, expert_device, defer: ``device``, ``experts`` and ``defer`` of ``load_engine``.
+            dual_batch: of ``EngineConfig``.
             max_num_batched_tokens: of a step; None: as ``EngineConfig`` has it.
 
         Raises:
@@ -166,7 +168,16 @@ class Ours:
             auto, given = defer == "auto", max_num_batched_tokens and budget
             at_most = positions, pages, given, load.batch
             runner = CudaRunner(
-                self.decoder, device, self.pool, *at_most, kernel, passes, None, expert_device, auto
+                self.decoder,
+                device,
+                self.pool,
+                *at_most,
+                kernel,
+                passes,
+                None,
+                expert_device,
+                auto,
+                dual_batch,
             )
         start = time.perf_counter()
         runner.load()
@@ -191,11 +202,19 @@ def measure(
     device: str = "cpu",
     expert_device: str = "auto",
     defer: str = "off",
+    dual_batch: bool | str = False,
 ) -> dict[str, float]:
     """The speed of prompts and of decode steps, the roof taken before and after, and the seconds
     that compiling and warming up took."""
     start = time.perf_counter()
-    timer = ours.timer(load, kernel, device=device, expert_device=expert_device, defer=defer)
+    timer = ours.timer(
+        load,
+        kernel,
+        device=device,
+        expert_device=expert_device,
+        defer=defer,
+        dual_batch=dual_batch,
+    )
     try:
         timer.prefill(load.prompt)
         timer.decode(load.batch, min(load.context, 64), 4)
@@ -212,6 +231,7 @@ def measure(
         return {
             "prefill_tok_s": round(load.prompt / median(prompts), 2),
             **asdict(found),
+            "lanes": 2 if load.batch > 1 and timer.runner.dual_batch else 1,
             "deferred": getattr(timer.runner, "deferred", 0)
             or (int(defer) if defer.isdecimal() else 0),
             "warmup_seconds": round(warmup, 2),

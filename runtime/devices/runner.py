@@ -13,11 +13,15 @@ from pykernels.errors import PykernelsError
 
 from ..engine.batch import DeviceLost, StepBatch, StepResult
 from ..kv_cache.layout import PAGE, CachePart
+from ..lanes import lane_tokens
+from ..node import STEP_SIZES
+from ..passes import dual_batch as in_two_lanes
 from ..profiling.step_bytes import weight_bytes
 from ..program import Program
 from ..tracing.active import phase
 from ..weights import LayoutOf, WeightStore
 from ..workers.pool import WorkerPool
+from .lane_inputs import LaneInputs
 from .sampling import SamplingInputs
 
 BUCKETS = 8, 64
@@ -80,6 +84,7 @@ class PagedRunner(ABC):
             per token.
         passes: rewrite the programs of decode steps, those in which every sequence has one token;
             steps with a prefill chunk run their programs as they were lowered.
+        dual_batch: whether decode steps of two sequences or more have two lanes.
     """
 
     page_size = PAGE
@@ -91,6 +96,8 @@ class PagedRunner(ABC):
     device = torch.device("cpu")
     """Where sampling keeps what penalties go by."""
     layouts: Callable[[Program], LayoutOf]
+    copies_inputs = False
+    """Whether the device copies a step's inputs itself, those of lanes too."""
 
     def __init__(
         self,
@@ -101,8 +108,10 @@ class PagedRunner(ABC):
         max_num_seqs: int,
         passes: Sequence[Pass] = (),
         max_num_logits: int | None = None,
+        dual_batch: bool = False,
     ) -> None:
         self.model, self.weights, self.passes = model, model.store, tuple(passes)
+        self.dual_batch = dual_batch
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
         self.max_num_seqs, self.vocab_size = max_num_seqs, model.vocab_size
@@ -112,10 +121,11 @@ class PagedRunner(ABC):
         self.num_pages = num_pages or 2 * -(-max_model_len // PAGE)
         self.steps: list[Executable] = []
         self.decode_steps: list[Executable] = []
-        self.sizes = torch.zeros(3, dtype=torch.int64, device="cpu")
+        self.sizes = torch.zeros(len(STEP_SIZES), dtype=torch.int64, device="cpu")
         self._sequences = np.zeros(self.max_num_batched_tokens, np.int64)
         self._query_lengths = np.zeros(self.max_num_seqs, np.int64)
         self._version = -1
+        self._lanes: LaneInputs | None = None
         self._results: dict[int, StepResult] = {}
 
     def lowered(self, *sizes: int) -> Program:
@@ -162,11 +172,16 @@ class PagedRunner(ABC):
         self._sampling = SamplingInputs(batch, self.vocab_size, self.max_num_seqs, self.device)
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         inputs |= self._sampling.tensors()
+        if self.dual_batch and not self.copies_inputs:
+            self._lanes = LaneInputs(inputs)
+            inputs |= self._lanes.tensors
         self.steps = self._bind_all(self._sizes(self.buckets), inputs, (), self.make_step)
         self.decode_steps = self.steps
-        passes = self.decode_passes()
+        passes, buckets = self.decode_passes(), self.decode_buckets or self.buckets
+        if self.dual_batch:  # behind all others; one sequence is no two lanes, and has a program
+            passes, buckets = (*passes, in_two_lanes), (1, *buckets)
         if passes or self.decode_buckets:
-            sizes = self._sizes(self.decode_buckets or self.buckets)
+            sizes = self._sizes(buckets)
             enough = next(T for T in sizes if self.max_num_seqs <= T)
             self.decode_steps = self._bind_all(
                 [T for T in sizes if T <= enough], inputs, passes, self.make_decode_step
@@ -225,7 +240,10 @@ class PagedRunner(ABC):
             self._arrange(batch)
             self._version = batch.version
         self._sampling.refresh()
-        steps = self.decode_steps if batch.T == batch.S else self.steps
+        decode = batch.T == batch.S
+        if decode and self._lanes is not None:
+            self._lanes.send(batch.T)
+        steps = self.decode_steps if decode else self.steps
         step = next(step for step in steps if batch.T <= step.program.sizes["T"])
         phase("run")
         step.run()
@@ -238,7 +256,7 @@ class PagedRunner(ABC):
             raise PykernelsError(
                 f"a step of {T} tokens of {S} sequences, {R} rows of logits", "Make a larger runner"
             )
-        self.sizes[0], self.sizes[1], self.sizes[2] = T, S, R
+        self.sizes[:] = torch.tensor((T, S, R, *lane_tokens(T)), device="cpu")
         counts = self._query_lengths[:S]
         counts[:] = np.diff(batch.query_start_loc[: S + 1])
         self._sequences[:T] = np.repeat(batch.page_table_rows[:S], counts)

@@ -11,7 +11,7 @@ import typer
 from pykernels.registry import requested
 
 from ..common import Debug, Kernel, State, Threads, command, err, prepare_threads, read_key
-from ..session import Defer, Device, Experts, KvDtype, Model, Rules, status
+from ..session import Defer, Device, DualBatch, Experts, KvDtype, Model, Rules, dual_batch_of, status
 
 _SERVER, _ENGINE = "The server", "The engine"
 
@@ -118,10 +118,12 @@ def serve(
     threads: Threads = None,
     kernel: Kernel = None,
     defer: Defer = "off",
+    dual_batch: DualBatch = "off",
     kv_dtype: KvDtype = "bf16",
     debug: Debug = False,
 ) -> None:
     """Serve a model over HTTP until Ctrl-C or SIGTERM."""
+    lanes = dual_batch_of(dual_batch)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     with status("importing torch and transformers"):
         from transformers.utils import logging as of_transformers
@@ -164,6 +166,7 @@ def serve(
             device=device,
             experts=experts,
             kv_dtype=kv_dtype,
+            dual_batch=lanes,
             max_num_seqs=max_batch,
             max_model_len=max_model_len,
             kv_tokens=kv_tokens,

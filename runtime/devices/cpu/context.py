@@ -21,6 +21,7 @@ from pykernels.quant.layout import ceil_to
 
 from ...analysis import ALIGN, buffer_bytes, dependencies, ordered, plan_memory
 from ...machine.memory import allocate
+from ...node import STEP_SIZES
 from ...ops import OPS
 from ...program import Node, Program
 from ...weights import WeightStore
@@ -31,7 +32,6 @@ from .activations import Form, FormKey, Forms, packed_only, sizes_with_forms
 from .weights import layouts
 
 _LINE = 64
-_SIZES = ("T", "S", "R")
 
 
 Binder = Callable[["Context", Node], list[Job]]
@@ -82,7 +82,7 @@ class Context:
         link: to the device that has the other half of the program.
 
     Attributes:
-        sizes: int64 [3]: T, S and R of a step.
+        sizes: those of a step (``Program.step_sizes``).
         outputs: by name, tensors of the "output" buffers.
         uncompiled: jobs that are compiled when a step needs them.
 
@@ -225,7 +225,7 @@ class Context:
     def count_at(self, name: str) -> int:
         """Address of the size that a buffer's first dimension has in a step."""
         dim = self.program.buffers[name].shape[0]
-        return int(self.sizes.data_ptr()) + 8 * _SIZES.index(str(dim))
+        return int(self.sizes.data_ptr()) + 8 * STEP_SIZES.index(str(dim))
 
     def most(self, name: str) -> int:
         """The largest size of a buffer's first dimension."""
@@ -270,8 +270,8 @@ class Context:
         return self._shared[key]
 
     def workspace(self, role: str) -> MoEWorkspace:
-        """Scratch of the experts of one role, which run one after the other; those of other roles
-        may run in parallel."""
+        """Scratch of the experts of one role (in one lane), which run one after the other; those of
+        other roles may run in parallel."""
         self._take_turns(f"workspace {role}")
         return self._workspaces.setdefault(role, MoEWorkspace())
 

@@ -14,6 +14,7 @@ from pykernels.cpu.router import ROUTER, make_router
 from pykernels.cpu.split_routing import MAX_TOPK, SPLIT, make_split
 from pykernels.errors import PykernelsError
 
+from ...lanes import lane_name
 from ...program import Node
 from ...workers.job import Job
 from ...workers.moe_job import MOE, barrier_bytes, describe, make_moe
@@ -86,7 +87,9 @@ def moe_ffn(ctx: Context, node: Node) -> list[Job]:
         1 if T <= MAX_TOKENS else T,
         max(ctx.gemm_from(gate_up), ctx.gemm_from(down)),
     )
-    call = MoECall(experts, kernel, ctx.workspace(node.role), ctx.pool.threads, moe_plan)
+    call = MoECall(
+        experts, kernel, ctx.workspace(lane_name(node.lane, node.role)), ctx.pool.threads, moe_plan
+    )
     call.bind(T, topk, rows.address, rows.stride, ctx.at(out), ctx.stride(out))
     ctx.retain(call.args)
     ctx.calls.append(call)

@@ -47,6 +47,8 @@ class CudaRunner(PagedRunner):
         max_num_batched_tokens: None: as ``capacity.STEP_TOKENS`` says.
         experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
         auto_defer: whether to defer as many experts as keep the CPU busy, found by measuring.
+        dual_batch: whether decode steps of two sequences or more have two lanes; "auto": if the
+            experts are on the CPU.
 
     Attributes:
         deferred: experts of a token that ``auto_defer`` found.
@@ -56,6 +58,7 @@ class CudaRunner(PagedRunner):
     """
 
     decode_buckets = DECODE_BUCKETS
+    copies_inputs = True
     pool: WorkerPool
 
     def __init__(
@@ -72,11 +75,19 @@ class CudaRunner(PagedRunner):
         max_num_logits: int | None = None,
         experts: str = "auto",
         auto_defer: bool = False,
+        dual_batch: bool | str = False,
     ) -> None:
         check_device(device)
         self.device = torch.device(device)
         pages = num_pages or 2 * -(-max_model_len // PAGE)
         self.placement = place_on(device, model, pages, experts)
+        on_cpu = self.placement.experts == CPU
+        if dual_batch is True and not on_cpu:
+            raise PykernelsError(
+                "dual_batch with the experts on the GPU: there is nothing beside which the other"
+                " lane could run",
+                "Keep the experts on the CPU (experts cpu), or leave dual_batch off",
+            )
         tokens = max_num_batched_tokens
         if tokens is None:
             sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
@@ -89,10 +100,11 @@ class CudaRunner(PagedRunner):
             max_num_seqs,
             passes,
             max_num_logits,
+            on_cpu and bool(dual_batch),
         )
         self.pool, self.kernel = pool, kernel
         self._auto_defer, self.deferred = auto_defer, 0
-        self.buckets = HOST_BUCKETS if self.placement.experts == CPU else PROMPT_BUCKETS
+        self.buckets = HOST_BUCKETS if on_cpu else PROMPT_BUCKETS
         if self._real:  # a layer of the GPU is shorter than waking a sleeper
             pool.spin_for(spin_budget(driver_works=False))
         self.caches: dict[str, torch.Tensor] = {}
@@ -172,7 +184,7 @@ class CudaRunner(PagedRunner):
             self._inputs = StepInputs(inputs, self._sampling, self.device, piece)
             self._host_inputs = dict(inputs)
         T, R, expand_from = program.sizes["T"], program.sizes["R"], expansion(program)
-        bucket = self._inputs.bucket(T, R, decode, expand_from)
+        bucket = self._inputs.bucket(T, R, decode, expand_from, has_lanes(program))
         executable = CudaExecutable(
             program,
             self.weights,
@@ -195,7 +207,8 @@ class CudaRunner(PagedRunner):
         return executable
 
     def _send(self, bucket: Bucket) -> None:
-        bucket.send(*self.sizes.tolist())
+        T, S, R, *_ = self.sizes.tolist()
+        bucket.send(T, S, R)
 
     def _results_of(self, program: Program) -> StepOutputs:
         """Where all programs put what they sample."""
@@ -209,7 +222,7 @@ class CudaRunner(PagedRunner):
 
     def _warm(self, executable: CudaExecutable, bucket: Bucket, captured: bool) -> None:
         """Runs a step that writes nothing, which compiles everything, then captures it."""
-        self.sizes[0], self.sizes[1], self.sizes[2] = 0, 0, 0
+        self.sizes[:] = 0
         before, executable.before = executable.before, bucket.pretend
         executable.run()
         with torch.cuda.device(self.device):
@@ -242,6 +255,11 @@ def expansion(program: Program) -> int | None:
         if node.op == "attention" and "latent" in node.inputs:
             return node.attr("expand_from") or NEVER
     return None
+
+
+def has_lanes(program: Program) -> bool:
+    """Whether a program has two lanes."""
+    return any(node.lane for node in program.nodes)
 
 
 def place_on(device: str, model: Lowerable, num_pages: int, experts: str) -> Placement:
