@@ -11,7 +11,17 @@ import typer
 from pykernels.registry import requested
 
 from ..common import Debug, Kernel, State, Threads, command, err, prepare_threads, read_key
-from ..session import Defer, Device, DualBatch, Experts, KvDtype, Model, Rules, dual_batch_of, status
+from ..session import (
+    Defer,
+    Device,
+    DualBatch,
+    Experts,
+    KvDtype,
+    Model,
+    Rules,
+    dual_batch_of,
+    status,
+)
 
 _SERVER, _ENGINE = "The server", "The engine"
 
