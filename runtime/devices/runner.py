@@ -54,15 +54,23 @@ class Executable(Protocol):
     def outputs(self) -> Mapping[str, torch.Tensor]:
         """Tensors of the "output" buffers."""
 
+    def launch(self) -> None:
+        """Starts a step; what it reads stays as it is until ``result``."""
+
+    def result(self) -> None:
+        """Waits for its end. Raises what it failed with."""
+
     def run(self) -> None:
-        """One step."""
+        """Both."""
 
 
 class PagedRunner(ABC):
     """What the runners of all devices share: programs per bucket, and which one runs a batch.
 
     A device implements ``make_step``, which binds a program to memory; it may rewrite what is
-    lowered (``lowered``) and choose its ``buckets``.
+    lowered (``lowered``) and choose its ``buckets``. What a program reads are arrays of the
+    runner's own: ``prepare`` writes what it works out into a first set, beside the engine's
+    batch, and ``launch`` copies both into those of the step, which has ended by then.
 
     Args:
         max_model_len: positions that the model was made for, or fewer.
@@ -101,7 +109,9 @@ class PagedRunner(ABC):
         self.sizes = torch.zeros(3, dtype=torch.int64, device="cpu")
         self._sequences = np.zeros(self.max_num_batched_tokens, np.int64)
         self._query_lengths = np.zeros(self.max_num_seqs, np.int64)
-        self._version = -1
+        self._inputs: StepInputs
+        self._prepared = self._version = self._tables_version = -1
+        self._running: Executable | None = None
         self._results: dict[int, StepResult] = {}
 
     def lowered(self, *sizes: int) -> Program:
@@ -127,8 +137,10 @@ class PagedRunner(ABC):
             "page_rows": batch.page_table_rows,
         }
         self._sampling = SamplingInputs(batch)
-        inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        inputs |= self._sampling.tensors()
+        written = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        written |= self._sampling.tensors()
+        self._inputs = StepInputs(written)
+        inputs = self._inputs.tensors
         sizes = sorted(
             {
                 *(b for b in self.buckets if b < self.max_num_batched_tokens),

@@ -70,10 +70,11 @@ class StepBatch:
     """One forward step: T tokens of S sequences, and R rows of logits, each of which samples a
     token.
 
-    The engine makes one and changes it from step to step; a runner reads it during ``step`` and
-    keeps nothing of it but addresses. Arrays are int64 and never move. Sequences with one token
-    each (decode) come first, then chunks that end their prompt, then other chunks. Rows 0.. are
-    the last tokens of the sequences whose prompt is complete; rows for prompt logprobs follow.
+    The engine makes one and changes it from step to step, also while a step runs: a runner reads it
+    in ``prepare`` and ``launch`` only, and copies what its device needs later. Arrays are int64 and
+    never move. Sequences with one token each (decode) come first, then chunks that end their
+    prompt, then other chunks. Rows 0.. are the last tokens of the sequences whose prompt is
+    complete; rows for prompt logprobs follow.
 
     Padding, so that a device may run a whole bucket: behind T ``slot_mapping`` are -1 (nothing is
     written), behind S ``seq_lens`` are 0 and ``query_start_loc`` are T, behind R ``logits_indices``
@@ -101,7 +102,8 @@ class StepBatch:
         logits_indices: [max_num_logits] index of the token that row r of the logits belongs to.
         seeds: [max_num_logits] of the draws.
         draws: [max_num_logits] tokens that the sequence of row r has drawn before.
-        sampling: R entries, one per row.
+        sampling: R entries, one per row; a new list whenever they change. A runner keeps it until
+            the step has ended: kernels read what it holds.
     """
 
     tokens: Ints
@@ -124,7 +126,8 @@ class StepBatch:
 
 @dataclass(slots=True, eq=False)
 class StepResult:
-    """Sampled tokens of one step; a runner may return the same object every time.
+    """Sampled tokens of one step, valid until the next is launched; a runner may return the same
+    object every time.
 
     Attributes:
         sampled_token_ids: int64 [>= R].
@@ -140,9 +143,20 @@ class StepResult:
     top_ids: Ints | None = None
     top_logprobs: NDArray[np.float32] | None = None
 
+    def copy(self) -> StepResult:
+        """One that stays valid."""
+        arrays = self.logprobs, self.top_ids, self.top_logprobs
+        return StepResult(
+            self.sampled_token_ids.copy(), *(None if a is None else a.copy() for a in arrays)
+        )
+
 
 class Runner(Protocol):
-    """A model on a device, with its KV cache. ``step`` is called by one thread at a time."""
+    """A model on a device, with its KV cache. Its methods are called by one thread at a time.
+
+    A step is ``prepare``, ``launch`` and ``result``; ``prepare`` may be called while the step
+    before runs. At most one step runs: ``launch`` follows the ``result`` of the one before.
+    """
 
     page_size: int
     """Tokens per page."""
@@ -162,9 +176,21 @@ class Runner(Protocol):
         """Called once, before the first step, with the batch whose arrays never move."""
         ...
 
-    def step(self, batch: StepBatch) -> StepResult:
-        """Write keys and values of all T tokens, draw one token for each of R rows.
+    def prepare(self, batch: StepBatch) -> None:
+        """Do ahead what needs no token: ``tokens`` of decoding sequences may not be known yet.
 
-        An exception fails the step's requests and the engine goes on; ``DeviceLost`` ends it.
+        A batch that was prepared may be changed and prepared again instead of being launched.
         """
+        ...
+
+    def launch(self, batch: StepBatch) -> None:
+        """Start a step: write keys and values of all T tokens, draw one token for each of R rows.
+
+        An exception, here or of ``result``, fails the step's requests and the engine goes on;
+        ``DeviceLost`` ends it.
+        """
+        ...
+
+    def result(self) -> StepResult:
+        """Wait for the step that was launched, and give what it drew."""
         ...

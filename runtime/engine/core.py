@@ -1,4 +1,19 @@
-"""The engine without threads: one step after the other, and what becomes of the drawn tokens."""
+"""The engine without threads: one step after the other, and what becomes of the drawn tokens.
+
+While a step runs, the tokens of the one before are delivered and the next one is scheduled, as if
+every request went on; its inputs get the tokens that are still missing when the step ends. So
+between two steps there are only a few microseconds of Python.
+
+What the next step draws must not depend on that:
+
+- Penalties count the tokens before the next step begins. End tokens are allowed from a number of
+  tokens on, which the scheduler knows ahead.
+- Where an end token was drawn, or somebody has asked for something meanwhile, the step that was
+  scheduled ahead is given up for one that knows of it: a row for nothing, or a request that waits
+  for one step more, costs more than the overlap brings. So is it where pages are short.
+- A request that ends for a reason which shows later (a stop string, a deadline, its consumer's error)
+  has one row more, which nobody reads.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +27,7 @@ from .config import EngineConfig
 from .outputs import EngineStats, FinishReason, TokenLogprob
 from .request import Request, State
 from .scheduling.scheduler import Scheduler
+from .scheduling.step import ScheduledStep
 
 
 class Core:
@@ -19,6 +35,7 @@ class Core:
 
     Args:
         clock: seconds; the clock of the requests' deadlines.
+        news: whether something waits to be done before the next step is scheduled.
     """
 
     def __init__(
@@ -26,17 +43,22 @@ class Core:
         runner: Runner,
         config: EngineConfig,
         clock: Callable[[], float] = time.perf_counter,
+        news: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.runner, self.clock = runner, clock
+        self.runner, self.clock, self.news = runner, clock, news
+        self.overlap = config.overlap
         self.stats = EngineStats()
         self.scheduler = Scheduler(runner, self.stats, config)
         runner.bind(self.scheduler.writer.batch)
+        self._running: ScheduledStep | None = None
+        self._launched_at = math.nan
         self._timed: set[Request] = set()
         self._next_deadline = math.inf
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy
+        """Whether a step runs, or one is to be done."""
+        return self._running is not None or self.scheduler.busy
 
     def add(self, request: Request) -> None:
         request.state = State.WAITING
@@ -51,50 +73,128 @@ class Core:
             self._end(request, "cancelled")
 
     def end_all(self, error: BaseException | None = None) -> None:
-        """Cancel every request, or let them fail with ``error``."""
+        """Cancel every request, or let them fail with ``error``, when the step that runs ends."""
+        if self._running is not None:
+            self._running = None
+            with suppress(Exception):  # nobody reads what it drew
+                self.runner.result()
         for request in self.scheduler.requests():
             self._end(request, "error" if error else "cancelled", error)
 
     def step(self) -> bool:
-        """One step of the runner; False if there is nothing to do.
+        """Deliver the tokens of one step; False if there is nothing to do.
 
-        An error of the runner ends the step's requests, with that error. ``DeviceLost``, and what
-        is no ``Exception`` (Ctrl-C), is raised again after that.
+        The next step may run when this returns. An error of the runner ends the step's requests,
+        with that error. ``DeviceLost``, and what is no ``Exception`` (Ctrl-C), is raised again
+        after that.
         """
         now = self.clock()
         if now >= self._next_deadline:
             self._expire(now)
-        batch = self.scheduler.schedule(now)
-        if batch is None:
-            return False
-        stats = self.stats
-        stats.steps += 1
+        if self._running is None:
+            first = self.scheduler.schedule(now)
+            if first is None:
+                return False
+            if (error := self._launch(first)) is not None:
+                self._fail(first, error)
+                return True
+        running = self._running
+        assert running is not None
+        alive = any(request.state is State.RUNNING for request in running.requests)
+        ahead = self._schedule_ahead(now, running) if self.overlap else None
+        self._running = None
         try:
-            result = self.runner.step(batch)
-            sampled_token_ids = result.sampled_token_ids[: batch.R].tolist()
-            self._check(sampled_token_ids, batch.R)
+            result = self.runner.result()
+            sampled_token_ids = result.sampled_token_ids[: running.R].tolist()
+            self._check(sampled_token_ids, running.R)
         except BaseException as error:
-            stats.failed_steps += 1
-            for request in self.scheduler.in_step():
-                self._end(request, "error", error)
-            if isinstance(error, DeviceLost) or not isinstance(error, Exception):
-                raise
+            if ahead is not None:
+                self.scheduler.undo(ahead)
+            self._fail(running, error)
             return True
-        self.scheduler.timed(self.clock() - now)
-        self.scheduler.computed(result.sampled_token_ids)
-        stats.computed_tokens += batch.T
-        sampled, logprob_requests = self.scheduler.sampled, self.scheduler.logprob_requests
-        stats.new_tokens += len(sampled)
-        for i, request in enumerate(logprob_requests, len(sampled)):
-            top = request.params.logprobs or 0
-            request.prompt_logprobs.append(_logprob(sampled_token_ids[i], top, i, result))
+        seconds = self.clock() - self._launched_at
+        self.scheduler.writer.set_tokens(result.sampled_token_ids)
+        ended = self._count(running, sampled_token_ids)
+        error = None
+        if ahead is not None:
+            if ended or self.news():
+                self.scheduler.undo(ahead)
+            else:
+                if running.scored:
+                    result = result.copy()
+                error = self._launch(ahead)
+        self.scheduler.timed(running, seconds)
+        self._deliver(running, sampled_token_ids, result)
+        if ahead is not None and error is not None:
+            self._fail(ahead, error)
+        return alive or self.busy
+
+    def _schedule_ahead(self, now: float, running: ScheduledStep) -> ScheduledStep | None:
+        """The step behind the one that runs, if it can be known."""
+        ahead = self.scheduler.schedule(now, running)
+        if ahead is not None:
+            try:
+                self.runner.prepare(ahead.batch)
+            except Exception:  # its launch will tell, when it is not ahead of anything
+                self.scheduler.undo(ahead)
+                return None
+        return ahead
+
+    def _launch(self, step: ScheduledStep) -> BaseException | None:
+        """Start a step; its error if that fails."""
+        self.stats.steps += 1
+        try:
+            self.runner.launch(step.batch)
+        except BaseException as error:
+            return error
+        self._running, self._launched_at = step, self.clock()
+        self.scheduler.launched(step)
+        return None
+
+    def _fail(self, step: ScheduledStep, error: BaseException) -> None:
+        self.stats.failed_steps += 1
+        for request in step.requests:
+            if request.state is State.RUNNING:
+                self._end(request, "error", error)
+        self.scheduler.failed(step)
+        if isinstance(error, DeviceLost) or not isinstance(error, Exception):
+            raise error
+
+    def _count(self, step: ScheduledStep, sampled_token_ids: list[int]) -> bool:
+        """What must be done before the next step: penalties count what was drawn.
+
+        Returns:
+            Whether an end token is among it.
+        """
+        ended = False
+        for request, token in zip(step.sampled, sampled_token_ids, strict=False):
+            if request.state is State.RUNNING:
+                if (counts := request.sampling.counts) is not None:
+                    counts.add(token)
+                if token in request.end_ids and request.num_output_tokens >= request.min_tokens:
+                    ended = True
+        return ended
+
+    def _deliver(
+        self, step: ScheduledStep, sampled_token_ids: list[int], result: StepResult
+    ) -> None:
+        """Append a step's tokens, and end or tell whom they are for."""
+        self.scheduler.finished(step)
+        stats, sampled = self.stats, step.sampled
+        stats.computed_tokens += step.T
+        for i, request in enumerate(step.logprob_requests, len(sampled)):
+            if request.state is State.RUNNING:
+                top = request.params.logprobs or 0
+                request.prompt_logprobs.append(_logprob(sampled_token_ids[i], top, i, result))
         now = self.clock()
         for i, request in enumerate(sampled):
+            if request.state is not State.RUNNING:  # it has ended while the step ran
+                continue
+            stats.new_tokens += 1
             try:
                 self._append(request, sampled_token_ids[i], i, result, now)
             except Exception as error:  # of its detokenizer or its consumer: it fails alone
                 self._end(request, "error", error)
-        return True
 
     def _check(self, sampled_token_ids: list[int], R: int) -> None:
         # An id out of range would be an address out of range in the next step.
@@ -113,8 +213,6 @@ class Core:
         request.last_at = now
         if num_output_tokens == 1:
             request.first_at = now
-        if (counts := request.sampling.counts) is not None:
-            counts.add(token)
         logprob = None
         if (top := request.params.logprobs) is not None:
             logprob = _logprob(token, top, row, result)
@@ -132,9 +230,6 @@ class Core:
         if reason is not None:
             self._end(request, reason, None, token, logprob, text, cut=stopped)
             return
-        if num_output_tokens == request.min_tokens:
-            request.allow_end()
-            self.scheduler.changed()
         if request.streamed:
             request.sink((request, token, logprob, text, None))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -48,6 +48,7 @@ class FakeRunner:
     """T of each step."""
     seen: tuple[int, object, int, object] | None = None
     fail_next: Exception | None = None
+    running: StepBatch | None = None
 
     def __post_init__(self) -> None:
         self.cache = np.full(self.num_pages * self.page_size, -1)
@@ -55,8 +56,26 @@ class FakeRunner:
     def bind(self, batch: StepBatch) -> None:
         self.bound = batch
 
-    def step(self, batch: StepBatch) -> StepResult:
+    def prepare(self, batch: StepBatch) -> None:
         assert batch is self.bound
+
+    def launch(self, batch: StepBatch) -> None:
+        """Keeps a copy: the engine writes the next step into the same arrays."""
+        assert batch is self.bound and self.running is None
+        arrays = {
+            f.name: getattr(batch, f.name).copy()
+            for f in fields(batch)
+            if isinstance(getattr(batch, f.name), np.ndarray)
+        }
+        self.running = replace(batch, **arrays)
+
+    def result(self) -> StepResult:
+        batch, self.running = self.running, None
+        assert batch is not None
+        return self.step(batch)
+
+    def step(self, batch: StepBatch) -> StepResult:
+        """The step itself, when its end is awaited."""
         self.sizes.append(batch.T)
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
