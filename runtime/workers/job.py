@@ -19,6 +19,10 @@ class Job:
         after: how many places before it the jobs stand that must be complete; 0 or none: it waits
             for no job.
         describe: what the task of a number does, in words; None if the job's name says it.
+
+    Attributes:
+        opens: address of the int64 flag that opens it; 0: none. ``tells``: that of the one that it
+            sets when it is complete.
     """
 
     def __init__(
@@ -62,6 +66,22 @@ class Job:
         self._after = np.array([d for d in distances if d], np.int64)
         self.words[words.AFTER // 8] = self._after.ctypes.data
         self.words[words.AFTER_COUNT // 8] = len(self._after)
+
+    @property
+    def opens(self) -> int:
+        return int(self.words[words.OPENS // 8])
+
+    @opens.setter
+    def opens(self, flag: int) -> None:
+        self.words[words.OPENS // 8] = flag
+
+    @property
+    def tells(self) -> int:
+        return int(self.words[words.TELLS // 8])
+
+    @tells.setter
+    def tells(self, flag: int) -> None:
+        self.words[words.TELLS // 8] = flag
 
     @property
     def tasks(self) -> int:

@@ -12,6 +12,11 @@ short: sorting a router's choices, counting what there is to do. The words of a 
 job's number, so a worker that comes late, even when the record is already used again, sees that and
 walks on. Nothing is ever reset by the publisher.
 
+A job may meet another device at flags, words in memory that both reach: it is opened when one is set
+(``OPENS``), and sets one when it is complete, even if it failed (``TELLS``). Whoever publishes the
+jobs clears the flags before. A flag that is not set in time (``LIMIT_NS``) is a failure, and the
+jobs behind it wait no more, so no step lasts for ever.
+
 Deadlock-free: a task only ever waits for tasks with lower numbers, which some worker has already
 taken.
 
@@ -41,17 +46,24 @@ LINE = 64
 HEAD, STOP, SLEEPERS, FAILED = 0, 1 * LINE, 2 * LINE, 3 * LINE
 STATUS, FAILED_JOB, FAILED_TASK = FAILED + 8, FAILED + 16, FAILED + 24
 SLOTS, MASK, SPIN_NS, PLACES = 4 * LINE, 4 * LINE + 8, 4 * LINE + 16, 4 * LINE + 24
+DEADLINE, LIMIT_NS = 4 * LINE + 32, 4 * LINE + 40
 RING_BYTES = 5 * LINE
-"""``PLACES`` is the address of one cache line per worker, which holds its current job number."""
+"""``PLACES`` is the address of one cache line per worker, which holds its current job number;
+``DEADLINE`` is when the flags of the batch in flight must be set, ``LIMIT_NS`` after publishing."""
+
+LATE = -110
+"""Status of a job whose flag was not set in time."""
 
 # Fields of a job: those that the publisher writes, then those of the workers.
 SETUP, RUN, RECORD, AFTER, SETUP_AT, COMPLETED_AT, AFTER_COUNT = 0, 8, 16, 24, 32, 40, 48
 CLAIMED, READY, TASKS = 1 * LINE, 1 * LINE + 8, 1 * LINE + 16
+OPENS, TELLS = 1 * LINE + 24, 1 * LINE + 32
 TAKEN = 2 * LINE
 DONE, COMPLETED = 3 * LINE, 3 * LINE + 8
 JOB_BYTES = 4 * LINE
 """``AFTER`` is the address of int64 [AFTER_COUNT]: how many places before it each job stands that
-must be complete before this one is opened."""
+must be complete before this one is opened. ``OPENS`` and ``TELLS`` are addresses of flags, 0 for
+none."""
 
 _PAUSES = 16  # between two looks at the clock
 _COUNT = 0xFFFFFFFF
@@ -98,13 +110,31 @@ def _record_failure(ring, job, index, status):  # type: ignore[no-untyped-def]
 @inlined
 def _complete(ring, job, number):  # type: ignore[no-untyped-def]
     atomic_store(job + COMPLETED_AT, clock_ns())
+    if atomic_load(job + TELLS) != 0:
+        atomic_store(atomic_load(job + TELLS), types.int64(1))
     atomic_store(job + COMPLETED, number)
     wake(ring, job + COMPLETED)
 
 
 @inlined
+def _poll(ring, job):  # type: ignore[no-untyped-def]
+    """Spins until a job's flag is set, or it is late; at once if the ring stops."""
+    flag, deadline = atomic_load(job + OPENS), atomic_load(ring + DEADLINE)
+    while atomic_load(flag) == 0 and atomic_load(ring + STOP) == 0:
+        for _ in range(_PAUSES):
+            if atomic_load(flag) != 0:
+                return
+            pause()
+        if clock_ns() > deadline:
+            _record_failure(ring, job, -1, LATE)
+            return
+
+
+@inlined
 def _setup(ring, job, number, worker):  # type: ignore[no-untyped-def]
     """Runs a job's setup, then makes its tasks available."""
+    if atomic_load(job + OPENS) != 0:
+        _poll(ring, job)
     atomic_store(job + SETUP_AT, clock_ns())
     tasks = atomic_load(job + TASKS)  # of a job without ``setup``
     if atomic_load(job + SETUP) != 0:
@@ -183,6 +213,7 @@ def _publish(ring: int, jobs: int, count: int) -> int:
     Args:
         jobs: address of int64 [count], the jobs' addresses. One thread at a time.
     """
+    atomic_store(ring + DEADLINE, clock_ns() + atomic_load(ring + LIMIT_NS))
     first = atomic_load(ring + HEAD) + 1
     slots, mask = atomic_load(ring + SLOTS), atomic_load(ring + MASK)
     for i in range(count):

@@ -28,6 +28,9 @@ from .threads import spin_budget, threads_here
 _SLOTS = 1 << 13
 """Most published jobs that some worker has not passed yet; a step has a few hundred."""
 
+STEP_LIMIT_S = 120.0
+"""How long a batch of jobs waits for the flags of another device."""
+
 
 class InFlight:
     """A batch of jobs in flight on a pool; the argument of ``wait``.
@@ -104,6 +107,7 @@ class WorkerPool:
         self._ring[words.PLACES // 8] = self.ring + words.RING_BYTES
         self._ring[words.SLOTS // 8] = self.ring + words.RING_BYTES + 8 * places
         self._ring[words.MASK // 8] = _SLOTS - 1
+        self._ring[words.LIMIT_NS // 8] = int(STEP_LIMIT_S * 1e9)
         spin = spin_budget(driver_works) if spin_us is None else spin_us
         self.spin_for(spin)
         self._pid = os.getpid()
@@ -219,6 +223,10 @@ class WorkerPool:
 
     def _quiesce(self, jobs: Jobs) -> None:
         """Before other jobs are published: waits until no worker reads the last ones any more."""
+        if jobs.count > _SLOTS:
+            raise PykernelsError(
+                f"{jobs.count} jobs at once", f"The workers' ring has room for {_SLOTS}"
+            )
         if jobs is not self._published:
             words.quiesce(self.ring, 1 if self.driver_works else 0, self.threads)
             jobs.belong_to(self.lock)
@@ -227,6 +235,8 @@ class WorkerPool:
     def _failure(self, jobs: Jobs, status: int) -> TaskError:
         at, task = self._word[words.FAILED_JOB // 8], self._word[words.FAILED_TASK // 8]
         what = next((job.describe(task) for job in jobs.jobs if job.address == at), "a task")
+        if status == words.LATE:
+            what = f"{what}, for which the other device did not send its inputs in time,"
         error = TaskError(what, task, status)
         if status == raised.RAISED:
             error.__cause__ = raised.take()

@@ -18,6 +18,7 @@ from ...workers.threads import spin_budget
 from ..runner import Lowerable, PagedRunner, Pass
 from .dense import Launch
 from .executable import CudaExecutable
+from .handshake import PinnedSlots
 from .inputs import KEY_LENGTHS, StepInputs
 from .weights import experts_bytes
 
@@ -76,6 +77,7 @@ class CudaRunner(PagedRunner):
         self.caches: dict[str, torch.Tensor] = {}
         self._inputs: StepInputs | None = None
         self._host_inputs: Mapping[str, torch.Tensor] = {}
+        self._slots = PinnedSlots(self._real)
         self._pool_handle = torch.cuda.graph_pool_handle() if self._real else None
 
     @property
@@ -159,6 +161,7 @@ class CudaRunner(PagedRunner):
             given[KEY_LENGTHS][:T],
             prelude,
             self.sizes,
+            self._slots,
         )
         executable.before = self._send(executable)
         if self._real:
@@ -178,9 +181,8 @@ class CudaRunner(PagedRunner):
     def _warm(self, executable: CudaExecutable) -> None:
         """Runs a step of padding, which compiles everything, then captures it."""
         self.sizes[0], self.sizes[1], self.sizes[2] = 0, 0, 0
+        executable.run()
         with torch.cuda.device(self.device):
-            executable.run()
-            torch.cuda.synchronize(self.device)
             if executable.program.sizes["T"] <= GRAPH_TOKENS:
                 assert self._pool_handle is not None
                 executable.capture(self._pool_handle)
