@@ -58,19 +58,18 @@ class Executable(Protocol):
         """Starts a step; what it reads stays as it is until ``result``."""
 
     def result(self) -> None:
-        """Waits for its end. Raises what it failed with."""
+        """Waits for the step's end. Raises what it failed with."""
 
     def run(self) -> None:
-        """Both."""
+        """Both in one."""
 
 
 class PagedRunner(ABC):
     """What the runners of all devices share: programs per bucket, and which one runs a batch.
 
     A device implements ``make_step``, which binds a program to memory; it may rewrite what is
-    lowered (``lowered``) and choose its ``buckets``. What a program reads are arrays of the
-    runner's own: ``prepare`` writes what it works out into a first set, beside the engine's
-    batch, and ``launch`` copies both into those of the step, which has ended by then.
+    lowered (``lowered``) and choose its ``buckets``. Programs read a batch of the runner's own,
+    which ``launch`` brings up to date.
 
     Args:
         max_model_len: positions that the model was made for, or fewer.
@@ -109,8 +108,7 @@ class PagedRunner(ABC):
         self.sizes = torch.zeros(3, dtype=torch.int64, device="cpu")
         self._sequences = np.zeros(self.max_num_batched_tokens, np.int64)
         self._query_lengths = np.zeros(self.max_num_seqs, np.int64)
-        self._inputs: StepInputs
-        self._prepared = self._version = self._tables_version = -1
+        self._batch: StepBatch  # what the device reads, while the engine writes the next
         self._running: Executable | None = None
         self._results: dict[int, StepResult] = {}
 
@@ -123,7 +121,8 @@ class PagedRunner(ABC):
         """The program on this device, over the runner's caches and ``sizes``."""
 
     def bind(self, batch: StepBatch) -> None:
-        """Makes the programs over the batch's arrays, and compiles what they need."""
+        """Makes the programs over arrays of the runner's own, and compiles what they need."""
+        batch = self._batch = batch.copy()
         arrays = {
             "tokens": batch.tokens,
             "positions": batch.positions,
@@ -137,10 +136,8 @@ class PagedRunner(ABC):
             "page_rows": batch.page_table_rows,
         }
         self._sampling = SamplingInputs(batch)
-        written = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        written |= self._sampling.tensors()
-        self._inputs = StepInputs(written)
-        inputs = self._inputs.tensors
+        inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        inputs |= self._sampling.tensors()
         sizes = sorted(
             {
                 *(b for b in self.buckets if b < self.max_num_batched_tokens),
@@ -174,22 +171,36 @@ class PagedRunner(ABC):
         return weight_bytes(self.decode_steps[0].program)
 
     @torch.inference_mode()  # where the model was loaded in it, tensors can be changed in it only
-    def step(self, batch: StepBatch) -> StepResult:
-        """Runs one forward step and samples one token for each row of logits.
+    def launch(self, batch: StepBatch) -> None:
+        """Starts one forward step, which samples one token for each row of logits.
 
         Raises:
             DeviceLost: the workers have ended.
-            TaskError: a task failed.
         """
         if self.pool is not None and self.pool.closed:
             raise DeviceLost("the worker pool of this model is closed", "Load the model again")
-        if batch.version != self._version:
-            self._arrange(batch)
-            self._version = batch.version
+        own = self._batch
+        changed = own.version != batch.version
+        batch.copy_to(own)
+        if changed:
+            self._arrange(own)
         self._sampling.refresh()
-        steps = self.decode_steps if batch.T == batch.S else self.steps
-        step = next(step for step in steps if batch.T <= step.program.sizes["T"])
-        step.run()
+        steps = self.decode_steps if own.T == own.S else self.steps
+        step = next(step for step in steps if own.T <= step.program.sizes["T"])
+        step.launch()
+        self._running = step
+
+    @torch.inference_mode()
+    def result(self) -> StepResult:
+        """Waits for the step that was launched.
+
+        Raises:
+            DeviceLost: the device works no more.
+            TaskError: a task failed.
+        """
+        step, self._running = self._running, None
+        assert step is not None, "no step was launched"
+        step.result()
         return self._results[id(step)]
 
     def _arrange(self, batch: StepBatch) -> None:

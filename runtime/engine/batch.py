@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Protocol
 
@@ -65,16 +65,20 @@ def forced(token: int, logprobs: int | None) -> SequenceSampling:
     return SequenceSampling(_greedy(logprobs), 0, None, {token: -NEVER})
 
 
+_ADVANCING = ("tokens", "positions", "slot_mapping", "seq_lens", "draws")
+"""Arrays of a batch that change in every step."""
+
+
 @dataclass(slots=True, eq=False)
 class StepBatch:
     """One forward step: T tokens of S sequences, and R rows of logits, each of which samples a
     token.
 
     The engine makes one and changes it from step to step, also while a step runs: a runner reads it
-    in ``prepare`` and ``launch`` only, and copies what its device needs later. Arrays are int64 and
-    never move. Sequences with one token each (decode) come first, then chunks that end their
-    prompt, then other chunks. Rows 0.. are the last tokens of the sequences whose prompt is
-    complete; rows for prompt logprobs follow.
+    in ``launch`` only, and has a copy of its own for its device. Arrays are int64. Sequences with
+    one token each (decode) come first, then chunks that end their prompt, then other chunks. Rows
+    0.. are the last tokens of the sequences whose prompt is complete; rows for prompt logprobs
+    follow.
 
     Padding, so that a device may run a whole bucket: behind T ``slot_mapping`` are -1 (nothing is
     written), behind S ``seq_lens`` are 0 and ``query_start_loc`` are T, behind R ``logits_indices``
@@ -99,6 +103,7 @@ class StepBatch:
         page_table_rows: [max_num_seqs] the row of ``page_tables`` that belongs to sequence s.
         page_tables: [max_num_seqs, max_pages]; position p of sequence s lies in page
             ``page_tables[page_table_rows[s], p // page_size]``.
+        table_pages: columns of ``page_tables`` that the step reads.
         logits_indices: [max_num_logits] index of the token that row r of the logits belongs to.
         seeds: [max_num_logits] of the draws.
         draws: [max_num_logits] tokens that the sequence of row r has drawn before.
@@ -120,8 +125,45 @@ class StepBatch:
     S: int = 0
     T: int = 0
     R: int = 0
+    table_pages: int = 0
     version: int = 0
     tables_version: int = 0
+
+    def copy(self) -> StepBatch:
+        """One with arrays of its own."""
+        arrays = {
+            part.name: value.copy()
+            for part in fields(self)
+            if isinstance(value := getattr(self, part.name), np.ndarray)
+        }
+        return replace(self, **arrays)
+
+    def copy_to(self, other: StepBatch) -> None:
+        """Make a copy of some steps ago what this one is now."""
+        if other.version != self.version:
+            # What lies behind both is padding already.
+            T, S, R = max(self.T, other.T), max(self.S, other.S), max(self.R, other.R)
+            sizes = {
+                "tokens": T,
+                "positions": T,
+                "slot_mapping": T,
+                "query_start_loc": None,
+                "seq_lens": S,
+                "page_table_rows": S,
+                "logits_indices": R,
+                "seeds": R,
+                "draws": R,
+            }
+            other.sampling = self.sampling
+            other.S, other.T, other.R, other.version = self.S, self.T, self.R, self.version
+        else:
+            sizes = dict.fromkeys(_ADVANCING, self.S)
+        for name, size in sizes.items():
+            getattr(other, name)[:size] = getattr(self, name)[:size]
+        if other.tables_version != self.tables_version:
+            columns = self.table_pages
+            other.page_tables[:, :columns] = self.page_tables[:, :columns]
+            other.table_pages, other.tables_version = columns, self.tables_version
 
 
 @dataclass(slots=True, eq=False)
@@ -154,8 +196,7 @@ class StepResult:
 class Runner(Protocol):
     """A model on a device, with its KV cache. Its methods are called by one thread at a time.
 
-    A step is ``prepare``, ``launch`` and ``result``; ``prepare`` may be called while the step
-    before runs. At most one step runs: ``launch`` follows the ``result`` of the one before.
+    At most one step runs: ``launch`` follows the ``result`` of the step before.
     """
 
     page_size: int
@@ -173,14 +214,7 @@ class Runner(Protocol):
     vocab_size: int
 
     def bind(self, batch: StepBatch) -> None:
-        """Called once, before the first step, with the batch whose arrays never move."""
-        ...
-
-    def prepare(self, batch: StepBatch) -> None:
-        """Do ahead what needs no token: ``tokens`` of decoding sequences may not be known yet.
-
-        A batch that was prepared may be changed and prepared again instead of being launched.
-        """
+        """Called once, before the first step, with the batch that later steps are written into."""
         ...
 
     def launch(self, batch: StepBatch) -> None:

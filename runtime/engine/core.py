@@ -11,8 +11,8 @@ What the next step draws must not depend on that:
 - Where an end token was drawn, or somebody has asked for something meanwhile, the step that was
   scheduled ahead is given up for one that knows of it: a row for nothing, or a request that waits
   for one step more, costs more than the overlap brings. So is it where pages are short.
-- A request that ends for a reason which shows later (a stop string, a deadline, its consumer's error)
-  has one row more, which nobody reads.
+- A request that ends for a reason which shows later (a stop string, a deadline, an error of its
+  consumer) has one row more, which nobody reads.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Core:
         running = self._running
         assert running is not None
         alive = any(request.state is State.RUNNING for request in running.requests)
-        ahead = self._schedule_ahead(now, running) if self.overlap else None
+        ahead = self.scheduler.schedule(now, running) if self.overlap else None
         self._running = None
         try:
             result = self.runner.result()
@@ -128,17 +128,6 @@ class Core:
         if ahead is not None and error is not None:
             self._fail(ahead, error)
         return alive or self.busy
-
-    def _schedule_ahead(self, now: float, running: ScheduledStep) -> ScheduledStep | None:
-        """The step behind the one that runs, if it can be known."""
-        ahead = self.scheduler.schedule(now, running)
-        if ahead is not None:
-            try:
-                self.runner.prepare(ahead.batch)
-            except Exception:  # its launch will tell, when it is not ahead of anything
-                self.scheduler.undo(ahead)
-                return None
-        return ahead
 
     def _launch(self, step: ScheduledStep) -> BaseException | None:
         """Start a step; its error if that fails."""

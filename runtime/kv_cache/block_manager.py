@@ -121,9 +121,7 @@ class BlockManager:
         self.version += 1
         return True
 
-    def commit(
-        self, table: PageTable, tokens: Sequence[int], computed: int
-    ) -> list[PrefixNode]:
+    def commit(self, table: PageTable, tokens: Sequence[int], computed: int) -> list[PrefixNode]:
         """Put the full pages among the first ``computed`` tokens into the tree.
 
         If another sequence has computed the same page in the meantime, this one goes on with

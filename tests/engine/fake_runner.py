@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -48,31 +48,24 @@ class FakeRunner:
     """T of each step."""
     seen: tuple[int, object, int, object] | None = None
     fail_next: Exception | None = None
-    running: StepBatch | None = None
+    running: bool = False
 
     def __post_init__(self) -> None:
         self.cache = np.full(self.num_pages * self.page_size, -1)
 
     def bind(self, batch: StepBatch) -> None:
-        self.bound = batch
-
-    def prepare(self, batch: StepBatch) -> None:
-        assert batch is self.bound
+        self.bound, self.own = batch, batch.copy()
 
     def launch(self, batch: StepBatch) -> None:
-        """Keeps a copy: the engine writes the next step into the same arrays."""
-        assert batch is self.bound and self.running is None
-        arrays = {
-            f.name: getattr(batch, f.name).copy()
-            for f in fields(batch)
-            if isinstance(getattr(batch, f.name), np.ndarray)
-        }
-        self.running = replace(batch, **arrays)
+        """Copies the batch: the engine writes the next step into it while this one runs."""
+        assert batch is self.bound and not self.running
+        batch.copy_to(self.own)
+        self.running = True
 
     def result(self) -> StepResult:
-        batch, self.running = self.running, None
-        assert batch is not None
-        return self.step(batch)
+        assert self.running
+        self.running = False
+        return self.step(self.own)
 
     def step(self, batch: StepBatch) -> StepResult:
         """The step itself, when its end is awaited."""

@@ -77,6 +77,7 @@ class CpuExecutable:
         self._context = Context(program, pool, inputs, caches, kernel, self.sizes, in_order, link)
         self.jobs = Jobs(self._context.bind(BINDERS))
         self.outputs = self._context.outputs
+        self._in_flight: InFlight | None = None
 
     def run(self) -> None:
         """One step; the first of many tokens compiles what only such steps need.
@@ -88,9 +89,23 @@ class CpuExecutable:
         self.pool.run(self.jobs)
 
     def launch(self) -> InFlight:
-        """Begins a step; ``pool.wait`` ends it, and says in ``error`` whether a task failed."""
+        """Begins a step; ``pool.wait`` ends it, and says in ``error`` whether a task failed; or
+        ``result`` does both."""
         self.prepare()
-        return self.pool.start(self.jobs, self)
+        self._in_flight = self.pool.start(self.jobs, self)
+        return self._in_flight
+
+    def result(self) -> None:
+        """Ends the step that ``launch`` has begun.
+
+        Raises:
+            TaskError: a task failed.
+        """
+        in_flight, self._in_flight = self._in_flight, None
+        assert in_flight is not None, "no step was launched"
+        self.pool.wait(in_flight)
+        if in_flight.error is not None:
+            raise in_flight.error
 
     def prepare(self) -> None:
         """Compiles what a step of ``sizes`` needs and no smaller one has needed."""

@@ -97,6 +97,11 @@ class RefExecutable:
         Raises:
             what an op raised.
         """
+        self.launch()
+        self.result()
+
+    def launch(self) -> None:
+        """Begins a step."""
         self._count += 1
         self.times.clear()
         self._flags.mend()
@@ -105,6 +110,13 @@ class RefExecutable:
                 self._serve(self._cpu, node)
         for node in self._parts[HERE].nodes:
             self._launch(node)
+
+    def result(self) -> None:
+        """Ends the step that ``launch`` has begun.
+
+        Raises:
+            what an op raised.
+        """
         try:
             self._stream.synchronize()
         except BaseException as error:

@@ -22,6 +22,7 @@ class BatchWriter:
         # The arrays that grow by one in every decode step are adjacent: one addition for all.
         self._counters: Ints = np.zeros((4, max(T, S, R)), np.int64)
         positions, slot_mapping, seq_lens, draws = self._counters
+        slot_mapping.fill(-1)
         self.batch = StepBatch(
             tokens=np.zeros(T, np.int64),
             positions=positions[:T],
@@ -100,7 +101,7 @@ class BatchWriter:
         self._live = self._counters[:, :S]
         self._write_slot_mapping(decoding)
         batch.version += 1
-        batch.tables_version = self.manager.version
+        self._set_tables(requests)
         return batch
 
     def advance(self, decoding: Sequence[Request], new_pages: bool) -> StepBatch:
@@ -114,6 +115,7 @@ class BatchWriter:
         self._rows = slice(self._live.shape[1])
         if new_pages:
             self._write_slot_mapping(decoding)
+            self._set_tables(decoding)
         self.batch.tables_version = self.manager.version
         return self.batch
 
@@ -122,6 +124,11 @@ class BatchWriter:
         S = self._live.shape[1]
         self.batch.tokens[:S] = tokens[self._rows]
         self._rows = slice(S)
+
+    def _set_tables(self, requests: Sequence[Request]) -> None:
+        batch = self.batch
+        batch.tables_version = self.manager.version
+        batch.table_pages = max(len(request.table.pages) for request in requests)
 
     def _write_slot_mapping(self, decoding: Sequence[Request]) -> None:
         page_size = self.page_size

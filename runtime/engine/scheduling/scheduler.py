@@ -9,8 +9,8 @@ A request gets the pages of its whole prompt when it is admitted; a decoding one
 its last is full. If there is none, the request that is served last is preempted: it gives its pages
 back and is computed again later, from its prompt and what it has generated.
 
-A step may be scheduled ahead, while the one before runs: it goes on as if no request ended but those
-that reach their most tokens. Pages and rows that are given back meanwhile may be dealt out at once,
+A step may be scheduled ahead, while the one before runs: as if no request ended but those that
+reach their most tokens. Pages and rows that are given back meanwhile may be dealt out at once,
 since steps run one behind the other.
 """
 
