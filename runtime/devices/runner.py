@@ -109,7 +109,8 @@ class PagedRunner(ABC):
         self._sequences = np.zeros(self.max_num_batched_tokens, np.int64)
         self._query_lengths = np.zeros(self.max_num_seqs, np.int64)
         self._batch: StepBatch  # what the device reads, while the engine writes the next
-        self._running: Executable | None = None
+        self._step: Executable  # that the last step ran
+        self._running = False
         self._results: dict[int, StepResult] = {}
 
     def lowered(self, *sizes: int) -> Program:
@@ -122,7 +123,7 @@ class PagedRunner(ABC):
 
     def bind(self, batch: StepBatch) -> None:
         """Makes the programs over arrays of the runner's own, and compiles what they need."""
-        batch = self._batch = batch.copy()
+        batch = self._batch = batch.like()
         arrays = {
             "tokens": batch.tokens,
             "positions": batch.positions,
@@ -170,7 +171,6 @@ class PagedRunner(ABC):
         """Bytes of weights that a one-token step reads."""
         return weight_bytes(self.decode_steps[0].program)
 
-    @torch.inference_mode()  # where the model was loaded in it, tensors can be changed in it only
     def launch(self, batch: StepBatch) -> None:
         """Starts one forward step, which samples one token for each row of logits.
 
@@ -185,12 +185,9 @@ class PagedRunner(ABC):
         if changed:
             self._arrange(own)
         self._sampling.refresh()
-        steps = self.decode_steps if own.T == own.S else self.steps
-        step = next(step for step in steps if own.T <= step.program.sizes["T"])
-        step.launch()
-        self._running = step
+        self._step.launch()
+        self._running = True
 
-    @torch.inference_mode()
     def result(self) -> StepResult:
         """Waits for the step that was launched.
 
@@ -198,13 +195,15 @@ class PagedRunner(ABC):
             DeviceLost: the device works no more.
             TaskError: a task failed.
         """
-        step, self._running = self._running, None
-        assert step is not None, "no step was launched"
-        step.result()
-        return self._results[id(step)]
+        assert self._running, "no step was launched"
+        self._running = False
+        self._step.result()
+        return self._results[id(self._step)]
 
+    # Where the model was loaded in it, tensors can be changed in it only.
+    @torch.inference_mode()
     def _arrange(self, batch: StepBatch) -> None:
-        """Which sequence each token is of, and how each row is sampled."""
+        """Which program runs, which sequence each token is of, how each row is sampled."""
         T, S, R = batch.T, batch.S, batch.R
         if self.max_num_batched_tokens < T or self.max_num_seqs < S or self.max_num_logits < R:
             raise PykernelsError(
@@ -215,3 +214,5 @@ class PagedRunner(ABC):
         counts[:] = np.diff(batch.query_start_loc[: S + 1])
         self._sequences[:T] = np.repeat(batch.page_table_rows[:S], counts)
         self._sampling.arrange(batch.sampling[:R])
+        steps = self.decode_steps if T == S else self.steps
+        self._step = next(step for step in steps if T <= step.program.sizes["T"])

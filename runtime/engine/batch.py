@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol
 
@@ -65,10 +65,6 @@ def forced(token: int, logprobs: int | None) -> SequenceSampling:
     return SequenceSampling(_greedy(logprobs), 0, None, {token: -NEVER})
 
 
-_ADVANCING = ("tokens", "positions", "slot_mapping", "seq_lens", "draws")
-"""Arrays of a batch that change in every step."""
-
-
 @dataclass(slots=True, eq=False)
 class StepBatch:
     """One forward step: T tokens of S sequences, and R rows of logits, each of which samples a
@@ -93,6 +89,8 @@ class StepBatch:
             ``draws`` grow by 1 each step, and besides them only ``tokens``, ``slot_mapping`` and
             the page tables change.
         tables_version: grows when ``page_tables`` changes.
+        every: [5, max of all] what changes in every step, in one block: ``tokens``, ``positions``,
+            ``slot_mapping``, ``seq_lens`` and ``draws`` are its rows.
         tokens: [max_num_batched_tokens] ids.
         positions: [max_num_batched_tokens] place of each token in its sequence, from 0.
         slot_mapping: [max_num_batched_tokens] where its keys and values go: ``page * page_size +
@@ -111,6 +109,7 @@ class StepBatch:
             the step has ended: kernels read what it holds.
     """
 
+    every: Ints
     tokens: Ints
     positions: Ints
     slot_mapping: Ints
@@ -129,37 +128,49 @@ class StepBatch:
     version: int = 0
     tables_version: int = 0
 
-    def copy(self) -> StepBatch:
-        """One with arrays of its own."""
-        arrays = {
-            part.name: value.copy()
-            for part in fields(self)
-            if isinstance(value := getattr(self, part.name), np.ndarray)
-        }
-        return replace(self, **arrays)
+    @classmethod
+    def allocate(cls, T: int, S: int, R: int, page_tables: Ints) -> StepBatch:
+        """An empty one, for at most T tokens of S sequences and R rows of logits."""
+        every = np.zeros((5, max(T, S, R)), np.int64)
+        tokens, positions, slot_mapping, seq_lens, draws = every
+        slot_mapping.fill(-1)
+        return cls(
+            every=every,
+            tokens=tokens[:T],
+            positions=positions[:T],
+            slot_mapping=slot_mapping[:T],
+            query_start_loc=np.zeros(S + 1, np.int64),
+            seq_lens=seq_lens[:S],
+            page_table_rows=np.zeros(S, np.int64),
+            page_tables=page_tables,
+            logits_indices=np.zeros(R, np.int64),
+            seeds=np.zeros(R, np.int64),
+            draws=draws[:R],
+        )
+
+    def like(self) -> StepBatch:
+        """An empty one of the same sizes, for ``copy_to``."""
+        T, S, R = len(self.tokens), len(self.seq_lens), len(self.seeds)
+        return StepBatch.allocate(T, S, R, np.zeros_like(self.page_tables))
 
     def copy_to(self, other: StepBatch) -> None:
-        """Make a copy of some steps ago what this one is now."""
-        if other.version != self.version:
+        """Make of one that is as this was some steps ago what this is now.
+
+        It costs a few microseconds while the version stays.
+        """
+        if other.version == self.version:
+            other.every[:, : self.S] = self.every[:, : self.S]
+        else:
             # What lies behind both is padding already.
-            T, S, R = max(self.T, other.T), max(self.S, other.S), max(self.R, other.R)
-            sizes = {
-                "tokens": T,
-                "positions": T,
-                "slot_mapping": T,
-                "query_start_loc": None,
-                "seq_lens": S,
-                "page_table_rows": S,
-                "logits_indices": R,
-                "seeds": R,
-                "draws": R,
-            }
+            most = max(self.T, self.S, self.R, other.T, other.S, other.R)
+            other.every[:, :most] = self.every[:, :most]
+            other.query_start_loc[:] = self.query_start_loc
+            other.page_table_rows[: self.S] = self.page_table_rows[: self.S]
+            R = max(self.R, other.R)
+            other.logits_indices[:R] = self.logits_indices[:R]
+            other.seeds[:R] = self.seeds[:R]
             other.sampling = self.sampling
             other.S, other.T, other.R, other.version = self.S, self.T, self.R, self.version
-        else:
-            sizes = dict.fromkeys(_ADVANCING, self.S)
-        for name, size in sizes.items():
-            getattr(other, name)[:size] = getattr(self, name)[:size]
         if other.tables_version != self.tables_version:
             columns = self.table_pages
             other.page_tables[:, :columns] = self.page_tables[:, :columns]

@@ -155,14 +155,16 @@ class Core:
         Returns:
             Whether an end token is among it.
         """
-        ended = False
-        for request, token in zip(step.sampled, sampled_token_ids, strict=False):
+        for row, request in step.counted:
             if request.state is State.RUNNING:
-                if (counts := request.sampling.counts) is not None:
-                    counts.add(token)
-                if token in request.end_ids and request.num_output_tokens >= request.min_tokens:
-                    ended = True
-        return ended
+                assert request.sampling.counts is not None
+                request.sampling.counts.add(sampled_token_ids[row])
+        if step.ends.isdisjoint(sampled_token_ids):
+            return False
+        return any(
+            token in request.end_ids and request.num_output_tokens >= request.min_tokens
+            for request, token in zip(step.sampled, sampled_token_ids, strict=False)
+        )
 
     def _deliver(
         self, step: ScheduledStep, sampled_token_ids: list[int], result: StepResult

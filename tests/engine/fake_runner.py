@@ -54,7 +54,7 @@ class FakeRunner:
         self.cache = np.full(self.num_pages * self.page_size, -1)
 
     def bind(self, batch: StepBatch) -> None:
-        self.bound, self.own = batch, batch.copy()
+        self.bound, self.own = batch, batch.like()
 
     def launch(self, batch: StepBatch) -> None:
         """Copies the batch: the engine writes the next step into it while this one runs."""

@@ -114,7 +114,8 @@ class CudaRunner(PagedRunner):
     @contextmanager
     def _watched(self) -> Iterator[None]:
         try:
-            yield
+            with torch.inference_mode():  # in which the model may have been loaded
+                yield
         except torch.AcceleratorError as error:  # no later call on this device works either
             raise DeviceLost(
                 f"{self.device} failed: {str(error).splitlines()[0]}", "Load the model again"

@@ -19,22 +19,9 @@ class BatchWriter:
         self.manager = manager
         self.page_size = runner.page_size
         T, S, R = runner.max_num_batched_tokens, runner.max_num_seqs, runner.max_num_logits
-        # The arrays that grow by one in every decode step are adjacent: one addition for all.
-        self._counters: Ints = np.zeros((4, max(T, S, R)), np.int64)
-        positions, slot_mapping, seq_lens, draws = self._counters
-        slot_mapping.fill(-1)
-        self.batch = StepBatch(
-            tokens=np.zeros(T, np.int64),
-            positions=positions[:T],
-            slot_mapping=slot_mapping[:T],
-            query_start_loc=np.zeros(S + 1, np.int64),
-            seq_lens=seq_lens[:S],
-            page_table_rows=np.zeros(S, np.int64),
-            page_tables=manager.tables,
-            logits_indices=np.zeros(R, np.int64),
-            seeds=np.zeros(R, np.int64),
-            draws=draws[:R],
-        )
+        self.batch = StepBatch.allocate(T, S, R, manager.tables)
+        # All that changes in a decode step but the tokens grows by one.
+        self._counters = self.batch.every[1:]
         self._live = self._counters[:, :0]
         self._rows: Ints | slice = slice(0)
 
@@ -104,7 +91,7 @@ class BatchWriter:
         self._set_tables(requests)
         return batch
 
-    def advance(self, decoding: Sequence[Request], new_pages: bool) -> StepBatch:
+    def advance(self, decoding: Sequence[Request], new_pages: bool) -> None:
         """The same sequences one token later; ``set_tokens`` is given the tokens before or after.
 
         Args:
@@ -117,7 +104,6 @@ class BatchWriter:
             self._write_slot_mapping(decoding)
             self._set_tables(decoding)
         self.batch.tables_version = self.manager.version
-        return self.batch
 
     def set_tokens(self, tokens: Ints) -> None:
         """What a step drew: inputs of the next, if that one is written, or only advances."""

@@ -17,7 +17,6 @@ since steps run one behind the other.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import replace
 from operator import attrgetter
 
 from ...kv_cache import BlockManager
@@ -94,8 +93,8 @@ class Scheduler:
             self._until_page -= 1
             new_pages = self._until_page == 0
             if not new_pages or self._grow(self._last.decoding, ahead):
-                batch = self.writer.advance(self._last.decoding, new_pages)
-                return self._advance(replace(self._last, batch=batch))
+                self.writer.advance(self._last.decoding, new_pages)
+                return self._advance(self._last)
         # A request is left out that draws its last token just now.
         decoding = [r for r in self.decoding if r.drawn < r.max_tokens]
         if self.waiting and len(decoding) < len(self.decoding):

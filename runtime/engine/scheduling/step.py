@@ -35,7 +35,8 @@ class PrefillChunk(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ScheduledStep:
-    """One step, from its scheduling until its tokens are delivered.
+    """One step, from its scheduling until its tokens are delivered; or several, if each computes
+    the same requests' next tokens.
 
     Attributes:
         batch: its arrays, until the next step is scheduled.
@@ -44,6 +45,8 @@ class ScheduledStep:
         chunks: those that end their prompt come first.
         sampled: the requests that it samples a token for, in the order of the rows.
         logprob_requests: for each further row, the request whose prompt logprob it gives.
+        ends: tokens that end one of them, if it has enough tokens.
+        counted: those with penalties.
         scored: whether any row gives logprobs.
         inserted: the pages that it fills and others may share already.
     """
@@ -54,12 +57,20 @@ class ScheduledStep:
     sampled: list[Request]
     logprob_requests: list[Request]
     scored: bool
+    ends: frozenset[int] = field(init=False)
+    counted: list[tuple[int, Request]] = field(init=False)
     T: int = field(init=False)
     R: int = field(init=False)
     inserted: list[PrefixNode] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.T, self.R = self.batch.T, self.batch.R
+        self.ends = frozenset().union(*(request.end_ids for request in self.sampled))
+        self.counted = [
+            (row, request)
+            for row, request in enumerate(self.sampled)
+            if request.sampling.counts is not None
+        ]
 
     @property
     def requests(self) -> list[Request]:
