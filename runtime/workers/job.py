@@ -22,7 +22,7 @@ class Job:
 
     Attributes:
         opens: address of the int64 flag that opens it; 0: none. ``tells``: that of the one that it
-            sets when it is complete.
+            counts up when it is complete.
     """
 
     def __init__(

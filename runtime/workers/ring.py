@@ -12,10 +12,10 @@ short: sorting a router's choices, counting what there is to do. The words of a 
 job's number, so a worker that comes late, even when the record is already used again, sees that and
 walks on. Nothing is ever reset by the publisher.
 
-A job may meet another device at flags, words in memory that both reach: it is opened when one is set
-(``OPENS``), and sets one when it is complete, even if it failed (``TELLS``). Whoever publishes the
-jobs clears the flags before. A flag that is not set in time (``LIMIT_NS``) is a failure, and the
-jobs behind it wait no more, so no step lasts for ever.
+A job may meet another device at flags, words in memory that both reach: it is opened when one is
+not 0 (``OPENS``), and counts one up when it is complete, even if it failed (``TELLS``). Whoever
+publishes the jobs clears the flags before. A flag that is not set in time (``LIMIT_NS``) is a
+failure, and the jobs behind it wait no more, so no step lasts for ever.
 
 Deadlock-free: a task only ever waits for tasks with lower numbers, which some worker has already
 taken.
@@ -111,7 +111,7 @@ def _record_failure(ring, job, index, status):  # type: ignore[no-untyped-def]
 def _complete(ring, job, number):  # type: ignore[no-untyped-def]
     atomic_store(job + COMPLETED_AT, clock_ns())
     if atomic_load(job + TELLS) != 0:
-        atomic_store(atomic_load(job + TELLS), types.int64(1))
+        atomic_add(atomic_load(job + TELLS), 1)
     atomic_store(job + COMPLETED, number)
     wake(ring, job + COMPLETED)
 

@@ -107,7 +107,7 @@ class WorkerPool:
         self._ring[words.PLACES // 8] = self.ring + words.RING_BYTES
         self._ring[words.SLOTS // 8] = self.ring + words.RING_BYTES + 8 * places
         self._ring[words.MASK // 8] = _SLOTS - 1
-        self._ring[words.LIMIT_NS // 8] = int(STEP_LIMIT_S * 1e9)
+        self.limit_steps(STEP_LIMIT_S)
         spin = spin_budget(driver_works) if spin_us is None else spin_us
         self.spin_for(spin)
         self._pid = os.getpid()
@@ -146,6 +146,10 @@ class WorkerPool:
     def spin_for(self, microseconds: float) -> None:
         """How long an idle worker spins from now on before it sleeps."""
         self._ring[words.SPIN_NS // 8] = int(microseconds * 1000)
+
+    def limit_steps(self, seconds: float) -> None:
+        """How long from now on a batch of jobs waits for the flags of another device."""
+        self._ring[words.LIMIT_NS // 8] = int(seconds * 1e9)
 
     def run(self, jobs: Jobs) -> None:
         """Publishes jobs and returns when the last one is complete.

@@ -129,9 +129,8 @@ class Context:
         spans: list[tuple[int, int]] = []  # first and last job of each node
         for number, node in enumerate(self.program.nodes):
             self._node = number
-            if node.op == "submit" and (told := self._told_by(jobs, spans)) is not None:
-                jobs[told].tells = self._link().address(node)
-                spans.append((len(jobs), told))
+            if node.op == "submit" and self._tell(jobs, spans):
+                spans.append((len(jobs), len(jobs) - 1))
                 continue
             if node.op not in binders:
                 raise PykernelsError(
@@ -145,14 +144,14 @@ class Context:
 
     def _wait(self, jobs: list[Job], spans: list[tuple[int, int]]) -> None:
         """Tells each job which ones before it must be complete."""
-        # Of a submit that has no job of its own, the node whose job sets its flag stands in.
         own = [i for i, (first, end) in enumerate(spans) if first <= end]
-        ends = {spans[i][1]: i for i in own}
-        for waits in self._waits:
-            waits[:] = [ends[spans[j][1]] for j in waits]
+        for i in own:  # behind a submit that has no job of its own: what that waits for
+            self._waits[i] = sorted({k for j in self._waits[i] for k in self._with_jobs(j, spans)})
         waited = {j for i in own for j in self._waits[i]}
         last = own[-1]
-        self._waits[last] += [i for i in own if i < last and i not in waited]  # a step ends with all
+        self._waits[last] += [
+            i for i in own if i < last and i not in waited
+        ]  # a step ends with all
         direct = ordered(self._waits).direct
         for i in own:
             first, end = spans[i]
@@ -160,14 +159,22 @@ class Context:
                 job.after = (1,)
             jobs[first].after = tuple(first - spans[j][1] for j in direct[i])
 
-    def _told_by(self, jobs: list[Job], spans: list[tuple[int, int]]) -> int | None:
-        """The job whose end is all that the submit that is being bound waits for, if there is one:
-        it sets the flag itself, and no worker has to come by and see that it is done."""
-        ends = {spans[j][1] for j in self._waits[self._node]}
-        if len(ends) != 1:
-            return None
-        (end,) = ends
-        return None if jobs[end].tells else end
+    def _with_jobs(self, node: int, spans: list[tuple[int, int]]) -> list[int]:
+        if spans[node][0] <= spans[node][1]:
+            return [node]
+        return [k for j in self._waits[node] for k in self._with_jobs(j, spans)]
+
+    def _tell(self, jobs: list[Job], spans: list[tuple[int, int]]) -> bool:
+        """Lets the jobs whose end the submit that is being bound waits for count its flag up, so
+        that no worker has to come by and see that they are done; False if one of them cannot."""
+        ends = {spans[k][1] for j in self._waits[self._node] for k in self._with_jobs(j, spans)}
+        if not ends or any(jobs[end].tells for end in ends):
+            return False
+        node, link = self.program.nodes[self._node], self._link()
+        for end in ends:
+            jobs[end].tells = link.address(node)
+        link.expect(node, len(ends))
+        return True
 
     def flag_job(self, node: Node) -> Job:
         """A job without tasks that stands for a wait or a submit."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from ...program import Program
 from ...workers.pool import WorkerPool
 from ...workers.worker_pool import InFlight
 from ..cpu.step import CpuExecutable
+from ..link import Launching, Link
 from . import attention, dense, experts, handshake
 from .dense import Launch
 from .handshake import PinnedSlots
@@ -57,6 +57,7 @@ class CudaExecutable:
     Attributes:
         before: called first in every step, on the host.
         outputs: by name, CPU tensors of the "output" buffers.
+        cpu: the CPU's half; None if there is none.
 
     Raises:
         PykernelsError: an op that this device does not have.
@@ -89,17 +90,16 @@ class CudaExecutable:
         self.memory = Memory(gpu, device, sliced, caches, tokens_table, key_lengths)
         self.before: Launch = lambda: None
         self.outputs: Mapping[str, torch.Tensor] = {}
-        self._link, self._cpu = None, None
+        self._link: Link | None = None
+        self.cpu: CpuExecutable | None = None
         if cpu is not None:
             self._link = handshake.link(gpu, cpu, slots)
-            self._cpu = CpuExecutable(
-                cpu, pool, host_inputs, {}, kernel, sizes, link=self._link
-            )
-            self.outputs = self._cpu.outputs
+            self.cpu = CpuExecutable(cpu, pool, host_inputs, {}, kernel, sizes, link=self._link)
+            self.outputs = self.cpu.outputs
         self._graph = Segment([prelude, *map(self._bind, gpu.nodes)], device)
         self._ended = torch.cuda.Event() if device.type == "cuda" else None
         self._in_flight: InFlight | None = None
-        self._thread: _Launching | None = None
+        self._thread: Launching | None = None
 
     def run(self) -> None:
         """One step; returns when the results are there.
@@ -113,10 +113,10 @@ class CudaExecutable:
     def launch(self) -> None:
         """Begins a step."""
         self.before()
-        if self._cpu is not None:
+        if self.cpu is not None:
             assert self._link is not None
             self._link.clear()
-            self._in_flight = self._cpu.launch()
+            self._in_flight = self.cpu.launch()
         try:
             self._start()
         except BaseException:
@@ -148,7 +148,7 @@ class CudaExecutable:
 
     def _start(self) -> None:
         if self._ended is None:  # in the interpreter a thread plays the stream
-            self._thread = _Launching(self._graph.run, self._link)
+            self._thread = Launching(self._graph.run, self._link)
             return
         with torch.cuda.device(self.device):
             self._graph.run()
@@ -177,33 +177,3 @@ class CudaExecutable:
                 "Leave them out of the rule, or keep the experts on the CPU (experts cpu)",
             )
         return binder(self.memory, node)
-
-
-class _Launching:
-    """Launches in a thread of their own, for Triton's interpreter, where a launch returns when it
-    has run."""
-
-    def __init__(self, launches: Callable[[], None], shared: Any) -> None:
-        self._launches, self._link = launches, shared
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """Waits until all have run.
-
-        Raises:
-            what a launch raised.
-        """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    @torch.inference_mode()
-    def _run(self) -> None:
-        try:
-            self._launches()
-        except BaseException as error:
-            self._error = error
-            if self._link is not None:
-                self._link.release()  # the CPU waits for what comes no more

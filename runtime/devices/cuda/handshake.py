@@ -1,21 +1,19 @@
 """The ends of the channels to the CPU as launches, and the pinned memory that they share.
 
-What is sent is stored into pinned memory by a kernel, then the stream writes the channel's flag; what
-comes is waited for by the stream, then loaded by a kernel. Nothing of it needs the host, so a whole
-step is one graph. What the channels carry lies in a few slots of pinned memory, used again as soon
-as the program's order allows it (``until`` and ``since`` of the nodes).
+What is sent is stored into pinned memory by a kernel, then the stream writes the channel's flag;
+what comes is waited for by the stream, then loaded by a kernel. Nothing of it needs the host, so a
+whole step is one graph. What the channels carry lies in a few slots of pinned memory, used again as
+soon as the program's order allows it (``until`` and ``since`` of the nodes).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 
 import torch
 
-from pykernels.errors import PykernelsError
 from pykernels.gpu.common.stream_memory import wait_value, write_value
 from pykernels.gpu.handshake import MAX_ROWS, copy_rows
 
@@ -28,7 +26,6 @@ Launch = Callable[[], None]
 
 KERNEL_BYTES = 4 << 20
 """Up to here a kernel copies faster than the copy engine, which takes 10 us to begin."""
-_POLL_S, _LIMIT_S = 2e-5, 60.0
 
 
 @dataclass
@@ -153,14 +150,6 @@ def _setter(m: Memory, node: Node, shared: Link) -> Launch:
 
 def _waiter(m: Memory, node: Node, shared: Link) -> Launch:
     if m.device.type == "cuda":
-        address = shared.address(node)
-        return lambda: wait_value(address, 1)
-
-    def poll() -> None:
-        end = time.monotonic() + _LIMIT_S
-        while not shared.is_set(node):
-            if time.monotonic() > end:
-                raise PykernelsError(f"{node.name} waits for the CPU in vain", "Try again")
-            time.sleep(_POLL_S)
-
-    return poll
+        address, value = shared.address(node), shared.needed(node)
+        return lambda: wait_value(address, value)
+    return lambda: shared.wait(node)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -13,10 +14,12 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu.common.launch import supports
 
 from ...engine.batch import DeviceLost, StepBatch, StepResult
+from ...passes import defer
 from ...program import Program
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
 from ..runner import Lowerable, PagedRunner, Pass
+from .deferral import measured_deferral
 from .dense import Launch
 from .executable import CudaExecutable
 from .handshake import PinnedSlots
@@ -37,6 +40,10 @@ class CudaRunner(PagedRunner):
         device: "cuda:N"; "cpu" in Triton's interpreter.
         pool: runs what is on the CPU: experts, sampling.
         experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
+        auto_defer: whether to defer as many experts as keep the CPU busy, found by measuring.
+
+    Attributes:
+        deferred: experts of a token that ``auto_defer`` found.
 
     Raises:
         PykernelsError: no such GPU, too little of its memory, a kernel that cannot run there.
@@ -58,6 +65,7 @@ class CudaRunner(PagedRunner):
         passes: Sequence[Pass] = (),
         max_num_logits: int | None = None,
         experts: str = "auto",
+        auto_defer: bool = False,
     ) -> None:
         super().__init__(
             model,
@@ -72,7 +80,7 @@ class CudaRunner(PagedRunner):
         check_device(device)
         if experts not in EXPERTS:
             raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
-        self.experts = experts
+        self.experts, self._auto_defer, self.deferred = experts, auto_defer, 0
         if self._real:  # a layer of the GPU is shorter than waking a sleeper
             pool.spin_for(spin_budget(driver_works=False))
         self.caches: dict[str, torch.Tensor] = {}
@@ -102,6 +110,17 @@ class CudaRunner(PagedRunner):
             for node in program.nodes
         )
         return replace(program, nodes=nodes).check()
+
+    def decode_passes(self) -> Sequence[Pass]:
+        """The passes, with the deferral that pays here."""
+        cpu = self.steps[0].cpu if isinstance(self.steps[0], CudaExecutable) else None
+        if not self._auto_defer or cpu is None or self.experts != "cpu":
+            return self.passes
+        self.sizes[0], self.sizes[1], self.sizes[2] = 1, 1, 0  # a token that is written nowhere
+        self.deferred = measured_deferral(self.steps[0].program, cpu.jobs.jobs, self.steps[0].run)
+        if not self.deferred:
+            return self.passes
+        return (partial(defer, N=self.deferred), *self.passes)
 
     def launch(self, batch: StepBatch) -> None:
         with self._watched():
