@@ -54,7 +54,7 @@ class Executable(Protocol):
     def outputs(self) -> Mapping[str, torch.Tensor]:
         """Tensors of the "output" buffers."""
 
-    def launch(self) -> None:
+    def launch(self) -> object:
         """Starts a step; what it reads stays as it is until ``result``."""
 
     def result(self) -> None:
@@ -109,7 +109,7 @@ class PagedRunner(ABC):
         self._sequences = np.zeros(self.max_num_batched_tokens, np.int64)
         self._query_lengths = np.zeros(self.max_num_seqs, np.int64)
         self._batch: StepBatch  # what the device reads, while the engine writes the next
-        self._step: Executable  # that the last step ran
+        self._executable: Executable  # of the last step
         self._running = False
         self._results: dict[int, StepResult] = {}
 
@@ -189,7 +189,7 @@ class PagedRunner(ABC):
         if changed:
             self._arrange(own)
         self._sampling.refresh()
-        self._step.launch()
+        self._executable.launch()
         self._running = True
 
     def result(self) -> StepResult:
@@ -201,8 +201,8 @@ class PagedRunner(ABC):
         """
         assert self._running, "no step was launched"
         self._running = False
-        self._step.result()
-        return self._results[id(self._step)]
+        self._executable.result()
+        return self._results[id(self._executable)]
 
     # Where the model was loaded in it, tensors can be changed in it only.
     @torch.inference_mode()
@@ -219,4 +219,4 @@ class PagedRunner(ABC):
         self._sequences[:T] = np.repeat(batch.page_table_rows[:S], counts)
         self._sampling.arrange(batch.sampling[:R])
         steps = self.decode_steps if T == S else self.steps
-        self._step = next(step for step in steps if T <= step.program.sizes["T"])
+        self._executable = next(step for step in steps if T <= step.program.sizes["T"])

@@ -198,9 +198,11 @@ class StepResult:
 
     def copy(self) -> StepResult:
         """One that stays valid."""
-        arrays = self.logprobs, self.top_ids, self.top_logprobs
         return StepResult(
-            self.sampled_token_ids.copy(), *(None if a is None else a.copy() for a in arrays)
+            self.sampled_token_ids.copy(),
+            None if self.logprobs is None else self.logprobs.copy(),
+            None if self.top_ids is None else self.top_ids.copy(),
+            None if self.top_logprobs is None else self.top_logprobs.copy(),
         )
 
 

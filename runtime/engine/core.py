@@ -95,8 +95,8 @@ class Core:
             first = self.scheduler.schedule(now)
             if first is None:
                 return False
-            if (error := self._launch(first)) is not None:
-                self._fail(first, error)
+            if (failure := self._launch(first)) is not None:
+                self._fail(first, failure)
                 return True
         running = self._running
         assert running is not None
@@ -115,18 +115,18 @@ class Core:
         seconds = self.clock() - self._launched_at
         self.scheduler.writer.set_tokens(result.sampled_token_ids)
         ended = self._count(running, sampled_token_ids)
-        error = None
+        failure = None
         if ahead is not None:
             if ended or self.news():
                 self.scheduler.undo(ahead)
             else:
                 if running.scored:
                     result = result.copy()
-                error = self._launch(ahead)
+                failure = self._launch(ahead)
         self.scheduler.timed(running, seconds)
         self._deliver(running, sampled_token_ids, result)
-        if ahead is not None and error is not None:
-            self._fail(ahead, error)
+        if ahead is not None and failure is not None:
+            self._fail(ahead, failure)
         return alive or self.busy
 
     def _launch(self, step: ScheduledStep) -> BaseException | None:
