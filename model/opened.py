@@ -1,4 +1,4 @@
-"""What `load_engine` opens: a checkpoint to be packed, or a packed cache to be mapped."""
+"""What `load_engine` opens: a checkpoint to be read, or a packed cache to be mapped."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
-from runtime.matrix import Pack, pack_nothing
+from runtime.matrix import Pack
+from runtime.placement import CPU, Placement
+from runtime.weights import WeightStore
 
-from .architectures.converted import Converted
 from .architectures.decoder import Decoder, make_decoder
 from .architectures.moe import check_experts
-from .architectures.packed import FromCache
-from .architectures.packing import FromSource
-from .architectures.weights import MetaWeights, Stored
+from .architectures.packed import CacheWeights, check_cache
+from .architectures.schema import Schema, stored_schema
+from .architectures.weights import CheckpointWeights
 from .checkpoint import memory
 from .checkpoint.config import resolve_dtype
 from .checkpoint.load import check_kernels, warn_of
@@ -43,77 +44,77 @@ class Opened(Protocol):
 
     Attributes:
         model: injected, on the meta device.
-        needed: bytes of main memory that loading takes at its peak; ``smaller``: with the experts
-            converted, by format.
+        decoder: lowers programs, from which a placement follows.
     """
 
     model: PreTrainedModel
+    decoder: Decoder
 
-    @property
-    def needed(self) -> int: ...
+    def needed(self, placement: Placement) -> int:
+        """Bytes of main memory that loading takes at its peak."""
 
-    @property
-    def smaller(self) -> Mapping[str, int]: ...
+    def smaller(self, placement: Placement) -> Mapping[str, int]:
+        """The same with the experts converted, by format."""
 
-    def decoder(self, pack: Pack, report: Callback) -> Decoder:
-        """Loads them."""
+    def readable(self, pack: Pack, report: Callback) -> Decoder:
+        """The decoder, whose store reads what devices ask for.
 
-    def meta_decoder(self) -> Decoder:
-        """Their shapes alone."""
+        Args:
+            pack: packs it for the CPU.
+            report: called with the bytes that were read, and all.
+        """
 
 
 class Packable:
-    """A checkpoint's weights: every matrix is packed in the format that it is stored in."""
+    """A checkpoint's weights, each in the format that it is stored in or a rule asks for."""
 
     def __init__(
         self, model: PreTrainedModel, plan: Plan, checkpoint: Checkpoint, kv_dtype: str
     ) -> None:
         self.model, self._plan, self._checkpoint = model, plan, checkpoint
-        self._kv_dtype = kv_dtype
+        self._schema = stored_schema(model, plan)
+        self.decoder = make_decoder(model, self._schema, WeightStore(), kv_dtype)
         self._packed = memory.needed_by_engine(plan, model, checkpoint)
 
-    @property
-    def needed(self) -> int:
-        return self._packed.peak
+    def needed(self, placement: Placement) -> int:
+        return self._packed.peak(placement)
 
-    @property
-    def smaller(self) -> Mapping[str, int]:
-        return self._packed.smaller()
+    def smaller(self, placement: Placement) -> Mapping[str, int]:
+        return self._packed.smaller(placement)
 
-    def decoder(self, pack: Pack, report: Callback) -> Decoder:
+    def readable(self, pack: Pack, report: Callback) -> Decoder:
         warn_of(self._plan)
         total = sum(nbytes(self._checkpoint, item) for item in self._plan.items)
-        source = Stored(self._plan, self._checkpoint, Adder(report, total))
-        converted = Converted(source, linears(self.model))
-        return make_decoder(self.model, FromSource(converted, pack), self._kv_dtype)
-
-    def meta_decoder(self) -> Decoder:
-        packing = FromSource(Converted(MetaWeights(self._plan), linears(self.model)), pack_nothing)
-        return make_decoder(self.model, packing, self._kv_dtype)
+        add = Adder(report, total)
+        store = self.decoder.store
+        store.read_from(
+            CheckpointWeights(self.model, self._plan, self._checkpoint, self._schema, add), pack
+        )
+        return self.decoder
 
 
 class Mapped:
-    """A packed cache's weights: what is not in memory yet is read into it, nothing is packed."""
+    """A packed cache's weights: what is not in memory yet is read into it, nothing is packed for
+    the CPU."""
 
     def __init__(self, model: PreTrainedModel, folder: PackedFolder, kv_dtype: str) -> None:
         self.model, self._folder = model, folder
-        self._decoder = make_decoder(model, FromCache(folder, model), kv_dtype)
+        schema = Schema.from_json(folder.manifest.schema)
+        check_cache(folder, model, schema)
+        self.decoder = make_decoder(model, schema, WeightStore(CacheWeights(folder)), kv_dtype)
 
-    @property
-    def needed(self) -> int:
-        """What others have in memory takes none."""
+    def needed(self, placement: Placement) -> int:
+        """What others have in memory takes none, nor what goes to a GPU whole."""
+        if CPU not in (placement.device, placement.experts):
+            return 0
         return sum(f.memory.nbytes - resident(f.memory) for f in self._folder.files)
 
-    @property
-    def smaller(self) -> Mapping[str, int]:
+    def smaller(self, placement: Placement) -> Mapping[str, int]:
         return {}
 
-    def decoder(self, pack: Pack, report: Callback) -> Decoder:
+    def readable(self, pack: Pack, report: Callback) -> Decoder:
         populate(self._folder.files, Adder(report, self._folder.nbytes))
-        return self._decoder
-
-    def meta_decoder(self) -> Decoder:
-        return self._decoder
+        return self.decoder
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class Linear(Operator):
         found = get_format(fmt)
         found.check(weight, self.out_features, self.in_features, self.name)
         if device == "cpu":
-            self._packed = PackedMatrix(found, [weight], packer(_pool()))
+            self._packed = PackedMatrix.of(found, [weight], packer(_pool()))
         else:
             if reason := supports_format(found, self.in_features):
                 raise PykernelsError(f"{self.name}: {reason}", "Give the rule another format")

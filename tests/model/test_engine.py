@@ -53,7 +53,7 @@ def logits(llm: LLM, ids: torch.Tensor) -> torch.Tensor:
         "page_table": torch.arange(pages)[None],
     }
     caches = {name: part.zeros() for name, part in lowered.caches(pages).items()}
-    step = CpuExecutable(program, llm.pool, inputs, caches)
+    step = CpuExecutable(program, llm.runner.weights, llm.pool, inputs, caches)
     step.sizes[:] = torch.tensor([T, 1, T])
     step.run()
     return step.outputs["logits"]
@@ -99,6 +99,24 @@ def test_neighbours_and_threads_change_no_token(llm: LLM) -> None:
     with model.load_engine(model.EMBEDDED, threads=1, kernel=fastest()) as single:
         serial = [single.engine.generate([one], params)[0].token_ids for one in ids]
     assert alone == together == serial
+
+
+def test_steps_that_are_scheduled_ahead_draw_the_same(llm: LLM) -> None:
+    """Requests of all kinds, which come and end at different times."""
+    how = [
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2),
+        SamplingParams(seed=1, max_tokens=50, repetition_penalty=1.2, frequency_penalty=0.5),
+        SamplingParams(seed=2, max_tokens=60, stop="\n", min_tokens=9, top_p=0.9),
+        SamplingParams(seed=3, max_tokens=20, n=3, presence_penalty=1, logprobs=0),
+    ]
+    requests = [(llm.encode(prompt), params) for prompt in PROMPTS for params in how]
+    found = []
+    with model.load_engine(model.EMBEDDED, kernel=fastest(), overlap=False) as plain:
+        for each in (llm, plain):
+            results = each.engine.generate(*zip(*requests, strict=True))
+            completions = [one for result in results for one in result.completions]
+            found.append([(c.token_ids, c.text, c.finish_reason, c.logprobs) for c in completions])
+    assert found[0] == found[1]
 
 
 def test_a_long_prompt_in_pieces_and_from_the_cache(llm: LLM) -> None:

@@ -11,6 +11,7 @@ from ...program import Program
 from ...workers.pool import WorkerPool
 from ..runner import Lowerable, PagedRunner, Pass
 from .step import CpuExecutable
+from .weights import layouts
 
 
 class CpuRunner(PagedRunner):
@@ -29,6 +30,7 @@ class CpuRunner(PagedRunner):
     """
 
     pool: WorkerPool
+    layouts = staticmethod(layouts)
 
     def __init__(
         self,
@@ -58,4 +60,6 @@ class CpuRunner(PagedRunner):
         }
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CpuExecutable:
-        return CpuExecutable(program, self.pool, inputs, self.caches, self.kernel, self.sizes)
+        return CpuExecutable(
+            program, self.weights, self.pool, inputs, self.caches, self.kernel, self.sizes
+        )

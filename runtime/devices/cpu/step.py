@@ -12,6 +12,7 @@ import torch
 
 from ...analysis import refuse_devices
 from ...program import Program
+from ...weights import WeightStore
 from ...workers.job import Jobs
 from ...workers.pool import WorkerPool
 from ...workers.worker_pool import InFlight
@@ -44,6 +45,7 @@ class CpuExecutable:
 
     Args:
         program: with ops of ``BINDERS`` only, all on this device.
+        weights: of its model.
         inputs: by name, tensors of the program's input buffers, in their largest shape.
         caches: by name, tensors of the "cache" buffers.
         kernel: a backend of ``pykernels.registry``, or "auto".
@@ -63,6 +65,7 @@ class CpuExecutable:
     def __init__(
         self,
         program: Program,
+        weights: WeightStore,
         pool: WorkerPool,
         inputs: Mapping[str, torch.Tensor],
         caches: Mapping[str, torch.Tensor],
@@ -74,10 +77,13 @@ class CpuExecutable:
         self.program, self.pool = program, pool
         self.sizes = torch.zeros(3, dtype=torch.int64, device="cpu") if sizes is None else sizes
         refuse_devices(program, "cpu")
-        self._context = Context(program, pool, inputs, caches, kernel, self.sizes, in_order, link)
+        self._context = Context(
+            program, weights, pool, inputs, caches, kernel, self.sizes, in_order, link
+        )
         self.jobs = Jobs(self._context.bind(BINDERS))
         self.outputs = self._context.outputs
         self._in_flight: InFlight | None = None
+        self._before: InFlight | None = None
 
     def run(self) -> None:
         """One step; the first of many tokens compiles what only such steps need.
@@ -92,6 +98,7 @@ class CpuExecutable:
         """Begins a step; ``pool.wait`` ends it, and says in ``error`` whether a task failed; or
         ``result`` does both."""
         self.prepare()
+        self._before, self._in_flight = self._in_flight, None
         self._in_flight = self.pool.start(self.jobs, self)
         return self._in_flight
 
@@ -101,11 +108,16 @@ class CpuExecutable:
         Raises:
             TaskError: a task failed.
         """
-        in_flight, self._in_flight = self._in_flight, None
-        assert in_flight is not None, "no step was launched"
-        self.pool.wait(in_flight)
-        if in_flight.error is not None:
-            raise in_flight.error
+        assert self._in_flight is not None, "no step was launched"
+        self.pool.wait(self._in_flight)
+        if self._in_flight.error is not None:
+            raise self._in_flight.error
+
+    @property
+    def ended(self) -> InFlight | None:
+        """The last step that has ended, if it was launched."""
+        now = self._in_flight
+        return now if now is not None and now.done else self._before
 
     def prepare(self) -> None:
         """Compiles what a step of ``sizes`` needs and no smaller one has needed."""
