@@ -133,7 +133,7 @@ def test_an_end_token_leaves_no_row_behind() -> None:
     assert tuple(runner.drawn[3]) == whole[:7]
 
 
-def test_pages_that_a_failed_step_should_have_filled_are_not_shared() -> None:
+def test_pages_of_a_failed_step_are_not_shared() -> None:
     runner = FakeRunner(max_num_batched_tokens=64)
     engine = Engine(runner, threaded=False)
     runner.fail_next = ValueError("no luck")
