@@ -10,6 +10,7 @@ import pytest
 from pykernels.errors import PykernelsError
 from runtime.engine import (
     Completion,
+    DeviceLost,
     Engine,
     EngineConfig,
     RequestHandle,
@@ -29,9 +30,12 @@ class Logged(FakeRunner):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.log: list[str] = []
+        self.broken: Exception | None = None
         self.meanwhile: Callable[[], object] = lambda: None
 
     def launch(self, batch: StepBatch) -> None:
+        if self.broken is not None:
+            raise self.broken
         self.log.append("launch")
         super().launch(batch)
 
@@ -145,3 +149,15 @@ def test_pages_of_a_failed_step_are_not_shared() -> None:
         one.result()
     assert other.result().token_ids == expected([*trunk, 2], 2, 5)
     check_pages(engine._core.scheduler.manager, [])
+
+
+def test_tokens_are_delivered_although_the_next_launch_fails() -> None:
+    runner = Logged()
+    engine = Engine(runner, threaded=False)
+    handle = engine.submit([1], SamplingParams(seed=1, max_tokens=5))
+    lost = DeviceLost("the GPU fell off the bus", "Load the model again")
+    runner.meanwhile = lambda: setattr(runner, "broken", lost)
+    assert next(handle).token_ids == expected([1], 1, 1)
+    with pytest.raises(PykernelsError, match="fell off the bus"):
+        next(handle)
+    assert not engine.healthy
