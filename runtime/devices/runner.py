@@ -15,6 +15,7 @@ from ..engine.batch import DeviceLost, StepBatch, StepResult
 from ..kv_cache.layout import PAGE, CachePart
 from ..profiling.step_bytes import weight_bytes
 from ..program import Program
+from ..tracing.active import phase
 from ..weights import LayoutOf, WeightStore
 from ..workers.pool import WorkerPool
 from .sampling import SamplingInputs
@@ -90,6 +91,8 @@ class PagedRunner(ABC):
     page_size = PAGE
     buckets: Sequence[int] = BUCKETS
     pool: WorkerPool | None = None
+    device = torch.device("cpu")
+    """Where sampling keeps what penalties go by."""
     layouts: Callable[[Program], LayoutOf]
 
     def __init__(
@@ -158,7 +161,7 @@ class PagedRunner(ABC):
             "lengths": batch.seq_lens,
             "page_rows": batch.page_table_rows,
         }
-        self._sampling = SamplingInputs(batch)
+        self._sampling = SamplingInputs(batch, self.vocab_size, self.max_num_seqs, self.device)
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         inputs |= self._sampling.tensors()
         sizes = sorted(
@@ -201,12 +204,14 @@ class PagedRunner(ABC):
         """
         if self.pool is not None and self.pool.closed:
             raise DeviceLost("the worker pool of this model is closed", "Load the model again")
+        phase("inputs")
         own = self._batch
         changed = own.version != batch.version
         batch.copy_to(own)
         if changed:
             self._arrange(own)
         self._sampling.refresh()
+        phase("run")
         self._executable.launch()
         self._running = True
 

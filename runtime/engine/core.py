@@ -8,6 +8,8 @@ What the next step draws must not depend on that:
 
 - Penalties count the tokens before the next step begins. End tokens are allowed from a number of
   tokens on, which the scheduler knows ahead.
+- Where a constraint says what may come next, no step is scheduled ahead: its mask follows from the
+  token before.
 - Where an end token was drawn, or somebody has asked for something meanwhile, the step that was
   scheduled ahead is given up for one that knows of it: a row for nothing, or a request that waits
   for one step more, costs more than the overlap brings. So is it where pages are short.
@@ -22,6 +24,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from ..tracing.active import phase
 from .batch import DeviceLost, Runner, StepResult
 from .config import EngineConfig
 from .outputs import EngineStats, FinishReason, TokenLogprob
@@ -101,7 +104,11 @@ class Core:
         running = self._running
         assert running is not None
         alive = any(request.state is State.RUNNING for request in running.requests)
-        ahead = self.scheduler.schedule(now, running) if self.overlap else None
+        ahead = None
+        if self.overlap:
+            phase("schedule")
+            ahead = self.scheduler.schedule(now, running)
+            phase("run")
         self._running = None
         try:
             result = self.runner.result()
@@ -124,6 +131,7 @@ class Core:
                     result = result.copy()
                 failure = self._launch(ahead)
         self.scheduler.timed(running, seconds)
+        phase("deliver")
         self._deliver(running, sampled_token_ids, result)
         if ahead is not None and failure is not None:
             self._fail(ahead, failure)
@@ -184,7 +192,7 @@ class Core:
             stats.new_tokens += 1
             try:
                 self._append(request, sampled_token_ids[i], i, result, now)
-            except Exception as error:  # of its detokenizer or its consumer: it fails alone
+            except Exception as error:  # of its detokenizer, constraint or consumer: it fails alone
                 self._end(request, "error", error)
 
     def _check(self, sampled_token_ids: list[int], R: int) -> None:
@@ -221,6 +229,8 @@ class Core:
         if reason is not None:
             self._end(request, reason, None, token, logprob, text, cut=stopped)
             return
+        if request.masked is not None:
+            request.masked.accept(token)
         if request.streamed:
             request.sink((request, token, logprob, text, None))
 

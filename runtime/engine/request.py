@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ..kv_cache import PageTable
 from .batch import SequenceSampling
+from .constraint import MaskedOutput
 from .counts import TokenCounts
 from .outputs import FinishReason, RequestStats, TokenLogprob
 from .sampling_params import MAX_SEED, SamplingParams
@@ -41,6 +42,7 @@ class Request:
         order: the smallest is served first and preempted last. It is (time of arrival + priority *
             ageing_seconds, arrival, index): a request that has waited ``ageing_seconds`` longer
             than another makes up for one step of priority, so none waits for ever.
+        masked: of a request with a constraint, else None.
         text: of a request with stop strings, else None.
         streamed: whether each token is an event; otherwise only the end is.
         deadline: on the clock of ``time.perf_counter``.
@@ -59,6 +61,7 @@ class Request:
         "index",
         "last_at",
         "logprobs",
+        "masked",
         "max_tokens",
         "min_tokens",
         "name",
@@ -106,11 +109,15 @@ class Request:
         if not params.ignore_eos:
             self.end_ids = self.end_ids.union(eos_ids)
         counts = TokenCounts(prompt, max_tokens, vocab_size) if params.penalizes else None
-        self.sampling = SequenceSampling(params, seed, counts, params.logit_bias)
+        self.masked: MaskedOutput | None = None
+        if params.constraint is not None:
+            self.masked = MaskedOutput(params.constraint, vocab_size)
+        mask = None if self.masked is None else self.masked.mask
+        self.sampling = SequenceSampling(params, seed, counts, params.logit_bias, mask)
         self.early = self.sampling
         if self.min_tokens:
             bias = {**params.logit_bias, **dict.fromkeys(self.end_ids, -math.inf)}
-            self.early = SequenceSampling(params, seed, counts, bias)
+            self.early = SequenceSampling(params, seed, counts, bias, mask)
         self.table = PageTable()
         self.state = State.NEW
         self.reason: FinishReason | None = None

@@ -9,9 +9,10 @@ Prompts are random tokens, never the same twice, so that none is found in the pr
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from pykernels.errors import PykernelsError
 
 from ..devices.cpu.step import CpuExecutable
 from ..devices.runner import PagedRunner
-from ..engine import Engine, RequestHandle, SamplingParams, StepResult
+from ..engine import Engine, EngineConfig, RequestHandle, SamplingParams, StepResult
 from ..kv_cache.layout import PAGE
 from ..program import Program
 from ..workers.busy import BusyTimes
@@ -85,36 +86,84 @@ class StepTime:
     context: float
 
 
+class Observer(Protocol):
+    """Sees the steps that are timed: entered before the first of them, left behind the last."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def step(self) -> AbstractContextManager[None]:
+        """Around one step."""
+
+
+class Unobserved:
+    """Nobody looks."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def step(self) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
+
 class EngineTimer:
-    """Drives an engine of its own over a runner.
+    """Drives an engine over a runner.
 
     Args:
-        runner: that no other engine is bound to, with the pages of the ``Load``.
+        runner: with the pages of the ``Load``.
         seed: of the prompts.
+        engine: that is bound to the runner and has no thread; None: one is made, and no other one
+            may be bound to the runner.
+        overlap: of the engine that is made. Steps can be observed only without.
 
     Raises:
         PykernelsError: a kernel that cannot run here.
     """
 
-    def __init__(self, runner: PagedRunner, seed: int = 0) -> None:
+    def __init__(
+        self,
+        runner: PagedRunner,
+        seed: int = 0,
+        engine: Engine | None = None,
+        overlap: bool = True,
+    ) -> None:
         self.runner = runner
         self._watched = _Watched(runner)
-        self.engine = Engine(self._watched, threaded=False)
+        if engine is None:
+            engine = Engine(self._watched, threaded=False, config=EngineConfig(overlap=overlap))
+        self.engine = engine
         self._random = np.random.default_rng(seed)
 
-    def prefill(self, tokens: int) -> float:
+    def prefill(self, tokens: int, observer: Observer | None = None) -> float:
         """Seconds until the first token of one prompt."""
         handle = self._submit(tokens, 1)
-        start = time.perf_counter()
-        self._until_drawn([handle])
-        return time.perf_counter() - start
+        with observer or Unobserved():
+            start = time.perf_counter()
+            self._until_drawn([handle], observer)
+            return time.perf_counter() - start
 
-    def decode(self, batch: int, context: int, tokens: int) -> list[StepTime]:
-        """Steps of ``batch`` sequences whose caches hold ``context`` tokens at the first."""
+    def decode(
+        self, batch: int, context: int, tokens: int, observer: Observer | None = None
+    ) -> list[StepTime]:
+        """Steps of ``batch`` sequences whose caches hold ``context`` tokens at the first.
+
+        Before each one that is observed runs one that is not: what the observer does between two
+        steps has put the workers to sleep.
+        """
         chunks = _chunks(batch, context, self.runner.max_num_batched_tokens)
-        handles = [self._submit(context, tokens + chunks + 1) for _ in range(batch)]
+        ahead = 0 if observer is None else 1
+        most = (1 + ahead) * tokens + chunks + 1
+        handles = [self._submit(context, most) for _ in range(batch)]
         self._until_drawn(handles)
-        steps = [self._step(handles) for _ in range(tokens)]
+        steps = []
+        with observer or Unobserved():
+            for _ in range(tokens):
+                for _ in range(ahead):
+                    self._step(handles, None)
+                steps.append(self._step(handles, observer))
         for handle in handles:
             handle.cancel()
         self.engine.step()  # which does what was asked for
@@ -129,25 +178,30 @@ class EngineTimer:
         params = SamplingParams(temperature=TEMPERATURE, max_tokens=tokens, ignore_eos=True, seed=1)
         return self.engine.submit(prompt.tolist(), params)
 
-    def _until_drawn(self, handles: list[RequestHandle]) -> None:
+    def _until_drawn(self, handles: list[RequestHandle], observer: Observer | None = None) -> None:
         requests = [handle.requests[0] for handle in handles]
+        around = (observer or Unobserved()).step
         while not all(request.num_output_tokens for request in requests):
-            self.engine.step()
+            with around():
+                self.engine.step()
             for request in requests:
                 if request.error is not None:
                     raise request.error
 
-    def _step(self, handles: list[RequestHandle]) -> StepTime:
+    def _step(self, handles: list[RequestHandle], observer: Observer | None) -> StepTime:
         requests = [handle.requests[0] for handle in handles]
         before = sum(request.num_output_tokens for request in requests)
-        start = time.perf_counter()
-        self.engine.step()
-        seconds = time.perf_counter() - start
+        with (observer or Unobserved()).step():
+            start = time.perf_counter()
+            self.engine.step()
+            seconds = time.perf_counter() - start
         for request in requests:
             if request.error is not None:
                 raise request.error
         drawn = sum(request.num_output_tokens for request in requests) - before
         context = sum(request.computed for request in requests) / len(requests)
+        if not self.engine.config.overlap:
+            self._watched.look()
         jobs, half = self._watched.jobs_seconds(), self._watched.times
         wait = sum(half.waits) / len(half.waits) if half.waits else 0.0
         return StepTime(seconds, min(jobs, seconds), half.busy, wait, drawn, context)
@@ -171,10 +225,15 @@ class _Watched:
     def result(self) -> StepResult:
         """The runner's."""
         found = self._runner.result()
-        if self._count % _EVERY == 0 and (half := self._last_half()) is not None:
-            self.times = BusyTimes.of(half.jobs.jobs)
+        if self._count % _EVERY == 0:
+            self.look()
         self._count += 1
         return found
+
+    def look(self) -> None:
+        """Takes the times of the step that ended last; none has begun since."""
+        if (half := self._last_half()) is not None:
+            self.times = BusyTimes.of(half.jobs.jobs)
 
     def jobs_seconds(self) -> float:
         """Seconds of the jobs of the step that ended last; of one that has none, 0."""
