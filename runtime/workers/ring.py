@@ -20,7 +20,7 @@ failure, and the jobs behind it wait no more, so no step lasts for ever.
 Deadlock-free: a task only ever waits for tasks with lower numbers, which some worker has already
 taken.
 
-Everything here is ``nogil`` code on addresses.
+Everything here is ``nogil`` code on addresses, but for ``publish``.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def _publish(ring: int, jobs: int, count: int) -> int:
     return first
 
 
-@kernel("ring")
+@kernel("ring", nogil=False)  # else a thread that waits for the GIL takes it from who publishes
 def publish(ring: int, jobs: int, count: int) -> int:
     """``_publish`` with the failure count reset; nothing else may be in flight."""
     atomic_store(ring + FAILED, 0)

@@ -39,7 +39,8 @@ class InFlight:
     Attributes:
         buffers: what the tasks read and write, until they have ended.
         error: the first task's failure; None if none failed, or they have not ended.
-        seconds: from publishing to the last task.
+        seconds: from publishing to the last task, which ended at ``ended`` (ns of the monotonic
+            clock).
         found: what ``read`` returned when the tasks had ended; nothing if one failed.
     """
 
@@ -47,7 +48,7 @@ class InFlight:
         self, first: int, jobs: Jobs, buffers: object, read: Callable[[], Any] | None
     ) -> None:
         self.first, self.jobs, self.buffers, self._read = first, jobs, buffers, read
-        self.done, self.seconds = False, 0.0
+        self.done, self.seconds, self.ended = False, 0.0, 0
         self.error: TaskError | None = None
         self.result: Any = None
         self._began = time.monotonic_ns()
@@ -55,7 +56,8 @@ class InFlight:
     def end(self, error: TaskError | None) -> None:
         """Called when all tasks have ended."""
         self.error = error
-        self.seconds = (self.jobs.jobs[-1].times[1] - self._began) / 1e9
+        self.ended = self.jobs.jobs[-1].times[1]
+        self.seconds = (self.ended - self._began) / 1e9
         if error is None and self._read is not None:
             self.result = self._read()
         self.buffers = self._read = None

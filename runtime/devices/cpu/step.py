@@ -82,6 +82,8 @@ class CpuExecutable:
         )
         self.jobs = Jobs(self._context.bind(BINDERS))
         self.outputs = self._context.outputs
+        self._in_flight: InFlight | None = None
+        self._before: InFlight | None = None
 
     def run(self) -> None:
         """One step; the first of many tokens compiles what only such steps need.
@@ -93,9 +95,29 @@ class CpuExecutable:
         self.pool.run(self.jobs)
 
     def launch(self) -> InFlight:
-        """Begins a step; ``pool.wait`` ends it, and says in ``error`` whether a task failed."""
+        """Begins a step; ``pool.wait`` ends it, and says in ``error`` whether a task failed; or
+        ``result`` does both."""
         self.prepare()
-        return self.pool.start(self.jobs, self)
+        self._before, self._in_flight = self._in_flight, None
+        self._in_flight = self.pool.start(self.jobs, self)
+        return self._in_flight
+
+    def result(self) -> None:
+        """Ends the step that ``launch`` has begun.
+
+        Raises:
+            TaskError: a task failed.
+        """
+        assert self._in_flight is not None, "no step was launched"
+        self.pool.wait(self._in_flight)
+        if self._in_flight.error is not None:
+            raise self._in_flight.error
+
+    @property
+    def ended(self) -> InFlight | None:
+        """The last step that has ended, if it was launched."""
+        now = self._in_flight
+        return now if now is not None and now.done else self._before
 
     def prepare(self) -> None:
         """Compiles what a step of ``sizes`` needs and no smaller one has needed."""
