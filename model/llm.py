@@ -28,10 +28,10 @@ from runtime.engine import Engine, EngineConfig, RequestHandle, Result, Sampling
 from runtime.engine.config import check_whole
 from runtime.kv_cache.layout import Pages
 from runtime.machine.topology import Topology
-from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
 from runtime.passes.layers import check_topk
-from runtime.workers.pool import WorkerPool
+from runtime.workers.numa import nodes_to_use
+from runtime.workers.pool import WorkerPool, make_pool
 from runtime.workers.threads import threads_here
 
 from .architectures.decoder import (
@@ -230,6 +230,7 @@ def load_engine(
     chosen = _chosen(engine, settings)
     Pages(0, chosen.kv_dtype)  # refused before anything is read
     threads_here(threads, True, Topology.detect())
+    nodes_to_use(Topology.detect(), chosen.numa, threads)
     config = read_config(folder)
     check_lowered(config)
     positions = config.max_position_embeddings
@@ -255,10 +256,10 @@ def load_engine(
         defaults = engine_settings(generation, eos, config.vocab_size, tokenizer is not None)
         if defaults.not_done:
             warnings.warn(note_of(defaults.not_done), stacklevel=2)
-        pool = WorkerPool(threads)
+        pool = make_pool(threads, numa=chosen.numa)
         try:
             with reporting(progress) as report:
-                decoder = weights.decoder(packer(pool), report)
+                decoder = weights.decoder(pool, report)
             passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
             sizes = longest, pages, chosen.max_num_batched_tokens, chosen.max_num_seqs
             logits = chosen.max_num_logits

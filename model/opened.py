@@ -11,7 +11,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
-from runtime.matrix import Pack, pack_nothing
+from runtime.matrix import pack_nothing, packer
+from runtime.workers.pool import WorkerPool
 
 from .architectures.converted import Converted
 from .architectures.decoder import Decoder, make_decoder
@@ -26,7 +27,7 @@ from .checkpoint.open import open_checkpoint
 from .checkpoint.packed.manifest import is_packed
 from .checkpoint.packed.mapped import PackedFolder
 from .checkpoint.packed.populate import populate, resident
-from .checkpoint.plan import Plan, make_plan
+from .checkpoint.plan import Experts, Plan, make_plan
 from .checkpoint.progress import Adder, Callback
 from .checkpoint.read import nbytes
 from .checkpoint.safetensors import Checkpoint
@@ -55,8 +56,12 @@ class Opened(Protocol):
     @property
     def smaller(self) -> Mapping[str, int]: ...
 
-    def decoder(self, pack: Pack, report: Callback) -> Decoder:
-        """Loads them."""
+    def decoder(self, pool: WorkerPool, report: Callback) -> Decoder:
+        """Loads them, in slices where the pool is dealt over NUMA nodes.
+
+        Raises:
+            PykernelsError: a node has no room for its slices.
+        """
 
     def meta_decoder(self) -> Decoder:
         """Their shapes alone."""
@@ -80,12 +85,17 @@ class Packable:
     def smaller(self) -> Mapping[str, int]:
         return self._packed.smaller()
 
-    def decoder(self, pack: Pack, report: Callback) -> Decoder:
+    def decoder(self, pool: WorkerPool, report: Callback) -> Decoder:
+        experts = {item.name for item in self._plan.items if isinstance(item, Experts)}
+        others = {n: size for n, size in self._packed.by_item.items() if n not in experts}
+        memory.check_nodes(self._plan, self.model, pool.memory, others)
         warn_of(self._plan)
         total = sum(nbytes(self._checkpoint, item) for item in self._plan.items)
         source = Stored(self._plan, self._checkpoint, Adder(report, total))
         converted = Converted(source, linears(self.model))
-        return make_decoder(self.model, FromSource(converted, pack), self._kv_dtype)
+        return make_decoder(
+            self.model, FromSource(converted, packer(pool), pool.memory), self._kv_dtype
+        )
 
     def meta_decoder(self) -> Decoder:
         packing = FromSource(Converted(MetaWeights(self._plan), linears(self.model)), pack_nothing)
@@ -108,7 +118,7 @@ class Mapped:
     def smaller(self) -> Mapping[str, int]:
         return {}
 
-    def decoder(self, pack: Pack, report: Callback) -> Decoder:
+    def decoder(self, pool: WorkerPool, report: Callback) -> Decoder:
         populate(self._folder.files, Adder(report, self._folder.nbytes))
         return self._decoder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,7 +11,8 @@ from pykernels.cpu import make_pack, pack_job, packs_scales
 from pykernels.quant import Format, Weight
 from pykernels.quant.layout import N_BLOCK, padded
 
-from .machine.memory import allocate, collapse
+from .machine.memory import collapse
+from .machine.nodes import ONE_NODE, MemoryNodes
 from .workers.job import Job, Jobs
 from .workers.pool import WorkerPool
 
@@ -43,13 +45,31 @@ Allocate = Callable[[Format, int, int], tuple[torch.Tensor, torch.Tensor]]
 """(format, K, number of 32-row blocks) -> where its blocks and scales go: uint8 [blocks, bytes]."""
 
 
-def allocate_weights(fmt: Format, K: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """An ``Allocate`` in new memory."""
-    sizes = blocks * fmt.block_bytes(K), blocks * fmt.scale_bytes(K)
-    weights = allocate(sizes[0]).view(blocks, -1)
-    if not sizes[1]:
-        return weights, torch.zeros(blocks, 0, dtype=torch.uint8, device="cpu")
-    return weights, allocate(sizes[1]).view(blocks, -1)
+def weights_on(nodes: MemoryNodes) -> Allocate:
+    """New memory, the slices of a matrix each on a node."""
+
+    def allocate(fmt: Format, K: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, scale_bytes = nodes.allocate_blocks(blocks, fmt.block_bytes(K)), fmt.scale_bytes(K)
+        if not scale_bytes:
+            return weights, torch.zeros(blocks, 0, dtype=torch.uint8, device="cpu")
+        return weights, nodes.allocate_blocks(blocks, scale_bytes)
+
+    return allocate
+
+
+def weights_interleaved(nodes: MemoryNodes) -> Allocate:
+    """New memory whose pages are on all nodes in turns: of matrices that are not sliced."""
+
+    def allocate(fmt: Format, K: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes = fmt.block_bytes(K), fmt.scale_bytes(K)
+        weights, scales = (nodes.allocate(blocks * nbytes).view(blocks, nbytes) for nbytes in sizes)
+        return weights, scales
+
+    return allocate
+
+
+allocate_weights = weights_on(ONE_NODE)
+"""An ``Allocate`` in new memory, wherever it is touched first."""
 
 
 class PackedMatrix:
@@ -90,6 +110,15 @@ class PackedMatrix:
     def nbytes(self) -> int:
         """Bytes that one pass reads."""
         return self.blocks.nbytes + self.scales.nbytes
+
+    def rows(self, first: int, last: int) -> PackedMatrix:
+        """Its 32-row blocks ``first .. last - 1`` as a matrix, in the same memory."""
+        found = copy.copy(self)
+        found.blocks, found.scales = self.blocks[first:last], self.scales[first:last]
+        begin, end = N_BLOCK * first, min(N_BLOCK * last, self.N)
+        found.N = end - begin
+        found.starts = (0, *(start - begin for start in self.starts if begin < start < end))
+        return found
 
     @property
     def shape(self) -> tuple[int, int]:

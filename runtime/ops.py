@@ -350,6 +350,11 @@ OPS: Mapping[str, Op] = {
         attrs={"activations": Attr(str, "bf16")},
         rule=_moe_rule,
     ),
+    # The sum of its inputs, in their order.
+    "add": Op(
+        inputs={"x": _activation("T", "H", repeated=True)},
+        outputs={"out": _activation("T", "H")},
+    ),
     # One token of each row of logits, by the row's own parameters (``ref.sampling.Request``).
     "sample_requests": Op(
         inputs={"logits": _float32("R", "V"), **_SAMPLING},

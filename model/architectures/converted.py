@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from pykernels.quant import PackedExperts, Weight, get_format
+from pykernels.quant import Weight, get_format
+from pykernels.quant.split import Experts
 
 from ..modules.linear import Linear
 from ..modules.moe import FusedMoE
@@ -46,5 +47,5 @@ class Converted:
     def tensor(self, name: str) -> torch.Tensor | None:
         return self._source.tensor(name)
 
-    def experts(self, module: FusedMoE, make: MakeExperts) -> PackedExperts:
+    def experts(self, module: FusedMoE, make: MakeExperts) -> Experts:
         return self._source.experts(module, make)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.quant import PackedExperts
+from pykernels.quant.split import Experts as Packed
 from pykernels.shapes import RouterSpec
 from runtime.matrix import PackedMatrix
 from runtime.program import Builder
@@ -26,7 +26,7 @@ SHARED = ("shared_experts", "shared_expert")
 class Dense:
     """A gated MLP."""
 
-    mlp: PackedExperts
+    mlp: Packed
 
     @classmethod
     def make(cls, name: str, packing: Packing) -> Dense:
@@ -47,7 +47,7 @@ class Dense:
 class Experts:
     """Packed experts, as a program prints them."""
 
-    packed: PackedExperts
+    packed: Packed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.packed, name)
@@ -69,9 +69,9 @@ class MoE:
     gate: Linear
     choice_bias: torch.Tensor | None
     spec: RouterSpec
-    experts: PackedExperts
+    experts: Packed
     activations: str
-    shared: PackedExperts | None
+    shared: Packed | None
     shared_gate: PackedMatrix | None
 
     @classmethod
@@ -147,7 +147,7 @@ class MoE:
         return gate
 
     def _lower_shared(
-        self, b: Builder, layer: str, x: str, shared: PackedExperts, gate: str | None
+        self, b: Builder, layer: str, x: str, shared: Packed, gate: str | None
     ) -> str:
         """The nodes of what every token passes through; the buffer of its result.
 

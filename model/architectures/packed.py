@@ -12,6 +12,7 @@ from torch import nn
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import Format, PackedExperts, Weight, get_format
+from pykernels.quant.split import Experts
 from pykernels.registry import resolve
 from pykernels.shapes import ExpertSpec, MoEShape
 from pykernels.target import detect
@@ -62,7 +63,7 @@ class IntoCache(FromSource):
     def __init__(self, source: Source, pack: Pack, linears: str | None, errors: Errors) -> None:
         super().__init__(source, pack)
         self._linears, self._errors = linears, errors
-        self._objects, self._arena = Objects(), torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._objects = Objects()
 
     def take(self) -> Objects:
         """All objects since the last call."""
@@ -112,10 +113,6 @@ class IntoCache(FromSource):
     def experts(self, module: FusedMoE) -> PackedExperts:
         return self._experts(super().experts(module), _key("experts", module.name))
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        self._arena = super().allocate(nbytes)
-        return self._arena
-
     def weight(self, name: str) -> tuple[str, Weight]:
         stored, weight = super().weight(name)
         fmt = get_format(self._linears or stored)
@@ -131,10 +128,10 @@ class IntoCache(FromSource):
         blocks, scales = _rows(packed.blocks), _rows(packed.scales)
         self._objects.add(key, {"format": packed.fmt.name}, blocks=blocks, scales=scales)
 
-    def _experts(self, packed: PackedExperts, key: str) -> PackedExperts:
+    def _experts(self, packed: Experts, key: str) -> PackedExperts:
+        assert isinstance(packed, PackedExperts)  # on one node
         about = {"format": packed.fmt.name, "down_format": packed.down_fmt.name}
-        self._objects.add(key, about, arena=self._arena)
-        self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._objects.add(key, about, arena=packed.arena)
         return packed
 
 

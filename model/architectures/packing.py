@@ -9,10 +9,19 @@ from collections.abc import Sequence
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.quant import Biases, PackedExperts, Weight, get_format
+from pykernels.quant import Biases, Weight, get_format
+from pykernels.quant.split import Experts
 from pykernels.shapes import ExpertSpec, MoEShape
-from runtime.machine.memory import allocate
-from runtime.matrix import Pack, PackedHeads, PackedMatrix, pack_nothing
+from runtime.experts.sharding import make_room
+from runtime.machine.nodes import ONE_NODE, MemoryNodes
+from runtime.matrix import (
+    Pack,
+    PackedHeads,
+    PackedMatrix,
+    pack_nothing,
+    weights_interleaved,
+    weights_on,
+)
 
 from ..modules.moe import FusedMoE
 from .linear import Linear
@@ -50,7 +59,7 @@ class Packing(ABC):
         """Slices of one matrix as one matrix per head, in its own format where its scales allow."""
 
     @abstractmethod
-    def mlp(self, gate: str, up: str, down: str) -> PackedExperts:
+    def mlp(self, gate: str, up: str, down: str) -> Experts:
         """A gated MLP, with its biases if it has some, as the one expert of a layer; gate and up in
         bfloat16 where their formats differ.
 
@@ -59,7 +68,7 @@ class Packing(ABC):
         """
 
     @abstractmethod
-    def experts(self, module: FusedMoE) -> PackedExperts:
+    def experts(self, module: FusedMoE) -> Experts:
         """The routed experts of a block."""
 
     def matrix(self, name: str) -> PackedMatrix:
@@ -80,10 +89,15 @@ class Packing(ABC):
 
 
 class FromSource(Packing):
-    """Packs the weights of a source."""
+    """Packs the weights of a source.
 
-    def __init__(self, source: Source, pack: Pack) -> None:
-        self.source, self.pack = source, pack
+    Args:
+        nodes: NUMA nodes: one slice of each linear's matrix and of each expert lies on each. What
+            is not sliced (embeddings, single heads) is interleaved.
+    """
+
+    def __init__(self, source: Source, pack: Pack, nodes: MemoryNodes = ONE_NODE) -> None:
+        self.source, self.pack, self.nodes = source, pack, nodes
 
     def tensor(self, name: str) -> torch.Tensor | None:
         return self.source.tensor(name)
@@ -102,7 +116,7 @@ class FromSource(Packing):
     def stack(self, name: str, shape: tuple[int, int, int]) -> PackedHeads | None:
         if (stacked := self.source.stack(name)) is None:
             return None
-        packed = PackedHeads(get_format(stacked[0]), stacked[1], self.pack)
+        packed = self._packed_heads(stacked[0], stacked[1])
         if (stored := (packed.G, packed.N, packed.K)) != shape:
             raise PykernelsError(
                 f"{name} has the shape {list(stored)}, the model needs {list(shape)}",
@@ -116,9 +130,9 @@ class FromSource(Packing):
         if None in cuts:
             fmt, whole = "bf16", _as_bf16(fmt, weight).data
             cuts = [Weight(whole[at].T.contiguous() if transposed else whole[at]) for at in rows]
-        return PackedHeads(get_format(fmt), [cut for cut in cuts if cut is not None], self.pack)
+        return self._packed_heads(fmt, [cut for cut in cuts if cut is not None])
 
-    def mlp(self, gate: str, up: str, down: str) -> PackedExperts:
+    def mlp(self, gate: str, up: str, down: str) -> Experts:
         names = (gate, up, down)
         weights = [self.weight(name) for name in names]
         if weights[0][0] != weights[1][0]:
@@ -146,17 +160,12 @@ class FromSource(Packing):
             packed.pack(0, *(weight for _, weight in weights), biases=biases)
         return packed
 
-    def experts(self, module: FusedMoE) -> PackedExperts:
+    def experts(self, module: FusedMoE) -> Experts:
         return self.source.experts(module, self.make_experts)
 
-    def make_experts(self, shape: MoEShape, fmt: str, down_fmt: str) -> PackedExperts:
+    def make_experts(self, shape: MoEShape, fmt: str, down_fmt: str) -> Experts:
         """Memory for the experts of a layer."""
-        formats = get_format(fmt), get_format(down_fmt)
-        return PackedExperts(shape, formats[0], self.allocate, self.pack, formats[1])
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory for experts, uint8 [nbytes]."""
-        return allocate(nbytes)
+        return make_room(shape, get_format(fmt), get_format(down_fmt), self.nodes, self.pack)
 
     def weight(self, name: str) -> tuple[str, Weight]:
         """(format, weight) of a linear's matrix, as it is packed."""
@@ -164,7 +173,11 @@ class FromSource(Packing):
 
     def _packed(self, weights: list[tuple[str, Weight]]) -> PackedMatrix:
         """Matrices of one format as one."""
-        return PackedMatrix(get_format(weights[0][0]), [weight for _, weight in weights], self.pack)
+        parts, allocate = [weight for _, weight in weights], weights_on(self.nodes)
+        return PackedMatrix(get_format(weights[0][0]), parts, self.pack, allocate)
+
+    def _packed_heads(self, fmt: str, heads: Sequence[Weight]) -> PackedHeads:
+        return PackedHeads(get_format(fmt), heads, self.pack, weights_interleaved(self.nodes))
 
 
 def _as_bf16(fmt: str, weight: Weight) -> Weight:

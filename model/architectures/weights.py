@@ -8,17 +8,19 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from pykernels.quant import PackedExperts, Weight, get_format
+from pykernels.quant import Weight, get_format
+from pykernels.quant.split import Experts
 from pykernels.shapes import MoEShape
 
+from ..checkpoint import plan as plans
 from ..checkpoint.matrix import Matrix
-from ..checkpoint.plan import Dense, Experts, Plan
+from ..checkpoint.plan import Dense, Plan
 from ..checkpoint.read import Changed, expert_weights, naming, nbytes, stored_weight
 from ..checkpoint.read import matrix as read_matrix
 from ..checkpoint.safetensors import Checkpoint, Part
 from ..modules.moe import FusedMoE
 
-MakeExperts = Callable[[MoEShape, str, str], PackedExperts]
+MakeExperts = Callable[[MoEShape, str, str], Experts]
 """(shape, format of gate and up, format of down) -> memory for the experts of a layer."""
 
 
@@ -34,17 +36,16 @@ class Source(Protocol):
     def tensor(self, name: str) -> torch.Tensor | None:
         """Any other tensor as it is; None if there is none of that name."""
 
-    def experts(self, module: FusedMoE, make: MakeExperts) -> PackedExperts:
+    def experts(self, module: FusedMoE, make: MakeExperts) -> Experts:
         """The routed experts of a block."""
 
 
 class Loaded:
     """Experts of modules that hold them already."""
 
-    def experts(self, module: FusedMoE, make: MakeExperts) -> PackedExperts:
+    def experts(self, module: FusedMoE, make: MakeExperts) -> Experts:
         assert module.routed is not None
-        (experts,) = module.routed.weights.slices
-        return experts
+        return module.routed.weights
 
 
 class Parameters(Loaded):
@@ -84,7 +85,7 @@ class Stored:
         changed: Changed | None = None,
     ) -> None:
         self._items = {item.name: item for item in plan.items if isinstance(item, Dense)}
-        self._experts = {item.name: item for item in plan.items if isinstance(item, Experts)}
+        self._experts = {item.name: item for item in plan.items if isinstance(item, plans.Experts)}
         self._checkpoint, self._report, self._changed = checkpoint, report, changed
 
     def matrix(self, name: str) -> tuple[str, Weight]:
@@ -117,7 +118,7 @@ class Stored:
         self._report(nbytes(self._checkpoint, item))
         return read_matrix(self._checkpoint, item.source, item.dtype)
 
-    def experts(self, module: FusedMoE, make: MakeExperts) -> PackedExperts:
+    def experts(self, module: FusedMoE, make: MakeExperts) -> Experts:
         item = self._experts[module.name]
         packed = make(module.shape, *item.packed(module))
         each = nbytes(self._checkpoint, item) // len(item.experts)
@@ -134,7 +135,7 @@ class MetaWeights:
 
     def __init__(self, plan: Plan) -> None:
         self._items = {item.name: item for item in plan.items if isinstance(item, Dense)}
-        self._experts = {item.name: item for item in plan.items if isinstance(item, Experts)}
+        self._experts = {item.name: item for item in plan.items if isinstance(item, plans.Experts)}
 
     def matrix(self, name: str) -> tuple[str, Weight]:
         source = self._items[name].source
@@ -153,7 +154,7 @@ class MetaWeights:
             return None
         return torch.ones(item.source.shape, dtype=torch.float32, device="cpu")
 
-    def experts(self, module: FusedMoE, make: MakeExperts) -> PackedExperts:
+    def experts(self, module: FusedMoE, make: MakeExperts) -> Experts:
         return make(module.shape, *self._experts[module.name].packed(module))
 
 

@@ -15,8 +15,8 @@ from pykernels.quant import get_format
 from runtime.engine import EngineConfig
 from runtime.experts.routed import RoutedExperts
 from runtime.kv_cache.layout import PAGE
+from runtime.machine.nodes import MemoryNodes
 from runtime.machine.topology import Topology
-from runtime.workers.pool import Pool
 
 from ..modules.linear import Linear, linears
 from ..modules.moe import FusedMoE
@@ -242,27 +242,37 @@ def check(needs: Mapping[str, int]) -> None:
             )
 
 
-def check_nodes(plan: Plan, model: nn.Module, pool: Pool) -> None:
-    """Raise `PykernelsError` if a NUMA node has no room for its slices of the experts.
+def check_nodes(
+    plan: Plan, model: nn.Module, nodes: MemoryNodes, others: Mapping[str, int] | None = None
+) -> None:
+    """Raise `PykernelsError` if a NUMA node has no room for its slices of the weights.
 
     The slices are bound to their node: where it has no room, Linux would kill the process.
+
+    Args:
+        others: bytes of the plan's other items, by name, which lie on all nodes; None: they are
+            bound to none.
     """
-    needs = [0] * len(pool.pools)
+    if len(nodes) < 2:
+        return
+    needs = [sum((others or {}).values()) / len(nodes)] * len(nodes)
     for item in plan.items:
         if isinstance(item, Dense):
             continue
         module = model.get_submodule(item.name)
         if isinstance(module, FusedMoE):
             fmt, down_fmt = item.packed(module)
-            sizes = RoutedExperts.bytes_by_node(module.cpu_shape, fmt, pool, down_fmt)
+            sizes = RoutedExperts.bytes_by_node(module.cpu_shape, fmt, nodes, down_fmt)
+            if len(sizes) == 1:  # on all nodes in turns
+                sizes = [size // len(nodes) for size in sizes * len(nodes)]
             for i, nbytes in enumerate(sizes):
                 needs[i] += nbytes
     free = {node.number: node.memory_free for node in Topology.detect().nodes}
-    for need, each in zip(needs, pool.pools, strict=True):
-        if each.node is not None and need > free[each.node]:
+    for need, number in zip(needs, nodes.numbers, strict=True):
+        if number is not None and need > free[number]:
             raise PykernelsError(
-                f"NUMA node {each.node} gets {size(need)} of experts, {size(free[each.node])} are"
-                " free there",
+                f"NUMA node {number} gets {size(int(need))} of the weights, {size(free[number])}"
+                " are free there",
                 "Free memory on that node, or use --numa off",
             )
 

@@ -50,6 +50,7 @@ class PackedExperts:
         down_scale: uint8 [E, H / 32, scale bytes of K = I].
         gate_up_bias: float32 [E, I / 32, 2, 32] and ``down_bias`` [E, H / 32, 32], the padding
             zeros; without elements where ``shape.spec`` has no biases.
+        arena: uint8, the memory of all of them.
 
     Args:
         packer: what writes a matrix; ``runtime`` has one that uses every core.
@@ -68,8 +69,8 @@ class PackedExperts:
         self.down_fmt = down_fmt or fmt
         dims = self._section_dims(shape, fmt, self.down_fmt)
         sizes = self._section_bytes(shape, fmt, self.down_fmt)
-        self._arena = alloc(sum(sizes))
-        *matrices, gate_up_bias, down_bias = self._arena.split(sizes)
+        self.arena = alloc(sum(sizes))
+        *matrices, gate_up_bias, down_bias = self.arena.split(sizes)
 
         def view(section: torch.Tensor, shaped: tuple[int, ...]) -> torch.Tensor:
             return section[: torch.Size(shaped).numel()].view(shaped)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import PykernelsError
-from ..shapes import MoEShape
+from ..shapes import ExpertSpec, MoEShape
 from .experts import Allocator, Biases, PackedExperts, Packer, check_expert
 from .format import Format, Weight
 from .layout import K_BLOCK
@@ -102,6 +102,11 @@ class SplitExperts:
             PackedExperts.bytes_needed(replace(shape, I=len(rows)), fmt, down_fmt)
             for rows in cut(shape, down_fmt or fmt, parts)
         ]
+
+    @property
+    def spec(self) -> ExpertSpec:
+        """What an expert does beside its products."""
+        return self.shape.spec
 
     @property
     def bytes_per_expert(self) -> int:

@@ -12,6 +12,10 @@ short: sorting a router's choices, counting what there is to do. The words of a 
 job's number, so a worker that comes late, even when the record is already used again, sees that and
 walks on. Nothing is ever reset by the publisher.
 
+A job may be bound to a NUMA node (``NODE``): then that node's workers alone open it and take its
+tasks, and the others walk past it. So the slices of a matrix are jobs beside each other, each read
+by the cores that its memory is near to (SOSP'25 section 3.3). Every node has a worker.
+
 Deadlock-free: a task only ever waits for tasks with lower numbers, which some worker has already
 taken.
 
@@ -42,16 +46,20 @@ HEAD, STOP, SLEEPERS, FAILED = 0, 1 * LINE, 2 * LINE, 3 * LINE
 STATUS, FAILED_JOB, FAILED_TASK = FAILED + 8, FAILED + 16, FAILED + 24
 SLOTS, MASK, SPIN_NS, PLACES = 4 * LINE, 4 * LINE + 8, 4 * LINE + 16, 4 * LINE + 24
 RING_BYTES = 5 * LINE
-"""``PLACES`` is the address of one cache line per worker, which holds its current job number."""
+WORKER_NODE = 8
+"""``PLACES`` is the address of one cache line per worker, which holds its current job number and,
+at ``WORKER_NODE``, its NUMA node counted from 1."""
 
 # Fields of a job: those that the publisher writes, then those of the workers.
 SETUP, RUN, RECORD, AFTER, SETUP_AT, COMPLETED_AT, AFTER_COUNT = 0, 8, 16, 24, 32, 40, 48
+NODE = 56
 CLAIMED, READY, TASKS = 1 * LINE, 1 * LINE + 8, 1 * LINE + 16
 TAKEN = 2 * LINE
 DONE, COMPLETED = 3 * LINE, 3 * LINE + 8
 JOB_BYTES = 4 * LINE
 """``AFTER`` is the address of int64 [AFTER_COUNT]: how many places before it each job stands that
-must be complete before this one is opened."""
+must be complete before this one is opened. ``NODE``: the NUMA node that it is bound to, counted
+from 1; 0: none."""
 
 _PAUSES = 16  # between two looks at the clock
 _COUNT = 0xFFFFFFFF
@@ -149,12 +157,17 @@ def work(ring: int, worker: int, number: int, until: int) -> int:
     """
     slots, mask = atomic_load(ring + SLOTS), atomic_load(ring + MASK)
     place = atomic_load(ring + PLACES) + worker * LINE
+    mine = atomic_load(place + WORKER_NODE)
     while number < until:
         atomic_store(place, number)
         wait_until_at_least(ring, ring + HEAD, number)
         if atomic_load(ring + STOP) != 0:
             return number
         job = atomic_load(slots + 8 * (number & mask))
+        node = atomic_load(job + NODE)
+        if node != 0 and node != mine:
+            number += 1
+            continue
         if atomic_load(job + READY) < number:
             _wait_for_setup(ring, job, number, worker)
         while True:

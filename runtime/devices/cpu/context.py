@@ -111,6 +111,8 @@ class Context:
         self._waits: list[list[int]] = [list(direct) for direct in self._order.direct]
         self._users: dict[str, int] = {}  # of shared memory: the node that used it last
         self._makers: dict[tuple[str, FormKey], int] = {}  # of rows: the node that writes them
+        self._conversions: dict[tuple[str, FormKey], Job] = {}  # or a job of a node that reads them
+        self._converted: dict[int, list[Job]] = {}  # by node, those that it waits for
         self._tensors: dict[str, torch.Tensor] = {}
         self._take({**inputs, **caches})
         self._lay_out()
@@ -141,10 +143,14 @@ class Context:
         waited = {j for waits in self._waits for j in waits}
         last = len(spans) - 1
         self._waits[last] += [i for i in range(last) if i not in waited]  # a step ends with all
-        for (first, end), direct in zip(spans, ordered(self._waits).direct, strict=True):
+        places = {id(job): place for place, job in enumerate(jobs)}
+        order = ordered(self._waits).direct
+        for node, ((first, end), direct) in enumerate(zip(spans, order, strict=True)):
             for job in jobs[first + 1 : end + 1]:
                 job.after = (1,)
-            jobs[first].after = tuple(first - spans[j][1] for j in direct)
+            ends = [spans[j][1] for j in direct]
+            ends += [places[id(job)] for job in self._converted.get(node, [])]
+            jobs[first].after = tuple(first - end for end in dict.fromkeys(ends))
 
     # Buffers.
 
@@ -208,11 +214,16 @@ class Context:
         self._take_turns(key)
         return self._shared[key]
 
-    def workspace(self, role: str) -> MoEWorkspace:
-        """Scratch of the experts of one role, which run one after the other; those of other roles
-        may run in parallel."""
-        self._take_turns(f"workspace {role}")
-        return self._workspaces.setdefault(role, MoEWorkspace())
+    def workspace(self, node: Node) -> MoEWorkspace:
+        """Scratch of the experts of one role on one NUMA node, which run one after the other; those
+        of other roles may run in parallel."""
+        key = f"workspace {node.role} {node.numa}"
+        self._take_turns(key)
+        return self._workspaces.setdefault(key, MoEWorkspace())
+
+    def workers(self, node: Node) -> int:
+        """The workers that share a node's tasks."""
+        return self.pool.threads if node.numa is None else self.pool.nodes[node.numa].count
 
     def _take_turns(self, key: str) -> None:
         """The node that is being bound waits for the one that uses this memory before it."""
@@ -259,11 +270,17 @@ class Context:
         """
         key = self._forms.key(name, kernel, tiles)
         rows = self._rows[name, key]
-        maker = self._makers.get((name, key))
+        maker, conversion = self._makers.get((name, key)), self._conversions.get((name, key))
         if maker is None:
-            return rows, self.norm(node.name, name, None, {}, [key], source=name)
-        if maker != self._node:
+            jobs = self.norm(node.name, name, None, {}, [key], source=name)
+            (self._conversions[name, key],) = jobs
+            return rows, jobs
+        if maker == self._node:
+            return rows, []
+        if conversion is None:
             self._waits[self._node].append(maker)
+        else:  # not for what the other node does with them
+            self._converted.setdefault(self._node, []).append(conversion)
         return rows, []
 
     def norm(

@@ -74,6 +74,13 @@ def rms_norm(ctx: Context, node: Node) -> list[Job]:
     )
 
 
+def add(ctx: Context, node: Node) -> list[Job]:
+    """A sum, as a norm makes it before it normalises."""
+    first, *others = node.series("x")
+    out = node.outputs["out"]
+    return ctx.norm(node.name, out, out, {}, [], first, tuple(others))
+
+
 def linear(ctx: Context, node: Node) -> list[Job]:
     """x by a matrix; to columns of out from ``start`` on, where other ones write the rest."""
     x, out = node.inputs["x"], node.outputs["out"]
@@ -81,7 +88,7 @@ def linear(ctx: Context, node: Node) -> list[Job]:
     kernel = ctx.kernel_of(matrix.fmt.name, node.attr("activations"))
     rows, jobs = ctx.rows(node, x, kernel, True)
     blocks = matrix.blocks.shape[0]
-    workers = ctx.pool.threads
+    workers = ctx.workers(node)
     chunk = max(1, min(blocks // (_TASKS * workers), _TASK_BYTES // matrix.blocks.shape[1]))
     gemm_chunk = max(1, min(MAX_BLOCKS, blocks // (2 * workers)))
     scratch, scratch_stride = ctx.scratch(kernel.scratch_bytes)
@@ -112,7 +119,7 @@ def linear(ctx: Context, node: Node) -> list[Job]:
         scratch=scratch,
         scratch_stride=scratch_stride,
     )
-    return [*jobs, Job(node.name, run.address, record, setup.address)]
+    return [*jobs, Job(node.name, run.address, record, setup.address, node=node.numa)]
 
 
 def per_head_linear(ctx: Context, node: Node) -> list[Job]:

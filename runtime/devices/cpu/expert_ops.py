@@ -82,11 +82,11 @@ def moe_ffn(ctx: Context, node: Node) -> list[Job]:
     moe_plan = plan(
         experts.shape,
         experts.fmt,
-        ctx.pool.threads,
+        ctx.workers(node),
         1 if T <= MAX_TOKENS else T,
         max(ctx.gemm_from(gate_up), ctx.gemm_from(down)),
     )
-    call = MoECall(experts, kernel, ctx.workspace(node.role), ctx.pool.threads, moe_plan)
+    call = MoECall(experts, kernel, ctx.workspace(node), ctx.pool.threads, moe_plan)
     call.bind(T, topk, rows.address, rows.stride, ctx.at(out), ctx.stride(out))
     ctx.retain(call.args)
     ctx.calls.append(call)
@@ -106,4 +106,5 @@ def moe_ffn(ctx: Context, node: Node) -> list[Job]:
         barriers=ctx.allocate(barrier_bytes(experts.shape.E, call.down_chunks)),
     )
     describe_task = functools.partial(describe, call.args)
-    return [*jobs, Job(node.name, run.address, record, setup.address, describe=describe_task)]
+    job = Job(node.name, run.address, record, setup.address, describe=describe_task, node=node.numa)
+    return [*jobs, job]

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...machine.memory import allocate
 from ...program import Program
 from ...workers.pool import WorkerPool
 from ..runner import Lowerable, PagedRunner, Pass
@@ -53,7 +52,7 @@ class CpuRunner(PagedRunner):
         )
         self.pool, self.kernel = pool, kernel
         self.caches = {
-            name: allocate(part.nbytes).view(part.dtype).view(part.shape)
+            name: pool.memory.allocate(part.nbytes).view(part.dtype).view(part.shape)
             for name, part in model.caches(self.num_pages).items()
         }
 

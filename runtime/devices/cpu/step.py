@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from ...analysis import refuse_devices
+from ...passes.numa import split_over_nodes
 from ...program import Program
 from ...workers.job import Jobs
 from ...workers.pool import WorkerPool
@@ -20,6 +21,7 @@ from .context import Binder, Context
 BINDERS: dict[str, Binder] = {
     "embed": dense_ops.embed,
     "rms_norm": dense_ops.rms_norm,
+    "add": dense_ops.add,
     "linear": dense_ops.linear,
     "per_head_linear": dense_ops.per_head_linear,
     "rope_table": attention_ops.rope_table,
@@ -47,6 +49,7 @@ class CpuExecutable:
         in_order: whether each node waits for the whole of the one before, whatever it reads.
 
     Attributes:
+        program: in slices, where the pool's workers are dealt over NUMA nodes.
         sizes: T, S and R of the step to come; set it before ``run``.
         outputs: by name, tensors of the "output" buffers.
 
@@ -65,10 +68,10 @@ class CpuExecutable:
         sizes: torch.Tensor | None = None,
         in_order: bool = False,
     ) -> None:
-        self.program, self.pool = program, pool
+        self.program, self.pool = split_over_nodes(program, len(pool.nodes)), pool
         self.sizes = torch.zeros(3, dtype=torch.int64, device="cpu") if sizes is None else sizes
         refuse_devices(program, "cpu")
-        self._context = Context(program, pool, inputs, caches, kernel, self.sizes, in_order)
+        self._context = Context(self.program, pool, inputs, caches, kernel, self.sizes, in_order)
         self.jobs = Jobs(self._context.bind(BINDERS))
         self.outputs = self._context.outputs
 

@@ -41,6 +41,13 @@ def rms_norm(m: Memory, node: Node) -> None:
         m.write(node.outputs["sum"], total)
 
 
+def add(m: Memory, node: Node) -> None:
+    first, *others = (m.read(name) for name in node.series("x"))
+    for other in others:
+        first = first + other
+    m.write(node.outputs["out"], first)
+
+
 def linear(m: Memory, node: Node) -> None:
     """x by a matrix, to columns of out from ``start`` on."""
     packed, bias = node.weights["weight"], node.weights.get("bias")
@@ -250,6 +257,7 @@ OPS: dict[str, Op] = {
     for op in (
         embed,
         rms_norm,
+        add,
         linear,
         per_head_linear,
         rope_table,
