@@ -28,6 +28,7 @@ from runtime.engine import Engine, EngineConfig, RequestHandle, Result, Sampling
 from runtime.engine.config import check_whole
 from runtime.kv_cache.layout import Pages
 from runtime.machine.topology import Topology
+from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
 from runtime.passes.layers import check_topk
 from runtime.workers.numa import nodes_to_use
@@ -230,14 +231,14 @@ def load_engine(
     chosen = _chosen(engine, settings)
     Pages(0, chosen.kv_dtype)  # refused before anything is read
     threads_here(threads, True, Topology.detect())
-    nodes_to_use(Topology.detect(), chosen.numa, threads)
+    sliced = len(nodes_to_use(Topology.detect(), chosen.numa, threads)) > 1
     config = read_config(folder)
     check_lowered(config)
     positions = config.max_position_embeddings
     if chosen.max_model_len is not None:
         check_whole("max_model_len", chosen.max_model_len, 1, positions)
     longest = chosen.max_model_len or min(max(CONTEXT, at_least), positions)
-    with open_weights(folder, config, rules, kernel, chosen.kv_dtype) as weights:
+    with open_weights(folder, config, rules, kernel, chosen.kv_dtype, sliced) as weights:
         model = weights.model
         if deferred:
             blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
@@ -259,7 +260,7 @@ def load_engine(
         pool = make_pool(threads, numa=chosen.numa)
         try:
             with reporting(progress) as report:
-                decoder = weights.decoder(pool, report)
+                decoder = weights.decoder(packer(pool), report, pool.memory)
             passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
             sizes = longest, pages, chosen.max_num_batched_tokens, chosen.max_num_seqs
             logits = chosen.max_num_logits

@@ -11,10 +11,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
-from runtime.matrix import pack_nothing, packer
-from runtime.workers.pool import WorkerPool
+from runtime.machine.nodes import ONE_NODE, MemoryNodes
+from runtime.matrix import Pack, pack_nothing
 
 from .architectures.converted import Converted
+from .architectures.copied import CopiedCache
 from .architectures.decoder import Decoder, make_decoder
 from .architectures.moe import check_experts
 from .architectures.packed import FromCache
@@ -56,8 +57,8 @@ class Opened(Protocol):
     @property
     def smaller(self) -> Mapping[str, int]: ...
 
-    def decoder(self, pool: WorkerPool, report: Callback) -> Decoder:
-        """Loads them, in slices where the pool is dealt over NUMA nodes.
+    def decoder(self, pack: Pack, report: Callback, nodes: MemoryNodes = ONE_NODE) -> Decoder:
+        """Loads them, a slice of each matrix on each of the NUMA nodes.
 
         Raises:
             PykernelsError: a node has no room for its slices.
@@ -85,17 +86,15 @@ class Packable:
     def smaller(self) -> Mapping[str, int]:
         return self._packed.smaller()
 
-    def decoder(self, pool: WorkerPool, report: Callback) -> Decoder:
+    def decoder(self, pack: Pack, report: Callback, nodes: MemoryNodes = ONE_NODE) -> Decoder:
         experts = {item.name for item in self._plan.items if isinstance(item, Experts)}
         others = {n: size for n, size in self._packed.by_item.items() if n not in experts}
-        memory.check_nodes(self._plan, self.model, pool.memory, others)
+        memory.check_nodes(self._plan, self.model, nodes, others)
         warn_of(self._plan)
         total = sum(nbytes(self._checkpoint, item) for item in self._plan.items)
         source = Stored(self._plan, self._checkpoint, Adder(report, total))
         converted = Converted(source, linears(self.model))
-        return make_decoder(
-            self.model, FromSource(converted, packer(pool), pool.memory), self._kv_dtype
-        )
+        return make_decoder(self.model, FromSource(converted, pack, nodes), self._kv_dtype)
 
     def meta_decoder(self) -> Decoder:
         packing = FromSource(Converted(MetaWeights(self._plan), linears(self.model)), pack_nothing)
@@ -103,22 +102,38 @@ class Packable:
 
 
 class Mapped:
-    """A packed cache's weights: what is not in memory yet is read into it, nothing is packed."""
+    """A packed cache's weights: what is not in memory yet is read into it, nothing is packed.
 
-    def __init__(self, model: PreTrainedModel, folder: PackedFolder, kv_dtype: str) -> None:
+    Args:
+        copied: whether they will be dealt over NUMA nodes, and so copied: the pages of a file are
+            wherever they were read first.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, folder: PackedFolder, kv_dtype: str, copied: bool
+    ) -> None:
         self.model, self._folder = model, folder
+        self._kv_dtype, self._copied = kv_dtype, copied
         self._decoder = make_decoder(model, FromCache(folder, model), kv_dtype)
 
     @property
     def needed(self) -> int:
         """What others have in memory takes none."""
+        if self._copied:
+            return self._folder.nbytes
         return sum(f.memory.nbytes - resident(f.memory) for f in self._folder.files)
 
     @property
     def smaller(self) -> Mapping[str, int]:
         return {}
 
-    def decoder(self, pool: WorkerPool, report: Callback) -> Decoder:
+    def decoder(self, pack: Pack, report: Callback, nodes: MemoryNodes = ONE_NODE) -> Decoder:
+        if len(nodes) > 1:
+            memory.check_room([self._folder.nbytes / len(nodes)] * len(nodes), nodes)
+            add = Adder(report, self._folder.nbytes)
+            return make_decoder(
+                self.model, CopiedCache(self._folder, self.model, nodes, add), self._kv_dtype
+            )
         populate(self._folder.files, Adder(report, self._folder.nbytes))
         return self._decoder
 
@@ -133,11 +148,13 @@ def open_weights(
     rules: Rules = None,
     kernel: str = "auto",
     kv_dtype: str = "bf16",
+    sliced: bool = False,
 ) -> Iterator[Opened]:
     """Reads headers, and checks them against the model.
 
     Args:
         rules, kernel, kv_dtype: as in ``load_engine``.
+        sliced: whether the weights will be dealt over NUMA nodes.
 
     Raises:
         PykernelsError: what is wrong with the folder, the rules or the kernel.
@@ -148,7 +165,8 @@ def open_weights(
         if rules is None:
             rules, experts, matrices = made.rules, made.experts, made.linears
         parsed = resolve_rules(rules, config.model_type)
-        yield Mapped(injected(config, parsed, kernel, experts, matrices), packed, kv_dtype)
+        model = injected(config, parsed, kernel, experts, matrices)
+        yield Mapped(model, packed, kv_dtype, sliced)
         return
     with open_checkpoint(folder) as checkpoint:
         model = injected(config, resolve_rules(rules, config.model_type), kernel)

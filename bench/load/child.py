@@ -66,6 +66,7 @@ def load(folder: Path, threads: int, fmt: str | None) -> dict[str, Any]:
     from model.opened import open_weights
     from pykernels.cpu import make_pack
     from pykernels.quant import FORMATS
+    from runtime.matrix import packer
     from runtime.workers.pool import WorkerPool
 
     config = read_config(folder)
@@ -80,7 +81,7 @@ def load(folder: Path, threads: int, fmt: str | None) -> dict[str, Any]:
             for module in weights.model.modules():
                 if fmt is not None and isinstance(module, FusedMoE):
                     module.format = fmt
-            decoder = weights.decoder(pool, lambda done, total: None)
+            decoder = weights.decoder(packer(pool), lambda done, total: None)
         seconds = time.perf_counter() - start
         final = memory("VmRSS") - before
         del decoder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -267,6 +267,11 @@ def check_nodes(
                 sizes = [size // len(nodes) for size in sizes * len(nodes)]
             for i, nbytes in enumerate(sizes):
                 needs[i] += nbytes
+    check_room(needs, nodes)
+
+
+def check_room(needs: Sequence[float], nodes: MemoryNodes) -> None:
+    """Raise `PykernelsError` if a NUMA node has fewer free bytes than it needs."""
     free = {node.number: node.memory_free for node in Topology.detect().nodes}
     for need, number in zip(needs, nodes.numbers, strict=True):
         if number is not None and need > free[number]:

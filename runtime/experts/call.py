@@ -94,7 +94,7 @@ class ExpertsCall:
             if call.row_tasks:
                 jobs, reduction = self._many, self._reduction_behind_rows
             if reduction is not None:
-                kept.append(reduction.arrange(outs, y))
+                reduction.arrange(outs, y)
             return pool.publish(jobs, (self, rows, y, kept), lambda: call.active)
 
 

@@ -17,7 +17,7 @@ from pykernels.cpu import make_routines
 from pykernels.cpu.moe.call import BAD_EXPERT
 from pykernels.cpu.moe.kernel import join
 from pykernels.errors import PykernelsError
-from pykernels.quant import Biases, Format, PackedExperts, Weight, get_format
+from pykernels.quant import Biases, PackedExperts, Weight, get_format
 from pykernels.quant.split import SplitExperts
 from pykernels.registry import resolve
 from pykernels.shapes import MoEShape
@@ -26,10 +26,9 @@ from pykernels.target import detect
 from ..machine import tuning
 from ..machine.memory import collapse
 from ..machine.nodes import MemoryNodes
-from ..matrix import packer
 from ..workers.pool import InFlight, WorkerPool, default_pool
 from .call import ExpertsCall
-from .sharding import make_room, slices_on
+from .sharding import make_room, shared_packer, slices_on
 
 
 @dataclass
@@ -120,7 +119,9 @@ class RoutedExperts:
             tuning.gemm_from(self.down_backend.name, down_fmt, activations),
         )
         nodes = self.pool.memory
-        self.weights = make_room(shape, get_format(fmt), get_format(down_fmt), nodes, self._pack)
+        self.weights = make_room(
+            shape, get_format(fmt), get_format(down_fmt), nodes, shared_packer(pool)
+        )
         self.counters = Counters()
         self._loaded, self._bytes_per_expert = False, 0
         self._bound: tuple[WorkerPool, ExpertsCall] | None = None
@@ -217,12 +218,6 @@ class RoutedExperts:
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``submit`` and ``sync`` in one."""
         return self.sync(self.submit(x, ids, weights))
-
-    def _pack(
-        self, fmt: Format, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor
-    ) -> None:
-        """``matrix.packer`` of the pool, which may be another one at each call."""
-        packer(self.pool)(fmt, weight, blocks, scales)
 
     def _bind(self) -> ExpertsCall:
         """The slices, bound to the current pool: plan and scratch depend on its threads."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 
-from pykernels.quant import Format, PackedExperts, Packer
+import torch
+
+from pykernels.quant import Format, PackedExperts, Packer, Weight
 from pykernels.quant.split import Experts, SplitExperts, most_parts
 from pykernels.shapes import MoEShape
 
+from .. import matrix
 from ..machine.memory import allocate
 from ..machine.nodes import MemoryNodes
+from ..workers.pool import WorkerPool, default_pool
 
 
 def make_room(
@@ -28,6 +32,15 @@ def make_room(
         return PackedExperts(shape, fmt, nodes.allocate, packer, down_fmt)
     allocs = [partial(allocate, node=number) for number in nodes.numbers[:count]]
     return SplitExperts(shape, fmt, allocs, [packer] * count, down_fmt)
+
+
+def shared_packer(own: WorkerPool | None) -> Packer:
+    """``matrix.packer`` of a pool; None: of the shared one, which may be another at each call."""
+
+    def pack(fmt: Format, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+        matrix.packer(own or default_pool())(fmt, weight, blocks, scales)
+
+    return pack
 
 
 def slices_on(shape: MoEShape, down_fmt: Format, nodes: MemoryNodes) -> int:

@@ -74,16 +74,16 @@ class Reduction:
         self._record["chunk"] = _CHUNK
         self.job = Job("add parts", make_add_parts().address, self._record.ctypes.data, after=after)
 
-    def arrange(self, parts: Sequence[torch.Tensor], y: torch.Tensor) -> object:
-        """Writes a call; returns what must live until it has ended.
+    def arrange(self, parts: Sequence[torch.Tensor], y: torch.Tensor) -> None:
+        """Writes a call; the caller keeps parts and y until it has ended.
 
         Args:
             parts: float32, contiguous, of y's shape; the first one is overwritten.
             y: bf16 or float32, contiguous.
         """
-        addresses, record = np.array([part.data_ptr() for part in parts], np.int64), self._record
+        self._addresses = np.array([part.data_ptr() for part in parts], np.int64)
+        record = self._record
         record["values"], record["y"] = y.numel(), y.data_ptr()
         record["y_bf16"] = y.dtype == torch.bfloat16
-        record["parts"], record["count"] = addresses.ctypes.data, len(parts)
+        record["parts"], record["count"] = self._addresses.ctypes.data, len(parts)
         self.job.tasks = -(-y.numel() // _CHUNK)
-        return addresses, parts, y

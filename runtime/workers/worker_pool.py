@@ -90,6 +90,7 @@ class WorkerPool:
         topology: whose cores to take; None for this machine's.
         nodes: of the topology, which the threads are dealt over; fewer than two: not at all.
         narrow: whether experts that are too narrow for all nodes may be cut into fewer slices.
+        spin_us: how long an idle thread spins before it sleeps; None for ``spin_budget``'s.
 
     Attributes:
         nodes: the workers of each node; one entry where they are not dealt over nodes.
@@ -110,6 +111,7 @@ class WorkerPool:
         topology: Topology | None = None,
         nodes: Sequence[NumaNode] = (),
         narrow: bool = True,
+        spin_us: float | None = None,
     ) -> None:
         topology = topology or Topology.detect()
         if len(nodes) < 2:
@@ -138,7 +140,7 @@ class WorkerPool:
             for worker in range(node.first, node.first + node.count):
                 line = skip + (words.RING_BYTES + worker * words.LINE) // 8
                 memory[line + words.WORKER_NODE // 8] = i + 1
-        self.spin_for(spin_budget(driver_works))
+        self.spin_for(spin_budget(driver_works) if spin_us is None else spin_us)
         self._pid = os.getpid()
         self._published: Jobs | None = None  # the last: a worker may still be on its way past it
         self._in_flight: InFlight | None = None
