@@ -23,7 +23,7 @@ from numba import njit, types
 from pykernels.cpu.intrin.sync import atomic_load, atomic_store, pause
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.stream_memory import supports, wait_value, write_value
-from pykernels.gpu.handshake import combine, submit
+from pykernels.gpu.handshake import combine, copy_rows
 
 TIME_LIMIT_S = 20.0
 """Of one measurement: then the watchdog answers, and the measurement is an error."""
@@ -77,7 +77,7 @@ class Layer:
         )
 
     def submit(self) -> None:
-        submit(self.x, self.ids, self.weights, self.places)
+        copy_rows((self.x, self.ids, self.weights), self.places)
 
     def combine(self) -> None:
         combine(self.residual, self.addends, self.weight, 1e-6, self.out)

@@ -218,6 +218,7 @@ def load_engine(
             setting out of its range, no such device, or what ``from_pretrained`` raises.
     """
     folder, deferred = Path(path), _deferred(defer)
+    auto_defer = defer == "auto"
     if device not in DEVICES and not device.startswith("cuda"):
         raise PykernelsError(f"no device {device!r}", f"Use {', '.join(DEVICES)} or cuda:0")
     on_gpu = None
@@ -272,7 +273,9 @@ def load_engine(
             else:
                 from runtime.devices.cuda.runner import CudaRunner
 
-                runner = CudaRunner(decoder, device, pool, *sizes, kernel, passes, logits, experts)
+                runner = CudaRunner(
+                    decoder, device, pool, *sizes, kernel, passes, logits, experts, auto_defer
+                )
             with compiling(progress):
                 return LLM(runner, config, tokenizer, eos, pool, kernel, generation, chosen)
         except BaseException:
@@ -292,7 +295,8 @@ def _chosen(engine: EngineConfig | None, settings: dict[str, Any]) -> EngineConf
 
 
 def _deferred(defer: Defer) -> int:
-    """Experts of a token that are deferred. With no device beside the CPU "auto" is none."""
+    """Experts of a token that are deferred, as asked for. "auto" is none where no GPU is beside the
+    CPU, else what the runner finds."""
     if defer in ("off", "auto"):
         return 0
     if not str(defer).isdecimal():

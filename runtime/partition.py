@@ -77,7 +77,13 @@ def _channels(program: Program) -> list[_Channel]:
         for source, names in needed.items():
             writer = max(writers[name][0] for name in names)
             number = len(channels)
-            channels.append(_Channel(number, source, node.device, tuple(names), writer, i))
+            ends = source, node.device, writer
+            for at, one in enumerate(channels):  # what is ready at the same time goes together
+                if (one.source, one.to, one.writer) == ends:
+                    channels[at] = replace(one, buffers=(*one.buffers, *names))
+                    break
+            else:
+                channels.append(_Channel(number, source, node.device, tuple(names), writer, i))
         for name in node.writes:
             before = writers.get(name)
             if before is not None and before[1] != node.device:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from model.cli.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
-from model.cli.session import Device, KvDtype
+from model.cli.session import Defer, Device, KvDtype
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
@@ -59,6 +59,7 @@ def e2e(
     expert_device: Annotated[
         str, typer.Option(metavar="auto|cpu|gpu", help="With --device cuda:0: of routed experts.")
     ] = "auto",
+    defer: Defer = "off",
     threads: Threads = None,
     kernel: Kernel = None,
     eager: Annotated[
@@ -83,6 +84,8 @@ def e2e(
     }
     check_options(model, arch, given)
     check_gpu(device, expert_device)
+    if defer not in ("auto", "off") and not defer.isdecimal():
+        raise PykernelsError(f"--defer {defer}", "Give a number of experts, auto or off")
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     from runtime.profiling.engine_speed import Load
 
@@ -92,7 +95,8 @@ def e2e(
         ours = _open(model, arch, given, chosen_threads, chosen_kernel, kv_dtype)
         try:
             status.update("compiling, timing the engine …")
-            row = measured(ours, load, chosen_kernel, chosen_threads, device, expert_device)
+            where = device, expert_device, defer
+            row = measured(ours, load, chosen_kernel, chosen_threads, *where)
         finally:
             ours.close()
         del ours  # before the eager model takes its memory
@@ -155,6 +159,7 @@ def measured(
     threads: int | None,
     device: str = "cpu",
     expert_device: str = "auto",
+    defer: str = "off",
 ) -> Row:
     """The flat row of one run."""
     from pykernels.target import detect
@@ -173,7 +178,10 @@ def measured(
         **asdict(load),
         "device": device,
         "expert_device": expert_device,
-        **measure(ours, load, kernel, threads, device=device, expert_device=expert_device),
+        "defer": defer,
+        **measure(
+            ours, load, kernel, threads, device=device, expert_device=expert_device, defer=defer
+        ),
         "load_seconds": ours.load_seconds,
     }
 
@@ -230,6 +238,8 @@ def _show(row: Row) -> None:
         f" {r['roof_share']:.0%}",
         "beyond": f"{r['us_per_layer']:.1f} µs a layer beyond its bytes at the roof;"
         f" {r['python_us_per_step']:.0f} µs a step outside the jobs",
+        "workers": f"busy {r['cpu_busy']:.0%} of the step; {r['wait_us_per_layer']:.1f} µs a layer"
+        f" waiting for the GPU; {r['deferred']} experts deferred",
         "made in": f"{r['load_seconds']:.1f} s loading and packing,"
         f" {r['warmup_seconds']:.1f} s compiling and warming up",
     }

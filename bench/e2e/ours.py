@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -25,6 +26,7 @@ from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.kv_cache.layout import Pages
 from runtime.matrix import packer
+from runtime.passes import defer as defer_pass
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
 from runtime.workers.pool import WorkerPool, make_pool
@@ -138,11 +140,12 @@ class Ours:
         max_num_batched_tokens: int = 512,
         device: str = "cpu",
         expert_device: str = "auto",
+        defer: str = "off",
     ) -> EngineTimer:
         """An engine with room for a load.
 
         Args:
-            device, expert_device: ``device`` and ``experts`` of ``load_engine``.
+            device, expert_device, defer: ``device``, ``experts`` and ``defer`` of ``load_engine``.
             max_num_batched_tokens: of a step.
 
         Raises:
@@ -155,11 +158,15 @@ class Ours:
                 "Give a smaller --context, --prompt or --tokens",
             )
         sizes = positions, load.pages(max_num_batched_tokens), max_num_batched_tokens, load.batch
+        passes = [partial(defer_pass, N=int(defer))] if defer.isdecimal() else []
         if device == "cpu":
-            return EngineTimer(CpuRunner(self.decoder, self.pool, *sizes, kernel))
+            return EngineTimer(CpuRunner(self.decoder, self.pool, *sizes, kernel, passes))
         from runtime.devices.cuda.runner import CudaRunner
 
-        runner = CudaRunner(self.decoder, device, self.pool, *sizes, kernel, experts=expert_device)
+        auto = defer == "auto"
+        runner = CudaRunner(
+            self.decoder, device, self.pool, *sizes, kernel, passes, None, expert_device, auto
+        )
         return EngineTimer(runner)
 
     def backend(self, kernel: str) -> str:
@@ -179,11 +186,12 @@ def measure(
     rounds: int = 3,
     device: str = "cpu",
     expert_device: str = "auto",
+    defer: str = "off",
 ) -> dict[str, float]:
     """The speed of prompts and of decode steps, the roof taken before and after, and the seconds
     that compiling and warming up took."""
     start = time.perf_counter()
-    timer = ours.timer(load, kernel, device=device, expert_device=expert_device)
+    timer = ours.timer(load, kernel, device=device, expert_device=expert_device, defer=defer)
     try:
         timer.prefill(load.prompt)
         timer.decode(load.batch, min(load.context, 64), 4)
@@ -200,6 +208,8 @@ def measure(
         return {
             "prefill_tok_s": round(load.prompt / median(prompts), 2),
             **asdict(found),
+            "deferred": getattr(timer.runner, "deferred", 0)
+            or (int(defer) if defer.isdecimal() else 0),
             "warmup_seconds": round(warmup, 2),
         }
     finally:

@@ -18,37 +18,53 @@ from .common.launch import FLOATS, check_device, interpreted, unsupported
 from .common.strides import check_out, rows_of
 from .norm import MAX_WIDTH
 
-MAX_ADDENDS = 4
-_BLOCK = 256  # numbers a program stores: 28 programs for a row of 7168
+MAX_ADDENDS = MAX_ROWS = 4
+_BLOCK = 256  # numbers a program copies: 28 programs for a row of 7168
+_ROWS = (*FLOATS, torch.int32, torch.int64)
 
 
 @triton.jit
-def _submit(
-    x,
-    ids,
-    weights,
-    to_x,
-    to_ids,
-    to_weights,
-    T,
-    H,
-    K,
-    x_stride,
-    ids_stride,
-    weights_stride,
+def _copy_block(source, target, t, n, N, stride):
+    # The host may have written it after this kernel's graph was launched: volatile, so that nothing
+    # that was cached before is taken for it.
+    value = tl.load(source + t * stride + n, mask=n < N, other=0, volatile=True)
+    to = target + t * N + n
+    if target.dtype.element_ty == tl.bfloat16:
+        tl.store(to, to_bf16(value.to(tl.float32)), mask=n < N)
+    else:
+        tl.store(to, value.to(target.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _copy_rows(
+    x0,
+    x1,
+    x2,
+    x3,
+    y0,
+    y1,
+    y2,
+    y3,
+    N0,
+    N1,
+    N2,
+    N3,
+    s0,
+    s1,
+    s2,
+    s3,
+    COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
-    KP: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + t * x_stride + h, mask=h < H, other=0.0).to(tl.float32)
-    tl.store(to_x + t * H + h, to_bf16(value), mask=h < H)
-    if tl.program_id(1) == 0:
-        k = tl.arange(0, KP)
-        expert = tl.load(ids + t * ids_stride + k, mask=k < K, other=-1)
-        tl.store(to_ids + t * K + k, expert.to(tl.int32), mask=k < K)
-        factor = tl.load(weights + t * weights_stride + k, mask=k < K, other=0.0)
-        tl.store(to_weights + t * K + k, factor.to(tl.float32), mask=k < K)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    _copy_block(x0, y0, t, n, N0, s0)
+    if COUNT > 1:
+        _copy_block(x1, y1, t, n, N1, s1)
+    if COUNT > 2:
+        _copy_block(x2, y2, t, n, N2, s2)
+    if COUNT > 3:
+        _copy_block(x3, y3, t, n, N3, s3)
 
 
 @triton.jit
@@ -116,7 +132,7 @@ def _check_host(name: str, x: torch.Tensor) -> None:
 
 
 def supports(x: torch.Tensor) -> str | None:
-    """None if rows like these are submitted and combined, or the reason why not."""
+    """None if rows like these are combined, or the reason why not."""
     if x.dtype not in FLOATS or x.ndim != 2 or x.stride(1) != 1:
         return f"{x.dtype} {tuple(x.shape)}, not floats [T, H] with dense rows"
     if not 0 < x.shape[1] <= MAX_WIDTH:
@@ -124,63 +140,60 @@ def supports(x: torch.Tensor) -> str | None:
     return unsupported(x)
 
 
-def submit(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Stores activations and their routing to where the CPU reads them. One launch.
+def copy_rows(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Copies rows over the link, converted to what the targets hold. One launch.
+
+    Many programs share a row: one alone pulls 28 KB from the host in 15 us, all together in 4.
 
     Args:
-        x: [T, H], floats, rows dense.
-        ids: int32 or int64 [T, topk], rows dense; -1: not on the CPU.
-        weights: float32 [T, topk], rows dense.
-        out: bf16 [T, H], int32 [T, topk] and float32 [T, topk], contiguous, in pinned memory.
-
-    Returns:
-        ``out``; the CPU may read it when a flag behind this kernel says so.
+        sources: up to ``MAX_ROWS`` of [T, N], each with its own N; floats or integers, rows dense;
+            on the GPU, or pinned.
+        targets: of the same shapes, contiguous; on the GPU, or pinned. The CPU may read them when a
+            flag behind this kernel says so.
 
     Raises:
         PykernelsError: other dtypes or shapes, memory that is not pinned, or no Triton here.
     """
-    check_device(x, ids, weights)
-    if reason := supports(x):
-        raise PykernelsError(f"submit does not take these: {reason}", "Convert them")
-    T, H = x.shape
-    K = ids.shape[-1]
-    if ids.dtype not in (torch.int32, torch.int64) or ids.shape != (T, K) or ids.stride(1) != 1:
-        raise PykernelsError(f"ids are {ids.dtype} {tuple(ids.shape)}", f"Give ints [{T}, topk]")
-    dense = weights.dtype == torch.float32 and weights.stride(-1) == 1
-    if weights.shape != ids.shape or not dense:
+    if not 0 < len(sources) == len(targets) <= MAX_ROWS:
         raise PykernelsError(
-            f"weights are {weights.dtype} {tuple(weights.shape)}", f"Give float32 {[T, K]}"
+            f"{len(sources)} sources, {len(targets)} targets", f"Give 1 to {MAX_ROWS} of each"
         )
-    wanted = ((torch.bfloat16, (T, H)), (torch.int32, (T, K)), (torch.float32, (T, K)))
-    for name, to, (dtype, shape) in zip(("x", "ids", "weights"), out, wanted, strict=True):
-        if to.dtype != dtype or to.shape != shape or not to.is_contiguous():
-            raise PykernelsError(
-                f"the place of {name} is {to.dtype} {tuple(to.shape)}",
-                f"Give {dtype} {list(shape)}",
-            )
-        _check_host(f"the place of {name}", to)
-    if T:
-        _submit[(T, triton.cdiv(H, _BLOCK))](
-            x,
-            ids,
-            weights,
-            *out,
-            T,
-            H,
-            K,
-            x.stride(0),
-            ids.stride(0),
-            weights.stride(0),
-            BLOCK=_BLOCK,
-            KP=triton.next_power_of_2(K),
-            num_warps=1,
+    for source, target in zip(sources, targets, strict=True):
+        _check_copy(source, target)
+    T, most = len(sources[0]), max(x.shape[1] for x in sources)
+    if not T or not most:
+        return
+    empty = [None] * (MAX_ROWS - len(sources))
+    _copy_rows[(T, triton.cdiv(most, _BLOCK))](
+        *sources,
+        *empty,
+        *targets,
+        *empty,
+        *(x.shape[1] for x in sources),
+        *(0 for _ in empty),
+        *(x.stride(0) for x in sources),
+        *(0 for _ in empty),
+        COUNT=len(sources),
+        BLOCK=_BLOCK,
+        num_warps=1,
+    )
+
+
+def _check_copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    shape = tuple(source.shape)
+    if source.dtype not in _ROWS or source.ndim != 2 or (shape[1] > 1 and source.stride(1) != 1):
+        raise PykernelsError(f"{source.dtype} {shape} to copy", "Give numbers [T, N], rows dense")
+    if target.dtype not in _ROWS or tuple(target.shape) != shape or not target.is_contiguous():
+        raise PykernelsError(
+            f"the target of {shape} is {target.dtype} {tuple(target.shape)}",
+            "Give a contiguous one of the same shape",
         )
-    return out
+    if source.dtype.is_floating_point != target.dtype.is_floating_point:
+        raise PykernelsError(f"{source.dtype} to {target.dtype}", "Give floats or integers to both")
+    for name, x in (("a source", source), ("a target", target)):
+        _check_host(name, x)
+        if x.device.type != "cpu" or interpreted():
+            check_device(x)
 
 
 def combine(

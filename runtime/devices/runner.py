@@ -108,6 +108,10 @@ class PagedRunner(ABC):
         """The model's program of these sizes for this device."""
         return self.model.lower(*sizes)
 
+    def decode_passes(self) -> Sequence[Pass]:
+        """What rewrites the programs of decode steps; a device may measure ``steps`` first."""
+        return self.passes
+
     @abstractmethod
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> Executable:
         """The program on this device, over the runner's caches and ``sizes``."""
@@ -137,9 +141,9 @@ class PagedRunner(ABC):
         )
         self.steps = [self._step(T, inputs, ()) for T in sizes]
         self.decode_steps = self.steps
-        if self.passes:
+        if passes := self.decode_passes():
             enough = next(T for T in sizes if self.max_num_seqs <= T)
-            self.decode_steps = [self._step(T, inputs, self.passes) for T in sizes if T <= enough]
+            self.decode_steps = [self._step(T, inputs, passes) for T in sizes if T <= enough]
 
     def _step(
         self, T: int, inputs: Mapping[str, torch.Tensor], passes: Sequence[Pass]

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
+
+from pykernels.errors import PykernelsError
 
 from ..machine.nodes import block_cuts
 from ..matrix import PackedMatrix
@@ -35,15 +38,28 @@ def split_over_nodes(program: Program, nodes: int) -> Program:
 
     A matrix of fewer 32-row blocks than nodes, and experts whose weights were packed whole, stay as
     they are: all workers share them.
+
+    Raises:
+        PykernelsError: experts that were packed in more slices.
     """
+    for node in program.nodes:
+        if node.op == "moe_ffn" and (count := len(node.weights["experts"].slices)) > nodes:
+            raise PykernelsError(
+                f"experts that were split across {count} NUMA nodes cannot run on a pool of"
+                f" {nodes}",
+                "Pack them for the nodes of the pool",
+            )
     if nodes < 2:
         return program
     found: list[Node] = []
     sums: dict[str, tuple[str, ...]] = {}
+    ends: dict[str, list[str]] = {}  # of each node, the names of its slices
     for node in program.nodes:
         slices = _slices(node, nodes)
         found += slices.nodes
         sums |= slices.sums
+        ends[node.name] = [one.name for one in slices.nodes]
+    found = [_renamed(node, ends) for node in found]
     buffers = {
         part: replace(program.buffers[name], name=part, kind="scratch")
         for name, parts in sums.items()
@@ -70,6 +86,17 @@ def _slices(node: Node, nodes: int) -> _Slices:
         ]
         return _Slices(split, {out: parts})
     return _Slices([node], {})
+
+
+def _renamed(node: Node, ends: Mapping[str, list[str]]) -> Node:
+    """A wait or a submit with the nodes that it names: a peer may write when the last slice of one
+    has run, and has read when any of them may begin."""
+    attrs = dict(node.attrs)
+    if node.op == "wait" and node.attr("since"):
+        attrs["since"] = ends[node.attr("since")][-1]
+    if node.op == "submit" and node.attr("until"):
+        attrs["until"] = ends[node.attr("until")][0]
+    return replace(node, attrs=MappingProxyType(attrs))
 
 
 def _linears(node: Node, nodes: int) -> list[Node]:

@@ -21,6 +21,7 @@ from ..devices.runner import Executable, PagedRunner
 from ..engine import Engine, RequestHandle, SamplingParams
 from ..kv_cache.layout import PAGE
 from ..program import Program
+from ..workers.busy import BusyTimes
 from .step_bytes import cache_bytes, weight_bytes
 
 TEMPERATURE = 1.0
@@ -67,13 +68,16 @@ class StepTime:
 
     Attributes:
         seconds: of the engine's step.
-        jobs: seconds from the first job's opening to the last one's completion; with a GPU, all.
+        jobs: seconds from the first job's opening to the last one's completion.
+        busy: of those, seconds in which the CPU waited for no GPU; ``wait``: the mean of its waits.
         tokens: that it drew.
         context: mean positions of its sequences.
     """
 
     seconds: float
     jobs: float
+    busy: float
+    wait: float
     tokens: int
     context: float
 
@@ -140,21 +144,22 @@ class EngineTimer:
                 raise request.error
         drawn = sum(request.num_output_tokens for request in requests) - before
         context = sum(request.computed for request in requests) / len(requests)
-        jobs = _jobs_seconds(self.runner.steps)
-        return StepTime(seconds, seconds if jobs is None else jobs, drawn, context)
+        jobs, half = _last_times([*self.runner.steps, *self.runner.decode_steps])
+        wait = sum(half.waits) / len(half.waits) if half.waits else 0.0
+        return StepTime(seconds, min(jobs, seconds), half.busy, wait, drawn, context)
 
 
-def _jobs_seconds(steps: Sequence[Executable]) -> float | None:
-    """Seconds of the jobs of the step that ran last; None where a GPU runs it."""
-    times = [
-        (step.jobs.jobs[0].times[0], step.jobs.jobs[-1].times[1])
-        for step in steps
-        if isinstance(step, CpuExecutable)
+def _last_times(steps: Sequence[Executable]) -> tuple[float, BusyTimes]:
+    """Seconds of the jobs of the step that ran last, from the first to the last, and what the CPU
+    did in them; of a step that has none, 0."""
+    halves = [
+        step if isinstance(step, CpuExecutable) else getattr(step, "cpu", None) for step in steps
     ]
-    if not times:
-        return None
-    opened, completed = max(times, key=lambda pair: pair[1])
-    return (completed - opened) / 1e9
+    jobs = [half.jobs.jobs for half in halves if half is not None]
+    if not jobs:
+        return 0.0, BusyTimes(0.0, ())
+    last = max(jobs, key=lambda jobs: jobs[-1].times[1])
+    return (last[-1].times[1] - last[0].times[0]) / 1e9, BusyTimes.of(last)
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,8 @@ class DecodeSpeed:
     context; with a GPU, the weights that the CPU reads. ``bytes_per_token`` is that over the batch,
     ``roof_share`` how near ``gbps`` comes to what the same threads read in a plain loop.
     ``us_per_layer`` is what a step takes beyond its bytes at that rate, over the layers;
-    ``python_us_per_step`` what it takes beyond its jobs (with a GPU not told: 0).
+    ``python_us_per_step`` what it takes beyond its jobs. ``cpu_busy`` is the share of the step in
+    which workers had something to do, ``wait_us_per_layer`` how long they waited for the GPU.
     """
 
     decode_tok_s: float
@@ -179,6 +185,8 @@ class DecodeSpeed:
     roof_share: float
     us_per_layer: float
     python_us_per_step: float
+    cpu_busy: float
+    wait_us_per_layer: float
 
 
 def decode_speed(
@@ -217,4 +225,6 @@ def decode_speed(
         roof_share=round(gbps / roof_gbps, 4),
         us_per_layer=round(1e6 * (seconds - nbytes / roof_gbps / 1e9) / layers, 1),
         python_us_per_step=round(1e6 * median(step.seconds - step.jobs for step in steps), 1),
+        cpu_busy=round(median(step.busy / step.seconds for step in steps), 4),
+        wait_us_per_layer=round(1e6 * median(step.wait for step in steps), 1),
     )

@@ -20,6 +20,10 @@ class Job:
             for no job.
         describe: what the task of a number does, in words; None if the job's name says it.
         node: index of the pool's NUMA node whose workers run it; None: all workers.
+
+    Attributes:
+        opens: address of the int64 flag that opens it; 0: none. ``tells``: that of the one that it
+            counts up when it is complete.
     """
 
     def __init__(
@@ -65,6 +69,22 @@ class Job:
         self._after = np.array([d for d in distances if d], np.int64)
         self.words[words.AFTER // 8] = self._after.ctypes.data
         self.words[words.AFTER_COUNT // 8] = len(self._after)
+
+    @property
+    def opens(self) -> int:
+        return int(self.words[words.OPENS // 8])
+
+    @opens.setter
+    def opens(self, flag: int) -> None:
+        self.words[words.OPENS // 8] = flag
+
+    @property
+    def tells(self) -> int:
+        return int(self.words[words.TELLS // 8])
+
+    @tells.setter
+    def tells(self, flag: int) -> None:
+        self.words[words.TELLS // 8] = flag
 
     @property
     def tasks(self) -> int:

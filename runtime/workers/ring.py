@@ -16,6 +16,11 @@ A job may be bound to a NUMA node (``NODE``): then that node's workers alone ope
 tasks, and the others walk past it. So the slices of a matrix are jobs beside each other, each read
 by the cores that its memory is near to (SOSP'25 section 3.3). Every node has a worker.
 
+A job may meet another device at flags, words in memory that both reach: it is opened when one is
+not 0 (``OPENS``), and counts one up when it is complete, even if it failed (``TELLS``). Whoever
+publishes the jobs clears the flags before. A flag that is not set in time (``LIMIT_NS``) is a
+failure, and the jobs behind it wait no more, so no step lasts for ever.
+
 Deadlock-free: a task only ever waits for tasks with lower numbers, which some worker has already
 taken.
 
@@ -45,21 +50,27 @@ LINE = 64
 HEAD, STOP, SLEEPERS, FAILED = 0, 1 * LINE, 2 * LINE, 3 * LINE
 STATUS, FAILED_JOB, FAILED_TASK = FAILED + 8, FAILED + 16, FAILED + 24
 SLOTS, MASK, SPIN_NS, PLACES = 4 * LINE, 4 * LINE + 8, 4 * LINE + 16, 4 * LINE + 24
+DEADLINE, LIMIT_NS = 4 * LINE + 32, 4 * LINE + 40
 RING_BYTES = 5 * LINE
 WORKER_NODE = 8
 """``PLACES`` is the address of one cache line per worker, which holds its current job number and,
-at ``WORKER_NODE``, its NUMA node counted from 1."""
+at ``WORKER_NODE``, its NUMA node counted from 1; ``DEADLINE`` is when the flags of the batch in
+flight must be set, ``LIMIT_NS`` after publishing."""
+
+LATE = -110
+"""Status of a job whose flag was not set in time."""
 
 # Fields of a job: those that the publisher writes, then those of the workers.
 SETUP, RUN, RECORD, AFTER, SETUP_AT, COMPLETED_AT, AFTER_COUNT = 0, 8, 16, 24, 32, 40, 48
 NODE = 56
 CLAIMED, READY, TASKS = 1 * LINE, 1 * LINE + 8, 1 * LINE + 16
+OPENS, TELLS = 1 * LINE + 24, 1 * LINE + 32
 TAKEN = 2 * LINE
 DONE, COMPLETED = 3 * LINE, 3 * LINE + 8
 JOB_BYTES = 4 * LINE
 """``AFTER`` is the address of int64 [AFTER_COUNT]: how many places before it each job stands that
 must be complete before this one is opened. ``NODE``: the NUMA node that it is bound to, counted
-from 1; 0: none."""
+from 1; 0: none. ``OPENS`` and ``TELLS`` are addresses of flags, 0 for none."""
 
 _PAUSES = 16  # between two looks at the clock
 _COUNT = 0xFFFFFFFF
@@ -106,13 +117,31 @@ def _record_failure(ring, job, index, status):  # type: ignore[no-untyped-def]
 @inlined
 def _complete(ring, job, number):  # type: ignore[no-untyped-def]
     atomic_store(job + COMPLETED_AT, clock_ns())
+    if atomic_load(job + TELLS) != 0:
+        atomic_add(atomic_load(job + TELLS), 1)
     atomic_store(job + COMPLETED, number)
     wake(ring, job + COMPLETED)
 
 
 @inlined
+def _poll(ring, job):  # type: ignore[no-untyped-def]
+    """Spins until a job's flag is set, or it is late; at once if the ring stops."""
+    flag, deadline = atomic_load(job + OPENS), atomic_load(ring + DEADLINE)
+    while atomic_load(flag) == 0 and atomic_load(ring + STOP) == 0:
+        for _ in range(_PAUSES):
+            if atomic_load(flag) != 0:
+                return
+            pause()
+        if clock_ns() > deadline:
+            _record_failure(ring, job, -1, LATE)
+            return
+
+
+@inlined
 def _setup(ring, job, number, worker):  # type: ignore[no-untyped-def]
     """Runs a job's setup, then makes its tasks available."""
+    if atomic_load(job + OPENS) != 0:
+        _poll(ring, job)
     atomic_store(job + SETUP_AT, clock_ns())
     tasks = atomic_load(job + TASKS)  # of a job without ``setup``
     if atomic_load(job + SETUP) != 0:
@@ -196,6 +225,7 @@ def _publish(ring: int, jobs: int, count: int) -> int:
     Args:
         jobs: address of int64 [count], the jobs' addresses. One thread at a time.
     """
+    atomic_store(ring + DEADLINE, clock_ns() + atomic_load(ring + LIMIT_NS))
     first = atomic_load(ring + HEAD) + 1
     slots, mask = atomic_load(ring + SLOTS), atomic_load(ring + MASK)
     for i in range(count):

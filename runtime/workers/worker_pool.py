@@ -30,6 +30,9 @@ from .threads import spin_budget, threads_here, threads_of_nodes
 _SLOTS = 1 << 13
 """Most published jobs that some worker has not passed yet; a step has a few hundred."""
 
+STEP_LIMIT_S = 120.0
+"""How long a batch of jobs waits for the flags of another device."""
+
 
 class InFlight:
     """A batch of jobs in flight on a pool; the argument of ``wait``.
@@ -140,6 +143,7 @@ class WorkerPool:
             for worker in range(node.first, node.first + node.count):
                 line = skip + (words.RING_BYTES + worker * words.LINE) // 8
                 memory[line + words.WORKER_NODE // 8] = i + 1
+        self.limit_steps(STEP_LIMIT_S)
         self.spin_for(spin_budget(driver_works) if spin_us is None else spin_us)
         self._pid = os.getpid()
         self._published: Jobs | None = None  # the last: a worker may still be on its way past it
@@ -182,6 +186,10 @@ class WorkerPool:
     def spin_for(self, microseconds: float) -> None:
         """How long an idle worker spins from now on before it sleeps."""
         self._ring[words.SPIN_NS // 8] = int(microseconds * 1000)
+
+    def limit_steps(self, seconds: float) -> None:
+        """How long from now on a batch of jobs waits for the flags of another device."""
+        self._ring[words.LIMIT_NS // 8] = int(seconds * 1e9)
 
     def run(self, jobs: Jobs) -> None:
         """Publishes jobs and returns when the last one is complete.
@@ -259,6 +267,10 @@ class WorkerPool:
 
     def _quiesce(self, jobs: Jobs) -> None:
         """Before other jobs are published: waits until no worker reads the last ones any more."""
+        if jobs.count > _SLOTS:
+            raise PykernelsError(
+                f"{jobs.count} jobs at once", f"The workers' ring has room for {_SLOTS}"
+            )
         if jobs is not self._published:
             words.quiesce(self.ring, 1 if self.driver_works else 0, self.threads)
             jobs.belong_to(self.lock)
@@ -267,6 +279,8 @@ class WorkerPool:
     def _failure(self, jobs: Jobs, status: int) -> TaskError:
         at, task = self._word[words.FAILED_JOB // 8], self._word[words.FAILED_TASK // 8]
         what = next((job.describe(task) for job in jobs.jobs if job.address == at), "a task")
+        if status == words.LATE:
+            what = f"{what}, for which the other device did not send its inputs in time,"
         error = TaskError(what, task, status)
         if status == raised.RAISED:
             error.__cause__ = raised.take()

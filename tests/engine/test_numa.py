@@ -21,6 +21,7 @@ from runtime.devices.ref.step import RefExecutable
 from runtime.machine import memory
 from runtime.machine.nodes import MemoryNodes
 from runtime.machine.topology import NumaNode, Topology
+from runtime.passes import defer, offload
 from runtime.passes.numa import split_over_nodes
 from runtime.profiling.step_bytes import crossing_bytes, weight_bytes
 from runtime.program import Program
@@ -62,7 +63,7 @@ def run(llm: LLM, program: Program, device: str = "cpu", pool: WorkerPool | None
         caches = {name: pages.float() for name, pages in caches.items()}
     step: Any
     step = (
-        RefExecutable(program, inputs, caches)
+        RefExecutable(program, inputs, caches, pool, "generic")
         if device == "ref"
         else CpuExecutable(program, pool or llm.pool, inputs, caches)
     )
@@ -102,6 +103,15 @@ def test_a_split_model_is_transformers_whatever_the_threads(family: str, tmp_pat
         for threads in (3, 4):
             with WorkerPool(threads, True, topology, topology.nodes) as pool:
                 assert torch.equal(run(llm, whole, pool=pool), found)
+
+
+def test_the_cpus_half_of_a_program_is_split_too(tmp_path: Path) -> None:
+    """What it submits is a sum of several, deferred or not."""
+    tiny.make(tmp_path, "deepseek_v3", num_hidden_layers=3, **WIDE["deepseek_v3"])
+    with model.load_engine(tmp_path, max_model_len=64, kernel="generic") as llm:
+        whole = on_ref(defer(llm.runner.model.lower(T, 1, T, 1, 1), 1))
+        found = run(llm, offload(whole), "ref", pool=llm.pool)
+        assert error(found, run(llm, whole, "ref")) < BF16
 
 
 def test_what_crosses_nodes_is_counted(tmp_path: Path) -> None:

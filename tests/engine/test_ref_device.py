@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,11 +12,11 @@ import model
 from pykernels.errors import PykernelsError
 from runtime.devices.ref.runner import RefRunner, on_ref
 from runtime.devices.ref.step import RefExecutable
-from runtime.devices.ref.stream import Event, Flags, Stream
 from runtime.engine import Engine, SamplingParams
 from runtime.passes import defer, offload
 from runtime.program import Node
 from runtime.step_inputs import allocate_inputs
+from runtime.workers.job import TaskError
 
 from ..model import tiny
 
@@ -42,23 +42,6 @@ def test_tokens_of_ragged_batches_are_transformers(family: str, tmp_path: Path) 
             for _ in range(12):
                 ids.append(int(made.reference(torch.tensor([ids])).logits[0, -1].argmax()))
         assert list(result.token_ids) == ids[len(prompt) :]
-
-
-def test_a_stream_waits_for_a_flag_and_an_event() -> None:
-    flags, stream, other, event = Flags(1), Stream(), Stream(), Event()
-    x, y = torch.zeros(3), torch.ones(3)
-    assert event.query()
-    stream.wait_value(flags, 0, 2)
-    stream.copy(x, y)
-    stream.record(event)
-    other.wait(event)
-    other.write_value(flags, 0, 3)
-    assert not event.query() and not x.any()
-    flags.write(0, 2)
-    other.synchronize()
-    assert event.query() and torch.equal(x, y) and flags.read(0) == 3
-    stream.close()
-    other.close()
 
 
 def _ref_step(llm: model.LLM, passes: list, reuse: bool = True) -> RefExecutable:
@@ -91,20 +74,16 @@ def test_deferred_experts_run_beside_the_next_attention(llm: model.LLM) -> None:
     plain = _ref_step(llm, [lambda p: defer(p, 1)])
     plain.run()
     step = _ref_step(llm, [lambda p: defer(p, 1), offload])
-    attended = threading.Event()
-    call = step.calls["layer1.experts.deferred"]
-    run, execute = call.run, step.execute
-
-    def late() -> None:
-        assert attended.wait(600)
-        run()
-
-    call.run = late  # type: ignore[method-assign]
+    attended = np.zeros(1, np.int64)
+    assert step.cpu is not None
+    job = next(job for job in step.cpu.jobs.jobs if job.name == "layer1.experts.deferred")
+    job.opens = attended.ctypes.data
+    execute = step.execute
 
     def noted(node: Node) -> None:
         execute(node)
         if node.name == "layer2.attention":
-            attended.set()
+            attended[0] = 1
 
     step.execute = noted  # type: ignore[method-assign]
     step.run()
@@ -127,18 +106,27 @@ def test_a_failure_on_either_side_ends_the_step(llm: model.LLM) -> None:
     step = _ref_step(llm, [offload])
     step.run()
     truth = step.outputs["logits"].clone()
-    call = next(iter(step.calls.values()))
-    for target, name in ((call, "run"), (step, "submit")):
 
-        def fail(*_: object) -> None:
-            raise ValueError("broken")
+    def fail(node: Node) -> None:
+        raise ValueError("broken")
 
-        setattr(target, name, fail)
-        with pytest.raises(Exception, match="broken"):
-            step.run()
-        delattr(target, name)
+    step.submit = fail  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="broken"):
         step.run()
-        assert torch.equal(step.outputs["logits"], truth)
+    del step.submit  # type: ignore[attr-defined]
+    step.run()
+    assert torch.equal(step.outputs["logits"], truth)
+
+    assert step.cpu is not None
+    never, job = np.zeros(1, np.int64), step.cpu.jobs.jobs[0]
+    flag, job.opens = job.opens, never.ctypes.data
+    llm.pool.limit_steps(0.05)
+    with pytest.raises(TaskError, match="in time"):
+        step.run()
+    llm.pool.limit_steps(60)
+    job.opens = flag
+    step.run()
+    assert torch.equal(step.outputs["logits"], truth)
 
 
 def test_load_engine_on_ref_and_too_many_deferred(tmp_path: Path) -> None:

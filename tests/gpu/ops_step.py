@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pykernels.gpu.handshake import combine, submit
+from pykernels.gpu.handshake import combine, copy_rows
 from pykernels.gpu.per_head_linear import per_head_linear
 from pykernels.gpu.rope import rope_table
 from pykernels.gpu.rope_cache_write.gqa import gqa_rope_cache_write
@@ -122,7 +122,7 @@ def _mla_write(name: str, eight: bool) -> Op:
     return Op(name, make, run, ("out", "latent", "rope", *["latent_scale"] * eight))
 
 
-def _submit() -> Op:
+def _copy_rows() -> Op:
     """To the GPU's own memory; tests of the handshake have pinned memory."""
 
     def make(device: torch.device) -> Tensors:
@@ -136,9 +136,10 @@ def _submit() -> Op:
         }
 
     def run(t: Tensors) -> None:
-        submit(t["x"], t["ids"], t["weights"], (t["to_x"], t["to_ids"], t["to_weights"]))
+        names = "x", "ids", "weights"
+        copy_rows([t[name] for name in names], [t[f"to_{name}"] for name in names])
 
-    return Op("submit", make, run, ("to_x", "to_ids", "to_weights"))
+    return Op("copy_rows", make, run, ("to_x", "to_ids", "to_weights"))
 
 
 def _combine() -> Op:
@@ -184,7 +185,7 @@ STEP = (
     _gqa_write("gqa_rope_cache_write, E4M3", True, True),
     _mla_write("mla_rope_cache_write", False),
     _mla_write("mla_rope_cache_write, E4M3", True),
-    _submit(),
+    _copy_rows(),
     _combine(),
     _per_head(2),
     _per_head(300),

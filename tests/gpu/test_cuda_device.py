@@ -4,6 +4,7 @@ GPU."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from model.checkpoint.config import read_config
 from model.opened import open_weights
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.runner import CudaRunner
+from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Engine, SamplingParams
 from runtime.matrix import packer
+from runtime.passes import defer
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
@@ -46,6 +49,32 @@ def test_logprobs_are_transformers(
             params = SamplingParams(temperature=0, max_tokens=2, logprobs=20, logprob_start=1)
             [result] = engine.generate([ids], params)
     assert logprob_error(result, truth) < BF16
+
+
+def test_the_deferral_that_pays_is_found(tmp_path: Path, device: torch.device) -> None:
+    """The ref device with as many deferred experts is the truth of decode steps."""
+    tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=3)
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=20, ignore_eos=True)
+    where = "cuda:0" if device.type == "cuda" else "cpu"
+    with WorkerPool(1) as pool:
+        with open_weights(tmp_path, read_config(tmp_path)) as weights:
+            decoder = weights.decoder(packer(pool), lambda *_: None)
+        sizes = 64, None, 4, 2
+        runner = CudaRunner(decoder, where, pool, *sizes, "generic", experts="cpu", auto_defer=True)
+        with Engine(runner) as engine:
+            [found] = engine.generate([[5, 17, 60]], params)
+        assert runner.deferred in (0, 1)  # of three: two are immediate
+        if device.type == "cpu":
+            assert runner.deferred == 1  # the interpreter keeps the CPU waiting
+        passes = [partial(defer, N=runner.deferred)]
+        with Engine(RefRunner(decoder, *sizes, passes), threaded=False) as engine:
+            [truth] = engine.generate([[5, 17, 60]], params)
+    assert found.token_ids[:3] == truth.token_ids[:3]
+    for ours, exact in zip(*(r.completions[0].logprobs for r in (found, truth)), strict=True):
+        values = dict(ours.top)
+        pairs = [(values[token], value) for token, value in exact.top if token in values]
+        a, b = torch.tensor(pairs, dtype=torch.float32, device="cpu").T
+        assert len(pairs) > 10 and (a - b).norm() < BF16 * b.norm()
 
 
 def test_activations_that_the_gpu_has_not_are_refused(tmp_path: Path, device: torch.device) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from pykernels import ref
 from pykernels.errors import PykernelsError
-from pykernels.gpu.handshake import combine, submit
+from pykernels.gpu.handshake import combine, copy_rows
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -25,16 +25,24 @@ def sync(device: torch.device) -> None:
 
 @pytest.mark.parametrize(("T", "H", "K"), [(1, 7168, 8), (3, 100, 6), (0, 32, 2)])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_submit(T: int, H: int, K: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_copy_rows(T: int, H: int, K: int, dtype: torch.dtype, device: torch.device) -> None:
+    """To the host and back, each in the dtype that its reader takes."""
     x = torch.randn(T, H + 4, device=device).to(dtype)[:, 4:]
     ids = torch.randint(-1, 60, (T, K), device=device)
     weights = torch.rand(T, K, device=device)
-    kinds = ((H, BF16), (K, torch.int32), (K, FP32))
-    out = tuple(host(T, n, dtype=kind, device=device) for n, kind in kinds)
-    submit(x, ids, weights, out)
-    sync(device)
-    assert torch.equal(out[0], x.cpu().bfloat16())
-    assert torch.equal(out[1], ids.cpu().int()) and torch.equal(out[2], weights.cpu())
+    for kinds in ((BF16, torch.int32, FP32), (FP32, torch.int64, BF16)):
+        out = [
+            host(*source.shape, dtype=kind, device=device)
+            for source, kind in zip((x, ids, weights), kinds, strict=True)
+        ]
+        copy_rows((x, ids, weights), out)
+        sync(device)
+        for source, target in zip((x, ids, weights), out, strict=True):
+            assert torch.equal(target, source.cpu().to(target.dtype))
+        back = [torch.empty_like(x.contiguous()), torch.empty_like(ids)]
+        copy_rows(out[:2], back)
+        sync(device)
+        assert torch.equal(back[0].cpu(), out[0].to(dtype)) and torch.equal(back[1], ids)
 
 
 @pytest.mark.parametrize(("T", "H", "count"), [(1, 7168, 3), (3, 100, 4), (2, 64, 0), (0, 8, 1)])
@@ -73,9 +81,10 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         "too many addends": lambda: combine(x, [x] * 5, weight, 1e-5),
         "a short weight": lambda: combine(x, [x], weight[:4], 1e-5),
         "integers": lambda: combine(x.int(), [], weight, 1e-5),
-        "float ids": lambda: submit(x, weights, weights, tuple(out)),
-        "a place of float32": lambda: submit(x, ids, weights, (out[0].float(), *out[1:])),
-        "few weights": lambda: submit(x, ids, weights[:, :2], tuple(out)),
+        "integers to floats": lambda: copy_rows([ids], [out[2]]),
+        "a target with gaps": lambda: copy_rows([x[:, :2]], [out[0][:, :2]]),
+        "a target of another shape": lambda: copy_rows([weights[:, :2]], [out[2]]),
+        "too many rows": lambda: copy_rows([x] * 5, [out[0]] * 5),
     }
     for what, call in wrong.items():
         with pytest.raises(PykernelsError):
@@ -104,13 +113,13 @@ def test_a_graph_waits_for_numbered_flags(device: torch.device) -> None:
     flags = torch.zeros(32, dtype=torch.int32).pin_memory()
     asked, answered = flags.data_ptr(), flags.data_ptr() + 64
     outs = [torch.empty(2, 1, H, device=device) for _ in range(hops)]
-    submit(x, ids, weights, places)  # compiles
+    copy_rows((x, ids, weights), places)  # compiles
     combine(x, [result], weight, 1e-5)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for hop in range(hops):
-            submit(x, ids, weights, places)
+            copy_rows((x, ids, weights), places)
             write_value(asked, hop + 1)
             wait_value(answered, hop + 1)
             combine(x, [result], weight, 1e-5, tuple(outs[hop]))
@@ -136,7 +145,7 @@ def _compile(count: int, dtype: torch.dtype) -> None:
     x, weight = empty(4, 7168, dtype=dtype), empty(7168, dtype=dtype)
     combine(x, [empty(4, 7168)] * count, weight, 1e-5)
     ids, weights = empty(4, 8, dtype=torch.int32), empty(4, 8)
-    submit(x, ids, weights, (empty(4, 7168, dtype=BF16), ids, weights))
+    copy_rows((x, ids, weights), (empty(4, 7168, dtype=BF16), ids, weights))
 
 
 COMPILES = [("bf16", lambda: _compile(3, BF16)), ("float32", lambda: _compile(2, FP32))]

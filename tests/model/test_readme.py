@@ -184,7 +184,7 @@ def test_families_and_formats_are_those_of_the_tables() -> None:
 def test_ops_are_those_of_the_table() -> None:
     named = set(quoted([row[0] for row in rows(PAGES["runtime/README.md"], "op")]))
     assert named == set(OPS)
-    assert named - {"submit", "wait"} == set(step.BINDERS) == set(ops.OPS)
+    assert named == set(step.BINDERS) == {*ops.OPS, "submit", "wait"}
 
 
 def test_settings_are_those_of_the_table() -> None:

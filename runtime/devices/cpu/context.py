@@ -25,6 +25,7 @@ from ...ops import OPS
 from ...program import Node, Program
 from ...workers.job import Job, float_bits
 from ...workers.pool import WorkerPool
+from ..link import Link
 from .activations import Form, FormKey, Forms, packed_only, sizes_with_forms
 
 _LINE = 64
@@ -75,6 +76,7 @@ class Context:
     Args:
         inputs, caches: by name, tensors of the buffers of these kinds.
         in_order: whether each node waits for the whole of the one before, whatever it reads.
+        link: to the device that has the other half of the program.
 
     Attributes:
         sizes: int64 [3]: T, S and R of a step.
@@ -94,12 +96,13 @@ class Context:
         kernel: str,
         sizes: torch.Tensor,
         in_order: bool = False,
+        link: Link | None = None,
     ) -> None:
-        self.program, self.pool, self.sizes = program, pool, sizes
+        self.program, self.pool, self.sizes, self.link = program, pool, sizes, link
         self.calls = list[MoECall]()
         self.outputs: dict[str, torch.Tensor] = {}
         self.uncompiled: list[LazyJob] = []
-        self._retained: list[Any] = [sizes, inputs, caches]
+        self._retained: list[Any] = [sizes, inputs, caches, link]
         self._forms = Forms(program, kernel)
         self._packed_only = packed_only(program)
         self._in_order = in_order
@@ -128,6 +131,9 @@ class Context:
         spans: list[tuple[int, int]] = []  # first and last job of each node
         for number, node in enumerate(self.program.nodes):
             self._node = number
+            if node.op == "submit" and self._tell(jobs, spans):
+                spans.append((len(jobs), len(jobs) - 1))
+                continue
             if node.op not in binders:
                 raise PykernelsError(
                     f"the cpu device has no {node.op!r}", f"It has {', '.join(binders)}"
@@ -140,17 +146,56 @@ class Context:
 
     def _wait(self, jobs: list[Job], spans: list[tuple[int, int]]) -> None:
         """Tells each job which ones before it must be complete."""
-        waited = {j for waits in self._waits for j in waits}
-        last = len(spans) - 1
-        self._waits[last] += [i for i in range(last) if i not in waited]  # a step ends with all
+        own = [i for i, (first, end) in enumerate(spans) if first <= end]
+        for i in own:  # behind a submit that has no job of its own: what that waits for
+            self._waits[i] = sorted({k for j in self._waits[i] for k in self._with_jobs(j, spans)})
+        waited = {j for i in own for j in self._waits[i]}
+        last = own[-1]
+        self._waits[last] += [
+            i for i in own if i < last and i not in waited
+        ]  # a step ends with all
         places = {id(job): place for place, job in enumerate(jobs)}
-        order = ordered(self._waits).direct
-        for node, ((first, end), direct) in enumerate(zip(spans, order, strict=True)):
+        direct = ordered(self._waits).direct
+        for i in own:
+            first, end = spans[i]
             for job in jobs[first + 1 : end + 1]:
                 job.after = (1,)
-            ends = [spans[j][1] for j in direct]
-            ends += [places[id(job)] for job in self._converted.get(node, [])]
+            ends = [spans[j][1] for j in direct[i]]
+            ends += [places[id(job)] for job in self._converted.get(i, [])]
             jobs[first].after = tuple(first - end for end in dict.fromkeys(ends))
+
+    def _with_jobs(self, node: int, spans: list[tuple[int, int]]) -> list[int]:
+        if spans[node][0] <= spans[node][1]:
+            return [node]
+        return [k for j in self._waits[node] for k in self._with_jobs(j, spans)]
+
+    def _tell(self, jobs: list[Job], spans: list[tuple[int, int]]) -> bool:
+        """Lets the jobs whose end the submit that is being bound waits for count its flag up, so
+        that no worker has to come by and see that they are done; False if one of them cannot."""
+        ends = {spans[k][1] for j in self._waits[self._node] for k in self._with_jobs(j, spans)}
+        if not ends or any(jobs[end].tells for end in ends):
+            return False
+        node, link = self.program.nodes[self._node], self._link()
+        for end in ends:
+            jobs[end].tells = link.address(node)
+        link.expect(node, len(ends))
+        return True
+
+    def flag_job(self, node: Node) -> Job:
+        """A job without tasks that stands for a wait or a submit."""
+        job = Job(node.name, 0, 0, tasks=0)
+        if node.op == "wait":
+            job.opens = self._link().address(node)
+        else:
+            job.tells = self._link().address(node)
+        return job
+
+    def _link(self) -> Link:
+        if self.link is None:
+            raise PykernelsError(
+                f"{self.program.name!r} is half of a program", "Run it with the other half"
+            )
+        return self.link
 
     # Buffers.
 
@@ -384,6 +429,8 @@ class Context:
                 self._tensors[name] = self.outputs[name] = torch.zeros(
                     shape, dtype=buffer.dtype, device="cpu"
                 )
+            elif self.link is not None and name in self.link.buffers:
+                self._tensors[name] = self.link.buffers[name]
             elif buffer.kind == "scratch" and name not in self._packed_only:
                 raw = arena[offset : offset + sizes[name]]
                 self._tensors[name] = raw.view(buffer.dtype).view(shape)

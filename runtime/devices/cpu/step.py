@@ -15,6 +15,8 @@ from ...passes.numa import split_over_nodes
 from ...program import Program
 from ...workers.job import Jobs
 from ...workers.pool import WorkerPool
+from ...workers.worker_pool import InFlight
+from ..link import Link
 from . import attention_ops, dense_ops, expert_ops
 from .context import Binder, Context
 
@@ -33,6 +35,8 @@ BINDERS: dict[str, Binder] = {
     "split_routing": expert_ops.split_routing,
     "moe_ffn": expert_ops.moe_ffn,
     "sample_requests": dense_ops.sample_requests,
+    "submit": lambda ctx, node: [ctx.flag_job(node)],
+    "wait": lambda ctx, node: [ctx.flag_job(node)],
 }
 """The ops of this device."""
 
@@ -47,6 +51,7 @@ class CpuExecutable:
         kernel: a backend of ``pykernels.registry``, or "auto".
         sizes: int64 [3]; None for its own.
         in_order: whether each node waits for the whole of the one before, whatever it reads.
+        link: to the device that has the other half of the program, if it is half of one.
 
     Attributes:
         program: in slices, where the pool's workers are dealt over NUMA nodes.
@@ -67,11 +72,14 @@ class CpuExecutable:
         kernel: str = "auto",
         sizes: torch.Tensor | None = None,
         in_order: bool = False,
+        link: Link | None = None,
     ) -> None:
         self.program, self.pool = split_over_nodes(program, len(pool.nodes)), pool
         self.sizes = torch.zeros(3, dtype=torch.int64, device="cpu") if sizes is None else sizes
         refuse_devices(program, "cpu")
-        self._context = Context(self.program, pool, inputs, caches, kernel, self.sizes, in_order)
+        self._context = Context(
+            self.program, pool, inputs, caches, kernel, self.sizes, in_order, link
+        )
         self.jobs = Jobs(self._context.bind(BINDERS))
         self.outputs = self._context.outputs
 
@@ -81,9 +89,18 @@ class CpuExecutable:
         Raises:
             TaskError: a task failed.
         """
+        self.prepare()
+        self.pool.run(self.jobs)
+
+    def launch(self) -> InFlight:
+        """Begins a step; ``pool.wait`` ends it, and says in ``error`` whether a task failed."""
+        self.prepare()
+        return self.pool.start(self.jobs, self)
+
+    def prepare(self) -> None:
+        """Compiles what a step of ``sizes`` needs and no smaller one has needed."""
         if self._context.uncompiled:
             self._compile(int(self.sizes[0]))
-        self.pool.run(self.jobs)
 
     def _compile(self, tokens: int) -> None:
         context = self._context

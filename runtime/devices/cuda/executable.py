@@ -1,10 +1,8 @@
-"""A program bound to a GPU: segments of launches, and calls of the CPU between them."""
+"""A program bound to a GPU: one graph of launches, beside the CPU's half on the workers' ring."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +11,15 @@ from pykernels.errors import PykernelsError
 
 from ...node import Node
 from ...ops import OPS
+from ...partition import partition
 from ...program import Program
 from ...workers.pool import WorkerPool
-from . import attention, dense, experts
+from ...workers.worker_pool import InFlight
+from ..cpu.step import CpuExecutable
+from ..link import Launching, Link
+from . import attention, dense, experts, handshake
 from .dense import Launch
-from .host_call import HostCall
+from .handshake import PinnedSlots
 from .memory import Caches, Memory
 from .segment import Segment
 
@@ -38,28 +40,24 @@ BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
 """The ops of this device."""
 
 
-@dataclass
-class _Hop:
-    """A call of the CPU: ``before`` ends with its ``send``; ``beside`` needs nothing of it."""
-
-    before: Segment
-    beside: Segment
-    call: HostCall
-
-
 class CudaExecutable:
     """A program that is ready to run, padded to its bucket.
 
+    Nodes of device "cpu" are a program of their own on the workers' ring (``partition``). Both are
+    started at once, and meet at flags: a step has no line of Python between its nodes.
+
     Args:
-        program: its nodes of device "cpu" are run by the workers, the others by this GPU.
+        program: its nodes are on the CPU and on this GPU.
         inputs: GPU tensors of the step's inputs; ``host_inputs``: CPU tensors of those that nodes
             of the CPU read.
-        tokens_table, key_lengths: see ``Memory``; ``prelude``: a launch that fills the former.
+        tokens_table, key_lengths: see ``Memory``; ``prelude``: launches that come first in a step.
         sizes: int64 [3] on the CPU: T, S and R of the step to come.
+        slots: pinned memory, shared with other programs that never run at the same time.
 
     Attributes:
-        before: called first in every step: it sends the inputs.
-        outputs: by name, CPU tensors of the "output" buffers that nodes of the CPU write.
+        before: called first in every step, on the host.
+        outputs: by name, CPU tensors of the "output" buffers.
+        cpu: the CPU's half; None if there is none.
 
     Raises:
         PykernelsError: an op that this device does not have.
@@ -78,39 +76,30 @@ class CudaExecutable:
         key_lengths: torch.Tensor,
         prelude: Launch,
         sizes: torch.Tensor,
+        slots: PinnedSlots,
     ) -> None:
-        self.program, self.device = program, device
+        self.program, self.device, self._pool = program, device, pool
+        halves = partition(program)
+        cpu = halves.pop("cpu", None)
+        (gpu,) = halves.values()
         sliced = {
             name: inputs[name][: program.shape(name)[0]]
-            for name, buffer in program.buffers.items()
+            for name, buffer in gpu.buffers.items()
             if buffer.kind == "input" and name in inputs
         }
-        self.memory = Memory(program, device, sliced, caches, tokens_table, key_lengths)
-        self._arrived = torch.cuda.Event() if device.type == "cuda" else None
-        self.outputs: dict[str, torch.Tensor] = {}
+        self.memory = Memory(gpu, device, sliced, caches, tokens_table, key_lengths)
         self.before: Launch = lambda: None
-        self._hops: list[_Hop] = []
-        launches: list[Launch] = [prelude]
-        nodes = list(program.nodes)
-        while nodes:
-            node = nodes.pop(0)
-            if node.device != "cpu":
-                launches.append(self._bind(node))
-                continue
-            call = HostCall(program, node, self.memory, pool, kernel, sizes, host_inputs)
-            self.outputs |= {
-                name: tensor
-                for name, tensor in call.executable.outputs.items()
-                if program.buffers[name].kind == "output"
-            }
-            beside: list[Launch] = []
-            results = set(node.writes)
-            while nodes and nodes[0].device != "cpu" and not results & set(nodes[0].reads):
-                beside.append(self._bind(nodes.pop(0)))
-            before = Segment([*launches, call.send], device)
-            self._hops.append(_Hop(before, Segment(beside, device), call))
-            launches = [call.receive]
-        self._last = Segment(launches, device)
+        self.outputs: Mapping[str, torch.Tensor] = {}
+        self._link: Link | None = None
+        self.cpu: CpuExecutable | None = None
+        if cpu is not None:
+            self._link = handshake.link(gpu, cpu, slots)
+            self.cpu = CpuExecutable(cpu, pool, host_inputs, {}, kernel, sizes, link=self._link)
+            self.outputs = self.cpu.outputs
+        self._graph = Segment([prelude, *map(self._bind, gpu.nodes)], device)
+        self._ended = torch.cuda.Event() if device.type == "cuda" else None
+        self._in_flight: InFlight | None = None
+        self._thread: Launching | None = None
 
     def run(self) -> None:
         """One step; returns when the results are there.
@@ -118,29 +107,64 @@ class CudaExecutable:
         Raises:
             TaskError: a task of the CPU failed.
         """
-        with torch.cuda.device(self.device) if self._arrived is not None else nullcontext():
-            self._run()
+        self.launch()
+        self.result()
 
-    def _run(self) -> None:
+    def launch(self) -> None:
+        """Begins a step."""
         self.before()
-        for hop in self._hops:
-            hop.before.run()
-            if self._arrived is not None:
-                self._arrived.record()
-            hop.beside.run()
-            if self._arrived is not None:
-                self._arrived.synchronize()
-            hop.call.run()
-        self._last.run()
+        if self.cpu is not None:
+            assert self._link is not None
+            self._link.clear()
+            self._in_flight = self.cpu.launch()
+        try:
+            self._start()
+        except BaseException:
+            self._release()
+            raise
+
+    def result(self) -> None:
+        """Ends the step that ``launch`` has begun.
+
+        Raises:
+            TaskError: a task of the CPU failed, or was not given its inputs in time.
+        """
+        try:
+            if self._in_flight is not None:
+                self._pool.wait(self._in_flight)
+        finally:
+            if self._link is not None:
+                self._link.release()  # of a pool that has ended, the GPU waits no more
+        if self._thread is not None:
+            self._thread.end()
+        if self._ended is not None:
+            self._ended.synchronize()
+        if self._in_flight is not None and self._in_flight.error is not None:
+            raise self._in_flight.error
 
     def capture(self, pool: Any) -> None:
-        """Captures every segment; the program has run once before."""
-        for hop in self._hops:
-            hop.before.capture(pool)
-            hop.beside.capture(pool)
-        self._last.capture(pool)
+        """Captures the step; the program has run once before."""
+        self._graph.capture(pool)
+
+    def _start(self) -> None:
+        if self._ended is None:  # in the interpreter a thread plays the stream
+            self._thread = Launching(self._graph.run, self._link)
+            return
+        with torch.cuda.device(self.device):
+            self._graph.run()
+            self._ended.record()
+
+    def _release(self) -> None:
+        """Ends the CPU's half of a step whose other half did not begin."""
+        if self._link is not None and self._in_flight is not None:
+            self._link.release()
+            self._pool.wait(self._in_flight)
 
     def _bind(self, node: Node) -> Launch:
+        if node.op in ("submit", "wait"):
+            assert self._link is not None
+            end = handshake.submit if node.op == "submit" else handshake.wait
+            return end(self.memory, node, self._link)
         binder = BINDERS.get(node.op)
         if binder is None:
             raise PykernelsError(

@@ -24,6 +24,11 @@ def dtypes(program: Program) -> dict[str, torch.dtype]:
             for port, buffer in names.items():
                 row = ports.get(port) or ports[port.rstrip("0123456789")]
                 kinds.setdefault(buffer, set()).add(row.kind)
+    for node in program.nodes:  # sums of experts come from the CPU in float32
+        if node.op == "wait":
+            for name in node.writes:
+                if program.buffers[name].dtype.is_floating_point:
+                    kinds[name].add("float32")
     return {
         name: _dtype(program.buffers[name].dtype, found)
         for name, found in kinds.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -12,12 +13,15 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu.common.launch import supports
 
 from ...engine.batch import DeviceLost, StepBatch, StepResult
+from ...passes import defer
 from ...program import Program
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
 from ..runner import Lowerable, PagedRunner, Pass
+from .deferral import measured_deferral
 from .dense import Launch
 from .executable import CudaExecutable
+from .handshake import PinnedSlots
 from .inputs import KEY_LENGTHS, StepInputs
 from .weights import experts_bytes
 
@@ -35,6 +39,10 @@ class CudaRunner(PagedRunner):
         device: "cuda:N"; "cpu" in Triton's interpreter.
         pool: runs what is on the CPU: experts, sampling.
         experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
+        auto_defer: whether to defer as many experts as keep the CPU busy, found by measuring.
+
+    Attributes:
+        deferred: experts of a token that ``auto_defer`` found.
 
     Raises:
         PykernelsError: no such GPU, too little of its memory, a kernel that cannot run there.
@@ -56,6 +64,7 @@ class CudaRunner(PagedRunner):
         passes: Sequence[Pass] = (),
         max_num_logits: int | None = None,
         experts: str = "auto",
+        auto_defer: bool = False,
     ) -> None:
         super().__init__(
             model,
@@ -70,12 +79,13 @@ class CudaRunner(PagedRunner):
         check_device(device)
         if experts not in EXPERTS:
             raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
-        self.experts = experts
+        self.experts, self._auto_defer, self.deferred = experts, auto_defer, 0
         if self._real:  # a layer of the GPU is shorter than waking a sleeper
             pool.spin_for(spin_budget(driver_works=False))
         self.caches: dict[str, torch.Tensor] = {}
         self._inputs: StepInputs | None = None
         self._host_inputs: Mapping[str, torch.Tensor] = {}
+        self._slots = PinnedSlots(self._real)
         self._pool_handle = torch.cuda.graph_pool_handle() if self._real else None
 
     @property
@@ -99,6 +109,20 @@ class CudaRunner(PagedRunner):
             for node in program.nodes
         )
         return replace(program, nodes=nodes).check()
+
+    def decode_passes(self) -> Sequence[Pass]:
+        """The passes, with the deferral that pays here."""
+        cpu = self.steps[0].cpu if isinstance(self.steps[0], CudaExecutable) else None
+        if not self._auto_defer or cpu is None or self.experts != "cpu":
+            return self.passes
+        inputs = self._host_inputs
+        self.sizes[0], self.sizes[1], self.sizes[2] = 1, 1, 0  # a token that is written nowhere
+        inputs["slot_mapping"][0] = -1
+        self.deferred = measured_deferral(self.steps[0].program, cpu.jobs.jobs, self.steps[0].run)
+        inputs["slot_mapping"][0] = 0
+        if not self.deferred:
+            return self.passes
+        return (partial(defer, N=self.deferred), *self.passes)
 
     def step(self, batch: StepBatch) -> StepResult:
         try:
@@ -159,6 +183,7 @@ class CudaRunner(PagedRunner):
             given[KEY_LENGTHS][:T],
             prelude,
             self.sizes,
+            self._slots,
         )
         executable.before = self._send(executable)
         if self._real:
@@ -178,9 +203,8 @@ class CudaRunner(PagedRunner):
     def _warm(self, executable: CudaExecutable) -> None:
         """Runs a step of padding, which compiles everything, then captures it."""
         self.sizes[0], self.sizes[1], self.sizes[2] = 0, 0, 0
+        executable.run()
         with torch.cuda.device(self.device):
-            executable.run()
-            torch.cuda.synchronize(self.device)
             if executable.program.sizes["T"] <= GRAPH_TOKENS:
                 assert self._pool_handle is not None
                 executable.capture(self._pool_handle)

@@ -1,16 +1,14 @@
-"""The ``ref`` device: a program's nodes as operations of a stream, in float32.
+"""The ``ref`` device: a program's nodes in float32, one after the other.
 
-Where a program has nodes on the ``cpu`` device (``passes.offload``) it is partitioned, and a second
-stream runs those with the real kernels. The two meet at flags only, as a GPU and a CPU do: this
-stream stores what it submits into the memory of the other part, and loads from there what it waits
-for. Buffers lie where the memory plan has them, over each other where their lives allow it.
+Where a program has nodes on the ``cpu`` device (``passes.offload``) it is partitioned, and the
+workers run those with the real kernels, as beside a GPU: a thread plays the GPU's stream, and the
+two meet at flags only. Buffers lie where the memory plan has them, over each other where their
+lives allow it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from time import perf_counter_ns
+from collections.abc import Mapping
 
 import torch
 
@@ -20,10 +18,10 @@ from ...analysis import dependencies
 from ...partition import partition
 from ...program import Node, Program
 from ...workers.pool import WorkerPool
-from .experts import NodeCall
+from ..cpu.step import CpuExecutable
+from ..link import Launching, Link, carried
 from .memory import Memory
 from .ops import OPS
-from .stream import Flags, Stream
 
 HERE, CPU = "ref", "cpu"
 
@@ -44,8 +42,7 @@ class RefExecutable:
         inputs: as given.
         outputs: by name, tensors of the "output" buffers.
         memory: of this device's part.
-        calls: by node name, those of the ``cpu`` device.
-        times: of the last step, (stream, node, begin, end) in ns.
+        cpu: the other part; None if there is none.
 
     Raises:
         PykernelsError: an op or a device that this one does not have, an input that is not given,
@@ -65,116 +62,64 @@ class RefExecutable:
         self.program = program
         self.sizes = torch.zeros(3, dtype=torch.int64, device="cpu") if sizes is None else sizes
         self.inputs = dict(inputs)
-        self.times: list[tuple[str, str, int, int]] = []
         self._parts = partition(program)
         self._refuse(pool)
-        self._memories = {
-            device: Memory(
-                part,
-                self.sizes,
-                {**inputs, **caches},
-                dependencies(part, in_order=device == HERE) if reuse else None,
-            )
-            for device, part in self._parts.items()
-        }
-        self.memory = self._memories[HERE]
-        self.outputs = {n: x for m in self._memories.values() for n, x in m.outputs.items()}
-        self.calls: dict[str, NodeCall] = {}
+        here = self._parts[HERE]
+        order = dependencies(here, in_order=True) if reuse else None
+        self.memory = Memory(here, self.sizes, {**inputs, **caches}, order)
+        self.outputs = dict(self.memory.outputs)
+        self.cpu: CpuExecutable | None = None
         if CPU in self._parts:
             assert pool is not None
-            for node in self._parts[CPU].nodes:
-                if node.op not in ("submit", "wait"):
-                    self.calls[node.name] = NodeCall(node, self._memories[CPU], pool, kernel)
-        channels = [n for p in self._parts.values() for n in p.nodes if n.op == "submit"]
-        self._flags = Flags(len(channels))
-        self._stream = Stream("ref")
-        self._cpu = Stream("ref-cpu") if self.calls else None
-        self._count = 0
+            other = self._parts[CPU]
+            buffers = {
+                name: torch.zeros(other.shape(name), dtype=other.buffers[name].dtype, device="cpu")
+                for name in carried(other)
+            }
+            self._link = Link(self._parts, buffers, pinned=False)
+            self.cpu = CpuExecutable(other, pool, inputs, {}, kernel, self.sizes, link=self._link)
+            self.outputs |= self.cpu.outputs
 
     def run(self) -> None:
         """One step.
 
         Raises:
-            what an op raised.
+            TaskError: a task of the other part failed; or what an op raised.
         """
-        self._count += 1
-        self.times.clear()
-        self._flags.mend()
-        if self._cpu is not None:
-            for node in self._parts[CPU].nodes:
-                self._serve(self._cpu, node)
-        for node in self._parts[HERE].nodes:
-            self._launch(node)
+        if self.cpu is None:
+            self._run()
+            return
+        self._link.clear()
+        in_flight = self.cpu.launch()
+        stream = Launching(self._run, self._link)
         try:
-            self._stream.synchronize()
-        except BaseException as error:
-            self._flags.fail(error)  # the other stream may wait for what comes no more
-            self._drain()
-            raise
-        if self._cpu is not None:
-            self._cpu.synchronize()
-
-    def close(self) -> None:
-        """Ends the streams."""
-        for stream in (self._stream, self._cpu):
-            if stream is not None:
-                stream.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_count"):
-            self.close()
+            self.cpu.pool.wait(in_flight)
+        finally:
+            self._link.release()  # of a pool that has ended, the stream waits no more
+        stream.end()
+        if in_flight.error is not None:
+            raise in_flight.error
 
     def execute(self, node: Node) -> None:
-        """Runs one node of this device, in its stream."""
-        OPS[node.op](self.memory, node)
+        """Runs one node of this device."""
+        if node.op == "submit":
+            self.submit(node)
+        elif node.op == "wait":
+            self._link.wait(node)
+            for name in node.writes:
+                self.memory.write(name, self._link.buffers[name][: self.memory.length(name)])
+        else:
+            OPS[node.op](self.memory, node)
 
     def submit(self, node: Node) -> None:
-        """Stores buffers into the other part's memory."""
+        """Stores buffers where the other part reads them."""
         for name in node.reads:
-            self._memories[CPU].write(name, self.memory.read(name))
+            self._link.buffers[name][: self.memory.length(name)] = self.memory.read(name)
+        self._link.set(node)
 
-    def _load(self, node: Node) -> None:
-        """Loads buffers from the other part's memory."""
-        for name in node.writes:
-            self.memory.write(name, self._memories[CPU].read(name))
-
-    def _launch(self, node: Node) -> None:
-        stream, flags = self._stream, self._flags
-        if node.op == "submit":
-            stream.launch(self._timed(HERE, node.name, partial(self.submit, node)))
-            stream.write_value(flags, node.attr("channel"), self._count)
-        elif node.op == "wait":
-            stream.wait_value(flags, node.attr("channel"), self._count)
-            stream.launch(self._timed(HERE, node.name, partial(self._load, node)))
-        else:
-            stream.launch(self._timed(HERE, node.name, partial(self.execute, node)))
-
-    def _serve(self, stream: Stream, node: Node) -> None:
-        """Puts a node of the ``cpu`` device on its stream."""
-        if node.op == "submit":
-            stream.write_value(self._flags, node.attr("channel"), self._count)
-            return
-        if node.op == "wait":
-            stream.wait_value(self._flags, node.attr("channel"), self._count)
-            return
-        call = self.calls[node.name]
-
-        def run() -> None:
-            try:
-                self._timed(CPU, call.name, call.run)()
-            except BaseException as error:
-                self._flags.fail(error)
-                raise
-
-        stream.launch(run)
-
-    def _timed(self, stream: str, name: str, operation: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            begin = perf_counter_ns()
-            operation()
-            self.times.append((stream, name, begin, perf_counter_ns()))
-
-        return run
+    def _run(self) -> None:
+        for node in self._parts[HERE].nodes:
+            self.execute(node)
 
     def _refuse(self, pool: WorkerPool | None) -> None:
         for device, part in self._parts.items():
@@ -193,10 +138,3 @@ class RefExecutable:
             raise PykernelsError(
                 f"{self._parts[CPU].nodes[-1].name} needs the cpu device", "Give it a WorkerPool"
             )
-
-    def _drain(self) -> None:
-        if self._cpu is not None:
-            try:
-                self._cpu.synchronize()
-            except Exception:  # the first error is the one to report
-                return

@@ -1,0 +1,128 @@
+"""Where the CPU's half of a program meets the half on another device: flags, and shared memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from pykernels.errors import PykernelsError
+
+from ..node import Node
+from ..program import Program
+
+_WORDS = 8
+"""int64 words from one flag to the next: a cache line."""
+_POLL_S, _LIMIT_S = 2e-5, 60.0
+
+
+class Link:
+    """A flag for each channel of a partitioned program, and the buffers that go over channels.
+
+    The end that submits sets a channel's flag when what it sends is in memory; the other end waits
+    for that. ``clear`` comes before either end begins a step.
+
+    Args:
+        halves: the programs of both devices.
+        buffers: by name, tensors that both reach, of what any channel carries.
+        pinned: whether a GPU reads and writes the flags.
+    """
+
+    def __init__(
+        self, halves: Mapping[str, Program], buffers: Mapping[str, torch.Tensor], pinned: bool
+    ) -> None:
+        self.buffers = buffers
+        nodes = [node for half in halves.values() for node in half.nodes if node.op == "submit"]
+        self._rows = {node.attr("channel"): row for row, node in enumerate(nodes)}
+        self._flags = torch.zeros(
+            max(1, len(nodes)), _WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned
+        )
+        self._array = self._flags.numpy()[:, 0]
+        self._needed = np.ones(len(self._array), np.int64)
+
+    def address(self, node: Node) -> int:
+        """Of the flag of a submit or a wait: an int64."""
+        return int(self._flags[self._row(node)].data_ptr())
+
+    def expect(self, node: Node, tellers: int) -> None:
+        """So many count the flag of a submit up; one, if nothing is said."""
+        self._needed[self._row(node)] = tellers
+
+    def needed(self, node: Node) -> int:
+        """The flag's number when what is sent is there."""
+        return int(self._needed[self._row(node)])
+
+    def clear(self) -> None:
+        """Clears all flags."""
+        self._array[:] = 0
+
+    def release(self) -> None:
+        """Sets all flags, so that nobody waits any more."""
+        self._array[:] = self._needed
+
+    def set(self, node: Node) -> None:
+        """Sets the flag of a submit."""
+        self._array[self._row(node)] = self.needed(node)
+
+    def wait(self, node: Node) -> None:
+        """Returns when what a wait waits for is there.
+
+        Raises:
+            PykernelsError: it does not come.
+        """
+        row, end = self._row(node), time.monotonic() + _LIMIT_S
+        while self._array[row] < self._needed[row]:
+            if time.monotonic() > end:
+                raise PykernelsError(f"{node.name} waits for the CPU in vain", "Try again")
+            time.sleep(_POLL_S)
+
+    def _row(self, node: Node) -> int:
+        return self._rows[node.attr("channel")]
+
+
+def carried(program: Program) -> tuple[str, ...]:
+    """Names of the buffers that go over channels at either end of one device's half."""
+    names = (
+        name
+        for node in program.nodes
+        if node.op in ("submit", "wait")
+        for name in (*node.reads, *node.writes)
+    )
+    return tuple(dict.fromkeys(names))
+
+
+class Launching:
+    """One half of a step in a thread of its own, which plays the other device's stream.
+
+    Args:
+        run: the half; ``link``: released if it fails, since the CPU would wait for what comes no
+            more.
+    """
+
+    def __init__(self, run: Callable[[], None], link: Link | None) -> None:
+        self._half, self._link = run, link
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Waits until it has run.
+
+        Raises:
+            what it raised.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    @torch.inference_mode()  # of the thread that made a step's tensors, perhaps: they change in it
+    def _run(self) -> None:
+        try:
+            self._half()
+        except BaseException as error:
+            self._error = error
+            if self._link is not None:
+                self._link.release()
