@@ -101,17 +101,26 @@ def _writes_beside(
     node: Node, nodes: Sequence[Node], writers: Mapping[str, list[int]]
 ) -> str | None:
     """The buffer of which a linear writes columns that no writer before it has written."""
-    if node.op != "linear" or "out" not in node.inputs:
+    own = _columns(node)
+    if own is None or "out" not in node.inputs:
         return None
-    out, own = node.outputs["out"], _columns(node)
-    others = [_columns(nodes[j]) for j in writers.get(out, []) if nodes[j].op == "linear"]
-    disjoint = all(own.stop <= other.start or other.stop <= own.start for other in others)
-    return out if others and len(others) == len(writers[out]) and disjoint else None
+    out = node.outputs["out"]
+    for j in writers[out] if out in writers else [-1]:
+        other = _columns(nodes[j]) if j >= 0 else None
+        if other is None or (own.start < other.stop and other.start < own.stop):
+            return None
+    return out
 
 
-def _columns(linear: Node) -> range:
-    start = linear.attr("start")
-    return range(start, start + linear.weights["weight"].shape[0])
+def _columns(node: Node) -> range | None:
+    """The columns of its output that a linear writes; None of other ops, which write it all."""
+    if node.op == "linear":
+        start = node.attr("start")
+        return range(start, start + node.weights["weight"].shape[0])
+    if node.op == "per_head_linear":
+        first, width = node.attr("first"), node.attr("out_head")
+        return range(first * width, (first + node.weights["heads"].shape[0]) * width)
+    return None
 
 
 @dataclass(frozen=True)

@@ -45,24 +45,18 @@ Allocate = Callable[[Format, int, int], tuple[torch.Tensor, torch.Tensor]]
 """(format, K, number of 32-row blocks) -> where its blocks and scales go: uint8 [blocks, bytes]."""
 
 
-def weights_on(nodes: MemoryNodes) -> Allocate:
-    """New memory, the slices of a matrix each on a node."""
+def weights_on(nodes: MemoryNodes, heads: int | None = None) -> Allocate:
+    """New memory, the slices of a matrix each on a node.
+
+    Args:
+        heads: of a matrix per head, which are not cut; None: 32-row blocks are not.
+    """
 
     def allocate(fmt: Format, K: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, scale_bytes = nodes.allocate_blocks(blocks, fmt.block_bytes(K)), fmt.scale_bytes(K)
-        if not scale_bytes:
-            return weights, torch.zeros(blocks, 0, dtype=torch.uint8, device="cpu")
-        return weights, nodes.allocate_blocks(blocks, scale_bytes)
-
-    return allocate
-
-
-def weights_interleaved(nodes: MemoryNodes) -> Allocate:
-    """New memory whose pages are on all nodes in turns: of matrices that are not sliced."""
-
-    def allocate(fmt: Format, K: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        sizes = fmt.block_bytes(K), fmt.scale_bytes(K)
-        weights, scales = (nodes.allocate(blocks * nbytes).view(blocks, nbytes) for nbytes in sizes)
+        units, sizes = heads or blocks, (fmt.block_bytes(K), fmt.scale_bytes(K))
+        weights, scales = (
+            nodes.allocate_units(units, blocks // units * size).view(blocks, size) for size in sizes
+        )
         return weights, scales
 
     return allocate
@@ -156,6 +150,13 @@ class PackedHeads:
     def nbytes(self) -> int:
         """Bytes that one pass reads."""
         return self.blocks.nbytes + self.scales.nbytes
+
+    def some(self, first: int, last: int) -> PackedHeads:
+        """Its heads ``first .. last - 1``, in the same memory."""
+        found = copy.copy(self)
+        found.G = last - first
+        found.blocks, found.scales = self.blocks[first:last], self.scales[first:last]
+        return found
 
     @property
     def shape(self) -> tuple[int, int, int]:

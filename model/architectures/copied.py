@@ -67,14 +67,15 @@ class CopiedCache(Packing):
     def _matrix(self, matrix: PackedMatrix) -> PackedMatrix:
         for part in ("blocks", "scales"):
             mapped = getattr(matrix, part)
-            copy = self._nodes.allocate_blocks(*mapped.shape)
+            copy = self._nodes.allocate_units(*mapped.shape)
             setattr(matrix, part, self._copied(copy, mapped))
         return matrix
 
     def _heads(self, heads: PackedHeads) -> PackedHeads:
         for part in ("blocks", "scales"):
             mapped = getattr(heads, part)
-            copy = self._nodes.allocate(mapped.nbytes).view(mapped.shape)
+            copy = self._nodes.allocate_units(heads.G, mapped.nbytes // heads.G)
+            copy = copy.view(mapped.shape)
             setattr(heads, part, self._copied(copy, mapped))
         return heads
 

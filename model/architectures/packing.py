@@ -19,7 +19,6 @@ from runtime.matrix import (
     PackedHeads,
     PackedMatrix,
     pack_nothing,
-    weights_interleaved,
     weights_on,
 )
 
@@ -92,8 +91,8 @@ class FromSource(Packing):
     """Packs the weights of a source.
 
     Args:
-        nodes: NUMA nodes: one slice of each linear's matrix and of each expert lies on each. What
-            is not sliced (embeddings, single heads) is interleaved.
+        nodes: NUMA nodes: one slice of each linear's matrix and of each expert lies on each, and a
+            share of the heads.
     """
 
     def __init__(self, source: Source, pack: Pack, nodes: MemoryNodes = ONE_NODE) -> None:
@@ -177,7 +176,8 @@ class FromSource(Packing):
         return PackedMatrix(get_format(weights[0][0]), parts, self.pack, allocate)
 
     def _packed_heads(self, fmt: str, heads: Sequence[Weight]) -> PackedHeads:
-        return PackedHeads(get_format(fmt), heads, self.pack, weights_interleaved(self.nodes))
+        allocate = weights_on(self.nodes, len(heads))
+        return PackedHeads(get_format(fmt), heads, self.pack, allocate)
 
 
 def _as_bf16(fmt: str, weight: Weight) -> Weight:

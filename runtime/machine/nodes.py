@@ -34,24 +34,24 @@ class MemoryNodes:
         """
         return allocate(nbytes, interleaved=self.numbers if len(self) > 1 else ())
 
-    def allocate_blocks(self, blocks: int, nbytes: int) -> torch.Tensor:
-        """uint8 [blocks, nbytes] of zeros, the blocks of each slice on its node (``block_cuts``).
+    def allocate_units(self, units: int, nbytes: int) -> torch.Tensor:
+        """uint8 [units, nbytes] of zeros, those of each slice on its node (``slice_cuts``).
 
         Raises:
             PykernelsError: as ``memory.allocate``.
         """
-        cuts = block_cuts(blocks, len(self))
-        if len(self) == 1 or len(cuts) == 2:
-            return self.allocate(blocks * nbytes).view(blocks, nbytes)
+        cuts = slice_cuts(units, len(self))
+        if len(cuts) == 2:
+            return self.allocate(units * nbytes).view(units, nbytes)
         sizes = [nbytes * (last - first) for first, last in zip(cuts, cuts[1:], strict=False)]
-        return allocate_side_by_side(sizes, self.numbers).view(blocks, nbytes)
+        return allocate_side_by_side(sizes, self.numbers).view(units, nbytes)
 
 
 ONE_NODE = MemoryNodes()
 
 
-def block_cuts(blocks: int, nodes: int) -> Sequence[int]:
-    """Where the slices of a matrix of 32-row blocks begin, and the end: as even as they go; one
-    slice where there are fewer blocks than nodes."""
-    parts = nodes if blocks >= nodes else 1
-    return [blocks * part // parts for part in range(parts + 1)]
+def slice_cuts(units: int, nodes: int) -> Sequence[int]:
+    """Where the slices of a matrix begin, and the end, in units that are not cut (32-row blocks, or
+    heads): as even as they go; one slice where there are fewer units than nodes."""
+    parts = nodes if units >= nodes else 1
+    return [units * part // parts for part in range(parts + 1)]

@@ -1,21 +1,23 @@
 """Linears and experts in slices, one a NUMA node (tensor parallelism, SOSP'25 section 3.3).
 
-A linear is cut by rows: each slice writes its own columns of the same buffer, so the numbers are
-those of the whole. Experts are cut along their intermediate size (``quant.split``): each slice
-writes a sum of its own, and the next norm adds them in the order of the nodes.
+A linear is cut by rows, and a matrix per head by heads: each slice writes its own columns of the
+same buffer, so the numbers are those of the whole. Experts are cut along their intermediate size
+(``quant.split``): each slice writes a sum of its own, and the next norm adds them in the order of
+the nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from pykernels.errors import PykernelsError
+from pykernels.quant.layout import N_BLOCK
 
-from ..machine.nodes import block_cuts
-from ..matrix import PackedMatrix
+from ..machine.nodes import slice_cuts
+from ..matrix import PackedHeads, PackedMatrix
 from ..node import Node, repeated
 from ..program import Program
 from .layers import rebuilt
@@ -71,6 +73,8 @@ def split_over_nodes(program: Program, nodes: int) -> Program:
 def _slices(node: Node, nodes: int) -> _Slices:
     if node.op == "linear":
         return _Slices(_linears(node, nodes), {})
+    if node.op == "per_head_linear":
+        return _Slices(_heads(node, nodes), {})
     if node.op == "moe_ffn" and len(slices := node.weights["experts"].slices) > 1:
         out = node.outputs["out"]
         parts = tuple(f"{out}.node{i}" for i in range(len(slices)))
@@ -101,15 +105,41 @@ def _renamed(node: Node, ends: Mapping[str, list[str]]) -> Node:
 
 def _linears(node: Node, nodes: int) -> list[Node]:
     matrix: PackedMatrix = node.weights["weight"]
-    cuts = block_cuts(matrix.blocks.shape[0], nodes)
+
+    def part(first: int, last: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        weights: dict[str, Any] = {"weight": matrix.rows(first, last)}
+        if "bias" in node.weights:
+            start = N_BLOCK * first
+            weights["bias"] = node.weights["bias"][start : start + weights["weight"].N]
+        return weights, {"start": node.attr("start") + N_BLOCK * first}
+
+    return _side_by_side(node, slice_cuts(matrix.blocks.shape[0], nodes), part)
+
+
+def _heads(node: Node, nodes: int) -> list[Node]:
+    heads: PackedHeads = node.weights["heads"]
+
+    def part(first: int, last: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        return {"heads": heads.some(first, last)}, {"first": node.attr("first") + first}
+
+    return _side_by_side(node, slice_cuts(heads.G, nodes), part)
+
+
+def _side_by_side(
+    node: Node,
+    cuts: Sequence[int],
+    part: Callable[[int, int], tuple[Mapping[str, Any], Mapping[str, Any]]],
+) -> list[Node]:
+    """A node in slices that each write columns of its output.
+
+    Args:
+        part: (first, last) of the cuts -> a slice's weights, and the attributes that change.
+    """
     if len(cuts) == 2:
         return [node]
     found: list[Node] = []
     for i, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
-        rows = matrix.rows(first, last)
-        weights: dict[str, Any] = {"weight": rows}
-        if "bias" in node.weights:
-            weights["bias"] = node.weights["bias"][32 * first : 32 * first + rows.N]
+        weights, attrs = part(first, last)
         found.append(
             replace(
                 node,
@@ -117,7 +147,7 @@ def _linears(node: Node, nodes: int) -> list[Node]:
                 # The others write their columns where the first one has written its own.
                 inputs={**node.inputs, "out": node.outputs["out"]} if i else node.inputs,
                 weights=weights,
-                attrs={**node.attrs, "start": node.attr("start") + 32 * first},
+                attrs={**node.attrs, **attrs},
                 numa=i,
             )
         )

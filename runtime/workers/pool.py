@@ -38,7 +38,7 @@ def make_pool(
     nodes = nodes_to_use(topology, numa, threads, driver_works)
     if numa == AUTO and len(topology.nodes) > 1 and not nodes:
         why = why_not_split(topology, threads, driver_works)
-        warnings.warn(f"experts are not split across the NUMA nodes: {why}", stacklevel=2)
+        warnings.warn(f"the weights are not split across the NUMA nodes: {why}", stacklevel=2)
     return WorkerPool(threads, driver_works, topology, nodes, narrow=numa == AUTO)
 
 

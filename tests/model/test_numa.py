@@ -57,7 +57,7 @@ def test_a_narrow_layer_is_not_split_unless_asked_for(checkpoint: Checkpoints) -
 
 
 @pytest.mark.parametrize("numa", ["auto", "off"])
-@pytest.mark.filterwarnings("ignore:experts are not split")  # two cores: one is the driver's
+@pytest.mark.filterwarnings("ignore:the weights are not split")  # two cores: one is the driver's
 def test_beside_a_gpu_the_driver_is_no_worker(numa: str) -> None:
     topology = Topology.detect()
     pretrained._configure_workers(None, numa, driver_works=False)

@@ -20,7 +20,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant.layout import ceil_to
 
 from ...analysis import ALIGN, buffer_bytes, dependencies, ordered, plan_memory
-from ...machine.memory import allocate
+from ...machine.memory import allocate, allocate_side_by_side
 from ...ops import OPS
 from ...program import Node, Program
 from ...workers.job import Job, float_bits
@@ -280,7 +280,9 @@ class Context:
         """(address, stride) of per-worker scratch, which any task may use while it runs."""
         stride = ceil_to(max(nbytes, _LINE), _LINE)
         if stride not in self._scratch:
-            self._scratch[stride] = self.allocate(stride * self.pool.threads)
+            sizes = [stride * node.count for node in self.pool.nodes]  # each near its workers
+            scratch = allocate_side_by_side(sizes, self.pool.memory.numbers)
+            self._scratch[stride] = self.retain(scratch)
         return self._scratch[stride], stride
 
     # Kernels.

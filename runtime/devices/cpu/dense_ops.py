@@ -126,7 +126,7 @@ def per_head_linear(ctx: Context, node: Node) -> list[Job]:
     """x [T, G * x_head + ...] by a matrix of each head, to out [T, G * out_head]. Tokens of
     sequences with ``expand_from`` in the step are left out."""
     x, out = node.inputs["x"], node.outputs["out"]
-    heads = node.weights["heads"]
+    heads, first = node.weights["heads"], node.attr("first")
     matrices, many = head_matrices(ctx, heads), node.attr("expand_from")
     scratch, scratch_stride = ctx.scratch(MAX_TOKENS * matrices["row_stride"])
     setup, run = make_per_head_linear()
@@ -134,12 +134,12 @@ def per_head_linear(ctx: Context, node: Node) -> list[Job]:
         PER_HEAD_LINEAR,
         count_at=ctx.count_at(x),
         G=heads.G,
-        x=ctx.at(x),
+        x=ctx.at(x) + 4 * first * node.attr("x_head"),
         x_stride=ctx.stride(x),
         x_head=4 * node.attr("x_head"),
         K=heads.K,
         N=heads.N,
-        out=ctx.at(out),
+        out=ctx.at(out) + 4 * first * node.attr("out_head"),
         out_stride=ctx.stride(out),
         out_head=4 * node.attr("out_head"),
         sequence=ctx.at(node.inputs["sequences"]) if many else 0,
@@ -148,7 +148,7 @@ def per_head_linear(ctx: Context, node: Node) -> list[Job]:
         scratch_stride=scratch_stride,
         **matrices,
     )
-    return [Job(node.name, run.address, record, setup.address)]
+    return [Job(node.name, run.address, record, setup.address, node=node.numa)]
 
 
 def head_matrices(ctx: Context, heads: PackedHeads) -> dict[str, int]:

@@ -51,6 +51,8 @@ class CpuRunner(PagedRunner):
             max_num_logits,
         )
         self.pool, self.kernel = pool, kernel
+        # On several nodes interleaved: attention is cut by sequences and runs of keys, so any worker
+        # reads any page; none has a node of its own, and no memory controller is idle.
         self.caches = {
             name: pool.memory.allocate(part.nbytes).view(part.dtype).view(part.shape)
             for name, part in model.caches(self.num_pages).items()

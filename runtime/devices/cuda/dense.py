@@ -89,8 +89,10 @@ def per_head_linear(m: Memory, node: Node) -> Launch:
     matrices = weights.heads(node.weights["heads"], m.device)  # [G, N, K]
     G, N, K = matrices.shape
     x_head, out_head = node.attr("x_head"), node.attr("out_head")
-    x = m.read(node, "x").flatten(1)[:, : G * x_head].unflatten(1, (G, x_head))[..., :K]
-    out = m.written(node, "out").flatten(1).unflatten(1, (G, out_head))[..., :N]
+    heads = slice(node.attr("first"), node.attr("first") + G)
+    x = m.read(node, "x").flatten(1)[:, : heads.stop * x_head].unflatten(1, (-1, x_head))
+    out = m.written(node, "out").flatten(1)[:, : heads.stop * out_head].unflatten(1, (-1, out_head))
+    x, out = x[:, heads, :K], out[:, heads, :N]
     return lambda: void(multiply_heads(x, matrices, out))
 
 

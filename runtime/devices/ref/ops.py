@@ -61,9 +61,11 @@ def per_head_linear(m: Memory, node: Node) -> None:
     """A matrix for each head, to the first numbers of each head of out."""
     packed, x = node.weights["heads"], m.read(node.inputs["x"]).flatten(1)
     x_head, out_head = node.attr("x_head"), node.attr("out_head")
-    x = x[:, : packed.G * x_head].unflatten(1, (packed.G, x_head))[..., : packed.K]  # [T, G, K]
+    heads = slice(node.attr("first"), node.attr("first") + packed.G)
+    x = x[:, : heads.stop * x_head].unflatten(1, (-1, x_head))[:, heads, : packed.K]  # [T, G, K]
     y = torch.einsum("tgk,gnk->tgn", x, weights.heads(packed))
-    m.read(node.outputs["out"]).view(len(x), packed.G, out_head)[..., : packed.N] = y
+    out = m.read(node.outputs["out"]).flatten(1)[:, : heads.stop * out_head]
+    out.unflatten(1, (-1, out_head))[:, heads, : packed.N] = y
 
 
 def rope_table(m: Memory, node: Node) -> None:
