@@ -9,24 +9,27 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
+from runtime.devices.cpu.weights import HERE, layouts
 from runtime.matrix import Pack, packer
+from runtime.program import Program
+from runtime.weight_spec import WeightSpec
+from runtime.weights import Layout, WeightStore
 from runtime.workers.pool import WorkerPool
 
-from .architectures.converted import Converted
-from .architectures.decoder import make_ends, make_layer
+from .architectures.decoder import make_decoder
 from .architectures.families import check_lowered
-from .architectures.packed import IntoCache
-from .architectures.weights import Stored
+from .architectures.packed import object_key, stored_object
+from .architectures.schema import Schema, stored_schema
+from .architectures.weights import CheckpointWeights
 from .checkpoint import memory
 from .checkpoint.config import read_config, resolve_dtype
 from .checkpoint.gguf import find_gguf
@@ -41,7 +44,6 @@ from .checkpoint.plan import Plan, make_plan
 from .checkpoint.progress import Adder, Callback, reporting
 from .checkpoint.read import nbytes
 from .checkpoint.safetensors import Checkpoint
-from .modules.linear import linears as linears_of
 from .opened import injected
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
 from .rules import Rules, resolve_rules
@@ -57,12 +59,12 @@ class Part:
     """A file of the cache.
 
     Attributes:
-        name: without its ending; ``make``: packs what goes into it.
+        name: without its ending; ``layer``: whose weights it has, None for those outside layers.
         stored, packed: bytes that are read and about those that are written.
     """
 
     name: str
-    make: Callable[[IntoCache], object]
+    layer: int | None
     stored: int
     packed: int
 
@@ -120,6 +122,7 @@ def convert(
         parsed = resolve_rules(rules, config.model_type)
         model = injected(config, parsed, experts=experts, matrices=linears)
         plan = make_plan(model, checkpoint, resolve_dtype(None, config))
+        schema = stored_schema(model, plan, linears)
         has_config = find_gguf(source) is None
         manifest = Manifest(
             source=str(source.resolve()),
@@ -128,6 +131,7 @@ def convert(
             rules=[rule.model_dump(mode="json", by_alias=True) for rule in parsed],
             experts=experts,
             linears=linears,
+            schema=schema.to_json(),
         )
         sizes = memory.needed_by_engine(plan, model, checkpoint, linears)
         parts = _parts(model, plan, checkpoint, sizes)
@@ -139,7 +143,7 @@ def convert(
         else:
             _save(source, config, target)
         with WorkerPool(threads) as pool, reporting(progress, "converting") as report:
-            _write(target, parts, left, model, plan, checkpoint, linears, packer(pool), report)
+            _write(target, parts, left, model, plan, checkpoint, schema, packer(pool), report)
     files = [target / part.file for part in parts]
     entries = {f.name: {"bytes": f.stat().st_size, "header": header_digest(f)} for f in files}
     replace(manifest, files=entries).write(target)
@@ -157,9 +161,8 @@ def _parts(
         at = int(found[1]) if found else layers
         stored[at] += nbytes(checkpoint, item)
         packed[at] += sizes.by_item[item.name]
-    makers = [partial(make_layer, model, i) for i in range(layers)]
-    parts = [Part(f"layer-{i:05d}", makers[i], stored[i], packed[i]) for i in range(layers)]
-    return [Part("ends", partial(make_ends, model), stored[layers], packed[layers]), *parts]
+    parts = [Part(f"layer-{i:05d}", i, stored[i], packed[i]) for i in range(layers)]
+    return [Part("ends", None, stored[layers], packed[layers]), *parts]
 
 
 def _begin(target: Path, manifest: Manifest) -> None:
@@ -216,7 +219,7 @@ def _write(
     model: PreTrainedModel,
     plan: Plan,
     checkpoint: Checkpoint,
-    linears: str | None,
+    schema: Schema,
     pack: Pack,
     report: Callback,
 ) -> None:
@@ -224,16 +227,33 @@ def _write(
     add = Adder(report, sum(part.stored for part in parts))
     add(sum(part.stored for part in parts if part not in left))
     errors = Errors()
-    source = Stored(plan, checkpoint, add, partial(errors.add, "experts"))
-    converted = Converted(source, linears_of(model), errors.add_linear)
-    packing = IntoCache(converted, pack, linears, errors)
+    source = CheckpointWeights(model, plan, checkpoint, schema, add, errors.add)
+    store = WeightStore(source, pack)
+    weights = _weights(make_decoder(model, schema, store).lower(1, 1, 1, 1, 1))
     for part in left:
-        part.make(packing)
-        objects = packing.take()
-        metadata = {"objects": objects.about, "errors": errors.take()}
+        about: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        for spec, layout in weights[part.layer]:
+            if store.is_given(spec):  # computed from the config
+                continue
+            key = object_key(spec, layout.__name__)
+            about[key], found = stored_object(layout(spec, store, HERE))
+            tensors |= {f"{key}.{name}": tensor for name, tensor in found.items()}
+        metadata = {"objects": about, "errors": errors.take()}
         texts = {key: json.dumps(value) for key, value in metadata.items()}
-        write_file(target / part.file, objects.tensors, texts)
-        del objects  # before the next layer takes its memory
+        write_file(target / part.file, tensors, texts)
+        del tensors, found  # before the next layer takes its memory
+
+
+def _weights(program: Program) -> dict[int | None, list[tuple[WeightSpec, Layout]]]:
+    """By layer, each weight in the layouts in which the CPU reads it."""
+    layout_of = layouts(program)
+    weights: dict[int | None, dict[str, tuple[WeightSpec, Layout]]] = {}
+    for node in program.nodes:
+        for port in node.weights:
+            spec, (_, layout) = program.weight(node, port), layout_of(node, port)
+            weights.setdefault(node.layer, {})[object_key(spec, layout.__name__)] = spec, layout
+    return {layer: list(found.values()) for layer, found in weights.items()}
 
 
 def _copy(source: Path, target: Path) -> None:

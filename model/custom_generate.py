@@ -17,11 +17,12 @@ from pykernels.errors import PykernelsError
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.engine import SamplingParams
 from runtime.matrix import packer
+from runtime.weights import WeightStore
 from runtime.workers.pool import WorkerPool
 
 from .architectures.decoder import make_decoder
-from .architectures.packing import FromSource
-from .architectures.weights import Parameters
+from .architectures.schema import loaded_schema
+from .architectures.weights import LoadedWeights
 from .llm import CONTEXT, LLM
 from .text.settings import engine_settings
 
@@ -36,7 +37,8 @@ def engine_of(lm: PreTrainedModel, threads: int | None = None) -> LLM:
     if found is None:
         pool = WorkerPool(threads)
         try:
-            decoder = make_decoder(lm, FromSource(Parameters(lm), packer(pool)))
+            store = WeightStore(LoadedWeights(lm), packer(pool))
+            decoder = make_decoder(lm, loaded_schema(lm), store)
             context = min(CONTEXT, int(lm.config.max_position_embeddings))
             found = LLM(CpuRunner(decoder, pool, context), lm.config, None, (), pool)
         except BaseException:

@@ -31,6 +31,7 @@ from runtime.machine.topology import Topology
 from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
 from runtime.passes.layers import check_topk
+from runtime.placement import Placement
 from runtime.workers.numa import nodes_to_use
 from runtime.workers.pool import WorkerPool, make_pool
 from runtime.workers.threads import threads_here
@@ -249,8 +250,15 @@ def load_engine(
             check_heads(heads)
             budget = chosen.max_num_batched_tokens
             precompile.begin(heads, expansions(model, chosen.kv_dtype, budget))
-        token = cache_token_bytes(model, chosen.kv_dtype)
-        pages = memory.cache_pages(chosen, longest, token, weights.needed, weights.smaller, on_gpu)
+        token, placement = cache_token_bytes(model, chosen.kv_dtype), Placement()
+        needed, smaller = weights.needed(placement), weights.smaller(placement)
+        pages = memory.cache_pages(chosen, longest, token, needed, smaller, on_gpu)
+        if on_gpu is not None:
+            from runtime.devices.cuda.runner import place_on
+
+            placement = place_on(device, weights.decoder, pages, experts)
+            needed, smaller = weights.needed(placement), weights.smaller(placement)
+            memory.check_engine(needed, 0, 0, 0, smaller)
         generation = read_generation_config(folder)
         eos = _eos(config, generation)
         tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
@@ -260,22 +268,24 @@ def load_engine(
             warnings.warn(note_of(defaults.not_done), stacklevel=2)
         pool = make_pool(threads, numa=chosen.numa)
         try:
-            with reporting(progress) as report:
-                decoder = weights.decoder(packer(pool), report, pool.memory)
             passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
             sizes = longest, pages, chosen.max_num_batched_tokens, chosen.max_num_seqs
             logits = chosen.max_num_logits
             runner: PagedRunner
-            if device == "cpu":
-                runner = CpuRunner(decoder, pool, *sizes, kernel, passes, logits)
-            elif device == "ref":
-                runner = RefRunner(decoder, *sizes, passes, pool, logits)
-            else:
-                from runtime.devices.cuda.runner import CudaRunner
+            with reporting(progress) as report:
+                decoder = weights.readable(packer(pool), report, pool.memory)
+                if device == "cpu":
+                    runner = CpuRunner(decoder, pool, *sizes, kernel, passes, logits)
+                elif device == "ref":
+                    runner = RefRunner(decoder, *sizes, passes, pool, logits)
+                else:
+                    from runtime.devices.cuda.runner import CudaRunner
 
-                runner = CudaRunner(
-                    decoder, device, pool, *sizes, kernel, passes, logits, experts, auto_defer
-                )
+                    experts = "cpu" if placement.experts == "cpu" else "gpu"
+                    runner = CudaRunner(
+                        decoder, device, pool, *sizes, kernel, passes, logits, experts, auto_defer
+                    )
+                runner.load()
             with compiling(progress):
                 return LLM(runner, config, tokenizer, eos, pool, kernel, generation, chosen)
         except BaseException:
@@ -305,13 +315,13 @@ def _deferred(defer: Defer) -> int:
 
 
 def meta_decoder(path: Path, rules: Rules = None) -> Decoder:
-    """A checkpoint's decoder with meta weights, to look at its programs.
+    """A checkpoint's decoder, to look at its programs: no weight is read.
 
     Raises:
         PykernelsError: as ``load_engine``.
     """
     with open_weights(path, read_config(path), rules) as weights:
-        return weights.meta_decoder()
+        return weights.decoder
 
 
 def _eos(config: PretrainedConfig, generation: Any) -> list[int]:

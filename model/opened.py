@@ -1,4 +1,4 @@
-"""What `load_engine` opens: a checkpoint to be packed, or a packed cache to be mapped."""
+"""What `load_engine` opens: a checkpoint to be read, or a packed cache to be mapped."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from runtime.machine.nodes import ONE_NODE, MemoryNodes
-from runtime.matrix import Pack, pack_nothing
+from runtime.matrix import Pack
+from runtime.placement import CPU, Placement
+from runtime.weights import WeightStore
 
-from .architectures.converted import Converted
-from .architectures.copied import CopiedCache
 from .architectures.decoder import Decoder, make_decoder
 from .architectures.moe import check_experts
-from .architectures.packed import FromCache
-from .architectures.packing import FromSource
-from .architectures.weights import MetaWeights, Stored
+from .architectures.packed import CacheWeights, check_cache
+from .architectures.schema import Schema, stored_schema
+from .architectures.weights import CheckpointWeights
 from .checkpoint import memory
 from .checkpoint.config import resolve_dtype
 from .checkpoint.load import check_kernels, warn_of
@@ -28,7 +28,7 @@ from .checkpoint.open import open_checkpoint
 from .checkpoint.packed.manifest import is_packed
 from .checkpoint.packed.mapped import PackedFolder
 from .checkpoint.packed.populate import populate, resident
-from .checkpoint.plan import Experts, Plan, make_plan
+from .checkpoint.plan import Plan, make_plan
 from .checkpoint.progress import Adder, Callback
 from .checkpoint.read import nbytes
 from .checkpoint.safetensors import Checkpoint
@@ -45,100 +45,97 @@ class Opened(Protocol):
 
     Attributes:
         model: injected, on the meta device.
-        needed: bytes of main memory that loading takes at its peak; ``smaller``: with the experts
-            converted, by format.
+        decoder: lowers programs, from which a placement follows.
     """
 
     model: PreTrainedModel
+    decoder: Decoder
 
-    @property
-    def needed(self) -> int: ...
+    def needed(self, placement: Placement) -> int:
+        """Bytes of main memory that loading takes at its peak."""
 
-    @property
-    def smaller(self) -> Mapping[str, int]: ...
+    def smaller(self, placement: Placement) -> Mapping[str, int]:
+        """The same with the experts converted, by format."""
 
-    def decoder(self, pack: Pack, report: Callback, nodes: MemoryNodes = ONE_NODE) -> Decoder:
-        """Loads them, a slice of each matrix on each of the NUMA nodes.
+    def readable(self, pack: Pack, report: Callback, nodes: MemoryNodes = ONE_NODE) -> Decoder:
+        """The decoder, whose store reads what devices ask for.
+
+        Args:
+            pack: packs it for the CPU.
+            report: called with the bytes that were read, and all.
+            nodes: NUMA nodes that have a slice of each matrix.
 
         Raises:
             PykernelsError: a node has no room for its slices.
         """
 
-    def meta_decoder(self) -> Decoder:
-        """Their shapes alone."""
-
 
 class Packable:
-    """A checkpoint's weights: every matrix is packed in the format that it is stored in."""
+    """A checkpoint's weights, each in the format that it is stored in or a rule asks for."""
 
     def __init__(
         self, model: PreTrainedModel, plan: Plan, checkpoint: Checkpoint, kv_dtype: str
     ) -> None:
         self.model, self._plan, self._checkpoint = model, plan, checkpoint
-        self._kv_dtype = kv_dtype
+        self._schema = stored_schema(model, plan)
+        self.decoder = make_decoder(model, self._schema, WeightStore(), kv_dtype)
         self._packed = memory.needed_by_engine(plan, model, checkpoint)
 
-    @property
-    def needed(self) -> int:
-        return self._packed.peak
+    def needed(self, placement: Placement) -> int:
+        return self._packed.peak(placement)
 
-    @property
-    def smaller(self) -> Mapping[str, int]:
-        return self._packed.smaller()
+    def smaller(self, placement: Placement) -> Mapping[str, int]:
+        return self._packed.smaller(placement)
 
-    def decoder(self, pack: Pack, report: Callback, nodes: MemoryNodes = ONE_NODE) -> Decoder:
-        experts = {item.name for item in self._plan.items if isinstance(item, Experts)}
-        others = {n: size for n, size in self._packed.by_item.items() if n not in experts}
-        memory.check_nodes(self._plan, self.model, nodes, others)
+    def readable(self, pack: Pack, report: Callback, nodes: MemoryNodes = ONE_NODE) -> Decoder:
+        memory.check_nodes(self._plan, self.model, nodes, self._packed.by_item)
         warn_of(self._plan)
         total = sum(nbytes(self._checkpoint, item) for item in self._plan.items)
-        source = Stored(self._plan, self._checkpoint, Adder(report, total))
-        converted = Converted(source, linears(self.model))
-        return make_decoder(self.model, FromSource(converted, pack, nodes), self._kv_dtype)
-
-    def meta_decoder(self) -> Decoder:
-        packing = FromSource(Converted(MetaWeights(self._plan), linears(self.model)), pack_nothing)
-        return make_decoder(self.model, packing, self._kv_dtype)
+        add = Adder(report, total)
+        store = self.decoder.store
+        store.read_from(
+            CheckpointWeights(self.model, self._plan, self._checkpoint, self._schema, add),
+            pack,
+            nodes,
+        )
+        return self.decoder
 
 
 class Mapped:
-    """A packed cache's weights: what is not in memory yet is read into it, nothing is packed.
+    """A packed cache's weights: what is not in memory yet is read into it, nothing is packed for
+    the CPU.
 
     Args:
-        copied: whether they will be dealt over NUMA nodes, and so copied: the pages of a file are
-            wherever they were read first.
+        sliced: whether they will be dealt over NUMA nodes, and so copied.
     """
 
     def __init__(
-        self, model: PreTrainedModel, folder: PackedFolder, kv_dtype: str, copied: bool
+        self, model: PreTrainedModel, folder: PackedFolder, kv_dtype: str, sliced: bool
     ) -> None:
-        self.model, self._folder = model, folder
-        self._kv_dtype, self._copied = kv_dtype, copied
-        self._decoder = make_decoder(model, FromCache(folder, model), kv_dtype)
+        self.model, self._folder, self._sliced = model, folder, sliced
+        schema = Schema.from_json(folder.manifest.schema)
+        check_cache(folder, model, schema)
+        self.decoder = make_decoder(model, schema, WeightStore(CacheWeights(folder)), kv_dtype)
 
-    @property
-    def needed(self) -> int:
-        """What others have in memory takes none."""
-        if self._copied:
+    def needed(self, placement: Placement) -> int:
+        """What others have in memory takes none, nor what goes to a GPU whole."""
+        if CPU not in (placement.device, placement.experts):
+            return 0
+        if self._sliced:
             return self._folder.nbytes
         return sum(f.memory.nbytes - resident(f.memory) for f in self._folder.files)
 
-    @property
-    def smaller(self) -> Mapping[str, int]:
+    def smaller(self, placement: Placement) -> Mapping[str, int]:
         return {}
 
-    def decoder(self, pack: Pack, report: Callback, nodes: MemoryNodes = ONE_NODE) -> Decoder:
+    def readable(self, pack: Pack, report: Callback, nodes: MemoryNodes = ONE_NODE) -> Decoder:
         if len(nodes) > 1:
             memory.check_room([self._folder.nbytes / len(nodes)] * len(nodes), nodes)
             add = Adder(report, self._folder.nbytes)
-            return make_decoder(
-                self.model, CopiedCache(self._folder, self.model, nodes, add), self._kv_dtype
-            )
+            self.decoder.store.read_from(CacheWeights(self._folder, add), pack, nodes)
+            return self.decoder
         populate(self._folder.files, Adder(report, self._folder.nbytes))
-        return self._decoder
-
-    def meta_decoder(self) -> Decoder:
-        return self._decoder
+        return self.decoder
 
 
 @contextmanager

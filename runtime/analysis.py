@@ -65,8 +65,8 @@ def ordered(waits: Sequence[Sequence[int]]) -> Order:
 
 def _hazards(nodes: Sequence[Node]) -> list[list[int]]:
     """By node, the nodes that a shared buffer makes it wait for: the writers of what it reads, and
-    the writers and the readers of what it overwrites. Linears that write other columns of the same
-    buffer do not wait for each other."""
+    the writers and the readers of what it overwrites. Slices of one linear, which write other
+    columns of the same buffer, do not wait for each other."""
     writers: dict[str, list[int]] = {}
     readers: dict[str, list[int]] = {}
     numbers = {node.name: i for i, node in enumerate(nodes)}
@@ -100,27 +100,18 @@ def _hazards(nodes: Sequence[Node]) -> list[list[int]]:
 def _writes_beside(
     node: Node, nodes: Sequence[Node], writers: Mapping[str, list[int]]
 ) -> str | None:
-    """The buffer of which a linear writes columns that no writer before it has written."""
-    own = _columns(node)
-    if own is None or "out" not in node.inputs:
+    """The buffer of which a slice of a linear writes its own columns, as the slices before it have
+    (``passes.numa``)."""
+    if node.numa is None or "out" not in node.inputs:
         return None
     out = node.outputs["out"]
-    for j in writers[out] if out in writers else [-1]:
-        other = _columns(nodes[j]) if j >= 0 else None
-        if other is None or (own.start < other.stop and other.start < own.stop):
-            return None
-    return out
+    others = [nodes[j] for j in writers.get(out, [])]
+    alike = all(other.numa is not None and _stem(other) == _stem(node) for other in others)
+    return out if others and alike else None
 
 
-def _columns(node: Node) -> range | None:
-    """The columns of its output that a linear writes; None of other ops, which write it all."""
-    if node.op == "linear":
-        start = node.attr("start")
-        return range(start, start + node.weights["weight"].shape[0])
-    if node.op == "per_head_linear":
-        first, width = node.attr("first"), node.attr("out_head")
-        return range(first * width, (first + node.weights["heads"].shape[0]) * width)
-    return None
+def _stem(slice_: Node) -> str:
+    return slice_.name.rpartition(".node")[0]
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,14 @@ from typing import Any
 
 from .node import Buffer, Dim, Node
 from .ops import DTYPES, OPS, REQUIRED, ROLES, Op, Port
+from .weight_spec import WeightSpec
 
 
 def fault(
-    nodes: Iterable[Node], buffers: Mapping[str, Buffer], sizes: Mapping[str, int]
+    nodes: Iterable[Node],
+    buffers: Mapping[str, Buffer],
+    sizes: Mapping[str, int],
+    weights: Mapping[str, WeightSpec],
 ) -> str | None:
     """What keeps these nodes from running, in words; None if nothing does."""
     for buffer in buffers.values():
@@ -26,7 +30,7 @@ def fault(
         if node.name in names:
             return f"two nodes are called {node.name!r}"
         names.add(node.name)
-        wrong = node_fault(node, buffers) or _order(node, written)
+        wrong = node_fault(node, buffers, weights) or _order(node, written)
         if wrong:
             return f"{node.name}: {wrong}"
         written.update(node.writes)
@@ -36,7 +40,9 @@ def fault(
     return None
 
 
-def node_fault(node: Node, buffers: Mapping[str, Buffer]) -> str | None:
+def node_fault(
+    node: Node, buffers: Mapping[str, Buffer], weights: Mapping[str, WeightSpec]
+) -> str | None:
     """What of a node is not as its op's row says."""
     op = OPS.get(node.op)
     if op is None:
@@ -54,7 +60,10 @@ def node_fault(node: Node, buffers: Mapping[str, Buffer]) -> str | None:
     for name in (*node.reads, *node.writes):
         if name not in buffers:
             return f"it names {name!r}, which is no buffer"
-    return _dtypes(node, op, buffers) or _dimensions(node, op, buffers)
+    for name in node.weights.values():
+        if name not in weights:
+            return f"it names {name!r}, which is no weight of the program"
+    return _dtypes(node, op, buffers) or _dimensions(node, op, buffers, weights)
 
 
 def _order(node: Node, written: set[str]) -> str | None:
@@ -126,12 +135,14 @@ def _dtypes(node: Node, op: Op, buffers: Mapping[str, Buffer]) -> str | None:
     return None
 
 
-def _dimensions(node: Node, op: Op, buffers: Mapping[str, Buffer]) -> str | None:
+def _dimensions(
+    node: Node, op: Op, buffers: Mapping[str, Buffer], weights: Mapping[str, WeightSpec]
+) -> str | None:
     known: dict[str, Any] = {n: node.attr(n) for n, attr in op.attrs.items() if attr.kind is int}
     rows: list[tuple[str, tuple[str, ...], tuple[Dim, ...]]] = []
     for name, weight in node.weights.items():
         if (dims := op.weights[name].dims) is not None:
-            rows.append((f"the weight {name}", dims, _weight_shape(weight)))
+            rows.append((f"the weight {name}", dims, weights[weight].shape))
     for name, port, buffer in _ports(node, op):
         if port.dims is not None:
             rows.append((f"{name} ({buffer!r})", port.dims, buffers[buffer].shape))
@@ -145,11 +156,6 @@ def _dimensions(node: Node, op: Op, buffers: Mapping[str, Buffer]) -> str | None
             wanted = ", ".join(_told(dim, known) for dim in dims)
             return f"{what} is {list(shape)}, not [{wanted}]"
     return op.rule({**node.attrs, **known, **node.inputs, **node.outputs})
-
-
-def _weight_shape(weight: Any) -> tuple[int, ...]:
-    shape = weight.shape
-    return (shape.E, shape.H, shape.I) if hasattr(shape, "E") else tuple(shape)
 
 
 def _folded(shape: tuple[Dim, ...], count: int) -> tuple[Dim, ...]:

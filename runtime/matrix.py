@@ -37,8 +37,9 @@ def packer(pool: WorkerPool) -> Pack:
     return pack
 
 
-def pack_nothing(*_: object) -> None:
-    """Packs nothing: for meta weights, whose memory is never touched."""
+def pack_alone(fmt: Format, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+    """``Format.pack``: on this thread."""
+    fmt.pack(weight, blocks, scales)
 
 
 Allocate = Callable[[Format, int, int], tuple[torch.Tensor, torch.Tensor]]
@@ -70,9 +71,8 @@ class PackedMatrix:
     """One matrix, or several with the same K stacked along N; each starts at a 32-row block.
 
     Args:
-        parts: in ``fmt``.
-        pack: writes them; ``pack_nothing`` where they are packed already.
-        allocate: gives the memory.
+        shapes: [N, K] of each.
+        allocate: gives the memory, which ``pack`` fills.
 
     Attributes:
         blocks: uint8 [blocks, block bytes].
@@ -84,34 +84,48 @@ class PackedMatrix:
     def __init__(
         self,
         fmt: Format,
-        parts: Sequence[Weight],
-        pack: Pack,
+        shapes: Sequence[tuple[int, int]],
         allocate: Allocate = allocate_weights,
     ) -> None:
-        self.fmt = fmt
-        shapes = [fmt.logical_shape(part) for part in parts]
+        self.fmt, self.shapes = fmt, tuple(shapes)
         self.K = shapes[0][1]
         assert all(K == self.K for _, K in shapes), "parts of one matrix read the same inputs"
-        counts = [padded(N, 1)[0] // N_BLOCK for N, _ in shapes]
-        self.starts = tuple(N_BLOCK * sum(counts[:i]) for i in range(len(counts)))
+        self._counts = [padded(N, 1)[0] // N_BLOCK for N, _ in shapes]
+        self.starts = tuple(N_BLOCK * sum(self._counts[:i]) for i in range(len(shapes)))
         self.N = self.starts[-1] + shapes[-1][0]
-        self.blocks, self.scales = allocate(fmt, self.K, sum(counts))
-        for start, count, part in zip(self.starts, counts, parts, strict=True):
-            at = slice(start // N_BLOCK, start // N_BLOCK + count)
-            pack(fmt, part, self.blocks[at], self.scales[at])
+        self.blocks, self.scales = allocate(fmt, self.K, sum(self._counts))
+
+    @classmethod
+    def of(
+        cls,
+        fmt: Format,
+        parts: Sequence[Weight],
+        pack: Pack = pack_alone,
+        allocate: Allocate = allocate_weights,
+    ) -> PackedMatrix:
+        """From matrices in ``fmt``."""
+        packed = cls(fmt, [fmt.logical_shape(part) for part in parts], allocate)
+        for i, part in enumerate(parts):
+            packed.pack(i, part, pack)
+        return packed
+
+    def pack(self, part: int, weight: Weight, pack: Pack) -> None:
+        """Packs one of the matrices."""
+        first = self.starts[part] // N_BLOCK
+        at = slice(first, first + self._counts[part])
+        pack(self.fmt, weight, self.blocks[at], self.scales[at])
 
     @property
     def nbytes(self) -> int:
         """Bytes that one pass reads."""
         return self.blocks.nbytes + self.scales.nbytes
 
-    def rows(self, first: int, last: int) -> PackedMatrix:
+    def some(self, first: int, last: int) -> PackedMatrix:
         """Its 32-row blocks ``first .. last - 1`` as a matrix, in the same memory."""
         found = copy.copy(self)
         found.blocks, found.scales = self.blocks[first:last], self.scales[first:last]
-        begin, end = N_BLOCK * first, min(N_BLOCK * last, self.N)
-        found.N = end - begin
-        found.starts = (0, *(start - begin for start in self.starts if begin < start < end))
+        found.N = min(N_BLOCK * last, self.N) - N_BLOCK * first
+        found.starts, found.shapes = (0,), ((found.N, self.K),)
         return found
 
     @property
@@ -124,27 +138,38 @@ class PackedMatrix:
 
 
 class PackedHeads:
-    """A matrix [N, K] of each head; the arguments as those of ``PackedMatrix``.
+    """A matrix [N, K] of each of ``G`` heads.
+
+    Args:
+        shape: (G, N, K).
+        allocate: gives the memory, which ``pack`` fills.
 
     Attributes:
-        blocks: uint8 [heads, blocks, block bytes]; ``scales``: uint8 [heads, blocks, scale bytes].
+        blocks: uint8 [heads, blocks, block bytes].
+        scales: uint8 [heads, blocks, scale bytes].
     """
 
     def __init__(
-        self,
-        fmt: Format,
-        heads: Sequence[Weight],
-        pack: Pack,
-        allocate: Allocate = allocate_weights,
+        self, fmt: Format, shape: tuple[int, int, int], allocate: Allocate = allocate_weights
     ) -> None:
-        self.fmt, self.G = fmt, len(heads)
-        self.N, self.K = fmt.logical_shape(heads[0])
+        self.fmt = fmt
+        self.G, self.N, self.K = shape
         count = padded(self.N, 1)[0] // N_BLOCK
         blocks, scales = allocate(fmt, self.K, self.G * count)
         self.blocks = blocks.view(self.G, count, -1)
         self.scales = scales.view(self.G, count, -1)
+
+    @classmethod
+    def of(cls, fmt: Format, heads: Sequence[Weight], pack: Pack = pack_alone) -> PackedHeads:
+        """From matrices in ``fmt``."""
+        packed = cls(fmt, (len(heads), *fmt.logical_shape(heads[0])))
         for head, weight in enumerate(heads):
-            pack(fmt, weight, self.blocks[head], self.scales[head])
+            packed.pack(head, weight, pack)
+        return packed
+
+    def pack(self, head: int, weight: Weight, pack: Pack) -> None:
+        """Packs the matrix of one head."""
+        pack(self.fmt, weight, self.blocks[head], self.scales[head])
 
     @property
     def nbytes(self) -> int:

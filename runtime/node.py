@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .ops import OPS
+from .weight_spec import WeightSpec
 
 Dim = int | str
 """A size, or the name of one that differs from step to step: "T", "S" or "R"."""
@@ -43,7 +44,8 @@ class Node:
         op: a name of ``ops.OPS``, which says what the mappings hold.
         inputs, outputs: the op's names for what it reads and writes -> names of buffers. A buffer
             with the same name in both is updated in place.
-        weights: what does not change from step to step, by the op's names for it.
+        weights: the op's names for what does not change from step to step -> names of weights of
+            the program.
         attrs: constants of the op; read them with ``attr``, which knows the defaults.
         device: where it runs: "cpu", "cuda:0", "ref".
         name: unique in a program.
@@ -56,7 +58,7 @@ class Node:
     op: str
     inputs: Mapping[str, str] = field(default_factory=_none)
     outputs: Mapping[str, str] = field(default_factory=_none)
-    weights: Mapping[str, Any] = field(default_factory=_none)
+    weights: Mapping[str, str] = field(default_factory=_none)
     attrs: Mapping[str, Any] = field(default_factory=_none)
     device: str = "cpu"
     name: str = ""
@@ -87,13 +89,17 @@ class Node:
         return tuple(self.outputs.values())
 
     def __str__(self) -> str:
+        return self.text({})
+
+    def text(self, specs: Mapping[str, WeightSpec]) -> str:
+        """The node in a line, with what its weights are."""
         known = OPS[self.op].attrs if self.op in OPS else {}
         attrs = ", ".join(
             f"{key}={_short(value)}"
             for key, value in self.attrs.items()
             if key not in known or value != known[key].default
         )
-        weights = ", ".join(f"{key}: {describe(value)}" for key, value in self.weights.items())
+        weights = ", ".join(f"{key}: {specs.get(name, name)}" for key, name in self.weights.items())
         inside = "; ".join(part for part in (_ports(self.inputs), weights, attrs) if part)
         outputs = ", ".join(self.writes)
         return f"{outputs} = {self.op}({inside})" if outputs else f"{self.op}({inside})"
@@ -102,13 +108,6 @@ class Node:
 def repeated(name: str, buffers: Iterable[str]) -> dict[str, str]:
     """A repeated input or output as nodes name it: ``name0``, ``name1`` and so on."""
     return {f"{name}{i}": buffer for i, buffer in enumerate(buffers)}
-
-
-def describe(weight: Any) -> str:
-    """A weight in a few words: "bf16 [2048, 768]"."""
-    if isinstance(weight, torch.Tensor):
-        return f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}"
-    return str(weight)
 
 
 def _short(value: Any) -> str:

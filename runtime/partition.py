@@ -195,4 +195,5 @@ def _part(program: Program, device: str, nodes: Sequence[Node]) -> Program:
         buffer = program.buffers[name]
         is_copy = buffer.kind == "output" and name not in written
         buffers[name] = replace(buffer, kind="scratch") if is_copy else buffer
-    return Program(f"{program.name} on {device}", own, buffers, program.sizes).check()
+    name = f"{program.name} on {device}"
+    return Program(name, own, buffers, program.sizes, program.weights).check()

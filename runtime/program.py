@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -23,24 +23,27 @@ import torch
 from pykernels.errors import PykernelsError
 
 from .checks import fault
-from .node import Buffer, Dim, Node, describe, repeated
+from .node import Buffer, Dim, Node, repeated
+from .weight_spec import WeightSpec
 
-__all__ = ["Buffer", "Builder", "Dim", "Node", "Program", "describe", "repeated"]
+__all__ = ["Buffer", "Builder", "Dim", "Node", "Program", "repeated"]
 
 
 @dataclass(frozen=True)
 class Program:
-    """Nodes in order, and the buffers that they name.
+    """Nodes in order, and the buffers and weights that they name.
 
     Attributes:
         name: of the model and the bucket.
         sizes: the bucket: the most "T", "S" and "R" of a step.
+        weights: what each weight is; a ``WeightStore`` has them.
     """
 
     name: str
     nodes: tuple[Node, ...]
     buffers: Mapping[str, Buffer]
     sizes: Mapping[str, int]
+    weights: Mapping[str, WeightSpec] = field(default_factory=dict)
 
     def check(self) -> Program:
         """Returns the program itself if it is valid.
@@ -50,7 +53,7 @@ class Program:
                 not have, or that is missing; dimensions or dtypes that do not agree; two nodes of
                 one name; an undeclared buffer, a read before the first write, a second write.
         """
-        cause = fault(self.nodes, self.buffers, self.sizes)
+        cause = fault(self.nodes, self.buffers, self.sizes, self.weights)
         if cause is not None:
             raise PykernelsError(
                 f"the program {self.name!r} cannot run: {cause}", "Look at the pass that made it"
@@ -66,6 +69,10 @@ class Program:
         """The program with all nodes on one device."""
         return replace(self, nodes=tuple(replace(node, device=device) for node in self.nodes))
 
+    def weight(self, node: Node, port: str) -> WeightSpec:
+        """The weight that a node has under one of its op's names."""
+        return self.weights[node.weights[port]]
+
     def readers(self, name: str) -> tuple[Node, ...]:
         """The nodes that read a buffer."""
         return tuple(node for node in self.nodes if name in node.reads)
@@ -74,7 +81,10 @@ class Program:
         sizes = ", ".join(f"{key} <= {value}" for key, value in self.sizes.items())
         lines = [f"{self.name} ({sizes}), {len(self.nodes)} nodes"]
         width = max((len(node.name) for node in self.nodes), default=0)
-        lines += [f"  {node.name:<{width}}  {node.device:<4}  {node}" for node in self.nodes]
+        lines += [
+            f"  {node.name:<{width}}  {node.device:<4}  {node.text(self.weights)}"
+            for node in self.nodes
+        ]
         return "\n".join(lines)
 
 
@@ -90,6 +100,7 @@ class Builder:
         self._role = ""
         self._nodes: list[Node] = []
         self._buffers: dict[str, Buffer] = {}
+        self._weights: dict[str, WeightSpec] = {}
 
     def size(self, dim: str) -> int:
         """The largest "T", "S" or "R" of a step."""
@@ -129,16 +140,19 @@ class Builder:
         name: str,
         inputs: Mapping[str, str],
         outputs: Mapping[str, str],
-        weights: Mapping[str, Any] | None = None,
+        weights: Mapping[str, WeightSpec | None] | None = None,
         **attrs: Any,
     ) -> None:
-        """Adds a node; the names are those of the op's row in ``ops.OPS``."""
+        """Adds a node; the names are those of the op's row in ``ops.OPS``. Weights that are None
+        are left out."""
+        given = {port: spec for port, spec in (weights or {}).items() if spec is not None}
+        self._weights |= {spec.name: spec for spec in given.values()}
         self._nodes.append(
             Node(
                 op,
                 MappingProxyType(dict(inputs)),
                 MappingProxyType(dict(outputs)),
-                MappingProxyType(dict(weights or {})),
+                MappingProxyType({port: spec.name for port, spec in given.items()}),
                 MappingProxyType(attrs),
                 self._device,
                 name,
@@ -149,5 +163,6 @@ class Builder:
 
     def build(self) -> Program:
         """The program, checked."""
-        program = Program(self._name, tuple(self._nodes), self._buffers, self._sizes)
+        nodes = tuple(self._nodes)
+        program = Program(self._name, nodes, self._buffers, self._sizes, self._weights)
         return program.check()

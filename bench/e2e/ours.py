@@ -24,6 +24,7 @@ from pykernels.quant import get_format
 from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
+from runtime.devices.runner import PagedRunner
 from runtime.kv_cache.layout import Pages
 from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
@@ -159,14 +160,19 @@ class Ours:
             )
         sizes = positions, load.pages(max_num_batched_tokens), max_num_batched_tokens, load.batch
         passes = [partial(defer_pass, N=int(defer))] if defer.isdecimal() else []
+        runner: PagedRunner
         if device == "cpu":
-            return EngineTimer(CpuRunner(self.decoder, self.pool, *sizes, kernel, passes))
-        from runtime.devices.cuda.runner import CudaRunner
+            runner = CpuRunner(self.decoder, self.pool, *sizes, kernel, passes)
+        else:
+            from runtime.devices.cuda.runner import CudaRunner
 
-        auto = defer == "auto"
-        runner = CudaRunner(
-            self.decoder, device, self.pool, *sizes, kernel, passes, None, expert_device, auto
-        )
+            auto = defer == "auto"
+            runner = CudaRunner(
+                self.decoder, device, self.pool, *sizes, kernel, passes, None, expert_device, auto
+            )
+        start = time.perf_counter()
+        runner.load()
+        self.load_seconds = round(self.load_seconds + time.perf_counter() - start, 2)
         return EngineTimer(runner)
 
     def backend(self, kernel: str) -> str:
@@ -258,5 +264,5 @@ def _experts(decoder: Decoder) -> tuple[str, str]:
     """Format and activations of the first routed experts."""
     for layer in decoder.layers:
         if isinstance(layer.mlp, MoE):
-            return layer.mlp.experts.fmt.name, layer.mlp.activations
-    return decoder.head.fmt.name, "bf16"
+            return layer.mlp.experts.fmt, layer.mlp.activations
+    return decoder.head.fmt, "bf16"

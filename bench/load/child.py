@@ -51,6 +51,17 @@ def read(folder: Path, kept: bool) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - start, "bytes": total}
 
 
+def converting(model_type: str, fmt: str) -> list[dict[str, Any]]:
+    """The family's rules, its experts in a format."""
+    from model.rules import default_rules
+
+    rules = [rule.model_dump(by_alias=True) for rule in default_rules(model_type)]
+    for rule in rules:
+        if rule["replace"]["class"]:
+            rule["replace"]["kwargs"] = {**rule["replace"]["kwargs"], "format": fmt}
+    return rules
+
+
 def touch(files: list[Path]) -> None:
     """Writes to as much new memory as files have, and gives it back: what a hypervisor has yet to
     find costs ten times what the same pages cost from then on, whoever writes to them."""
@@ -62,10 +73,10 @@ def touch(files: list[Path]) -> None:
 def load(folder: Path, threads: int, fmt: str | None) -> dict[str, Any]:
     """Headers, reading, packing (of experts in a format) or mapping; no kernel is compiled."""
     from model.checkpoint.config import read_config
-    from model.modules.moe import FusedMoE
     from model.opened import open_weights
     from pykernels.cpu import make_pack
     from pykernels.quant import FORMATS
+    from runtime.devices.cpu.weights import layouts
     from runtime.matrix import packer
     from runtime.workers.pool import WorkerPool
 
@@ -76,12 +87,12 @@ def load(folder: Path, threads: int, fmt: str | None) -> dict[str, Any]:
         with open_weights(folder, config):
             pass  # imports the architecture's module
         touch(files_of(folder))
+        rules = None if fmt is None else converting(config.model_type, fmt)
         before, start = memory("VmRSS"), time.perf_counter()
-        with open_weights(folder, config) as weights:
-            for module in weights.model.modules():
-                if fmt is not None and isinstance(module, FusedMoE):
-                    module.format = fmt
-            decoder = weights.decoder(packer(pool), lambda done, total: None)
+        with open_weights(folder, config, rules) as weights:
+            decoder = weights.readable(packer(pool), lambda done, total: None)
+            program = decoder.lower(1, 1, 1, 1, 1)
+            decoder.store.load(program, layouts(program))
         seconds = time.perf_counter() - start
         final = memory("VmRSS") - before
         del decoder

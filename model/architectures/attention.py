@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 from pykernels.cpu.attention.expanded import expand_from
 from runtime.kv_cache.layout import CachePart, Pages
-from runtime.matrix import PackedHeads
 from runtime.program import Builder
+from runtime.weight_spec import WeightSpec
 
 from .families import Family
 from .linear import Linear
-from .packing import Packing
+from .specs import Specs
 
 RAGGED = {
     name: name
@@ -51,13 +49,13 @@ class MLA:
     """
 
     first: Linear
-    q_norm: torch.Tensor | None
+    q_norm: WeightSpec | None
     q_b: Linear | None
-    kv_norm: torch.Tensor
+    kv_norm: WeightSpec
     q_eps: float
     kv_eps: float
-    uk: PackedHeads
-    uv: PackedHeads
+    uk: WeightSpec
+    uv: WeightSpec
     o: Linear
     NH: int
     nope: int
@@ -68,28 +66,30 @@ class MLA:
     interleaved: bool
 
     @classmethod
-    def make(cls, module: Any, name: str, packing: Packing, family: Family) -> MLA:
+    def make(cls, module: Any, name: str, specs: Specs, family: Family) -> MLA:
         """From an attention module with ``kv_a_proj_with_mqa`` and ``kv_b_proj``."""
         first = "q_a_proj" if module.q_lora_rank is not None else "q_proj"
         NH, nope, dv = module.num_heads, module.qk_nope_head_dim, module.v_head_dim
         both, kv_b = nope + dv, f"{name}.kv_b_proj.weight"
         deep = module.q_lora_rank is not None
         L = module.kv_lora_rank
-        uk = packing.stack(f"{name}.k_b_proj.weight", (NH, L, nope))
-        uv = packing.stack(f"{name}.v_b_proj.weight", (NH, dv, L))
+        uk = specs.stack(f"{name}.k_b_proj.weight", (NH, L, nope))
+        uv = specs.stack(f"{name}.v_b_proj.weight", (NH, dv, L))
         if uk is None or uv is None:
-            uk = packing.heads(kv_b, [slice(h * both, h * both + nope) for h in range(NH)], True)
-            uv = packing.heads(kv_b, [slice(h * both + nope, (h + 1) * both) for h in range(NH)])
+            keys = [slice(h * both, h * both + nope) for h in range(NH)]
+            values = [slice(h * both + nope, (h + 1) * both) for h in range(NH)]
+            uk = specs.heads(f"{name}.uk", kv_b, keys, True)
+            uv = specs.heads(f"{name}.uv", kv_b, values)
         return cls(
-            first=packing.linear(f"{name}.{first}", f"{name}.kv_a_proj_with_mqa"),
-            q_norm=packing.vector(f"{name}.q_a_layernorm.weight") if deep else None,
-            q_b=packing.linear(f"{name}.q_b_proj") if deep else None,
-            kv_norm=packing.vector(f"{name}.kv_a_layernorm.weight"),
+            first=specs.linear(f"{name}.{first}", f"{name}.kv_a_proj_with_mqa"),
+            q_norm=specs.vector(f"{name}.q_a_layernorm.weight") if deep else None,
+            q_b=specs.linear(f"{name}.q_b_proj") if deep else None,
+            kv_norm=specs.vector(f"{name}.kv_a_layernorm.weight"),
             q_eps=module.q_a_layernorm.variance_epsilon if deep else 0.0,
             kv_eps=module.kv_a_layernorm.variance_epsilon,
             uk=uk,
             uv=uv,
-            o=packing.linear(f"{name}.o_proj"),
+            o=specs.linear(f"{name}.o_proj"),
             NH=NH,
             nope=nope,
             R=module.qk_rope_head_dim,
@@ -123,7 +123,7 @@ class MLA:
         q = a = self.first.lower(b, f"{layer}.q_kv_a", x, f"{layer}.a")
         if self.q_b is not None:
             assert self.q_norm is not None
-            normed = b.buffer(f"{layer}.q_a", "T", len(self.q_norm))
+            normed = b.buffer(f"{layer}.q_a", "T", *self.q_norm.shape)
             b.node(
                 "rms_norm",
                 f"{layer}.q_norm",
@@ -203,8 +203,8 @@ class GQA:
     together), biases, sinks and a window where a family has them."""
 
     qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    q_norm: WeightSpec | None
+    k_norm: WeightSpec | None
     eps: float
     o: Linear
     NH: int
@@ -213,25 +213,25 @@ class GQA:
     scale: float
     interleaved: bool
     window: int
-    sinks: torch.Tensor | None
+    sinks: WeightSpec | None
 
     @classmethod
-    def make(cls, module: Any, name: str, packing: Packing, family: Family) -> GQA:
+    def make(cls, module: Any, name: str, specs: Specs, family: Family) -> GQA:
         """From an attention module with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``."""
         D, norm = module.head_dim, getattr(module, "q_norm", None)
         return cls(
-            qkv=packing.linear(*(f"{name}.{part}_proj" for part in "qkv")),
-            q_norm=packing.vector(f"{name}.q_norm.weight") if norm is not None else None,
-            k_norm=packing.vector(f"{name}.k_norm.weight") if norm is not None else None,
+            qkv=specs.linear(*(f"{name}.{part}_proj" for part in "qkv")),
+            q_norm=specs.vector(f"{name}.q_norm.weight") if norm is not None else None,
+            k_norm=specs.vector(f"{name}.k_norm.weight") if norm is not None else None,
             eps=norm.variance_epsilon if norm is not None else 0.0,
-            o=packing.linear(f"{name}.o_proj"),
+            o=specs.linear(f"{name}.o_proj"),
             NH=module.q_proj.out_features // D,
             KVH=module.k_proj.out_features // D,
             D=D,
             scale=module.scaling,
             interleaved=getattr(module.config, "rope_interleave", family.interleaved),
             window=family.window(module.config, module.layer_idx),
-            sinks=packing.tensor(f"{name}.sinks"),
+            sinks=specs.tensor(f"{name}.sinks"),
         )
 
     @staticmethod
@@ -252,14 +252,13 @@ class GQA:
         qkv = self.qkv.lower(b, f"{layer}.qkv", x, f"{layer}.qkv")
         cache = _buffers(b, layer, self.caches(pages))
         q = b.buffer(f"{layer}.rotated", "T", self.NH, self.D)
-        norms = {} if self.q_norm is None else {"q_norm": self.q_norm, "k_norm": self.k_norm}
         _, k_start, v_start = self.qkv.starts  # each at a 32-row block, so there may be gaps
         b.node(
             "gqa_rope_cache_write",
             f"{layer}.write",
             {"qkv": qkv, "angles": "angles", "slot_mapping": "slot_mapping", **cache},
             {"rotated": q, **cache},
-            norms,
+            {"q_norm": self.q_norm, "k_norm": self.k_norm},
             heads=self.NH,
             eps=self.eps,
             interleaved=int(self.interleaved),
@@ -267,13 +266,12 @@ class GQA:
             v_start=v_start,
         )
         out = b.buffer(f"{layer}.attn_out", "T", self.NH * self.D)
-        sinks = {} if self.sinks is None else {"sinks": self.sinks.float()}
         b.node(
             "attention",
             f"{layer}.attention",
             {"q": q, **cache, **RAGGED},
             {"out": out},
-            sinks,
+            {"sinks": self.sinks},
             heads=self.NH,
             kv_heads=self.KVH,
             dk=self.D,

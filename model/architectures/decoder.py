@@ -7,7 +7,7 @@ modules.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,46 +16,50 @@ from transformers import PreTrainedModel
 from pykernels.cpu.attention.expanded import Expanded, expand_from
 from pykernels.errors import PykernelsError
 from runtime.kv_cache.layout import CachePart, Pages, token_bytes
-from runtime.matrix import PackedMatrix
 from runtime.program import Builder, Program, repeated
 from runtime.step_inputs import lower_sampling, step_inputs
+from runtime.weight_spec import WeightSpec
+from runtime.weights import WeightStore
 
 from .attention import MLA, Attention, kind_of
 from .families import FAMILIES, check_lowered
 from .moe import Dense, MoE, experts_of
-from .packing import Packing
+from .schema import Schema
+from .specs import Specs
 
 
 @dataclass(frozen=True)
 class Layer:
     """One layer's weights."""
 
-    input_norm: torch.Tensor
+    input_norm: WeightSpec
     attention: Attention
-    post_norm: torch.Tensor
+    post_norm: WeightSpec
     mlp: Dense | MoE
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model's weights, packed, and what programs are made from.
+    """What programs of a model are made from.
 
     Attributes:
-        table: [V, H], bfloat16 or packed.
+        store: of its weights, which are read when a device asks for them.
+        table: [V, H].
         frequencies: float32 [R / 2]; ``rope_scale``: of cos and sin (YaRN).
         kv_dtype: of the cache, see ``runtime.kv_cache.layout``.
     """
 
     name: str
-    table: torch.Tensor | PackedMatrix
+    store: WeightStore
+    table: WeightSpec
     layers: tuple[Layer, ...]
-    norm: torch.Tensor
-    head: PackedMatrix
+    norm: WeightSpec
+    head: WeightSpec
+    head_bias: WeightSpec | None
     eps: float
-    frequencies: torch.Tensor
+    frequencies: WeightSpec
     rope_scale: float
     kv_dtype: str = "bf16"
-    head_bias: torch.Tensor | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -81,7 +85,7 @@ class Decoder:
         step_inputs(b, table_pages)
         x = b.buffer("embedded", "T", H)
         b.node("embed", "embed", {"ids": "tokens"}, {"out": x}, {"table": self.table})
-        b.buffer("angles", "T", 2, len(self.frequencies))
+        b.buffer("angles", "T", 2, *self.frequencies.shape)
         b.node(
             "rope_table",
             "rope",
@@ -110,19 +114,17 @@ class Decoder:
             eps=self.eps,
         )
         b.buffer("logits", "R", V, kind="output")
-        head: dict[str, Any] = {"weight": self.head}
-        if self.head_bias is not None:
-            head["bias"] = self.head_bias
+        head = {"weight": self.head, "bias": self.head_bias}
         b.node("linear", "lm_head", {"x": last}, {"out": "logits"}, head)
         lower_sampling(b, "logits")
         return b.build()
 
     def _norm(
-        self, b: Builder, name: str, weight: torch.Tensor, x: str, add: list[str]
+        self, b: Builder, name: str, weight: WeightSpec, x: str, add: list[str]
     ) -> tuple[str, str]:
         """The residual stream with ``add``, and its norm."""
-        normed = b.buffer(f"{name}.out", "T", len(weight))
-        total = b.buffer(f"{name}.sum", "T", len(weight)) if add else x
+        normed = b.buffer(f"{name}.out", "T", *weight.shape)
+        total = b.buffer(f"{name}.sum", "T", *weight.shape) if add else x
         b.node(
             "rms_norm",
             name,
@@ -173,76 +175,59 @@ def expansions(model: PreTrainedModel, kv_dtype: str, T: int) -> set[Expanded]:
     return {Expanded(*each, kv_dtype == "fp8") for each in sizes if expand_from(*each) <= T}
 
 
-@dataclass(frozen=True)
-class Ends:
-    """What comes before the first layer and after the last one.
-
-    Attributes:
-        table: [V, H], bfloat16 or packed.
-    """
-
-    table: torch.Tensor | PackedMatrix
-    norm: torch.Tensor
-    head: PackedMatrix
-    head_bias: torch.Tensor | None
-
-
-def make_decoder(model: PreTrainedModel, packing: Packing, kv_dtype: str = "bf16") -> Decoder:
-    """Packs a model's weights for programs.
+def make_decoder(
+    model: PreTrainedModel, schema: Schema, store: WeightStore, kv_dtype: str = "bf16"
+) -> Decoder:
+    """What programs of a model are made from; no weight is read.
 
     Args:
-        model: loaded, or on the meta device: it gives the schema.
+        model: loaded, or on the meta device: it says what is computed.
+        schema: of its weights; ``store``: has them.
         kv_dtype: of the cache.
 
     Raises:
-        PykernelsError: a family that is not lowered.
+        PykernelsError: a family that is not lowered; a weight that is missing or of another shape.
     """
     config: Any = model.config
     check_lowered(config)
-    inner = model.model
+    inner, specs = model.model, Specs(schema)
     with torch.device("cpu"):  # whatever the default is
         rotary = type(inner.rotary_emb)(config)  # its frequencies are in no checkpoint
-    ends = make_ends(model, packing)
+    embedding = "model.embed_tokens.weight"
+    table = specs.table(embedding)
+    if not config.tie_word_embeddings:
+        head = specs.matrix("lm_head.weight")
+    else:
+        head = table if table.fmt != "bf16" else specs.matrix(embedding)
+        head = head if head == table else replace(head, name="lm_head.weight")  # if converted
     return Decoder(
         name=config.model_type,
-        table=ends.table,
-        layers=tuple(make_layer(model, i, packing) for i in range(len(inner.layers))),
-        norm=ends.norm,
-        head=ends.head,
+        store=store,
+        table=table,
+        layers=tuple(_layer(model, i, specs) for i in range(len(inner.layers))),
+        norm=specs.vector("model.norm.weight"),
+        head=head,
+        head_bias=specs.tensor("lm_head.bias"),
         eps=inner.norm.variance_epsilon,
-        frequencies=rotary.inv_freq.float(),
+        frequencies=store.add("rope.frequencies", rotary.inv_freq.float()),
         rope_scale=float(rotary.attention_scaling),
         kv_dtype=kv_dtype,
-        head_bias=ends.head_bias,
     )
 
 
-def make_ends(model: PreTrainedModel, packing: Packing) -> Ends:
-    """Packed before the layers: these matrices are the largest ones, and packing the head takes
-    twice its memory for a moment."""
-    embedding = "model.embed_tokens.weight"
-    head = None if model.config.tie_word_embeddings else packing.matrix("lm_head.weight")
-    table = packing.table(embedding)
-    if head is None:
-        head = table if isinstance(table, PackedMatrix) else packing.matrix(embedding)
-    bias = packing.tensor("lm_head.bias")
-    norm = packing.vector("model.norm.weight")
-    return Ends(table, norm, head, None if bias is None else bias.float())
-
-
-def make_layer(model: PreTrainedModel, i: int, packing: Packing) -> Layer:
-    """The packed weights of one layer."""
+def _layer(model: PreTrainedModel, i: int, specs: Specs) -> Layer:
+    """The weights of one layer."""
     layer, name = model.model.layers[i], f"model.layers.{i}"
     family = FAMILIES[model.config.model_type]
     mlp: Dense | MoE
     if experts_of(layer.mlp) is not None:
-        mlp = MoE.make(layer.mlp, f"{name}.mlp", packing, family)
+        mlp = MoE.make(layer.mlp, f"{name}.mlp", specs, family)
     else:
-        mlp = Dense.make(f"{name}.mlp", packing)
+        mlp = Dense.make(f"{name}.mlp", specs)
     attention = kind_of(layer.self_attn)
     return Layer(
-        input_norm=packing.vector(f"{name}.input_layernorm.weight"),
-        attention=attention.make(layer.self_attn, f"{name}.self_attn", packing, family),
-        post_norm=packing.vector(f"{name}.post_attention_layernorm.weight"),
+        input_norm=specs.vector(f"{name}.input_layernorm.weight"),
+        attention=attention.make(layer.self_attn, f"{name}.self_attn", specs, family),
+        post_norm=specs.vector(f"{name}.post_attention_layernorm.weight"),
         mlp=mlp,
     )

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.quant.split import Experts as Packed
 from pykernels.shapes import RouterSpec
-from runtime.matrix import PackedMatrix
 from runtime.program import Builder
+from runtime.weight_spec import WeightSpec
 
 from ..modules.moe import FusedMoE
 from .families import Family
 from .linear import Linear
-from .packing import Packing
+from .specs import Specs
 
 CHOICE_BIAS = "e_score_correction_bias"
 SHARED = ("shared_experts", "shared_expert")
@@ -26,35 +25,19 @@ SHARED = ("shared_experts", "shared_expert")
 class Dense:
     """A gated MLP."""
 
-    mlp: Packed
+    mlp: WeightSpec
 
     @classmethod
-    def make(cls, name: str, packing: Packing) -> Dense:
+    def make(cls, name: str, specs: Specs) -> Dense:
         """From ``gate_proj``, ``up_proj`` and ``down_proj``."""
-        return cls(packing.mlp(*(f"{name}.{part}_proj.weight" for part in ("gate", "up", "down"))))
+        return cls(specs.mlp(*(f"{name}.{part}_proj.weight" for part in ("gate", "up", "down"))))
 
     def lower(self, b: Builder, layer: str, x: str) -> list[str]:
         """Adds its nodes; returns the buffers [T, H] whose sum is its result."""
-        out = b.buffer(f"{layer}.mlp_out", "T", self.mlp.shape.H)
+        out = b.buffer(f"{layer}.mlp_out", "T", self.mlp.shape[1])
         with b.marked(role="dense"):
-            b.node(
-                "moe_ffn", f"{layer}.mlp", {"x": x}, {"out": out}, {"experts": Experts(self.mlp)}
-            )
+            b.node("moe_ffn", f"{layer}.mlp", {"x": x}, {"out": out}, {"experts": self.mlp})
         return [out]
-
-
-@dataclass(frozen=True)
-class Experts:
-    """Packed experts, as a program prints them."""
-
-    packed: Packed
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.packed, name)
-
-    def __str__(self) -> str:
-        s, formats = self.packed.shape, (self.packed.fmt.name, self.packed.down_fmt.name)
-        return f"{'/'.join(dict.fromkeys(formats))} {s.E} x [{s.I}, {s.H}]"
 
 
 @dataclass(frozen=True)
@@ -67,38 +50,38 @@ class MoE:
     """
 
     gate: Linear
-    choice_bias: torch.Tensor | None
+    choice_bias: WeightSpec | None
     spec: RouterSpec
-    experts: Packed
+    experts: WeightSpec
     activations: str
-    shared: Packed | None
-    shared_gate: PackedMatrix | None
+    shared: WeightSpec | None
+    shared_gate: WeightSpec | None
 
     @classmethod
-    def make(cls, block: Any, name: str, packing: Packing, family: Family) -> MoE:
+    def make(cls, block: Any, name: str, specs: Specs, family: Family) -> MoE:
         """From a block whose experts are ours."""
         experts = experts_of(block)
         assert experts is not None
         router = "gate" if hasattr(block, "gate") else "router"
         own = {leaf for leaf, _ in (*block.named_parameters(), *block.named_buffers())}
         choice = next((leaf for leaf in own if leaf.endswith(CHOICE_BIAS)), CHOICE_BIAS)
-        bias = packing.tensor(f"{name}.{choice}")
+        bias = specs.flat(f"{name}.{choice}")
         shared = next((leaf for leaf in SHARED if getattr(block, leaf, None) is not None), None)
         parts = [f"{name}.{shared}.{part}_proj.weight" for part in ("gate", "up", "down")]
         gated = hasattr(block, "shared_expert_gate")
         return cls(
-            gate=packing.linear(f"{name}.{router}"),
-            choice_bias=None if bias is None else bias.flatten(),
+            gate=specs.linear(f"{name}.{router}"),
+            choice_bias=bias,
             spec=router_spec(getattr(block, router), family),
-            experts=packing.experts(experts),
+            experts=specs.experts(experts),
             activations=experts.activations,
-            shared=packing.mlp(*parts) if shared else None,
-            shared_gate=packing.matrix(f"{name}.shared_expert_gate.weight") if gated else None,
+            shared=specs.mlp(*parts) if shared else None,
+            shared_gate=specs.matrix(f"{name}.shared_expert_gate.weight") if gated else None,
         )
 
     def lower(self, b: Builder, layer: str, x: str) -> list[str]:
         """Adds its nodes; returns the buffers [T, H] whose sum is its result."""
-        H = self.experts.shape.H
+        H = self.experts.shape[1]
         # In this order workers find tasks of the shared experts while one of them routes.
         gate = self._gate_shared(b, layer, x)
         routing = self._route(b, layer, x)
@@ -110,15 +93,14 @@ class MoE:
                 f"{layer}.experts",
                 {"x": x, **routing},
                 {"out": routed},
-                {"experts": Experts(self.experts)},
+                {"experts": self.experts},
                 activations=self.activations,
             )
         return [routed, *shared]
 
     def _route(self, b: Builder, layer: str, x: str) -> dict[str, str]:
         """The router's nodes; the buffers of its choice."""
-        E, topk = self.experts.shape.E, self.spec.topk
-        bias = {} if self.choice_bias is None else {"bias": self.choice_bias}
+        E, topk = self.experts.shape[0], self.spec.topk
         with b.marked(role="router"):
             logits = self.gate.lower(b, f"{layer}.gate", x, f"{layer}.logits")
             routing = {
@@ -130,7 +112,7 @@ class MoE:
                 f"{layer}.router",
                 {"logits": logits},
                 routing,
-                bias,
+                {"bias": self.choice_bias},
                 spec=self.spec,
                 experts=E,
             )
@@ -147,14 +129,14 @@ class MoE:
         return gate
 
     def _lower_shared(
-        self, b: Builder, layer: str, x: str, shared: Packed, gate: str | None
+        self, b: Builder, layer: str, x: str, shared: WeightSpec, gate: str | None
     ) -> str:
         """The nodes of what every token passes through; the buffer of its result.
 
         Args:
             gate: buffer [T, 1]; None: the factor is 1.
         """
-        out = b.buffer(f"{layer}.shared_out", "T", shared.shape.H)
+        out = b.buffer(f"{layer}.shared_out", "T", shared.shape[1])
         inputs = {"x": x}
         with b.marked(role="shared"):
             if gate is not None:
@@ -165,8 +147,7 @@ class MoE:
                 spec = RouterSpec(topk=1, scoring="sigmoid", renormalize=False)
                 b.node("router", f"{layer}.factor", {"logits": gate}, factor, spec=spec, experts=1)
                 inputs |= factor
-            weights = {"experts": Experts(shared)}
-            b.node("moe_ffn", f"{layer}.shared", inputs, {"out": out}, weights)
+            b.node("moe_ffn", f"{layer}.shared", inputs, {"out": out}, {"experts": shared})
         return out
 
 

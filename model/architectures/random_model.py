@@ -6,20 +6,22 @@ of a layer hold the same numbers, each in memory of its own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from transformers import PretrainedConfig
 
-from pykernels.quant import Weight, get_format
-from pykernels.quant.split import repeat_first
-from runtime.machine.memory import collapse
+from pykernels.quant import Biases, Weight, get_format
 from runtime.matrix import Pack
+from runtime.weight_spec import WeightSpec
+from runtime.weights import Expert, WeightStore
 
 from ..modules.inject import inject
 from ..modules.moe import FusedMoE
 from ..rules import default_rules
 from .decoder import Decoder, make_decoder
-from .packing import FromSource
-from .weights import Loaded
+from .schema import Schema, Tensor, loaded_schema
+from .weights import MatrixSource
 
 _ROWS = 128
 
@@ -28,57 +30,63 @@ def random_decoder(
     config: PretrainedConfig, fmt: str, pack: Pack, kernel: str = "auto", activations: str = "bf16"
 ) -> Decoder:
     """A decoder of those shapes, its matrices in ``fmt``; where that cannot be (K-quants of narrow
-    matrices) in bfloat16, as routers and the embedding are."""
+    matrices) in bfloat16, as routers and the embedding are. A device makes the weights when it
+    loads them."""
     from ..pretrained import build_meta
 
     get_format(fmt)
     model = build_meta(config, torch.bfloat16)
-    rules = default_rules(config.model_type)
-    inject(model, rules, kernel)
-    for module in model.modules():
-        if isinstance(module, FusedMoE):
-            module.activations = activations
-            _fill(module, fmt)
-    return make_decoder(model, FromSource(_Random(model, fmt), pack))
+    inject(model, default_rules(config.model_type), kernel)
+    blocks = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    for block in blocks:
+        block.activations = activations
+    shapes = {name: tensor.shape for name, tensor in loaded_schema(model).tensors.items()}
+    formats = {name: _format(name, shape, fmt) for name, shape in shapes.items()}
+    schema = Schema(
+        {name: Tensor(shape, formats[name], formats[name]) for name, shape in shapes.items()},
+        {block.name: (fmt, fmt) for block in blocks},
+    )
+    return make_decoder(model, schema, WeightStore(RandomWeights(schema), pack))
 
 
-def _fill(module: FusedMoE, fmt: str) -> None:
-    routed = module.allocate(fmt)
-    H, I = routed.shape.H, routed.shape.I  # noqa: E741
-    gate, up, down = (_matrix(fmt, *shape)[1] for shape in ((I, H), (I, H), (H, I)))
-    routed.load_expert(0, gate, up, down)
-    repeat_first(routed.weights)
-    for part in routed.weights.slices:
-        collapse(part.gate_up)
-        collapse(part.down)
+class RandomWeights(MatrixSource):
+    """Random numbers in the formats of a schema."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._tensors = schema.tensors
+
+    def tensor(self, spec: WeightSpec) -> torch.Tensor:
+        value = 1.0 if "norm" in spec.name else 0.0
+        return torch.full(spec.shape, value, dtype=torch.float32, device="cpu")
+
+    def matrix(self, name: str, index: int | None, fmt: str) -> tuple[str, Weight]:
+        N, K = self._tensors[name].shape[-2:]
+        own = self._tensors[name].fmt
+        return own, _matrix(own, N, K)
+
+    def experts(self, spec: WeightSpec) -> Iterator[Expert]:
+        if spec.parts:  # an MLP
+            yield from super().experts(spec)
+            return
+        assert spec.moe is not None
+        H, I = spec.moe.H, spec.moe.I  # noqa: E741
+        weights = _matrix(spec.fmt, I, H), _matrix(spec.fmt, I, H), _matrix(spec.down_fmt, H, I)
+        biases = None
+        if spec.moe.spec.bias:
+            zeros = (torch.zeros(N, dtype=torch.float32, device="cpu") for N in (I, I, H))
+            biases = Biases(*zeros)
+        for _ in range(spec.moe.E):
+            yield weights, biases
 
 
-class _Random(Loaded):
-    """A ``weights.Source`` of random numbers."""
-
-    def __init__(self, model: torch.nn.Module, fmt: str) -> None:
-        self._shapes = {name: tensor.shape for name, tensor in model.named_parameters()}
-        self._shapes |= {name: tensor.shape for name, tensor in model.named_buffers()}
-        self._fmt = fmt
-
-    def matrix(self, name: str) -> tuple[str, Weight]:
-        N, K = self._shapes[name]
-        plain = "embed_tokens" in name or name.endswith("mlp.gate.weight")
-        narrow = K % get_format(self._fmt).k_multiple or "kv_b_proj" in name
-        scaled = self._fmt in ("bf16", "fp8")
-        return _matrix("bf16" if plain or (narrow and not scaled) else self._fmt, N, K)
-
-    def stack(self, name: str) -> None:
-        return None
-
-    def tensor(self, name: str) -> torch.Tensor | None:
-        if (shape := self._shapes.get(name)) is None:
-            return None
-        value = 1.0 if "norm" in name else 0.0
-        return torch.full(shape, value, dtype=torch.float32, device="cpu")
+def _format(name: str, shape: tuple[int, ...], fmt: str) -> str:
+    if len(shape) != 2 or "embed_tokens" in name or name.endswith("mlp.gate.weight"):
+        return "bf16"
+    narrow = shape[1] % get_format(fmt).k_multiple or "kv_b_proj" in name
+    return "bf16" if narrow and fmt not in ("bf16", "fp8") else fmt
 
 
-def _matrix(fmt: str, N: int, K: int) -> tuple[str, Weight]:
+def _matrix(fmt: str, N: int, K: int) -> Weight:
     generator = torch.Generator().manual_seed(N + K)
     base = get_format(fmt).quantize(
         torch.randn(_ROWS, K, generator=generator, dtype=torch.float32, device="cpu") / K**0.5
@@ -92,4 +100,4 @@ def _matrix(fmt: str, N: int, K: int) -> tuple[str, Weight]:
     scale = base.scale
     if scale is not None:
         scale = repeated(scale, -(-N // _ROWS) if scale.shape[0] == 1 else N)
-    return fmt, Weight(repeated(base.data, N), scale)
+    return Weight(repeated(base.data, N), scale)

@@ -1,110 +1,140 @@
-"""Where lowering takes weights from: a loaded model's parameters, or a checkpoint's own tensors."""
+"""Where weights are read from: a checkpoint's own tensors, or a loaded model's parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from itertools import groupby
 
 import torch
 from torch import nn
 
-from pykernels.quant import Weight, get_format
-from pykernels.quant.split import Experts
-from pykernels.shapes import MoEShape
+from pykernels.quant import Biases, Weight, get_format
+from runtime.weight_spec import Part, WeightSpec
+from runtime.weights import Expert, Ready, WeightSource
 
-from ..checkpoint import plan as plans
 from ..checkpoint.matrix import Matrix
-from ..checkpoint.plan import Dense, Plan
-from ..checkpoint.read import Changed, expert_weights, naming, nbytes, stored_weight
+from ..checkpoint.plan import Dense, Experts, Plan
+from ..checkpoint.read import Changed, expert_weights, nbytes, stored_weight
 from ..checkpoint.read import matrix as read_matrix
-from ..checkpoint.safetensors import Checkpoint, Part
+from ..checkpoint.safetensors import Checkpoint
+from ..checkpoint.safetensors import Part as StoredPart
 from ..modules.moe import FusedMoE
-
-MakeExperts = Callable[[MoEShape, str, str], Experts]
-"""(shape, format of gate and up, format of down) -> memory for the experts of a layer."""
-
-
-class Source(Protocol):
-    """A model's stored tensors by the names of its parameters."""
-
-    def matrix(self, name: str) -> tuple[str, Weight]:
-        """(format, weight) of a linear's matrix [N, K]."""
-
-    def stack(self, name: str) -> tuple[str, list[Weight]] | None:
-        """(format, matrices) of a tensor [heads, N, K]; None if there is none of that name."""
-
-    def tensor(self, name: str) -> torch.Tensor | None:
-        """Any other tensor as it is; None if there is none of that name."""
-
-    def experts(self, module: FusedMoE, make: MakeExperts) -> Experts:
-        """The routed experts of a block."""
+from .schema import Schema
+from .specs import BLOCK
 
 
-class Loaded:
-    """Experts of modules that hold them already."""
+class MatrixSource(WeightSource):
+    """A source that reads one stored matrix at a time."""
 
-    def experts(self, module: FusedMoE, make: MakeExperts) -> Experts:
-        assert module.routed is not None
-        return module.routed.weights
+    @abstractmethod
+    def matrix(self, name: str, index: int | None, fmt: str) -> tuple[str, Weight]:
+        """(format, weight) of a stored matrix [N, K]; converted, if the schema says so.
+
+        Args:
+            index: of a stack [heads, N, K], which one.
+            fmt: of the weight that it becomes a part of.
+        """
+
+    def matrices(self, spec: WeightSpec) -> Iterator[Weight]:
+        for (name, index), parts in groupby(spec.parts, lambda part: (part.name, part.index)):
+            whole = _in_format(*self.matrix(name, index, spec.fmt), spec.fmt)
+            for part in parts:
+                yield whole if part.rows is None else _cut(whole, *part.rows, part.transposed)
+
+    def experts(self, spec: WeightSpec) -> Iterator[Expert]:
+        """An MLP, as the one expert of its layer."""
+        assert spec.moe is not None
+        formats = spec.fmt, spec.fmt, spec.down_fmt
+        gate, up, down = (
+            _in_format(*self.matrix(part.name, None, fmt), fmt)
+            for part, fmt in zip(spec.parts, formats, strict=False)
+        )
+        biases = None
+        if spec.moe.spec.bias:
+            given = {part.name.split(".")[-2]: part for part in spec.parts[3:]}
+            sizes = {"gate_proj": spec.moe.I, "up_proj": spec.moe.I, "down_proj": spec.moe.H}
+            biases = Biases(*(self._bias(given.get(proj), N) for proj, N in sizes.items()))
+        yield (gate, up, down), biases
+
+    def _bias(self, part: Part | None, N: int) -> torch.Tensor:
+        if part is None:
+            return torch.zeros(N, dtype=torch.float32, device="cpu")
+        return self.tensor(WeightSpec.tensor(part.name, *part.shape))
 
 
-class Parameters(Loaded):
-    """Those of a loaded model: matrices count as bfloat16."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._tensors.update(model.named_parameters(remove_duplicate=False))
-        self._tensors.update(model.named_buffers())
-
-    def matrix(self, name: str) -> tuple[str, Weight]:
-        return "bf16", Weight(self._tensors[name].detach().to(torch.bfloat16))
-
-    def stack(self, name: str) -> tuple[str, list[Weight]] | None:
-        return None
-
-    def tensor(self, name: str) -> torch.Tensor | None:
-        found = self._tensors.get(name)
-        return None if found is None else found.detach()
-
-
-class Stored:
-    """Those of a checkpoint as they are stored, read when they are asked for.
+class CheckpointWeights(MatrixSource):
+    """Those of a checkpoint, read when they are asked for.
 
     Args:
-        plan: of ``model.checkpoint.plan``.
-        checkpoint: open.
+        model: injected, on the meta device; its modules say what experts become.
+        plan: of ``model.checkpoint.plan``; ``schema``: of both.
         report: called with the bytes of what was read.
-        changed: called with what experts are, and with what they become in another format.
+        changed: called with the name, the values and the new values of a matrix that is converted,
+            all experts under the name "experts".
     """
 
     def __init__(
         self,
+        model: nn.Module,
         plan: Plan,
         checkpoint: Checkpoint,
+        schema: Schema,
         report: Callable[[int], None] = lambda _: None,
-        changed: Changed | None = None,
+        changed: Callable[[str, torch.Tensor, torch.Tensor], None] | None = None,
     ) -> None:
         self._items = {item.name: item for item in plan.items if isinstance(item, Dense)}
-        self._experts = {item.name: item for item in plan.items if isinstance(item, plans.Experts)}
-        self._checkpoint, self._report, self._changed = checkpoint, report, changed
+        self._experts: dict[str, tuple[FusedMoE, Experts]] = {}
+        for item in plan.items:
+            if isinstance(item, Experts):
+                module = model.get_submodule(item.name)
+                assert isinstance(module, FusedMoE)
+                self._experts[module.stored_name] = module, item
+        self._checkpoint, self._schema = checkpoint, schema
+        self._report, self._changed = report, changed
 
-    def matrix(self, name: str) -> tuple[str, Weight]:
-        item = self._items[name]
-        self._report(nbytes(self._checkpoint, item))
-        return item.source.fmt or "bf16", self._weight(item.source, name)
+    def tensor(self, spec: WeightSpec) -> torch.Tensor:
+        out = torch.zeros(spec.shape, dtype=torch.float32, device="cpu")
+        for part in spec.parts:
+            item = self._items[part.name]
+            self._report(nbytes(self._checkpoint, item))
+            values = read_matrix(self._checkpoint, item.source, item.dtype)
+            out[part.at : part.at + part.shape[0]] = values.reshape(part.shape)
+        return out
 
-    def stack(self, name: str) -> tuple[str, list[Weight]] | None:
-        if (item := self._items.get(name)) is None:
+    def matrix(self, name: str, index: int | None, fmt: str) -> tuple[str, Weight]:
+        source, schema = self._items[name].source, self._schema.tensors[name]
+        if index is not None:
+            stored = StoredPart(source.data.name, index)
+            source = Matrix(stored, source.shape[1:], fmt=source.fmt)
+        self._report(sum(self._checkpoint.nbytes(part) for part in source.parts))
+        found, weight = source.fmt or "bf16", self._stored(source, name)
+        wanted = schema.linear if fmt == schema.linear else schema.fmt
+        if wanted == found:
+            return found, weight
+        values = get_format(found).dequantize(weight)
+        converted = get_format(wanted).quantize(values)
+        if self._changed is not None:
+            self._changed(name, values, get_format(wanted).dequantize(converted))
+        return wanted, converted
+
+    def experts(self, spec: WeightSpec) -> Iterator[Expert]:
+        if spec.name not in self._experts:
+            yield from super().experts(spec)
+            return
+        module, item = self._experts[spec.name]
+        each = nbytes(self._checkpoint, item) // len(item.experts)
+        for expert in expert_weights(self._checkpoint, item, module, self._experts_changed()):
+            yield expert
+            self._report(each)
+
+    def _experts_changed(self) -> Changed | None:
+        changed = self._changed
+        if changed is None:
             return None
-        self._report(nbytes(self._checkpoint, item))
-        source = item.source
-        heads = [
-            Matrix(Part(source.data.name, h), source.shape[1:], fmt=source.fmt)
-            for h in range(source.shape[0])
-        ]
-        return source.fmt or "bf16", [self._weight(head, name) for head in heads]
+        return lambda values, converted: changed("experts", values, converted)
 
-    def _weight(self, source: Matrix, name: str) -> Weight:
+    def _stored(self, source: Matrix, name: str) -> Weight:
         if source.fmt is None:
             return Weight(self._checkpoint.read(source.data).to(torch.bfloat16))
         weight = stored_weight(self._checkpoint, source)
@@ -112,59 +142,47 @@ class Stored:
         get_format(source.fmt).check(weight, N, K, name)
         return weight
 
-    def tensor(self, name: str) -> torch.Tensor | None:
-        if (item := self._items.get(name)) is None:
-            return None
-        self._report(nbytes(self._checkpoint, item))
-        return read_matrix(self._checkpoint, item.source, item.dtype)
 
-    def experts(self, module: FusedMoE, make: MakeExperts) -> Experts:
-        item = self._experts[module.name]
-        packed = make(module.shape, *item.packed(module))
-        each = nbytes(self._checkpoint, item) // len(item.experts)
-        found = expert_weights(self._checkpoint, item, module, self._changed)
-        for e, (weights, biases) in enumerate(found):
-            with naming(module, e):
-                packed.pack(e, *weights, biases=biases)
-            self._report(each)
-        return packed
+class LoadedWeights(MatrixSource):
+    """Those of a loaded model: matrices count as bfloat16, routed experts are packed already."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors.update(model.named_parameters(remove_duplicate=False))
+        self._tensors.update(model.named_buffers())
+        blocks = (module for module in model.modules() if isinstance(module, FusedMoE))
+        self._routed = {block.stored_name: block.routed for block in blocks}
 
-class MetaWeights:
-    """Shapes and formats alone, from a plan: no weight is read."""
+    def tensor(self, spec: WeightSpec) -> torch.Tensor:
+        out = torch.zeros(spec.shape, dtype=torch.float32, device="cpu")
+        for part in spec.parts:
+            values = self._tensors[part.name].detach()
+            out[part.at : part.at + part.shape[0]] = values.reshape(part.shape)
+        return out
 
-    def __init__(self, plan: Plan) -> None:
-        self._items = {item.name: item for item in plan.items if isinstance(item, Dense)}
-        self._experts = {item.name: item for item in plan.items if isinstance(item, plans.Experts)}
+    def matrix(self, name: str, index: int | None, fmt: str) -> tuple[str, Weight]:
+        values = self._tensors[name].detach()
+        return "bf16", Weight((values if index is None else values[index]).to(torch.bfloat16))
 
-    def matrix(self, name: str) -> tuple[str, Weight]:
-        source = self._items[name].source
-        fmt = source.fmt or "bf16"
-        return fmt, meta_weight(fmt, *source.shape)
-
-    def stack(self, name: str) -> tuple[str, list[Weight]] | None:
-        if (item := self._items.get(name)) is None:
-            return None
-        (heads, N, K), fmt = item.source.shape, item.source.fmt or "bf16"
-        return fmt, [meta_weight(fmt, N, K)] * heads
-
-    def tensor(self, name: str) -> torch.Tensor | None:
-        item = self._items.get(name)
-        if item is None:
-            return None
-        return torch.ones(item.source.shape, dtype=torch.float32, device="cpu")
-
-    def experts(self, module: FusedMoE, make: MakeExperts) -> Experts:
-        return make(module.shape, *self._experts[module.name].packed(module))
+    def ready(self, spec: WeightSpec, layout: str) -> Ready | None:
+        routed = self._routed.get(spec.name)
+        return None if routed is None else routed.weights
 
 
-def meta_weight(fmt: str, N: int, K: int) -> Weight:
-    """A matrix of that shape without its numbers."""
-    chosen = get_format(fmt)
-    scale = chosen.scale_shape(N, K)
-    scales = None
-    if scale is not None:
-        ones = torch.ones(scale, dtype=torch.float32, device="cpu")
-        scales = ones.to(chosen.scale_dtypes[0])
-    data = torch.empty(chosen.data_shape(N, K), dtype=chosen.dtype, device="cpu")
-    return Weight(data, scales)
+def _in_format(stored: str, weight: Weight, fmt: str) -> Weight:
+    """A weight in its own format, or in bfloat16."""
+    if stored == fmt:
+        return weight
+    assert fmt == "bf16", f"{stored} does not become {fmt} here"
+    return Weight(get_format(stored).dequantize(weight).to(torch.bfloat16))
+
+
+def _cut(weight: Weight, first: int, last: int, transposed: bool) -> Weight:
+    """Rows of a matrix in bfloat16 or FP8, or of one whose rows hold their scales."""
+    data, scale = weight.data[first:last], weight.scale
+    if scale is None:
+        return Weight((data.T if transposed else data).contiguous())
+    codes, scale = data.view(torch.uint8), scale[first // BLOCK : (last - 1) // BLOCK + 1]
+    if transposed:
+        codes, scale = codes.T, scale.T
+    return Weight(codes.contiguous().view(data.dtype), scale.contiguous())

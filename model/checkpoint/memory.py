@@ -17,6 +17,7 @@ from runtime.experts.routed import RoutedExperts
 from runtime.kv_cache.layout import PAGE
 from runtime.machine.nodes import MemoryNodes
 from runtime.machine.topology import Topology
+from runtime.placement import Placement as PlacedNodes
 
 from ..modules.linear import Linear, linears
 from ..modules.moe import FusedMoE
@@ -27,6 +28,7 @@ from .safetensors import Checkpoint
 
 GIB = 1 << 30
 MIB = 1 << 20
+ON_CPU = PlacedNodes()
 CONVERTED = ("int8", "q6_k", "q4_k", "int4")
 """Formats that are offered where the experts do not fit, the largest first."""
 
@@ -87,15 +89,22 @@ class Packed:
     experts: int
     converted: dict[str, int]
 
-    @property
-    def peak(self) -> int:
-        """Peak of loading all of them."""
-        return sum(self.by_item.values()) + self.step
+    def peak(self, placement: PlacedNodes = ON_CPU) -> int:
+        """Peak of loading in main memory: of what is on the CPU, and of one more."""
+        rest = sum(self.by_item.values()) - self.experts
+        return self.step + sum(
+            nbytes
+            for nbytes, device in ((rest, placement.device), (self.experts, placement.experts))
+            if not device.startswith("cuda")
+        )
 
-    def smaller(self) -> dict[str, int]:
+    def smaller(self, placement: PlacedNodes = ON_CPU) -> dict[str, int]:
         """``peak`` with the experts converted, by format, the largest first."""
-        sizes = {fmt: self.peak - self.experts + n for fmt, n in self.converted.items()}
-        return {fmt: n for fmt, n in sizes.items() if n < self.peak}
+        peak = self.peak(placement)
+        if placement.experts.startswith("cuda"):
+            return {}
+        sizes = {fmt: peak - self.experts + n for fmt, n in self.converted.items()}
+        return {fmt: n for fmt, n in sizes.items() if n < peak}
 
 
 def needed_by_engine(
@@ -151,7 +160,8 @@ def cache_pages(
     Args:
         token: bytes of the cache per token.
         weights: bytes that loading takes; ``smaller``: with the experts converted, by format.
-        on_gpu: bytes that are free on the GPU that holds the cache; None: it is in main memory.
+        on_gpu: bytes that are free on the GPU that holds the cache, where ``check_engine`` is to
+            follow for the weights; None: it is in main memory.
 
     Raises:
         PykernelsError: weights and cache need more memory than is free, or the cache is smaller
@@ -161,7 +171,8 @@ def cache_pages(
     sequences = min(2, config.max_num_seqs)
     asked = config.kv_tokens, config.kv_bytes
     if asked == (None, None):
-        check_engine(weights, token, longest, sequences, smaller)
+        if on_gpu is None:
+            check_engine(weights, token, longest, sequences, smaller)
         share = (free - weights) // 8 if on_gpu is None else on_gpu // 4
         fit = share // (token * longest)
         return -(-longest // PAGE) * max(sequences, min(fit, config.max_num_seqs)) + 1
@@ -172,7 +183,8 @@ def cache_pages(
             f"kv_bytes={config.kv_bytes} is less than a page of {PAGE} tokens",
             f"Give {page} or more",
         )
-    check_engine(weights, token, PAGE, 1, smaller)
+    if on_gpu is None:
+        check_engine(weights, token, PAGE, 1, smaller)
     if on_gpu is not None and pages * page > on_gpu:
         raise PykernelsError(
             f"A KV cache of {size(pages * page)} for {pages * PAGE} tokens, and the GPU has"
@@ -243,30 +255,30 @@ def check(needs: Mapping[str, int]) -> None:
 
 
 def check_nodes(
-    plan: Plan, model: nn.Module, nodes: MemoryNodes, others: Mapping[str, int] | None = None
+    plan: Plan, model: nn.Module, nodes: MemoryNodes, packed: Mapping[str, int] | None = None
 ) -> None:
     """Raise `PykernelsError` if a NUMA node has no room for its slices of the weights.
 
     The slices are bound to their node: where it has no room, Linux would kill the process.
 
     Args:
-        others: bytes of the plan's other items, by name, which lie on all nodes; None: they are
-            bound to none.
+        packed: bytes of the plan's items by name, of which all are sliced; None: experts alone.
     """
     if len(nodes) < 2:
         return
-    needs = [sum((others or {}).values()) / len(nodes)] * len(nodes)
+    needs = [0.0] * len(nodes)
     for item in plan.items:
         if isinstance(item, Dense):
-            continue
-        module = model.get_submodule(item.name)
-        if isinstance(module, FusedMoE):
+            sizes = [(packed or {}).get(item.name, 0) / len(nodes)] * len(nodes)
+        else:
+            module = model.get_submodule(item.name)
+            assert isinstance(module, FusedMoE)
             fmt, down_fmt = item.packed(module)
-            sizes = RoutedExperts.bytes_by_node(module.cpu_shape, fmt, nodes, down_fmt)
+            found = RoutedExperts.bytes_by_node(module.cpu_shape, fmt, nodes, down_fmt)
+            sizes = [float(nbytes) for nbytes in found]
             if len(sizes) == 1:  # on all nodes in turns
-                sizes = [size // len(nodes) for size in sizes * len(nodes)]
-            for i, nbytes in enumerate(sizes):
-                needs[i] += nbytes
+                sizes = [sizes[0] / len(nodes)] * len(nodes)
+        needs = [need + more for need, more in zip(needs, sizes, strict=True)]
     check_room(needs, nodes)
 
 

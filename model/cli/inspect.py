@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from pykernels.errors import PykernelsError
+from runtime.placement import CPU, EXPERTS, Placement
 
 from .common import Debug, command, out
-from .session import Device, Eager, Rules, status
+from .session import Device, Eager, Experts, Rules, status
 
 _WIDE = 160
 """Columns of a table that goes to a pipe or a file: none is cut off."""
@@ -29,6 +30,7 @@ def inspect(
     ] = None,
     rules: Rules = None,
     device: Device = "cpu",
+    experts: Experts = "auto",
     eager: Eager = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout, every module in it.")
@@ -44,8 +46,14 @@ def inspect(
     """Print MODEL's modules as they will be: class, device, format, bytes; no weight is read.
 
     What a token reads, and totals of each device, stand below. With --device or rules of GPUs it
-    tells how it would be there: no GPU is needed to ask.
+    tells how it would be there, with the routed experts on the CPU unless --experts says gpu: no
+    GPU is needed to ask.
     """
+    if experts not in EXPERTS:
+        raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
+    if experts != "auto" and device == "cpu":
+        raise PykernelsError(f"--experts {experts} without a GPU", "Add --device cuda:0")
+    on_gpu = experts == "gpu"
     if program and as_json:
         raise PykernelsError("--program has no JSON", "Leave one of them out")
     with status("reading headers"):
@@ -57,10 +65,11 @@ def inspect(
         if program:
             from ..llm import meta_decoder
 
-            decoder = meta_decoder(Path(which), rules)
-            out().print(str(decoder.lower(tokens, tokens, tokens, 1, 1)), markup=False)
+            placement = Placement(device, device if on_gpu else CPU)
+            lowered = meta_decoder(Path(which), rules).lower(tokens, tokens, tokens, 1, 1)
+            out().print(str(placement.apply(lowered)), markup=False)
             return
-        found = examine(which, rules, device, eager)
+        found = examine(which, rules, device, eager, "gpu" if on_gpu else CPU)
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
         return

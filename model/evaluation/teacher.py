@@ -67,7 +67,9 @@ class Teacher:
         inputs["query_lengths"][:] = 1
         parts = self._llm.runner.model.caches(LANES * self._pages)
         caches = {name: part.zeros() for name, part in parts.items()}
-        step = CpuExecutable(program, self._llm.pool, inputs, caches, self._llm.kernel)
+        step = CpuExecutable(
+            program, self._llm.runner.weights, self._llm.pool, inputs, caches, self._llm.kernel
+        )
         D, L = self.documents.shape
         bits = torch.zeros(D, L - 1, dtype=torch.float64, device="cpu")
         likeliest = torch.zeros(D, L - 1, dtype=torch.int64, device="cpu")

@@ -11,10 +11,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from pykernels.gpu.gemm.weights import supports_format
 from pykernels.quant import get_format
 from pykernels.quant.layout import padded
 from runtime.experts.routed import RoutedExperts
 
+from ..architectures.schema import ROUTERS
 from ..checkpoint.config import EXPERT_COUNTS
 from ..modules.linear import Linear
 from ..modules.moe import FusedMoE
@@ -53,19 +55,25 @@ class Entry:
 
 
 def entries(
-    model: PreTrainedModel, placement: Placement, formats: Formats, engine: bool, dtype: torch.dtype
+    model: PreTrainedModel,
+    placement: Placement,
+    formats: Formats,
+    engine: bool,
+    dtype: torch.dtype,
+    routed: str = "cpu",
 ) -> Iterator[Entry]:
     """Entries of an injected meta model, in the order of its modules.
 
     Args:
         engine: whether the engine runs it: matrices packed as stored, vectors in float32.
         dtype: of what is not packed, eagerly.
+        routed: the device of routed experts of ours.
     """
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     seen: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, FusedMoE):
-            yield _packed_experts(name, module, formats)
+            yield _packed_experts(name, module, formats, routed)
         elif _are_experts(name, module):
             yield _fused_experts(name, module, model, placement.of(name), dtype)
             continue
@@ -79,7 +87,8 @@ def entries(
         seen.update(id(tensor) for _, tensor in own)
         if own:
             around = model.get_submodule(name.rpartition(".")[0])
-            entry = _Sizes(name, module, around, formats, engine, dtype, tied)
+            on_gpu = placement.of(name) != "cpu"
+            entry = _Sizes(name, module, around, formats, engine, dtype, tied, on_gpu)
             for leaf, tensor in own:
                 entry.add(leaf, tensor)
             yield entry.finish(placement.of(name))
@@ -97,9 +106,10 @@ class _Sizes:
         engine: bool,
         dtype: torch.dtype,
         tied: set[str],
+        on_gpu: bool,
     ) -> None:
         self.name, self.module, self.around, self.formats = name, module, around, formats
-        self.engine, self.dtype, self.tied = engine, dtype, tied
+        self.engine, self.dtype, self.tied, self.on_gpu = engine, dtype, tied, on_gpu
         self.parameters = self.bytes = self.read = 0
         self.format = ""
 
@@ -110,10 +120,10 @@ class _Sizes:
         self.parameters += 0 if tied else math.prod(shape)
         embedding = isinstance(self.module, nn.Embedding)
         if isinstance(self.module, Linear) and leaf == "weight":
-            fmt = self.module.packed_format(self.formats.of_matrix(full))
+            fmt = self._placed(full, self.module.packed_format(self.formats.of_matrix(full)), shape)
             nbytes = self.module.packed_bytes(fmt)
         elif self.engine and len(shape) == 2 and not embedding:
-            fmt = self._engine_format(full)
+            fmt = self._placed(full, self._engine_format(full), shape)
             cut = full.endswith(_CUT)
             nbytes = _heads_bytes(fmt, self.around) if cut else matrix_bytes(fmt, *shape)
         else:
@@ -132,6 +142,14 @@ class _Sizes:
         return Entry(
             self.name, cls, ours, device, self.format, self.parameters, self.bytes, self.read
         )
+
+    def _placed(self, name: str, fmt: str, shape: tuple[int, ...]) -> str:
+        """The format where the matrix runs: the engine dequantizes on a GPU what gives logits, the
+        matrices of heads, and what no kernel there multiplies."""
+        if not (self.engine and self.on_gpu):
+            return fmt
+        plain = name.endswith((_CUT, *ROUTERS, "lm_head.weight"))
+        return "bf16" if plain or supports_format(get_format(fmt), shape[1]) else fmt
 
     def _engine_format(self, name: str) -> str:
         fmt = self.formats.of_matrix(name)
@@ -153,14 +171,16 @@ def _heads_bytes(fmt: str, attention: Any) -> int:
     return attention.num_heads * (matrix_bytes(fmt, L, nope) + matrix_bytes(fmt, dv, L))
 
 
-def _packed_experts(name: str, block: FusedMoE, formats: Formats) -> Entry:
+def _packed_experts(name: str, block: FusedMoE, formats: Formats, device: str) -> Entry:
     shape, fmt = block.shape, block.packed_format(formats.of_experts(name))
+    if device != "cpu" and any(supports_format(get_format(fmt), K) for K in (shape.H, shape.I)):
+        fmt = "bf16"
     nbytes = RoutedExperts.bytes_needed(shape, fmt)
     return Entry(
         f"{name}.experts",
         f"{shape.E} experts, top-{shape.topk}",
         True,
-        "cpu",
+        device,
         fmt,
         shape.E * shape.weights,
         nbytes,

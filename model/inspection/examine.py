@@ -92,13 +92,18 @@ class Inspection:
 
 
 def examine(
-    which: str | Path, rules: Rules = None, device: str = "cpu", eager: bool = False
+    which: str | Path,
+    rules: Rules = None,
+    device: str = "cpu",
+    eager: bool = False,
+    experts: str = "cpu",
 ) -> Inspection:
     """Reads headers (or only config.json, or a shape by its name) and applies the rules.
 
     Args:
         which: a checkpoint's folder, a config.json or its folder, or a name in ``ARCHS``.
         device: of all that no rule places; it need not be there.
+        experts: where the engine has routed experts beside a GPU: "cpu" or "gpu".
 
     Raises:
         PykernelsError: as loading, but for devices and memory that are not there.
@@ -123,9 +128,10 @@ def examine(
     reason = why_not(config)
     if eager:
         reason = "--eager asks for it"
-    elif gpu := placement.gpu():
-        reason = f"modules run on {gpu}"
-    found = list(entries(model, placement, formats, reason is None, dtype))
+    elif gpu := place(model, parsed).gpu():
+        reason = reason or f"rules place modules on {gpu}"
+    routed = device if experts == "gpu" and reason is None else "cpu"
+    found = list(entries(model, placement, formats, reason is None, dtype, routed))
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
     return Inspection(
         str(which),

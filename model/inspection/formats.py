@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..architectures.schema import Schema
 from ..checkpoint.packed.mapped import PackedFolder
 from ..checkpoint.plan import Dense, Plan
 
@@ -51,17 +52,10 @@ def planned(plan: Plan) -> Formats:
 
 
 def cached(folder: PackedFolder) -> Formats:
-    """Those of a packed cache, from the headers of its files."""
-    known: dict[str, str] = {}
-    for key, (_, about) in folder.objects.items():
-        kind, *names = key.split(" ")
-        if kind == "matrix" and "formats" in about:
-            known |= dict(zip(names, about["formats"], strict=True))
-        elif kind in ("experts", "mlp", "stack", "heads"):
-            known |= dict.fromkeys(names, about["format"])
-        if kind == "mlp":
-            known[names[-1]] = about["down_format"]
-    return Formats(known)
+    """Those of a packed cache, from its manifest."""
+    schema = Schema.from_json(folder.manifest.schema)
+    known = {name: tensor.linear for name, tensor in schema.tensors.items()}
+    return Formats(known | {block: formats[0] for block, formats in schema.experts.items()})
 
 
 def configured(quantization: Any) -> Formats:

@@ -91,7 +91,7 @@ class Linear(Operator):
         if device == "cpu":
             pool = default_pool()
             allocate = weights_on(pool.memory)
-            self._packed = PackedMatrix(found, [weight], packer(pool), allocate)
+            self._packed = PackedMatrix.of(found, [weight], packer(pool), allocate)
         else:
             if reason := supports_format(found, self.in_features):
                 raise PykernelsError(f"{self.name}: {reason}", "Give the rule another format")

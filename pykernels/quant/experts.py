@@ -19,6 +19,8 @@ Packer = Callable[[Format, Weight, torch.Tensor, torch.Tensor], None]
 """``Format.pack`` or its like: (format, weight, blocks, scales)."""
 
 _ALIGN = 4096
+_ITEMSIZES = (1, 1, 1, 1, 4, 4)
+"""Of the sections of ``PackedExperts``: bytes, and float32 biases."""
 
 
 class Biases(NamedTuple):
@@ -43,6 +45,7 @@ class PackedExperts:
     """``E`` experts: gate and up blocks alternate in one stream, so that one task reads one run.
 
     Attributes:
+        arena: uint8, the memory in which all others lie.
         fmt: of gate and up; ``down_fmt``: of down.
         gate_up: uint8 [E, I / 32, 2, block bytes of K = H]: gate block i, then up block i.
         gate_up_scale: uint8 [E, I / 32, 2, scale bytes of K = H].
@@ -120,16 +123,22 @@ class PackedExperts:
     @classmethod
     def _section_bytes(cls, shape: MoEShape, fmt: Format, down_fmt: Format) -> list[int]:
         dims = cls._section_dims(shape, fmt, down_fmt)
-        itemsizes = (1, 1, 1, 1, 4, 4)
         return [
             ceil_to(itemsize * torch.Size(section).numel(), _ALIGN)
-            for itemsize, section in zip(itemsizes, dims, strict=True)
+            for itemsize, section in zip(_ITEMSIZES, dims, strict=True)
         ]
 
     @classmethod
     def bytes_needed(cls, shape: MoEShape, fmt: Format, down_fmt: Format | None = None) -> int:
         """Memory of a layer's experts, scales and alignment included."""
         return sum(cls._section_bytes(shape, fmt, down_fmt or fmt))
+
+    @classmethod
+    def expert_bytes(cls, shape: MoEShape, fmt: Format, down_fmt: Format | None = None) -> int:
+        """Bytes that one token reads of one expert: weights, scales and biases."""
+        dims = cls._section_dims(shape, fmt, down_fmt or fmt)
+        sizes = zip(_ITEMSIZES, dims, strict=True)
+        return sum(itemsize * torch.Size(dim[1:]).numel() for itemsize, dim in sizes)
 
     @property
     def nbytes(self) -> int:
@@ -138,8 +147,8 @@ class PackedExperts:
 
     @property
     def bytes_per_expert(self) -> int:
-        """Bytes that one token reads of one expert: weights, scales and biases."""
-        return sum(section[0].nbytes for section in self.sections)
+        """See ``expert_bytes``."""
+        return self.expert_bytes(self.shape, self.fmt, self.down_fmt)
 
     def pack(
         self, expert: int, gate: Weight, up: Weight, down: Weight, *, biases: Biases | None = None

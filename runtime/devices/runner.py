@@ -13,8 +13,10 @@ from pykernels.errors import PykernelsError
 
 from ..engine.batch import DeviceLost, StepBatch, StepResult
 from ..kv_cache.layout import PAGE, CachePart
+from ..passes.numa import split_over_nodes
 from ..profiling.step_bytes import weight_bytes
 from ..program import Program
+from ..weights import LayoutOf, WeightStore
 from ..workers.pool import WorkerPool
 from .sampling import SamplingInputs
 
@@ -26,7 +28,11 @@ Pass = Callable[[Program], Program]
 
 
 class Lowerable(Protocol):
-    """A model's weights, from which programs are lowered."""
+    """A model, from which programs are lowered."""
+
+    @property
+    def store(self) -> WeightStore:
+        """Its weights."""
 
     @property
     def name(self) -> str:
@@ -61,8 +67,9 @@ class Executable(Protocol):
 class PagedRunner(ABC):
     """What the runners of all devices share: programs per bucket, and which one runs a batch.
 
-    A device implements ``make_step``, which binds a program to memory; it may rewrite what is
-    lowered (``lowered``) and choose its ``buckets``.
+    A device implements ``make_step``, which binds a program to memory, and ``layouts``, which
+    says in which layout a node reads a weight; it may rewrite what is lowered (``lowered``) and
+    choose its ``buckets``.
 
     Args:
         max_model_len: positions that the model was made for, or fewer.
@@ -77,6 +84,7 @@ class PagedRunner(ABC):
     page_size = PAGE
     buckets: Sequence[int] = BUCKETS
     pool: WorkerPool | None = None
+    layouts: Callable[[Program], LayoutOf]
 
     def __init__(
         self,
@@ -88,7 +96,7 @@ class PagedRunner(ABC):
         passes: Sequence[Pass] = (),
         max_num_logits: int | None = None,
     ) -> None:
-        self.model, self.passes = model, tuple(passes)
+        self.model, self.weights, self.passes = model, model.store, tuple(passes)
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
         self.max_num_seqs, self.vocab_size = max_num_seqs, model.vocab_size
@@ -107,6 +115,19 @@ class PagedRunner(ABC):
     def lowered(self, *sizes: int) -> Program:
         """The model's program of these sizes for this device."""
         return self.model.lower(*sizes)
+
+    def load(self) -> None:
+        """Reads every weight, and makes of it what the nodes on its device read.
+
+        Raises:
+            PykernelsError: what is wrong with the weights.
+        """
+        rows = min(self.max_num_batched_tokens, self.max_num_logits)
+        sizes = self.max_num_batched_tokens, self.max_num_seqs, rows, self.num_pages
+        program = self.lowered(*sizes, 1)
+        if self.pool is not None:
+            program = split_over_nodes(program, self.pool.memory)
+        self.weights.load(program, self.layouts(program))
 
     def decode_passes(self) -> Sequence[Pass]:
         """What rewrites the programs of decode steps; a device may measure ``steps`` first."""

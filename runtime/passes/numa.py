@@ -8,18 +8,18 @@ the nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
 
-from pykernels.errors import PykernelsError
+from pykernels.quant import get_format
 from pykernels.quant.layout import N_BLOCK
 
-from ..machine.nodes import slice_cuts
-from ..matrix import PackedHeads, PackedMatrix
+from ..experts.sharding import slices_on
+from ..machine.nodes import MemoryNodes, slice_cuts
 from ..node import Node, repeated
 from ..program import Program
+from ..weight_spec import WeightSpec
 from .layers import rebuilt
 
 
@@ -28,37 +28,34 @@ class _Slices:
     """What takes the place of a node.
 
     Attributes:
+        weights: that the slices read.
         sums: for each buffer that is now a sum of several, those.
     """
 
     nodes: list[Node]
-    sums: Mapping[str, tuple[str, ...]]
+    weights: list[WeightSpec] = field(default_factory=list)
+    sums: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def split_over_nodes(program: Program, nodes: int) -> Program:
-    """The program with its linears and experts in slices for so many NUMA nodes.
+def split_over_nodes(program: Program, nodes: MemoryNodes) -> Program:
+    """The program with the CPU's linears and experts in slices, one a NUMA node.
 
-    A matrix of fewer 32-row blocks than nodes, and experts whose weights were packed whole, stay as
-    they are: all workers share them.
+    A matrix of fewer 32-row blocks than nodes, and experts too narrow to be cut, stay as they are:
+    all workers share them.
 
     Raises:
-        PykernelsError: experts that were packed in more slices.
+        PykernelsError: experts too narrow for the nodes that were asked for.
     """
-    for node in program.nodes:
-        if node.op == "moe_ffn" and (count := len(node.weights["experts"].slices)) > nodes:
-            raise PykernelsError(
-                f"experts that were split across {count} NUMA nodes cannot run on a pool of"
-                f" {nodes}",
-                "Pack them for the nodes of the pool",
-            )
-    if nodes < 2:
+    if len(nodes) < 2:
         return program
     found: list[Node] = []
+    weights = dict(program.weights)
     sums: dict[str, tuple[str, ...]] = {}
     ends: dict[str, list[str]] = {}  # of each node, the names of its slices
     for node in program.nodes:
-        slices = _slices(node, nodes)
+        slices = _slices(program, node, nodes)
         found += slices.nodes
+        weights |= {spec.name: spec for spec in slices.weights}
         sums |= slices.sums
         ends[node.name] = [one.name for one in slices.nodes]
     found = [_renamed(node, ends) for node in found]
@@ -67,29 +64,79 @@ def split_over_nodes(program: Program, nodes: int) -> Program:
         for name, parts in sums.items()
         for part in parts
     }
+    program = replace(program, weights=weights)
     return rebuilt(program, _read_sums(program, found, sums), buffers)
 
 
-def _slices(node: Node, nodes: int) -> _Slices:
+def _slices(program: Program, node: Node, nodes: MemoryNodes) -> _Slices:
+    if node.device != "cpu":
+        return _Slices([node])
     if node.op == "linear":
-        return _Slices(_linears(node, nodes), {})
+        blocks = -(-program.weight(node, "weight").shape[0] // N_BLOCK)
+        return _side_by_side(program, node, slice_cuts(blocks, len(nodes)), "start", N_BLOCK)
     if node.op == "per_head_linear":
-        return _Slices(_heads(node, nodes), {})
-    if node.op == "moe_ffn" and len(slices := node.weights["experts"].slices) > 1:
-        out = node.outputs["out"]
-        parts = tuple(f"{out}.node{i}" for i in range(len(slices)))
-        split = [
+        heads = program.weight(node, "heads").shape[0]
+        return _side_by_side(program, node, slice_cuts(heads, len(nodes)), "first", 1)
+    if node.op == "moe_ffn":
+        return _experts(program, node, nodes)
+    return _Slices([node])
+
+
+def _experts(program: Program, node: Node, nodes: MemoryNodes) -> _Slices:
+    spec = program.weight(node, "experts")
+    assert spec.moe is not None
+    count = slices_on(spec.moe, get_format(spec.down_fmt), nodes)
+    if count == 1:
+        return _Slices([node])
+    specs, out = spec.expert_slices(count), node.outputs["out"]
+    parts = tuple(f"{out}.node{i}" for i in range(count))
+    split = [
+        replace(
+            node,
+            name=f"{node.name}.node{i}",
+            weights={"experts": own.name},
+            outputs={"out": part},
+            numa=i,
+        )
+        for i, (own, part) in enumerate(zip(specs, parts, strict=True))
+    ]
+    return _Slices(split, specs, {out: parts})
+
+
+def _side_by_side(
+    program: Program, node: Node, cuts: Sequence[int], attr: str, unit: int
+) -> _Slices:
+    """A linear in slices that each write columns of its output.
+
+    Args:
+        cuts: of its matrix, in units that are not cut.
+        attr: that says where a slice's columns begin, in ``unit`` of them a unit of the cuts.
+    """
+    if len(cuts) == 2:
+        return _Slices([node])
+    found = _Slices([])
+    for i, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        weights: dict[str, str] = {}
+        for port, name in node.weights.items():
+            spec = program.weights[name]
+            if spec.kind == "tensor":  # a bias, of which each row has a number
+                own = spec.part(unit * first, min(unit * last, spec.shape[0]))
+            else:
+                own = spec.part(first, last)
+            found.weights.append(own)
+            weights[port] = own.name
+        found.nodes.append(
             replace(
                 node,
                 name=f"{node.name}.node{i}",
-                weights={"experts": packed},
-                outputs={"out": part},
+                # The others write their columns where the first one has written its own.
+                inputs={**node.inputs, "out": node.outputs["out"]} if i else node.inputs,
+                weights=weights,
+                attrs={**node.attrs, attr: node.attr(attr) + unit * first},
                 numa=i,
             )
-            for i, (packed, part) in enumerate(zip(slices, parts, strict=True))
-        ]
-        return _Slices(split, {out: parts})
-    return _Slices([node], {})
+        )
+    return found
 
 
 def _renamed(node: Node, ends: Mapping[str, list[str]]) -> Node:
@@ -101,57 +148,6 @@ def _renamed(node: Node, ends: Mapping[str, list[str]]) -> Node:
     if node.op == "submit" and node.attr("until"):
         attrs["until"] = ends[node.attr("until")][0]
     return replace(node, attrs=MappingProxyType(attrs))
-
-
-def _linears(node: Node, nodes: int) -> list[Node]:
-    matrix: PackedMatrix = node.weights["weight"]
-
-    def part(first: int, last: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        weights: dict[str, Any] = {"weight": matrix.rows(first, last)}
-        if "bias" in node.weights:
-            start = N_BLOCK * first
-            weights["bias"] = node.weights["bias"][start : start + weights["weight"].N]
-        return weights, {"start": node.attr("start") + N_BLOCK * first}
-
-    return _side_by_side(node, slice_cuts(matrix.blocks.shape[0], nodes), part)
-
-
-def _heads(node: Node, nodes: int) -> list[Node]:
-    heads: PackedHeads = node.weights["heads"]
-
-    def part(first: int, last: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        return {"heads": heads.some(first, last)}, {"first": node.attr("first") + first}
-
-    return _side_by_side(node, slice_cuts(heads.G, nodes), part)
-
-
-def _side_by_side(
-    node: Node,
-    cuts: Sequence[int],
-    part: Callable[[int, int], tuple[Mapping[str, Any], Mapping[str, Any]]],
-) -> list[Node]:
-    """A node in slices that each write columns of its output.
-
-    Args:
-        part: (first, last) of the cuts -> a slice's weights, and the attributes that change.
-    """
-    if len(cuts) == 2:
-        return [node]
-    found: list[Node] = []
-    for i, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
-        weights, attrs = part(first, last)
-        found.append(
-            replace(
-                node,
-                name=f"{node.name}.node{i}",
-                # The others write their columns where the first one has written its own.
-                inputs={**node.inputs, "out": node.outputs["out"]} if i else node.inputs,
-                weights=weights,
-                attrs={**node.attrs, **attrs},
-                numa=i,
-            )
-        )
-    return found
 
 
 def _read_sums(

@@ -19,11 +19,12 @@ def weight_bytes(program: Program, tokens: int = 1, device: str | None = None) -
 
 def _weight_bytes(program: Program, node: Node, tokens: int) -> float:
     total = 0.0
-    for name, weight in node.weights.items():
+    for name in node.weights:
+        weight = program.weight(node, name)
         if name in ("weight", "heads") and node.op in ("linear", "per_head_linear"):
             total += weight.nbytes
         elif name == "experts":
-            E = weight.shape.E
+            E = weight.shape[0]
             ids = node.inputs.get("ids")
             topk = E if ids is None else experts_per_token(program, ids)
             total += weight.bytes_per_expert * expected_experts(E, topk, tokens)

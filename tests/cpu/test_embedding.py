@@ -9,6 +9,7 @@ from pykernels.quant import get_format
 from runtime.devices.cpu.step import CpuExecutable
 from runtime.matrix import PackedMatrix, packer
 from runtime.program import Builder
+from runtime.weights import WeightStore
 from runtime.workers.worker_pool import WorkerPool
 
 from .kernels import formats
@@ -23,9 +24,10 @@ def test_rows_of_a_packed_table(name: str) -> None:
     b.buffer("tokens", "T", dtype=torch.int64, kind="input")
     b.buffer("rows", "T", H, kind="output")
     with WorkerPool(2) as pool:
-        table = PackedMatrix(fmt, [weight], packer(pool))
+        store = WeightStore()
+        table = store.add("table", PackedMatrix.of(fmt, [weight], packer(pool)))
         b.node("embed", "embed", {"ids": "tokens"}, {"out": "rows"}, {"table": table})
-        step = CpuExecutable(b.build(), pool, {"tokens": ids}, {})
+        step = CpuExecutable(b.build(), store, pool, {"tokens": ids}, {})
         step.sizes[:] = torch.tensor([len(ids), 1, 1])
         step.run()
         assert torch.equal(step.outputs["rows"], fmt.dequantize(weight).float()[ids])

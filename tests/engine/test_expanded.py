@@ -16,6 +16,7 @@ from runtime.devices.ref.step import RefExecutable
 from runtime.kv_cache.layout import Pages
 from runtime.matrix import PackedHeads, packer
 from runtime.program import Builder, Program
+from runtime.weights import WeightStore
 from runtime.workers.pool import WorkerPool
 
 from ..cpu.kernels import only_with_all
@@ -36,16 +37,20 @@ def pool() -> Iterator[WorkerPool]:
     made.close()
 
 
-def program(kv_dtype: str, expand_from: int, pool: WorkerPool) -> Program:
+def program(kv_dtype: str, expand_from: int, pool: WorkerPool) -> tuple[Program, WeightStore]:
+    store = WeightStore()
     b, g = Builder("mla", {"T": T, "S": 3, "R": 1}), torch.Generator().manual_seed(5)
     fmt = get_format("bf16")
     uk, uv = (
-        PackedHeads(
-            fmt,
-            [fmt.quantize(torch.randn(*shape, generator=g) / 6) for _ in range(NH)],
-            packer(pool),
+        store.add(
+            name,
+            PackedHeads.of(
+                fmt,
+                [fmt.quantize(torch.randn(*shape, generator=g) / 6) for _ in range(NH)],
+                packer(pool),
+            ),
         )
-        for shape in ((L, NOPE), (DV, L))
+        for name, shape in (("uk", (L, NOPE)), ("uv", (DV, L)))
     )
     for name in ("positions", "sequences", "slot_mapping"):
         b.buffer(name, "T", dtype=torch.int64, kind="input")
@@ -65,7 +70,7 @@ def program(kv_dtype: str, expand_from: int, pool: WorkerPool) -> Program:
         "write",
         {**{n: n for n in ("q", "kv", "angles", "slot_mapping")}, **cache},
         {"rotated": "rotated", **cache},
-        {"kv_norm": torch.ones(L)},
+        {"kv_norm": store.add("norm", torch.ones(L))},
         nope=NOPE,
         heads=NH,
         eps=1e-6,
@@ -105,7 +110,7 @@ def program(kv_dtype: str, expand_from: int, pool: WorkerPool) -> Program:
         dv=DV,
         **attrs,
     )
-    return b.build()
+    return b.build(), store
 
 
 def run(
@@ -119,7 +124,7 @@ def run(
 ) -> list[torch.Tensor]:
     """What each step's tokens get, of inputs from the step's seed; ``shared`` pages of sequence 0
     are those of sequence 1 too."""
-    made, g = program(kv_dtype, expand_from, pool), torch.Generator().manual_seed(8)
+    (made, store), g = program(kv_dtype, expand_from, pool), torch.Generator().manual_seed(8)
     inputs = {
         name: torch.zeros(made.shape(name), dtype=buffer.dtype)
         for name, buffer in made.buffers.items()
@@ -130,10 +135,10 @@ def run(
     caches = {name: part.zeros() for name, part in Pages(9, kv_dtype).latent(L, R).items()}
     step: Any
     if device == "cpu":
-        step = CpuExecutable(made, pool, inputs, caches)
+        step = CpuExecutable(made, store, pool, inputs, caches)
     else:
         caches = {n: x.float() if x.dtype == torch.bfloat16 else x for n, x in caches.items()}
-        step = RefExecutable(on_ref(made), inputs, caches)
+        step = RefExecutable(on_ref(made), store, inputs, caches)
     found = []
     for sequences, seed in zip(steps, seeds, strict=True):
         t = 0

@@ -14,6 +14,7 @@ from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.kv_cache.layout import CachePart, Pages, token_bytes
 from runtime.program import Builder, Program
+from runtime.weights import WeightStore
 from runtime.workers.pool import WorkerPool
 
 T, NH, KVH, D, L, R = 70, 4, 2, 16, 32, 16  # heads of the tiny models: compiled once
@@ -28,7 +29,8 @@ def pool() -> Iterator[WorkerPool]:
     made.close()
 
 
-def program(kind: str, kv_dtype: str) -> tuple[Program, dict[str, CachePart]]:
+def program(kind: str, kv_dtype: str) -> tuple[Program, WeightStore, dict[str, CachePart]]:
+    store = WeightStore()
     b = Builder(kind, {"T": T, "S": 1, "R": 1})
     latent, g = kind == "mla", torch.Generator().manual_seed(7)
     parts = (Pages(2, kv_dtype).latent if latent else Pages(2, kv_dtype).grouped)(
@@ -52,7 +54,7 @@ def program(kind: str, kv_dtype: str) -> tuple[Program, dict[str, CachePart]]:
             "write",
             {"q": "q", "kv": "kv", "angles": "angles", "slot_mapping": "slot_mapping", **names},
             {"rotated": q, **names},
-            {"kv_norm": torch.rand(L, generator=g) + 0.5},
+            {"kv_norm": store.add("norm", torch.rand(L, generator=g) + 0.5)},
             nope=D,
             heads=NH,
             eps=1e-6,
@@ -75,7 +77,7 @@ def program(kind: str, kv_dtype: str) -> tuple[Program, dict[str, CachePart]]:
         "attention",
         {"q": q, **{n: n for n in ("positions", "sequences", "page_table")}, **names},
         {"out": "out"},
-        {} if latent else {"sinks": torch.randn(NH, generator=g)},
+        {} if latent else {"sinks": store.add("sinks", torch.randn(NH, generator=g))},
         heads=NH,
         kv_heads=1 if latent else KVH,
         dk=width,
@@ -83,12 +85,12 @@ def program(kind: str, kv_dtype: str) -> tuple[Program, dict[str, CachePart]]:
         scale=0.2,
         window=0 if latent else 50,
     )
-    return b.build(), parts
+    return b.build(), store, parts
 
 
 def run(kind: str, kv_dtype: str, device: str, pool: WorkerPool) -> tuple[torch.Tensor, dict]:
     """What T tokens of one sequence attend to, and the cache behind it."""
-    made, parts = program(kind, kv_dtype)
+    made, store, parts = program(kind, kv_dtype)
     g = torch.Generator().manual_seed(8)
     angles = torch.rand(T, R // 2, generator=g)
     inputs = {
@@ -104,11 +106,11 @@ def run(kind: str, kv_dtype: str, device: str, pool: WorkerPool) -> tuple[torch.
     caches = {name: part.zeros() for name, part in parts.items()}
     step: Any
     if device == "cpu":
-        step = CpuExecutable(made, pool, inputs, caches)
+        step = CpuExecutable(made, store, pool, inputs, caches)
     else:
         exact = {torch.bfloat16: torch.float32}
         caches = {name: x.to(exact.get(x.dtype, x.dtype)) for name, x in caches.items()}
-        step = RefExecutable(on_ref(made), inputs, caches)
+        step = RefExecutable(on_ref(made), store, inputs, caches)
     step.sizes[:] = torch.tensor([T, 1, 1])
     step.run()
     return step.outputs["out"].clone(), caches

@@ -16,11 +16,13 @@ from model.conversion import convert
 from model.llm import LLM
 from pykernels.env import env
 from runtime.devices.cpu.step import CpuExecutable
+from runtime.devices.cpu.weights import HERE, layouts, slices
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.machine import memory
 from runtime.machine.nodes import MemoryNodes
 from runtime.machine.topology import NumaNode, Topology
+from runtime.matrix import PackedMatrix
 from runtime.passes import defer, offload
 from runtime.passes.numa import split_over_nodes
 from runtime.profiling.step_bytes import crossing_bytes, weight_bytes
@@ -41,6 +43,7 @@ WIDE: dict[str, dict[str, Any]] = {
 }
 """Experts that can be cut; deepseek_v3's and qwen2_moe's shared ones too."""
 
+TWO = MemoryNodes((None, None))
 MATRICES = {"linear", "per_head_linear", "moe_ffn"}
 
 pytestmark = TWO_CORES
@@ -65,9 +68,9 @@ def run(llm: LLM, program: Program, device: str = "cpu", pool: WorkerPool | None
         caches = {name: pages.float() for name, pages in caches.items()}
     step: Any
     step = (
-        RefExecutable(program, inputs, caches, pool, "generic")
+        RefExecutable(program, llm.runner.weights, inputs, caches, pool, "generic")
         if device == "ref"
-        else CpuExecutable(program, pool or llm.pool, inputs, caches)
+        else CpuExecutable(program, llm.runner.weights, pool or llm.pool, inputs, caches)
     )
     step.sizes[:] = torch.tensor([T, 1, T])
     step.run()
@@ -93,13 +96,11 @@ def test_a_split_model_is_transformers_whatever_the_threads(family: str, tmp_pat
     with model.load_engine(tmp_path, max_model_len=64, kernel="generic", numa="auto") as llm:
         assert [(node.first, node.count) for node in llm.pool.nodes] == [(0, 1), (1, 1)]
         whole = llm.runner.model.lower(T, 1, T, 1, 1)
-        split = split_over_nodes(whole, 2)
+        split = split_over_nodes(whole, TWO)
         sliced = {node.op for node in split.nodes if node.numa == 1}
         assert sliced == MATRICES & {node.op for node in whole.nodes}
-        shared = [n.weights["weight"] for n in split.nodes if n.op in sliced and n.numa is None]
-        assert all(matrix.N <= 32 for matrix in shared)  # one block
-        exact = run(llm, on_ref(whole), "ref")
-        assert (run(llm, on_ref(split), "ref") - exact).norm() < 1e-5 * exact.norm()
+        shared = [n for n in split.nodes if n.op in sliced and n.numa is None]
+        assert all(split.weight(node, "weight").shape[0] <= 32 for node in shared)  # one block
         found = run(llm, whole)
         assert error(found, truth) < BF16
         topology = twice()
@@ -123,7 +124,7 @@ def test_what_crosses_nodes_is_counted(tmp_path: Path) -> None:
     tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=1, **settings)
     with model.load_engine(tmp_path, max_model_len=64, kernel="generic") as llm:
         whole = llm.runner.model.lower(8, 1, 1, 1, 1)
-    split = split_over_nodes(whole, 2)
+    split = split_over_nodes(whole, TWO)
     before, after = crossing_bytes(whole, 2, context=64), crossing_bytes(split, 2, context=64)
     assert before.weights == weight_bytes(whole) // 2  # half of what is interleaved
     assert after.weights == 0
@@ -180,7 +181,9 @@ def test_a_node_works_in_memory_of_its_own(tmp_path: Path, monkeypatch) -> None:
 
         seen = 0
         for node in program.nodes:
-            for weight in node.weights.values():
+            for port in node.weights:
+                spec = program.weight(node, port)
+                weight = llm.runner.weights.get(spec, *layouts(program)(node, port))
                 parts = [getattr(weight, name, None) for name in ("blocks", "arena")]
                 for part in (part for part in parts if part is not None):
                     want = [0, 1] if node.numa is None else [node.numa]
@@ -196,16 +199,24 @@ def test_a_packed_cache_is_copied_into_slices(tmp_path: Path) -> None:
     made.mkdir()
     tiny.make(made, "deepseek_v3", num_hidden_layers=2, **WIDE["deepseek_v3"])
     convert(made, packed, "q8_0")
-    logits, decoders = [], []
+    logits, stores = [], []
     for numa in ("off", "auto"):
         with model.load_engine(packed, max_model_len=64, kernel="generic", numa=numa) as llm:
             program = llm.runner.model.lower(T, 1, T, 1, 1)
             logits.append(run(llm, program))
-            decoders.append(llm.runner.model)
+            stores.append(llm.runner.weights)
     assert error(logits[1], logits[0]) < 1e-2
-    whole, split = (decoder.layers[1] for decoder in decoders)
-    assert len(split.mlp.experts.slices) == len(split.mlp.shared.slices) == 2
-    assert torch.equal(split.attention.o.parts[0].blocks, whole.attention.o.parts[0].blocks)
-    for e in range(8):
-        both = zip(split.mlp.experts.unpack(e), whole.mlp.experts.unpack(e), strict=True)
-        assert all(torch.equal(mine.data, other.data) for mine, other in both)
+    layout_of = layouts(program)
+    for node in program.nodes:
+        for port in {"weight", "heads"} & {*node.weights}:
+            spec = program.weight(node, port)
+            mine, other = (store.get(spec, *layout_of(node, port)) for store in reversed(stores))
+            assert not isinstance(other, PackedMatrix) or torch.equal(mine.blocks, other.blocks)
+        if node.op == "moe_ffn":
+            spec = program.weight(node, "experts")
+            split = stores[1].get(spec, HERE, slices)
+            whole = stores[0].get(spec, *layout_of(node, "experts"))
+            assert len(split.slices) == 2
+            for e in range(spec.shape[0]):
+                both = zip(split.unpack(e), whole.unpack(e), strict=True)
+                assert all(torch.equal(mine.data, other.data) for mine, other in both)

@@ -69,9 +69,9 @@ def run(llm: Any, program: Program, device: str, **options: Any) -> torch.Tensor
         caches = {name: pages.float() for name, pages in caches.items()}
     step: Any
     step = (
-        RefExecutable(program, inputs, caches, **options)
+        RefExecutable(program, llm.runner.weights, inputs, caches, **options)
         if reference
-        else CpuExecutable(program, llm.pool, inputs, caches)
+        else CpuExecutable(program, llm.runner.weights, llm.pool, inputs, caches)
     )
     step.sizes[:] = torch.tensor([T, 1, T])
     step.run()

@@ -56,7 +56,9 @@ def _ref_step(llm: model.LLM, passes: list, reuse: bool = True) -> RefExecutable
         "logits_indices": torch.arange(4),
     }
     caches = {name: part.zeros().float() for name, part in lowered.caches(1).items()}
-    step = RefExecutable(program, inputs, caches, llm.pool, "generic", reuse=reuse)
+    step = RefExecutable(
+        program, llm.runner.weights, inputs, caches, llm.pool, "generic", reuse=reuse
+    )
     step.sizes[:] = torch.tensor([4, 1, 4])
     return step
 

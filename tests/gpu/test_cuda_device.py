@@ -6,13 +6,16 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from model.checkpoint.config import read_config
+from model.modules.moe import FusedMoE
 from model.opened import open_weights
 from pykernels.errors import PykernelsError
+from pykernels.quant import Format
 from runtime.devices.cuda.runner import CudaRunner
 from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Engine, SamplingParams
@@ -39,16 +42,28 @@ def test_logprobs_are_transformers(
     with torch.no_grad():
         truth = made.reference(torch.tensor([ids])).logits[0].float().log_softmax(-1)
     where = "cuda:0" if device.type == "cuda" else "cpu"
+    packed: list[str] = []
+
+    def pack(fmt: Format, *matrix: Any) -> None:
+        packed.append(fmt.name)
+        fmt.pack(*matrix)
+
     with WorkerPool(1) as pool:
         with open_weights(tmp_path, read_config(tmp_path), kv_dtype=kv_dtype) as weights:
-            decoder = weights.decoder(packer(pool), lambda *_: None)
-        runner = CudaRunner(
-            decoder, where, pool, 64, None, 4, 2, "generic", max_num_logits=4, experts=experts
-        )
+            blocks = [block for block in weights.model.modules() if isinstance(block, FusedMoE)]
+            decoder = weights.readable(pack, lambda *_: None)
+            runner = CudaRunner(
+                decoder, where, pool, 64, None, 4, 2, "generic", max_num_logits=4, experts=experts
+            )
+            runner.load()
         with Engine(runner) as engine:
             params = SamplingParams(temperature=0, max_tokens=2, logprobs=20, logprob_start=1)
             [result] = engine.generate([ids], params)
+        step: Any = runner.steps[0]
+        assert step.memory.tensor("logits").dtype == torch.float32
     assert logprob_error(result, truth) < BF16
+    on_cpu = sum(block.shape.E for block in blocks) if experts == "cpu" else 0
+    assert len(packed) == 3 * on_cpu  # nothing else is packed for the CPU
 
 
 def test_the_deferral_that_pays_is_found(tmp_path: Path, device: torch.device) -> None:
@@ -58,7 +73,7 @@ def test_the_deferral_that_pays_is_found(tmp_path: Path, device: torch.device) -
     where = "cuda:0" if device.type == "cuda" else "cpu"
     with WorkerPool(1) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
-            decoder = weights.decoder(packer(pool), lambda *_: None)
+            decoder = weights.readable(packer(pool), lambda *_: None)
         sizes = 64, None, 4, 2
         runner = CudaRunner(decoder, where, pool, *sizes, "generic", experts="cpu", auto_defer=True)
         with Engine(runner) as engine:
@@ -85,7 +100,7 @@ def test_activations_that_the_gpu_has_not_are_refused(tmp_path: Path, device: to
     }
     with WorkerPool(1) as pool:
         with open_weights(tmp_path, read_config(tmp_path), [rule]) as weights:
-            decoder = weights.decoder(packer(pool), lambda *_: None)
+            decoder = weights.readable(packer(pool), lambda *_: None)
         where = "cuda:0" if device.type == "cuda" else "cpu"
         runner = CudaRunner(decoder, where, pool, 64, None, 4, 2, "generic", experts="gpu")
         with pytest.raises(PykernelsError, match="int8 activations"):

@@ -53,7 +53,7 @@ def logits(llm: LLM, ids: torch.Tensor) -> torch.Tensor:
         "page_table": torch.arange(pages)[None],
     }
     caches = {name: part.zeros() for name, part in lowered.caches(pages).items()}
-    step = CpuExecutable(program, llm.pool, inputs, caches)
+    step = CpuExecutable(program, llm.runner.weights, llm.pool, inputs, caches)
     step.sizes[:] = torch.tensor([T, 1, T])
     step.run()
     return step.outputs["logits"]

@@ -25,7 +25,9 @@ from .conftest import Run, failed
 def test_totals_are_those_of_the_paper(name: str, total: int, cpu: int, gpu: int) -> None:
     """KTransformers (SOSP 2025), table 1, in billions of parameters."""
     found = examine(name, device="cuda:0")
-    assert found.classes and not found.engine
+    assert found.classes and found.engine
+    whole = examine(name, device="cuda:0", experts="gpu")
+    assert set(whole.devices) == {"cuda:0"}
     numbers = {device: round(count / 1e9) for device, (count, _) in found.devices.items()}
     assert numbers == {"cpu": cpu, "cuda:0": gpu}
     both = found.parameters(True) + found.parameters(False)

@@ -15,17 +15,14 @@ class Errors:
         self._sums: dict[str, tuple[float, float]] = {}
         self._lock = threading.Lock()  # experts are converted on several threads
 
-    def add(self, kind: str, stored: torch.Tensor, converted: torch.Tensor) -> None:
-        """Counts one matrix, float32 both."""
+    def add(self, name: str, stored: torch.Tensor, converted: torch.Tensor) -> None:
+        """Counts one matrix, float32 both, by the name of its parameter ("experts" of experts)."""
+        kind = "attention" if ".self_attn." in name else "mlp" if ".mlp." in name else "head"
+        kind = name if name == "experts" else kind
         change, norm = (converted - stored).norm().item(), stored.norm().item()
         with self._lock:
             before = self._sums.get(kind, (0.0, 0.0))
             self._sums[kind] = before[0] + change**2, before[1] + norm**2
-
-    def add_linear(self, name: str, stored: torch.Tensor, converted: torch.Tensor) -> None:
-        """Counts the matrix of a linear, by the name of its parameter."""
-        kind = "attention" if ".self_attn." in name else "mlp" if ".mlp." in name else "head"
-        self.add(kind, stored, converted)
 
     def take(self) -> dict[str, float]:
         """``|converted - stored| / |stored|`` (Frobenius) of each kind; begins again."""

@@ -18,7 +18,7 @@ from .write import replace_file
 PACKED = "packed.json"
 CONVERTING = "converting.json"
 """The manifest while files are still missing."""
-LAYOUT = 1
+LAYOUT = 2
 """Version of the bytes in these files, which are those of `pykernels.quant.layout`, the same for
 every CPU backend. Add 1 whenever packing the same weights gives other bytes (tile order, blocks or
 scales of a format, sections of `PackedExperts`) or lowering asks for other objects (which matrices
@@ -42,6 +42,7 @@ class Manifest:
         model_type: as in config.json.
         rules: that modules were injected by, and which hold when it is loaded.
         experts, linears: formats that were asked for; None: as stored.
+        schema: of the weights, see `model.architectures.schema`.
         files: name -> bytes and the digest of its header, which has those of its tensors. None
             until it is complete.
         layout, version: `LAYOUT`, and of the package that wrote it.
@@ -53,6 +54,7 @@ class Manifest:
     rules: list[dict[str, Any]]
     experts: str | None
     linears: str | None
+    schema: dict[str, Any]
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     layout: int = LAYOUT
     version: str = __version__

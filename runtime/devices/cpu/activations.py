@@ -106,12 +106,12 @@ class Forms:
     def _reading(self, node: Node) -> tuple[str, Routines, bool] | None:
         """The buffer that a node reads as rows, for which kernel, and whether through the GEMM."""
         if node.op == "linear":
-            fmt, gemm = node.weights["weight"].fmt, True
+            fmt, gemm = self._program.weight(node, "weight").fmt, True
         elif node.op == "moe_ffn":
-            fmt, gemm = node.weights["experts"].fmt, False
+            fmt, gemm = self._program.weight(node, "experts").fmt, False
         else:
             return None
-        return node.inputs["x"], self.kernel_of(fmt.name, node.attr("activations")), gemm
+        return node.inputs["x"], self.kernel_of(fmt, node.attr("activations")), gemm
 
     def _form(self, name: str, kernel: Routines, tiles: bool) -> Form:
         most, *inner = self._program.shape(name)

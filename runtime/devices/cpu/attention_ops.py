@@ -29,7 +29,7 @@ _NEVER = 1 << 40
 
 def rope_table(ctx: Context, node: Node) -> list[Job]:
     positions, out = node.inputs["positions"], node.outputs["out"]
-    frequencies = node.weights["frequencies"].float().contiguous()
+    frequencies = ctx.weight(node, "frequencies")
     setup, run = make_rope_table()
     record = ctx.record(
         ROPE,
@@ -47,7 +47,7 @@ def mla_rope_cache_write(ctx: Context, node: Node) -> list[Job]:
     q, kv, table, slot_mapping = (
         node.inputs[name] for name in ("q", "kv", "angles", "slot_mapping")
     )
-    out, weight = node.outputs["rotated"], node.weights["kv_norm"].float().contiguous()
+    out, weight = node.outputs["rotated"], ctx.weight(node, "kv_norm")
     half = ctx.program.shape(table)[2]
     # bf16 [pages, PAGE, L + R], or E4M3 [pages, PAGE, L], bf16 [pages, PAGE, R] and scales
     latents, *coded = (ctx.tensor(name) for name in cache_inputs(node).values())
@@ -90,8 +90,8 @@ def gqa_rope_cache_write(ctx: Context, node: Node) -> list[Job]:
     setup, run = make_gqa_rope_cache_write()
     norms: dict[str, int] = {}
     for name in ("q", "k"):
-        if (weight := node.weights.get(f"{name}_norm")) is not None:
-            norms[f"{name}_weight"] = ctx.retain(weight.float().contiguous())
+        if (weight := ctx.optional(node, f"{name}_norm")) is not None:
+            norms[f"{name}_weight"] = ctx.retain(weight)
             norms[f"{name}_norm"] = len(weight) // pages.shape[3]
     record = ctx.record(
         GQA_ROPE_CACHE_WRITE,
@@ -120,7 +120,7 @@ def gqa_rope_cache_write(ctx: Context, node: Node) -> list[Job]:
 
 
 def attention(ctx: Context, node: Node) -> list[Job]:
-    q, sinks = node.inputs["q"], node.weights.get("sinks")
+    q, sinks = node.inputs["q"], ctx.optional(node, "sinks")
     pages, tables = _keys(ctx, node), ctx.tensor(node.inputs["page_table"])
     NH, KVH, T = node.attr("heads"), node.attr("kv_heads"), ctx.most(q)
     kernel = make_attention(node.attr("dk"), node.attr("dv"), codes=pages.shape[-1] * _coded(pages))
@@ -154,10 +154,11 @@ def attention(ctx: Context, node: Node) -> list[Job]:
 
 def attention_expanded(ctx: Context, node: Node) -> list[Job]:
     q, q_nope, table = (node.inputs[name] for name in ("q", "q_nope", "page_table"))
-    out, weights, pages = node.outputs["out"], node.weights, _keys(ctx, node)
-    NH, T, L = node.attr("heads"), ctx.most(q), weights["uv"].K
+    out, pages = node.outputs["out"], _keys(ctx, node)
+    uk, uv = ctx.weight(node, "uk"), ctx.weight(node, "uv")
+    NH, T, L = node.attr("heads"), ctx.most(q), uv.K
     R = math.prod(ctx.program.shape(q)[1:]) // NH - L
-    matrices = [head_matrices(ctx, weights[name]) for name in ("uk", "uv")]
+    matrices = [head_matrices(ctx, heads) for heads in (uk, uv)]
     kernel = Expanded(L, R, node.attr("nope"), node.attr("dv"), _coded(pages))
     row_bytes = max(fields["row_stride"] for fields in matrices)
     items = kernel.items(NH, T, min(T, ctx.tensor(table).shape[0]))

@@ -23,10 +23,12 @@ from ...analysis import ALIGN, buffer_bytes, dependencies, ordered, plan_memory
 from ...machine.memory import allocate, allocate_side_by_side
 from ...ops import OPS
 from ...program import Node, Program
+from ...weights import WeightStore
 from ...workers.job import Job, float_bits
 from ...workers.pool import WorkerPool
 from ..link import Link
 from .activations import Form, FormKey, Forms, packed_only, sizes_with_forms
+from .weights import layouts
 
 _LINE = 64
 _SIZES = ("T", "S", "R")
@@ -74,6 +76,7 @@ class Context:
     """A program being bound: memory, weights and layouts for its binders.
 
     Args:
+        weights: of the program's model.
         inputs, caches: by name, tensors of the buffers of these kinds.
         in_order: whether each node waits for the whole of the one before, whatever it reads.
         link: to the device that has the other half of the program.
@@ -90,6 +93,7 @@ class Context:
     def __init__(
         self,
         program: Program,
+        weights: WeightStore,
         pool: WorkerPool,
         inputs: Mapping[str, torch.Tensor],
         caches: Mapping[str, torch.Tensor],
@@ -99,6 +103,7 @@ class Context:
         link: Link | None = None,
     ) -> None:
         self.program, self.pool, self.sizes, self.link = program, pool, sizes, link
+        self._weights, self._layout_of = weights, layouts(program)
         self.calls = list[MoECall]()
         self.outputs: dict[str, torch.Tensor] = {}
         self.uncompiled: list[LazyJob] = []
@@ -230,6 +235,16 @@ class Context:
     def most(self, name: str) -> int:
         """The largest size of a buffer's first dimension."""
         return self.program.shape(name)[0]
+
+    # Weights.
+
+    def weight(self, node: Node, port: str) -> Any:
+        """A weight in this device's layout."""
+        return self._weights.get(self.program.weight(node, port), *self._layout_of(node, port))
+
+    def optional(self, node: Node, port: str) -> Any | None:
+        """A weight that a node may have or not."""
+        return self.weight(node, port) if port in node.weights else None
 
     # Memory of other kinds.
 

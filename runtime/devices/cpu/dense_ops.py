@@ -29,7 +29,7 @@ _OUTPUTS = {"logprobs": "logprobs_out"}
 
 def embed(ctx: Context, node: Node) -> list[Job]:
     ids, out = node.inputs["ids"], node.outputs["out"]
-    table = node.weights["table"]
+    table = ctx.weight(node, "table")
     (V, H), fields = table.shape, dict[str, int]()
     if isinstance(table, PackedMatrix):
         setup, run = make_embed_packed(table.fmt.name)
@@ -58,7 +58,7 @@ def embed(ctx: Context, node: Node) -> list[Job]:
 
 def rms_norm(ctx: Context, node: Node) -> list[Job]:
     x, out = node.inputs["x"], node.outputs["out"]
-    weight = node.weights["weight"].float().contiguous()
+    weight = ctx.weight(node, "weight")
     fields = {"weight": ctx.retain(weight), "eps": ctx.bits(node.attr("eps"))}
     if "rows" in node.inputs:
         fields["index"] = ctx.at(node.inputs["rows"])
@@ -84,7 +84,7 @@ def add(ctx: Context, node: Node) -> list[Job]:
 def linear(ctx: Context, node: Node) -> list[Job]:
     """x by a matrix; to columns of out from ``start`` on, where other ones write the rest."""
     x, out = node.inputs["x"], node.outputs["out"]
-    matrix, bias = node.weights["weight"], node.weights.get("bias")
+    matrix, bias = ctx.weight(node, "weight"), ctx.optional(node, "bias")
     kernel = ctx.kernel_of(matrix.fmt.name, node.attr("activations"))
     rows, jobs = ctx.rows(node, x, kernel, True)
     blocks = matrix.blocks.shape[0]
@@ -105,7 +105,7 @@ def linear(ctx: Context, node: Node) -> list[Job]:
         scale_bytes=matrix.scales.shape[1],
         blocks=blocks,
         N=matrix.N,
-        bias=0 if bias is None else ctx.retain(bias.float().contiguous()),
+        bias=0 if bias is None else ctx.retain(bias),
         out=ctx.at(out) + 4 * node.attr("start"),
         out_stride=ctx.stride(out),
         chunk=chunk,
@@ -126,7 +126,7 @@ def per_head_linear(ctx: Context, node: Node) -> list[Job]:
     """x [T, G * x_head + ...] by a matrix of each head, to out [T, G * out_head]. Tokens of
     sequences with ``expand_from`` in the step are left out."""
     x, out = node.inputs["x"], node.outputs["out"]
-    heads, first = node.weights["heads"], node.attr("first")
+    heads, first = ctx.weight(node, "heads"), node.attr("first")
     matrices, many = head_matrices(ctx, heads), node.attr("expand_from")
     scratch, scratch_stride = ctx.scratch(MAX_TOKENS * matrices["row_stride"])
     setup, run = make_per_head_linear()

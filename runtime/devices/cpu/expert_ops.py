@@ -22,14 +22,14 @@ from .context import Context
 
 def router(ctx: Context, node: Node) -> list[Job]:
     logits, ids, weights = node.inputs["logits"], node.outputs["ids"], node.outputs["weights"]
-    spec, bias = node.attr("spec"), node.weights.get("bias")
+    spec, bias = node.attr("spec"), ctx.optional(node, "bias")
     setup, run = make_router()
     record = ctx.record(
         ROUTER,
         count_at=ctx.count_at(logits),
         logits=ctx.at(logits),
         logits_stride=ctx.stride(logits),
-        bias=0 if bias is None else ctx.retain(bias.float().contiguous()),
+        bias=0 if bias is None else ctx.retain(bias),
         E=node.attr("experts"),
         topk=spec.topk,
         sigmoid=spec.scoring == "sigmoid",
@@ -71,7 +71,7 @@ def split_routing(ctx: Context, node: Node) -> list[Job]:
 def moe_ffn(ctx: Context, node: Node) -> list[Job]:
     """Routed experts; or a dense MLP as the one expert that every token takes."""
     x, out = node.inputs["x"], node.outputs["out"]
-    experts, activations = node.weights["experts"], node.attr("activations")
+    experts, activations = ctx.weight(node, "experts"), node.attr("activations")
     gate_up, down = (
         ctx.kernel_of(fmt.name, activations) for fmt in (experts.fmt, experts.down_fmt)
     )

@@ -6,6 +6,7 @@ import torch
 
 from ...matrix import PackedMatrix
 from ...program import Builder
+from ...weights import WeightStore
 from ...workers.pool import WorkerPool
 from .step import CpuExecutable
 
@@ -24,10 +25,13 @@ class OneLinear:
         b = Builder("linear", {"T": T, "S": 1, "R": 1})
         b.buffer("x", "T", matrix.K, kind="input")
         b.buffer("y", "T", matrix.N, kind="output")
-        weights = {"weight": matrix} if bias is None else {"weight": matrix, "bias": bias}
+        store = WeightStore()
+        weights = {"weight": store.add("weight", matrix)}
+        if bias is not None:
+            weights["bias"] = store.add("bias", bias)
         b.node("linear", "linear", {"x": "x"}, {"out": "y"}, weights)
         self._x = torch.zeros(T, matrix.K, dtype=torch.float32, device="cpu")
-        self._step = CpuExecutable(b.build(), pool, {"x": self._x}, {})
+        self._step = CpuExecutable(b.build(), store, pool, {"x": self._x}, {})
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """float32 [M, N] of x [M, K], M <= T; the next call overwrites it."""

@@ -10,6 +10,7 @@ from ...program import Program
 from ...workers.pool import WorkerPool
 from ..runner import Lowerable, PagedRunner, Pass
 from .step import CpuExecutable
+from .weights import layouts
 
 
 class CpuRunner(PagedRunner):
@@ -28,6 +29,7 @@ class CpuRunner(PagedRunner):
     """
 
     pool: WorkerPool
+    layouts = staticmethod(layouts)
 
     def __init__(
         self,
@@ -51,12 +53,14 @@ class CpuRunner(PagedRunner):
             max_num_logits,
         )
         self.pool, self.kernel = pool, kernel
-        # On several nodes interleaved: attention is cut by sequences and runs of keys, so any worker
-        # reads any page; none has a node of its own, and no memory controller is idle.
+        # On several nodes interleaved: attention is cut by sequences and runs of keys, so any
+        # worker reads any page; none has a node of its own, and no memory controller is idle.
         self.caches = {
             name: pool.memory.allocate(part.nbytes).view(part.dtype).view(part.shape)
             for name, part in model.caches(self.num_pages).items()
         }
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CpuExecutable:
-        return CpuExecutable(program, self.pool, inputs, self.caches, self.kernel, self.sizes)
+        return CpuExecutable(
+            program, self.weights, self.pool, inputs, self.caches, self.kernel, self.sizes
+        )

@@ -13,6 +13,7 @@ import torch
 from ...analysis import refuse_devices
 from ...passes.numa import split_over_nodes
 from ...program import Program
+from ...weights import WeightStore
 from ...workers.job import Jobs
 from ...workers.pool import WorkerPool
 from ...workers.worker_pool import InFlight
@@ -46,6 +47,7 @@ class CpuExecutable:
 
     Args:
         program: with ops of ``BINDERS`` only, all on this device.
+        weights: of its model.
         inputs: by name, tensors of the program's input buffers, in their largest shape.
         caches: by name, tensors of the "cache" buffers.
         kernel: a backend of ``pykernels.registry``, or "auto".
@@ -66,6 +68,7 @@ class CpuExecutable:
     def __init__(
         self,
         program: Program,
+        weights: WeightStore,
         pool: WorkerPool,
         inputs: Mapping[str, torch.Tensor],
         caches: Mapping[str, torch.Tensor],
@@ -74,11 +77,11 @@ class CpuExecutable:
         in_order: bool = False,
         link: Link | None = None,
     ) -> None:
-        self.program, self.pool = split_over_nodes(program, len(pool.nodes)), pool
+        self.program, self.pool = split_over_nodes(program, pool.memory), pool
         self.sizes = torch.zeros(3, dtype=torch.int64, device="cpu") if sizes is None else sizes
         refuse_devices(program, "cpu")
         self._context = Context(
-            self.program, pool, inputs, caches, kernel, self.sizes, in_order, link
+            self.program, weights, pool, inputs, caches, kernel, self.sizes, in_order, link
         )
         self.jobs = Jobs(self._context.bind(BINDERS))
         self.outputs = self._context.outputs

@@ -23,7 +23,7 @@ from .memory import Memory
 
 def rope_table(m: Memory, node: Node) -> Launch:
     positions, out = m.read(node, "positions"), m.written(node, "out")  # [T], [T, 2, half]
-    frequencies = node.weights["frequencies"].to(m.device, torch.float32).contiguous()
+    frequencies = m.weight(node, "frequencies")
     scale = node.attr("scale")
     return lambda: void(make_rope_table(positions, frequencies, scale, out))
 
@@ -31,7 +31,7 @@ def rope_table(m: Memory, node: Node) -> Launch:
 def mla_rope_cache_write(m: Memory, node: Node) -> Launch:
     q, kv = m.read(node, "q"), m.read(node, "kv")
     angles, slot_mapping = m.read(node, "angles"), m.read(node, "slot_mapping")
-    weight = node.weights["kv_norm"].to(m.device)
+    weight = m.weight(node, "kv_norm")
     NH, nope, start = node.attr("heads"), node.attr("nope"), node.attr("kv_start")
     L, R, eps = len(weight), 2 * angles.shape[2], node.attr("eps")
     rotated = m.written(node, "rotated").view(-1, NH, L + R)[..., L:]
@@ -52,10 +52,7 @@ def gqa_rope_cache_write(m: Memory, node: Node) -> Launch:
     slot_mapping, k, v = m.read(node, "slot_mapping"), m.read(node, "k"), m.read(node, "v")
     NH, D = node.attr("heads"), k.shape[3]
     out = m.written(node, "rotated").view(-1, NH, D)
-    norms = [
-        None if node.weights.get(name) is None else node.weights[name].to(m.device)
-        for name in ("q_norm", "k_norm")
-    ]
+    norms = [m.optional_weight(node, name) for name in ("q_norm", "k_norm")]
     options: dict[str, Any] = {
         "k_scale": m.optional(node, "k_scale"),
         "v_scale": m.optional(node, "v_scale"),
@@ -93,8 +90,7 @@ def attention(m: Memory, node: Node) -> Launch:
         )
     k, v = m.read(node, "k"), m.read(node, "v")
     k_scale, v_scale = m.optional(node, "k_scale"), m.optional(node, "v_scale")
-    sinks = node.weights.get("sinks")
-    sinks = None if sinks is None else sinks.to(m.device).contiguous()
+    sinks = m.optional_weight(node, "sinks")
     window = node.attr("window") or None
     return lambda: void(
         gqa_decode(

@@ -12,24 +12,19 @@ from pykernels.gpu.handshake import combine
 from pykernels.gpu.moe.router_logits import router_logits
 from pykernels.gpu.per_head_linear import per_head_linear as multiply_heads
 
-from ...matrix import PackedMatrix
 from ...node import Node
-from . import weights
 from .memory import Memory
 
 Launch = Callable[[], None]
 
 
 def embed(m: Memory, node: Node) -> Launch:
-    ids, out, table = m.read(node, "ids"), m.written(node, "out"), node.weights["table"]
-    if isinstance(table, PackedMatrix):
-        table = weights.dense(table, m.device)
-    table = table.to(m.device, torch.bfloat16)
+    ids, out, table = m.read(node, "ids"), m.written(node, "out"), m.weight(node, "table")
     return lambda: void(embed_rows(ids, table, out=out))
 
 
 def rms_norm(m: Memory, node: Node) -> Launch:
-    weight = node.weights["weight"].to(m.device)
+    weight = m.weight(node, "weight")
     H = len(weight)
     x = m.read(node, "x")[:, :H]  # [M, H]
     adds = [m.tensor(name)[:, :H] for name in node.series("add")]
@@ -51,15 +46,14 @@ def rms_norm(m: Memory, node: Node) -> Launch:
 
 
 def linear(m: Memory, node: Node) -> Launch:
-    packed, bias = node.weights["weight"], node.weights.get("bias")
-    x, out = m.read(node, "x")[:, : packed.K], m.written(node, "out")
+    weight, bias = m.weight(node, "weight"), m.optional_weight(node, "bias")
+    N, K = m.program.weight(node, "weight").shape
+    x, out = m.read(node, "x")[:, :K], m.written(node, "out")
     start = node.attr("start")
-    bias = None if bias is None else bias.to(m.device)
-    if out.dtype == torch.float32:  # logits: never rounded to bfloat16
-        gate = weights.dense(packed, m.device)
-        return _float32(x, gate, bias, out[:, start : start + packed.N])
-    parts = weights.matrix(packed, m.device)
-    whole = len(parts) == 1 and out.shape[1] == packed.N
+    if isinstance(weight, torch.Tensor):  # logits: never rounded to bfloat16
+        return _float32(x, weight, bias, out[:, start : start + N])
+    parts = weight
+    whole = len(parts) == 1 and out.shape[1] == N
 
     def launch() -> None:
         rows = x.contiguous()
@@ -86,7 +80,7 @@ def _float32(
 
 
 def per_head_linear(m: Memory, node: Node) -> Launch:
-    matrices = weights.heads(node.weights["heads"], m.device)  # [G, N, K]
+    matrices = m.weight(node, "heads")  # [G, N, K]
     G, N, K = matrices.shape
     x_head, out_head = node.attr("x_head"), node.attr("out_head")
     heads = slice(node.attr("first"), node.attr("first") + G)

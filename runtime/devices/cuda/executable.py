@@ -13,6 +13,7 @@ from ...node import Node
 from ...ops import OPS
 from ...partition import partition
 from ...program import Program
+from ...weights import WeightStore
 from ...workers.pool import WorkerPool
 from ...workers.worker_pool import InFlight
 from ..cpu.step import CpuExecutable
@@ -48,6 +49,7 @@ class CudaExecutable:
 
     Args:
         program: its nodes are on the CPU and on this GPU.
+        weights: of its model.
         inputs: GPU tensors of the step's inputs; ``host_inputs``: CPU tensors of those that nodes
             of the CPU read.
         tokens_table, key_lengths: see ``Memory``; ``prelude``: launches that come first in a step.
@@ -66,6 +68,7 @@ class CudaExecutable:
     def __init__(
         self,
         program: Program,
+        weights: WeightStore,
         device: torch.device,
         pool: WorkerPool,
         kernel: str,
@@ -87,14 +90,16 @@ class CudaExecutable:
             for name, buffer in gpu.buffers.items()
             if buffer.kind == "input" and name in inputs
         }
-        self.memory = Memory(gpu, device, sliced, caches, tokens_table, key_lengths)
+        self.memory = Memory(gpu, weights, device, sliced, caches, tokens_table, key_lengths)
         self.before: Launch = lambda: None
         self.outputs: Mapping[str, torch.Tensor] = {}
         self._link: Link | None = None
         self.cpu: CpuExecutable | None = None
         if cpu is not None:
             self._link = handshake.link(gpu, cpu, slots)
-            self.cpu = CpuExecutable(cpu, pool, host_inputs, {}, kernel, sizes, link=self._link)
+            self.cpu = CpuExecutable(
+                cpu, weights, pool, host_inputs, {}, kernel, sizes, link=self._link
+            )
             self.outputs = self.cpu.outputs
         self._graph = Segment([prelude, *map(self._bind, gpu.nodes)], device)
         self._ended = torch.cuda.Event() if device.type == "cuda" else None

@@ -10,7 +10,6 @@ from pykernels.ref.router import split_routing as split_by_weight
 from pykernels.shapes import Routing
 
 from ...node import Node
-from . import weights
 from .dense import Launch, void
 from .memory import Memory
 
@@ -18,8 +17,7 @@ from .memory import Memory
 def router(m: Memory, node: Node) -> Launch:
     logits = m.read(node, "logits")[:, : node.attr("experts")]  # [T, E]
     out = Routing(m.written(node, "ids"), m.written(node, "weights"))
-    bias = node.weights.get("bias")
-    bias = None if bias is None else bias.to(m.device, torch.float32).contiguous()
+    bias = m.optional_weight(node, "bias")
     spec = node.attr("spec")
     return lambda: void(choose(logits.contiguous(), spec, bias, out))
 
@@ -37,7 +35,7 @@ def split_routing(m: Memory, node: Node) -> Launch:
 
 def moe_ffn(m: Memory, node: Node) -> Launch:
     x, out = m.read(node, "x"), m.written(node, "out")
-    experts = weights.experts(node.weights["experts"], m.device)
+    experts = m.weight(node, "experts")
     ids, factors = m.optional(node, "ids"), m.optional(node, "weights")
     if ids is None or factors is None:  # every token takes the one expert
         ids = torch.zeros(len(x), 1, dtype=torch.int32, device=m.device)

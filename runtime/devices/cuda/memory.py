@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ...node import Node
 from ...ops import OPS
 from ...program import Program
+from ...weights import WeightStore
+from .weights import layouts
 
 Caches = Mapping[str, torch.Tensor]
 
@@ -29,6 +32,10 @@ def dtypes(program: Program) -> dict[str, torch.dtype]:
             for name in node.writes:
                 if program.buffers[name].dtype.is_floating_point:
                     kinds[name].add("float32")
+    for name, found in kinds.items():  # logits, which a sampler elsewhere reads
+        declared = program.buffers[name]
+        if declared.kind == "output" and declared.dtype.is_floating_point:
+            found.add("float32")
     return {
         name: _dtype(program.buffers[name].dtype, found)
         for name, found in kinds.items()
@@ -49,6 +56,7 @@ class Memory:
     """Tensors of one program on one device, each in its largest shape.
 
     Attributes:
+        weights: of the program's model.
         inputs: by name, tensors that are written before a step.
         caches: by name, those of the "cache" buffers.
         tokens_table: int32 [T, pages], the page table's row of each token.
@@ -56,6 +64,7 @@ class Memory:
     """
 
     program: Program
+    weights: WeightStore
     device: torch.device
     inputs: Mapping[str, torch.Tensor]
     caches: Caches
@@ -64,7 +73,9 @@ class Memory:
     scratch: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, dtype in dtypes(self.program).items():
+        kinds = dtypes(self.program)
+        self._layout_of = layouts(self.program, self.device, kinds)
+        for name, dtype in kinds.items():
             shape = self.program.shape(name)
             self.scratch[name] = torch.zeros(shape, dtype=dtype, device=self.device)
 
@@ -74,6 +85,14 @@ class Memory:
             if name in tensors:
                 return tensors[name]
         raise KeyError(name)
+
+    def weight(self, node: Node, port: str) -> Any:
+        """A weight in the layout in which the node reads it."""
+        return self.weights.get(self.program.weight(node, port), *self._layout_of(node, port))
+
+    def optional_weight(self, node: Node, port: str) -> Any | None:
+        """A weight that a node may have or not."""
+        return self.weight(node, port) if port in node.weights else None
 
     def read(self, node: Node, port: str) -> torch.Tensor:
         """The buffer of an input."""

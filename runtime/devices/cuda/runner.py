@@ -4,7 +4,6 @@ they do not fit."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,7 +13,9 @@ from pykernels.gpu.common.launch import supports
 
 from ...engine.batch import DeviceLost, StepBatch, StepResult
 from ...passes import defer
+from ...placement import CPU, Placement, place
 from ...program import Program
+from ...weights import LayoutOf
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
 from ..runner import Lowerable, PagedRunner, Pass
@@ -23,9 +24,9 @@ from .dense import Launch
 from .executable import CudaExecutable
 from .handshake import PinnedSlots
 from .inputs import KEY_LENGTHS, StepInputs
-from .weights import experts_bytes
+from .memory import dtypes
+from .weights import gpu_bytes, layouts
 
-EXPERTS = ("auto", "cpu", "gpu")
 GRAPH_TOKENS = 64
 """Most tokens of a bucket that is captured; larger steps are bound by what they compute."""
 HEADROOM = 1 << 30
@@ -77,9 +78,8 @@ class CudaRunner(PagedRunner):
         )
         self.device, self.pool, self.kernel = torch.device(device), pool, kernel
         check_device(device)
-        if experts not in EXPERTS:
-            raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
-        self.experts, self._auto_defer, self.deferred = experts, auto_defer, 0
+        self.placement = place_on(device, model, self.num_pages, experts)
+        self._auto_defer, self.deferred = auto_defer, 0
         if self._real:  # a layer of the GPU is shorter than waking a sleeper
             pool.spin_for(spin_budget(driver_works=False))
         self.caches: dict[str, torch.Tensor] = {}
@@ -94,26 +94,15 @@ class CudaRunner(PagedRunner):
 
     def lowered(self, *sizes: int) -> Program:
         """The model's program: routed experts and sampling on the CPU, all else on the GPU."""
-        program = super().lowered(*sizes)
-        if self.experts == "auto":
-            self.experts = "gpu" if self._experts_fit(program) else "cpu"
-        on_cpu = {"sample_requests"} | ({"moe_ffn"} if self.experts == "cpu" else set())
-        gpu = str(self.device) if self._real else "cuda:interpreted"
-        nodes = tuple(
-            replace(
-                node,
-                device="cpu"
-                if node.op in on_cpu and (node.op != "moe_ffn" or node.role == "routed")
-                else gpu,
-            )
-            for node in program.nodes
-        )
-        return replace(program, nodes=nodes).check()
+        return self.placement.apply(super().lowered(*sizes))
+
+    def layouts(self, program: Program) -> LayoutOf:
+        return layouts(program, self.device, dtypes(program))
 
     def decode_passes(self) -> Sequence[Pass]:
         """The passes, with the deferral that pays here."""
         cpu = self.steps[0].cpu if isinstance(self.steps[0], CudaExecutable) else None
-        if not self._auto_defer or cpu is None or self.experts != "cpu":
+        if not self._auto_defer or cpu is None or self.placement.experts != CPU:
             return self.passes
         inputs = self._host_inputs
         self.sizes[0], self.sizes[1], self.sizes[2] = 1, 1, 0  # a token that is written nowhere
@@ -131,22 +120,6 @@ class CudaRunner(PagedRunner):
             raise DeviceLost(
                 f"{self.device} failed: {str(error).splitlines()[0]}", "Load the model again"
             ) from error
-
-    def _experts_fit(self, program: Program) -> bool:
-        if not self._real:
-            return True
-        free, _ = torch.cuda.mem_get_info(self.device)
-        needed = sum(
-            experts_bytes(node.weights["experts"]) for node in program.nodes if node.op == "moe_ffn"
-        )
-        cache = sum(part.nbytes for part in self.model.caches(self.num_pages).values())
-        dense = sum(
-            2 * weight.N * weight.K
-            for node in program.nodes
-            if node.op == "linear"
-            for weight in (node.weights["weight"],)
-        )
-        return bool(needed + cache + dense + HEADROOM <= free)
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
         try:
@@ -173,6 +146,7 @@ class CudaRunner(PagedRunner):
 
         executable = CudaExecutable(
             program,
+            self.weights,
             self.device,
             self.pool,
             self.kernel,
@@ -215,9 +189,26 @@ class CudaRunner(PagedRunner):
         for node in program.nodes:  # bfloat16 latents and their rotated parts, apart
             name = node.inputs.get("latent", "")
             if node.op == "mla_rope_cache_write" and "rope" not in node.inputs:
-                whole, L = self.caches.pop(name), len(node.weights["kv_norm"])
+                whole, L = self.caches.pop(name), program.weight(node, "kv_norm").shape[0]
                 self.caches[name] = whole[..., :L].contiguous()
                 self.caches[f"{name}.rope"] = whole[..., L:].contiguous()
+
+
+def place_on(device: str, model: Lowerable, num_pages: int, experts: str) -> Placement:
+    """Where a model's nodes run beside a cache of so many pages: sampling and, unless they fit,
+    routed experts on the CPU, all else on the GPU.
+
+    Args:
+        device: "cuda:N"; "cpu" in Triton's interpreter.
+        experts: see ``placement.place``.
+    """
+    cache = sum(part.nbytes for part in model.caches(num_pages).values())
+    program = model.lower(1, 1, 1, 1, 1)
+    if torch.device(device).type != "cuda":
+        return place(program, "cuda:interpreted", experts, 1 << 62, gpu_bytes)
+    free, _ = torch.cuda.mem_get_info(device)
+    name = str(torch.device(device))
+    return place(program, name, experts, free - cache - HEADROOM, gpu_bytes)
 
 
 def check_device(name: str) -> None:

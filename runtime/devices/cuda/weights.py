@@ -1,53 +1,63 @@
-"""Packed weights in the GPU's layouts: in their own format where a kernel multiplies it, else in
-bfloat16, dequantized once."""
+"""Weights in the GPU's layouts, made of what is stored: in their own format where a kernel
+multiplies it, else in bfloat16, dequantized once."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, TypeVar
+from itertools import islice
 
 import torch
+from torch.nn.functional import pad
 
 from pykernels.gpu.gemm.weights import Matrices, pack_for_gpu, supports_format
 from pykernels.gpu.moe.experts import Experts
-from pykernels.quant import Format, PackedExperts, Weight, get_format
-from pykernels.quant.layout import N_BLOCK
+from pykernels.quant import Format, Weight, get_format
+from pykernels.quant.experts import check_expert
 
-from ...matrix import PackedHeads, PackedMatrix
+from ...node import Node
+from ...program import Program
+from ...weight_spec import WeightSpec
+from ...weights import Expert, Layout, LayoutOf, WeightStore, naming
+from ..cpu import weights as cpu
 
 FP8_ROWS = 128
 """Rows of one E4M3 scale: matrices below each other share it only from a multiple of these on."""
-
-
 AT_ONCE = 16
-"""Experts that are unpacked at a time."""
+"""Experts that are brought into the GPU's layout at a time."""
+DEQUANTIZED = 1 << 26
+"""Numbers that are dequantized at a time, about."""
 
-V = TypeVar("V")
-_made: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+def layouts(program: Program, device: torch.device, dtypes: Mapping[str, torch.dtype]) -> LayoutOf:
+    """In which layout each node on ``device`` reads its weights; those on the CPU in its own.
+
+    Args:
+        dtypes: of the program's buffers on the GPU.
+    """
+    on_cpu = cpu.layouts(program)
+
+    def layout_of(node: Node, port: str) -> tuple[torch.device, Layout]:
+        if node.device == "cpu":
+            return on_cpu(node, port)
+        return device, _layout(program.weight(node, port), node, port, dtypes)
+
+    return layout_of
 
 
-def _once(make: Callable[[Any, torch.device], V]) -> Callable[[Any, torch.device], V]:
-    """Makes a GPU layout once per packed weight and device: all buckets share it."""
-
-    @wraps(make)
-    def cached(packed: Any, device: torch.device) -> V:
-        source = getattr(packed, "packed", packed)
-        own = _made.setdefault(source, {})
-        key = make.__name__, device
-        if key not in own:
-            own[key] = make(source, device)
-        return own[key]
-
-    return cached
+def _layout(spec: WeightSpec, node: Node, port: str, dtypes: Mapping[str, torch.dtype]) -> Layout:
+    if spec.kind != "matrix":
+        return {"tensor": cpu.vector, "heads": heads, "experts": experts}[spec.kind]
+    # Logits are never rounded to bfloat16; their kernel reads a matrix that is.
+    exact = node.op == "linear" and dtypes[node.outputs["out"]] == torch.float32
+    return dense if exact or port == "table" else matrix
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows ``start ..`` of a packed matrix, as one GPU matrix."""
+    """Rows ``start ..`` of a weight, as one GPU matrix."""
 
     start: int
     matrix: Matrices
@@ -58,63 +68,101 @@ def gpu_format(fmt: Format, K: int) -> Format:
     return get_format("bf16") if supports_format(fmt, K) else fmt
 
 
-@_once
-def matrix(packed: PackedMatrix, device: torch.device) -> tuple[Rows, ...]:
-    """A packed matrix on the GPU; rows that fill up 32-row blocks are zero."""
-    fmt = gpu_format(packed.fmt, packed.K)
-    return tuple(
-        Rows(start, pack_for_gpu(fmt, [_as(fmt, packed.fmt, weight)]).to(device))
-        for start, weight in _runs(packed)
-    )
-
-
-@_once
-def dense(packed: PackedMatrix, device: torch.device) -> torch.Tensor:
-    """bfloat16 [N, K], dequantized."""
-    runs = [packed.fmt.dequantize(weight).to(torch.bfloat16) for _, weight in _runs(packed)]
-    return torch.cat(runs).contiguous().to(device)
-
-
-@_once
-def heads(packed: PackedHeads, device: torch.device) -> torch.Tensor:
-    """bfloat16 [G, N, K], dequantized."""
-    fmt = packed.fmt
-    stack = [
-        fmt.dequantize(fmt.unpack(blocks, scales, packed.N, packed.K)).to(torch.bfloat16)
-        for blocks, scales in zip(packed.blocks, packed.scales, strict=True)
+def matrix(spec: WeightSpec, store: WeightStore, device: torch.device) -> tuple[Rows, ...]:
+    """A matrix for products, its parts as one where their scales allow it; rows that fill up 32-row
+    blocks are zeros."""
+    stored = get_format(spec.fmt)
+    fmt = gpu_format(stored, spec.shape[1])
+    parts = [
+        (part.at, _as(fmt, stored, weight))
+        for part, weight in zip(spec.parts, store.matrices(spec), strict=True)
     ]
-    return torch.stack(stack).contiguous().to(device)
+    if fmt.name != "fp8" or all(at % FP8_ROWS == 0 for at in spec.starts):
+        parts = [(0, _stacked(parts))]
+    return tuple(Rows(at, pack_for_gpu(fmt, [weight]).to(device)) for at, weight in parts)
 
 
-@_once
-def experts(packed: Any, device: torch.device) -> Experts:
-    """All experts of a layer on the GPU.
+def dense(spec: WeightSpec, store: WeightStore, device: torch.device) -> torch.Tensor:
+    """bfloat16 [N, K], dequantized."""
+    out = torch.zeros(spec.shape, dtype=torch.bfloat16, device=device)
+    for part, weight in zip(spec.parts, store.matrices(spec), strict=True):
+        _dequantize(get_format(spec.fmt), weight, out[part.at : part.at + part.shape[0]])
+    return out
 
-    A few are unpacked at a time, so the CPU never holds a second set.
-    """
-    source: PackedExperts = packed
-    shape = source.shape
-    fmt = _expert_format(source)
+
+def heads(spec: WeightSpec, store: WeightStore, device: torch.device) -> torch.Tensor:
+    """bfloat16 [G, N, K], dequantized."""
+    out = torch.empty(spec.shape, dtype=torch.bfloat16, device=device)
+    for head, weight in zip(out, store.matrices(spec), strict=True):
+        _dequantize(get_format(spec.fmt), weight, head)
+    return out
+
+
+def experts(spec: WeightSpec, store: WeightStore, device: torch.device) -> Experts:
+    """All experts of a layer on the GPU; a few at a time are in main memory."""
+    assert spec.moe is not None
+    fmt, shape = _expert_format(spec), spec.moe
+    own, down_own = get_format(spec.fmt), get_format(spec.down_fmt)
     stacks = Experts.empty(fmt, shape.E, shape.H, shape.I, device, shape.spec)
 
-    def unpacked(e: int) -> Experts:
-        gate, up, down = source.unpack(e)
-        biases = source.biases(e)
-        weights = (_as(fmt, source.fmt, gate), _as(fmt, source.fmt, up))
-        return Experts.pack(
-            fmt,
-            [(*weights, _as(fmt, source.down_fmt, down))],
-            torch.device("cpu"),
-            shape.spec,
-            [] if biases is None else [biases],
-        )
+    def packed(numbered: tuple[int, Expert]) -> tuple[int, Experts]:
+        e, ((gate, up, down), biases) = numbered
+        weights = _as(fmt, own, gate), _as(fmt, own, up), _as(fmt, down_own, down)
+        with naming(spec, e):
+            check_expert(shape, (fmt, fmt), e, weights, biases)
+        given = [] if biases is None else [biases]
+        return e, Experts.pack(fmt, [weights], torch.device("cpu"), shape.spec, given)
 
+    numbered = enumerate(store.experts(spec))
     with ThreadPoolExecutor(AT_ONCE) as workers:
-        for first in range(0, shape.E, AT_ONCE):
-            batch = range(first, min(first + AT_ONCE, shape.E))
-            for e, one in zip(batch, workers.map(unpacked, batch), strict=True):
+        while few := list(islice(numbered, AT_ONCE)):
+            for e, one in workers.map(packed, few):
                 _place(stacks, one, e)
     return stacks
+
+
+def gpu_bytes(spec: WeightSpec) -> int:
+    """GPU memory that a weight takes, about: of what is dequantized, two bytes a number."""
+    if spec.moe is None:
+        return 2 * math.prod(spec.shape)
+    if _expert_format(spec).name == "bf16":
+        return 3 * 2 * math.prod(spec.shape)
+    return spec.bytes_per_expert * spec.moe.E
+
+
+def _stacked(parts: Sequence[tuple[int, Weight]]) -> Weight:
+    """Parts below each other, each from its row on, as one matrix; zeros between them."""
+    datas, scales = list[torch.Tensor](), list[torch.Tensor]()
+    for i, (at, weight) in enumerate(parts):
+        last = i + 1 == len(parts)
+        gap = 0 if last else parts[i + 1][0] - at - weight.data.shape[0]
+        datas.append(_padded(weight.data, gap))
+        if weight.scale is not None:
+            whole = weight.scale.shape[0] == weight.data.shape[0]  # else a scale for 128 rows
+            scales.append(_padded(weight.scale, gap if whole else 0))
+    return Weight(torch.cat(datas), torch.cat(scales) if scales else None)
+
+
+def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """The rows, and so many zeros below them."""
+    if not count:
+        return rows
+    bits = rows.view(torch.uint8)
+    return pad(bits, (0, 0, 0, count)).view(rows.dtype)
+
+
+def _dequantize(fmt: Format, weight: Weight, out: torch.Tensor) -> None:
+    """Writes a matrix [N, K] in bfloat16, some rows at a time."""
+    N, K = fmt.logical_shape(weight)
+    step = max(FP8_ROWS, DEQUANTIZED // K // FP8_ROWS * FP8_ROWS)
+    for first in range(0, N, step):
+        last = min(first + step, N)
+        scale = weight.scale
+        if scale is not None:
+            whole = scale.shape[0] == N
+            scale = scale[first:last] if whole else scale[first // FP8_ROWS : -(-last // FP8_ROWS)]
+        rows = fmt.dequantize(Weight(weight.data[first:last], scale))
+        out[first:last] = rows.to(torch.bfloat16)
 
 
 def _place(stacks: Experts, one: Experts, e: int) -> None:
@@ -129,21 +177,12 @@ def _place(stacks: Experts, one: Experts, e: int) -> None:
             stack[first : first + len(part)] = part
 
 
-def experts_bytes(packed: Any) -> int:
-    """GPU memory that ``experts`` takes, bytes."""
-    source = packed if isinstance(packed, PackedExperts) else packed.packed
-    shape, fmt = source.shape, _expert_format(source)
-    if fmt.name == "bf16":
-        return 3 * 2 * shape.E * shape.H * shape.I
-    return int(source.bytes_per_expert) * shape.E
-
-
-def _expert_format(source: PackedExperts) -> Format:
+def _expert_format(spec: WeightSpec) -> Format:
     """One format for gate, up and down: the kernels take no two."""
-    shape = source.shape
-    same = source.fmt.name == source.down_fmt.name
-    fits = not supports_format(source.fmt, shape.H) and not supports_format(source.fmt, shape.I)
-    return source.fmt if same and fits else get_format("bf16")
+    fmt, (_, H, I) = get_format(spec.fmt), spec.shape  # noqa: E741
+    same = spec.fmt == spec.down_fmt
+    fits = not supports_format(fmt, H) and not supports_format(fmt, I)
+    return fmt if same and fits else get_format("bf16")
 
 
 def _as(fmt: Format, stored: Format, weight: Weight) -> Weight:
@@ -157,14 +196,3 @@ def _copy(stack: Matrices, part: Matrices, first: int) -> None:
     stack.data[first : first + len(part)] = part.data
     if stack.scale is not None and part.scale is not None:
         stack.scale[first : first + len(part)] = part.scale
-
-
-def _runs(packed: PackedMatrix) -> Iterator[tuple[int, Weight]]:
-    """(first row, weight) of the stacked matrices, together where their scales allow it."""
-    starts = packed.starts
-    if packed.fmt.name != "fp8" or all(start % FP8_ROWS == 0 for start in starts):
-        starts = (0,)
-    for start, end in zip(starts, (*starts[1:], packed.N), strict=True):
-        at = slice(start // N_BLOCK, -(-end // N_BLOCK))
-        rows = packed.fmt.unpack(packed.blocks[at], packed.scales[at], end - start, packed.K)
-        yield start, rows

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from pykernels.errors import PykernelsError
 
 from ...analysis import Order, buffer_bytes, plan_memory
-from ...program import Program
+from ...program import Node, Program
+from ...weights import WeightStore
+from .weights import layouts
 
 _SIZES = ("T", "S", "R")
 
@@ -19,6 +22,7 @@ class Memory:
     """The buffers of a program, as ops read and write them.
 
     Args:
+        weights: of the program's model.
         sizes: int64 [3], T, S and R of the step.
         fixed: by name, tensors of the "input" and "cache" buffers.
         order: of the device, for the memory plan; None: every buffer has memory of its own.
@@ -34,11 +38,13 @@ class Memory:
     def __init__(
         self,
         program: Program,
+        weights: WeightStore,
         sizes: torch.Tensor,
         fixed: Mapping[str, torch.Tensor],
         order: Order | None,
     ) -> None:
-        self.program, self.sizes = program, sizes
+        self.program, self.weights, self.sizes = program, weights, sizes
+        self._layout_of = layouts(program)
         self._tensors: dict[str, torch.Tensor] = {}
         self.outputs: dict[str, torch.Tensor] = {}
         self.nbytes = sum(buffer_bytes(program).values())
@@ -64,6 +70,14 @@ class Memory:
                 self._tensors[name] = torch.zeros(shape, dtype=buffer.dtype, device="cpu")
                 if buffer.kind == "output":
                     self.outputs[name] = self._tensors[name]
+
+    def weight(self, node: Node, port: str) -> Any:
+        """A weight as the reference ops read it."""
+        return self.weights.get(self.program.weight(node, port), *self._layout_of(node, port))
+
+    def optional(self, node: Node, port: str) -> Any | None:
+        """A weight that a node may have or not."""
+        return self.weight(node, port) if port in node.weights else None
 
     def whole(self, name: str) -> torch.Tensor:
         """A buffer in its largest shape: a cache, a page table."""

@@ -16,22 +16,19 @@ from pykernels.ref.sampling import sample_requests as sample_rows
 from ...kv_cache.layout import cache_inputs
 from ...ops import SAMPLING
 from ...program import Node
-from . import weights
 from .memory import Memory
 
 Op = Callable[[Memory, Node], None]
 
 
 def embed(m: Memory, node: Node) -> None:
-    table = node.weights["table"]
-    if not isinstance(table, torch.Tensor):
-        table = weights.matrix(table)
+    table = m.weight(node, "table")
     m.write(node.outputs["out"], ref.embed(m.read(node.inputs["ids"]), table).float())
 
 
 def rms_norm(m: Memory, node: Node) -> None:
     """The sum of x and the addends and its norm; of some of their rows where these are given."""
-    weight = node.weights["weight"]
+    weight = m.weight(node, "weight")
     rows = m.read(node.inputs["rows"]) if "rows" in node.inputs else slice(None)
     total = m.read(node.inputs["x"])[rows, : len(weight)]
     for name in node.series("add"):
@@ -50,26 +47,28 @@ def add(m: Memory, node: Node) -> None:
 
 def linear(m: Memory, node: Node) -> None:
     """x by a matrix, to columns of out from ``start`` on."""
-    packed, bias = node.weights["weight"], node.weights.get("bias")
-    y = m.read(node.inputs["x"]).flatten(1)[:, : packed.K] @ weights.matrix(packed).T  # [T, N]
+    matrix, bias = m.weight(node, "weight"), m.optional(node, "bias")
+    N, K = matrix.shape
+    y = m.read(node.inputs["x"]).flatten(1)[:, :K] @ matrix.T  # [T, N]
     y = y if bias is None else y + bias
     start = node.attr("start")
-    m.read(node.outputs["out"])[:, start : start + packed.N] = y
+    m.read(node.outputs["out"])[:, start : start + N] = y
 
 
 def per_head_linear(m: Memory, node: Node) -> None:
     """A matrix for each head, to the first numbers of each head of out."""
-    packed, x = node.weights["heads"], m.read(node.inputs["x"]).flatten(1)
+    heads, x = m.weight(node, "heads"), m.read(node.inputs["x"]).flatten(1)
+    G, N, K = heads.shape
     x_head, out_head = node.attr("x_head"), node.attr("out_head")
-    heads = slice(node.attr("first"), node.attr("first") + packed.G)
-    x = x[:, : heads.stop * x_head].unflatten(1, (-1, x_head))[:, heads, : packed.K]  # [T, G, K]
-    y = torch.einsum("tgk,gnk->tgn", x, weights.heads(packed))
-    out = m.read(node.outputs["out"]).flatten(1)[:, : heads.stop * out_head]
-    out.unflatten(1, (-1, out_head))[:, heads, : packed.N] = y
+    own = slice(node.attr("first"), node.attr("first") + G)
+    x = x[:, : own.stop * x_head].unflatten(1, (-1, x_head))[:, own, :K]  # [T, G, K]
+    y = torch.einsum("tgk,gnk->tgn", x, heads)
+    out = m.read(node.outputs["out"]).flatten(1)[:, : own.stop * out_head]
+    out.unflatten(1, (-1, out_head))[:, own, :N] = y
 
 
 def rope_table(m: Memory, node: Node) -> None:
-    positions, frequencies = m.read(node.inputs["positions"]), node.weights["frequencies"].float()
+    positions, frequencies = m.read(node.inputs["positions"]), m.weight(node, "frequencies")
     angles = positions.float()[:, None] * frequencies  # [T, R / 2]
     scale = node.attr("scale")
     m.write(node.outputs["out"], torch.stack([angles.cos() * scale, angles.sin() * scale], 1))
@@ -79,7 +78,7 @@ def mla_rope_cache_write(m: Memory, node: Node) -> None:
     q, kv, table, slot_mapping = (
         m.read(node.inputs[name]) for name in ("q", "kv", "angles", "slot_mapping")
     )
-    weight, interleaved = node.weights["kv_norm"], node.attr("interleaved")
+    weight, interleaved = m.weight(node, "kv_norm"), node.attr("interleaved")
     NH, nope, L, R = node.attr("heads"), node.attr("nope"), len(weight), 2 * table.shape[2]
     start = node.attr("kv_start")
     latent, rope = kv[:, start : start + L + R].split([L, R], 1)
@@ -108,7 +107,7 @@ def gqa_rope_cache_write(m: Memory, node: Node) -> None:
     q, k = (
         # A norm of a head, or of all heads together.
         ref.rms_norm(x.reshape(-1, len(weight)), weight, eps)[0].view_as(x)
-        if (weight := node.weights.get(name)) is not None
+        if (weight := m.optional(node, name)) is not None
         else x
         for name, x in (("q_norm", q), ("k_norm", k))
     )
@@ -130,7 +129,7 @@ def attention(m: Memory, node: Node) -> None:
             values[..., :dv],
             scale=node.attr("scale"),
             window=node.attr("window") or None,
-            sinks=node.weights.get("sinks"),
+            sinks=m.optional(node, "sinks"),
         )
     m.write(node.outputs["out"], out)
 
@@ -141,7 +140,7 @@ def attention_expanded(m: Memory, node: Node) -> None:
     rotated, q = (m.read(node.inputs[name]) for name in ("q", "q_nope"))
     NH, dv, nope = node.attr("heads"), node.attr("dv"), node.attr("nope")
     rotated = rotated.flatten(1).unflatten(1, (NH, -1))
-    uk, uv = (weights.heads(node.weights[name]) for name in ("uk", "uv"))  # [NH, L, nope], [.., L]
+    uk, uv = (m.weight(node, name) for name in ("uk", "uv"))  # [NH, L, nope], [.., L]
     L, each = uv.shape[2], nope + rotated.shape[2] - uv.shape[2]
     q = q.flatten(1)[:, : NH * each].unflatten(1, (NH, each))[..., :nope]
     q = torch.cat([q, rotated[..., L:]], -1)
@@ -184,7 +183,7 @@ def _keys_values(
 
 def router(m: Memory, node: Node) -> None:
     logits = m.read(node.inputs["logits"])[:, : node.attr("experts")]
-    chosen = ref.router(logits, node.attr("spec"), node.weights.get("bias"))
+    chosen = ref.router(logits, node.attr("spec"), m.optional(node, "bias"))
     m.write(node.outputs["ids"], chosen.ids)
     m.write(node.outputs["weights"], chosen.weights)
 
@@ -204,8 +203,8 @@ def moe_ffn(m: Memory, node: Node) -> None:
     else:
         ids = torch.zeros(len(x), 1, dtype=torch.int64, device="cpu")
         factors = torch.ones(len(x), 1, dtype=torch.float32, device="cpu")
-    experts = weights.experts(node.weights["experts"])
-    y = ref.moe_ffn(x, ids, factors, experts, activations=node.attr("activations"))  # type: ignore[arg-type]
+    experts = m.weight(node, "experts")
+    y = ref.moe_ffn(x, ids, factors, experts, activations=node.attr("activations"))
     m.write(node.outputs["out"], y)
 
 

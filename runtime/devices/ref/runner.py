@@ -11,6 +11,7 @@ from ...program import Program
 from ...workers.pool import WorkerPool
 from ..runner import Lowerable, PagedRunner, Pass
 from .step import RefExecutable
+from .weights import layouts
 
 _EXACT = {torch.bfloat16: torch.float32}
 
@@ -34,6 +35,8 @@ class RefRunner(PagedRunner):
         pool: for programs that hand experts to the ``cpu`` device, in the kernels' precision.
         passes: of ``runtime.passes``, for the programs of decode steps; ``offload`` is one.
     """
+
+    layouts = staticmethod(layouts)
 
     def __init__(
         self,
@@ -65,4 +68,6 @@ class RefRunner(PagedRunner):
         return on_ref(super().lowered(*sizes))
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> RefExecutable:
-        return RefExecutable(program, inputs, self.caches, self.pool, sizes=self.sizes)
+        return RefExecutable(
+            program, self.weights, inputs, self.caches, self.pool, sizes=self.sizes
+        )

@@ -17,6 +17,7 @@ from pykernels.errors import PykernelsError
 from ...analysis import dependencies
 from ...partition import partition
 from ...program import Node, Program
+from ...weights import WeightStore
 from ...workers.pool import WorkerPool
 from ..cpu.step import CpuExecutable
 from ..link import Launching, Link, carried
@@ -30,6 +31,7 @@ class RefExecutable:
     """A program that is ready to run.
 
     Args:
+        weights: of the program's model.
         inputs: by name, tensors of the program's input buffers, in their largest shape.
         caches: by name, tensors of the "cache" buffers.
         pool: runs the nodes on the ``cpu`` device; needed only for these.
@@ -52,6 +54,7 @@ class RefExecutable:
     def __init__(
         self,
         program: Program,
+        weights: WeightStore,
         inputs: Mapping[str, torch.Tensor],
         caches: Mapping[str, torch.Tensor],
         pool: WorkerPool | None = None,
@@ -66,7 +69,7 @@ class RefExecutable:
         self._refuse(pool)
         here = self._parts[HERE]
         order = dependencies(here, in_order=True) if reuse else None
-        self.memory = Memory(here, self.sizes, {**inputs, **caches}, order)
+        self.memory = Memory(here, weights, self.sizes, {**inputs, **caches}, order)
         self.outputs = dict(self.memory.outputs)
         self.cpu: CpuExecutable | None = None
         if CPU in self._parts:
@@ -77,7 +80,9 @@ class RefExecutable:
                 for name in carried(other)
             }
             self._link = Link(self._parts, buffers, pinned=False)
-            self.cpu = CpuExecutable(other, pool, inputs, {}, kernel, self.sizes, link=self._link)
+            self.cpu = CpuExecutable(
+                other, weights, pool, inputs, {}, kernel, self.sizes, link=self._link
+            )
             self.outputs |= self.cpu.outputs
 
     def run(self) -> None:

@@ -1,56 +1,61 @@
-"""Packed weights in float32, dequantized once: what the reference ops multiply with."""
+"""Weights in float32, dequantized once: what the reference ops read."""
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import torch
 
-from pykernels.quant import Biases, Format, PackedExperts, Weight
+from pykernels.quant import Biases, Format, PackedExperts, get_format
 
-from ...matrix import PackedHeads, PackedMatrix
-
-_matrices: weakref.WeakKeyDictionary[Any, torch.Tensor] = weakref.WeakKeyDictionary()
-_experts: weakref.WeakKeyDictionary[PackedExperts, Dequantized] = weakref.WeakKeyDictionary()
-
-
-def matrix(packed: PackedMatrix) -> torch.Tensor:
-    """float32 [N, K], rows that fill up blocks included."""
-    if packed not in _matrices:
-        ends = (*packed.starts[1:], packed.N)
-        _matrices[packed] = torch.cat(
-            [
-                _unpacked(
-                    packed.fmt,
-                    packed.blocks[start // 32 : -(-end // 32)],
-                    packed.scales[start // 32 : -(-end // 32)],
-                    end - start,
-                    packed.K,
-                )
-                for start, end in zip(packed.starts, ends, strict=True)
-            ]
-        )
-    return _matrices[packed]
+from ...node import Node
+from ...program import Program
+from ...weight_spec import WeightSpec
+from ...weights import Layout, LayoutOf, WeightStore
+from ..cpu import weights as cpu
 
 
-def heads(packed: PackedHeads) -> torch.Tensor:
+def layouts(program: Program) -> LayoutOf:
+    """In which layout each node reads its weights; one on the ``cpu`` device in that one's."""
+    on_cpu = cpu.layouts(program)
+    kinds: dict[str, Layout] = {
+        "tensor": cpu.vector,
+        "matrix": exact_matrix,
+        "heads": exact_heads,
+        "experts": exact_experts,
+    }
+
+    def layout_of(node: Node, port: str) -> tuple[torch.device, Layout]:
+        if node.device == "cpu":
+            return on_cpu(node, port)
+        return cpu.HERE, kinds[program.weight(node, port).kind]
+
+    return layout_of
+
+
+def exact_matrix(spec: WeightSpec, store: WeightStore, device: torch.device) -> torch.Tensor:
+    """float32 [N, K]; rows that fill up blocks are zeros."""
+    fmt = get_format(spec.fmt)
+    matrix = torch.zeros(spec.shape, dtype=torch.float32, device=device)
+    for part, weight in zip(spec.parts, store.matrices(spec), strict=True):
+        matrix[part.at : part.at + part.shape[0]] = fmt.dequantize(weight)
+    return matrix
+
+
+def exact_heads(spec: WeightSpec, store: WeightStore, device: torch.device) -> torch.Tensor:
     """float32 [G, N, K]."""
-    if packed not in _matrices:
-        _matrices[packed] = torch.stack(
-            [
-                _unpacked(packed.fmt, blocks, scales, packed.N, packed.K)
-                for blocks, scales in zip(packed.blocks, packed.scales, strict=True)
-            ]
-        )
-    return _matrices[packed]
+    fmt = get_format(spec.fmt)
+    return torch.stack([fmt.dequantize(weight) for weight in store.matrices(spec)]).float()
+
+
+def exact_experts(spec: WeightSpec, store: WeightStore, device: torch.device) -> Dequantized:
+    """The experts of a layer, over those in the CPU's tiles."""
+    return Dequantized(store.get(spec, cpu.HERE, cpu.packed))
 
 
 class Dequantized:
     """Experts as ``ref.moe_ffn`` reads them, dequantized when they are first asked for."""
 
     def __init__(self, packed: PackedExperts) -> None:
-        self._packed, self.spec = weakref.proxy(packed), packed.spec
+        self._packed, self.spec = packed, packed.spec
         self.fmt, self.down_fmt = _Plain(packed.fmt), _Plain(packed.down_fmt)
         self._found: dict[int, tuple[torch.Tensor, ...]] = {}
 
@@ -76,14 +81,6 @@ class Dequantized:
         return found
 
 
-def experts(packed: Any) -> Dequantized:
-    """Dequantizes ``PackedExperts``, or a program's view of them."""
-    packed = packed if isinstance(packed, PackedExperts) else packed.packed
-    if packed not in _experts:
-        _experts[packed] = Dequantized(packed)
-    return _experts[packed]
-
-
 class _Plain:
     """A format whose weights are dequantized already."""
 
@@ -92,10 +89,3 @@ class _Plain:
 
     def dequantize(self, weight: torch.Tensor) -> torch.Tensor:
         return weight
-
-
-def _unpacked(
-    fmt: Format, blocks: torch.Tensor, scales: torch.Tensor, N: int, K: int
-) -> torch.Tensor:
-    weight: Weight = fmt.unpack(blocks, scales, N, K)
-    return fmt.dequantize(weight).float()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from pykernels.errors import PykernelsError
 from runtime.analysis import (
@@ -18,9 +17,11 @@ from runtime.analysis import (
 )
 from runtime.partition import partition
 from runtime.program import Builder, Program, repeated
+from runtime.weight_spec import WeightSpec
 
 T, H = 4, 32
 NBYTES = 4 * T * H
+SQUARE = WeightSpec.matrix("square", "bf16", [("square", 4, 4)])
 
 
 def norms(edges: dict[str, tuple[str, ...]], devices: dict[str, str] | None = None) -> Program:
@@ -36,7 +37,7 @@ def norms(edges: dict[str, tuple[str, ...]], devices: dict[str, str] | None = No
             name,
             {"x": first, **repeated("add", adds)},
             {"out": name},
-            {"weight": torch.ones(H)},
+            {"weight": WeightSpec.tensor("ones", H)},
             eps=1e-6,
         )
     program = b.build()
@@ -62,14 +63,21 @@ def test_a_write_waits_for_readers_and_for_the_write_before() -> None:
     b.buffer("x", "T", 4, kind="input")
     for name in ("y", "normed"):
         b.buffer(name, "T", 4 if name == "normed" else 8, kind="output")
-    b.node("linear", "write", {"x": "x"}, {"out": "y"}, {"weight": torch.zeros(4, 4)})
-    b.node("rms_norm", "read", {"x": "y"}, {"out": "normed"}, {"weight": torch.ones(4)}, eps=1.0)
+    b.node("linear", "write", {"x": "x"}, {"out": "y"}, {"weight": SQUARE})
+    b.node(
+        "rms_norm",
+        "read",
+        {"x": "y"},
+        {"out": "normed"},
+        {"weight": WeightSpec.tensor("ones", 4)},
+        eps=1.0,
+    )
     b.node(
         "linear",
         "update",
         {"x": "x", "out": "y"},
         {"out": "y"},
-        {"weight": torch.zeros(4, 4)},
+        {"weight": SQUARE},
         start=4,
     )
     assert dependencies(b.build()).direct == ((), (0,), (1,))
@@ -157,9 +165,16 @@ def halves() -> Program:
     b.buffer("x", "T", 4, kind="input")
     b.buffer("y", "T", 8, kind="output")
     b.buffer("normed", "T", 4, kind="output")
-    weight = {"weight": torch.zeros(4, 4)}
+    weight = {"weight": SQUARE}
     b.node("linear", "left", {"x": "x"}, {"out": "y"}, weight)
-    b.node("rms_norm", "norm", {"x": "y"}, {"out": "normed"}, {"weight": torch.ones(4)}, eps=1.0)
+    b.node(
+        "rms_norm",
+        "norm",
+        {"x": "y"},
+        {"out": "normed"},
+        {"weight": WeightSpec.tensor("ones", 4)},
+        eps=1.0,
+    )
     b.node("linear", "right", {"x": "x", "out": "y"}, {"out": "y"}, weight, start=4)
     return b.build()
 

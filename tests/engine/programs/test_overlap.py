@@ -17,6 +17,7 @@ from runtime.devices.ref.step import RefExecutable
 from runtime.matrix import PackedMatrix, packer
 from runtime.program import Builder, Program, repeated
 from runtime.step_inputs import allocate_inputs
+from runtime.weights import WeightStore
 from runtime.workers.pool import WorkerPool
 
 from ...model import tiny
@@ -38,7 +39,9 @@ def test_a_step_is_the_same_bits_in_any_order(family: str, tmp_path: Path) -> No
                 "logits_indices": torch.arange(T),
             }
             caches = {name: part.zeros() for name, part in lowered.caches(1).items()}
-            step = CpuExecutable(program, llm.pool, inputs, caches, "generic", in_order=in_order)
+            step = CpuExecutable(
+                program, lowered.store, llm.pool, inputs, caches, "generic", in_order=in_order
+            )
             step.sizes[:] = torch.tensor([T, 1, T])
             steps.append((step, inputs["tokens"]))
         for seed in range(20):
@@ -60,8 +63,9 @@ def test_a_step_is_the_same_bits_in_any_order(family: str, tmp_path: Path) -> No
     assert waits("norm") == {shared, routed} and waits(routed) == {f"layer{last}.router"}
 
 
-def sums(count: int, pool: WorkerPool) -> Program:
+def sums(count: int, pool: WorkerPool) -> tuple[Program, WeightStore]:
     """The norm of x and ``count`` addends, by a matrix."""
+    store = WeightStore()
     b, g = Builder("sums", {"T": T, "S": 1, "R": 1}), torch.Generator().manual_seed(count)
     adds = [b.buffer(f"in{i}", "T", H, kind="input") for i in range(count)]
     b.buffer("x", "T", H, kind="input")
@@ -73,27 +77,27 @@ def sums(count: int, pool: WorkerPool) -> Program:
         "norm",
         {"x": "x", **repeated("add", adds)},
         {"out": "normed", "sum": "sum"},
-        {"weight": torch.rand(H, generator=g) + 0.5},
+        {"weight": store.add("norm", torch.rand(H, generator=g) + 0.5)},
         eps=1e-6,
     )
     fmt = get_format("bf16")
     weight = fmt.quantize(torch.randn(32, H, generator=g) / 8)
-    matrix = PackedMatrix(fmt, [weight], packer(pool))
+    matrix = store.add("matrix", PackedMatrix.of(fmt, [weight], packer(pool)))
     b.node("linear", "linear", {"x": "normed"}, {"out": "y"}, {"weight": matrix})
-    return b.build()
+    return b.build(), store
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 6])
 def test_a_norm_adds_up_any_number(count: int) -> None:
     with WorkerPool(1) as pool:
-        program = sums(count, pool)
+        program, store = sums(count, pool)
         inputs = {
             name: torch.randn(tensor.shape, generator=torch.Generator().manual_seed(i))
             for i, (name, tensor) in enumerate(allocate_inputs(program).items())
         }
         steps = (
-            CpuExecutable(program, pool, inputs, {}, "generic"),
-            RefExecutable(on_ref(program), inputs, {}),
+            CpuExecutable(program, store, pool, inputs, {}, "generic"),
+            RefExecutable(on_ref(program), store, inputs, {}),
         )
         for step in steps:
             step.sizes[0] = T
@@ -112,12 +116,13 @@ def test_floats_of_a_norm_are_refused() -> None:
     b.buffer("x", "T", H, kind="input")
     b.buffer("normed", "T", H)
     b.buffer("y", "T", H, kind="output")
-    weight = {"weight": torch.ones(H)}
+    store = WeightStore()
+    weight = {"weight": store.add("ones", torch.ones(H))}
     b.node("rms_norm", "first", {"x": "x"}, {"out": "normed"}, weight, eps=1e-6)
     with WorkerPool(1) as pool:
         with pytest.raises(PykernelsError, match="output 'y' of 'floats' is what a norm writes"):
             b.node("rms_norm", "second", {"x": "x"}, {"out": "y"}, weight, eps=1e-6)
-            CpuExecutable(b.build(), pool, {"x": torch.zeros(T, H)}, {})
+            CpuExecutable(b.build(), store, pool, {"x": torch.zeros(T, H)}, {})
         c = Builder("floats", {"T": T, "S": 1, "R": 1})
         c.buffer("x", "T", H, kind="input")
         c.buffer("normed", "T", H)
@@ -128,6 +133,6 @@ def test_floats_of_a_norm_are_refused() -> None:
         spec = RouterSpec(2)
         c.node("router", "router", {"logits": "normed"}, choice, spec=spec, experts=H)
         with pytest.raises(PykernelsError, match="router reads 'normed' as floats"):
-            CpuExecutable(c.build(), pool, {"x": torch.zeros(T, H)}, {})
+            CpuExecutable(c.build(), store, pool, {"x": torch.zeros(T, H)}, {})
         with pytest.raises(PykernelsError, match="the input 'x' of 'floats' is not given"):
-            CpuExecutable(c.build(), pool, {}, {})
+            CpuExecutable(c.build(), store, pool, {}, {})

@@ -12,6 +12,7 @@ import torch
 from pykernels.errors import PykernelsError
 from runtime.ops import OPS
 from runtime.program import Builder, Node, Program, repeated
+from runtime.weight_spec import WeightSpec
 
 
 def tiny_program() -> Program:
@@ -22,7 +23,7 @@ def tiny_program() -> Program:
     for name in ("a", "b", "normed", "sum"):
         b.buffer(name, "T", 8)
     b.buffer("out", "R", 8, kind="output")
-    weights = {"weight": torch.ones(8)}
+    weights = {"weight": WeightSpec.tensor("eight", 8)}
     b.node("rms_norm", "first", {"x": "x"}, {"out": "a"}, weights, eps=1e-6)
     b.node("rms_norm", "second", {"x": "a"}, {"out": "b"}, weights, eps=1e-6)
     b.node(
@@ -70,7 +71,7 @@ WRONG = {
     "an unknown output": (changed(0, outputs={"o": "a"}), "it has no output 'o'"),
     "a missing weight": (changed(0, weights={}), "its weight 'weight' is missing"),
     "an unknown weight": (
-        changed(0, weights={"weight": torch.ones(8), "bias": torch.ones(8)}),
+        changed(0, weights={"weight": "eight", "bias": "eight"}),
         "it has no weight 'bias'",
     ),
     "a missing attribute": (changed(0, attrs={}), "its attribute 'eps' is missing"),
@@ -82,8 +83,9 @@ WRONG = {
     ),
     "no such buffer": (changed(0, inputs={"x": "z"}), "it names 'z', which is no buffer"),
     "an undefined dimension": (buffer("a", shape=("B", 8)), "a dimension 'B'"),
+    "no such weight": (changed(0, weights={"weight": "w"}), "it names 'w', which is no weight"),
     "a weight of another width": (
-        changed(0, weights={"weight": torch.ones(6)}),
+        lambda p: replace(p, weights={"eight": WeightSpec.tensor("eight", 6)}),
         r"out \('a'\) is \['T', 8\], not \[T, 6\]",
     ),
     "an addend of another width": (
@@ -114,7 +116,7 @@ def test_what_is_updated_in_place_is_one_buffer() -> None:
     b.buffer("x", "T", 4, kind="input")
     b.buffer("y", "T", 12, kind="output")
     b.buffer("z", "T", 12)
-    weights = {"weight": torch.zeros(4, 4)}
+    weights = {"weight": WeightSpec.matrix("w", "bf16", [("w", 4, 4)])}
     b.node("linear", "left", {"x": "x"}, {"out": "y"}, weights)
     b.node("linear", "right", {"x": "x", "out": "y"}, {"out": "y"}, weights, start=8)
     program = b.build()

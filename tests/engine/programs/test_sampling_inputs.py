@@ -18,6 +18,7 @@ from runtime.engine.counts import TokenCounts
 from runtime.engine.sampling_params import SamplingParams
 from runtime.program import Builder, Program
 from runtime.step_inputs import allocate_inputs, lower_sampling
+from runtime.weights import WeightStore
 from runtime.workers.pool import WorkerPool
 
 R, V, TOP = 4, 300, 5
@@ -90,9 +91,9 @@ def test_both_devices_draw_what_the_rows_ask_for() -> None:
     columns.refresh()
     logits = torch.zeros(R, V)
     inputs = {"logits": logits} | columns.tensors()
-    reference = RefExecutable(on_ref(made), inputs, {})
+    reference = RefExecutable(on_ref(made), WeightStore(), inputs, {})
     with WorkerPool(1) as pool:
-        steps = CpuExecutable(made, pool, inputs, {}), reference
+        steps = CpuExecutable(made, WeightStore(), pool, inputs, {}), reference
         for draws in range(20):
             batch.draws[:] = draws
             logits.normal_(generator=torch.Generator().manual_seed(draws)).mul_(3)
@@ -117,8 +118,8 @@ def test_a_mask_is_bits_in_memory() -> None:
     inputs["sampling.mask"][1] = mask.ctypes.data
     with WorkerPool(1) as pool:
         for step in (
-            CpuExecutable(made, pool, inputs, {}),
-            RefExecutable(on_ref(made), inputs, {}),
+            CpuExecutable(made, WeightStore(), pool, inputs, {}),
+            RefExecutable(on_ref(made), WeightStore(), inputs, {}),
         ):
             step.sizes[:] = R
             step.run()

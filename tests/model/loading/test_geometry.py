@@ -122,7 +122,7 @@ def host_logits(llm: LLM, ids: torch.Tensor) -> torch.Tensor:
     caches = {
         name: replace(part, dtype=torch.float32).zeros() for name, part in lowered.caches(1).items()
     }
-    step = RefExecutable(program, inputs, caches)
+    step = RefExecutable(program, lowered.store, inputs, caches)
     step.sizes[:] = torch.tensor([T, 1, T])
     step.run()
     return step.outputs["logits"]

@@ -130,6 +130,6 @@ def test_int4_linears_in_the_engine_and_eagerly(checkpoint: Checkpoints) -> None
     with model.load_engine(path, rules="int4", max_model_len=64) as llm:
         result = llm.generate(prompt, temperature=0, max_tokens=1, logprobs=5)
         linear = llm.runner.model.layers[0].attention.qkv
-    assert linear.parts[0].fmt.name == "int4"
+    assert linear.parts[0].fmt == "int4"
     top = eager.log_softmax(-1).topk(5).values
     assert abs(float(result.completions[0].logprobs[0].logprob) - float(top[0])) < 0.1

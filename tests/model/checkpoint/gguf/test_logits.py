@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import model
-from pykernels.quant import PackedExperts
 from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Engine, SamplingParams
 
@@ -63,10 +62,10 @@ def test_weights_stay_as_they_are_stored(tmp_path: Path) -> None:
     with model.load_engine(tmp_path, max_model_len=64) as llm:
         decoder: Any = llm.runner.model
         layer = decoder.layers[0]
-        experts: PackedExperts = layer.mlp.experts
-        assert (experts.fmt.name, experts.down_fmt.name) == ("q4_k", "q6_k")
-        assert [part.fmt.name for part in layer.attention.qkv.parts] == ["q4_k", "q6_k"]
-        assert (decoder.table.fmt.name, decoder.head.fmt.name) == ("q8_0", "q6_k")
+        experts = layer.mlp.experts
+        assert (experts.fmt, experts.down_fmt) == ("q4_k", "q6_k")
+        assert [part.fmt for part in layer.attention.qkv.parts] == ["q4_k", "q6_k"]
+        assert (decoder.table.fmt, decoder.head.fmt) == ("q8_0", "q6_k")
         ids = llm.encode("ab")
         assert ids[0] == 0 and len(llm.generate(ids, max_tokens=4).token_ids) <= 4
         exact = Engine(

@@ -1,0 +1,187 @@
+"""The specs of a model's weights: what lowering asks for, by the names of parameters.
+
+Nothing is read here. Which matrices become one, and in which format a weight is where parts of it
+differ, follows from the ``Schema`` alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from pykernels.errors import PykernelsError
+from pykernels.quant import get_format
+from pykernels.shapes import ExpertSpec, MoEShape
+from runtime.weight_spec import Part, WeightSpec
+
+from ..modules.moe import FusedMoE
+from .linear import Linear
+from .schema import Schema
+
+BLOCK = 128
+"""Rows and columns of an FP8 scale."""
+
+
+class Specs:
+    """Makes the specs of a model's weights."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._schema, self._tensors = schema, schema.tensors
+
+    def tensor(self, name: str) -> WeightSpec | None:
+        """A parameter that is not a linear's matrix; None if the model has none of that name."""
+        if (tensor := self._tensors.get(name)) is None:
+            return None
+        return WeightSpec.tensor(name, *tensor.shape)
+
+    def flat(self, name: str) -> WeightSpec | None:
+        """``tensor``, as a vector."""
+        if (tensor := self._tensors.get(name)) is None:
+            return None
+        return WeightSpec.tensor(name, math.prod(tensor.shape))
+
+    def vector(self, name: str) -> WeightSpec:
+        """A norm's weight."""
+        return WeightSpec.tensor(name, *self._tensor(name).shape)
+
+    def table(self, name: str) -> WeightSpec:
+        """An embedding [V, H], in the format that it is stored in."""
+        tensor = self._tensor(name)
+        V, H = tensor.shape
+        return WeightSpec.matrix(name, tensor.fmt, [(name, V, H)])
+
+    def matrix(self, name: str) -> WeightSpec:
+        """The matrix of a parameter."""
+        (matrix,) = self.runs(name)
+        return matrix
+
+    def linear(self, *modules: str) -> Linear:
+        """The linears of these modules, which read the same inputs, with their biases."""
+        runs = self.runs(*(f"{module}.weight" for module in modules))
+        return Linear.of(runs, self._biases)
+
+    def runs(self, *names: str) -> list[WeightSpec]:
+        """Matrices stacked along N; neighbours of the same format become one weight."""
+        runs = itertools.groupby(names, lambda name: self._tensor(name).linear)
+        return [self._stacked(fmt, list(run)) for fmt, run in runs]
+
+    def heads(
+        self, name: str, stored: str, rows: Sequence[slice], transposed: bool = False
+    ) -> WeightSpec:
+        """Slices of one matrix as one matrix per head, in its own format where its scales allow.
+
+        Args:
+            name: of the weight; ``stored``: of the matrix.
+        """
+        tensor = self._tensor(stored)
+        K = tensor.shape[1]
+        shapes = [(at.stop - at.start, K) for at in rows]
+        shapes = [shape[::-1] for shape in shapes] if transposed else shapes
+        parts = tuple(
+            Part(stored, shape, rows=(at.start, at.stop), transposed=transposed)
+            for at, shape in zip(rows, shapes, strict=True)
+        )
+        fits = all(_can_cut(tensor.fmt, at, transposed) for at in rows)
+        fmt = tensor.fmt if fits else "bf16"
+        return WeightSpec(name, "heads", fmt, (len(rows), *shapes[0]), parts)
+
+    def stack(self, name: str, shape: tuple[int, int, int]) -> WeightSpec | None:
+        """A stored tensor [heads, N, K], one matrix per head; None if there is none.
+
+        Raises:
+            PykernelsError: it has another shape.
+        """
+        if (tensor := self._tensors.get(name)) is None:
+            return None
+        if tensor.shape != shape:
+            raise PykernelsError(
+                f"{name} has the shape {list(tensor.shape)}, the model needs {list(shape)}",
+                "Check that config and weights are of one model",
+            )
+        parts = tuple(Part(name, shape[1:], index=head) for head in range(shape[0]))
+        return WeightSpec(name, "heads", tensor.fmt, shape, parts)
+
+    def mlp(self, gate: str, up: str, down: str) -> WeightSpec:
+        """A gated MLP, with its biases if it has some, as the one expert of a layer; gate and up in
+        bfloat16 where their formats differ.
+
+        Raises:
+            PykernelsError: they differ in a GGUF file.
+        """
+        names = gate, up, down
+        formats = [self._tensor(name).linear for name in names]
+        if formats[0] != formats[1]:
+            if any(_holds_scales(fmt) for fmt in formats[:2]):
+                raise PykernelsError(
+                    f"{gate} is {formats[0]} and {up} is {formats[1]}",
+                    "Quantize the model with one type for both",
+                )
+            formats[:2] = "bf16", "bf16"
+        H, I = self._tensor(down).shape  # noqa: E741
+        biases = [f"{name.removesuffix('weight')}bias" for name in names]
+        shapes = (I, H), (I, H), (H, I)
+        parts = [Part(name, shape) for name, shape in zip(names, shapes, strict=True)]
+        parts += [
+            Part(name, (N,))
+            for name, N in zip(biases, (I, I, H), strict=True)
+            if name in self._tensors  # of some of the three in a GGUF file
+        ]
+        moe = MoEShape(E=1, H=H, I=I, topk=1, spec=ExpertSpec(bias=len(parts) > len(names)))
+        return WeightSpec.experts(_joined(names), moe, formats[0], formats[2], parts)
+
+    def experts(self, module: FusedMoE) -> WeightSpec:
+        """The routed experts of a block."""
+        formats = self._schema.experts[module.name]
+        return WeightSpec.experts(module.stored_name, module.shape, *formats)
+
+    def _stacked(self, fmt: str, names: list[str]) -> WeightSpec:
+        shapes: list[Any] = [self._tensor(name).shape for name in names]
+        parts = [(name, N, K) for name, (N, K) in zip(names, shapes, strict=True)]
+        return WeightSpec.matrix(_joined(names), fmt, parts)
+
+    def _biases(self, matrix: WeightSpec) -> WeightSpec | None:
+        """The biases of stacked matrices, where some of them have one."""
+        names = [f"{part.name.removesuffix('weight')}bias" for part in matrix.parts]
+        parts = [
+            Part(name, self._tensors[name].shape, part.at)
+            for name, part in zip(names, matrix.parts, strict=True)
+            if name in self._tensors
+        ]
+        if not parts:
+            return None
+        return WeightSpec.tensor(_joined(names), matrix.shape[0], parts=parts)
+
+    def _tensor(self, name: str) -> Any:
+        if name not in self._tensors:
+            raise PykernelsError(
+                f"there is no {name} among the weights",
+                "Check that config and weights are of one model",
+            )
+        return self._tensors[name]
+
+
+def _joined(names: Sequence[str]) -> str:
+    """One name for several: ``layer.{q,k,v}_proj.weight`` by what they differ in."""
+    if len(names) == 1:
+        return names[0]
+    split = [name.split(".") for name in names]
+    (at,) = [i for i, parts in enumerate(zip(*split, strict=True)) if len(set(parts)) > 1]
+    differing = "+".join(parts[at] for parts in split)
+    return ".".join((*split[0][:at], differing, *split[0][at + 1 :]))
+
+
+def _holds_scales(fmt: str) -> bool:
+    """Whether the rows of a quantized matrix hold their own scales, as in a GGUF file."""
+    return fmt != "bf16" and get_format(fmt).scale_shape(1, get_format(fmt).k_block) is None
+
+
+def _can_cut(fmt: str, rows: slice, transposed: bool) -> bool:
+    """Whether rows of a matrix can be a matrix in its own format."""
+    if fmt == "bf16" or (not transposed and _holds_scales(fmt)):
+        return True
+    if fmt != "fp8":
+        return False
+    first, last = rows.start // BLOCK, (rows.stop - 1) // BLOCK
+    return first == last or rows.start % BLOCK == 0

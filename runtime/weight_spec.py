@@ -1,0 +1,162 @@
+"""What a weight is, before it is read: a program names its weights, and has a spec of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pykernels.quant import PackedExperts, get_format
+from pykernels.quant.layout import N_BLOCK, ceil_to
+from pykernels.quant.split import cut
+from pykernels.shapes import MoEShape
+
+KINDS = ("tensor", "matrix", "heads", "experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A stored tensor in a weight, or some of it.
+
+    Attributes:
+        name: of the model's parameter.
+        shape: that it has in the weight, [N, K] of a matrix.
+        at: the first row of the weight that is its own.
+        rows: of the stored matrix, (first, last); None: all.
+        index: of the stored [heads, N, K], which head; None: it is no stack.
+        transposed: whether the weight has the rows as its columns.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    at: int = 0
+    rows: tuple[int, int] | None = None
+    index: int | None = None
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Of which weight another one is a slice.
+
+    Attributes:
+        first, last: numbers, 32-row blocks of a matrix, or heads ``first .. last - 1``; of experts
+            slice ``first`` of ``last`` (``quant.split``).
+    """
+
+    whole: WeightSpec
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """A weight of a program.
+
+    Attributes:
+        name: unique in a model.
+        kind: "tensor": plain numbers (norms, biases), float32 to all devices; "matrix": one, or
+            several with the same K stacked along N, each from a 32-row block on; "heads": a matrix
+            for each head; "experts": the gated MLPs of a layer.
+        fmt: of ``pykernels.quant``; of gate and up, where ``down_fmt`` is that of down.
+        shape: of a tensor its own; [N, K]; [heads, N, K]; [E, H, I].
+        parts: what it is made of; none of routed experts, which a source knows by their name.
+        moe: the sizes of experts, and what they do beside their products.
+        cut: what it is a slice of, in that one's memory; None: it is whole.
+    """
+
+    name: str
+    kind: str
+    fmt: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...] = ()
+    down_fmt: str = ""
+    moe: MoEShape | None = None
+    cut: Cut | None = None
+
+    @classmethod
+    def tensor(cls, name: str, *shape: int, parts: Sequence[Part] = ()) -> WeightSpec:
+        """A tensor of that shape, by default the parameter of that name."""
+        return cls(name, "tensor", "float32", shape, tuple(parts) or (Part(name, shape),))
+
+    @classmethod
+    def matrix(cls, name: str, fmt: str, parts: Sequence[tuple[str, int, int]]) -> WeightSpec:
+        """Matrices (parameter, N, K) of one format and one K, stacked."""
+        stacked = list[Part]()
+        at = 0
+        for parameter, N, K in parts:
+            stacked.append(Part(parameter, (N, K), at))
+            at += ceil_to(N, N_BLOCK)
+        N, K = stacked[-1].shape
+        assert all(part.shape[1] == K for part in stacked), "one matrix reads the same inputs"
+        return cls(name, "matrix", fmt, (stacked[-1].at + N, K), tuple(stacked))
+
+    @classmethod
+    def experts(
+        cls, name: str, moe: MoEShape, fmt: str, down_fmt: str, parts: Sequence[Part] = ()
+    ) -> WeightSpec:
+        """A layer's experts."""
+        return cls(name, "experts", fmt, (moe.E, moe.H, moe.I), tuple(parts), down_fmt, moe)
+
+    def part(self, first: int, last: int) -> WeightSpec:
+        """The numbers, the 32-row blocks or the heads ``first .. last - 1``."""
+        count = last - first
+        if self.kind == "matrix":
+            count = min(N_BLOCK * last, self.shape[0]) - N_BLOCK * first
+        name, cut = f"{self.name}[{first}:{last}]", Cut(self, first, last)
+        return replace(self, name=name, shape=(count, *self.shape[1:]), parts=(), cut=cut)
+
+    def expert_slices(self, count: int) -> list[WeightSpec]:
+        """Experts cut along their intermediate size.
+
+        Raises:
+            PykernelsError: they have not so many blocks.
+        """
+        assert self.moe is not None
+        E, H, _ = self.shape
+        return [
+            replace(
+                self,
+                name=f"{self.name}[{i}/{count}]",
+                shape=(E, H, len(rows)),
+                parts=(),
+                moe=replace(self.moe, I=len(rows)),
+                cut=Cut(self, i, count),
+            )
+            for i, rows in enumerate(cut(self.moe, get_format(self.down_fmt), count))
+        ]
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First row of each part of a matrix."""
+        return tuple(part.at for part in self.parts)
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(N, K) of each part of a matrix, or of each head."""
+        return [(part.shape[0], part.shape[1]) for part in self.parts]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the CPU's layout: those that a step reads of a matrix, all experts of a layer;
+        four a number of a tensor."""
+        if self.kind == "tensor":
+            return 4 * math.prod(self.shape)
+        fmt = get_format(self.fmt)
+        if self.moe is not None:
+            return PackedExperts.bytes_needed(self.moe, fmt, get_format(self.down_fmt))
+        *heads, N, K = self.shape
+        blocks = math.prod(heads) * (ceil_to(N, N_BLOCK) // N_BLOCK)
+        return blocks * (fmt.block_bytes(K) + fmt.scale_bytes(K))
+
+    @property
+    def bytes_per_expert(self) -> int:
+        """Bytes in the CPU's layout that one token reads of one expert."""
+        assert self.moe is not None
+        return PackedExperts.expert_bytes(self.moe, get_format(self.fmt), get_format(self.down_fmt))
+
+    def __str__(self) -> str:
+        if self.kind != "experts":
+            return f"{self.fmt} {list(self.shape)}"
+        E, H, I = self.shape  # noqa: E741
+        return f"{'/'.join(dict.fromkeys((self.fmt, self.down_fmt)))} {E} x [{I}, {H}]"

@@ -1,0 +1,66 @@
+"""Weights by name: where they are placed, and that each is made once in a device's layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from model import EMBEDDED
+from model.llm import meta_decoder
+from pykernels.errors import PykernelsError
+from pykernels.gpu.gemm.weights import unpack_from_gpu
+from pykernels.quant import get_format
+from runtime.devices.cuda.weights import dense, gpu_bytes, gpu_format, matrix
+from runtime.matrix import PackedMatrix
+from runtime.placement import place
+from runtime.weights import WeightStore
+
+CPU = torch.device("cpu")
+
+
+def test_experts_go_to_a_gpu_if_all_fit() -> None:
+    program = meta_decoder(EMBEDDED).lower(8, 8, 8, 1, 1)
+    total = sum(gpu_bytes(spec) for spec in program.weights.values())
+    whole = place(program, "cuda:0", "auto", total, gpu_bytes)
+    split = place(program, "cuda:0", "auto", total - 1, gpu_bytes)
+    assert whole == place(program, "cuda:0", "gpu", 0, gpu_bytes)
+    assert split == place(program, "cuda:0", "cpu", total, gpu_bytes)
+    on_cpu = {name for name, devices in split.weights(program).items() if "cpu" in devices}
+    routed = {f"model.layers.{i}.mlp.experts" for i in range(1, 4)}
+    assert on_cpu == routed and not any("cpu" in d for d in whole.weights(program).values())
+    sizes = [sum(gpu_bytes(program.weights[name]) for name in on_cpu)]
+    sizes += [split.nbytes(program, "cuda:0", gpu_bytes)]
+    assert sum(sizes) == total
+    devices = {node.op: node.device for node in split.apply(program).nodes if node.role != "routed"}
+    assert devices.pop("sample_requests") == "cpu" and set(devices.values()) == {"cuda:0"}
+    with pytest.raises(PykernelsError, match="experts on 'some'. Give auto, cpu, gpu"):
+        place(program, "cuda:0", "some", total, gpu_bytes)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "int8", "int4-channel", "mxfp4", "q4_k", "q5_k"])
+@pytest.mark.parametrize("N", [40, 128])  # with a gap before the next matrix, and without
+def test_stacked_matrices_in_the_layouts_of_a_gpu(name: str, N: int) -> None:
+    fmt, g = get_format(name), torch.Generator().manual_seed(N)
+    parts = [fmt.quantize(torch.randn(n, 256, generator=g) / 16) for n in (N, 70)]
+    store = WeightStore()
+    spec = store.add("w", PackedMatrix.of(fmt, parts))
+    exact = torch.zeros(spec.shape)
+    for start, part in zip(spec.starts, parts, strict=True):
+        values = fmt.dequantize(part)
+        exact[start : start + len(values)] = values
+    found, on_gpu = torch.zeros(spec.shape), gpu_format(fmt, 256)
+    rows = store.get(spec, CPU, matrix)
+    for part in rows:
+        weight = unpack_from_gpu(on_gpu, part.matrix, 0)
+        found[part.start : part.start + part.matrix.N] = on_gpu.dequantize(weight)
+    rounded = exact if on_gpu is fmt else exact.bfloat16().float()
+    assert torch.equal(found, rounded)
+    assert torch.equal(store.get(spec, CPU, dense), exact.bfloat16())
+    assert store.get(spec, CPU, matrix) is rows
+    assert len(rows) == (2 if name == "fp8" and N == 40 else 1)  # a scale is for 128 rows
+
+
+def test_a_weight_that_nobody_has_is_named() -> None:
+    spec = meta_decoder(EMBEDDED).norm
+    with pytest.raises(PykernelsError, match="the weight 'model.norm.weight' is not given"):
+        WeightStore().tensor(spec)
