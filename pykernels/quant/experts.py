@@ -171,6 +171,11 @@ class PackedExperts:
             _write(self.down_bias[expert], biases.down)
         self.packed[expert] = True
 
+    def take(self, whole: PackedExperts) -> None:
+        """Copies experts of the same shape and formats that are packed."""
+        self.arena.copy_(whole.arena)
+        self.packed = list(whole.packed)
+
     def holds(self, expert: int) -> bool:
         """Whether there is such an expert."""
         return 0 <= expert < self.shape.E

@@ -16,7 +16,7 @@ from model.conversion import convert
 from model.llm import LLM
 from pykernels.env import env
 from runtime.devices.cpu.step import CpuExecutable
-from runtime.devices.cpu.weights import HERE, layouts, slices
+from runtime.devices.cpu.weights import layouts
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.machine import memory
@@ -214,8 +214,7 @@ def test_a_packed_cache_is_copied_into_slices(tmp_path: Path) -> None:
             assert not isinstance(other, PackedMatrix) or torch.equal(mine.blocks, other.blocks)
         if node.op == "moe_ffn":
             spec = program.weight(node, "experts")
-            split = stores[1].get(spec, HERE, slices)
-            whole = stores[0].get(spec, *layout_of(node, "experts"))
+            whole, split = (store.get(spec, *layout_of(node, "experts")) for store in stores)
             assert len(split.slices) == 2
             for e in range(spec.shape[0]):
                 both = zip(split.unpack(e), whole.unpack(e), strict=True)

@@ -49,18 +49,21 @@ def rows(spec: WeightSpec, store: WeightStore, device: torch.device) -> torch.Te
 
 
 def packed(spec: WeightSpec, store: WeightStore, device: torch.device) -> Packed:
-    """In tiles: as it lies there already, or packed, one part after the other."""
+    """In tiles: as it lies there already, or packed, one part after the other; on several NUMA
+    nodes a slice on each."""
     ready = store.ready(spec, packed.__name__)
-    if ready is not None:
-        assert not isinstance(ready, torch.Tensor | SplitExperts)
-        return (
-            ready if store.is_given(spec) or len(store.nodes) == 1 else _copied(ready, spec, store)
-        )
+    assert not isinstance(ready, torch.Tensor)
+    as_it_is = store.is_given(spec) or isinstance(ready, SplitExperts) or len(store.nodes) == 1
+    if ready is not None and as_it_is:
+        return ready
     if spec.moe is not None:
-        fmt, down_fmt = get_format(spec.fmt), get_format(spec.down_fmt)
-        room = PackedExperts(spec.moe, fmt, store.nodes.allocate, store.pack, down_fmt)
-        return _pack_experts(spec, store, room)
+        assert not isinstance(ready, PackedMatrix | PackedHeads)
+        return _experts(spec, store, ready)
     made = empty(spec, store.nodes)
+    if isinstance(ready, PackedMatrix | PackedHeads):  # mapped, see _experts
+        made.blocks.copy_(ready.blocks)
+        made.scales.copy_(ready.scales)
+        return made
     for i, weight in enumerate(store.matrices(spec)):
         made.pack(i, weight, store.pack)
     return made
@@ -72,30 +75,15 @@ def sliced(spec: WeightSpec, store: WeightStore, device: torch.device) -> Packed
     whole, first, last = spec.cut.whole, spec.cut.first, spec.cut.last
     if spec.kind == "tensor":
         return store.get(whole, device, vector)[first:last]
-    if spec.kind == "experts":
-        parts = store.get(whole, device, slices).slices
-        if len(parts) != last:
-            raise PykernelsError(
-                f"experts that were split across {len(parts)} NUMA nodes cannot run on {last}",
-                "Load them for the nodes of the pool",
-            )
-        return parts[first]
-    return store.get(whole, device, packed).some(first, last)
-
-
-def slices(spec: WeightSpec, store: WeightStore, device: torch.device) -> Experts:
-    """Experts in tiles, a slice on each NUMA node: packed so, or copied from where they lie."""
-    ready = store.ready(spec, packed.__name__)
-    if isinstance(ready, SplitExperts):
-        return ready
-    nodes = store.nodes
-    assert spec.moe is not None and len(nodes) > 1, "weights are loaded for the pool's nodes"
-    room = make_room(spec.moe, get_format(spec.fmt), get_format(spec.down_fmt), nodes, store.pack)
-    if isinstance(ready, PackedExperts):
-        assert isinstance(room, SplitExperts)
-        room.take(ready)
-        return room
-    return _pack_experts(spec, store, room)
+    found = store.get(whole, device, packed)
+    if spec.kind != "experts":
+        return found.some(first, last)
+    if len(found.slices) != last:
+        raise PykernelsError(
+            f"{whole.name} was loaded in {len(found.slices)} slices, the pool is on {last} nodes",
+            "Load the model for the nodes of the pool",
+        )
+    return found.slices[first]
 
 
 def empty(spec: WeightSpec, nodes: MemoryNodes = ONE_NODE) -> PackedMatrix | PackedHeads:
@@ -107,25 +95,17 @@ def empty(spec: WeightSpec, nodes: MemoryNodes = ONE_NODE) -> PackedMatrix | Pac
     return PackedMatrix(fmt, spec.shapes, weights_on(nodes))
 
 
-def _copied(ready: Packed, spec: WeightSpec, store: WeightStore) -> Packed:
-    """A weight of a mapped file, in memory of the NUMA nodes: a file's pages lie on the node whose
-    thread read them first, and processes share them, so they cannot be bound to another."""
-    if isinstance(ready, PackedExperts):
-        made = PackedExperts(
-            ready.shape, ready.fmt, store.nodes.allocate, store.pack, ready.down_fmt
-        )
-        made.arena.copy_(ready.arena)
-        made.packed = list(ready.packed)
+def _experts(spec: WeightSpec, store: WeightStore, mapped: Experts | None) -> Experts:
+    """Experts, packed; or copied from a mapped file, whose pages lie on the node whose thread read
+    them first: processes share them, so they cannot be bound to another."""
+    assert spec.moe is not None
+    formats = get_format(spec.fmt), get_format(spec.down_fmt)
+    made = make_room(spec.moe, *formats, store.nodes, store.pack)
+    if mapped is not None:
+        assert isinstance(mapped, PackedExperts)
+        made.take(mapped)
         return made
-    assert isinstance(ready, PackedMatrix | PackedHeads)
-    copy = empty(spec, store.nodes)
-    copy.blocks.copy_(ready.blocks)
-    copy.scales.copy_(ready.scales)
-    return copy
-
-
-def _pack_experts(spec: WeightSpec, store: WeightStore, room: Experts) -> Experts:
     for e, (matrices, biases) in enumerate(store.experts(spec)):
         with naming(spec, e):
-            room.pack(e, *matrices, biases=biases)
-    return room
+            made.pack(e, *matrices, biases=biases)
+    return made
