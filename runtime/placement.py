@@ -17,8 +17,6 @@ from .weight_spec import WeightSpec
 
 EXPERTS = ("auto", "cpu", "gpu")
 """Where routed experts may be beside a GPU; "auto": there if all fit, else on the CPU."""
-ON_CPU = frozenset({"sample_requests"})
-"""Ops that run on the CPU whatever is beside it."""
 CPU = "cpu"
 
 
@@ -29,17 +27,13 @@ class Placement:
     Attributes:
         device: of all that no other attribute names.
         experts: of the routed experts.
-        on_cpu: ops that stay on the CPU.
     """
 
     device: str = CPU
     experts: str = CPU
-    on_cpu: frozenset[str] = ON_CPU
 
     def of(self, node: Node) -> str:
         """The device of a node."""
-        if node.op in self.on_cpu:
-            return CPU
         return self.experts if node.op == "moe_ffn" and node.role == "routed" else self.device
 
     def apply(self, program: Program) -> Program:

@@ -84,6 +84,8 @@ class PagedRunner(ABC):
     page_size = PAGE
     buckets: Sequence[int] = BUCKETS
     pool: WorkerPool | None = None
+    device = torch.device("cpu")
+    """Where sampling keeps what penalties go by."""
     layouts: Callable[[Program], LayoutOf]
 
     def __init__(
@@ -151,7 +153,7 @@ class PagedRunner(ABC):
             "lengths": batch.seq_lens,
             "page_rows": batch.page_table_rows,
         }
-        self._sampling = SamplingInputs(batch)
+        self._sampling = SamplingInputs(batch, self.vocab_size, self.max_num_seqs, self.device)
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         inputs |= self._sampling.tensors()
         sizes = sorted(

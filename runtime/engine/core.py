@@ -92,7 +92,7 @@ class Core:
         for i, request in enumerate(sampled):
             try:
                 self._append(request, sampled_token_ids[i], i, result, now)
-            except Exception as error:  # of its detokenizer or its consumer: it fails alone
+            except Exception as error:  # of its detokenizer, constraint or consumer: it fails alone
                 self._end(request, "error", error)
         return True
 
@@ -132,6 +132,8 @@ class Core:
         if reason is not None:
             self._end(request, reason, None, token, logprob, text, cut=stopped)
             return
+        if request.masked is not None:
+            request.masked.accept(token)
         if num_output_tokens == request.min_tokens:
             request.allow_end()
             self.scheduler.changed()

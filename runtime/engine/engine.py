@@ -49,6 +49,9 @@ class Engine:
         threaded: False: no thread; the caller owns the engine, and ``step`` or waiting for a
             chunk or a result drives it.
         clock: seconds, for tests.
+
+    Attributes:
+        eos_token_ids: as given.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Engine:
     ) -> None:
         self.threaded, self._pid = threaded, os.getpid()
         self.config = config or EngineConfig()
+        self.eos_token_ids = frozenset(eos_token_ids)
         self._core = Core(runner, self.config, clock)
         self._intake = Intake(runner, eos_token_ids, detokenizer, self.config.ageing_seconds, clock)
         self._detokenizer = detokenizer

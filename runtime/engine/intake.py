@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from pykernels.errors import PykernelsError
 
+from ..step_inputs import MAX_BIASES
 from .batch import Runner
 from .request import Request, Sink, fork_seed
 from .sampling_params import MAX_SEED, SamplingParams
@@ -136,3 +137,9 @@ class Intake:
                     f" {self.vocab_size}",
                     "Use the tokenizer of this model",
                 )
+        ends = {*params.stop_token_ids, *self.eos_ids} if params.min_tokens else ()
+        if (biased := len({*params.logit_bias, *ends})) > MAX_BIASES:
+            raise PykernelsError(
+                f"{name}: the logits of {biased} tokens are biased, by logit_bias or min_tokens",
+                f"Name {MAX_BIASES} at most",
+            )

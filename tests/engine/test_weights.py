@@ -26,13 +26,13 @@ def test_experts_go_to_a_gpu_if_all_fit() -> None:
     assert whole == place(program, "cuda:0", "gpu", 0, gpu_bytes)
     assert split == place(program, "cuda:0", "cpu", total, gpu_bytes)
     on_cpu = {name for name, devices in split.weights(program).items() if "cpu" in devices}
-    routed = {f"model.layers.{i}.mlp.experts" for i in range(1, 4)}
+    routed = {f"model.layers.{i}.mlp.experts" for i in range(1, 6)}
     assert on_cpu == routed and not any("cpu" in d for d in whole.weights(program).values())
     sizes = [sum(gpu_bytes(program.weights[name]) for name in on_cpu)]
     sizes += [split.nbytes(program, "cuda:0", gpu_bytes)]
     assert sum(sizes) == total
-    devices = {node.op: node.device for node in split.apply(program).nodes if node.role != "routed"}
-    assert devices.pop("sample_requests") == "cpu" and set(devices.values()) == {"cuda:0"}
+    others = [node for node in split.apply(program).nodes if node.role != "routed"]
+    assert {node.device for node in others} == {"cuda:0"}
     with pytest.raises(PykernelsError, match="experts on 'some'. Give auto, cpu, gpu"):
         place(program, "cuda:0", "some", total, gpu_bytes)
 

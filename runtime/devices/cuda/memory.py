@@ -59,6 +59,7 @@ class Memory:
         weights: of the program's model.
         inputs: by name, tensors that are written before a step.
         caches: by name, those of the "cache" buffers.
+        outputs: by name, those of results that the host reads.
         tokens_table: int32 [T, pages], the page table's row of each token.
         key_lengths: int32 [T], keys that each token attends to; 0 for padding.
     """
@@ -68,6 +69,7 @@ class Memory:
     device: torch.device
     inputs: Mapping[str, torch.Tensor]
     caches: Caches
+    outputs: Mapping[str, torch.Tensor]
     tokens_table: torch.Tensor
     key_lengths: torch.Tensor
     scratch: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -76,12 +78,14 @@ class Memory:
         kinds = dtypes(self.program)
         self._layout_of = layouts(self.program, self.device, kinds)
         for name, dtype in kinds.items():
+            if name in self.outputs:
+                continue
             shape = self.program.shape(name)
             self.scratch[name] = torch.zeros(shape, dtype=dtype, device=self.device)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A buffer."""
-        for tensors in (self.scratch, self.inputs, self.caches):
+        for tensors in (self.scratch, self.inputs, self.caches, self.outputs):
             if name in tensors:
                 return tensors[name]
         raise KeyError(name)

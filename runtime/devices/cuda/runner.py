@@ -10,6 +10,7 @@ import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.launch import supports
+from pykernels.ref.sampling import Sampled
 
 from ...engine.batch import DeviceLost, StepBatch, StepResult
 from ...passes import defer
@@ -25,6 +26,7 @@ from .executable import CudaExecutable
 from .handshake import PinnedSlots
 from .inputs import KEY_LENGTHS, StepInputs
 from .memory import dtypes
+from .outputs import StepOutputs
 from .weights import gpu_bytes, layouts
 
 GRAPH_TOKENS = 64
@@ -38,7 +40,7 @@ class CudaRunner(PagedRunner):
 
     Args:
         device: "cuda:N"; "cpu" in Triton's interpreter.
-        pool: runs what is on the CPU: experts, sampling.
+        pool: runs what is on the CPU: experts.
         experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
         auto_defer: whether to defer as many experts as keep the CPU busy, found by measuring.
 
@@ -84,6 +86,7 @@ class CudaRunner(PagedRunner):
             pool.spin_for(spin_budget(driver_works=False))
         self.caches: dict[str, torch.Tensor] = {}
         self._inputs: StepInputs | None = None
+        self._sampled: StepOutputs | None = None
         self._host_inputs: Mapping[str, torch.Tensor] = {}
         self._slots = PinnedSlots(self._real)
         self._pool_handle = torch.cuda.graph_pool_handle() if self._real else None
@@ -93,7 +96,7 @@ class CudaRunner(PagedRunner):
         return self.device.type == "cuda"
 
     def lowered(self, *sizes: int) -> Program:
-        """The model's program: routed experts and sampling on the CPU, all else on the GPU."""
+        """The model's program: routed experts on the CPU or the GPU, all else on the GPU."""
         return self.placement.apply(super().lowered(*sizes))
 
     def layouts(self, program: Program) -> LayoutOf:
@@ -135,7 +138,8 @@ class CudaRunner(PagedRunner):
 
     def _make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
         if self._inputs is None:
-            self._inputs, self._host_inputs = StepInputs(inputs, self.device), dict(inputs)
+            self._inputs = StepInputs(inputs, self._sampling, self.device)
+            self._host_inputs = dict(inputs)
             self._allocate_caches(program)
         given, T = self._inputs.tensors, program.sizes["T"]
         table = torch.zeros(T, given["page_table"].shape[1], dtype=torch.int32, device=self.device)
@@ -158,11 +162,22 @@ class CudaRunner(PagedRunner):
             prelude,
             self.sizes,
             self._slots,
+            self._results_of(program),
         )
         executable.before = self._send(executable)
         if self._real:
             self._warm(executable)
         return executable
+
+    def _results_of(self, program: Program) -> StepOutputs:
+        """Where all programs put what they sample."""
+        if self._sampled is None:
+            rows = self.max_num_logits
+            node = next(node for node in program.nodes if node.op == "sample_requests")
+            buffers = [program.buffers[node.outputs[name]] for name in Sampled._fields]
+            shapes = {b.name: ((rows, *program.shape(b.name)[1:]), b.dtype) for b in buffers}
+            self._sampled = StepOutputs(shapes, self.device)
+        return self._sampled
 
     def _send(self, executable: CudaExecutable) -> Launch:
         bucket = executable.program.sizes["T"]
@@ -195,8 +210,8 @@ class CudaRunner(PagedRunner):
 
 
 def place_on(device: str, model: Lowerable, num_pages: int, experts: str) -> Placement:
-    """Where a model's nodes run beside a cache of so many pages: sampling and, unless they fit,
-    routed experts on the CPU, all else on the GPU.
+    """Where a model's nodes run beside a cache of so many pages: unless they fit, routed experts on
+    the CPU, all else on the GPU.
 
     Args:
         device: "cuda:N"; "cpu" in Triton's interpreter.
