@@ -13,6 +13,7 @@ from pykernels.errors import PykernelsError
 
 from ..engine.batch import DeviceLost, StepBatch, StepResult
 from ..kv_cache.layout import PAGE, CachePart
+from ..passes.numa import split_over_nodes
 from ..profiling.step_bytes import weight_bytes
 from ..program import Program
 from ..tracing.active import phase
@@ -140,6 +141,8 @@ class PagedRunner(ABC):
         rows = min(self.max_num_batched_tokens, self.max_num_logits)
         sizes = self.max_num_batched_tokens, self.max_num_seqs, rows, self.num_pages
         program = self.lowered(*sizes, 1)
+        if self.pool is not None:
+            program = split_over_nodes(program, self.pool.memory)
         self.weights.load(program, self.layouts(program))
 
     def decode_passes(self) -> Sequence[Pass]:
