@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import torch
 
@@ -66,6 +67,7 @@ class CudaRunner(PagedRunner):
         max_num_logits: int | None = None,
         experts: str = "auto",
         auto_defer: bool = False,
+        placed: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__(
             model,
@@ -78,7 +80,7 @@ class CudaRunner(PagedRunner):
         )
         self.device, self.pool, self.kernel = torch.device(device), pool, kernel
         check_device(device)
-        self.placement = place_on(device, model, self.num_pages, experts)
+        self.placement = place_on(device, model, self.num_pages, experts, placed)
         self._auto_defer, self.deferred = auto_defer, 0
         if self._real:  # a layer of the GPU is shorter than waking a sleeper
             pool.spin_for(spin_budget(driver_works=False))
@@ -194,21 +196,27 @@ class CudaRunner(PagedRunner):
                 self.caches[f"{name}.rope"] = whole[..., L:].contiguous()
 
 
-def place_on(device: str, model: Lowerable, num_pages: int, experts: str) -> Placement:
+def place_on(
+    device: str,
+    model: Lowerable,
+    num_pages: int,
+    experts: str,
+    placed: Mapping[str, str] = MappingProxyType({}),
+) -> Placement:
     """Where a model's nodes run beside a cache of so many pages: sampling and, unless they fit,
     routed experts on the CPU, all else on the GPU.
 
     Args:
         device: "cuda:N"; "cpu" in Triton's interpreter.
-        experts: see ``placement.place``.
+        experts, placed: see ``placement.place``.
     """
     cache = sum(part.nbytes for part in model.caches(num_pages).values())
     program = model.lower(1, 1, 1, 1, 1)
     if torch.device(device).type != "cuda":
-        return place(program, "cuda:interpreted", experts, 1 << 62, gpu_bytes)
+        return place(program, "cuda:interpreted", experts, 1 << 62, gpu_bytes, placed)
     free, _ = torch.cuda.mem_get_info(device)
     name = str(torch.device(device))
-    return place(program, name, experts, free - cache - HEADROOM, gpu_bytes)
+    return place(program, name, experts, free - cache - HEADROOM, gpu_bytes, placed)
 
 
 def check_device(name: str) -> None:
