@@ -82,8 +82,6 @@ class CudaRunner(PagedRunner):
         check_device(device)
         self.placement = place_on(device, model, self.num_pages, experts, placed)
         self._auto_defer, self.deferred = auto_defer, 0
-        if self._real:  # a layer of the GPU is shorter than waking a sleeper
-            pool.spin_for(spin_budget(driver_works=False))
         self.caches: dict[str, torch.Tensor] = {}
         self._inputs: StepInputs | None = None
         self._host_inputs: Mapping[str, torch.Tensor] = {}
@@ -137,6 +135,8 @@ class CudaRunner(PagedRunner):
 
     def _make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
         if self._inputs is None:
+            if self._real:  # a layer of the GPU is shorter than waking a sleeper
+                self.pool.spin_for(spin_budget(driver_works=False))
             self._inputs, self._host_inputs = StepInputs(inputs, self.device), dict(inputs)
             self._allocate_caches(program)
         given, T = self._inputs.tensors, program.sizes["T"]
