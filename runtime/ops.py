@@ -25,13 +25,13 @@ DTYPES: Mapping[str, frozenset[torch.dtype] | None] = {
     "activation": frozenset({torch.float32, torch.bfloat16, torch.float16}),
     "float32": frozenset({torch.float32}),
     "index": _INDEX,
-    "address": frozenset({torch.int64}),
+    "int32": frozenset({torch.int32}),
     "kv": frozenset({torch.float32, torch.bfloat16, torch.float8_e4m3fn}),
     "any": None,
 }
 """Classes of dtype. "activation": a device chooses its precision; "float32": kept in float32 on
 every device (the residual stream, logits, routing, scales); "index": token ids, positions, slots;
-"address": of a list in the device's own memory, 0 for none; "kv": as ``kv_cache.layout`` says."""
+"int32": tables of token ids, counts or bits; "kv": as ``kv_cache.layout`` says."""
 
 ROLES = ("", "attention", "router", "routed", "deferred", "shared", "dense")
 """What a node does in its layer: "router" from the gate to the choice of experts, "routed" the
@@ -134,6 +134,9 @@ _RAGGED = {
     "lengths": _index("S", optional=True),
     "page_rows": _index("S", optional=True),
 }
+# What each row of logits asks for, a column a parameter. What is as long as the vocabulary or a
+# list lies in tables that all rows share and that stay where they are from step to step; a row
+# has a row of a table, or a part of a list.
 _SAMPLING = {
     "temperature": _float32("R"),
     "top_k": _index("R"),
@@ -145,13 +148,17 @@ _SAMPLING = {
     "seed": _index("R"),
     "draws": _index("R"),
     "num_logprobs": _index("R"),
-    "mask": Port("address", ("R",)),  # bits [V]
-    "seen": Port("address", ("R",)),  # int32 [seen_count] token ids
-    "counts": Port("address", ("R",)),  # int32 [seen_count]
-    "seen_count": _index("R"),
-    "bias_ids": Port("address", ("R",)),  # int32 [bias_count]
-    "bias": Port("address", ("R",)),  # float32 [bias_count]
+    "seen_row": _index("R"),  # -1: no penalties
+    "bias_start": _index("R"),
     "bias_count": _index("R"),
+    "mask_row": _index("R"),  # -1: every token may be drawn
+}
+_SAMPLING_TABLES = {
+    # Twice how often a token is in the output, and 1 more if it is in the prompt.
+    "seen": Port("int32", ("seen_rows", "V")),
+    "bias_ids": Port("int32", ("biases",)),
+    "bias": _float32("biases"),
+    "mask": Port("int32", ("mask_rows", "words")),  # token v: bit v % 32 of word v / 32
 }
 
 
@@ -350,10 +357,13 @@ OPS: Mapping[str, Op] = {
         attrs={"activations": Attr(str, "bf16")},
         rule=_moe_rule,
     ),
-    # One token of each row of logits, by the row's own parameters (``ref.sampling.Request``).
+    # One token of each row of logits, by the row's own parameters (``SamplingInputs`` of
+    # ``ref.sampling.inputs``), which is then counted in the row of `seen` that it has, if any: so a
+    # next step's penalties know it before the host does.
     "sample_requests": Op(
-        inputs={"logits": _float32("R", "V"), **_SAMPLING},
+        inputs={"logits": _float32("R", "V"), **_SAMPLING, **_SAMPLING_TABLES},
         outputs={
+            "seen": _SAMPLING_TABLES["seen"],
             "tokens": _index("R"),
             "logprobs": _float32("R"),
             "top_ids": _index("R", str(MAX_LOGPROBS)),
@@ -379,4 +389,6 @@ OPS: Mapping[str, Op] = {
 """By name. An op means the same function in ``pykernels.ref`` and on every device."""
 
 SAMPLING = tuple(_SAMPLING)
-"""Inputs of ``sample_requests`` besides the logits."""
+"""Inputs of ``sample_requests`` that have a number for each row of logits."""
+SAMPLING_TABLES = tuple(_SAMPLING_TABLES)
+"""Those that rows share."""

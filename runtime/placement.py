@@ -18,8 +18,6 @@ from .weight_spec import WeightSpec
 
 EXPERTS = ("auto", "cpu", "gpu")
 """Where routed experts may be beside a GPU; "auto": there if all fit, else on the CPU."""
-ON_CPU = frozenset({"sample_requests"})
-"""Ops that run on the CPU whatever is beside it."""
 CPU = "cpu"
 
 
@@ -39,8 +37,6 @@ class Placement:
 
     def of(self, node: Node) -> str:
         """The device of a node."""
-        if node.op in ON_CPU:
-            return CPU
         if node.op == "moe_ffn" and node.role == "routed":
             return self.experts
         return next(

@@ -5,7 +5,7 @@ sequence; "slot_mapping", where its keys and values go (page * 64 + offset, -1 n
 int64 [S, pages]: "page_table". int64 [R]: "logits_indices", tokens whose logits are wanted.
 int64 [S], by sequence: "query_starts", its first token in the step; "query_lengths", its tokens
 there; "lengths", its keys with those of this step; "page_rows", its row of the page table.
-"sampling.*" [R]: each row's parameters.
+"sampling.*": [R], each row's parameters; tables that rows share (``ops``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from pykernels.ref.sampling import MAX_LOGPROBS
 
-from .ops import OPS, SAMPLING
+from .ops import OPS, SAMPLING, SAMPLING_TABLES
 from .program import Builder, Program
 
 _BY_SEQUENCE = ("query_starts", "query_lengths", "lengths", "page_rows")
@@ -23,13 +23,39 @@ _NEUTRAL = {
     "sampling.top_p": 1,
     "sampling.repetition": 1,
     "sampling.num_logprobs": -1,
+    "sampling.seen_row": -1,
+    "sampling.mask_row": -1,
 }
+MAX_BIASES = 4096
+"""Tokens of one sequence whose logits are biased, at most."""
 
 
 def sampling_dtype(name: str) -> torch.dtype:
     """The dtype of an input of ``sample_requests``."""
     kind = OPS["sample_requests"].inputs[name].kind
-    return torch.float32 if kind == "float32" else torch.int64
+    return {"float32": torch.float32, "int32": torch.int32}.get(kind, torch.int64)
+
+
+def sampling_tables(S: int, R: int, V: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tables of ``sample_requests``.
+
+    Args:
+        S: sequences that may have penalties, a mask, or ``MAX_BIASES`` biases each.
+        R: rows of logits that may have one bias.
+        V: logits of a row.
+    """
+    biases = S * MAX_BIASES + R
+    return {"seen": (S, V), "bias_ids": (biases,), "bias": (biases,), "mask": (S, -(-V // 32))}
+
+
+def allocate_columns(R: int) -> dict[str, torch.Tensor]:
+    """The columns of ``sample_requests`` by name, each of R rows that take the likeliest token."""
+    return {
+        name: torch.full(
+            (R,), _NEUTRAL.get(f"sampling.{name}", 0), dtype=sampling_dtype(name), device="cpu"
+        )
+        for name in SAMPLING
+    }
 
 
 def step_inputs(b: Builder, table_pages: int) -> None:
@@ -46,7 +72,7 @@ def step_inputs(b: Builder, table_pages: int) -> None:
     b.buffer("logits_indices", "R", dtype=torch.int64, kind="input")
 
 
-def lower_sampling(b: Builder, logits: str) -> None:
+def lower_sampling(b: Builder, logits: str, V: int) -> None:
     """Adds the node that draws tokens, its parameters as inputs and its results as outputs.
 
     Args:
@@ -56,7 +82,14 @@ def lower_sampling(b: Builder, logits: str) -> None:
         name: b.buffer(f"sampling.{name}", "R", dtype=sampling_dtype(name), kind="input")
         for name in SAMPLING
     }
+    tables = sampling_tables(b.size("S"), b.size("R"), V)
+    assert tuple(tables) == SAMPLING_TABLES
+    for name, shape in tables.items():
+        inputs[name] = b.buffer(
+            f"sampling.{name}", *shape, dtype=sampling_dtype(name), kind="input"
+        )
     outputs = {
+        "seen": inputs["seen"],
         "tokens": b.buffer("sampled_token_ids", "R", dtype=torch.int64, kind="output"),
         "logprobs": b.buffer("logprobs", "R", kind="output"),
         "top_ids": b.buffer("top_ids", "R", MAX_LOGPROBS, dtype=torch.int64, kind="output"),

@@ -116,7 +116,7 @@ class Decoder:
         b.buffer("logits", "R", V, kind="output")
         head = {"weight": self.head, "bias": self.head_bias}
         b.node("linear", "lm_head", {"x": last}, {"out": "logits"}, head)
-        lower_sampling(b, "logits")
+        lower_sampling(b, "logits", V)
         return b.build()
 
     def _norm(

@@ -92,7 +92,7 @@ _ROWS = {
 }
 _GROUPS = {
     "seen": ("repetition", "presence", "frequency", "seen_row"),
-    "bias_ids": ("bias",),
+    "bias_ids": ("bias", "bias_start", "bias_count"),
     "mask": ("mask_row",),
 }
 """Optional inputs that are there all or none."""
@@ -113,9 +113,11 @@ def _check_inputs(inputs: SamplingInputs, R: int, V: int) -> None:
         _check("seen", inputs.seen, torch.int32, inputs.seen.shape[0], V)
         _check("seen_row", inputs.seen_row, torch.int32, R)  # type: ignore[arg-type]
     if inputs.bias_ids is not None:
-        B = inputs.bias_ids.shape[-1]
-        _check("bias_ids", inputs.bias_ids, torch.int32, R, B)
-        _check("bias", inputs.bias, torch.float32, R, B)  # type: ignore[arg-type]
+        N = inputs.bias_ids.shape[0]
+        _check("bias_ids", inputs.bias_ids, torch.int32, N)
+        _check("bias", inputs.bias, torch.float32, N)  # type: ignore[arg-type]
+        _check("bias_start", inputs.bias_start, torch.int32, R)  # type: ignore[arg-type]
+        _check("bias_count", inputs.bias_count, torch.int32, R)  # type: ignore[arg-type]
     if inputs.mask is not None:
         _check("mask", inputs.mask, torch.int32, inputs.mask.shape[0], triton.cdiv(V, 32))
         _check("mask_row", inputs.mask_row, torch.int32, R)  # type: ignore[arg-type]
@@ -145,7 +147,7 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, out: Sampled | None = N
     Args:
         logits: [R, V], bf16, fp16 or float32.
         inputs: of R rows, on the logits' device, each tensor contiguous. What is outside its table
-            (a ``seen_row``, a bias id) is read from memory that is not its own.
+            (a ``seen_row``, a list of biases) is read from memory that is not its own.
         out: results to write to.
 
     Raises:
@@ -186,15 +188,16 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, out: Sampled | None = N
         inputs.seen_row,
         inputs.bias_ids,
         inputs.bias,
+        inputs.bias_start,
+        inputs.bias_count,
         inputs.mask,
         inputs.mask_row,
         V,
         splits,
         logits.stride(0),
-        0 if inputs.bias_ids is None else inputs.bias_ids.shape[1],
         triton.cdiv(V, 32),
         SEEN=inputs.seen is not None,
-        BIAS=inputs.bias_ids is not None and inputs.bias_ids.shape[1] > 0,
+        BIAS=inputs.bias_ids is not None and len(inputs.bias_ids) > 0,
         MASK=inputs.mask is not None,
         BLOCK=_BLOCK,
         num_warps=4,

@@ -71,12 +71,13 @@ def adjust(
     seen_row,
     bias_ids,
     bias,
+    bias_start,
+    bias_count,
     mask,
     mask_row,
     V,
     splits,
     stride,
-    B,
     W,
     SEEN: tl.constexpr,
     BIAS: tl.constexpr,
@@ -111,14 +112,11 @@ def adjust(
             may = may & (((word >> (v % 32)) & 1) != 0)
             x = tl.where(may, x, float("-inf"))
     if BIAS:
-        i = tl.zeros([], tl.int32)
-        token = tl.load(bias_ids + row * B)
-        while token >= 0:
+        first = tl.load(bias_start + row)
+        for i in range(first, first + tl.load(bias_count + row)):
+            token = tl.load(bias_ids + i)
             if token // BLOCK == split:
-                added = tl.load(bias + row * B + i)
-                x = tl.where(v == token, x + added, x)
-            i += 1
-            token = tl.load(bias_ids + row * B + i, mask=i < B, other=-1)
+                x = tl.where(v == token, x + tl.load(bias + i), x)
     if SEEN:
         mine = tl.load(seen_row + row).to(tl.int64)
         if mine >= 0:

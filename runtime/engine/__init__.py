@@ -2,6 +2,7 @@
 
 from .batch import DeviceLost, Runner, SequenceSampling, StepBatch, StepResult
 from .config import EngineConfig
+from .constraint import Constraint, TokenFilter
 from .engine import Engine, EngineBusy
 from .handle import AsyncRequestHandle, RequestHandle
 from .outputs import (
@@ -20,6 +21,7 @@ __all__ = [
     "AsyncRequestHandle",
     "Chunk",
     "Completion",
+    "Constraint",
     "Detokenizer",
     "DeviceLost",
     "Engine",
@@ -35,5 +37,6 @@ __all__ = [
     "SequenceSampling",
     "StepBatch",
     "StepResult",
+    "TokenFilter",
     "TokenLogprob",
 ]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from pykernels.errors import PykernelsError
 
+from .constraint import Mask
 from .counts import TokenCounts
 from .sampling_params import SamplingParams
 
@@ -30,7 +31,8 @@ NEVER = -1e30
 class SequenceSampling:
     """What a runner needs to sample one sequence's tokens, besides seed and number of draws.
 
-    All but ``counts``' contents is fixed: ``StepBatch.version`` grows when a sequence gets another.
+    All but the contents of ``counts`` and ``mask`` is fixed: ``StepBatch.version`` grows when a
+    sequence gets another.
 
     Attributes:
         params: temperature, top-k and so on. Its ``logit_bias`` and ``stop_token_ids`` are not
@@ -39,9 +41,11 @@ class SequenceSampling:
         counts: seen tokens; None if ``params`` has no penalties.
         bias_ids: int32 [N], distinct.
         bias_values: float32 [N], added to the logits; finite, ``NEVER`` for what must not be drawn.
+        mask: int32 [ceil(vocab_size / 32)], read before each step: bit v % 32 of word v // 32 is
+            set where token v may be drawn; None: all may.
     """
 
-    __slots__ = ("bias_ids", "bias_values", "counts", "params", "seed")
+    __slots__ = ("bias_ids", "bias_values", "counts", "mask", "params", "seed")
 
     def __init__(
         self,
@@ -49,8 +53,9 @@ class SequenceSampling:
         seed: int,
         counts: TokenCounts | None,
         bias: Mapping[int, float],
+        mask: Mask | None = None,
     ) -> None:
-        self.params, self.seed, self.counts = params, seed, counts
+        self.params, self.seed, self.counts, self.mask = params, seed, counts, mask
         self.bias_ids = np.fromiter(bias.keys(), np.int32, len(bias))
         self.bias_values = np.clip(list(bias.values()), NEVER, -NEVER).astype(np.float32)
 

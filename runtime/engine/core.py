@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from ..tracing.active import phase
 from .batch import DeviceLost, Runner, StepResult
 from .config import EngineConfig
 from .outputs import EngineStats, FinishReason, TokenLogprob
@@ -80,6 +81,7 @@ class Core:
             if isinstance(error, DeviceLost) or not isinstance(error, Exception):
                 raise
             return True
+        phase("deliver")
         self.scheduler.timed(self.clock() - now)
         self.scheduler.computed(result.sampled_token_ids)
         stats.computed_tokens += batch.T
@@ -92,7 +94,7 @@ class Core:
         for i, request in enumerate(sampled):
             try:
                 self._append(request, sampled_token_ids[i], i, result, now)
-            except Exception as error:  # of its detokenizer or its consumer: it fails alone
+            except Exception as error:  # of its detokenizer, constraint or consumer: it fails alone
                 self._end(request, "error", error)
         return True
 
@@ -132,6 +134,8 @@ class Core:
         if reason is not None:
             self._end(request, reason, None, token, logprob, text, cut=stopped)
             return
+        if request.masked is not None:
+            request.masked.accept(token)
         if num_output_tokens == request.min_tokens:
             request.allow_end()
             self.scheduler.changed()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from pykernels.errors import PykernelsError
 
+from ..step_inputs import MAX_BIASES
 from .batch import Runner
 from .request import Request, Sink, fork_seed
 from .sampling_params import MAX_SEED, SamplingParams
@@ -22,7 +23,6 @@ class Intake:
         self,
         runner: Runner,
         eos_ids: Collection[int],
-        detokenizer: MakeDetokenizer | None,
         ageing_seconds: float,
         clock: Callable[[], float],
     ) -> None:
@@ -31,7 +31,6 @@ class Intake:
         self.num_pages, self.page_size = runner.num_pages, runner.page_size
         # Others are never drawn; ``min_tokens`` would write their bias past the logits.
         self.eos_ids = tuple(token for token in eos_ids if 0 <= token < runner.vocab_size)
-        self.detokenizer = detokenizer
         self._arrivals = itertools.count(1)
 
     def requests(
@@ -41,6 +40,7 @@ class Intake:
         sink: Sink,
         streamed: bool,
         name: str | None,
+        detokenizer: MakeDetokenizer | None,
     ) -> list[Request]:
         """``params.n`` requests of one prompt.
 
@@ -59,7 +59,7 @@ class Intake:
                 f" {len(prompt)}",
                 f"Give 1 to {len(prompt)}",
             )
-        if params.stop and self.detokenizer is None:
+        if params.stop and detokenizer is None:
             raise PykernelsError(
                 f"{name} has stop strings, and this engine has no detokenizer",
                 "Give the engine one, or use stop_token_ids",
@@ -69,8 +69,8 @@ class Intake:
         requests: list[Request] = []
         for index in range(params.n):
             text = None
-            if params.stop and self.detokenizer is not None:
-                text = TextStream(self.detokenizer(), tuple(params.stop))
+            if params.stop and detokenizer is not None:
+                text = TextStream(detokenizer(), tuple(params.stop))
             requests.append(
                 Request(
                     name,
@@ -136,3 +136,9 @@ class Intake:
                     f" {self.vocab_size}",
                     "Use the tokenizer of this model",
                 )
+        ends = {*params.stop_token_ids, *self.eos_ids} if params.min_tokens else ()
+        if (biased := len({*params.logit_bias, *ends})) > MAX_BIASES:
+            raise PykernelsError(
+                f"{name}: the logits of {biased} tokens are biased, by logit_bias or min_tokens",
+                f"Name {MAX_BIASES} at most",
+            )

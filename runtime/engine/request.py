@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ..kv_cache import PageTable
 from .batch import SequenceSampling
+from .constraint import MaskedOutput
 from .counts import TokenCounts
 from .outputs import FinishReason, RequestStats, TokenLogprob
 from .sampling_params import MAX_SEED, SamplingParams
@@ -38,6 +39,7 @@ class Request:
         order: the smallest is served first and preempted last. It is (time of arrival + priority *
             ageing_seconds, arrival, index): a request that has waited ``ageing_seconds`` longer
             than another makes up for one step of priority, so none waits for ever.
+        masked: of a request with a constraint, else None.
         text: of a request with stop strings, else None.
         streamed: whether each token is an event; otherwise only the end is.
         deadline: on the clock of ``time.perf_counter``.
@@ -54,6 +56,7 @@ class Request:
         "index",
         "last_at",
         "logprobs",
+        "masked",
         "max_tokens",
         "min_tokens",
         "name",
@@ -104,7 +107,11 @@ class Request:
         bias = dict(params.logit_bias)
         if self.min_tokens:
             bias |= dict.fromkeys(self.end_ids, -math.inf)
-        self.sampling = SequenceSampling(params, seed, counts, bias)
+        self.masked: MaskedOutput | None = None
+        if params.constraint is not None:
+            self.masked = MaskedOutput(params.constraint, vocab_size)
+        mask = None if self.masked is None else self.masked.mask
+        self.sampling = SequenceSampling(params, seed, counts, bias, mask)
         self.table = PageTable()
         self.state = State.NEW
         self.reason: FinishReason | None = None
@@ -145,7 +152,9 @@ class Request:
     def allow_end(self) -> None:
         """``min_tokens`` are there: end tokens may be drawn from now on."""
         old = self.sampling
-        self.sampling = SequenceSampling(self.params, old.seed, old.counts, self.params.logit_bias)
+        self.sampling = SequenceSampling(
+            self.params, old.seed, old.counts, self.params.logit_bias, old.mask
+        )
 
     def stats(self) -> RequestStats:
         first = None if math.isnan(self.first_at) else self.first_at - self.submitted_at

@@ -9,6 +9,8 @@ from typing import Any
 
 from pykernels.errors import PykernelsError
 
+from .constraint import Constraint
+
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 
@@ -29,7 +31,8 @@ class SamplingParams:
             negative ones; above 0.
         presence_penalty: subtracted once for a token of the output, -2 to 2.
         frequency_penalty: subtracted for each occurrence in the output, -2 to 2.
-        logit_bias: added to the logits, token id -> number; -inf: never drawn.
+        logit_bias: added to the logits, token id -> number; -inf: never drawn. With the end tokens
+            of ``min_tokens`` at most 4096.
         logprobs: None, or how many of the most likely tokens to report beside the drawn one's
             log-probability, 0 to 20.
         logprob_start: with ``logprobs``: report them of the prompt's tokens too, from this position
@@ -43,6 +46,8 @@ class SamplingParams:
         min_tokens: end tokens are not drawn, and stop strings not looked for, before this many.
         deadline: seconds from submission after which the request ends with what it has.
         priority: lower is served first and preempted last.
+        constraint: which tokens may come next, as a grammar says; each output begins one of its
+            own. None: any.
     """
 
     temperature: float = 1.0
@@ -64,6 +69,7 @@ class SamplingParams:
     min_tokens: int = 0
     deadline: float | None = None
     priority: int = 0
+    constraint: Constraint | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0, math.inf)

@@ -129,7 +129,10 @@ class FakeRunner:
         banned = how.bias_ids[how.bias_values <= np.float32(NEVER)].tolist()
         assert not banned or draws < how.params.min_tokens
         token = draw(history, seed, draws, self.vocab_size)
-        while token in banned:
+        allowed = (
+            None if how.mask is None else np.unpackbits(how.mask.view(np.uint8), bitorder="little")
+        )
+        while token in banned or (allowed is not None and not allowed[token]):
             token = (token + 1) % self.vocab_size
         before.append(token)
         return token

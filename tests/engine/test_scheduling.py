@@ -169,6 +169,17 @@ def test_what_can_never_run_is_refused(prompt: list[int], how: dict, named: str)
         engine.submit(prompt, SamplingParams(**how), name="mine")
 
 
+def test_more_biases_than_a_sequence_may_have_are_refused() -> None:
+    engine = owned(FakeRunner(vocab_size=5000))
+    most = dict.fromkeys(range(4096), 1.0)
+    engine.submit([1], SamplingParams(max_tokens=2, logit_bias=most))
+    for how in ({"logit_bias": most | {4999: 1.0}}, {"min_tokens": 1, "stop_token_ids": [4999]}):
+        with pytest.raises(PykernelsError, match="mine.*4097 tokens are biased"):
+            engine.submit(
+                [1], SamplingParams(**{"max_tokens": 2, "logit_bias": most} | how), name="mine"
+            )
+
+
 def test_no_page_leaks_from_2000_random_requests() -> None:
     rng = random.Random(7)
     runner = FakeRunner(page_size=8, num_pages=48, max_num_batched_tokens=40, max_num_seqs=12)

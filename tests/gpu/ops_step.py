@@ -43,9 +43,10 @@ def _sample(name: str, *optional: str) -> Op:
             made["seen"] = integers(device, 4, 2, V, dtype=INT32)
             made["seen_row"] = integers(device, 3, R, dtype=INT32) - 1
         if "bias_ids" in optional:
-            ids = torch.randperm(V, device=device)[: 5 * R].view(R, 5).to(INT32)
-            ids[0, 2] = -1
-            made |= {"bias_ids": ids, "bias": normal(device, R, 5, dtype=FP32)}
+            ids = torch.randperm(V, device=device)[: 5 * R].to(INT32)
+            made |= {"bias_ids": ids, "bias": normal(device, 5 * R, dtype=FP32)}
+            made["bias_start"] = torch.arange(0, 5 * R, 5, dtype=INT32, device=device)
+            made["bias_count"] = integers(device, 6, R, dtype=INT32)
         if "mask" in optional:
             made["mask"] = integers(device, 1 << 31, 2, -(-V // 32), dtype=INT32)
             made["mask_row"] = integers(device, 3, R, dtype=INT32) - 1

@@ -15,9 +15,7 @@ from pykernels import ref
 from pykernels.errors import PykernelsError
 from pykernels.gpu.sampling import count_tokens, greedy, sample
 from pykernels.ref.sampling import Sampled, SamplingRequest, kept, perturbed, philox
-from pykernels.ref.sampling.inputs import SamplingInputs
-
-from .sampling_inputs import inputs_of
+from pykernels.ref.sampling.inputs import SamplingInputs, inputs_of
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 INF, NAN = math.inf, math.nan

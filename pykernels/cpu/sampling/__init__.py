@@ -14,13 +14,12 @@ is made only for those that can still win.
 from .args import (
     COLUMNS,
     SAMPLING,
+    TABLES,
     Sizes,
-    parameter_dtype,
-    point_at_parameters,
     sampling_at,
     sizes,
 )
-from .call import SamplingCall, make_ops, prepare, sample_requests, set_request
+from .call import SamplingCall, make_ops, prepare, sample_requests
 from .draw import make_draw
 from .finish import make_finish
 from .scan import make_scan
@@ -28,17 +27,15 @@ from .scan import make_scan
 __all__ = [
     "COLUMNS",
     "SAMPLING",
+    "TABLES",
     "SamplingCall",
     "Sizes",
     "make_draw",
     "make_finish",
     "make_ops",
     "make_scan",
-    "parameter_dtype",
-    "point_at_parameters",
     "prepare",
     "sample_requests",
     "sampling_at",
-    "set_request",
     "sizes",
 ]

@@ -39,16 +39,16 @@ COLUMNS: dict[str, Any] = {
     "logprobs": np.int64,
     "seed": np.int64,
     "draws": np.int64,
-    "mask": np.int64,  # address of bits, v of token v: bit v % 8 of byte v / 8; 0: all allowed
-    "seen": np.int64,  # address of int32 [seen_count]: distinct ids, in prompt or output
-    "counts": np.int64,  # address of int32 [seen_count]: how often in the output
-    "seen_count": np.int64,
-    "bias_ids": np.int64,  # address of int32 [bias_count]: distinct ids
-    "bias": np.int64,  # address of float32 [bias_count]
+    "seen_row": np.int64,  # in `seen`; -1: no penalties
+    "bias_start": np.int64,  # in `bias_ids` and `bias`
     "bias_count": np.int64,
+    "mask_row": np.int64,  # in `mask`; -1: all are allowed
 }
-"""The parameters of each row (``ref.sampling.SamplingRequest`` says what they mean), a column each.
-Ids that are no token's are skipped. Biases are finite, ``repetition`` is positive."""
+"""The parameters of each row (``ref.sampling.inputs.SamplingInputs`` says what they mean), a column
+each. Biased ids that are no token's are skipped. Biases are finite, ``repetition`` is positive."""
+
+TABLES = ("seen", "bias_ids", "bias", "mask")
+"""What rows have entries of: addresses, 0 where no row has any."""
 
 SAMPLING, sampling_at = descriptor(
     "sampling",
@@ -58,6 +58,7 @@ SAMPLING, sampling_at = descriptor(
         "logits",  # float32 [R, V]
         "logits_stride",  # bytes
         *COLUMNS,  # addresses of the columns, [R_max] each
+        *TABLES,  # int32 [.., V], int32 [N], float32 [N], int32 [.., ceil(V / 32)]
         "tokens",  # int64 [R]
         "logprobs_out",  # float32 [R]
         "top_ids",  # int64 [R, MAX_LOGPROBS]
@@ -91,13 +92,11 @@ class Sizes:
     """Memory that sampling from up to ``R`` rows of ``V`` logits on ``workers`` workers wants.
 
     Attributes, in bytes:
-        parameters: the block of ``parameter_dtype``.
         adjusted: only rows that are adjusted touch theirs.
         maxima, partials: of all rows.
         scratch, scratch_stride: of all workers, of one.
     """
 
-    parameters: int
     adjusted: int
     maxima: int
     partials: int
@@ -118,25 +117,12 @@ def sizes(R: int, V: int, workers: int) -> Sizes:
     stride = 4 * (CANDIDATES + groups * lanes + lanes)
     stride = (stride + 63) // 64 * 64
     return Sizes(
-        parameters=parameter_dtype(R).itemsize,
         adjusted=4 * R * V,
         maxima=4 * R * groups * lanes,
         partials=PARTIAL_BYTES * R * -(-V // CHUNK),
         scratch=stride * workers,
         scratch_stride=stride,
     )
-
-
-def parameter_dtype(R: int) -> np.dtype:
-    """The parameters block of up to R rows: struct of arrays, as one record of columns [R]."""
-    return np.dtype([(name, kind, (R,)) for name, kind in COLUMNS.items()], align=True)
-
-
-def point_at_parameters(args: np.ndarray, block: np.ndarray) -> None:
-    """Writes into an args record (a ``SAMPLING`` record) where the columns of a block (one record)
-    are."""
-    for name in COLUMNS:
-        args[name] = block[name].ctypes.data
 
 
 @inlined

@@ -11,9 +11,10 @@ import torch
 
 from ...errors import PykernelsError
 from ...ref.sampling import MAX_LOGPROBS, Sampled, SamplingRequest
+from ...ref.sampling.inputs import inputs_of
 from ..intrin.sync import call_task
 from ..jit import kernel
-from .args import SAMPLING, parameter_dtype, point_at_parameters, sizes
+from .args import COLUMNS, SAMPLING, TABLES, sizes
 from .draw import make_draw
 from .finish import make_finish
 from .scan import make_scan
@@ -25,39 +26,22 @@ def _run(setup, run, args):
         call_task(run, args, index, 0)
 
 
-def set_request(block: np.ndarray, row: int, request: SamplingRequest, V: int) -> list[Any]:
-    """Writes a request into a row of the parameters block.
-
-    Returns:
-        What the block has addresses of: to be kept until the token is drawn.
+def _arguments(requests: Sequence[SamplingRequest], V: int) -> dict[str, np.ndarray]:
+    """By the names of fields of the args, what they are addresses of.
 
     Raises:
         PykernelsError: a penalty, mask, number or list that cannot be.
     """
-    _check(request, V)
-    held: list[Any] = []
-
-    def address(values: torch.Tensor | None, dtype: Any) -> int:
-        if values is None or not len(values):
-            return 0
-        held.append(np.ascontiguousarray(values.numpy(), dtype))
-        return held[-1].ctypes.data
-
-    for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency"):
-        block[name][row] = getattr(request, name)
-    for name in ("top_k", "logprobs", "seed", "draws"):
-        block[name][row] = getattr(request, name)
-    block["seen"][row] = address(request.seen, np.int32)
-    block["counts"][row] = address(request.counts, np.int32)
-    block["seen_count"][row] = 0 if request.seen is None else len(request.seen)
-    block["bias_ids"][row] = address(request.bias_ids, np.int32)
-    block["bias"][row] = address(request.bias, np.float32)
-    block["bias_count"][row] = 0 if request.bias_ids is None else len(request.bias_ids)
-    block["mask"][row] = 0
-    if request.mask is not None:
-        held.append(np.packbits(request.mask.numpy(), bitorder="little"))
-        block["mask"][row] = held[-1].ctypes.data
-    return held
+    for request in requests:
+        _check(request, V)
+    given = vars(inputs_of(requests, V))
+    found: dict[str, np.ndarray] = {}
+    for name, kind in COLUMNS.items():
+        if given[name] is None:
+            found[name] = np.full(len(requests), -1 if name.endswith("_row") else 0, kind)
+        else:
+            found[name] = given[name].numpy().astype(kind)
+    return found | {name: given[name].numpy() for name in TABLES if given[name] is not None}
 
 
 def _check(request: SamplingRequest, V: int) -> None:
@@ -107,8 +91,8 @@ def prepare(
     R, V = logits.shape
     if len(requests) != R:
         raise PykernelsError(f"{len(requests)} requests for {R} rows", "Give one a row")
-    need, block = sizes(R, V, workers), np.zeros(1, parameter_dtype(R))
-    held: list[Any] = [set_request(block[0], r, request, V) for r, request in enumerate(requests)]
+    need, arguments = sizes(R, V, workers), _arguments(requests, V)
+    held: list[Any] = [arguments]
     out = Sampled(
         torch.empty(R, dtype=torch.int64, device="cpu"),
         torch.empty(R, dtype=torch.float32, device="cpu"),
@@ -116,7 +100,8 @@ def prepare(
         torch.empty(R, MAX_LOGPROBS, dtype=torch.float32, device="cpu"),
     )
     count, args = np.array([R], np.int64), np.zeros(1, SAMPLING)
-    point_at_parameters(args[0], block[0])
+    for name, array in arguments.items():
+        args[name] = array.ctypes.data
     for name in ("adjusted", "maxima", "partials", "scratch"):
         held.append(np.empty(getattr(need, name), np.uint8))
         args[name] = held[-1].ctypes.data
@@ -125,7 +110,7 @@ def prepare(
     args["logits"], args["logits_stride"] = logits.data_ptr(), 4 * logits.stride(0)
     args["tokens"], args["logprobs_out"] = out.tokens.data_ptr(), out.logprobs.data_ptr()
     args["top_ids"], args["top_logprobs"] = out.top_ids.data_ptr(), out.top_logprobs.data_ptr()
-    return SamplingCall(args, out, [*held, block, count, logits])
+    return SamplingCall(args, out, [*held, count, logits])
 
 
 def make_ops() -> list[tuple[Any, Any]]:

@@ -1,4 +1,5 @@
-"""The third op: a row a task; what its chunks have found becomes a token and its logprobs."""
+"""The third op: a row a task; what its chunks have found becomes a token and its logprobs, and the
+token is counted for the penalties of those to come."""
 
 from __future__ import annotations
 
@@ -22,8 +23,10 @@ from .rows import (
     is_allowed,
     keeps_all,
     largest,
+    mask_of,
     partial_of,
     row_of,
+    seen_of,
 )
 from .select import from_ordered, make_select, ordered
 
@@ -106,7 +109,7 @@ def make_finish() -> tuple[Any, Any]:
         if first_nan >= 0:
             return first_nan
         if best_id < 0:  # nothing is above -inf
-            mask = i64(args.mask, r)
+            mask = mask_of(args, r)
             for v in range(args.V):
                 if is_allowed(mask, v):
                     return v
@@ -151,6 +154,9 @@ def make_finish() -> tuple[Any, Any]:
         spare = args.scratch + worker * args.scratch_stride
         token = choose(args, r, chunks, groups, maxima, spare)
         poke_i64(args.tokens, r, token)
+        seen = seen_of(args, r)
+        if seen != 0 and token >= 0:
+            carray(as_pointer(seen), (token + 1,), types.int32)[token] += 2
         report(args, r, token, chunks, groups, maxima, spare)
         return 0
 

@@ -27,7 +27,7 @@ def heat_of(args, r):
 @inlined
 def is_adjusted(args, r):
     """Whether a row's logits do not stay as they came."""
-    return i64(args.mask, r) != 0 or i64(args.bias_count, r) > 0 or i64(args.seen_count, r) > 0
+    return i64(args.mask_row, r) >= 0 or i64(args.bias_count, r) > 0 or i64(args.seen_row, r) >= 0
 
 
 @inlined
@@ -43,6 +43,20 @@ def keeps_all(args, r):
     """Whether neither top-k nor min-p leaves out any of a row."""
     k = i64(args.top_k, r)
     return (k < 1 or k >= args.V) and not f32(args.min_p, r) > _ZERO
+
+
+@inlined
+def mask_of(args, r):
+    """Address of a row's mask; 0: it has none."""
+    mine = i64(args.mask_row, r)
+    return args.mask + 4 * mine * ((args.V + 31) // 32) if mine >= 0 else types.int64(0)
+
+
+@inlined
+def seen_of(args, r):
+    """Address of int32 [V], what a row's penalties go by; 0: it has none."""
+    mine = i64(args.seen_row, r)
+    return args.seen + 4 * mine * args.V if mine >= 0 else types.int64(0)
 
 
 @inlined

@@ -13,7 +13,7 @@ from ..jit import inlined, task
 from ..words import f32, i32, i64
 from .args import CHUNK, PARTIAL_BYTES, partial_at, sampling_at, word
 from .passes import LEAST, is_finite, make_passes
-from .rows import NAN, is_adjusted, is_allowed
+from .rows import NAN, is_adjusted, is_allowed, mask_of, seen_of
 
 _ZERO = np.float32(0.0)
 
@@ -53,22 +53,24 @@ def make_scan() -> tuple[Any, Any]:
     def adjust(args, r, first, last):
         """``ref.sampling.adjusted`` of logits first .. last - 1."""
         x, y = args.logits + r * args.logits_stride, args.adjusted + 4 * r * args.V
-        copy_allowed(x, y, i64(args.mask, r), first, last)
+        copy_allowed(x, y, mask_of(args, r), first, last)
         out = carray(as_pointer(y), (last,), types.float32)
-        ids, bias = i64(args.bias_ids, r), i64(args.bias, r)
-        for i in range(i64(args.bias_count, r)):
-            v = types.int64(i32(ids, i))
+        start = i64(args.bias_start, r)
+        for i in range(start, start + i64(args.bias_count, r)):
+            v = types.int64(i32(args.bias_ids, i))
             if first <= v < last:
-                out[v] += f32(bias, i)
-        seen, counts = i64(args.seen, r), i64(args.counts, r)
+                out[v] += f32(args.bias, i)
+        table = seen_of(args, r)
+        if table == 0:
+            return
+        seen = carray(as_pointer(table), (last,), types.int32)
         repetition, presence = f32(args.repetition, r), f32(args.presence, r)
         frequency = f32(args.frequency, r)
-        for i in range(i64(args.seen_count, r)):
-            v = types.int64(i32(seen, i))
-            if first <= v < last:
+        for v in range(first, last):
+            if seen[v] != 0:
                 value = out[v]
                 value = value / repetition if value > _ZERO else value * repetition
-                times = i32(counts, i)
+                times = seen[v] >> 1
                 value -= frequency * types.float32(times)
                 out[v] = value - presence if times > 0 else value
 

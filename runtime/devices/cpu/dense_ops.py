@@ -13,7 +13,7 @@ from pykernels.cpu.sampling import make_ops, sizes
 from pykernels.quant.layout import K_BLOCK, ceil_to
 
 from ...matrix import PackedHeads, PackedMatrix
-from ...ops import SAMPLING
+from ...ops import SAMPLING, SAMPLING_TABLES
 from ...program import Node
 from ...workers.job import Job
 from .context import Context
@@ -167,8 +167,15 @@ def sample_requests(ctx: Context, node: Node) -> list[Job]:
     logits = node.inputs["logits"]
     R, V = ctx.program.shape(logits)
     need = sizes(R, V, ctx.pool.threads)
-    parameters = {_COLUMNS.get(name, name): ctx.at(node.inputs[name]) for name in SAMPLING}
-    outputs = {_OUTPUTS.get(name, name): ctx.at(out) for name, out in node.outputs.items()}
+    parameters = {
+        _COLUMNS.get(name, name): ctx.at(node.inputs[name])
+        for name in (*SAMPLING, *SAMPLING_TABLES)
+    }
+    outputs = {
+        _OUTPUTS.get(name, name): ctx.at(out)
+        for name, out in node.outputs.items()
+        if name not in SAMPLING_TABLES
+    }
     record = ctx.record(
         SAMPLING_JOB,
         count_at=ctx.count_at(logits),

@@ -18,25 +18,29 @@ from ...workers.pool import WorkerPool
 from ...workers.worker_pool import InFlight
 from ..cpu.step import CpuExecutable
 from ..link import Launching, Link
-from . import attention, dense, experts, handshake
-from .dense import Launch
+from . import handshake
 from .handshake import PinnedSlots
-from .memory import Caches, Memory
+from .launches import attention, dense, experts, latents, sampling
+from .launches.dense import Launch
+from .memory import Arena, Caches, Memory
+from .outputs import StepOutputs
 from .segment import Segment
+from .sequences import Sequences
 
 BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
     "embed": dense.embed,
     "rms_norm": dense.rms_norm,
     "linear": dense.linear,
-    "per_head_linear": dense.per_head_linear,
+    "per_head_linear": latents.per_head,
     "rope_table": attention.rope_table,
     "mla_rope_cache_write": attention.mla_rope_cache_write,
     "gqa_rope_cache_write": attention.gqa_rope_cache_write,
     "attention": attention.attention,
-    "attention_expanded": attention.attention_expanded,
+    "attention_expanded": latents.attention_expanded,
     "router": experts.router,
     "split_routing": experts.split_routing,
     "moe_ffn": experts.moe_ffn,
+    "sample_requests": sampling.sample_requests,
 }
 """The ops of this device."""
 
@@ -52,13 +56,14 @@ class CudaExecutable:
         weights: of its model.
         inputs: GPU tensors of the step's inputs; ``host_inputs``: CPU tensors of those that nodes
             of the CPU read.
-        tokens_table, key_lengths: see ``Memory``; ``prelude``: launches that come first in a step.
+        sequences, arena: see ``Memory``.
         sizes: int64 [3] on the CPU: T, S and R of the step to come.
         slots: pinned memory, shared with other programs that never run at the same time.
+        sampled: where what is sampled goes, shared likewise.
 
     Attributes:
         before: called first in every step, on the host.
-        outputs: by name, CPU tensors of the "output" buffers.
+        outputs: by name, CPU tensors of what is sampled, valid after ``run``.
         cpu: the CPU's half; None if there is none.
 
     Raises:
@@ -75,11 +80,11 @@ class CudaExecutable:
         inputs: Mapping[str, torch.Tensor],
         host_inputs: Mapping[str, torch.Tensor],
         caches: Caches,
-        tokens_table: torch.Tensor,
-        key_lengths: torch.Tensor,
-        prelude: Launch,
+        sequences: Sequences,
+        arena: Arena,
         sizes: torch.Tensor,
         slots: PinnedSlots,
+        sampled: StepOutputs,
     ) -> None:
         self.program, self.device, self._pool = program, device, pool
         halves = partition(program)
@@ -90,9 +95,12 @@ class CudaExecutable:
             for name, buffer in gpu.buffers.items()
             if buffer.kind == "input" and name in inputs
         }
-        self.memory = Memory(gpu, weights, device, sliced, caches, tokens_table, key_lengths)
+        on_gpu, self.outputs = (
+            {name: tensor[: program.shape(name)[0]] for name, tensor in tensors.items()}
+            for tensors in (sampled.tensors, sampled.host)
+        )
+        self.memory = Memory(gpu, weights, device, sliced, caches, on_gpu, sequences, arena)
         self.before: Launch = lambda: None
-        self.outputs: Mapping[str, torch.Tensor] = {}
         self._link: Link | None = None
         self.cpu: CpuExecutable | None = None
         if cpu is not None:
@@ -100,8 +108,8 @@ class CudaExecutable:
             self.cpu = CpuExecutable(
                 cpu, weights, pool, host_inputs, {}, kernel, sizes, link=self._link
             )
-            self.outputs = self.cpu.outputs
-        self._graph = Segment([prelude, *map(self._bind, gpu.nodes)], device)
+        launches = [*map(self._bind, gpu.nodes), sampled.receive]
+        self._graph = Segment(launches, device)
         self._ended = torch.cuda.Event() if device.type == "cuda" else None
         self._in_flight: InFlight | None = None
         self._thread: Launching | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 
 import torch
@@ -10,11 +9,10 @@ import torch
 from pykernels import ref
 from pykernels.ref.attention import attend, read_pages
 from pykernels.ref.router import split_routing as split_by_weight
-from pykernels.ref.sampling import SamplingRequest
-from pykernels.ref.sampling import sample_requests as sample_rows
+from pykernels.ref.sampling.inputs import SamplingInputs
 
 from ...kv_cache.layout import cache_inputs
-from ...ops import SAMPLING
+from ...ops import SAMPLING, SAMPLING_TABLES
 from ...program import Node
 from .memory import Memory
 
@@ -201,47 +199,17 @@ def moe_ffn(m: Memory, node: Node) -> None:
 
 def sample_requests(m: Memory, node: Node) -> None:
     logits = m.read(node.inputs["logits"])
-    columns = {name: m.read(node.inputs[name]).tolist() for name in SAMPLING}
-    requests = [
-        _request({name: values[r] for name, values in columns.items()}, logits.shape[1])
-        for r in range(len(logits))
-    ]
-    drawn = sample_rows(logits, requests)
+    inputs = SamplingInputs(
+        **{
+            "logprobs" if name == "num_logprobs" else name: m.read(node.inputs[name])
+            for name in (*SAMPLING, *SAMPLING_TABLES)
+        }
+    )
+    drawn = ref.sample(logits, inputs)
+    assert inputs.seen is not None and inputs.seen_row is not None
+    ref.count_tokens(drawn.tokens, inputs.seen_row, inputs.seen)
     for name, value in drawn._asdict().items():
         m.write(node.outputs[name], value)
-
-
-def _request(row: dict[str, float], V: int) -> SamplingRequest:
-    """The parameters of one row, its lists read at their addresses."""
-    seen, bias = int(row["seen_count"]), int(row["bias_count"])
-    mask = _list(row["mask"], -(-V // 8), torch.uint8)
-    allowed = None
-    if mask is not None:  # token v: bit v % 8 of byte v / 8
-        bits = torch.arange(8, dtype=torch.uint8, device="cpu")
-        allowed = (mask[:, None] >> bits & 1).flatten()[:V].bool()
-    return SamplingRequest(
-        **{
-            name: row[name]
-            for name in ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
-        },
-        top_k=int(row["top_k"]),
-        seen=_list(row["seen"], seen, torch.int32),
-        counts=_list(row["counts"], seen, torch.int32),
-        bias_ids=_list(row["bias_ids"], bias, torch.int32),
-        bias=_list(row["bias"], bias, torch.float32),
-        mask=allowed,
-        seed=int(row["seed"]),
-        draws=int(row["draws"]),
-        logprobs=int(row["num_logprobs"]),
-    )
-
-
-def _list(address: float, count: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """A copy of a list; None if it is empty."""
-    if not address or not count:
-        return None
-    raw = bytearray(ctypes.string_at(int(address), count * dtype.itemsize))
-    return torch.frombuffer(raw, dtype=dtype)
 
 
 OPS: dict[str, Op] = {

@@ -1,0 +1,1 @@
+"""OpenAI's and Anthropic's APIs over HTTP, on the engine."""
