@@ -57,6 +57,8 @@ class Node:
         layer: the decoder layer that it belongs to; None outside the layers.
         role: what it does in its layer, one of ``ops.ROLES``; passes find nodes by it.
         lane: one of ``lanes.LANES``; "" where a program has none, or both are joined.
+        numa: index of the NUMA node whose workers run it, from memory of its own; None: all
+            workers.
     """
 
     op: str
@@ -69,6 +71,7 @@ class Node:
     layer: int | None = None
     role: str = ""
     lane: str = ""
+    numa: int | None = None
 
     def attr(self, name: str) -> Any:
         """An attribute, or the op's default for it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from ..lanes import LANES, lane_name, lane_tokens
@@ -23,12 +24,13 @@ class LaneInputs:
     """
 
     def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        self._whole = {name: inputs[name] for name in (*_BY_TOKEN, *_BY_SEQUENCE)}
-        self.tensors = {
-            lane_name(lane, name): torch.zeros_like(tensor)
+        self._whole = {name: inputs[name].numpy() for name in (*_BY_TOKEN, *_BY_SEQUENCE)}
+        self._own = {
+            lane_name(lane, name): np.zeros_like(array)
             for lane in LANES
-            for name, tensor in self._whole.items()
+            for name, array in self._whole.items()
         }
+        self.tensors = {name: torch.from_numpy(array) for name, array in self._own.items()}
 
     def send(self, T: int) -> None:
         """Copies those of a decode step of T tokens."""
@@ -36,6 +38,6 @@ class LaneInputs:
         for lane, count in zip(LANES, lane_tokens(T), strict=True):
             for name, whole in self._whole.items():
                 first = start if name == "query_starts" else 0  # which is counted in the lane
-                own = self.tensors[lane_name(lane, name)]
+                own = self._own[lane_name(lane, name)]
                 own[:count] = whole[start : start + count] - first
             start += count

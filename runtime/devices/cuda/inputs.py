@@ -112,10 +112,8 @@ class Bucket:
         lanes: bool = False,
     ) -> None:
         self._arrays, self.T, self.decode, self._expand_from = owner.arrays, T, decode, expand_from
-        S, pages = (
-            T if lanes else min(T, len(owner.arrays["lengths"])),
-            owner.arrays["page_table"].shape[1],
-        )
+        S = T if lanes else min(T, len(owner.arrays["lengths"]))
+        pages = owner.arrays["page_table"].shape[1]
         self._piece = min(T, owner.piece or T)
         shapes = _shapes(T, S, R, pages, None if decode else _chunks(T, S, self._piece))
         self._owner, end = owner, owner.first + _size(shapes)
@@ -133,9 +131,9 @@ class Bucket:
             lanes=self._lanes,
         )
         self.tensors = {name: view for name, view in views.items() if name not in own}
-        self._starts = (0, lane_tokens(T)[0]) if lanes else (0,)
-        if lanes:
-            self._part()
+        self._second = lane_tokens(T)[0] if lanes else None
+        if self._second is not None:
+            self._part(self._second)
         self.tensors |= owner.tensors
 
     def send(self, T: int, S: int, R: int) -> None:
@@ -148,10 +146,11 @@ class Bucket:
         staged["logits_indices"][R:] = 0
         lengths = arrays["lengths"][:S]
         used = -(-int(lengths.max(initial=0)) // PAGE)  # pages of the longest sequence
-        if len(self._starts) == 1:
+        start = self._second
+        if start is None:
             self._place(slice(0, self.T), slice(0, T), slice(0, S), used)
         else:
-            first, start = lane_tokens(T)[0], self._starts[1]
+            first = lane_tokens(T)[0]
             self._place(slice(0, start), slice(0, first), slice(0, first), used)
             self._place(slice(start, self.T), slice(first, T), slice(first, T), used)
             rows = staged["logits_indices"][:R]
@@ -162,9 +161,8 @@ class Bucket:
         self._owner.stage_sampling()
         self._device.copy_(self._host, non_blocking=True)
 
-    def _part(self) -> None:
-        """Adds the inputs of each lane."""
-        start = self._starts[1]
+    def _part(self, start: int) -> None:
+        """Adds the inputs of each lane; the second one begins at row ``start``."""
         for lane, rows in zip(LANES, (slice(0, start), slice(start, self.T)), strict=True):
             self.tensors |= {lane_name(lane, name): self.tensors[name][rows] for name in BY_TOKEN}
             table, lengths = (

@@ -3,8 +3,10 @@ they do not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 
 import torch
 
@@ -49,6 +51,7 @@ class CudaRunner(PagedRunner):
         auto_defer: whether to defer as many experts as keep the CPU busy, found by measuring.
         dual_batch: whether decode steps of two sequences or more have two lanes; "auto": if the
             experts are on the CPU.
+        placed: weights that rules place on another device, by name.
 
     Attributes:
         deferred: experts of a token that ``auto_defer`` found.
@@ -76,11 +79,12 @@ class CudaRunner(PagedRunner):
         experts: str = "auto",
         auto_defer: bool = False,
         dual_batch: bool | str = False,
+        placed: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         check_device(device)
         self.device = torch.device(device)
         pages = num_pages or 2 * -(-max_model_len // PAGE)
-        self.placement = place_on(device, model, pages, experts)
+        self.placement = place_on(device, model, pages, experts, placed)
         on_cpu = self.placement.experts == CPU
         if dual_batch is True and not on_cpu:
             raise PykernelsError(
@@ -105,8 +109,6 @@ class CudaRunner(PagedRunner):
         self.pool, self.kernel = pool, kernel
         self._auto_defer, self.deferred = auto_defer, 0
         self.buckets = HOST_BUCKETS if on_cpu else PROMPT_BUCKETS
-        if self._real:  # a layer of the GPU is shorter than waking a sleeper
-            pool.spin_for(spin_budget(driver_works=False))
         self.caches: dict[str, torch.Tensor] = {}
         self._inputs: StepInputs | None = None
         self._sampled: StepOutputs | None = None
@@ -142,9 +144,19 @@ class CudaRunner(PagedRunner):
             return self.passes
         return (partial(defer, N=self.deferred), *self.passes)
 
-    def step(self, batch: StepBatch) -> StepResult:
+    def launch(self, batch: StepBatch) -> None:
+        with self._watched():
+            super().launch(batch)
+
+    def result(self) -> StepResult:
+        with self._watched():
+            return super().result()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
         try:
-            return super().step(batch)
+            with torch.inference_mode():  # in which the model may have been loaded
+                yield
         except torch.AcceleratorError as error:  # no later call on this device works either
             raise DeviceLost(
                 f"{self.device} failed: {str(error).splitlines()[0]}", "Load the model again"
@@ -177,6 +189,8 @@ class CudaRunner(PagedRunner):
         self, program: Program, inputs: Mapping[str, torch.Tensor], decode: bool
     ) -> CudaExecutable:
         if self._inputs is None:
+            if self._real:  # a layer of the GPU is shorter than waking a sleeper
+                self.pool.spin_for(spin_budget(driver_works=False))
             self._allocate_caches(program)
             # E4M3 becomes rows of bfloat16 before a prefill: once a sequence, not once a piece.
             coded = any(part.dtype == torch.float8_e4m3fn for part in self.caches.values())
@@ -262,21 +276,27 @@ def has_lanes(program: Program) -> bool:
     return any(node.lane for node in program.nodes)
 
 
-def place_on(device: str, model: Lowerable, num_pages: int, experts: str) -> Placement:
+def place_on(
+    device: str,
+    model: Lowerable,
+    num_pages: int,
+    experts: str,
+    placed: Mapping[str, str] = MappingProxyType({}),
+) -> Placement:
     """Where a model's nodes run beside a cache of so many pages: unless they fit, routed experts on
     the CPU, all else on the GPU.
 
     Args:
         device: "cuda:N"; "cpu" in Triton's interpreter.
-        experts: see ``placement.place``.
+        experts, placed: see ``placement.place``.
     """
     cache = sum(part.nbytes for part in model.caches(num_pages).values())
     program = model.lower(1, 1, 1, 1, 1)
     if torch.device(device).type != "cuda":
-        return place(program, "cuda:interpreted", experts, 1 << 62, gpu_bytes)
+        return place(program, "cuda:interpreted", experts, 1 << 62, gpu_bytes, placed)
     free, _ = torch.cuda.mem_get_info(device)
     name = str(torch.device(device))
-    return place(program, name, experts, free - cache - HEADROOM, gpu_bytes)
+    return place(program, name, experts, free - cache - HEADROOM, gpu_bytes, placed)
 
 
 def check_device(name: str) -> None:
