@@ -87,9 +87,7 @@ def e2e(
     check_gpu(device, expert_device)
     if defer not in ("auto", "off") and not defer.isdecimal():
         raise PykernelsError(f"--defer {defer}", "Give a number of experts, auto or off")
-    lanes = dual_batch_of(dual_batch)
-    if lanes is True and device == "cpu":
-        raise PykernelsError("--dual-batch on without a GPU", "Add --device cuda:0")
+    lanes = dual_batch_of(dual_batch, device)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     from runtime.profiling.engine_speed import Load
 

@@ -106,11 +106,13 @@ DualBatch = Annotated[
 ]
 
 
-def dual_batch_of(choice: str) -> bool | str:
-    """What `EngineConfig` calls a choice; `PykernelsError` for one that there is not."""
+def dual_batch_of(choice: str, device: str) -> bool | str:
+    """What `EngineConfig` calls a choice; `PykernelsError` for one that the device has not."""
     known: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}
     if choice not in known:
         raise PykernelsError(f"--dual-batch {choice}", "Give auto, on or off")
+    if choice == "on" and device == "cpu":
+        raise PykernelsError("--dual-batch on without a GPU", "Add --device cuda:0")
     return known[choice]
 
 

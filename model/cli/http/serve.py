@@ -133,7 +133,7 @@ def serve(
     debug: Debug = False,
 ) -> None:
     """Serve a model over HTTP until Ctrl-C or SIGTERM."""
-    lanes = dual_batch_of(dual_batch)
+    lanes = dual_batch_of(dual_batch, device)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     with status("importing torch and transformers"):
         from transformers.utils import logging as of_transformers
