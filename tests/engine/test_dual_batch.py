@@ -109,7 +109,7 @@ def test_lanes_are_halves_of_the_step_on_every_device(llm: model.LLM) -> None:
     assert torch.equal(_logits(_decode_step(llm, CpuExecutable, [dual_batch])), plain)
 
 
-def test_experts_of_one_lane_run_beside_the_attention_of_the_other(llm: model.LLM) -> None:
+def test_one_lane_is_on_the_cpu_while_the_other_attends(llm: model.LLM) -> None:
     """Lane A's experts begin when lane B has attended, and lane B's when A has in the next layer:
     were one to wait for the other, they would be waited for in vain."""
     step = _decode_step(llm, RefExecutable, [offload, dual_batch])
