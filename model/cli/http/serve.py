@@ -10,7 +10,7 @@ import typer
 
 from pykernels.registry import requested
 
-from ..common import Debug, Kernel, State, Threads, command, err, prepare_threads, read_key
+from ..common import Debug, Kernel, Numa, State, Threads, command, err, prepare_threads, read_key
 from ..session import (
     Defer,
     Device,
@@ -127,6 +127,7 @@ def serve(
     experts: Experts = "auto",
     threads: Threads = None,
     kernel: Kernel = None,
+    numa: Numa = "auto",
     defer: Defer = "off",
     dual_batch: DualBatch = "off",
     kv_dtype: KvDtype = "bf16",
@@ -177,6 +178,7 @@ def serve(
             experts=experts,
             kv_dtype=kv_dtype,
             dual_batch=lanes,
+            numa=numa,
             max_num_seqs=max_batch,
             max_model_len=max_model_len,
             kv_tokens=kv_tokens,
