@@ -12,7 +12,9 @@ import torch
 from pykernels.errors import PykernelsError
 
 from ..engine.batch import DeviceLost, StepBatch, StepResult
+from ..engine.routing import LayerRouting, RoutedLayer
 from ..kv_cache.layout import PAGE, CachePart
+from ..passes.keep_routing import routers
 from ..profiling.step_bytes import weight_bytes
 from ..program import Program
 from ..tracing.active import phase
@@ -87,6 +89,7 @@ class PagedRunner(ABC):
     device = torch.device("cpu")
     """Where sampling keeps what penalties go by."""
     layouts: Callable[[Program], LayoutOf]
+    routed_layers: Sequence[RoutedLayer] = ()
 
     def __init__(
         self,
@@ -177,7 +180,15 @@ class PagedRunner(ABC):
         step = self.make_step(program, inputs)
         out = {name: tensor.numpy() for name, tensor in step.outputs.items()}
         self._results[id(step)] = StepResult(
-            out["sampled_token_ids"], out["logprobs"], out["top_ids"], out["top_logprobs"]
+            out["sampled_token_ids"],
+            out["logprobs"],
+            out["top_ids"],
+            out["top_logprobs"],
+            [
+                LayerRouting(out[node.outputs["ids"]], out[node.outputs["weights"]])
+                for node in routers(step.program)
+                if node.outputs["ids"] in out
+            ],
         )
         return step
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ..tracing.active import phase
-from .batch import DeviceLost, Runner, StepResult
+from .batch import DeviceLost, Runner, StepBatch, StepResult
 from .config import EngineConfig
 from .outputs import EngineStats, FinishReason, TokenLogprob
 from .request import Request, State
@@ -33,6 +33,7 @@ class Core:
         self.scheduler = Scheduler(runner, self.stats, config)
         runner.bind(self.scheduler.writer.batch)
         self._timed: set[Request] = set()
+        self._routed: set[Request] = set()
         self._next_deadline = math.inf
 
     @property
@@ -45,6 +46,8 @@ class Core:
         if request.deadline < math.inf:
             self._timed.add(request)
             self._next_deadline = min(self._next_deadline, request.deadline)
+        if request.routing is not None:
+            self._routed.add(request)
 
     def cancel(self, request: Request) -> None:
         """End a request with what it has; nothing happens if it has ended, or was not added."""
@@ -83,6 +86,8 @@ class Core:
             return True
         phase("deliver")
         self.scheduler.timed(self.clock() - now)
+        if self._routed:
+            self._write_routing(batch, result)
         self.scheduler.computed(result.sampled_token_ids)
         stats.computed_tokens += batch.T
         sampled, logprob_requests = self.scheduler.sampled, self.scheduler.logprob_requests
@@ -97,6 +102,12 @@ class Core:
             except Exception as error:  # of its detokenizer, constraint or consumer: it fails alone
                 self._end(request, "error", error)
         return True
+
+    def _write_routing(self, batch: StepBatch, result: StepResult) -> None:
+        for s, request in enumerate(self.scheduler.in_batch()):
+            if request.routing is not None:
+                begin, end = batch.query_start_loc[s : s + 2].tolist()
+                request.routing.write(request.computed, begin, end, result.routing)
 
     def _check(self, sampled_token_ids: list[int], R: int) -> None:
         # An id out of range would be an address out of range in the next step.
@@ -163,6 +174,7 @@ class Core:
                 reason = "stop" if stopped else reason
         self.scheduler.remove(request)
         self._timed.discard(request)
+        self._routed.discard(request)
         request.state, request.reason, request.error = State.FINISHED, reason, error
         self.stats.finished += 1
         with suppress(RuntimeError):  # a consumer's event loop that is closed

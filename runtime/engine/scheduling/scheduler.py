@@ -132,6 +132,10 @@ class Scheduler:
                 self.prefilling.remove(request)
                 self.decoding.append(request)
 
+    def in_batch(self) -> list[Request]:
+        """The sequences of the step that was scheduled last, in its order; before ``computed``."""
+        return self.decoding + [request for request, _ in self._chunks]
+
     def in_step(self) -> list[Request]:
         """All requests of the last scheduled step."""
         partial = [r for r, size in self._chunks if not _completes(r, size)]
