@@ -8,8 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ..tracing.active import phase
+from pykernels.errors import PykernelsError
+
 from .batch import DeviceLost, Runner, StepBatch, StepResult
 from .config import EngineConfig
+from .observation import Observation
 from .outputs import EngineStats, FinishReason, TokenLogprob
 from .request import Request, State
 from .scheduling.scheduler import Scheduler
@@ -34,6 +37,7 @@ class Core:
         runner.bind(self.scheduler.writer.batch)
         self._timed: set[Request] = set()
         self._routed: set[Request] = set()
+        self._observation: Observation | None = None
         self._next_deadline = math.inf
 
     @property
@@ -54,10 +58,25 @@ class Core:
         if request.state not in (State.NEW, State.FINISHED):
             self._end(request, "cancelled")
 
+    def observe(self, observation: Observation) -> None:
+        """The next steps run inside of it; of two, the second one fails."""
+        if self._observation is not None:
+            observation.end(PykernelsError("Steps are observed already", "Try again later"))
+        elif not observation.done.done():
+            self._observation = observation
+
+    def unobserve(self, observation: Observation) -> None:
+        """Ends it, if it is the one that is on."""
+        observation.end()
+        if self._observation is observation:
+            self._observation = None
+
     def end_all(self, error: BaseException | None = None) -> None:
         """Cancel every request, or let them fail with ``error``."""
         for request in self.scheduler.requests():
             self._end(request, "error" if error else "cancelled", error)
+        if self._observation is not None:
+            self._observation.end(error or PykernelsError("The engine is closed", "Make a new one"))
 
     def step(self) -> bool:
         """One step of the runner; False if there is nothing to do.
@@ -65,6 +84,14 @@ class Core:
         An error of the runner ends the step's requests, with that error. ``DeviceLost``, and what
         is no ``Exception`` (Ctrl-C), is raised again after that.
         """
+        if self._observation is None:
+            return self._step()
+        worked = self._observation.step(self._step)
+        if self._observation.done.done():
+            self.unobserve(self._observation)
+        return worked
+
+    def _step(self) -> bool:
         now = self.clock()
         if now >= self._next_deadline:
             self._expire(now)

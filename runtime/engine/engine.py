@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -22,6 +23,7 @@ from .core import Core
 from .delivery import LoopBridge
 from .handle import AsyncRequestHandle, RequestHandle
 from .intake import Intake
+from .observation import Observation, Observer
 from .outputs import Chunk, EngineStats, Result
 from .request import Event, Request
 from .sampling_params import SamplingParams
@@ -205,6 +207,29 @@ class Engine:
             return False
         finally:
             self._owner.release()
+
+    def observe(self, observer: Observer, steps: int) -> Future[None]:
+        """The next steps that have work run inside of an observer; from any thread.
+
+        Args:
+            steps: that it sees; between two of them runs one that it does not.
+
+        Returns:
+            What ends behind the last of them, or with the observer's error: ``PykernelsError`` if
+            steps are observed already, or the engine is closed. Cancelled, it observes no more.
+        """
+        self._refuse_in_child()
+        observation = Observation(observer, steps)
+        with self._gate:
+            if self._closed:
+                raise PykernelsError("The engine is closed", "Make a new one")
+            self._inbox.put(partial(self._core.observe, observation))
+        observation.done.add_done_callback(partial(self._unobserve, observation))
+        return observation.done
+
+    def _unobserve(self, observation: Observation, done: Future[None]) -> None:
+        if done.cancelled():
+            self._inbox.put(partial(self._core.unobserve, observation))
 
     @property
     def stats(self) -> EngineStats:

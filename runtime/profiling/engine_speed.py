@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from pykernels.errors import PykernelsError
 from ..devices.cpu.step import CpuExecutable
 from ..devices.runner import Executable, PagedRunner
 from ..engine import Engine, RequestHandle, SamplingParams
+from ..engine.observation import Observer
 from ..kv_cache.layout import PAGE
 from ..program import Program
 from ..workers.busy import BusyTimes
@@ -82,17 +82,6 @@ class StepTime:
     wait: float
     tokens: int
     context: float
-
-
-class Observer(Protocol):
-    """Sees the steps that are timed: entered before the first of them, left behind the last."""
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def step(self) -> AbstractContextManager[None]:
-        """Around one step."""
 
 
 class Unobserved:

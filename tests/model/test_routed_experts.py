@@ -23,7 +23,7 @@ def of_transformers(lm: Any, tokens: list[int]) -> np.ndarray:
     found: list[torch.Tensor] = []
 
     def hook(module: Any, args: Any, kwargs: Any) -> None:
-        x, ids, weights = (*args, *kwargs.values())
+        _, ids, weights = (*args, *kwargs.values())
         found.append(torch.zeros(len(ids), 8).scatter(1, ids, weights.float()))
 
     blocks = [layer.mlp.experts for layer in lm.model.layers if hasattr(layer.mlp, "experts")]
