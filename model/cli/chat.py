@@ -13,7 +13,7 @@ import typer
 from pykernels.errors import PykernelsError
 
 from .common import Debug, Kernel, Numa, Threads, command, err, note, read_key
-from .remote import Remote
+from .http.remote import Remote
 from .session import (
     Defer,
     Device,

@@ -11,9 +11,10 @@ import typer
 
 from pykernels import __version__
 
-from . import calibrate, chat, convert, doctor, evaluate, generate, inspect, profile, serve, upcycle
+from . import calibrate, chat, convert, doctor, evaluate, generate, inspect, profile, upcycle
 from .common import Debug, State, out
 from .formats import ListsFormats
+from .http import serve
 
 app = typer.Typer(
     name="pykernels",

@@ -10,8 +10,8 @@ import typer
 
 from pykernels.registry import requested
 
-from .common import Debug, Kernel, State, Threads, command, err, prepare_threads, read_key
-from .session import Defer, Device, Experts, KvDtype, Model, Rules, status
+from ..common import Debug, Kernel, State, Threads, command, err, prepare_threads, read_key
+from ..session import Defer, Device, Experts, KvDtype, Model, Rules, status
 
 _SERVER, _ENGINE = "The server", "The engine"
 
@@ -126,13 +126,13 @@ def serve(
     with status("importing torch and transformers"):
         from transformers.utils import logging as of_transformers
 
-        from .. import EMBEDDED
-        from ..llm import load_engine
-        from ..server.admission import AGEING_SECONDS
-        from ..server.app import create_app
-        from ..server.run import bound_socket
-        from ..server.run import serve as run
-        from ..server.settings import ServerSettings
+        from ... import EMBEDDED
+        from ...llm import load_engine
+        from ...server.admission import AGEING_SECONDS
+        from ...server.app import create_app
+        from ...server.run import bound_socket
+        from ...server.run import serve as run
+        from ...server.settings import ServerSettings
 
         of_transformers.set_verbosity_error()
         of_transformers.disable_progress_bar()
