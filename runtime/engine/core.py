@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from ..tracing.active import phase
 from pykernels.errors import PykernelsError
 
+from ..tracing.active import phase
 from .batch import DeviceLost, Runner, StepBatch, StepResult
 from .config import EngineConfig
 from .observation import Observation

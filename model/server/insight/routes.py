@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from concurrent.futures import Future
 from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -13,10 +15,13 @@ from pykernels.errors import PykernelsError
 from runtime.tracing.recorder import Recorder
 
 from ..fields import Strict
+from ..http.disconnect import unless_gone
 from ..http.errors import ApiError, of_ours
 from ..http.frames import json_bytes
 from ..served import Served
 from .timeline import timeline_body
+
+_POLL_SECONDS = 0.25
 
 
 class StepsRequest(Strict):
@@ -47,13 +52,12 @@ def insight_routes(served: Served) -> APIRouter:
         }
 
     @router.post("/v1/pykernels/steps")
-    async def steps(body: StepsRequest) -> Response:
+    async def steps(body: StepsRequest, request: Request) -> Response:
         """Records the next steps that have work: what each worker and stream did when."""
-        runner = served.llm.runner
-        recorder = Recorder(runner, served.name)
+        recorder = Recorder(served.llm.runner, served.name)
         try:
             done = served.llm.engine.observe(recorder, body.steps)
-            await asyncio.wait_for(asyncio.wrap_future(done), body.seconds)
+            await unless_gone(request, _within(done, body.seconds, served))
         except TimeoutError:
             raise ApiError(
                 408, f"There were no {body.steps} steps within {body.seconds:g} seconds."
@@ -64,3 +68,20 @@ def insight_routes(served: Served) -> APIRouter:
         return Response(found, media_type="application/json")
 
     return router
+
+
+async def _within(done: Future[None], seconds: float, served: Served) -> None:
+    """Waits for it; in vain if there is too little time, or the server is about to end.
+
+    Raises:
+        TimeoutError: and it is cancelled.
+    """
+    waited, end = asyncio.wrap_future(done), time.monotonic() + seconds
+    try:
+        while not waited.done():
+            if served.draining or time.monotonic() >= end:
+                raise TimeoutError
+            await asyncio.wait((waited,), timeout=min(seconds, _POLL_SECONDS))
+        waited.result()
+    finally:
+        waited.cancel()
