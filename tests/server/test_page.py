@@ -67,6 +67,10 @@ def f(x):
     return "<b>"
 ```
 
+1. one
+2. two:
+   - inner
+
 | a | b |
 |---|---|
 | 1 | 2 |
@@ -81,6 +85,7 @@ def test_a_conversation_is_shown_edited_and_kept(scripted: Script, page: Any) ->
     assert answer.get_by_role("heading", name="Title").is_visible()
     assert answer.locator("pre code").text_content() == 'def f(x):\n    return "<b>"'
     assert answer.get_by_role("cell", name="2").is_visible()
+    assert answer.locator("ol > li:nth-child(2) > ul > li").text_content() == "inner"
     assert [a.get_attribute("href") for a in answer.locator("a").all()] == ["https://example.org/"]
     assert answer.locator("script, img, b").count() == 0
     assert "<script>alert(2)</script>" in answer.text_content()

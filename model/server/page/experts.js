@@ -76,6 +76,7 @@ export class Experts {
     this.token = null;
     this.cell = [0, 0];
     this.marked = false;
+    at("routing").hidden = !record;
     at("tokens").replaceChildren();
     at("cell").textContent = "";
     at("experts-note").textContent = record
@@ -210,7 +211,6 @@ export class Experts {
     const canvas = at("map");
     const data = this.data;
     const room = canvas.parentElement.clientWidth - 2;
-    canvas.hidden = !data;
     if (!data || room <= LABELS) return;
     const rows = data.layers.length;
     this.width = Math.max(3, Math.floor((room - LABELS) / data.experts));

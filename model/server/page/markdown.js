@@ -73,13 +73,14 @@ function list(lines, at) {
   if (ordered && parseInt(mark, 10) !== 1) element.setAttribute("start", parseInt(mark, 10));
   while (at < lines.length) {
     const found = ITEM.exec(lines[at]);
-    if (!found || found[1].length < indent.length || /\d/.test(found[2]) !== ordered) break;
+    if (!found || found[1].length < indent.length) break;
     if (found[1].length > indent.length + 1) {
       const [inner, next] = list(lines, at);
       (element.lastElementChild ?? element).append(inner);
       at = next;
       continue;
     }
+    if (/\d/.test(found[2]) !== ordered) break;
     const item = make("li");
     let text = found[3];
     for (at++; at < lines.length && lines[at].trim() && !begins(lines[at]); at++) {

@@ -9,7 +9,9 @@ const COLOURS = [
   "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#997700", "#44aa99",
   "#cc6633", "#8888dd", "#99aa00", "#bb5588",
 ];
-const WAIT = "#9a9a9a";
+const OWN = {
+  wait: "#9a9a9a", schedule: "#7a8a99", inputs: "#b0a090", run: "#5f6f65", jobs: "#a9b4a2", deliver: "#8a6f80",
+}; // what the engine's thread does is no computing
 
 const at = (id) => document.getElementById(id);
 
@@ -62,8 +64,8 @@ export class Workers {
   }
 
   colour(op) {
-    if (op === "wait") return WAIT;
-    return COLOURS[this.data.ops.filter((name) => name !== "wait").indexOf(op) % COLOURS.length];
+    if (op in OWN) return OWN[op];
+    return COLOURS[this.data.ops.filter((name) => !(name in OWN)).indexOf(op) % COLOURS.length];
   }
 
   fill() {
