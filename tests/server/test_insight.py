@@ -64,11 +64,15 @@ def record_is_off(served: Running) -> bool:
     return pool is not None and all(one.tracing is None for one in pool.pools)
 
 
-def test_a_model_that_does_not_tell_refuses_and_the_page_needs_no_key(scripted: Script) -> None:
+def test_a_model_that_cannot_tell_refuses(scripted: Script) -> None:
     server = scripted(["hello"], api_key="secret")
     with server.http() as http:
         asked = http.post("/v1/chat/completions", json={"messages": ASKED, **EXPERTS})
         assert asked.status_code == 400 and "does not tell them" in asked.json()["error"]["message"]
+
+
+def test_the_page_needs_no_key(scripted: Script) -> None:
+    with scripted([], api_key="secret").http() as http:
         http.headers.pop("Authorization")
         assert http.get("/v1/pykernels").status_code == 401
         page = http.get("/")
