@@ -7,8 +7,13 @@ from dataclasses import dataclass
 
 from pykernels.errors import PykernelsError
 
+from ..workers.numa import AUTO, check_numa
+
 PREFILL_CAP_FLOOR = 8
 """Fewest prompt tokens of a step: one tile of the kernels. Below it a prompt would never end."""
+
+STEP_TOKENS = 512
+"""Token budget of a step where weights lie in main memory."""
 
 MOST = {
     "max_num_batched_tokens": 1 << 16,  # each buffer of a step has room for all
@@ -28,7 +33,8 @@ class EngineConfig:
     """Settings of one engine; each is checked when the object is made.
 
     Attributes:
-        max_num_batched_tokens: token budget of a step.
+        max_num_batched_tokens: token budget of a step; None: ``STEP_TOKENS``, and on a GPU that
+            holds all experts as many as its memory allows, up to 4,096.
         max_num_seqs: most sequences that run at once.
         max_num_logits: rows of logits that a step may compute; None: one per sequence. Logprobs
             of prompt tokens take one row each.
@@ -42,14 +48,18 @@ class EngineConfig:
         max_partial_prefills: prompts that may be under way in one step.
         max_waiting: requests that may wait to be admitted; more are refused with ``EngineBusy``.
             None: no limit.
+        numa: "auto": weights in one slice on each NUMA node, read by its own cores, where there are
+            several; "off": no; or how many nodes there must be.
         ageing_seconds: a request that has waited so much longer than another is served as if its
             priority were better by one.
+        overlap: schedule a step, and deliver the tokens of the one before, while a step runs. What
+            is drawn is the same.
 
     Raises:
         PykernelsError: a value out of its range, by name.
     """
 
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None
     max_num_seqs: int = 16
     max_num_logits: int | None = None
     max_model_len: int | None = None
@@ -60,17 +70,22 @@ class EngineConfig:
     max_partial_prefills: int = 4
     max_waiting: int | None = None
     ageing_seconds: float = 30.0
+    overlap: bool = True
+    numa: str | int = AUTO
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
             value = getattr(self, name)
-            if value is not None or name in ("max_num_batched_tokens", "max_num_seqs"):
+            if value is not None or name == "max_num_seqs":
                 check_whole(name, value, 0 if name == "max_waiting" else 1, most)
         for name in ("target_itl_ms", "ageing_seconds"):
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if value is not None and not (number and 0 < value < math.inf):
                 raise PykernelsError(f"{name}={value!r}", "Give a positive number")
+        if not isinstance(self.overlap, bool):
+            raise PykernelsError(f"overlap={self.overlap!r}", "Give True or False")
+        check_numa(self.numa)
         if self.kv_tokens is not None and self.kv_bytes is not None:
             raise PykernelsError(
                 "kv_tokens and kv_bytes both give the size of the KV cache", "Give one of them"

@@ -61,7 +61,7 @@ def record_is_off(served: Running) -> bool:
     """After a request, which ends what waited for steps."""
     served.openai().chat.completions.create(model=NAME, messages=ASKED, max_tokens=4)
     pool = served.llm.runner.pool
-    return pool is not None and all(one.tracing is None for one in pool.pools)
+    return pool is not None and pool.tracing is None
 
 
 def test_a_model_that_cannot_tell_refuses(scripted: Script) -> None:

@@ -8,7 +8,6 @@ import torch
 
 from ...engine.batch import StepBatch
 from ...engine.routing import RoutedLayer
-from ...machine.memory import allocate
 from ...passes.keep_routing import keep_routing, routers
 from ...program import Program
 from ...workers.pool import WorkerPool
@@ -57,8 +56,10 @@ class CpuRunner(PagedRunner):
             max_num_logits,
         )
         self.pool, self.kernel = pool, kernel
+        # On several nodes interleaved: attention is cut by sequences and runs of keys, so any
+        # worker reads any page; none has a node of its own, and no memory controller is idle.
         self.caches = {
-            name: allocate(part.nbytes).view(part.dtype).view(part.shape)
+            name: pool.memory.allocate(part.nbytes).view(part.dtype).view(part.shape)
             for name, part in model.caches(self.num_pages).items()
         }
 
