@@ -27,9 +27,9 @@ from contextlib import suppress
 from pykernels.errors import PykernelsError
 
 from ..tracing.active import phase
+from ..tracing.observation import Observation
 from .batch import DeviceLost, Runner, StepResult
 from .config import EngineConfig
-from .observation import Observation
 from .outputs import EngineStats, FinishReason, TokenLogprob
 from .request import Request, State
 from .scheduling.scheduler import Scheduler

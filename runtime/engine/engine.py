@@ -16,6 +16,7 @@ from types import TracebackType
 
 from pykernels.errors import PykernelsError
 
+from ..tracing.observation import Observation, Observer
 from ..workers.fork import refuse_in_child
 from .batch import DeviceLost, Runner
 from .config import EngineConfig
@@ -23,7 +24,6 @@ from .core import Core
 from .delivery import LoopBridge
 from .handle import AsyncRequestHandle, RequestHandle
 from .intake import Intake
-from .observation import Observation, Observer
 from .outputs import Chunk, EngineStats, Result
 from .request import Event, Request
 from .sampling_params import SamplingParams

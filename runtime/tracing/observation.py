@@ -1,4 +1,4 @@
-"""Some steps of an engine inside an observer, such as ``tracing.recorder.Recorder``."""
+"""Some steps of a running engine inside an observer, such as a ``Recorder``."""
 
 from __future__ import annotations
 
