@@ -31,7 +31,7 @@ from runtime.machine.topology import Topology
 from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
 from runtime.passes.layers import check_topk
-from runtime.placement import Placement
+from runtime.placement import CPU, Placement
 from runtime.workers.pool import WorkerPool
 from runtime.workers.threads import threads_here
 
@@ -48,6 +48,8 @@ from .checkpoint.config import read_config
 from .checkpoint.progress import Callback, compiling, reporting
 from .modules.moe import FusedMoE
 from .opened import open_weights
+from .pinning.choose import Wanted, parse
+from .pinning.profile import Profile
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
 from .rules import Rules
 from .text.detokenize import Detokenizer
@@ -189,6 +191,7 @@ def load_engine(
     defer: Defer = "off",
     device: str = "cpu",
     experts: str = "auto",
+    gpu_experts: Wanted = None,
     at_least: int = 0,
     progress: bool | Callback | None = None,
     engine: EngineConfig | None = None,
@@ -208,6 +211,9 @@ def load_engine(
             the reference ops in float32, exact and slow, the cache too.
         experts: where routed experts are beside a GPU: "cpu", "gpu", or "auto": on the GPU if all
             fit.
+        gpu_experts: experts of each layer that the GPU has besides, where the others are on the
+            CPU: a number (the first ones), "auto": as many as fit, or a file of `pykernels profile
+            experts`: the most used of all layers, as many as fit.
         at_least: tokens of the longest sequence, where ``max_model_len`` is not given.
         progress: as in ``from_pretrained``.
         engine: sizes and scheduling; ``settings``: fields of ``EngineConfig`` that differ from it
@@ -215,9 +221,10 @@ def load_engine(
 
     Raises:
         PykernelsError: a model that the engine cannot run, fewer than two immediate experts, a
-            setting out of its range, no such device, or what ``from_pretrained`` raises.
+            setting out of its range, no such device, more experts than fit there, or what
+            ``from_pretrained`` raises.
     """
-    folder, deferred = Path(path), _deferred(defer)
+    folder, deferred, asked = Path(path), _deferred(defer), parse(gpu_experts)
     auto_defer = defer == "auto"
     if device not in DEVICES and not device.startswith("cuda"):
         raise PykernelsError(f"no device {device!r}", f"Use {', '.join(DEVICES)} or cuda:0")
@@ -229,6 +236,10 @@ def load_engine(
         on_gpu = torch.cuda.mem_get_info(device)[0]
     elif experts != "auto":
         raise PykernelsError(f"experts={experts!r} without a GPU", 'Add device="cuda:0"')
+    if asked and on_gpu is None:
+        raise PykernelsError("gpu_experts without a GPU", 'Add device="cuda:0"')
+    if asked and experts == "gpu":
+        raise PykernelsError("gpu_experts beside experts='gpu', which is all", "Give one of them")
     chosen = _chosen(engine, settings)
     Pages(0, chosen.kv_dtype)  # refused before anything is read
     threads_here(threads, True, Topology.detect())
@@ -254,7 +265,10 @@ def load_engine(
         if on_gpu is not None:
             from runtime.devices.cuda.runner import place_on
 
-            placement = place_on(device, weights.decoder, pages, experts)
+            # Some experts on the GPU are less than all of them, unless it may be as many as fit.
+            where = "cpu" if asked and asked != "auto" else experts
+            placement = place_on(device, weights.decoder, pages, where)
+            beside = _beside(asked, placement, weights.decoder, device, pages)
             needed, smaller = weights.needed(placement), weights.smaller(placement)
             memory.check_engine(needed, 0, 0, 0, smaller)
         generation = read_generation_config(folder)
@@ -281,7 +295,16 @@ def load_engine(
 
                     experts = "cpu" if placement.experts == "cpu" else "gpu"
                     runner = CudaRunner(
-                        decoder, device, pool, *sizes, kernel, passes, logits, experts, auto_defer
+                        decoder,
+                        device,
+                        pool,
+                        *sizes,
+                        kernel,
+                        passes,
+                        logits,
+                        experts,
+                        auto_defer,
+                        beside,
                     )
                 runner.load()
             with compiling(progress):
@@ -289,6 +312,24 @@ def load_engine(
         except BaseException:
             pool.close()
             raise
+
+
+def _beside(
+    asked: int | str | Profile | None,
+    placement: Placement,
+    decoder: Decoder,
+    device: str,
+    pages: int,
+) -> dict[int, tuple[int, ...]]:
+    """By layer, the experts that a GPU has beside those of the CPU."""
+    if not asked or placement.experts != CPU:
+        return {}
+    from runtime.devices.cuda.runner import room_for_experts
+
+    from .pinning.beside import experts_beside
+
+    room = room_for_experts(device, decoder, pages)
+    return experts_beside(asked, decoder.lower(1, 1, 1, 1, 1), device, room)
 
 
 def _chosen(engine: EngineConfig | None, settings: dict[str, Any]) -> EngineConfig:

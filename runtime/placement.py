@@ -6,12 +6,13 @@ in the GPU's layout, and nothing is packed for a device that does not read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from pykernels.errors import PykernelsError
 
 from .node import Node
+from .passes.gpu_experts import gpu_experts
 from .program import Program
 from .weight_spec import WeightSpec
 
@@ -27,19 +28,26 @@ class Placement:
     Attributes:
         device: of all that no other attribute names.
         experts: of the routed experts.
+        cached: by layer, those of its experts that ``device`` has besides, in slots.
     """
 
     device: str = CPU
     experts: str = CPU
+    cached: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def of(self, node: Node) -> str:
         """The device of a node."""
         return self.experts if node.op == "moe_ffn" and node.role == "routed" else self.device
 
     def apply(self, program: Program) -> Program:
-        """The program with its nodes where they run."""
+        """The program with its nodes where they run.
+
+        Raises:
+            PykernelsError: it has no such experts.
+        """
         nodes = tuple(replace(node, device=self.of(node)) for node in program.nodes)
-        return replace(program, nodes=nodes).check()
+        placed = replace(program, nodes=nodes).check()
+        return gpu_experts(placed, self.cached) if self.cached else placed
 
     def weights(self, program: Program) -> Mapping[str, frozenset[str]]:
         """By weight, the devices whose nodes read it."""

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
 
-from ..analysis import experts_per_token
+from ..analysis import experts_per_token, share_of_experts
 from ..program import Buffer, Node, Program
 
 LEAST = 2
@@ -22,12 +22,14 @@ class MoELayer:
     Attributes:
         experts: the node of the layer with the role "routed".
         sum: the buffer [T, H] that it writes, which the next norm adds up.
-        topk: experts of a token that it computes.
+        topk: experts of a token that it computes, at most; ``share``: the part that it computes of
+            those, if a token takes any with equal chance: less than 1 where others are "cached".
     """
 
     experts: Node
     sum: str
     topk: int
+    share: float
 
 
 def moe_layers(program: Program) -> tuple[MoELayer, ...]:
@@ -37,7 +39,12 @@ def moe_layers(program: Program) -> tuple[MoELayer, ...]:
         PykernelsError: a layer has two nodes of that role.
     """
     layers = tuple(
-        MoELayer(node, node.outputs["out"], experts_per_token(program, node.inputs["ids"]))
+        MoELayer(
+            node,
+            node.outputs["out"],
+            experts_per_token(program, node.inputs["ids"]),
+            share_of_experts(program, node),
+        )
         for node in program.nodes
         if node.op == "moe_ffn" and node.role == "routed"
     )

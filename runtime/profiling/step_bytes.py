@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..analysis import experts_per_token
+from ..analysis import experts_per_token, share_of_experts
 from ..kv_cache.layout import cache_inputs
 from ..program import Program
 
@@ -21,14 +21,16 @@ def weight_bytes(program: Program, tokens: int = 1, device: str | None = None) -
             if name in ("weight", "heads") and node.op in ("linear", "per_head_linear"):
                 total += weight.nbytes
             elif name == "experts":
-                E = weight.shape[0]
-                ids = node.inputs.get("ids")
-                topk = E if ids is None else experts_per_token(program, ids)
+                share, ids = share_of_experts(program, node), node.inputs.get("ids")
+                E = (weight.whole or weight).shape[0] * share
+                topk = E if ids is None else experts_per_token(program, ids) * share
+                if not E:
+                    continue
                 total += weight.bytes_per_expert * expected_experts(E, topk, tokens)
     return round(total)
 
 
-def expected_experts(E: int, topk: int, tokens: int) -> float:
+def expected_experts(E: float, topk: float, tokens: int) -> float:
     """Distinct experts of E that ``tokens`` tokens take, ``topk`` each, drawn independently."""
     return E * (1 - (1 - topk / E) ** tokens)
 

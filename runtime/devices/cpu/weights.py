@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from pykernels.quant import PackedExperts, get_format
@@ -11,7 +13,7 @@ from ...matrix import PackedHeads, PackedMatrix
 from ...node import Node
 from ...program import Program
 from ...weight_spec import WeightSpec
-from ...weights import Layout, LayoutOf, Packed, WeightStore, naming
+from ...weights import Expert, Layout, LayoutOf, Packed, WeightStore, naming
 
 HERE = torch.device("cpu")
 
@@ -45,7 +47,7 @@ def rows(spec: WeightSpec, store: WeightStore, device: torch.device) -> torch.Te
 
 def packed(spec: WeightSpec, store: WeightStore, device: torch.device) -> Packed:
     """In tiles: as it lies there already, or packed, one part after the other."""
-    ready = store.ready(spec, packed.__name__)
+    ready = None if spec.whole else store.ready(spec, packed.__name__)
     if ready is not None:
         assert not isinstance(ready, torch.Tensor)
         return ready
@@ -66,11 +68,20 @@ def empty(spec: WeightSpec) -> PackedMatrix | PackedHeads:
     return PackedMatrix(fmt, spec.shapes)
 
 
+def experts_of(spec: WeightSpec, store: WeightStore) -> Iterator[Expert]:
+    """The experts of a weight, in order; some of a layer's from the tiles of all of them, which are
+    in main memory in any case: nothing is read twice."""
+    if spec.whole is None:
+        return store.experts(spec)
+    tiles = store.get(spec.whole, HERE, packed)
+    return ((tiles.unpack(e), tiles.biases(e)) for e in spec.chosen)
+
+
 def _experts(spec: WeightSpec, store: WeightStore) -> PackedExperts:
     assert spec.moe is not None
     fmt, down_fmt = get_format(spec.fmt), get_format(spec.down_fmt)
     made = PackedExperts(spec.moe, fmt, allocate, store.pack, down_fmt)
-    for e, (matrices, biases) in enumerate(store.experts(spec)):
+    for e, (matrices, biases) in enumerate(experts_of(spec, store)):
         with naming(spec, e):
             made.pack(e, *matrices, biases=biases)
     return made

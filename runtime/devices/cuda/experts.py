@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from pykernels.gpu.moe.fused_moe import moe_ffn as run_experts
+from pykernels.gpu.moe.place_routing import place_routing as place
 from pykernels.gpu.moe.router import router as choose
 from pykernels.ref.router import split_routing as split_by_weight
 from pykernels.shapes import Routing
@@ -31,6 +32,12 @@ def split_routing(m: Memory, node: Node) -> Launch:
             out.copy_(part)
 
     return launch
+
+
+def place_routing(m: Memory, node: Node) -> Launch:
+    ids, slots = m.read(node, "ids"), m.read(node, "slots")
+    out = m.written(node, "here_ids"), m.written(node, "there_ids")
+    return lambda: void(place(ids, slots, out))
 
 
 def moe_ffn(m: Memory, node: Node) -> Launch:

@@ -4,6 +4,7 @@ they do not fit."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from pykernels.ref.sampling import Sampled
 
 from ...engine.batch import DeviceLost, StepBatch, StepResult
 from ...passes import defer
+from ...passes.gpu_experts import slot_tables
 from ...placement import CPU, Placement, place
 from ...program import Program
 from ...weights import LayoutOf
@@ -43,6 +45,7 @@ class CudaRunner(PagedRunner):
         pool: runs what is on the CPU: experts.
         experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
         auto_defer: whether to defer as many experts as keep the CPU busy, found by measuring.
+        gpu_experts: by layer, experts that are on the GPU besides, where the others are not.
 
     Attributes:
         deferred: experts of a token that ``auto_defer`` found.
@@ -68,6 +71,7 @@ class CudaRunner(PagedRunner):
         max_num_logits: int | None = None,
         experts: str = "auto",
         auto_defer: bool = False,
+        gpu_experts: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -80,7 +84,8 @@ class CudaRunner(PagedRunner):
         )
         self.device, self.pool, self.kernel = torch.device(device), pool, kernel
         check_device(device)
-        self.placement = place_on(device, model, self.num_pages, experts)
+        placement = place_on(device, model, self.num_pages, experts)
+        self.placement = replace(placement, cached=gpu_experts or {})
         self._auto_defer, self.deferred = auto_defer, 0
         if self._real:  # a layer of the GPU is shorter than waking a sleeper
             pool.spin_for(spin_budget(driver_works=False))
@@ -201,12 +206,30 @@ class CudaRunner(PagedRunner):
     def _allocate_caches(self, program: Program) -> None:
         for name, part in self.model.caches(self.num_pages).items():
             self.caches[name] = torch.zeros(part.shape, dtype=part.dtype, device=self.device)
+        for name, table in slot_tables(program).items():
+            self.caches[name] = table.to(self.device)
         for node in program.nodes:  # bfloat16 latents and their rotated parts, apart
             name = node.inputs.get("latent", "")
             if node.op == "mla_rope_cache_write" and "rope" not in node.inputs:
                 whole, L = self.caches.pop(name), program.weight(node, "kv_norm").shape[0]
                 self.caches[name] = whole[..., :L].contiguous()
                 self.caches[f"{name}.rope"] = whole[..., L:].contiguous()
+
+
+def room_for_experts(device: str, model: Lowerable, num_pages: int) -> int:
+    """Bytes of a GPU that experts may take beside all else of a model and a cache of so many pages;
+    below 0 where that alone is too much.
+
+    Args:
+        device: "cuda:N"; "cpu" in Triton's interpreter, where any number fit.
+    """
+    if torch.device(device).type != "cuda":
+        return 1 << 62
+    free, _ = torch.cuda.mem_get_info(device)
+    cache = sum(part.nbytes for part in model.caches(num_pages).values())
+    name = str(torch.device(device))
+    rest = Placement(name, CPU).nbytes(model.lower(1, 1, 1, 1, 1), name, gpu_bytes)
+    return free - cache - rest - HEADROOM
 
 
 def place_on(device: str, model: Lowerable, num_pages: int, experts: str) -> Placement:

@@ -99,7 +99,7 @@ def heads(spec: WeightSpec, store: WeightStore, device: torch.device) -> torch.T
 
 
 def experts(spec: WeightSpec, store: WeightStore, device: torch.device) -> Experts:
-    """All experts of a layer on the GPU; a few at a time are in main memory."""
+    """Experts of a layer on the GPU, all or some; a few at a time are in main memory beside."""
     assert spec.moe is not None
     fmt, shape = _expert_format(spec), spec.moe
     own, down_own = get_format(spec.fmt), get_format(spec.down_fmt)
@@ -113,7 +113,7 @@ def experts(spec: WeightSpec, store: WeightStore, device: torch.device) -> Exper
         given = [] if biases is None else [biases]
         return e, Experts.pack(fmt, [weights], torch.device("cpu"), shape.spec, given)
 
-    numbered = enumerate(store.experts(spec))
+    numbered = enumerate(cpu.experts_of(spec, store))
     with ThreadPoolExecutor(AT_ONCE) as workers:
         while few := list(islice(numbered, AT_ONCE)):
             for e, one in workers.map(packed, few):

@@ -1,0 +1,58 @@
+"""Which experts the engine has on a GPU beside those of the CPU."""
+
+from __future__ import annotations
+
+import warnings
+
+from pykernels.errors import PykernelsError
+from runtime.devices.cuda.weights import gpu_bytes
+from runtime.passes.layers import moe_layers
+from runtime.program import Program
+
+from .choose import Block, choose
+from .profile import Profile
+
+
+def experts_beside(
+    asked: int | str | Profile, program: Program, device: str, room: int
+) -> dict[int, tuple[int, ...]]:
+    """By layer, the experts that a GPU is to have; layers without any are left out.
+
+    Args:
+        asked: see ``choose``.
+        program: any of the model's; no weight is read.
+        room: bytes of the GPU that they may take.
+
+    Raises:
+        PykernelsError: no routed experts, or none that a GPU computes alike; as ``choose``.
+    """
+    layers, blocks = dict[str, int](), dict[str, Block]()
+    for layer in moe_layers(program):
+        node = layer.experts
+        if (activations := node.attr("activations")) != "bf16":
+            raise PykernelsError(
+                f"{node.name} has {activations} activations, which the GPU's kernels do not take",
+                "Take activations out of the rule, or leave out gpu_experts",
+            )
+        spec = program.weight(node, "experts")
+        name = _block(spec.name)
+        assert node.layer is not None
+        layers[name] = node.layer
+        blocks[name] = Block(spec.shape[0], gpu_bytes(spec.some([0])), device)
+    if not blocks:
+        raise PykernelsError(f"{program.name!r} has no routed experts", "Leave out gpu_experts")
+    if isinstance(asked, Profile):
+        counts = {_block(name): row for name, row in asked.counts.items()}
+        asked = asked.model_copy(update={"counts": counts})
+    chosen = choose(asked, blocks, {device: room})
+    if asked and not any(chosen.values()):
+        warnings.warn(
+            f"{device} has room for no experts beside the rest: all of them are on the CPU",
+            stacklevel=3,
+        )
+    return {layers[name]: tuple(experts) for name, experts in chosen.items() if experts}
+
+
+def _block(name: str) -> str:
+    """The name of a layer's MLP, of that of its experts."""
+    return name.removesuffix(".experts")
