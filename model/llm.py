@@ -31,7 +31,7 @@ from runtime.machine.topology import Topology
 from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
 from runtime.passes.layers import check_topk
-from runtime.placement import CPU, Placement
+from runtime.placement import Placement
 from runtime.workers.pool import WorkerPool
 from runtime.workers.threads import threads_here
 
@@ -49,7 +49,6 @@ from .checkpoint.progress import Callback, compiling, reporting
 from .modules.moe import FusedMoE
 from .opened import open_weights
 from .pinning.choose import Wanted, parse
-from .pinning.profile import Profile
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
 from .rules import Rules
 from .text.detokenize import Detokenizer
@@ -238,8 +237,6 @@ def load_engine(
         raise PykernelsError(f"experts={experts!r} without a GPU", 'Add device="cuda:0"')
     if asked and on_gpu is None:
         raise PykernelsError("gpu_experts without a GPU", 'Add device="cuda:0"')
-    if asked and experts == "gpu":
-        raise PykernelsError("gpu_experts beside experts='gpu', which is all", "Give one of them")
     chosen = _chosen(engine, settings)
     Pages(0, chosen.kv_dtype)  # refused before anything is read
     threads_here(threads, True, Topology.detect())
@@ -263,12 +260,9 @@ def load_engine(
         needed, smaller = weights.needed(placement), weights.smaller(placement)
         pages = memory.cache_pages(chosen, longest, token, needed, smaller, on_gpu)
         if on_gpu is not None:
-            from runtime.devices.cuda.runner import place_on
+            from .pinning.beside import place_beside
 
-            # Some experts on the GPU are less than all of them, unless it may be as many as fit.
-            where = "cpu" if asked and asked != "auto" else experts
-            placement = place_on(device, weights.decoder, pages, where)
-            beside = _beside(asked, placement, weights.decoder, device, pages)
+            placement = place_beside(asked, weights.decoder, device, pages, experts)
             needed, smaller = weights.needed(placement), weights.smaller(placement)
             memory.check_engine(needed, 0, 0, 0, smaller)
         generation = read_generation_config(folder)
@@ -304,7 +298,7 @@ def load_engine(
                         logits,
                         experts,
                         auto_defer,
-                        beside,
+                        placement.cached,
                     )
                 runner.load()
             with compiling(progress):
@@ -312,24 +306,6 @@ def load_engine(
         except BaseException:
             pool.close()
             raise
-
-
-def _beside(
-    asked: int | str | Profile | None,
-    placement: Placement,
-    decoder: Decoder,
-    device: str,
-    pages: int,
-) -> dict[int, tuple[int, ...]]:
-    """By layer, the experts that a GPU has beside those of the CPU."""
-    if not asked or placement.experts != CPU:
-        return {}
-    from runtime.devices.cuda.runner import room_for_experts
-
-    from .pinning.beside import experts_beside
-
-    room = room_for_experts(device, decoder, pages)
-    return experts_beside(asked, decoder.lower(1, 1, 1, 1, 1), device, room)
 
 
 def _chosen(engine: EngineConfig | None, settings: dict[str, Any]) -> EngineConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from model.architectures.moe import MoE
 from model.architectures.named import make_config
 from model.architectures.random_model import random_decoder
 from model.checkpoint.memory import available, size
+from model.pinning.choose import parse
 from model.pretrained import build_meta
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
@@ -142,11 +144,13 @@ class Ours:
         device: str = "cpu",
         expert_device: str = "auto",
         defer: str = "off",
+        gpu_experts: str | None = None,
     ) -> EngineTimer:
         """An engine with room for a load.
 
         Args:
-            device, expert_device, defer: ``device``, ``experts`` and ``defer`` of ``load_engine``.
+            device, expert_device, defer: ``device``, ``experts`` and ``defer`` of ``load_engine``;
+            gpu_experts: too.
             max_num_batched_tokens: of a step.
 
         Raises:
@@ -164,12 +168,14 @@ class Ours:
         if device == "cpu":
             runner = CpuRunner(self.decoder, self.pool, *sizes, kernel, passes)
         else:
+            from model.pinning.beside import place_beside
             from runtime.devices.cuda.runner import CudaRunner
 
-            auto = defer == "auto"
-            runner = CudaRunner(
-                self.decoder, device, self.pool, *sizes, kernel, passes, None, expert_device, auto
-            )
+            auto, asked = defer == "auto", parse(gpu_experts)
+            placed = place_beside(asked, self.decoder, device, sizes[1], expert_device)
+            where = "cpu" if placed.experts == "cpu" else "gpu"
+            options = kernel, passes, None, where, auto, placed.cached
+            runner = CudaRunner(self.decoder, device, self.pool, *sizes, *options)
         start = time.perf_counter()
         runner.load()
         self.load_seconds = round(self.load_seconds + time.perf_counter() - start, 2)
@@ -193,11 +199,19 @@ def measure(
     device: str = "cpu",
     expert_device: str = "auto",
     defer: str = "off",
+    gpu_experts: str | None = None,
 ) -> dict[str, float]:
     """The speed of prompts and of decode steps, the roof taken before and after, and the seconds
     that compiling and warming up took."""
     start = time.perf_counter()
-    timer = ours.timer(load, kernel, device=device, expert_device=expert_device, defer=defer)
+    timer = ours.timer(
+        load,
+        kernel,
+        device=device,
+        expert_device=expert_device,
+        defer=defer,
+        gpu_experts=gpu_experts,
+    )
     try:
         timer.prefill(load.prompt)
         timer.decode(load.batch, min(load.context, 64), 4)
@@ -214,12 +228,19 @@ def measure(
         return {
             "prefill_tok_s": round(load.prompt / median(prompts), 2),
             **asdict(found),
+            "cached_experts": sum(len(e) for e in cached_of(timer.runner).values()),
             "deferred": getattr(timer.runner, "deferred", 0)
             or (int(defer) if defer.isdecimal() else 0),
             "warmup_seconds": round(warmup, 2),
         }
     finally:
         timer.close()
+
+
+def cached_of(runner: PagedRunner) -> Mapping[int, Sequence[int]]:
+    """By layer, the experts that a GPU has beside those of the CPU."""
+    placement = getattr(runner, "placement", None)
+    return placement.cached if placement is not None else {}
 
 
 def roof(threads: int | None) -> float:

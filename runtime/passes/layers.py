@@ -153,4 +153,19 @@ def rebuilt(program: Program, nodes: list[Node], buffers: Mapping[str, Buffer]) 
         for name, buffer in every.items()
         if name in named or buffer.kind not in ("scratch",)
     }
-    return replace(program, nodes=tuple(nodes), buffers=kept).check()
+    return replace(program, nodes=_submitted_early(nodes), buffers=kept).check()
+
+
+def _submitted_early(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """The nodes; one that parts a choice for another device stands right behind the choice, before
+    the shared experts, so that the other device begins at once."""
+    placed = list[Node]()
+    for node in nodes:
+        if node.op == "split_routing" and any(
+            other.device != node.device and set(other.reads) & set(node.writes) for other in nodes
+        ):
+            last = max(i for i, other in enumerate(placed) if set(other.writes) & set(node.reads))
+            placed.insert(last + 1, node)
+        else:
+            placed.append(node)
+    return tuple(placed)
