@@ -8,26 +8,22 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
-import torch
 from transformers import PretrainedConfig
 
 import model
 from model.architectures.decoder import Decoder
 from model.architectures.moe import MoE
 from model.architectures.named import make_config
-from model.architectures.random_model import random_decoder
-from model.checkpoint.memory import available, size
+from model.architectures.random_model import check_memory, random_decoder
 from model.pinning.choose import parse
-from model.pretrained import build_meta
 from pykernels.errors import PykernelsError
-from pykernels.quant import get_format
 from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.runner import PagedRunner
-from runtime.kv_cache.layout import Pages
+from runtime.engine.config import STEP_TOKENS
+from runtime.kv_cache.layout import PAGE, Pages
 from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
@@ -140,7 +136,7 @@ class Ours:
         self,
         load: Load,
         kernel: str,
-        max_num_batched_tokens: int = 512,
+        max_num_batched_tokens: int | None = None,
         device: str = "cpu",
         expert_device: str = "auto",
         defer: str = "off",
@@ -149,33 +145,38 @@ class Ours:
         """An engine with room for a load.
 
         Args:
-            device, expert_device, defer: ``device``, ``experts`` and ``defer`` of ``load_engine``;
-            gpu_experts: too.
-            max_num_batched_tokens: of a step.
+            device, expert_device, defer, gpu_experts: ``device``, ``experts``, ``defer`` and
+                ``gpu_experts`` of ``load_engine``.
+            max_num_batched_tokens: of a step; None: as ``EngineConfig`` has it.
 
         Raises:
             PykernelsError: more positions than the model has, or no memory for the cache.
         """
-        max_num_batched_tokens = max(max_num_batched_tokens, load.batch)
-        if (positions := load.positions(max_num_batched_tokens)) > self.max_model_len:
+        budget = max(max_num_batched_tokens or STEP_TOKENS, load.batch)
+        if (positions := load.positions(budget)) > self.max_model_len:
             raise PykernelsError(
                 f"a sequence of {positions} tokens; {self.name} has {self.max_model_len} positions",
                 "Give a smaller --context, --prompt or --tokens",
             )
-        sizes = positions, load.pages(max_num_batched_tokens), max_num_batched_tokens, load.batch
+        pages = load.pages(budget)
         passes = [partial(defer_pass, N=int(defer))] if defer.isdecimal() else []
         runner: PagedRunner
         if device == "cpu":
+            sizes = positions, pages, budget, load.batch
             runner = CpuRunner(self.decoder, self.pool, *sizes, kernel, passes)
         else:
             from model.pinning.beside import place_beside
             from runtime.devices.cuda.runner import CudaRunner
 
-            auto, asked = defer == "auto", parse(gpu_experts)
-            placed = place_beside(asked, self.decoder, device, sizes[1], expert_device)
+            auto, given = defer == "auto", max_num_batched_tokens and budget
+            table_pages = -(-positions // PAGE)
+            largest = budget, load.batch, load.batch, pages, table_pages
+            asked = parse(gpu_experts)
+            placed = place_beside(asked, self.decoder, device, largest, expert_device)
             where = "cpu" if placed.experts == "cpu" else "gpu"
+            at_most = positions, pages, given, load.batch
             options = kernel, passes, None, where, auto, placed.cached
-            runner = CudaRunner(self.decoder, device, self.pool, *sizes, *options)
+            runner = CudaRunner(self.decoder, device, self.pool, *at_most, *options)
         start = time.perf_counter()
         runner.load()
         self.load_seconds = round(self.load_seconds + time.perf_counter() - start, 2)
@@ -223,7 +224,7 @@ def measure(
             prompts.append(timer.prefill(load.prompt))
             steps += timer.decode(load.batch, load.context, load.tokens)
         roofs.append(roof(threads))
-        program = timer.runner.steps[0].program
+        program = timer.runner.decode_steps[0].program
         found = decode_speed(steps, program, load.batch, ours.layers, mean(roofs))
         return {
             "prefill_tok_s": round(load.prompt / median(prompts), 2),
@@ -250,35 +251,6 @@ def roof(threads: int | None) -> float:
         return read_roof(pool)
     finally:
         pool.close()
-
-
-def check_memory(name: str, config: PretrainedConfig, fmt: str) -> None:
-    """Before a weight is filled: whether they all fit.
-
-    Raises:
-        PykernelsError: they do not; it says how many layers would.
-    """
-    meta: Any = build_meta(config, torch.bfloat16)
-    a_weight = weight_bytes(fmt)
-    layers = a_weight * sum(p.numel() for p in meta.model.layers.parameters())
-    rest = sum(p.numel() for p in meta.parameters()) * a_weight - layers
-    rest += 2 * config.vocab_size * config.hidden_size  # the embedding stays bfloat16
-    free = 0.9 * available()
-    if layers + rest > free:
-        L = config.num_hidden_layers
-        fit = int((free - rest) / (layers / L))
-        hint = f"Give --layers {fit}" if fit > 0 else "Free some memory"
-        raise PykernelsError(
-            f"{name} with {L} layers needs {size(int(layers + rest))} in {fmt},"
-            f" {size(int(free))} are free",
-            hint,
-        )
-
-
-def weight_bytes(fmt: str) -> float:
-    """Bytes of one weight, its share of the scales included."""
-    found, K = get_format(fmt), 4096
-    return (found.block_bytes(K) + found.scale_bytes(K)) / (32 * K)
 
 
 def _experts(decoder: Decoder) -> tuple[str, str]:

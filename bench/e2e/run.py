@@ -225,7 +225,7 @@ class E2ERun:
 
     def _decode(self, ours: Engines, case: Case, roof_gbps: float) -> Row:
         """The figures of a step; ``tok_s`` stands for ``decode_tok_s``."""
-        program = ours.timer(case).runner.steps[0].program
+        program = ours.timer(case).runner.decode_steps[0].program
         found = decode_speed(ours.steps[case], program, case.batch, ours.ours.layers, roof_gbps)
         return {key: value for key, value in asdict(found).items() if key != "decode_tok_s"}
 

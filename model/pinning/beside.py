@@ -6,7 +6,8 @@ import warnings
 from dataclasses import replace
 
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.runner import place_on, room_for_experts
+from runtime.devices.cuda.capacity import room_for_experts
+from runtime.devices.cuda.runner import place_on
 from runtime.devices.cuda.weights import gpu_bytes
 from runtime.devices.runner import Lowerable
 from runtime.passes.layers import moe_layers
@@ -18,27 +19,31 @@ from .profile import Profile
 
 
 def place_beside(
-    asked: int | str | Profile | None, model: Lowerable, device: str, pages: int, experts: str
+    asked: int | str | Profile | None,
+    model: Lowerable,
+    device: str,
+    sizes: tuple[int, int, int, int, int],
+    experts: str,
 ) -> Placement:
     """``place_on``, and which experts the GPU is to have besides.
 
     Args:
         asked: see ``choose``; None or 0: none.
-        pages: of the cache.
+        sizes: of the largest step, arguments of ``lower``.
         experts: "auto", "cpu" or "gpu"; "auto" with a number or a profile is "cpu".
 
     Raises:
         PykernelsError: as ``experts_beside``; some experts beside all of them.
     """
     if not asked:
-        return place_on(device, model, pages, experts)
+        return place_on(device, model, sizes[3], experts)
     if experts == "gpu":
         raise PykernelsError("some experts on the GPU beside all of them", "Give one of both")
-    placement = place_on(device, model, pages, experts if asked == "auto" else CPU)
+    placement = place_on(device, model, sizes[3], experts if asked == "auto" else CPU)
     if placement.experts != CPU:  # all fit
         return placement
-    room = room_for_experts(device, model, pages)
-    chosen = experts_beside(asked, model.lower(1, 1, 1, 1, 1), device, room)
+    room = room_for_experts(device, model, sizes)
+    chosen = experts_beside(asked, model.lower(*sizes), device, room)
     return replace(placement, cached=chosen)
 
 
