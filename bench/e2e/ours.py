@@ -175,8 +175,18 @@ class Ours:
             placed = place_beside(asked, self.decoder, device, largest, expert_device)
             where = "cpu" if placed.experts == "cpu" else "gpu"
             at_most = positions, pages, given, load.batch
-            options = kernel, passes, None, where, auto, placed.cached
-            runner = CudaRunner(self.decoder, device, self.pool, *at_most, *options)
+            runner = CudaRunner(
+                self.decoder,
+                device,
+                self.pool,
+                *at_most,
+                kernel,
+                passes,
+                None,
+                where,
+                auto,
+                placed.cached,
+            )
         start = time.perf_counter()
         runner.load()
         self.load_seconds = round(self.load_seconds + time.perf_counter() - start, 2)
