@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, get_format
 from pykernels.quant.layout import N_BLOCK, ceil_to
+from pykernels.quant.split import cut
 from pykernels.shapes import MoEShape
 
 KINDS = ("tensor", "matrix", "heads", "experts")
@@ -36,6 +37,20 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Of which weight another one is a slice.
+
+    Attributes:
+        first, last: numbers, 32-row blocks of a matrix, or heads ``first .. last - 1``; of experts
+            slice ``first`` of ``last`` (``quant.split``).
+    """
+
+    whole: WeightSpec
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
 class WeightSpec:
     """A weight of a program.
 
@@ -50,6 +65,7 @@ class WeightSpec:
         moe: the sizes of experts, and what they do beside their products.
         whole: where it is some of a layer's experts, those of the layer; ``chosen``: the number of
             each among them, in order.
+        cut: what it is a slice of, in that one's memory; None: it is whole.
     """
 
     name: str
@@ -61,6 +77,7 @@ class WeightSpec:
     moe: MoEShape | None = None
     whole: WeightSpec | None = None
     chosen: tuple[int, ...] = ()
+    cut: Cut | None = None
 
     @classmethod
     def tensor(cls, name: str, *shape: int, parts: Sequence[Part] = ()) -> WeightSpec:
@@ -92,7 +109,7 @@ class WeightSpec:
         Raises:
             PykernelsError: an expert that the layer has not, or twice the same one.
         """
-        assert self.moe is not None and self.whole is None
+        assert self.moe is not None and self.whole is None and self.cut is None
         E, H, I = self.shape  # noqa: E741
         wrong = [e for e in chosen if not 0 <= e < E]
         if wrong or len(set(chosen)) < len(chosen) or not chosen:
@@ -106,6 +123,34 @@ class WeightSpec:
         name = f"{self.name}[{','.join(map(str, numbers))}]"
         shape = (moe.E, H, I)
         return replace(self, name=name, shape=shape, moe=moe, whole=self, chosen=numbers)
+
+    def part(self, first: int, last: int) -> WeightSpec:
+        """The numbers, the 32-row blocks or the heads ``first .. last - 1``."""
+        count = last - first
+        if self.kind == "matrix":
+            count = min(N_BLOCK * last, self.shape[0]) - N_BLOCK * first
+        name, cut = f"{self.name}[{first}:{last}]", Cut(self, first, last)
+        return replace(self, name=name, shape=(count, *self.shape[1:]), parts=(), cut=cut)
+
+    def expert_slices(self, count: int) -> list[WeightSpec]:
+        """Experts cut along their intermediate size.
+
+        Raises:
+            PykernelsError: they have not so many blocks.
+        """
+        assert self.moe is not None
+        E, H, _ = self.shape
+        return [
+            replace(
+                self,
+                name=f"{self.name}[{i}/{count}]",
+                shape=(E, H, len(rows)),
+                parts=(),
+                moe=replace(self.moe, I=len(rows)),
+                cut=Cut(self, i, count),
+            )
+            for i, rows in enumerate(cut(self.moe, get_format(self.down_fmt), count))
+        ]
 
     @property
     def starts(self) -> tuple[int, ...]:
