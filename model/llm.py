@@ -9,7 +9,7 @@ for piece in llm.stream("class Stack:"):
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import partial
@@ -102,6 +102,12 @@ class LLM:
         # The last token is drawn but never computed: it needs no place in the cache.
         places = self.runner.num_pages * self.runner.page_size + 1
         return min(self.runner.max_model_len, places)
+
+    @property
+    def gpu_experts(self) -> Mapping[int, Sequence[int]]:
+        """By layer, the experts that a GPU has beside all of them on the CPU."""
+        placement = getattr(self.runner, "placement", Placement())
+        return placement.cached
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text that is to be continued, see ``text.prompt.encode``; ids stay."""

@@ -217,6 +217,10 @@ class Session:
                 gpu_experts=gpu_experts,
                 numa=numa,
             )
+            if gpu_experts is not None:
+                layers = self.llm.gpu_experts
+                count = sum(map(len, layers.values()))
+                note(f"{count} experts of {len(layers)} layers are on {device} too")
 
     def _check(self, path: Path, prompt: str) -> int:
         """Check that the prompt fits, before minutes are spent on loading a large model; tokens of

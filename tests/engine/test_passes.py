@@ -205,6 +205,15 @@ def test_what_is_in_slots_may_change_between_steps(
     assert (run(llm, here, device, tables) - truth).norm() > 0.1 * truth.norm()
 
 
+def test_experts_that_there_are_not(four_experts: tuple[Any, Any]) -> None:
+    program = four_experts[0].runner.model.lower(T, 1, T, 1, 1)
+    for wrong in ((1, 8), (2, 2)):
+        with pytest.raises(PykernelsError, match="Give each of 0 to 7 once at most"):
+            gpu_experts(program, {1: wrong})
+    with pytest.raises(PykernelsError, match="layer 0 of .* has no routed experts"):
+        gpu_experts(program, {0: (1,)})
+
+
 def test_what_is_deferred_and_what_is_not(tmp_path: Path) -> None:
     tiny.make(tmp_path, "deepseek_v3", num_hidden_layers=5, num_experts_per_tok=4)
     program = model.llm.meta_decoder(tmp_path).lower(T, 1, T, 1, 1)
