@@ -31,7 +31,8 @@ from runtime.machine.topology import Topology
 from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
 from runtime.passes.layers import check_topk
-from runtime.placement import Placement
+from runtime.placement import CPU, Placement
+from runtime.program import Program
 from runtime.workers.numa import nodes_to_use
 from runtime.workers.pool import WorkerPool, make_pool
 from runtime.workers.threads import threads_here
@@ -260,7 +261,7 @@ def load_engine(
         check_whole("max_model_len", chosen.max_model_len, 1, positions)
     budget = chosen.max_num_batched_tokens or STEP_TOKENS
     longest = chosen.max_model_len or min(max(CONTEXT, at_least), positions)
-    with open_weights(folder, config, rules, kernel, chosen.kv_dtype, sliced) as weights:
+    with open_weights(folder, config, rules, kernel, chosen.kv_dtype, device, sliced) as weights:
         model = weights.model
         if deferred:
             blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
@@ -277,7 +278,9 @@ def load_engine(
 
             seqs, rows = chosen.max_num_seqs, chosen.max_num_logits or 0
             largest = budget, seqs, min(budget, max(rows, seqs)), pages, -(-longest // PAGE)
-            placement = place_beside(asked, weights.decoder, device, largest, experts)
+            placement = place_beside(
+                asked, weights.decoder, device, largest, experts, weights.placed
+            )
             needed, smaller = weights.needed(placement), weights.smaller(placement)
             memory.check_engine(needed, 0, 0, 0, smaller)
         generation = read_generation_config(folder)
@@ -314,6 +317,7 @@ def load_engine(
                         logits,
                         experts,
                         auto_defer,
+                        weights.placed,
                         placement.cached,
                     )
                 runner.load()
@@ -343,6 +347,21 @@ def _deferred(defer: Defer) -> int:
     if not str(defer).isdecimal():
         raise PykernelsError(f"{defer!r} experts deferred", "Give a number, auto or off")
     return int(defer)
+
+
+def placed_program(path: Path, rules: Rules, device: str, experts: str, tokens: int) -> Program:
+    """The program of a step of at most so many tokens, its nodes where they would run.
+
+    Args:
+        experts: where routed experts are beside a GPU: "cpu" or "gpu".
+
+    Raises:
+        PykernelsError: as ``load_engine``.
+    """
+    with open_weights(path, read_config(path), rules, device=device) as weights:
+        program = weights.decoder.lower(tokens, tokens, tokens, 1, 1)
+        routed = device if experts == "gpu" else CPU
+        return Placement(device, routed, weights.placed).apply(program)
 
 
 def meta_decoder(path: Path, rules: Rules = None) -> Decoder:

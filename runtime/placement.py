@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
 
@@ -28,16 +29,22 @@ class Placement:
     Attributes:
         device: of all that no other attribute names.
         experts: of the routed experts.
+        placed: weights whose nodes run elsewhere, by name.
         cached: by layer, those of its experts that ``device`` has besides, in slots.
     """
 
     device: str = CPU
     experts: str = CPU
+    placed: Mapping[str, str] = field(default_factory=dict)
     cached: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def of(self, node: Node) -> str:
         """The device of a node."""
-        return self.experts if node.op == "moe_ffn" and node.role == "routed" else self.device
+        if node.op == "moe_ffn" and node.role == "routed":
+            return self.experts
+        return next(
+            (self.placed[n] for n in node.weights.values() if n in self.placed), self.device
+        )
 
     def apply(self, program: Program) -> Program:
         """The program with its nodes where they run.
@@ -47,7 +54,7 @@ class Placement:
         """
         nodes = tuple(replace(node, device=self.of(node)) for node in program.nodes)
         placed = replace(program, nodes=nodes).check()
-        return gpu_experts(placed, self.cached) if self.cached else placed
+        return gpu_experts(placed, self.cached, self.device) if self.cached else placed
 
     def weights(self, program: Program) -> Mapping[str, frozenset[str]]:
         """By weight, the devices whose nodes read it."""
@@ -64,7 +71,12 @@ class Placement:
 
 
 def place(
-    program: Program, device: str, experts: str, free: int, size: Callable[[WeightSpec], int]
+    program: Program,
+    device: str,
+    experts: str,
+    free: int,
+    size: Callable[[WeightSpec], int],
+    placed: Mapping[str, str] = MappingProxyType({}),
 ) -> Placement:
     """Where a model's nodes run on a machine with a GPU.
 
@@ -73,12 +85,13 @@ def place(
         device: the GPU.
         experts: one of ``EXPERTS``.
         free: bytes of the GPU that weights may take; ``size``: bytes of a weight there.
+        placed: weights that rules place on another device, by name.
 
     Raises:
         PykernelsError: ``experts`` is none of them.
     """
     if experts not in EXPERTS:
         raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
-    whole = Placement(device, device)
+    whole = Placement(device, device, placed)
     fits = experts == "auto" and whole.nbytes(program, device, size) <= free
-    return whole if fits or experts == "gpu" else Placement(device, CPU)
+    return whole if fits or experts == "gpu" else Placement(device, CPU, placed)

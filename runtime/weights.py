@@ -98,9 +98,10 @@ class WeightStore:
         return any(key[:2] == (spec.name, str(device)) for key in self._made)
 
     def load(self, program: Program, layout_of: LayoutOf) -> None:
-        """Makes all that a program needs: first what is outside the layers, since the head takes
-        twice its memory for a moment, then layer by layer."""
-        for node in sorted(program.nodes, key=lambda n: -1 if n.layer is None else n.layer):
+        """Makes all that a program needs: first what is outside the layers, then layer by layer the
+        experts and the rest, since what is large takes more for a moment."""
+        layers = {node.name: -1 if node.layer is None else node.layer for node in program.nodes}
+        for node in sorted(program.nodes, key=lambda n: (layers[n.name], n.op != "moe_ffn")):
             for port, name in node.weights.items():
                 device, layout = layout_of(node, port)
                 self.get(program.weights[name], device, layout)

@@ -186,7 +186,7 @@ class Ours:
                 None,
                 where,
                 auto,
-                placed.cached,
+                gpu_experts=placed.cached,
             )
         start = time.perf_counter()
         runner.load()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.capacity import room_for_experts
@@ -24,25 +26,27 @@ def place_beside(
     device: str,
     sizes: tuple[int, int, int, int, int],
     experts: str,
+    placed: Mapping[str, str] = MappingProxyType({}),
 ) -> Placement:
     """``place_on``, and which experts the GPU is to have besides.
 
     Args:
         asked: see ``choose``; None or 0: none.
         sizes: of the largest step, arguments of ``lower``.
+        placed: weights that rules place on another device, by name.
         experts: "auto", "cpu" or "gpu"; "auto" with a number or a profile is "cpu".
 
     Raises:
         PykernelsError: as ``experts_beside``; some experts beside all of them.
     """
     if not asked:
-        return place_on(device, model, sizes[3], experts)
+        return place_on(device, model, sizes[3], experts, placed)
     if experts == "gpu":
         raise PykernelsError("some experts on the GPU beside all of them", "Give one of both")
-    placement = place_on(device, model, sizes[3], experts if asked == "auto" else CPU)
+    placement = place_on(device, model, sizes[3], experts if asked == "auto" else CPU, placed)
     if placement.experts != CPU:  # all fit
         return placement
-    room = room_for_experts(device, model, sizes)
+    room = room_for_experts(device, model, sizes, placement)
     chosen = experts_beside(asked, model.lower(*sizes), device, room)
     return replace(placement, cached=chosen)
 

@@ -21,11 +21,14 @@ from ..weight_spec import WeightSpec
 from .layers import MoELayer, moe_layers, rebuilt
 
 
-def gpu_experts(program: Program, chosen: Mapping[int, Sequence[int]]) -> Program:
-    """The program with some experts on the device of their layer's router, too.
+def gpu_experts(
+    program: Program, chosen: Mapping[int, Sequence[int]], device: str | None = None
+) -> Program:
+    """The program with some experts on another device, too.
 
     Args:
         chosen: by layer, the experts that begin in its slots, one a slot.
+        device: that has the slots; None: that of the layer's router.
 
     Raises:
         PykernelsError: experts or routed layers that there are not; some are deferred or on that
@@ -42,7 +45,11 @@ def gpu_experts(program: Program, chosen: Mapping[int, Sequence[int]]) -> Progra
         raise PykernelsError(
             f"layer {unknown[0]} of {program.name!r} has no routed experts", "Leave it out"
         )
-    parts = [_part(program, layers[number], chosen[number]) for number in chosen if chosen[number]]
+    parts = [
+        _part(program, layers[number], chosen[number], device)
+        for number in chosen
+        if chosen[number]
+    ]
     behind = {part.router: part.place for part in parts}
     moved = {part.layer.experts.name: part for part in parts}
     joins = {part.layer.sum: part.sum for part in parts}
@@ -108,7 +115,7 @@ class _Part:
         return self.cached.outputs["out"]
 
 
-def _part(program: Program, layer: MoELayer, chosen: Sequence[int]) -> _Part:
+def _part(program: Program, layer: MoELayer, chosen: Sequence[int], device: str | None) -> _Part:
     node = layer.experts
     ids, whole = program.buffers[node.inputs["ids"]], program.weight(node, "experts")
     weight = whole.some(chosen)
@@ -120,7 +127,7 @@ def _part(program: Program, layer: MoELayer, chosen: Sequence[int]) -> _Part:
         "place_routing",
         {"ids": ids.name, "slots": slots},
         {"here_ids": here, "there_ids": there},
-        device=router.device,
+        device=device or router.device,
         name=f"{node.name}.cached_place",
         layer=node.layer,
         role="router",
@@ -131,7 +138,7 @@ def _part(program: Program, layer: MoELayer, chosen: Sequence[int]) -> _Part:
         inputs={**node.inputs, "ids": here},
         outputs={"out": total},
         weights=MappingProxyType({"experts": weight.name}),
-        device=router.device,
+        device=device or router.device,
         name=f"{node.name}.cached",
         role="cached",
     )

@@ -53,7 +53,9 @@ def step_tokens(
     return STEP_TOKENS[-1]
 
 
-def room_for_experts(device: str, model: Lowerable, sizes: tuple[int, int, int, int, int]) -> int:
+def room_for_experts(
+    device: str, model: Lowerable, sizes: tuple[int, int, int, int, int], placement: Placement
+) -> int:
     """Bytes of a GPU that experts may take beside the rest of a model, its cache and its steps;
     below 0 where these alone are too much.
 
@@ -61,12 +63,13 @@ def room_for_experts(device: str, model: Lowerable, sizes: tuple[int, int, int, 
         device: "cuda:N"; "cpu" in Triton's interpreter, where any number fit.
         sizes: arguments of the model's ``lower``: T, S and R of the largest step, pages of the
             cache and of a sequence.
+        placement: of all that is no routed expert.
     """
     where = torch.device(device)
     if where.type != "cuda":
         return 1 << 62
     free, _ = torch.cuda.mem_get_info(where)
-    program, placement = model.lower(*sizes), Placement(str(where), CPU)
+    program = model.lower(*sizes)
     cache = sum(part.nbytes for part in model.caches(sizes[3]).values())
 
     def missing(spec: WeightSpec) -> int:
