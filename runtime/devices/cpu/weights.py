@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -97,13 +98,27 @@ def empty(spec: WeightSpec, nodes: MemoryNodes = ONE_NODE) -> PackedMatrix | Pac
     return PackedMatrix(fmt, spec.shapes, weights_on(nodes))
 
 
-def experts_of(spec: WeightSpec, store: WeightStore) -> Iterator[Expert]:
-    """The experts of a weight, in order; some of a layer's from the tiles of all of them, which are
-    in main memory in any case: nothing is read twice."""
+def experts_of(spec: WeightSpec, store: WeightStore) -> Iterator[Callable[[], Expert]]:
+    """The experts of a weight, in order, each when it is called, by several threads if they like.
+
+    Some of a layer's are unpacked from the tiles of all of them, which are in main memory in any
+    case: nothing is read twice.
+    """
     if spec.whole is None:
-        return store.experts(spec)
+        for expert in store.experts(spec):
+            yield partial(_itself, expert)
+        return
     tiles: Experts = store.get(spec.whole, HERE, packed)
-    return ((tiles.unpack(e), tiles.biases(e)) for e in spec.chosen)
+    for e in spec.chosen:
+        yield partial(_unpacked, tiles, e)
+
+
+def _itself(expert: Expert) -> Expert:
+    return expert
+
+
+def _unpacked(tiles: Experts, expert: int) -> Expert:
+    return tiles.unpack(expert), tiles.biases(expert)
 
 
 def _experts(spec: WeightSpec, store: WeightStore, mapped: Experts | None) -> Experts:
@@ -116,7 +131,8 @@ def _experts(spec: WeightSpec, store: WeightStore, mapped: Experts | None) -> Ex
         assert isinstance(mapped, PackedExperts)
         made.take(mapped)
         return made
-    for e, (matrices, biases) in enumerate(experts_of(spec, store)):
+    for e, expert in enumerate(experts_of(spec, store)):
+        matrices, biases = expert()
         with naming(spec, e):
             made.pack(e, *matrices, biases=biases)
     return made

@@ -4,7 +4,7 @@ multiplies it, else in bfloat16, dequantized once."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -105,8 +105,9 @@ def experts(spec: WeightSpec, store: WeightStore, device: torch.device) -> Exper
     own, down_own = get_format(spec.fmt), get_format(spec.down_fmt)
     stacks = Experts.empty(fmt, shape.E, shape.H, shape.I, device, shape.spec)
 
-    def packed(numbered: tuple[int, Expert]) -> tuple[int, Experts]:
-        e, ((gate, up, down), biases) = numbered
+    def packed(numbered: tuple[int, Callable[[], Expert]]) -> tuple[int, Experts]:
+        e, expert = numbered
+        (gate, up, down), biases = expert()
         weights = _as(fmt, own, gate), _as(fmt, own, up), _as(fmt, down_own, down)
         with naming(spec, e):
             check_expert(shape, (fmt, fmt), e, weights, biases)
