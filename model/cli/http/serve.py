@@ -10,7 +10,7 @@ import typer
 
 from pykernels.registry import requested
 
-from ..common import Debug, Kernel, State, Threads, command, err, prepare_threads, read_key
+from ..common import Debug, Kernel, Numa, State, Threads, command, err, prepare_threads, read_key
 from ..session import Defer, Device, Experts, GpuExperts, KvDtype, Model, Rules, status
 
 _SERVER, _ENGINE = "The server", "The engine"
@@ -118,6 +118,7 @@ def serve(
     gpu_experts: GpuExperts = None,
     threads: Threads = None,
     kernel: Kernel = None,
+    numa: Numa = "auto",
     defer: Defer = "off",
     kv_dtype: KvDtype = "bf16",
     debug: Debug = False,
@@ -166,6 +167,7 @@ def serve(
             experts=experts,
             gpu_experts=gpu_experts,
             kv_dtype=kv_dtype,
+            numa=numa,
             max_num_seqs=max_batch,
             max_model_len=max_model_len,
             kv_tokens=kv_tokens,
