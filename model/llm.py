@@ -33,7 +33,8 @@ from runtime.passes import defer as defer_pass
 from runtime.passes.layers import check_topk
 from runtime.placement import CPU, Placement
 from runtime.program import Program
-from runtime.workers.pool import WorkerPool
+from runtime.workers.numa import nodes_to_use
+from runtime.workers.pool import WorkerPool, make_pool
 from runtime.workers.threads import threads_here
 
 from .architectures.decoder import (
@@ -238,6 +239,7 @@ def load_engine(
     chosen = _chosen(engine, settings)
     Pages(0, chosen.kv_dtype)  # refused before anything is read
     threads_here(threads, True, Topology.detect())
+    sliced = len(nodes_to_use(Topology.detect(), chosen.numa, threads)) > 1
     config = read_config(folder)
     check_lowered(config)
     positions = config.max_position_embeddings
@@ -245,7 +247,7 @@ def load_engine(
         check_whole("max_model_len", chosen.max_model_len, 1, positions)
     budget = chosen.max_num_batched_tokens or STEP_TOKENS
     longest = chosen.max_model_len or min(max(CONTEXT, at_least), positions)
-    with open_weights(folder, config, rules, kernel, chosen.kv_dtype, device) as weights:
+    with open_weights(folder, config, rules, kernel, chosen.kv_dtype, device, sliced) as weights:
         model = weights.model
         if deferred:
             blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
@@ -270,14 +272,14 @@ def load_engine(
         defaults = engine_settings(generation, eos, config.vocab_size, tokenizer is not None)
         if defaults.not_done:
             warnings.warn(note_of(defaults.not_done), stacklevel=2)
-        pool = WorkerPool(threads)
+        pool = make_pool(threads, numa=chosen.numa)
         try:
             passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
             sizes = longest, pages, budget, chosen.max_num_seqs
             logits = chosen.max_num_logits
             runner: PagedRunner
             with reporting(progress) as report:
-                decoder = weights.readable(packer(pool), report)
+                decoder = weights.readable(packer(pool), report, pool.memory)
                 if device == "cpu":
                     runner = CpuRunner(decoder, pool, *sizes, kernel, passes, logits)
                 elif device == "ref":

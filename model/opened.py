@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
+from runtime.machine.nodes import ONE_NODE, MemoryNodes
 from runtime.matrix import Pack
 from runtime.placement import CPU, Placement
 from runtime.weights import WeightStore
@@ -60,12 +61,16 @@ class Opened(Protocol):
     def smaller(self, placement: Placement) -> Mapping[str, int]:
         """The same with the experts converted, by format."""
 
-    def readable(self, pack: Pack, report: Callback) -> Decoder:
+    def readable(self, pack: Pack, report: Callback, nodes: MemoryNodes = ONE_NODE) -> Decoder:
         """The decoder, whose store reads what devices ask for.
 
         Args:
             pack: packs it for the CPU.
             report: called with the bytes that were read, and all.
+            nodes: NUMA nodes that have a slice of each matrix.
+
+        Raises:
+            PykernelsError: a node has no room for its slices.
         """
 
 
@@ -95,25 +100,37 @@ class Packable:
     def smaller(self, placement: Placement) -> Mapping[str, int]:
         return self._packed.smaller(placement)
 
-    def readable(self, pack: Pack, report: Callback) -> Decoder:
+    def readable(self, pack: Pack, report: Callback, nodes: MemoryNodes = ONE_NODE) -> Decoder:
+        memory.check_nodes(self._plan, self.model, nodes, self._packed.by_item)
         warn_of(self._plan)
         total = sum(nbytes(self._checkpoint, item) for item in self._plan.items)
         add = Adder(report, total)
         store = self.decoder.store
         store.read_from(
-            CheckpointWeights(self.model, self._plan, self._checkpoint, self._schema, add), pack
+            CheckpointWeights(self.model, self._plan, self._checkpoint, self._schema, add),
+            pack,
+            nodes,
         )
         return self.decoder
 
 
 class Mapped:
     """A packed cache's weights: what is not in memory yet is read into it, nothing is packed for
-    the CPU."""
+    the CPU.
+
+    Args:
+        sliced: whether they will be dealt over NUMA nodes, and so copied.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, folder: PackedFolder, kv_dtype: str, rules: RulePlacement
+        self,
+        model: PreTrainedModel,
+        folder: PackedFolder,
+        kv_dtype: str,
+        rules: RulePlacement,
+        sliced: bool,
     ) -> None:
-        self.model, self._folder = model, folder
+        self.model, self._folder, self._sliced = model, folder, sliced
         schema = Schema.from_json(folder.manifest.schema)
         check_cache(folder, model, schema)
         self.decoder = make_decoder(model, schema, WeightStore(CacheWeights(folder)), kv_dtype)
@@ -123,12 +140,19 @@ class Mapped:
         """What others have in memory takes none, nor what goes to a GPU whole."""
         if CPU not in (placement.device, placement.experts):
             return 0
+        if self._sliced:
+            return self._folder.nbytes
         return sum(f.memory.nbytes - resident(f.memory) for f in self._folder.files)
 
     def smaller(self, placement: Placement) -> Mapping[str, int]:
         return {}
 
-    def readable(self, pack: Pack, report: Callback) -> Decoder:
+    def readable(self, pack: Pack, report: Callback, nodes: MemoryNodes = ONE_NODE) -> Decoder:
+        if len(nodes) > 1:
+            memory.check_room([self._folder.nbytes / len(nodes)] * len(nodes), nodes)
+            add = Adder(report, self._folder.nbytes)
+            self.decoder.store.read_from(CacheWeights(self._folder, add), pack, nodes)
+            return self.decoder
         populate(self._folder.files, Adder(report, self._folder.nbytes))
         return self.decoder
 
@@ -141,11 +165,13 @@ def open_weights(
     kernel: str = "auto",
     kv_dtype: str = "bf16",
     device: str = CPU,
+    sliced: bool = False,
 ) -> Iterator[Opened]:
     """Reads headers, and checks them against the model.
 
     Args:
         rules, kernel, kv_dtype, device: as in ``load_engine``.
+        sliced: whether the weights will be dealt over NUMA nodes.
 
     Raises:
         PykernelsError: what is wrong with the folder, the rules or the kernel.
@@ -157,7 +183,7 @@ def open_weights(
             rules, experts, matrices = made.rules, made.experts, made.linears
         parsed = resolve_rules(rules, config.model_type)
         model = injected(config, parsed, kernel, experts, matrices)
-        yield Mapped(model, packed, kv_dtype, followed(model, parsed, device))
+        yield Mapped(model, packed, kv_dtype, followed(model, parsed, device), sliced)
         return
     with open_checkpoint(folder) as checkpoint:
         parsed = resolve_rules(rules, config.model_type)

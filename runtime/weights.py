@@ -16,13 +16,15 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.quant import Biases, PackedExperts, Weight
 from pykernels.quant.layout import N_BLOCK
+from pykernels.quant.split import SplitExperts
 
+from .machine.nodes import ONE_NODE, MemoryNodes
 from .matrix import Pack, PackedHeads, PackedMatrix, pack_alone
 from .node import Node
 from .program import Program
 from .weight_spec import Part, WeightSpec
 
-Packed = PackedMatrix | PackedHeads | PackedExperts
+Packed = PackedMatrix | PackedHeads | PackedExperts | SplitExperts
 """A weight in the CPU's tiles."""
 Ready = Packed | torch.Tensor
 """A weight in one of the CPU's layouts: in tiles, or as rows of numbers."""
@@ -57,17 +59,23 @@ class WeightStore:
     Args:
         source: of those that are not given by ``add``.
         pack: packs into the CPU's layout, see ``matrix.packer``.
+        nodes: NUMA nodes: one slice of each matrix and of each expert lies on each.
     """
 
-    def __init__(self, source: WeightSource | None = None, pack: Pack = pack_alone) -> None:
-        self.pack = pack
+    def __init__(
+        self,
+        source: WeightSource | None = None,
+        pack: Pack = pack_alone,
+        nodes: MemoryNodes = ONE_NODE,
+    ) -> None:
+        self.pack, self.nodes = pack, nodes
         self._source = source
         self._given: dict[str, Ready] = {}
         self._made: dict[tuple[str, str, str], Any] = {}
 
-    def read_from(self, source: WeightSource, pack: Pack) -> None:
+    def read_from(self, source: WeightSource, pack: Pack, nodes: MemoryNodes = ONE_NODE) -> None:
         """Sets where weights are read from from now on; the arguments as the class's."""
-        self._source, self.pack = source, pack
+        self._source, self.pack, self.nodes = source, pack, nodes
 
     def add(self, name: str, value: Ready) -> WeightSpec:
         """Gives a weight that is in memory; returns its spec."""
@@ -122,7 +130,7 @@ class WeightStore:
     def experts(self, spec: WeightSpec) -> Iterator[Expert]:
         """All experts of a layer, in order."""
         given = self._given.get(spec.name)
-        if isinstance(given, PackedExperts):
+        if isinstance(given, PackedExperts | SplitExperts):
             return unpacked_experts(given)
         return self._reader(spec).experts(spec)
 
@@ -156,7 +164,7 @@ def spec_of(name: str, value: Ready) -> WeightSpec:
     if isinstance(value, PackedHeads):
         parts = tuple(Part(name, (value.N, value.K)) for _ in range(value.G))
         return WeightSpec(name, "heads", value.fmt.name, value.shape, parts)
-    if isinstance(value, PackedExperts):
+    if isinstance(value, PackedExperts | SplitExperts):
         return WeightSpec.experts(name, value.shape, value.fmt.name, value.down_fmt.name)
     return WeightSpec.tensor(name, *value.shape)
 
@@ -174,7 +182,7 @@ def unpacked(packed: Packed, spec: WeightSpec) -> Iterator[Weight]:
         yield fmt.unpack(packed.blocks[at], packed.scales[at], part.shape[0], packed.K)
 
 
-def unpacked_experts(packed: PackedExperts) -> Iterator[Expert]:
+def unpacked_experts(packed: PackedExperts | SplitExperts) -> Iterator[Expert]:
     """The experts of a layer that lie in the CPU's layout."""
     for e in range(packed.shape.E):
         yield packed.unpack(e), packed.biases(e)

@@ -44,7 +44,8 @@ class Running:
         return anthropic.Anthropic(base_url=self.url, api_key=self.key, max_retries=0)
 
     def http(self) -> httpx2.Client:
-        return httpx2.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.key}"})
+        headers = {"Authorization": f"Bearer {self.key}"}
+        return httpx2.Client(base_url=self.url, headers=headers, timeout=600)
 
     def idle(self) -> bool:
         """Whether the engine soon has nothing to do, and no page that is lost."""
@@ -122,6 +123,7 @@ class Scripted(FakeRunner):
     num_pages: int = 4096
     max_model_len: int = 8192
     max_num_batched_tokens: int = 512
+    weight_bytes: int = 0
     texts: list[list[int]] = field(default_factory=list)
     held: threading.Event = field(default_factory=threading.Event)
     """While it is set, steps wait."""

@@ -3,7 +3,8 @@ they do not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 
@@ -131,9 +132,19 @@ class CudaRunner(PagedRunner):
             return self.passes
         return (partial(defer, N=self.deferred), *self.passes)
 
-    def step(self, batch: StepBatch) -> StepResult:
+    def launch(self, batch: StepBatch) -> None:
+        with self._watched():
+            super().launch(batch)
+
+    def result(self) -> StepResult:
+        with self._watched():
+            return super().result()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
         try:
-            return super().step(batch)
+            with torch.inference_mode():  # in which the model may have been loaded
+                yield
         except torch.AcceleratorError as error:  # no later call on this device works either
             raise DeviceLost(
                 f"{self.device} failed: {str(error).splitlines()[0]}", "Load the model again"
