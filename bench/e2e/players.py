@@ -17,9 +17,11 @@ from typing import Protocol
 from bench.peers import llama_bench
 from bench.peers.catalog import ROOT
 from bench.peers.client import PeerMissing
+from bench.peers.llama_bench import CPU_ONLY, Offload
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime
 
 from .ours import Ours, Shape
+from .places import Place
 
 SECONDS = 1800.0
 """Of transformers' process, at most."""
@@ -53,16 +55,22 @@ class Player(Protocol):
 
 
 class Engines:
-    """Ours: an engine for each batch size, whose steps are kept."""
+    """Ours in one place: an engine for each batch size, whose steps are kept.
 
-    def __init__(self, ours: Ours, cases: Sequence[Case], kernel: str) -> None:
-        self.ours = ours
+    Raises:
+        PykernelsError: what such an engine needs is not there.
+    """
+
+    def __init__(
+        self, ours: Ours, cases: Sequence[Case], kernel: str, place: Place | None = None
+    ) -> None:
+        options = {} if place is None else place.options
         self.prompts: dict[Case, list[float]] = {}
         self.steps: dict[Case, list[StepTime]] = {}
         self._timers: dict[int, EngineTimer] = {}
         for batch in dict.fromkeys(case.batch for case in cases):
             load = load_of([case for case in cases if case.batch == batch])
-            self._timers[batch] = timer = ours.timer(load, kernel)
+            self._timers[batch] = timer = ours.timer(load, kernel, **options)
             timer.prefill(min(load.prompt, 64))
             timer.decode(batch, 8, 2)
 
@@ -85,10 +93,9 @@ class Engines:
         return self._timers[case.batch]
 
     def close(self) -> None:
-        """Ends the engines and the workers."""
+        """Ends the engines; the workers stay."""
         for timer in self._timers.values():
             timer.close()
-        self.ours.close()
 
 
 def load_of(cases: Sequence[Case]) -> Load:
@@ -106,16 +113,18 @@ def load_of(cases: Sequence[Case]) -> Load:
 class LlamaCpp:
     """llama.cpp on a GGUF file of the same shapes and type."""
 
-    def __init__(self, file: Path, threads: int) -> None:
-        self.file, self.threads = file, threads
+    def __init__(self, file: Path, threads: int, offload: Offload = CPU_ONLY) -> None:
+        self.file, self.threads, self.offload = file, threads, offload
 
     def turn(self, cases: Sequence[Case]) -> Rates:
         return {case: self._rate(case) for case in cases}
 
     def _rate(self, case: Case) -> float:
+        file, threads, offload = self.file, self.threads, self.offload
         if case.op == "prefill":
-            return llama_bench.prefill(self.file, case.tokens, self.threads)
-        return llama_bench.decode(self.file, case.tokens, case.batch, case.context, self.threads)
+            return llama_bench.prefill(file, case.tokens, threads, offload=offload)
+        sizes = case.tokens, case.batch, case.context
+        return llama_bench.decode(file, *sizes, threads, offload=offload)
 
 
 class Transformers:

@@ -72,6 +72,7 @@ class StepTime:
         busy: of those, seconds in which the CPU waited for no GPU; ``wait``: the mean of its waits.
         tokens: that it drew.
         context: mean positions of its sequences.
+        expert_bytes: of the experts that the CPU read, counted.
     """
 
     seconds: float
@@ -80,6 +81,7 @@ class StepTime:
     wait: float
     tokens: int
     context: float
+    expert_bytes: int = 0
 
 
 class EngineTimer:
@@ -144,34 +146,38 @@ class EngineTimer:
                 raise request.error
         drawn = sum(request.num_output_tokens for request in requests) - before
         context = sum(request.computed for request in requests) / len(requests)
-        jobs, half = _last_times([*self.runner.steps, *self.runner.decode_steps])
-        wait = sum(half.waits) / len(half.waits) if half.waits else 0.0
-        return StepTime(seconds, min(jobs, seconds), half.busy, wait, drawn, context)
+        half = _last_half([*self.runner.steps, *self.runner.decode_steps])
+        if half is None:
+            return StepTime(seconds, 0.0, 0.0, 0.0, drawn, context)
+        jobs = half.jobs.jobs
+        span = (jobs[-1].times[1] - jobs[0].times[0]) / 1e9
+        times = BusyTimes.of(jobs)
+        wait = sum(times.waits) / len(times.waits) if times.waits else 0.0
+        return StepTime(
+            seconds, min(span, seconds), times.busy, wait, drawn, context, half.expert_bytes
+        )
 
 
-def _last_times(steps: Sequence[Executable]) -> tuple[float, BusyTimes]:
-    """Seconds of the jobs of the step that ran last, from the first to the last, and what the CPU
-    did in them; of a step that has none, 0."""
+def _last_half(steps: Sequence[Executable]) -> CpuExecutable | None:
+    """The CPU's part of the step that ran last; None if there is none."""
     halves = [
         step if isinstance(step, CpuExecutable) else getattr(step, "cpu", None) for step in steps
     ]
-    jobs = [half.jobs.jobs for half in halves if half is not None]
-    if not jobs:
-        return 0.0, BusyTimes(0.0, ())
-    last = max(jobs, key=lambda jobs: jobs[-1].times[1])
-    return (last[-1].times[1] - last[0].times[0]) / 1e9, BusyTimes.of(last)
+    found = [half for half in halves if half is not None]
+    return max(found, key=lambda half: half.jobs.jobs[-1].times[1]) if found else None
 
 
 @dataclass(frozen=True)
 class DecodeSpeed:
     """Medians of decode steps. Rates use 1e9 bytes.
 
-    ``bytes_per_step`` are the weights that a step reads and the keys and values at the mean
-    context; with a GPU, the weights that the CPU reads. ``bytes_per_token`` is that over the batch,
-    ``roof_share`` how near ``gbps`` comes to what the same threads read in a plain loop.
-    ``us_per_layer`` is what a step takes beyond its bytes at that rate, over the layers;
-    ``python_us_per_step`` what it takes beyond its jobs. ``cpu_busy`` is the share of the step in
-    which workers had something to do, ``wait_us_per_layer`` how long they waited for the GPU.
+    ``bytes_per_step`` are the weights that a step reads, of the experts those that its tokens took,
+    and the keys and values at the mean context; with a GPU, the weights that the CPU reads.
+    ``bytes_per_token`` is that over the batch, ``roof_share`` how near ``gbps`` comes to what the
+    same threads read in a plain loop. ``us_per_layer`` is what a step takes beyond its bytes at
+    that rate, over the layers; ``python_us_per_step`` what it takes beyond its jobs. ``cpu_busy``
+    is the share of the step in which workers had something to do, ``wait_us_per_layer`` how long
+    they waited for the GPU.
     """
 
     decode_tok_s: float
@@ -209,7 +215,8 @@ def decode_speed(
     p10, p90 = np.quantile([step.seconds for step in steps], [0.1, 0.9])
     context = median(step.context for step in steps)
     on_gpu = any(node.device.startswith("cuda") for node in program.nodes)
-    nbytes = weight_bytes(program, batch, "cpu" if on_gpu else None)
+    nbytes = weight_bytes(program, 0, "cpu" if on_gpu else None)  # no tokens take no experts
+    nbytes += round(median(step.expert_bytes for step in steps))
     if not on_gpu:
         nbytes += batch * cache_bytes(program, round(context))
     gbps = nbytes / seconds / 1e9

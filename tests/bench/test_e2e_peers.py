@@ -42,6 +42,7 @@ def test_gguf_reads_back_what_was_written(arch: str, fmt: str, tmp_path: Path) -
 
 
 def test_a_peer_that_is_not_built_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_bench, "find", lambda name: llama_tools.find(name, tmp_path))
-    with pytest.raises(PeerMissing, match=r"bench\.peers\.install"):
-        llama_bench.prefill(tmp_path / "any.gguf", 8, 1)
+    monkeypatch.setattr(llama_tools, "VENVS", tmp_path)
+    for offload in (llama_bench.CPU_ONLY, *llama_bench.ON_THE_GPU):
+        with pytest.raises(PeerMissing, match=f"bench.peers.install {offload.tools.engine}"):
+            llama_bench.prefill(tmp_path / "any.gguf", 8, 1, offload=offload)
