@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from model.architectures.random_model import check_memory
 from model.pretrained import build_meta
 from pykernels.errors import PykernelsError
 
-from .ours import Shape, check_memory
+from .ours import Shape
 
 
 def random_eager(name: str, config: PretrainedConfig) -> Any:

@@ -7,20 +7,15 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
-import torch
 from transformers import PretrainedConfig
 
 import model
 from model.architectures.decoder import Decoder
 from model.architectures.moe import MoE
 from model.architectures.named import make_config
-from model.architectures.random_model import random_decoder
-from model.checkpoint.memory import available, size
-from model.pretrained import build_meta
+from model.architectures.random_model import check_memory, random_decoder
 from pykernels.errors import PykernelsError
-from pykernels.quant import get_format
 from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
@@ -229,35 +224,6 @@ def roof(threads: int | None) -> float:
         return read_roof(pool)
     finally:
         pool.close()
-
-
-def check_memory(name: str, config: PretrainedConfig, fmt: str) -> None:
-    """Before a weight is filled: whether they all fit.
-
-    Raises:
-        PykernelsError: they do not; it says how many layers would.
-    """
-    meta: Any = build_meta(config, torch.bfloat16)
-    a_weight = weight_bytes(fmt)
-    layers = a_weight * sum(p.numel() for p in meta.model.layers.parameters())
-    rest = sum(p.numel() for p in meta.parameters()) * a_weight - layers
-    rest += 2 * config.vocab_size * config.hidden_size  # the embedding stays bfloat16
-    free = 0.9 * available()
-    if layers + rest > free:
-        L = config.num_hidden_layers
-        fit = int((free - rest) / (layers / L))
-        hint = f"Give --layers {fit}" if fit > 0 else "Free some memory"
-        raise PykernelsError(
-            f"{name} with {L} layers needs {size(int(layers + rest))} in {fmt},"
-            f" {size(int(free))} are free",
-            hint,
-        )
-
-
-def weight_bytes(fmt: str) -> float:
-    """Bytes of one weight, its share of the scales included."""
-    found, K = get_format(fmt), 4096
-    return (found.block_bytes(K) + found.scale_bytes(K)) / (32 * K)
 
 
 def _experts(decoder: Decoder) -> tuple[str, str]:

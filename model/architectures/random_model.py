@@ -7,15 +7,18 @@ of a layer hold the same numbers, each in memory of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
+from pykernels.errors import PykernelsError
 from pykernels.quant import Biases, Weight, get_format
 from runtime.matrix import Pack
 from runtime.weight_spec import WeightSpec
 from runtime.weights import Expert, WeightStore
 
+from ..checkpoint.memory import available, size
 from ..modules.inject import inject
 from ..modules.moe import FusedMoE
 from ..rules import default_rules
@@ -77,6 +80,37 @@ class RandomWeights(MatrixSource):
             biases = Biases(*zeros)
         for _ in range(spec.moe.E):
             yield weights, biases
+
+
+def check_memory(name: str, config: PretrainedConfig, fmt: str) -> None:
+    """Before a weight is filled: whether they all fit.
+
+    Raises:
+        PykernelsError: they do not; it says how many layers would.
+    """
+    from ..pretrained import build_meta
+
+    meta: Any = build_meta(config, torch.bfloat16)
+    a_weight = weight_bytes(fmt)
+    layers = a_weight * sum(p.numel() for p in meta.model.layers.parameters())
+    rest = sum(p.numel() for p in meta.parameters()) * a_weight - layers
+    rest += 2 * config.vocab_size * config.hidden_size  # the embedding stays bfloat16
+    free = 0.9 * available()
+    if layers + rest > free:
+        L = config.num_hidden_layers
+        fit = int((free - rest) / (layers / L))
+        hint = f"Give --layers {fit}" if fit > 0 else "Free some memory"
+        raise PykernelsError(
+            f"{name} with {L} layers needs {size(int(layers + rest))} in {fmt},"
+            f" {size(int(free))} are free",
+            hint,
+        )
+
+
+def weight_bytes(fmt: str) -> float:
+    """Bytes of one weight, its share of the scales included."""
+    found, K = get_format(fmt), 4096
+    return (found.block_bytes(K) + found.scale_bytes(K)) / (32 * K)
 
 
 def _format(name: str, shape: tuple[int, ...], fmt: str) -> str:

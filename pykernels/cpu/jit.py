@@ -46,6 +46,7 @@ SOURCES = (
     "pykernels/ref/sampling/__init__.py",
     "runtime/workers/reduce.py",
     "runtime/workers/ring.py",
+    "runtime/workers/spans.py",
     "runtime/workers/moe_job.py",
 )
 """All source that compiled code is made of: an edit elsewhere recompiles nothing."""

@@ -15,6 +15,7 @@ from ..engine.batch import DeviceLost, StepBatch, StepResult
 from ..kv_cache.layout import PAGE, CachePart
 from ..profiling.step_bytes import weight_bytes
 from ..program import Program
+from ..tracing.active import phase
 from ..weights import LayoutOf, WeightStore
 from ..workers.pool import WorkerPool
 from .sampling import SamplingInputs
@@ -195,12 +196,14 @@ class PagedRunner(ABC):
         """
         if self.pool is not None and self.pool.closed:
             raise DeviceLost("the worker pool of this model is closed", "Load the model again")
+        phase("inputs")
         if batch.version != self._version:
             self._arrange(batch)
             self._version = batch.version
         self._sampling.refresh()
         steps = self.decode_steps if batch.T == batch.S else self.steps
         step = next(step for step in steps if batch.T <= step.program.sizes["T"])
+        phase("run")
         step.run()
         return self._results[id(step)]
 

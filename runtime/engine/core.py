@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from ..tracing.active import phase
 from .batch import DeviceLost, Runner, StepResult
 from .config import EngineConfig
 from .outputs import EngineStats, FinishReason, TokenLogprob
@@ -80,6 +81,7 @@ class Core:
             if isinstance(error, DeviceLost) or not isinstance(error, Exception):
                 raise
             return True
+        phase("deliver")
         self.scheduler.timed(self.clock() - now)
         self.scheduler.computed(result.sampled_token_ids)
         stats.computed_tokens += batch.T

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
+from typing import Protocol
 
 import numpy as np
 
@@ -84,35 +86,74 @@ class StepTime:
     expert_bytes: int = 0
 
 
+class Observer(Protocol):
+    """Sees the steps that are timed: entered before the first of them, left behind the last."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def step(self) -> AbstractContextManager[None]:
+        """Around one step."""
+
+
+class Unobserved:
+    """Nobody looks."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def step(self) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
+
 class EngineTimer:
-    """Drives an engine of its own over a runner.
+    """Drives an engine over a runner.
 
     Args:
-        runner: that no other engine is bound to, with the pages of the ``Load``.
+        runner: with the pages of the ``Load``.
         seed: of the prompts.
+        engine: that is bound to the runner and has no thread; None: one is made, and no other one
+            may be bound to the runner.
 
     Raises:
         PykernelsError: a kernel that cannot run here.
     """
 
-    def __init__(self, runner: PagedRunner, seed: int = 0) -> None:
+    def __init__(self, runner: PagedRunner, seed: int = 0, engine: Engine | None = None) -> None:
         self.runner = runner
-        self.engine = Engine(runner, threaded=False)
+        self.engine = engine or Engine(runner, threaded=False)
         self._random = np.random.default_rng(seed)
 
-    def prefill(self, tokens: int) -> float:
+    def prefill(self, tokens: int, observer: Observer | None = None) -> float:
         """Seconds until the first token of one prompt."""
         handle = self._submit(tokens, 1)
-        start = time.perf_counter()
-        self._until_drawn([handle])
-        return time.perf_counter() - start
+        with observer or Unobserved():
+            start = time.perf_counter()
+            self._until_drawn([handle], observer)
+            return time.perf_counter() - start
 
-    def decode(self, batch: int, context: int, tokens: int) -> list[StepTime]:
-        """Steps of ``batch`` sequences whose caches hold ``context`` tokens at the first."""
+    def decode(
+        self, batch: int, context: int, tokens: int, observer: Observer | None = None
+    ) -> list[StepTime]:
+        """Steps of ``batch`` sequences whose caches hold ``context`` tokens at the first.
+
+        Before each one that is observed runs one that is not: what the observer does between two
+        steps has put the workers to sleep.
+        """
         chunks = _chunks(batch, context, self.runner.max_num_batched_tokens)
-        handles = [self._submit(context, tokens + chunks + 1) for _ in range(batch)]
+        ahead = 0 if observer is None else 1
+        most = (1 + ahead) * tokens + chunks + 1
+        handles = [self._submit(context, most) for _ in range(batch)]
         self._until_drawn(handles)
-        steps = [self._step(handles) for _ in range(tokens)]
+        steps = []
+        with observer or Unobserved():
+            for _ in range(tokens):
+                for _ in range(ahead):
+                    self._step(handles, None)
+                steps.append(self._step(handles, observer))
         for handle in handles:
             handle.cancel()
         self.engine.step()  # which does what was asked for
@@ -127,20 +168,23 @@ class EngineTimer:
         params = SamplingParams(temperature=TEMPERATURE, max_tokens=tokens, ignore_eos=True, seed=1)
         return self.engine.submit(prompt.tolist(), params)
 
-    def _until_drawn(self, handles: list[RequestHandle]) -> None:
+    def _until_drawn(self, handles: list[RequestHandle], observer: Observer | None = None) -> None:
         requests = [handle.requests[0] for handle in handles]
+        around = (observer or Unobserved()).step
         while not all(request.num_output_tokens for request in requests):
-            self.engine.step()
+            with around():
+                self.engine.step()
             for request in requests:
                 if request.error is not None:
                     raise request.error
 
-    def _step(self, handles: list[RequestHandle]) -> StepTime:
+    def _step(self, handles: list[RequestHandle], observer: Observer | None) -> StepTime:
         requests = [handle.requests[0] for handle in handles]
         before = sum(request.num_output_tokens for request in requests)
-        start = time.perf_counter()
-        self.engine.step()
-        seconds = time.perf_counter() - start
+        with (observer or Unobserved()).step():
+            start = time.perf_counter()
+            self.engine.step()
+            seconds = time.perf_counter() - start
         for request in requests:
             if request.error is not None:
                 raise request.error

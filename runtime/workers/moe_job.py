@@ -25,7 +25,7 @@ from pykernels.cpu.moe.args import moe_args_at
 from pykernels.cpu.moe.call import take_call
 from pykernels.cpu.words import i64
 
-from .ring import LINE, wait_until_at_least, wake
+from .ring import LINE, wait_as, wake
 
 MOE, moe_at = descriptor(
     "moe",
@@ -82,7 +82,7 @@ def make_moe() -> tuple[Any, Any]:
         active = index // args.i_chunks
         packed = moe.barriers + active * LINE
         if args.P > 0:
-            wait_until_at_least(moe.ring, packed, i64(args.pieces, active))
+            wait_as(moe.ring, worker, 0, 0, packed, i64(args.pieces, active))
         status = call_task(args.run_gate_up, moe.args, index, worker)
         arrive(moe.ring, packed + args.A * LINE, args.i_chunks)
         return status
@@ -94,10 +94,10 @@ def make_moe() -> tuple[Any, Any]:
         gated = moe.barriers + A * LINE
         splits_done = gated + (A + chunk) * LINE
         if split > 0:
-            wait_until_at_least(moe.ring, splits_done, split)
+            wait_as(moe.ring, worker, 0, 0, splits_done, split)
         status = 0
         for active in range(A * split // splits, A * (split + 1) // splits):
-            wait_until_at_least(moe.ring, gated + active * LINE, args.i_chunks)
+            wait_as(moe.ring, worker, 0, 0, gated + active * LINE, args.i_chunks)
             status |= call_task(args.run_down, moe.args, chunk * A + active, worker)
         if splits > 1:
             arrive(moe.ring, splits_done, split + 1)

@@ -40,16 +40,20 @@ from pykernels.cpu.intrin.sync import (
 )
 from pykernels.cpu.jit import inlined, kernel
 
+from . import spans
+from .spans import record
+
 LINE = 64
 
 # Fields of the ring, each on its own cache line.
 HEAD, STOP, SLEEPERS, FAILED = 0, 1 * LINE, 2 * LINE, 3 * LINE
 STATUS, FAILED_JOB, FAILED_TASK = FAILED + 8, FAILED + 16, FAILED + 24
 SLOTS, MASK, SPIN_NS, PLACES = 4 * LINE, 4 * LINE + 8, 4 * LINE + 16, 4 * LINE + 24
-DEADLINE, LIMIT_NS = 4 * LINE + 32, 4 * LINE + 40
+DEADLINE, LIMIT_NS, TRACE = 4 * LINE + 32, 4 * LINE + 40, 4 * LINE + 48
 RING_BYTES = 5 * LINE
 """``PLACES`` is the address of one cache line per worker, which holds its current job number;
-``DEADLINE`` is when the flags of the batch in flight must be set, ``LIMIT_NS`` after publishing."""
+``DEADLINE`` is when the flags of the batch in flight must be set, ``LIMIT_NS`` after publishing;
+``TRACE`` the address of the memory that spans are written to (``spans``), or 0."""
 
 LATE = -110
 """Status of a job whose flag was not set in time."""
@@ -89,6 +93,22 @@ def wait_until_at_least(ring, word, value):  # type: ignore[no-untyped-def]
         futex_wait(word, now)
         now = atomic_load(word)
     atomic_add(ring + SLEEPERS, -1)
+
+
+@inlined
+def wait_as(ring, worker, job, number, word, value):  # type: ignore[no-untyped-def]
+    """``wait_until_at_least`` as a worker, traced where the ring is.
+
+    Args:
+        job, number: that it waits for; 0: none of its own.
+    """
+    trace = atomic_load(ring + TRACE)
+    if trace != 0 and atomic_load(word) >= value:
+        trace = 0
+    begin = clock_ns() if trace != 0 else 0
+    wait_until_at_least(ring, word, value)
+    if trace != 0:
+        record(trace, worker, job, number, spans.WAIT, begin, clock_ns())
 
 
 @inlined
@@ -133,9 +153,13 @@ def _poll(ring, job):  # type: ignore[no-untyped-def]
 @inlined
 def _setup(ring, job, number, worker):  # type: ignore[no-untyped-def]
     """Runs a job's setup, then makes its tasks available."""
+    trace, begin = atomic_load(ring + TRACE), clock_ns()
     if atomic_load(job + OPENS) != 0:
         _poll(ring, job)
-    atomic_store(job + SETUP_AT, clock_ns())
+        if trace != 0:
+            record(trace, worker, job, number, spans.WAIT, begin, clock_ns())
+        begin = clock_ns()
+    atomic_store(job + SETUP_AT, begin)
     tasks = atomic_load(job + TASKS)  # of a job without ``setup``
     if atomic_load(job + SETUP) != 0:
         tasks = call_task(atomic_load(job + SETUP), atomic_load(job + RECORD), -1, worker)
@@ -143,6 +167,8 @@ def _setup(ring, job, number, worker):  # type: ignore[no-untyped-def]
             _record_failure(ring, job, -1, tasks)
             tasks = 0
         atomic_store(job + TASKS, tasks)
+        if trace != 0:
+            record(trace, worker, job, number, spans.SETUP, begin, clock_ns())
     atomic_store(job + DONE, 0)
     atomic_store(job + TAKEN, (number << 32) | tasks)
     atomic_store(job + READY, number)
@@ -161,14 +187,14 @@ def _wait_for_setup(ring, job, number, worker):  # type: ignore[no-untyped-def]
         needed = number - atomic_load(after + 8 * i)
         before = atomic_load(slots + 8 * (needed & mask))
         # The worker that completes the last one of them looks at this job next.
-        wait_until_at_least(ring, before + COMPLETED, needed)
+        wait_as(ring, worker, before, needed, before + COMPLETED, needed)
         if atomic_load(ring + STOP) != 0 or atomic_load(job + READY) >= number:
             return
     claimed = atomic_load(job + CLAIMED)
     if claimed < number and atomic_exchange(job + CLAIMED, claimed, number) == claimed:
         _setup(ring, job, number, worker)
     else:
-        wait_until_at_least(ring, job + READY, number)
+        wait_as(ring, worker, job, number, job + READY, number)
 
 
 @kernel("ring")
@@ -181,7 +207,7 @@ def work(ring: int, worker: int, number: int, until: int) -> int:
     place = atomic_load(ring + PLACES) + worker * LINE
     while number < until:
         atomic_store(place, number)
-        wait_until_at_least(ring, ring + HEAD, number)
+        wait_as(ring, worker, 0, 0, ring + HEAD, number)
         if atomic_load(ring + STOP) != 0:
             return number
         job = atomic_load(slots + 8 * (number & mask))
@@ -196,8 +222,12 @@ def work(ring: int, worker: int, number: int, until: int) -> int:
                 continue
             tasks = atomic_load(job + TASKS)
             index = tasks - left
-            run, record = atomic_load(job + RUN), atomic_load(job + RECORD)
-            status = call_task(run, record, index, worker)
+            run, args = atomic_load(job + RUN), atomic_load(job + RECORD)
+            trace = atomic_load(ring + TRACE)
+            begin = clock_ns() if trace != 0 else 0
+            status = call_task(run, args, index, worker)
+            if trace != 0:  # before it counts as done: a step that is over has all its spans
+                record(trace, worker, job, number, index, begin, clock_ns())
             if status != 0:
                 _record_failure(ring, job, index, status)
             if atomic_add(job + DONE, 1) + 1 == tasks:
@@ -237,7 +267,10 @@ def _finish(ring, jobs, count, first, driver_works):  # type: ignore[no-untyped-
     if driver_works:
         work(ring, types.int64(0), first, last + 1)
     job = atomic_load(jobs + 8 * (count - 1))
-    wait_until_at_least(ring, job + COMPLETED, last)
+    if driver_works:
+        wait_as(ring, types.int64(0), job, last, job + COMPLETED, last)
+    else:
+        wait_until_at_least(ring, job + COMPLETED, last)
     return atomic_load(ring + STATUS)
 
 

@@ -24,6 +24,7 @@ from . import ring as words
 from .fork import refuse_in_child
 from .job import Jobs, TaskError
 from .threads import spin_budget, threads_here
+from .trace import WorkerTrace
 
 _SLOTS = 1 << 13
 """Most published jobs that some worker has not passed yet; a step has a few hundred."""
@@ -78,6 +79,7 @@ class WorkerPool:
 
     Attributes:
         workspace: scratch of the layers whose calls run here, one at a time.
+        tracing: what ``trace`` returned while it is on, else None.
 
     Raises:
         PykernelsError: more threads than usable cores, fewer than one, or no whole number; the
@@ -113,6 +115,8 @@ class WorkerPool:
         self._pid = os.getpid()
         self._published: Jobs | None = None  # the last: a worker may still be on its way past it
         self._in_flight: InFlight | None = None
+        self.tracing: WorkerTrace | None = None
+        self._trace: WorkerTrace | None = None  # kept: a worker may still be writing a wait into it
         words.work(self.ring, 0, 1, 1)  # compiled before a thread waits for it
         self._threads = [
             threading.Thread(
@@ -150,6 +154,14 @@ class WorkerPool:
     def limit_steps(self, seconds: float) -> None:
         """How long from now on a batch of jobs waits for the flags of another device."""
         self._ring[words.LIMIT_NS // 8] = int(seconds * 1e9)
+
+    def trace(self, on: bool) -> WorkerTrace | None:
+        """From now on the workers write down what they do when; or no more."""
+        if on and self._trace is None:
+            self._trace = WorkerTrace(self.threads)
+        self.tracing = self._trace if on else None
+        self._ring[words.TRACE // 8] = self.tracing.address if self.tracing else 0
+        return self.tracing
 
     def run(self, jobs: Jobs) -> None:
         """Publishes jobs and returns when the last one is complete.
@@ -226,7 +238,7 @@ class WorkerPool:
         self._in_flight = None
 
     def _quiesce(self, jobs: Jobs) -> None:
-        """Before other jobs are published: waits until no worker reads the last ones any more."""
+        """Before jobs are published: waits until no worker reads others any more."""
         if jobs.count > _SLOTS:
             raise PykernelsError(
                 f"{jobs.count} jobs at once", f"The workers' ring has room for {_SLOTS}"
@@ -235,6 +247,8 @@ class WorkerPool:
             words.quiesce(self.ring, 1 if self.driver_works else 0, self.threads)
             jobs.belong_to(self.lock)
             self._published = jobs
+        if self.tracing is not None:
+            self.tracing.published(jobs)
 
     def _failure(self, jobs: Jobs, status: int) -> TaskError:
         at, task = self._word[words.FAILED_JOB // 8], self._word[words.FAILED_TASK // 8]

@@ -9,6 +9,7 @@ lives allow it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from time import monotonic_ns
 
 import torch
 
@@ -17,6 +18,7 @@ from pykernels.errors import PykernelsError
 from ...analysis import dependencies
 from ...partition import partition
 from ...program import Node, Program
+from ...tracing import active
 from ...weights import WeightStore
 from ...workers.pool import WorkerPool
 from ..cpu.step import CpuExecutable
@@ -124,7 +126,9 @@ class RefExecutable:
 
     def _run(self) -> None:
         for node in self._parts[HERE].nodes:
+            begin = monotonic_ns()
             self.execute(node)
+            active.node(HERE, node.name, begin, monotonic_ns())
 
     def _refuse(self, pool: WorkerPool | None) -> None:
         for device, part in self._parts.items():

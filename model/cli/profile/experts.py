@@ -1,4 +1,4 @@
-"""`pykernels profile`: what a model does with text."""
+"""`pykernels profile experts`: which experts a text takes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,10 @@ import typer
 
 from pykernels.errors import PykernelsError
 
-from .common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from .session import Device, Model, Rules
-
-app = typer.Typer(help="Count what a model does with text.", no_args_is_help=True)
+from ..common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from ..session import Device, Model, Rules
 
 
-@app.callback()
-def group() -> None:
-    """Count what a model does with text."""
-
-
-@app.command("experts")
 @command
 def experts(
     texts: Annotated[list[Path], typer.Argument(metavar="TEXT...", help="Files of UTF-8 text.")],
@@ -43,9 +35,9 @@ def experts(
     chosen = prepare_threads(threads)
     from rich.progress import Progress
 
-    from .. import EMBEDDED, from_pretrained, load_tokenizer
-    from ..pinning import plot as plots
-    from ..pinning import profile
+    from ... import EMBEDDED, from_pretrained, load_tokenizer
+    from ...pinning import plot as plots
+    from ...pinning import profile
 
     path, console = model or EMBEDDED, err()
     ids = load_tokenizer(path)(text)["input_ids"]

@@ -1,0 +1,201 @@
+"""`pykernels profile step`: what a step's time goes to, as a trace, a picture and figures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pykernels.errors import PykernelsError
+from pykernels.registry import requested
+
+from ..common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from ..session import Defer, Device, Experts, KvDtype, Model, Rules
+
+if TYPE_CHECKING:
+    from runtime.tracing.usage import Usage
+
+    from ...step_profile import Recorded
+
+ARCHS = "qwen3-30b|mixtral-8x7b|deepseek-v2-lite|deepseek-v3"
+SHOWN = 12
+"""Rows of the table of ops."""
+
+
+def _count(help: str) -> typer.models.OptionInfo:
+    return typer.Option(min=1, metavar="N", help=help)
+
+
+@command
+def step(
+    model: Model = None,
+    arch: Annotated[
+        str | None, typer.Option(metavar=ARCHS, help="Random weights of that shape instead.")
+    ] = None,
+    layers: Annotated[int | None, _count("Of --arch: so many of its layers.")] = None,
+    format: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of --arch: weight format:", show_default="q4_k"),
+    ] = None,
+    steps: Annotated[int, _count("Decode steps that are recorded.")] = 5,
+    prefill: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Record a prompt of N tokens too.")
+    ] = 0,
+    batch: Annotated[int, _count("Sequences at once.")] = 1,
+    context: Annotated[int, _count("Tokens in each one's cache before.")] = 256,
+    write: Annotated[
+        Path,
+        typer.Option(
+            "--out", metavar="FILE", help="The trace, for ui.perfetto.dev: .json or .json.gz."
+        ),
+    ] = Path("step.json"),
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The picture.", show_default="the trace's, as .png"),
+    ] = None,
+    rules: Rules = None,
+    device: Device = "cpu",
+    experts: Experts = "auto",
+    defer: Defer = "off",
+    kv_dtype: KvDtype = "bf16",
+    threads: Threads = None,
+    kernel: Kernel = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The figures as one JSON object on stdout.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Record some steps: what each worker, stream and copy does when, and how busy they are."""
+    _check(model, arch, layers, format, rules, device, experts)
+    picture = plot or Path(str(write).removesuffix(".gz")).with_suffix(".png")
+    for file in (write, picture):
+        _check_writable(file)
+    chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
+    with err().status("loading, compiling, recording …", spinner_style="dim"):
+        from runtime.profiling.engine_speed import Load
+        from runtime.tracing.perfetto import write_trace
+        from runtime.tracing.plot import draw
+        from runtime.tracing.usage import usage
+
+        from ...step_profile import Subject, profile_steps
+
+        subject = Subject(
+            path=model,
+            arch=arch,
+            layers=layers,
+            fmt=format or "q4_k",
+            rules=rules,
+            device=device,
+            experts=experts,
+            defer=defer,
+            kv_dtype=kv_dtype,
+            threads=chosen_threads,
+            kernel=chosen_kernel,
+        )
+        recorded = profile_steps(subject, Load(prefill, steps, batch, context))
+        write_trace(recorded.timeline, write)
+        draw(recorded.timeline, picture)
+    found = [usage(recorded.timeline, kind) for kind in ("prefill", "decode")]
+    kinds = [each for each in found if each is not None]
+    if as_json:
+        figures = {each.kind: asdict(each) for each in kinds}
+        print(json.dumps({"title": recorded.timeline.title, **figures}))
+    else:
+        _show(recorded, kinds)
+    for file in (write, picture):
+        err().print(f"wrote {file}", style="dim", markup=False)
+
+
+def _check(
+    model: Path | None,
+    arch: str | None,
+    layers: int | None,
+    format: str | None,
+    rules: Path | None,
+    device: str,
+    experts: str,
+) -> None:
+    """Raises PykernelsError for options that contradict each other."""
+    if arch is not None:
+        for name, value in (("--model", model), ("--rules", rules)):
+            if value is not None:
+                raise PykernelsError(f"{name} and --arch are both given", "Leave one of them out")
+    for name, given in (("--layers", layers), ("--format", format)):
+        if arch is None and given is not None:
+            raise PykernelsError(
+                f"{name} is for random weights; a checkpoint has its own", "Add --arch qwen3-30b"
+            )
+    if device.startswith("cuda"):
+        from runtime.devices.cuda.runner import check_device
+
+        check_device(device)
+    elif experts != "auto":
+        raise PykernelsError(f"--experts {experts} without a GPU", "Add --device cuda:0")
+
+
+def _check_writable(file: Path) -> None:
+    """Before minutes are spent: whether the file's folder is there."""
+    if not file.parent.is_dir():
+        raise PykernelsError(f"{file.parent} is no folder", "Make it, or give another --out")
+
+
+def _show(recorded: Recorded, kinds: list[Usage]) -> None:
+    from rich.table import Table
+
+    console = out()
+    console.print(recorded.timeline.title, style="bold", markup=False)
+    table = Table(box=None, pad_edge=False)
+    table.add_column("share of the time", style="cyan", no_wrap=True)
+    for each in kinds:
+        table.add_column(each.kind, justify="right")
+    rows: dict[str, list[str]] = {}
+    for each in kinds:
+        found = {
+            "steps": f"{each.steps}",
+            "ms a step, mean": f"{each.us / 1e3:.3f}",
+            "a CPU worker computes": f"{each.cpu:.1%}",
+            "mean of all workers": f"{each.workers:.1%}",
+            **{f"{device} computes": f"{share:.1%}" for device, share in each.streams.items()},
+            "both": f"{each.both:.1%}",
+            "neither": f"{each.neither:.1%}",
+            "copies between devices": f"{each.copies:.1%}",
+            "engine's Python": f"{each.engine:.1%}",
+        }
+        if not each.streams:
+            found = {k: v for k, v in found.items() if k not in ("both", "copies between devices")}
+        for name, text in found.items():
+            rows.setdefault(name, []).append(text)
+    for name, texts in rows.items():
+        table.add_row(name, *texts)
+    console.print(table)
+    for each in kinds:
+        _show_ops(each)
+        if each.kind == "decode":
+            console.print(
+                f"median of a recorded step: {each.median_us:.0f} µs, of one that is not recorded:"
+                f" {recorded.untraced_us:.0f} µs",
+                style="dim",
+            )
+
+
+def _show_ops(used: Usage) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"op, {used.kind}", style="cyan", no_wrap=True)
+    for name in ("on", "µs a step", "share", "summed over lanes", "tasks"):
+        table.add_column(name, justify="right")
+    for op in used.ops[:SHOWN]:
+        table.add_row(
+            op.op,
+            op.where,
+            f"{op.us:.0f}",
+            f"{op.us / used.us:.1%}",
+            f"{op.lane_us:.0f}",
+            f"{op.spans:.0f}",
+        )
+    out().print()
+    out().print(table)

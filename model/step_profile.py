@@ -1,0 +1,201 @@
+"""What `pykernels profile step` records: an engine over a checkpoint, or over random weights of a
+well-known shape, and a few of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pykernels.errors import PykernelsError
+from pykernels.registry import resolve
+from pykernels.target import detect
+from runtime.devices.cpu.runner import CpuRunner
+from runtime.devices.ref.runner import RefRunner
+from runtime.devices.runner import PagedRunner, Pass
+from runtime.kv_cache.layout import PAGE, Pages
+from runtime.matrix import packer
+from runtime.passes import defer as defer_pass
+from runtime.profiling.engine_speed import EngineTimer, Load
+from runtime.tracing.recorder import Recorder
+from runtime.tracing.timeline import Timeline
+from runtime.workers.pool import WorkerPool
+
+from . import EMBEDDED
+from .architectures.named import make_config
+from .architectures.random_model import check_memory, random_decoder
+from .checkpoint.config import read_config
+from .llm import DEVICES, _deferred, load_engine
+
+WARM_STEPS = 8
+"""Decode steps before those that are recorded: they compile, and say what tracing costs."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What runs, and where.
+
+    Attributes:
+        path: a checkpoint; None: the embedded one, or ``arch``.
+        arch: a name of ``architectures.named``: random weights in ``fmt``, ``layers`` of its
+            layers (None: all).
+        others: as in ``load_engine``.
+    """
+
+    path: Path | None = None
+    arch: str | None = None
+    layers: int | None = None
+    fmt: str = "q4_k"
+    rules: Any = None
+    device: str = "cpu"
+    experts: str = "auto"
+    defer: int | str = "off"
+    kv_dtype: str = "bf16"
+    threads: int | None = None
+    kernel: str = "auto"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A profile.
+
+    Attributes:
+        timeline: the steps that were recorded.
+        untraced_us: the median of decode steps that were not.
+    """
+
+    timeline: Timeline
+    untraced_us: float
+
+
+def profile_steps(subject: Subject, load: Load) -> Recorded:
+    """Runs warm steps, then records a prompt (if ``load.prompt``) and ``load.tokens`` decode steps.
+
+    Raises:
+        PykernelsError: what ``load_engine`` raises; more positions than the model has; a step of
+            more tasks than can be traced.
+    """
+    with _opened(subject, load) as (timer, title):
+        if load.prompt:
+            timer.prefill(load.prompt)
+        timer.decode(load.batch, min(load.context, 64), 2)
+        warm = timer.decode(load.batch, load.context, WARM_STEPS)
+        recorder = Recorder(timer.runner, title)
+        if load.prompt:
+            timer.prefill(load.prompt, recorder)
+        timer.decode(load.batch, load.context, load.tokens, recorder)
+        untraced = 1e6 * median(step.seconds for step in warm)
+        return Recorded(recorder.timeline(), untraced)
+
+
+@contextmanager
+def _opened(subject: Subject, load: Load) -> Iterator[tuple[EngineTimer, str]]:
+    """An engine with room for the load, driven by this thread; and what it is, in words."""
+    budget = max(512, load.batch)
+    room = replace(load, tokens=max(2 * load.tokens, WARM_STEPS))  # one ahead of each recorded
+    positions, pages = room.positions(budget), room.pages(budget)
+    if subject.arch is not None:
+        with _random(subject, positions, pages, budget, load.batch) as timer:
+            layers = len(timer.runner.model.layers)  # type: ignore[attr-defined]
+            yield timer, _title(f"{subject.arch}, {layers} layers, {subject.fmt}", subject, timer)
+        return
+    path = subject.path or EMBEDDED
+    name = "the embedded model" if path == EMBEDDED else path.resolve().name
+    _check_positions(name, positions, read_config(path).max_position_embeddings)
+    with load_engine(
+        path,
+        rules=subject.rules,
+        threads=subject.threads,
+        kernel=subject.kernel,
+        defer=subject.defer,
+        device=subject.device,
+        experts=subject.experts,
+        max_model_len=positions,
+        max_num_seqs=load.batch,
+        max_num_batched_tokens=budget,
+        kv_tokens=pages * PAGE,
+        kv_dtype=subject.kv_dtype,
+    ) as llm:
+        llm.engine.threaded = False  # it has had no request yet, so it has no thread
+        timer = EngineTimer(llm.runner, engine=llm.engine)
+        yield timer, _title(name, subject, timer)
+
+
+@contextmanager
+def _random(
+    subject: Subject, positions: int, pages: int, budget: int, batch: int
+) -> Iterator[EngineTimer]:
+    """The same with random weights."""
+    device, fmt, kernel = subject.device, subject.fmt, subject.kernel
+    assert subject.arch is not None
+    if device not in DEVICES and not device.startswith("cuda"):
+        raise PykernelsError(f"no device {device!r}", f"Use {', '.join(DEVICES)} or cuda:0")
+    resolve(kernel, fmt, detect())
+    Pages(0, subject.kv_dtype)  # refused before weights are filled
+    config = make_config(subject.arch, num_hidden_layers=subject.layers)
+    _check_positions(subject.arch, positions, config.max_position_embeddings)
+    check_memory(subject.arch, config, fmt)
+    deferred = _deferred(subject.defer)
+    passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
+    with WorkerPool(subject.threads) as pool:
+        decoder = random_decoder(config, fmt, packer(pool), kernel)
+        decoder = replace(decoder, kv_dtype=subject.kv_dtype)
+        sizes = positions, pages, budget, batch
+        runner = _runner(subject, decoder, pool, sizes, passes)
+        runner.load()
+        timer = EngineTimer(runner)
+        try:
+            yield timer
+        finally:
+            timer.close()
+
+
+def _check_positions(name: str, positions: int, most: int) -> None:
+    if positions > most:
+        raise PykernelsError(
+            f"a sequence of {positions} tokens; {name} has {most} positions",
+            "Give a smaller --context, --prefill or --steps",
+        )
+
+
+def _runner(
+    subject: Subject,
+    decoder: Any,
+    pool: WorkerPool,
+    sizes: tuple[int, int, int, int],
+    passes: Sequence[Pass],
+) -> PagedRunner:
+    if subject.device == "cpu":
+        return CpuRunner(decoder, pool, *sizes, subject.kernel, passes)
+    if subject.device == "ref":
+        return RefRunner(decoder, *sizes, passes, pool)
+    from runtime.devices.cuda.runner import CudaRunner
+
+    return CudaRunner(
+        decoder,
+        subject.device,
+        pool,
+        *sizes,
+        subject.kernel,
+        passes,
+        experts=subject.experts,
+        auto_defer=subject.defer == "auto",
+    )
+
+
+def _title(name: str, subject: Subject, timer: EngineTimer) -> str:
+    """What is profiled, for the picture and the trace."""
+    pool = timer.runner.pool
+    threads = "" if pool is None else f", {pool.threads} worker{'s' * (pool.threads > 1)}"
+    where = subject.device
+    placement = getattr(timer.runner, "placement", None)  # beside a GPU
+    if placement is not None:
+        where += f", experts on the {'CPU' if placement.experts == 'cpu' else 'GPU'}"
+    off = subject.defer in ("off", "0", 0)
+    count = getattr(timer.runner, "deferred", 0) if subject.defer == "auto" else subject.defer
+    deferred = "" if off else f", experts deferred: {count}"
+    return f"{name} on {where}{threads}{deferred}"

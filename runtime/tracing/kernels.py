@@ -1,0 +1,105 @@
+"""Which node a kernel of the GPU belongs to.
+
+A trace has kernels' names only. The module that defines a kernel says which ops launch it, and a
+stream runs a program's nodes in their order, so each kernel belongs to the node before it if that
+one's op may launch it, else to the next node whose op may. Between neighbours that launch the same
+kernels the next one begins where the kernel comes again that the one before began with.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..node import Node
+from .gpu import idle
+from .timeline import COPY, STREAM, Span, op_of
+
+OPS_OF = {
+    "attention": ("attention", "attention_expanded"),
+    "embedding": ("embed",),
+    "gemm": ("linear", "moe_ffn"),
+    "handshake": ("rms_norm",),
+    "handshake._copy_rows": ("submit", "wait"),
+    "moe.router": ("router",),
+    "moe.router_logits": ("linear", "router"),
+    "moe": ("moe_ffn",),
+    "activation": ("moe_ffn",),
+    "norm": ("rms_norm",),
+    "per_head_linear": ("per_head_linear",),
+    "quantize": ("linear", "moe_ffn"),
+    "rope": ("rope_table",),
+    "rope_cache_write": ("mla_rope_cache_write", "gqa_rope_cache_write"),
+    "sampling": ("sample_requests",),
+    "sampling_kernels": ("sample_requests",),
+}
+"""Which ops launch the kernels of a module of ``pykernels.gpu``, or of a folder of modules; or one
+of its kernels."""
+
+TORCH = "torch"
+"""The op of kernels that are not ours: torch's copies and conversions between ours."""
+
+LOOKAHEAD = 40
+"""Nodes: about two layers. A node farther away is not the next one."""
+
+_PACKAGE = "pykernels.gpu."
+
+
+def launched_by() -> Mapping[str, frozenset[str]]:
+    """By name of a kernel, the ops that launch it; of all modules that are loaded."""
+    found: dict[str, set[str]] = {}
+    for module in [m for name, m in sys.modules.items() if name.startswith(_PACKAGE)]:
+        for kernel in vars(module).values():
+            function: Any = getattr(kernel, "fn", None)  # of Triton's and Gluon's decorators
+            home = getattr(function, "__module__", None) or ""
+            if home.startswith(_PACKAGE) and (ops := ops_of(f"{home}.{function.__name__}")):
+                found.setdefault(function.__name__, set()).update(ops)
+    return {name: frozenset(ops) for name, ops in found.items()}
+
+
+def ops_of(kernel: str) -> tuple[str, ...]:
+    """The ops that launch a kernel of a module, by the longest name in ``OPS_OF``."""
+    name = kernel.removeprefix(_PACKAGE)
+    while name and name not in OPS_OF:
+        name = name.rpartition(".")[0]
+    return OPS_OF.get(name, ())
+
+
+def assigned(spans: Sequence[Span], nodes: Sequence[Node]) -> list[Span]:
+    """The spans of one GPU, their ops and layers those of a program's nodes there, and its gaps.
+    What a channel's ends launch (``partition``) are copies.
+
+    Args:
+        spans: in order of time, of one step or of several; the op of a kernel is its name.
+        nodes: those of one step; behind the last one comes the first one again.
+    """
+    known = launched_by()
+    found: list[Span] = []
+    at, first = 0, ""
+    for span in spans:
+        if span.lane.kind != STREAM or span.op == COPY:
+            found.append(span)
+            continue
+        launching = known.get(span.name)
+        if launching is None:
+            found.append(replace(span, op=TORCH, layer=_layer(nodes, at)))
+            continue
+        ahead = [(at + i) % len(nodes) for i in range(min(LOOKAHEAD, len(nodes)))]
+        if span.name == first and len(ahead) > 1 and nodes[ahead[1]].op in launching:
+            ahead = ahead[1:]
+        nearest = next((i for i in ahead if nodes[i].op in launching), None)
+        if nearest is None:
+            found.append(replace(span, op=min(launching), layer=_layer(nodes, at)))
+            continue
+        if nearest != at or not first:
+            at, first = nearest, span.name
+        node = nodes[at]
+        op = COPY if node.op in ("submit", "wait") else op_of(node)
+        found.append(replace(span, op=op, layer=node.layer, detail=node.name))
+    return [*found, *idle(found)]
+
+
+def _layer(nodes: Sequence[Node], at: int) -> int | None:
+    return nodes[at].layer if at < len(nodes) else None
