@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,8 +20,7 @@ from bench.peers.client import PeerMissing
 from bench.peers.llama_bench import CPU_ONLY, Offload
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime
 
-from .ours import Ours, Shape
-from .places import Place
+from .ours import Shape
 
 SECONDS = 1800.0
 """Of transformers' process, at most."""
@@ -55,22 +54,22 @@ class Player(Protocol):
 
 
 class Engines:
-    """Ours in one place: an engine for each batch size, whose steps are kept.
+    """Ours in one way: an engine for each batch size, whose steps are kept.
+
+    Args:
+        make: an engine with room for a load.
 
     Raises:
         PykernelsError: what such an engine needs is not there.
     """
 
-    def __init__(
-        self, ours: Ours, cases: Sequence[Case], kernel: str, place: Place | None = None
-    ) -> None:
-        options = {} if place is None else place.options
+    def __init__(self, make: Callable[[Load], EngineTimer], cases: Sequence[Case]) -> None:
         self.prompts: dict[Case, list[float]] = {}
         self.steps: dict[Case, list[StepTime]] = {}
         self._timers: dict[int, EngineTimer] = {}
         for batch in dict.fromkeys(case.batch for case in cases):
             load = load_of([case for case in cases if case.batch == batch])
-            self._timers[batch] = timer = ours.timer(load, kernel, **options)
+            self._timers[batch] = timer = make(load)
             timer.prefill(min(load.prompt, 64))
             timer.decode(batch, 8, 2)
 

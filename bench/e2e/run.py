@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from bench.harness.machine import Machine, describe_both, describe_cpu
+from bench.harness.machine import describe_machine
 from bench.harness.quiet import LIMIT, Watch
 from bench.harness.rows import reason
 from bench.peers.client import PeerMissing
@@ -46,7 +46,8 @@ class E2ERun:
 
     def rows(self) -> Iterator[list[Row]]:
         """Those of each model and format."""
-        self._machine, self._start = self._describe(), time.monotonic()
+        self._machine = describe_machine(self.target, self.settings.device)
+        self._start = time.monotonic()
         for arch in self.settings.archs:
             for fmt in self.settings.formats:
                 name = f"{arch} {fmt}"
@@ -80,10 +81,6 @@ class E2ERun:
     @property
     def _offloads(self) -> Sequence[Offload]:
         return (CPU_ONLY,) if self.settings.device == "cpu" else ON_THE_GPU
-
-    def _describe(self) -> Machine:
-        device = self.settings.device
-        return describe_cpu(self.target) if device == "cpu" else describe_both(self.target, device)
 
     def _model(self, arch: str, fmt: str) -> list[Row]:
         """The rows of one, a failure of ours as rows that say so."""
@@ -158,7 +155,8 @@ class E2ERun:
             for place in places(s.device):
                 self.step(f"{arch} {fmt}: {place.name or 'compiling'}", self._done, self._all)
                 try:
-                    engines[place.name] = Engines(ours, s.cases, s.kernel, place)
+                    make = partial(ours.timer, kernel=s.kernel, **place.options)
+                    engines[place.name] = Engines(make, s.cases)
                 except PykernelsError as error:
                     failed[place.name] = reason(error)
             mine, theirs, roof_gbps = self._turns(f"{arch} {fmt}", engines, players, whys)

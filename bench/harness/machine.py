@@ -116,8 +116,10 @@ def check_gpu(name: str) -> torch.device:
     return device
 
 
-def describe_both(target: Target, device: str) -> Machine:
-    """A CPU beside a GPU."""
+def describe_machine(target: Target, device: str) -> Machine:
+    """The CPU; where ``device`` is no "cpu", beside that GPU."""
+    if device == "cpu":
+        return describe_cpu(target)
     import torch
 
     cpu, gpu = describe_cpu(target), describe_gpu(torch.device(device))
