@@ -25,7 +25,7 @@ from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.ref.runner import RefRunner
 from runtime.devices.runner import PagedRunner, Pass
 from runtime.engine import Engine, EngineConfig, RequestHandle, Result, SamplingParams
-from runtime.engine.config import check_whole
+from runtime.engine.config import STEP_TOKENS, check_whole
 from runtime.kv_cache.layout import Pages
 from runtime.machine.topology import Topology
 from runtime.matrix import packer
@@ -94,6 +94,13 @@ class LLM:
         detokenizer = None if tokenizer is None else partial(Detokenizer, tokenizer)
         self.engine = Engine(runner, eos_token_ids=eos, detokenizer=detokenizer, config=engine)
 
+    @property
+    def longest(self) -> int:
+        """Most tokens of a prompt and its output: what the context and the KV cache hold."""
+        # The last token is drawn but never computed: it needs no place in the cache.
+        places = self.runner.num_pages * self.runner.page_size + 1
+        return min(self.runner.max_model_len, places)
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text that is to be continued, see ``text.prompt.encode``; ids stay."""
         if not isinstance(prompt, str):
@@ -147,9 +154,7 @@ class LLM:
     ) -> tuple[list[int], SamplingParams]:
         ids = self.encode(prompt)
         if params is None:
-            places = self.runner.num_pages * self.runner.page_size + 1
-            limit = min(self.runner.max_model_len, places)
-            return ids, self.settings.params(len(ids), limit, **settings)
+            return ids, self.settings.params(len(ids), self.longest, **settings)
         if settings:
             raise PykernelsError(
                 f"params and {', '.join(settings)} were given", "Give one or the other"
@@ -237,6 +242,7 @@ def load_engine(
     positions = config.max_position_embeddings
     if chosen.max_model_len is not None:
         check_whole("max_model_len", chosen.max_model_len, 1, positions)
+    budget = chosen.max_num_batched_tokens or STEP_TOKENS
     longest = chosen.max_model_len or min(max(CONTEXT, at_least), positions)
     with open_weights(folder, config, rules, kernel, chosen.kv_dtype) as weights:
         model = weights.model
@@ -246,7 +252,6 @@ def load_engine(
         if device == "cpu":  # first, because a second process compiles in parallel
             heads = head_sizes(model, chosen.kv_dtype)
             check_heads(heads)
-            budget = chosen.max_num_batched_tokens
             precompile.begin(heads, expansions(model, chosen.kv_dtype, budget))
         token, placement = cache_token_bytes(model, chosen.kv_dtype), Placement()
         needed, smaller = weights.needed(placement), weights.smaller(placement)
@@ -267,7 +272,7 @@ def load_engine(
         pool = WorkerPool(threads)
         try:
             passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
-            sizes = longest, pages, chosen.max_num_batched_tokens, chosen.max_num_seqs
+            sizes = longest, pages, budget, chosen.max_num_seqs
             logits = chosen.max_num_logits
             runner: PagedRunner
             with reporting(progress) as report:
@@ -280,8 +285,9 @@ def load_engine(
                     from runtime.devices.cuda.runner import CudaRunner
 
                     experts = "cpu" if placement.experts == "cpu" else "gpu"
+                    given = longest, pages, chosen.max_num_batched_tokens, chosen.max_num_seqs
                     runner = CudaRunner(
-                        decoder, device, pool, *sizes, kernel, passes, logits, experts, auto_defer
+                        decoder, device, pool, *given, kernel, passes, logits, experts, auto_defer
                     )
                 runner.load()
             with compiling(progress):

@@ -85,6 +85,10 @@ class WeightStore:
             self._made[key] = layout(spec, self, device)
         return self._made[key]
 
+    def is_made(self, spec: WeightSpec, device: torch.device) -> bool:
+        """Whether a weight lies on a device already, in some layout."""
+        return any(key[:2] == (spec.name, str(device)) for key in self._made)
+
     def load(self, program: Program, layout_of: LayoutOf) -> None:
         """Makes all that a program needs: first what is outside the layers, since the head takes
         twice its memory for a moment, then layer by layer."""

@@ -20,6 +20,7 @@ from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.runner import PagedRunner
+from runtime.engine.config import STEP_TOKENS
 from runtime.kv_cache.layout import Pages
 from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
@@ -133,7 +134,7 @@ class Ours:
         self,
         load: Load,
         kernel: str,
-        max_num_batched_tokens: int = 512,
+        max_num_batched_tokens: int | None = None,
         device: str = "cpu",
         expert_device: str = "auto",
         defer: str = "off",
@@ -142,28 +143,30 @@ class Ours:
 
         Args:
             device, expert_device, defer: ``device``, ``experts`` and ``defer`` of ``load_engine``.
-            max_num_batched_tokens: of a step.
+            max_num_batched_tokens: of a step; None: as ``EngineConfig`` has it.
 
         Raises:
             PykernelsError: more positions than the model has, or no memory for the cache.
         """
-        max_num_batched_tokens = max(max_num_batched_tokens, load.batch)
-        if (positions := load.positions(max_num_batched_tokens)) > self.max_model_len:
+        budget = max(max_num_batched_tokens or STEP_TOKENS, load.batch)
+        if (positions := load.positions(budget)) > self.max_model_len:
             raise PykernelsError(
                 f"a sequence of {positions} tokens; {self.name} has {self.max_model_len} positions",
                 "Give a smaller --context, --prompt or --tokens",
             )
-        sizes = positions, load.pages(max_num_batched_tokens), max_num_batched_tokens, load.batch
+        pages = load.pages(budget)
         passes = [partial(defer_pass, N=int(defer))] if defer.isdecimal() else []
         runner: PagedRunner
         if device == "cpu":
+            sizes = positions, pages, budget, load.batch
             runner = CpuRunner(self.decoder, self.pool, *sizes, kernel, passes)
         else:
             from runtime.devices.cuda.runner import CudaRunner
 
-            auto = defer == "auto"
+            auto, given = defer == "auto", max_num_batched_tokens and budget
+            at_most = positions, pages, given, load.batch
             runner = CudaRunner(
-                self.decoder, device, self.pool, *sizes, kernel, passes, None, expert_device, auto
+                self.decoder, device, self.pool, *at_most, kernel, passes, None, expert_device, auto
             )
         start = time.perf_counter()
         runner.load()
@@ -204,7 +207,7 @@ def measure(
             prompts.append(timer.prefill(load.prompt))
             steps += timer.decode(load.batch, load.context, load.tokens)
         roofs.append(roof(threads))
-        program = timer.runner.steps[0].program
+        program = timer.runner.decode_steps[0].program
         found = decode_speed(steps, program, load.batch, ours.layers, mean(roofs))
         return {
             "prefill_tok_s": round(load.prompt / median(prompts), 2),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import Annotated
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from pykernels.errors import PykernelsError
 
-from .common import Debug, Kernel, Numa, Threads, command, err, note
+from .common import Debug, Kernel, Numa, Threads, command, err, note, read_key
+from .http.remote import Remote
 from .session import (
     Defer,
     Device,
@@ -32,11 +35,18 @@ from .session import (
     summary,
 )
 
+LOADING = (
+    *("model", "rules", "device", "dtype", "threads", "kernel", "numa", "eager", "defer"),
+    *("kv_dtype", "experts", "gpu_experts"),
+)
+"""Options that say how a model is loaded."""
+
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
 @command
 def chat(
+    context: typer.Context,
     model: Model = None,
     rules: Rules = None,
     device: Device = "cpu",
@@ -55,10 +65,31 @@ def chat(
     experts: Experts = "auto",
     gpu_experts: GpuExperts = None,
     system: Annotated[str, typer.Option(help="System message, put before the conversation.")] = "",
+    url: Annotated[
+        str | None,
+        typer.Option(help="A server to talk with, which has its own model: see serve."),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its first line is the server's key.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Talk with the model, turn by turn; /reset forgets, /exit or Ctrl-D leaves."""
     check_stdin()
+    sampling: dict[str, Any] = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+    }
+    if url is not None:
+        _refuse_with_url(context)
+        remote = Remote(url, read_key(api_key_file), {**sampling, "max_tokens": max_new_tokens})
+        name = remote.model()
+        _talk(lambda messages: remote.write(name, messages), system)
+        return
+    if api_key_file is not None:
+        raise PykernelsError("--api-key-file is for a server", "Add --url")
     session = Session(
         model,
         rules,
@@ -73,14 +104,33 @@ def chat(
         gpu_experts=gpu_experts,
         experts=experts,
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
+        **sampling,
     )
+
+    def answer(messages: list[dict[str, str]]) -> tuple[str, str]:
+        text, stats = session.write(session.encode_chat(messages))
+        return text, summary(stats, None)
 
     if not getattr(session.tokenizer, "chat_template", None):
         note("this model was not trained to chat: it goes on from a plain transcript")
+    _talk(answer, system)
+
+
+def _refuse_with_url(context: typer.Context) -> None:
+    """Raises PykernelsError for an option of a model that the server has loaded already."""
+    for name in LOADING:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = "--" + name.replace("_", "-")
+            raise PykernelsError(f"{option} is for a model of this process", "Leave out --url")
+
+
+def _talk(answer: Callable[[list[dict[str, str]]], tuple[str, str]], system: str) -> None:
+    """Asks, and has answers written.
+
+    Args:
+        answer: writes one to a conversation; returns it with its figures.
+    """
     note(COMMANDS)
     first = [{"role": "system", "content": system}] if system else []
     messages = list(first)
@@ -95,15 +145,15 @@ def chat(
             continue
         turn = [*messages, {"role": "user", "content": line}]
         try:
-            answer, stats = session.write(session.encode_chat(turn))
+            text, figures = answer(turn)
         except KeyboardInterrupt:
             note("stopped; this turn is forgotten")
             continue
         except PykernelsError as error:  # a full context, for one: the conversation goes on
             err().print(f"error: {error}", markup=False)
             continue
-        messages = [*turn, {"role": "assistant", "content": answer}]
-        err().print(summary(stats, None), style="dim", markup=False)
+        messages = [*turn, {"role": "assistant", "content": text}]
+        err().print(figures, style="dim", markup=False)
 
 
 def _ask() -> str | None:

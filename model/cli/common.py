@@ -14,6 +14,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, ParamSpec
 
 import typer
@@ -190,3 +191,16 @@ def prepare_threads(threads: int | None) -> int | None:
     }.items():
         os.environ.setdefault(name, value)
     return chosen
+
+
+def read_key(file: Path | None) -> str | None:
+    """The key of an API in a file's first line; None without a file."""
+    if file is None:
+        return None
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PykernelsError(f"{file} cannot be read: {error}", "Give a file with a key") from error
+    if not lines or not lines[0].strip():
+        raise PykernelsError(f"the first line of {file} is empty", "Write the key there")
+    return lines[0].strip()

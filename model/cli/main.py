@@ -1,4 +1,4 @@
-"""The command line, `pykernels`: generate, chat, convert, doctor, inspect, calibrate, eval ..."""
+"""The command line, `pykernels`: generate, chat, serve, convert, doctor, inspect ..."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pykernels import __version__
 from . import calibrate, chat, convert, doctor, evaluate, generate, inspect, profile, upcycle
 from .common import Debug, State, out
 from .formats import ListsFormats
+from .http import serve
 
 app = typer.Typer(
     name="pykernels",
@@ -26,6 +27,7 @@ app = typer.Typer(
 
 app.command("generate")(generate.generate)
 app.command("chat")(chat.chat)
+app.command("serve")(serve.serve)
 app.command("convert", cls=ListsFormats)(convert.convert)
 app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)

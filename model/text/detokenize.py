@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
 """The bytes that byte-level tokenizers write as letters (GPT-2's)."""
+_SENTENCEPIECE_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 """A byte of a sentencepiece vocabulary."""
 
@@ -30,17 +32,24 @@ class Detokenizer:
     The pieces joined are the tokenizer's decoding of all ids, special tokens skipped; but for bytes
     that are no UTF-8 in a sentencepiece vocabulary, where the tokenizer replaces the whole run of
     bytes, characters that are complete too.
+
+    Args:
+        keep: special tokens that are written nevertheless, as they stand in the vocabulary: the
+            markers that a parser looks for.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, keep: Collection[str] = ()) -> None:
         self.tokenizer = tokenizer
         self._facts = _facts_of(tokenizer)
+        self._kept = self._facts.ids_of(frozenset(keep)) if keep else {}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._ids: list[int] = []  # context, and the ids behind it that have given no text yet
         self._done = 0  # how many of them are context
 
     def push(self, token: int) -> str:
         """The text that `token` adds, or "" while a character is incomplete."""
+        if (kept := self._kept.get(token)) is not None:
+            return self._utf8.decode(b"", final=True) + self._held() + kept
         written = self._facts.written(token)
         if not written:  # a special token, or one that is not in the vocabulary
             return ""
@@ -101,6 +110,27 @@ class _Facts:
         kinds = _decoders_of(tokenizer)
         self.byte_level = kinds == ["ByteLevel"]
         self.byte_fallback = "ByteFallback" in kinds
+        self._texts = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
+        self._ids: dict[frozenset[str], dict[int, str]] = {}
+
+    def ids_of(self, tokens: frozenset[str]) -> dict[int, str]:
+        """Those of the tokens that are special here, by id."""
+        if tokens not in self._ids:
+            self._ids[tokens] = {
+                i: self._texts[i] for i in self._special if self._texts[i] in tokens
+            }
+        return self._ids[tokens]
+
+    def bytes_of(self, token: int) -> bytes:
+        """What one token alone stands for; may be a part of a character."""
+        if token in self._texts:
+            return self._texts[token].encode()
+        written = self.written(token)
+        if self.byte_level:
+            return _bytes_of(written)
+        if self.byte_fallback and (match := _BYTE.fullmatch(written)):
+            return bytes.fromhex(match[1])
+        return written.replace(_SENTENCEPIECE_SPACE, " ").encode()
 
     def written(self, token: int) -> str:
         """The token as it stands in the vocabulary; "" for one that has no text."""
@@ -122,6 +152,11 @@ def _facts_of(tokenizer: PreTrainedTokenizerBase) -> _Facts:
         facts = _Facts(tokenizer)
         _FACTS[tokenizer] = len(tokenizer), facts
     return facts
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes:
+    """The bytes that one token adds to a text; of a special token its name."""
+    return _facts_of(tokenizer).bytes_of(token)
 
 
 def _decoders_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:

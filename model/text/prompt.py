@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -55,22 +56,24 @@ def _with_front(ids: list[int], whole: list[int]) -> list[int]:
     return whole
 
 
-def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
+def chat_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """The text that asks for the assistant's next answer.
 
     `messages`: `{"role": "system" | "user" | "assistant", "content": ...}`, oldest first. Written
-    by the tokenizer's chat template; by a plain transcript if it has none.
+    by the tokenizer's chat template; by a plain transcript if it has none. `variables`: of the
+    template, tools for one, or arguments of transformers' `apply_chat_template`.
 
     Raises:
         PykernelsError: the template refuses the conversation, or fails.
     """
     if tokenizer.chat_template:
         try:
-            return str(
-                tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=True
-                )
-            )
+            given = {"add_generation_prompt": True, **(variables or {}), "tokenize": False}
+            return str(tokenizer.apply_chat_template(list(messages), **given))
         except TemplateError as error:  # some refuse a system message, for one
             raise PykernelsError(
                 f"The model's chat template refuses this conversation: {_line(error)}",
@@ -82,22 +85,36 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
                 f" {type(error).__name__}: {_line(error)}",
                 "Correct the template, which is with the tokenizer, or leave it out",
             ) from error
-    lines = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
+    lines = [
+        f"{message['role'].capitalize()}: {message.get('content') or ''}\n" for message in messages
+    ]
+    if (variables or {}).get("continue_final_message"):
+        return "".join(lines).rstrip("\n")
     return "".join(lines) + "Assistant:"
 
 
 def encode_chat(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]
 ) -> list[int]:
     """Token ids of `chat_prompt`: those of transformers' `apply_chat_template(tokenize=True)`.
+
+    Raises:
+        PykernelsError: as `chat_prompt` and `encode`.
+    """
+    return encode_written(model, tokenizer, chat_prompt(tokenizer, messages))
+
+
+def encode_written(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
+) -> list[int]:
+    """Token ids of what `chat_prompt` wrote.
 
     A template writes all special tokens itself, so the tokenizer adds none. A plain transcript, of
     a tokenizer without a template, is a prompt as any other.
 
     Raises:
-        PykernelsError: as `chat_prompt` and `encode`.
+        PykernelsError: as `encode`.
     """
-    text = chat_prompt(tokenizer, messages)
     if tokenizer.chat_template:
         _check_utf8(text)
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -68,8 +68,9 @@ class PagedRunner(ABC):
     """What the runners of all devices share: programs per bucket, and which one runs a batch.
 
     A device implements ``make_step``, which binds a program to memory, and ``layouts``, which
-    says in which layout a node reads a weight; it may rewrite what is lowered (``lowered``) and
-    choose its ``buckets``.
+    says in which layout a node reads a weight; it may rewrite what is lowered (``lowered``),
+    choose its ``buckets``, and have other programs for decode steps (``decode_buckets``,
+    ``make_decode_step``).
 
     Args:
         max_model_len: positions that the model was made for, or fewer.
@@ -83,6 +84,9 @@ class PagedRunner(ABC):
 
     page_size = PAGE
     buckets: Sequence[int] = BUCKETS
+    decode_buckets: Sequence[int] = ()
+    """Buckets of decode steps; none: those of other steps, and one program for both, unless passes
+    rewrite it."""
     pool: WorkerPool | None = None
     device = torch.device("cpu")
     """Where sampling keeps what penalties go by."""
@@ -137,6 +141,10 @@ class PagedRunner(ABC):
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> Executable:
         """The program on this device, over the runner's caches and ``sizes``."""
 
+    def make_decode_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> Executable:
+        """``make_step`` where every sequence of a step has one token."""
+        return self.make_step(program, inputs)
+
     def bind(self, batch: StepBatch) -> None:
         """Makes the programs over the batch's arrays, and compiles what they need."""
         arrays = {
@@ -154,27 +162,43 @@ class PagedRunner(ABC):
         self._sampling = SamplingInputs(batch, self.vocab_size, self.max_num_seqs, self.device)
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         inputs |= self._sampling.tensors()
-        sizes = sorted(
-            {
-                *(b for b in self.buckets if b < self.max_num_batched_tokens),
-                self.max_num_batched_tokens,
-            }
-        )
-        self.steps = [self._step(T, inputs, ()) for T in sizes]
+        self.steps = self._bind_all(self._sizes(self.buckets), inputs, (), self.make_step)
         self.decode_steps = self.steps
-        if passes := self.decode_passes():
+        passes = self.decode_passes()
+        if passes or self.decode_buckets:
+            sizes = self._sizes(self.decode_buckets or self.buckets)
             enough = next(T for T in sizes if self.max_num_seqs <= T)
-            self.decode_steps = [self._step(T, inputs, passes) for T in sizes if T <= enough]
+            self.decode_steps = self._bind_all(
+                [T for T in sizes if T <= enough], inputs, passes, self.make_decode_step
+            )
+
+    def _sizes(self, buckets: Sequence[int]) -> list[int]:
+        most = self.max_num_batched_tokens
+        return sorted({*(T for T in buckets if T < most), most})
+
+    def _bind_all(
+        self,
+        sizes: Sequence[int],
+        inputs: Mapping[str, torch.Tensor],
+        passes: Sequence[Pass],
+        make: Callable[[Program, Mapping[str, torch.Tensor]], Executable],
+    ) -> list[Executable]:
+        """A step of each size; the largest first, whose memory the others may share."""
+        return [self._step(T, inputs, passes, make) for T in reversed(sizes)][::-1]
 
     def _step(
-        self, T: int, inputs: Mapping[str, torch.Tensor], passes: Sequence[Pass]
+        self,
+        T: int,
+        inputs: Mapping[str, torch.Tensor],
+        passes: Sequence[Pass],
+        make: Callable[[Program, Mapping[str, torch.Tensor]], Executable],
     ) -> Executable:
         rows = min(T, self.max_num_logits)
         pages = inputs["page_table"].shape[1]
         program = self.lowered(T, self.max_num_seqs, rows, self.num_pages, pages)
         for rewrite in passes:
             program = rewrite(program)
-        step = self.make_step(program, inputs)
+        step = make(program, inputs)
         out = {name: tensor.numpy() for name, tensor in step.outputs.items()}
         self._results[id(step)] = StepResult(
             out["sampled_token_ids"], out["logprobs"], out["top_ids"], out["top_logprobs"]

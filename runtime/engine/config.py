@@ -10,6 +10,9 @@ from pykernels.errors import PykernelsError
 PREFILL_CAP_FLOOR = 8
 """Fewest prompt tokens of a step: one tile of the kernels. Below it a prompt would never end."""
 
+STEP_TOKENS = 512
+"""Token budget of a step where weights lie in main memory."""
+
 MOST = {
     "max_num_batched_tokens": 1 << 16,  # each buffer of a step has room for all
     "max_num_seqs": 1 << 12,
@@ -28,7 +31,8 @@ class EngineConfig:
     """Settings of one engine; each is checked when the object is made.
 
     Attributes:
-        max_num_batched_tokens: token budget of a step.
+        max_num_batched_tokens: token budget of a step; None: ``STEP_TOKENS``, and on a GPU that
+            holds all experts as many as its memory allows, up to 4,096.
         max_num_seqs: most sequences that run at once.
         max_num_logits: rows of logits that a step may compute; None: one per sequence. Logprobs
             of prompt tokens take one row each.
@@ -49,7 +53,7 @@ class EngineConfig:
         PykernelsError: a value out of its range, by name.
     """
 
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None
     max_num_seqs: int = 16
     max_num_logits: int | None = None
     max_model_len: int | None = None
@@ -64,7 +68,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, most in MOST.items():
             value = getattr(self, name)
-            if value is not None or name in ("max_num_batched_tokens", "max_num_seqs"):
+            if value is not None or name == "max_num_seqs":
                 check_whole(name, value, 0 if name == "max_waiting" else 1, most)
         for name in ("target_itl_ms", "ageing_seconds"):
             value = getattr(self, name)

@@ -68,7 +68,7 @@ class Engine:
         self.config = config or EngineConfig()
         self.eos_token_ids = frozenset(eos_token_ids)
         self._core = Core(runner, self.config, clock)
-        self._intake = Intake(runner, eos_token_ids, detokenizer, self.config.ageing_seconds, clock)
+        self._intake = Intake(runner, eos_token_ids, self.config.ageing_seconds, clock)
         self._detokenizer = detokenizer
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._bridges: dict[asyncio.AbstractEventLoop, LoopBridge] = {}
@@ -107,8 +107,13 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         name: str | None = None,
+        detokenizer: MakeDetokenizer | None = None,
     ) -> AsyncRequestHandle:
-        """``submit`` for the running event loop: the handle is awaited in it."""
+        """``submit`` for the running event loop: the handle is awaited in it.
+
+        Args:
+            detokenizer: in place of the engine's.
+        """
         if not self.threaded:
             raise PykernelsError(
                 "An engine without a thread cannot serve an event loop",
@@ -118,8 +123,9 @@ class Engine:
         queue: asyncio.Queue[Event] = asyncio.Queue()
         bridge = self._bridge(asyncio.get_running_loop())
         sink = partial(bridge.put, queue)
-        requests = self._intake.requests(prompt_ids, params, sink, streamed=True, name=name)
-        handle = AsyncRequestHandle(requests, self._cancel, self._detokenizer, queue)
+        detokenizer = detokenizer or self._detokenizer
+        requests = self._intake.requests(prompt_ids, params, sink, True, name, detokenizer)
+        handle = AsyncRequestHandle(requests, self._cancel, detokenizer, queue)
         self._enter(requests)
         return handle
 
@@ -273,9 +279,10 @@ class Engine:
     ) -> RequestHandle:
         self._refuse_in_child()
         queue: SimpleQueue[Event] = SimpleQueue()
-        requests = self._intake.requests(prompt_ids, params, queue.put, streamed, name)
+        detokenizer = self._detokenizer
+        requests = self._intake.requests(prompt_ids, params, queue.put, streamed, name, detokenizer)
         receive = partial(self._receive if self.threaded else self._drive, queue)
-        return RequestHandle(requests, self._cancel, self._detokenizer, receive)
+        return RequestHandle(requests, self._cancel, detokenizer, receive)
 
     def _enter(self, requests: Sequence[Request]) -> None:
         with self._gate:

@@ -42,9 +42,10 @@ class Handle:
         """Whether the last chunks of all outputs were seen."""
         return self._open == 0
 
-    def cancel(self) -> None:
-        """End all outputs before the next step; what was generated stays. From any thread."""
-        for request in self.requests:
+    def cancel(self, output: int | None = None) -> None:
+        """End all outputs, or one of them, before the next step; what was generated stays. From any
+        thread."""
+        for request in self.requests if output is None else (self.requests[output],):
             self._cancel(request)
 
     def _chunk(self, event: Event) -> Chunk:

@@ -23,7 +23,6 @@ class Intake:
         self,
         runner: Runner,
         eos_ids: Collection[int],
-        detokenizer: MakeDetokenizer | None,
         ageing_seconds: float,
         clock: Callable[[], float],
     ) -> None:
@@ -32,7 +31,6 @@ class Intake:
         self.num_pages, self.page_size = runner.num_pages, runner.page_size
         # Others are never drawn; ``min_tokens`` would write their bias past the logits.
         self.eos_ids = tuple(token for token in eos_ids if 0 <= token < runner.vocab_size)
-        self.detokenizer = detokenizer
         self._arrivals = itertools.count(1)
 
     def requests(
@@ -42,6 +40,7 @@ class Intake:
         sink: Sink,
         streamed: bool,
         name: str | None,
+        detokenizer: MakeDetokenizer | None,
     ) -> list[Request]:
         """``params.n`` requests of one prompt.
 
@@ -60,7 +59,7 @@ class Intake:
                 f" {len(prompt)}",
                 f"Give 1 to {len(prompt)}",
             )
-        if params.stop and self.detokenizer is None:
+        if params.stop and detokenizer is None:
             raise PykernelsError(
                 f"{name} has stop strings, and this engine has no detokenizer",
                 "Give the engine one, or use stop_token_ids",
@@ -70,8 +69,8 @@ class Intake:
         requests: list[Request] = []
         for index in range(params.n):
             text = None
-            if params.stop and self.detokenizer is not None:
-                text = TextStream(self.detokenizer(), tuple(params.stop))
+            if params.stop and detokenizer is not None:
+                text = TextStream(detokenizer(), tuple(params.stop))
             requests.append(
                 Request(
                     name,

@@ -55,9 +55,11 @@ def test_logprobs_are_transformers(
     family: str, experts: str, kv_dtype: str, tmp_path: Path, device: torch.device
 ) -> None:
     made = tiny.make(tmp_path, family, num_hidden_layers=2)
-    ids = [5, 17, 60, 33, 8, 90]
+    prompts = [5, 17, 60, 33, 8, 90], [7, 41, 2]
     with torch.no_grad():
-        truth = made.reference(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        truth = [
+            made.reference(torch.tensor([ids])).logits[0].float().log_softmax(-1) for ids in prompts
+        ]
     where = "cuda:0" if device.type == "cuda" else "cpu"
     packed: list[str] = []
 
@@ -75,14 +77,17 @@ def test_logprobs_are_transformers(
             runner.load()
         with Engine(runner) as engine:
             params = SamplingParams(temperature=0, max_tokens=2, logprobs=20, logprob_start=1)
-            [result] = engine.generate([ids], params)
-            [forced] = engine.generate([ids], SamplingParams(max_tokens=1, constraint=Only(77)))
+            results = engine.generate(list(prompts), params)
+            forcing = SamplingParams(max_tokens=1, constraint=Only(77))
+            [forced] = engine.generate([prompts[0]], forcing)
         step: Any = runner.steps[0]
         assert step.memory.tensor("logits").dtype == torch.float32
-    assert logprob_error(result, truth) < BF16
+    for result, wanted in zip(results, truth, strict=True):
+        assert logprob_error(result, wanted) < BF16
     assert forced.token_ids == (77,)
     on_cpu = sum(block.shape.E for block in blocks) if experts == "cpu" else 0
     assert len(packed) == 3 * on_cpu  # nothing else is packed for the CPU
+    assert forced.token_ids == (77,)
 
 
 def test_the_deferral_that_pays_is_found(tmp_path: Path, device: torch.device) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from pykernels.ref.sampling import MAX_LOGPROBS
-from runtime.devices.cuda.inputs import ON_GPU, StepInputs
-from runtime.devices.cuda.memory import Memory
+from runtime.devices.cuda.inputs import StepInputs
+from runtime.devices.cuda.launches.sampling import sample_requests
+from runtime.devices.cuda.memory import Arena, Memory
 from runtime.devices.cuda.outputs import StepOutputs
-from runtime.devices.cuda.sampling import sample_requests
 from runtime.devices.sampling import SamplingInputs
 from runtime.weights import WeightStore
 
@@ -26,8 +26,10 @@ def test_the_launch_draws_what_the_rows_ask_for(device: torch.device) -> None:
     made = program(R)
     batch: Any = SimpleNamespace(seeds=np.zeros(R, np.int64), draws=np.zeros(R, np.int64))
     columns = SamplingInputs(batch, V, R, device)
-    arrays = {name: torch.zeros(R, dtype=torch.int64) for name in ON_GPU}
-    inputs = StepInputs(arrays, columns, device)
+    names = ("tokens", "positions", "slot_mapping", "lengths", "page_rows", "logits_indices")
+    arrays = {name: torch.zeros(R, dtype=torch.int64) for name in names}
+    arrays["page_table"] = torch.zeros(R, 1, dtype=torch.int64)
+    inputs = StepInputs(arrays, columns, device).bucket(R, R, True, None)
     logits = torch.full((R, V), float("nan"), device=device)
     results = StepOutputs(
         {
@@ -38,16 +40,14 @@ def test_the_launch_draws_what_the_rows_ask_for(device: torch.device) -> None:
         },
         device,
     )
-    none = torch.empty(0, device=device)
     given = {**inputs.tensors, "logits": logits}
-    launch = sample_requests(
-        Memory(made, WeightStore(), device, given, {}, results.tensors, none, none), made.nodes[0]
-    )
+    read = device, given, {}, results.tensors, inputs.sequences, Arena(device)
+    launch = sample_requests(Memory(made, WeightStore(), *read), made.nodes[0])
 
     def run(step: torch.Tensor) -> dict[str, torch.Tensor]:
         n = len(step)
         logits[:n] = step.to(device)
-        inputs.send(n, n, n, R)
+        inputs.send(n, n, n)
         launch()
         results.receive()
         if device.type == "cuda":

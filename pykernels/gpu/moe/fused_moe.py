@@ -116,6 +116,7 @@ def moe_ffn(
     add: torch.Tensor | None = None,
     plans: tuple[ExpertsPlan, ExpertsPlan] | None = None,
     out: torch.Tensor | None = None,
+    order: SortedPairs | None = None,
 ) -> torch.Tensor:
     """``sum_k weights[t, k] * expert[ids[t, k]](x[t])``.
 
@@ -127,6 +128,7 @@ def moe_ffn(
             for each token and 128 inputs, on E4M3 tensor cores where the GPU has them.
         add: [T, H] that joins the sum, such as the shared experts' output.
         plans: of gate_up and down, in place of the table's.
+        order: ``sort_pairs`` of the ids, or ``route``'s; None: they are sorted here.
 
     Returns:
         bfloat16 [T, H]: products are added in float32; h, and each expert's output, are rounded
@@ -136,7 +138,7 @@ def moe_ffn(
         PykernelsError: tensors on several devices, of other shapes or dtypes, or a GPU or format
             that has no kernel.
     """
-    order = sort_pairs(ids, experts.E)
+    order = sort_pairs(ids, experts.E) if order is None else order
     _check_tokens(x, experts, order, activations)
     check_sum(order, weights, add, experts.H)
     out = check_out(out, x, x.shape[0], experts.H, dtype=None if out is not None else x.dtype)

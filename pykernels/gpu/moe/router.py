@@ -28,6 +28,7 @@ _ROW = 1024  # of the token's row, a program
 def _router(
     logits,
     bias,
+    here,
     ids,
     weights,
     E,
@@ -66,6 +67,8 @@ def _router(
         MIN_SUM,
         SCALE,
     )
+    if here is not None:
+        chosen = tl.where(tl.load(here + row) < 0, -1, chosen)
     k = tl.arange(0, KP)
     tl.store(ids + row * TOPK + k, chosen, mask=k < TOPK)
     tl.store(weights + row * TOPK + k, w, mask=k < TOPK)
@@ -198,6 +201,7 @@ def router(
     spec: RouterSpec,
     bias: torch.Tensor | None = None,
     out: Routing | None = None,
+    here: torch.Tensor | None = None,
 ) -> Routing:
     """Experts of each token, best first, of equal ones the lowest index first; and their weights.
 
@@ -206,18 +210,31 @@ def router(
         spec: how; topk and group_topk up to ``MAX_TOPK``.
         bias: float32 [E], added to the scores for the choice only.
         out: ids int32 or int64 [T, topk] and weights float32 [T, topk] to write to.
+        here: int32 or int64 [T], contiguous; a token with a negative number, such as the cache slot
+            of padding, takes no expert: its ids are -1.
 
     Raises:
         PykernelsError: other dtypes or shapes, or no Triton for this device.
     """
     out = _prepare(logits, spec, bias, out)
     T, E = logits.shape
+    if here is not None and (
+        here.shape != (T,)
+        or here.dtype not in (torch.int32, torch.int64)
+        or not here.is_contiguous()
+        or here.device != logits.device
+    ):
+        raise PykernelsError(
+            f"`here` is {here.dtype} {tuple(here.shape)} on {here.device}",
+            f"Give contiguous ints [{T}] on {logits.device}",
+        )
     if T:
         constants = _constants(spec, E, bias is not None, logits.device)
         width = triton.next_power_of_2(E // spec.groups) * triton.next_power_of_2(spec.groups)
         # One warp a row: its maxima are shuffles, without barriers or shared memory.
         num_warps = max(1, min(8, width // 512))
-        _router[(T,)](logits, bias, out.ids, out.weights, E, **constants, num_warps=num_warps)
+        tensors = (logits, bias, here, out.ids, out.weights)
+        _router[(T,)](*tensors, E, **constants, num_warps=num_warps)
     return out
 
 

@@ -18,23 +18,25 @@ from ...workers.pool import WorkerPool
 from ...workers.worker_pool import InFlight
 from ..cpu.step import CpuExecutable
 from ..link import Launching, Link
-from . import attention, dense, experts, handshake, sampling
-from .dense import Launch
+from . import handshake
 from .handshake import PinnedSlots
-from .memory import Caches, Memory
+from .launches import attention, dense, experts, latents, sampling
+from .launches.dense import Launch
+from .memory import Arena, Caches, Memory
 from .outputs import StepOutputs
 from .segment import Segment
+from .sequences import Sequences
 
 BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
     "embed": dense.embed,
     "rms_norm": dense.rms_norm,
     "linear": dense.linear,
-    "per_head_linear": dense.per_head_linear,
+    "per_head_linear": latents.per_head,
     "rope_table": attention.rope_table,
     "mla_rope_cache_write": attention.mla_rope_cache_write,
     "gqa_rope_cache_write": attention.gqa_rope_cache_write,
     "attention": attention.attention,
-    "attention_expanded": attention.attention_expanded,
+    "attention_expanded": latents.attention_expanded,
     "router": experts.router,
     "split_routing": experts.split_routing,
     "moe_ffn": experts.moe_ffn,
@@ -54,7 +56,7 @@ class CudaExecutable:
         weights: of its model.
         inputs: GPU tensors of the step's inputs; ``host_inputs``: CPU tensors of those that nodes
             of the CPU read.
-        tokens_table, key_lengths: see ``Memory``; ``prelude``: launches that come first in a step.
+        sequences, arena: see ``Memory``.
         sizes: int64 [3] on the CPU: T, S and R of the step to come.
         slots: pinned memory, shared with other programs that never run at the same time.
         sampled: where what is sampled goes, shared likewise.
@@ -78,9 +80,8 @@ class CudaExecutable:
         inputs: Mapping[str, torch.Tensor],
         host_inputs: Mapping[str, torch.Tensor],
         caches: Caches,
-        tokens_table: torch.Tensor,
-        key_lengths: torch.Tensor,
-        prelude: Launch,
+        sequences: Sequences,
+        arena: Arena,
         sizes: torch.Tensor,
         slots: PinnedSlots,
         sampled: StepOutputs,
@@ -98,9 +99,7 @@ class CudaExecutable:
             {name: tensor[: program.shape(name)[0]] for name, tensor in tensors.items()}
             for tensors in (sampled.tensors, sampled.host)
         )
-        self.memory = Memory(
-            gpu, weights, device, sliced, caches, on_gpu, tokens_table, key_lengths
-        )
+        self.memory = Memory(gpu, weights, device, sliced, caches, on_gpu, sequences, arena)
         self.before: Launch = lambda: None
         self._link: Link | None = None
         self.cpu: CpuExecutable | None = None
@@ -109,7 +108,7 @@ class CudaExecutable:
             self.cpu = CpuExecutable(
                 cpu, weights, pool, host_inputs, {}, kernel, sizes, link=self._link
             )
-        launches = [prelude, *map(self._bind, gpu.nodes), sampled.receive]
+        launches = [*map(self._bind, gpu.nodes), sampled.receive]
         self._graph = Segment(launches, device)
         self._ended = torch.cuda.Event() if device.type == "cuda" else None
         self._in_flight: InFlight | None = None

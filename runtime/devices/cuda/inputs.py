@@ -2,73 +2,244 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import fields
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from ...kv_cache.layout import PAGE
 from ..sampling import SamplingInputs
 from .sampling_inputs import SamplingColumns, SamplingTables
+from .sequences import Expansion, Sequences
 
-ON_GPU = ("tokens", "positions", "slot_mapping", "sequences", "page_table", "logits_indices")
-"""Inputs that nodes read, besides those of sampling."""
-KEY_LENGTHS = "key_lengths"
+BY_TOKEN = ("tokens", "positions", "slot_mapping")
+"""Inputs [T] that nodes read by name."""
+_BY_CHUNK = ("query_starts", "query_lengths", "key_lengths", "key_starts")
 _ALIGNED = 4  # int32 numbers: 16 bytes
+NEVER = 1 << 40
+"""Tokens of a sequence in one step: more than any has."""
+PIECE = 128
+"""Tokens of a chunk's piece: a block of the prefill kernels, so that a launch which has room for
+any mix of sequences has few blocks too many."""
 
 
 class StepInputs:
-    """Copies of the engine's arrays, as words of 32 bits.
+    """Memory for the inputs of any bucket: copies of the engine's arrays, as words of 32 bits. How
+    rows are sampled comes first, at one place for all buckets.
 
     Args:
         arrays: by name, int64 CPU tensors that the engine writes before each step.
-        sampling: how rows are sampled, for the same GPU.
+        sampling: how rows are sampled, for the same GPU; None: programs that sample nothing.
+        piece: chunks of more tokens are cut into pieces; None: none is.
 
     Attributes:
-        tensors: by name, the views on the GPU, in their largest shape; ``KEY_LENGTHS`` [T] holds
-            the keys that each token attends to, 0 for padding.
+        first: words of the block in front of a bucket's own.
+        tensors: by name, views on the GPU of how rows are sampled, in their largest shape.
     """
 
     def __init__(
-        self, arrays: Mapping[str, torch.Tensor], sampling: SamplingInputs, device: torch.device
+        self,
+        arrays: Mapping[str, torch.Tensor],
+        sampling: SamplingInputs | None,
+        device: torch.device,
+        piece: int | None = PIECE,
     ) -> None:
-        self._arrays = {name: arrays[name].numpy() for name in ON_GPU}
-        self._sampling = SamplingColumns(sampling, len(self._arrays["logits_indices"]))
-        self._tables = SamplingTables(sampling, device)
-        shapes = {name: tuple(arrays[name].shape) for name in ON_GPU}
-        shapes |= {KEY_LENGTHS: shapes["positions"], **self._sampling.shapes}
-        starts, end = {}, 0
-        for name, shape in shapes.items():
-            starts[name] = end
-            end += -(-math.prod(shape) // _ALIGNED) * _ALIGNED
-        self._host = torch.zeros(
-            end, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+        self.piece = piece
+        self.arrays = {
+            name: tensor.numpy() for name, tensor in arrays.items() if tensor.dtype == torch.int64
+        }
+        T, S, R = (len(arrays[name]) for name in ("tokens", "lengths", "logits_indices"))
+        chunks = _chunks(T, S, piece or T)
+        columns = None if sampling is None else SamplingColumns(sampling, R)
+        self._tables = None if sampling is None else SamplingTables(sampling, device)
+        self._columns, self._rows = columns, {} if columns is None else columns.shapes
+        self.first = _size(self._rows)
+        size = self.first + _size(_shapes(T, S, R, arrays["page_table"].shape[1], chunks))
+        self.host = torch.zeros(
+            size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
-        self._device = torch.zeros(end, dtype=torch.int32, device=device)
-        staged, self.tensors = (
-            {
-                name: block[starts[name] : starts[name] + math.prod(shape)].view(shape)
-                for name, shape in shapes.items()
-            }
-            for block in (self._host, self._device)
-        )
-        self._staged = {name: tensor.numpy() for name, tensor in staged.items()}
-        self.tensors |= self._sampling.views(self.tensors) | self._tables.tensors
+        self.device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._staged = {n: x.numpy() for n, x in views_of(self.host, self._rows).items()}
+        self.tensors: dict[str, torch.Tensor] = {}
+        if columns is not None and self._tables is not None:
+            words = views_of(self.device, self._rows)
+            self.tensors = {**columns.views(words), **self._tables.tensors}
 
-    def send(self, T: int, S: int, R: int, bucket: int) -> None:
-        """Copies a step's inputs, padded to ``bucket`` tokens: slots of -1, no keys.
+    def stage_sampling(self) -> None:
+        """Stages how the rows of the step to come are sampled, and sends its tables."""
+        if self._columns is not None and self._tables is not None:
+            self._columns.stage(self._staged)
+            self._tables.send()
+
+    def bucket(self, T: int, R: int, decode: bool, expand_from: int | None) -> Bucket:
+        """The inputs of programs of these sizes. Arguments: see ``Bucket``."""
+        return Bucket(self, T, R, decode, expand_from)
+
+
+class Bucket:
+    """The inputs of a bucket; those of a short step are little to copy.
+
+    By the prefill kernels attend all sequences behind the leading ones of one token each; where
+    there are latents, those with ``expand_from`` tokens or more.
+
+    Args:
+        T, R: tokens and rows of logits.
+        decode: every sequence of its steps has one token.
+        expand_from: None where there are no latents; ``NEVER`` where none are expanded.
+
+    Attributes:
+        tensors: by name, views on the GPU of what nodes read.
+        sequences: what attention reads.
+    """
+
+    def __init__(
+        self, owner: StepInputs, T: int, R: int, decode: bool, expand_from: int | None
+    ) -> None:
+        self._arrays, self.T, self.decode, self._expand_from = owner.arrays, T, decode, expand_from
+        S, pages = min(T, len(owner.arrays["lengths"])), owner.arrays["page_table"].shape[1]
+        self._piece = min(T, owner.piece or T)
+        shapes = _shapes(T, S, R, pages, None if decode else _chunks(T, S, self._piece))
+        self._owner, end = owner, owner.first + _size(shapes)
+        self._host, self._device = owner.host[:end], owner.device[:end]
+        parts = (block[owner.first :] for block in (self._host, self._device))
+        staged, views = (views_of(part, shapes) for part in parts)
+        self._staged = {name: view.numpy() for name, view in staged.items()}
+        own = {field.name for field in fields(Sequences)}
+        self._expansion = Expansion()
+        self.sequences = Sequences(
+            **{name: view for name, view in views.items() if name in own},
+            max_queries=self._piece,
+            expansion=self._expansion,
+        )
+        self.tensors = {name: view for name, view in views.items() if name not in own}
+        self.tensors |= owner.tensors
+
+    def send(self, T: int, S: int, R: int) -> None:
+        """Copies a step's inputs, padded to the bucket: slots of -1, no keys.
 
         The block is free again when the step's results are there.
         """
-        staged = self._staged
-        for name, array in self._arrays.items():
-            most = {"page_table": len(array), "logits_indices": R}.get(name, T)
-            staged[name][:most] = array[:most]
-        staged["slot_mapping"][T:bucket] = -1
-        staged["sequences"][T:bucket] = 0
+        staged, arrays = self._staged, self._arrays
+        for name in BY_TOKEN:
+            staged[name][:T] = arrays[name][:T]
+        staged["slot_mapping"][T:] = -1
+        staged["tokens"][T:] = 0  # what another bucket left here may be no id
+        staged["positions"][T:] = 0
+        staged["logits_indices"][:R] = arrays["logits_indices"][:R]
         staged["logits_indices"][R:] = 0
-        np.add(staged["positions"][:T], 1, out=staged[KEY_LENGTHS][:T])
-        staged[KEY_LENGTHS][T:bucket] = 0
-        self._sampling.stage(staged)
-        self._tables.send()
+        lengths = arrays["lengths"][:S]
+        used = -(-int(lengths.max(initial=0)) // PAGE)  # pages of the longest sequence
+        table = staged["table"]
+        table[:S, :used] = arrays["page_table"][arrays["page_rows"][:S], :used]
+        table[:S, used:] = 0
+        table[S:] = 0
+        if self.decode:
+            _pad(staged["decode_lengths"], lengths)
+        else:
+            starts, counts = arrays["query_starts"][:S], arrays["query_lengths"][:S]
+            self._arrange(starts, counts, lengths, arrays["positions"][:T])
+        self._owner.stage_sampling()
         self._device.copy_(self._host, non_blocking=True)
+
+    def pretend(self) -> None:
+        """Sends a step that compiles what other steps launch, and writes nothing to the cache: one
+        chunk of all tokens, or one token of each sequence."""
+        staged, T = self._staged, self.T
+        for array in staged.values():
+            array[:] = 0
+        staged["slot_mapping"][:] = -1
+        staged["decode_lengths"][:] = 1
+        if not self.decode:
+            n = min(T, staged["table"].shape[1] * PAGE)
+            lengths = np.array([n], np.int64)
+            self._arrange(np.zeros(1, np.int64), lengths, lengths, np.zeros(n, np.int64))
+        self._owner.stage_sampling()
+        self._device.copy_(self._host, non_blocking=True)
+
+    def _arrange(
+        self,
+        starts: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        positions: NDArray[np.int64],
+    ) -> None:
+        """Fills in who attends how; the arguments are those of the step's sequences and tokens."""
+        staged, T, S = self._staged, len(positions), len(counts)
+        if self._expand_from is None:
+            others = counts != 1
+            chunk = np.arange(S) >= (int(np.argmax(others)) if others.any() else S)
+        else:
+            chunk = counts >= self._expand_from
+        _pad(staged["decode_lengths"], np.where(chunk, 0, lengths))
+        _pad(staged["token_rows"], np.repeat(np.arange(S), counts)[:T])
+        _pad(staged["token_lengths"], np.where(np.repeat(chunk, counts)[:T], 0, positions + 1))
+        self._cut(np.flatnonzero(chunk), starts, counts, lengths)
+        rest = np.flatnonzero(~chunk)
+        tokens = int(starts[rest[-1]] + counts[rest[-1]]) if len(rest) else 0
+        self._expansion.tokens = tokens
+
+    def _cut(
+        self,
+        chunks: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+    ) -> None:
+        """Fills in the pieces of these sequences. A piece's tokens are the last of its keys."""
+        staged = self._staged
+        starts, counts, lengths = starts[chunks], counts[chunks], lengths[chunks]
+        pieces = -(-counts // self._piece)
+        of = np.repeat(np.arange(len(chunks)), pieces)
+        first = (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * self._piece
+        queries = np.minimum(counts[of] - first, self._piece)
+        keys = lengths[of] - counts[of] + first + queries
+        order = np.argsort(-keys, kind="stable")
+        of, queries, keys = of[order], queries[order], keys[order]
+        _pad(staged["query_starts"], starts[of] + first[order])
+        _pad(staged["query_lengths"], queries)
+        _pad(staged["key_lengths"], keys)
+        _pad(staged["key_starts"], np.cumsum(keys) - keys)
+        table = staged["chunk_table"]
+        table[: len(of)] = staged["table"][chunks[of]]
+        table[len(of) :] = 0
+        self._expansion.queries, self._expansion.keys = int(queries.max(initial=0)), int(keys.sum())
+
+
+def _pad(staged: NDArray[np.int32], values: NDArray[np.int64]) -> None:
+    """``values``, then zeros."""
+    staged[: len(values)] = values
+    staged[len(values) :] = 0
+
+
+def _chunks(T: int, S: int, piece: int) -> int:
+    """The most pieces of S sequences of T tokens together."""
+    return min(T, S + (T // piece if piece < T else 0))
+
+
+def _shapes(T: int, S: int, R: int, pages: int, chunks: int | None) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(BY_TOKEN, (T,))
+    shapes |= {"logits_indices": (R,), "decode_lengths": (S,), "table": (S, pages)}
+    if chunks is not None:
+        shapes |= dict.fromkeys(_BY_CHUNK, (chunks,))
+        shapes |= {"token_rows": (T,), "token_lengths": (T,), "chunk_table": (chunks, pages)}
+    return shapes
+
+
+def views_of(block: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Parts of a block one behind the other, by name."""
+    found, at = dict[str, torch.Tensor](), 0
+    for name, shape in shapes.items():
+        count = int(np.prod(shape))
+        found[name] = block[at : at + count].view(shape)
+        at += _aligned(count)
+    return found
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED
+
+
+def _size(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(_aligned(int(np.prod(shape))) for shape in shapes.values())

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from pykernels.shapes import SortedPairs
+
+from ...analysis import MemoryPlan, dependencies, plan_memory
 from ...node import Node
 from ...ops import OPS
 from ...program import Program
 from ...weights import WeightStore
+from .sequences import Sequences
 from .weights import layouts
 
 Caches = Mapping[str, torch.Tensor]
@@ -51,17 +56,44 @@ def _dtype(declared: torch.dtype, kinds: set[str]) -> torch.dtype:
     return torch.bfloat16 if declared.is_floating_point else declared
 
 
+def planned(program: Program, kinds: Mapping[str, torch.dtype]) -> MemoryPlan:
+    """Where the buffers lie that have a dtype in ``kinds``; launches run in the program's order."""
+    sizes = {name: math.prod(program.shape(name)) * kinds[name].itemsize for name in kinds}
+    return plan_memory(program, dependencies(program, in_order=True), sizes)
+
+
+class Arena:
+    """GPU memory that programs share, since none runs while another one does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._block = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes or more]; it lives as long as its views, so the largest program should be
+        the first to ask."""
+        if len(self._block) < nbytes:
+            self._block = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        return self._block
+
+
 @dataclass
 class Memory:
     """Tensors of one program on one device, each in its largest shape.
+
+    Buffers that are not in use at once lie over each other: what a launch leaves unwritten (rows
+    of padding) holds any numbers.
 
     Attributes:
         weights: of the program's model.
         inputs: by name, tensors that are written before a step.
         caches: by name, those of the "cache" buffers.
         outputs: by name, those of results that the host reads.
-        tokens_table: int32 [T, pages], the page table's row of each token.
-        key_lengths: int32 [T], keys that each token attends to; 0 for padding.
+        sequences: which tokens are of which sequence.
+        arena: room for all other buffers.
+        token_table: see ``tokens_table``.
+        orders: by the ids' buffer, of tokens that a launch has sorted by expert.
+        same_order: of T tokens that take one expert, once a launch has asked for it.
     """
 
     program: Program
@@ -70,18 +102,30 @@ class Memory:
     inputs: Mapping[str, torch.Tensor]
     caches: Caches
     outputs: Mapping[str, torch.Tensor]
-    tokens_table: torch.Tensor
-    key_lengths: torch.Tensor
+    sequences: Sequences
+    arena: Arena
     scratch: dict[str, torch.Tensor] = field(default_factory=dict)
+    token_table: torch.Tensor | None = None
+    orders: dict[str, SortedPairs] = field(default_factory=dict)
+    same_order: SortedPairs | None = None
 
     def __post_init__(self) -> None:
         kinds = dtypes(self.program)
         self._layout_of = layouts(self.program, self.device, kinds)
-        for name, dtype in kinds.items():
-            if name in self.outputs:
-                continue
-            shape = self.program.shape(name)
-            self.scratch[name] = torch.zeros(shape, dtype=dtype, device=self.device)
+        own = {name: dtype for name, dtype in kinds.items() if name not in self.outputs}
+        plan = planned(self.program, own)
+        block = self.arena.take(plan.nbytes)
+        for name, offset in plan.offsets.items():
+            shape, dtype = self.program.shape(name), kinds[name]
+            part = block[offset : offset + math.prod(shape) * dtype.itemsize]
+            self.scratch[name] = part.view(dtype).view(shape)
+
+    def tokens_table(self) -> torch.Tensor:
+        """int32 [T, pages] for the pages of each token; the launch that asks first fills it."""
+        if self.token_table is None:
+            shape = self.program.sizes["T"], self.sequences.table.shape[1]
+            self.token_table = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        return self.token_table
 
     def tensor(self, name: str) -> torch.Tensor:
         """A buffer."""

@@ -13,6 +13,7 @@ from pykernels.gpu.common.launch import supports
 from pykernels.ref.sampling import Sampled
 
 from ...engine.batch import DeviceLost, StepBatch, StepResult
+from ...kv_cache.layout import PAGE
 from ...passes import defer
 from ...placement import CPU, Placement, place
 from ...program import Program
@@ -20,19 +21,21 @@ from ...weights import LayoutOf
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
 from ..runner import Lowerable, PagedRunner, Pass
+from .capacity import HEADROOM, step_tokens
 from .deferral import measured_deferral
-from .dense import Launch
 from .executable import CudaExecutable
 from .handshake import PinnedSlots
-from .inputs import KEY_LENGTHS, StepInputs
-from .memory import dtypes
+from .inputs import NEVER, PIECE, Bucket, StepInputs
+from .memory import Arena, dtypes
 from .outputs import StepOutputs
 from .weights import gpu_bytes, layouts
 
-GRAPH_TOKENS = 64
-"""Most tokens of a bucket that is captured; larger steps are bound by what they compute."""
-HEADROOM = 1 << 30
-"""Bytes of GPU memory that stay free for what launches allocate."""
+DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+PROMPT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
+"""Buckets of steps with chunks of prompts, besides the largest one: a step computes at most half
+as much again as it has tokens for, and experts nothing for padding."""
+HOST_BUCKETS = (8, 64, 256)
+"""The same beside experts on the CPU, which compute nothing for padding either."""
 
 
 class CudaRunner(PagedRunner):
@@ -41,6 +44,7 @@ class CudaRunner(PagedRunner):
     Args:
         device: "cuda:N"; "cpu" in Triton's interpreter.
         pool: runs what is on the CPU: experts.
+        max_num_batched_tokens: None: as ``capacity.STEP_TOKENS`` says.
         experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
         auto_defer: whether to defer as many experts as keep the CPU busy, found by measuring.
 
@@ -51,7 +55,7 @@ class CudaRunner(PagedRunner):
         PykernelsError: no such GPU, too little of its memory, a kernel that cannot run there.
     """
 
-    buckets = (1, 2, 4, 8, 16, 32, 64)
+    decode_buckets = DECODE_BUCKETS
     pool: WorkerPool
 
     def __init__(
@@ -61,7 +65,7 @@ class CudaRunner(PagedRunner):
         pool: WorkerPool,
         max_model_len: int,
         num_pages: int | None = None,
-        max_num_batched_tokens: int = 512,
+        max_num_batched_tokens: int | None = None,
         max_num_seqs: int = 16,
         kernel: str = "auto",
         passes: Sequence[Pass] = (),
@@ -69,25 +73,33 @@ class CudaRunner(PagedRunner):
         experts: str = "auto",
         auto_defer: bool = False,
     ) -> None:
+        check_device(device)
+        self.device = torch.device(device)
+        pages = num_pages or 2 * -(-max_model_len // PAGE)
+        self.placement = place_on(device, model, pages, experts)
+        tokens = max_num_batched_tokens
+        if tokens is None:
+            sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
+            tokens = step_tokens(model, self.device, self.placement, *sizes)
         super().__init__(
             model,
             max_model_len,
-            num_pages,
-            max_num_batched_tokens,
+            pages,
+            tokens,
             max_num_seqs,
             passes,
             max_num_logits,
         )
-        self.device, self.pool, self.kernel = torch.device(device), pool, kernel
-        check_device(device)
-        self.placement = place_on(device, model, self.num_pages, experts)
+        self.pool, self.kernel = pool, kernel
         self._auto_defer, self.deferred = auto_defer, 0
+        self.buckets = HOST_BUCKETS if self.placement.experts == CPU else PROMPT_BUCKETS
         if self._real:  # a layer of the GPU is shorter than waking a sleeper
             pool.spin_for(spin_budget(driver_works=False))
         self.caches: dict[str, torch.Tensor] = {}
         self._inputs: StepInputs | None = None
         self._sampled: StepOutputs | None = None
         self._host_inputs: Mapping[str, torch.Tensor] = {}
+        self._arena = Arena(self.device)
         self._slots = PinnedSlots(self._real)
         self._pool_handle = torch.cuda.graph_pool_handle() if self._real else None
 
@@ -104,14 +116,16 @@ class CudaRunner(PagedRunner):
 
     def decode_passes(self) -> Sequence[Pass]:
         """The passes, with the deferral that pays here."""
-        cpu = self.steps[0].cpu if isinstance(self.steps[0], CudaExecutable) else None
-        if not self._auto_defer or cpu is None or self.placement.experts != CPU:
+        if not self._auto_defer or self.placement.experts != CPU:
             return self.passes
         inputs = self._host_inputs
-        self.sizes[0], self.sizes[1], self.sizes[2] = 1, 1, 0  # a token that is written nowhere
-        inputs["slot_mapping"][0] = -1
-        self.deferred = measured_deferral(self.steps[0].program, cpu.jobs.jobs, self.steps[0].run)
+        step = self._step(1, inputs, (), self.make_decode_step)
+        if not isinstance(step, CudaExecutable) or step.cpu is None:
+            return self.passes
+        # One token at the first place of the cache, which nobody reads before it is written.
+        self.sizes[0], self.sizes[1], self.sizes[2] = 1, 1, 0
         inputs["slot_mapping"][0] = 0
+        self.deferred = measured_deferral(step.program, step.cpu.jobs.jobs, step.run)
         if not self.deferred:
             return self.passes
         return (partial(defer, N=self.deferred), *self.passes)
@@ -125,49 +139,63 @@ class CudaRunner(PagedRunner):
             ) from error
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
+        return self._made(program, inputs, False)
+
+    def make_decode_step(
+        self, program: Program, inputs: Mapping[str, torch.Tensor]
+    ) -> CudaExecutable:
+        return self._made(program, inputs, True)
+
+    def _made(
+        self, program: Program, inputs: Mapping[str, torch.Tensor], decode: bool
+    ) -> CudaExecutable:
         try:
-            return self._make_step(program, inputs)
+            return self._bound(program, inputs, decode)
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(self.device)
             raise PykernelsError(
                 f"{self.device} has too little memory: {free >> 20} of {total >> 20} MiB are free,"
-                f" the weights on it and a KV cache of {self.num_pages * self.page_size} tokens"
-                " need more",
-                "Keep the experts on the CPU (experts cpu), or ask for fewer kv_tokens",
+                f" the weights on it, a KV cache of {self.num_pages * self.page_size} tokens"
+                f" and steps of {self.max_num_batched_tokens} need more",
+                "Keep the experts on the CPU (experts cpu), or ask for fewer kv_tokens or"
+                " max_num_batched_tokens",
             ) from error
 
-    def _make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
+    def _bound(
+        self, program: Program, inputs: Mapping[str, torch.Tensor], decode: bool
+    ) -> CudaExecutable:
         if self._inputs is None:
-            self._inputs = StepInputs(inputs, self._sampling, self.device)
-            self._host_inputs = dict(inputs)
             self._allocate_caches(program)
-        given, T = self._inputs.tensors, program.sizes["T"]
-        table = torch.zeros(T, given["page_table"].shape[1], dtype=torch.int32, device=self.device)
-        sequences = given["sequences"][:T]
-
-        def prelude() -> None:
-            torch.index_select(given["page_table"], 0, sequences, out=table)
-
+            # E4M3 becomes rows of bfloat16 before a prefill: once a sequence, not once a piece.
+            coded = any(part.dtype == torch.float8_e4m3fn for part in self.caches.values())
+            piece = None if coded or expansion(program) is not None else PIECE
+            self._inputs = StepInputs(inputs, self._sampling, self.device, piece)
+            self._host_inputs = dict(inputs)
+        T, R, expand_from = program.sizes["T"], program.sizes["R"], expansion(program)
+        bucket = self._inputs.bucket(T, R, decode, expand_from)
         executable = CudaExecutable(
             program,
             self.weights,
             self.device,
             self.pool,
             self.kernel,
-            given,
+            bucket.tensors,
             self._host_inputs,
             self.caches,
-            table,
-            given[KEY_LENGTHS][:T],
-            prelude,
+            bucket.sequences,
+            self._arena,
             self.sizes,
             self._slots,
             self._results_of(program),
         )
-        executable.before = self._send(executable)
+        executable.before = partial(self._send, bucket)
         if self._real:
-            self._warm(executable)
+            # What is launched for expanded sequences depends on how many keys they have.
+            self._warm(executable, bucket, captured=decode or (expand_from or NEVER) == NEVER)
         return executable
+
+    def _send(self, bucket: Bucket) -> None:
+        bucket.send(*self.sizes.tolist())
 
     def _results_of(self, program: Program) -> StepOutputs:
         """Where all programs put what they sample."""
@@ -179,34 +207,41 @@ class CudaRunner(PagedRunner):
             self._sampled = StepOutputs(shapes, self.device)
         return self._sampled
 
-    def _send(self, executable: CudaExecutable) -> Launch:
-        bucket = executable.program.sizes["T"]
-
-        def send() -> None:
-            assert self._inputs is not None
-            T, S, R = self.sizes.tolist()
-            self._inputs.send(T, S, R, bucket)
-
-        return send
-
-    def _warm(self, executable: CudaExecutable) -> None:
-        """Runs a step of padding, which compiles everything, then captures it."""
+    def _warm(self, executable: CudaExecutable, bucket: Bucket, captured: bool) -> None:
+        """Runs a step that writes nothing, which compiles everything, then captures it."""
         self.sizes[0], self.sizes[1], self.sizes[2] = 0, 0, 0
+        before, executable.before = executable.before, bucket.pretend
         executable.run()
         with torch.cuda.device(self.device):
-            if executable.program.sizes["T"] <= GRAPH_TOKENS:
+            if captured:
                 assert self._pool_handle is not None
                 executable.capture(self._pool_handle)
+        executable.before = before
 
     def _allocate_caches(self, program: Program) -> None:
         for name, part in self.model.caches(self.num_pages).items():
             self.caches[name] = torch.zeros(part.shape, dtype=part.dtype, device=self.device)
-        for node in program.nodes:  # bfloat16 latents and their rotated parts, apart
-            name = node.inputs.get("latent", "")
-            if node.op == "mla_rope_cache_write" and "rope" not in node.inputs:
-                whole, L = self.caches.pop(name), program.weight(node, "kv_norm").shape[0]
-                self.caches[name] = whole[..., :L].contiguous()
-                self.caches[f"{name}.rope"] = whole[..., L:].contiguous()
+        part_latents(program, self.caches)
+
+
+def part_latents(program: Program, caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The caches, with bfloat16 latents and their rotated parts apart, as kernels read them."""
+    for node in program.nodes:
+        name = node.inputs.get("latent", "")
+        if node.op == "mla_rope_cache_write" and "rope" not in node.inputs:
+            whole, L = caches.pop(name), program.weight(node, "kv_norm").shape[0]
+            caches[name] = whole[..., :L].contiguous()
+            caches[f"{name}.rope"] = whole[..., L:].contiguous()
+    return caches
+
+
+def expansion(program: Program) -> int | None:
+    """Tokens of a sequence in a step from which its keys and values are expanded, ``NEVER`` if none
+    are; None where there are no latents."""
+    for node in program.nodes:
+        if node.op == "attention" and "latent" in node.inputs:
+            return node.attr("expand_from") or NEVER
+    return None
 
 
 def place_on(device: str, model: Lowerable, num_pages: int, experts: str) -> Placement:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .dense import Launch
+from .launches.dense import Launch
 
 
 class Segment:

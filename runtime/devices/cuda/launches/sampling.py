@@ -7,10 +7,10 @@ from pykernels.gpu.sampling import count_tokens, sample
 from pykernels.ref.sampling import Sampled
 from pykernels.ref.sampling.inputs import SamplingInputs
 
-from ...node import Node
-from ...ops import SAMPLING, SAMPLING_TABLES
+from ....node import Node
+from ....ops import SAMPLING, SAMPLING_TABLES
+from ..memory import Memory
 from .dense import Launch
-from .memory import Memory
 
 ROWS = 64
 """Rows that are sampled at once: scratch is twice as large as their logits."""

@@ -1,24 +1,25 @@
-"""Rope, cache writes and attention as launches.
+"""Rope, cache writes and attention with grouped queries as launches; of latents: ``latents``.
 
-Every token attends by the decode kernels, as a sequence of its own: its keys and values, and those
-of the tokens before it in the step, are in the cache by then: a step may mix prompts and decodes.
+Keys and values of the step's tokens are in the cache when they attend. A step may mix decodes and
+prompts: the leading sequences of one token each attend by the decode kernel, which splits their
+keys over the GPU, all others by the prefill kernel. Both launches have room for any mix, so they
+can be captured; a sequence that is the other one's has no queries, or no keys.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from pykernels.gpu.attention.gqa_decode import gqa_decode
-from pykernels.gpu.attention.mla_decode import mla_decode
+from pykernels.gpu.attention.gqa_prefill import gqa_prefill
 from pykernels.gpu.rope import rope_table as make_rope_table
 from pykernels.gpu.rope_cache_write.gqa import gqa_rope_cache_write as write_keys_values
 from pykernels.gpu.rope_cache_write.mla import mla_rope_cache_write as write_latents
 
-from ...node import Node
+from ....node import Node
+from ..memory import Memory
+from . import latents
 from .dense import Launch, void
-from .memory import Memory
 
 
 def rope_table(m: Memory, node: Node) -> Launch:
@@ -37,7 +38,7 @@ def mla_rope_cache_write(m: Memory, node: Node) -> Launch:
     rotated = m.written(node, "rotated").view(-1, NH, L + R)[..., L:]
     q = q[:, : NH * (nope + R)].unflatten(1, (NH, nope + R))[..., nope:]  # [T, NH, R]
     kv = kv[:, start : start + L + R]
-    latent, rope, *rest = latent_caches(m, node)
+    latent, rope, *rest = latents.caches(m, node)
     scale = rest[0] if rest else None
     interleaved = bool(node.attr("interleaved"))
     return lambda: void(
@@ -68,56 +69,26 @@ def gqa_rope_cache_write(m: Memory, node: Node) -> Launch:
 
 
 def attention(m: Memory, node: Node) -> Launch:
+    if "latent" in node.inputs:
+        return latents.attention(m, node)
     heads, dk, dv = node.attr("heads"), node.attr("dk"), node.attr("dv")
     q = m.read(node, "q").view(-1, heads, dk)  # [T, NH, dk]
     out = m.written(node, "out").view(-1, heads, dv)
-    table, lengths, scale = m.tokens_table, m.key_lengths, node.attr("scale")
-    if "latent" in node.inputs:
-        latent, rope, *rest = latent_caches(m, node)
-        latent_scale = rest[0] if rest else None
-        return lambda: void(
-            mla_decode(
-                q[..., :dv],
-                q[..., dv:],
-                latent,
-                rope,
-                table,
-                lengths,
-                scale=scale,
-                latent_scale=latent_scale,
-                out=out,
-            )
-        )
     k, v = m.read(node, "k"), m.read(node, "v")
-    k_scale, v_scale = m.optional(node, "k_scale"), m.optional(node, "v_scale")
-    sinks = m.optional_weight(node, "sinks")
-    window = node.attr("window") or None
-    return lambda: void(
-        gqa_decode(
-            q,
-            k,
-            v,
-            table,
-            lengths,
-            scale=scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            window=window,
-            sinks=sinks,
-            out=out,
-        )
-    )
+    options: dict[str, Any] = {
+        "scale": node.attr("scale"),
+        "k_scale": m.optional(node, "k_scale"),
+        "v_scale": m.optional(node, "v_scale"),
+        "window": node.attr("window") or None,
+        "sinks": m.optional_weight(node, "sinks"),
+    }
+    table, lengths = m.sequences.table, m.sequences.decode_lengths
+    first_q, first_out = q[: len(table)], out[: len(table)]  # a decoding sequence's one token
+    chunks = m.sequences.chunks()
 
+    def launch() -> None:
+        gqa_decode(first_q, k, v, table, lengths, out=first_out, **options)
+        if chunks is not None:  # after the decodes, which write zeros to rows of chunks
+            gqa_prefill(q, k, v, chunks, out=out, **options)
 
-def attention_expanded(m: Memory, node: Node) -> Launch:
-    """Nothing: here ``attention`` and ``per_head_linear`` leave no sequence out."""
-    return lambda: None
-
-
-def latent_caches(m: Memory, node: Node) -> tuple[torch.Tensor, ...]:
-    """(latents, their rotated parts, scales where they are E4M3) of a node's cache; in bfloat16
-    the runner keeps both parts under one buffer's name."""
-    name = node.inputs["latent"]
-    if "rope" in node.inputs:
-        return tuple(m.read(node, port) for port in ("latent", "rope", "latent_scale"))
-    return m.caches[name], m.caches[f"{name}.rope"]
+    return launch

@@ -10,10 +10,10 @@ from pykernels.gpu.embedding import embed as embed_rows
 from pykernels.gpu.gemm.linear import linear as multiply
 from pykernels.gpu.handshake import combine
 from pykernels.gpu.moe.router_logits import router_logits
-from pykernels.gpu.per_head_linear import per_head_linear as multiply_heads
+from pykernels.gpu.norm import rms_norm as norm
 
-from ...node import Node
-from .memory import Memory
+from ....node import Node
+from ..memory import Memory
 
 Launch = Callable[[], None]
 
@@ -30,6 +30,8 @@ def rms_norm(m: Memory, node: Node) -> Launch:
     adds = [m.tensor(name)[:, :H] for name in node.series("add")]
     rows, out = m.optional(node, "rows"), m.written(node, "out")
     eps = node.attr("eps")
+    if rows is None and not adds and "sum" not in node.outputs:
+        return lambda: void(norm(x, weight, eps, out=(out, None)))
     if "sum" in node.outputs:
         total = m.written(node, "sum")
     else:
@@ -72,20 +74,14 @@ def linear(m: Memory, node: Node) -> Launch:
 def _float32(
     x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> Launch:
+    if bias is None and out.is_contiguous():
+        return lambda: void(router_logits(x, gate, out))
+
     def launch() -> None:
-        y = router_logits(x.contiguous(), gate)
+        y = router_logits(x, gate)
         out.copy_(y if bias is None else y + bias)
 
     return launch
-
-
-def per_head_linear(m: Memory, node: Node) -> Launch:
-    matrices = m.weight(node, "heads")  # [G, N, K]
-    G, N, K = matrices.shape
-    x_head, out_head = node.attr("x_head"), node.attr("out_head")
-    x = m.read(node, "x").flatten(1)[:, : G * x_head].unflatten(1, (G, x_head))[..., :K]
-    out = m.written(node, "out").flatten(1).unflatten(1, (G, out_head))[..., :N]
-    return lambda: void(multiply_heads(x, matrices, out))
 
 
 def void(_: object) -> None:

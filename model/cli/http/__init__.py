@@ -1,0 +1,1 @@
+"""`pykernels serve`, and a client for `pykernels chat`."""

@@ -1,0 +1,178 @@
+"""`pykernels serve`: a model behind OpenAI's and Anthropic's APIs."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pykernels.registry import requested
+
+from ..common import Debug, Kernel, State, Threads, command, err, prepare_threads, read_key
+from ..session import Defer, Device, Experts, KvDtype, Model, Rules, status
+
+_SERVER, _ENGINE = "The server", "The engine"
+
+
+@command
+def serve(
+    model: Model = None,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="0.0.0.0 lets other machines in.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8080,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The model's name in requests; may be repeated.", show_default="that of DIR"
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Its first line is the key that requests must bring.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="A web page whose scripts may use the server; may be repeated.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    max_waiting: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Outputs that may wait; further ones get 429.", rich_help_panel=_SERVER
+        ),
+    ] = 64,
+    max_ttft: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="429 where the first token is expected later.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    max_seconds: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="After which an output ends.", rich_help_panel=_SERVER),
+    ] = None,
+    max_body_mb: Annotated[
+        int, typer.Option(min=1, max=4096, metavar="MB", rich_help_panel=_SERVER)
+    ] = 16,
+    drain_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="S", help="To end running requests at SIGTERM.", rich_help_panel=_SERVER
+        ),
+    ] = 30,
+    log_requests: Annotated[
+        bool,
+        typer.Option(
+            "--log-requests",
+            help="Log method, path, status and seconds; never a text.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = False,
+    max_batch: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Outputs run at once.", rich_help_panel=_ENGINE),
+    ] = 16,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Longest prompt with its answer.",
+            show_default="the model's, at most 8192",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Tokens in the KV cache.",
+            show_default="what an eighth of the memory holds",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
+    target_itl_ms: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MS",
+            help="Between two tokens, kept while prompts are read.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
+    rules: Rules = None,
+    device: Device = "cpu",
+    experts: Experts = "auto",
+    threads: Threads = None,
+    kernel: Kernel = None,
+    defer: Defer = "off",
+    kv_dtype: KvDtype = "bf16",
+    debug: Debug = False,
+) -> None:
+    """Serve a model over HTTP until Ctrl-C or SIGTERM."""
+    chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
+    with status("importing torch and transformers"):
+        from transformers.utils import logging as of_transformers
+
+        from ... import EMBEDDED
+        from ...llm import load_engine
+        from ...server.admission import AGEING_SECONDS
+        from ...server.app import create_app
+        from ...server.run import bound_socket
+        from ...server.run import serve as run
+        from ...server.settings import ServerSettings
+
+        of_transformers.set_verbosity_error()
+        of_transformers.disable_progress_bar()
+    level = logging.INFO if log_requests else logging.WARNING
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("pykernels").setLevel(logging.DEBUG if State.debug else level)
+    path = model or EMBEDDED
+    names = tuple(name or ()) or ("embedded" if model is None else path.resolve().stem,)
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        api_key=read_key(api_key_file),
+        names=names,
+        max_waiting=max_waiting,
+        max_ttft=max_ttft,
+        max_seconds=max_seconds,
+        max_body_bytes=max_body_mb << 20,
+        drain_seconds=drain_seconds,
+        log_requests=log_requests,
+        cors_origins=tuple(cors_origin or ()),
+    )
+    with bound_socket(settings) as bound:
+        llm = load_engine(
+            path,
+            rules=rules,
+            threads=chosen_threads,
+            kernel=chosen_kernel,
+            defer=defer,
+            device=device,
+            experts=experts,
+            kv_dtype=kv_dtype,
+            max_num_seqs=max_batch,
+            max_model_len=max_model_len,
+            kv_tokens=kv_tokens,
+            target_itl_ms=target_itl_ms,
+            max_waiting=max_waiting,
+            ageing_seconds=AGEING_SECONDS,
+        )
+        with llm:
+            address, at = bound.getsockname()[:2]
+            shown = f"[{address}]" if ":" in address else address
+            text = f"{names[0]} is served at http://{shown}:{at}/v1"
+            run(create_app(llm, settings), settings, bound, lambda: err().print(text, markup=False))

@@ -1,0 +1,63 @@
+"""The server's application: its routes, on one model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from pykernels import __version__
+
+from ..llm import LLM
+from .anthropic.messages import message_routes
+from .health import health_routes
+from .http.errors import add_handlers
+from .http.guard import Guard
+from .openai.chat import chat_routes
+from .openai.completions import completion_routes
+from .openai.models import model_routes
+from .responses.routes import response_routes
+from .served import Served
+from .settings import ServerSettings
+from .tokens import token_routes
+
+
+def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
+    """An ASGI application; ``app.state.served`` is its model. The caller closes ``llm``."""
+    served = Served(llm, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        served.close()
+
+    app = FastAPI(
+        title="pykernels",
+        version=__version__,
+        lifespan=lifespan,
+        redoc_url=None,
+        strict_content_type=False,  # curl -d names another type than JSON
+    )
+    app.state.served = served
+    add_handlers(app)
+    for routes in (
+        chat_routes,
+        completion_routes,
+        model_routes,
+        response_routes,
+        message_routes,
+        token_routes,
+        health_routes,
+    ):
+        app.include_router(routes(served))
+    app.add_middleware(Guard, served=served)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    return app

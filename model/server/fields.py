@@ -1,0 +1,124 @@
+"""What the schemas of all APIs share: strict models, texts in parts, settings of sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
+
+from runtime.engine.sampling_params import MAX_LOGPROBS
+
+MOST = 1 << 31
+"""Of whole numbers that count something."""
+
+
+class Strict(BaseModel):
+    """An unknown field is an error, and so is a value of another type.
+
+    Attributes:
+        ignored: fields that clients send and that change nothing here.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_ignored(cls, data: Any) -> Any:
+        if cls.ignored and isinstance(data, dict):
+            return {name: value for name, value in data.items() if name not in cls.ignored}
+        return data
+
+
+def joined(content: Any, kinds: Sequence[str] = ("text", "input_text", "output_text")) -> Any:
+    """A text that is given in parts, as one; anything else stays, for pydantic to judge.
+
+    Raises:
+        ValueError: a part that is no text.
+    """
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in kinds:
+            raise ValueError(f"this model reads text only, no part of type {kind!r}"[:200])
+        if not isinstance(part.get("text"), str):
+            raise ValueError("a part has no text")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+Text = Annotated[
+    str,
+    BeforeValidator(joined),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}),
+]
+"""A text, or its parts."""
+
+Count = Annotated[int, Field(ge=0, le=MOST)]
+
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Stop = Annotated[str, Field(max_length=256)]
+"""Looked for in the engine's thread, at each token."""
+
+
+class Sampling(Strict):
+    """Settings of sampling as OpenAI names them, and those of vLLM and llama.cpp beside them.
+
+    One that is not given is the checkpoint's, or ``SamplingParams``' default.
+    """
+
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MOST)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=4096)] | None = None
+    seed: int | None = None
+    n: Annotated[int, Field(ge=1, le=1 << 12)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[Count], Field(max_length=4096)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+
+    @model_validator(mode="after")
+    def _check_bias(self) -> Sampling:
+        for token in self.logit_bias or ():
+            if not (token.isascii() and token.isdecimal() and len(token) < 10):
+                raise ValueError("logit_bias: its keys are token ids")
+        return self
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields of ``SamplingParams`` that are given."""
+        names = Sampling.model_fields
+        given = {k: v for name in names if (v := getattr(self, k := name)) is not None}
+        if "logit_bias" in given:
+            given["logit_bias"] = {int(token): v for token, v in given["logit_bias"].items()}
+        if given.get("top_k") == -1:  # all, as vLLM has it
+            given["top_k"] = 0
+        if "seed" in given:
+            given["seed"] %= 1 << 63
+        if "stop" in given:
+            stops = [given["stop"]] if isinstance(given["stop"], str) else given["stop"]
+            given["stop"] = [stop for stop in stops if stop]
+        return given
+
+
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]

@@ -1,0 +1,38 @@
+"""`/health`, `/ready` and `/metrics`, for whatever watches over the server."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from .http.frames import json_bytes
+from .served import Served
+
+HEALTH = "/health"
+"""The one path that needs no key."""
+
+
+def health_routes(served: Served) -> APIRouter:
+    router = APIRouter(tags=["server"])
+
+    @router.get(HEALTH)
+    async def health() -> Response:
+        """200 while the engine lives, and 503 when it has failed."""
+        return _state(served.alive, "ok", "the engine has failed")
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """200 while requests are taken: not while the server drains."""
+        return _state(served.ready, "ready", "draining" if served.alive else "failed")
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Figures in Prometheus' text format."""
+        return Response(served.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    return router
+
+
+def _state(good: bool, yes: str, no: str) -> Response:
+    body = json_bytes({"status": yes if good else no})
+    return Response(body, 200 if good else 503, media_type="application/json")

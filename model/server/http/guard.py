@@ -1,0 +1,100 @@
+"""What every request passes before a route sees it: the key, the size of its body, its pace."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import time
+from contextlib import ExitStack
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..health import HEALTH
+from ..served import ENTERED, Served
+from .errors import ApiError, error_response
+
+LOG = logging.getLogger("pykernels.server.requests")
+
+
+class Guard:
+    """ASGI middleware. It refuses a request without the key, a body that is too large, and one that
+    comes too slowly; it counts answers, and writes a line for each if that is asked for."""
+
+    def __init__(self, app: ASGIApp, served: Served) -> None:
+        self.app, self.served, self.settings = app, served, served.settings
+        key = self.settings.api_key
+        self._digest = None if key is None else _digest(key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begun, status = time.perf_counter(), 0
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            refusal = self._refusal(scope)
+            if refusal is not None:
+                await error_response(scope["path"], refusal)(scope, receive, counted)
+                return
+            with ExitStack() as stack:  # what a route enters is left when its answer is sent
+                scope[ENTERED] = stack
+                await self.app(scope, _Limited(self, receive), counted)
+        finally:
+            self.served.metrics.responses.labels(str(status)).inc()
+            if self.settings.log_requests:
+                took = time.perf_counter() - begun
+                LOG.info("%s %s %d %.3f s", scope["method"], scope["path"], status, took)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        if self._digest is not None and scope["path"] != HEALTH and not self._has_key(headers):
+            return ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self.settings.max_body_bytes:
+            return self.too_large()
+        return None
+
+    def _has_key(self, headers: Headers) -> bool:
+        kind, _, bearer = headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+        return hmac.compare_digest(_digest(given), self._digest or b"")
+
+    def too_large(self) -> ApiError:
+        most = self.settings.max_body_bytes
+        return ApiError(413, f"The body is larger than {most} bytes.", code="request_too_large")
+
+
+class _Limited:
+    """Receives for the application, no more and no slower than is allowed."""
+
+    def __init__(self, guard: Guard, receive: Receive) -> None:
+        self._guard, self._receive = guard, receive
+        self._size, self._whole = 0, False
+
+    async def __call__(self) -> Message:
+        if self._whole:  # from now on it waits for the client to go away
+            return await self._receive()
+        seconds = self._guard.settings.body_seconds
+        try:
+            message = await asyncio.wait_for(self._receive(), seconds)
+        except TimeoutError:
+            raise ApiError(408, f"The body did not come within {seconds:g} seconds.") from None
+        self._size += len(message.get("body", b""))
+        self._whole = not message.get("more_body", False)
+        if self._size > self._guard.settings.max_body_bytes:
+            raise self._guard.too_large()
+        return message
+
+
+def _digest(key: str) -> bytes:
+    # Of equal length whatever was given, so that comparing takes the same time.
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

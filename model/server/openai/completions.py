@@ -1,0 +1,200 @@
+"""`/v1/completions`: texts that go on from prompts."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from ..generation import Generation, Piece, Usage, merged
+from ..http.disconnect import unless_gone
+from ..http.errors import as_api_error, error_body
+from ..http.frames import DONE, frame, json_bytes
+from ..http.sse import EventStream
+from ..prompts import Prompt
+from ..served import Served
+from .chat import usage_body
+from .completions_schema import CompletionRequest
+from .logprobs import TextLogprobs
+
+PATH = "/v1/completions"
+
+
+def completion_routes(served: Served) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post(PATH)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        answer = await _submitted(served, body, request)
+        if body.stream:
+            settings = served.settings
+            return EventStream(answer.frames(), settings.silence_seconds, settings.send_seconds)
+        whole = await unless_gone(request, answer.whole())
+        return Response(json_bytes(whole), media_type="application/json")
+
+    return router
+
+
+async def _submitted(served: Served, body: CompletionRequest, request: Request) -> _Answer:
+    served.check_name(body.model)
+    priority = served.enter(request, len(body.prompt) * (body.n or 1))
+    given = body.sampling() | {"max_tokens": max(1, body.max_tokens or 0), "priority": priority}
+    if body.max_tokens is None:
+        given["max_tokens"] = None
+    if body.logprobs is not None:
+        given["logprobs"] = body.logprobs
+    prompts = [await served.prepared(_prompt, served, one) for one in body.prompt]
+    all_params = []
+    for prompt in prompts:
+        echoed = body.echo and body.logprobs is not None and len(prompt.ids) > 1
+        own = {"logprob_start": 1} if echoed else {}
+        all_params.append(served.params(prompt, given | own))
+    generations = [
+        served.submit(request, prompt, params)
+        for prompt, params in zip(prompts, all_params, strict=True)
+    ]
+    return _Answer(served, body, prompts, generations)
+
+
+def _prompt(served: Served, prompt: str | list[int]) -> Prompt:
+    if isinstance(prompt, str):
+        return served.prompts.text(prompt)
+    return served.prompts.ids(prompt)
+
+
+class _Answer:
+    """Writes one request's answer in OpenAI's shape."""
+
+    def __init__(
+        self,
+        served: Served,
+        body: CompletionRequest,
+        prompts: Sequence[Prompt],
+        generations: Sequence[Generation],
+    ) -> None:
+        self.served, self.body, self.generations = served, body, generations
+        self.n = body.n or 1
+        self.outputs = [
+            _Output(served, body, prompt, given, generation, output)
+            for prompt, given, generation in zip(prompts, body.prompt, generations, strict=True)
+            for output in range(self.n)
+        ]
+        self.head = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": body.model or served.name,
+        }
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """The stream's events; an error ends it as one of them."""
+        options = self.body.stream_options
+        with_usage = options is not None and options.include_usage
+        head = self.head | ({"usage": None} if with_usage else {})
+        try:
+            async with aclosing(merged(self.generations)) as pieces:
+                async for index, piece in pieces:
+                    at = index * self.n + piece.output
+                    text, logprobs = self.outputs[at].new(piece)
+                    if text or logprobs or piece.finish_reason:
+                        choice = _choice(at, text, logprobs, _reason(piece))
+                        yield frame({**head, "choices": [choice]})
+            if with_usage:
+                yield frame({**head, "choices": [], "usage": usage_body(await self._usage())})
+        except Exception as error:
+            yield frame(error_body(PATH, as_api_error(error)))
+        yield DONE
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        texts = ["" for _ in self.outputs]
+        logprobs: list[dict[str, Any] | None] = [None for _ in self.outputs]
+        reasons: list[str | None] = [None for _ in self.outputs]
+        async with aclosing(merged(self.generations)) as pieces:
+            async for index, piece in pieces:
+                at = index * self.n + piece.output
+                text, new = self.outputs[at].new(piece)
+                texts[at] += text
+                if new is not None:
+                    old = logprobs[at]
+                    logprobs[at] = new if old is None else {k: old[k] + new[k] for k in new}
+                reasons[at] = _reason(piece)
+        choices = [_choice(i, texts[i], logprobs[i], reasons[i]) for i in range(len(texts))]
+        return {**self.head, "choices": choices, "usage": usage_body(await self._usage())}
+
+    async def _usage(self) -> Usage:
+        usage = Usage()
+        for generation in self.generations:
+            usage.add(await generation.usage())
+        if self.body.max_tokens == 0:
+            usage.completion_tokens = 0
+        return usage
+
+
+class _Output:
+    """One of the outputs, as it grows."""
+
+    def __init__(
+        self,
+        served: Served,
+        body: CompletionRequest,
+        prompt: Prompt,
+        given: str | list[int],
+        generation: Generation,
+        output: int,
+    ) -> None:
+        self.body, self.prompt, self.generation, self.output = body, prompt, generation, output
+        self.tokenizer = served.llm.tokenizer
+        self.echo = ""
+        self.begun = not body.echo
+        if body.echo:
+            self.echo = given if isinstance(given, str) else self._decoded(given)
+        self.logprobs: TextLogprobs | None = None
+        if body.logprobs is not None and self.tokenizer is not None:
+            self.logprobs = TextLogprobs(self.tokenizer)
+            if body.echo:  # what the tokenizer puts in front of a text is no part of it
+                size = sum(len(self.logprobs.token(token)) for token in prompt.ids)
+                self.logprobs = TextLogprobs(self.tokenizer, len(self.echo) - size)
+
+    def new(self, piece: Piece) -> tuple[str, dict[str, Any] | None]:
+        """What a piece adds: text, and log-probabilities if they are asked for."""
+        text, found = "", None
+        if not self.begun:
+            self.begun, text = True, self.echo
+            found = self._of_prompt()
+        if self.body.max_tokens == 0:
+            return text, found
+        if self.logprobs is not None and piece.logprobs:
+            new = self.logprobs.lists(piece.logprobs, self.body.logprobs or 0)
+            found = new if found is None else {k: found[k] + new[k] for k in new}
+        return text + piece.text, found
+
+    def _of_prompt(self) -> dict[str, Any] | None:
+        if self.logprobs is None:
+            return None
+        first = self.logprobs.first(self.prompt.ids[0])
+        scored = self.generation.prompt_logprobs(self.output)
+        rest = self.logprobs.lists(scored, self.body.logprobs or 0)
+        return {k: first[k] + rest[k] for k in first}
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            return ""
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def _choice(
+    index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _reason(piece: Piece) -> str | None:
+    if piece.finish_reason is None:
+        return None
+    return "stop" if piece.finish_reason == "stop" else "length"

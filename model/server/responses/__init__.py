@@ -1,0 +1,1 @@
+"""OpenAI's Responses API, without what a server would have to keep."""

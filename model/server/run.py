@@ -1,0 +1,106 @@
+"""Serves an application until a signal ends it."""
+
+from __future__ import annotations
+
+import math
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from pykernels.errors import PykernelsError
+
+from .served import Served
+from .settings import ServerSettings
+
+
+def bound_socket(settings: ServerSettings) -> socket.socket:
+    """A socket at the server's address, so that a port in use is known before a model is loaded.
+
+    Raises:
+        PykernelsError: it cannot be had.
+    """
+    host, port = settings.host, settings.port
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = infos[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        raise PykernelsError(
+            f"the server cannot listen at {host} port {port}: {error.strerror}",
+            "Choose another --port, or an address of this machine as --host",
+        ) from error
+    return bound
+
+
+class _Server(uvicorn.Server):
+    """Tells when clients can come, and the application that it drains before anything is closed."""
+
+    def __init__(
+        self, config: uvicorn.Config, served: Served, started: Callable[[], None] | None
+    ) -> None:
+        super().__init__(config)
+        self.served, self._tell_started = served, started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and self._tell_started is not None:
+            self._tell_started()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.served.draining = True
+        super().handle_exit(sig, frame)
+
+
+def server_of(
+    app: FastAPI, settings: ServerSettings, started: Callable[[], None] | None = None
+) -> uvicorn.Server:
+    """A server of the application; its ``run`` takes a bound socket.
+
+    Args:
+        started: called when clients can come.
+    """
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=math.ceil(settings.drain_seconds),
+        limit_concurrency=settings.max_connections,
+        lifespan="on",
+        ws="none",
+        timeout_keep_alive=75,  # agents pause between turns, and a closed connection is an error
+    )
+    return _Server(config, app.state.served, started)
+
+
+def serve(
+    app: FastAPI, settings: ServerSettings, bound: socket.socket, started: Callable[[], None]
+) -> None:
+    """Runs until SIGTERM or Ctrl-C; then what runs has ``drain_seconds`` to end.
+
+    Args:
+        started: called when clients can come.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; SystemExit: SIGTERM.
+    """
+    # uvicorn raises the signals again that it has caught: this ends the process in order.
+    before = signal.signal(signal.SIGTERM, _exit)
+    try:
+        server_of(app, settings, started).run([bound])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _exit(sig: int, frame: FrameType | None) -> None:
+    raise SystemExit(0)

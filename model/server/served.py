@@ -1,0 +1,210 @@
+"""The model that a server serves: names, prompts, parser, and how a request enters the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from transformers import PreTrainedTokenizerBase
+
+from pykernels.errors import PykernelsError
+from runtime.engine import EngineBusy, SamplingParams
+
+from ..llm import LLM
+from ..text.detokenize import Detokenizer
+from .admission import Admission
+from .generation import Generation
+from .http.errors import ApiError, bad_request, of_ours
+from .metrics import Metrics
+from .parsers import parser_for
+from .prompts import CONTEXT_CODE, Prompt, Prompts
+from .settings import ServerSettings
+from .structured import GrammarConstraint, Vocabulary, constraint_for
+
+T = TypeVar("T")
+
+ENTERED = "pykernels.entered"
+"""Where a request's scope has the ``ExitStack`` of what it has entered."""
+
+
+class Served:
+    """One model on its engine, for the event loop that the server runs in.
+
+    Attributes:
+        name: the first of its names; ``created``: Unix time at which it was made.
+        draining: whether the server is about to end.
+    """
+
+    def __init__(self, llm: LLM, settings: ServerSettings) -> None:
+        self.llm, self.settings = llm, settings
+        self.name, self.created = settings.names[0], int(time.time())
+        self.prompts = Prompts(llm)
+        self.parser = parser_for(llm.config.model_type, self.prompts.template)
+        self.admission = Admission(llm.engine.config.max_num_seqs, settings)
+        self.metrics = Metrics(llm, lambda: self.admission.inside)
+        self.draining = False
+        # One thread: a tokenizer is not made for several, and the event loop must not wait for it.
+        self._texts = ThreadPoolExecutor(1, "texts")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine can still serve anything."""
+        return self.llm.engine.healthy
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+        return self.alive and not self.draining
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Raises ApiError where the model has none."""
+        if self.llm.tokenizer is None:
+            raise bad_request("This model has no tokenizer: give token ids.")
+        return self.llm.tokenizer
+
+    def check_name(self, name: str | None) -> None:
+        """Raises ApiError for the name of another model."""
+        if name is not None and name not in self.settings.names:
+            raise ApiError(
+                404,
+                f"There is no model {name}; this server has {', '.join(self.settings.names)}.",
+                "model",
+                "model_not_found",
+            )
+
+    def enter(self, request: Request, outputs: int = 1) -> int:
+        """Takes a place until the request's answer is sent; its priority.
+
+        Raises:
+            ApiError: too many outputs, no place, or a server that drains or has failed.
+        """
+        if not self.ready:
+            why = "is about to end" if self.alive else "has failed"
+            raise ApiError(503, f"The server {why}.", retry_after=5 if self.alive else None)
+        most = self.settings.max_outputs
+        if outputs > most:
+            raise bad_request(f"n: a request may have {most} outputs, its prompts times n.", "n")
+        client = request.client.host if request.client else ""
+        stack: ExitStack = request.scope[ENTERED]
+        return stack.enter_context(self.admission.entered(client, outputs))
+
+    async def prepared(self, make: Callable[..., T], *args: Any, **named: Any) -> T:
+        """``make(*args, **named)``, which handles texts, beside the event loop.
+
+        Raises:
+            ApiError: in place of PykernelsError.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._texts, partial(make, *args, **named))
+        except PykernelsError as error:
+            raise of_ours(error) from error
+
+    async def constraint(
+        self,
+        prompt: Prompt,
+        response_format: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+    ) -> dict[str, Any]:
+        """The field of ``SamplingParams`` that makes an answer keep to a form, if one is asked for.
+
+        Args:
+            response_format, tools, tool_choice: as OpenAI's.
+
+        Raises:
+            ApiError: a form that cannot be forced.
+        """
+        if response_format is None and tool_choice in (None, "none", "auto"):
+            return {}
+        made = await self.prepared(
+            self._constraint,
+            response_format=response_format,
+            tools=tools,
+            tool_choice=tool_choice or "auto",
+            parallel_tool_calls=parallel_tool_calls is not False,
+            prompt_tail=prompt.tail,
+        )
+        return {} if made is None else {"constraint": made}
+
+    def _constraint(self, **asked: Any) -> GrammarConstraint | None:
+        return constraint_for(self._vocabulary, self.parser, **asked)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        eos = self.llm.engine.eos_token_ids
+        return Vocabulary(self.tokenizer, self.llm.runner.vocab_size, eos)
+
+    def params(self, prompt: Prompt, given: Mapping[str, Any]) -> SamplingParams:
+        """Sampling parameters: those that are given, else the checkpoint's.
+
+        ``max_tokens`` beyond what the context holds ends there.
+
+        Raises:
+            ApiError: a prompt that fills the context, a value out of range.
+        """
+        size, longest = len(prompt.ids), self.llm.longest
+        if size >= longest:
+            raise bad_request(
+                f"The prompt has {size} tokens; with its answer it may have {longest}.",
+                "prompt",
+                CONTEXT_CODE,
+            )
+        given = dict(given)
+        if given.get("max_tokens") is not None:
+            given["max_tokens"] = min(given["max_tokens"], longest - size)
+        if prompt.stop:
+            own = given.get("stop") or ()
+            given["stop"] = (*((own,) if isinstance(own, str) else own), *prompt.stop)
+        if self.settings.max_seconds is not None:
+            given["deadline"] = self.settings.max_seconds
+        try:
+            return self.llm.settings.params(size, longest, **given)
+        except PykernelsError as error:
+            raise of_ours(error) from error
+
+    def submit(
+        self,
+        request: Request,
+        prompt: Prompt,
+        params: SamplingParams,
+        parsed: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        one_call: bool = False,
+    ) -> Generation:
+        """Hands a prompt to the engine; if the request ends before its answer, so does the work.
+
+        Args:
+            parsed: the answer is a message: reasoning and calls of ``tools`` are taken out of it.
+            one_call: it ends with its first call.
+
+        Raises:
+            ApiError: the engine refuses it, or is busy.
+        """
+        parser, detokenizer = self.parser, None
+        if parsed and parser.special_tokens and self.llm.tokenizer is not None:
+            detokenizer = partial(Detokenizer, self.llm.tokenizer, parser.special_tokens)
+        try:
+            handle = self.llm.engine.asubmit(prompt.ids, params, detokenizer=detokenizer)
+        except EngineBusy as error:
+            raise ApiError(429, str(error), retry_after=1) from error
+        except PykernelsError as error:
+            healthy = self.llm.engine.healthy
+            raise of_ours(error, 400 if healthy else 503) from error
+        streams = [parser.stream(prompt.tail, tools) for _ in range(params.n) if parsed]
+        size, took = len(prompt.ids), self.admission.took
+        generation = Generation(handle, params, streams, size, self.metrics, took, one_call)
+        stack: ExitStack = request.scope[ENTERED]
+        stack.callback(generation.cancel)
+        return generation
+
+    def close(self) -> None:
+        self._texts.shutdown(cancel_futures=True)

@@ -1,0 +1,74 @@
+"""`/tokenize` and `/detokenize`, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import Field, model_validator
+
+from .fields import Count, Strict
+from .http.errors import bad_request
+from .openai.messages import Message, Tool, plain
+from .served import Served
+
+
+class TokenizeRequest(Strict):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: Annotated[list[Count], Field(max_length=1 << 20)]
+
+
+def token_routes(served: Served) -> APIRouter:
+    router = APIRouter(tags=["tokens"])
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        served.check_name(body.model)
+        ids = await served.prepared(_ids, served, body)
+        found: dict[str, Any] = {
+            "tokens": ids,
+            "count": len(ids),
+            "max_model_len": served.llm.longest,
+        }
+        if body.return_token_strs:
+            found["token_strs"] = served.tokenizer.convert_ids_to_tokens(ids)
+        return found
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        served.check_name(body.model)
+        vocab = served.llm.runner.vocab_size
+        if max(body.tokens, default=0) >= vocab:
+            raise bad_request(f"tokens: ids are below {vocab}.", "tokens")
+        decode = served.tokenizer.decode
+        text = await served.prepared(decode, body.tokens, clean_up_tokenization_spaces=False)
+        return {"prompt": text}
+
+    return router
+
+
+def _ids(served: Served, body: TokenizeRequest) -> list[int]:
+    if body.messages is not None:
+        tools = [tool.plain() for tool in body.tools or ()]
+        prompts = served.prompts
+        return prompts.chat(plain(body.messages), tools, body.chat_template_kwargs).ids
+    if body.add_special_tokens and body.prompt:
+        return served.prompts.text(body.prompt).ids
+    ids: list[int] = served.tokenizer(body.prompt or "", add_special_tokens=False)["input_ids"]
+    return ids

@@ -1,0 +1,1 @@
+"""The ops of the ``cuda`` device: a function for each that binds a node to memory."""

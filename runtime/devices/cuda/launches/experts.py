@@ -1,0 +1,68 @@
+"""Routing and experts that are on the GPU, as launches."""
+
+from __future__ import annotations
+
+import torch
+
+from pykernels.gpu.moe.experts import Experts
+from pykernels.gpu.moe.fused_moe import down, gate_up
+from pykernels.gpu.moe.fused_moe import moe_ffn as run_experts
+from pykernels.gpu.moe.permute import empty_order, sort_pairs
+from pykernels.gpu.moe.router import route
+from pykernels.gpu.moe.router import router as choose
+from pykernels.ref.router import split_routing as split_by_weight
+from pykernels.shapes import Routing
+
+from ....node import Node
+from ..memory import Memory
+from .dense import Launch, void
+
+
+def router(m: Memory, node: Node) -> Launch:
+    logits = m.read(node, "logits")[:, : node.attr("experts")]  # [T, E]
+    out = Routing(m.written(node, "ids"), m.written(node, "weights"))
+    bias = m.optional_weight(node, "bias")
+    if len(logits) == 1:  # never padding: the choice and its order are one launch
+        order = empty_order(1, out.topk, node.attr("experts"), m.device)
+        m.orders[node.outputs["ids"]] = order
+        return lambda: void(route(logits, node.attr("spec"), bias, None, (out, order, None)))
+    spec, here = node.attr("spec"), m.inputs.get("slot_mapping")  # -1: padding takes no experts
+    return lambda: void(choose(logits.contiguous(), spec, bias, out, here))
+
+
+def split_routing(m: Memory, node: Node) -> Launch:
+    ids, factors, last = m.read(node, "ids"), m.read(node, "weights"), node.attr("last")
+    outs = [m.written(node, port) for port in ("first_ids", "last_ids") if port in node.outputs]
+
+    def launch() -> None:
+        for out, part in zip(outs, split_by_weight(ids, factors, last), strict=False):
+            out.copy_(part)
+
+    return launch
+
+
+def moe_ffn(m: Memory, node: Node) -> Launch:
+    x, out = m.read(node, "x"), m.written(node, "out")
+    experts = m.weight(node, "experts")
+    ids, factors = m.optional(node, "ids"), m.optional(node, "weights")
+    if ids is None or factors is None:
+        return _one_expert(m, x, experts, out)
+    own, own_factors = ids, factors
+    order = m.orders.get(node.inputs["ids"])
+    return lambda: void(run_experts(x, own, own_factors, experts, out=out, order=order))
+
+
+def _one_expert(m: Memory, x: torch.Tensor, experts: Experts, out: torch.Tensor) -> Launch:
+    """All tokens in their own order, so there is nothing to sort, to weight or to sum."""
+    if m.same_order is None:
+        same = torch.zeros(len(x), 1, dtype=torch.int32, device=x.device)
+        m.same_order = sort_pairs(same, 1)
+    order = m.same_order
+
+    def launch() -> None:
+        y = down(gate_up(x, experts, order), experts, order, out=out if bf16 else None)
+        if not bf16:
+            out.copy_(y)
+
+    bf16 = out.dtype == torch.bfloat16
+    return launch

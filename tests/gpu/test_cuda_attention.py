@@ -1,0 +1,201 @@
+"""Attention of mixed batches on the cuda device: decodes, chunks in pieces, prefixes, padding.
+
+In Triton's interpreter where there is no GPU. The truth is the ref device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.devices.cuda.executable import CudaExecutable
+from runtime.devices.cuda.handshake import PinnedSlots
+from runtime.devices.cuda.inputs import StepInputs
+from runtime.devices.cuda.memory import Arena
+from runtime.devices.cuda.outputs import StepOutputs
+from runtime.devices.cuda.runner import expansion, part_latents
+from runtime.devices.ref.runner import on_ref
+from runtime.devices.ref.step import RefExecutable
+from runtime.kv_cache.layout import PAGE, Pages
+from runtime.program import Builder, Program
+from runtime.step_inputs import allocate_inputs, step_inputs
+from runtime.weights import WeightStore
+from runtime.workers.pool import WorkerPool
+
+from ..engine import test_expanded as mla
+
+NH, KVH, D, S, PAGES = 4, 2, 16, 5, 3
+BF16 = 0.02
+"""Of the norm: the GPU's queries, probabilities and results are bfloat16."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(1) as made:
+        yield made
+
+
+@dataclass(frozen=True)
+class Step:
+    """By sequence, in the order of the batch: row of the page table -> (first, last) position."""
+
+    spans: dict[int, tuple[int, int]]
+
+    @property
+    def T(self) -> int:
+        return sum(last - first for first, last in self.spans.values())
+
+    def fill(self, inputs: dict[str, torch.Tensor], seed: int) -> None:
+        """Writes a step into what programs read, in random pages."""
+        g = torch.Generator().manual_seed(seed)
+        for name in inputs:
+            if inputs[name].is_floating_point():
+                inputs[name].normal_(generator=g)
+        t = 0
+        for s, (row, (first, last)) in enumerate(self.spans.items()):
+            at, positions = slice(t, t + last - first), torch.arange(first, last)
+            inputs["sequences"][at], inputs["positions"][at] = row, positions
+            pages = inputs["page_table"][row][positions // PAGE]
+            inputs["slot_mapping"][at] = pages * PAGE + positions % PAGE
+            inputs["query_starts"][s], inputs["query_lengths"][s] = t, last - first
+            inputs["lengths"][s], inputs["page_rows"][s] = last, row
+            t += last - first
+
+
+def results(
+    program: Program,
+    weights: WeightStore,
+    parts: dict[str, Any],
+    steps: list[Step],
+    pool: WorkerPool,
+    device: torch.device,
+    piece: int | None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(found, truth) of the tokens of each step."""
+    inputs = allocate_inputs(program)
+    for name in ("tokens", "query_starts", "query_lengths", "lengths", "page_rows"):
+        count = program.sizes["T" if name == "tokens" else "S"]
+        inputs.setdefault(name, torch.zeros(count, dtype=torch.int64))
+    inputs.setdefault("logits_indices", torch.zeros(1, dtype=torch.int64))
+    places = torch.randperm(S * PAGES, generator=torch.Generator().manual_seed(3)).view(S, PAGES)
+    inputs["page_table"][:] = places[: program.sizes["S"]]
+    exact = {name: part.zeros() for name, part in parts.items()}
+    exact = {n: x.float() if x.dtype == torch.bfloat16 else x for n, x in exact.items()}
+    truth = RefExecutable(on_ref(program), weights, inputs, exact)
+    staged = StepInputs(inputs, None, device, piece)
+    bucket = staged.bucket(program.sizes["T"], 1, False, expansion(program))
+    kinds = {"angles": torch.float32}
+    floats = {
+        name: torch.zeros(x.shape, dtype=kinds.get(name, torch.bfloat16), device=device)
+        for name, x in inputs.items()
+        if x.is_floating_point()
+    }
+    caches = {name: part.zeros().to(device) for name, part in parts.items()}
+    sizes = torch.zeros(3, dtype=torch.int64)
+    nodes = tuple(replace(node, device="cuda") for node in program.nodes)
+    within = replace(program.buffers["attn_out"], kind="scratch")  # as in a model: bfloat16
+    found = CudaExecutable(
+        replace(program, nodes=nodes, buffers={**program.buffers, "attn_out": within}),
+        weights,
+        device,
+        pool,
+        "generic",
+        bucket.tensors | floats,
+        {},
+        part_latents(program, caches),
+        bucket.sequences,
+        Arena(device),
+        sizes,
+        PinnedSlots(device.type == "cuda"),
+        StepOutputs({}, device),
+    )
+    for seed, step in enumerate(steps):
+        step.fill(inputs, seed)
+        for name, x in floats.items():
+            x.copy_(inputs[name])
+            inputs[name].copy_(x)  # rounded alike
+        truth.sizes[:] = torch.tensor([step.T, len(step.spans), 1])
+        truth.run()
+        bucket.send(step.T, len(step.spans), 1)
+        found.run()
+        out = found.memory.tensor("attn_out")[: step.T].float().cpu()
+        yield out.flatten(1), truth.outputs["attn_out"][: step.T].flatten(1)
+
+
+def grouped(T: int, parts: dict[str, Any], window: int, sinks: bool) -> tuple[Program, WeightStore]:
+    weights = WeightStore()
+    b = Builder("gqa", {"T": T, "S": S, "R": 1})
+    step_inputs(b, PAGES)
+    width = (NH + 2 * KVH) * D
+    b.buffer("qkv", "T", width, kind="input")
+    b.buffer("angles", "T", 2, D // 2, kind="input")
+    b.buffer("q", "T", NH, D)
+    b.buffer("attn_out", "T", NH * D, kind="output")
+    cache = {n: b.buffer(n, *p.shape, dtype=p.dtype, kind="cache") for n, p in parts.items()}
+    b.node(
+        "gqa_rope_cache_write",
+        "write",
+        {**{n: n for n in ("qkv", "angles", "slot_mapping")}, **cache},
+        {"rotated": "q", **cache},
+        heads=NH,
+        k_start=NH * D,
+        v_start=(NH + KVH) * D,
+    )
+    by_sequence = ("query_starts", "query_lengths", "lengths", "page_rows")
+    ragged = {n: n for n in ("positions", "sequences", "page_table", *by_sequence)}
+    b.node(
+        "attention",
+        "attention",
+        {"q": "q", **cache, **ragged},
+        {"out": "attn_out"},
+        {"sinks": weights.add("sinks", torch.tensor([-1.0, 0.0, 1.0, 2.0]))} if sinks else {},
+        heads=NH,
+        kv_heads=KVH,
+        dk=D,
+        dv=D,
+        scale=0.25,
+        window=window,
+    )
+    return b.build(), weights
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "window", "sinks", "piece"),
+    [("bf16", 0, False, 8), ("bf16", 12, True, 8), ("fp8", 0, False, None)],
+)
+def test_grouped_queries(
+    kv_dtype: str,
+    window: int,
+    sinks: bool,
+    piece: int | None,
+    pool: WorkerPool,
+    device: torch.device,
+) -> None:
+    steps = [
+        Step({3: (0, 17), 1: (0, 1), 0: (0, 5)}),  # a chunk that is not the first has one token
+        Step({1: (1, 2), 0: (5, 6), 3: (17, 30), 4: (0, 9)}),
+        Step({0: (6, 7), 1: (2, 3)}),  # decodes alone, of a bucket that has room for chunks
+    ]
+    parts = Pages(S * PAGES, kv_dtype).grouped(KVH, D)
+    made = grouped(max(step.T for step in steps) + 3, parts, window, sinks)
+    for found, wanted in results(*made, parts, steps, pool, device, piece):
+        assert (found - wanted).norm() < BF16 * wanted.norm()
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
+def test_latents(
+    kv_dtype: str, pool: WorkerPool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from runtime.devices.cuda.launches import latents
+
+    # One head's keys and values at a time, as where a context is long.
+    monkeypatch.setattr(latents, "EXPANDED_BYTES", 1)
+    steps = [Step({2: (0, 12)}), Step({0: (0, 3), 2: (12, 30), 1: (0, 5)}), Step({1: (5, 6)})]
+    parts = Pages(S * PAGES, kv_dtype).latent(mla.L, mla.R)
+    made = mla.program(kv_dtype, 12, pool)
+    for found, wanted in results(*made, parts, steps, pool, device, None):
+        assert (found - wanted).norm() < BF16 * wanted.norm()
