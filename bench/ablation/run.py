@@ -130,7 +130,11 @@ class AblationRun:
             for engine in engines.values():
                 engine.close()
         rates = {n: [turn[case] for turn in turns[n]] for n in names if n not in whys}
-        return self._rows(ours, case, names, rates, whys)
+        rows = self._rows(ours, case, names, rates, whys)
+        for row in rows:
+            if row["stage"] in engines and self.settings.device != "cpu":
+                row["deferred"] = getattr(engines[row["stage"]].timer(case).runner, "deferred", 0)
+        return rows
 
     def _rows(
         self,

@@ -7,7 +7,8 @@ from typing import Any
 Row = dict[str, Any]
 """``op`` ("ablation"), ``model``, ``format``, ``layers``, ``device``, ``batch``, ``context``,
 ``stage``; ``tok_s``, ``us_per_step``, and how many times faster it is than the first stage
-(``x_first``) and the one before (``x_before``), or ``why`` there are none."""
+(``x_first``) and the one before (``x_before``), or ``why`` there are none; on a GPU the experts of
+a token that are ``deferred``."""
 OP = "ablation"
 
 NOTE = (
@@ -46,7 +47,8 @@ def table(rows: list[Row]) -> list[str]:
             if "why" not in row:
                 ratios = f"{row['x_before']:.2f} | {row['x_first']:.2f}"
                 figures = f"**{row['tok_s']:.1f}** | {row['us_per_step']:.0f} | {ratios}"
-                lines.append(f"| {row['stage']} | {figures} |")
+                deferred = f" ({row['deferred']} experts)" if row.get("deferred") else ""
+                lines.append(f"| {row['stage']}{deferred} | {figures} |")
         for row in some:
             if "why" in row:
                 lines += ["", f"Not timed: {row['stage']}: {row['why']}"]

@@ -137,7 +137,7 @@ def build(
             fetch = [*pip, "download", "--no-deps", "--no-binary", ":all:", "-d", scratch, SOURCE]
             subprocess.run(fetch, check=True)
             source = next(folder.glob("*.tar.gz"))
-        root = _unpack(source, folder)
+        root = unpack(source, folder)
         print(f"compiling {', '.join(tools.programs)}: {tools.takes}", file=sys.stderr)
         made, cmake, environment = folder / "build", *_cmake(pip, folder)
         configure: list[str | Path] = [cmake, "-S", root, "-B", made, *options]
@@ -147,12 +147,12 @@ def build(
         subprocess.run(compile_, check=True, env=environment)
         for program in tools.programs:
             shutil.copy2(made / "bin" / program, tools.home / "bin" / program)
-    help_of = [tools.home / "bin" / tools.programs[0], "--help"]
+    help_of: list[str | Path] = [tools.home / "bin" / tools.programs[0], "--help"]
     subprocess.run(help_of, check=True, stdout=subprocess.DEVNULL)
     stamp.write_text(wanted)
 
 
-def _unpack(source: Path, folder: Path) -> Path:
+def unpack(source: Path, folder: Path) -> Path:
     """The folder of llama.cpp in a folder or an archive, which is unpacked into ``folder``."""
     if source.is_file():
         try:
