@@ -44,7 +44,7 @@ from .checkpoint.plan import Plan, make_plan
 from .checkpoint.progress import Adder, Callback, reporting
 from .checkpoint.read import nbytes
 from .checkpoint.safetensors import Checkpoint
-from .opened import injected
+from .opened import followed, injected
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
 from .rules import Rules, resolve_rules
 
@@ -121,6 +121,7 @@ def convert(
     with open_checkpoint(source) as checkpoint:
         parsed = resolve_rules(rules, config.model_type)
         model = injected(config, parsed, experts=experts, matrices=linears)
+        followed(model, parsed)
         plan = make_plan(model, checkpoint, resolve_dtype(None, config))
         schema = stored_schema(model, plan, linears)
         has_config = find_gguf(source) is None

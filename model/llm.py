@@ -31,8 +31,10 @@ from runtime.machine.topology import Topology
 from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
 from runtime.passes.layers import check_topk
-from runtime.placement import Placement
-from runtime.workers.pool import WorkerPool
+from runtime.placement import CPU, Placement
+from runtime.program import Program
+from runtime.workers.numa import nodes_to_use
+from runtime.workers.pool import WorkerPool, make_pool
 from runtime.workers.threads import threads_here
 
 from .architectures.decoder import (
@@ -237,6 +239,7 @@ def load_engine(
     chosen = _chosen(engine, settings)
     Pages(0, chosen.kv_dtype)  # refused before anything is read
     threads_here(threads, True, Topology.detect())
+    sliced = len(nodes_to_use(Topology.detect(), chosen.numa, threads)) > 1
     config = read_config(folder)
     check_lowered(config)
     positions = config.max_position_embeddings
@@ -244,7 +247,7 @@ def load_engine(
         check_whole("max_model_len", chosen.max_model_len, 1, positions)
     budget = chosen.max_num_batched_tokens or STEP_TOKENS
     longest = chosen.max_model_len or min(max(CONTEXT, at_least), positions)
-    with open_weights(folder, config, rules, kernel, chosen.kv_dtype) as weights:
+    with open_weights(folder, config, rules, kernel, chosen.kv_dtype, device, sliced) as weights:
         model = weights.model
         if deferred:
             blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
@@ -259,7 +262,7 @@ def load_engine(
         if on_gpu is not None:
             from runtime.devices.cuda.runner import place_on
 
-            placement = place_on(device, weights.decoder, pages, experts)
+            placement = place_on(device, weights.decoder, pages, experts, weights.placed)
             needed, smaller = weights.needed(placement), weights.smaller(placement)
             memory.check_engine(needed, 0, 0, 0, smaller)
         generation = read_generation_config(folder)
@@ -269,14 +272,14 @@ def load_engine(
         defaults = engine_settings(generation, eos, config.vocab_size, tokenizer is not None)
         if defaults.not_done:
             warnings.warn(note_of(defaults.not_done), stacklevel=2)
-        pool = WorkerPool(threads)
+        pool = make_pool(threads, numa=chosen.numa)
         try:
             passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
             sizes = longest, pages, budget, chosen.max_num_seqs
             logits = chosen.max_num_logits
             runner: PagedRunner
             with reporting(progress) as report:
-                decoder = weights.readable(packer(pool), report)
+                decoder = weights.readable(packer(pool), report, pool.memory)
                 if device == "cpu":
                     runner = CpuRunner(decoder, pool, *sizes, kernel, passes, logits)
                 elif device == "ref":
@@ -287,7 +290,16 @@ def load_engine(
                     experts = "cpu" if placement.experts == "cpu" else "gpu"
                     given = longest, pages, chosen.max_num_batched_tokens, chosen.max_num_seqs
                     runner = CudaRunner(
-                        decoder, device, pool, *given, kernel, passes, logits, experts, auto_defer
+                        decoder,
+                        device,
+                        pool,
+                        *given,
+                        kernel,
+                        passes,
+                        logits,
+                        experts,
+                        auto_defer,
+                        weights.placed,
                     )
                 runner.load()
             with compiling(progress):
@@ -316,6 +328,21 @@ def _deferred(defer: Defer) -> int:
     if not str(defer).isdecimal():
         raise PykernelsError(f"{defer!r} experts deferred", "Give a number, auto or off")
     return int(defer)
+
+
+def placed_program(path: Path, rules: Rules, device: str, experts: str, tokens: int) -> Program:
+    """The program of a step of at most so many tokens, its nodes where they would run.
+
+    Args:
+        experts: where routed experts are beside a GPU: "cpu" or "gpu".
+
+    Raises:
+        PykernelsError: as ``load_engine``.
+    """
+    with open_weights(path, read_config(path), rules, device=device) as weights:
+        program = weights.decoder.lower(tokens, tokens, tokens, 1, 1)
+        routed = device if experts == "gpu" else CPU
+        return Placement(device, routed, weights.placed).apply(program)
 
 
 def meta_decoder(path: Path, rules: Rules = None) -> Decoder:

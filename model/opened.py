@@ -11,6 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
+from runtime.machine.nodes import ONE_NODE, MemoryNodes
 from runtime.matrix import Pack
 from runtime.placement import CPU, Placement
 from runtime.weights import WeightStore
@@ -18,6 +19,7 @@ from runtime.weights import WeightStore
 from .architectures.decoder import Decoder, make_decoder
 from .architectures.moe import check_experts
 from .architectures.packed import CacheWeights, check_cache
+from .architectures.placed import placed_weights
 from .architectures.schema import Schema, stored_schema
 from .architectures.weights import CheckpointWeights
 from .checkpoint import memory
@@ -34,6 +36,7 @@ from .checkpoint.safetensors import Checkpoint
 from .modules.inject import inject
 from .modules.linear import linears
 from .modules.moe import FusedMoE
+from .modules.placement import Placement as RulePlacement
 from .modules.placement import place
 from .pretrained import build_meta
 from .rules import Rule, Rules, resolve_rules
@@ -45,10 +48,12 @@ class Opened(Protocol):
     Attributes:
         model: injected, on the meta device.
         decoder: lowers programs, from which a placement follows.
+        placed: weights that rules place elsewhere than on the engine's device.
     """
 
     model: PreTrainedModel
     decoder: Decoder
+    placed: Mapping[str, str]
 
     def needed(self, placement: Placement) -> int:
         """Bytes of main memory that loading takes at its peak."""
@@ -56,12 +61,16 @@ class Opened(Protocol):
     def smaller(self, placement: Placement) -> Mapping[str, int]:
         """The same with the experts converted, by format."""
 
-    def readable(self, pack: Pack, report: Callback) -> Decoder:
+    def readable(self, pack: Pack, report: Callback, nodes: MemoryNodes = ONE_NODE) -> Decoder:
         """The decoder, whose store reads what devices ask for.
 
         Args:
             pack: packs it for the CPU.
             report: called with the bytes that were read, and all.
+            nodes: NUMA nodes that have a slice of each matrix.
+
+        Raises:
+            PykernelsError: a node has no room for its slices.
         """
 
 
@@ -69,50 +78,81 @@ class Packable:
     """A checkpoint's weights, each in the format that it is stored in or a rule asks for."""
 
     def __init__(
-        self, model: PreTrainedModel, plan: Plan, checkpoint: Checkpoint, kv_dtype: str
+        self,
+        model: PreTrainedModel,
+        plan: Plan,
+        checkpoint: Checkpoint,
+        kv_dtype: str,
+        rules: RulePlacement,
     ) -> None:
         self.model, self._plan, self._checkpoint = model, plan, checkpoint
         self._schema = stored_schema(model, plan)
         self.decoder = make_decoder(model, self._schema, WeightStore(), kv_dtype)
+        program = self.decoder.lower(1, 1, 1, 1, 1)
+        self.placed: Mapping[str, str] = placed_weights(program, rules)
         self._packed = memory.needed_by_engine(plan, model, checkpoint)
+        on_cpu = [name for name, device in self.placed.items() if device == CPU]
+        self._beside = sum(program.weights[name].nbytes for name in on_cpu)
 
     def needed(self, placement: Placement) -> int:
-        return self._packed.peak(placement)
+        return self._packed.peak(placement) + self._beside
 
     def smaller(self, placement: Placement) -> Mapping[str, int]:
         return self._packed.smaller(placement)
 
-    def readable(self, pack: Pack, report: Callback) -> Decoder:
+    def readable(self, pack: Pack, report: Callback, nodes: MemoryNodes = ONE_NODE) -> Decoder:
+        memory.check_nodes(self._plan, self.model, nodes, self._packed.by_item)
         warn_of(self._plan)
         total = sum(nbytes(self._checkpoint, item) for item in self._plan.items)
         add = Adder(report, total)
         store = self.decoder.store
         store.read_from(
-            CheckpointWeights(self.model, self._plan, self._checkpoint, self._schema, add), pack
+            CheckpointWeights(self.model, self._plan, self._checkpoint, self._schema, add),
+            pack,
+            nodes,
         )
         return self.decoder
 
 
 class Mapped:
     """A packed cache's weights: what is not in memory yet is read into it, nothing is packed for
-    the CPU."""
+    the CPU.
 
-    def __init__(self, model: PreTrainedModel, folder: PackedFolder, kv_dtype: str) -> None:
-        self.model, self._folder = model, folder
+    Args:
+        sliced: whether they will be dealt over NUMA nodes, and so copied.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        folder: PackedFolder,
+        kv_dtype: str,
+        rules: RulePlacement,
+        sliced: bool,
+    ) -> None:
+        self.model, self._folder, self._sliced = model, folder, sliced
         schema = Schema.from_json(folder.manifest.schema)
         check_cache(folder, model, schema)
         self.decoder = make_decoder(model, schema, WeightStore(CacheWeights(folder)), kv_dtype)
+        self.placed: Mapping[str, str] = placed_weights(self.decoder.lower(1, 1, 1, 1, 1), rules)
 
     def needed(self, placement: Placement) -> int:
         """What others have in memory takes none, nor what goes to a GPU whole."""
         if CPU not in (placement.device, placement.experts):
             return 0
+        if self._sliced:
+            return self._folder.nbytes
         return sum(f.memory.nbytes - resident(f.memory) for f in self._folder.files)
 
     def smaller(self, placement: Placement) -> Mapping[str, int]:
         return {}
 
-    def readable(self, pack: Pack, report: Callback) -> Decoder:
+    def readable(self, pack: Pack, report: Callback, nodes: MemoryNodes = ONE_NODE) -> Decoder:
+        if len(nodes) > 1:
+            memory.check_room([self._folder.nbytes / len(nodes)] * len(nodes), nodes)
+            add = Adder(report, self._folder.nbytes)
+            self.decoder.store.read_from(CacheWeights(self._folder, add), pack, nodes)
+            return self.decoder
         populate(self._folder.files, Adder(report, self._folder.nbytes))
         return self.decoder
 
@@ -124,11 +164,14 @@ def open_weights(
     rules: Rules = None,
     kernel: str = "auto",
     kv_dtype: str = "bf16",
+    device: str = CPU,
+    sliced: bool = False,
 ) -> Iterator[Opened]:
     """Reads headers, and checks them against the model.
 
     Args:
-        rules, kernel, kv_dtype: as in ``load_engine``.
+        rules, kernel, kv_dtype, device: as in ``load_engine``.
+        sliced: whether the weights will be dealt over NUMA nodes.
 
     Raises:
         PykernelsError: what is wrong with the folder, the rules or the kernel.
@@ -139,13 +182,33 @@ def open_weights(
         if rules is None:
             rules, experts, matrices = made.rules, made.experts, made.linears
         parsed = resolve_rules(rules, config.model_type)
-        yield Mapped(injected(config, parsed, kernel, experts, matrices), packed, kv_dtype)
+        model = injected(config, parsed, kernel, experts, matrices)
+        yield Mapped(model, packed, kv_dtype, followed(model, parsed, device), sliced)
         return
     with open_checkpoint(folder) as checkpoint:
-        model = injected(config, resolve_rules(rules, config.model_type), kernel)
+        parsed = resolve_rules(rules, config.model_type)
+        model = injected(config, parsed, kernel)
+        placement = followed(model, parsed, device)
         plan = make_plan(model, checkpoint, resolve_dtype(None, config))
         check_kernels(model, plan)
-        yield Packable(model, plan, checkpoint, kv_dtype)
+        yield Packable(model, plan, checkpoint, kv_dtype, placement)
+
+
+def followed(model: PreTrainedModel, rules: Sequence[Rule], device: str = CPU) -> RulePlacement:
+    """Where rules place a model's modules around an engine on that device.
+
+    Raises:
+        PykernelsError: on another GPU than the engine's.
+    """
+    root = device if device.startswith("cuda") else CPU
+    placement = place(model, rules, root)
+    others = [each for each in placement.devices if each not in (root, CPU)]
+    if others:
+        raise PykernelsError(
+            f"a rule places modules on {others[0]}, which the engine does not follow",
+            f"Use --eager, or --device {others[0]} and rules without another GPU",
+        )
+    return placement
 
 
 def injected(
@@ -162,17 +225,11 @@ def injected(
             a rule converts, where they can be in it.
 
     Raises:
-        PykernelsError: rules that do not fit, that leave experts to transformers, or that place
-            something elsewhere than on the CPU.
+        PykernelsError: rules that do not fit, or that leave experts to transformers.
     """
     model = build_meta(config, resolve_dtype(None, config))
     inject(model, rules, kernel)
     check_experts(model)
-    if device := place(model, rules).gpu():
-        raise PykernelsError(
-            f"a rule places modules on {device}, which the engine does not follow",
-            "Use --eager, or --device cuda:0 and rules without a GPU",
-        )
     for module in model.modules():
         if experts is not None and isinstance(module, FusedMoE):
             module.format = experts

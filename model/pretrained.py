@@ -122,7 +122,7 @@ def fill(
         needs = memory.needed(plan, model, checkpoint, dtype, placement)
         pin(model, plan, placement, gpu_experts, needs)
         memory.check(memory.needed(plan, model, checkpoint, dtype, placement))
-        memory.check_nodes(plan, model, default_pool())
+        memory.check_nodes(plan, model, default_pool().memory)
         with reporting(progress) as report:
             load(model, plan, checkpoint, placement, dtype, report)
         hand_over(model, placement)
@@ -132,8 +132,7 @@ def fill(
 
 def _refuse_in_child(*_: object) -> None:
     """Before torch's own threads are needed, for which a forked child would wait for ever."""
-    for pool in default_pool().pools:
-        pool.refuse_in_child()
+    default_pool().refuse_in_child()
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:

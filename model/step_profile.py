@@ -119,6 +119,7 @@ def _opened(subject: Subject, load: Load) -> Iterator[tuple[EngineTimer, str]]:
         max_num_batched_tokens=budget,
         kv_tokens=pages * PAGE,
         kv_dtype=subject.kv_dtype,
+        overlap=False,  # each step is recorded on its own
     ) as llm:
         llm.engine.threaded = False  # it has had no request yet, so it has no thread
         timer = EngineTimer(llm.runner, engine=llm.engine)
@@ -147,7 +148,7 @@ def _random(
         sizes = positions, pages, budget, batch
         runner = _runner(subject, decoder, pool, sizes, passes)
         runner.load()
-        timer = EngineTimer(runner)
+        timer = EngineTimer(runner, overlap=False)
         try:
             yield timer
         finally:

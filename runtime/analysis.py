@@ -64,24 +64,54 @@ def ordered(waits: Sequence[Sequence[int]]) -> Order:
 
 
 def _hazards(nodes: Sequence[Node]) -> list[list[int]]:
-    """By node, the nodes that a shared buffer makes it wait for: the writer of what it reads, and
-    the writer and the readers of what it overwrites."""
-    writer: dict[str, int] = {}
+    """By node, the nodes that a shared buffer makes it wait for: the writers of what it reads, and
+    the writers and the readers of what it overwrites. Slices of one linear, which write other
+    columns of the same buffer, do not wait for each other."""
+    writers: dict[str, list[int]] = {}
     readers: dict[str, list[int]] = {}
     numbers = {node.name: i for i, node in enumerate(nodes)}
     waits: list[list[int]] = []
     for i, node in enumerate(nodes):
-        found = [writer[name] for name in (*node.reads, *node.writes) if name in writer]
+        beside = _writes_beside(node, nodes, writers)
+        found = [
+            j
+            for name in (*node.reads, *node.writes)
+            if name != beside
+            for j in writers.get(name, [])
+        ]
+        if beside is not None:  # its memory must be free, for which the first one has waited
+            found += waits[writers[beside][0]]
         for name in node.writes:
             found += readers.get(name, [])
         if node.op == "wait" and node.attr("since"):
             found.append(numbers[node.attr("since")])
         for name in node.reads:
-            readers.setdefault(name, []).append(i)
+            if name != beside:
+                readers.setdefault(name, []).append(i)
         for name in node.writes:
-            writer[name], readers[name] = i, []
+            if name == beside:
+                writers[name].append(i)
+            else:
+                writers[name], readers[name] = [i], []
         waits.append(found)
     return waits
+
+
+def _writes_beside(
+    node: Node, nodes: Sequence[Node], writers: Mapping[str, list[int]]
+) -> str | None:
+    """The buffer of which a slice of a linear writes its own columns, as the slices before it have
+    (``passes.numa``)."""
+    if node.numa is None or "out" not in node.inputs:
+        return None
+    out = node.outputs["out"]
+    others = [nodes[j] for j in writers.get(out, [])]
+    alike = all(other.numa is not None and _stem(other) == _stem(node) for other in others)
+    return out if others and alike else None
+
+
+def _stem(slice_: Node) -> str:
+    return slice_.name.rpartition(".node")[0]
 
 
 @dataclass(frozen=True)

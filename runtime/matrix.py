@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,7 +11,8 @@ from pykernels.cpu import make_pack, pack_job, packs_scales
 from pykernels.quant import Format, Weight
 from pykernels.quant.layout import N_BLOCK, padded
 
-from .machine.memory import allocate, collapse
+from .machine.memory import collapse
+from .machine.nodes import ONE_NODE, MemoryNodes
 from .workers.job import Job, Jobs
 from .workers.pool import WorkerPool
 
@@ -44,13 +46,25 @@ Allocate = Callable[[Format, int, int], tuple[torch.Tensor, torch.Tensor]]
 """(format, K, number of 32-row blocks) -> where its blocks and scales go: uint8 [blocks, bytes]."""
 
 
-def allocate_weights(fmt: Format, K: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """An ``Allocate`` in new memory."""
-    sizes = blocks * fmt.block_bytes(K), blocks * fmt.scale_bytes(K)
-    weights = allocate(sizes[0]).view(blocks, -1)
-    if not sizes[1]:
-        return weights, torch.zeros(blocks, 0, dtype=torch.uint8, device="cpu")
-    return weights, allocate(sizes[1]).view(blocks, -1)
+def weights_on(nodes: MemoryNodes, heads: int | None = None) -> Allocate:
+    """New memory, the slices of a matrix each on a node.
+
+    Args:
+        heads: of a matrix per head, which are not cut; None: 32-row blocks are not.
+    """
+
+    def allocate(fmt: Format, K: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        units, sizes = heads or blocks, (fmt.block_bytes(K), fmt.scale_bytes(K))
+        weights, scales = (
+            nodes.allocate_units(units, blocks // units * size).view(blocks, size) for size in sizes
+        )
+        return weights, scales
+
+    return allocate
+
+
+allocate_weights = weights_on(ONE_NODE)
+"""An ``Allocate`` in new memory, wherever it is touched first."""
 
 
 class PackedMatrix:
@@ -82,9 +96,15 @@ class PackedMatrix:
         self.blocks, self.scales = allocate(fmt, self.K, sum(self._counts))
 
     @classmethod
-    def of(cls, fmt: Format, parts: Sequence[Weight], pack: Pack = pack_alone) -> PackedMatrix:
+    def of(
+        cls,
+        fmt: Format,
+        parts: Sequence[Weight],
+        pack: Pack = pack_alone,
+        allocate: Allocate = allocate_weights,
+    ) -> PackedMatrix:
         """From matrices in ``fmt``."""
-        packed = cls(fmt, [fmt.logical_shape(part) for part in parts])
+        packed = cls(fmt, [fmt.logical_shape(part) for part in parts], allocate)
         for i, part in enumerate(parts):
             packed.pack(i, part, pack)
         return packed
@@ -99,6 +119,14 @@ class PackedMatrix:
     def nbytes(self) -> int:
         """Bytes that one pass reads."""
         return self.blocks.nbytes + self.scales.nbytes
+
+    def some(self, first: int, last: int) -> PackedMatrix:
+        """Its 32-row blocks ``first .. last - 1`` as a matrix, in the same memory."""
+        found = copy.copy(self)
+        found.blocks, found.scales = self.blocks[first:last], self.scales[first:last]
+        found.N = min(N_BLOCK * last, self.N) - N_BLOCK * first
+        found.starts, found.shapes = (0,), ((found.N, self.K),)
+        return found
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -147,6 +175,13 @@ class PackedHeads:
     def nbytes(self) -> int:
         """Bytes that one pass reads."""
         return self.blocks.nbytes + self.scales.nbytes
+
+    def some(self, first: int, last: int) -> PackedHeads:
+        """Its heads ``first .. last - 1``, in the same memory."""
+        found = copy.copy(self)
+        found.G = last - first
+        found.blocks, found.scales = self.blocks[first:last], self.scales[first:last]
+        return found
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -51,6 +51,8 @@ class Node:
         name: unique in a program.
         layer: the decoder layer that it belongs to; None outside the layers.
         role: what it does in its layer, one of ``ops.ROLES``; passes find nodes by it.
+        numa: index of the NUMA node whose workers run it, from memory of its own; None: all
+            workers.
     """
 
     op: str
@@ -62,6 +64,7 @@ class Node:
     name: str = ""
     layer: int | None = None
     role: str = ""
+    numa: int | None = None
 
     def attr(self, name: str) -> Any:
         """An attribute, or the op's default for it."""

@@ -224,17 +224,23 @@ OPS: Mapping[str, Op] = {
         weights={"weight": _weight("N", "K"), "bias": _weight("N", optional=True)},
         attrs={"start": Attr(int, 0), "activations": Attr(str, "bf16")},
     ),
-    # A matrix for each head h: numbers h * x_head .. + K of x to h * out_head .. + N of out. Tokens
-    # of sequences with `expand_from` or more in the step (0: none) are left out.
+    # A matrix for each head h, from `first` on: numbers h * x_head .. + K of x to h * out_head ..
+    # + N of out; the others stay where out is an input. Tokens of sequences with `expand_from` or
+    # more in the step (0: none) are left out.
     "per_head_linear": Op(
         inputs={
-            "x": _activation("T", ">G*x_head"),
-            "out": _activation("T", "G*out_head", optional=True),
+            "x": _activation("T", ">first*x_head + G*x_head"),
+            "out": _activation("T", ">first*out_head + G*out_head", optional=True),
             "sequences": _index("T", optional=True),
         },
-        outputs={"out": _activation("T", "G*out_head")},
+        outputs={"out": _activation("T", ">first*out_head + G*out_head")},
         weights={"heads": _weight("G", "N", "K")},
-        attrs={"x_head": Attr(int), "out_head": Attr(int), "expand_from": Attr(int, 0)},
+        attrs={
+            "x_head": Attr(int),
+            "out_head": Attr(int),
+            "first": Attr(int, 0),
+            "expand_from": Attr(int, 0),
+        },
         rule=_per_head_rule,
     ),
     # cos and sin of each position's angles, times `scale`.
@@ -356,6 +362,11 @@ OPS: Mapping[str, Op] = {
         weights={"experts": _weight("E", "H", "I")},
         attrs={"activations": Attr(str, "bf16")},
         rule=_moe_rule,
+    ),
+    # The sum of its inputs, in their order.
+    "add": Op(
+        inputs={"x": _activation("T", "H", repeated=True)},
+        outputs={"out": _activation("T", "H")},
     ),
     # One token of each row of logits, by the row's own parameters (``SamplingInputs`` of
     # ``ref.sampling.inputs``), which is then counted in the row of `seen` that it has, if any: so a

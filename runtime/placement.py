@@ -7,7 +7,8 @@ in the GPU's layout, and nothing is packed for a device that does not read it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
 
@@ -27,14 +28,20 @@ class Placement:
     Attributes:
         device: of all that no other attribute names.
         experts: of the routed experts.
+        placed: weights whose nodes run elsewhere, by name.
     """
 
     device: str = CPU
     experts: str = CPU
+    placed: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, node: Node) -> str:
         """The device of a node."""
-        return self.experts if node.op == "moe_ffn" and node.role == "routed" else self.device
+        if node.op == "moe_ffn" and node.role == "routed":
+            return self.experts
+        return next(
+            (self.placed[n] for n in node.weights.values() if n in self.placed), self.device
+        )
 
     def apply(self, program: Program) -> Program:
         """The program with its nodes where they run."""
@@ -56,7 +63,12 @@ class Placement:
 
 
 def place(
-    program: Program, device: str, experts: str, free: int, size: Callable[[WeightSpec], int]
+    program: Program,
+    device: str,
+    experts: str,
+    free: int,
+    size: Callable[[WeightSpec], int],
+    placed: Mapping[str, str] = MappingProxyType({}),
 ) -> Placement:
     """Where a model's nodes run on a machine with a GPU.
 
@@ -65,12 +77,13 @@ def place(
         device: the GPU.
         experts: one of ``EXPERTS``.
         free: bytes of the GPU that weights may take; ``size``: bytes of a weight there.
+        placed: weights that rules place on another device, by name.
 
     Raises:
         PykernelsError: ``experts`` is none of them.
     """
     if experts not in EXPERTS:
         raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
-    whole = Placement(device, device)
+    whole = Placement(device, device, placed)
     fits = experts == "auto" and whole.nbytes(program, device, size) <= free
-    return whole if fits or experts == "gpu" else Placement(device, CPU)
+    return whole if fits or experts == "gpu" else Placement(device, CPU, placed)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pykernels.quant import PackedExperts, get_format
 from pykernels.quant.layout import N_BLOCK, ceil_to
+from pykernels.quant.split import cut
 from pykernels.shapes import MoEShape
 
 KINDS = ("tensor", "matrix", "heads", "experts")
@@ -35,6 +36,20 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Of which weight another one is a slice.
+
+    Attributes:
+        first, last: numbers, 32-row blocks of a matrix, or heads ``first .. last - 1``; of experts
+            slice ``first`` of ``last`` (``quant.split``).
+    """
+
+    whole: WeightSpec
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
 class WeightSpec:
     """A weight of a program.
 
@@ -47,6 +62,7 @@ class WeightSpec:
         shape: of a tensor its own; [N, K]; [heads, N, K]; [E, H, I].
         parts: what it is made of; none of routed experts, which a source knows by their name.
         moe: the sizes of experts, and what they do beside their products.
+        cut: what it is a slice of, in that one's memory; None: it is whole.
     """
 
     name: str
@@ -56,6 +72,7 @@ class WeightSpec:
     parts: tuple[Part, ...] = ()
     down_fmt: str = ""
     moe: MoEShape | None = None
+    cut: Cut | None = None
 
     @classmethod
     def tensor(cls, name: str, *shape: int, parts: Sequence[Part] = ()) -> WeightSpec:
@@ -80,6 +97,34 @@ class WeightSpec:
     ) -> WeightSpec:
         """A layer's experts."""
         return cls(name, "experts", fmt, (moe.E, moe.H, moe.I), tuple(parts), down_fmt, moe)
+
+    def part(self, first: int, last: int) -> WeightSpec:
+        """The numbers, the 32-row blocks or the heads ``first .. last - 1``."""
+        count = last - first
+        if self.kind == "matrix":
+            count = min(N_BLOCK * last, self.shape[0]) - N_BLOCK * first
+        name, cut = f"{self.name}[{first}:{last}]", Cut(self, first, last)
+        return replace(self, name=name, shape=(count, *self.shape[1:]), parts=(), cut=cut)
+
+    def expert_slices(self, count: int) -> list[WeightSpec]:
+        """Experts cut along their intermediate size.
+
+        Raises:
+            PykernelsError: they have not so many blocks.
+        """
+        assert self.moe is not None
+        E, H, _ = self.shape
+        return [
+            replace(
+                self,
+                name=f"{self.name}[{i}/{count}]",
+                shape=(E, H, len(rows)),
+                parts=(),
+                moe=replace(self.moe, I=len(rows)),
+                cut=Cut(self, i, count),
+            )
+            for i, rows in enumerate(cut(self.moe, get_format(self.down_fmt), count))
+        ]
 
     @property
     def starts(self) -> tuple[int, ...]:

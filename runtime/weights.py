@@ -16,13 +16,15 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.quant import Biases, PackedExperts, Weight
 from pykernels.quant.layout import N_BLOCK
+from pykernels.quant.split import SplitExperts
 
+from .machine.nodes import ONE_NODE, MemoryNodes
 from .matrix import Pack, PackedHeads, PackedMatrix, pack_alone
 from .node import Node
 from .program import Program
 from .weight_spec import Part, WeightSpec
 
-Packed = PackedMatrix | PackedHeads | PackedExperts
+Packed = PackedMatrix | PackedHeads | PackedExperts | SplitExperts
 """A weight in the CPU's tiles."""
 Ready = Packed | torch.Tensor
 """A weight in one of the CPU's layouts: in tiles, or as rows of numbers."""
@@ -57,17 +59,23 @@ class WeightStore:
     Args:
         source: of those that are not given by ``add``.
         pack: packs into the CPU's layout, see ``matrix.packer``.
+        nodes: NUMA nodes: one slice of each matrix and of each expert lies on each.
     """
 
-    def __init__(self, source: WeightSource | None = None, pack: Pack = pack_alone) -> None:
-        self.pack = pack
+    def __init__(
+        self,
+        source: WeightSource | None = None,
+        pack: Pack = pack_alone,
+        nodes: MemoryNodes = ONE_NODE,
+    ) -> None:
+        self.pack, self.nodes = pack, nodes
         self._source = source
         self._given: dict[str, Ready] = {}
         self._made: dict[tuple[str, str, str], Any] = {}
 
-    def read_from(self, source: WeightSource, pack: Pack) -> None:
+    def read_from(self, source: WeightSource, pack: Pack, nodes: MemoryNodes = ONE_NODE) -> None:
         """Sets where weights are read from from now on; the arguments as the class's."""
-        self._source, self.pack = source, pack
+        self._source, self.pack, self.nodes = source, pack, nodes
 
     def add(self, name: str, value: Ready) -> WeightSpec:
         """Gives a weight that is in memory; returns its spec."""
@@ -90,9 +98,10 @@ class WeightStore:
         return any(key[:2] == (spec.name, str(device)) for key in self._made)
 
     def load(self, program: Program, layout_of: LayoutOf) -> None:
-        """Makes all that a program needs: first what is outside the layers, since the head takes
-        twice its memory for a moment, then layer by layer."""
-        for node in sorted(program.nodes, key=lambda n: -1 if n.layer is None else n.layer):
+        """Makes all that a program needs: first what is outside the layers, then layer by layer the
+        experts and the rest, since what is large takes more for a moment."""
+        layers = {node.name: -1 if node.layer is None else node.layer for node in program.nodes}
+        for node in sorted(program.nodes, key=lambda n: (layers[n.name], n.op != "moe_ffn")):
             for port, name in node.weights.items():
                 device, layout = layout_of(node, port)
                 self.get(program.weights[name], device, layout)
@@ -121,7 +130,7 @@ class WeightStore:
     def experts(self, spec: WeightSpec) -> Iterator[Expert]:
         """All experts of a layer, in order."""
         given = self._given.get(spec.name)
-        if isinstance(given, PackedExperts):
+        if isinstance(given, PackedExperts | SplitExperts):
             return unpacked_experts(given)
         return self._reader(spec).experts(spec)
 
@@ -155,7 +164,7 @@ def spec_of(name: str, value: Ready) -> WeightSpec:
     if isinstance(value, PackedHeads):
         parts = tuple(Part(name, (value.N, value.K)) for _ in range(value.G))
         return WeightSpec(name, "heads", value.fmt.name, value.shape, parts)
-    if isinstance(value, PackedExperts):
+    if isinstance(value, PackedExperts | SplitExperts):
         return WeightSpec.experts(name, value.shape, value.fmt.name, value.down_fmt.name)
     return WeightSpec.tensor(name, *value.shape)
 
@@ -173,7 +182,7 @@ def unpacked(packed: Packed, spec: WeightSpec) -> Iterator[Weight]:
         yield fmt.unpack(packed.blocks[at], packed.scales[at], part.shape[0], packed.K)
 
 
-def unpacked_experts(packed: PackedExperts) -> Iterator[Expert]:
+def unpacked_experts(packed: PackedExperts | SplitExperts) -> Iterator[Expert]:
     """The experts of a layer that lie in the CPU's layout."""
     for e in range(packed.shape.E):
         yield packed.unpack(e), packed.biases(e)

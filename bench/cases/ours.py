@@ -107,7 +107,7 @@ class StaticOurs(Ours):
 
     def __init__(self, weights: RandomLayers, kernel: str) -> None:
         super().__init__(weights, kernel)
-        self._pool = self.layers[0].pool.pools[0]
+        self._pool = self.layers[0].pool
         compiled = make_kernel(self.layers[0].backend.name, weights.fmt)
         self._stages = compiled.stages
         self._compiled, self._packed = compiled, [packed.slices[0] for packed in weights.packed]
@@ -121,7 +121,7 @@ class StaticOurs(Ours):
         parts = -(-share // moe_plan.h_chunk)
         moe_plan = replace(moe_plan, h_chunk=-(-share // parts), h_share=0)
         self._calls = [
-            MoECall(packed, self._compiled, self._pool.workspace, threads, moe_plan)
+            MoECall(packed, self._compiled, self._pool.workspaces[0], threads, moe_plan)
             for packed in self._packed
         ]
         super().prepare(T, ids)

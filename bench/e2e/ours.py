@@ -99,10 +99,11 @@ class Ours:
         Pages(0, kv_dtype)  # refused before weights are filled
         config = shape.config()
         check_memory(shape.arch, config, fmt)
-        pool = WorkerPool(threads)
+        pool = make_pool(threads)
         try:
             start = time.perf_counter()
-            decoder = random_decoder(config, fmt, packer(pool), kernel, activations)
+            pack, nodes = packer(pool), pool.memory
+            decoder = random_decoder(config, fmt, pack, kernel, activations, nodes)
             decoder = replace(decoder, kv_dtype=kv_dtype)
             took = time.perf_counter() - start
             return cls(shape.arch, decoder, pool, config.max_position_embeddings, took)

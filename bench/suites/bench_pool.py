@@ -17,7 +17,7 @@ from pykernels.shapes import MoEShape
 from runtime.experts.routed import RoutedExperts
 from runtime.machine.topology import Topology
 from runtime.workers.job import Job, Jobs
-from runtime.workers.pool import Pool, make_pool
+from runtime.workers.pool import WorkerPool, make_pool
 
 ROUNDS = 20_000
 EMBEDDED = MoEShape(E=64, H=256, I=128, topk=6)
@@ -31,7 +31,7 @@ POOLS = {
 
 
 @pytest.fixture(scope="module", params=list(POOLS.values()), ids=list(POOLS))
-def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
     threads, driver_works, nodes = request.param
     if nodes > PHYSICAL:
         pytest.skip(f"{nodes} made-up nodes need as many cores")
@@ -41,7 +41,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
         yield pool
 
 
-def timed(benchmark, call, pool: Pool) -> None:
+def timed(benchmark, call, pool: WorkerPool) -> None:
     """One call a round; p99 and the worst in microseconds, beside the median."""
     benchmark.pedantic(call, rounds=ROUNDS, warmup_rounds=500)
     times = sorted(benchmark.stats.stats.data)
@@ -53,16 +53,16 @@ def timed(benchmark, call, pool: Pool) -> None:
     )
 
 
-def bench_ring(benchmark, pool: Pool) -> None:
+def bench_ring(benchmark, pool: WorkerPool) -> None:
     """The ring alone: wake the workers, find nothing to do."""
     nothing = Jobs([Job("nothing", 0, 0, tasks=0, after=0)])
-    timed(benchmark, lambda: pool.pools[0].run(nothing), pool)
+    timed(benchmark, lambda: pool.run(nothing), pool)
 
 
 @pytest.mark.parametrize("T", [0, 1, 4], ids=["empty", "one token", "four tokens"])
-def bench_call(benchmark, pool: Pool, T: int) -> None:
+def bench_call(benchmark, pool: WorkerPool, T: int) -> None:
     """A whole call of a small layer in cache; empty: all but the arithmetic."""
-    wide = len(pool.pools) * EMBEDDED.I
+    wide = len(pool.nodes) * EMBEDDED.I
     layer = RoutedExperts(MoEShape(EMBEDDED.E, EMBEDDED.H, wide, EMBEDDED.topk), "fp8", pool)
     quantize, sizes = layer.weights.fmt.quantize, ((wide, EMBEDDED.H), (EMBEDDED.H, wide))
     up, down = (quantize(torch.randn(size) / size[1] ** 0.5) for size in sizes)

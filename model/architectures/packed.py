@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import Format, PackedExperts, Weight, get_format
+from pykernels.quant.split import SplitExperts
 from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.matrix import PackedHeads, PackedMatrix, pack_alone
@@ -34,6 +35,7 @@ def stored_object(value: Ready) -> tuple[dict[str, Any], dict[str, torch.Tensor]
     those without elements are left out."""
     if isinstance(value, torch.Tensor):
         return {}, {"data": value}
+    assert not isinstance(value, SplitExperts), "a cache is made on one node"
     if isinstance(value, PackedExperts):
         formats = {"format": value.fmt.name, "down_format": value.down_fmt.name}
         return formats, {"arena": value.arena}
@@ -42,10 +44,16 @@ def stored_object(value: Ready) -> tuple[dict[str, Any], dict[str, torch.Tensor]
 
 
 class CacheWeights(WeightSource):
-    """Weights as they are mapped: nothing is read, copied or packed."""
+    """Weights as they are mapped: nothing is read, copied or packed.
 
-    def __init__(self, folder: PackedFolder) -> None:
-        self._folder = folder
+    Args:
+        report: called with the bytes of what is given.
+    """
+
+    def __init__(
+        self, folder: PackedFolder, report: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self._folder, self._report = folder, report
 
     def tensor(self, spec: WeightSpec) -> torch.Tensor:
         return self._numbers(spec, "vector")
@@ -62,7 +70,9 @@ class CacheWeights(WeightSource):
         return unpacked_experts(packed)
 
     def ready(self, spec: WeightSpec, layout: str) -> Ready:
-        return self._numbers(spec, layout) if layout == "rows" else self._packed(spec)
+        found = self._numbers(spec, layout) if layout == "rows" else self._packed(spec)
+        self._report(found.nbytes)
+        return found
 
     def _numbers(self, spec: WeightSpec, layout: str) -> torch.Tensor:
         file, key = self._find(spec, layout)

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import Biases, Weight, get_format
+from runtime.machine.nodes import ONE_NODE, MemoryNodes
 from runtime.matrix import Pack
 from runtime.weight_spec import WeightSpec
 from runtime.weights import Expert, WeightStore
@@ -30,7 +31,12 @@ _ROWS = 128
 
 
 def random_decoder(
-    config: PretrainedConfig, fmt: str, pack: Pack, kernel: str = "auto", activations: str = "bf16"
+    config: PretrainedConfig,
+    fmt: str,
+    pack: Pack,
+    kernel: str = "auto",
+    activations: str = "bf16",
+    nodes: MemoryNodes = ONE_NODE,
 ) -> Decoder:
     """A decoder of those shapes, its matrices in ``fmt``; where that cannot be (K-quants of narrow
     matrices) in bfloat16, as routers and the embedding are. A device makes the weights when it
@@ -49,7 +55,7 @@ def random_decoder(
         {name: Tensor(shape, formats[name], formats[name]) for name, shape in shapes.items()},
         {block.name: (fmt, fmt) for block in blocks},
     )
-    return make_decoder(model, schema, WeightStore(RandomWeights(schema), pack))
+    return make_decoder(model, schema, WeightStore(RandomWeights(schema), pack, nodes))
 
 
 class RandomWeights(MatrixSource):

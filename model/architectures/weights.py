@@ -166,10 +166,7 @@ class LoadedWeights(MatrixSource):
 
     def ready(self, spec: WeightSpec, layout: str) -> Ready | None:
         routed = self._routed.get(spec.name)
-        if routed is None:
-            return None
-        (experts,) = routed.weights.slices
-        return experts
+        return None if routed is None else routed.weights
 
 
 def _in_format(stored: str, weight: Weight, fmt: str) -> Weight:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,9 @@ from pykernels.quant import get_format
 from runtime.engine import EngineConfig
 from runtime.experts.routed import RoutedExperts
 from runtime.kv_cache.layout import PAGE
+from runtime.machine.nodes import MemoryNodes
 from runtime.machine.topology import Topology
 from runtime.placement import Placement as PlacedNodes
-from runtime.workers.pool import Pool
 
 from ..modules.linear import Linear, linears
 from ..modules.moe import FusedMoE
@@ -254,27 +254,42 @@ def check(needs: Mapping[str, int]) -> None:
             )
 
 
-def check_nodes(plan: Plan, model: nn.Module, pool: Pool) -> None:
-    """Raise `PykernelsError` if a NUMA node has no room for its slices of the experts.
+def check_nodes(
+    plan: Plan, model: nn.Module, nodes: MemoryNodes, packed: Mapping[str, int] | None = None
+) -> None:
+    """Raise `PykernelsError` if a NUMA node has no room for its slices of the weights.
 
     The slices are bound to their node: where it has no room, Linux would kill the process.
+
+    Args:
+        packed: bytes of the plan's items by name, of which all are sliced; None: experts alone.
     """
-    needs = [0] * len(pool.pools)
+    if len(nodes) < 2:
+        return
+    needs = [0.0] * len(nodes)
     for item in plan.items:
         if isinstance(item, Dense):
-            continue
-        module = model.get_submodule(item.name)
-        if isinstance(module, FusedMoE):
+            sizes = [(packed or {}).get(item.name, 0) / len(nodes)] * len(nodes)
+        else:
+            module = model.get_submodule(item.name)
+            assert isinstance(module, FusedMoE)
             fmt, down_fmt = item.packed(module)
-            sizes = RoutedExperts.bytes_by_node(module.cpu_shape, fmt, pool, down_fmt)
-            for i, nbytes in enumerate(sizes):
-                needs[i] += nbytes
+            found = RoutedExperts.bytes_by_node(module.cpu_shape, fmt, nodes, down_fmt)
+            sizes = [float(nbytes) for nbytes in found]
+            if len(sizes) == 1:  # on all nodes in turns
+                sizes = [sizes[0] / len(nodes)] * len(nodes)
+        needs = [need + more for need, more in zip(needs, sizes, strict=True)]
+    check_room(needs, nodes)
+
+
+def check_room(needs: Sequence[float], nodes: MemoryNodes) -> None:
+    """Raise `PykernelsError` if a NUMA node has fewer free bytes than it needs."""
     free = {node.number: node.memory_free for node in Topology.detect().nodes}
-    for need, each in zip(needs, pool.pools, strict=True):
-        if each.node is not None and need > free[each.node]:
+    for need, number in zip(needs, nodes.numbers, strict=True):
+        if number is not None and need > free[number]:
             raise PykernelsError(
-                f"NUMA node {each.node} gets {size(need)} of experts, {size(free[each.node])} are"
-                " free there",
+                f"NUMA node {number} gets {size(int(need))} of the weights, {size(free[number])}"
+                " are free there",
                 "Free memory on that node, or use --numa off",
             )
 

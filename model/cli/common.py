@@ -61,8 +61,7 @@ Numa = Annotated[
     str,
     typer.Option(
         metavar="auto|off|N",
-        help="With --eager: split the experts across the NUMA nodes where there are several, never,"
-        " or across N.",
+        help="Split the weights across NUMA nodes: where there are several, never, or across N.",
     ),
 ]
 Kernel = Annotated[

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pykernels.errors import PykernelsError
-from runtime.placement import CPU, EXPERTS, Placement
+from runtime.placement import EXPERTS
 
 from .common import Debug, command, out
 from .session import Device, Eager, Experts, Rules, status
@@ -53,7 +53,7 @@ def inspect(
         raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
     if experts != "auto" and device == "cpu":
         raise PykernelsError(f"--experts {experts} without a GPU", "Add --device cuda:0")
-    on_gpu = experts == "gpu"
+    where = "cpu" if experts == "auto" else experts
     if program and as_json:
         raise PykernelsError("--program has no JSON", "Leave one of them out")
     with status("reading headers"):
@@ -63,13 +63,12 @@ def inspect(
 
         which = model or str(EMBEDDED)
         if program:
-            from ..llm import meta_decoder
+            from ..llm import placed_program
 
-            placement = Placement(device, device if on_gpu else CPU)
-            lowered = meta_decoder(Path(which), rules).lower(tokens, tokens, tokens, 1, 1)
-            out().print(str(placement.apply(lowered)), markup=False)
+            placed = placed_program(Path(which), rules, device, where, tokens)
+            out().print(str(placed), markup=False)
             return
-        found = examine(which, rules, device, eager, "gpu" if on_gpu else CPU)
+        found = examine(which, rules, device, eager, where)
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
         return

@@ -12,8 +12,7 @@ import typer
 
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
-from runtime.machine.topology import Topology
-from runtime.workers.numa import AUTO, check_numa, nodes_to_use
+from runtime.workers.numa import check_numa
 
 from .common import err, note, prepare_threads
 
@@ -187,8 +186,6 @@ class Session:
         if not eager and (reason := why_not(read_config(path))):
             note(f"the engine cannot run this model, so it runs eagerly: {reason}")
             eager = True
-        if not eager:
-            _check_one_pool(numa, chosen_threads)
         self.llm: LLM | None = None
         if eager:
             from .. import from_pretrained
@@ -217,6 +214,7 @@ class Session:
                 kv_dtype=kv_dtype,
                 device=device,
                 experts=experts,
+                numa=numa,
             )
 
     def _check(self, path: Path, prompt: str) -> int:
@@ -271,16 +269,6 @@ class Session:
         from ..text.engine_stream import engine_stream
 
         return engine_stream(self.llm, prompt, **self.sampling)
-
-
-def _check_one_pool(numa: str, threads: int | None) -> None:
-    """Raise `PykernelsError` for a `--numa` that asks for more than the engine's one pool."""
-    if len(nodes_to_use(Topology.detect(), numa, threads)) < 2:
-        return
-    why = "the engine has one pool of workers and does not split experts across NUMA nodes"
-    if numa != AUTO:
-        raise PykernelsError(f"--numa {numa}: {why}", "Use --numa off, or add --eager")
-    note(f"{why}; --eager does")
 
 
 def summary(stats: GenerationStats, roof: float | None) -> str:

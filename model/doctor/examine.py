@@ -236,7 +236,7 @@ def look_at_speed() -> Iterator[Fact]:
     from runtime.workers.pool import default_pool
 
     pool = default_pool()
-    nodes = f" of {len(pool.pools)} NUMA nodes" if len(pool.pools) > 1 else ""
+    nodes = f" of {len(pool.nodes)} NUMA nodes" if pool.is_split else ""
     rate = f"{read_roof(pool):.1f} GB/s"
     yield Fact("read roof", f"{rate} on {pool.threads} threads{nodes}, measured now")
 

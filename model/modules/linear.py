@@ -13,8 +13,8 @@ from pykernels.gpu.gemm.weights import Matrices, pack_for_gpu, supports_format
 from pykernels.quant import Weight, get_format
 from pykernels.quant.layout import padded
 from runtime.devices.cpu.one_linear import OneLinear
-from runtime.matrix import PackedMatrix, packer
-from runtime.workers.pool import WorkerPool, default_pool
+from runtime.matrix import PackedMatrix, packer, weights_on
+from runtime.workers.pool import default_pool
 
 from .registry import ModuleContext, Operator, operator
 
@@ -89,7 +89,9 @@ class Linear(Operator):
         found = get_format(fmt)
         found.check(weight, self.out_features, self.in_features, self.name)
         if device == "cpu":
-            self._packed = PackedMatrix.of(found, [weight], packer(_pool()))
+            pool = default_pool()
+            allocate = weights_on(pool.memory)
+            self._packed = PackedMatrix.of(found, [weight], packer(pool), allocate)
         else:
             if reason := supports_format(found, self.in_features):
                 raise PykernelsError(f"{self.name}: {reason}", "Give the rule another format")
@@ -119,7 +121,7 @@ class Linear(Operator):
 
     def _multiply(self, matrix: PackedMatrix, rows: torch.Tensor) -> torch.Tensor:
         """float32 [T, N] on the CPU, as the engine multiplies."""
-        pool, T = _pool(), len(rows)
+        pool, T = default_pool(), len(rows)
         if T == 0:
             return rows.new_zeros(0, self.out_features)
         if T > _FEW:
@@ -139,8 +141,3 @@ def linears(model: nn.Module) -> dict[str, Linear]:
     """Those of a model, by the names of their weights."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     return {f"{name}.weight": module for name, module in found.items()}
-
-
-def _pool() -> WorkerPool:
-    """The shared pool, or the first node's: a linear is not split across NUMA nodes."""
-    return default_pool().pools[0]

@@ -37,6 +37,7 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
         title="pykernels",
         version=__version__,
         lifespan=lifespan,
+        docs_url=None,  # they fetch scripts from elsewhere
         redoc_url=None,
         strict_content_type=False,  # curl -d names another type than JSON
     )

@@ -103,5 +103,10 @@ class _EngineCollector:
             yield CounterMetricFamily(f"pykernels_{name}", text, value=getattr(stats, name))
         for name, text in _GAUGES.items():
             yield GaugeMetricFamily(f"pykernels_{name}", text, value=getattr(stats, name))
+        nbytes = self._llm.runner.weight_bytes
+        text = (
+            "Packed weights that a step of one token reads: times the rate of steps, bytes a second"
+        )
+        yield GaugeMetricFamily("pykernels_step_weight_bytes", text, value=nbytes)
         pages = self._llm.runner.num_pages
         yield GaugeMetricFamily("pykernels_pages", "Pages of the KV cache", value=pages)

@@ -59,15 +59,18 @@ _KERNEL = {"nopython": True, "no_cfunc_wrapper": True}
 _INLINED = _KERNEL | {"forceinline": True, "no_cpython_wrapper": True}
 
 
-def kernel(variant: str = "") -> Callable[[Callable], Any]:
-    """Decorator: a ``nogil`` function, compiled at first call and cached on disk.
+def kernel(variant: str = "", nogil: bool = True) -> Callable[[Callable], Any]:
+    """Decorator: a function that is compiled at first call and cached on disk.
 
     Args:
         variant: what tells apart the kernels that one factory builds, e.g. ``"fp8-m4"``.
+        nogil: False: other Python threads wait while it runs, as they should where it takes less
+            time than to get the GIL back.
     """
 
     def decorate(function: Callable) -> Any:
-        dispatcher = _Kernel(_named(function, variant), targetoptions=_OPTIONS | _KERNEL)
+        options = _OPTIONS | _KERNEL | {"nogil": nogil}
+        dispatcher = _Kernel(_named(function, variant), targetoptions=options)
         dispatcher._cache = _cache(function, variant)
         return dispatcher
 

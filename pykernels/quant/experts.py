@@ -53,6 +53,7 @@ class PackedExperts:
         down_scale: uint8 [E, H / 32, scale bytes of K = I].
         gate_up_bias: float32 [E, I / 32, 2, 32] and ``down_bias`` [E, H / 32, 32], the padding
             zeros; without elements where ``shape.spec`` has no biases.
+        arena: uint8, the memory of all of them.
 
     Args:
         packer: what writes a matrix; ``runtime`` has one that uses every core.
@@ -169,6 +170,11 @@ class PackedExperts:
                 _write(self.gate_up_bias[expert, :, i], bias)
             _write(self.down_bias[expert], biases.down)
         self.packed[expert] = True
+
+    def take(self, whole: PackedExperts) -> None:
+        """Copies experts of the same shape and formats that are packed."""
+        self.arena.copy_(whole.arena)
+        self.packed = list(whole.packed)
 
     def holds(self, expert: int) -> bool:
         """Whether there is such an expert."""

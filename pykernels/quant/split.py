@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 
 from ..errors import PykernelsError
-from ..shapes import MoEShape
+from ..shapes import ExpertSpec, MoEShape
 from .experts import Allocator, Biases, PackedExperts, Packer, check_expert
 from .format import Format, Weight
-from .layout import K_BLOCK
+from .layout import K_BLOCK, N_BLOCK
 
 
 def most_parts(shape: MoEShape, fmt: Format) -> int:
@@ -104,6 +104,11 @@ class SplitExperts:
         ]
 
     @property
+    def spec(self) -> ExpertSpec:
+        """What an expert does beside its products."""
+        return self.shape.spec
+
+    @property
     def bytes_per_expert(self) -> int:
         """Bytes that one token reads of one expert: weights and scales of all slices."""
         return sum(packed.bytes_per_expert for packed in self.slices)
@@ -135,6 +140,25 @@ class SplitExperts:
                 take_columns(down_fmt, down, H, I, rows),
                 biases=own,
             )
+
+    def take(self, whole: PackedExperts) -> None:
+        """Copies a layer that is packed in one piece: each slice the bytes that ``pack`` would give
+        it. Along K a block is a stream of runs of inputs, so a cut of columns is a cut of bytes."""
+        down = self.down_fmt
+        for rows, own in zip(self.rows, self.slices, strict=True):
+            blocks = slice(rows.start // N_BLOCK, -(-rows.stop // N_BLOCK))
+            own.gate_up.copy_(whole.gate_up[:, blocks])
+            own.gate_up_scale.copy_(whole.gate_up_scale[:, blocks])
+            own.gate_up_bias.copy_(whole.gate_up_bias[:, blocks])
+            first, last = (down.block_bytes(k) for k in (rows.start, rows.stop))
+            own.down.copy_(whole.down[..., first:last])
+            first, last = (down.scale_bytes(k) for k in (rows.start, rows.stop))
+            if down.scale_bytes(_unit(down)) == down.scale_bytes(2 * _unit(down)):
+                first = 0  # one a row
+            own.down_scale.copy_(whole.down_scale[..., first:last])
+            if not rows.start:
+                own.down_bias.copy_(whole.down_bias)
+            own.packed = list(whole.packed)
 
     def holds(self, expert: int) -> bool:
         """Whether there is such an expert."""

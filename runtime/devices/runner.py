@@ -13,6 +13,7 @@ from pykernels.errors import PykernelsError
 
 from ..engine.batch import DeviceLost, StepBatch, StepResult
 from ..kv_cache.layout import PAGE, CachePart
+from ..passes.numa import split_over_nodes
 from ..profiling.step_bytes import weight_bytes
 from ..program import Program
 from ..tracing.active import phase
@@ -60,8 +61,14 @@ class Executable(Protocol):
     def outputs(self) -> Mapping[str, torch.Tensor]:
         """Tensors of the "output" buffers."""
 
+    def launch(self) -> object:
+        """Starts a step; what it reads stays as it is until ``result``."""
+
+    def result(self) -> None:
+        """Waits for the step's end. Raises what it failed with."""
+
     def run(self) -> None:
-        """One step."""
+        """Both in one."""
 
 
 class PagedRunner(ABC):
@@ -70,7 +77,8 @@ class PagedRunner(ABC):
     A device implements ``make_step``, which binds a program to memory, and ``layouts``, which
     says in which layout a node reads a weight; it may rewrite what is lowered (``lowered``),
     choose its ``buckets``, and have other programs for decode steps (``decode_buckets``,
-    ``make_decode_step``).
+    ``make_decode_step``). Programs read a batch of the runner's own, which ``launch`` brings up to
+    date.
 
     Args:
         max_model_len: positions that the model was made for, or fewer.
@@ -115,7 +123,9 @@ class PagedRunner(ABC):
         self.sizes = torch.zeros(3, dtype=torch.int64, device="cpu")
         self._sequences = np.zeros(self.max_num_batched_tokens, np.int64)
         self._query_lengths = np.zeros(self.max_num_seqs, np.int64)
-        self._version = -1
+        self._batch: StepBatch  # what the device reads, while the engine writes the next
+        self._executable: Executable  # of the last step
+        self._running = False
         self._results: dict[int, StepResult] = {}
 
     def lowered(self, *sizes: int) -> Program:
@@ -131,6 +141,8 @@ class PagedRunner(ABC):
         rows = min(self.max_num_batched_tokens, self.max_num_logits)
         sizes = self.max_num_batched_tokens, self.max_num_seqs, rows, self.num_pages
         program = self.lowered(*sizes, 1)
+        if self.pool is not None:
+            program = split_over_nodes(program, self.pool.memory)
         self.weights.load(program, self.layouts(program))
 
     def decode_passes(self) -> Sequence[Pass]:
@@ -146,7 +158,8 @@ class PagedRunner(ABC):
         return self.make_step(program, inputs)
 
     def bind(self, batch: StepBatch) -> None:
-        """Makes the programs over the batch's arrays, and compiles what they need."""
+        """Makes the programs over arrays of the runner's own, and compiles what they need."""
+        batch = self._batch = batch.like()
         arrays = {
             "tokens": batch.tokens,
             "positions": batch.positions,
@@ -210,29 +223,41 @@ class PagedRunner(ABC):
         """Bytes of weights that a one-token step reads."""
         return weight_bytes(self.decode_steps[0].program)
 
-    @torch.inference_mode()  # where the model was loaded in it, tensors can be changed in it only
-    def step(self, batch: StepBatch) -> StepResult:
-        """Runs one forward step and samples one token for each row of logits.
+    def launch(self, batch: StepBatch) -> None:
+        """Starts one forward step, which samples one token for each row of logits.
 
         Raises:
             DeviceLost: the workers have ended.
-            TaskError: a task failed.
         """
         if self.pool is not None and self.pool.closed:
             raise DeviceLost("the worker pool of this model is closed", "Load the model again")
         phase("inputs")
-        if batch.version != self._version:
-            self._arrange(batch)
-            self._version = batch.version
+        own = self._batch
+        changed = own.version != batch.version
+        batch.copy_to(own)
+        if changed:
+            self._arrange(own)
         self._sampling.refresh()
-        steps = self.decode_steps if batch.T == batch.S else self.steps
-        step = next(step for step in steps if batch.T <= step.program.sizes["T"])
         phase("run")
-        step.run()
-        return self._results[id(step)]
+        self._executable.launch()
+        self._running = True
 
+    def result(self) -> StepResult:
+        """Waits for the step that was launched.
+
+        Raises:
+            DeviceLost: the device works no more.
+            TaskError: a task failed.
+        """
+        assert self._running, "no step was launched"
+        self._running = False
+        self._executable.result()
+        return self._results[id(self._executable)]
+
+    # Where the model was loaded in it, tensors can be changed in it only.
+    @torch.inference_mode()
     def _arrange(self, batch: StepBatch) -> None:
-        """Which sequence each token is of, and how each row is sampled."""
+        """Which program runs, which sequence each token is of, how each row is sampled."""
         T, S, R = batch.T, batch.S, batch.R
         if self.max_num_batched_tokens < T or self.max_num_seqs < S or self.max_num_logits < R:
             raise PykernelsError(
@@ -243,3 +268,5 @@ class PagedRunner(ABC):
         counts[:] = np.diff(batch.query_start_loc[: S + 1])
         self._sequences[:T] = np.repeat(batch.page_table_rows[:S], counts)
         self._sampling.arrange(batch.sampling[:R])
+        steps = self.decode_steps if T == S else self.steps
+        self._executable = next(step for step in steps if T <= step.program.sizes["T"])

@@ -75,10 +75,11 @@ class StepBatch:
     """One forward step: T tokens of S sequences, and R rows of logits, each of which samples a
     token.
 
-    The engine makes one and changes it from step to step; a runner reads it during ``step`` and
-    keeps nothing of it but addresses. Arrays are int64 and never move. Sequences with one token
-    each (decode) come first, then chunks that end their prompt, then other chunks. Rows 0.. are
-    the last tokens of the sequences whose prompt is complete; rows for prompt logprobs follow.
+    The engine makes one and changes it from step to step, also while a step runs: a runner reads it
+    in ``launch`` only, and has a copy of its own for its device. Arrays are int64. Sequences with
+    one token each (decode) come first, then chunks that end their prompt, then other chunks. Rows
+    0.. are the last tokens of the sequences whose prompt is complete; rows for prompt logprobs
+    follow.
 
     Padding, so that a device may run a whole bucket: behind T ``slot_mapping`` are -1 (nothing is
     written), behind S ``seq_lens`` are 0 and ``query_start_loc`` are T, behind R ``logits_indices``
@@ -93,6 +94,8 @@ class StepBatch:
             ``draws`` grow by 1 each step, and besides them only ``tokens``, ``slot_mapping`` and
             the page tables change.
         tables_version: grows when ``page_tables`` changes.
+        every: [5, max of all] what changes in every step, in one block: ``tokens``, ``positions``,
+            ``slot_mapping``, ``seq_lens`` and ``draws`` are its rows.
         tokens: [max_num_batched_tokens] ids.
         positions: [max_num_batched_tokens] place of each token in its sequence, from 0.
         slot_mapping: [max_num_batched_tokens] where its keys and values go: ``page * page_size +
@@ -103,12 +106,15 @@ class StepBatch:
         page_table_rows: [max_num_seqs] the row of ``page_tables`` that belongs to sequence s.
         page_tables: [max_num_seqs, max_pages]; position p of sequence s lies in page
             ``page_tables[page_table_rows[s], p // page_size]``.
+        table_pages: columns of ``page_tables`` that the step reads.
         logits_indices: [max_num_logits] index of the token that row r of the logits belongs to.
         seeds: [max_num_logits] of the draws.
         draws: [max_num_logits] tokens that the sequence of row r has drawn before.
-        sampling: R entries, one per row.
+        sampling: R entries, one per row; a new list whenever they change. A runner keeps it until
+            the step has ended: kernels read what it holds.
     """
 
+    every: Ints
     tokens: Ints
     positions: Ints
     slot_mapping: Ints
@@ -123,13 +129,63 @@ class StepBatch:
     S: int = 0
     T: int = 0
     R: int = 0
+    table_pages: int = 0
     version: int = 0
     tables_version: int = 0
+
+    @classmethod
+    def allocate(cls, T: int, S: int, R: int, page_tables: Ints) -> StepBatch:
+        """An empty one, for at most T tokens of S sequences and R rows of logits."""
+        every = np.zeros((5, max(T, S, R)), np.int64)
+        tokens, positions, slot_mapping, seq_lens, draws = every
+        slot_mapping.fill(-1)
+        return cls(
+            every=every,
+            tokens=tokens[:T],
+            positions=positions[:T],
+            slot_mapping=slot_mapping[:T],
+            query_start_loc=np.zeros(S + 1, np.int64),
+            seq_lens=seq_lens[:S],
+            page_table_rows=np.zeros(S, np.int64),
+            page_tables=page_tables,
+            logits_indices=np.zeros(R, np.int64),
+            seeds=np.zeros(R, np.int64),
+            draws=draws[:R],
+        )
+
+    def like(self) -> StepBatch:
+        """An empty one of the same sizes, for ``copy_to``."""
+        T, S, R = len(self.tokens), len(self.seq_lens), len(self.seeds)
+        return StepBatch.allocate(T, S, R, np.zeros_like(self.page_tables))
+
+    def copy_to(self, other: StepBatch) -> None:
+        """Make of one that is as this was some steps ago what this is now.
+
+        It costs a few microseconds while the version stays.
+        """
+        if other.version == self.version:
+            other.every[:, : self.S] = self.every[:, : self.S]
+        else:
+            # What lies behind both is padding already.
+            most = max(self.T, self.S, self.R, other.T, other.S, other.R)
+            other.every[:, :most] = self.every[:, :most]
+            other.query_start_loc[:] = self.query_start_loc
+            other.page_table_rows[: self.S] = self.page_table_rows[: self.S]
+            R = max(self.R, other.R)
+            other.logits_indices[:R] = self.logits_indices[:R]
+            other.seeds[:R] = self.seeds[:R]
+            other.sampling = self.sampling
+            other.S, other.T, other.R, other.version = self.S, self.T, self.R, self.version
+        if other.tables_version != self.tables_version:
+            columns = self.table_pages
+            other.page_tables[:, :columns] = self.page_tables[:, :columns]
+            other.table_pages, other.tables_version = columns, self.tables_version
 
 
 @dataclass(slots=True, eq=False)
 class StepResult:
-    """Sampled tokens of one step; a runner may return the same object every time.
+    """Sampled tokens of one step, valid until the next is launched; a runner may return the same
+    object every time.
 
     Attributes:
         sampled_token_ids: int64 [>= R].
@@ -145,9 +201,21 @@ class StepResult:
     top_ids: Ints | None = None
     top_logprobs: NDArray[np.float32] | None = None
 
+    def copy(self) -> StepResult:
+        """One that stays valid."""
+        return StepResult(
+            self.sampled_token_ids.copy(),
+            None if self.logprobs is None else self.logprobs.copy(),
+            None if self.top_ids is None else self.top_ids.copy(),
+            None if self.top_logprobs is None else self.top_logprobs.copy(),
+        )
+
 
 class Runner(Protocol):
-    """A model on a device, with its KV cache. ``step`` is called by one thread at a time."""
+    """A model on a device, with its KV cache. Its methods are called by one thread at a time.
+
+    At most one step runs: ``launch`` follows the ``result`` of the step before.
+    """
 
     page_size: int
     """Tokens per page."""
@@ -164,12 +232,17 @@ class Runner(Protocol):
     vocab_size: int
 
     def bind(self, batch: StepBatch) -> None:
-        """Called once, before the first step, with the batch whose arrays never move."""
+        """Called once, before the first step, with the batch that later steps are written into."""
         ...
 
-    def step(self, batch: StepBatch) -> StepResult:
-        """Write keys and values of all T tokens, draw one token for each of R rows.
+    def launch(self, batch: StepBatch) -> None:
+        """Start a step: write keys and values of all T tokens, draw one token for each of R rows.
 
-        An exception fails the step's requests and the engine goes on; ``DeviceLost`` ends it.
+        An exception, here or of ``result``, fails the step's requests and the engine goes on;
+        ``DeviceLost`` ends it.
         """
+        ...
+
+    def result(self) -> StepResult:
+        """Wait for the step that was launched, and give what it drew."""
         ...

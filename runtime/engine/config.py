@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from pykernels.errors import PykernelsError
 
+from ..workers.numa import AUTO, check_numa
+
 PREFILL_CAP_FLOOR = 8
 """Fewest prompt tokens of a step: one tile of the kernels. Below it a prompt would never end."""
 
@@ -46,8 +48,12 @@ class EngineConfig:
         max_partial_prefills: prompts that may be under way in one step.
         max_waiting: requests that may wait to be admitted; more are refused with ``EngineBusy``.
             None: no limit.
+        numa: "auto": weights in one slice on each NUMA node, read by its own cores, where there are
+            several; "off": no; or how many nodes there must be.
         ageing_seconds: a request that has waited so much longer than another is served as if its
             priority were better by one.
+        overlap: schedule a step, and deliver the tokens of the one before, while a step runs. What
+            is drawn is the same.
 
     Raises:
         PykernelsError: a value out of its range, by name.
@@ -64,6 +70,8 @@ class EngineConfig:
     max_partial_prefills: int = 4
     max_waiting: int | None = None
     ageing_seconds: float = 30.0
+    overlap: bool = True
+    numa: str | int = AUTO
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -75,6 +83,9 @@ class EngineConfig:
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if value is not None and not (number and 0 < value < math.inf):
                 raise PykernelsError(f"{name}={value!r}", "Give a positive number")
+        if not isinstance(self.overlap, bool):
+            raise PykernelsError(f"overlap={self.overlap!r}", "Give True or False")
+        check_numa(self.numa)
         if self.kv_tokens is not None and self.kv_bytes is not None:
             raise PykernelsError(
                 "kv_tokens and kv_bytes both give the size of the KV cache", "Give one of them"

@@ -1,4 +1,21 @@
-"""The engine without threads: one step after the other, and what becomes of the drawn tokens."""
+"""The engine without threads: one step after the other, and what becomes of the drawn tokens.
+
+While a step runs, the tokens of the one before are delivered and the next one is scheduled, as if
+every request went on; its inputs get the tokens that are still missing when the step ends. So
+between two steps there are only a few microseconds of Python.
+
+What the next step draws must not depend on that:
+
+- Penalties count the tokens before the next step begins. End tokens are allowed from a number of
+  tokens on, which the scheduler knows ahead.
+- Where a constraint says what may come next, no step is scheduled ahead: its mask follows from the
+  token before.
+- Where an end token was drawn, or somebody has asked for something meanwhile, the step that was
+  scheduled ahead is given up for one that knows of it: a row for nothing, or a request that waits
+  for one step more, costs more than the overlap brings. So is it where pages are short.
+- A request that ends for a reason which shows later (a stop string, a deadline, an error of its
+  consumer) has one row more, which nobody reads.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +30,7 @@ from .config import EngineConfig
 from .outputs import EngineStats, FinishReason, TokenLogprob
 from .request import Request, State
 from .scheduling.scheduler import Scheduler
+from .scheduling.step import ScheduledStep
 
 
 class Core:
@@ -20,6 +38,7 @@ class Core:
 
     Args:
         clock: seconds; the clock of the requests' deadlines.
+        news: whether something waits to be done before the next step is scheduled.
     """
 
     def __init__(
@@ -27,17 +46,22 @@ class Core:
         runner: Runner,
         config: EngineConfig,
         clock: Callable[[], float] = time.perf_counter,
+        news: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.runner, self.clock = runner, clock
+        self.runner, self.clock, self.news = runner, clock, news
+        self.overlap = config.overlap
         self.stats = EngineStats()
         self.scheduler = Scheduler(runner, self.stats, config)
         runner.bind(self.scheduler.writer.batch)
+        self._running: ScheduledStep | None = None
+        self._launched_at = math.nan
         self._timed: set[Request] = set()
         self._next_deadline = math.inf
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy
+        """Whether a step runs, or one is to be done."""
+        return self._running is not None or self.scheduler.busy
 
     def add(self, request: Request) -> None:
         request.state = State.WAITING
@@ -52,51 +76,124 @@ class Core:
             self._end(request, "cancelled")
 
     def end_all(self, error: BaseException | None = None) -> None:
-        """Cancel every request, or let them fail with ``error``."""
+        """Cancel every request, or let them fail with ``error``, when the step that runs ends."""
+        if self._running is not None:
+            self._running = None
+            with suppress(Exception):  # nobody reads what it drew
+                self.runner.result()
         for request in self.scheduler.requests():
             self._end(request, "error" if error else "cancelled", error)
 
     def step(self) -> bool:
-        """One step of the runner; False if there is nothing to do.
+        """Deliver the tokens of one step; False if there is nothing to do.
 
-        An error of the runner ends the step's requests, with that error. ``DeviceLost``, and what
-        is no ``Exception`` (Ctrl-C), is raised again after that.
+        The next step may run when this returns. An error of the runner ends the step's requests,
+        with that error. ``DeviceLost``, and what is no ``Exception`` (Ctrl-C), is raised again
+        after that.
         """
         now = self.clock()
         if now >= self._next_deadline:
             self._expire(now)
-        batch = self.scheduler.schedule(now)
-        if batch is None:
-            return False
-        stats = self.stats
-        stats.steps += 1
+        if self._running is None:
+            first = self.scheduler.schedule(now)
+            if first is None:
+                return False
+            if (failure := self._launch(first)) is not None:
+                self._fail(first, failure)
+                return True
+        running = self._running
+        assert running is not None
+        alive = any(request.state is State.RUNNING for request in running.requests)
+        ahead = None
+        if self.overlap:
+            phase("schedule")
+            ahead = self.scheduler.schedule(now, running)
+            phase("run")
+        self._running = None
         try:
-            result = self.runner.step(batch)
-            sampled_token_ids = result.sampled_token_ids[: batch.R].tolist()
-            self._check(sampled_token_ids, batch.R)
+            result = self.runner.result()
+            sampled_token_ids = result.sampled_token_ids[: running.R].tolist()
+            self._check(sampled_token_ids, running.R)
         except BaseException as error:
-            stats.failed_steps += 1
-            for request in self.scheduler.in_step():
-                self._end(request, "error", error)
-            if isinstance(error, DeviceLost) or not isinstance(error, Exception):
-                raise
+            if ahead is not None:
+                self.scheduler.undo(ahead)
+            self._fail(running, error)
             return True
+        seconds = self.clock() - self._launched_at
+        self.scheduler.writer.set_tokens(result.sampled_token_ids)
+        ended = self._count(running, sampled_token_ids)
+        failure = None
+        if ahead is not None:
+            if ended or self.news():
+                self.scheduler.undo(ahead)
+            else:
+                if running.scored:
+                    result = result.copy()
+                failure = self._launch(ahead)
+        self.scheduler.timed(running, seconds)
         phase("deliver")
-        self.scheduler.timed(self.clock() - now)
-        self.scheduler.computed(result.sampled_token_ids)
-        stats.computed_tokens += batch.T
-        sampled, logprob_requests = self.scheduler.sampled, self.scheduler.logprob_requests
-        stats.new_tokens += len(sampled)
-        for i, request in enumerate(logprob_requests, len(sampled)):
-            top = request.params.logprobs or 0
-            request.prompt_logprobs.append(_logprob(sampled_token_ids[i], top, i, result))
+        self._deliver(running, sampled_token_ids, result)
+        if ahead is not None and failure is not None:
+            self._fail(ahead, failure)
+        return alive or self.busy
+
+    def _launch(self, step: ScheduledStep) -> BaseException | None:
+        """Start a step; its error if that fails."""
+        self.stats.steps += 1
+        try:
+            self.runner.launch(step.batch)
+        except BaseException as error:
+            return error
+        self._running, self._launched_at = step, self.clock()
+        self.scheduler.launched(step)
+        return None
+
+    def _fail(self, step: ScheduledStep, error: BaseException) -> None:
+        self.stats.failed_steps += 1
+        for request in step.requests:
+            if request.state is State.RUNNING:
+                self._end(request, "error", error)
+        self.scheduler.failed(step)
+        if isinstance(error, DeviceLost) or not isinstance(error, Exception):
+            raise error
+
+    def _count(self, step: ScheduledStep, sampled_token_ids: list[int]) -> bool:
+        """What must be done before the next step: penalties count what was drawn.
+
+        Returns:
+            Whether an end token is among it.
+        """
+        for row, request in step.counted:
+            if request.state is State.RUNNING:
+                assert request.sampling.counts is not None
+                request.sampling.counts.add(sampled_token_ids[row])
+        if step.ends.isdisjoint(sampled_token_ids):
+            return False
+        return any(
+            token in request.end_ids and request.num_output_tokens >= request.min_tokens
+            for request, token in zip(step.sampled, sampled_token_ids, strict=False)
+        )
+
+    def _deliver(
+        self, step: ScheduledStep, sampled_token_ids: list[int], result: StepResult
+    ) -> None:
+        """Append a step's tokens, and end or tell whom they are for."""
+        self.scheduler.finished(step)
+        stats, sampled = self.stats, step.sampled
+        stats.computed_tokens += step.T
+        for i, request in enumerate(step.logprob_requests, len(sampled)):
+            if request.state is State.RUNNING:
+                top = request.params.logprobs or 0
+                request.prompt_logprobs.append(_logprob(sampled_token_ids[i], top, i, result))
         now = self.clock()
         for i, request in enumerate(sampled):
+            if request.state is not State.RUNNING:  # it has ended while the step ran
+                continue
+            stats.new_tokens += 1
             try:
                 self._append(request, sampled_token_ids[i], i, result, now)
             except Exception as error:  # of its detokenizer, constraint or consumer: it fails alone
                 self._end(request, "error", error)
-        return True
 
     def _check(self, sampled_token_ids: list[int], R: int) -> None:
         # An id out of range would be an address out of range in the next step.
@@ -115,8 +212,6 @@ class Core:
         request.last_at = now
         if num_output_tokens == 1:
             request.first_at = now
-        if (counts := request.sampling.counts) is not None:
-            counts.add(token)
         logprob = None
         if (top := request.params.logprobs) is not None:
             logprob = _logprob(token, top, row, result)
@@ -136,9 +231,6 @@ class Core:
             return
         if request.masked is not None:
             request.masked.accept(token)
-        if num_output_tokens == request.min_tokens:
-            request.allow_end()
-            self.scheduler.changed()
         if request.streamed:
             request.sink((request, token, logprob, text, None))
 

@@ -67,10 +67,10 @@ class Engine:
         self.threaded, self._pid = threaded, os.getpid()
         self.config = config or EngineConfig()
         self.eos_token_ids = frozenset(eos_token_ids)
-        self._core = Core(runner, self.config, clock)
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._core = Core(runner, self.config, clock, lambda: not self._inbox.empty())
         self._intake = Intake(runner, eos_token_ids, self.config.ageing_seconds, clock)
         self._detokenizer = detokenizer
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._bridges: dict[asyncio.AbstractEventLoop, LoopBridge] = {}
         self._gate = threading.Lock()  # nothing enters the inbox behind the end
         self._owner = threading.Lock()
@@ -187,6 +187,8 @@ class Engine:
 
     def step(self) -> bool:
         """Without a thread: do what was asked for, and one step; False if there is no work.
+
+        With ``EngineConfig.overlap`` the step behind it runs already when this returns.
 
         Raises:
             PykernelsError: the engine has a thread, or another one is in ``step``.

@@ -35,7 +35,10 @@ class Request:
 
     Attributes:
         tokens: prompt and output; after a preemption all of them are computed again.
-        computed: how many of them have keys and values in the cache.
+        computed: how many of them have keys and values in the cache, once the steps that are
+            scheduled have ended.
+        drawn: tokens of the output, those that are still being drawn included.
+        sampling: how its tokens are drawn; ``early``: the first ``min_tokens`` of them.
         order: the smallest is served first and preempted last. It is (time of arrival + priority *
             ageing_seconds, arrival, index): a request that has waited ``ageing_seconds`` longer
             than another makes up for one step of priority, so none waits for ever.
@@ -50,6 +53,8 @@ class Request:
         "cached",
         "computed",
         "deadline",
+        "drawn",
+        "early",
         "end_ids",
         "error",
         "first_at",
@@ -97,21 +102,22 @@ class Request:
         self.name, self.index, self.params = name, index, params
         self.tokens = list(prompt)
         self.prompt_size = len(self.tokens)
-        self.computed = 0
+        self.computed = self.drawn = 0
         self.order = (now + params.priority * ageing_seconds, arrival, index)
         self.max_tokens, self.min_tokens = max_tokens, params.min_tokens
         self.end_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             self.end_ids = self.end_ids.union(eos_ids)
         counts = TokenCounts(prompt, max_tokens, vocab_size) if params.penalizes else None
-        bias = dict(params.logit_bias)
-        if self.min_tokens:
-            bias |= dict.fromkeys(self.end_ids, -math.inf)
         self.masked: MaskedOutput | None = None
         if params.constraint is not None:
             self.masked = MaskedOutput(params.constraint, vocab_size)
         mask = None if self.masked is None else self.masked.mask
-        self.sampling = SequenceSampling(params, seed, counts, bias, mask)
+        self.sampling = SequenceSampling(params, seed, counts, params.logit_bias, mask)
+        self.early = self.sampling
+        if self.min_tokens:
+            bias = {**params.logit_bias, **dict.fromkeys(self.end_ids, -math.inf)}
+            self.early = SequenceSampling(params, seed, counts, bias, mask)
         self.table = PageTable()
         self.state = State.NEW
         self.reason: FinishReason | None = None
@@ -132,6 +138,11 @@ class Request:
         return len(self.tokens) - self.prompt_size
 
     @property
+    def next_sampling(self) -> SequenceSampling:
+        """How the next token is drawn: no end token among the first ``min_tokens``."""
+        return self.early if self.drawn < self.min_tokens else self.sampling
+
+    @property
     def first_row(self) -> int:
         """Position of the first token that is to be computed for its logits: the last, or the one
         before the first prompt token whose log-probability is asked for and not there yet."""
@@ -140,21 +151,14 @@ class Request:
             return start + len(self.prompt_logprobs) - 1
         return len(self.tokens) - 1
 
-    def prompt_logprob_positions(self, size: int) -> range:
-        """Positions among the next ``size`` tokens whose logits give a prompt token's logprob."""
-        first = max(self.computed, self.first_row)
-        return range(first, min(self.computed + size, self.prompt_size - 1))
+    def prompt_logprob_positions(self, first: int, size: int) -> range:
+        """Positions among ``size`` tokens from ``first`` on whose logits give a prompt token's
+        logprob."""
+        return range(max(first, self.first_row), min(first + size, self.prompt_size - 1))
 
     @property
     def output(self) -> tuple[int, ...]:
         return tuple(self.tokens[self.prompt_size :])
-
-    def allow_end(self) -> None:
-        """``min_tokens`` are there: end tokens may be drawn from now on."""
-        old = self.sampling
-        self.sampling = SequenceSampling(
-            self.params, old.seed, old.counts, self.params.logit_bias, old.mask
-        )
 
     def stats(self) -> RequestStats:
         first = None if math.isnan(self.first_at) else self.first_at - self.submitted_at

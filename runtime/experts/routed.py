@@ -25,10 +25,10 @@ from pykernels.target import detect
 
 from ..machine import tuning
 from ..machine.memory import collapse
-from ..workers.pool import InFlight, Pool, default_pool
-from ..workers.reduce import reduce
-from .part import ExpertSlice
-from .sharding import make_room, slices_on, workers_of
+from ..machine.nodes import MemoryNodes
+from ..workers.pool import InFlight, WorkerPool, default_pool
+from .call import ExpertsCall
+from .sharding import make_room, shared_packer, slices_on
 
 
 @dataclass
@@ -65,16 +65,14 @@ class Ticket:
 
     Attributes:
         y: the result's [T, H].
-        partials: float32 [T, H] of each node, if there are several.
-        parts: the slices that it runs on; ``flights``: the jobs of each, none once it was synced.
+        call: its descriptors; ``flight``: its jobs, None once it was synced.
         ids: its routing.
         of: identifies the ``RoutedExperts`` that it belongs to.
     """
 
     y: torch.Tensor
-    partials: list[torch.Tensor]
-    parts: list[ExpertSlice]
-    flights: list[InFlight]
+    call: ExpertsCall
+    flight: InFlight | None
     ids: torch.Tensor
     of: object
 
@@ -86,8 +84,8 @@ class RoutedExperts:
         shape: the layer.
         fmt: weight format, a name in ``quant.FORMATS``.
         down_fmt: of down, None for the same; ``fmt`` is then of gate and up.
-        pool: the threads; None for the shared pool, looked up at each call. If it is one on each of
-            several NUMA nodes now, the weights are split across them now.
+        pool: the threads; None for the shared pool, looked up at each call. If they are dealt over
+            NUMA nodes now, the weights are split across these now.
         kernel: a backend of ``pykernels.registry``, or "auto".
         activations: "bf16" for exact products, "int8" for ones of dynamically quantized inputs.
 
@@ -105,7 +103,7 @@ class RoutedExperts:
         self,
         shape: MoEShape,
         fmt: str,
-        pool: Pool | None = None,
+        pool: WorkerPool | None = None,
         kernel: str = "auto",
         activations: str = "bf16",
         down_fmt: str | None = None,
@@ -120,10 +118,13 @@ class RoutedExperts:
             tuning.gemm_from(self.backend.name, fmt, activations),
             tuning.gemm_from(self.down_backend.name, down_fmt, activations),
         )
-        self.weights = make_room(shape, get_format(fmt), pool, get_format(down_fmt))
+        nodes = self.pool.memory
+        self.weights = make_room(
+            shape, get_format(fmt), get_format(down_fmt), nodes, shared_packer(pool)
+        )
         self.counters = Counters()
         self._loaded, self._bytes_per_expert = False, 0
-        self._bound: tuple[Pool, list[ExpertSlice]] | None = None
+        self._bound: tuple[WorkerPool, ExpertsCall] | None = None
         self._mark = object()  # on tickets, in place of self: that would be a reference cycle
 
     @staticmethod
@@ -133,15 +134,16 @@ class RoutedExperts:
 
     @staticmethod
     def bytes_by_node(
-        shape: MoEShape, fmt: str, pool: Pool, down_fmt: str | None = None
+        shape: MoEShape, fmt: str, nodes: MemoryNodes, down_fmt: str | None = None
     ) -> list[int]:
-        """The same on each node of a pool.
+        """The same of each slice.
 
         Raises:
             PykernelsError: too narrow for the nodes that were asked for.
         """
         down = get_format(down_fmt or fmt)
-        return SplitExperts.slice_bytes(shape, get_format(fmt), slices_on(shape, down, pool), down)
+        count = slices_on(shape, down, nodes)
+        return SplitExperts.slice_bytes(shape, get_format(fmt), count, down)
 
     @property
     def nbytes(self) -> int:
@@ -149,7 +151,7 @@ class RoutedExperts:
         return sum(part.nbytes for part in self.weights.slices)
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> WorkerPool:
         return self._own_pool or default_pool()
 
     def load_expert(
@@ -183,15 +185,11 @@ class RoutedExperts:
         """
         if not self._loaded:
             self._check_loaded()
-        parts = self._bind()
-        parts[0].call.check(x, ids, weights)
+        call = self._bind()
+        call.check(x, ids, weights)
         make = torch.empty_like if ids.numel() else torch.zeros_like  # no task will write it
         y = make(x, memory_format=torch.contiguous_format)
-        several = len(parts) > 1
-        partials = [make(y, dtype=torch.float32) for _ in parts if several]
-        outs = partials or [y]
-        flights = [part.start(x, ids, weights, out) for part, out in zip(parts, outs, strict=True)]
-        return Ticket(y, partials, parts, flights, ids, self._mark)
+        return Ticket(y, call, call.start(x, ids, weights, y), ids, self._mark)
 
     def sync(self, ticket: Ticket) -> torch.Tensor:
         """Waits for a call; returns its [T, H] result in the dtype of its x.
@@ -203,39 +201,35 @@ class RoutedExperts:
                 expert that there is not.
             TaskError: a task failed.
         """
-        if ticket.of is not self._mark or not ticket.flights:
+        flight, call = ticket.flight, ticket.call
+        if ticket.of is not self._mark or flight is None:
             raise PykernelsError(
                 "this ticket was synced, or is of other experts", "sync each ticket once"
             )
-        y, parts, flights, ticket.flights = ticket.y, ticket.parts, ticket.flights, []
-        for part, in_flight in zip(parts, flights, strict=True):
-            part.pool.wait(in_flight)
-        for part, in_flight in zip(parts, flights, strict=True):
-            if (error := in_flight.error) is not None:
-                bad_routing = error.task < 0 and error.status == BAD_EXPERT
-                raise part.call.bad_routing(ticket.ids) if bad_routing else error
-        if ticket.partials:
-            reduce(ticket.partials, y, parts[0].pool)
-        nbytes = flights[0].result * self._bytes_per_expert
-        self.counters.add(y.shape[0], nbytes, max(in_flight.seconds for in_flight in flights))
-        return y
+        ticket.flight = None
+        call.pool.wait(flight)
+        if (error := flight.error) is not None:
+            bad_routing = error.task < 0 and error.status == BAD_EXPERT
+            raise call.bad_routing(ticket.ids) if bad_routing else error
+        nbytes = flight.result * self._bytes_per_expert
+        self.counters.add(ticket.y.shape[0], nbytes, flight.seconds)
+        return ticket.y
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """``submit`` and ``sync`` in one."""
         return self.sync(self.submit(x, ids, weights))
 
-    def _bind(self) -> list[ExpertSlice]:
+    def _bind(self) -> ExpertsCall:
         """The slices, bound to the current pool: plan and scratch depend on its threads."""
         pool = self._own_pool or default_pool()
         bound = self._bound
         if bound is None or bound[0] is not pool:
-            weights, slices = self.weights, self.weights.slices
+            weights = self.weights
             gate_up = make_routines(self.backend.name, weights.fmt.name, self.activations)
             down = make_routines(self.down_backend.name, weights.down_fmt.name, self.activations)
             kernel = join(gate_up, down, self.shape.spec)
-            pairs = zip(slices, workers_of(pool, len(slices)), strict=True)
-            parts = [ExpertSlice(packed, kernel, each, self.gemm_from) for packed, each in pairs]
-            self._bound = bound = pool, parts
+            call = ExpertsCall(weights.slices, kernel, pool, self.gemm_from)
+            self._bound = bound = pool, call
         return bound[1]
 
     def _check_loaded(self) -> None:

@@ -121,25 +121,45 @@ class BlockManager:
         self.version += 1
         return True
 
-    def commit(self, table: PageTable, tokens: Sequence[int], computed: int) -> None:
+    def commit(self, table: PageTable, tokens: Sequence[int], computed: int) -> list[PrefixNode]:
         """Put the full pages among the first ``computed`` tokens into the tree.
 
         If another sequence has computed the same page in the meantime, this one goes on with
         that page and gives its own back.
+
+        Returns:
+            The nodes that are new, from the root on.
         """
+        inserted: list[PrefixNode] = []
         full = computed // self.page_size
         extend_keys(table.keys, tokens, full, self.page_size)
         while table.cached < full:
             i = table.cached
             if i and table.node is None:
-                return  # behind a collision: its own pages stay its own
+                break  # behind a collision: its own pages stay its own
             node = self.tree.find(table.node, table.keys[i])
             if node is not None:
                 self._replace(table, i, node.page)
             else:
                 node = self.tree.insert(table.node, table.keys[i], table.pages[i])
+                if node is not None:
+                    inserted.append(node)
             table.node = node
             table.cached += 1
+        return inserted
+
+    def forget(self, nodes: Iterable[PrefixNode]) -> set[int]:
+        """Take pages out of the tree whose contents turned out wrong; returns them.
+
+        Sequences that hold one of them must release their tables next.
+        """
+        pages: set[int] = set()
+        for node in nodes:
+            if self.tree.remove(node):
+                pages.add(node.page)
+                if not self.pool.references[node.page]:
+                    self.pool.free(node.page)
+        return pages
 
     def release(self, table: PageTable) -> None:
         """Take all pages back; full ones stay in the tree until they are evicted."""

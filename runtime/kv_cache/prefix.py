@@ -97,6 +97,15 @@ class PrefixTree:
         self._idle[page] = node
         return True
 
+    def remove(self, node: PrefixNode) -> bool:
+        """Forget a page whatever holds it; False if it was evicted before. The caller removes what
+        lies behind it as well."""
+        if self._nodes.get(node.key) is not node:
+            return False
+        del self._nodes[node.key], self._of_page[node.page]
+        self._idle.pop(node.page, None)
+        return True
+
     def evict(self) -> int:
         """Forget the least recently used page and return it. Raises KeyError if all are held."""
         page, node = self._idle.popitem(last=False)

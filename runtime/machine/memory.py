@@ -6,7 +6,8 @@ are there (``collapse``), as memory may have been in pieces before; where they a
 known to the kernel, the memory is plain, and ``pykernels doctor`` says so.
 
 Placement is ``mbind`` before the first touch (man 2 mbind): SOSP'25 section 3.3, each socket stores
-its own slice.
+its own slice. What every node's workers read alike (the KV cache, embeddings) is interleaved: its
+pages take turns on the nodes, so all memory controllers serve it.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ HUGE_PAGE = 2 << 20
 _SYSCALLS = {"x86_64": (237, 239, 279), "aarch64": (235, 236, 239)}
 """Numbers of mbind, get_mempolicy and move_pages."""
 _MADV_COLLAPSE = 25
-_MPOL_BIND = 2
+_MPOL_BIND, _MPOL_INTERLEAVE = 2, 3
 _MPOL_F_ADDR = 2
 _MAX_NODES = 1024
 
 
-def allocate(nbytes: int, node: int | None = None) -> torch.Tensor:
+def allocate(
+    nbytes: int, node: int | None = None, interleaved: Sequence[int | None] = ()
+) -> torch.Tensor:
     """uint8 [nbytes] of zeros on huge pages, its address a multiple of 2 MiB.
 
     Less than one such page is on plain ones: its first byte would take 2 MiB. The memory is freed
@@ -45,6 +48,7 @@ def allocate(nbytes: int, node: int | None = None) -> torch.Tensor:
 
     Args:
         node: NUMA node that all pages will be on; None for wherever they are touched first.
+        interleaved: nodes that pages will be on in turns; None among them: made up, not bound.
 
     Raises:
         PykernelsError: the system refuses that much address space, or to bind it to the node.
@@ -64,9 +68,33 @@ def allocate(nbytes: int, node: int | None = None) -> torch.Tensor:
             region.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(region, dtype=torch.uint8)
     if node is not None:
-        _bind(whole.data_ptr(), len(region), node)
+        _bind(whole.data_ptr(), len(region), _MPOL_BIND, [node])
+    elif known := [number for number in interleaved if number is not None]:
+        _bind(whole.data_ptr(), len(region), _MPOL_INTERLEAVE, known)
     skip = -whole.data_ptr() % HUGE_PAGE if large else 0
     return whole[skip : skip + nbytes]
+
+
+def allocate_side_by_side(sizes: Sequence[int], nodes: Sequence[int | None]) -> torch.Tensor:
+    """uint8 [sum of sizes] as of ``allocate``, in parts that are each on a node; a page that two
+    parts share is on the node of the first.
+
+    Args:
+        nodes: of each part; None for wherever it is touched first.
+
+    Raises:
+        PykernelsError: as ``allocate``.
+    """
+    whole = allocate(sum(sizes))
+    page, at = mmap.PAGESIZE, whole.data_ptr()
+    start = at // page * page
+    for size, node in zip(sizes, nodes, strict=True):
+        at += size
+        end = -(-at // page) * page
+        if node is not None and end > start:
+            _bind(start, end - start, _MPOL_BIND, [node])
+        start = max(start, end)
+    return whole
 
 
 def collapse(memory: torch.Tensor) -> None:
@@ -138,10 +166,11 @@ def binding_problem(node: int) -> str | None:
     return None
 
 
-def _bind(address: int, nbytes: int, node: int) -> None:
+def _bind(address: int, nbytes: int, policy: int, nodes: Sequence[int]) -> None:
     mask = _node_mask()
-    mask[node // 64] = 1 << node % 64
-    _call(0, address, nbytes, _MPOL_BIND, mask, _MAX_NODES, 0)
+    for node in nodes:
+        mask[node // 64] |= 1 << node % 64
+    _call(0, address, nbytes, policy, mask, _MAX_NODES, 0)
 
 
 def _node_mask() -> ctypes.Array[ctypes.c_ulong]:

@@ -1,26 +1,26 @@
 """The speed of a whole model through the engine: prompts, and decode steps at a context.
 
 The engine has no thread here: the caller's drives it step by step, so that each step is timed. A
-step's time is all of it: the scheduler, the batch's arrays, the jobs of the ring, the drawn tokens.
+step's time is all that the next one waits for: the jobs of the ring, and the engine's work between
+the steps or, where it takes longer, beside them.
 Prompts are random tokens, never the same twice, so that none is found in the prefix cache.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from pykernels.errors import PykernelsError
 
 from ..devices.cpu.step import CpuExecutable
-from ..devices.runner import Executable, PagedRunner
-from ..engine import Engine, RequestHandle, SamplingParams
+from ..devices.runner import PagedRunner
+from ..engine import Engine, EngineConfig, RequestHandle, SamplingParams, StepResult
 from ..kv_cache.layout import PAGE
 from ..program import Program
 from ..workers.busy import BusyTimes
@@ -28,6 +28,7 @@ from .step_bytes import cache_bytes, weight_bytes
 
 TEMPERATURE = 1.0
 """Tokens are drawn, not the likeliest: each step then routes to other experts."""
+_EVERY = 8
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,12 @@ class StepTime:
 
     Attributes:
         seconds: of the engine's step.
-        jobs: seconds from the first job's opening to the last one's completion.
-        busy: of those, seconds in which the CPU waited for no GPU; ``wait``: the mean of its waits.
+        jobs: seconds from the jobs' publishing to the last one's completion.
+        busy: seconds in which the CPU waited for no GPU; ``wait``: the mean of its waits. Of a step
+            shortly before.
         tokens: that it drew.
         context: mean positions of its sequences.
-        expert_bytes: of the experts that the CPU read, counted.
+        expert_bytes: of the experts that the CPU read, counted; of a step shortly before too.
     """
 
     seconds: float
@@ -117,14 +119,24 @@ class EngineTimer:
         seed: of the prompts.
         engine: that is bound to the runner and has no thread; None: one is made, and no other one
             may be bound to the runner.
+        overlap: of the engine that is made. Steps can be observed only without.
 
     Raises:
         PykernelsError: a kernel that cannot run here.
     """
 
-    def __init__(self, runner: PagedRunner, seed: int = 0, engine: Engine | None = None) -> None:
+    def __init__(
+        self,
+        runner: PagedRunner,
+        seed: int = 0,
+        engine: Engine | None = None,
+        overlap: bool = True,
+    ) -> None:
         self.runner = runner
-        self.engine = engine or Engine(runner, threaded=False)
+        self._watched = _Watched(runner)
+        if engine is None:
+            engine = Engine(self._watched, threaded=False, config=EngineConfig(overlap=overlap))
+        self.engine = engine
         self._random = np.random.default_rng(seed)
 
     def prefill(self, tokens: int, observer: Observer | None = None) -> float:
@@ -148,6 +160,7 @@ class EngineTimer:
         most = (1 + ahead) * tokens + chunks + 1
         handles = [self._submit(context, most) for _ in range(batch)]
         self._until_drawn(handles)
+        self._watched.look_next()  # the last one that was looked at had prompts
         steps = []
         with observer or Unobserved():
             for _ in range(tokens):
@@ -190,25 +203,58 @@ class EngineTimer:
                 raise request.error
         drawn = sum(request.num_output_tokens for request in requests) - before
         context = sum(request.computed for request in requests) / len(requests)
-        half = _last_half([*self.runner.steps, *self.runner.decode_steps])
-        if half is None:
-            return StepTime(seconds, 0.0, 0.0, 0.0, drawn, context)
-        jobs = half.jobs.jobs
-        span = (jobs[-1].times[1] - jobs[0].times[0]) / 1e9
-        times = BusyTimes.of(jobs)
-        wait = sum(times.waits) / len(times.waits) if times.waits else 0.0
-        return StepTime(
-            seconds, min(span, seconds), times.busy, wait, drawn, context, half.expert_bytes
-        )
+        if not self.engine.config.overlap:
+            self._watched.look()
+        jobs, half = self._watched.jobs_seconds(), self._watched.times
+        wait = sum(half.waits) / len(half.waits) if half.waits else 0.0
+        nbytes = self._watched.expert_bytes
+        return StepTime(seconds, min(jobs, seconds), half.busy, wait, drawn, context, nbytes)
 
 
-def _last_half(steps: Sequence[Executable]) -> CpuExecutable | None:
-    """The CPU's part of the step that ran last; None if there is none."""
-    halves = [
-        step if isinstance(step, CpuExecutable) else getattr(step, "cpu", None) for step in steps
-    ]
-    found = [half for half in halves if half is not None]
-    return max(found, key=lambda half: half.jobs.jobs[-1].times[1]) if found else None
+class _Watched:
+    """A runner whose steps are looked at when they have ended.
+
+    Attributes:
+        times: of the last step that was looked at, one in ``_EVERY``: the next one waits meanwhile.
+        expert_bytes: that the CPU read in that step.
+    """
+
+    def __init__(self, runner: PagedRunner) -> None:
+        self._runner = runner
+        self._count = 0
+        self.times, self.expert_bytes = BusyTimes(0.0, ()), 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def result(self) -> StepResult:
+        """The runner's."""
+        found = self._runner.result()
+        if self._count % _EVERY == 0:
+            self.look()
+        self._count += 1
+        return found
+
+    def look_next(self) -> None:
+        """The next step that ends is looked at."""
+        self._count = 0
+
+    def look(self) -> None:
+        """Takes the figures of the step that ended last; none has begun since."""
+        if (half := self._last_half()) is not None:
+            self.times, self.expert_bytes = BusyTimes.of(half.jobs.jobs), half.expert_bytes
+
+    def jobs_seconds(self) -> float:
+        """Seconds of the jobs of the step that ended last; of one that has none, 0."""
+        half = self._last_half()
+        return 0.0 if half is None or half.ended is None else half.ended.seconds
+
+    def _last_half(self) -> CpuExecutable | None:
+        """The CPU's part of the step that ended last."""
+        steps = [*self._runner.steps, *self._runner.decode_steps]
+        halves = [s if isinstance(s, CpuExecutable) else getattr(s, "cpu", None) for s in steps]
+        ended = [(half.ended.ended, half) for half in halves if half is not None and half.ended]
+        return max(ended, key=lambda pair: pair[0])[1] if ended else None
 
 
 @dataclass(frozen=True)

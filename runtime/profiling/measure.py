@@ -20,7 +20,7 @@ from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
 from ..workers.numa import AUTO
-from ..workers.pool import Pool, make_pool
+from ..workers.pool import WorkerPool, make_pool
 from .roofline import Roofs
 from .workload import (
     RandomLayers,
@@ -104,7 +104,7 @@ class MoECase:
         fmt: str,
         T: int,
         shape: MoEShape,
-        pool: Pool,
+        pool: WorkerPool,
         kernel: str = "auto",
         routing: str = "balanced",
         activations: str = "bf16",

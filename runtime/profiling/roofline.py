@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -34,8 +34,8 @@ from pykernels.target import Target, detect
 from ..machine.memory import allocate
 from ..machine.topology import Topology
 from ..machine.tuning import slug
-from ..workers.job import Job, Jobs
-from ..workers.pool import Pool, run_on_all
+from ..workers.job import Job, Jobs, beside
+from ..workers.pool import WorkerPool
 
 _CHUNK = 4 << 20  # of one task: shorter ones lost up to 9 % to finding their stream
 
@@ -61,9 +61,23 @@ def roof_bytes() -> int:
     return max(512 << 20, 8 * detect().l3) // _CHUNK * _CHUNK
 
 
-def _alike(name: str, task: int, record: int, count: int) -> Jobs:
-    """So many tasks of one kind."""
-    return Jobs([Job(name, task, record, tasks=count, after=0)])
+def _alike(pool: WorkerPool, task: int, records: Sequence[int], counts: Sequence[int]) -> Jobs:
+    """So many tasks of one kind on each node of a pool."""
+    nodes = range(len(pool.nodes)) if pool.is_split else [None]
+    return beside(
+        [
+            Job("roof", task, record, tasks=count, node=node)
+            for record, count, node in zip(records, counts, nodes, strict=True)
+        ]
+    )
+
+
+def _run(pool: WorkerPool, jobs: Jobs, memory: object) -> float:
+    """The seconds of one run."""
+    in_flight = pool.wait(pool.start(jobs, memory))
+    if in_flight.error is not None:
+        raise in_flight.error
+    return in_flight.seconds
 
 
 class ReadRoof:
@@ -79,13 +93,13 @@ class ReadRoof:
         PykernelsError: too little memory for it.
     """
 
-    def __init__(self, pool: Pool, nbytes: int | None = None) -> None:
+    def __init__(self, pool: WorkerPool, nbytes: int | None = None) -> None:
         self.pool = pool
         self.nbytes = nbytes or roof_bytes()
-        parts = len(pool.pools)
+        parts = len(pool.nodes)
         chunks = self.nbytes // _CHUNK // parts  # each node reads its own share
         self.nbytes = parts * chunks * _CHUNK
-        self._data = _buffers(chunks * _CHUNK, tuple(each.node for each in pool.pools))
+        self._data = _buffers(chunks * _CHUNK, pool.memory.numbers)
         self._sums = np.zeros(parts * chunks, np.int64)
         self._jobs = np.zeros(parts, STREAM)
         self._jobs["base"] = [data.data_ptr() for data in self._data]
@@ -93,7 +107,7 @@ class ReadRoof:
         self._jobs["sink"] = self._sums.ctypes.data + 8 * chunks * np.arange(parts)
         jobs = self._jobs.ctypes.data + STREAM.itemsize * np.arange(parts)
         self._loops = {
-            loop: [_alike(loop, make_read(loop).address, int(job), chunks) for job in jobs]
+            loop: _alike(pool, make_read(loop).address, jobs.tolist(), [chunks] * parts)
             for loop in LOOPS
         }
         self.rates: dict[str, list[float]] = {loop: [] for loop in LOOPS}
@@ -101,7 +115,7 @@ class ReadRoof:
     def once(self, loop: str) -> float:
         """GB/s (1e9 bytes) of one pass of one of ``LOOPS``; kept in ``rates``."""
         memory = self._data, self._sums, self._jobs
-        rate = self.nbytes / run_on_all(self.pool, self._loops[loop], memory) / 1e9
+        rate = self.nbytes / _run(self.pool, self._loops[loop], memory) / 1e9
         self.rates[loop].append(rate)
         return rate
 
@@ -122,7 +136,7 @@ class ReadRoof:
         return bool((self._sums == word.sum()).all())
 
 
-def read_roof(pool: Pool) -> float:
+def read_roof(pool: WorkerPool) -> float:
     """GB/s that the pool's threads read, measured now (about a second).
 
     Raises:
@@ -140,7 +154,7 @@ def read_roof(pool: Pool) -> float:
 DAY = 24 * 3600.0
 
 
-def kept_read_roof(threads: int, pool: Callable[[], Pool], least: float = 0.0) -> float:
+def kept_read_roof(threads: int, pool: Callable[[], WorkerPool], least: float = 0.0) -> float:
     """``read_roof``, measured once a day: that takes a second, a quarter of a small model's start.
 
     The figure is kept in the cache folder, for each CPU and number of threads.
@@ -173,19 +187,19 @@ class ComputeRoof:
         instruction: one of ``FLOPS`` that this CPU has.
     """
 
-    def __init__(self, pool: Pool, instruction: str) -> None:
+    def __init__(self, pool: WorkerPool, instruction: str) -> None:
         self.pool = pool
         task = make_compute(instruction).address
         self._sink = np.zeros(32, np.float32)
         address = self._sink.ctypes.data + -self._sink.ctypes.data % 64
-        tasks = [16 * each.threads for each in pool.pools]
-        self._products = [_alike(instruction, task, address, count) for count in tasks]
+        tasks = [16 * node.count for node in pool.nodes]
+        self._products = _alike(pool, task, [address] * len(tasks), tasks)
         self._flops = sum(tasks) * FLOPS[instruction]
         self.rates: list[float] = []
 
     def once(self) -> float:
         """TFLOP/s (1e12) of one pass, some milliseconds; kept in ``rates``."""
-        seconds = run_on_all(self.pool, self._products, self._sink)
+        seconds = _run(self.pool, self._products, self._sink)
         self.rates.append(self._flops / seconds / 1e12)
         return self.rates[-1]
 
@@ -196,7 +210,7 @@ class Roofs:
     The compute roofs are those of the product instructions that this CPU has.
     """
 
-    def __init__(self, pool: Pool, target: Target) -> None:
+    def __init__(self, pool: WorkerPool, target: Target) -> None:
         self._target = target
         self._read = ReadRoof(pool)
         self._compute = {

@@ -15,7 +15,7 @@ from pykernels.target import detect
 from ..experts.routed import RoutedExperts
 from ..machine.memory import HUGE_PAGE
 from ..machine.topology import Topology
-from ..workers.pool import Pool
+from ..workers.pool import WorkerPool
 
 ROUTINGS = ("balanced", "zipf", "one")
 """How tokens spread over experts; the FLOPs are the same."""
@@ -150,7 +150,7 @@ class RandomLayers:
         shape: MoEShape,
         fmt: str,
         routings: list[torch.Tensor],
-        pool: Pool | None = None,
+        pool: WorkerPool | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
         self.shape, self.fmt, self._pool = shape, fmt, pool

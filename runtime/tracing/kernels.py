@@ -25,6 +25,7 @@ OPS_OF = {
     "handshake._copy_rows": ("submit", "wait"),
     "moe.router": ("router",),
     "moe.router_logits": ("linear", "router"),
+    "moe.split_routing": ("split_routing",),
     "moe": ("moe_ffn",),
     "activation": ("moe_ffn",),
     "norm": ("rms_norm",),

@@ -28,6 +28,7 @@ OPS: Mapping[str, tuple[str, str]] = {
     "mla_rope_cache_write": ("rope, cache write", "#74c6d4"),
     "rope_table": ("rope, cache write", "#74c6d4"),
     "rms_norm": ("norm", "#8d99ae"),
+    "add": ("sum", "#adb5c4"),
     "router": ("router", "#6a4c93"),
     "split_routing": ("router", "#6a4c93"),
     "embed": ("embedding", "#b08968"),

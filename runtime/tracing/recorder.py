@@ -124,7 +124,7 @@ class Recorder:
             self._phase = None
 
     def _pools(self) -> list:
-        return [] if self._runner.pool is None else list(self._runner.pool.pools)
+        return [] if self._runner.pool is None else [self._runner.pool]
 
     def _program(self, T: int, S: int) -> Program:
         steps = self._runner.decode_steps if T == S else self._runner.steps

@@ -19,6 +19,7 @@ class Job:
         after: how many places before it the jobs stand that must be complete; 0 or none: it waits
             for no job.
         describe: what the task of a number does, in words; None if the job's name says it.
+        node: index of the pool's NUMA node whose workers run it; None: all workers.
 
     Attributes:
         opens: address of the int64 flag that opens it; 0: none. ``tells``: that of the one that it
@@ -34,6 +35,7 @@ class Job:
         tasks: int = 1,
         after: int | Sequence[int] = 1,
         describe: Callable[[int], str] | None = None,
+        node: int | None = None,
     ) -> None:
         self.name, self._describe = name, describe
         raw = np.zeros(words.JOB_BYTES // 8 + 8, np.int64)
@@ -44,6 +46,7 @@ class Job:
             (words.RUN, run),
             (words.RECORD, record),
             (words.TASKS, tasks),
+            (words.NODE, 0 if node is None else node + 1),
         ):
             self.words[at // 8] = value
         self.after = (after,) if isinstance(after, int) else tuple(after)
@@ -130,6 +133,14 @@ class Jobs:
                 for word in (words.CLAIMED, words.READY, words.TAKEN, words.COMPLETED):
                     job.words[word // 8] = 0
             self._ring = ring
+
+
+def beside(jobs: Sequence[Job]) -> Jobs:
+    """Jobs that wait for no other one, and are over together."""
+    for job in jobs:
+        job.after = ()
+    end = Job("end", 0, 0, tasks=0, after=range(1, len(jobs) + 1))
+    return Jobs([*jobs, end])
 
 
 class TaskError(RuntimeError):

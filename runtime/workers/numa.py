@@ -1,4 +1,4 @@
-"""Which NUMA nodes the experts are split across (SOSP'25 section 3.3)."""
+"""Which NUMA nodes the weights are split across (SOSP'25 section 3.3)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def nodes_to_use(
     threads: int | None = None,
     driver_works: bool = True,
 ) -> list[NumaNode]:
-    """The nodes across which experts are split; fewer than two: not at all.
+    """The nodes across which weights are split; fewer than two: not at all.
 
     Args:
         numa: "auto" for every node with usable cores and memory, "off" for none, or how many such
@@ -62,7 +62,7 @@ def nodes_to_use(
 def why_not_split(
     topology: Topology, threads: int | None = None, driver_works: bool = True
 ) -> str | None:
-    """Why "auto" does not split experts across nodes, as a clause; None if it does."""
+    """Why "auto" does not split weights across nodes, as a clause; None if it does."""
     return _candidates(topology, threads or topology.default_threads(driver_works))[1]
 
 

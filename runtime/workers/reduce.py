@@ -1,4 +1,7 @@
-"""The nodes' partial results, added in the order of the nodes (the reduction of SOSP'25 3.3)."""
+"""The nodes' partial results, added in the order of the nodes (the reduction of SOSP'25 3.3).
+
+A program's next norm adds them (``passes.numa``); this is for calls from outside a program.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,9 @@ from pykernels.cpu.intrin.scalar import round_bf16
 from pykernels.cpu.intrin.sync import as_pointer
 from pykernels.cpu.jit import task
 
-from .job import Job, Jobs
-from .worker_pool import WorkerPool
+from .job import Job
 
-_, _reduce_at = descriptor(
+REDUCE, _reduce_at = descriptor(
     "reduce",
     (
         "values",  # of one part
@@ -29,9 +31,7 @@ _, _reduce_at = descriptor(
         "y_bf16",  # 1: y is bf16, 0: float32
     ),
 )
-_CHUNK = 1 << 16
-_SERIAL = 1 << 17
-"""Values up to which waking the workers costs more than it saves."""
+_CHUNK = 1 << 14
 
 
 @functools.cache
@@ -61,23 +61,29 @@ def make_add_parts() -> Any:
     return add_parts
 
 
-def reduce(parts: Sequence[torch.Tensor], y: torch.Tensor, pool: WorkerPool) -> None:
-    """``y = sum of parts``, on this thread or, if it is long, on a pool.
-
-    float32, rounded once; parts in their order, so the bits do not depend on the threads.
+class Reduction:
+    """The job ``y = sum of parts``: float32, rounded once; the parts in their order, so the bits do
+    not depend on the threads.
 
     Args:
-        parts: float32, contiguous, of y's shape; the first one is overwritten.
-        y: bf16 or float32, contiguous.
+        after: as of ``Job``.
     """
-    values, bf16 = y.numel(), y.dtype == torch.bfloat16
-    addresses = np.array([part.data_ptr() for part in parts], np.int64)
-    at = addresses.ctypes.data, len(parts), y.data_ptr(), bf16
-    record = np.array([values, _CHUNK, *at], np.int64)
-    add_parts, tasks = make_add_parts(), -(-values // _CHUNK)
-    if values > _SERIAL and not pool.closed:  # as it may be by now
-        job = Job("add parts", add_parts.address, record.ctypes.data, tasks=tasks, after=0)
-        return pool.run(Jobs([job]))
-    for index in range(tasks):
-        add_parts.ctypes(record.ctypes.data, index, 0)
-    return None
+
+    def __init__(self, after: Sequence[int]) -> None:
+        self._record = np.zeros(1, REDUCE)
+        self._record["chunk"] = _CHUNK
+        self.job = Job("add parts", make_add_parts().address, self._record.ctypes.data, after=after)
+
+    def arrange(self, parts: Sequence[torch.Tensor], y: torch.Tensor) -> None:
+        """Writes a call; the caller keeps parts and y until it has ended.
+
+        Args:
+            parts: float32, contiguous, of y's shape; the first one is overwritten.
+            y: bf16 or float32, contiguous.
+        """
+        self._addresses = np.array([part.data_ptr() for part in parts], np.int64)
+        record = self._record
+        record["values"], record["y"] = y.numel(), y.data_ptr()
+        record["y_bf16"] = y.dtype == torch.bfloat16
+        record["parts"], record["count"] = self._addresses.ctypes.data, len(parts)
+        self.job.tasks = -(-y.numel() // _CHUNK)

@@ -12,6 +12,10 @@ short: sorting a router's choices, counting what there is to do. The words of a 
 job's number, so a worker that comes late, even when the record is already used again, sees that and
 walks on. Nothing is ever reset by the publisher.
 
+A job may be bound to a NUMA node (``NODE``): then that node's workers alone open it and take its
+tasks, and the others walk past it. So the slices of a matrix are jobs beside each other, each read
+by the cores that its memory is near to (SOSP'25 section 3.3). Every node has a worker.
+
 A job may meet another device at flags, words in memory that both reach: it is opened when one is
 not 0 (``OPENS``), and counts one up when it is complete, even if it failed (``TELLS``). Whoever
 publishes the jobs clears the flags before. A flag that is not set in time (``LIMIT_NS``) is a
@@ -20,7 +24,7 @@ failure, and the jobs behind it wait no more, so no step lasts for ever.
 Deadlock-free: a task only ever waits for tasks with lower numbers, which some worker has already
 taken.
 
-Everything here is ``nogil`` code on addresses.
+Everything here is ``nogil`` code on addresses, but for ``publish``.
 """
 
 from __future__ import annotations
@@ -51,23 +55,26 @@ STATUS, FAILED_JOB, FAILED_TASK = FAILED + 8, FAILED + 16, FAILED + 24
 SLOTS, MASK, SPIN_NS, PLACES = 4 * LINE, 4 * LINE + 8, 4 * LINE + 16, 4 * LINE + 24
 DEADLINE, LIMIT_NS, TRACE = 4 * LINE + 32, 4 * LINE + 40, 4 * LINE + 48
 RING_BYTES = 5 * LINE
-"""``PLACES`` is the address of one cache line per worker, which holds its current job number;
-``DEADLINE`` is when the flags of the batch in flight must be set, ``LIMIT_NS`` after publishing;
-``TRACE`` the address of the memory that spans are written to (``spans``), or 0."""
+WORKER_NODE = 8
+"""``PLACES`` is the address of one cache line per worker, which holds its current job number and,
+at ``WORKER_NODE``, its NUMA node counted from 1; ``DEADLINE`` is when the flags of the batch in
+flight must be set, ``LIMIT_NS`` after publishing; ``TRACE`` the address of the memory that spans
+are written to (``spans``), or 0."""
 
 LATE = -110
 """Status of a job whose flag was not set in time."""
 
 # Fields of a job: those that the publisher writes, then those of the workers.
 SETUP, RUN, RECORD, AFTER, SETUP_AT, COMPLETED_AT, AFTER_COUNT = 0, 8, 16, 24, 32, 40, 48
+NODE = 56
 CLAIMED, READY, TASKS = 1 * LINE, 1 * LINE + 8, 1 * LINE + 16
 OPENS, TELLS = 1 * LINE + 24, 1 * LINE + 32
 TAKEN = 2 * LINE
 DONE, COMPLETED = 3 * LINE, 3 * LINE + 8
 JOB_BYTES = 4 * LINE
 """``AFTER`` is the address of int64 [AFTER_COUNT]: how many places before it each job stands that
-must be complete before this one is opened. ``OPENS`` and ``TELLS`` are addresses of flags, 0 for
-none."""
+must be complete before this one is opened. ``NODE``: the NUMA node that it is bound to, counted
+from 1; 0: none. ``OPENS`` and ``TELLS`` are addresses of flags, 0 for none."""
 
 _PAUSES = 16  # between two looks at the clock
 _COUNT = 0xFFFFFFFF
@@ -205,12 +212,17 @@ def work(ring: int, worker: int, number: int, until: int) -> int:
     """
     slots, mask = atomic_load(ring + SLOTS), atomic_load(ring + MASK)
     place = atomic_load(ring + PLACES) + worker * LINE
+    mine = atomic_load(place + WORKER_NODE)
     while number < until:
         atomic_store(place, number)
         wait_as(ring, worker, 0, 0, ring + HEAD, number)
         if atomic_load(ring + STOP) != 0:
             return number
         job = atomic_load(slots + 8 * (number & mask))
+        node = atomic_load(job + NODE)
+        if node != 0 and node != mine:
+            number += 1
+            continue
         if atomic_load(job + READY) < number:
             _wait_for_setup(ring, job, number, worker)
         while True:
@@ -253,7 +265,7 @@ def _publish(ring: int, jobs: int, count: int) -> int:
     return first
 
 
-@kernel("ring")
+@kernel("ring", nogil=False)  # else a thread that waits for the GIL takes it from who publishes
 def publish(ring: int, jobs: int, count: int) -> int:
     """``_publish`` with the failure count reset; nothing else may be in flight."""
     atomic_store(ring + FAILED, 0)

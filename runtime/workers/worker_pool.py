@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,12 @@ import numpy as np
 from pykernels.cpu import MoEWorkspace, raised
 from pykernels.errors import PykernelsError
 
-from ..machine.topology import Topology
+from ..machine.nodes import MemoryNodes
+from ..machine.topology import NumaNode, Topology
 from . import ring as words
 from .fork import refuse_in_child
 from .job import Jobs, TaskError
-from .threads import spin_budget, threads_here
+from .threads import spin_budget, threads_here, threads_of_nodes
 from .trace import WorkerTrace
 
 _SLOTS = 1 << 13
@@ -39,7 +41,8 @@ class InFlight:
     Attributes:
         buffers: what the tasks read and write, until they have ended.
         error: the first task's failure; None if none failed, or they have not ended.
-        seconds: from publishing to the last task.
+        seconds: from publishing to the last task, which ended at ``ended`` (ns of the monotonic
+            clock).
         found: what ``read`` returned when the tasks had ended; nothing if one failed.
     """
 
@@ -47,7 +50,7 @@ class InFlight:
         self, first: int, jobs: Jobs, buffers: object, read: Callable[[], Any] | None
     ) -> None:
         self.first, self.jobs, self.buffers, self._read = first, jobs, buffers, read
-        self.done, self.seconds = False, 0.0
+        self.done, self.seconds, self.ended = False, 0.0, 0
         self.error: TaskError | None = None
         self.result: Any = None
         self._began = time.monotonic_ns()
@@ -55,11 +58,24 @@ class InFlight:
     def end(self, error: TaskError | None) -> None:
         """Called when all tasks have ended."""
         self.error = error
-        self.seconds = (self.jobs.jobs[-1].times[1] - self._began) / 1e9
+        self.ended = self.jobs.jobs[-1].times[1]
+        self.seconds = (self.ended - self._began) / 1e9
         if error is None and self._read is not None:
             self.result = self._read()
         self.buffers = self._read = None
         self.done = True
+
+
+@dataclass(frozen=True)
+class NodeWorkers:
+    """The workers of a pool on one NUMA node.
+
+    Attributes:
+        first, count: workers ``first .. first + count - 1``.
+    """
+
+    first: int
+    count: int
 
 
 class WorkerPool:
@@ -69,21 +85,28 @@ class WorkerPool:
     the thread that waits is one of the ``threads`` (right where nothing else keeps it busy);
     without, all of them are workers and the driver only waits (right beside a GPU).
 
+    On several NUMA nodes the workers of each are neighbours in number, the driver on the first one.
+    A job that is bound to a node (``Job``) is run by its workers alone, so that they read what lies
+    in their own memory (SOSP'25 section 3.3); all workers share the others.
+
     Any thread may use it: they take turns, by ``lock``.
 
     Args:
-        threads: None for PYKERNELS_THREADS, or else ``Topology.default_threads``.
+        threads: in all; None for PYKERNELS_THREADS, or else ``Topology.default_threads``.
         topology: whose cores to take; None for this machine's.
-        node: NUMA node that the memory of its experts is bound to; None for not bound.
+        nodes: of the topology, which the threads are dealt over; fewer than two: not at all.
+        narrow: whether experts that are too narrow for all nodes may be cut into fewer slices.
         spin_us: how long an idle thread spins before it sleeps; None for ``spin_budget``'s.
 
     Attributes:
-        workspace: scratch of the layers whose calls run here, one at a time.
+        nodes: the workers of each node; one entry where they are not dealt over nodes.
+        memory: where the weights are that they read.
+        workspaces: scratch of the layers whose calls run here, one at a time; of each node.
         tracing: what ``trace`` returned while it is on, else None.
 
     Raises:
-        PykernelsError: more threads than usable cores, fewer than one, or no whole number; the
-            system refuses a thread or a core.
+        PykernelsError: more threads than usable cores, fewer than one or than nodes, or no whole
+            number; the system refuses a thread or a core.
     """
 
     closed = True  # until it has begun
@@ -93,13 +116,24 @@ class WorkerPool:
         threads: int | None = None,
         driver_works: bool = True,
         topology: Topology | None = None,
-        node: int | None = None,
+        nodes: Sequence[NumaNode] = (),
+        narrow: bool = True,
         spin_us: float | None = None,
     ) -> None:
         topology = topology or Topology.detect()
-        self.threads = threads_here(threads, driver_works, topology)
-        self.driver_works, self.node, self.lock = driver_works, node, threading.Lock()
-        self.workspace = MoEWorkspace()
+        if len(nodes) < 2:
+            dealt, parts = [threads_here(threads, driver_works, topology)], [topology]
+            numbers: list[int | None] = [None]
+        else:
+            dealt = threads_of_nodes(nodes, threads, driver_works, topology)
+            parts = [topology.at(node) for node in nodes]
+            numbers = [node.number for node in nodes]
+        self.threads, self.driver_works = sum(dealt), driver_works
+        firsts = [sum(dealt[:i]) for i in range(len(dealt))]
+        self.nodes = tuple(map(NodeWorkers, firsts, dealt))
+        self.memory = MemoryNodes(tuple(numbers), narrow)
+        self.lock = threading.Lock()
+        self.workspaces = [MoEWorkspace() for _ in self.nodes]
         places = self.threads * words.LINE // 8
         memory = np.zeros(words.RING_BYTES // 8 + 8 + places + _SLOTS, np.int64)
         skip = -memory.ctypes.data % words.LINE // 8
@@ -109,9 +143,12 @@ class WorkerPool:
         self._ring[words.PLACES // 8] = self.ring + words.RING_BYTES
         self._ring[words.SLOTS // 8] = self.ring + words.RING_BYTES + 8 * places
         self._ring[words.MASK // 8] = _SLOTS - 1
+        for i, node in enumerate(self.nodes):
+            for worker in range(node.first, node.first + node.count):
+                line = skip + (words.RING_BYTES + worker * words.LINE) // 8
+                memory[line + words.WORKER_NODE // 8] = i + 1
         self.limit_steps(STEP_LIMIT_S)
-        spin = spin_budget(driver_works) if spin_us is None else spin_us
-        self.spin_for(spin)
+        self.spin_for(spin_budget(driver_works) if spin_us is None else spin_us)
         self._pid = os.getpid()
         self._published: Jobs | None = None  # the last: a worker may still be on its way past it
         self._in_flight: InFlight | None = None
@@ -127,12 +164,17 @@ class WorkerPool:
             )
             for worker in range(1 if driver_works else 0, self.threads)
         ]
+        cores = [
+            core
+            for count, part in zip(dealt, parts, strict=True)
+            for core in part.order[: count - int(driver_works and part is parts[0])]
+        ]  # the driver is not pinned
         self.closed = False
         _open.add(self)
         try:
             for thread in self._threads:
                 thread.start()
-            for thread, core in zip(self._threads, topology.order, strict=False):
+            for thread, core in zip(self._threads, cores, strict=True):
                 assert thread.native_id is not None
                 os.sched_setaffinity(thread.native_id, {core})
         except (RuntimeError, OSError) as error:
@@ -143,9 +185,9 @@ class WorkerPool:
             ) from None
 
     @property
-    def pools(self) -> Sequence[WorkerPool]:
-        """Itself alone: what ``NodePools`` has one of for each NUMA node."""
-        return (self,)
+    def is_split(self) -> bool:
+        """Whether its threads are dealt over several NUMA nodes."""
+        return len(self.nodes) > 1
 
     def spin_for(self, microseconds: float) -> None:
         """How long an idle worker spins from now on before it sleeps."""

@@ -12,7 +12,7 @@ from pykernels.shapes import MoEShape
 from pykernels.testing import random_experts, skewed_routing
 from runtime.experts.routed import RoutedExperts
 from runtime.machine.topology import Topology
-from runtime.workers.pool import Pool
+from runtime.workers.pool import WorkerPool
 
 SHAPE = MoEShape(E=6, H=128, I=256, topk=2)
 TWO_CORES = pytest.mark.skipif(
@@ -26,7 +26,7 @@ def packed(fmt: str = "bf16", shape: MoEShape = SHAPE, seed: int = 0) -> PackedE
 
 
 def load(
-    pool: Pool | None,
+    pool: WorkerPool | None,
     experts: PackedExperts | None = None,
     kernel: str = "generic",
     activations: str = "bf16",

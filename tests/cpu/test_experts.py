@@ -50,11 +50,11 @@ def pause_until_interrupted() -> None:
 @contextmanager
 def gate_up(routed: RoutedExperts, replacement):
     """Runs another gate-up task in its place."""
-    for part in routed._bind():
+    for part in routed._bind().slices:
         args = part.call.args
         kernel, args["run_gate_up"] = int(args["run_gate_up"][0]), replacement.address
     yield
-    for part in routed._bind():
+    for part in routed._bind().slices:
         part.call.args["run_gate_up"] = kernel
 
 

@@ -7,21 +7,25 @@ Made-up nodes (``Topology.fake``) run the real code, except for the binding of m
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from pykernels import cpu
+from pykernels.cpu.intrin.sync import atomic_add
+from pykernels.cpu.jit import task
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS, PackedExperts, get_format
 from pykernels.quant.split import SplitExperts, cut, most_parts
 from pykernels.shapes import MoEShape
 from pykernels.testing import relative_error, skewed_routing
 from runtime.experts.routed import RoutedExperts
-from runtime.machine.topology import Topology
-from runtime.workers.pool import NodePools, WorkerPool, make_pool
-from runtime.workers.reduce import reduce
+from runtime.machine.topology import NumaNode, Topology
+from runtime.workers.job import Job, Jobs, beside
+from runtime.workers.pool import WorkerPool, make_pool
+from runtime.workers.reduce import Reduction
 
 from . import routed
 from .routed import TWO_CORES, packed
@@ -81,6 +85,12 @@ def test_slices_hold_the_whole_bit_for_bit(fmt: str) -> None:
             assert (got.scale is None) == (want.scale is None)
             assert want.scale is None or torch.equal(got.scale, want.scale)
     assert found.missing() == []
+    taken = SplitExperts(whole.shape, whole.fmt, [zeros] * parts, [whole._packer] * parts)
+    taken.take(whole)
+    assert taken.missing() == []
+    for own, other in zip(taken.slices, found.slices, strict=True):
+        for section, wanted in zip(own.sections, other.sections, strict=True):
+            assert torch.equal(section, wanted)
     shared = parts - 1 if fmt.endswith("-channel") else 0  # down's scales, a copy in every slice
     extra = shared * whole.down_scale[0].nbytes
     assert found.bytes_per_expert == whole.bytes_per_expert + extra
@@ -118,16 +128,22 @@ def test_two_nodes_compute_what_one_does(fmt: str, dtype: torch.dtype) -> None:
         assert counters.tokens == 44 and counters.bytes % whole.bytes_per_expert == 0
 
 
+def twice() -> Topology:
+    """This machine as two nodes, each with all cores, so that each can have one thread or two."""
+    found = Topology.detect()
+    node = NumaNode(None, found.cores, found.memory_total, found.memory_available)
+    return replace(found, cores=2 * found.cores, nodes=(node, node))
+
+
 @TWO_CORES
-@pytest.mark.parametrize("threads", [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("threads", [2, 3, 4])
 @pytest.mark.parametrize("driver_works", [True, False])
-def test_bits_are_those_of_the_slices_in_order(threads, driver_works: bool) -> None:
-    """Both nodes have all cores here, so that each can have one thread or two."""
-    whole, routing = packed("fp8", SHAPE), skewed_routing(9, SHAPE)
+def test_bits_are_those_of_the_slices_in_order(threads: int, driver_works: bool) -> None:
+    whole, routing, topology = packed("fp8", SHAPE), skewed_routing(9, SHAPE), twice()
     given = torch.randn(9, SHAPE.H), routing.ids, routing.weights
     first, second = (cpu.moe_ffn(*given, part) for part in split(whole, 2).slices)
-    with WorkerPool(threads[0], driver_works) as here, WorkerPool(threads[1], False) as there:
-        routed = load(whole, SimpleNamespace(pools=[here, there], narrow=False))
+    with WorkerPool(threads, driver_works, topology, topology.nodes) as pool:
+        routed = load(whole, pool)
         for _ in range(10):
             assert torch.equal(routed(*given), first + second)
 
@@ -136,26 +152,50 @@ def test_bits_are_those_of_the_slices_in_order(threads, driver_works: bool) -> N
 @pytest.mark.parametrize("driver_works", [True, False])
 def test_workers_stay_on_their_node(driver_works: bool) -> None:
     topology = Topology.fake(2)
-    with NodePools(topology.nodes, 2, driver_works, topology) as pool:
-        for node, each in zip(topology.nodes, pool.pools, strict=True):
-            for thread in each._threads:
+    with WorkerPool(2, driver_works, topology, topology.nodes) as pool:
+        for node, workers in zip(topology.nodes, pool.nodes, strict=True):
+            for worker in range(workers.first, workers.first + workers.count):
+                if driver_works and worker == 0:
+                    continue  # the driver, which is not pinned
+                thread = pool._threads[worker - driver_works]
                 assert os.sched_getaffinity(thread.native_id) <= set(node.cores)
-        first, second = pool.pools  # the driver is on the first node
-        assert (first.driver_works, second.driver_works) == (driver_works, False)
+
+
+@task("fake-who")
+def who(record, index, worker):
+    """Counts the tasks of each worker."""
+    atomic_add(record + 8 * worker, 1)
+    return 0
+
+
+@TWO_CORES
+@pytest.mark.parametrize("driver_works", [True, False])
+def test_a_job_of_a_node_is_run_by_its_workers_alone(driver_works: bool) -> None:
+    topology = twice()
+    counts = np.zeros((3, 4), np.int64)
+    jobs = [
+        Job("fake", who.address, row.ctypes.data, tasks=200, node=node)
+        for row, node in zip(counts, (0, 1, None), strict=True)
+    ]
+    with WorkerPool(4, driver_works, topology, topology.nodes) as pool:
+        together = beside(jobs)
+        for _ in range(20):
+            pool.run(together)
+    assert counts.sum(1).tolist() == [4000] * 3
+    assert not counts[0, 2:].any() and not counts[1, :2].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("T", "H", "parts"),
-    [(1, 7168, 2), (3, 130, 4), (300, 1024, 3)],
-    ids=["decode, serial", "four nodes", "prefill, on the workers"],
+    ("T", "H", "parts"), [(1, 7168, 2), (3, 130, 4), (300, 1024, 3)], ids=["one", "four", "many"]
 )
 def test_partials_are_added_in_order_and_rounded_once(dtype, T: int, H: int, parts: int) -> None:
     partials = [torch.randn(T, H) for _ in range(parts)]
     want = partials[0].clone()
     for part in partials[1:]:
         want += part
-    y = torch.full((T, H), float("nan"), dtype=dtype)
+    y, reduction = torch.full((T, H), float("nan"), dtype=dtype), Reduction(after=())
     with make_pool(numa="off") as pool:
-        reduce(partials, y, pool.pools[0])
+        reduction.arrange(partials, y)
+        pool.run(Jobs([reduction.job]))
     assert torch.equal(y, want.to(dtype))

@@ -48,15 +48,27 @@ class FakeRunner:
     """T of each step."""
     seen: tuple[int, object, int, object] | None = None
     fail_next: Exception | None = None
+    running: bool = False
 
     def __post_init__(self) -> None:
         self.cache = np.full(self.num_pages * self.page_size, -1)
 
     def bind(self, batch: StepBatch) -> None:
-        self.bound = batch
+        self.bound, self.own = batch, batch.like()
+
+    def launch(self, batch: StepBatch) -> None:
+        """Copies the batch: the engine writes the next step into it while this one runs."""
+        assert batch is self.bound and not self.running
+        batch.copy_to(self.own)
+        self.running = True
+
+    def result(self) -> StepResult:
+        assert self.running
+        self.running = False
+        return self.step(self.own)
 
     def step(self, batch: StepBatch) -> StepResult:
-        assert batch is self.bound
+        """The step itself, when its end is awaited."""
         self.sizes.append(batch.T)
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None

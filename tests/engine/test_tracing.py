@@ -44,7 +44,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def recorded(runner: PagedRunner) -> Timeline:
     """A prompt and two decode steps."""
-    timer = EngineTimer(runner)
+    timer = EngineTimer(runner, overlap=False)
     recorder = Recorder(runner, "tiny")
     timer.prefill(5, recorder)
     timer.decode(1, 5, 2, recorder)

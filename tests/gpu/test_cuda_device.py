@@ -15,6 +15,7 @@ import torch
 from model.checkpoint.config import read_config
 from model.modules.moe import FusedMoE
 from model.opened import open_weights
+from model.rules import default_rules
 from pykernels.errors import PykernelsError
 from pykernels.quant import Format
 from runtime.devices.cuda.runner import CudaRunner
@@ -88,6 +89,36 @@ def test_logprobs_are_transformers(
     on_cpu = sum(block.shape.E for block in blocks) if experts == "cpu" else 0
     assert len(packed) == 3 * on_cpu  # nothing else is packed for the CPU
     assert forced.token_ids == (77,)
+
+
+def test_rules_keep_weights_beside_the_gpu(tmp_path: Path, device: torch.device) -> None:
+    """The embedding and the shared experts on the CPU: the same tokens."""
+    tiny.make(tmp_path, "qwen2_moe", num_hidden_layers=2)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    where = "cuda:0" if device.type == "cuda" else "cpu"
+    own = r"^model\.(embed_tokens|layers\.1\.mlp\.shared_expert)$"
+    rules = [{"match": {"name": own}, "replace": {"device": "cpu"}}, *default_rules("qwen2_moe")]
+    config, found = read_config(tmp_path), []
+    with WorkerPool(1) as pool:
+        for each in (rules, None):
+            with open_weights(tmp_path, config, each, device="cuda:0") as weights:
+                decoder = weights.readable(packer(pool), lambda *_: None)
+            own_experts = {"experts": "gpu", "placed": weights.placed}
+            runner = CudaRunner(decoder, where, pool, 64, None, 4, 2, "generic", **own_experts)
+            devices = {node.name: node.device for node in runner.lowered(4, 2, 2, 1, 1).nodes}
+            on_cpu = {name for name, at in devices.items() if at == "cpu"} - {"sample"}
+            assert on_cpu == ({"embed", "layer1.shared"} if each else set())
+            with Engine(runner) as engine:
+                [result] = engine.generate([[5, 17, 60]], params)
+                found.append(list(result.token_ids))
+    assert found[0] == found[1]
+    match = {"name": r"layers\.0\.self_attn$"}
+    rules = [{"match": match, "replace": {"device": "cpu"}}, *default_rules("qwen2_moe")]
+    with pytest.raises(
+        PykernelsError, match="places model.layers.0.self_attn.* on cpu; the engine"
+    ):
+        with open_weights(tmp_path, config, rules, device="cuda:0"):
+            pass
 
 
 def test_the_deferral_that_pays_is_found(tmp_path: Path, device: torch.device) -> None:

@@ -101,6 +101,21 @@ def test_neighbours_and_threads_change_no_token(llm: LLM) -> None:
     assert alone == together == serial
 
 
+def test_steps_that_are_scheduled_ahead_draw_the_same(llm: LLM) -> None:
+    """One request at a time: neighbours change the order of sums, a little."""
+    how = [
+        SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, logprobs=2),
+        SamplingParams(seed=1, max_tokens=50, repetition_penalty=1.2, frequency_penalty=0.5),
+        SamplingParams(seed=2, max_tokens=60, stop="\n", min_tokens=9, top_p=0.9, logprobs=0),
+    ]
+    found = []
+    with model.load_engine(model.EMBEDDED, kernel=fastest(), overlap=False) as plain:
+        for each in (llm, plain):
+            outputs = [each.generate(PROMPTS[0], params).completions[0] for params in how]
+            found.append([(o.token_ids, o.text, o.finish_reason, o.logprobs) for o in outputs])
+    assert found[0] == found[1]
+
+
 def test_a_long_prompt_in_pieces_and_from_the_cache(llm: LLM) -> None:
     """In chunks of the token budget, then again with most of its pages found."""
     ids = llm.encode("x = [1, 2, 3]\n" * 160)

@@ -13,6 +13,7 @@ from model import pretrained
 from model.checkpoint import memory
 from model.modules.moe import routed_experts
 from pykernels.quant.split import SplitExperts
+from runtime.machine.nodes import MemoryNodes
 from runtime.machine.topology import NumaNode, Topology
 from runtime.workers.pool import configure_default_pool, default_pool
 
@@ -56,14 +57,13 @@ def test_a_narrow_layer_is_not_split_unless_asked_for(checkpoint: Checkpoints) -
 
 
 @pytest.mark.parametrize("numa", ["auto", "off"])
-@pytest.mark.filterwarnings("ignore:experts are not split")  # two cores: one is the driver's
+@pytest.mark.filterwarnings("ignore:the weights are not split")  # two cores: one is the driver's
 def test_beside_a_gpu_the_driver_is_no_worker(numa: str) -> None:
     topology = Topology.detect()
     pretrained._configure_workers(None, numa, driver_works=False)
     pool = default_pool()
     assert not pool.driver_works
-    pinned = sum(len(each._threads) for each in pool.pools)
-    assert pinned == pool.threads == max(1, topology.default_threads() - 1)
+    assert len(pool._threads) == pool.threads == max(1, topology.default_threads() - 1)
     pretrained._configure_workers(None, None, driver_works=False)
     assert default_pool() is pool  # as they are
     pretrained._configure_workers(None, None, driver_works=True)
@@ -82,7 +82,7 @@ def test_a_node_without_room_is_found_before_loading(
     half = SplitExperts.slice_bytes(first.shape, first.weights.fmt, 2)[1] * len(layers)
     assert 0.4 * whole < half < 0.6 * whole
     nodes = [NumaNode(0, (0,), whole, whole), NumaNode(7, (1,), whole, half)]
-    pool = SimpleNamespace(pools=[SimpleNamespace(node=0), SimpleNamespace(node=7)], narrow=False)
+    pool = SimpleNamespace(memory=MemoryNodes((0, 7), narrow=False))
     monkeypatch.setattr(pretrained, "default_pool", lambda: pool)
     monkeypatch.setattr(pretrained, "_configure_workers", lambda *_: None)
     monkeypatch.setattr(memory, "available", lambda: 1 << 40)
@@ -90,4 +90,4 @@ def test_a_node_without_room_is_found_before_loading(
     monkeypatch.setattr(memory, "Topology", topology)
     model.from_pretrained(path)
     nodes[1] = NumaNode(7, (1,), whole, half - 1)
-    refused(r"NUMA node 7 gets [\d.]+ MiB of experts", path)
+    refused(r"NUMA node 7 gets [\d.]+ MiB of the weights", path)

@@ -11,7 +11,7 @@ import pytest
 from pykernels.errors import PykernelsError
 from runtime.machine.topology import NumaNode, Topology
 from runtime.workers.numa import nodes_to_use, why_not_split
-from runtime.workers.pool import NodePools
+from runtime.workers.pool import WorkerPool
 
 GIB = 1 << 30
 V2 = "36 25 0:30 {root} /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
@@ -279,4 +279,4 @@ def test_threads_that_do_not_fit_the_nodes_are_refused() -> None:
     nodes = tuple(NumaNode(n, cores[3 * n : 3 * n + 3], GIB, GIB) for n in range(2))
     topology = Topology(cores, tuple((c,) for c in cores), 4.5, nodes, GIB, GIB, "always")
     with pytest.raises(PykernelsError, match="5 threads .* 2 NUMA nodes, 4 cores are usable"):
-        NodePools(nodes, 5, topology=topology)  # the quota is 4.5 CPUs
+        WorkerPool(5, topology=topology, nodes=nodes)  # the quota is 4.5 CPUs

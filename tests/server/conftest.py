@@ -122,6 +122,7 @@ class Scripted(FakeRunner):
     num_pages: int = 4096
     max_model_len: int = 8192
     max_num_batched_tokens: int = 512
+    weight_bytes: int = 0
     texts: list[list[int]] = field(default_factory=list)
     held: threading.Event = field(default_factory=threading.Event)
     """While it is set, steps wait."""

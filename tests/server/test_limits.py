@@ -61,8 +61,23 @@ def test_bodies_are_limited_in_size_and_pace(scripted: Script) -> None:
         assert http.post("/v1/completions", content=b'"\xff"').status_code == 400
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))) as half:
-        half.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        half.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         assert half.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_pages_of_others_are_refused(scripted: Script) -> None:
+    server = scripted(["a"], cors_origins=("https://mine.example",))
+    with server.http() as http:
+        for headers, status in (
+            ({"Origin": server.url}, 200),
+            ({"Origin": "https://mine.example"}, 200),
+            ({"Origin": "https://other.example"}, 403),
+            ({"Host": "rebound.example:8080"}, 403),
+        ):
+            assert http.get("/v1/models", headers=headers).status_code == status, headers
+        asked = {"Origin": "https://mine.example", "Access-Control-Request-Method": "POST"}
+        allowed = http.options("/v1/models", headers=asked).headers
+        assert allowed["Access-Control-Allow-Origin"] == "https://mine.example"
 
 
 def test_beyond_the_queue_is_429_until_there_is_room(scripted: Script) -> None:

@@ -6,8 +6,10 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 import time
 from contextlib import ExitStack
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +19,10 @@ from ..served import ENTERED, Served
 from .errors import ApiError, error_response
 
 LOG = logging.getLogger("pykernels.server.requests")
+
+
+_LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]", "")
+"""Names of this machine for itself; a client of HTTP/1.0 gives none."""
 
 
 class Guard:
@@ -58,10 +64,23 @@ class Guard:
         headers = Headers(scope=scope)
         if self._digest is not None and scope["path"] != HEALTH and not self._has_key(headers):
             return ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
+        if self._is_foreign(headers):
+            return ApiError(403, "Web pages may not use this server: see --cors-origin.")
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self.settings.max_body_bytes:
             return self.too_large()
         return None
+
+    def _is_foreign(self, headers: Headers) -> bool:
+        """Whether a browser sends it for a page that is not the server's own. Browsers keep such
+        pages from reading answers, but not from sending requests; and a name that leads to this
+        machine makes a page look like the server's own."""
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self._digest is None and self.settings.host in _LOCAL and _name(host) not in _LOCAL:
+            return True
+        if origin is None or {origin, "*"} & {*self.settings.cors_origins}:
+            return False
+        return urlsplit(origin).netloc != host
 
     def _has_key(self, headers: Headers) -> bool:
         kind, _, bearer = headers.get("authorization", "").partition(" ")
@@ -93,6 +112,11 @@ class _Limited:
         if self._size > self._guard.settings.max_body_bytes:
             raise self._guard.too_large()
         return message
+
+
+def _name(host: str) -> str:
+    """The name in a ``Host`` header, without its port."""
+    return host.rpartition(":")[0] if re.search(r":\d*$", host) else host
 
 
 def _digest(key: str) -> bytes:

@@ -188,11 +188,13 @@ class MoECall:
         workers: int = 1,
         moe_plan: MoEPlan | None = None,
         gemm_from: int | None = None,
+        scratches: int | None = None,
     ) -> None:
         """``moe_plan`` is for every call; None plans each by its tokens, for ``workers`` threads.
 
         ``gemm_from`` is as in ``MoEPlan``; None for the later one of both stages'
         ``plan.gemm_from_here``.
+        ``scratches``: tasks have worker numbers below it; None for ``workers``.
         """
         gate_up, down = kernel.gate_up, kernel.down
         fmt, down_fmt, shape = experts.fmt, experts.down_fmt, experts.shape
@@ -209,7 +211,7 @@ class MoECall:
         self._planned: int | None = None  # T
         self._reserved: tuple[int, int] | None = None  # T, topk
         self._buffers: dict[str, torch.Tensor] = {}
-        self._scratch = workspace.scratch(workers, kernel.scratch_bytes)
+        self._scratch = workspace.scratch(scratches or workers, kernel.scratch_bytes)
         fields = {
             "H": shape.H,
             "E": shape.E,

@@ -20,7 +20,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant.layout import ceil_to
 
 from ...analysis import ALIGN, buffer_bytes, dependencies, ordered, plan_memory
-from ...machine.memory import allocate
+from ...machine.memory import allocate, allocate_side_by_side
 from ...ops import OPS
 from ...program import Node, Program
 from ...weights import WeightStore
@@ -119,6 +119,8 @@ class Context:
         self._waits: list[list[int]] = [list(direct) for direct in self._order.direct]
         self._users: dict[str, int] = {}  # of shared memory: the node that used it last
         self._makers: dict[tuple[str, FormKey], int] = {}  # of rows: the node that writes them
+        self._conversions: dict[tuple[str, FormKey], Job] = {}  # or a job of a node that reads them
+        self._converted: dict[int, list[Job]] = {}  # by node, those that it waits for
         self._tensors: dict[str, torch.Tensor] = {}
         self._take({**inputs, **caches})
         self._lay_out()
@@ -157,12 +159,15 @@ class Context:
         self._waits[last] += [
             i for i in own if i < last and i not in waited
         ]  # a step ends with all
+        places = {id(job): place for place, job in enumerate(jobs)}
         direct = ordered(self._waits).direct
         for i in own:
             first, end = spans[i]
             for job in jobs[first + 1 : end + 1]:
                 job.after = (1,)
-            jobs[first].after = tuple(first - spans[j][1] for j in direct[i])
+            ends = [spans[j][1] for j in direct[i]]
+            ends += [places[id(job)] for job in self._converted.get(i, [])]
+            jobs[first].after = tuple(first - end for end in dict.fromkeys(ends))
 
     def _with_jobs(self, node: int, spans: list[tuple[int, int]]) -> list[int]:
         if spans[node][0] <= spans[node][1]:
@@ -269,11 +274,16 @@ class Context:
         self._take_turns(key)
         return self._shared[key]
 
-    def workspace(self, role: str) -> MoEWorkspace:
-        """Scratch of the experts of one role, which run one after the other; those of other roles
-        may run in parallel."""
-        self._take_turns(f"workspace {role}")
-        return self._workspaces.setdefault(role, MoEWorkspace())
+    def workspace(self, node: Node) -> MoEWorkspace:
+        """Scratch of the experts of one role on one NUMA node, which run one after the other; those
+        of other roles may run in parallel."""
+        key = f"workspace {node.role} {node.numa}"
+        self._take_turns(key)
+        return self._workspaces.setdefault(key, MoEWorkspace())
+
+    def workers(self, node: Node) -> int:
+        """The workers that share a node's tasks."""
+        return self.pool.threads if node.numa is None else self.pool.nodes[node.numa].count
 
     def _take_turns(self, key: str) -> None:
         """The node that is being bound waits for the one that uses this memory before it."""
@@ -285,7 +295,9 @@ class Context:
         """(address, stride) of per-worker scratch, which any task may use while it runs."""
         stride = ceil_to(max(nbytes, _LINE), _LINE)
         if stride not in self._scratch:
-            self._scratch[stride] = self.allocate(stride * self.pool.threads)
+            sizes = [stride * node.count for node in self.pool.nodes]  # each near its workers
+            scratch = allocate_side_by_side(sizes, self.pool.memory.numbers)
+            self._scratch[stride] = self.retain(scratch)
         return self._scratch[stride], stride
 
     # Kernels.
@@ -320,11 +332,17 @@ class Context:
         """
         key = self._forms.key(name, kernel, tiles)
         rows = self._rows[name, key]
-        maker = self._makers.get((name, key))
+        maker, conversion = self._makers.get((name, key)), self._conversions.get((name, key))
         if maker is None:
-            return rows, self.norm(node.name, name, None, {}, [key], source=name)
-        if maker != self._node:
+            jobs = self.norm(node.name, name, None, {}, [key], source=name)
+            (self._conversions[name, key],) = jobs
+            return rows, jobs
+        if maker == self._node:
+            return rows, []
+        if conversion is None:
             self._waits[self._node].append(maker)
+        else:  # not for what the other node does with them
+            self._converted.setdefault(self._node, []).append(conversion)
         return rows, []
 
     def norm(

@@ -74,6 +74,13 @@ def rms_norm(ctx: Context, node: Node) -> list[Job]:
     )
 
 
+def add(ctx: Context, node: Node) -> list[Job]:
+    """A sum, as a norm makes it before it normalises."""
+    first, *others = node.series("x")
+    out = node.outputs["out"]
+    return ctx.norm(node.name, out, out, {}, [], first, tuple(others))
+
+
 def linear(ctx: Context, node: Node) -> list[Job]:
     """x by a matrix; to columns of out from ``start`` on, where other ones write the rest."""
     x, out = node.inputs["x"], node.outputs["out"]
@@ -81,7 +88,7 @@ def linear(ctx: Context, node: Node) -> list[Job]:
     kernel = ctx.kernel_of(matrix.fmt.name, node.attr("activations"))
     rows, jobs = ctx.rows(node, x, kernel, True)
     blocks = matrix.blocks.shape[0]
-    workers = ctx.pool.threads
+    workers = ctx.workers(node)
     chunk = max(1, min(blocks // (_TASKS * workers), _TASK_BYTES // matrix.blocks.shape[1]))
     gemm_chunk = max(1, min(MAX_BLOCKS, blocks // (2 * workers)))
     scratch, scratch_stride = ctx.scratch(kernel.scratch_bytes)
@@ -112,14 +119,14 @@ def linear(ctx: Context, node: Node) -> list[Job]:
         scratch=scratch,
         scratch_stride=scratch_stride,
     )
-    return [*jobs, Job(node.name, run.address, record, setup.address)]
+    return [*jobs, Job(node.name, run.address, record, setup.address, node=node.numa)]
 
 
 def per_head_linear(ctx: Context, node: Node) -> list[Job]:
     """x [T, G * x_head + ...] by a matrix of each head, to out [T, G * out_head]. Tokens of
     sequences with ``expand_from`` in the step are left out."""
     x, out = node.inputs["x"], node.outputs["out"]
-    heads = ctx.weight(node, "heads")
+    heads, first = ctx.weight(node, "heads"), node.attr("first")
     matrices, many = head_matrices(ctx, heads), node.attr("expand_from")
     scratch, scratch_stride = ctx.scratch(MAX_TOKENS * matrices["row_stride"])
     setup, run = make_per_head_linear()
@@ -127,12 +134,12 @@ def per_head_linear(ctx: Context, node: Node) -> list[Job]:
         PER_HEAD_LINEAR,
         count_at=ctx.count_at(x),
         G=heads.G,
-        x=ctx.at(x),
+        x=ctx.at(x) + 4 * first * node.attr("x_head"),
         x_stride=ctx.stride(x),
         x_head=4 * node.attr("x_head"),
         K=heads.K,
         N=heads.N,
-        out=ctx.at(out),
+        out=ctx.at(out) + 4 * first * node.attr("out_head"),
         out_stride=ctx.stride(out),
         out_head=4 * node.attr("out_head"),
         sequence=ctx.at(node.inputs["sequences"]) if many else 0,
@@ -141,7 +148,7 @@ def per_head_linear(ctx: Context, node: Node) -> list[Job]:
         scratch_stride=scratch_stride,
         **matrices,
     )
-    return [Job(node.name, run.address, record, setup.address)]
+    return [Job(node.name, run.address, record, setup.address, node=node.numa)]
 
 
 def head_matrices(ctx: Context, heads: PackedHeads) -> dict[str, int]:

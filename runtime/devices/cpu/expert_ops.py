@@ -13,6 +13,7 @@ from pykernels.cpu.moe.plan import plan
 from pykernels.cpu.router import ROUTER, make_router
 from pykernels.cpu.split_routing import MAX_TOPK, SPLIT, make_split
 from pykernels.errors import PykernelsError
+from pykernels.quant.split import SplitExperts
 
 from ...program import Node
 from ...workers.job import Job
@@ -72,6 +73,11 @@ def moe_ffn(ctx: Context, node: Node) -> list[Job]:
     """Routed experts; or a dense MLP as the one expert that every token takes."""
     x, out = node.inputs["x"], node.outputs["out"]
     experts, activations = ctx.weight(node, "experts"), node.attr("activations")
+    if isinstance(experts, SplitExperts):
+        raise PykernelsError(
+            f"{node.name} was loaded in {len(experts.slices)} slices, the pool is on one NUMA node",
+            "Load the model for the nodes of the pool",
+        )
     gate_up, down = (
         ctx.kernel_of(fmt.name, activations) for fmt in (experts.fmt, experts.down_fmt)
     )
@@ -82,11 +88,11 @@ def moe_ffn(ctx: Context, node: Node) -> list[Job]:
     moe_plan = plan(
         experts.shape,
         experts.fmt,
-        ctx.pool.threads,
+        ctx.workers(node),
         1 if T <= MAX_TOKENS else T,
         max(ctx.gemm_from(gate_up), ctx.gemm_from(down)),
     )
-    call = MoECall(experts, kernel, ctx.workspace(node.role), ctx.pool.threads, moe_plan)
+    call = MoECall(experts, kernel, ctx.workspace(node), ctx.pool.threads, moe_plan)
     call.bind(T, topk, rows.address, rows.stride, ctx.at(out), ctx.stride(out))
     ctx.retain(call.args)
     ctx.calls.append(call)
@@ -106,4 +112,5 @@ def moe_ffn(ctx: Context, node: Node) -> list[Job]:
         barriers=ctx.allocate(barrier_bytes(experts.shape.E, call.down_chunks)),
     )
     describe_task = functools.partial(describe, call.args)
-    return [*jobs, Job(node.name, run.address, record, setup.address, describe=describe_task)]
+    job = Job(node.name, run.address, record, setup.address, describe=describe_task, node=node.numa)
+    return [*jobs, job]

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...machine.memory import allocate
 from ...program import Program
 from ...workers.pool import WorkerPool
 from ..runner import Lowerable, PagedRunner, Pass
@@ -54,8 +53,10 @@ class CpuRunner(PagedRunner):
             max_num_logits,
         )
         self.pool, self.kernel = pool, kernel
+        # On several nodes interleaved: attention is cut by sequences and runs of keys, so any
+        # worker reads any page; none has a node of its own, and no memory controller is idle.
         self.caches = {
-            name: allocate(part.nbytes).view(part.dtype).view(part.shape)
+            name: pool.memory.allocate(part.nbytes).view(part.dtype).view(part.shape)
             for name, part in model.caches(self.num_pages).items()
         }
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from ...analysis import refuse_devices
+from ...passes.numa import split_over_nodes
 from ...program import Program
 from ...weights import WeightStore
 from ...workers.job import Jobs
@@ -23,6 +24,7 @@ from .context import Binder, Context
 BINDERS: dict[str, Binder] = {
     "embed": dense_ops.embed,
     "rms_norm": dense_ops.rms_norm,
+    "add": dense_ops.add,
     "linear": dense_ops.linear,
     "per_head_linear": dense_ops.per_head_linear,
     "rope_table": attention_ops.rope_table,
@@ -54,6 +56,7 @@ class CpuExecutable:
         link: to the device that has the other half of the program, if it is half of one.
 
     Attributes:
+        program: in slices, where the pool's workers are dealt over NUMA nodes.
         sizes: T, S and R of the step to come; set it before ``run``.
         outputs: by name, tensors of the "output" buffers.
 
@@ -74,14 +77,16 @@ class CpuExecutable:
         in_order: bool = False,
         link: Link | None = None,
     ) -> None:
-        self.program, self.pool = program, pool
+        self.program, self.pool = split_over_nodes(program, pool.memory), pool
         self.sizes = torch.zeros(3, dtype=torch.int64, device="cpu") if sizes is None else sizes
         refuse_devices(program, "cpu")
         self._context = Context(
-            program, weights, pool, inputs, caches, kernel, self.sizes, in_order, link
+            self.program, weights, pool, inputs, caches, kernel, self.sizes, in_order, link
         )
         self.jobs = Jobs(self._context.bind(BINDERS))
         self.outputs = self._context.outputs
+        self._in_flight: InFlight | None = None
+        self._before: InFlight | None = None
 
     @property
     def expert_bytes(self) -> int:
@@ -98,9 +103,29 @@ class CpuExecutable:
         self.pool.run(self.jobs)
 
     def launch(self) -> InFlight:
-        """Begins a step; ``pool.wait`` ends it, and says in ``error`` whether a task failed."""
+        """Begins a step; ``pool.wait`` ends it, and says in ``error`` whether a task failed; or
+        ``result`` does both."""
         self.prepare()
-        return self.pool.start(self.jobs, self)
+        self._before, self._in_flight = self._in_flight, None
+        self._in_flight = self.pool.start(self.jobs, self)
+        return self._in_flight
+
+    def result(self) -> None:
+        """Ends the step that ``launch`` has begun.
+
+        Raises:
+            TaskError: a task failed.
+        """
+        assert self._in_flight is not None, "no step was launched"
+        self.pool.wait(self._in_flight)
+        if self._in_flight.error is not None:
+            raise self._in_flight.error
+
+    @property
+    def ended(self) -> InFlight | None:
+        """The last step that has ended, if it was launched."""
+        now = self._in_flight
+        return now if now is not None and now.done else self._before
 
     def prepare(self) -> None:
         """Compiles what a step of ``sizes`` needs and no smaller one has needed."""

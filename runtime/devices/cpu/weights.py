@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, get_format
+from pykernels.quant.split import Experts, SplitExperts
 
-from ...machine.memory import allocate
-from ...matrix import PackedHeads, PackedMatrix
+from ...experts.sharding import make_room
+from ...machine.nodes import ONE_NODE, MemoryNodes
+from ...matrix import PackedHeads, PackedMatrix, weights_on
 from ...node import Node
 from ...program import Program
 from ...weight_spec import WeightSpec
@@ -21,6 +24,8 @@ def layouts(program: Program) -> LayoutOf:
 
     def layout_of(node: Node, port: str) -> tuple[torch.device, Layout]:
         spec = program.weight(node, port)
+        if spec.cut is not None:
+            return HERE, sliced
         if spec.kind == "tensor":
             return HERE, vector
         if port == "table" and spec.fmt == "bf16":
@@ -44,32 +49,62 @@ def rows(spec: WeightSpec, store: WeightStore, device: torch.device) -> torch.Te
 
 
 def packed(spec: WeightSpec, store: WeightStore, device: torch.device) -> Packed:
-    """In tiles: as it lies there already, or packed, one part after the other."""
+    """In tiles: as it lies there already, or packed, one part after the other; on several NUMA
+    nodes a slice on each."""
     ready = store.ready(spec, packed.__name__)
-    if ready is not None:
-        assert not isinstance(ready, torch.Tensor)
+    assert not isinstance(ready, torch.Tensor)
+    as_it_is = store.is_given(spec) or isinstance(ready, SplitExperts) or len(store.nodes) == 1
+    if ready is not None and as_it_is:
         return ready
-    if spec.kind == "experts":
-        return _experts(spec, store)
-    made = empty(spec)
+    if spec.moe is not None:
+        assert not isinstance(ready, PackedMatrix | PackedHeads)
+        return _experts(spec, store, ready)
+    made = empty(spec, store.nodes)
+    if isinstance(ready, PackedMatrix | PackedHeads):  # mapped, see _experts
+        made.blocks.copy_(ready.blocks)
+        made.scales.copy_(ready.scales)
+        return made
     for i, weight in enumerate(store.matrices(spec)):
         made.pack(i, weight, store.pack)
     return made
 
 
-def empty(spec: WeightSpec) -> PackedMatrix | PackedHeads:
+def sliced(spec: WeightSpec, store: WeightStore, device: torch.device) -> Packed | torch.Tensor:
+    """A slice, in the memory of the whole."""
+    assert spec.cut is not None
+    whole, first, last = spec.cut.whole, spec.cut.first, spec.cut.last
+    if spec.kind == "tensor":
+        return store.get(whole, device, vector)[first:last]
+    found = store.get(whole, device, packed)
+    if spec.kind != "experts":
+        return found.some(first, last)
+    if len(found.slices) != last:
+        raise PykernelsError(
+            f"{whole.name} was loaded in {len(found.slices)} slices, the pool is on {last} nodes",
+            "Load the model for the nodes of the pool",
+        )
+    return found.slices[first]
+
+
+def empty(spec: WeightSpec, nodes: MemoryNodes = ONE_NODE) -> PackedMatrix | PackedHeads:
     """Memory for a matrix, or for those of all heads."""
     fmt = get_format(spec.fmt)
     if spec.kind == "heads":
         G, N, K = spec.shape
-        return PackedHeads(fmt, (G, N, K))
-    return PackedMatrix(fmt, spec.shapes)
+        return PackedHeads(fmt, (G, N, K), weights_on(nodes, G))
+    return PackedMatrix(fmt, spec.shapes, weights_on(nodes))
 
 
-def _experts(spec: WeightSpec, store: WeightStore) -> PackedExperts:
+def _experts(spec: WeightSpec, store: WeightStore, mapped: Experts | None) -> Experts:
+    """Experts, packed; or copied from a mapped file, whose pages lie on the node whose thread read
+    them first: processes share them, so they cannot be bound to another."""
     assert spec.moe is not None
-    fmt, down_fmt = get_format(spec.fmt), get_format(spec.down_fmt)
-    made = PackedExperts(spec.moe, fmt, allocate, store.pack, down_fmt)
+    formats = get_format(spec.fmt), get_format(spec.down_fmt)
+    made = make_room(spec.moe, *formats, store.nodes, store.pack)
+    if mapped is not None:
+        assert isinstance(mapped, PackedExperts)
+        made.take(mapped)
+        return made
     for e, (matrices, biases) in enumerate(store.experts(spec)):
         with naming(spec, e):
             made.pack(e, *matrices, biases=biases)

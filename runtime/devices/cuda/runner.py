@@ -3,8 +3,10 @@ they do not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 
 import torch
 
@@ -47,6 +49,7 @@ class CudaRunner(PagedRunner):
         max_num_batched_tokens: None: as ``capacity.STEP_TOKENS`` says.
         experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
         auto_defer: whether to defer as many experts as keep the CPU busy, found by measuring.
+        placed: weights that rules place on another device, by name.
 
     Attributes:
         deferred: experts of a token that ``auto_defer`` found.
@@ -72,11 +75,12 @@ class CudaRunner(PagedRunner):
         max_num_logits: int | None = None,
         experts: str = "auto",
         auto_defer: bool = False,
+        placed: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         check_device(device)
         self.device = torch.device(device)
         pages = num_pages or 2 * -(-max_model_len // PAGE)
-        self.placement = place_on(device, model, pages, experts)
+        self.placement = place_on(device, model, pages, experts, placed)
         tokens = max_num_batched_tokens
         if tokens is None:
             sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
@@ -93,8 +97,6 @@ class CudaRunner(PagedRunner):
         self.pool, self.kernel = pool, kernel
         self._auto_defer, self.deferred = auto_defer, 0
         self.buckets = HOST_BUCKETS if self.placement.experts == CPU else PROMPT_BUCKETS
-        if self._real:  # a layer of the GPU is shorter than waking a sleeper
-            pool.spin_for(spin_budget(driver_works=False))
         self.caches: dict[str, torch.Tensor] = {}
         self._inputs: StepInputs | None = None
         self._sampled: StepOutputs | None = None
@@ -130,9 +132,19 @@ class CudaRunner(PagedRunner):
             return self.passes
         return (partial(defer, N=self.deferred), *self.passes)
 
-    def step(self, batch: StepBatch) -> StepResult:
+    def launch(self, batch: StepBatch) -> None:
+        with self._watched():
+            super().launch(batch)
+
+    def result(self) -> StepResult:
+        with self._watched():
+            return super().result()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
         try:
-            return super().step(batch)
+            with torch.inference_mode():  # in which the model may have been loaded
+                yield
         except torch.AcceleratorError as error:  # no later call on this device works either
             raise DeviceLost(
                 f"{self.device} failed: {str(error).splitlines()[0]}", "Load the model again"
@@ -165,6 +177,8 @@ class CudaRunner(PagedRunner):
         self, program: Program, inputs: Mapping[str, torch.Tensor], decode: bool
     ) -> CudaExecutable:
         if self._inputs is None:
+            if self._real:  # a layer of the GPU is shorter than waking a sleeper
+                self.pool.spin_for(spin_budget(driver_works=False))
             self._allocate_caches(program)
             # E4M3 becomes rows of bfloat16 before a prefill: once a sequence, not once a piece.
             coded = any(part.dtype == torch.float8_e4m3fn for part in self.caches.values())
@@ -244,21 +258,27 @@ def expansion(program: Program) -> int | None:
     return None
 
 
-def place_on(device: str, model: Lowerable, num_pages: int, experts: str) -> Placement:
+def place_on(
+    device: str,
+    model: Lowerable,
+    num_pages: int,
+    experts: str,
+    placed: Mapping[str, str] = MappingProxyType({}),
+) -> Placement:
     """Where a model's nodes run beside a cache of so many pages: unless they fit, routed experts on
     the CPU, all else on the GPU.
 
     Args:
         device: "cuda:N"; "cpu" in Triton's interpreter.
-        experts: see ``placement.place``.
+        experts, placed: see ``placement.place``.
     """
     cache = sum(part.nbytes for part in model.caches(num_pages).values())
     program = model.lower(1, 1, 1, 1, 1)
     if torch.device(device).type != "cuda":
-        return place(program, "cuda:interpreted", experts, 1 << 62, gpu_bytes)
+        return place(program, "cuda:interpreted", experts, 1 << 62, gpu_bytes, placed)
     free, _ = torch.cuda.mem_get_info(device)
     name = str(torch.device(device))
-    return place(program, name, experts, free - cache - HEADROOM, gpu_bytes)
+    return place(program, name, experts, free - cache - HEADROOM, gpu_bytes, placed)
 
 
 def check_device(name: str) -> None:

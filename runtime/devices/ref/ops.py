@@ -36,6 +36,13 @@ def rms_norm(m: Memory, node: Node) -> None:
         m.write(node.outputs["sum"], total)
 
 
+def add(m: Memory, node: Node) -> None:
+    first, *others = (m.read(name) for name in node.series("x"))
+    for other in others:
+        first = first + other
+    m.write(node.outputs["out"], first)
+
+
 def linear(m: Memory, node: Node) -> None:
     """x by a matrix, to columns of out from ``start`` on."""
     matrix, bias = m.weight(node, "weight"), m.optional(node, "bias")
@@ -51,9 +58,11 @@ def per_head_linear(m: Memory, node: Node) -> None:
     heads, x = m.weight(node, "heads"), m.read(node.inputs["x"]).flatten(1)
     G, N, K = heads.shape
     x_head, out_head = node.attr("x_head"), node.attr("out_head")
-    x = x[:, : G * x_head].unflatten(1, (G, x_head))[..., :K]  # [T, G, K]
+    own = slice(node.attr("first"), node.attr("first") + G)
+    x = x[:, : own.stop * x_head].unflatten(1, (-1, x_head))[:, own, :K]  # [T, G, K]
     y = torch.einsum("tgk,gnk->tgn", x, heads)
-    m.read(node.outputs["out"]).view(len(x), G, out_head)[..., :N] = y
+    out = m.read(node.outputs["out"]).flatten(1)[:, : own.stop * out_head]
+    out.unflatten(1, (-1, out_head))[:, own, :N] = y
 
 
 def rope_table(m: Memory, node: Node) -> None:
@@ -217,6 +226,7 @@ OPS: dict[str, Op] = {
     for op in (
         embed,
         rms_norm,
+        add,
         linear,
         per_head_linear,
         rope_table,

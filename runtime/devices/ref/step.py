@@ -20,7 +20,7 @@ from ...partition import partition
 from ...program import Node, Program
 from ...tracing import active
 from ...weights import WeightStore
-from ...workers.pool import WorkerPool
+from ...workers.pool import TaskError, WorkerPool
 from ..cpu.step import CpuExecutable
 from ..link import Launching, Link, carried
 from .memory import Memory
@@ -74,6 +74,8 @@ class RefExecutable:
         self.memory = Memory(here, weights, self.sizes, {**inputs, **caches}, order)
         self.outputs = dict(self.memory.outputs)
         self.cpu: CpuExecutable | None = None
+        self._link: Link  # where there is another part
+        self._stream: Launching
         if CPU in self._parts:
             assert pool is not None
             other = self._parts[CPU]
@@ -93,19 +95,33 @@ class RefExecutable:
         Raises:
             TaskError: a task of the other part failed; or what an op raised.
         """
-        if self.cpu is None:
-            self._run()
-            return
-        self._link.clear()
-        in_flight = self.cpu.launch()
-        stream = Launching(self._run, self._link)
-        try:
-            self.cpu.pool.wait(in_flight)
-        finally:
-            self._link.release()  # of a pool that has ended, the stream waits no more
-        stream.end()
-        if in_flight.error is not None:
-            raise in_flight.error
+        self.launch()
+        self.result()
+
+    def launch(self) -> None:
+        """Begins a step: this device's part in a thread of its own."""
+        if self.cpu is not None:
+            self._link.clear()
+            self.cpu.launch()
+        self._stream = Launching(self._run, self._link if self.cpu is not None else None)
+
+    def result(self) -> None:
+        """Ends the step that ``launch`` has begun.
+
+        Raises:
+            TaskError: a task of the other part failed; or what an op raised.
+        """
+        error = None
+        if self.cpu is not None:
+            try:
+                self.cpu.result()
+            except TaskError as failure:
+                error = failure
+            finally:
+                self._link.release()  # of a pool that has ended, the stream waits no more
+        self._stream.end()
+        if error is not None:
+            raise error
 
     def execute(self, node: Node) -> None:
         """Runs one node of this device."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ...kv_cache import BlockManager
 from ..batch import Ints, Runner, SequenceSampling, StepBatch, forced
 from ..request import Request
-
-PrefillChunk = tuple[Request, int]
-"""A request that is not decoding yet, and how many of its tokens the step computes."""
+from .step import PrefillChunk
 
 
 class BatchWriter:
@@ -21,33 +19,33 @@ class BatchWriter:
         self.manager = manager
         self.page_size = runner.page_size
         T, S, R = runner.max_num_batched_tokens, runner.max_num_seqs, runner.max_num_logits
-        # The arrays that grow by one in every decode step are adjacent: one addition for all.
-        self._counters: Ints = np.zeros((4, max(T, S, R)), np.int64)
-        positions, slot_mapping, seq_lens, draws = self._counters
-        self.batch = StepBatch(
-            tokens=np.zeros(T, np.int64),
-            positions=positions[:T],
-            slot_mapping=slot_mapping[:T],
-            query_start_loc=np.zeros(S + 1, np.int64),
-            seq_lens=seq_lens[:S],
-            page_table_rows=np.zeros(S, np.int64),
-            page_tables=manager.tables,
-            logits_indices=np.zeros(R, np.int64),
-            seeds=np.zeros(R, np.int64),
-            draws=draws[:R],
-        )
+        self.batch = StepBatch.allocate(T, S, R, manager.tables)
+        # All that changes in a decode step but the tokens grows by one.
+        self._counters = self.batch.every[1:]
         self._live = self._counters[:, :0]
+        self._rows: Ints | slice = slice(0)
 
-    def write(self, decoding: Sequence[Request], chunks: Sequence[PrefillChunk]) -> StepBatch:
+    def write(
+        self,
+        decoding: Sequence[Request],
+        chunks: Sequence[PrefillChunk],
+        rows: Mapping[Request, int] | None = None,
+    ) -> StepBatch:
         """The batch of ``decoding``, one token each, and of ``chunks`` behind them.
 
         Args:
             decoding: at most max_num_seqs, each with a page for its token.
             chunks: those that end their prompt come first.
+            rows: of the step that still draws the tokens of ``decoding``: ``set_tokens`` brings
+                them. None: they are known.
         """
         batch, page_size = self.batch, self.page_size
         S = len(decoding)
-        batch.tokens[:S] = [request.tokens[-1] for request in decoding]
+        if rows is None:
+            batch.tokens[:S] = [request.tokens[-1] for request in decoding]
+            self._rows = slice(S)
+        else:
+            self._rows = np.array([rows[request] for request in decoding], np.int64)
         batch.query_start_loc[: S + 1] = np.arange(S + 1)
         positions = [request.computed for request in decoding]
         batch.positions[:S] = positions
@@ -56,30 +54,31 @@ class BatchWriter:
         requests = list(decoding)
         logprob_rows: list[int] = []  # indices of the tokens that give prompt logprobs
         forced_sampling: list[SequenceSampling] = []
-        for request, size in chunks:
-            first, last = request.computed, request.computed + size
+        for chunk in chunks:
+            request, first, size = chunk
+            last = chunk.last
             at = np.arange(first, last)
             pages = self.manager.tables[request.table.row]
             batch.tokens[T : T + size] = request.tokens[first:last]
             batch.positions[T : T + size] = at
             batch.slot_mapping[T : T + size] = pages[at // page_size] * page_size + at % page_size
             batch.seq_lens[len(requests)] = last
-            for position in request.prompt_logprob_positions(size):
+            for position in chunk.logprob_positions:
                 logprob_rows.append(T + position - first)
                 forced_sampling.append(
                     forced(request.tokens[position + 1], request.params.logprobs)
                 )
             T += size
-            R += last == len(request.tokens)
+            R += chunk.completes
             requests.append(request)
             batch.query_start_loc[len(requests)] = T
         batch.S, batch.T, batch.R = len(requests), T, R + len(forced_sampling)
         batch.page_table_rows[: batch.S] = [request.table.row for request in requests]
         batch.logits_indices[:R] = batch.query_start_loc[1 : R + 1] - 1
         batch.logits_indices[R : batch.R] = logprob_rows
-        batch.sampling = [request.sampling for request in requests[:R]] + forced_sampling
+        batch.sampling = [request.next_sampling for request in requests[:R]] + forced_sampling
         batch.seeds[: batch.R] = [sampling.seed for sampling in batch.sampling]
-        batch.draws[:R] = [request.num_output_tokens for request in requests[:R]]
+        batch.draws[:R] = [request.drawn for request in requests[:R]]
         batch.draws[R : batch.R] = 0
         # Padding: a step that runs a whole bucket writes no page for it and attends to nothing.
         batch.slot_mapping[T:] = -1
@@ -89,26 +88,33 @@ class BatchWriter:
         self._live = self._counters[:, :S]
         self._write_slot_mapping(decoding)
         batch.version += 1
-        batch.tables_version = self.manager.version
+        self._set_tables(requests)
         return batch
 
-    def advance(self, decoding: Sequence[Request], new_pages: bool) -> StepBatch:
-        """The same sequences one token later; ``set_tokens`` was given the tokens.
+    def advance(self, decoding: Sequence[Request], new_pages: bool) -> None:
+        """The same sequences one token later; ``set_tokens`` is given the tokens before or after.
 
         Args:
             decoding: as ``write`` was given, without chunks.
             new_pages: whether any of them begins a page.
         """
         self._live += 1
+        self._rows = slice(self._live.shape[1])
         if new_pages:
             self._write_slot_mapping(decoding)
+            self._set_tables(decoding)
         self.batch.tables_version = self.manager.version
-        return self.batch
 
     def set_tokens(self, tokens: Ints) -> None:
-        """The tokens sampled for decoding sequences: the next step's inputs, if the batch stays."""
+        """What a step drew: inputs of the next, if that one is written, or only advances."""
         S = self._live.shape[1]
-        self.batch.tokens[:S] = tokens[:S]
+        self.batch.tokens[:S] = tokens[self._rows]
+        self._rows = slice(S)
+
+    def _set_tables(self, requests: Sequence[Request]) -> None:
+        batch = self.batch
+        batch.tables_version = self.manager.version
+        batch.table_pages = max(len(request.table.pages) for request in requests)
 
     def _write_slot_mapping(self, decoding: Sequence[Request]) -> None:
         page_size = self.page_size

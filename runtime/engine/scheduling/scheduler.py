@@ -8,6 +8,10 @@ its target. A prompt that is longer than a step leaves half of the budget to sho
 A request gets the pages of its whole prompt when it is admitted; a decoding one gets a page when
 its last is full. If there is none, the request that is served last is preempted: it gives its pages
 back and is computed again later, from its prompt and what it has generated.
+
+A step may be scheduled ahead, while the one before runs: as if no request ended but those that
+reach their most tokens. Pages and rows that are given back meanwhile may be dealt out at once,
+since steps run one behind the other.
 """
 
 from __future__ import annotations
@@ -16,12 +20,13 @@ from bisect import bisect_left, insort
 from operator import attrgetter
 
 from ...kv_cache import BlockManager
-from ..batch import Ints, Runner, StepBatch
+from ..batch import Runner
 from ..config import EngineConfig
 from ..outputs import EngineStats
 from ..request import Request, State
-from .batch_writer import BatchWriter, PrefillChunk
+from .batch_writer import BatchWriter
 from .prefill_cap import PrefillCap
+from .step import PrefillChunk, ScheduledStep
 
 ORDER = attrgetter("order")
 
@@ -33,8 +38,6 @@ class Scheduler:
         waiting: not admitted or preempted, by order.
         prefilling: have pages, and prompt tokens that are not computed yet; by order.
         decoding: every token but the last is computed; in order of arrival.
-        sampled: the requests that this step samples a token for, in the batch's order.
-        logprob_requests: for each further row of logits, the request whose prompt logprob it gives.
     """
 
     def __init__(self, runner: Runner, stats: EngineStats, config: EngineConfig) -> None:
@@ -52,11 +55,8 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
-        self.sampled: list[Request] = []
-        self.logprob_requests: list[Request] = []
-        self._chunks: list[PrefillChunk] = []
+        self._last: ScheduledStep
         self._changed = True  # since the last step: the batch must be written again
-        self._decoded = 0  # requests that decode in the step
         self._until_page = 0  # steps until a decoding request fills its last page
 
     @property
@@ -78,75 +78,114 @@ class Scheduler:
         self.manager.release(request.table)
         self._changed = True
 
-    def changed(self) -> None:
-        """Called when a sequence's sampling has changed: the next batch is written again."""
-        self._changed = True
-
     def requests(self) -> list[Request]:
         return self.decoding + self.prefilling + self.waiting
 
-    def schedule(self, now: float) -> StepBatch | None:
-        """The next step, or None if there is nothing to do."""
-        self._decoded = len(self.decoding)
+    def schedule(self, now: float, before: ScheduledStep | None = None) -> ScheduledStep | None:
+        """The next step, as if it were launched; None if there is nothing to do.
+
+        Args:
+            before: the step that runs, whose tokens are not known yet. Then None may also mean that
+                its end is to be awaited: it gives back what others wait for.
+        """
+        ahead = before is not None
+        if before is not None and before.masked:
+            return None
         if not self._changed:
             self._until_page -= 1
             new_pages = self._until_page == 0
-            if not new_pages or self._grow():
-                return self.writer.advance(self.decoding, new_pages)
-        else:
-            self._grow()
-        self._decoded = len(self.decoding)
-        budget = self.budget - len(self.decoding)
-        self._chunks = self._prefill(min(budget, self.cap.limit(len(self.decoding))), now)
-        if not self.decoding and not self._chunks:
-            assert not self.busy, "the first request in line fits into an empty cache"
+            if not new_pages or self._grow(self._last.decoding, ahead):
+                self.writer.advance(self._last.decoding, new_pages)
+                return self._advance(self._last)
+        # A request is left out that draws its last token just now.
+        decoding = [r for r in self.decoding if r.drawn < r.max_tokens]
+        if self.waiting and len(decoding) < len(self.decoding):
             return None
-        self.sampled = self.decoding + [
-            request for request, size in self._chunks if _completes(request, size)
-        ]
-        self.logprob_requests = [
-            request
-            for request, size in self._chunks
-            for _ in request.prompt_logprob_positions(size)
-        ]
+        if not self._grow(decoding, ahead):
+            if ahead:
+                return None
+            decoding = [r for r in decoding if r.state is State.RUNNING]
+        budget = self.budget - len(decoding)
+        chunks = self._prefill(min(budget, self.cap.limit(len(decoding))), len(decoding), now)
+        if not decoding and not chunks:
+            assert ahead or not self.busy, "the first request in line fits into an empty cache"
+            return None
+        rows = {request: row for row, request in enumerate(before.sampled)} if before else None
+        batch = self.writer.write(decoding, chunks, rows)
+        self._last = ScheduledStep(
+            batch,
+            decoding,
+            chunks,
+            decoding + [chunk.request for chunk in chunks if chunk.completes],
+            [chunk.request for chunk in chunks for _ in chunk.logprob_positions],
+            any(sampling.params.logprobs is not None for sampling in batch.sampling),
+        )
         # While a prompt is being prefilled, every step is a different one.
-        self._changed = bool(self._chunks)
-        return self.writer.write(self.decoding, self._chunks)
+        self._changed = bool(chunks)
+        return self._advance(self._last)
 
-    def computed(self, sampled_token_ids: Ints) -> None:
-        """Called after the step: its tokens are in the cache now.
+    def _advance(self, step: ScheduledStep) -> ScheduledStep:
+        """Its requests are where the step will have brought them."""
+        for request in step.decoding:
+            request.computed += 1
+        for chunk in step.chunks:
+            chunk.request.computed = chunk.last
+            if chunk.completes:
+                self.prefilling.remove(chunk.request)
+                self.decoding.append(chunk.request)
+        for request in step.sampled:
+            request.drawn += 1
+            if request.drawn in (request.min_tokens, request.max_tokens):
+                self._changed = True  # how it is drawn, or who decodes
+        return step
 
-        Args:
-            sampled_token_ids: [>= R]; the caller appends them to the requests.
+    def undo(self, step: ScheduledStep) -> None:
+        """The step that was scheduled last is not launched: another takes its place."""
+        for request in step.sampled:
+            request.drawn -= 1
+        for request in step.decoding:
+            request.computed -= 1
+        for chunk in step.chunks:
+            chunk.request.computed = chunk.first
+            if chunk.completes:
+                self.decoding.remove(chunk.request)
+                insort(self.prefilling, chunk.request, key=ORDER)
+        self._changed = True
+
+    def launched(self, step: ScheduledStep) -> None:
+        """Later steps may share the pages of the step's prompts: they run behind it."""
+        for request, first, size in step.chunks:
+            step.inserted += self.manager.commit(request.table, request.tokens, first + size)
+
+    def finished(self, step: ScheduledStep) -> None:
+        """Called before what the step drew is appended: pages that it has filled are shared."""
+        for request in step.decoding:
+            if len(request.tokens) % self.page_size == 0 and request.state is State.RUNNING:
+                self.manager.commit(request.table, request.tokens, len(request.tokens))
+
+    def failed(self, step: ScheduledStep) -> None:
+        """The pages that it should have filled hold nothing; its requests have ended."""
+        lost = self.manager.forget(step.inserted)
+        for request in self.decoding + self.prefilling:
+            if not lost.isdisjoint(request.table.pages):
+                self._preempt(request)
+
+    def _grow(self, decoding: list[Request], ahead: bool) -> bool:
+        """Give each decoding request a slot for its token; False if there are too few pages.
+
+        Then a request was preempted; nothing was if ``ahead``, since one may be about to end.
         """
-        self.writer.set_tokens(sampled_token_ids)
-        commit, page_size = self.manager.commit, self.page_size
-        for request in self.decoding:
-            done = request.computed = request.computed + 1
-            if done % page_size == 0:
-                commit(request.table, request.tokens, done)
-        for request, size in self._chunks:
-            request.computed += size
-            commit(request.table, request.tokens, request.computed)
-            if request.computed == len(request.tokens):
-                self.prefilling.remove(request)
-                self.decoding.append(request)
-
-    def in_step(self) -> list[Request]:
-        """All requests of the last scheduled step."""
-        partial = [r for r, size in self._chunks if not _completes(r, size)]
-        return self.sampled + partial
-
-    def _grow(self) -> bool:
-        """Give each decoding request a slot for its token; False if that preempted a request."""
         page_size, whole = self.page_size, True
         self._until_page = page_size
-        for request in self.decoding.copy():
+        for request in decoding:
             while request.state is State.RUNNING:
                 if free_places := len(request.table.pages) * page_size - request.computed:
                     self._until_page = min(self._until_page, free_places)
                     break
                 if not self.manager.extend(request.table):
+                    self._changed = True
+                    if ahead:
+                        return False
                     self._preempt(max(self.decoding + self.prefilling, key=ORDER))
                     whole = False
         return whole
@@ -158,17 +197,16 @@ class Scheduler:
         self.stats.preemptions += 1
         self.add(request)
 
-    def timed(self, seconds: float) -> None:
-        """The step that ``schedule`` made last took so long."""
-        prompt_tokens = sum(size for _, size in self._chunks)
-        self.cap.record(self._decoded, prompt_tokens, seconds)
+    def timed(self, step: ScheduledStep, seconds: float) -> None:
+        """A step took so long."""
+        self.cap.record(len(step.decoding), sum(chunk.size for chunk in step.chunks), seconds)
 
-    def _prefill(self, budget: int, now: float) -> list[PrefillChunk]:
+    def _prefill(self, budget: int, decoding: int, now: float) -> list[PrefillChunk]:
         """Prefill chunks, at most ``budget`` tokens: those that end their prompt come first."""
         if budget <= 0:
             return []
         self._admit_waiting(budget, now)
-        rows = self.max_num_logits - len(self.decoding)
+        rows = self.max_num_logits - decoding
         # (request, its next token), by order. A long prompt that leads must leave half to short
         # ones; what these do not need goes to all by order.
         ends: dict[Request, int] = {}
@@ -191,8 +229,8 @@ class Scheduler:
                 partial = sum(e < len(r.tokens) for r, e in ends.items())
                 if partial >= self.max_partial:
                     break
-        chunks = [(request, end - request.computed) for request, end in ends.items()]
-        return sorted(chunks, key=lambda chunk: (not _completes(*chunk), chunk[0].order))
+        chunks = [PrefillChunk(r, r.computed, end - r.computed) for r, end in ends.items()]
+        return sorted(chunks, key=lambda chunk: (not chunk.completes, chunk.request.order))
 
     def _is_short(self, request: Request) -> bool:
         """Whether the rest of its prompt fits into one step."""
@@ -233,7 +271,3 @@ class Scheduler:
             self.stats.cached_tokens += request.cached
         request.state = State.RUNNING
         return True
-
-
-def _completes(request: Request, size: int) -> bool:
-    return request.computed + size == len(request.tokens)

@@ -193,7 +193,7 @@ def test_inputs_may_be_freed_after_submit(name):
         routed = RoutedExperts(LAYER, "fp8", pool)
         for e in range(LAYER.E):
             routed.load_expert(e, *experts.unpack(e))
-        parts = [part.call for part in routed._bind()]
+        parts = [part.call for part in routed._bind().slices]
         for T in (many, 2):
             routing, x = skewed_routing(T, LAYER, seed=T), torch.randn(T, LAYER.H)
             serial = torch.zeros_like(x)

@@ -19,6 +19,7 @@ SIZES = [
     (3, 5, 2500, "padded rows, blocks of H, the last ragged"),
     (9, 16, 520, "tiles, splits of H, the last ragged"),
     (40, 33, 300, "ragged everywhere"),
+    (2, 2100, 70, "a head of few tokens"),
     pytest.param(1, 256, 7168, "DeepSeek-V3, a token", marks=pytest.mark.gpu),
     pytest.param(8, 256, 7168, "DeepSeek-V3, several blocks of H", marks=pytest.mark.gpu),
     pytest.param(64, 256, 7168, "DeepSeek-V3, a batch", marks=pytest.mark.gpu),

@@ -15,14 +15,17 @@ import pytest
 import torch
 
 import model
+from model.checkpoint.config import read_config
 from model.checkpoint.packed import write
 from model.checkpoint.packed.verify import verify
 from model.llm import meta_decoder
+from model.opened import open_weights
 from model.rules import default_rules
 from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, Weight, get_format
 from pykernels.shapes import MoEShape
 from runtime.devices.cpu.weights import HERE, rows
+from runtime.matrix import pack_alone
 
 from ..checks import Checkpoints
 from ..test_engine import logits
@@ -254,6 +257,27 @@ def test_a_cache_has_a_program(cache: Path, checkpoint: Checkpoints) -> None:
         for folder in (cache, checkpoint("deepseek_v3").path)
     ]
     assert programs[0] == programs[1]
+
+
+def test_a_cache_gives_back_what_was_stored(cache: Path, checkpoint: Checkpoints) -> None:
+    """Unpacked: what a GPU's layouts are made from."""
+    decoders = []
+    for folder in (cache, checkpoint("deepseek_v3").path):
+        with open_weights(folder, read_config(folder)) as weights:
+            decoders.append(weights.readable(pack_alone, lambda *_: None))
+    cached, stored = (decoder.store for decoder in decoders)
+    specs = decoders[0].lower(1, 1, 1, 1, 1).weights.values()
+    assert {spec.kind for spec in specs} == {"tensor", "matrix", "heads", "experts"}
+    for spec in specs:
+        if spec.kind == "tensor":
+            assert torch.equal(cached.tensor(spec), stored.tensor(spec))
+            continue
+        if spec.kind == "experts":
+            experts = zip(cached.experts(spec), stored.experts(spec), strict=True)
+            pairs = [pair for a, b in experts for pair in zip(a[0], b[0], strict=True)]
+        else:
+            pairs = list(zip(cached.matrices(spec), stored.matrices(spec), strict=True))
+        assert pairs and all(torch.equal(a.data, b.data) for a, b in pairs)
 
 
 # Of a matrix [33, 512] whose codes and scales count up, and of two experts in bfloat16. Where one

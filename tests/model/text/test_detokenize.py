@@ -130,3 +130,13 @@ def test_tokens_without_text_cost_no_decoding(monkeypatch: pytest.MonkeyPatch) -
     ids = [1, *[words.eos_token_id, 4000] * 500, 2]
     assert "".join(pieces(words, ids)) == "the cat"
     assert sum(asked) <= 8
+
+
+def test_special_tokens_that_are_kept_are_written() -> None:
+    """Between halves of a character too; all others are left out."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|call|>", "<|end|>"]})
+    ids = tokenizer("a<|call|>é<|end|>b</s>")["input_ids"]
+    text = Detokenizer(tokenizer, ["<|call|>", "</s>", "no token"])
+    shown = "".join([*map(text.push, ids), text.finish()])
+    assert shown == tokenizer.decode(ids).replace("<|end|>", "") == "a<|call|>éb</s>"

@@ -10,7 +10,7 @@ from pykernels.gpu.moe.fused_moe import moe_ffn as run_experts
 from pykernels.gpu.moe.permute import empty_order, sort_pairs
 from pykernels.gpu.moe.router import route
 from pykernels.gpu.moe.router import router as choose
-from pykernels.ref.router import split_routing as split_by_weight
+from pykernels.gpu.moe.split_routing import split_routing as split_by_weight
 from pykernels.shapes import Routing
 
 from ....node import Node
@@ -32,13 +32,9 @@ def router(m: Memory, node: Node) -> Launch:
 
 def split_routing(m: Memory, node: Node) -> Launch:
     ids, factors, last = m.read(node, "ids"), m.read(node, "weights"), node.attr("last")
-    outs = [m.written(node, port) for port in ("first_ids", "last_ids") if port in node.outputs]
-
-    def launch() -> None:
-        for out, part in zip(outs, split_by_weight(ids, factors, last), strict=False):
-            out.copy_(part)
-
-    return launch
+    second = m.written(node, "last_ids") if "last_ids" in node.outputs else None
+    outs = m.written(node, "first_ids"), second
+    return lambda: void(split_by_weight(ids, factors, last, outs))
 
 
 def moe_ffn(m: Memory, node: Node) -> Launch:

@@ -114,8 +114,10 @@ def per_head(m: Memory, node: Node) -> Launch:
     matrices = m.weight(node, "heads")  # [G, N, K]
     G, N, K = matrices.shape
     x_head, out_head = node.attr("x_head"), node.attr("out_head")
-    x = m.read(node, "x").flatten(1)[:, : G * x_head].unflatten(1, (G, x_head))[..., :K]
-    out = m.written(node, "out").flatten(1).unflatten(1, (G, out_head))[..., :N]
+    heads = slice(node.attr("first"), node.attr("first") + G)
+    x = m.read(node, "x").flatten(1)[:, : heads.stop * x_head].unflatten(1, (-1, x_head))
+    out = m.written(node, "out").flatten(1)[:, : heads.stop * out_head].unflatten(1, (-1, out_head))
+    x, out = x[:, heads, :K], out[:, heads, :N]
     if not node.attr("expand_from") or m.sequences.token_lengths is None:
         return lambda: void(per_head_linear(x, matrices, out))
 
