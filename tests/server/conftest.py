@@ -44,7 +44,8 @@ class Running:
         return anthropic.Anthropic(base_url=self.url, api_key=self.key, max_retries=0)
 
     def http(self) -> httpx2.Client:
-        return httpx2.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.key}"})
+        headers = {"Authorization": f"Bearer {self.key}"}
+        return httpx2.Client(base_url=self.url, headers=headers, timeout=600)
 
     def idle(self) -> bool:
         """Whether the engine soon has nothing to do, and no page that is lost."""

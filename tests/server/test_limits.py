@@ -53,7 +53,7 @@ def test_a_key_opens_every_route(scripted: Script) -> None:
 
 
 def test_bodies_are_limited_in_size_and_pace(scripted: Script) -> None:
-    server = scripted(["a"], max_body_bytes=2048, body_seconds=0.2)
+    server = scripted(["a"], max_body_bytes=2048, body_seconds=1.0)
     with server.http() as http:
         whole = http.post("/v1/completions", json={"prompt": LONG * 2})
         chunked = http.post("/v1/completions", content=iter([b'{"prompt": "', b"x" * 4000]))

@@ -10,7 +10,7 @@ import typer
 
 from pykernels.registry import requested
 
-from ..common import Debug, Kernel, State, Threads, command, err, prepare_threads, read_key
+from ..common import Debug, Kernel, Numa, State, Threads, command, err, prepare_threads, read_key
 from ..session import Defer, Device, Experts, KvDtype, Model, Rules, status
 
 _SERVER, _ENGINE = "The server", "The engine"
@@ -117,6 +117,7 @@ def serve(
     experts: Experts = "auto",
     threads: Threads = None,
     kernel: Kernel = None,
+    numa: Numa = "auto",
     defer: Defer = "off",
     kv_dtype: KvDtype = "bf16",
     debug: Debug = False,
@@ -164,6 +165,7 @@ def serve(
             device=device,
             experts=experts,
             kv_dtype=kv_dtype,
+            numa=numa,
             max_num_seqs=max_batch,
             max_model_len=max_model_len,
             kv_tokens=kv_tokens,
