@@ -18,9 +18,10 @@ from bench.peers import llama_bench
 from bench.peers.catalog import ROOT
 from bench.peers.client import PeerMissing
 from bench.peers.llama_bench import CPU_ONLY, Offload
+from runtime.devices.cpu.runner import CpuRunner
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime
 
-from .ours import Shape
+from .ours import Shape, spin
 
 SECONDS = 1800.0
 """Of transformers' process, at most."""
@@ -77,6 +78,8 @@ class Engines:
         rates: Rates = {}
         for case in cases:
             timer = self._timers[case.batch]
+            if (pool := timer.runner.pool) is not None:
+                spin(pool, "cpu" if isinstance(timer.runner, CpuRunner) else "cuda")
             if case.op == "prefill":
                 took = timer.prefill(case.tokens)
                 self.prompts.setdefault(case, []).append(took)
