@@ -20,7 +20,8 @@ NOTE = (
     " experts those that its tokens took, and the keys and values; the roof is what as many"
     " threads read in a plain loop in the same run. us/layer is what a step takes beyond its bytes"
     " at that rate, over the layers; us outside is what it takes beyond the kernels' jobs."
-    " Beside a GPU, bytes and roof are those of the CPU, which is busy while it does not wait."
+    " Beside a GPU, bytes and roof are those of the CPU, which is busy while it does not wait;"
+    " the bound is what it could decode at that rate."
 )
 
 
@@ -67,6 +68,12 @@ def missing(row: Row) -> dict[str, str]:
     return {k.removeprefix("why_"): row[k] for k in row if k.startswith("why_")}
 
 
+def bound(row: Row) -> str:
+    """Tokens a second at which the CPU would read its bytes at the roof."""
+    nbytes = row["bytes_per_step"]
+    return f"{row['batch'] * 1e9 * row['roof_gbps'] / nbytes:.0f}" if nbytes else ""
+
+
 def table(rows: list[Row]) -> list[str]:
     """Lines of Markdown for the rows of one op."""
     timed = [row for row in rows if "why" not in row]
@@ -77,7 +84,7 @@ def table(rows: list[Row]) -> list[str]:
     if decode:
         heads += ["us/step", "MB/step", "GB/s", "roof", "share", "us/layer", "us outside"]
         if hybrid:
-            heads += ["CPU busy", "us waiting/layer", "deferred"]
+            heads += ["bound tok/s", "CPU busy", "us waiting/layer", "deferred"]
     lines: list[list[str]] = [heads, ["---", *("---:" for _ in heads[1:])]] if timed else []
     for row in timed:
         cells = [title(row), f"**{row['tok_s']:.1f}**"]
@@ -97,8 +104,8 @@ def table(rows: list[Row]) -> list[str]:
                 f"{row['python_us_per_step']:.0f}",
             ]
             if hybrid:
-                waits = f"{row['wait_us_per_layer']:.1f}", str(row.get("deferred", 0))
-                cells += [f"{row['cpu_busy']:.0%}", *waits]
+                waits = f"{row['wait_us_per_layer']:.1f}", str(row["deferred"])
+                cells += [bound(row), f"{row['cpu_busy']:.0%}", *waits]
         lines.append(cells)
     text = ["| " + " | ".join(cells) + " |" for cells in lines]
     for row in rows:
