@@ -11,7 +11,7 @@ import typer
 from pykernels.registry import requested
 
 from ..common import Debug, Kernel, Numa, State, Threads, command, err, prepare_threads, read_key
-from ..session import Defer, Device, Experts, KvDtype, Model, Rules, status
+from ..session import Defer, Device, Experts, GpuExperts, KvDtype, Model, Rules, status
 
 _SERVER, _ENGINE = "The server", "The engine"
 
@@ -115,6 +115,7 @@ def serve(
     rules: Rules = None,
     device: Device = "cpu",
     experts: Experts = "auto",
+    gpu_experts: GpuExperts = None,
     threads: Threads = None,
     kernel: Kernel = None,
     numa: Numa = "auto",
@@ -164,6 +165,7 @@ def serve(
             defer=defer,
             device=device,
             experts=experts,
+            gpu_experts=gpu_experts,
             kv_dtype=kv_dtype,
             numa=numa,
             max_num_seqs=max_batch,

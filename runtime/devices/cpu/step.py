@@ -34,6 +34,7 @@ BINDERS: dict[str, Binder] = {
     "attention_expanded": attention_ops.attention_expanded,
     "router": expert_ops.router,
     "split_routing": expert_ops.split_routing,
+    "place_routing": expert_ops.place_routing,
     "moe_ffn": expert_ops.moe_ffn,
     "sample_requests": dense_ops.sample_requests,
     "submit": lambda ctx, node: [ctx.flag_job(node)],

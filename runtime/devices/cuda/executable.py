@@ -39,6 +39,7 @@ BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
     "attention_expanded": latents.attention_expanded,
     "router": experts.router,
     "split_routing": experts.split_routing,
+    "place_routing": experts.place_routing,
     "moe_ffn": experts.moe_ffn,
     "sample_requests": sampling.sample_requests,
 }

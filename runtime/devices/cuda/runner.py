@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -17,6 +18,7 @@ from pykernels.ref.sampling import Sampled
 from ...engine.batch import DeviceLost, StepBatch, StepResult
 from ...kv_cache.layout import PAGE
 from ...passes import defer
+from ...passes.gpu_experts import slot_tables
 from ...placement import CPU, Placement, place
 from ...program import Program
 from ...weights import LayoutOf
@@ -50,6 +52,7 @@ class CudaRunner(PagedRunner):
         experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
         auto_defer: whether to defer as many experts as keep the CPU busy, found by measuring.
         placed: weights that rules place on another device, by name.
+        gpu_experts: by layer, experts that are on the GPU besides, where the others are not.
 
     Attributes:
         deferred: experts of a token that ``auto_defer`` found.
@@ -76,11 +79,13 @@ class CudaRunner(PagedRunner):
         experts: str = "auto",
         auto_defer: bool = False,
         placed: Mapping[str, str] = MappingProxyType({}),
+        gpu_experts: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         check_device(device)
         self.device = torch.device(device)
         pages = num_pages or 2 * -(-max_model_len // PAGE)
-        self.placement = place_on(device, model, pages, experts, placed)
+        placement = place_on(device, model, pages, experts, placed)
+        self.placement = replace(placement, cached=gpu_experts or {})
         tokens = max_num_batched_tokens
         if tokens is None:
             sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
@@ -235,6 +240,8 @@ class CudaRunner(PagedRunner):
     def _allocate_caches(self, program: Program) -> None:
         for name, part in self.model.caches(self.num_pages).items():
             self.caches[name] = torch.zeros(part.shape, dtype=part.dtype, device=self.device)
+        for name, table in slot_tables(program).items():
+            self.caches[name] = table.to(self.device)
         part_latents(program, self.caches)
 
 
