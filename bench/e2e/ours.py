@@ -29,6 +29,7 @@ from runtime.passes import defer as defer_pass
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
 from runtime.workers.pool import WorkerPool, make_pool
+from runtime.workers.threads import spin_budget
 
 EXPERTS = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts"}
 """What a family's configuration calls E; the others: ``n_routed_experts``."""
@@ -189,6 +190,7 @@ class Ours:
                 gpu_experts=placed.cached,
             )
         start = time.perf_counter()
+        spin(self.pool, "cpu")  # not while they pack
         runner.load()
         self.load_seconds = round(self.load_seconds + time.perf_counter() - start, 2)
         return EngineTimer(runner)
@@ -247,6 +249,12 @@ def measure(
         }
     finally:
         timer.close()
+
+
+def spin(pool: WorkerPool, device: str) -> None:
+    """Idle workers spin from now on as long as an engine of that device wants it: they may have
+    served another one before."""
+    pool.spin_for(spin_budget(pool.driver_works and device == "cpu"))
 
 
 def cached_of(runner: PagedRunner) -> Mapping[int, Sequence[int]]:

@@ -20,8 +20,8 @@ def router(
     logits: torch.Tensor,
     spec: RouterSpec,
     bias: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
     here: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Routing:
     """Experts of each token, best first, and their weights.
 

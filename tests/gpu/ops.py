@@ -130,7 +130,7 @@ def _router(E: int, spec: RouterSpec) -> Op:
         return {"logits": normal(device, T, E, dtype=FP32), "ids": ids, "weights": weights}
 
     def run(t: Tensors) -> None:
-        router(t["logits"], spec, None, Routing(t["ids"], t["weights"]))
+        router(t["logits"], spec, out=Routing(t["ids"], t["weights"]))
 
     return Op(f"router of {E}", make, run, ("ids", "weights"))
 

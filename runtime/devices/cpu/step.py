@@ -89,6 +89,11 @@ class CpuExecutable:
         self._in_flight: InFlight | None = None
         self._before: InFlight | None = None
 
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the experts, routed or not, that the last step read: those that a token took."""
+        return sum(call.active * call.experts.bytes_per_expert for call in self._context.calls)
+
     def run(self) -> None:
         """One step; the first of many tokens compiles what only such steps need.
 

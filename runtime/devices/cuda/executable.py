@@ -160,6 +160,10 @@ class CudaExecutable:
         """Captures the step; the program has run once before."""
         self._graph.capture(pool)
 
+    def drop_graph(self) -> None:
+        """From now on the host launches node by node: what the graph saves can be measured."""
+        self._graph.drop()
+
     def _start(self) -> None:
         if self._ended is None:  # in the interpreter a thread plays the stream
             self._thread = Launching(self._graph.run, self._link)

@@ -28,7 +28,7 @@ def router(m: Memory, node: Node) -> Launch:
         m.orders[node.outputs["ids"]] = order
         return lambda: void(route(logits, node.attr("spec"), bias, None, (out, order, None)))
     spec, here = node.attr("spec"), m.inputs.get("slot_mapping")  # -1: padding takes no experts
-    return lambda: void(choose(logits.contiguous(), spec, bias, out, here))
+    return lambda: void(choose(logits.contiguous(), spec, bias, here, out))
 
 
 def split_routing(m: Memory, node: Node) -> Launch:
