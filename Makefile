@@ -65,9 +65,10 @@ bench-cpu: $(VENV)/.installed-bench
 	-$(BIN)/python -m bench.peers.install
 	$(BIN)/python -m bench.cpu $(BENCH)
 
+# With a GPU its llama.cpp is built with CUDA. SOURCE: a folder or an archive of it, where there is no network.
 bench-e2e: $(VENV)/.installed-bench
 	@$(BIN)/python -m bench.e2e --check $(BENCH)
-	-$(BIN)/python -m bench.peers.install llama.cpp-tools
+	-$(BIN)/python -m bench.peers.install $(if $(SOURCE),--source "$(SOURCE)") $(if $(findstring cuda,$(BENCH)),llama.cpp-cuda,llama.cpp-tools)
 	$(BIN)/python -m bench.e2e $(BENCH)
 
 # A GPU machine's own Python already holds torch, CUDA and Triton to match its driver: nothing is installed.

@@ -9,7 +9,7 @@ for piece in llm.stream("class Stack:"):
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import partial
@@ -26,7 +26,7 @@ from runtime.devices.ref.runner import RefRunner
 from runtime.devices.runner import PagedRunner, Pass
 from runtime.engine import Engine, EngineConfig, RequestHandle, Result, SamplingParams
 from runtime.engine.config import STEP_TOKENS, check_whole
-from runtime.kv_cache.layout import Pages
+from runtime.kv_cache.layout import PAGE, Pages
 from runtime.machine.topology import Topology
 from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
@@ -50,6 +50,7 @@ from .checkpoint.config import read_config
 from .checkpoint.progress import Callback, compiling, reporting
 from .modules.moe import FusedMoE
 from .opened import open_weights
+from .pinning.choose import Wanted, parse
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
 from .rules import Rules
 from .text.detokenize import Detokenizer
@@ -102,6 +103,12 @@ class LLM:
         # The last token is drawn but never computed: it needs no place in the cache.
         places = self.runner.num_pages * self.runner.page_size + 1
         return min(self.runner.max_model_len, places)
+
+    @property
+    def gpu_experts(self) -> Mapping[int, Sequence[int]]:
+        """By layer, the experts that a GPU has beside all of them on the CPU."""
+        placement = getattr(self.runner, "placement", Placement())
+        return placement.cached
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text that is to be continued, see ``text.prompt.encode``; ids stay."""
@@ -196,6 +203,7 @@ def load_engine(
     defer: Defer = "off",
     device: str = "cpu",
     experts: str = "auto",
+    gpu_experts: Wanted = None,
     at_least: int = 0,
     progress: bool | Callback | None = None,
     engine: EngineConfig | None = None,
@@ -215,6 +223,9 @@ def load_engine(
             the reference ops in float32, exact and slow, the cache too.
         experts: where routed experts are beside a GPU: "cpu", "gpu", or "auto": on the GPU if all
             fit.
+        gpu_experts: experts of each layer that the GPU has besides, where the others are on the
+            CPU: a number (the first ones), "auto": as many as fit, or a file of `pykernels profile
+            experts`: the most used of all layers, as many as fit.
         at_least: tokens of the longest sequence, where ``max_model_len`` is not given.
         progress: as in ``from_pretrained``.
         engine: sizes and scheduling; ``settings``: fields of ``EngineConfig`` that differ from it
@@ -222,9 +233,10 @@ def load_engine(
 
     Raises:
         PykernelsError: a model that the engine cannot run, fewer than two immediate experts, a
-            setting out of its range, no such device, or what ``from_pretrained`` raises.
+            setting out of its range, no such device, more experts than fit there, or what
+            ``from_pretrained`` raises.
     """
-    folder, deferred = Path(path), _deferred(defer)
+    folder, deferred, asked = Path(path), _deferred(defer), parse(gpu_experts)
     auto_defer = defer == "auto"
     if device not in DEVICES and not device.startswith("cuda"):
         raise PykernelsError(f"no device {device!r}", f"Use {', '.join(DEVICES)} or cuda:0")
@@ -236,6 +248,8 @@ def load_engine(
         on_gpu = torch.cuda.mem_get_info(device)[0]
     elif experts != "auto":
         raise PykernelsError(f"experts={experts!r} without a GPU", 'Add device="cuda:0"')
+    if asked and on_gpu is None:
+        raise PykernelsError("gpu_experts without a GPU", 'Add device="cuda:0"')
     chosen = _chosen(engine, settings)
     Pages(0, chosen.kv_dtype)  # refused before anything is read
     if chosen.dual_batch is True and device == "cpu":
@@ -262,9 +276,13 @@ def load_engine(
         needed, smaller = weights.needed(placement), weights.smaller(placement)
         pages = memory.cache_pages(chosen, longest, token, needed, smaller, on_gpu)
         if on_gpu is not None:
-            from runtime.devices.cuda.runner import place_on
+            from .pinning.beside import place_beside
 
-            placement = place_on(device, weights.decoder, pages, experts, weights.placed)
+            seqs, rows = chosen.max_num_seqs, chosen.max_num_logits or 0
+            largest = budget, seqs, min(budget, max(rows, seqs)), pages, -(-longest // PAGE)
+            placement = place_beside(
+                asked, weights.decoder, device, largest, experts, weights.placed
+            )
             needed, smaller = weights.needed(placement), weights.smaller(placement)
             memory.check_engine(needed, 0, 0, 0, smaller)
         generation = read_generation_config(folder)
@@ -305,6 +323,7 @@ def load_engine(
                         auto_defer,
                         chosen.dual_batch,
                         weights.placed,
+                        placement.cached,
                     )
                 runner.load()
             with compiling(progress):

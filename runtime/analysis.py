@@ -250,10 +250,24 @@ def experts_per_token(program: Program, ids: str) -> int:
     """How many experts of a token a buffer of ids names at most: behind ``split_routing`` fewer
     than its width, since the others are -1."""
     node = next(node for node in reversed(program.nodes) if ids in node.writes)
+    if node.op == "place_routing":
+        return experts_per_token(program, node.inputs["ids"])
     if node.op != "split_routing":
         return program.shape(ids)[1]
     whole, last = experts_per_token(program, node.inputs["ids"]), node.attr("last")
     return whole - last if node.outputs["first_ids"] == ids else min(whole, last)
+
+
+def share_of_experts(program: Program, node: Node) -> float:
+    """The part of its layer's routed experts that a node computes, deferred or not: all but for
+    those that another device has in slots ("cached"), or just these."""
+    cached = [n for n in program.nodes if n.role == "cached" and n.layer == node.layer]
+    if not cached or node.role not in ("routed", "cached", "deferred"):
+        return 1.0
+    weight = program.weight(cached[0], "experts")
+    assert weight.whole is not None
+    here = weight.shape[0] / weight.whole.shape[0]
+    return here if node.role == "cached" else 1 - here
 
 
 def refuse_devices(program: Program, device: str) -> None:

@@ -33,10 +33,11 @@ DTYPES: Mapping[str, frozenset[torch.dtype] | None] = {
 every device (the residual stream, logits, routing, scales); "index": token ids, positions, slots;
 "int32": tables of token ids, counts or bits; "kv": as ``kv_cache.layout`` says."""
 
-ROLES = ("", "attention", "router", "routed", "deferred", "shared", "dense")
+ROLES = ("", "attention", "router", "routed", "cached", "deferred", "shared", "dense")
 """What a node does in its layer: "router" from the gate to the choice of experts, "routed" the
-experts that are chosen, "deferred" those whose sum joins a layer later, "shared" the experts that
-every token passes, "dense" the MLP of a layer without experts."""
+experts that are chosen, "cached" those of them that another device has in slots, "deferred" those
+whose sum joins a layer later, "shared" the experts that every token passes, "dense" the MLP of a
+layer without experts."""
 
 
 @dataclass(frozen=True)
@@ -349,6 +350,13 @@ OPS: Mapping[str, Op] = {
             "last_ids": _index("T", "topk", optional=True),
         },
         attrs={"last": Attr(int)},
+    ),
+    # Each token's choice in two parts: the slots of the experts that have one, and the ids of the
+    # others. An expert keeps its place, and is -1 in the other part: the weights stay. The table
+    # may change between steps; -1 in it is no slot.
+    "place_routing": Op(
+        inputs={"ids": _index("T", "topk"), "slots": Port("int32", ("experts",))},
+        outputs={"here_ids": _index("T", "topk"), "there_ids": _index("T", "topk")},
     ),
     # Experts of each token, weighted and summed; -1 is not here and adds nothing. Without routing
     # there is one expert, of all tokens.

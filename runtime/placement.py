@@ -6,13 +6,14 @@ in the GPU's layout, and nothing is packed for a device that does not read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
 
 from .node import Node
+from .passes.gpu_experts import gpu_experts
 from .program import Program
 from .weight_spec import WeightSpec
 
@@ -29,11 +30,13 @@ class Placement:
         device: of all that no other attribute names.
         experts: of the routed experts.
         placed: weights whose nodes run elsewhere, by name.
+        cached: by layer, those of its experts that ``device`` has besides, in slots.
     """
 
     device: str = CPU
     experts: str = CPU
     placed: Mapping[str, str] = field(default_factory=dict)
+    cached: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def of(self, node: Node) -> str:
         """The device of a node."""
@@ -44,9 +47,14 @@ class Placement:
         )
 
     def apply(self, program: Program) -> Program:
-        """The program with its nodes where they run."""
+        """The program with its nodes where they run.
+
+        Raises:
+            PykernelsError: it has no such experts.
+        """
         nodes = tuple(replace(node, device=self.of(node)) for node in program.nodes)
-        return replace(program, nodes=nodes).check()
+        placed = replace(program, nodes=nodes).check()
+        return gpu_experts(placed, self.cached, self.device) if self.cached else placed
 
     def weights(self, program: Program) -> Mapping[str, frozenset[str]]:
         """By weight, the devices whose nodes read it."""

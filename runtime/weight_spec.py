@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, get_format
 from pykernels.quant.layout import N_BLOCK, ceil_to
 from pykernels.quant.split import cut
@@ -62,6 +63,8 @@ class WeightSpec:
         shape: of a tensor its own; [N, K]; [heads, N, K]; [E, H, I].
         parts: what it is made of; none of routed experts, which a source knows by their name.
         moe: the sizes of experts, and what they do beside their products.
+        whole: where it is some of a layer's experts, those of the layer; ``chosen``: the number of
+            each among them, in order.
         cut: what it is a slice of, in that one's memory; None: it is whole.
     """
 
@@ -72,6 +75,8 @@ class WeightSpec:
     parts: tuple[Part, ...] = ()
     down_fmt: str = ""
     moe: MoEShape | None = None
+    whole: WeightSpec | None = None
+    chosen: tuple[int, ...] = ()
     cut: Cut | None = None
 
     @classmethod
@@ -97,6 +102,27 @@ class WeightSpec:
     ) -> WeightSpec:
         """A layer's experts."""
         return cls(name, "experts", fmt, (moe.E, moe.H, moe.I), tuple(parts), down_fmt, moe)
+
+    def some(self, chosen: Sequence[int]) -> WeightSpec:
+        """Some of a layer's experts as a weight of their own, in which they are 0, 1 and so on.
+
+        Raises:
+            PykernelsError: an expert that the layer has not, or twice the same one.
+        """
+        assert self.moe is not None and self.whole is None and self.cut is None
+        E, H, I = self.shape  # noqa: E741
+        wrong = [e for e in chosen if not 0 <= e < E]
+        if wrong or len(set(chosen)) < len(chosen) or not chosen:
+            raise PykernelsError(
+                f"the experts {', '.join(map(str, chosen)) or 'of no number'} of the {E} of"
+                f" {self.name}",
+                f"Give each of 0 to {E - 1} once at most",
+            )
+        numbers = tuple(sorted(chosen))
+        moe = replace(self.moe, E=len(numbers), topk=min(self.moe.topk, len(numbers)))
+        name = f"{self.name}[{','.join(map(str, numbers))}]"
+        shape = (moe.E, H, I)
+        return replace(self, name=name, shape=shape, moe=moe, whole=self, chosen=numbers)
 
     def part(self, first: int, last: int) -> WeightSpec:
         """The numbers, the 32-row blocks or the heads ``first .. last - 1``."""

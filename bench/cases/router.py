@@ -175,7 +175,7 @@ def router_case(T: int, E: int, spec: RouterSpec, device: torch.device) -> Case:
         "router",
         "router",
         _params(T, E, spec),
-        rotating(lambda x: router(x, spec, bias, out), logits),
+        rotating(lambda x: router(x, spec, bias, out=out), logits),
         4 * (T * E + E) + 12 * n,
         0,
         {"torch": rotating(lambda x: _torch_router(x, spec, bias), logits)},

@@ -1,6 +1,8 @@
 """python -m bench.e2e: whole models, ours beside llama.cpp and transformers, in turns.
 
-Random weights of real shapes, so many layers of them; writes bench/results/<cpu>/<date>-e2e.*.
+Random weights of real shapes, so many layers of them; writes bench/results/<machine>/<date>-e2e.*.
+With --device cuda:0 ours plays on the CPU alone, with the experts on the CPU (with deferral and
+without) and whole on the GPU, and llama.cpp with its experts on the CPU and whole on the GPU.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--batches", metavar=_COUNTS, help="sequences at once (default: 1,8; --quick: 1)")
     add("--contexts", default="512", metavar=_COUNTS, help="before a decode (default: 512)")
     add("--rounds", type=int, metavar="N", help="turns of each (default: 3; --quick: 1)")
+    add("--device", default="cpu", metavar="cpu|cuda:N", help="default: cpu")
     add("--threads", type=int, metavar="N", help="default: PYKERNELS_THREADS, else every core")
-    add("--peers", default="llama.cpp,transformers", metavar="A,B", help="default: both")
+    add("--peers", metavar="A,B", help="default: llama.cpp,transformers; with a GPU: llama.cpp")
     add("--no-peers", action="store_true", help="our engine alone")
     add("--keep", action="store_true", help="leave the GGUF files in PYKERNELS_CACHE_DIR")
     add("--out", type=Path, default=RESULTS, metavar="DIR", help="results folder")
@@ -61,8 +64,12 @@ def prepare(chosen: argparse.Namespace) -> E2ERun:
     from pykernels.target import detect
     from runtime.machine.topology import Topology
 
-    from .run import E2ERun, Settings
+    from .cli import check_gpu
+    from .run import E2ERun
+    from .settings import PEERS, Settings
 
+    check_gpu(chosen.device, "auto")
+    peers = chosen.peers.split(",") if chosen.peers else PEERS[: 2 if chosen.device == "cpu" else 1]
     quick = chosen.quick
     formats = chosen.formats or ("q8_0" if quick else "bf16,q8_0,q4_k")
     settings = Settings(
@@ -78,10 +85,11 @@ def prepare(chosen: argparse.Namespace) -> E2ERun:
         batches=parse_counts(chosen.batches or ("1" if quick else "1,8")),
         contexts=parse_counts(chosen.contexts),
         rounds=(1 if quick else 3) if chosen.rounds is None else chosen.rounds,
-        peers=() if chosen.no_peers else tuple(chosen.peers.split(",")),
+        peers=() if chosen.no_peers else tuple(peers),
         quick=quick,
         keep=chosen.keep,
         folder=Path(env.cache_dir).expanduser() / "gguf",
+        device=chosen.device,
     )
     return E2ERun(settings, detect())
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from model.cli.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
-from model.cli.session import Defer, Device, DualBatch, KvDtype, dual_batch_of
+from model.cli.session import Defer, Device, DualBatch, GpuExperts, KvDtype, dual_batch_of
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
@@ -59,6 +59,7 @@ def e2e(
     expert_device: Annotated[
         str, typer.Option(metavar="auto|cpu|gpu", help="With --device cuda:0: of routed experts.")
     ] = "auto",
+    gpu_experts: GpuExperts = None,
     defer: Defer = "off",
     dual_batch: DualBatch = "off",
     threads: Threads = None,
@@ -84,7 +85,7 @@ def e2e(
         "activations": activations,
     }
     check_options(model, arch, given)
-    check_gpu(device, expert_device)
+    check_gpu(device, expert_device, gpu_experts)
     if defer not in ("auto", "off") and not defer.isdecimal():
         raise PykernelsError(f"--defer {defer}", "Give a number of experts, auto or off")
     lanes = dual_batch_of(dual_batch, device)
@@ -98,7 +99,7 @@ def e2e(
         try:
             status.update("compiling, timing the engine …")
             where = device, expert_device, defer, lanes
-            row = measured(ours, load, chosen_kernel, chosen_threads, *where)
+            row = measured(ours, load, chosen_kernel, chosen_threads, *where, gpu_experts)
         finally:
             ours.close()
         del ours  # before the eager model takes its memory
@@ -122,8 +123,12 @@ def check_options(model: Path | None, arch: str | None, given: dict[str, Any]) -
         )
 
 
-def check_gpu(device: str, expert_device: str) -> None:
+def check_gpu(device: str, expert_device: str, gpu_experts: str | None = None) -> None:
     """Raises PykernelsError for a GPU that is not there, or a choice that needs one."""
+    from model.pinning.choose import parse
+
+    if parse(gpu_experts) and device == "cpu":
+        raise PykernelsError("--gpu-experts without a GPU", "Add --device cuda:0")
     if device != "cpu":
         from runtime.devices.cuda.runner import check_device
 
@@ -163,6 +168,7 @@ def measured(
     expert_device: str = "auto",
     defer: str = "off",
     dual_batch: bool | str = False,
+    gpu_experts: str | None = None,
 ) -> Row:
     """The flat row of one run."""
     from pykernels.target import detect
@@ -182,6 +188,7 @@ def measured(
         "device": device,
         "expert_device": expert_device,
         "defer": defer,
+        "gpu_experts": gpu_experts or "",
         **measure(
             ours,
             load,
@@ -191,6 +198,7 @@ def measured(
             expert_device=expert_device,
             defer=defer,
             dual_batch=dual_batch,
+            gpu_experts=gpu_experts,
         ),
         "load_seconds": ours.load_seconds,
     }
@@ -249,7 +257,8 @@ def _show(row: Row) -> None:
         "beyond": f"{r['us_per_layer']:.1f} µs a layer beyond its bytes at the roof;"
         f" {r['python_us_per_step']:.0f} µs a step outside the jobs",
         "workers": f"busy {r['cpu_busy']:.0%} of the step; {r['wait_us_per_layer']:.1f} µs a layer"
-        f" waiting for the GPU; {r['deferred']} experts deferred",
+        f" waiting for the GPU; {r['deferred']} experts deferred; {r['cached_experts']}, of all"
+        " layers, on the GPU",
         "made in": f"{r['load_seconds']:.1f} s loading and packing,"
         f" {r['warmup_seconds']:.1f} s compiling and warming up",
     }

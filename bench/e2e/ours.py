@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,18 +16,20 @@ from model.architectures.decoder import Decoder
 from model.architectures.moe import MoE
 from model.architectures.named import make_config
 from model.architectures.random_model import check_memory, random_decoder
+from model.pinning.choose import parse
 from pykernels.errors import PykernelsError
 from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.runner import PagedRunner
 from runtime.engine.config import STEP_TOKENS
-from runtime.kv_cache.layout import Pages
+from runtime.kv_cache.layout import PAGE, Pages
 from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
 from runtime.workers.pool import WorkerPool, make_pool
+from runtime.workers.threads import spin_budget
 
 EXPERTS = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts"}
 """What a family's configuration calls E; the others: ``n_routed_experts``."""
@@ -140,11 +143,13 @@ class Ours:
         expert_device: str = "auto",
         defer: str = "off",
         dual_batch: bool | str = False,
+        gpu_experts: str | None = None,
     ) -> EngineTimer:
         """An engine with room for a load.
 
         Args:
-            device, expert_device, defer: ``device``, ``experts`` and ``defer`` of ``load_engine``.
+            device, expert_device, defer, gpu_experts: ``device``, ``experts``, ``defer`` and
+                ``gpu_experts`` of ``load_engine``.
             dual_batch: of ``EngineConfig``.
             max_num_batched_tokens: of a step; None: as ``EngineConfig`` has it.
 
@@ -164,9 +169,15 @@ class Ours:
             sizes = positions, pages, budget, load.batch
             runner = CpuRunner(self.decoder, self.pool, *sizes, kernel, passes)
         else:
+            from model.pinning.beside import place_beside
             from runtime.devices.cuda.runner import CudaRunner
 
             auto, given = defer == "auto", max_num_batched_tokens and budget
+            table_pages = -(-positions // PAGE)
+            largest = budget, load.batch, load.batch, pages, table_pages
+            asked = parse(gpu_experts)
+            placed = place_beside(asked, self.decoder, device, largest, expert_device)
+            where = "cpu" if placed.experts == "cpu" else "gpu"
             at_most = positions, pages, given, load.batch
             runner = CudaRunner(
                 self.decoder,
@@ -176,11 +187,13 @@ class Ours:
                 kernel,
                 passes,
                 None,
-                expert_device,
+                where,
                 auto,
                 dual_batch,
+                gpu_experts=placed.cached,
             )
         start = time.perf_counter()
+        spin(self.pool, "cpu")  # not while they pack
         runner.load()
         self.load_seconds = round(self.load_seconds + time.perf_counter() - start, 2)
         return EngineTimer(runner)
@@ -204,6 +217,7 @@ def measure(
     expert_device: str = "auto",
     defer: str = "off",
     dual_batch: bool | str = False,
+    gpu_experts: str | None = None,
 ) -> dict[str, float]:
     """The speed of prompts and of decode steps, the roof taken before and after, and the seconds
     that compiling and warming up took."""
@@ -215,6 +229,7 @@ def measure(
         expert_device=expert_device,
         defer=defer,
         dual_batch=dual_batch,
+        gpu_experts=gpu_experts,
     )
     try:
         timer.prefill(load.prompt)
@@ -233,12 +248,25 @@ def measure(
             "prefill_tok_s": round(load.prompt / median(prompts), 2),
             **asdict(found),
             "lanes": 2 if load.batch > 1 and timer.runner.dual_batch else 1,
+            "cached_experts": sum(len(e) for e in cached_of(timer.runner).values()),
             "deferred": getattr(timer.runner, "deferred", 0)
             or (int(defer) if defer.isdecimal() else 0),
             "warmup_seconds": round(warmup, 2),
         }
     finally:
         timer.close()
+
+
+def spin(pool: WorkerPool, device: str) -> None:
+    """Idle workers spin from now on as long as an engine of that device wants it: they may have
+    served another one before."""
+    pool.spin_for(spin_budget(pool.driver_works and device == "cpu"))
+
+
+def cached_of(runner: PagedRunner) -> Mapping[int, Sequence[int]]:
+    """By layer, the experts that a GPU has beside those of the CPU."""
+    placement = getattr(runner, "placement", None)
+    return placement.cached if placement is not None else {}
 
 
 def roof(threads: int | None) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,9 +17,11 @@ from typing import Protocol
 from bench.peers import llama_bench
 from bench.peers.catalog import ROOT
 from bench.peers.client import PeerMissing
+from bench.peers.llama_bench import CPU_ONLY, Offload
+from runtime.devices.cpu.runner import CpuRunner
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime
 
-from .ours import Ours, Shape
+from .ours import Shape, spin
 
 SECONDS = 1800.0
 """Of transformers' process, at most."""
@@ -53,16 +55,22 @@ class Player(Protocol):
 
 
 class Engines:
-    """Ours: an engine for each batch size, whose steps are kept."""
+    """Ours in one way: an engine for each batch size, whose steps are kept.
 
-    def __init__(self, ours: Ours, cases: Sequence[Case], kernel: str) -> None:
-        self.ours = ours
+    Args:
+        make: an engine with room for a load.
+
+    Raises:
+        PykernelsError: what such an engine needs is not there.
+    """
+
+    def __init__(self, make: Callable[[Load], EngineTimer], cases: Sequence[Case]) -> None:
         self.prompts: dict[Case, list[float]] = {}
         self.steps: dict[Case, list[StepTime]] = {}
         self._timers: dict[int, EngineTimer] = {}
         for batch in dict.fromkeys(case.batch for case in cases):
             load = load_of([case for case in cases if case.batch == batch])
-            self._timers[batch] = timer = ours.timer(load, kernel)
+            self._timers[batch] = timer = make(load)
             timer.prefill(min(load.prompt, 64))
             timer.decode(batch, 8, 2)
 
@@ -70,6 +78,8 @@ class Engines:
         rates: Rates = {}
         for case in cases:
             timer = self._timers[case.batch]
+            if (pool := timer.runner.pool) is not None:
+                spin(pool, "cpu" if isinstance(timer.runner, CpuRunner) else "cuda")
             if case.op == "prefill":
                 took = timer.prefill(case.tokens)
                 self.prompts.setdefault(case, []).append(took)
@@ -85,10 +95,9 @@ class Engines:
         return self._timers[case.batch]
 
     def close(self) -> None:
-        """Ends the engines and the workers."""
+        """Ends the engines; the workers stay."""
         for timer in self._timers.values():
             timer.close()
-        self.ours.close()
 
 
 def load_of(cases: Sequence[Case]) -> Load:
@@ -106,16 +115,18 @@ def load_of(cases: Sequence[Case]) -> Load:
 class LlamaCpp:
     """llama.cpp on a GGUF file of the same shapes and type."""
 
-    def __init__(self, file: Path, threads: int) -> None:
-        self.file, self.threads = file, threads
+    def __init__(self, file: Path, threads: int, offload: Offload = CPU_ONLY) -> None:
+        self.file, self.threads, self.offload = file, threads, offload
 
     def turn(self, cases: Sequence[Case]) -> Rates:
         return {case: self._rate(case) for case in cases}
 
     def _rate(self, case: Case) -> float:
+        file, threads, offload = self.file, self.threads, self.offload
         if case.op == "prefill":
-            return llama_bench.prefill(self.file, case.tokens, self.threads)
-        return llama_bench.decode(self.file, case.tokens, case.batch, case.context, self.threads)
+            return llama_bench.prefill(file, case.tokens, threads, offload=offload)
+        sizes = case.tokens, case.batch, case.context
+        return llama_bench.decode(file, *sizes, threads, offload=offload)
 
 
 class Transformers:

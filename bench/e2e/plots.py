@@ -4,45 +4,60 @@ from __future__ import annotations
 
 from typing import Any
 
-from .table import Row, peers_of, title
+from .table import Row, case_title, peers_of
 
 
 def speeds(plt: Any, rows: list[Row]) -> Any:
     """A panel for prompts and one for decode, which also shows what the read roof would allow."""
     ops = list(dict.fromkeys(row["op"] for row in rows))
-    peers = list(dict.fromkeys(peer for row in rows for peer in peers_of(row)))
-    most = max(sum(row["op"] == op for row in rows) for op in ops)
-    size = 4.5 + 1.2 * len(ops) * most, 4.6
+    panels_cases = [
+        list(dict.fromkeys(case_title(row) for row in rows if row["op"] == op)) for op in ops
+    ]
+    bars = len({row.get("place", "") for row in rows}) + len(_peers(rows))
+    most = max(map(len, panels_cases))
+    size = 4.5 + max(1.2, 0.45 * bars) * len(ops) * most, 4.6
     figure, panels = plt.subplots(1, len(ops), figsize=size, layout="constrained", squeeze=False)
-    for axes, op in zip(panels[0], ops, strict=True):
-        shown = [row for row in rows if row["op"] == op]
-        _bars(axes, shown, peers)
+    for axes, op, cases in zip(panels[0], ops, panels_cases, strict=True):
+        _bars(axes, [row for row in rows if row["op"] == op], cases, rows)
         axes.set(ylabel="tokens/s", title=op.removeprefix("e2e "))
         axes.set_ylim(bottom=0)
     panels[0][-1].legend(fontsize=7)
     return figure
 
 
-def _bars(axes: Any, rows: list[Row], peers: list[str]) -> None:
-    width = 0.8 / (1 + len(peers))
-    at = range(len(rows))
-    axes.bar(list(at), [row["tok_s"] for row in rows], width, label="pykernels")
-    for i, peer in enumerate(peers, 1):
-        there = [
-            (x + i * width, row) for x, row in zip(at, rows, strict=True) if f"x_{peer}" in row
-        ]
-        heights = [row[f"tok_s_{peer}"] for _, row in there]
-        axes.bar([x for x, _ in there], heights, width, label=peer)
-    for x, row in zip(at, rows, strict=True):
-        if "roof_gbps" in row:
+def _peers(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(peer for row in rows for peer in peers_of(row)))
+
+
+def _bars(axes: Any, rows: list[Row], cases: list[str], every: list[Row]) -> None:
+    """The bars of ``rows``; the same colours in all panels, those of ``every`` row."""
+    places = list(dict.fromkeys(row.get("place", "") for row in every))
+    peers = _peers(every)
+    width = 0.8 / (len(places) + len(peers))
+    bars = dict[str, list[tuple[int, float]]]()  # by name
+    for row in rows:
+        group = cases.index(case_title(row))
+        bars.setdefault(_name(row.get("place", "")), []).append((group, row["tok_s"]))
+        for peer in peers_of(row):  # the same turns beside each of our places
+            bars.setdefault(peer, []).append((group, row[f"tok_s_{peer}"]))
+    names = [*map(_name, places), *peers]
+    for i, name in enumerate(names):
+        found = dict(bars.get(name, []))
+        at = [group + i * width for group in found]
+        axes.bar(at, list(found.values()), width, label=name)
+    label: str | None = "read roof"
+    for row in rows:
+        if row.get("bytes_per_step"):
+            group, i = cases.index(case_title(row)), places.index(row.get("place", ""))
             roof = row["batch"] * 1e9 * row["roof_gbps"] / row["bytes_per_step"]
-            axes.plot(
-                [x - width / 2, x + 0.8 - width / 2],
-                [roof, roof],
-                color="black",
-                lw=1,
-                label=None if x else "read roof",
-            )
-    labels = [title(row).replace(", ", "\n") for row in rows]
-    axes.set_xticks([x + 0.4 - width / 2 for x in at], labels, fontsize=7)
-    axes.set_xlim(-0.2 - width / 2, len(rows) - width / 2)
+            left = group + (i - 0.5) * width
+            right = group + 0.8 - width / 2 if len(places) == 1 else left + width
+            axes.plot([left, right], [roof, roof], color="black", lw=1, label=label)
+            label = None
+    labels = [case.replace(", ", "\n") for case in cases]
+    axes.set_xticks([x + 0.4 - width / 2 for x in range(len(cases))], labels, fontsize=7)
+    axes.set_xlim(-0.2 - width / 2, len(cases) - width / 2)
+
+
+def _name(place: str) -> str:
+    return f"pykernels, {place}" if place else "pykernels"

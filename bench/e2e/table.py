@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 Row = dict[str, Any]
-"""``op`` ("e2e prefill", "e2e decode"), ``model``, ``format``, ``layers``, ``tokens``, ``batch``,
-``context``; ``tok_s``, and of each peer ``tok_s_NAME`` and ``x_NAME``, or ``why_NAME``. A row of a
-decode has the step's figures too, one of a model that could not be timed ``why`` and none."""
+"""``op`` ("e2e prefill", "e2e decode"), ``model``, ``format``, ``layers``, ``place`` (of
+``places``), ``tokens``, ``batch``, ``context``; ``tok_s``, and of each peer ``tok_s_NAME`` and
+``x_NAME``, or ``why_NAME``. A row of a decode has the step's figures too, one of a model that could
+not be timed ``why`` and none."""
 
 NOTE = (
     "Tokens a second, over all sequences; medians over turns. Engines take turns, one at a time:"
@@ -16,10 +17,11 @@ NOTE = (
     " round. Weights are random, the shapes real; llama.cpp has every matrix in the same format,"
     " transformers everything in bfloat16. Ours draws every token at temperature 1; llama.cpp's"
     " programs draw none, transformers takes the likeliest. GB/s counts a step's weights, of the"
-    " experts as many as tokens take that choose at random, and the keys and values; the roof is"
-    " what as many threads read in a plain loop in the same run. us/layer is what a step takes"
-    " beyond its bytes at that rate, over the layers; us outside is what it takes beyond the"
-    " kernels' jobs."
+    " experts those that its tokens took, and the keys and values; the roof is what as many"
+    " threads read in a plain loop in the same run. us/layer is what a step takes beyond its bytes"
+    " at that rate, over the layers; us outside is what it takes beyond the kernels' jobs."
+    " Beside a GPU, bytes and roof are those of the CPU, which is busy while it does not wait;"
+    " the bound is what it could decode at that rate."
 )
 
 
@@ -29,6 +31,11 @@ def is_whole(row: Row) -> bool:
 
 
 def title(row: Row) -> str:
+    """The title of a row: its case, and where ours ran."""
+    return ", ".join(filter(None, (case_title(row), row.get("place", ""))))
+
+
+def case_title(row: Row) -> str:
     """The title of the timed case."""
     name = f"{row['model']} x{row['layers']} {row['format']}"
     if row["op"] == "e2e prefill":
@@ -47,7 +54,7 @@ def line(row: Row) -> str:
     if "why" in row:
         return head + f"FAILED: {row['why']}"
     text = f"{head}{row['tok_s']:.1f} tok/s"
-    if "gbps" in row:
+    if row.get("gbps"):
         text += f", {row['gbps']:.1f} GB/s, {row['roof_share']:.0%} of the read roof"
     for peer in peers_of(row):
         text += f", {row[f'x_{peer}']:.2f} x {peer} ({row[f'tok_s_{peer}']:.1f})"
@@ -61,14 +68,23 @@ def missing(row: Row) -> dict[str, str]:
     return {k.removeprefix("why_"): row[k] for k in row if k.startswith("why_")}
 
 
+def bound(row: Row) -> str:
+    """Tokens a second at which the CPU would read its bytes at the roof."""
+    nbytes = row["bytes_per_step"]
+    return f"{row['batch'] * 1e9 * row['roof_gbps'] / nbytes:.0f}" if nbytes else ""
+
+
 def table(rows: list[Row]) -> list[str]:
     """Lines of Markdown for the rows of one op."""
     timed = [row for row in rows if "why" not in row]
     peers = list(dict.fromkeys(peer for row in timed for peer in peers_of(row)))
     decode = rows[0]["op"] == "e2e decode"
+    hybrid = decode and any(row["wait_us_per_layer"] for row in timed)
     heads = ["case", "tok/s", *(head for peer in peers for head in (peer, f"× {peer}"))]
     if decode:
         heads += ["us/step", "MB/step", "GB/s", "roof", "share", "us/layer", "us outside"]
+        if hybrid:
+            heads += ["bound tok/s", "CPU busy", "us waiting/layer", "deferred"]
     lines: list[list[str]] = [heads, ["---", *("---:" for _ in heads[1:])]] if timed else []
     for row in timed:
         cells = [title(row), f"**{row['tok_s']:.1f}**"]
@@ -87,6 +103,9 @@ def table(rows: list[Row]) -> list[str]:
                 f"{row['us_per_layer']:.0f}",
                 f"{row['python_us_per_step']:.0f}",
             ]
+            if hybrid:
+                waits = f"{row['wait_us_per_layer']:.1f}", str(row["deferred"])
+                cells += [bound(row), f"{row['cpu_busy']:.0%}", *waits]
         lines.append(cells)
     text = ["| " + " | ".join(cells) + " |" for cells in lines]
     for row in rows:

@@ -116,6 +116,24 @@ def check_gpu(name: str) -> torch.device:
     return device
 
 
+def describe_machine(target: Target, device: str) -> Machine:
+    """The CPU; where ``device`` is no "cpu", beside that GPU."""
+    if device == "cpu":
+        return describe_cpu(target)
+    import torch
+
+    cpu, gpu = describe_cpu(target), describe_gpu(torch.device(device))
+    short = re.search(r"\((\w+)\)$", target.cpu)
+    cores = f"{cpu['cores']} {short[1] if short else target.cpu} cores"
+    name = re.sub(r" \d+GB.*", "", gpu["name"])  # "NVIDIA H100 80GB HBM3"
+    return cpu | {
+        "name": f"{gpu['name']} with {cores}",
+        "slug": slug(f"{name} with {cores}"),
+        "about": f"{gpu['about']} {cpu['about']}",
+        "versions": cpu["versions"] | gpu["versions"],
+    }
+
+
 def commit() -> str | None:
     """The checkout's commit, with a + if kernels or machinery differ from it."""
     git = ["git", "-C", str(ROOT)]

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bench.ablation.table import OP, bars
 from bench.e2e.plots import speeds
 from bench.e2e.table import is_whole
 
@@ -25,10 +26,11 @@ def draw(results: Results, folder: Path, stem: str) -> list[Path]:
     import matplotlib.pyplot as plt
 
     timed = [row for row in results["rows"] if "why" not in row]
-    rows = [row for row in timed if not is_whole(row)]
+    rows = [row for row in timed if not is_whole(row) and row["op"] != OP]
     curves = ("latency", "threads")
     plots = {
         "-speeds": (speeds, [row for row in timed if is_whole(row)]),
+        "-stages": (bars, [row for row in timed if row["op"] == OP]),
         "": (_cases, [row for row in rows if not row["op"].startswith(curves)]),
         "-latency": (_latency, [row for row in rows if row["op"].startswith("latency")]),
         "-threads": (_threads, [row for row in rows if row["op"].startswith("threads")]),

@@ -5,11 +5,14 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
+from bench.ablation import table as ablation
 from bench.e2e import table as e2e
 
 from .rows import Row, peers_of, title
 
 Results = dict[str, Any]
+OWN = {"e2e": e2e, "ablation": ablation}
+"""By the first word of an op: what writes its rows, if not this file."""
 
 NOTE = (
     "Medians; inputs, or weights, rotate over more than the last cache holds. GB/s counts "
@@ -60,17 +63,24 @@ def markdown(results: Results, plots: list[str]) -> str:
         f"{machine['date']}.{quick}{missing} {versions}. {machine['about']}",
         "",
         *(f"{note}\n" for note in results["notes"]),
-        e2e.NOTE if any(map(e2e.is_whole, results["rows"])) else NOTE,
+        "\n\n".join(
+            dict.fromkeys(_own(row).NOTE if _own(row) else NOTE for row in results["rows"])
+        ),
         "",
     ]
     ops = list(dict.fromkeys(row["op"] for row in results["rows"]))
     by_op = sorted(results["rows"], key=lambda row: ops.index(row["op"]))
     for op, rows in groupby(by_op, key=lambda row: row["op"]):
         some = list(rows)
-        shown = e2e.table(some) if e2e.is_whole(some[0]) else _table(some)
+        own = _own(some[0])
+        shown = own.table(some) if own else _table(some)
         lines += [f"## {op}", "", *shown, ""]
     lines += [f"![{plot}]({plot})\n" for plot in plots]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _own(row: Row) -> Any:
+    return OWN.get(row["op"].split()[0])
 
 
 def _table(rows: list[Row]) -> list[str]:

@@ -7,7 +7,8 @@ its own Python then runs the peer, with the folder on its path.
 
 llama.cpp comes as source and is compiled for this CPU, once, which takes about ten minutes on two
 cores and needs a C++ compiler: its ggml library for the experts, and (``llama.cpp-tools``) its
-programs for whole models.
+programs for whole models; ``llama.cpp-cuda`` are those of them that run on a GPU, which needs nvcc.
+``--source`` names a folder or an archive with its source, for a machine that has no network.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 
 from bench.peers import llama_tools
 from bench.peers.catalog import VENVS
+from bench.peers.llama_tools import BUILDS
 from pykernels.env import env
 from pykernels.target import detect
 
@@ -75,7 +77,6 @@ LLAMA_CPP = Pins(
         "-DLLAMA_BUILD_SERVER=OFF",
     ),
 )
-TOOLS = "llama.cpp-tools"
 PEERS = {"kt-kernel": KT_KERNEL, "llama.cpp": LLAMA_CPP}
 _KEPT = ("kt_kernel", "kt_kernel.libs", "gguf", "compressed_tensors")
 _EXTENSIONS = ("_amx", "_avx512_bf16", "_avx2")
@@ -135,22 +136,39 @@ def make_packages(folder: Path, version: str) -> None:
             path.unlink()
 
 
+def _wrong(options: argparse.Namespace) -> str:
+    """What is wrong with the command line, and what to do; "" if nothing is."""
+    names = (*PEERS, *BUILDS)
+    if unknown := [engine for engine in options.engines if engine not in names]:
+        return f"no peer {unknown[0]!r}. Use {' or '.join(names)}"
+    source = options.source
+    if source is not None and not source.exists():
+        return f"there is no {source}. Give --source a folder or an archive with llama.cpp"
+    if source is not None and (others := set(options.engines or PEERS) - set(BUILDS)):
+        return f"--source is no source of {min(others)}. Name {' or '.join(BUILDS)}"
+    return ""
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.peers.install", description=__doc__)
     parser.add_argument("--packages-for", metavar="X.Y", help="a folder for that CPython instead")
+    parser.add_argument("--source", type=Path, metavar="PATH", help="of llama.cpp's programs")
     parser.add_argument(
-        "engines", nargs="*", metavar="ENGINE", help=f"default: {', '.join(PEERS)}; or {TOOLS}"
+        "engines",
+        nargs="*",
+        metavar="ENGINE",
+        help=f"default: {', '.join(PEERS)}; or {', '.join(BUILDS)}",
     )
     options = parser.parse_args(arguments)
-    if unknown := [engine for engine in options.engines if engine not in (*PEERS, TOOLS)]:
-        names = " or ".join((*PEERS, TOOLS))
-        print(f"error: no peer {unknown[0]!r}. Use {names}.", file=sys.stderr)
+    if wrong := _wrong(options):
+        print(f"error: {wrong}.", file=sys.stderr)
         return 2
     failed = 0
     for engine in options.engines or PEERS:
         try:
-            if engine == TOOLS:
-                llama_tools.build(isa_options(), os.cpu_count() or 1)
+            if engine in BUILDS:
+                jobs = os.cpu_count() or 1
+                llama_tools.build(isa_options(), jobs, BUILDS[engine], options.source)
             elif options.packages_for:
                 if engine == "kt-kernel":  # the others come as source or with our own Python
                     make_packages(VENVS / engine, options.packages_for)

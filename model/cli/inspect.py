@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from pykernels.errors import PykernelsError
-from runtime.placement import EXPERTS
 
 from .common import Debug, command, out
 from .session import Device, Eager, Experts, Rules, status
@@ -49,18 +48,20 @@ def inspect(
     tells how it would be there, with the routed experts on the CPU unless --experts says gpu: no
     GPU is needed to ask.
     """
-    if experts not in EXPERTS:
-        raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
     if experts != "auto" and device == "cpu":
         raise PykernelsError(f"--experts {experts} without a GPU", "Add --device cuda:0")
     where = "cpu" if experts == "auto" else experts
     if program and as_json:
         raise PykernelsError("--program has no JSON", "Leave one of them out")
     with status("reading headers"):
+        from runtime.placement import EXPERTS
+
         from .. import EMBEDDED
         from ..inspection.examine import examine
         from ..inspection.report import summary, table
 
+        if experts not in EXPERTS:
+            raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
         which = model or str(EMBEDDED)
         if program:
             from ..llm import placed_program

@@ -82,7 +82,7 @@ Eager = Annotated[
     typer.Option(
         "--eager",
         help="Hugging Face's own forward with our experts, instead of the engine; what rules with a"
-        " GPU, --gpu-experts and --dtype use anyway.",
+        " GPU and --dtype use anyway.",
     ),
 ]
 
@@ -192,7 +192,7 @@ class Session:
         parsed = resolve_rules(rules, model_type)
         placed = any({*rule.devices} - {"cpu"} for rule in parsed)
         beside_gpu = device != "cpu" or placed
-        eager = eager or placed or gpu_experts is not None or dtype is not None
+        eager = eager or placed or dtype is not None
         if experts != "auto" and (eager or not beside_gpu):
             raise PykernelsError(
                 f"--experts {experts} is for the engine with a GPU",
@@ -235,8 +235,13 @@ class Session:
                 kv_dtype=kv_dtype,
                 device=device,
                 experts=experts,
+                gpu_experts=gpu_experts,
                 numa=numa,
             )
+            if gpu_experts is not None:
+                layers = self.llm.gpu_experts
+                count = sum(map(len, layers.values()))
+                note(f"{count} experts of {len(layers)} layers are on {device} too")
 
     def _check(self, path: Path, prompt: str) -> int:
         """Check that the prompt fits, before minutes are spent on loading a large model; tokens of

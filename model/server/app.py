@@ -15,9 +15,11 @@ from .anthropic.messages import message_routes
 from .health import health_routes
 from .http.errors import add_handlers
 from .http.guard import Guard
+from .insight.routes import insight_routes
 from .openai.chat import chat_routes
 from .openai.completions import completion_routes
 from .openai.models import model_routes
+from .page.routes import page_routes
 from .responses.routes import response_routes
 from .served import Served
 from .settings import ServerSettings
@@ -51,8 +53,10 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
         message_routes,
         token_routes,
         health_routes,
+        insight_routes,
     ):
         app.include_router(routes(served))
+    app.include_router(page_routes())
     app.add_middleware(Guard, served=served)
     if settings.cors_origins:
         app.add_middleware(

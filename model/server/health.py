@@ -9,7 +9,7 @@ from .http.frames import json_bytes
 from .served import Served
 
 HEALTH = "/health"
-"""The one path that needs no key."""
+"""A path that needs no key."""
 
 
 def health_routes(served: Served) -> APIRouter:

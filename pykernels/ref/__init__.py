@@ -10,17 +10,18 @@ from .attention import gqa_decode, gqa_prefill, mla_decode, mla_prefill
 from .embedding import embed
 from .kv_write import kv_write, mla_read, mla_write
 from .linear import linear, per_head_linear, quantize_fp8
-from .moe import combine, moe_ffn, submit
+from .moe import combine, copy_rows, moe_ffn
 from .norm import rms_norm
 from .permute import permute, sort_pairs, unpermute
 from .rope import rope, rope_frequencies, yarn_frequencies, yarn_scale
 from .rope_cache_write import gqa_rope_cache_write, mla_rope_cache_write, rope_table
-from .router import router, router_logits
+from .router import place_routing, router, router_logits
 from .sampling import greedy
 from .sampling.inputs import count_tokens, sample
 
 __all__ = [
     "combine",
+    "copy_rows",
     "count_tokens",
     "embed",
     "gqa_decode",
@@ -37,6 +38,7 @@ __all__ = [
     "moe_ffn",
     "per_head_linear",
     "permute",
+    "place_routing",
     "quantize_fp8",
     "rms_norm",
     "rope",
@@ -47,7 +49,6 @@ __all__ = [
     "sample",
     "silu_mul",
     "sort_pairs",
-    "submit",
     "unpermute",
     "yarn_frequencies",
     "yarn_scale",

@@ -95,26 +95,14 @@ def _inputs(
     return lambda x: int8.dequantize(int8.quantize(x.to(torch.bfloat16), kind), dtype)
 
 
-def submit(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Copies activations and their routing to where the CPU reads them.
+def copy_rows(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """Copies rows to where another device reads them, converted to what the targets hold.
 
     Args:
-        x: [T, H].
-        ids: int [T, topk]; -1: not on the CPU.
-        weights: [T, topk].
-        out: bf16 [T, H], int32 [T, topk] and float32 [T, topk] in the host's memory.
-
-    Returns:
-        ``out``.
+        sources, targets: [T, N], each pair with its own N; floats or integers.
     """
-    for value, to in zip((x, ids, weights), out, strict=True):
-        to.copy_(value)
-    return out
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
 
 
 def combine(

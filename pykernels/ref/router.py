@@ -20,8 +20,8 @@ def router(
     logits: torch.Tensor,
     spec: RouterSpec,
     bias: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
     here: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Routing:
     """Experts of each token, best first, and their weights.
 
@@ -85,6 +85,24 @@ def split_routing(
     rank = torch.empty_like(order).scatter_(1, order, ranks.expand_as(order))
     is_last = rank >= here.sum(1, keepdim=True) - last
     return ids.masked_fill(is_last, -1), ids.masked_fill(~is_last, -1)
+
+
+def place_routing(ids: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parts each token's choice of experts by where they are (Fiddler, arXiv 2402.07033: some in
+    slots of a GPU, all of them on the CPU).
+
+    Args:
+        ids: int32 or int64 [T, topk]; outside 0..E-1: not here, which is in neither part.
+        slots: int32 [E], the slot of each expert; negative: it has none.
+
+    Returns:
+        [T, topk] like ``ids``: the slots of those that have one, and the ids of the others, each in
+        its place, and -1 in the other part.
+    """
+    known = (ids >= 0) & (ids < len(slots))
+    slot = slots[ids.where(known, 0).long()].to(ids.dtype).where(known, -1)
+    here = slot >= 0
+    return slot.where(here, -1), ids.where(known & ~here, -1)
 
 
 def router_logits(

@@ -12,10 +12,12 @@ import torch
 from pykernels.errors import PykernelsError
 
 from ..engine.batch import DeviceLost, StepBatch, StepResult
+from ..engine.routing import LayerRouting, RoutedLayer
 from ..kv_cache.layout import PAGE, CachePart
 from ..lanes import lane_tokens
 from ..node import STEP_SIZES
 from ..passes import dual_batch as in_two_lanes
+from ..passes.keep_routing import routers
 from ..passes.numa import split_over_nodes
 from ..profiling.step_bytes import weight_bytes
 from ..program import Program
@@ -106,6 +108,7 @@ class PagedRunner(ABC):
     layouts: Callable[[Program], LayoutOf]
     copies_inputs = False
     """Whether the device copies a step's inputs itself, those of lanes too."""
+    routed_layers: Sequence[RoutedLayer] = ()
 
     def __init__(
         self,
@@ -229,7 +232,15 @@ class PagedRunner(ABC):
         step = make(program, inputs)
         out = {name: tensor.numpy() for name, tensor in step.outputs.items()}
         self._results[id(step)] = StepResult(
-            out["sampled_token_ids"], out["logprobs"], out["top_ids"], out["top_logprobs"]
+            out["sampled_token_ids"],
+            out["logprobs"],
+            out["top_ids"],
+            out["top_logprobs"],
+            [
+                LayerRouting(out[node.outputs["ids"]], out[node.outputs["weights"]])
+                for node in routers(step.program)
+                if node.outputs["ids"] in out
+            ],
         )
         return step
 

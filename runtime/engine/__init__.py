@@ -14,6 +14,7 @@ from .outputs import (
     Result,
     TokenLogprob,
 )
+from .routing import RoutedExperts, RoutedLayer
 from .sampling_params import SamplingParams
 from .text import Detokenizer
 
@@ -32,6 +33,8 @@ __all__ = [
     "RequestHandle",
     "RequestStats",
     "Result",
+    "RoutedExperts",
+    "RoutedLayer",
     "Runner",
     "SamplingParams",
     "SequenceSampling",

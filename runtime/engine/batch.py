@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol
@@ -14,6 +14,7 @@ from pykernels.errors import PykernelsError
 
 from .constraint import Mask
 from .counts import TokenCounts
+from .routing import LayerRouting, RoutedLayer
 from .sampling_params import SamplingParams
 
 Ints = NDArray[np.int64]
@@ -194,12 +195,14 @@ class StepResult:
         top_ids: int64 [>= R, >= N], the N = ``params.logprobs`` most likely tokens of these
             logits, best first; needed where N > 0.
         top_logprobs: float32, the same shape.
+        routing: of each of the runner's ``routed_layers``.
     """
 
     sampled_token_ids: Ints
     logprobs: NDArray[np.float32] | None = None
     top_ids: Ints | None = None
     top_logprobs: NDArray[np.float32] | None = None
+    routing: Sequence[LayerRouting] = ()
 
     def copy(self) -> StepResult:
         """One that stays valid."""
@@ -230,6 +233,8 @@ class Runner(Protocol):
     max_model_len: int
     """Positions that the model was made for."""
     vocab_size: int
+    routed_layers: Sequence[RoutedLayer]
+    """Those whose choices of experts a step gives back, once it is bound; none: it cannot."""
 
     def bind(self, batch: StepBatch) -> None:
         """Called once, before the first step, with the batch that later steps are written into."""

@@ -24,7 +24,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from pykernels.errors import PykernelsError
+
 from ..tracing.active import phase
+from ..tracing.observation import Observation
 from .batch import DeviceLost, Runner, StepResult
 from .config import EngineConfig
 from .outputs import EngineStats, FinishReason, TokenLogprob
@@ -49,13 +52,15 @@ class Core:
         news: Callable[[], bool] = lambda: False,
     ) -> None:
         self.runner, self.clock, self.news = runner, clock, news
-        self.overlap = config.overlap
+        self.overlap = self._overlap = config.overlap
         self.stats = EngineStats()
         self.scheduler = Scheduler(runner, self.stats, config)
         runner.bind(self.scheduler.writer.batch)
         self._running: ScheduledStep | None = None
         self._launched_at = math.nan
         self._timed: set[Request] = set()
+        self._routed: set[Request] = set()
+        self._observation: Observation | None = None
         self._next_deadline = math.inf
 
     @property
@@ -69,11 +74,27 @@ class Core:
         if request.deadline < math.inf:
             self._timed.add(request)
             self._next_deadline = min(self._next_deadline, request.deadline)
+        if request.routing is not None:
+            self._routed.add(request)
 
     def cancel(self, request: Request) -> None:
         """End a request with what it has; nothing happens if it has ended, or was not added."""
         if request.state not in (State.NEW, State.FINISHED):
             self._end(request, "cancelled")
+
+    def observe(self, observation: Observation) -> None:
+        """The next steps run inside of it, one after the other without overlap; of two
+        observations, the second one fails."""
+        if self._observation is not None:
+            observation.end(PykernelsError("Steps are observed already", "Try again later"))
+        elif not observation.done.done():
+            self._observation, self.overlap = observation, False
+
+    def unobserve(self, observation: Observation) -> None:
+        """Ends it, if it is the one that is on."""
+        observation.end()
+        if self._observation is observation:
+            self._observation, self.overlap = None, self._overlap
 
     def end_all(self, error: BaseException | None = None) -> None:
         """Cancel every request, or let them fail with ``error``, when the step that runs ends."""
@@ -83,6 +104,8 @@ class Core:
                 self.runner.result()
         for request in self.scheduler.requests():
             self._end(request, "error" if error else "cancelled", error)
+        if self._observation is not None:
+            self._observation.end(error or PykernelsError("The engine is closed", "Make a new one"))
 
     def step(self) -> bool:
         """Deliver the tokens of one step; False if there is nothing to do.
@@ -91,6 +114,14 @@ class Core:
         with that error. ``DeviceLost``, and what is no ``Exception`` (Ctrl-C), is raised again
         after that.
         """
+        if self._observation is None:
+            return self._step()
+        worked = self._observation.step(self._step)
+        if self._observation.done.done():
+            self.unobserve(self._observation)
+        return worked
+
+    def _step(self) -> bool:
         now = self.clock()
         if now >= self._next_deadline:
             self._expire(now)
@@ -122,6 +153,8 @@ class Core:
         seconds = self.clock() - self._launched_at
         self.scheduler.writer.set_tokens(result.sampled_token_ids)
         ended = self._count(running, sampled_token_ids)
+        if self._routed:
+            _write_routing(running, result)
         failure = None
         if ahead is not None:
             if ended or self.news():
@@ -255,6 +288,7 @@ class Core:
                 reason = "stop" if stopped else reason
         self.scheduler.remove(request)
         self._timed.discard(request)
+        self._routed.discard(request)
         request.state, request.reason, request.error = State.FINISHED, reason, error
         self.stats.finished += 1
         with suppress(RuntimeError):  # a consumer's event loop that is closed
@@ -264,6 +298,17 @@ class Core:
         for request in [r for r in self._timed if r.deadline <= now]:
             self._end(request, "deadline")
         self._next_deadline = min((r.deadline for r in self._timed), default=math.inf)
+
+
+def _write_routing(step: ScheduledStep, result: StepResult) -> None:
+    """Before the next step is launched, which writes over it."""
+    at = 0
+    # What a decoding request computes is its last token, until this step's is appended.
+    parts = [(request, len(request.tokens) - 1, 1) for request in step.decoding]
+    for request, first, size in [*parts, *step.chunks]:
+        if request.routing is not None and request.state is State.RUNNING:
+            request.routing.write(first, at, at + size, result.routing)
+        at += size
 
 
 def _logprob(token: int, top: int, row: int, result: StepResult) -> TokenLogprob:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -15,6 +16,7 @@ from types import TracebackType
 
 from pykernels.errors import PykernelsError
 
+from ..tracing.observation import Observation, Observer
 from ..workers.fork import refuse_in_child
 from .batch import DeviceLost, Runner
 from .config import EngineConfig
@@ -207,6 +209,29 @@ class Engine:
             return False
         finally:
             self._owner.release()
+
+    def observe(self, observer: Observer, steps: int) -> Future[None]:
+        """The next steps that have work run inside of an observer; from any thread.
+
+        Args:
+            steps: that it sees; between two of them runs one that it does not.
+
+        Returns:
+            What ends behind the last of them, or with the observer's error: ``PykernelsError`` if
+            steps are observed already, or the engine is closed. Cancelled, it observes no more.
+        """
+        self._refuse_in_child()
+        observation = Observation(observer, steps)
+        with self._gate:
+            if self._closed:
+                raise PykernelsError("The engine is closed", "Make a new one")
+            self._inbox.put(partial(self._core.observe, observation))
+        observation.done.add_done_callback(partial(self._unobserve, observation))
+        return observation.done
+
+    def _unobserve(self, observation: Observation, done: Future[None]) -> None:
+        if done.cancelled():
+            self._inbox.put(partial(self._core.unobserve, observation))
 
     @property
     def stats(self) -> EngineStats:

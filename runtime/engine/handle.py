@@ -91,6 +91,7 @@ class Handle:
             tuple(request.prompt_logprobs),
             request.reason,
             request.stats(),
+            None if request.routing is None else request.routing.since(0),
         )
 
 

@@ -29,6 +29,7 @@ class Intake:
         self.ageing_seconds, self.clock = ageing_seconds, clock
         self.vocab_size, self.max_model_len = runner.vocab_size, runner.max_model_len
         self.num_pages, self.page_size = runner.num_pages, runner.page_size
+        self.routed_layers = runner.routed_layers
         # Others are never drawn; ``min_tokens`` would write their bias past the logits.
         self.eos_ids = tuple(token for token in eos_ids if 0 <= token < runner.vocab_size)
         self._arrivals = itertools.count(1)
@@ -64,6 +65,12 @@ class Intake:
                 f"{name} has stop strings, and this engine has no detokenizer",
                 "Give the engine one, or use stop_token_ids",
             )
+        if params.routed_experts and not self.routed_layers:
+            raise PykernelsError(
+                f"{name} asks for routed experts, and this device does not tell them, or the model"
+                " has none",
+                "Use the cpu device and a Mixture-of-Experts model",
+            )
         seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
         now = self.clock()
         requests: list[Request] = []
@@ -87,6 +94,7 @@ class Intake:
                     sink=sink,
                     streamed=streamed,
                     text=text,
+                    routed_layers=self.routed_layers,
                 )
             )
         return requests

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from .routing import RoutedExperts
+
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 """stop: an end token or a stop string; length: max_tokens."""
 
@@ -63,6 +65,8 @@ class Completion:
     """Of the prompt's tokens from ``logprob_start`` on."""
     finish_reason: FinishReason
     stats: RequestStats
+    routed_experts: RoutedExperts | None = None
+    """Of the computed tokens, if ``SamplingParams.routed_experts`` asks for them."""
 
 
 @dataclass(frozen=True, slots=True)

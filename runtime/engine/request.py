@@ -11,6 +11,7 @@ from .batch import SequenceSampling
 from .constraint import MaskedOutput
 from .counts import TokenCounts
 from .outputs import FinishReason, RequestStats, TokenLogprob
+from .routing import RoutedLayer, RoutingLog
 from .sampling_params import MAX_SEED, SamplingParams
 from .text import TextStream
 
@@ -44,6 +45,7 @@ class Request:
             than another makes up for one step of priority, so none waits for ever.
         masked: of a request with a constraint, else None.
         text: of a request with stop strings, else None.
+        routing: of a request that asks for its experts, else None.
         streamed: whether each token is an event; otherwise only the end is.
         deadline: on the clock of ``time.perf_counter``.
     """
@@ -71,6 +73,7 @@ class Request:
         "prompt_logprobs",
         "prompt_size",
         "reason",
+        "routing",
         "sampling",
         "sink",
         "state",
@@ -98,6 +101,7 @@ class Request:
         sink: Sink,
         streamed: bool,
         text: TextStream | None = None,
+        routed_layers: Sequence[RoutedLayer] = (),
     ) -> None:
         self.name, self.index, self.params = name, index, params
         self.tokens = list(prompt)
@@ -125,6 +129,7 @@ class Request:
         self.text = text
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
+        self.routing = RoutingLog(routed_layers) if params.routed_experts else None
         self.sink, self.streamed = sink, streamed
         self.submitted_at = now
         self.deadline = math.inf if params.deadline is None else now + params.deadline

@@ -48,6 +48,7 @@ class SamplingParams:
         priority: lower is served first and preempted last.
         constraint: which tokens may come next, as a grammar says; each output begins one of its
             own. None: any.
+        routed_experts: tell which experts each token used, see ``Completion.routed_experts``.
     """
 
     temperature: float = 1.0
@@ -70,6 +71,7 @@ class SamplingParams:
     deadline: float | None = None
     priority: int = 0
     constraint: Constraint | None = field(default=None, hash=False)
+    routed_experts: bool = False
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0, math.inf)
@@ -98,6 +100,8 @@ class SamplingParams:
         if self.deadline is not None:
             _number("deadline", self.deadline, 0, math.inf)
         _whole("priority", self.priority)
+        if not isinstance(self.routed_experts, bool):
+            raise _bad("routed_experts", self.routed_experts, "True or False")
         self._freeze("logit_bias", _bias(self.logit_bias))
         self._freeze("stop", _strings(self.stop))
         self._freeze("stop_token_ids", _ids(self.stop_token_ids))

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
 
-from ..analysis import experts_per_token
+from ..analysis import experts_per_token, share_of_experts
 from ..program import Buffer, Node, Program
 
 LEAST = 2
@@ -22,12 +22,14 @@ class MoELayer:
     Attributes:
         experts: the node of the layer with the role "routed".
         sum: the buffer [T, H] that it writes, which the next norm adds up.
-        topk: experts of a token that it computes.
+        topk: experts of a token that it computes, at most; ``share``: the part that it computes of
+            those, if a token takes any with equal chance: less than 1 where others are "cached".
     """
 
     experts: Node
     sum: str
     topk: int
+    share: float
 
 
 def moe_layers(program: Program) -> tuple[MoELayer, ...]:
@@ -37,7 +39,12 @@ def moe_layers(program: Program) -> tuple[MoELayer, ...]:
         PykernelsError: a layer has two nodes of that role.
     """
     layers = tuple(
-        MoELayer(node, node.outputs["out"], experts_per_token(program, node.inputs["ids"]))
+        MoELayer(
+            node,
+            node.outputs["out"],
+            experts_per_token(program, node.inputs["ids"]),
+            share_of_experts(program, node),
+        )
         for node in program.nodes
         if node.op == "moe_ffn" and node.role == "routed"
     )
@@ -146,4 +153,19 @@ def rebuilt(program: Program, nodes: list[Node], buffers: Mapping[str, Buffer]) 
         for name, buffer in every.items()
         if name in named or buffer.kind not in ("scratch",)
     }
-    return replace(program, nodes=tuple(nodes), buffers=kept).check()
+    return replace(program, nodes=_submitted_early(nodes), buffers=kept).check()
+
+
+def _submitted_early(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """The nodes; one that parts a choice for another device stands right behind the choice, before
+    the shared experts, so that the other device begins at once."""
+    placed = list[Node]()
+    for node in nodes:
+        if node.op == "split_routing" and any(
+            other.device != node.device and set(other.reads) & set(node.writes) for other in nodes
+        ):
+            last = max(i for i, other in enumerate(placed) if set(other.writes) & set(node.reads))
+            placed.insert(last + 1, node)
+        else:
+            placed.append(node)
+    return tuple(placed)

@@ -7,6 +7,8 @@ layer skips as well.
 
 from __future__ import annotations
 
+from pykernels.errors import PykernelsError
+
 from ..program import Buffer, Node, Program
 from .layers import LEAST, check_count, moe_layers, rebuilt, refuse_deferred, split
 
@@ -19,11 +21,17 @@ def skip(program: Program, N: int, least: int = LEAST) -> Program:
         least: experts that stay, at the least.
 
     Raises:
-        PykernelsError: no routed experts, or fewer than ``least`` would stay; some are deferred.
+        PykernelsError: no routed experts, or fewer than ``least`` would stay; some are deferred, or
+            in slots.
     """
     if N == 0:
         return program
     refuse_deferred(program, "skip")
+    if any(node.role == "cached" for node in program.nodes):
+        raise PykernelsError(
+            f"skip after gpu_experts would not see the experts that {program.name!r} has in slots",
+            "Apply skip before gpu_experts",
+        )
     layers = moe_layers(program)
     check_count(program, layers, N, least)
     by_node = {layer.experts.name: layer for layer in layers}

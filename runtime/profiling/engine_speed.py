@@ -12,7 +12,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from ..devices.runner import PagedRunner
 from ..engine import Engine, EngineConfig, RequestHandle, SamplingParams, StepResult
 from ..kv_cache.layout import PAGE
 from ..program import Program
+from ..tracing.observation import Observer
 from ..workers.busy import BusyTimes
 from .step_bytes import cache_bytes, weight_bytes
 
@@ -76,6 +77,7 @@ class StepTime:
             shortly before.
         tokens: that it drew.
         context: mean positions of its sequences.
+        expert_bytes: of the experts that the CPU read, counted; of a step shortly before too.
     """
 
     seconds: float
@@ -84,17 +86,7 @@ class StepTime:
     wait: float
     tokens: int
     context: float
-
-
-class Observer(Protocol):
-    """Sees the steps that are timed: entered before the first of them, left behind the last."""
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def step(self) -> AbstractContextManager[None]:
-        """Around one step."""
+    expert_bytes: int = 0
 
 
 class Unobserved:
@@ -158,6 +150,7 @@ class EngineTimer:
         most = (1 + ahead) * tokens + chunks + 1
         handles = [self._submit(context, most) for _ in range(batch)]
         self._until_drawn(handles)
+        self._watched.look_next()  # the last one that was looked at had prompts
         steps = []
         with observer or Unobserved():
             for _ in range(tokens):
@@ -204,7 +197,8 @@ class EngineTimer:
             self._watched.look()
         jobs, half = self._watched.jobs_seconds(), self._watched.times
         wait = sum(half.waits) / len(half.waits) if half.waits else 0.0
-        return StepTime(seconds, min(jobs, seconds), half.busy, wait, drawn, context)
+        nbytes = self._watched.expert_bytes
+        return StepTime(seconds, min(jobs, seconds), half.busy, wait, drawn, context, nbytes)
 
 
 class _Watched:
@@ -212,12 +206,13 @@ class _Watched:
 
     Attributes:
         times: of the last step that was looked at, one in ``_EVERY``: the next one waits meanwhile.
+        expert_bytes: that the CPU read in that step.
     """
 
     def __init__(self, runner: PagedRunner) -> None:
         self._runner = runner
         self._count = 0
-        self.times = BusyTimes(0.0, ())
+        self.times, self.expert_bytes = BusyTimes(0.0, ()), 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -230,10 +225,14 @@ class _Watched:
         self._count += 1
         return found
 
+    def look_next(self) -> None:
+        """The next step that ends is looked at."""
+        self._count = 0
+
     def look(self) -> None:
-        """Takes the times of the step that ended last; none has begun since."""
+        """Takes the figures of the step that ended last; none has begun since."""
         if (half := self._last_half()) is not None:
-            self.times = BusyTimes.of(half.jobs.jobs)
+            self.times, self.expert_bytes = BusyTimes.of(half.jobs.jobs), half.expert_bytes
 
     def jobs_seconds(self) -> float:
         """Seconds of the jobs of the step that ended last; of one that has none, 0."""
@@ -252,12 +251,13 @@ class _Watched:
 class DecodeSpeed:
     """Medians of decode steps. Rates use 1e9 bytes.
 
-    ``bytes_per_step`` are the weights that a step reads and the keys and values at the mean
-    context; with a GPU, the weights that the CPU reads. ``bytes_per_token`` is that over the batch,
-    ``roof_share`` how near ``gbps`` comes to what the same threads read in a plain loop.
-    ``us_per_layer`` is what a step takes beyond its bytes at that rate, over the layers;
-    ``python_us_per_step`` what it takes beyond its jobs. ``cpu_busy`` is the share of the step in
-    which workers had something to do, ``wait_us_per_layer`` how long they waited for the GPU.
+    ``bytes_per_step`` are the weights that a step reads, of the experts those that its tokens took,
+    and the keys and values at the mean context; with a GPU, the weights that the CPU reads.
+    ``bytes_per_token`` is that over the batch, ``roof_share`` how near ``gbps`` comes to what the
+    same threads read in a plain loop. ``us_per_layer`` is what a step takes beyond its bytes at
+    that rate, over the layers; ``python_us_per_step`` what it takes beyond its jobs. ``cpu_busy``
+    is the share of the step in which workers had something to do, ``wait_us_per_layer`` how long
+    they waited for the GPU.
     """
 
     decode_tok_s: float
@@ -295,7 +295,8 @@ def decode_speed(
     p10, p90 = np.quantile([step.seconds for step in steps], [0.1, 0.9])
     context = median(step.context for step in steps)
     on_gpu = any(node.device.startswith("cuda") for node in program.nodes)
-    nbytes = weight_bytes(program, batch, "cpu" if on_gpu else None)
+    nbytes = weight_bytes(program, 0, "cpu" if on_gpu else None)  # no tokens take no experts
+    nbytes += round(median(step.expert_bytes for step in steps))
     if not on_gpu:
         nbytes += batch * cache_bytes(program, round(context))
     gbps = nbytes / seconds / 1e9

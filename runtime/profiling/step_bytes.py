@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..analysis import experts_per_token
+from ..analysis import experts_per_token, share_of_experts
 from ..kv_cache.layout import cache_inputs
 from ..program import Node, Program
 
@@ -24,9 +24,11 @@ def _weight_bytes(program: Program, node: Node, tokens: int) -> float:
         if name in ("weight", "heads") and node.op in ("linear", "per_head_linear"):
             total += weight.nbytes
         elif name == "experts":
-            E = weight.shape[0]
-            ids = node.inputs.get("ids")
-            topk = E if ids is None else experts_per_token(program, ids)
+            share, ids = share_of_experts(program, node), node.inputs.get("ids")
+            E = (weight.whole or weight).shape[0] * share
+            topk = E if ids is None else experts_per_token(program, ids) * share
+            if not E:
+                continue
             total += weight.bytes_per_expert * expected_experts(E, topk, tokens)
     return total
 
@@ -74,7 +76,7 @@ def crossing_bytes(program: Program, nodes: int, tokens: int = 1, context: int =
     )
 
 
-def expected_experts(E: int, topk: int, tokens: int) -> float:
+def expected_experts(E: float, topk: float, tokens: int) -> float:
     """Distinct experts of E that ``tokens`` tokens take, ``topk`` each, drawn independently."""
     return E * (1 - (1 - topk / E) ** tokens)
 

@@ -24,8 +24,8 @@ THREAD = Lane(ENGINE, "cpu", 0, "engine")
 
 
 class Recorder:
-    """While it is entered, steps in ``with recorder.step():`` are recorded; an ``Observer`` of
-    ``profiling.engine_speed``. It may be entered again, for more steps.
+    """While it is entered, steps in ``with recorder.step():`` are recorded; an ``Observer``. It
+    may be entered again, for more steps.
 
     One thread drives the engine. Meanwhile a task of the workers takes some 50 ns longer.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,29 @@ def test_gguf_reads_back_what_was_written(arch: str, fmt: str, tmp_path: Path) -
 
 
 def test_a_peer_that_is_not_built_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_bench, "find", lambda name: llama_tools.find(name, tmp_path))
-    with pytest.raises(PeerMissing, match=r"bench\.peers\.install"):
-        llama_bench.prefill(tmp_path / "any.gguf", 8, 1)
+    monkeypatch.setattr(llama_tools, "VENVS", tmp_path)
+    for offload in (llama_bench.CPU_ONLY, *llama_bench.ON_THE_GPU):
+        with pytest.raises(PeerMissing, match=f"bench.peers.install {offload.tools.engine}"):
+            llama_bench.prefill(tmp_path / "any.gguf", 8, 1, offload=offload)
+
+
+@pytest.mark.parametrize("inner", ["", "llama.cpp/", "llama_cpp_python-0.3.36/vendor/llama.cpp/"])
+@pytest.mark.parametrize("archive", [False, True])
+def test_llama_cpp_is_found_in_a_folder_or_an_archive(
+    inner: str, archive: bool, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    (source / inner / "tools/llama-bench").mkdir(parents=True)
+    (source / inner / "CMakeLists.txt").touch()
+    if archive:
+        source = Path(shutil.make_archive(str(tmp_path / "packed"), "xztar", source))
+    root = llama_tools.unpack(source, tmp_path / "scratch")
+    assert (root / "CMakeLists.txt").exists()
+
+
+def test_a_source_without_llama_cpp_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(llama_tools.ToolMissing, match="no llama.cpp in"):
+        llama_tools.unpack(tmp_path, tmp_path)
+    (tmp_path / "a.txz").write_text("no archive")
+    with pytest.raises(llama_tools.ToolMissing, match="cannot be unpacked"):
+        llama_tools.unpack(tmp_path / "a.txz", tmp_path)

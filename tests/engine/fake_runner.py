@@ -41,6 +41,7 @@ class FakeRunner:
     max_num_logits: int = 10
     max_model_len: int = 200
     vocab_size: int = 997
+    routed_layers = ()
     cache: np.ndarray = field(init=False)
     drawn: dict[int, list[int]] = field(default_factory=dict)
     """By seed, which is another for each request of a test."""

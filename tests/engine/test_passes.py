@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.devices.runner import Pass
-from runtime.passes import defer, fewest_deferred, offload, skip
+from runtime.passes import defer, fewest_deferred, gpu_experts, offload, skip
+from runtime.passes.gpu_experts import slot_tables
 from runtime.passes.layers import moe_layers
 from runtime.program import Program
 from runtime.step_inputs import allocate_inputs
@@ -28,26 +29,34 @@ T = 8
 FAMILIES = ("deepseek_v3", "qwen2_moe", "glm4_moe")  # 3 experts of a token
 
 
+def smallest(weights: torch.Tensor, among: torch.Tensor, count: int) -> torch.Tensor:
+    """Of each token, the ``count`` smallest weights where ``among`` is set, as a mask."""
+    order = weights.masked_fill(~among, -1).sort(dim=-1, descending=True, stable=True).indices
+    return among & (order.argsort(-1) >= among.sum(-1, keepdim=True) - count)
+
+
 @contextmanager
-def changed(lm: Any, deferred: int = 0, skipped: int = 0) -> Iterator[None]:
+def changed(
+    lm: Any, deferred: int = 0, skipped: int = 0, in_slots: tuple[int, ...] = ()
+) -> Iterator[None]:
     """Transformers' model with the experts of a token's smallest weights skipped, and with those of
-    the smallest that are left deferred by one layer."""
+    the smallest that are left, and are in no slot, deferred by one layer."""
     blocks = [layer.mlp.experts for layer in lm.model.layers if hasattr(layer.mlp, "experts")]
     late: list[torch.Tensor] = []
 
     def hook(module: Any, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
         x, ids, weights = (*args, *kwargs.values())
-        order = weights.sort(dim=-1, descending=True, stable=True).indices
-        order = order[:, : ids.shape[1] - skipped]
-        stay = order.shape[1] - (0 if module is blocks[-1] else deferred)
 
-        def experts(at: torch.Tensor) -> torch.Tensor:
-            return module.forward(x, ids.gather(1, at), weights.gather(1, at))
+        def experts(mask: torch.Tensor) -> torch.Tensor:
+            return module.forward(x, ids, weights * mask)
 
+        stay = ~smallest(weights, torch.ones_like(ids, dtype=torch.bool), skipped)
+        on_cpu = stay & ~torch.isin(ids, torch.tensor(in_slots))
+        later = smallest(weights, on_cpu, 0 if module is blocks[-1] else deferred)
         joined = late.pop() if late else torch.zeros_like(output)
-        if stay < order.shape[1]:
-            late.append(experts(order[:, stay:]))
-        return experts(order[:, :stay]) + joined
+        if later.any():
+            late.append(experts(later))
+        return experts(stay & ~later) + joined
 
     hooks = [block.register_forward_hook(hook, with_kwargs=True) for block in blocks]
     yield
@@ -55,7 +64,13 @@ def changed(lm: Any, deferred: int = 0, skipped: int = 0) -> Iterator[None]:
         one.remove()
 
 
-def run(llm: Any, program: Program, device: str, **options: Any) -> torch.Tensor:
+def run(
+    llm: Any,
+    program: Program,
+    device: str,
+    tables: Mapping[str, torch.Tensor] | None = None,
+    **options: Any,
+) -> torch.Tensor:
     """Logits [T, V] of T tokens of one sequence; on the ref device of a program that is there."""
     inputs = allocate_inputs(program) | {
         "tokens": torch.arange(20, 20 + T),
@@ -67,6 +82,7 @@ def run(llm: Any, program: Program, device: str, **options: Any) -> torch.Tensor
     caches = {name: part.zeros() for name, part in llm.runner.model.caches(1).items()}
     if reference:
         caches = {name: pages.float() for name, pages in caches.items()}
+    caches |= tables or slot_tables(program)
     step: Any
     step = (
         RefExecutable(program, llm.runner.weights, inputs, caches, **options)
@@ -103,12 +119,22 @@ def test_programs_do_what_a_plain_forward_does(family: str, tmp_path: Path) -> N
             assert error.median() < 0.05 * wanted.norm(dim=-1).median()
 
 
+IN_SLOTS = (0, 3, 6)  # of eight
+
+
+def in_slots(program: Program) -> Program:
+    """Some experts of every layer beside the others."""
+    layers = [layer.experts.layer for layer in moe_layers(program)]
+    return gpu_experts(program, {layer: IN_SLOTS for layer in layers if layer is not None})
+
+
 PASSES: dict[str, Pass] = {
     "defer": lambda p: defer(p, 1),
+    "gpu_experts": in_slots,
     "skip": lambda p: skip(p, 1),
     "offload": offload,
 }
-PAIRS: dict[tuple[str, str], dict[str, int] | str] = {
+PAIRS: dict[tuple[str, str], dict[str, Any] | str] = {
     ("defer", "defer"): {"deferred": 2},
     ("defer", "skip"): "Apply skip before defer",
     ("defer", "offload"): {"deferred": 1},
@@ -118,6 +144,13 @@ PAIRS: dict[tuple[str, str], dict[str, int] | str] = {
     ("offload", "defer"): {"deferred": 1},
     ("offload", "skip"): {"skipped": 1},
     ("offload", "offload"): {},
+    ("gpu_experts", "defer"): {"deferred": 1, "in_slots": IN_SLOTS},
+    ("gpu_experts", "skip"): "Apply skip before gpu_experts",
+    ("gpu_experts", "offload"): {},
+    ("gpu_experts", "gpu_experts"): "Apply gpu_experts once",
+    ("defer", "gpu_experts"): "before defer",
+    ("skip", "gpu_experts"): {"skipped": 1},
+    ("offload", "gpu_experts"): {},
 }
 """What two passes in a row are, or why they are refused."""
 
@@ -149,6 +182,36 @@ def test_two_passes_in_a_row(pair: tuple[str, str], four_experts: tuple[Any, Any
     bound = 0.02 if "offload" in pair else 1e-4
     assert (logits - truth).norm() < bound * truth.norm()
     assert torch.equal(logits.argmax(-1), truth.argmax(-1)) or "offload" in pair
+
+
+@pytest.mark.parametrize(("device", "bound"), [("ref", 1e-4), ("cpu", 0.02)])
+def test_what_is_in_slots_may_change_between_steps(
+    device: str, bound: float, four_experts: tuple[Any, Any]
+) -> None:
+    llm, lm = four_experts
+    program = in_slots(llm.runner.model.lower(T, 1, T, 1, 1))
+    with torch.no_grad():
+        truth = lm(torch.arange(20, 20 + T)[None]).logits[0]
+    tables = slot_tables(program)
+    assert [table.tolist() for table in tables.values()] == [[0, -1, -1, 1, -1, -1, 2, -1]] * 3
+    here = on_ref(program) if device == "ref" else program
+    for lost in (None, 3):
+        for table in tables.values():
+            table[[] if lost is None else lost] = -1
+        error = (run(llm, here, device, tables) - truth).norm(dim=-1)
+        assert error.median() < bound * truth.norm(dim=-1).median()
+    for table in tables.values():  # the wrong experts: it is the table that is followed
+        table[3] = 2
+    assert (run(llm, here, device, tables) - truth).norm() > 0.1 * truth.norm()
+
+
+def test_experts_that_there_are_not(four_experts: tuple[Any, Any]) -> None:
+    program = four_experts[0].runner.model.lower(T, 1, T, 1, 1)
+    for wrong in ((1, 8), (2, 2)):
+        with pytest.raises(PykernelsError, match="Give each of 0 to 7 once at most"):
+            gpu_experts(program, {1: wrong})
+    with pytest.raises(PykernelsError, match="layer 0 of .* has no routed experts"):
+        gpu_experts(program, {0: (1,)})
 
 
 def test_what_is_deferred_and_what_is_not(tmp_path: Path) -> None:

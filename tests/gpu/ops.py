@@ -18,6 +18,7 @@ from pykernels.gpu.attention.kv_write import kv_write, mla_write
 from pykernels.gpu.common.bandwidth import read
 from pykernels.gpu.embedding import embed
 from pykernels.gpu.moe.permute import permute, sort_pairs, unpermute
+from pykernels.gpu.moe.place_routing import place_routing
 from pykernels.gpu.moe.router import route, router
 from pykernels.gpu.moe.router_logits import router_logits
 from pykernels.gpu.norm import rms_norm
@@ -129,9 +130,23 @@ def _router(E: int, spec: RouterSpec) -> Op:
         return {"logits": normal(device, T, E, dtype=FP32), "ids": ids, "weights": weights}
 
     def run(t: Tensors) -> None:
-        router(t["logits"], spec, None, Routing(t["ids"], t["weights"]))
+        router(t["logits"], spec, out=Routing(t["ids"], t["weights"]))
 
     return Op(f"router of {E}", make, run, ("ids", "weights"))
+
+
+def _place_routing(T: int) -> Op:
+    def make(device: torch.device) -> Tensors:
+        E, topk = 128, 8
+        slots = torch.randperm(E, device=device)[:E].to(torch.int32) - 64
+        ids = integers(device, E + 1, T, topk, dtype=torch.int32) - 1
+        outs = {name: empty(device, T, topk, dtype=torch.int32) for name in ("here", "there")}
+        return {"ids": ids, "slots": slots, **outs}
+
+    def run(t: Tensors) -> None:
+        place_routing(t["ids"], t["slots"], (t["here"], t["there"]))
+
+    return Op(f"place_routing of {T}", make, run, ("here", "there"))
 
 
 def _gate(T: int, dtype: torch.dtype) -> Op:
@@ -241,6 +256,7 @@ AROUND = (
     _route(7),
     _router(128, RouterSpec(8)),
     _router(60, RouterSpec(4)),
+    _place_routing(37),
     _gate(1, FP32),
     _gate(5, BF16),
     _gate(40, FP32),

@@ -15,6 +15,7 @@ import torch
 from model.checkpoint.config import read_config
 from model.modules.moe import FusedMoE
 from model.opened import open_weights
+from model.pinning.beside import experts_beside
 from model.rules import default_rules
 from pykernels.errors import PykernelsError
 from pykernels.quant import Format
@@ -89,6 +90,52 @@ def test_logprobs_are_transformers(
     on_cpu = sum(block.shape.E for block in blocks) if experts == "cpu" else 0
     assert len(packed) == 3 * on_cpu  # nothing else is packed for the CPU
     assert forced.token_ids == (77,)
+
+
+def test_some_experts_of_a_layer_beside_those_of_the_cpu(
+    tmp_path: Path, device: torch.device
+) -> None:
+    """In prompts and in decode steps, and after a slot has lost its expert."""
+    made = tiny.make(tmp_path, "qwen2_moe", num_hidden_layers=2)
+    ids = [5, 17, 60, 33, 8, 90]
+    with torch.no_grad():
+        truth = made.reference(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    where = "cuda:0" if device.type == "cuda" else "cpu"
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=20, logprob_start=1)
+    with WorkerPool(1) as pool:
+        with open_weights(tmp_path, read_config(tmp_path)) as weights:
+            decoder = weights.readable(packer(pool), lambda *_: None)
+            program = decoder.lower(1, 1, 1, 1, 1)
+            beside = experts_beside(1, program, "cuda:0", 1 << 30)
+            assert beside == {0: (0,), 1: (0,)}
+            beside = {0: (2, 5), 1: (1,)}
+            runner = CudaRunner(
+                decoder,
+                where,
+                pool,
+                64,
+                None,
+                4,
+                2,
+                "generic",
+                max_num_logits=4,
+                experts="cpu",
+                gpu_experts=beside,
+            )
+            runner.load()
+        with Engine(runner) as engine:
+            [result] = engine.generate([ids], params)
+            step: Any = runner.steps[0]
+            node = next(n for n in step.program.nodes if n.role == "cached")
+            assert len(step.memory.weight(node, "experts").down) == 2
+            assert logprob_error(result, truth) < BF16
+            taken = [step.memory.tensor(f"layer{i}.ids.cached") for i in range(2)]
+            assert any(int(slots.max()) >= 0 for slots in taken)
+            for name, table in runner.caches.items():
+                if name.endswith(".slots"):
+                    table[5] = table[1] = -1
+            [result] = engine.generate([ids], params)
+            assert logprob_error(result, truth) < BF16
 
 
 def test_rules_keep_weights_beside_the_gpu(tmp_path: Path, device: torch.device) -> None:

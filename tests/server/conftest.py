@@ -123,6 +123,8 @@ class Scripted(FakeRunner):
     num_pages: int = 4096
     max_model_len: int = 8192
     max_num_batched_tokens: int = 512
+    steps = ()
+    pool = None
     weight_bytes: int = 0
     texts: list[list[int]] = field(default_factory=list)
     held: threading.Event = field(default_factory=threading.Event)

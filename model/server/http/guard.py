@@ -15,11 +15,15 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..health import HEALTH
+from ..page.routes import FILES
 from ..served import ENTERED, Served
 from .errors import ApiError, error_response
 
 LOG = logging.getLogger("pykernels.server.requests")
 
+
+_OPEN = {HEALTH, *FILES}
+"""Paths that need no key."""
 
 _LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]", "")
 """Names of this machine for itself; a client of HTTP/1.0 gives none."""
@@ -62,7 +66,7 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
-        if self._digest is not None and scope["path"] != HEALTH and not self._has_key(headers):
+        if self._digest is not None and scope["path"] not in _OPEN and not self._has_key(headers):
             return ApiError(401, "The API key is missing or wrong.", code="invalid_api_key")
         if self._is_foreign(headers):
             return ApiError(403, "Web pages may not use this server: see --cors-origin.")

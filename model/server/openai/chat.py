@@ -15,6 +15,7 @@ from ..http.disconnect import unless_gone
 from ..http.errors import as_api_error, bad_request, error_body
 from ..http.frames import DONE, frame, json_bytes
 from ..http.sse import EventStream
+from ..insight.experts import ExpertsTold
 from ..parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from ..served import Served
 from .chat_schema import ChatRequest
@@ -46,6 +47,8 @@ async def _submitted(served: Served, body: ChatRequest, request: Request) -> Gen
     if body.tool_choice == "none":
         tools = []
     given = body.sampling() | {"priority": served.enter(request, body.n or 1)}
+    if body.pykernels is not None:
+        given["routed_experts"] = body.pykernels.routed_experts
     if body.logprobs:
         given["logprobs"] = body.top_logprobs or 0
     if body.most is not None:
@@ -76,6 +79,7 @@ class _Answer:
 
     def __init__(self, served: Served, body: ChatRequest, generation: Generation) -> None:
         self.served, self.body, self.generation = served, body, generation
+        self.experts = ExpertsTold(served, body.pykernels)
         self.head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -95,6 +99,9 @@ class _Answer:
             if piece is not None:
                 choice["logprobs"] = self._logprobs(piece)
                 choice["finish_reason"] = self._reason(piece)
+                told = self.experts.new(self.generation, output)
+                if told is not None:
+                    choice["pykernels"] = told
             return frame({**head, "choices": [choice]})
 
         try:
@@ -103,7 +110,8 @@ class _Answer:
                     yield chunk(output, {"role": "assistant", "content": ""})
                 async for piece in pieces:
                     deltas = [delta for event in piece.events if (delta := _delta(event))]
-                    last = piece if piece.finish_reason or piece.logprobs else None
+                    asked = piece.logprobs or self.body.pykernels
+                    last = piece if piece.finish_reason or asked else None
                     if last is not None and not deltas:
                         deltas = [{}]
                     for i, delta in enumerate(deltas, 1):
@@ -125,6 +133,9 @@ class _Answer:
                     messages[piece.output].reason = self._reason(piece)
             usage = await pieces.usage()
         choices = [message.choice(i) for i, message in enumerate(messages)]
+        for i, choice in enumerate(choices):
+            if (told := self.experts.new(self.generation, i)) is not None:
+                choice["pykernels"] = told
         body = {**self.head, "object": "chat.completion", "choices": choices}
         return {**body, "usage": usage_body(usage)}
 

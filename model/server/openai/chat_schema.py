@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ..fields import Count, Sampling, Strict, TopLogprobs
+from ..insight.experts import Extension
 from .messages import Message, Tool, ToolChoice
 
 IGNORED = frozenset(
@@ -69,6 +70,7 @@ class ChatRequest(Sampling):
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    pykernels: Extension | None = None
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:

@@ -200,8 +200,8 @@ def router(
     logits: torch.Tensor,
     spec: RouterSpec,
     bias: torch.Tensor | None = None,
-    out: Routing | None = None,
     here: torch.Tensor | None = None,
+    out: Routing | None = None,
 ) -> Routing:
     """Experts of each token, best first, of equal ones the lowest index first; and their weights.
 
@@ -263,7 +263,7 @@ def route(
     gathered = out[2] if out else None
     EP = triton.next_power_of_2(E + 1)
     if T != 1 or triton.next_power_of_2(spec.topk) * EP > _MOST_PAIRS:
-        router(logits, spec, bias, routing)
+        router(logits, spec, bias, out=routing)
         sort_pairs(routing.ids, E, order)
         return routing, order, None if x is None else permute(x, order, gathered)
     H, source, target = 0, None, None

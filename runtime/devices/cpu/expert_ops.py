@@ -10,6 +10,7 @@ from pykernels.cpu import MoECall
 from pykernels.cpu.gemv.common import MAX_TOKENS
 from pykernels.cpu.moe.kernel import join
 from pykernels.cpu.moe.plan import plan
+from pykernels.cpu.place_routing import PLACE, make_place
 from pykernels.cpu.router import ROUTER, make_router
 from pykernels.cpu.split_routing import MAX_TOPK, SPLIT, make_split
 from pykernels.errors import PykernelsError
@@ -64,6 +65,22 @@ def split_routing(ctx: Context, node: Node) -> list[Job]:
         weights=ctx.at(weights),
         topk=topk,
         last=node.attr("last"),
+        **{name: ctx.at(out) for name, out in node.outputs.items()},
+    )
+    return [Job(node.name, run.address, record, setup.address)]
+
+
+def place_routing(ctx: Context, node: Node) -> list[Job]:
+    """A token's experts in two parts: those in slots, and the others."""
+    ids, slots = node.inputs["ids"], node.inputs["slots"]
+    setup, run = make_place()
+    record = ctx.record(
+        PLACE,
+        count_at=ctx.count_at(ids),
+        ids=ctx.at(ids),
+        slots=ctx.at(slots),
+        E=ctx.program.shape(slots)[0],
+        topk=ctx.program.shape(ids)[1],
         **{name: ctx.at(out) for name, out in node.outputs.items()},
     )
     return [Job(node.name, run.address, record, setup.address)]

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ...engine.batch import StepBatch
+from ...engine.routing import RoutedLayer
+from ...passes.keep_routing import keep_routing, routers
 from ...program import Program
 from ...workers.pool import WorkerPool
 from ..runner import Lowerable, PagedRunner, Pass
@@ -59,6 +62,16 @@ class CpuRunner(PagedRunner):
             name: pool.memory.allocate(part.nbytes).view(part.dtype).view(part.shape)
             for name, part in model.caches(self.num_pages).items()
         }
+
+    def lowered(self, *sizes: int) -> Program:
+        return keep_routing(super().lowered(*sizes))
+
+    def bind(self, batch: StepBatch) -> None:
+        super().bind(batch)
+        self.routed_layers = [
+            RoutedLayer(node.layer or 0, node.attr("experts"), node.attr("spec").topk)
+            for node in routers(self.steps[0].program)
+        ]
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CpuExecutable:
         return CpuExecutable(

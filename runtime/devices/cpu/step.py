@@ -34,6 +34,7 @@ BINDERS: dict[str, Binder] = {
     "attention_expanded": attention_ops.attention_expanded,
     "router": expert_ops.router,
     "split_routing": expert_ops.split_routing,
+    "place_routing": expert_ops.place_routing,
     "moe_ffn": expert_ops.moe_ffn,
     "join_rows": dense_ops.join_rows,
     "sample_requests": dense_ops.sample_requests,
@@ -88,6 +89,11 @@ class CpuExecutable:
         self.outputs = self._context.outputs
         self._in_flight: InFlight | None = None
         self._before: InFlight | None = None
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the experts, routed or not, that the last step read: those that a token took."""
+        return sum(call.active * call.experts.bytes_per_expert for call in self._context.calls)
 
     def run(self) -> None:
         """One step; the first of many tokens compiles what only such steps need.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import torch
 
 from pykernels.errors import PykernelsError
@@ -14,7 +17,7 @@ from ...matrix import PackedHeads, PackedMatrix, weights_on
 from ...node import Node
 from ...program import Program
 from ...weight_spec import WeightSpec
-from ...weights import Layout, LayoutOf, Packed, WeightStore, naming
+from ...weights import Expert, Layout, LayoutOf, Packed, WeightStore, naming
 
 HERE = torch.device("cpu")
 
@@ -51,7 +54,7 @@ def rows(spec: WeightSpec, store: WeightStore, device: torch.device) -> torch.Te
 def packed(spec: WeightSpec, store: WeightStore, device: torch.device) -> Packed:
     """In tiles: as it lies there already, or packed, one part after the other; on several NUMA
     nodes a slice on each."""
-    ready = store.ready(spec, packed.__name__)
+    ready = None if spec.whole else store.ready(spec, packed.__name__)
     assert not isinstance(ready, torch.Tensor)
     as_it_is = store.is_given(spec) or isinstance(ready, SplitExperts) or len(store.nodes) == 1
     if ready is not None and as_it_is:
@@ -95,6 +98,29 @@ def empty(spec: WeightSpec, nodes: MemoryNodes = ONE_NODE) -> PackedMatrix | Pac
     return PackedMatrix(fmt, spec.shapes, weights_on(nodes))
 
 
+def experts_of(spec: WeightSpec, store: WeightStore) -> Iterator[Callable[[], Expert]]:
+    """The experts of a weight, in order, each when it is called, by several threads if they like.
+
+    Some of a layer's are unpacked from the tiles of all of them, which are in main memory in any
+    case: nothing is read twice.
+    """
+    if spec.whole is None:
+        for expert in store.experts(spec):
+            yield partial(_itself, expert)
+        return
+    tiles: Experts = store.get(spec.whole, HERE, packed)
+    for e in spec.chosen:
+        yield partial(_unpacked, tiles, e)
+
+
+def _itself(expert: Expert) -> Expert:
+    return expert
+
+
+def _unpacked(tiles: Experts, expert: int) -> Expert:
+    return tiles.unpack(expert), tiles.biases(expert)
+
+
 def _experts(spec: WeightSpec, store: WeightStore, mapped: Experts | None) -> Experts:
     """Experts, packed; or copied from a mapped file, whose pages lie on the node whose thread read
     them first: processes share them, so they cannot be bound to another."""
@@ -105,7 +131,8 @@ def _experts(spec: WeightSpec, store: WeightStore, mapped: Experts | None) -> Ex
         assert isinstance(mapped, PackedExperts)
         made.take(mapped)
         return made
-    for e, (matrices, biases) in enumerate(store.experts(spec)):
+    for e, expert in enumerate(experts_of(spec, store)):
+        matrices, biases = expert()
         with naming(spec, e):
             made.pack(e, *matrices, biases=biases)
     return made

@@ -10,6 +10,7 @@ from ...analysis import experts_per_token
 from ...node import Node
 from ...placement import CPU, Placement
 from ...program import Program
+from ...weight_spec import WeightSpec
 from ..runner import Lowerable
 from .launches.latents import EXPANDED_BYTES
 from .memory import dtypes, planned
@@ -50,6 +51,32 @@ def step_tokens(
         if sum(map(gpu_bytes, missing)) + step_bytes(program) <= free:
             return T
     return STEP_TOKENS[-1]
+
+
+def room_for_experts(
+    device: str, model: Lowerable, sizes: tuple[int, int, int, int, int], placement: Placement
+) -> int:
+    """Bytes of a GPU that experts may take beside the rest of a model, its cache and its steps;
+    below 0 where these alone are too much.
+
+    Args:
+        device: "cuda:N"; "cpu" in Triton's interpreter, where any number fit.
+        sizes: arguments of the model's ``lower``: T, S and R of the largest step, pages of the
+            cache and of a sequence.
+        placement: of all that is no routed expert.
+    """
+    where = torch.device(device)
+    if where.type != "cuda":
+        return 1 << 62
+    free, _ = torch.cuda.mem_get_info(where)
+    program = model.lower(*sizes)
+    cache = sum(part.nbytes for part in model.caches(sizes[3]).values())
+
+    def missing(spec: WeightSpec) -> int:
+        return 0 if model.store.is_made(spec, where) else gpu_bytes(spec)
+
+    rest = placement.nbytes(program, str(where), missing)
+    return free - HEADROOM - cache - rest - step_bytes(program)
 
 
 def step_bytes(program: Program) -> int:

@@ -30,5 +30,6 @@ def measured_deferral(program: Program, jobs: Sequence[Job], step: Callable[[], 
     for _ in range(_STEPS):
         step()
         times.append(BusyTimes.of(jobs))
-    expert_s = median(time.busy for time in times) / len(layers) / topk
+    experts = sum(layer.topk * layer.share for layer in layers)  # that a token takes on the CPU
+    expert_s = median(time.busy for time in times) / experts
     return fewest_deferred(topk, expert_s, median(wait for time in times for wait in time.waits))

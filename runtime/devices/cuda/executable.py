@@ -39,6 +39,7 @@ BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
     "attention_expanded": latents.attention_expanded,
     "router": experts.router,
     "split_routing": experts.split_routing,
+    "place_routing": experts.place_routing,
     "moe_ffn": experts.moe_ffn,
     "join_rows": dense.join_rows,
     "sample_requests": sampling.sample_requests,
@@ -159,6 +160,10 @@ class CudaExecutable:
     def capture(self, pool: Any) -> None:
         """Captures the step; the program has run once before."""
         self._graph.capture(pool)
+
+    def drop_graph(self) -> None:
+        """From now on the host launches node by node: what the graph saves can be measured."""
+        self._graph.drop()
 
     def _start(self) -> None:
         if self._ended is None:  # in the interpreter a thread plays the stream

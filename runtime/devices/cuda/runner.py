@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -12,11 +13,13 @@ import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.launch import supports
+from pykernels.gpu.common.stream_memory import supports as why_no_flags
 from pykernels.ref.sampling import Sampled
 
 from ...engine.batch import DeviceLost, StepBatch, StepResult
 from ...kv_cache.layout import PAGE
 from ...passes import defer
+from ...passes.gpu_experts import slot_tables
 from ...placement import CPU, Placement, place
 from ...program import Program
 from ...weights import LayoutOf
@@ -52,6 +55,7 @@ class CudaRunner(PagedRunner):
         dual_batch: whether decode steps of two sequences or more have two lanes; "auto": if the
             experts are on the CPU.
         placed: weights that rules place on another device, by name.
+        gpu_experts: by layer, experts that are on the GPU besides, where the others are not.
 
     Attributes:
         deferred: experts of a token that ``auto_defer`` found.
@@ -80,17 +84,24 @@ class CudaRunner(PagedRunner):
         auto_defer: bool = False,
         dual_batch: bool | str = False,
         placed: Mapping[str, str] = MappingProxyType({}),
+        gpu_experts: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         check_device(device)
         self.device = torch.device(device)
         pages = num_pages or 2 * -(-max_model_len // PAGE)
-        self.placement = place_on(device, model, pages, experts, placed)
+        placement = place_on(device, model, pages, experts, placed)
+        self.placement = replace(placement, cached=gpu_experts or {})
         on_cpu = self.placement.experts == CPU
         if dual_batch is True and not on_cpu:
             raise PykernelsError(
                 "dual_batch with the experts on the GPU: there is nothing beside which the other"
                 " lane could run",
                 "Keep the experts on the CPU (experts cpu), or leave dual_batch off",
+            )
+        if self._real and on_cpu and (reason := why_no_flags()):
+            raise PykernelsError(
+                f"{device} cannot wait for experts on the CPU: {reason}",
+                "Update the NVIDIA driver, or keep the experts on the GPU (experts gpu)",
             )
         tokens = max_num_batched_tokens
         if tokens is None:
@@ -248,6 +259,8 @@ class CudaRunner(PagedRunner):
     def _allocate_caches(self, program: Program) -> None:
         for name, part in self.model.caches(self.num_pages).items():
             self.caches[name] = torch.zeros(part.shape, dtype=part.dtype, device=self.device)
+        for name, table in slot_tables(program).items():
+            self.caches[name] = table.to(self.device)
         part_latents(program, self.caches)
 
 

@@ -43,3 +43,7 @@ class Segment:
             for launch in self.launches:
                 launch()
         self._graph = graph
+
+    def drop(self) -> None:
+        """From now on every launch is a call again."""
+        self._graph = None

@@ -4,7 +4,7 @@ multiplies it, else in bfloat16, dequantized once."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -99,21 +99,22 @@ def heads(spec: WeightSpec, store: WeightStore, device: torch.device) -> torch.T
 
 
 def experts(spec: WeightSpec, store: WeightStore, device: torch.device) -> Experts:
-    """All experts of a layer on the GPU; a few at a time are in main memory."""
+    """Experts of a layer on the GPU, all or some; a few at a time are in main memory beside."""
     assert spec.moe is not None
     fmt, shape = _expert_format(spec), spec.moe
     own, down_own = get_format(spec.fmt), get_format(spec.down_fmt)
     stacks = Experts.empty(fmt, shape.E, shape.H, shape.I, device, shape.spec)
 
-    def packed(numbered: tuple[int, Expert]) -> tuple[int, Experts]:
-        e, ((gate, up, down), biases) = numbered
+    def packed(numbered: tuple[int, Callable[[], Expert]]) -> tuple[int, Experts]:
+        e, expert = numbered
+        (gate, up, down), biases = expert()
         weights = _as(fmt, own, gate), _as(fmt, own, up), _as(fmt, down_own, down)
         with naming(spec, e):
             check_expert(shape, (fmt, fmt), e, weights, biases)
         given = [] if biases is None else [biases]
         return e, Experts.pack(fmt, [weights], torch.device("cpu"), shape.spec, given)
 
-    numbered = enumerate(store.experts(spec))
+    numbered = enumerate(cpu.experts_of(spec, store))
     with ThreadPoolExecutor(AT_ONCE) as workers:
         while few := list(islice(numbered, AT_ONCE)):
             for e, one in workers.map(packed, few):

@@ -194,6 +194,12 @@ def split_routing(m: Memory, node: Node) -> None:
             m.write(node.outputs[name], part)
 
 
+def place_routing(m: Memory, node: Node) -> None:
+    parts = ref.place_routing(m.read(node.inputs["ids"]), m.whole(node.inputs["slots"]))
+    for name, part in zip(("here_ids", "there_ids"), parts, strict=True):
+        m.write(node.outputs[name], part)
+
+
 def moe_ffn(m: Memory, node: Node) -> None:
     x = m.read(node.inputs["x"])
     if "ids" in node.inputs:
@@ -241,6 +247,7 @@ OPS: dict[str, Op] = {
         attention_expanded,
         router,
         split_routing,
+        place_routing,
         moe_ffn,
         join_rows,
         sample_requests,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from pykernels.quant import Biases, Format, PackedExperts, get_format
@@ -47,26 +49,31 @@ def exact_heads(spec: WeightSpec, store: WeightStore, device: torch.device) -> t
 
 
 def exact_experts(spec: WeightSpec, store: WeightStore, device: torch.device) -> Dequantized:
-    """The experts of a layer, over those in the CPU's tiles."""
-    return Dequantized(store.get(spec, cpu.HERE, cpu.packed))
+    """The experts of a layer, all or some, over those in the CPU's tiles."""
+    packed = store.get(spec.whole or spec, cpu.HERE, cpu.packed)
+    return Dequantized(packed, spec.chosen or range(spec.shape[0]))
 
 
 class Dequantized:
-    """Experts as ``ref.moe_ffn`` reads them, dequantized when they are first asked for."""
+    """Experts as ``ref.moe_ffn`` reads them, dequantized when they are first asked for.
 
-    def __init__(self, packed: PackedExperts) -> None:
-        self._packed, self.spec = packed, packed.spec
+    Args:
+        chosen: the number of each in ``packed``.
+    """
+
+    def __init__(self, packed: PackedExperts, chosen: Sequence[int]) -> None:
+        self._packed, self._chosen, self.spec = packed, chosen, packed.spec
         self.fmt, self.down_fmt = _Plain(packed.fmt), _Plain(packed.down_fmt)
         self._found: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def holds(self, expert: int) -> bool:
         """Whether there is such an expert."""
-        return bool(self._packed.holds(expert))
+        return 0 <= expert < len(self._chosen) and self._packed.holds(self._chosen[expert])
 
     def unpack(self, expert: int) -> tuple[torch.Tensor, ...]:
         """float32 gate, up [I, H] and down [H, I]."""
         if expert not in self._found:
-            gate, up, down = self._packed.unpack(expert)
+            gate, up, down = self._packed.unpack(self._chosen[expert])
             fmt, down_fmt = self._packed.fmt, self._packed.down_fmt
             self._found[expert] = (
                 fmt.dequantize(gate),
@@ -77,7 +84,7 @@ class Dequantized:
 
     def biases(self, expert: int) -> Biases | None:
         """Those of one expert, float32; None where there are none."""
-        found: Biases | None = self._packed.biases(expert)
+        found: Biases | None = self._packed.biases(self._chosen[expert])
         return found
 
 

@@ -257,8 +257,8 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
             _zeros(d, 1, 4096, dtype=FLOAT), RouterSpec(4096)
         ),
         "router, an unknown score": lambda: RouterSpec(2, scoring="tanh"),
-        "router, few rows": lambda: router.router(logits, spec, None, routing(2, torch.int64)),
-        "router, float ids": lambda: router.router(logits, spec, None, routing(3, FLOAT)),
+        "router, few rows": lambda: router.router(logits, spec, out=routing(2, torch.int64)),
+        "router, float ids": lambda: router.router(logits, spec, out=routing(3, FLOAT)),
         "route, logits of no token": lambda: route(logits[0], spec),
         "route, other tokens": lambda: route(logits[:2], spec, None, x),
         "route, another order": lambda: route(

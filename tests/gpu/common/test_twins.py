@@ -23,7 +23,7 @@ from ..moe.test_moe_ffn import random_experts
 
 HOST = {"rope_frequencies", "yarn_frequencies", "yarn_scale"}
 """Made once, on the host."""
-LAUNCH = {"out", "plan", "plans", "max_length", "kernel", "moe_plan"}
+LAUNCH = {"out", "order", "plan", "plans", "max_length", "kernel", "moe_plan"}
 """What only a fast op takes: where its result goes, and how it is launched."""
 TRUTH = {"dtype", "h_dtype", "nudge", "fmt"}
 """What only the truth takes: what it computes in, and what a packed weight knows by itself."""

@@ -44,11 +44,11 @@ def test_router(
     name: str, E: int, spec: RouterSpec, biased: bool, T: int, device: torch.device
 ) -> None:
     logits, bias = inputs(T, E, biased, device)
-    truth = ref.router(logits, spec, bias, torch.float64)
+    truth = ref.router(logits, spec, bias, dtype=torch.float64)
     ids = torch.full_like(truth.ids, -9, dtype=torch.int32 if T == 5 else torch.int64)
     out = Routing(ids, torch.full((T, spec.topk), torch.nan, device=device))
     here = torch.arange(T, dtype=torch.int32, device=device) % 3 - 1  # every third is padding
-    found = router(logits, spec, bias, out, here)
+    found = router(logits, spec, bias, here, out)
     assert found is out
     same = (found.ids == truth.ids.masked_fill(here[:, None] < 0, -1)).all(-1)
     assert (~same).sum() <= T // 300  # scores within float32's rounding of each other
@@ -115,7 +115,7 @@ def test_route_is_router_and_sort_and_permute(
     logits, bias = inputs(T, E, biased, device)
     x = torch.randn(T, 1030, device=device, dtype=torch.bfloat16)
     routing, order, rows = route(logits, spec, bias, x)
-    truth = ref.router(logits, spec, bias, torch.float64)
+    truth = ref.router(logits, spec, bias, dtype=torch.float64)
     sorted_ = ref.sort_pairs(truth.ids, E)
     assert torch.equal(routing.ids, truth.ids)
     assert_close(routing.weights, truth.weights, 2e-6)

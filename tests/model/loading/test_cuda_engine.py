@@ -35,6 +35,20 @@ def test_logits_of_every_family(tmp_path: Path, family: str, experts: str) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("defer", [0, 1])
+@pytest.mark.parametrize("gpu_experts", [8, "auto"])
+def test_experts_on_both_write_the_same_text(gpu_experts: int | str, defer: int) -> None:
+    options = {"device": "cuda:0", "experts": "cpu", "gpu_experts": gpu_experts}
+    with model.load_engine(model.EMBEDDED) as llm:
+        expected = llm.generate("def quicksort(xs):", temperature=0, max_tokens=48)
+    with model.load_engine(model.EMBEDDED, defer=defer, **options) as llm:
+        found = llm.generate("def quicksort(xs):", temperature=0, max_tokens=48)
+    same = 48 if defer == 0 else 1  # deferral is another function in decode steps
+    assert found.token_ids[:same] == expected.token_ids[:same]
+    assert len(found.token_ids) == 48
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("experts", ["cpu", "gpu"])
 def test_the_shipped_model_writes_the_same_text(experts: str) -> None:
     prompt = "def quicksort(xs):"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ import pytest
 import torch
 
 import model
+from model.llm import meta_decoder
 from model.modules.moe import FusedMoE
 from model.modules.pinned import PinnedExperts
 from model.pinning import profile
+from model.pinning.beside import experts_beside
 from model.pinning.choose import Block, choose
 from model.pinning.profile import Profile
 from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
+from runtime.devices.cuda.weights import gpu_bytes
 
 from ..checks import Checkpoints, errors, logits
 from ..conftest import Run, failed
@@ -83,6 +87,31 @@ def test_which_experts_are_kept() -> None:
     other = {**counts, "layers.2.mlp": [1, 2, 3, 4]}
     with pytest.raises(PykernelsError, match="is of 3 layers of a tiny"):
         choose(seen.model_copy(update={"counts": other}), BLOCKS, {"cuda:0": 39})
+
+
+def test_which_experts_the_engine_has_on_a_gpu_besides() -> None:
+    program = meta_decoder(model.EMBEDDED).lower(1, 1, 1, 1, 1)
+    layers = range(1, 6)  # 32 experts each
+    one = next(spec for spec in program.weights.values() if spec.shape[0] == 32 and spec.moe)
+    each = gpu_bytes(one.some([0]))
+    beside = partial(experts_beside, program=program, device="cuda:0")
+    assert beside(2, room=10 * each) == dict.fromkeys(layers, (0, 1))
+    assert beside("auto", room=15 * each - 1) == dict.fromkeys(layers, (0, 1))
+    for key in ("mlp", "mlp.experts"):  # of a block, or of the experts alone
+        counts = {f"model.layers.{i}.{key}": [*[0] * 31, i] for i in layers}
+        profile = Profile(model_type="deepseek_v3", tokens=5, topk=1, counts=counts)
+        assert beside(profile, room=3 * each) == dict.fromkeys((3, 4, 5), (31,))
+    with pytest.raises(PykernelsError, match="32 of a layer's 32 experts.* Give 31 at most"):
+        beside(32, room=1 << 40)
+    with pytest.raises(PykernelsError, match="Give 1 at most, or auto"):
+        beside(2, room=10 * each - 1)
+    with pytest.raises(PykernelsError, match="is of 4 layers"):
+        counts.popitem()
+        beside(profile.model_copy(update={"counts": counts}), room=1 << 40)
+    with pytest.warns(UserWarning, match="cuda:0 has room for no experts"):
+        assert beside("auto", room=each) == {}
+    with pytest.raises(PykernelsError, match="gpu_experts without a GPU"):
+        model.load_engine(model.EMBEDDED, gpu_experts=2)
 
 
 def test_a_profile_from_text(run: Run, writer: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pykernels.gpu.moe.experts import Experts
 from pykernels.gpu.moe.fused_moe import down, gate_up
 from pykernels.gpu.moe.fused_moe import moe_ffn as run_experts
 from pykernels.gpu.moe.permute import empty_order, sort_pairs
+from pykernels.gpu.moe.place_routing import place_routing as place
 from pykernels.gpu.moe.router import route
 from pykernels.gpu.moe.router import router as choose
 from pykernels.gpu.moe.split_routing import split_routing as split_by_weight
@@ -29,7 +30,7 @@ def router(m: Memory, node: Node) -> Launch:
         return lambda: void(route(logits, node.attr("spec"), bias, None, (out, order, None)))
     # -1: padding takes no experts.
     spec, here = node.attr("spec"), m.inputs.get(lane_name(node.lane, "slot_mapping"))
-    return lambda: void(choose(logits.contiguous(), spec, bias, out, here))
+    return lambda: void(choose(logits.contiguous(), spec, bias, here, out))
 
 
 def split_routing(m: Memory, node: Node) -> Launch:
@@ -37,6 +38,12 @@ def split_routing(m: Memory, node: Node) -> Launch:
     second = m.written(node, "last_ids") if "last_ids" in node.outputs else None
     outs = m.written(node, "first_ids"), second
     return lambda: void(split_by_weight(ids, factors, last, outs))
+
+
+def place_routing(m: Memory, node: Node) -> Launch:
+    ids, slots = m.read(node, "ids"), m.read(node, "slots")
+    out = m.written(node, "here_ids"), m.written(node, "there_ids")
+    return lambda: void(place(ids, slots, out))
 
 
 def moe_ffn(m: Memory, node: Node) -> Launch:

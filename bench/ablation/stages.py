@@ -1,0 +1,153 @@
+"""The stages of an ablation: each has what the one before has, and one idea more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from bench.e2e.ours import Ours
+from runtime.devices.cpu.runner import CpuRunner
+from runtime.devices.cpu.step import CpuExecutable
+from runtime.devices.runner import PagedRunner
+from runtime.profiling.engine_speed import EngineTimer, Load
+from runtime.program import Program
+from runtime.workers.job import Jobs
+from runtime.workers.worker_pool import InFlight
+
+STEP_TOKENS = 512
+"""Most tokens of a step."""
+PLAIN = "generic"
+"""The kernels without a CPU's own instructions."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage.
+
+    Attributes:
+        name: what it has more than the one before.
+        make: an engine with room for a load.
+    """
+
+    name: str
+    make: Callable[[Ours, Load], EngineTimer]
+
+
+def stages(device: str, kernel: str = "auto") -> tuple[Stage, ...]:
+    """Those of a device: "cpu", or "cuda:N" with the experts on the CPU.
+
+    Args:
+        kernel: of the stages with a CPU's own instructions.
+    """
+    if device == "cpu":
+        return (
+            Stage("plain kernels, a call a node", _on_cpu(NodeByNode, PLAIN)),
+            Stage("+ AMX or AVX kernels", _on_cpu(NodeByNode, kernel)),
+            Stage("+ one call a step", _on_cpu(InOrder, kernel)),
+            Stage("+ nodes wait for what they read", _on_cpu(CpuRunner, kernel)),
+        )
+    return (
+        Stage("plain kernels, a launch a node", _on_gpu(device, PLAIN, graph=False)),
+        Stage("+ AMX or AVX kernels", _on_gpu(device, kernel, graph=False)),
+        Stage("+ CUDA graph", _on_gpu(device, kernel)),
+        Stage("+ Expert Deferral", _on_gpu(device, kernel, auto_defer=True)),
+    )
+
+
+class InOrder(CpuRunner):
+    """Each node waits for the whole of the one before, whatever it reads."""
+
+    def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CpuExecutable:
+        return CpuExecutable(
+            program,
+            self.weights,
+            self.pool,
+            inputs,
+            self.caches,
+            self.kernel,
+            self.sizes,
+            in_order=True,
+        )
+
+
+class NodeByNode(CpuRunner):
+    """Python calls one node after the other."""
+
+    def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CpuExecutable:
+        return _Calls(
+            program,
+            self.weights,
+            self.pool,
+            inputs,
+            self.caches,
+            self.kernel,
+            self.sizes,
+            in_order=True,
+        )
+
+
+class _Calls(CpuExecutable):
+    """A program whose jobs are published one at a time; ``jobs`` is the last."""
+
+    _first: tuple[Jobs, ...] = ()
+
+    def run(self) -> None:
+        self._run_first()
+        super().run()
+
+    def launch(self) -> InFlight:
+        self._run_first()
+        return super().launch()
+
+    def _run_first(self) -> None:
+        self.prepare()
+        if not self._first and len(self.jobs.jobs) > 1:
+            *first, self.jobs = (Jobs([job]) for job in self.jobs.jobs)
+            self._first = tuple(first)
+        for jobs in self._first:
+            self.pool.run(jobs)
+
+
+def _on_cpu(runner: type[CpuRunner], kernel: str) -> Callable[[Ours, Load], EngineTimer]:
+    def make(ours: Ours, load: Load) -> EngineTimer:
+        return _timer(runner(ours.decoder, ours.pool, *_sizes(load), kernel))
+
+    return make
+
+
+def _on_gpu(
+    device: str, kernel: str, graph: bool = True, auto_defer: bool = False
+) -> Callable[[Ours, Load], EngineTimer]:
+    def make(ours: Ours, load: Load) -> EngineTimer:
+        from runtime.devices.cuda.runner import CudaRunner
+
+        sizes = _sizes(load)
+        runner = CudaRunner(
+            ours.decoder,
+            device,
+            ours.pool,
+            *sizes,
+            kernel=kernel,
+            experts="cpu",
+            auto_defer=auto_defer,
+        )
+        timer = _timer(runner)
+        if not graph:
+            for step in {id(step): step for step in (*runner.steps, *runner.decode_steps)}.values():
+                step.drop_graph()  # type: ignore[attr-defined]
+        return timer
+
+    return make
+
+
+def _sizes(load: Load) -> tuple[int, int, int, int]:
+    """Positions, pages, tokens of a step, sequences."""
+    tokens = max(STEP_TOKENS, load.batch)
+    return load.positions(tokens), load.pages(tokens), tokens, load.batch
+
+
+def _timer(runner: PagedRunner) -> EngineTimer:
+    runner.load()
+    return EngineTimer(runner)

@@ -1,0 +1,87 @@
+"""`/v1/pykernels`: what this server runs on, and what its workers do in the next steps."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Future
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from pykernels.errors import PykernelsError
+from runtime.tracing.recorder import Recorder
+
+from ..fields import Strict
+from ..http.disconnect import unless_gone
+from ..http.errors import ApiError, of_ours
+from ..http.frames import json_bytes
+from ..served import Served
+from .timeline import timeline_body
+
+_POLL_SECONDS = 0.25
+
+
+class StepsRequest(Strict):
+    steps: Annotated[int, Field(ge=1, le=16)] = 2
+    seconds: Annotated[float, Field(gt=0, le=600)] = 30.0
+    """To wait for steps that have work."""
+
+
+def insight_routes(served: Served) -> APIRouter:
+    router = APIRouter(tags=["pykernels"])
+
+    @router.get("/v1/pykernels")
+    async def about() -> dict[str, Any]:
+        """The model, its device, the layers that choose experts (none: it does not tell them)."""
+        llm = served.llm
+        nodes = llm.runner.steps[0].program.nodes if llm.runner.steps else ()
+        return {
+            "model": served.name,
+            "model_type": llm.config.model_type,
+            "devices": sorted({node.device for node in nodes}),
+            "workers": 0 if llm.runner.pool is None else llm.runner.pool.threads,
+            "max_model_len": llm.longest,
+            "chat_template": bool(served.prompts.template),
+            "routed_layers": [
+                {"layer": one.layer, "experts": one.experts, "topk": one.topk}
+                for one in llm.runner.routed_layers
+            ],
+        }
+
+    @router.post("/v1/pykernels/steps")
+    async def steps(body: StepsRequest, request: Request) -> Response:
+        """Records the next steps that have work: what each worker and stream did when."""
+        recorder = Recorder(served.llm.runner, served.name)
+        try:
+            done = served.llm.engine.observe(recorder, body.steps)
+            await unless_gone(request, _within(done, body.seconds, served))
+        except TimeoutError:
+            raise ApiError(
+                408, f"There were no {body.steps} steps within {body.seconds:g} seconds."
+            ) from None
+        except PykernelsError as error:
+            raise of_ours(error, 409) from error
+        found = await served.prepared(lambda: json_bytes(timeline_body(recorder.timeline())))
+        return Response(found, media_type="application/json")
+
+    return router
+
+
+async def _within(done: Future[None], seconds: float, served: Served) -> None:
+    """Waits for it; in vain if there is too little time, or the server is about to end.
+
+    Raises:
+        TimeoutError: and it is cancelled.
+    """
+    waited, end = asyncio.wrap_future(done), time.monotonic() + seconds
+    try:
+        while not waited.done():
+            if served.draining or time.monotonic() >= end:
+                raise TimeoutError
+            await asyncio.wait((waited,), timeout=min(seconds, _POLL_SECONDS))
+        waited.result()
+    finally:
+        waited.cancel()

@@ -1,0 +1,55 @@
+"""A recorded timeline as JSON for the page."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from runtime.tracing.timeline import Span, Timeline
+from runtime.tracing.usage import usage
+
+_GAP_NS = 2_000
+"""Between two tasks of one node on one worker that are shown as one."""
+
+
+def timeline_body(timeline: Timeline) -> dict[str, Any]:
+    """Steps, lanes, and spans as lists: lane, op (an index of ``ops``), layer or None, begin, end,
+    how many tasks. Times are us since the first step began."""
+    zero = timeline.steps[0].begin if timeline.steps else 0
+    lanes = {lane: i for i, lane in enumerate(timeline.lanes)}
+    ops = sorted({span.op for span in timeline.spans})
+
+    def us(ns: int) -> float:
+        return round((ns - zero) / 1e3, 2)
+
+    return {
+        "steps": [
+            {**asdict(step), "begin": us(step.begin), "end": us(step.end)}
+            for step in timeline.steps
+        ],
+        "lanes": [{"kind": lane.kind, "device": lane.device, "name": lane.name} for lane in lanes],
+        "ops": ops,
+        "spans": [
+            [lanes[span.lane], ops.index(span.op), span.layer, us(span.begin), us(end), tasks]
+            for span, end, tasks in _joined(timeline.within(timeline.steps))
+        ],
+        "usage": {
+            kind: asdict(found)
+            for kind in ("decode", "prefill")
+            if (found := usage(timeline, kind)) is not None
+        },
+    }
+
+
+def _joined(spans: list[Span]) -> list[tuple[Span, int, int]]:
+    """Tasks of one node that follow each other, as one: the first, the end, their number."""
+    found: list[tuple[Span, int, int]] = []
+    for span in sorted(spans, key=lambda span: (span.lane, span.begin)):
+        if found:
+            first, end, tasks = found[-1]
+            same = (first.lane, first.name, first.op) == (span.lane, span.name, span.op)
+            if same and span.begin - end < _GAP_NS:
+                found[-1] = first, max(end, span.end), tasks + 1
+                continue
+        found.append((span, span.end, 1))
+    return found

@@ -1,0 +1,1 @@
+"""The page at `/`: a chat, and what the model does meanwhile."""

@@ -1,0 +1,151 @@
+"""Some experts of each layer beside the others on another device (Fiddler, arXiv 2402.07033).
+
+A layer's choice is parted by where its experts are: those in slots of the device that routes are
+computed there, the others where the layer's experts are, both at once; the next norm adds both.
+Which expert is in which slot says a table of each layer, kept from step to step: what it says is
+what a step does, so slots can be filled anew between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+
+from pykernels.errors import PykernelsError
+
+from ..program import Buffer, Node, Program, repeated
+from ..weight_spec import WeightSpec
+from .layers import MoELayer, moe_layers, rebuilt
+
+
+def gpu_experts(
+    program: Program, chosen: Mapping[int, Sequence[int]], device: str | None = None
+) -> Program:
+    """The program with some experts on another device, too.
+
+    Args:
+        chosen: by layer, the experts that begin in its slots, one a slot.
+        device: that has the slots; None: that of the layer's router.
+
+    Raises:
+        PykernelsError: experts or routed layers that there are not; some are deferred or on that
+            device already.
+    """
+    for role in ("deferred", "cached"):
+        if any(node.role == role for node in program.nodes):
+            raise PykernelsError(
+                f"experts of {program.name!r} are {role} already",
+                "Apply gpu_experts once, before defer",
+            )
+    layers = {layer.experts.layer: layer for layer in moe_layers(program)}
+    if unknown := [number for number in chosen if number not in layers]:
+        raise PykernelsError(
+            f"layer {unknown[0]} of {program.name!r} has no routed experts", "Leave it out"
+        )
+    parts = [
+        _part(program, layers[number], chosen[number], device)
+        for number in chosen
+        if chosen[number]
+    ]
+    behind = {part.router: part.place for part in parts}
+    moved = {part.layer.experts.name: part for part in parts}
+    joins = {part.layer.sum: part.sum for part in parts}
+    nodes: list[Node] = []
+    for node in program.nodes:
+        if node.name in moved:
+            part = moved[node.name]
+            nodes += [part.rest, part.cached]
+            continue
+        late = [joins.pop(name) for name in node.series("add") if name in joins]
+        if node.op == "rms_norm" and late:
+            adds = repeated("add", (*node.series("add"), *late))
+            node = replace(node, inputs={**node.inputs, **adds})
+        nodes.append(node)
+        if node.name in behind:  # at once, so that the other device begins
+            nodes.append(behind[node.name])
+    if joins:
+        raise PykernelsError(
+            f"no norm adds up {', '.join(joins)} of {program.name!r}",
+            "Apply gpu_experts before the pass that moved that sum",
+        )
+    weights = {**program.weights, **{part.weight.name: part.weight for part in parts}}
+    buffers = {name: buffer for part in parts for name, buffer in part.buffers.items()}
+    return rebuilt(replace(program, weights=weights), nodes, buffers)
+
+
+def slot_tables(program: Program) -> dict[str, torch.Tensor]:
+    """The tables of a program's layers as they are at first, int32 [E] on the CPU, by buffer."""
+    tables: dict[str, torch.Tensor] = {}
+    cached = {node.layer: node for node in program.nodes if node.role == "cached"}
+    for node in program.nodes:
+        if node.op == "place_routing":
+            name, spec = node.inputs["slots"], program.weight(cached[node.layer], "experts")
+            table = torch.full(program.shape(name), -1, dtype=torch.int32, device="cpu")
+            numbers = torch.arange(len(spec.chosen), dtype=torch.int32, device="cpu")
+            table[list(spec.chosen)] = numbers
+            tables[name] = table
+    return tables
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What becomes of one layer.
+
+    Attributes:
+        router: the node behind which ``place`` stands, which parts the choice.
+        rest, cached: the layer's experts that are left, and those in slots, of ``weight``; they
+            take the place of the layer's.
+        buffers: that the three need.
+    """
+
+    layer: MoELayer
+    router: str
+    place: Node
+    rest: Node
+    cached: Node
+    weight: WeightSpec
+    buffers: Mapping[str, Buffer]
+
+    @property
+    def sum(self) -> str:
+        """The buffer [T, H] of those in slots."""
+        return self.cached.outputs["out"]
+
+
+def _part(program: Program, layer: MoELayer, chosen: Sequence[int], device: str | None) -> _Part:
+    node = layer.experts
+    ids, whole = program.buffers[node.inputs["ids"]], program.weight(node, "experts")
+    weight = whole.some(chosen)
+    router = next(other for other in program.nodes if ids.name in other.writes)
+    slots = f"{node.name}.slots"
+    here, there = f"{ids.name}.cached", f"{ids.name}.without_cached"
+    total = f"{layer.sum}.cached"
+    place = Node(
+        "place_routing",
+        {"ids": ids.name, "slots": slots},
+        {"here_ids": here, "there_ids": there},
+        device=device or router.device,
+        name=f"{node.name}.cached_place",
+        layer=node.layer,
+        role="router",
+    )
+    rest = replace(node, inputs={**node.inputs, "ids": there})
+    cached = replace(
+        node,
+        inputs={**node.inputs, "ids": here},
+        outputs={"out": total},
+        weights=MappingProxyType({"experts": weight.name}),
+        device=device or router.device,
+        name=f"{node.name}.cached",
+        role="cached",
+    )
+    buffers = {
+        slots: Buffer(slots, (whole.shape[0],), torch.int32, "cache"),
+        here: replace(ids, name=here),
+        there: replace(ids, name=there),
+        total: replace(program.buffers[layer.sum], name=total),
+    }
+    return _Part(layer, router.name, place, rest, cached, weight, buffers)

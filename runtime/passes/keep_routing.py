@@ -1,0 +1,24 @@
+"""Keeps each token's experts after the step, so that the engine can tell which ones it used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..program import Node, Program
+
+
+def keep_routing(program: Program) -> Program:
+    """The program with the choices of all its routers as further outputs."""
+    kept = [name for node in routers(program) for name in node.outputs.values()]
+    if not kept:
+        return program
+    buffers = {
+        name: replace(buffer, kind="output") if name in kept else buffer
+        for name, buffer in program.buffers.items()
+    }
+    return replace(program, buffers=buffers).check()
+
+
+def routers(program: Program) -> tuple[Node, ...]:
+    """The nodes that choose experts, in the order of their layers."""
+    return tuple(node for node in program.nodes if node.op == "router")

@@ -1,0 +1,84 @@
+"""What only this server tells: experts beside an answer, recorded steps."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from .conftest import NAME, Running, Script
+
+ASKED: Any = [{"role": "user", "content": "def quicksort(xs):"}]
+EXPERTS: Any = {"pykernels": {"routed_experts": True}}
+
+
+def test_experts_come_with_the_stream(served: Running) -> None:
+    """Each computed token once, in order, the same as in an answer that is not streamed."""
+    create = served.openai().chat.completions.create
+    settings: Any = {"model": NAME, "messages": ASKED, "temperature": 0, "max_tokens": 12}
+    whole = create(**settings, extra_body=EXPERTS).choices[0]
+    stream = create(**settings, stream=True, extra_body=EXPERTS)
+    pieces = [p.choices[0].model_extra or {} for p in stream if p.choices]
+    told = [piece["pykernels"]["routed_experts"] for piece in pieces if "pykernels" in piece]
+    assert len(told) > 6
+    positions = [p["start"] + i for p in told for i in range(len(p["tokens"]))]
+    assert positions == list(range(told[0]["start"], told[0]["prompt_tokens"] + 11))
+    tokens = [token for piece in told for token in piece["tokens"]]
+    assert "".join(tokens).startswith("<|bos|>User: def quicksort(xs):\nAssistant:")
+    assert (whole.message.content or "").startswith("".join(tokens[told[0]["prompt_tokens"] :]))
+    again = (whole.model_extra or {})["pykernels"]["routed_experts"]
+    assert again["ids"] == [ids for piece in told for ids in piece["ids"]]
+    with served.http() as http:
+        layers = http.get("/v1/pykernels").json()["routed_layers"]
+    assert [layer["layer"] for layer in layers] == [1, 2, 3, 4, 5]
+    for token in again["ids"]:
+        assert [len(set(ids)) for ids in token] == [layer["topk"] for layer in layers]
+        assert all(0 <= i < 32 for ids in token for i in ids)
+
+
+def test_steps_are_recorded_while_an_answer_is_written(served: Running) -> None:
+    def record() -> Any:
+        with served.http() as http:
+            return http.post("/v1/pykernels/steps", json={"steps": 2}, timeout=60)
+
+    with ThreadPoolExecutor(1) as pool:
+        recorded = pool.submit(record)
+        while not recorded.done():
+            served.openai().chat.completions.create(model=NAME, messages=ASKED, max_tokens=8)
+    found = recorded.result().json()
+    assert len(found["steps"]) == 2 and found["usage"]
+    assert {lane["kind"] for lane in found["lanes"]} == {"engine", "worker"}
+    assert {"moe_ffn routed", "router", "attention"} <= set(found["ops"])
+    for lane, op, layer, begin, end, tasks in found["spans"]:
+        assert lane < len(found["lanes"]) and op < len(found["ops"]) and tasks > 0
+        assert begin <= end and (layer is None or 0 <= layer < 6)
+    with served.http() as http:
+        none = http.post("/v1/pykernels/steps", json={"seconds": 0.05})
+        assert none.status_code == 408 and "no 2 steps" in none.json()["error"]["message"]
+    assert record_is_off(served)
+
+
+def record_is_off(served: Running) -> bool:
+    """After a request, which ends what waited for steps."""
+    served.openai().chat.completions.create(model=NAME, messages=ASKED, max_tokens=4)
+    pool = served.llm.runner.pool
+    return pool is not None and pool.tracing is None
+
+
+def test_a_model_that_cannot_tell_refuses(scripted: Script) -> None:
+    server = scripted(["hello"], api_key="secret")
+    with server.http() as http:
+        asked = http.post("/v1/chat/completions", json={"messages": ASKED, **EXPERTS})
+        assert asked.status_code == 400 and "does not tell them" in asked.json()["error"]["message"]
+
+
+def test_the_page_needs_no_key(scripted: Script) -> None:
+    with scripted([], api_key="secret").http() as http:
+        http.headers.pop("Authorization")
+        assert http.get("/v1/pykernels").status_code == 401
+        page = http.get("/")
+        assert (
+            page.status_code == 200
+            and "script-src 'self'" in page.headers["Content-Security-Policy"]
+        )
+        assert http.get("/page/main.js").headers["Content-Type"].startswith("text/javascript")
+        assert http.get("/page/routes.py").status_code == 401
