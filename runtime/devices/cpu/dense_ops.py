@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from pykernels.cpu.activations.join_rows import JOIN, make_join
 from pykernels.cpu.activations.row_layout import row_bytes
 from pykernels.cpu.embedding import EMBED, make_embed, make_embed_packed
 from pykernels.cpu.gemm.common import MAX_BLOCKS
 from pykernels.cpu.gemv.common import MAX_TOKENS
-from pykernels.cpu.join_rows import JOIN, make_join
 from pykernels.cpu.linear import LINEAR, PER_HEAD_LINEAR, make_linear, make_per_head_linear
 from pykernels.cpu.moe.kernel import tables_address
 from pykernels.cpu.sampling import SAMPLING as SAMPLING_JOB

@@ -7,10 +7,10 @@ from typing import Any
 
 from numba import carray, types
 
-from .intrin.descriptor import descriptor
-from .intrin.sync import as_pointer
-from .jit import task
-from .words import i64
+from ..intrin.descriptor import descriptor
+from ..intrin.sync import as_pointer
+from ..jit import task
+from ..words import i64
 
 JOIN, join_at = descriptor(
     "join_rows",
