@@ -66,7 +66,7 @@ def wait_value(address: int, value: int) -> None:
 def _operate(name: str, address: int, value: int, flags: int) -> None:
     library = _driver()
     if isinstance(library, str):
-        raise PykernelsError(library, "Use host functions instead")
+        raise PykernelsError(library, "Update the driver")
     stream = torch.cuda.current_stream().cuda_stream
     if error := getattr(library, name)(stream, address, value, flags):
-        raise PykernelsError(f"{name} failed with CUDA error {error}", "Use host functions instead")
+        raise PykernelsError(f"{name} failed with CUDA error {error}", "Update the driver")

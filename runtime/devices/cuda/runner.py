@@ -13,6 +13,7 @@ import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.launch import supports
+from pykernels.gpu.common.stream_memory import supports as why_no_flags
 from pykernels.ref.sampling import Sampled
 
 from ...engine.batch import DeviceLost, StepBatch, StepResult
@@ -86,6 +87,11 @@ class CudaRunner(PagedRunner):
         pages = num_pages or 2 * -(-max_model_len // PAGE)
         placement = place_on(device, model, pages, experts, placed)
         self.placement = replace(placement, cached=gpu_experts or {})
+        if self._real and self.placement.experts == CPU and (reason := why_no_flags()):
+            raise PykernelsError(
+                f"{device} cannot wait for experts on the CPU: {reason}",
+                "Update the NVIDIA driver, or keep the experts on the GPU (experts gpu)",
+            )
         tokens = max_num_batched_tokens
         if tokens is None:
             sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
