@@ -53,7 +53,7 @@ def test_tokens_are_those_of_one_lane(family: str, passes: list, tmp_path: Path)
         for i in range(len(LENGTHS))
     ]
     found = []
-    with model.load_engine(tmp_path, max_model_len=64, threads=1, kernel="generic") as llm:
+    with model.load_engine(tmp_path, max_model_len=64, threads=1, device="ref") as llm:
         for lanes in (False, True):
             sizes: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 5}
             chosen = [*passes, offload] if lanes else passes
