@@ -177,8 +177,9 @@ class StepBatch:
             other.seeds[:R] = self.seeds[:R]
             other.sampling = self.sampling
             other.S, other.T, other.R, other.version = self.S, self.T, self.R, self.version
-        if other.tables_version != self.tables_version:
-            columns = self.table_pages
+        columns = self.table_pages
+        # Of the same tables, a step of longer sequences reads more columns than the one before.
+        if other.tables_version != self.tables_version or other.table_pages < columns:
             other.page_tables[:, :columns] = self.page_tables[:, :columns]
             other.table_pages, other.tables_version = columns, self.tables_version
 
