@@ -74,8 +74,8 @@ bench-e2e: $(VENV)/.installed-bench
 
 # The server takes any free port and says which; it ends with the run. SERVE: options of the server.
 bench-serve: $(VENV)/.installed-run
-	@said=$$(mktemp); $(BIN)/pykernels serve --port 0 $(SERVE) 2>"$$said" & server=$$!; \
-		trap 'kill $$server 2>/dev/null; wait $$server; rm -f "$$said"' EXIT; \
+	@echo "starting the server ..." >&2; said=$$(mktemp); $(BIN)/pykernels serve --port 0 $(SERVE) 2>"$$said" & server=$$!; \
+		trap 'kill $$server 2>/dev/null; wait $$server; rm -f "$$said"' EXIT; trap 'exit 130' INT TERM; \
 		until url=$$(sed -n 's/.* is served at //p' "$$said"); [ -n "$$url" ]; do \
 			kill -0 $$server 2>/dev/null || { cat "$$said" >&2; exit 2; }; sleep 0.2; done; \
 		$(BIN)/pykernels bench serve --url "$$url" $(BENCH)

@@ -177,7 +177,8 @@ def _show(row: dict[str, Any]) -> None:
     shared = f", {r['shared_prefix']} of them shared" if r["shared_prefix"] else ""
     rows = {
         "model": r["model"],
-        "load": f"{r['requests']} requests, {arrivals}{bound}; seed {r['seed']}",
+        "load": f"{r['requests']} requests, {arrivals}{bound}",
+        "seed": str(r["seed"]),
         "request": f"{r['prompt']} tokens{shared}, {r['tokens']} out",
         "outcome": f"{r['completed']} whole, {r['cancelled']} cancelled, {r['refused_429']} refused"
         f" (429), {r['errors']} errors" + (f", most often {r['why']}" if r["why"] else ""),
