@@ -252,6 +252,8 @@ def load_engine(
         raise PykernelsError("gpu_experts without a GPU", 'Add device="cuda:0"')
     chosen = _chosen(engine, settings)
     Pages(0, chosen.kv_dtype)  # refused before anything is read
+    if chosen.dual_batch is True and device == "cpu":
+        raise PykernelsError("dual_batch without a GPU", 'Add device="cuda:0"')
     threads_here(threads, True, Topology.detect())
     sliced = len(nodes_to_use(Topology.detect(), chosen.numa, threads)) > 1
     config = read_config(folder)
@@ -301,7 +303,9 @@ def load_engine(
                 if device == "cpu":
                     runner = CpuRunner(decoder, pool, *sizes, kernel, passes, logits)
                 elif device == "ref":
-                    runner = RefRunner(decoder, *sizes, passes, pool, logits)
+                    runner = RefRunner(
+                        decoder, *sizes, passes, pool, logits, chosen.dual_batch is True
+                    )
                 else:
                     from runtime.devices.cuda.runner import CudaRunner
 
@@ -317,6 +321,7 @@ def load_engine(
                         logits,
                         experts,
                         auto_defer,
+                        chosen.dual_batch,
                         weights.placed,
                         placement.cached,
                     )

@@ -54,6 +54,7 @@ class Subject:
     device: str = "cpu"
     experts: str = "auto"
     defer: int | str = "off"
+    dual_batch: bool | str = False
     kv_dtype: str = "bf16"
     threads: int | None = None
     kernel: str = "auto"
@@ -119,6 +120,7 @@ def _opened(subject: Subject, load: Load) -> Iterator[tuple[EngineTimer, str]]:
         max_num_batched_tokens=budget,
         kv_tokens=pages * PAGE,
         kv_dtype=subject.kv_dtype,
+        dual_batch=subject.dual_batch,
         overlap=False,  # each step is recorded on its own
     ) as llm:
         llm.engine.threaded = False  # it has had no request yet, so it has no thread
@@ -173,7 +175,7 @@ def _runner(
     if subject.device == "cpu":
         return CpuRunner(decoder, pool, *sizes, subject.kernel, passes)
     if subject.device == "ref":
-        return RefRunner(decoder, *sizes, passes, pool)
+        return RefRunner(decoder, *sizes, passes, pool, None, subject.dual_batch is True)
     from runtime.devices.cuda.runner import CudaRunner
 
     return CudaRunner(
@@ -185,6 +187,7 @@ def _runner(
         passes,
         experts=subject.experts,
         auto_defer=subject.defer == "auto",
+        dual_batch=subject.dual_batch,
     )
 
 
@@ -199,4 +202,5 @@ def _title(name: str, subject: Subject, timer: EngineTimer) -> str:
     off = subject.defer in ("off", "0", 0)
     count = getattr(timer.runner, "deferred", 0) if subject.defer == "auto" else subject.defer
     deferred = "" if off else f", experts deferred: {count}"
-    return f"{name} on {where}{threads}{deferred}"
+    lanes = ", two lanes" if timer.runner.dual_batch else ""
+    return f"{name} on {where}{threads}{deferred}{lanes}"

@@ -9,11 +9,16 @@ from typing import Any
 
 import torch
 
+from .lanes import LANES, lane_dim
 from .ops import OPS
 from .weight_spec import WeightSpec
 
 Dim = int | str
-"""A size, or the name of one that differs from step to step: "T", "S" or "R"."""
+"""A size, or the name of one that differs from step to step, one of ``STEP_SIZES``."""
+
+STEP_SIZES = ("T", "S", "R", *map(lane_dim, LANES))
+"""Tokens, sequences and sampled rows of a step, then the tokens of each of its lanes; in this order
+devices have them."""
 
 
 def _none() -> Mapping[str, Any]:
@@ -51,6 +56,7 @@ class Node:
         name: unique in a program.
         layer: the decoder layer that it belongs to; None outside the layers.
         role: what it does in its layer, one of ``ops.ROLES``; passes find nodes by it.
+        lane: one of ``lanes.LANES``; "" where a program has none, or both are joined.
         numa: index of the NUMA node whose workers run it, from memory of its own; None: all
             workers.
     """
@@ -64,6 +70,7 @@ class Node:
     name: str = ""
     layer: int | None = None
     role: str = ""
+    lane: str = ""
     numa: int | None = None
 
     def attr(self, name: str) -> Any:

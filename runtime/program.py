@@ -6,8 +6,9 @@ modules, passes are functions Program -> Program, and a device binds it to memor
 often as there are steps. ``ops`` says what each op reads and writes; nothing here knows a kernel,
 or transformers.
 
-Dims: ``T`` tokens of the step, ``S`` sequences, ``R`` rows of logits that are sampled. A dimension
-is a number or one of these names: its size differs from step to step, up to the bucket's.
+Dims: ``T`` tokens of the step, ``S`` sequences, ``R`` rows of logits that are sampled; ``TA`` and
+``TB`` tokens of each lane, where there are two. A dimension is a number or one of these names: its
+size differs from step to step, up to the bucket's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from pykernels.errors import PykernelsError
 
 from .checks import fault
-from .node import Buffer, Dim, Node, repeated
+from .node import STEP_SIZES, Buffer, Dim, Node, repeated
 from .weight_spec import WeightSpec
 
 __all__ = ["Buffer", "Builder", "Dim", "Node", "Program", "repeated"]
@@ -35,7 +36,7 @@ class Program:
 
     Attributes:
         name: of the model and the bucket.
-        sizes: the bucket: the most "T", "S" and "R" of a step.
+        sizes: the bucket: the most "T", "S" and "R" of a step, and of its lanes if it has any.
         weights: what each weight is; a ``WeightStore`` has them.
     """
 
@@ -64,6 +65,11 @@ class Program:
         """A buffer's shape in the largest step."""
         dims = self.buffers[name].shape
         return tuple(self.sizes[dim] if isinstance(dim, str) else dim for dim in dims)
+
+    def step_sizes(self) -> torch.Tensor:
+        """int64 [3], or [5] where there are lanes: zeros for the sizes of a step."""
+        count = 3 if self.sizes.keys() <= {*STEP_SIZES[:3]} else len(STEP_SIZES)
+        return torch.zeros(count, dtype=torch.int64, device="cpu")
 
     def on(self, device: str) -> Program:
         """The program with all nodes on one device."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from model.cli.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
-from model.cli.session import Defer, Device, GpuExperts, KvDtype
+from model.cli.session import Defer, Device, DualBatch, GpuExperts, KvDtype, dual_batch_of
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
@@ -61,6 +61,7 @@ def e2e(
     ] = "auto",
     gpu_experts: GpuExperts = None,
     defer: Defer = "off",
+    dual_batch: DualBatch = "off",
     threads: Threads = None,
     kernel: Kernel = None,
     eager: Annotated[
@@ -87,6 +88,7 @@ def e2e(
     check_gpu(device, expert_device, gpu_experts)
     if defer not in ("auto", "off") and not defer.isdecimal():
         raise PykernelsError(f"--defer {defer}", "Give a number of experts, auto or off")
+    lanes = dual_batch_of(dual_batch, device)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     from runtime.profiling.engine_speed import Load
 
@@ -96,7 +98,7 @@ def e2e(
         ours = _open(model, arch, given, chosen_threads, chosen_kernel, kv_dtype)
         try:
             status.update("compiling, timing the engine …")
-            where = device, expert_device, defer
+            where = device, expert_device, defer, lanes
             row = measured(ours, load, chosen_kernel, chosen_threads, *where, gpu_experts)
         finally:
             ours.close()
@@ -165,6 +167,7 @@ def measured(
     device: str = "cpu",
     expert_device: str = "auto",
     defer: str = "off",
+    dual_batch: bool | str = False,
     gpu_experts: str | None = None,
 ) -> Row:
     """The flat row of one run."""
@@ -194,6 +197,7 @@ def measured(
             device=device,
             expert_device=expert_device,
             defer=defer,
+            dual_batch=dual_batch,
             gpu_experts=gpu_experts,
         ),
         "load_seconds": ours.load_seconds,

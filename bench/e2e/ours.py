@@ -142,6 +142,7 @@ class Ours:
         device: str = "cpu",
         expert_device: str = "auto",
         defer: str = "off",
+        dual_batch: bool | str = False,
         gpu_experts: str | None = None,
     ) -> EngineTimer:
         """An engine with room for a load.
@@ -149,6 +150,7 @@ class Ours:
         Args:
             device, expert_device, defer, gpu_experts: ``device``, ``experts``, ``defer`` and
                 ``gpu_experts`` of ``load_engine``.
+            dual_batch: of ``EngineConfig``.
             max_num_batched_tokens: of a step; None: as ``EngineConfig`` has it.
 
         Raises:
@@ -187,6 +189,7 @@ class Ours:
                 None,
                 where,
                 auto,
+                dual_batch,
                 gpu_experts=placed.cached,
             )
         start = time.perf_counter()
@@ -213,6 +216,7 @@ def measure(
     device: str = "cpu",
     expert_device: str = "auto",
     defer: str = "off",
+    dual_batch: bool | str = False,
     gpu_experts: str | None = None,
 ) -> dict[str, float]:
     """The speed of prompts and of decode steps, the roof taken before and after, and the seconds
@@ -224,6 +228,7 @@ def measure(
         device=device,
         expert_device=expert_device,
         defer=defer,
+        dual_batch=dual_batch,
         gpu_experts=gpu_experts,
     )
     try:
@@ -242,6 +247,7 @@ def measure(
         return {
             "prefill_tok_s": round(load.prompt / median(prompts), 2),
             **asdict(found),
+            "lanes": 2 if load.batch > 1 and timer.runner.dual_batch else 1,
             "cached_experts": sum(len(e) for e in cached_of(timer.runner).values()),
             "deferred": getattr(timer.runner, "deferred", 0)
             or (int(defer) if defer.isdecimal() else 0),

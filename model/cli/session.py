@@ -95,6 +95,27 @@ Defer = Annotated[
 ]
 
 
+DualBatch = Annotated[
+    str,
+    typer.Option(
+        "--dual-batch",
+        metavar="auto|on|off",
+        help="Decode steps of several sequences in two lanes: a GPU computes the attention of one"
+        " while the CPU computes the experts of the other.",
+    ),
+]
+
+
+def dual_batch_of(choice: str, device: str) -> bool | str:
+    """What `EngineConfig` calls a choice; `PykernelsError` for one that the device has not."""
+    known: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}
+    if choice not in known:
+        raise PykernelsError(f"--dual-batch {choice}", "Give auto, on or off")
+    if choice == "on" and device == "cpu":
+        raise PykernelsError("--dual-batch on without a GPU", "Add --device cuda:0")
+    return known[choice]
+
+
 KvDtype = Annotated[
     str,
     typer.Option(

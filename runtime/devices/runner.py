@@ -14,6 +14,9 @@ from pykernels.errors import PykernelsError
 from ..engine.batch import DeviceLost, StepBatch, StepResult
 from ..engine.routing import LayerRouting, RoutedLayer
 from ..kv_cache.layout import PAGE, CachePart
+from ..lanes import lane_tokens
+from ..node import STEP_SIZES
+from ..passes import dual_batch as in_two_lanes
 from ..passes.keep_routing import routers
 from ..passes.numa import split_over_nodes
 from ..profiling.step_bytes import weight_bytes
@@ -21,6 +24,7 @@ from ..program import Program
 from ..tracing.active import phase
 from ..weights import LayoutOf, WeightStore
 from ..workers.pool import WorkerPool
+from .lane_inputs import LaneInputs
 from .sampling import SamplingInputs
 
 BUCKETS = 8, 64
@@ -90,6 +94,7 @@ class PagedRunner(ABC):
             per token.
         passes: rewrite the programs of decode steps, those in which every sequence has one token;
             steps with a prefill chunk run their programs as they were lowered.
+        dual_batch: whether decode steps of two sequences or more have two lanes.
     """
 
     page_size = PAGE
@@ -101,6 +106,8 @@ class PagedRunner(ABC):
     device = torch.device("cpu")
     """Where sampling keeps what penalties go by."""
     layouts: Callable[[Program], LayoutOf]
+    copies_inputs = False
+    """Whether the device copies a step's inputs itself, those of lanes too."""
     routed_layers: Sequence[RoutedLayer] = ()
 
     def __init__(
@@ -112,8 +119,10 @@ class PagedRunner(ABC):
         max_num_seqs: int,
         passes: Sequence[Pass] = (),
         max_num_logits: int | None = None,
+        dual_batch: bool = False,
     ) -> None:
         self.model, self.weights, self.passes = model, model.store, tuple(passes)
+        self.dual_batch = dual_batch
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
         self.max_num_seqs, self.vocab_size = max_num_seqs, model.vocab_size
@@ -123,9 +132,10 @@ class PagedRunner(ABC):
         self.num_pages = num_pages or 2 * -(-max_model_len // PAGE)
         self.steps: list[Executable] = []
         self.decode_steps: list[Executable] = []
-        self.sizes = torch.zeros(3, dtype=torch.int64, device="cpu")
+        self.sizes = torch.zeros(len(STEP_SIZES), dtype=torch.int64, device="cpu")
         self._sequences = np.zeros(self.max_num_batched_tokens, np.int64)
         self._query_lengths = np.zeros(self.max_num_seqs, np.int64)
+        self._lanes: LaneInputs | None = None
         self._batch: StepBatch  # what the device reads, while the engine writes the next
         self._executable: Executable  # of the last step
         self._running = False
@@ -178,11 +188,16 @@ class PagedRunner(ABC):
         self._sampling = SamplingInputs(batch, self.vocab_size, self.max_num_seqs, self.device)
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         inputs |= self._sampling.tensors()
+        if self.dual_batch and not self.copies_inputs:
+            self._lanes = LaneInputs(inputs)
+            inputs |= self._lanes.tensors
         self.steps = self._bind_all(self._sizes(self.buckets), inputs, (), self.make_step)
         self.decode_steps = self.steps
-        passes = self.decode_passes()
+        passes, buckets = self.decode_passes(), self.decode_buckets or self.buckets
+        if self.dual_batch:  # behind all others; one sequence is no two lanes, and has a program
+            passes, buckets = (*passes, in_two_lanes), (1, *buckets)
         if passes or self.decode_buckets:
-            sizes = self._sizes(self.decode_buckets or self.buckets)
+            sizes = self._sizes(buckets)
             enough = next(T for T in sizes if self.max_num_seqs <= T)
             self.decode_steps = self._bind_all(
                 [T for T in sizes if T <= enough], inputs, passes, self.make_decode_step
@@ -249,6 +264,8 @@ class PagedRunner(ABC):
         if changed:
             self._arrange(own)
         self._sampling.refresh()
+        if self._lanes is not None and own.T == own.S:
+            self._lanes.send(own.T)
         phase("run")
         self._executable.launch()
         self._running = True
@@ -274,7 +291,7 @@ class PagedRunner(ABC):
             raise PykernelsError(
                 f"a step of {T} tokens of {S} sequences, {R} rows of logits", "Make a larger runner"
             )
-        self.sizes[0], self.sizes[1], self.sizes[2] = T, S, R
+        self.sizes[:] = torch.tensor((T, S, R, *lane_tokens(T)), device="cpu")
         counts = self._query_lengths[:S]
         counts[:] = np.diff(batch.query_start_loc[: S + 1])
         self._sequences[:T] = np.repeat(batch.page_table_rows[:S], counts)

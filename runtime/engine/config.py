@@ -43,6 +43,9 @@ class EngineConfig:
         kv_bytes: size of the KV cache in bytes; None with ``kv_tokens`` None: as many sequences
             of ``max_model_len`` as fit into an eighth of the free memory, two at least.
         kv_dtype: "bf16", or "fp8" (E4M3 with a scale per token and head): half the memory.
+        dual_batch: whether decode steps of two sequences or more are two lanes, so that a GPU
+            computes the attention of one while the CPU computes the experts of the other; "auto":
+            beside experts on the CPU.
         target_itl_ms: inter-token time to keep while a prompt is read beside running decodes; the
             prompt tokens of such a step are capped by measured step times. None: no cap.
         max_partial_prefills: prompts that may be under way in one step.
@@ -66,6 +69,7 @@ class EngineConfig:
     kv_tokens: int | None = None
     kv_bytes: int | None = None
     kv_dtype: str = "bf16"
+    dual_batch: bool | str = False
     target_itl_ms: float | None = None
     max_partial_prefills: int = 4
     max_waiting: int | None = None
@@ -83,6 +87,8 @@ class EngineConfig:
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if value is not None and not (number and 0 < value < math.inf):
                 raise PykernelsError(f"{name}={value!r}", "Give a positive number")
+        if self.dual_batch not in (True, False, "auto"):
+            raise PykernelsError(f"dual_batch={self.dual_batch!r}", "Give True, False or 'auto'")
         if not isinstance(self.overlap, bool):
             raise PykernelsError(f"overlap={self.overlap!r}", "Give True or False")
         check_numa(self.numa)

@@ -1,9 +1,18 @@
 """Passes: functions Program -> Program, each one idea of the papers, one a file."""
 
 from .defer import defer, fewest_deferred
+from .dual_batch import dual_batch
 from .gpu_experts import gpu_experts
 from .keep_routing import keep_routing
 from .offload import offload
 from .skip import skip
 
-__all__ = ["defer", "fewest_deferred", "gpu_experts", "keep_routing", "offload", "skip"]
+__all__ = [
+    "defer",
+    "dual_batch",
+    "fewest_deferred",
+    "gpu_experts",
+    "keep_routing",
+    "offload",
+    "skip",
+]

@@ -31,6 +31,7 @@ OPS: Mapping[str, tuple[str, str]] = {
     "add": ("sum", "#adb5c4"),
     "router": ("router", "#6a4c93"),
     "split_routing": ("router", "#6a4c93"),
+    "join_rows": ("norm", "#8d99ae"),
     "embed": ("embedding", "#b08968"),
     "sample_requests": ("sampling", "#3d5a80"),
     COPY: ("copy", "#e07be0"),

@@ -197,6 +197,30 @@ def test_the_deferral_that_pays_is_found(tmp_path: Path, device: torch.device) -
     assert sorted(errors)[1] < BF16  # a token whose router is undecided may take another expert
 
 
+def test_two_lanes_draw_what_one_draws(tmp_path: Path, device: torch.device) -> None:
+    """Of batches that shrink from three sequences to one, in programs with room for more."""
+    tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    prompts = [[5], [33], [41]]
+    params = [
+        SamplingParams(temperature=i % 2, seed=i, max_tokens=1 + i, ignore_eos=True)
+        for i in range(3)
+    ]
+    where, found = "cuda:0" if device.type == "cuda" else "cpu", []
+    with WorkerPool(1) as pool:
+        with open_weights(tmp_path, read_config(tmp_path)) as weights:
+            decoder = weights.readable(packer(pool), lambda *_: None)
+        for lanes in (False, "auto"):
+            sizes = 64, None, 6, 3, "generic"
+            runner = CudaRunner(decoder, where, pool, *sizes, experts="cpu", dual_batch=lanes)
+            runner.decode_buckets = (1,)
+            with Engine(runner) as engine:
+                found.append([r.token_ids for r in engine.generate(prompts, params)])
+        assert [len(step.program.sizes) for step in runner.decode_steps] == [3, 5]
+        with pytest.raises(PykernelsError, match="dual_batch with the experts on the GPU"):
+            CudaRunner(decoder, where, pool, *sizes, experts="gpu", dual_batch=True)
+    assert found[0] == found[1]
+
+
 def test_activations_that_the_gpu_has_not_are_refused(tmp_path: Path, device: torch.device) -> None:
     tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=1, moe_intermediate_size=64)
     rule = {

@@ -11,7 +11,18 @@ import typer
 from pykernels.registry import requested
 
 from ..common import Debug, Kernel, Numa, State, Threads, command, err, prepare_threads, read_key
-from ..session import Defer, Device, Experts, GpuExperts, KvDtype, Model, Rules, status
+from ..session import (
+    Defer,
+    Device,
+    DualBatch,
+    Experts,
+    GpuExperts,
+    KvDtype,
+    Model,
+    Rules,
+    dual_batch_of,
+    status,
+)
 
 _SERVER, _ENGINE = "The server", "The engine"
 
@@ -120,10 +131,12 @@ def serve(
     kernel: Kernel = None,
     numa: Numa = "auto",
     defer: Defer = "off",
+    dual_batch: DualBatch = "off",
     kv_dtype: KvDtype = "bf16",
     debug: Debug = False,
 ) -> None:
     """Serve a model over HTTP until Ctrl-C or SIGTERM."""
+    lanes = dual_batch_of(dual_batch, device)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     with status("importing torch and transformers"):
         from transformers.utils import logging as of_transformers
@@ -167,6 +180,7 @@ def serve(
             experts=experts,
             gpu_experts=gpu_experts,
             kv_dtype=kv_dtype,
+            dual_batch=lanes,
             numa=numa,
             max_num_seqs=max_batch,
             max_model_len=max_model_len,

@@ -13,7 +13,7 @@ from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
 from ..common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from ..session import Defer, Device, Experts, KvDtype, Model, Rules
+from ..session import Defer, Device, DualBatch, Experts, KvDtype, Model, Rules, dual_batch_of
 
 if TYPE_CHECKING:
     from runtime.tracing.usage import Usage
@@ -60,6 +60,7 @@ def step(
     device: Device = "cpu",
     experts: Experts = "auto",
     defer: Defer = "off",
+    dual_batch: DualBatch = "off",
     kv_dtype: KvDtype = "bf16",
     threads: Threads = None,
     kernel: Kernel = None,
@@ -70,6 +71,7 @@ def step(
 ) -> None:
     """Record some steps: what each worker, stream and copy does when, and how busy they are."""
     _check(model, arch, layers, format, rules, device, experts)
+    lanes = dual_batch_of(dual_batch, device)
     picture = plot or Path(str(write).removesuffix(".gz")).with_suffix(".png")
     for file in (write, picture):
         _check_writable(file)
@@ -91,6 +93,7 @@ def step(
             device=device,
             experts=experts,
             defer=defer,
+            dual_batch=lanes,
             kv_dtype=kv_dtype,
             threads=chosen_threads,
             kernel=chosen_kernel,

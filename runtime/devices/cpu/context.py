@@ -21,6 +21,7 @@ from pykernels.quant.layout import ceil_to
 
 from ...analysis import ALIGN, buffer_bytes, dependencies, ordered, plan_memory
 from ...machine.memory import allocate, allocate_side_by_side
+from ...node import STEP_SIZES
 from ...ops import OPS
 from ...program import Node, Program
 from ...weights import WeightStore
@@ -31,7 +32,6 @@ from .activations import Form, FormKey, Forms, packed_only, sizes_with_forms
 from .weights import layouts
 
 _LINE = 64
-_SIZES = ("T", "S", "R")
 
 
 Binder = Callable[["Context", Node], list[Job]]
@@ -82,7 +82,7 @@ class Context:
         link: to the device that has the other half of the program.
 
     Attributes:
-        sizes: int64 [3]: T, S and R of a step.
+        sizes: those of a step (``Program.step_sizes``).
         outputs: by name, tensors of the "output" buffers.
         uncompiled: jobs that are compiled when a step needs them.
 
@@ -230,7 +230,7 @@ class Context:
     def count_at(self, name: str) -> int:
         """Address of the size that a buffer's first dimension has in a step."""
         dim = self.program.buffers[name].shape[0]
-        return int(self.sizes.data_ptr()) + 8 * _SIZES.index(str(dim))
+        return int(self.sizes.data_ptr()) + 8 * STEP_SIZES.index(str(dim))
 
     def most(self, name: str) -> int:
         """The largest size of a buffer's first dimension."""
@@ -275,9 +275,9 @@ class Context:
         return self._shared[key]
 
     def workspace(self, node: Node) -> MoEWorkspace:
-        """Scratch of the experts of one role on one NUMA node, which run one after the other; those
-        of other roles may run in parallel."""
-        key = f"workspace {node.role} {node.numa}"
+        """Scratch of the experts of one role (of one lane, on one NUMA node), which run one after
+        the other; those of other roles may run in parallel."""
+        key = f"workspace {node.lane} {node.role} {node.numa}"
         self._take_turns(key)
         return self._workspaces.setdefault(key, MoEWorkspace())
 

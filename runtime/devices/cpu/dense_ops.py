@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pykernels.cpu.activations.join_rows import JOIN, make_join
 from pykernels.cpu.activations.row_layout import row_bytes
 from pykernels.cpu.embedding import EMBED, make_embed, make_embed_packed
 from pykernels.cpu.gemm.common import MAX_BLOCKS
@@ -53,6 +54,16 @@ def embed(ctx: Context, node: Node) -> list[Job]:
         chunk=1 if fields else 16,
         **fields,
     )
+    return [Job(node.name, run.address, record, setup.address)]
+
+
+def join_rows(ctx: Context, node: Node) -> list[Job]:
+    """The rows of both lanes, one behind the other."""
+    setup, run = make_join()
+    out, fields = node.outputs["out"], dict[str, int]()
+    for port, name in node.inputs.items():
+        fields |= {f"{port}_count_at": ctx.count_at(name), port: ctx.at(name)}
+    record = ctx.record(JOIN, row_bytes=ctx.stride(out), out=ctx.at(out), **fields)
     return [Job(node.name, run.address, record, setup.address)]
 
 

@@ -36,6 +36,7 @@ BINDERS: dict[str, Binder] = {
     "split_routing": expert_ops.split_routing,
     "place_routing": expert_ops.place_routing,
     "moe_ffn": expert_ops.moe_ffn,
+    "join_rows": dense_ops.join_rows,
     "sample_requests": dense_ops.sample_requests,
     "submit": lambda ctx, node: [ctx.flag_job(node)],
     "wait": lambda ctx, node: [ctx.flag_job(node)],
@@ -52,7 +53,7 @@ class CpuExecutable:
         inputs: by name, tensors of the program's input buffers, in their largest shape.
         caches: by name, tensors of the "cache" buffers.
         kernel: a backend of ``pykernels.registry``, or "auto".
-        sizes: int64 [3]; None for its own.
+        sizes: as ``Program.step_sizes``; None for its own.
         in_order: whether each node waits for the whole of the one before, whatever it reads.
         link: to the device that has the other half of the program, if it is half of one.
 
@@ -79,7 +80,7 @@ class CpuExecutable:
         link: Link | None = None,
     ) -> None:
         self.program, self.pool = split_over_nodes(program, pool.memory), pool
-        self.sizes = torch.zeros(3, dtype=torch.int64, device="cpu") if sizes is None else sizes
+        self.sizes = self.program.step_sizes() if sizes is None else sizes
         refuse_devices(program, "cpu")
         self._context = Context(
             self.program, weights, pool, inputs, caches, kernel, self.sizes, in_order, link

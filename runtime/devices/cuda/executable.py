@@ -41,6 +41,7 @@ BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
     "split_routing": experts.split_routing,
     "place_routing": experts.place_routing,
     "moe_ffn": experts.moe_ffn,
+    "join_rows": dense.join_rows,
     "sample_requests": sampling.sample_requests,
 }
 """The ops of this device."""
@@ -58,7 +59,7 @@ class CudaExecutable:
         inputs: GPU tensors of the step's inputs; ``host_inputs``: CPU tensors of those that nodes
             of the CPU read.
         sequences, arena: see ``Memory``.
-        sizes: int64 [3] on the CPU: T, S and R of the step to come.
+        sizes: on the CPU, those of the step to come (``Program.step_sizes``).
         slots: pinned memory, shared with other programs that never run at the same time.
         sampled: where what is sampled goes, shared likewise.
 

@@ -10,12 +10,13 @@ import torch
 from numpy.typing import NDArray
 
 from ...kv_cache.layout import PAGE
+from ...lanes import LANES, lane_name, lane_tokens
 from ..sampling import SamplingInputs
 from .sampling_inputs import SamplingColumns, SamplingTables
 from .sequences import Expansion, Sequences
 
-BY_TOKEN = ("tokens", "positions", "slot_mapping")
-"""Inputs [T] that nodes read by name."""
+BY_TOKEN = {"tokens": 0, "positions": 0, "slot_mapping": -1}
+"""Inputs [T] that nodes read by name, and what padding has."""
 _BY_CHUNK = ("query_starts", "query_lengths", "key_lengths", "key_starts")
 _ALIGNED = 4  # int32 numbers: 16 bytes
 NEVER = 1 << 40
@@ -56,7 +57,10 @@ class StepInputs:
         self._tables = None if sampling is None else SamplingTables(sampling, device)
         self._columns, self._rows = columns, {} if columns is None else columns.shapes
         self.first = _size(self._rows)
-        size = self.first + _size(_shapes(T, S, R, arrays["page_table"].shape[1], chunks))
+        pages = arrays["page_table"].shape[1]
+        # Lanes have room for a sequence a token.
+        size = max(_size(_shapes(T, S, R, pages, chunks)), _size(_shapes(T, T, R, pages, None)))
+        size += self.first
         self.host = torch.zeros(
             size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
@@ -73,9 +77,11 @@ class StepInputs:
             self._columns.stage(self._staged)
             self._tables.send()
 
-    def bucket(self, T: int, R: int, decode: bool, expand_from: int | None) -> Bucket:
+    def bucket(
+        self, T: int, R: int, decode: bool, expand_from: int | None, lanes: bool = False
+    ) -> Bucket:
         """The inputs of programs of these sizes. Arguments: see ``Bucket``."""
-        return Bucket(self, T, R, decode, expand_from)
+        return Bucket(self, T, R, decode, expand_from, lanes)
 
 
 class Bucket:
@@ -88,6 +94,8 @@ class Bucket:
         T, R: tokens and rows of logits.
         decode: every sequence of its steps has one token.
         expand_from: None where there are no latents; ``NEVER`` where none are expanded.
+        lanes: whether its steps have two lanes: the second one's tokens and sequences begin at a
+            row of their own, so that both are parts of the block.
 
     Attributes:
         tensors: by name, views on the GPU of what nodes read.
@@ -95,10 +103,17 @@ class Bucket:
     """
 
     def __init__(
-        self, owner: StepInputs, T: int, R: int, decode: bool, expand_from: int | None
+        self,
+        owner: StepInputs,
+        T: int,
+        R: int,
+        decode: bool,
+        expand_from: int | None,
+        lanes: bool = False,
     ) -> None:
         self._arrays, self.T, self.decode, self._expand_from = owner.arrays, T, decode, expand_from
-        S, pages = min(T, len(owner.arrays["lengths"])), owner.arrays["page_table"].shape[1]
+        S = T if lanes else min(T, len(owner.arrays["lengths"]))
+        pages = owner.arrays["page_table"].shape[1]
         self._piece = min(T, owner.piece or T)
         shapes = _shapes(T, S, R, pages, None if decode else _chunks(T, S, self._piece))
         self._owner, end = owner, owner.first + _size(shapes)
@@ -108,12 +123,17 @@ class Bucket:
         self._staged = {name: view.numpy() for name, view in staged.items()}
         own = {field.name for field in fields(Sequences)}
         self._expansion = Expansion()
+        self._lanes: dict[str, Sequences] = {}
         self.sequences = Sequences(
             **{name: view for name, view in views.items() if name in own},
             max_queries=self._piece,
             expansion=self._expansion,
+            lanes=self._lanes,
         )
         self.tensors = {name: view for name, view in views.items() if name not in own}
+        self._second = lane_tokens(T)[0] if lanes else None
+        if self._second is not None:
+            self._part(self._second)
         self.tensors |= owner.tensors
 
     def send(self, T: int, S: int, R: int) -> None:
@@ -122,26 +142,51 @@ class Bucket:
         The block is free again when the step's results are there.
         """
         staged, arrays = self._staged, self._arrays
-        for name in BY_TOKEN:
-            staged[name][:T] = arrays[name][:T]
-        staged["slot_mapping"][T:] = -1
-        staged["tokens"][T:] = 0  # what another bucket left here may be no id
-        staged["positions"][T:] = 0
         staged["logits_indices"][:R] = arrays["logits_indices"][:R]
         staged["logits_indices"][R:] = 0
         lengths = arrays["lengths"][:S]
         used = -(-int(lengths.max(initial=0)) // PAGE)  # pages of the longest sequence
-        table = staged["table"]
-        table[:S, :used] = arrays["page_table"][arrays["page_rows"][:S], :used]
-        table[:S, used:] = 0
-        table[S:] = 0
-        if self.decode:
-            _pad(staged["decode_lengths"], lengths)
+        start = self._second
+        if start is None:
+            self._place(slice(0, self.T), slice(0, T), slice(0, S), used)
         else:
+            first = lane_tokens(T)[0]
+            self._place(slice(0, start), slice(0, first), slice(0, first), used)
+            self._place(slice(start, self.T), slice(first, T), slice(first, T), used)
+            rows = staged["logits_indices"][:R]
+            rows[rows >= first] += start - first
+        if not self.decode:
             starts, counts = arrays["query_starts"][:S], arrays["query_lengths"][:S]
             self._arrange(starts, counts, lengths, arrays["positions"][:T])
         self._owner.stage_sampling()
         self._device.copy_(self._host, non_blocking=True)
+
+    def _part(self, start: int) -> None:
+        """Adds the inputs of each lane; the second one begins at row ``start``."""
+        for lane, rows in zip(LANES, (slice(0, start), slice(start, self.T)), strict=True):
+            self.tensors |= {lane_name(lane, name): self.tensors[name][rows] for name in BY_TOKEN}
+            table, lengths = (
+                x[rows] for x in (self.sequences.table, self.sequences.decode_lengths)
+            )
+            self._lanes[lane] = Sequences(table, lengths)
+
+    def _place(self, rows: slice, tokens: slice, sequences: slice, used: int) -> None:
+        """Fills in what tokens and sequences have, in rows of the block, and pads the rest of the
+        rows.
+
+        Args:
+            used: pages of the longest sequence.
+        """
+        staged, arrays = self._staged, self._arrays
+        for name, padding in BY_TOKEN.items():  # what another bucket left here may be no id
+            _pad(staged[name][rows], arrays[name][tokens], padding)
+        table = staged["table"][rows]
+        S = sequences.stop - sequences.start
+        table[:S, :used] = arrays["page_table"][arrays["page_rows"][sequences], :used]
+        table[:S, used:] = 0
+        table[S:] = 0
+        if self.decode:
+            _pad(staged["decode_lengths"][rows], arrays["lengths"][sequences])
 
     def pretend(self) -> None:
         """Sends a step that compiles what other steps launch, and writes nothing to the cache: one
@@ -207,10 +252,10 @@ class Bucket:
         self._expansion.queries, self._expansion.keys = int(queries.max(initial=0)), int(keys.sum())
 
 
-def _pad(staged: NDArray[np.int32], values: NDArray[np.int64]) -> None:
-    """``values``, then zeros."""
+def _pad(staged: NDArray[np.int32], values: NDArray[np.int64], padding: int = 0) -> None:
+    """``values``, then ``padding``."""
     staged[: len(values)] = values
-    staged[len(values) :] = 0
+    staged[len(values) :] = padding
 
 
 def _chunks(T: int, S: int, piece: int) -> int:

@@ -93,7 +93,8 @@ class Memory:
         arena: room for all other buffers.
         token_table: see ``tokens_table``.
         orders: by the ids' buffer, of tokens that a launch has sorted by expert.
-        same_order: of T tokens that take one expert, once a launch has asked for it.
+        same_orders: by their number, of tokens that take one expert, once a launch has asked for
+            them.
     """
 
     program: Program
@@ -107,7 +108,7 @@ class Memory:
     scratch: dict[str, torch.Tensor] = field(default_factory=dict)
     token_table: torch.Tensor | None = None
     orders: dict[str, SortedPairs] = field(default_factory=dict)
-    same_order: SortedPairs | None = None
+    same_orders: dict[int, SortedPairs] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         kinds = dtypes(self.program)

@@ -52,6 +52,8 @@ class CudaRunner(PagedRunner):
         max_num_batched_tokens: None: as ``capacity.STEP_TOKENS`` says.
         experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
         auto_defer: whether to defer as many experts as keep the CPU busy, found by measuring.
+        dual_batch: whether decode steps of two sequences or more have two lanes; "auto": if the
+            experts are on the CPU.
         placed: weights that rules place on another device, by name.
         gpu_experts: by layer, experts that are on the GPU besides, where the others are not.
 
@@ -63,6 +65,7 @@ class CudaRunner(PagedRunner):
     """
 
     decode_buckets = DECODE_BUCKETS
+    copies_inputs = True
     pool: WorkerPool
 
     def __init__(
@@ -79,6 +82,7 @@ class CudaRunner(PagedRunner):
         max_num_logits: int | None = None,
         experts: str = "auto",
         auto_defer: bool = False,
+        dual_batch: bool | str = False,
         placed: Mapping[str, str] = MappingProxyType({}),
         gpu_experts: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
@@ -87,7 +91,14 @@ class CudaRunner(PagedRunner):
         pages = num_pages or 2 * -(-max_model_len // PAGE)
         placement = place_on(device, model, pages, experts, placed)
         self.placement = replace(placement, cached=gpu_experts or {})
-        if self._real and self.placement.experts == CPU and (reason := why_no_flags()):
+        on_cpu = self.placement.experts == CPU
+        if dual_batch is True and not on_cpu:
+            raise PykernelsError(
+                "dual_batch with the experts on the GPU: there is nothing beside which the other"
+                " lane could run",
+                "Keep the experts on the CPU (experts cpu), or leave dual_batch off",
+            )
+        if self._real and on_cpu and (reason := why_no_flags()):
             raise PykernelsError(
                 f"{device} cannot wait for experts on the CPU: {reason}",
                 "Update the NVIDIA driver, or keep the experts on the GPU (experts gpu)",
@@ -104,10 +115,11 @@ class CudaRunner(PagedRunner):
             max_num_seqs,
             passes,
             max_num_logits,
+            on_cpu and bool(dual_batch),
         )
         self.pool, self.kernel = pool, kernel
         self._auto_defer, self.deferred = auto_defer, 0
-        self.buckets = HOST_BUCKETS if self.placement.experts == CPU else PROMPT_BUCKETS
+        self.buckets = HOST_BUCKETS if on_cpu else PROMPT_BUCKETS
         self.caches: dict[str, torch.Tensor] = {}
         self._inputs: StepInputs | None = None
         self._sampled: StepOutputs | None = None
@@ -197,7 +209,7 @@ class CudaRunner(PagedRunner):
             self._inputs = StepInputs(inputs, self._sampling, self.device, piece)
             self._host_inputs = dict(inputs)
         T, R, expand_from = program.sizes["T"], program.sizes["R"], expansion(program)
-        bucket = self._inputs.bucket(T, R, decode, expand_from)
+        bucket = self._inputs.bucket(T, R, decode, expand_from, has_lanes(program))
         executable = CudaExecutable(
             program,
             self.weights,
@@ -220,7 +232,8 @@ class CudaRunner(PagedRunner):
         return executable
 
     def _send(self, bucket: Bucket) -> None:
-        bucket.send(*self.sizes.tolist())
+        T, S, R, *_ = self.sizes.tolist()
+        bucket.send(T, S, R)
 
     def _results_of(self, program: Program) -> StepOutputs:
         """Where all programs put what they sample."""
@@ -234,7 +247,7 @@ class CudaRunner(PagedRunner):
 
     def _warm(self, executable: CudaExecutable, bucket: Bucket, captured: bool) -> None:
         """Runs a step that writes nothing, which compiles everything, then captures it."""
-        self.sizes[0], self.sizes[1], self.sizes[2] = 0, 0, 0
+        self.sizes[:] = 0
         before, executable.before = executable.before, bucket.pretend
         executable.run()
         with torch.cuda.device(self.device):
@@ -269,6 +282,11 @@ def expansion(program: Program) -> int | None:
         if node.op == "attention" and "latent" in node.inputs:
             return node.attr("expand_from") or NEVER
     return None
+
+
+def has_lanes(program: Program) -> bool:
+    """Whether a program has two lanes."""
+    return any(node.lane for node in program.nodes)
 
 
 def place_on(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -45,6 +46,7 @@ class Sequences:
         token_lengths: [T], keys that a token attends to; 0 for tokens of chunks and padding.
         max_queries: no chunk has more tokens.
         expansion: changed in every step; launches that read it cannot be captured.
+        lanes: the sequences of each lane, where a decode step has two.
     """
 
     table: torch.Tensor
@@ -58,10 +60,15 @@ class Sequences:
     token_lengths: torch.Tensor | None = None
     max_queries: int = 0
     expansion: Expansion = field(default_factory=Expansion)
+    lanes: Mapping[str, Sequences] = field(default_factory=dict)
 
     @property
     def S(self) -> int:
         return len(self.table)
+
+    def of(self, lane: str) -> Sequences:
+        """The sequences of a lane; "": all of them."""
+        return self.lanes[lane] if lane else self
 
     def chunks(self) -> Ragged | None:
         """The chunks over pages, however many there are; None in decode steps."""

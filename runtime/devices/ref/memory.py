@@ -11,11 +11,10 @@ import torch
 from pykernels.errors import PykernelsError
 
 from ...analysis import Order, buffer_bytes, plan_memory
+from ...node import STEP_SIZES
 from ...program import Node, Program
 from ...weights import WeightStore
 from .weights import layouts
-
-_SIZES = ("T", "S", "R")
 
 
 class Memory:
@@ -23,7 +22,7 @@ class Memory:
 
     Args:
         weights: of the program's model.
-        sizes: int64 [3], T, S and R of the step.
+        sizes: those of the step (``Program.step_sizes``).
         fixed: by name, tensors of the "input" and "cache" buffers.
         order: of the device, for the memory plan; None: every buffer has memory of its own.
 
@@ -95,4 +94,4 @@ class Memory:
     def length(self, name: str) -> int:
         """What the first dimension of a buffer is in this step."""
         dim = self.program.buffers[name].shape[0]
-        return int(self.sizes[_SIZES.index(dim)]) if isinstance(dim, str) else dim
+        return int(self.sizes[STEP_SIZES.index(dim)]) if isinstance(dim, str) else dim

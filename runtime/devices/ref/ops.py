@@ -212,6 +212,11 @@ def moe_ffn(m: Memory, node: Node) -> None:
     m.write(node.outputs["out"], y)
 
 
+def join_rows(m: Memory, node: Node) -> None:
+    parts = [m.read(node.inputs[name]) for name in ("first", "last")]
+    m.write(node.outputs["out"], torch.cat(parts))
+
+
 def sample_requests(m: Memory, node: Node) -> None:
     logits = m.read(node.inputs["logits"])
     inputs = SamplingInputs(
@@ -244,6 +249,7 @@ OPS: dict[str, Op] = {
         split_routing,
         place_routing,
         moe_ffn,
+        join_rows,
         sample_requests,
     )
 }

@@ -34,6 +34,7 @@ class RefRunner(PagedRunner):
     Args:
         pool: for programs that hand experts to the ``cpu`` device, in the kernels' precision.
         passes: of ``runtime.passes``, for the programs of decode steps; ``offload`` is one.
+        dual_batch: whether decode steps of two sequences or more have two lanes.
     """
 
     layouts = staticmethod(layouts)
@@ -48,6 +49,7 @@ class RefRunner(PagedRunner):
         passes: Sequence[Pass] = (),
         pool: WorkerPool | None = None,
         max_num_logits: int | None = None,
+        dual_batch: bool = False,
     ) -> None:
         super().__init__(
             model,
@@ -57,6 +59,7 @@ class RefRunner(PagedRunner):
             max_num_seqs,
             passes,
             max_num_logits,
+            dual_batch,
         )
         self.pool = pool
         self.caches = {

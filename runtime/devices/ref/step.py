@@ -38,7 +38,7 @@ class RefExecutable:
         caches: by name, tensors of the "cache" buffers.
         pool: runs the nodes on the ``cpu`` device; needed only for these.
         kernel: their backend.
-        sizes: int64 [3]; None for its own.
+        sizes: as ``Program.step_sizes``; None for its own.
         reuse: whether buffers share memory as planned; False: each has its own.
 
     Attributes:
@@ -65,7 +65,7 @@ class RefExecutable:
         reuse: bool = True,
     ) -> None:
         self.program = program
-        self.sizes = torch.zeros(3, dtype=torch.int64, device="cpu") if sizes is None else sizes
+        self.sizes = program.step_sizes() if sizes is None else sizes
         self.inputs = dict(inputs)
         self._parts = partition(program)
         self._refuse(pool)

@@ -82,9 +82,10 @@ def attention(m: Memory, node: Node) -> Launch:
         "window": node.attr("window") or None,
         "sinks": m.optional_weight(node, "sinks"),
     }
-    table, lengths = m.sequences.table, m.sequences.decode_lengths
+    sequences = m.sequences.of(node.lane)
+    table, lengths = sequences.table, sequences.decode_lengths
     first_q, first_out = q[: len(table)], out[: len(table)]  # a decoding sequence's one token
-    chunks = m.sequences.chunks()
+    chunks = sequences.chunks()
 
     def launch() -> None:
         gqa_decode(first_q, k, v, table, lengths, out=first_out, **options)

@@ -47,6 +47,17 @@ def rms_norm(m: Memory, node: Node) -> Launch:
     return launch
 
 
+def join_rows(m: Memory, node: Node) -> Launch:
+    first, last, out = m.read(node, "first"), m.read(node, "last"), m.written(node, "out")
+    parts = (out[: len(first)], first), (out[len(first) :], last)
+
+    def launch() -> None:
+        for to, rows in parts:
+            to.copy_(rows)
+
+    return launch
+
+
 def linear(m: Memory, node: Node) -> Launch:
     weight, bias = m.weight(node, "weight"), m.optional_weight(node, "bias")
     N, K = m.program.weight(node, "weight").shape

@@ -14,6 +14,7 @@ from pykernels.gpu.moe.router import router as choose
 from pykernels.gpu.moe.split_routing import split_routing as split_by_weight
 from pykernels.shapes import Routing
 
+from ....lanes import lane_name
 from ....node import Node
 from ..memory import Memory
 from .dense import Launch, void
@@ -27,7 +28,8 @@ def router(m: Memory, node: Node) -> Launch:
         order = empty_order(1, out.topk, node.attr("experts"), m.device)
         m.orders[node.outputs["ids"]] = order
         return lambda: void(route(logits, node.attr("spec"), bias, None, (out, order, None)))
-    spec, here = node.attr("spec"), m.inputs.get("slot_mapping")  # -1: padding takes no experts
+    # -1: padding takes no experts.
+    spec, here = node.attr("spec"), m.inputs.get(lane_name(node.lane, "slot_mapping"))
     return lambda: void(choose(logits.contiguous(), spec, bias, here, out))
 
 
@@ -57,10 +59,10 @@ def moe_ffn(m: Memory, node: Node) -> Launch:
 
 def _one_expert(m: Memory, x: torch.Tensor, experts: Experts, out: torch.Tensor) -> Launch:
     """All tokens in their own order, so there is nothing to sort, to weight or to sum."""
-    if m.same_order is None:
+    if len(x) not in m.same_orders:
         same = torch.zeros(len(x), 1, dtype=torch.int32, device=x.device)
-        m.same_order = sort_pairs(same, 1)
-    order = m.same_order
+        m.same_orders[len(x)] = sort_pairs(same, 1)
+    order = m.same_orders[len(x)]
 
     def launch() -> None:
         y = down(gate_up(x, experts, order), experts, order, out=out if bf16 else None)

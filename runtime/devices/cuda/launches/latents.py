@@ -43,7 +43,7 @@ def attention(m: Memory, node: Node) -> Launch:
             out=out[:rows],
         )
 
-    sequences = m.sequences
+    sequences = m.sequences.of(node.lane)
     lengths = sequences.token_lengths
     if lengths is None:  # a decode step
         return lambda: attend(sequences.S, sequences.table, sequences.decode_lengths)
