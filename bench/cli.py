@@ -1,7 +1,7 @@
 """`pykernels bench moe|attention|linear|router`: one kernel timed, on this CPU or a GPU.
 
 `e2e`, a whole model through the engine, is in `bench.e2e.cli`; `load`, its weights, in
-`bench.load.cli`.
+`bench.load.cli`; `serve`, a server under load, in `bench.serving.cli`.
 
 `model.cli.main` offers these commands where this package is installed. `moe` on the CPU is the
 measurement of `bench/cpu`; on a GPU all four time one case of `bench/gpu`, of whose `case()` (or
@@ -22,6 +22,7 @@ from pykernels.registry import requested
 
 from .e2e.cli import e2e
 from .load.cli import load
+from .serving.cli import serve
 
 if TYPE_CHECKING:
     from runtime.profiling.measure import MoEMeasurement
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Time the kernels on this machine.")
 app.command(cls=ListsFormats)(e2e)
 app.command(cls=ListsFormats)(load)
+app.command()(serve)
 
 AsJson = Annotated[
     bool, typer.Option("--json", help="One flat JSON object on stdout, nothing else.")

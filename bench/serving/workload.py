@@ -1,0 +1,92 @@
+"""What is asked of a server, and when: drawn from one seed, before the first request."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Piece = int | str
+"""What prompts are made of: a token id, or a word with the space before it."""
+
+_CONSONANTS, _VOWELS = "bcdfghjklmnprstvwz", "aeiou"
+
+
+@dataclass(frozen=True)
+class Load:
+    """How a server is driven.
+
+    Attributes:
+        requests: how many there are.
+        rate: Poisson arrivals a second; infinite: each client asks as soon as it is answered.
+        clients: most requests at once; None: no bound.
+        prompt, tokens: length of a prompt, and of an answer.
+        shared_prefix: so many tokens at the start of a prompt are the same in all of them.
+        cancel: share of requests, from 0 to 1, whose client goes away in the middle.
+        seed: of arrivals, prompts and cancels.
+    """
+
+    requests: int
+    rate: float
+    clients: int | None
+    prompt: int
+    tokens: int
+    shared_prefix: int
+    cancel: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request.
+
+    Attributes:
+        at: seconds after the start at which it arrives; 0 where the rate is infinite.
+        prompt: token ids, or a text.
+        cancel_after: its client goes away after so many pieces of the answer; None: it stays.
+    """
+
+    at: float
+    prompt: list[int] | str
+    cancel_after: int | None
+
+
+def words(count: int, seed: int) -> list[str]:
+    """Made-up words with a space before each: no word list, and many different tokens."""
+    draw = random.Random(f"words {seed}")
+    return [
+        " " + "".join(draw.choice(_CONSONANTS) + draw.choice(_VOWELS) for _ in range(syllables))
+        for syllables in draw.choices((1, 2, 3), k=count)
+    ]
+
+
+def prompt_of(pieces: Sequence[Piece]) -> list[int] | str:
+    """Ids stay a list; words become a text."""
+    if isinstance(pieces[0], int):
+        return [piece for piece in pieces if isinstance(piece, int)]
+    return "".join(str(piece) for piece in pieces)
+
+
+def plan(load: Load, vocabulary: Sequence[Piece], pieces_per_token: float = 1.0) -> list[Request]:
+    """The requests in the order of their arrival.
+
+    Args:
+        load: how the server is driven.
+        vocabulary: what prompts are drawn from.
+        pieces_per_token: how many of the vocabulary are one token of the server: 1 for ids.
+    """
+    arrivals, texts, cancels = (
+        random.Random(f"{what} {load.seed}") for what in ("arrivals", "prompts", "cancels")
+    )
+    total = max(1, round(load.prompt * pieces_per_token))
+    shared = min(total, round(load.shared_prefix * pieces_per_token))
+    prefix = texts.choices(vocabulary, k=shared)
+    cancelled = set(cancels.sample(range(load.requests), round(load.cancel * load.requests)))
+    at, found = 0.0, []
+    for index in range(load.requests):
+        if load.rate != float("inf"):
+            at += arrivals.expovariate(load.rate)
+        after = cancels.randint(1, max(1, load.tokens - 1)) if index in cancelled else None
+        own = texts.choices(vocabulary, k=total - shared)
+        found.append(Request(at, prompt_of([*prefix, *own]), after))
+    return found
