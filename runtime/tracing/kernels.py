@@ -78,7 +78,7 @@ def assigned(spans: Sequence[Span], nodes: Sequence[Node]) -> list[Span]:
     """
     known = launched_by()
     found: list[Span] = []
-    at, first = 0, ""
+    at, first, last, times = 0, "", "", 0
     for span in spans:
         if span.lane.kind != STREAM or span.op == COPY:
             found.append(span)
@@ -88,14 +88,19 @@ def assigned(spans: Sequence[Span], nodes: Sequence[Node]) -> list[Span]:
             found.append(replace(span, op=TORCH, layer=_layer(nodes, at)))
             continue
         ahead = [(at + i) % len(nodes) for i in range(min(LOOKAHEAD, len(nodes)))]
-        if span.name == first and len(ahead) > 1 and nodes[ahead[1]].op in launching:
+        # The kernel that a node begins with belongs to the next one when it comes again; only
+        # experts may begin with the same one twice, for gate and up and for down.
+        most = 2 if nodes[at].op == "moe_ffn" and last == first else 1
+        again = span.name == first and times >= most
+        if again and len(ahead) > 1 and nodes[ahead[1]].op in launching:
             ahead = ahead[1:]
         nearest = next((i for i in ahead if nodes[i].op in launching), None)
         if nearest is None:
             found.append(replace(span, op=min(launching), layer=_layer(nodes, at)))
             continue
         if nearest != at or not first:
-            at, first = nearest, span.name
+            at, first, times = nearest, span.name, 0
+        last, times = span.name, times + (span.name == first)
         node = nodes[at]
         op = COPY if node.op in ("submit", "wait") else op_of(node)
         found.append(replace(span, op=op, layer=node.layer, detail=node.name))

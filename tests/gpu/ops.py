@@ -21,6 +21,7 @@ from pykernels.gpu.moe.permute import permute, sort_pairs, unpermute
 from pykernels.gpu.moe.place_routing import place_routing
 from pykernels.gpu.moe.router import route, router
 from pykernels.gpu.moe.router_logits import router_logits
+from pykernels.gpu.moe.split_routing import split_routing
 from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.gpu.rope import rope
@@ -133,6 +134,18 @@ def _router(E: int, spec: RouterSpec) -> Op:
         router(t["logits"], spec, out=Routing(t["ids"], t["weights"]))
 
     return Op(f"router of {E}", make, run, ("ids", "weights"))
+
+
+def _split_routing(T: int) -> Op:
+    def make(device: torch.device) -> Tensors:
+        ids = integers(device, 61, T, 8, dtype=torch.int32) - 1
+        outs = {name: empty(device, T, 8, dtype=torch.int32) for name in ("first", "last")}
+        return {"ids": ids, "weights": torch.rand(T, 8, device=device), **outs}
+
+    def run(t: Tensors) -> None:
+        split_routing(t["ids"], t["weights"], 3, (t["first"], t["last"]))
+
+    return Op(f"split_routing {T} tokens", make, run, ("first", "last"))
 
 
 def _place_routing(T: int) -> Op:
@@ -256,6 +269,7 @@ AROUND = (
     _route(7),
     _router(128, RouterSpec(8)),
     _router(60, RouterSpec(4)),
+    _split_routing(37),
     _place_routing(37),
     _gate(1, FP32),
     _gate(5, BF16),

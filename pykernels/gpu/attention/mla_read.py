@@ -15,7 +15,7 @@ _ROWS = 16  # tokens a CTA: 16 KiB of latents
 
 
 @triton.jit
-def _copy_rows(
+def _copy_part(
     cache, scales, out, slot, row, inside, D, DEQUANTIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
     d = tl.arange(0, BLOCK)[None, :]
@@ -55,8 +55,8 @@ def _gather(
         number = tl.load(table + b * table_stride + token // page, mask=inside, other=0)
         slot = number.to(tl.int64) * page + token % page
         row = tl.load(starts + b).to(tl.int64) + token
-        _copy_rows(latent, scales, latent_out, slot, row, inside, L, DEQUANTIZE, LP)
-        _copy_rows(rope, scales, rope_out, slot, row, inside, R, False, RP)
+        _copy_part(latent, scales, latent_out, slot, row, inside, L, DEQUANTIZE, LP)
+        _copy_part(rope, scales, rope_out, slot, row, inside, R, False, RP)
 
 
 def supports(
