@@ -211,6 +211,7 @@ def test_every_section_has_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert many[0]["flops"] == many[-1]["flops"] > few[0]["flops"]
 
 
+@pytest.mark.all  # it compiles a backend more
 def test_static_shares_compute_the_same() -> None:
     T = 600  # so many that copying rows is a stage too
     shape = MoEShape(E=4, H=256, I=128, topk=2)

@@ -13,11 +13,15 @@ from pykernels import registry
 from pykernels.target import detect
 from runtime.profiling import measure, roofline, workload
 
-NOTEBOOKS = sorted((Path(__file__).parents[2] / "bench/notebooks").glob("*.ipynb"))
+LONG = ("a_roofline_of_this_machine",)  # it measures for ten seconds
+NOTEBOOKS = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.all] if path.stem in LONG else [])
+    for path in sorted((Path(__file__).parents[2] / "bench/notebooks").glob("*.ipynb"))
+]
 
 
 @pytest.mark.skipif(bool(detect().lacks(("avx2", "fma"))), reason="this CPU has no AVX2 and FMA")
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NOTEBOOKS)
 def test_a_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matplotlib.use("agg")
     monkeypatch.setattr(registry, "BACKENDS", [*registry.BACKENDS])  # what it registers goes again

@@ -10,6 +10,7 @@ from .hopper_sass import KERNELS, loose_arrivals
 from .uninterpreted import run_module
 
 
+@pytest.mark.all  # ptxas takes twenty seconds
 @pytest.mark.parametrize("which", [[], pytest.param(["--all"], marks=pytest.mark.gpu)])
 def test_ptxas_keeps_the_order(which: list[str]) -> None:
     """Products run on while others are begun, exponentials are taken beside them, and the next

@@ -163,6 +163,7 @@ def flat_halves(stored: Tensors) -> None:
             stored[name.replace("_k_b.", part)] = tensor.flatten(0, 1), back
 
 
+@pytest.mark.all  # test_logits has each alone
 def test_halves_of_kv_b_beside_the_whole(tmp_path: Path) -> None:
     """The engine takes the halves, transformers' modules the whole."""
     file = tmp_path / "model.gguf"
