@@ -192,7 +192,7 @@ def _runner(
 
 
 def _title(name: str, subject: Subject, timer: EngineTimer) -> str:
-    """What is profiled, for the picture and the trace."""
+    """Names what is profiled, for the picture and the trace."""
     pool = timer.runner.pool
     threads = "" if pool is None else f", {pool.threads} worker{'s' * (pool.threads > 1)}"
     where = subject.device

@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Of which weight another one is a slice.
+    """Says which weight a slice is cut from.
 
     Attributes:
         first, last: numbers, 32-row blocks of a matrix, or heads ``first .. last - 1``; of experts

@@ -33,7 +33,7 @@ Expert = tuple[tuple[Weight, Weight, Weight], Biases | None]
 
 
 class WeightSource(ABC):
-    """What is stored of a model: the one interface through which weights are read."""
+    """A model as it is stored: the one interface through which weights are read."""
 
     @abstractmethod
     def tensor(self, spec: WeightSpec) -> torch.Tensor:

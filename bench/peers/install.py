@@ -137,7 +137,7 @@ def make_packages(folder: Path, version: str) -> None:
 
 
 def _wrong(options: argparse.Namespace) -> str:
-    """What is wrong with the command line, and what to do; "" if nothing is."""
+    """Says what is wrong with the command line, and what to do; "" if nothing is."""
     names = (*PEERS, *BUILDS)
     if unknown := [engine for engine in options.engines if engine not in names]:
         return f"no peer {unknown[0]!r}. Use {' or '.join(names)}"

@@ -1,4 +1,4 @@
-"""What is asked of a server, and when: drawn from one seed, before the first request."""
+"""The load of a server: requests and their arrivals, drawn from one seed before the first one."""
 
 from __future__ import annotations
 

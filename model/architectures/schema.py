@@ -64,7 +64,7 @@ class Schema:
 
 
 def stored_schema(model: nn.Module, plan: Plan, converted: str | None = None) -> Schema:
-    """Of a checkpoint: what is stored, or what rules ask for.
+    """Makes the schema of a checkpoint: what is stored, or what rules ask for.
 
     Args:
         model: injected; its modules have the rules' formats.
@@ -87,7 +87,7 @@ def stored_schema(model: nn.Module, plan: Plan, converted: str | None = None) ->
 
 
 def loaded_schema(model: nn.Module) -> Schema:
-    """Of a loaded model, or of one on the meta device: matrices count as bfloat16."""
+    """Makes the schema of a loaded or a meta model, whose matrices count as bfloat16."""
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
     tensors = {name: Tensor(tuple(tensor.shape), "bf16", "bf16") for name, tensor in named}
     experts = {

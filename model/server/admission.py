@@ -1,4 +1,4 @@
-"""Who may enter the queue: a bound on those who wait, an estimate of the wait, fair turns."""
+"""Admission to the queue: a bound on those who wait, an estimate of the wait, fair turns."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from .parsers import Event, Reasoning, StreamParser, ToolCallEnd, ToolCallStart
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new of one output.
+    """One output's new text and tokens.
 
     Attributes:
         output: which of the request's ``n``.
@@ -149,7 +149,7 @@ class Generation:
         return events
 
     def prompt_logprobs(self, output: int) -> Sequence[TokenLogprob]:
-        """Of the prompt's tokens from ``logprob_start`` on; whole when the first piece is there."""
+        """The prompt's logprobs from ``logprob_start`` on, all there with the first piece."""
         return self.handle.requests[output].prompt_logprobs
 
     async def completions(self) -> Sequence[Completion]:

@@ -44,7 +44,7 @@ class Link:
         self._needed = np.ones(len(self._array), np.int64)
 
     def address(self, node: Node) -> int:
-        """Of the flag of a submit or a wait: an int64."""
+        """The address of the int64 flag of a submit or a wait."""
         return int(self._flags[self._row(node)].data_ptr())
 
     def expect(self, node: Node, tellers: int) -> None:

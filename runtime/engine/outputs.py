@@ -21,7 +21,7 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What is new of one output. The last of each output has a ``finish_reason``.
+    """One output's new tokens and text. The last of each output has a ``finish_reason``.
 
     Text may come later than its tokens: a character may be incomplete, a stop string may begin.
     """

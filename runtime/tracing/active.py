@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Sink(Protocol):
-    """What is told what happens while it is ``active``. Any thread may call it."""
+    """A recorder hears of phases and spans while it is ``active``. Any thread may call it."""
 
     def phase(self, name: str) -> None:
         """The engine's thread begins another part of its step."""

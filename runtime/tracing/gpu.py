@@ -127,7 +127,7 @@ def idle(spans: Sequence[Span]) -> list[Span]:
 
 
 def _way(name: str) -> tuple[int, str] | None:
-    """Of a copy over the link: its lane."""
+    """The lane of a copy over the link."""
     if "HtoD" in name:
         return 0, "copies to the GPU"
     if "DtoH" in name:

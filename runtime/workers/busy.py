@@ -22,7 +22,7 @@ class BusyTimes:
 
     @classmethod
     def of(cls, jobs: Sequence[Job]) -> BusyTimes:
-        """Of the step that ran last."""
+        """The times of the step that ran last."""
         busy, ended, waits = 0, 0, []
         for job in jobs:
             begun, complete = job.times

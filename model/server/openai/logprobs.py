@@ -15,7 +15,7 @@ from ...text.detokenize import token_bytes
 def chat_logprobs(
     tokenizer: PreTrainedTokenizerBase, logprobs: Iterable[TokenLogprob]
 ) -> dict[str, Any]:
-    """Of a chat message: each token with its bytes, and those beside it."""
+    """A chat message's logprobs: each token with its bytes, and those beside it."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         raw = token_bytes(tokenizer, token)
@@ -30,7 +30,7 @@ def chat_logprobs(
 
 
 class TextLogprobs:
-    """Of a completion: four lists that grow with the text.
+    """A completion's logprobs: four lists that grow with the text.
 
     Args:
         start: characters of the text before the first token; below 0: as many are not in it.
@@ -40,7 +40,7 @@ class TextLogprobs:
         self._tokenizer, self._offset = tokenizer, start
 
     def lists(self, logprobs: Iterable[TokenLogprob], top: int) -> dict[str, Any]:
-        """Of the next tokens; ``top``: how many others are wanted beside each."""
+        """The lists of the next tokens; ``top``: how many others are wanted beside each."""
         found = self.empty()
         for one in logprobs:
             others = {self.token(token): finite(logprob) for token, logprob in one.top[:top]}
@@ -49,7 +49,7 @@ class TextLogprobs:
         return found
 
     def first(self, token: int) -> dict[str, Any]:
-        """Of a prompt's first token, before which there is nothing."""
+        """The lists of a prompt's first token, which has no logprob."""
         found = self.empty()
         self._add(found, token, None, None)
         return found

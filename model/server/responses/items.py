@@ -27,7 +27,7 @@ class Items:
         self._open = False
 
     def events(self, event: Event) -> Iterator[Told]:
-        """What is to be told of an event."""
+        """Yields what the client is told of an event."""
         if isinstance(event, Content):
             yield from self._add_text(event.text)
         elif isinstance(event, Reasoning):

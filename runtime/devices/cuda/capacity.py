@@ -80,7 +80,7 @@ def room_for_experts(
 
 
 def step_bytes(program: Program) -> int:
-    """Of a step's buffers, and of what its launches allocate beside them."""
+    """Bytes that a step's buffers take, and what its launches allocate beside them."""
     return planned(program, dtypes(program)).nbytes + max(
         (_temporary(program, node) for node in program.nodes), default=0
     )
