@@ -3,6 +3,10 @@
 Experts exist once, packed for the CPU in main memory. To have some of them on the GPU, their bytes
 are copied (``copy_experts``: a run of memory a section, at the link's speed) and one kernel makes
 the GPU's layout of them at the speed of its memory (``unpack_tiles``).
+
+No product reads tiles as they are: that would spare a read and a write of the GPU's memory, which
+take a few hundredths of what the link takes for the same bytes, and each kernel of each format
+would have a second order of bytes to read. What stays in a slot is turned once and read often.
 """
 
 from __future__ import annotations

@@ -203,7 +203,8 @@ def test_what_has_no_way_is_refused(device: torch.device) -> None:
     assert supports(four, four, 256, 512, four) is None
     assert supports(four, six, 256, 512, bf16) is None
     assert "cannot become q4_k" in str(supports(four, six, 256, 512, four))
-    assert "multiples of 64" in str(supports(*[get_format("fp8")] * 2, 96, 128, get_format("fp8")))
+    eight = get_format("fp8")
+    assert "multiples of 64" in str(supports(eight, eight, 96, 128, eight))
     tiles = ExpertTiles.empty(WHOLE, four, six, 1, device)
     slots = torch.zeros(1, dtype=torch.int32, device=device)
     with pytest.raises(PykernelsError, match="cannot become"):

@@ -12,7 +12,7 @@ CHUNK = 256
 """Inputs of a block that a program turns: a superblock of the K-quants."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["SLOTS"])
 def unpack_tiles_kernel(
     codes,
     scales,
