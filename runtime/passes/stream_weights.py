@@ -29,8 +29,6 @@ from .layers import moe_layers, rebuilt, refuse_deferred, refuse_streamed
 
 PIECES = 8
 """Pieces of a layer's experts."""
-HERE = "experts.here"
-"""The buffer of the layer whose experts are computed."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +46,12 @@ class Ring:
 
 def stream_weights(
     program: Program,
-    device: str,
     room: Callable[[WeightSpec], int],
     ring: Ring | None = None,
     layers: Collection[int] | None = None,
 ) -> Program:
-    """The program with routed experts computed on ``device`` from streamed weights.
+    """The program with routed experts computed from streamed weights, each layer's on the device of
+    its router.
 
     Args:
         room: bytes of a layer's experts in the device's own layout.
@@ -65,33 +63,37 @@ def stream_weights(
     """
     refuse_deferred(program, "stream_weights")
     refuse_streamed(program, "stream_weights", "Apply it once")
-    ring = ring or Ring()
-    moved = {
-        layer.experts.name: layer.experts
+    moved = [
+        layer.experts
         for layer in moe_layers(program)
         if layers is None or layer.experts.layer in layers
-    }
+    ]
     if not moved:
         raise PykernelsError(f"{program.name!r} has no routed experts", "Use it as it is")
-    specs = [program.weight(node, "experts") for node in moved.values()]
-    if sliced := [spec.name for spec in specs if spec.cut is not None]:
-        raise PykernelsError(
-            f"{sliced[0]} is a slice on a NUMA node", "Apply stream_weights before split_over_nodes"
-        )
-    loads = _loads(program, list(moved.values()), device, ring)
-    buffers = _buffers(loads, specs, room)
-    nodes = [load.node for load in loads[: ring.buffers]]
-    at = 0
-    for node in program.nodes:
-        if node.name not in moved:
-            nodes.append(node)
-            continue
-        while at < len(loads) and loads[at].layer is node:
-            nodes.append(_unpack(loads[at], first=at == 0))
-            nodes += [load.node for load in loads[at + ring.buffers : at + ring.buffers + 1]]
-            at += 1
-        nodes.append(replace(node, device=device, inputs={**node.inputs, "resident": HERE}))
+    for node in moved:
+        if (spec := program.weight(node, "experts")).cut is not None:
+            raise PykernelsError(
+                f"{spec.name} is a slice on a NUMA node",
+                "Apply stream_weights before split_over_nodes",
+            )
+    devices: dict[str, list[Node]] = {}
+    for node in moved:
+        devices.setdefault(_router(program, node).device, []).append(node)
+    ahead, streams = list[Node](), dict[str, list[Node]]()
+    buffers: dict[str, Buffer] = {}
+    for device, own in devices.items():
+        label = "experts" if len(devices) == 1 else f"experts.{device}"
+        stream = _Stream(program, own, device, ring or Ring(), label)
+        ahead += stream.ahead
+        streams |= stream.nodes()
+        buffers |= stream.buffers(room)
+    nodes = [*ahead, *(new for node in program.nodes for new in streams.get(node.name, [node]))]
     return rebuilt(program, nodes, buffers)
+
+
+def _router(program: Program, node: Node) -> Node:
+    ids = node.inputs["ids"]
+    return next(other for other in program.nodes if ids in other.writes)
 
 
 @dataclass(frozen=True)
@@ -108,47 +110,72 @@ class _Load:
         return staged_bytes(self.spec, self.node.attr("count"))
 
 
-def _loads(program: Program, layers: list[Node], device: str, ring: Ring) -> list[_Load]:
-    """All pieces, in the order of the layers."""
-    loads: list[_Load] = []
-    for layer in layers:
-        spec = program.weight(layer, "experts")
-        E = spec.shape[0]
-        step = -(-E // ring.pieces)
-        for first in range(0, E, step):
-            name = f"experts.tiles{len(loads) % ring.buffers}"
-            again = {"out": name} if len(loads) >= ring.buffers else {}
-            node = Node(
-                "load_experts",
-                again,
-                {"out": name},
-                MappingProxyType({"experts": spec.name}),
-                MappingProxyType({"first": first, "count": min(step, E - first)}),
-                device,
-                f"{layer.name}.load{first // step}",
-                layer.layer,
-                "load",
-            )
-            loads.append(_Load(layer, spec, first // step, node))
-    return loads
+class _Stream:
+    """The experts that cross to one device.
 
+    Args:
+        layers: the nodes that compute them, in order.
+        label: its buffers' names begin with it.
+    """
 
-def _unpack(load: _Load, first: bool) -> Node:
-    tiles = {"tiles": load.node.outputs["out"]}
-    return replace(
-        load.node,
-        op="unpack_experts",
-        inputs=tiles if first else {**tiles, "out": HERE},
-        outputs={"out": HERE},
-        name=f"{load.layer.name}.unpack{load.number}",
-    )
+    def __init__(
+        self, program: Program, layers: list[Node], device: str, ring: Ring, label: str
+    ) -> None:
+        self._layers, self._device, self._ring = layers, device, ring
+        self._label, self._here = label, f"{label}.here"
+        self._specs = {node.name: program.weight(node, "experts") for node in layers}
+        self._loads: list[_Load] = []
+        for layer in layers:
+            E = self._specs[layer.name].shape[0]
+            step = -(-E // ring.pieces)
+            for first in range(0, E, step):
+                self._loads.append(self._load(layer, first, min(step, E - first), first // step))
 
+    @property
+    def ahead(self) -> list[Node]:
+        """The loads for which the ring has room at the beginning."""
+        return [load.node for load in self._loads[: self._ring.buffers]]
 
-def _buffers(
-    loads: list[_Load], specs: list[WeightSpec], room: Callable[[WeightSpec], int]
-) -> dict[str, Buffer]:
-    """The ring's, each as large as the largest piece, and that of a whole layer."""
-    largest = max(load.nbytes for load in loads)
-    sizes = {load.node.outputs["out"]: largest for load in loads}
-    sizes[HERE] = max(map(room, specs))
-    return {name: Buffer(name, (nbytes,), torch.uint8) for name, nbytes in sizes.items()}
+    def nodes(self) -> dict[str, list[Node]]:
+        """By node of a layer's experts, what takes its place."""
+        found: dict[str, list[Node]] = {layer.name: [] for layer in self._layers}
+        for i, load in enumerate(self._loads):
+            later = self._loads[i + self._ring.buffers :][:1]
+            found[load.layer.name] += [self._unpack(load, i == 0), *(own.node for own in later)]
+        for layer in self._layers:
+            inputs = {**layer.inputs, "resident": self._here}
+            found[layer.name].append(replace(layer, device=self._device, inputs=inputs))
+        return found
+
+    def buffers(self, room: Callable[[WeightSpec], int]) -> dict[str, Buffer]:
+        """The ring's, each as large as the largest piece, and that of a whole layer."""
+        largest = max(load.nbytes for load in self._loads)
+        sizes = {load.node.outputs["out"]: largest for load in self._loads}
+        sizes[self._here] = max(map(room, self._specs.values()))
+        return {name: Buffer(name, (nbytes,), torch.uint8) for name, nbytes in sizes.items()}
+
+    def _load(self, layer: Node, first: int, count: int, number: int) -> _Load:
+        turn, at = divmod(len(self._loads), self._ring.buffers)
+        name, spec = f"{self._label}.tiles{at}", self._specs[layer.name]
+        node = Node(
+            "load_experts",
+            {"out": name} if turn else {},
+            {"out": name},
+            MappingProxyType({"experts": spec.name}),
+            MappingProxyType({"first": first, "count": count}),
+            self._device,
+            f"{layer.name}.load{number}",
+            layer.layer,
+            "load",
+        )
+        return _Load(layer, spec, number, node)
+
+    def _unpack(self, load: _Load, is_first: bool) -> Node:
+        tiles = {"tiles": load.node.outputs["out"]}
+        return replace(
+            load.node,
+            op="unpack_experts",
+            inputs=tiles if is_first else {**tiles, "out": self._here},
+            outputs={"out": self._here},
+            name=f"{load.layer.name}.unpack{load.number}",
+        )

@@ -145,7 +145,7 @@ def in_slots(program: Program) -> Program:
 
 def streamed(program: Program) -> Program:
     """Experts in three pieces a layer, in two buffers."""
-    return stream_weights(program, "ref", lambda spec: spec.nbytes, Ring(3, 2))
+    return stream_weights(program, lambda spec: spec.nbytes, Ring(3, 2))
 
 
 PASSES: dict[str, Pass] = {
@@ -242,7 +242,7 @@ def test_loads_run_ahead_of_what_they_are_for(ring: Ring, four_experts: tuple[An
     program = on_ref(llm.runner.model.lower(T, 1, T, 1, 1))
     with torch.no_grad():
         truth = lm(torch.arange(20, 20 + T)[None]).logits[0]
-    program = stream_weights(program, "ref", lambda spec: spec.nbytes, ring)
+    program = stream_weights(program, lambda spec: spec.nbytes, ring)
     order, left, early = on_streams(program), list(range(len(program.nodes))), list[int]()
     while left:
         ready = [i for i in left if not set(order.direct[i]) - set(early)]
