@@ -109,6 +109,8 @@ class PagedRunner(ABC):
     copies_inputs = False
     """Whether the device copies a step's inputs itself, those of lanes too."""
     routed_layers: Sequence[RoutedLayer] = ()
+    streams = False
+    """Whether experts of steps with chunks of prompts are streamed to the device."""
 
     def __init__(
         self,
@@ -162,6 +164,14 @@ class PagedRunner(ABC):
         """What rewrites the programs of decode steps; a device may measure ``steps`` first."""
         return self.passes
 
+    def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
+        """The steps with chunks of prompts, by size."""
+        return self._bind_all(self._sizes(self.buckets), inputs, (), self.make_step)
+
+    def close(self) -> None:
+        """Gives back what a device holds beside memory of its own; no step runs any more."""
+        return
+
     @abstractmethod
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> Executable:
         """The program on this device, over the runner's caches and ``sizes``."""
@@ -191,12 +201,12 @@ class PagedRunner(ABC):
         if self.dual_batch and not self.copies_inputs:
             self._lanes = LaneInputs(inputs)
             inputs |= self._lanes.tensors
-        self.steps = self._bind_all(self._sizes(self.buckets), inputs, (), self.make_step)
+        self.steps = self.prompt_steps(inputs)
         self.decode_steps = self.steps
         passes, buckets = self.decode_passes(), self.decode_buckets or self.buckets
         if self.dual_batch:  # behind all others; one sequence is no two lanes, and has a program
             passes, buckets = (*passes, in_two_lanes), (1, *buckets)
-        if passes or self.decode_buckets:
+        if passes or self.decode_buckets or self.streams:
             sizes = self._sizes(buckets)
             enough = next(T for T in sizes if self.max_num_seqs <= T)
             self.decode_steps = self._bind_all(

@@ -7,6 +7,7 @@ from .gpu_experts import gpu_experts
 from .keep_routing import keep_routing
 from .offload import offload
 from .skip import skip
+from .stream_weights import stream_weights
 
 __all__ = [
     "defer",
@@ -17,4 +18,5 @@ __all__ = [
     "keep_routing",
     "offload",
     "skip",
+    "stream_weights",
 ]

@@ -18,7 +18,7 @@ from pykernels.errors import PykernelsError
 
 from ..program import Buffer, Node, Program, repeated
 from ..weight_spec import WeightSpec
-from .layers import MoELayer, moe_layers, rebuilt
+from .layers import MoELayer, moe_layers, rebuilt, refuse_streamed
 
 
 def gpu_experts(
@@ -31,8 +31,8 @@ def gpu_experts(
         device: that has the slots; None: that of the layer's router.
 
     Raises:
-        PykernelsError: experts or routed layers that there are not; some are deferred or on that
-            device already.
+        PykernelsError: experts or routed layers that there are not; some are deferred,
+            streamed, or on that device already.
     """
 
     def some(layer: int, experts: WeightSpec) -> WeightSpec:
@@ -62,6 +62,7 @@ def in_slots(
                 f"experts of {program.name!r} are {role} already",
                 "Apply gpu_experts once, before defer",
             )
+    refuse_streamed(program, "gpu_experts", "Apply gpu_experts before stream_weights")
     routed = {layer.experts.layer: layer for layer in moe_layers(program)}
     if unknown := [number for number in layers if number not in routed]:
         raise PykernelsError(

@@ -20,11 +20,11 @@ from ..cpu.step import CpuExecutable
 from ..link import Launching, Link
 from . import handshake
 from .handshake import PinnedSlots
-from .launches import attention, dense, experts, latents, sampling
+from .launches import attention, dense, experts, latents, sampling, streamed
 from .launches.dense import Launch
 from .memory import Arena, Caches, Memory
 from .outputs import StepOutputs
-from .segment import Segment
+from .segment import Segment, beside
 from .sequences import Sequences
 
 BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
@@ -40,6 +40,8 @@ BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
     "router": experts.router,
     "split_routing": experts.split_routing,
     "place_routing": experts.place_routing,
+    "load_experts": streamed.load_experts,
+    "unpack_experts": streamed.unpack_experts,
     "moe_ffn": experts.moe_ffn,
     "join_rows": dense.join_rows,
     "sample_requests": sampling.sample_requests,
@@ -111,7 +113,7 @@ class CudaExecutable:
                 cpu, weights, pool, host_inputs, {}, kernel, sizes, link=self._link
             )
         launches = [*map(self._bind, gpu.nodes), sampled.receive]
-        self._graph = Segment(launches, device)
+        self._graph = Segment(launches, device, beside(gpu))
         self._ended = torch.cuda.Event() if device.type == "cuda" else None
         self._in_flight: InFlight | None = None
         self._thread: Launching | None = None

@@ -3,6 +3,7 @@ they do not fit."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,14 +19,16 @@ from pykernels.ref.sampling import Sampled
 
 from ...engine.batch import DeviceLost, StepBatch, StepResult
 from ...kv_cache.layout import PAGE
+from ...machine.pinned import Pinned
 from ...passes import defer
 from ...passes.gpu_experts import slot_tables
+from ...passes.layers import moe_layers
 from ...placement import CPU, Placement, place
 from ...program import Program
 from ...weights import LayoutOf
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
-from ..runner import Lowerable, PagedRunner, Pass
+from ..runner import Executable, Lowerable, PagedRunner, Pass
 from .capacity import HEADROOM, step_tokens
 from .deferral import measured_deferral
 from .executable import CudaExecutable
@@ -33,6 +36,16 @@ from .handshake import PinnedSlots
 from .inputs import NEVER, PIECE, Bucket, StepInputs
 from .memory import Arena, dtypes
 from .outputs import StepOutputs
+from .streaming import (
+    MEASURED,
+    STREAM_BUCKETS,
+    Rates,
+    Sizes,
+    Streaming,
+    plan_streaming,
+    step_seconds,
+    turning_point,
+)
 from .weights import gpu_bytes, layouts
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
@@ -56,12 +69,17 @@ class CudaRunner(PagedRunner):
             experts are on the CPU.
         placed: weights that rules place on another device, by name.
         gpu_experts: by layer, experts that are on the GPU besides, where the others are not.
+        prefill: where the experts on the CPU are computed in steps with chunks of prompts: "cpu";
+            "stream": on the GPU, to which they cross; "auto": as is faster for so many tokens.
 
     Attributes:
         deferred: experts of a token that ``auto_defer`` found.
+        streaming: how experts of prompts are streamed; None: they are not.
+        rates: by which "auto" chooses, once programs are made.
 
     Raises:
-        PykernelsError: no such GPU, too little of its memory, a kernel that cannot run there.
+        PykernelsError: no such GPU, too little of its memory, a kernel that cannot run there;
+            experts that cannot be streamed as asked for.
     """
 
     decode_buckets = DECODE_BUCKETS
@@ -85,6 +103,7 @@ class CudaRunner(PagedRunner):
         dual_batch: bool | str = False,
         placed: Mapping[str, str] = MappingProxyType({}),
         gpu_experts: Mapping[int, Sequence[int]] | None = None,
+        prefill: str = "auto",
     ) -> None:
         check_device(device)
         self.device = torch.device(device)
@@ -104,8 +123,12 @@ class CudaRunner(PagedRunner):
                 "Update the NVIDIA driver, or keep the experts on the GPU (experts gpu)",
             )
         tokens = max_num_batched_tokens
+        sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
+        self.prefill, self.rates = prefill, None
+        self.streaming = self._streamed(model, Sizes(*sizes), tokens)
+        if tokens is None and self.streaming is not None:
+            tokens = self.streaming.tokens
         if tokens is None:
-            sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
             tokens = step_tokens(model, self.device, self.placement, *sizes)
         super().__init__(
             model,
@@ -126,6 +149,7 @@ class CudaRunner(PagedRunner):
         self._host_inputs: Mapping[str, torch.Tensor] = {}
         self._arena = Arena(self.device)
         self._slots = PinnedSlots(self._real)
+        self.pinned = Pinned()
         self._pool_handle = torch.cuda.graph_pool_handle() if self._real else None
 
     @property
@@ -136,8 +160,74 @@ class CudaRunner(PagedRunner):
         """The model's program: routed experts on the CPU or the GPU, all else on the GPU."""
         return self.placement.apply(super().lowered(*sizes))
 
+    def load(self) -> None:
+        super().load()
+        if self.streaming is None or not self._real:
+            return
+        with torch.cuda.device(self.device):
+            program = self.lowered(1, 1, 1, 1, 1)
+            self.streaming, reason = self.streaming.pin(program, self.weights, self.pinned)
+        if not reason:
+            return
+        layers = self.streaming.layers or ()
+        if not layers:
+            self.streaming = None
+        if self.prefill == "stream" and not layers:
+            raise PykernelsError(f"experts cannot be streamed: {reason}", "Leave prefill at cpu")
+        warnings.warn(
+            f"experts of {len(layers)} of {len(moe_layers(program))} layers are streamed to"
+            f" {self.device} in prompts, the others computed by the CPU: {reason}",
+            stacklevel=2,
+        )
+
+    def close(self) -> None:
+        self.pinned.close()
+
+    def _streamed(self, model: Lowerable, sizes: Sizes, tokens: int | None) -> Streaming | None:
+        if self.prefill == "cpu" or self.placement.experts != CPU:
+            if self.prefill == "stream":
+                raise PykernelsError(
+                    "prefill stream with the experts on the GPU: nothing has to cross",
+                    "Keep the experts on the CPU (experts cpu), or leave prefill at auto",
+                )
+            return None
+        if self.prefill == "auto" and not self._real:  # no link whose rate there is to measure
+            return None
+        try:
+            return plan_streaming(model, self.device, self.placement, sizes, tokens)
+        except PykernelsError as error:
+            if self.prefill == "stream":
+                raise
+            warnings.warn(f"{error.cause}; the CPU computes those of prompts", stacklevel=3)
+            return None
+
     def layouts(self, program: Program) -> LayoutOf:
         return layouts(program, self.device, dtypes(program))
+
+    def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
+        """Those whose experts are streamed are for more tokens than those of the CPU."""
+        if self.streaming is None:
+            return super().prompt_steps(inputs)
+        most, turn = self.max_num_batched_tokens, 0
+        if self.prefill == "auto":
+            self.rates = self._measured(inputs)
+            turn = turning_point(self.rates, most)
+        large = {*(T for T in STREAM_BUCKETS if turn < T < most), *((most,) if turn < most else ())}
+        small = {*(T for T in HOST_BUCKETS if T < turn), *((turn,) if turn else ())}
+        passes = (self.streaming.apply,)
+        streamed = self._bind_all(sorted(large), inputs, passes, self.make_step)
+        return [*self._bind_all(sorted(small), inputs, (), self.make_step), *streamed]
+
+    def _measured(self, inputs: Mapping[str, torch.Tensor]) -> Rates:
+        """From two steps with the experts on the CPU, and from copies."""
+        assert self.streaming is not None
+        few, many = (
+            (T, step_seconds(self._step(T, inputs, (), self.make_step), inputs, self.sizes, T))
+            for T in (min(T, self.max_num_batched_tokens) for T in MEASURED)
+        )
+        program = self.lowered(1, 1, 1, 1, 1)
+        link = self.streaming.link_rate(program, self.weights, self.device)
+        return Rates.measured(self.streaming.nbytes(program), link, few, many)
 
     def decode_passes(self) -> Sequence[Pass]:
         """The passes, with the deferral that pays here."""

@@ -42,6 +42,8 @@ def layouts(program: Program, device: torch.device, dtypes: Mapping[str, torch.d
     def layout_of(node: Node, port: str) -> tuple[torch.device, Layout]:
         if node.device == "cpu":
             return on_cpu(node, port)
+        if node.role == "load" or "resident" in node.inputs:
+            return cpu.HERE, cpu.packed
         return device, _layout(program.weight(node, port), node, port, dtypes)
 
     return layout_of
@@ -101,7 +103,7 @@ def heads(spec: WeightSpec, store: WeightStore, device: torch.device) -> torch.T
 def experts(spec: WeightSpec, store: WeightStore, device: torch.device) -> Experts:
     """Experts of a layer on the GPU, all or some; a few at a time are in main memory beside."""
     assert spec.moe is not None
-    fmt, shape = _expert_format(spec), spec.moe
+    fmt, shape = expert_format(spec), spec.moe
     own, down_own = get_format(spec.fmt), get_format(spec.down_fmt)
     stacks = Experts.empty(fmt, shape.E, shape.H, shape.I, device, shape.spec)
 
@@ -126,7 +128,7 @@ def gpu_bytes(spec: WeightSpec) -> int:
     """GPU memory that a weight takes, about: of what is dequantized, two bytes a number."""
     if spec.moe is None:
         return 2 * math.prod(spec.shape)
-    if _expert_format(spec).name == "bf16":
+    if expert_format(spec).name == "bf16":
         return 3 * 2 * math.prod(spec.shape)
     return spec.bytes_per_expert * spec.moe.E
 
@@ -178,7 +180,7 @@ def _place(stacks: Experts, one: Experts, e: int) -> None:
             stack[first : first + len(part)] = part
 
 
-def _expert_format(spec: WeightSpec) -> Format:
+def expert_format(spec: WeightSpec) -> Format:
     """One format for gate, up and down: the kernels take no two."""
     fmt, (_, H, I) = get_format(spec.fmt), spec.shape  # noqa: E741
     same = spec.fmt == spec.down_fmt

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
+from ...passes import stream_weights
 from ...program import Program
 from ...workers.pool import WorkerPool
-from ..runner import Lowerable, PagedRunner, Pass
+from ..runner import Executable, Lowerable, PagedRunner, Pass
 from .step import RefExecutable
 from .weights import layouts
 
@@ -35,6 +37,7 @@ class RefRunner(PagedRunner):
         pool: for programs that hand experts to the ``cpu`` device, in the kernels' precision.
         passes: of ``runtime.passes``, for the programs of decode steps; ``offload`` is one.
         dual_batch: whether decode steps of two sequences or more have two lanes.
+        prefill: "stream": steps with chunks of prompts copy their experts first, as beside a GPU.
     """
 
     layouts = staticmethod(layouts)
@@ -50,6 +53,7 @@ class RefRunner(PagedRunner):
         pool: WorkerPool | None = None,
         max_num_logits: int | None = None,
         dual_batch: bool = False,
+        prefill: str = "cpu",
     ) -> None:
         super().__init__(
             model,
@@ -62,6 +66,7 @@ class RefRunner(PagedRunner):
             dual_batch,
         )
         self.pool = pool
+        self.streams = prefill == "stream"
         self.caches = {
             name: replace(part, dtype=_EXACT.get(part.dtype, part.dtype)).zeros()
             for name, part in model.caches(self.num_pages).items()
@@ -69,6 +74,12 @@ class RefRunner(PagedRunner):
 
     def lowered(self, *sizes: int) -> Program:
         return on_ref(super().lowered(*sizes))
+
+    def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
+        if not self.streams:
+            return super().prompt_steps(inputs)
+        streamed = partial(stream_weights, room=lambda spec: spec.nbytes)
+        return self._bind_all(self._sizes(self.buckets), inputs, (streamed,), self.make_step)
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> RefExecutable:
         return RefExecutable(

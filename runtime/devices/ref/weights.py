@@ -28,6 +28,8 @@ def layouts(program: Program) -> LayoutOf:
     def layout_of(node: Node, port: str) -> tuple[torch.device, Layout]:
         if node.device == "cpu":
             return on_cpu(node, port)
+        if node.role == "load" or "resident" in node.inputs:
+            return cpu.HERE, cpu.packed
         return cpu.HERE, kinds[program.weight(node, port).kind]
 
     return layout_of
