@@ -77,8 +77,9 @@ class ExpertCache:
     Args:
         slots: of each layer.
         experts: of a layer.
-        burst: most swaps a step until the slots hold what a prompt has asked for.
         filler: None: slots are full when the next step begins (a simulation).
+        burst: most swaps a step until the slots hold what a prompt has asked for.
+        table: int32 [L, E] for ``table``; None: an array of its own.
 
     Attributes:
         table: int32 [L, E], the slot of each expert as the next step reads it, -1: none.
@@ -92,10 +93,12 @@ class ExpertCache:
         policy: CachePolicy,
         filler: Filler | None = None,
         burst: int = 64,
+        table: NDArray[np.int32] | None = None,
     ) -> None:
         L = len(slots)
         self.policy, self.burst = policy, max(burst, policy.swaps * L)
-        self.table: NDArray[np.int32] = np.full((L, experts), -1, np.int32)
+        self.table: NDArray[np.int32] = np.empty((L, experts), np.int32) if table is None else table
+        self.table[:] = -1
         self.stats = CacheStats()
         self.scores = Scores(policy, L, experts)
         self._filler: Filler = _AtOnce() if filler is None else filler
@@ -124,11 +127,18 @@ class ExpertCache:
             self._waiting = []
         return changed
 
-    def count(self, chosen: Iterable[Chosen], tokens: int, decode: bool) -> None:
-        """Counts a step that has ended, before the next ``before_step``.
+    def count(
+        self,
+        chosen: Iterable[Chosen],
+        tokens: int,
+        decode: bool,
+        table: NDArray[np.int32] | None = None,
+    ) -> None:
+        """Counts a step that has ended.
 
         Args:
             tokens: of the step; ``decode``: whether every sequence had one of them.
+            table: as that step read it; None: as it is now.
         """
         counts = np.zeros(self.table.shape, np.int64)
         for layer, ids in chosen:
@@ -138,7 +148,7 @@ class ExpertCache:
         if not decode:
             self._filling = True
             return
-        here = self.table >= 0
+        here = (self.table if table is None else table) >= 0
         self.stats.choices += int(counts.sum())
         self.stats.hits += int(counts[here].sum())
         self.stats.distinct += int((counts > 0).sum())

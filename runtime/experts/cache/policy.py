@@ -50,8 +50,8 @@ class CachePolicy:
     """
 
     name: str = "lfu"
-    swaps: int = 2
-    half_life: float = 256.0
+    swaps: int = 1
+    half_life: float = 128.0
     margin: float = 1.0
 
     def __post_init__(self) -> None:

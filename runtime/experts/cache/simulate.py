@@ -45,7 +45,7 @@ def simulate(
             cache.plan()  # while the step runs
             step, begin = one.ids[begin:end], end
             chosen = (Chosen(layer, step[:, layer]) for layer in range(L))
-            cache.count(chosen, len(step), len(step) == 1)
+            cache.count(chosen, len(step), end > one.prompt)
     return cache.stats
 
 
