@@ -65,7 +65,9 @@ class Slots:
         """Counts since the beginning."""
         return self.cache.stats
 
-    def add(self, step: object, program: Program, outputs: Mapping[str, NDArray[np.generic]]) -> None:
+    def add(
+        self, step: object, program: Program, outputs: Mapping[str, NDArray[np.generic]]
+    ) -> None:
         """Takes note of a bound program and its outputs, among which are the routers' choices."""
         found: list[tuple[int, int, NDArray[np.integer]]] = []
         for node in routers(program):

@@ -13,9 +13,7 @@ from ..weight_spec import WeightSpec
 from .gpu_experts import in_slots
 
 
-def expert_cache(
-    program: Program, slots: Mapping[int, int], device: str | None = None
-) -> Program:
+def expert_cache(program: Program, slots: Mapping[int, int], device: str | None = None) -> Program:
     """The program with slots for experts on another device.
 
     Args:

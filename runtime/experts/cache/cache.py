@@ -84,6 +84,7 @@ class ExpertCache:
     Attributes:
         table: int32 [L, E], the slot of each expert as the next step reads it, -1: none.
         stats: counts since the beginning.
+        in_flight: experts that are to come, or on their way.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class ExpertCache:
         self._coming = np.zeros((L, experts), np.bool_)
         self._leaving: list[tuple[int, int]] = []  # (layer, expert), when the step has ended
         self._waiting: list[Move] = []  # into their slots
-        self._in_flight = 0
+        self.in_flight = 0
         self._filling = False
 
     def before_step(self) -> bool:
@@ -120,7 +121,7 @@ class ExpertCache:
         for layer, expert, slot in done:
             self.table[layer, expert] = slot
             self._coming[layer, expert] = False
-        self._in_flight -= len(done)
+        self.in_flight -= len(done)
         self.stats.swaps += len(done)
         if self._waiting:
             self._filler.begin(self._waiting)
@@ -161,7 +162,7 @@ class ExpertCache:
         each, most = policy.swaps if policy.fixed else E, policy.swaps * L
         if self._filling:
             each, most = E, self.burst
-        if (limit := most - self._in_flight) < 1:
+        if (limit := most - self.in_flight) < 1:
             return  # what is on its way takes as long as the steps: no more
         free = np.array([len(room) for room in self._room], np.int64)
         stays = (self._slot >= 0) & ~self._coming
@@ -179,7 +180,7 @@ class ExpertCache:
                 self._leaving.append((layer, leaves))
                 self._waiting.append(Move(layer, expert, slot))
             self._slot[layer, expert], self._coming[layer, expert] = slot, True
-        self._in_flight += len(swaps)
+        self.in_flight += len(swaps)
         if at_once:  # no table names these slots
             self._filler.begin(at_once)
 
