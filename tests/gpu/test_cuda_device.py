@@ -141,7 +141,7 @@ def test_some_experts_of_a_layer_beside_those_of_the_cpu(
 
 
 def test_slots_hold_other_experts_from_step_to_step(tmp_path: Path, device: torch.device) -> None:
-    made = tiny.make(tmp_path, "qwen2_moe", num_hidden_layers=2)
+    made = tiny.make(tmp_path, "qwen2_moe", num_hidden_layers=1)
     ids = [5, 17, 60, 33, 8, 90]
     where = "cuda:0" if device.type == "cuda" else "cpu"
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=20, ignore_eos=True)
@@ -158,7 +158,7 @@ def test_slots_hold_other_experts_from_step_to_step(tmp_path: Path, device: torc
                 2,
                 "generic",
                 experts="cpu",
-                slots={0: 2, 1: 2},
+                slots={0: 2},
                 policy=CachePolicy("lru-fixed", swaps=2),
             )
             runner.load()
@@ -176,7 +176,7 @@ def test_slots_hold_other_experts_from_step_to_step(tmp_path: Path, device: torc
         stats = runner.slots.stats
         runner.close()
     assert 0 < stats.hits < stats.choices
-    assert stats.swaps > 4  # more than there are slots
+    assert stats.swaps > 2  # more than there are slots
     tokens = [*ids, *result.token_ids]
     with torch.no_grad():
         truth = made.reference(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
