@@ -160,26 +160,6 @@ class CudaRunner(PagedRunner):
         """The model's program: routed experts on the CPU or the GPU, all else on the GPU."""
         return self.placement.apply(super().lowered(*sizes))
 
-    def load(self) -> None:
-        super().load()
-        if self.streaming is None or not self._real:
-            return
-        with torch.cuda.device(self.device):
-            program = self.lowered(1, 1, 1, 1, 1)
-            self.streaming, reason = self.streaming.pin(program, self.weights, self.pinned)
-        if not reason:
-            return
-        layers = self.streaming.layers or ()
-        if not layers:
-            self.streaming = None
-        if self.prefill == "stream" and not layers:
-            raise PykernelsError(f"experts cannot be streamed: {reason}", "Leave prefill at cpu")
-        warnings.warn(
-            f"experts of {len(layers)} of {len(moe_layers(program))} layers are streamed to"
-            f" {self.device} in prompts, the others computed by the CPU: {reason}",
-            stacklevel=2,
-        )
-
     def close(self) -> None:
         self.pinned.close()
 
@@ -206,6 +186,8 @@ class CudaRunner(PagedRunner):
 
     def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
         """Those whose experts are streamed are for more tokens than those of the CPU."""
+        if self._real and self.streaming is not None:
+            self.streaming = self._pin(self.streaming)
         if self.streaming is None:
             return super().prompt_steps(inputs)
         most, turn = self.max_num_batched_tokens, 0
@@ -217,6 +199,23 @@ class CudaRunner(PagedRunner):
         passes = (self.streaming.apply,)
         streamed = self._bind_all(sorted(large), inputs, passes, self.make_step)
         return [*self._bind_all(sorted(small), inputs, (), self.make_step), *streamed]
+
+    def _pin(self, streaming: Streaming) -> Streaming | None:
+        """With as many layers as can be pinned; None if there is none."""
+        with torch.cuda.device(self.device):
+            program = self.lowered(1, 1, 1, 1, 1)
+            found, reason = streaming.pin(program, self.weights, self.pinned)
+        if not reason:
+            return found
+        if self.prefill == "stream" and not found.layers:
+            raise PykernelsError(f"experts cannot be streamed: {reason}", "Leave prefill at cpu")
+        layers = found.layers or ()
+        warnings.warn(
+            f"experts of {len(layers)} of {len(moe_layers(program))} layers are streamed to"
+            f" {self.device} in prompts, the others computed by the CPU: {reason}",
+            stacklevel=2,
+        )
+        return found if layers else None
 
     def _measured(self, inputs: Mapping[str, torch.Tensor]) -> Rates:
         """From two steps with the experts on the CPU, and from copies."""
