@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.prefill.run import crossing
 from model.checkpoint.config import read_config
 from model.opened import open_weights
 from pykernels.errors import PykernelsError
@@ -59,10 +60,17 @@ def test_logprobs_are_transformers(
         with Engine(runner) as engine:
             params = SamplingParams(temperature=0, max_tokens=2, logprobs=20, logprob_start=1)
             results = engine.generate(list(prompts), params)
-        [step], decode = runner.steps, runner.decode_steps[0]
-        for program, streamed in ((step.program, True), (decode.program, False)):
+        step: Any = runner.steps[0]
+        decode = runner.decode_steps[0]
+        for program, streamed in ((decode.program, False), (step.program, True)):
             routed = [node for node in program.nodes if node.role == "routed"]
             assert {node.device != "cpu" for node in routed} == {streamed}
+        found, spec = crossing(runner, 6), step.program.weight(routed[0], "experts")
+        assert (found.steps, found.streamed) == (2, 2)
+        assert found.nbytes == 2 * 2 * 8 * spec.bytes_per_expert  # steps, layers, experts
+        loads = sum(node.op == "load_experts" for node in step.program.nodes)
+        launches = len(step.program.nodes) + 1  # the results
+        assert len(step.without_copies().launches) == launches - loads
         runner.close()
         with pytest.raises(PykernelsError, match="experts on the GPU: nothing has to cross"):
             CudaRunner(decoder, where, pool, 64, None, 4, experts="gpu", prefill="stream")

@@ -75,7 +75,8 @@ class CudaRunner(PagedRunner):
     Attributes:
         deferred: experts of a token that ``auto_defer`` found.
         streaming: how experts of prompts are streamed; None: they are not.
-        rates: by which "auto" chooses, once programs are made.
+        rates: by which "auto" chooses, once programs are made; ``link_bytes_per_s``: from pinned
+            memory to the GPU, 0 where nothing is streamed.
 
     Raises:
         PykernelsError: no such GPU, too little of its memory, a kernel that cannot run there;
@@ -124,7 +125,8 @@ class CudaRunner(PagedRunner):
             )
         tokens = max_num_batched_tokens
         sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
-        self.prefill, self.rates = prefill, None
+        self.prefill, self.link_bytes_per_s = prefill, 0.0
+        self.rates: Rates | None = None
         self.streaming = self._streamed(model, Sizes(*sizes), tokens)
         if tokens is None and self.streaming is not None:
             tokens = self.streaming.tokens
@@ -190,9 +192,11 @@ class CudaRunner(PagedRunner):
             self.streaming = self._pin(self.streaming)
         if self.streaming is None:
             return super().prompt_steps(inputs)
+        program = self.lowered(1, 1, 1, 1, 1)
+        self.link_bytes_per_s = self.streaming.link_rate(program, self.weights, self.device)
         most, turn = self.max_num_batched_tokens, 0
         if self.prefill == "auto":
-            self.rates = self._measured(inputs)
+            self.rates = self._measured(inputs, self.streaming.nbytes(program))
             turn = turning_point(self.rates, most)
         large = {*(T for T in STREAM_BUCKETS if turn < T < most), *((most,) if turn < most else ())}
         small = {*(T for T in HOST_BUCKETS if T < turn), *((turn,) if turn else ())}
@@ -217,16 +221,17 @@ class CudaRunner(PagedRunner):
         )
         return found if layers else None
 
-    def _measured(self, inputs: Mapping[str, torch.Tensor]) -> Rates:
-        """From two steps with the experts on the CPU, and from copies."""
-        assert self.streaming is not None
+    def _measured(self, inputs: Mapping[str, torch.Tensor], nbytes: int) -> Rates:
+        """From two steps with the experts on the CPU, and from copies.
+
+        Args:
+            nbytes: of the experts that would cross.
+        """
         few, many = (
             (T, step_seconds(self._step(T, inputs, (), self.make_step), inputs, self.sizes, T))
             for T in (min(T, self.max_num_batched_tokens) for T in MEASURED)
         )
-        program = self.lowered(1, 1, 1, 1, 1)
-        link = self.streaming.link_rate(program, self.weights, self.device)
-        return Rates.measured(self.streaming.nbytes(program), link, few, many)
+        return Rates.measured(nbytes, self.link_bytes_per_s, few, many)
 
     def decode_passes(self) -> Sequence[Pass]:
         """The passes, with the deferral that pays here."""
