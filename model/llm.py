@@ -186,6 +186,7 @@ class LLM:
     def close(self) -> None:
         """Ends the engine and its workers."""
         self.engine.close()
+        self.runner.close()
         self.pool.close()
 
     def __enter__(self) -> LLM:
@@ -254,6 +255,8 @@ def load_engine(
     Pages(0, chosen.kv_dtype)  # refused before anything is read
     if chosen.dual_batch is True and device == "cpu":
         raise PykernelsError("dual_batch without a GPU", 'Add device="cuda:0"')
+    if chosen.prefill == "stream" and device == "cpu":
+        raise PykernelsError('prefill="stream" without a GPU', 'Add device="cuda:0"')
     threads_here(threads, True, Topology.detect())
     sliced = len(nodes_to_use(Topology.detect(), chosen.numa, threads)) > 1
     config = read_config(folder)
@@ -304,7 +307,13 @@ def load_engine(
                     runner = CpuRunner(decoder, pool, *sizes, kernel, passes, logits)
                 elif device == "ref":
                     runner = RefRunner(
-                        decoder, *sizes, passes, pool, logits, chosen.dual_batch is True
+                        decoder,
+                        *sizes,
+                        passes,
+                        pool,
+                        logits,
+                        chosen.dual_batch is True,
+                        chosen.prefill,
                     )
                 else:
                     from runtime.devices.cuda.runner import CudaRunner
@@ -324,6 +333,7 @@ def load_engine(
                         chosen.dual_batch,
                         weights.placed,
                         placement.cached,
+                        chosen.prefill,
                     )
                 runner.load()
             with compiling(progress):

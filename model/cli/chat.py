@@ -24,6 +24,7 @@ from .session import (
     KvDtype,
     MaxNewTokens,
     Model,
+    Prefill,
     Rules,
     Seed,
     Session,
@@ -37,7 +38,7 @@ from .session import (
 
 LOADING = (
     *("model", "rules", "device", "dtype", "threads", "kernel", "numa", "eager", "defer"),
-    *("kv_dtype", "experts", "gpu_experts"),
+    *("kv_dtype", "experts", "gpu_experts", "prefill"),
 )
 """Options that say how a model is loaded."""
 
@@ -64,6 +65,7 @@ def chat(
     kv_dtype: KvDtype = "bf16",
     experts: Experts = "auto",
     gpu_experts: GpuExperts = None,
+    prefill: Prefill = "auto",
     system: Annotated[str, typer.Option(help="System message, put before the conversation.")] = "",
     url: Annotated[
         str | None,
@@ -103,6 +105,7 @@ def chat(
         kv_dtype=kv_dtype,
         gpu_experts=gpu_experts,
         experts=experts,
+        prefill=prefill,
         max_new_tokens=max_new_tokens,
         **sampling,
     )

@@ -20,6 +20,7 @@ from .session import (
     KvDtype,
     MaxNewTokens,
     Model,
+    Prefill,
     Rules,
     Seed,
     Session,
@@ -58,6 +59,7 @@ def generate(
     kv_dtype: KvDtype = "bf16",
     experts: Experts = "auto",
     gpu_experts: GpuExperts = None,
+    prefill: Prefill = "auto",
     echo: Annotated[bool, typer.Option(help="Write the prompt before its continuation.")] = True,
     debug: Debug = False,
 ) -> None:
@@ -79,6 +81,7 @@ def generate(
         kv_dtype=kv_dtype,
         gpu_experts=gpu_experts,
         experts=experts,
+        prefill=prefill,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

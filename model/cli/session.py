@@ -116,6 +116,28 @@ def dual_batch_of(choice: str, device: str) -> bool | str:
     return known[choice]
 
 
+Prefill = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|cpu|stream",
+        help="With --device cuda:0, where the experts of prompts are computed that lie in main"
+        " memory: there, or on the GPU, to which they cross; auto: by measured rates.",
+    ),
+]
+
+
+def check_prefill(choice: str, device: str, eager: bool = False) -> None:
+    """`PykernelsError` for a choice that there is not, or not here."""
+    from runtime.engine.config import PREFILL
+
+    if choice not in PREFILL:
+        raise PykernelsError(f"--prefill {choice}", f"Give {', '.join(PREFILL)}")
+    if choice != "auto" and device == "cpu":
+        raise PykernelsError(f"--prefill {choice} without a GPU", "Add --device cuda:0")
+    if choice != "auto" and eager:
+        raise PykernelsError("--prefill is for the engine", "Leave out --eager and its kin")
+
+
 KvDtype = Annotated[
     str,
     typer.Option(
@@ -161,6 +183,7 @@ class Session:
         kv_dtype: str = "bf16",
         gpu_experts: str | None = None,
         experts: str = "auto",
+        prefill: str = "auto",
         **sampling: Any,
     ) -> None:
         """Check the options and that `prompt` fits the context, then load.
@@ -204,6 +227,7 @@ class Session:
             raise PykernelsError("--defer is for the engine", "Leave out --eager and its kin")
         if eager and kv_dtype != "bf16":
             raise PykernelsError("--kv-dtype is for the engine", "Leave out --eager and its kin")
+        check_prefill(prefill, device, eager)
         if not eager and (reason := why_not(read_config(path))):
             note(f"the engine cannot run this model, so it runs eagerly: {reason}")
             eager = True
@@ -236,6 +260,7 @@ class Session:
                 device=device,
                 experts=experts,
                 gpu_experts=gpu_experts,
+                prefill=prefill,
                 numa=numa,
             )
             if gpu_experts is not None:

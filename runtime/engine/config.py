@@ -15,6 +15,9 @@ PREFILL_CAP_FLOOR = 8
 STEP_TOKENS = 512
 """Token budget of a step where weights lie in main memory."""
 
+PREFILL = ("auto", "cpu", "stream")
+"""Where experts of prompts are computed, if they lie in main memory beside a GPU."""
+
 MOST = {
     "max_num_batched_tokens": 1 << 16,  # each buffer of a step has room for all
     "max_num_seqs": 1 << 12,
@@ -34,7 +37,8 @@ class EngineConfig:
 
     Attributes:
         max_num_batched_tokens: token budget of a step; None: ``STEP_TOKENS``, and on a GPU that
-            holds all experts as many as its memory allows, up to 4,096.
+            holds all experts, or to which they are streamed, as many as its memory allows, up to
+            4,096 or 8,192.
         max_num_seqs: most sequences that run at once.
         max_num_logits: rows of logits that a step may compute; None: one per sequence. Logprobs
             of prompt tokens take one row each.
@@ -46,6 +50,9 @@ class EngineConfig:
         dual_batch: whether decode steps of two sequences or more are two lanes, so that a GPU
             computes the attention of one while the CPU computes the experts of the other; "auto":
             beside experts on the CPU.
+        prefill: where experts that lie in main memory beside a GPU are computed in steps with
+            chunks of prompts: "cpu"; "stream": on the GPU, to which all of them cross in such a
+            step; "auto": by the way that takes less time for so many tokens, as measured.
         target_itl_ms: inter-token time to keep while a prompt is read beside running decodes; the
             prompt tokens of such a step are capped by measured step times. None: no cap.
         max_partial_prefills: prompts that may be under way in one step.
@@ -70,6 +77,7 @@ class EngineConfig:
     kv_bytes: int | None = None
     kv_dtype: str = "bf16"
     dual_batch: bool | str = False
+    prefill: str = "auto"
     target_itl_ms: float | None = None
     max_partial_prefills: int = 4
     max_waiting: int | None = None
@@ -89,6 +97,8 @@ class EngineConfig:
                 raise PykernelsError(f"{name}={value!r}", "Give a positive number")
         if self.dual_batch not in (True, False, "auto"):
             raise PykernelsError(f"dual_batch={self.dual_batch!r}", "Give True, False or 'auto'")
+        if self.prefill not in PREFILL:
+            raise PykernelsError(f"prefill={self.prefill!r}", f"Give {', '.join(PREFILL)}")
         if not isinstance(self.overlap, bool):
             raise PykernelsError(f"overlap={self.overlap!r}", "Give True or False")
         check_numa(self.numa)

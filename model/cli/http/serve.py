@@ -19,7 +19,9 @@ from ..session import (
     GpuExperts,
     KvDtype,
     Model,
+    Prefill,
     Rules,
+    check_prefill,
     dual_batch_of,
     status,
 )
@@ -127,6 +129,7 @@ def serve(
     device: Device = "cpu",
     experts: Experts = "auto",
     gpu_experts: GpuExperts = None,
+    prefill: Prefill = "auto",
     threads: Threads = None,
     kernel: Kernel = None,
     numa: Numa = "auto",
@@ -137,6 +140,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP until Ctrl-C or SIGTERM."""
     lanes = dual_batch_of(dual_batch, device)
+    check_prefill(prefill, device)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     with status("importing torch and transformers"):
         from transformers.utils import logging as of_transformers
@@ -179,6 +183,7 @@ def serve(
             device=device,
             experts=experts,
             gpu_experts=gpu_experts,
+            prefill=prefill,
             kv_dtype=kv_dtype,
             dual_batch=lanes,
             numa=numa,

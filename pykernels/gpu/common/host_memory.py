@@ -13,6 +13,8 @@ import functools
 
 _PORTABLE, _READ_ONLY = 1, 8
 _OUT_OF_MEMORY, _ALREADY = 2, 712
+_users: dict[int, int] = {}
+"""By address, how often it was registered here."""
 
 
 @functools.cache
@@ -36,10 +38,15 @@ def register(address: int, nbytes: int) -> str | None:
     library = _driver()
     if library is None:
         return "there is no CUDA driver"
+    if address in _users:
+        _users[address] += 1
+        return None
     error = 0
     for flags in (_PORTABLE, _PORTABLE | _READ_ONLY):
         error = library.cuMemHostRegister_v2(address, nbytes, flags)
         if error in (0, _ALREADY):
+            if not error:
+                _users[address] = 1
             return None
         if error == _OUT_OF_MEMORY:
             break
@@ -50,7 +57,10 @@ def register(address: int, nbytes: int) -> str | None:
 
 
 def unregister(address: int) -> None:
-    """The pages may move again; nothing happens to memory that is not registered."""
-    library = _driver()
-    if library is not None:
+    """Takes one ``register`` back; after the last one the pages may move again."""
+    library, left = _driver(), _users.get(address, 0) - 1
+    if left > 0:
+        _users[address] = left
+    elif left == 0 and library is not None:
+        del _users[address]
         library.cuMemHostUnregister(address)

@@ -167,6 +167,10 @@ class CudaExecutable:
         """From now on the host launches node by node: what the graph saves can be measured."""
         self._graph.drop()
 
+    def without_copies(self) -> Segment:
+        """The GPU's launches without those that bring experts to it."""
+        return self._graph.first_stream()
+
     def _start(self) -> None:
         if self._ended is None:  # in the interpreter a thread plays the stream
             self._thread = Launching(self._graph.run, self._link)

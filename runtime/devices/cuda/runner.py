@@ -83,7 +83,8 @@ class CudaRunner(PagedRunner):
     Attributes:
         deferred: experts of a token that ``auto_defer`` found.
         streaming: how experts of prompts are streamed; None: they are not.
-        rates: by which "auto" chooses, once programs are made.
+        rates: by which "auto" chooses, once programs are made; ``link_bytes_per_s``: from pinned
+            memory to the GPU, 0 where nothing is streamed.
 
     Raises:
         PykernelsError: no such GPU, too little of its memory, a kernel that cannot run there;
@@ -135,7 +136,8 @@ class CudaRunner(PagedRunner):
             )
         tokens = max_num_batched_tokens
         sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
-        self.prefill, self.rates = prefill, None
+        self.prefill, self.link_bytes_per_s = prefill, 0.0
+        self.rates: Rates | None = None
         self.streaming = self._streamed(model, Sizes(*sizes), tokens)
         if tokens is None and self.streaming is not None:
             tokens = self.streaming.tokens
@@ -199,26 +201,6 @@ class CudaRunner(PagedRunner):
             with torch.cuda.device(self.device) if self._real else nullcontext():
                 self._table.copy_(slots.table, non_blocking=True)
 
-    def load(self) -> None:
-        super().load()
-        if self.streaming is None or not self._real:
-            return
-        with torch.cuda.device(self.device):
-            program = self.lowered(1, 1, 1, 1, 1)
-            self.streaming, reason = self.streaming.pin(program, self.weights, self.pinned)
-        if not reason:
-            return
-        layers = self.streaming.layers or ()
-        if not layers:
-            self.streaming = None
-        if self.prefill == "stream" and not layers:
-            raise PykernelsError(f"experts cannot be streamed: {reason}", "Leave prefill at cpu")
-        warnings.warn(
-            f"experts of {len(layers)} of {len(moe_layers(program))} layers are streamed to"
-            f" {self.device} in prompts, the others computed by the CPU: {reason}",
-            stacklevel=2,
-        )
-
     def close(self) -> None:
         if self.slots is not None:
             self.slots.close()
@@ -247,11 +229,15 @@ class CudaRunner(PagedRunner):
 
     def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
         """Those whose experts are streamed are for more tokens than those of the CPU."""
+        if self._real and self.streaming is not None:
+            self.streaming = self._pin(self.streaming)
         if self.streaming is None:
             return super().prompt_steps(inputs)
+        program = self.lowered(1, 1, 1, 1, 1)
+        self.link_bytes_per_s = self.streaming.link_rate(program, self.weights, self.device)
         most, turn = self.max_num_batched_tokens, 0
         if self.prefill == "auto":
-            self.rates = self._measured(inputs)
+            self.rates = self._measured(inputs, self.streaming.nbytes(program))
             turn = turning_point(self.rates, most)
         large = {*(T for T in STREAM_BUCKETS if turn < T < most), *((most,) if turn < most else ())}
         small = {*(T for T in HOST_BUCKETS if T < turn), *((turn,) if turn else ())}
@@ -259,16 +245,34 @@ class CudaRunner(PagedRunner):
         streamed = self._bind_all(sorted(large), inputs, passes, self.make_step)
         return [*self._bind_all(sorted(small), inputs, (), self.make_step), *streamed]
 
-    def _measured(self, inputs: Mapping[str, torch.Tensor]) -> Rates:
-        """From two steps with the experts on the CPU, and from copies."""
-        assert self.streaming is not None
+    def _pin(self, streaming: Streaming) -> Streaming | None:
+        """With as many layers as can be pinned; None if there is none."""
+        with torch.cuda.device(self.device):
+            program = self.lowered(1, 1, 1, 1, 1)
+            found, reason = streaming.pin(program, self.weights, self.pinned)
+        if not reason:
+            return found
+        if self.prefill == "stream" and not found.layers:
+            raise PykernelsError(f"experts cannot be streamed: {reason}", "Leave prefill at cpu")
+        layers = found.layers or ()
+        warnings.warn(
+            f"experts of {len(layers)} of {len(moe_layers(program))} layers are streamed to"
+            f" {self.device} in prompts, the others computed by the CPU: {reason}",
+            stacklevel=2,
+        )
+        return found if layers else None
+
+    def _measured(self, inputs: Mapping[str, torch.Tensor], nbytes: int) -> Rates:
+        """From two steps with the experts on the CPU, and from copies.
+
+        Args:
+            nbytes: of the experts that would cross.
+        """
         few, many = (
             (T, step_seconds(self._step(T, inputs, (), self.make_step), inputs, self.sizes, T))
             for T in (min(T, self.max_num_batched_tokens) for T in MEASURED)
         )
-        program = self.lowered(1, 1, 1, 1, 1)
-        link = self.streaming.link_rate(program, self.weights, self.device)
-        return Rates.measured(self.streaming.nbytes(program), link, few, many)
+        return Rates.measured(nbytes, self.link_bytes_per_s, few, many)
 
     def decode_passes(self) -> Sequence[Pass]:
         """The passes, with the deferral that pays here."""

@@ -86,6 +86,12 @@ class Segment:
         """From now on every launch is a call again."""
         self._graph = None
 
+    def first_stream(self) -> Segment:
+        """Without what runs in the second stream: what the others take alone can be measured."""
+        others = self._beside.launches
+        own = [launch for i, launch in enumerate(self.launches) if i not in others]
+        return Segment(own, self.device)
+
     def _launch(self) -> None:
         second = self._second
         if second is None:

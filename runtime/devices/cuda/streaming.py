@@ -118,6 +118,8 @@ class Streaming:
 
     def link_rate(self, program: Program, store: WeightStore, device: torch.device) -> float:
         """Bytes a second from pinned experts to the GPU, while nothing else runs."""
+        if device.type != "cuda":  # the interpreter reads main memory as it is
+            return math.inf
         _, spec = next(self._experts(program))
         source = store.get(spec, cpu.HERE, cpu.packed).arena[:_LINK_BYTES]
         target = torch.empty(source.shape, dtype=torch.uint8, device=device)
