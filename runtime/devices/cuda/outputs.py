@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ...passes.keep_routing import routers
+from ...program import Program
+from .memory import dtypes
+
 ALIGNED = 16
 """Bytes: a result begins at a multiple, as Triton's vectors want."""
 
@@ -60,6 +64,23 @@ class StepOutputs:
         every = {**self._shapes, **own}
         on_gpu, on_host = self._device[:end], self._host[:end]
         return ProgramOutputs(_views(on_gpu, every), _views(on_host, every), on_gpu, on_host)
+
+
+def kept_routing(program: Program) -> Shapes:
+    """What a program keeps of its routers' choices (``passes.keep_routing``)."""
+    kinds = dtypes(program)
+    return {
+        name: (program.shape(name), kinds[name])
+        for node in routers(program)
+        for name in node.outputs.values()
+        if program.buffers[name].kind == "output"
+    }
+
+
+def kept_bytes(program: Program) -> int:
+    """Bytes of that, in two lanes too, where there are twice as many results of half the rows."""
+    shapes = kept_routing(program)
+    return nbytes(shapes) + 2 * ALIGNED * len(shapes)
 
 
 def nbytes(shapes: Shapes) -> int:

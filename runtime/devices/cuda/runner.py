@@ -23,24 +23,22 @@ from ...kv_cache.layout import PAGE
 from ...machine.pinned import Pinned
 from ...passes import defer, keep_routing
 from ...passes.gpu_experts import slot_tables
-from ...passes.keep_routing import routers
 from ...passes.layers import moe_layers
 from ...placement import CPU, Placement, place
 from ...program import Program
 from ...weights import LayoutOf
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
-from ..cpu import weights as cpu
 from ..runner import Executable, Lowerable, PagedRunner, Pass
-from ..slots import Slots, slot_specs
+from ..slots import Slots
 from .capacity import HEADROOM, step_tokens
 from .deferral import measured_deferral
 from .executable import CudaExecutable
 from .handshake import PinnedSlots
 from .inputs import NEVER, PIECE, Bucket, StepInputs
 from .memory import Arena, dtypes
-from .outputs import ALIGNED, ProgramOutputs, Shapes, StepOutputs, nbytes
-from .slots import SlotFiller, SlotLayer
+from .outputs import ProgramOutputs, StepOutputs, kept_bytes, kept_routing
+from .slots import on_gpu
 from .streaming import (
     MEASURED,
     STREAM_BUCKETS,
@@ -51,7 +49,6 @@ from .streaming import (
     step_seconds,
     turning_point,
 )
-from .weights import experts as experts_layout
 from .weights import gpu_bytes, layouts
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
@@ -177,23 +174,9 @@ class CudaRunner(PagedRunner):
     def make_slots(self) -> Slots | None:
         if not self.placement.slots:
             return None
-        program, here = self.lowered(1, 1, 1, 1, 1), self.device
-        layers = [
-            SlotLayer(
-                spec,
-                self.weights.get(spec.whole, cpu.HERE, cpu.packed),
-                self.weights.get(spec, here, experts_layout),
-            )
-            for spec in slot_specs(program)
-            if spec.whole is not None
-        ]
-        if self._real:
-            with torch.cuda.device(here):  # where it cannot be pinned, copies are slower
-                _ = [self.pinned.add(part.arena) for one in layers for part in one.tiles.slices]
-        slots = Slots(program, self._policy, SlotFiller(layers, here), self._real)
-        self._table = slots.table.to(here)
-        for name, row in zip(slots.tables, self._table, strict=True):
-            self.caches[name] = row
+        program = self.lowered(1, 1, 1, 1, 1)
+        slots, self._table = on_gpu(program, self.weights, self.device, self._policy, self.pinned)
+        self.caches.update(zip(slots.tables, self._table, strict=True))
         return slots
 
     def before_slots(self, slots: Slots) -> None:
@@ -377,15 +360,9 @@ class CudaRunner(PagedRunner):
             node = next(node for node in program.nodes if node.op == "sample_requests")
             buffers = [program.buffers[node.outputs[name]] for name in Sampled._fields]
             shapes = {b.name: ((rows, *program.shape(b.name)[1:]), b.dtype) for b in buffers}
-            self._sampled = StepOutputs(shapes, self.device, self._routing_bytes())
-        return self._sampled.of(_routing(program))
-
-    def _routing_bytes(self) -> int:
-        """Of the largest program; in two lanes there are twice as many results."""
-        if not self.placement.slots:
-            return 0
-        shapes = _routing(self.lowered(self.max_num_batched_tokens, 1, 1, 1, 1))
-        return nbytes(shapes) + 2 * ALIGNED * len(shapes)
+            largest = self.lowered(self.max_num_batched_tokens, 1, 1, 1, 1)
+            self._sampled = StepOutputs(shapes, self.device, kept_bytes(largest))
+        return self._sampled.of(kept_routing(program))
 
     def _warm(self, executable: CudaExecutable, bucket: Bucket, captured: bool) -> None:
         """Runs a step that writes nothing, which compiles everything, then captures it."""
@@ -405,17 +382,6 @@ class CudaRunner(PagedRunner):
             if name not in self.caches:
                 self.caches[name] = table.to(self.device)
         part_latents(program, self.caches)
-
-
-def _routing(program: Program) -> Shapes:
-    """What is kept of the routers' choices."""
-    kinds = dtypes(program)
-    return {
-        name: (program.shape(name), kinds[name])
-        for node in routers(program)
-        for name in node.outputs.values()
-        if program.buffers[name].kind == "output"
-    }
 
 
 def part_latents(program: Program, caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

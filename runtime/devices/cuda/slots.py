@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,9 +18,14 @@ from pykernels.gpu.moe.from_tiles import ExpertTiles, copy_expert, unpack_tiles
 from pykernels.quant import PackedExperts
 from pykernels.quant.split import SplitExperts
 
-from ...experts.cache import Move
+from ...experts.cache import CachePolicy, Move
+from ...machine.pinned import Pinned
+from ...program import Program
 from ...weight_spec import WeightSpec
-from .weights import place_expert
+from ...weights import WeightStore
+from ..cpu import weights as cpu
+from ..slots import Slots, slot_specs
+from .weights import experts, place_expert
 
 STAGED = 16
 """Experts that are brought into the GPU's layout at a time, at most."""
@@ -39,6 +45,35 @@ class SlotLayer:
     spec: WeightSpec
     tiles: PackedExperts | SplitExperts
     slots: Experts
+
+
+def on_gpu(
+    program: Program,
+    store: WeightStore,
+    device: torch.device,
+    policy: CachePolicy,
+    pinned: Pinned,
+) -> tuple[Slots, torch.Tensor]:
+    """The slots of a runner's programs, and their table on the GPU, int32 [L, E].
+
+    Args:
+        program: any of them. Its experts lie in ``store``.
+        pinned: gets their tiles; where it cannot, a warning says that copies are slower.
+    """
+    layers = list[SlotLayer]()
+    for spec in slot_specs(program):
+        assert spec.whole is not None
+        tiles = store.get(spec.whole, cpu.HERE, cpu.packed)
+        layers.append(SlotLayer(spec, tiles, store.get(spec, device, experts)))
+    real = device.type == "cuda"
+    if real:
+        with torch.cuda.device(device):
+            arenas = [part.arena for layer in layers for part in layer.tiles.slices]
+            reason = next(filter(None, map(pinned.add, arenas)), None)
+        if reason:
+            warnings.warn(f"experts come into slots slower than they could: {reason}", stacklevel=2)
+    slots = Slots(program, policy, SlotFiller(layers, device), real)
+    return slots, slots.table.to(device, copy=True)
 
 
 def staged_experts(spec: WeightSpec) -> int:

@@ -141,10 +141,11 @@ class ExpertCache:
             tokens: of the step; ``decode``: whether every sequence had one of them.
             table: as that step read it; None: as it is now.
         """
-        counts = np.zeros(self.table.shape, np.int64)
+        L, E = self.table.shape
+        counts = np.zeros((L, E), np.int64)
         for layer, ids in chosen:
             flat = ids.ravel()
-            counts[layer] += np.bincount(flat[flat >= 0], minlength=counts.shape[1])
+            counts[layer] += np.bincount(flat[flat >= 0], minlength=E)
         self.scores.add(counts, tokens)
         if not decode:
             self._filling = True
