@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import model
+from model.llm import meta_decoder
+from model.pinning.beside import experts_beside, place_beside
 from pykernels.errors import PykernelsError
 from runtime.devices.ref.runner import RefRunner
-from runtime.engine import Engine, SamplingParams
+from runtime.engine import Engine, EngineConfig, SamplingParams
 from runtime.experts.cache import CachePolicy, ExpertCache, Move, Swap, plan
 from runtime.experts.cache.cache import Chosen
 from runtime.experts.cache.simulate import Recording, best_fixed, simulate
@@ -169,8 +171,29 @@ def test_tokens_are_the_same_while_slots_change(family: str, policy: str, tmp_pa
     assert list(found[1][0].token_ids)[:2] == tokens[len(ids) : len(ids) + 2]
 
 
+def test_where_there_is_no_room_for_slots() -> None:
+    decoder = meta_decoder(model.EMBEDDED)
+    program = decoder.lower(1, 1, 1, 1, 1)
+    sizes = 16, 1, 1, 1, 1
+    with pytest.raises(PykernelsError, match="8 experts of each layer need .* are left for them"):
+        experts_beside(8, program, "cuda:0", 1 << 20, "expert_cache")
+    with pytest.raises(PykernelsError, match="an expert cache with all experts on the GPU"):
+        place_beside(None, decoder, "cpu", sizes, "gpu", cache=4)
+    with pytest.raises(PykernelsError, match="an expert cache beside gpu_experts"):
+        place_beside(2, decoder, "cpu", sizes, "cpu", cache=4)
+    with pytest.raises(PykernelsError, match="expert_cache without a GPU"):
+        model.load_engine(model.EMBEDDED, expert_cache=4)
+    placed = place_beside(None, decoder, "cpu", sizes, "auto", cache=4)
+    assert placed.experts == "cpu" and set(placed.slots.values()) == {4}
+    nodes = placed.apply(program).nodes
+    assert sum(node.role == "cached" for node in nodes) == len(placed.slots) == 5
+
+
 def test_what_a_policy_refuses() -> None:
     with pytest.raises(PykernelsError, match="no expert cache policy 'mru'"):
         CachePolicy("mru")
     with pytest.raises(PykernelsError, match="out of its range"):
         CachePolicy(swaps=-1)
+    for wrong in ({"expert_cache": "some"}, {"expert_cache": -1}, {"expert_cache_policy": "mru"}):
+        with pytest.raises(PykernelsError):
+            EngineConfig(**wrong)  # type: ignore[arg-type]
