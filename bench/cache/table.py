@@ -25,10 +25,11 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             continue
         made = Table(box=None, pad_edge=False, title=title, title_justify="left")
         cells = [_cells(row) for row in own]
-        for name in dict.fromkeys(name for row in cells for name in row):
+        heads = list(dict.fromkeys(name for row in cells for name in row))
+        for name in heads:
             made.add_column(name, justify="left" if name == "policy" else "right")
         for row in cells:
-            made.add_row(*(row.get(column.header, "") for column in made.columns))
+            made.add_row(*(row.get(name, "") for name in heads))
         found.append(made)
     return found
 

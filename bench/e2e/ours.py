@@ -181,8 +181,15 @@ class Ours:
             table_pages = -(-positions // PAGE)
             largest = budget, load.batch, load.batch, pages, table_pages
             asked = parse(gpu_experts)
-            cache = expert_device, {}, expert_cache, prefill
-            placed = place_beside(asked, self.decoder, device, largest, *cache)
+            placed = place_beside(
+                asked,
+                self.decoder,
+                device,
+                largest,
+                expert_device,
+                cache=expert_cache,
+                prefill=prefill,
+            )
             where = "cpu" if placed.experts == "cpu" else "gpu"
             at_most = positions, pages, given, load.batch
             runner = CudaRunner(
