@@ -142,19 +142,18 @@ class ExpertCache:
             table: as that step read it; None: as it is now.
         """
         L, E = self.table.shape
-        counts = np.zeros((L, E), np.int64)
-        for layer, ids in chosen:
-            flat = ids.ravel()
-            counts[layer] += np.bincount(flat[flat >= 0], minlength=E)
+        keys = [layer * E + ids.ravel()[ids.ravel() >= 0] for layer, ids in chosen]
+        flat = np.concatenate(keys) if keys else np.zeros(0, np.int64)
+        counts = np.bincount(flat, minlength=L * E).reshape(L, E)
         self.scores.add(counts, tokens)
         if not decode:
             self._filling = True
             return
         here = (self.table if table is None else table) >= 0
-        self.stats.choices += int(counts.sum())
-        self.stats.hits += int(counts[here].sum())
-        self.stats.distinct += int((counts > 0).sum())
-        self.stats.missed += int((counts[~here] > 0).sum())
+        self.stats.choices += len(flat)
+        self.stats.hits += int((counts * here).sum())
+        self.stats.distinct += int(np.count_nonzero(counts))
+        self.stats.missed += int(np.count_nonzero(counts * ~here))
 
     def plan(self) -> None:
         """Decides on swaps by what was counted; a step may be running."""
