@@ -227,9 +227,19 @@ class CudaRunner(PagedRunner):
         Args:
             nbytes: of the experts that would cross.
         """
+        most = min(self.max_num_batched_tokens, self.max_model_len)
         few, many = (
-            (T, step_seconds(self._step(T, inputs, (), self.make_step), inputs, self.sizes, T))
-            for T in (min(T, self.max_num_batched_tokens) for T in MEASURED)
+            (
+                T,
+                step_seconds(
+                    self._step(T, inputs, (), self.make_step),
+                    inputs,
+                    self.sizes,
+                    T,
+                    self.vocab_size,
+                ),
+            )
+            for T in (min(T, most) for T in MEASURED)
         )
         return Rates.measured(nbytes, self.link_bytes_per_s, few, many)
 

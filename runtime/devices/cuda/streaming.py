@@ -40,7 +40,11 @@ RINGS = (Ring(PIECES, PIECES + 1), Ring(PIECES, 2))
 MEASURED = 64, 256
 """Tokens of the two steps that say what the CPU takes."""
 _LINK_BYTES = 64 << 20
-_ROUNDS = 4
+_ROUNDS = 3
+_BY_TOKEN = ("tokens", "positions", "slot_mapping", "sequences")
+_BY_SEQUENCE = {"query_starts": False, "page_rows": False, "query_lengths": True, "lengths": True}
+"""Whether it is the number of tokens."""
+_CHANGED = (*_BY_TOKEN, *_BY_SEQUENCE, "page_table")
 
 
 @dataclass(frozen=True)
@@ -216,14 +220,18 @@ def _why_not(program: Program, store: WeightStore) -> str | None:
         spec = program.weight(node, "experts")
         if (activations := node.attr("activations")) != "bf16":
             return f"{node.name} has {activations} activations, which no kernel of the GPU takes"
-        formats = get_format(spec.fmt), get_format(spec.down_fmt)
-        if reason := supports(*formats, *spec.shape[1:], expert_format(spec)):
+        fmt, down, (_, H, I) = get_format(spec.fmt), get_format(spec.down_fmt), spec.shape  # noqa: E741
+        if reason := supports(fmt, down, H, I, expert_format(spec)):
             return reason
     return None
 
 
 def step_seconds(
-    step: Executable, arrays: Mapping[str, torch.Tensor], sizes: torch.Tensor, tokens: int
+    step: Executable,
+    arrays: Mapping[str, torch.Tensor],
+    sizes: torch.Tensor,
+    tokens: int,
+    vocabulary: int,
 ) -> float:
     """Seconds of a step of one prompt of random tokens, the median of a few.
 
@@ -232,18 +240,15 @@ def step_seconds(
     Args:
         arrays: inputs of the step, which are as before when it returns; ``sizes``: of it.
     """
-    before = {name: array.clone() for name, array in arrays.items()}
+    before = {name: arrays[name].clone() for name in _CHANGED}
     at = torch.arange(tokens, dtype=torch.int64, device="cpu")
     pages = -(-tokens // PAGE)
-    arrays["tokens"][:tokens] = torch.randint(0, 1 << 7, (tokens,), dtype=torch.int64, device="cpu")
-    arrays["positions"][:tokens] = at
-    arrays["slot_mapping"][:tokens] = at
+    random = torch.randint(0, vocabulary, (tokens,), dtype=torch.int64, device="cpu")
+    for name, values in zip(_BY_TOKEN, (random, at, at, torch.zeros_like(at)), strict=True):
+        arrays[name][:tokens] = values
+    for name, counts in _BY_SEQUENCE.items():
+        arrays[name][0] = tokens if counts else 0
     arrays["page_table"][0, :pages] = at[:pages]
-    for name, value in (("query_starts", 0), ("page_rows", 0)):
-        arrays[name][0] = value
-    for name in ("query_lengths", "lengths"):
-        arrays[name][0] = tokens
-    arrays["sequences"][:tokens] = 0
     sizes[0], sizes[1], sizes[2] = tokens, 1, 0
     times = list[float]()
     for _ in range(1 + _ROUNDS):

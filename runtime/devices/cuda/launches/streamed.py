@@ -76,16 +76,10 @@ def _made_of(alike: Experts, parts: Iterator[torch.Tensor]) -> Experts:
     def stack(own: Matrices) -> Matrices:
         return replace(own, data=next(parts), scale=None if own.scale is None else next(parts))
 
-    gate_up, down = stack(alike.gate_up), stack(alike.down)
-    biases = (
-        {}
-        if alike.gate_up_bias is None
-        else {
-            "gate_up_bias": next(parts),
-            "down_bias": next(parts),
-        }
-    )
-    return replace(alike, gate_up=gate_up, down=down, **biases)
+    made = replace(alike, gate_up=stack(alike.gate_up), down=stack(alike.down))
+    if alike.gate_up_bias is None:
+        return made
+    return replace(made, gate_up_bias=next(parts), down_bias=next(parts))
 
 
 def _aligned(nbytes: int) -> int:
