@@ -14,13 +14,15 @@ from bench.prefill.run import crossing
 from model.checkpoint.config import read_config
 from model.llm import load_engine
 from model.opened import open_weights
+from pykernels.env import env
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.runner import CudaRunner
 from runtime.devices.cuda.streaming import Rates, choose, turning_point
 from runtime.engine import Engine, SamplingParams
 from runtime.matrix import packer
-from runtime.workers.pool import WorkerPool
+from runtime.workers.pool import WorkerPool, make_pool
 
+from ..cpu.routed import TWO_CORES
 from ..model import tiny
 from ..model.checks import logprob_error
 
@@ -28,21 +30,33 @@ BF16 = 0.06
 """Of the norm of a token's logprobs: activations are bfloat16."""
 
 
-@pytest.mark.parametrize("beside", [{}, {0: (2, 5)}], ids=["all", "some-in-slots"])
+@pytest.mark.parametrize(
+    ("sizes", "beside", "nodes"),
+    [
+        ({}, {}, 1),
+        ({}, {0: (2, 5)}, 1),
+        pytest.param({"moe_intermediate_size": 256}, {}, 2, marks=TWO_CORES),
+    ],
+    ids=["all", "some-in-slots", "numa"],
+)
 def test_logprobs_are_transformers(
-    beside: dict[int, tuple[int, ...]], tmp_path: Path, device: torch.device
+    sizes: dict[str, int],
+    beside: dict[int, tuple[int, ...]],
+    nodes: int,
+    tmp_path: Path,
+    device: torch.device,
 ) -> None:
     """Prompts in chunks, and decode steps, which leave the experts on the CPU."""
-    made = tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    made = tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=2, **sizes)
     prompts = [5, 17, 60, 33, 8, 90], [7, 41, 2]
     with torch.no_grad():
         truth = [
             made.reference(torch.tensor([ids])).logits[0].float().log_softmax(-1) for ids in prompts
         ]
     where = "cuda:0" if device.type == "cuda" else "cpu"
-    with WorkerPool(1) as pool:
+    with env.override(fake_numa=nodes), make_pool(nodes, numa="auto") as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
-            decoder = weights.readable(packer(pool), lambda *_: None)
+            decoder = weights.readable(packer(pool), lambda *_: None, pool.memory)
             runner = CudaRunner(
                 decoder,
                 where,
@@ -68,6 +82,7 @@ def test_logprobs_are_transformers(
             assert {node.device != "cpu" for node in routed} == {streamed}
         found, spec = crossing(runner, 6), step.program.weight(routed[0], "experts")
         assert (found.steps, found.streamed) == (2, 2)
+        assert len(decoder.store.nodes) == nodes
         assert found.nbytes == 2 * 2 * 8 * spec.bytes_per_expert  # steps, layers, experts
         loads = sum(node.op == "load_experts" for node in step.program.nodes)
         launches = len(step.program.nodes) + 1  # the results

@@ -14,9 +14,11 @@ import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.gpu.moe.from_tiles import supports
-from pykernels.quant import PackedExperts, get_format
+from pykernels.quant import get_format
+from pykernels.quant.split import Experts
 
 from ...kv_cache.layout import PAGE
+from ...machine.nodes import ONE_NODE, MemoryNodes
 from ...machine.pinned import Pinned
 from ...node import Node
 from ...passes.layers import moe_layers
@@ -90,16 +92,18 @@ class Streaming:
 
     Attributes:
         tokens: budget of a step.
+        nodes: that have a slice of the experts each.
         layers: whose experts are; None: all.
     """
 
     ring: Ring
     tokens: int
+    nodes: MemoryNodes = ONE_NODE
     layers: frozenset[int] | None = None
 
     def apply(self, program: Program) -> Program:
         """The program with its experts streamed."""
-        return stream_weights(program, resident_bytes, self.ring, self.layers)
+        return stream_weights(program, resident_bytes, self.ring, self.layers, self.nodes)
 
     def nbytes(self, program: Program) -> int:
         """Bytes that cross in a step of such a program."""
@@ -113,10 +117,11 @@ class Streaming:
         """
         layers = set[int]()
         for node, spec in self._experts(program):
-            packed = store.get(spec, cpu.HERE, cpu.packed)
-            assert isinstance(packed, PackedExperts) and node.layer is not None
-            if reason := pinned.add(packed.arena):
-                return replace(self, layers=frozenset(layers)), reason
+            held: Experts = store.get(spec, cpu.HERE, cpu.packed)
+            for part in held.slices:
+                if reason := pinned.add(part.arena):
+                    return replace(self, layers=frozenset(layers)), reason
+            assert node.layer is not None
             layers.add(node.layer)
         return replace(self, layers=frozenset(layers)), ""
 
@@ -125,7 +130,8 @@ class Streaming:
         if device.type != "cuda":  # the interpreter reads main memory as it is
             return math.inf
         _, spec = next(self._experts(program))
-        source = store.get(spec, cpu.HERE, cpu.packed).arena[:_LINK_BYTES]
+        held: Experts = store.get(spec, cpu.HERE, cpu.packed)
+        source = held.slices[0].arena[:_LINK_BYTES]
         target = torch.empty(source.shape, dtype=torch.uint8, device=device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.device(device):
@@ -176,10 +182,10 @@ def plan_streaming(
         PykernelsError: experts that cannot be streamed, and why.
     """
     program = sizes.lower(model, 1)
-    if reason := _why_not(program, model.store):
+    if reason := _why_not(program):
         raise PykernelsError(f"experts cannot be streamed: {reason}", "Leave prefill at cpu")
     if device.type != "cuda":
-        return Streaming(RINGS[0], tokens or STREAM_TOKENS[-1])
+        return Streaming(RINGS[0], tokens or STREAM_TOKENS[-1], model.store.nodes)
     free, _ = torch.cuda.mem_get_info(device)
     missing = partial(_missing, model.store, device)
     cache = sum(part.nbytes for part in model.caches(sizes.pages).values())
@@ -188,7 +194,7 @@ def plan_streaming(
     needed = 0
     for ring in RINGS:
         for T in (tokens,) if tokens else STREAM_TOKENS:
-            found = Streaming(ring, T)
+            found = Streaming(ring, T, model.store.nodes)
             needed = step_bytes(found.apply(placement.apply(sizes.lower(model, T))))
             if needed <= free:
                 return found
@@ -211,10 +217,8 @@ def _missing(store: WeightStore, device: torch.device, spec: WeightSpec) -> int:
     return 0 if store.is_made(spec, device) else gpu_bytes(spec)
 
 
-def _why_not(program: Program, store: WeightStore) -> str | None:
+def _why_not(program: Program) -> str | None:
     """Why a model's experts cannot cross, as a clause."""
-    if len(store.nodes) > 1:
-        return "they lie in slices on several NUMA nodes (numa off keeps them whole)"
     for layer in moe_layers(program):
         node = layer.experts
         spec = program.weight(node, "experts")

@@ -8,6 +8,8 @@ from functools import partial
 
 import torch
 
+from pykernels.errors import PykernelsError
+
 from ...passes import stream_weights
 from ...program import Program
 from ...workers.pool import WorkerPool
@@ -67,6 +69,10 @@ class RefRunner(PagedRunner):
         )
         self.pool = pool
         self.streams = prefill == "stream"
+        if self.streams and len(model.store.nodes) > 1:
+            raise PykernelsError(
+                "the ref device streams whole experts, not slices on NUMA nodes", "Use numa off"
+            )
         self.caches = {
             name: replace(part, dtype=_EXACT.get(part.dtype, part.dtype)).zeros()
             for name, part in model.caches(self.num_pages).items()
