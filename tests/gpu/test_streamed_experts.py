@@ -34,8 +34,8 @@ BF16 = 0.06
     ("sizes", "beside", "nodes"),
     [
         ({}, {}, 1),
-        ({}, {0: (2, 5)}, 1),
-        pytest.param({"moe_intermediate_size": 256}, {}, 2, marks=TWO_CORES),
+        pytest.param({}, {0: (2, 5)}, 1, marks=pytest.mark.all),
+        pytest.param({"moe_intermediate_size": 256}, {}, 2, marks=(TWO_CORES, pytest.mark.all)),
     ],
     ids=["all", "some-in-slots", "numa"],
 )

@@ -199,7 +199,10 @@ class CudaRunner(PagedRunner):
             self.rates = self._measured(inputs, self.streaming.nbytes(program))
             turn = turning_point(self.rates, most)
         large = {*(T for T in STREAM_BUCKETS if turn < T < most), *((most,) if turn < most else ())}
-        small = {*(T for T in HOST_BUCKETS if T < turn), *((turn,) if turn else ())}
+        small = {
+            *(T for T in (*HOST_BUCKETS, *STREAM_BUCKETS) if T < turn),
+            *((turn,) if turn else ()),
+        }
         passes = (self.streaming.apply,)
         streamed = self._bind_all(sorted(large), inputs, passes, self.make_step)
         return [*self._bind_all(sorted(small), inputs, (), self.make_step), *streamed]
