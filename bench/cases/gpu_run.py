@@ -18,7 +18,7 @@ from bench.harness.roofs import Roofs, measure_roofs
 from bench.harness.rows import Row
 from pykernels.errors import PykernelsError
 
-OPS = ("attention", "moe", "linear", "router", "small_ops")
+OPS = ("attention", "moe", "linear", "router", "small_ops", "unpack_tiles")
 """In this order: what a run that ends early should have."""
 
 GoOn = Callable[[int], Iterator[Row]]

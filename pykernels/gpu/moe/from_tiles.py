@@ -3,12 +3,16 @@
 Experts exist once, packed for the CPU in main memory. To have some of them on the GPU, their bytes
 are copied (``copy_experts``: a run of memory a section, at the link's speed) and one kernel makes
 the GPU's layout of them at the speed of its memory (``unpack_tiles``).
+
+No product reads tiles as they are: that would spare a read and a write of the GPU's memory, which
+take a few hundredths of what the link takes for the same bytes, and each kernel of each format
+would have a second order of bytes to read. What stays in a slot is turned once and read often.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,7 +21,7 @@ from ...errors import PykernelsError
 from ...quant import Format, PackedExperts
 from ...quant.gguf import GGUF
 from ...quant.integer import Integer
-from ...quant.layout import N_BLOCK, ceil_to
+from ...quant.layout import K_BLOCK, N_BLOCK, ceil_to
 from ...quant.zero_point import ZeroPoint
 from ...shapes import MoEShape
 from ..common.launch import check_device
@@ -183,7 +187,7 @@ def supports(fmt: Format, down_fmt: Format, H: int, I: int, out: Format) -> str 
     )
 
 
-def unpack_tiles(staging: ExpertTiles, out: Experts, slots: torch.Tensor) -> None:
+def unpack_tiles(staging: ExpertTiles, out: Experts, slots: torch.Tensor, first: int = 0) -> None:
     """Makes the GPU's matrices of staged experts, in two launches that wait for nothing.
 
     A captured graph reads staging and slots anew each time. Codes and scales are what
@@ -194,6 +198,8 @@ def unpack_tiles(staging: ExpertTiles, out: Experts, slots: torch.Tensor) -> Non
         out: its slots are written to; its own slot table is neither read nor written.
         slots: contiguous int32 [count]: to which slot of ``out`` each staged expert goes; those
             outside 0 .. slots - 1 are passed over. No two may be the same.
+        first: of experts cut across NUMA nodes (``quant.split``), the first intermediate row of
+            the staged slice: the slices of an expert are unpacked one by one.
 
     Raises:
         PykernelsError: other sizes, formats without a way, or no Triton here.
@@ -206,22 +212,41 @@ def unpack_tiles(staging: ExpertTiles, out: Experts, slots: torch.Tensor) -> Non
             f"Give contiguous int32 [{count}], one for each staged expert",
         )
     shape = staging.shape
-    if (shape.H, shape.I, shape.spec.bias) != (out.H, out.I, out.spec.bias):
+    unit = max(K_BLOCK, staging.down_fmt.k_block)
+    last = first + shape.I
+    cut = first % unit or (last % unit and last != out.I)
+    fits = (shape.H, shape.spec.bias) == (out.H, out.spec.bias) and 0 <= first and last <= out.I
+    if cut or not fits:
         raise PykernelsError(
-            f"tiles of {shape} cannot become experts of H={out.H}, I={out.I}, {out.spec}",
-            "Make room of the packed experts' shape",
+            f"tiles of {shape} from row {first} on are no experts of H={out.H}, I={out.I},"
+            f" {out.spec}, nor slices of them",
+            f"Make room of the packed experts' shape; slices are cut at multiples of {unit}",
         )
-    if reason := supports(staging.fmt, staging.down_fmt, shape.H, shape.I, out.fmt):
+    if reason := supports(staging.fmt, staging.down_fmt, out.H, out.I, out.fmt):
         raise PykernelsError(reason, "Make room for experts in bf16")
     up, up_scale, down, down_scale, up_bias, down_bias = staging.sections
-    gated = (up, up_scale, up_bias)
+    gated = _Part(up, up_scale, up_bias, shape.I, shape.H, first, 0)
     _launch(gated, staging.fmt, out.gate_up, out.gate_up_bias, out.fmt, slots, 2)
-    rest = (down, down_scale, down_bias)
-    _launch(rest, staging.down_fmt, out.down, out.down_bias, out.fmt, slots, 1)
+    through = _Part(down, down_scale, down_bias, shape.H, shape.I, 0, first)
+    own_bias = None if first else out.down_bias  # the first slice has down's
+    _launch(through, staging.down_fmt, out.down, own_bias, out.fmt, slots, 1)
+
+
+class _Part(NamedTuple):
+    """Sections of matrices [N, K] that become the rows from ``first_n`` and inputs from ``first_k``
+    on of larger ones, or all of them."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor
+    N: int
+    K: int
+    first_n: int
+    first_k: int
 
 
 def _launch(
-    sections: Sequence[torch.Tensor],
+    part: _Part,
     fmt: Format,
     to: Matrices,
     to_bias: torch.Tensor | None,
@@ -230,7 +255,6 @@ def _launch(
     mats: int,
 ) -> None:
     """One stack: ``mats`` matrices of each staged expert."""
-    codes, scales, bias = sections
     if not len(slots) or not len(to):
         return
     if to.data.storage_offset() * to.data.itemsize % 4:
@@ -238,25 +262,28 @@ def _launch(
             "a stack of matrices begins within a word", "Begin it at a multiple of 4 bytes"
         )
     data = to.data.view(torch.int32)
-    blocks, chunks = triton.cdiv(to.N, N_BLOCK), triton.cdiv(to.K, CHUNK)
-    kind = "int4-zp" if isinstance(fmt, ZeroPoint) else kind_of(fmt)
+    blocks, chunks = triton.cdiv(part.N, N_BLOCK), triton.cdiv(part.K, CHUNK)
     unpack_tiles_kernel[(blocks * chunks, mats, len(slots))](
-        codes.view(torch.int32),
-        scales if scales.numel() else None,
-        None if to_bias is None else bias.view(torch.float32),
+        part.codes.view(torch.int32),
+        part.scales if part.scales.numel() else None,
+        None if to_bias is None else part.bias.view(torch.float32),
         data,
         None if to.scale is None else to.scale.view(torch.int32),
         to_bias,
         slots,
         len(to) // mats,
+        part.N,
+        part.K,
         to.N,
         to.K,
-        fmt.block_bytes(to.K) // 4,
-        fmt.scale_bytes(to.K),
+        part.first_n,
+        part.first_k,
+        fmt.block_bytes(part.K) // 4,
+        fmt.scale_bytes(part.K),
         data.shape[-1],
         chunks,
         MATS=mats,
-        KIND=kind,
+        KIND="int4-zp" if isinstance(fmt, ZeroPoint) else kind_of(fmt),
         BITS=fmt.bits,
         GROUP=_group(fmt),
         HALVES=fmt.halves if isinstance(fmt, GGUF) else 0,

@@ -8,7 +8,7 @@ slot is filled, the table tells the next step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -102,7 +102,7 @@ class ExpertCache:
         self.table[:] = -1
         self.stats = CacheStats()
         self.scores = Scores(policy, L, experts)
-        self._filler: Filler = _AtOnce() if filler is None else filler
+        self._filler: Filler = BetweenSteps() if filler is None else filler
         self._room: list[list[int]] = [list(range(n))[::-1] for n in slots]  # empty slots
         self._slot: NDArray[np.int32] = np.full((L, experts), -1, np.int32)  # or the one to be
         self._coming = np.zeros((L, experts), np.bool_)
@@ -189,17 +189,23 @@ class ExpertCache:
         self._filler.close()
 
 
-class _AtOnce:
-    """Fills slots when it is asked whether they are full."""
+class BetweenSteps:
+    """Fills slots when it is asked whether they are full.
 
-    def __init__(self) -> None:
-        self._moves: list[Move] = []
+    Args:
+        fill: one slot.
+    """
+
+    def __init__(self, fill: Callable[[Move], object] = lambda move: None) -> None:
+        self._fill, self._moves = fill, list[Move]()
 
     def begin(self, moves: Sequence[Move]) -> None:
         self._moves += moves
 
     def finished(self) -> Sequence[Move]:
         done, self._moves = self._moves, []
+        for move in done:
+            self._fill(move)
         return done
 
     def close(self) -> None:
