@@ -1,8 +1,9 @@
 """`pykernels bench moe|attention|linear|router`: one kernel timed, on this CPU or a GPU.
 
 `e2e`, a whole model through the engine, is in `bench.e2e.cli`; `load`, its weights, in
-`bench.load.cli`; `prefill`, prompts beside experts in main memory, in `bench.prefill.cli`; `serve`,
-a server under load, in `bench.serving.cli`.
+`bench.load.cli`; `prefill`, prompts beside experts in main memory, in `bench.prefill.cli`; `cache`,
+a GPU's cache of experts, in `bench.cache.cli`; `serve`, a server under load, in
+`bench.serving.cli`.
 
 `model.cli.main` offers these commands where this package is installed. `moe` on the CPU is the
 measurement of `bench/cpu`; on a GPU all four time one case of `bench/gpu`, of whose `case()` (or
@@ -21,6 +22,7 @@ from model.cli.formats import ListsFormats
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
+from .cache.cli import cache
 from .e2e.cli import e2e
 from .load.cli import load
 from .prefill.cli import prefill
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Time the kernels on this machine.")
 app.command(cls=ListsFormats)(e2e)
 app.command(cls=ListsFormats)(load)
+app.command(cls=ListsFormats)(cache)
 app.command(cls=ListsFormats)(prefill)
 app.command()(serve)
 

@@ -223,7 +223,10 @@ class CudaRunner(PagedRunner):
             self.rates = self._measured(inputs, self.streaming.nbytes(program))
             turn = turning_point(self.rates, most)
         large = {*(T for T in STREAM_BUCKETS if turn < T < most), *((most,) if turn < most else ())}
-        small = {*(T for T in HOST_BUCKETS if T < turn), *((turn,) if turn else ())}
+        small = {
+            *(T for T in (*HOST_BUCKETS, *STREAM_BUCKETS) if T < turn),
+            *((turn,) if turn else ()),
+        }
         passes = (self.streaming.apply,)
         streamed = self._bind_all(sorted(large), inputs, passes, self.make_step)
         return [*self._bind_all(sorted(small), inputs, (), self.make_step), *streamed]
@@ -251,9 +254,19 @@ class CudaRunner(PagedRunner):
         Args:
             nbytes: of the experts that would cross.
         """
+        most = min(self.max_num_batched_tokens, self.max_model_len)
         few, many = (
-            (T, step_seconds(self._step(T, inputs, (), self.make_step), inputs, self.sizes, T))
-            for T in (min(T, self.max_num_batched_tokens) for T in MEASURED)
+            (
+                T,
+                step_seconds(
+                    self._step(T, inputs, (), self.make_step),
+                    inputs,
+                    self.sizes,
+                    T,
+                    self.vocab_size,
+                ),
+            )
+            for T in (min(T, most) for T in MEASURED)
         )
         return Rates.measured(nbytes, self.link_bytes_per_s, few, many)
 

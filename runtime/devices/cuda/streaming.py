@@ -14,9 +14,11 @@ import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.gpu.moe.from_tiles import supports
-from pykernels.quant import PackedExperts, get_format
+from pykernels.quant import get_format
+from pykernels.quant.split import Experts
 
 from ...kv_cache.layout import PAGE
+from ...machine.nodes import ONE_NODE, MemoryNodes
 from ...machine.pinned import Pinned
 from ...node import Node
 from ...passes.layers import moe_layers
@@ -42,7 +44,11 @@ RINGS = (Ring(PIECES, PIECES + 1), Ring(PIECES, 2))
 MEASURED = 64, 256
 """Tokens of the two steps that say what the CPU takes."""
 _LINK_BYTES = 64 << 20
-_ROUNDS = 4
+_ROUNDS = 3
+_BY_TOKEN = ("tokens", "positions", "slot_mapping", "sequences")
+_BY_SEQUENCE = {"query_starts": False, "page_rows": False, "query_lengths": True, "lengths": True}
+"""Whether it is the number of tokens."""
+_CHANGED = (*_BY_TOKEN, *_BY_SEQUENCE, "page_table")
 
 
 @dataclass(frozen=True)
@@ -88,16 +94,18 @@ class Streaming:
 
     Attributes:
         tokens: budget of a step.
+        nodes: that have a slice of the experts each.
         layers: whose experts are; None: all.
     """
 
     ring: Ring
     tokens: int
+    nodes: MemoryNodes = ONE_NODE
     layers: frozenset[int] | None = None
 
     def apply(self, program: Program) -> Program:
         """The program with its experts streamed."""
-        return stream_weights(program, resident_bytes, self.ring, self.layers)
+        return stream_weights(program, resident_bytes, self.ring, self.layers, self.nodes)
 
     def nbytes(self, program: Program) -> int:
         """Bytes that cross in a step of such a program."""
@@ -111,10 +119,11 @@ class Streaming:
         """
         layers = set[int]()
         for node, spec in self._experts(program):
-            packed = store.get(spec, cpu.HERE, cpu.packed)
-            assert isinstance(packed, PackedExperts) and node.layer is not None
-            if reason := pinned.add(packed.arena):
-                return replace(self, layers=frozenset(layers)), reason
+            held: Experts = store.get(spec, cpu.HERE, cpu.packed)
+            for part in held.slices:
+                if reason := pinned.add(part.arena):
+                    return replace(self, layers=frozenset(layers)), reason
+            assert node.layer is not None
             layers.add(node.layer)
         return replace(self, layers=frozenset(layers)), ""
 
@@ -123,7 +132,8 @@ class Streaming:
         if device.type != "cuda":  # the interpreter reads main memory as it is
             return math.inf
         _, spec = next(self._experts(program))
-        source = store.get(spec, cpu.HERE, cpu.packed).arena[:_LINK_BYTES]
+        held: Experts = store.get(spec, cpu.HERE, cpu.packed)
+        source = held.slices[0].arena[:_LINK_BYTES]
         target = torch.empty(source.shape, dtype=torch.uint8, device=device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.device(device):
@@ -174,10 +184,10 @@ def plan_streaming(
         PykernelsError: experts that cannot be streamed, and why.
     """
     program = sizes.lower(model, 1)
-    if reason := _why_not(program, model.store):
+    if reason := _why_not(program):
         raise PykernelsError(f"experts cannot be streamed: {reason}", "Leave prefill at cpu")
     if device.type != "cuda":
-        return Streaming(RINGS[0], tokens or STREAM_TOKENS[-1])
+        return Streaming(RINGS[0], tokens or STREAM_TOKENS[-1], model.store.nodes)
     free, _ = torch.cuda.mem_get_info(device)
     missing = partial(_missing, model.store, device)
     cache = sum(part.nbytes for part in model.caches(sizes.pages).values())
@@ -186,7 +196,7 @@ def plan_streaming(
     needed = 0
     for ring in RINGS:
         for T in (tokens,) if tokens else STREAM_TOKENS:
-            found = Streaming(ring, T)
+            found = Streaming(ring, T, model.store.nodes)
             needed = step_bytes(found.apply(placement.apply(sizes.lower(model, T))))
             if needed <= free:
                 return found
@@ -221,23 +231,25 @@ def _missing(store: WeightStore, device: torch.device, spec: WeightSpec) -> int:
     return 0 if store.is_made(spec, device) else gpu_bytes(spec)
 
 
-def _why_not(program: Program, store: WeightStore) -> str | None:
+def _why_not(program: Program) -> str | None:
     """Why a model's experts cannot cross, as a clause."""
-    if len(store.nodes) > 1:
-        return "they lie in slices on several NUMA nodes (numa off keeps them whole)"
     for layer in moe_layers(program):
         node = layer.experts
         spec = program.weight(node, "experts")
         if (activations := node.attr("activations")) != "bf16":
             return f"{node.name} has {activations} activations, which no kernel of the GPU takes"
-        formats = get_format(spec.fmt), get_format(spec.down_fmt)
-        if reason := supports(*formats, *spec.shape[1:], expert_format(spec)):
+        fmt, down, (_, H, I) = get_format(spec.fmt), get_format(spec.down_fmt), spec.shape  # noqa: E741
+        if reason := supports(fmt, down, H, I, expert_format(spec)):
             return reason
     return None
 
 
 def step_seconds(
-    step: Executable, arrays: Mapping[str, torch.Tensor], sizes: torch.Tensor, tokens: int
+    step: Executable,
+    arrays: Mapping[str, torch.Tensor],
+    sizes: torch.Tensor,
+    tokens: int,
+    vocabulary: int,
 ) -> float:
     """Seconds of a step of one prompt of random tokens, the median of a few.
 
@@ -246,18 +258,15 @@ def step_seconds(
     Args:
         arrays: inputs of the step, which are as before when it returns; ``sizes``: of it.
     """
-    before = {name: array.clone() for name, array in arrays.items()}
+    before = {name: arrays[name].clone() for name in _CHANGED}
     at = torch.arange(tokens, dtype=torch.int64, device="cpu")
     pages = -(-tokens // PAGE)
-    arrays["tokens"][:tokens] = torch.randint(0, 1 << 7, (tokens,), dtype=torch.int64, device="cpu")
-    arrays["positions"][:tokens] = at
-    arrays["slot_mapping"][:tokens] = at
+    random = torch.randint(0, vocabulary, (tokens,), dtype=torch.int64, device="cpu")
+    for name, values in zip(_BY_TOKEN, (random, at, at, torch.zeros_like(at)), strict=True):
+        arrays[name][:tokens] = values
+    for name, counts in _BY_SEQUENCE.items():
+        arrays[name][0] = tokens if counts else 0
     arrays["page_table"][0, :pages] = at[:pages]
-    for name, value in (("query_starts", 0), ("page_rows", 0)):
-        arrays[name][0] = value
-    for name in ("query_lengths", "lengths"):
-        arrays[name][0] = tokens
-    arrays["sequences"][:tokens] = 0
     sizes[0], sizes[1], sizes[2] = tokens, 1, 0
     times = list[float]()
     for _ in range(1 + _ROUNDS):

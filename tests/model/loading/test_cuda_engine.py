@@ -49,6 +49,21 @@ def test_experts_on_both_write_the_same_text(gpu_experts: int | str, defer: int)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["lfu", "lru-fixed"])
+@pytest.mark.parametrize("prefill", ["cpu", "stream"])
+def test_slots_that_change_write_the_same_text(prefill: str, policy: str) -> None:
+    options = {"device": "cuda:0", "expert_cache": 8, "expert_cache_policy": policy}
+    with model.load_engine(model.EMBEDDED) as llm:
+        expected = llm.generate("def quicksort(xs):", temperature=0, max_tokens=48)
+    with model.load_engine(model.EMBEDDED, prefill=prefill, expert_cache_swaps=2, **options) as llm:
+        found = llm.generate("def quicksort(xs):", temperature=0, max_tokens=48)
+        again = llm.generate("def quicksort(xs):", temperature=0, max_tokens=48)
+        stats = llm.expert_cache
+    assert found.text == again.text == expected.text
+    assert stats is not None and stats.hits and stats.swaps
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("experts", ["cpu", "gpu"])
 def test_the_shipped_model_writes_the_same_text(experts: str) -> None:
     prompt = "def quicksort(xs):"
