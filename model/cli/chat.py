@@ -15,10 +15,12 @@ from pykernels.errors import PykernelsError
 from .common import Debug, Kernel, Numa, Threads, command, err, note, read_key
 from .http.remote import Remote
 from .session import (
+    CachePolicyName,
     Defer,
     Device,
     Dtype,
     Eager,
+    ExpertCache,
     Experts,
     GpuExperts,
     KvDtype,
@@ -38,7 +40,7 @@ from .session import (
 
 LOADING = (
     *("model", "rules", "device", "dtype", "threads", "kernel", "numa", "eager", "defer"),
-    *("kv_dtype", "experts", "gpu_experts", "prefill"),
+    *("kv_dtype", "experts", "gpu_experts", "prefill", "expert_cache", "expert_cache_policy"),
 )
 """Options that say how a model is loaded."""
 
@@ -66,6 +68,8 @@ def chat(
     experts: Experts = "auto",
     gpu_experts: GpuExperts = None,
     prefill: Prefill = "auto",
+    expert_cache: ExpertCache = "off",
+    expert_cache_policy: CachePolicyName = "lfu",
     system: Annotated[str, typer.Option(help="System message, put before the conversation.")] = "",
     url: Annotated[
         str | None,
@@ -106,6 +110,8 @@ def chat(
         gpu_experts=gpu_experts,
         experts=experts,
         prefill=prefill,
+        expert_cache=expert_cache,
+        expert_cache_policy=expert_cache_policy,
         max_new_tokens=max_new_tokens,
         **sampling,
     )

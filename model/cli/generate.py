@@ -11,10 +11,12 @@ from pykernels.errors import PykernelsError
 
 from .common import Debug, Kernel, Numa, Threads, command, err, note
 from .session import (
+    CachePolicyName,
     Defer,
     Device,
     Dtype,
     Eager,
+    ExpertCache,
     Experts,
     GpuExperts,
     KvDtype,
@@ -60,6 +62,8 @@ def generate(
     experts: Experts = "auto",
     gpu_experts: GpuExperts = None,
     prefill: Prefill = "auto",
+    expert_cache: ExpertCache = "off",
+    expert_cache_policy: CachePolicyName = "lfu",
     echo: Annotated[bool, typer.Option(help="Write the prompt before its continuation.")] = True,
     debug: Debug = False,
 ) -> None:
@@ -82,6 +86,8 @@ def generate(
         gpu_experts=gpu_experts,
         experts=experts,
         prefill=prefill,
+        expert_cache=expert_cache,
+        expert_cache_policy=expert_cache_policy,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

@@ -23,7 +23,7 @@ from .handshake import PinnedSlots
 from .launches import attention, dense, experts, latents, sampling, streamed
 from .launches.dense import Launch
 from .memory import Arena, Caches, Memory
-from .outputs import StepOutputs
+from .outputs import ProgramOutputs
 from .segment import Segment, beside
 from .sequences import Sequences
 
@@ -63,7 +63,7 @@ class CudaExecutable:
         sequences, arena: see ``Memory``.
         sizes: on the CPU, those of the step to come (``Program.step_sizes``).
         slots: pinned memory, shared with other programs that never run at the same time.
-        sampled: where what is sampled goes, shared likewise.
+        sampled: where what is sampled goes, shared likewise, and other results.
 
     Attributes:
         before: called first in every step, on the host.
@@ -88,7 +88,7 @@ class CudaExecutable:
         arena: Arena,
         sizes: torch.Tensor,
         slots: PinnedSlots,
-        sampled: StepOutputs,
+        sampled: ProgramOutputs,
     ) -> None:
         self.program, self.device, self._pool = program, device, pool
         halves = partition(program)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -18,9 +18,10 @@ from pykernels.gpu.common.stream_memory import supports as why_no_flags
 from pykernels.ref.sampling import Sampled
 
 from ...engine.batch import DeviceLost, StepBatch, StepResult
+from ...experts.cache import CachePolicy
 from ...kv_cache.layout import PAGE
 from ...machine.pinned import Pinned
-from ...passes import defer
+from ...passes import defer, keep_routing
 from ...passes.gpu_experts import slot_tables
 from ...passes.layers import moe_layers
 from ...placement import CPU, Placement, place
@@ -29,13 +30,15 @@ from ...weights import LayoutOf
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
 from ..runner import Executable, Lowerable, PagedRunner, Pass
+from ..slots import Slots
 from .capacity import HEADROOM, step_tokens
 from .deferral import measured_deferral
 from .executable import CudaExecutable
 from .handshake import PinnedSlots
 from .inputs import NEVER, PIECE, Bucket, StepInputs
 from .memory import Arena, dtypes
-from .outputs import StepOutputs
+from .outputs import ProgramOutputs, StepOutputs, kept_bytes, kept_routing
+from .slots import on_gpu
 from .streaming import (
     MEASURED,
     STREAM_BUCKETS,
@@ -69,6 +72,8 @@ class CudaRunner(PagedRunner):
             experts are on the CPU.
         placed: weights that rules place on another device, by name.
         gpu_experts: by layer, experts that are on the GPU besides, where the others are not.
+        slots: by layer, slots of the GPU for experts that change from step to step; ``policy``: by
+            which they do.
         prefill: where the experts on the CPU are computed in steps with chunks of prompts: "cpu";
             "stream": on the GPU, to which they cross; "auto": as is faster for so many tokens.
 
@@ -105,12 +110,15 @@ class CudaRunner(PagedRunner):
         placed: Mapping[str, str] = MappingProxyType({}),
         gpu_experts: Mapping[int, Sequence[int]] | None = None,
         prefill: str = "auto",
+        slots: Mapping[int, int] | None = None,
+        policy: CachePolicy | None = None,
     ) -> None:
         check_device(device)
         self.device = torch.device(device)
         pages = num_pages or 2 * -(-max_model_len // PAGE)
         placement = place_on(device, model, pages, experts, placed)
-        self.placement = replace(placement, cached=gpu_experts or {})
+        self.placement = replace(placement, cached=gpu_experts or {}, slots=slots or {})
+        self._policy = policy or CachePolicy()
         on_cpu = self.placement.experts == CPU
         if dual_batch is True and not on_cpu:
             raise PykernelsError(
@@ -160,9 +168,25 @@ class CudaRunner(PagedRunner):
 
     def lowered(self, *sizes: int) -> Program:
         """The model's program: routed experts on the CPU or the GPU, all else on the GPU."""
-        return self.placement.apply(super().lowered(*sizes))
+        program = self.placement.apply(super().lowered(*sizes))
+        return keep_routing(program) if self.placement.slots else program
+
+    def make_slots(self) -> Slots | None:
+        if not self.placement.slots:
+            return None
+        program = self.lowered(1, 1, 1, 1, 1)
+        slots, self._table = on_gpu(program, self.weights, self.device, self._policy, self.pinned)
+        self.caches.update(zip(slots.tables, self._table, strict=True))
+        return slots
+
+    def before_slots(self, slots: Slots) -> None:
+        if slots.before_step():
+            with torch.cuda.device(self.device) if self._real else nullcontext():
+                self._table.copy_(slots.table, non_blocking=True)
 
     def close(self) -> None:
+        if self.slots is not None:
+            self.slots.close()
         self.pinned.close()
 
     def _streamed(self, model: Lowerable, sizes: Sizes, tokens: int | None) -> Streaming | None:
@@ -342,15 +366,16 @@ class CudaRunner(PagedRunner):
         T, S, R, *_ = self.sizes.tolist()
         bucket.send(T, S, R)
 
-    def _results_of(self, program: Program) -> StepOutputs:
-        """Where all programs put what they sample."""
+    def _results_of(self, program: Program) -> ProgramOutputs:
+        """Where all programs put what they sample, and a program the choices of its routers."""
         if self._sampled is None:
             rows = self.max_num_logits
             node = next(node for node in program.nodes if node.op == "sample_requests")
             buffers = [program.buffers[node.outputs[name]] for name in Sampled._fields]
             shapes = {b.name: ((rows, *program.shape(b.name)[1:]), b.dtype) for b in buffers}
-            self._sampled = StepOutputs(shapes, self.device)
-        return self._sampled
+            largest = self.lowered(self.max_num_batched_tokens, 1, 1, 1, 1)
+            self._sampled = StepOutputs(shapes, self.device, kept_bytes(largest))
+        return self._sampled.of(kept_routing(program))
 
     def _warm(self, executable: CudaExecutable, bucket: Bucket, captured: bool) -> None:
         """Runs a step that writes nothing, which compiles everything, then captures it."""
@@ -367,7 +392,8 @@ class CudaRunner(PagedRunner):
         for name, part in self.model.caches(self.num_pages).items():
             self.caches[name] = torch.zeros(part.shape, dtype=part.dtype, device=self.device)
         for name, table in slot_tables(program).items():
-            self.caches[name] = table.to(self.device)
+            if name not in self.caches:
+                self.caches[name] = table.to(self.device)
         part_latents(program, self.caches)
 
 

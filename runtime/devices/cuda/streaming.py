@@ -35,6 +35,8 @@ from .weights import expert_format, gpu_bytes
 
 STREAM_TOKENS = (8192, 4096, 2048, 1024, 512)
 """What a step may have, if nobody says: all experts cross once a step, so as many as fit."""
+RESERVED = 2048
+"""Tokens of a streamed step for which an expert cache leaves room."""
 STREAM_BUCKETS = (512, 1024, 2048, 4096)
 """Buckets of streamed steps: padding costs little beside what crosses."""
 RINGS = (Ring(PIECES, PIECES + 1), Ring(PIECES, 2))
@@ -203,6 +205,18 @@ def plan_streaming(
         f" need {needed / 2**30:.1f} with two layers of experts on their way",
         "Ask for fewer max_num_batched_tokens or kv_tokens, or leave prefill at cpu",
     )
+
+
+def streaming_bytes(
+    model: Lowerable, placement: Placement, sizes: Sizes, tokens: int | None = None
+) -> int:
+    """GPU memory that streamed steps take where there is room.
+
+    Args:
+        tokens: budget of a step; None: ``RESERVED`` of them.
+    """
+    found = Streaming(RINGS[0], tokens or RESERVED)
+    return step_bytes(found.apply(placement.apply(sizes.lower(model, found.tokens))))
 
 
 def _weights(program: Program, device: str, size: Callable[[WeightSpec], int]) -> int:

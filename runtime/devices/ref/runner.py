@@ -10,12 +10,15 @@ import torch
 
 from pykernels.errors import PykernelsError
 
-from ...passes import stream_weights
+from ...experts.cache import CachePolicy, Move
+from ...passes import expert_cache, keep_routing, stream_weights
 from ...program import Program
 from ...workers.pool import WorkerPool
+from ..cpu import weights as cpu
 from ..runner import Executable, Lowerable, PagedRunner, Pass
+from ..slots import Slots
 from .step import RefExecutable
-from .weights import layouts
+from .weights import Dequantized, exact_experts, layouts
 
 _EXACT = {torch.bfloat16: torch.float32}
 
@@ -39,6 +42,7 @@ class RefRunner(PagedRunner):
         pool: for programs that hand experts to the ``cpu`` device, in the kernels' precision.
         passes: of ``runtime.passes``, for the programs of decode steps; ``offload`` is one.
         dual_batch: whether decode steps of two sequences or more have two lanes.
+        slots: by layer, slots for experts, as beside a GPU; ``policy``: of what is in them.
         prefill: "stream": steps with chunks of prompts copy their experts first, as beside a GPU.
     """
 
@@ -56,6 +60,8 @@ class RefRunner(PagedRunner):
         max_num_logits: int | None = None,
         dual_batch: bool = False,
         prefill: str = "cpu",
+        slots: Mapping[int, int] | None = None,
+        policy: CachePolicy | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -73,13 +79,24 @@ class RefRunner(PagedRunner):
             raise PykernelsError(
                 "the ref device streams whole experts, not slices on NUMA nodes", "Use numa off"
             )
+        self._room, self._policy = slots or {}, policy or CachePolicy()
         self.caches = {
             name: replace(part, dtype=_EXACT.get(part.dtype, part.dtype)).zeros()
             for name, part in model.caches(self.num_pages).items()
         }
 
     def lowered(self, *sizes: int) -> Program:
-        return on_ref(super().lowered(*sizes))
+        program = on_ref(super().lowered(*sizes))
+        return keep_routing(expert_cache(program, self._room)) if self._room else program
+
+    def make_slots(self) -> Slots | None:
+        if not self._room:
+            return None
+        program, filler = self.lowered(1, 1, 1, 1, 1), _Filler()
+        slots = Slots(program, self._policy, filler)
+        filler.layers = [self.weights.get(s, cpu.HERE, exact_experts) for s in slots.specs]
+        self.caches |= slots.tables
+        return slots
 
     def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
         if not self.streams:
@@ -91,3 +108,23 @@ class RefRunner(PagedRunner):
         return RefExecutable(
             program, self.weights, inputs, self.caches, self.pool, sizes=self.sizes
         )
+
+
+class _Filler:
+    """Fills slots between steps."""
+
+    def __init__(self) -> None:
+        self.layers: Sequence[Dequantized] = ()
+        self._moves: list[Move] = []
+
+    def begin(self, moves: Sequence[Move]) -> None:
+        self._moves += moves
+
+    def finished(self) -> Sequence[Move]:
+        done, self._moves = self._moves, []
+        for layer, expert, slot in done:
+            self.layers[layer].put(slot, expert)
+        return done
+
+    def close(self) -> None:
+        self._moves.clear()
