@@ -1,7 +1,7 @@
 """One operation at one size, as a benchmark of the GPU times it.
 
 Each op's file in ``bench/cases`` (``attention.py``, ``moe.py``, ``linear.py``, ``router.py``,
-``small_ops.py``, ``unpack_tiles.py``) has
+``small_ops.py``, ``step/unpack_tiles.py``) has
 
 - ``cases(device, quick=False) -> Iterator[Case]``: the table's rows. A generator, so that one
   case's memory is free before the next one's is taken;

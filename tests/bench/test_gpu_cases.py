@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench.cases import attention, linear, moe, router, small_ops, unpack_tiles
+from bench.cases import attention, linear, moe, router, small_ops
 from bench.cases.attention import Size, build
 from bench.cases.step import ops as step_ops
+from bench.cases.step import unpack_tiles
 from bench.cases.weights import activations_for, random_experts
 from pykernels.testing import relative_error
 

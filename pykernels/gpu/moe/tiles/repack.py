@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codes import bytes_in_pairs, high_bits, low_bits, words
+from .codes import byte_order, high_bits, low_bits, words
 
 _EIGHTS = tl.constexpr(-0x77777778)
 """8 in each half byte."""
@@ -38,7 +38,7 @@ def repack_codes(block, rows, there, chunk, K, to_k, K_OUT, KIND: tl.constexpr):
         if KIND == "int8":
             found = words(block, f, r, inside[:, None])
         else:
-            found = bytes_in_pairs(block, f, r, inside[:, None])
+            found = byte_order(block, f, inside[:, None])
         store_words(rows, there, to_k // 4 + w, inside, found)
     elif KIND == "q6_k":
         _halves_of_64(block, rows + to_k // 8, there, chunk, r)
@@ -51,10 +51,10 @@ def repack_codes(block, rows, there, chunk, K, to_k, K_OUT, KIND: tl.constexpr):
         found = low | low_bits(block, f + 8, r, within, 4) << 4
         if KIND == "int4":
             found ^= _EIGHTS
-        at = to_k // 8 + w
+        first = to_k // 8
         if KIND == "q4_k":  # 4 words of scales before each superblock's codes
-            at += to_k // 64 + 4
-        store_words(rows, there, at, inside, found)
+            first = to_k // 256 * 36 + 4
+        store_words(rows, there, first + w, inside, found)
 
 
 @triton.jit
