@@ -13,6 +13,7 @@ from types import MappingProxyType
 from pykernels.errors import PykernelsError
 
 from .node import Node
+from .passes.expert_cache import expert_cache
 from .passes.gpu_experts import gpu_experts
 from .program import Program
 from .weight_spec import WeightSpec
@@ -31,12 +32,15 @@ class Placement:
         experts: of the routed experts.
         placed: weights whose nodes run elsewhere, by name.
         cached: by layer, those of its experts that ``device`` has besides, in slots.
+        slots: by layer, slots of ``device`` for experts that change from step to step; not beside
+            ``cached``.
     """
 
     device: str = CPU
     experts: str = CPU
     placed: Mapping[str, str] = field(default_factory=dict)
     cached: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    slots: Mapping[int, int] = field(default_factory=dict)
 
     def of(self, node: Node) -> str:
         """The device of a node."""
@@ -54,6 +58,8 @@ class Placement:
         """
         nodes = tuple(replace(node, device=self.of(node)) for node in program.nodes)
         placed = replace(program, nodes=nodes).check()
+        if self.slots:
+            return expert_cache(placed, self.slots, self.device)
         return gpu_experts(placed, self.cached, self.device) if self.cached else placed
 
     def weights(self, program: Program) -> Mapping[str, frozenset[str]]:

@@ -97,6 +97,7 @@ def examine(
     device: str = "cpu",
     eager: bool = False,
     experts: str = "cpu",
+    slots: int = 0,
 ) -> Inspection:
     """Reads headers (or only config.json, or a shape by its name) and applies the rules.
 
@@ -104,6 +105,7 @@ def examine(
         which: a checkpoint's folder, a config.json or its folder, or a name in ``ARCHS``.
         device: of all that no rule places; it need not be there.
         experts: where the engine has routed experts beside a GPU: "cpu" or "gpu".
+        slots: of each layer on the GPU, for experts that are on the CPU.
 
     Raises:
         PykernelsError: as loading, but for devices and memory that are not there.
@@ -131,7 +133,12 @@ def examine(
     elif gpu := place(model, parsed).gpu():
         reason = reason or f"rules place modules on {gpu}"
     routed = device if experts == "gpu" and reason is None else "cpu"
-    found = list(entries(model, placement, formats, reason is None, dtype, routed))
+    if slots and (reason is not None or device == "cpu" or routed != "cpu"):
+        raise PykernelsError(
+            "an expert cache without experts on the CPU beside a GPU, in the engine",
+            "Use --device cuda:0 with --experts cpu",
+        )
+    found = list(entries(model, placement, formats, reason is None, dtype, routed, slots))
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
     return Inspection(
         str(which),

@@ -10,6 +10,8 @@ from types import MappingProxyType
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.capacity import room_for_experts
 from runtime.devices.cuda.runner import place_on
+from runtime.devices.cuda.slots import staging_bytes
+from runtime.devices.cuda.streaming import Sizes, streaming_bytes
 from runtime.devices.cuda.weights import gpu_bytes
 from runtime.devices.runner import Lowerable
 from runtime.passes.layers import moe_layers
@@ -27,18 +29,30 @@ def place_beside(
     sizes: tuple[int, int, int, int, int],
     experts: str,
     placed: Mapping[str, str] = MappingProxyType({}),
+    cache: int | str = 0,
+    prefill: str = "cpu",
 ) -> Placement:
-    """``place_on``, and which experts the GPU is to have besides.
+    """``place_on``, and which experts the GPU is to have besides, or how many slots for some.
 
     Args:
         asked: see ``choose``; None or 0: none.
         sizes: of the largest step, arguments of ``lower``.
         placed: weights that rules place on another device, by name.
         experts: "auto", "cpu" or "gpu"; "auto" with a number or a profile is "cpu".
+        cache: slots of each layer, "auto": as many as fit, or 0; ``prefill``: of ``EngineConfig``,
+            which takes room too.
 
     Raises:
-        PykernelsError: as ``experts_beside``; some experts beside all of them.
+        PykernelsError: as ``experts_beside``; some experts, or slots for them, beside all of them;
+            experts that stay beside slots for others.
     """
+    if cache:
+        if asked:
+            raise PykernelsError(
+                "an expert cache beside gpu_experts, which keep their places on the GPU",
+                "Give one of both; the cache finds the most used ones by itself",
+            )
+        return _place_slots(cache, model, device, sizes, experts, placed, prefill)
     if not asked:
         return place_on(device, model, sizes[3], experts, placed)
     if experts == "gpu":
@@ -51,15 +65,54 @@ def place_beside(
     return replace(placement, cached=chosen)
 
 
+def _place_slots(
+    cache: int | str,
+    model: Lowerable,
+    device: str,
+    sizes: tuple[int, int, int, int, int],
+    experts: str,
+    placed: Mapping[str, str],
+    prefill: str,
+) -> Placement:
+    if experts == "gpu":
+        raise PykernelsError(
+            "an expert cache with all experts on the GPU", "Leave it out, or use experts cpu"
+        )
+    placement = place_on(device, model, sizes[3], experts if cache == "auto" else CPU, placed)
+    if placement.experts != CPU:  # all fit
+        return placement
+    program = placement.apply(model.lower(*sizes))
+    room = room_for_experts(device, model, sizes, placement)
+    layers = moe_layers(program)
+    room -= max(
+        (staging_bytes(program.weight(layer.experts, "experts")) for layer in layers), default=0
+    )
+    if prefill == "stream" or (prefill == "auto" and cache == "auto"):
+        own = Sizes(sizes[3], sizes[4], sizes[1], sizes[2])
+        room -= streaming_bytes(model, placement, own)
+    chosen = experts_beside(cache, program, device, room, "expert_cache")
+    return replace(placement, slots={layer: len(own) for layer, own in chosen.items()})
+
+
+def slots_of(model: Lowerable, cache: int | str) -> dict[int, int]:
+    """By layer, slots on a device that has room for any number of them. Raises as ``choose``."""
+    found = experts_beside(cache, model.lower(1, 1, 1, 1, 1), "", 1 << 62, "expert_cache")
+    return {layer: len(own) for layer, own in found.items()}
+
+
 def experts_beside(
-    asked: int | str | Profile, program: Program, device: str, room: int
+    asked: int | str | Profile,
+    program: Program,
+    device: str,
+    room: int,
+    option: str = "gpu_experts",
 ) -> dict[int, tuple[int, ...]]:
     """By layer, the experts that a GPU is to have; layers without any are left out.
 
     Args:
         asked: see ``choose``.
         program: any of the model's; no weight is read.
-        room: bytes of the GPU that they may take.
+        room: bytes of the GPU that they may take; ``option``: that asked for them.
 
     Raises:
         PykernelsError: no routed experts, or none that a GPU computes alike; as ``choose``.
@@ -70,7 +123,7 @@ def experts_beside(
         if (activations := node.attr("activations")) != "bf16":
             raise PykernelsError(
                 f"{node.name} has {activations} activations, which the GPU's kernels do not take",
-                "Take activations out of the rule, or leave out gpu_experts",
+                f"Take activations out of the rule, or leave out {option}",
             )
         spec = program.weight(node, "experts")
         name = _block(spec.name)
@@ -78,7 +131,7 @@ def experts_beside(
         layers[name] = node.layer
         blocks[name] = Block(spec.shape[0], gpu_bytes(spec.some([0])), device)
     if not blocks:
-        raise PykernelsError(f"{program.name!r} has no routed experts", "Leave out gpu_experts")
+        raise PykernelsError(f"{program.name!r} has no routed experts", f"Leave out {option}")
     if isinstance(asked, Profile):
         counts = {_block(name): row for name, row in asked.counts.items()}
         asked = asked.model_copy(update={"counts": counts})

@@ -20,11 +20,11 @@ from ..cpu.step import CpuExecutable
 from ..link import Launching, Link
 from . import handshake
 from .handshake import PinnedSlots
-from .launches import attention, dense, experts, latents, sampling
+from .launches import attention, dense, experts, latents, sampling, streamed
 from .launches.dense import Launch
 from .memory import Arena, Caches, Memory
-from .outputs import StepOutputs
-from .segment import Segment
+from .outputs import ProgramOutputs
+from .segment import Segment, beside
 from .sequences import Sequences
 
 BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
@@ -40,6 +40,8 @@ BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
     "router": experts.router,
     "split_routing": experts.split_routing,
     "place_routing": experts.place_routing,
+    "load_experts": streamed.load_experts,
+    "unpack_experts": streamed.unpack_experts,
     "moe_ffn": experts.moe_ffn,
     "join_rows": dense.join_rows,
     "sample_requests": sampling.sample_requests,
@@ -61,7 +63,7 @@ class CudaExecutable:
         sequences, arena: see ``Memory``.
         sizes: on the CPU, those of the step to come (``Program.step_sizes``).
         slots: pinned memory, shared with other programs that never run at the same time.
-        sampled: where what is sampled goes, shared likewise.
+        sampled: where what is sampled goes, shared likewise, and other results.
 
     Attributes:
         before: called first in every step, on the host.
@@ -86,7 +88,7 @@ class CudaExecutable:
         arena: Arena,
         sizes: torch.Tensor,
         slots: PinnedSlots,
-        sampled: StepOutputs,
+        sampled: ProgramOutputs,
     ) -> None:
         self.program, self.device, self._pool = program, device, pool
         halves = partition(program)
@@ -111,7 +113,7 @@ class CudaExecutable:
                 cpu, weights, pool, host_inputs, {}, kernel, sizes, link=self._link
             )
         launches = [*map(self._bind, gpu.nodes), sampled.receive]
-        self._graph = Segment(launches, device)
+        self._graph = Segment(launches, device, beside(gpu))
         self._ended = torch.cuda.Event() if device.type == "cuda" else None
         self._in_flight: InFlight | None = None
         self._thread: Launching | None = None
@@ -164,6 +166,10 @@ class CudaExecutable:
     def drop_graph(self) -> None:
         """From now on the host launches node by node: what the graph saves can be measured."""
         self._graph.drop()
+
+    def without_copies(self) -> Segment:
+        """The GPU's launches without those that bring experts to it."""
+        return self._graph.first_stream()
 
     def _start(self) -> None:
         if self._ended is None:  # in the interpreter a thread plays the stream
