@@ -29,12 +29,17 @@ class Link:
         halves: the programs of both devices.
         buffers: by name, tensors that both reach, of what any channel carries.
         pinned: whether a GPU reads and writes the flags.
+
+    Attributes:
+        late: called by a thread that plays the other device's stream before it sets a flag or
+            waits for one; what it sleeps is a delay of that device.
     """
 
     def __init__(
         self, halves: Mapping[str, Program], buffers: Mapping[str, torch.Tensor], pinned: bool
     ) -> None:
         self.buffers = buffers
+        self.late: Callable[[], None] = lambda: None
         nodes = [node for half in halves.values() for node in half.nodes if node.op == "submit"]
         self._rows = {node.attr("channel"): row for row, node in enumerate(nodes)}
         self._flags = torch.zeros(
@@ -65,6 +70,7 @@ class Link:
 
     def set(self, node: Node) -> None:
         """Sets the flag of a submit."""
+        self.late()
         self._array[self._row(node)] = self.needed(node)
 
     def wait(self, node: Node) -> None:
@@ -73,6 +79,7 @@ class Link:
         Raises:
             PykernelsError: it does not come.
         """
+        self.late()
         row, end = self._row(node), time.monotonic() + _LIMIT_S
         while self._array[row] < self._needed[row]:
             if time.monotonic() > end:
