@@ -26,7 +26,7 @@ from pykernels.gpu.common.stream_memory import supports, wait_value, write_value
 from pykernels.gpu.handshake import combine, copy_rows
 
 TIME_LIMIT_S = 20.0
-"""Of one measurement: then the watchdog answers, and the measurement is an error."""
+"""The time limit of one measurement: then the watchdog answers, and the measurement is an error."""
 
 
 @njit(nogil=True)
