@@ -138,6 +138,6 @@ class Linear(Operator):
 
 
 def linears(model: nn.Module) -> dict[str, Linear]:
-    """Those of a model, by the names of their weights."""
+    """The linears of a model, by the names of their weights."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     return {f"{name}.weight": module for name, module in found.items()}

@@ -16,7 +16,7 @@ from pykernels.shapes import MoEShape
 Gated = tuple[Weight, Weight, Weight]
 """gate [I, H], up [I, H], down [H, I]."""
 Formats = tuple[str, str]
-"""Of gate and up, and of down."""
+"""The format of gate and up, and that of down."""
 
 
 class PinnedExperts:

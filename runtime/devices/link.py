@@ -53,7 +53,7 @@ class Link:
         return int(self._flags[self._row(node)].data_ptr())
 
     def expect(self, node: Node, tellers: int) -> None:
-        """So many count the flag of a submit up; one, if nothing is said."""
+        """Says how many jobs count the flag of a submit up; one, if nothing is said."""
         self._needed[self._row(node)] = tellers
 
     def needed(self, node: Node) -> int:

@@ -30,7 +30,7 @@ from ..engine import test_expanded as mla
 
 NH, KVH, D, S, PAGES = 4, 2, 16, 5, 3
 BF16 = 0.02
-"""Of the norm: the GPU's queries, probabilities and results are bfloat16."""
+"""A share of the norm: the GPU's queries, probabilities and results are bfloat16."""
 
 
 @pytest.fixture(scope="module")

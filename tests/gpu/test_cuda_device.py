@@ -32,7 +32,7 @@ from ..model import tiny
 from ..model.checks import logprob_error
 
 BF16 = 0.06
-"""Of the norm of a token's logprobs: activations are bfloat16."""
+"""A share of the norm of a token's logprobs: activations are bfloat16."""
 
 
 class Only:

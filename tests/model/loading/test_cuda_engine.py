@@ -15,7 +15,7 @@ from .. import tiny
 from ..checks import logprob_error
 
 BF16 = 0.06
-"""Of a logprob vector's norm: activations are bfloat16."""
+"""A share of a logprob vector's norm: activations are bfloat16."""
 
 
 @pytest.mark.gpu
