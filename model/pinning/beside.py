@@ -8,7 +8,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.capacity import room_for_experts
+from runtime.devices.cuda.capacity import Sizes, room_for_experts
+from runtime.devices.cuda.gpus import gpus_of
 from runtime.devices.cuda.runner import place_on
 from runtime.devices.cuda.weights import gpu_bytes
 from runtime.devices.runner import Lowerable
@@ -24,42 +25,46 @@ def place_beside(
     asked: int | str | Profile | None,
     model: Lowerable,
     device: str,
-    sizes: tuple[int, int, int, int, int],
+    sizes: Sizes,
     experts: str,
     placed: Mapping[str, str] = MappingProxyType({}),
+    by_layer: Mapping[int, str] | None = None,
 ) -> Placement:
-    """``place_on``, and which experts the GPU is to have besides.
+    """``place_on``, and which experts the GPUs are to have besides.
 
     Args:
         asked: see ``choose``; None or 0: none.
+        device: one GPU or several, as ``gpus_of`` reads them.
         sizes: of the largest step, arguments of ``lower``.
-        placed: weights that rules place on another device, by name.
         experts: "auto", "cpu" or "gpu"; "auto" with a number or a profile is "cpu".
+        placed, by_layer: as ``placement.place``.
 
     Raises:
         PykernelsError: as ``experts_beside``; some experts beside all of them.
     """
+    gpus, rules = gpus_of(device), (placed, by_layer)
     if not asked:
-        return place_on(device, model, sizes[3], experts, placed)
+        return place_on(gpus, model, sizes[3], experts, *rules)
     if experts == "gpu":
         raise PykernelsError("some experts on the GPU beside all of them", "Give one of both")
-    placement = place_on(device, model, sizes[3], experts if asked == "auto" else CPU, placed)
+    placement = place_on(gpus, model, sizes[3], experts if asked == "auto" else CPU, *rules)
     if placement.experts != CPU:  # all fit
         return placement
-    room = room_for_experts(device, model, sizes, placement)
-    chosen = experts_beside(asked, model.lower(*sizes), device, room)
+    room = room_for_experts(model, gpus, sizes, placement)
+    chosen = experts_beside(asked, model.lower(*sizes), placement, room)
     return replace(placement, cached=chosen)
 
 
 def experts_beside(
-    asked: int | str | Profile, program: Program, device: str, room: int
+    asked: int | str | Profile, program: Program, placement: Placement, room: Mapping[str, int]
 ) -> dict[int, tuple[int, ...]]:
-    """By layer, the experts that a GPU is to have; layers without any are left out.
+    """By layer, the experts that its GPU is to have; layers without any are left out.
 
     Args:
         asked: see ``choose``.
         program: any of the model's; no weight is read.
-        room: bytes of the GPU that they may take.
+        placement: of its layers.
+        room: bytes of each GPU that they may take.
 
     Raises:
         PykernelsError: no routed experts, or none that a GPU computes alike; as ``choose``.
@@ -76,16 +81,17 @@ def experts_beside(
         name = _block(spec.name)
         assert node.layer is not None
         layers[name] = node.layer
-        blocks[name] = Block(spec.shape[0], gpu_bytes(spec.some([0])), device)
+        gpu = placement.by_layer.get(node.layer, placement.device)
+        blocks[name] = Block(spec.shape[0], gpu_bytes(spec.some([0])), gpu)
     if not blocks:
         raise PykernelsError(f"{program.name!r} has no routed experts", "Leave out gpu_experts")
     if isinstance(asked, Profile):
         counts = {_block(name): row for name, row in asked.counts.items()}
         asked = asked.model_copy(update={"counts": counts})
-    chosen = choose(asked, blocks, {device: room})
+    chosen = choose(asked, blocks, room)
     if asked and not any(chosen.values()):
         warnings.warn(
-            f"{device} has room for no experts beside the rest: all of them are on the CPU",
+            f"{', '.join(room)}: no room for experts beside the rest, all of them are on the CPU",
             stacklevel=3,
         )
     return {layers[name]: tuple(experts) for name, experts in chosen.items() if experts}

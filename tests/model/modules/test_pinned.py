@@ -94,7 +94,12 @@ def test_which_experts_the_engine_has_on_a_gpu_besides() -> None:
     layers = range(1, 6)  # 32 experts each
     one = next(spec for spec in program.weights.values() if spec.shape[0] == 32 and spec.moe)
     each = gpu_bytes(one.some([0]))
-    beside = partial(experts_beside, program=program, device="cuda:0")
+
+    def beside(asked: Any, room: int) -> dict[int, tuple[int, ...]]:
+        placement = Placement("cuda:0", by_layer={5: "cuda:1"} if two else {})
+        return experts_beside(asked, program, placement, {"cuda:0": room, "cuda:1": each})
+
+    two = False
     assert beside(2, room=10 * each) == dict.fromkeys(layers, (0, 1))
     assert beside("auto", room=15 * each - 1) == dict.fromkeys(layers, (0, 1))
     for key in ("mlp", "mlp.experts"):  # of a block, or of the experts alone
@@ -108,8 +113,10 @@ def test_which_experts_the_engine_has_on_a_gpu_besides() -> None:
     with pytest.raises(PykernelsError, match="is of 4 layers"):
         counts.popitem()
         beside(profile.model_copy(update={"counts": counts}), room=1 << 40)
-    with pytest.warns(UserWarning, match="cuda:0 has room for no experts"):
-        assert beside("auto", room=each) == {}
+    with pytest.warns(UserWarning, match="cuda:0: no room for experts"):
+        assert beside("auto", room=each - 1) == {}
+    two = True  # the last layer on another GPU, which has room for one of its experts
+    assert beside("auto", room=8 * each) == {**dict.fromkeys(range(1, 5), (0, 1)), 5: (0,)}
     with pytest.raises(PykernelsError, match="gpu_experts without a GPU"):
         model.load_engine(model.EMBEDDED, gpu_experts=2)
 
