@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
@@ -327,7 +326,7 @@ def load_engine(
                         chosen.dual_batch,
                         placement.placed,
                         placement.cached,
-                        placement.by_layer,
+                        placement.by_layer or None,
                     )
                 runner.load()
             with compiling(progress):
@@ -372,6 +371,8 @@ def placed_program(path: Path, rules: Rules, device: str, experts: str, tokens: 
     with open_weights(path, config, rules, device=device) as weights:
         program = weights.decoder.lower(tokens, tokens, tokens, 1, 1)
         if device == CPU:
+            if experts == "gpu":
+                raise PykernelsError("experts on a GPU without one", "Add --device cuda:0")
             return program
         from runtime.devices.cuda.gpus import gpus_of
         from runtime.devices.cuda.weights import gpu_bytes

@@ -191,6 +191,7 @@ class Ours:
                 auto,
                 dual_batch,
                 gpu_experts=placed.cached,
+                by_layer=placed.by_layer or None,
             )
         start = time.perf_counter()
         spin(self.pool, "cpu")  # not while they pack

@@ -20,26 +20,26 @@ from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
 
-PROMPTS = [[5, 17, 60, 33, 8, 90], [7]]
+PROMPTS = [[5, 17, 60, 33], [7]]
 
 
 @pytest.mark.parametrize(
     ("family", "experts", "options"),
     [
-        ("deepseek_v3", "cpu", {"dual_batch": True}),
-        ("qwen3_moe", "gpu", {}),
-        ("qwen3_moe", "cpu", {"gpu_experts": {0: (2, 5), 2: (1,)}}),
+        ("deepseek_v3", "gpu", {}),
+        ("qwen3_moe", "cpu", {"gpu_experts": {0: (2, 5), 1: (1,)}}),
+        pytest.param("deepseek_v3", "cpu", {"dual_batch": True}, marks=pytest.mark.all),
     ],
-    ids=["mla", "gqa", "some experts"],
+    ids=["mla", "gqa, some experts on both", "mla, two lanes"],
 )
 def test_two_gpus_draw_what_one_draws(
     family: str, experts: str, options: dict[str, Any], tmp_path: Path, device: torch.device
 ) -> None:
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("there is one GPU")
-    tiny.make(tmp_path, family, num_hidden_layers=3)
+    tiny.make(tmp_path, family, num_hidden_layers=2)
     params = [
-        SamplingParams(temperature=t, seed=1, max_tokens=3, ignore_eos=True, logprobs=1)
+        SamplingParams(temperature=t, seed=1, max_tokens=2, ignore_eos=True, logprobs=1)
         for t in (0, 0.8)
     ]
     one, two = ("cuda:0", "cuda:0,cuda:1") if device.type == "cuda" else ("cpu", "cpu,cpu")
@@ -48,7 +48,7 @@ def test_two_gpus_draw_what_one_draws(
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
         for names in (one, two):
-            sizes = 64, None, 6, 2, "generic"
+            sizes = 64, None, 4, 2, "generic"
             runner = CudaRunner(decoder, names, pool, *sizes, experts=experts, **options)
             runner.load()
             runner.decode_buckets = (1,)
@@ -56,9 +56,9 @@ def test_two_gpus_draw_what_one_draws(
                 found.append(engine.generate(PROMPTS, params))
     layers = [
         {n.device for n in runner.lowered(1, 1, 1, 1, 1).nodes if n.layer == i} - {"cpu"}
-        for i in range(3)
+        for i in range(2)
     ]
-    assert layers[0] != layers[2] and [len(layer) for layer in layers] == [1, 1, 1]
+    assert layers[0] != layers[1] and [len(layer) for layer in layers] == [1, 1]
     for a, b in zip(*found, strict=True):
         assert a.token_ids == b.token_ids
         pairs = zip(a.completions[0].logprobs, b.completions[0].logprobs, strict=True)
