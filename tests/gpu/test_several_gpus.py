@@ -3,6 +3,7 @@ GPU draws the same tokens."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from runtime.devices.cuda.gpus import check_device
 from runtime.devices.cuda.runner import CudaRunner
 from runtime.engine import Engine, SamplingParams
 from runtime.matrix import packer
+from runtime.passes import defer
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
@@ -27,10 +29,14 @@ PROMPTS = [[5, 17, 60, 33], [7]]
     ("family", "experts", "options"),
     [
         ("deepseek_v3", "gpu", {}),
-        ("qwen3_moe", "cpu", {"gpu_experts": {0: (2, 5), 1: (1,)}}),
+        (
+            "qwen3_moe",
+            "cpu",
+            {"gpu_experts": {0: (2, 5), 1: (1,)}, "passes": [partial(defer, N=1)]},
+        ),
         pytest.param("deepseek_v3", "cpu", {"dual_batch": True}, marks=pytest.mark.all),
     ],
-    ids=["mla", "gqa, some experts on both", "mla, two lanes"],
+    ids=["mla", "gqa, some experts on both, some deferred", "mla, two lanes"],
 )
 def test_two_gpus_draw_what_one_draws(
     family: str, experts: str, options: dict[str, Any], tmp_path: Path, device: torch.device

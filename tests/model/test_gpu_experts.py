@@ -64,7 +64,7 @@ def test_which_experts_the_engine_has_on_a_gpu_besides() -> None:
     with pytest.raises(PykernelsError, match="is of 4 layers"):
         counts.popitem()
         beside(profile.model_copy(update={"counts": counts}), room=1 << 40)
-    with pytest.warns(UserWarning, match="cuda:0: no room for experts"):
+    with pytest.warns(UserWarning, match="cuda:0, cuda:1: no room for experts"):
         assert beside("auto", room=each - 1) == {}
     two = True  # the last layer on another GPU, which has room for one of its experts
     assert beside("auto", room=8 * each) == {**dict.fromkeys(range(1, 5), (0, 1)), 5: (0,)}

@@ -11,6 +11,7 @@ import model
 from model.checkpoint.config import read_config
 from model.llm import meta_decoder
 from model.opened import engine_device, open_weights
+from model.rules import default_rules
 from pykernels.errors import PykernelsError
 from runtime.partition import partition
 from runtime.placement import Placement, deal, place
@@ -41,22 +42,19 @@ def test_three_devices_meet_where_one_reads_what_another_wrote() -> None:
         own = {"cuda:0": {0, 1, 2}, "cuda:1": {3, 4, 5}, "cpu": {1, 2, 3, 4, 5}}
         assert layers == own[device]
     assert parts["cuda:0"].nodes[0].name == "embed" and parts["cuda:1"].nodes[-1].name == "sample"
-    sent = {
-        (node.attr("channel"), end, device): set(node.reads or node.writes)
+    ends = {
+        (node.attr("channel"), node.op): (device, set(node.reads or node.writes))
         for device, part in parts.items()
         for node in part.nodes
         if node.op in ("submit", "wait")
-        for end in [node.attr("to" if node.op == "submit" else "source")]
     }
-    assert all(sent[number, here, there] == names for (number, there, here), names in sent.items())
-    over = {
-        n
-        for (_, to, here), names in sent.items()
-        if (here, to) == ("cuda:0", "cuda:1")
-        for n in names
-    }
-    angles = {n for n in parts["cuda:0"].nodes if n.op == "rope_table"}.pop().writes
-    assert over == {*angles, "layer2.post_norm.sum", "layer2.shared_out"}
+    over = set[str]()
+    for (channel, op), (device, names) in ends.items():
+        if op == "submit":
+            there, taken = ends[channel, "wait"]
+            assert taken == names and there != device
+            over |= names if (device, there) == ("cuda:0", "cuda:1") else set()
+    assert over == {"angles", "layer2.post_norm.sum", "layer2.shared_out"}
 
 
 def test_rules_say_which_gpu_has_a_layer() -> None:
@@ -71,7 +69,8 @@ def test_rules_say_which_gpu_has_a_layer() -> None:
             pass
     rule = {"match": {"name": r"layers\.2\.mlp\.gate$"}, "replace": {"device": "cuda:1"}}
     with pytest.raises(PykernelsError, match="gate.* on cuda:1, and attention .* on cuda:0"):
-        with open_weights(model.EMBEDDED, config, [rule], device=both):
+        rules = [rule, *default_rules("deepseek_v3")]
+        with open_weights(model.EMBEDDED, config, rules, device=both):
             pass
 
 
