@@ -1,7 +1,8 @@
 """`pykernels bench moe|attention|linear|router`: one kernel timed, on this CPU or a GPU.
 
 `e2e`, a whole model through the engine, is in `bench.e2e.cli`; `load`, its weights, in
-`bench.load.cli`; `serve`, a server under load, in `bench.serving.cli`.
+`bench.load.cli`; `prefill`, prompts beside experts in main memory, in `bench.prefill.cli`; `serve`,
+a server under load, in `bench.serving.cli`.
 
 `model.cli.main` offers these commands where this package is installed. `moe` on the CPU is the
 measurement of `bench/cpu`; on a GPU all four time one case of `bench/gpu`, of whose `case()` (or
@@ -22,6 +23,7 @@ from pykernels.registry import requested
 
 from .e2e.cli import e2e
 from .load.cli import load
+from .prefill.cli import prefill
 from .serving.cli import serve
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Time the kernels on this machine.")
 app.command(cls=ListsFormats)(e2e)
 app.command(cls=ListsFormats)(load)
+app.command(cls=ListsFormats)(prefill)
 app.command()(serve)
 
 AsJson = Annotated[

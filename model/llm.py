@@ -25,11 +25,12 @@ from runtime.devices.ref.runner import RefRunner
 from runtime.devices.runner import PagedRunner, Pass
 from runtime.engine import Engine, EngineConfig, RequestHandle, Result, SamplingParams
 from runtime.engine.config import STEP_TOKENS, check_whole
+from runtime.experts.cache import CacheStats
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.machine.topology import Topology
 from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
-from runtime.passes.layers import check_topk
+from runtime.passes.layers import check_topk, moe_layers
 from runtime.placement import CPU, Placement, place
 from runtime.program import Program
 from runtime.workers.numa import nodes_to_use
@@ -109,6 +110,11 @@ class LLM:
         placement = getattr(self.runner, "placement", Placement())
         return placement.cached
 
+    @property
+    def expert_cache(self) -> CacheStats | None:
+        """Hits and swaps of the experts that a GPU has in slots; None: it has no slots."""
+        return self.runner.slots.stats if self.runner.slots is not None else None
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text that is to be continued, see ``text.prompt.encode``; ids stay."""
         if not isinstance(prompt, str):
@@ -185,6 +191,7 @@ class LLM:
     def close(self) -> None:
         """Ends the engine and its workers."""
         self.engine.close()
+        self.runner.close()
         self.pool.close()
 
     def __enter__(self) -> LLM:
@@ -257,6 +264,11 @@ def load_engine(
     Pages(0, chosen.kv_dtype)  # refused before anything is read
     if chosen.dual_batch is True and device == "cpu":
         raise PykernelsError("dual_batch without a GPU", 'Add device="cuda:0"')
+    if chosen.prefill == "stream" and device == "cpu":
+        raise PykernelsError('prefill="stream" without a GPU', 'Add device="cuda:0"')
+    cache = 0 if chosen.expert_cache == "off" else chosen.expert_cache
+    if cache and device == "cpu":
+        raise PykernelsError("expert_cache without a GPU", 'Add device="cuda:0"')
     threads_here(threads, True, Topology.detect())
     sliced = len(nodes_to_use(Topology.detect(), chosen.numa, threads)) > 1
     check_lowered(config)
@@ -282,9 +294,8 @@ def load_engine(
 
             seqs, rows = chosen.max_num_seqs, chosen.max_num_logits or 0
             largest = budget, seqs, min(budget, max(rows, seqs)), pages, -(-longest // PAGE)
-            placement = place_beside(
-                asked, weights.decoder, device, largest, experts, *weights.placed
-            )
+            where = experts, *weights.placed, cache, chosen.prefill
+            placement = place_beside(asked, weights.decoder, device, largest, *where)
             needed, smaller = weights.needed(placement), weights.smaller(placement)
             memory.check_engine(needed, 0, 0, 0, smaller)
         generation = read_generation_config(folder)
@@ -305,8 +316,18 @@ def load_engine(
                 if device == "cpu":
                     runner = CpuRunner(decoder, pool, *sizes, kernel, passes, logits)
                 elif device == "ref":
+                    from .pinning.beside import slots_of
+
                     runner = RefRunner(
-                        decoder, *sizes, passes, pool, logits, chosen.dual_batch is True
+                        decoder,
+                        *sizes,
+                        passes,
+                        pool,
+                        logits,
+                        chosen.dual_batch is True,
+                        chosen.prefill,
+                        slots_of(decoder, cache) if cache else None,
+                        chosen.cache_policy,
                     )
                 else:
                     from runtime.devices.cuda.runner import CudaRunner
@@ -327,6 +348,9 @@ def load_engine(
                         placement.placed,
                         placement.cached,
                         placement.by_layer or None,
+                        chosen.prefill,
+                        placement.slots,
+                        chosen.cache_policy,
                     )
                 runner.load()
             with compiling(progress):
@@ -357,11 +381,14 @@ def _deferred(defer: Defer) -> int:
     return int(defer)
 
 
-def placed_program(path: Path, rules: Rules, device: str, experts: str, tokens: int) -> Program:
+def placed_program(
+    path: Path, rules: Rules, device: str, experts: str, tokens: int, slots: int = 0
+) -> Program:
     """The program of a step of at most so many tokens, its nodes where they would run.
 
     Args:
         experts: where routed experts are beside a GPU: "cpu" or "gpu".
+        slots: of each layer for experts on the device besides.
 
     Raises:
         PykernelsError: as ``load_engine``.
@@ -374,13 +401,18 @@ def placed_program(path: Path, rules: Rules, device: str, experts: str, tokens: 
             if experts == "gpu":
                 raise PykernelsError("experts on a GPU without one", "Add --device cuda:0")
             return program
-        from runtime.devices.cuda.gpus import gpus_of
+        from runtime.devices.cuda.gpus import gpus_of, several_refused
         from runtime.devices.cuda.weights import gpu_bytes
 
+        gpus = gpus_of(device)
+        if slots and len(gpus) > 1:
+            raise PykernelsError(*several_refused("an expert cache"))
         caches = {name: part.nbytes for name, part in weights.decoder.caches(1).items()}
-        same = dict.fromkeys(gpus_of(device), 1 << 40)  # bytes: GPUs that need not be there
+        same = dict.fromkeys(gpus, 1 << 40)  # bytes: GPUs that need not be there
+        room = {layer.experts.layer or 0: slots for layer in moe_layers(program) if slots}
         placed, by_layer = weights.placed
-        return place(program, experts, same, gpu_bytes, placed, caches, by_layer).apply(program)
+        found = place(program, experts, same, gpu_bytes, placed, caches, by_layer)
+        return replace(found, slots=room).apply(program)
 
 
 def meta_decoder(path: Path, rules: Rules = None) -> Decoder:

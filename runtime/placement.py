@@ -15,6 +15,7 @@ from types import MappingProxyType
 from pykernels.errors import PykernelsError
 
 from .node import Node
+from .passes.expert_cache import expert_cache
 from .passes.gpu_experts import gpu_experts
 from .program import Program
 from .weight_spec import WeightSpec
@@ -36,6 +37,8 @@ class Placement:
         cached: by layer, those of its experts that its GPU has besides, in slots.
         by_layer: GPUs of layers that are not on ``device``. What is in no layer is on the GPU of
             the layer before it: the head on the last one.
+        slots: by layer, slots of its GPU for experts that change from step to step; not beside
+            ``cached``.
     """
 
     device: str = CPU
@@ -43,6 +46,7 @@ class Placement:
     placed: Mapping[str, str] = field(default_factory=dict)
     cached: Mapping[int, Sequence[int]] = field(default_factory=dict)
     by_layer: Mapping[int, str] = field(default_factory=dict)
+    slots: Mapping[int, int] = field(default_factory=dict)
 
     def of(self, program: Program) -> Iterator[tuple[Node, str]]:
         """Every node of a program, with its device."""
@@ -66,9 +70,10 @@ class Placement:
         """
         nodes = tuple(replace(node, device=device) for node, device in self.of(program))
         placed = replace(program, nodes=nodes).check()
-        if not self.cached:
-            return placed
-        return gpu_experts(placed, self.cached, None if self.by_layer else self.device)
+        device = None if self.by_layer else self.device
+        if self.slots:
+            return expert_cache(placed, self.slots, device)
+        return gpu_experts(placed, self.cached, device) if self.cached else placed
 
     def weights(self, program: Program) -> Mapping[str, frozenset[str]]:
         """By weight, the devices whose nodes read it."""

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from model.cli.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
-from model.cli.session import Defer, Device, DualBatch, GpuExperts, KvDtype, dual_batch_of
+from model.cli.session import (
+    Defer,
+    Device,
+    DualBatch,
+    GpuExperts,
+    KvDtype,
+    Prefill,
+    check_prefill,
+    dual_batch_of,
+)
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
@@ -60,6 +69,7 @@ def e2e(
         str, typer.Option(metavar="auto|cpu|gpu", help="With --device cuda:0: of routed experts.")
     ] = "auto",
     gpu_experts: GpuExperts = None,
+    prefill: Prefill = "auto",
     defer: Defer = "off",
     dual_batch: DualBatch = "off",
     threads: Threads = None,
@@ -88,6 +98,7 @@ def e2e(
     check_gpu(device, expert_device, gpu_experts)
     if defer not in ("auto", "off") and not defer.isdecimal():
         raise PykernelsError(f"--defer {defer}", "Give a number of experts, auto or off")
+    check_prefill(prefill, device)
     lanes = dual_batch_of(dual_batch, device)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     from runtime.profiling.engine_speed import Load
@@ -95,11 +106,11 @@ def e2e(
     load = Load(prompt, tokens, batch, context or prompt)
     with err().status("", spinner_style="dim") as status:
         status.update("filling random weights …" if arch else "reading, packing …")
-        ours = _open(model, arch, given, chosen_threads, chosen_kernel, kv_dtype)
+        ours = open_model(model, arch, given, chosen_threads, chosen_kernel, kv_dtype)
         try:
             status.update("compiling, timing the engine …")
             where = device, expert_device, defer, lanes
-            row = measured(ours, load, chosen_kernel, chosen_threads, *where, gpu_experts)
+            row = measured(ours, load, chosen_kernel, chosen_threads, *where, gpu_experts, prefill)
         finally:
             ours.close()
         del ours  # before the eager model takes its memory
@@ -139,7 +150,7 @@ def check_gpu(device: str, expert_device: str, gpu_experts: str | None = None) -
         )
 
 
-def _open(
+def open_model(
     folder: Path | None,
     arch: str | None,
     given: dict[str, Any],
@@ -147,6 +158,7 @@ def _open(
     kernel: str,
     kv_dtype: str,
 ) -> Ours:
+    """A checkpoint, or random weights, ready to be timed. Raises what loading does."""
     import model
 
     from .ours import Ours, Shape
@@ -169,6 +181,7 @@ def measured(
     defer: str = "off",
     dual_batch: bool | str = False,
     gpu_experts: str | None = None,
+    prefill: str = "auto",
 ) -> Row:
     """The flat row of one run."""
     from pykernels.target import detect
@@ -189,6 +202,7 @@ def measured(
         "expert_device": expert_device,
         "defer": defer,
         "gpu_experts": gpu_experts or "",
+        "prefill": prefill,
         **measure(
             ours,
             load,
@@ -199,6 +213,7 @@ def measured(
             defer=defer,
             dual_batch=dual_batch,
             gpu_experts=gpu_experts,
+            prefill=prefill,
         ),
         "load_seconds": ours.load_seconds,
     }

@@ -144,13 +144,14 @@ class Ours:
         defer: str = "off",
         dual_batch: bool | str = False,
         gpu_experts: str | None = None,
+        prefill: str = "auto",
     ) -> EngineTimer:
         """An engine with room for a load.
 
         Args:
             device, expert_device, defer, gpu_experts: ``device``, ``experts``, ``defer`` and
                 ``gpu_experts`` of ``load_engine``.
-            dual_batch: of ``EngineConfig``.
+            dual_batch, prefill: of ``EngineConfig``.
             max_num_batched_tokens: of a step; None: as ``EngineConfig`` has it.
 
         Raises:
@@ -192,6 +193,7 @@ class Ours:
                 dual_batch,
                 gpu_experts=placed.cached,
                 by_layer=placed.by_layer or None,
+                prefill=prefill,
             )
         start = time.perf_counter()
         spin(self.pool, "cpu")  # not while they pack
@@ -219,6 +221,7 @@ def measure(
     defer: str = "off",
     dual_batch: bool | str = False,
     gpu_experts: str | None = None,
+    prefill: str = "auto",
 ) -> dict[str, float]:
     """The speed of prompts and of decode steps, the roof taken before and after, and the seconds
     that compiling and warming up took."""
@@ -231,6 +234,7 @@ def measure(
         defer=defer,
         dual_batch=dual_batch,
         gpu_experts=gpu_experts,
+        prefill=prefill,
     )
     try:
         timer.prefill(load.prompt)
@@ -256,6 +260,7 @@ def measure(
         }
     finally:
         timer.close()
+        timer.runner.close()
 
 
 def spin(pool: WorkerPool, device: str) -> None:

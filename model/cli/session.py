@@ -118,6 +118,28 @@ def dual_batch_of(choice: str, device: str) -> bool | str:
     return known[choice]
 
 
+Prefill = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|cpu|stream",
+        help="With --device cuda:0, where the experts of prompts are computed that lie in main"
+        " memory: there, or on the GPU, to which they cross; auto: by measured rates.",
+    ),
+]
+
+
+def check_prefill(choice: str, device: str, eager: bool = False) -> None:
+    """`PykernelsError` for a choice that there is not, or not here."""
+    from runtime.engine.config import PREFILL
+
+    if choice not in PREFILL:
+        raise PykernelsError(f"--prefill {choice}", f"Give {', '.join(PREFILL)}")
+    if choice != "auto" and device == "cpu":
+        raise PykernelsError(f"--prefill {choice} without a GPU", "Add --device cuda:0")
+    if choice != "auto" and eager:
+        raise PykernelsError("--prefill is for the engine", "Leave out --eager and its kin")
+
+
 KvDtype = Annotated[
     str,
     typer.Option(
@@ -145,6 +167,38 @@ GpuExperts = Annotated[
 ]
 
 
+ExpertCache = Annotated[
+    str,
+    typer.Option(
+        metavar="N|auto|off",
+        help="Slots of each layer on the GPU for the experts that the routers choose most of late,"
+        " beside those on the CPU: N, or what fits.",
+    ),
+]
+
+CachePolicyName = Annotated[
+    str,
+    typer.Option(
+        "--expert-cache-policy",
+        metavar="lfu|lru|lfu-fixed|lru-fixed",
+        help="What the slots keep: what was chosen most often, or last; fixed: as many swaps in"
+        " each layer.",
+    ),
+]
+
+
+def expert_cache_of(choice: str, device: str, eager: bool = False) -> int | str:
+    """What `EngineConfig` calls a choice; `PykernelsError` for one that there is not, or not
+    here."""
+    if choice not in ("auto", "off") and not choice.isdecimal():
+        raise PykernelsError(f"--expert-cache {choice}", "Give a number of slots, auto or off")
+    if choice != "off" and device == "cpu":
+        raise PykernelsError(f"--expert-cache {choice} without a GPU", "Add --device cuda:0")
+    if choice != "off" and eager:
+        raise PykernelsError("--expert-cache is for the engine", "Leave out --eager and its kin")
+    return int(choice) if choice.isdecimal() else choice
+
+
 class Session:
     """A loaded model and tokenizer with the options of a run: on the engine, or eagerly."""
 
@@ -163,6 +217,9 @@ class Session:
         kv_dtype: str = "bf16",
         gpu_experts: str | None = None,
         experts: str = "auto",
+        prefill: str = "auto",
+        expert_cache: str = "off",
+        expert_cache_policy: str = "lfu",
         **sampling: Any,
     ) -> None:
         """Check the options and that `prompt` fits the context, then load.
@@ -210,6 +267,8 @@ class Session:
             raise PykernelsError("--defer is for the engine", "Leave out --eager and its kin")
         if eager and kv_dtype != "bf16":
             raise PykernelsError("--kv-dtype is for the engine", "Leave out --eager and its kin")
+        check_prefill(prefill, device, eager)
+        slots = expert_cache_of(expert_cache, device, eager)
         if not (eager or beside_gpu) and (reason := why_not(read_config(path))):
             note(f"the engine cannot run this model, so it runs eagerly: {reason}")
             eager = True
@@ -240,6 +299,9 @@ class Session:
                 device=device,
                 experts=experts,
                 gpu_experts=gpu_experts,
+                prefill=prefill,
+                expert_cache=slots,
+                expert_cache_policy=expert_cache_policy,
                 numa=numa,
             )
             if gpu_experts is not None:

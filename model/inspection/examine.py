@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.gpus import gpus_of
+from runtime.devices.cuda.gpus import gpus_of, several_refused
 from runtime.placement import CPU
 
 from ..architectures.decoder import cache_token_bytes
@@ -100,6 +100,7 @@ def examine(
     device: str = "cpu",
     eager: bool = False,
     experts: str = "cpu",
+    slots: int = 0,
 ) -> Inspection:
     """Reads headers (or only config.json, or a shape by its name) and applies the rules.
 
@@ -108,6 +109,7 @@ def examine(
         device: of all that no rule places, or GPUs over which layers are dealt; they need not be
             there, and are taken to have the same room.
         experts: where the engine has routed experts beside a GPU: "cpu" or "gpu".
+        slots: of each layer on the GPU, for experts that are on the CPU.
 
     Raises:
         PykernelsError: as loading, but for devices and memory that are not there.
@@ -142,7 +144,14 @@ def examine(
     if experts == "gpu" and gpus == [CPU]:
         raise PykernelsError("experts on a GPU without one", "Add --device cuda:0")
     routed = gpus[0] if experts == "gpu" else CPU
-    found = list(entries(model, placement, formats, reason is None, dtype, routed))
+    if slots and (gpus == [CPU] or routed != CPU):
+        raise PykernelsError(
+            "an expert cache without experts on the CPU beside a GPU, in the engine",
+            "Use --device cuda:0 with --experts cpu",
+        )
+    if slots and len(gpus) > 1:
+        raise PykernelsError(*several_refused("an expert cache"))
+    found = list(entries(model, placement, formats, reason is None, dtype, routed, slots))
     if len(gpus) > 1:
         found = dealt(found, gpus)
     classes = {name: type(module).__name__ for name, module in model.named_modules()}

@@ -21,7 +21,9 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import Format
 from runtime.devices.cuda.runner import CudaRunner
 from runtime.devices.ref.runner import RefRunner
+from runtime.devices.slots import Slots
 from runtime.engine import Engine, SamplingParams
+from runtime.experts.cache import CachePolicy
 from runtime.matrix import packer
 from runtime.passes import defer
 from runtime.placement import Placement
@@ -137,6 +139,52 @@ def test_some_experts_of_a_layer_beside_those_of_the_cpu(
                     table[5] = table[1] = -1
             [result] = engine.generate([ids], params)
             assert logprob_error(result, truth) < BF16
+
+
+def test_slots_hold_other_experts_from_step_to_step(tmp_path: Path, device: torch.device) -> None:
+    made = tiny.make(tmp_path, "qwen2_moe", num_hidden_layers=1)
+    ids = [5, 17, 60, 33, 8, 90]
+    where = "cuda:0" if device.type == "cuda" else "cpu"
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=20, ignore_eos=True)
+    with WorkerPool(1) as pool:
+        with open_weights(tmp_path, read_config(tmp_path)) as weights:
+            decoder = weights.readable(packer(pool), lambda *_: None)
+            runner = CudaRunner(
+                decoder,
+                where,
+                pool,
+                64,
+                None,
+                4,
+                2,
+                "generic",
+                experts="cpu",
+                slots={0: 2},
+                policy=CachePolicy("lru-fixed", swaps=2),
+            )
+            runner.load()
+        update = runner.before_slots
+
+        def patient(slots: Slots) -> None:  # so that it is known which step reads what
+            update(slots)
+            while slots.cache.in_flight:
+                update(slots)
+
+        runner.before_slots = patient  # type: ignore[method-assign]
+        with Engine(runner, threaded=False) as engine:
+            [result] = engine.generate([ids], params)
+        assert runner.slots is not None
+        stats = runner.slots.stats
+        runner.close()
+    assert 0 < stats.hits < stats.choices
+    assert stats.swaps > 2  # more than there are slots
+    tokens = [*ids, *result.token_ids]
+    with torch.no_grad():
+        truth = made.reference(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+    for at, found in enumerate(result.completions[0].logprobs):
+        chosen, values = zip(*found.top, strict=True)
+        wanted = truth[len(ids) - 1 + at][list(chosen)]
+        assert (torch.tensor(values) - wanted).norm() < BF16 * wanted.norm()
 
 
 def test_rules_keep_weights_beside_the_gpu(tmp_path: Path, device: torch.device) -> None:

@@ -93,6 +93,21 @@ def test_formats_of_headers_of_a_config_and_of_rules(
     assert mixed["model.layers.0.self_attn.kv_b_proj"] == "fp8"
 
 
+def test_what_an_expert_cache_would_take(run: Run) -> None:
+    """SMOE IV-D: eight of DeepSeek-V3's experts a layer are about 10 GB in four bits."""
+    plain = examine("deepseek-v3", device="cuda:0")
+    found = examine("deepseek-v3", device="cuda:0", slots=8)
+    taken = found.devices["cuda:0"][1] - plain.devices["cuda:0"][1]
+    assert round(taken / 2e9) == 10  # its known shape is in FP8
+    assert found.devices["cpu"] == plain.devices["cpu"]
+    assert (
+        "8 slots, 3%"
+        in run("inspect", "deepseek-v3", "--device", "cuda:0", "--expert-cache", "8").out
+    )
+    failed(run("inspect", "deepseek-v3", "--expert-cache", "8"), "beside a GPU")
+    failed(run("inspect", "deepseek-v3", "--device", "cuda:0", "--expert-cache", "256"), "1 to 255")
+
+
 def test_the_table_and_its_json(run: Run) -> None:
     shown = run("inspect", "deepseek-v3", "--device", "cuda:0")
     assert shown.code == 0, shown.err

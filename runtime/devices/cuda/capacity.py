@@ -22,7 +22,7 @@ STEP_TOKENS = (4096, 2048, 1024, 512)
 experts on the CPU, and at the least, the last one."""
 HEADROOM = 1 << 30
 """Bytes of GPU memory that stay free for what nobody counts: kernels, graphs, decode's splits."""
-Sizes = tuple[int, int, int, int, int]
+LowerSizes = tuple[int, int, int, int, int]
 """Arguments of a model's ``lower``."""
 _UNPACKED_KEYS = 2 << 30  # ``worth_unpacking``'s most
 
@@ -55,7 +55,7 @@ def step_tokens(
 
 
 def room_for_experts(
-    model: Lowerable, gpus: Gpus, sizes: Sizes, placement: Placement
+    model: Lowerable, gpus: Gpus, sizes: LowerSizes, placement: Placement
 ) -> dict[str, int]:
     """Bytes of each GPU that experts may take beside the rest of a model, its cache and its steps;
     below 0 where these alone are too much.
@@ -71,7 +71,7 @@ def room_for_experts(
     return _rooms(model, gpus, placement, sizes)
 
 
-def _rooms(model: Lowerable, gpus: Gpus, placement: Placement, sizes: Sizes) -> dict[str, int]:
+def _rooms(model: Lowerable, gpus: Gpus, placement: Placement, sizes: LowerSizes) -> dict[str, int]:
     """What is left of each GPU's free memory beside weights, cache and steps."""
     # Steps have room for experts wherever these are: some may be on a GPU besides.
     parts = partition(replace(placement, experts=placement.device).apply(model.lower(*sizes)))

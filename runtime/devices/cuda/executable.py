@@ -23,11 +23,11 @@ from ..cpu.step import CpuExecutable
 from ..link import Launching, Link
 from . import handshake
 from .handshake import PinnedSlots
-from .launches import attention, dense, experts, latents, sampling
+from .launches import attention, dense, experts, latents, sampling, streamed
 from .launches.dense import Launch
 from .memory import Arena, Caches, Memory
-from .outputs import StepOutputs
-from .segment import Segment, in_turn
+from .outputs import ProgramOutputs
+from .segment import Segment, beside, in_turn
 from .sequences import Sequences
 
 BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
@@ -43,6 +43,8 @@ BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
     "router": experts.router,
     "split_routing": experts.split_routing,
     "place_routing": experts.place_routing,
+    "load_experts": streamed.load_experts,
+    "unpack_experts": streamed.unpack_experts,
     "moe_ffn": experts.moe_ffn,
     "join_rows": dense.join_rows,
     "sample_requests": sampling.sample_requests,
@@ -67,7 +69,7 @@ class GpuPart:
         self._ended = torch.cuda.Event() if self.device.type == "cuda" else None
         with self.current():
             launches = [self._bind(node) for node in memory.program.nodes]
-        self.graph = Segment([*launches, *last], self.device)
+            self.graph = Segment([*launches, *last], self.device, beside(memory.program))
         self._thread: Launching | None = None
 
     def launch(self) -> None:
@@ -138,7 +140,7 @@ class CudaExecutable:
         host_inputs: CPU tensors of the inputs that nodes of the CPU read.
         sizes: on the CPU, those of the step to come (``Program.step_sizes``).
         slots: pinned memory, shared with other programs that never run at the same time.
-        sampled: where what is sampled goes, shared likewise.
+        sampled: where what is sampled goes, shared likewise, and other results.
 
     Attributes:
         before: called first in every step, on the host.
@@ -161,7 +163,7 @@ class CudaExecutable:
         caches: Caches,
         sizes: torch.Tensor,
         slots: PinnedSlots,
-        sampled: StepOutputs,
+        sampled: ProgramOutputs,
     ) -> None:
         self.program, self._pool = program, pool
         parts = partition(program)
@@ -239,6 +241,11 @@ class CudaExecutable:
         """From now on the host launches node by node: what the graph saves can be measured."""
         for part in self.gpus:
             part.graph.drop()
+
+    def without_copies(self) -> Segment:
+        """The launches of the only GPU without those that bring experts to it."""
+        [part] = self.gpus
+        return part.graph.first_stream()
 
     def _end(self) -> None:
         """Ends all waiting."""

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
+from ...experts.cache import CachePolicy, Move
+from ...passes import expert_cache, keep_routing, stream_weights
 from ...program import Program
 from ...workers.pool import WorkerPool
-from ..runner import Lowerable, PagedRunner, Pass
+from ..cpu import weights as cpu
+from ..runner import Executable, Lowerable, PagedRunner, Pass
+from ..slots import Slots
 from .step import RefExecutable
-from .weights import layouts
+from .weights import Dequantized, exact_experts, layouts
 
 _EXACT = {torch.bfloat16: torch.float32}
 
@@ -35,6 +40,8 @@ class RefRunner(PagedRunner):
         pool: for programs that hand experts to the ``cpu`` device, in the kernels' precision.
         passes: of ``runtime.passes``, for the programs of decode steps; ``offload`` is one.
         dual_batch: whether decode steps of two sequences or more have two lanes.
+        slots: by layer, slots for experts, as beside a GPU; ``policy``: of what is in them.
+        prefill: "stream": steps with chunks of prompts copy their experts first, as beside a GPU.
     """
 
     layouts = staticmethod(layouts)
@@ -50,6 +57,9 @@ class RefRunner(PagedRunner):
         pool: WorkerPool | None = None,
         max_num_logits: int | None = None,
         dual_batch: bool = False,
+        prefill: str = "cpu",
+        slots: Mapping[int, int] | None = None,
+        policy: CachePolicy | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -62,15 +72,53 @@ class RefRunner(PagedRunner):
             dual_batch,
         )
         self.pool = pool
+        self.streams = prefill == "stream"
+        self._room, self._policy = slots or {}, policy or CachePolicy()
         self.caches = {
             name: replace(part, dtype=_EXACT.get(part.dtype, part.dtype)).zeros()
             for name, part in model.caches(self.num_pages).items()
         }
 
     def lowered(self, *sizes: int) -> Program:
-        return on_ref(super().lowered(*sizes))
+        program = on_ref(super().lowered(*sizes))
+        return keep_routing(expert_cache(program, self._room)) if self._room else program
+
+    def make_slots(self) -> Slots | None:
+        if not self._room:
+            return None
+        program, filler = self.lowered(1, 1, 1, 1, 1), _Filler()
+        slots = Slots(program, self._policy, filler)
+        filler.layers = [self.weights.get(s, cpu.HERE, exact_experts) for s in slots.specs]
+        self.caches |= slots.tables
+        return slots
+
+    def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
+        if not self.streams:
+            return super().prompt_steps(inputs)
+        streamed = partial(stream_weights, room=lambda spec: spec.nbytes)
+        return self._bind_all(self._sizes(self.buckets), inputs, (streamed,), self.make_step)
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> RefExecutable:
         return RefExecutable(
             program, self.weights, inputs, self.caches, self.pool, sizes=self.sizes
         )
+
+
+class _Filler:
+    """Fills slots between steps."""
+
+    def __init__(self) -> None:
+        self.layers: Sequence[Dequantized] = ()
+        self._moves: list[Move] = []
+
+    def begin(self, moves: Sequence[Move]) -> None:
+        self._moves += moves
+
+    def finished(self) -> Sequence[Move]:
+        done, self._moves = self._moves, []
+        for layer, expert, slot in done:
+            self.layers[layer].put(slot, expert)
+        return done
+
+    def close(self) -> None:
+        self._moves.clear()

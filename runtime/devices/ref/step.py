@@ -15,7 +15,7 @@ import torch
 
 from pykernels.errors import PykernelsError
 
-from ...analysis import dependencies
+from ...analysis import on_streams
 from ...partition import partition
 from ...program import Node, Program
 from ...tracing import active
@@ -45,7 +45,7 @@ class RefExecutable:
         sizes: T, S and R of the step to come; set it before ``run``.
         inputs: as given.
         outputs: by name, tensors of the "output" buffers.
-        memory: of this device's part.
+        here: this device's part, whose nodes run in their order; ``memory``: of it.
         cpu: the other part; None if there is none.
 
     Raises:
@@ -69,8 +69,8 @@ class RefExecutable:
         self.inputs = dict(inputs)
         self._parts = partition(program)
         self._refuse(pool)
-        here = self._parts[HERE]
-        order = dependencies(here, in_order=True) if reuse else None
+        self.here = here = self._parts[HERE]
+        order = on_streams(here) if reuse else None
         self.memory = Memory(here, weights, self.sizes, {**inputs, **caches}, order)
         self.outputs = dict(self.memory.outputs)
         self.cpu: CpuExecutable | None = None
@@ -141,7 +141,7 @@ class RefExecutable:
         self._link.set(node)
 
     def _run(self) -> None:
-        for node in self._parts[HERE].nodes:
+        for node in self.here.nodes:
             begin = monotonic_ns()
             self.execute(node)
             active.node(HERE, node.name, begin, monotonic_ns())

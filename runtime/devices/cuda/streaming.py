@@ -1,0 +1,269 @@
+"""Which steps stream their experts to the GPU, and what that takes: pinned memory, room for a
+layer, and so many tokens that it pays."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+import torch
+
+from pykernels.errors import PykernelsError
+from pykernels.gpu.moe.from_tiles import supports
+from pykernels.quant import PackedExperts, get_format
+
+from ...kv_cache.layout import PAGE
+from ...machine.pinned import Pinned
+from ...node import Node
+from ...passes.layers import moe_layers
+from ...passes.stream_weights import PIECES, Ring, stream_weights
+from ...placement import Placement
+from ...program import Program
+from ...weight_spec import WeightSpec
+from ...weights import WeightStore
+from ..cpu import weights as cpu
+from ..runner import Executable, Lowerable
+from .capacity import HEADROOM, step_bytes
+from .launches.streamed import resident_bytes
+from .weights import expert_format, gpu_bytes
+
+STREAM_TOKENS = (8192, 4096, 2048, 1024, 512)
+"""What a step may have, if nobody says: all experts cross once a step, so as many as fit."""
+RESERVED = 2048
+"""Tokens of a streamed step for which an expert cache leaves room."""
+STREAM_BUCKETS = (512, 1024, 2048, 4096)
+"""Buckets of streamed steps: padding costs little beside what crosses."""
+RINGS = (Ring(PIECES, PIECES + 1), Ring(PIECES, 2))
+"""A layer loaded beside another one that is computed; where memory is short, a quarter of one."""
+MEASURED = 64, 256
+"""Tokens of the two steps that say what the CPU takes."""
+_LINK_BYTES = 64 << 20
+_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a step costs by either way.
+
+    Attributes:
+        stream_s: seconds in which all streamed experts cross the link once.
+        cpu_s, cpu_token_s: seconds of a step with the experts on the CPU, and of each token of it.
+    """
+
+    stream_s: float
+    cpu_s: float
+    cpu_token_s: float
+
+    @classmethod
+    def measured(
+        cls, nbytes: int, link: float, few: tuple[int, float], many: tuple[int, float]
+    ) -> Rates:
+        """From bytes of experts and bytes a second of the link, and from two steps on the CPU:
+        (tokens, seconds) each."""
+        slope = max(0.0, (many[1] - few[1]) / max(1, many[0] - few[0]))
+        return cls(nbytes / link, max(0.0, many[1] - slope * many[0]), slope)
+
+
+def choose(tokens: int, rates: Rates) -> str:
+    """ "stream" or "cpu": by which way a step of so many tokens takes less time."""
+    by_cpu = rates.cpu_s + tokens * rates.cpu_token_s
+    return "stream" if rates.stream_s < by_cpu else "cpu"
+
+
+def turning_point(rates: Rates, most: int) -> int:
+    """The most tokens up to ``most`` of a step that should not be streamed; 0: there is none."""
+    if not rates.cpu_token_s:
+        return 0 if choose(1, rates) == "stream" else most
+    tokens = (rates.stream_s - rates.cpu_s) / rates.cpu_token_s
+    return max(0, min(most, math.floor(tokens)))
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """How the experts of a runner's steps are streamed.
+
+    Attributes:
+        tokens: budget of a step.
+        layers: whose experts are; None: all.
+    """
+
+    ring: Ring
+    tokens: int
+    layers: frozenset[int] | None = None
+
+    def apply(self, program: Program) -> Program:
+        """The program with its experts streamed."""
+        return stream_weights(program, resident_bytes, self.ring, self.layers)
+
+    def nbytes(self, program: Program) -> int:
+        """Bytes that cross in a step of such a program."""
+        return sum(spec.nbytes for _, spec in self._experts(program))
+
+    def pin(self, program: Program, store: WeightStore, pinned: Pinned) -> tuple[Streaming, str]:
+        """Pins the experts, layer by layer; those that are, and why not all are, or "".
+
+        Args:
+            program: any of the model's, placed.
+        """
+        layers = set[int]()
+        for node, spec in self._experts(program):
+            packed = store.get(spec, cpu.HERE, cpu.packed)
+            assert isinstance(packed, PackedExperts) and node.layer is not None
+            if reason := pinned.add(packed.arena):
+                return replace(self, layers=frozenset(layers)), reason
+            layers.add(node.layer)
+        return replace(self, layers=frozenset(layers)), ""
+
+    def link_rate(self, program: Program, store: WeightStore, device: torch.device) -> float:
+        """Bytes a second from pinned experts to the GPU, while nothing else runs."""
+        if device.type != "cuda":  # the interpreter reads main memory as it is
+            return math.inf
+        _, spec = next(self._experts(program))
+        source = store.get(spec, cpu.HERE, cpu.packed).arena[:_LINK_BYTES]
+        target = torch.empty(source.shape, dtype=torch.uint8, device=device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.device(device):
+            target.copy_(source, non_blocking=True)  # the first one wakes the link
+            begin.record()
+            for _ in range(_ROUNDS):
+                target.copy_(source, non_blocking=True)
+            end.record()
+            end.synchronize()
+        return _ROUNDS * source.nbytes / max(1e-9, begin.elapsed_time(end) / 1e3)
+
+    def _experts(self, program: Program) -> Iterator[tuple[Node, WeightSpec]]:
+        for layer in moe_layers(program):
+            node = layer.experts
+            if self.layers is None or node.layer in self.layers:
+                yield node, program.weight(node, "experts")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a runner's steps: pages of the cache and of a sequence, sequences, and rows of logits."""
+
+    pages: int
+    table_pages: int
+    sequences: int
+    logits: int
+
+    def lower(self, model: Lowerable, T: int) -> Program:
+        rows = min(T, max(self.logits, self.sequences))
+        return model.lower(T, self.sequences, rows, self.pages, self.table_pages)
+
+
+def plan_streaming(
+    model: Lowerable,
+    device: torch.device,
+    placement: Placement,
+    sizes: Sizes,
+    tokens: int | None = None,
+) -> Streaming:
+    """How a model's experts are streamed from main memory to ``device``.
+
+    Args:
+        device: in Triton's interpreter ("cpu") there is always room.
+        placement: of the model's nodes, experts on the CPU.
+        tokens: budget of a step; None: as many of ``STREAM_TOKENS`` as fit.
+
+    Raises:
+        PykernelsError: experts that cannot be streamed, and why.
+    """
+    program = sizes.lower(model, 1)
+    if reason := _why_not(program, model.store):
+        raise PykernelsError(f"experts cannot be streamed: {reason}", "Leave prefill at cpu")
+    if device.type != "cuda":
+        return Streaming(RINGS[0], tokens or STREAM_TOKENS[-1])
+    free, _ = torch.cuda.mem_get_info(device)
+    missing = partial(_missing, model.store, device)
+    cache = sum(part.nbytes for part in model.caches(sizes.pages).values())
+    free -= HEADROOM + cache
+    free -= _weights(placement.apply(program), placement.device, missing)
+    needed = 0
+    for ring in RINGS:
+        for T in (tokens,) if tokens else STREAM_TOKENS:
+            found = Streaming(ring, T)
+            needed = step_bytes(found.apply(placement.apply(sizes.lower(model, T))))
+            if needed <= free:
+                return found
+    raise PykernelsError(
+        f"experts cannot be streamed: {device} has {max(0, free) / 2**30:.1f} GiB for steps, which"
+        f" need {needed / 2**30:.1f} with two layers of experts on their way",
+        "Ask for fewer max_num_batched_tokens or kv_tokens, or leave prefill at cpu",
+    )
+
+
+def streaming_bytes(
+    model: Lowerable, placement: Placement, sizes: Sizes, tokens: int | None = None
+) -> int:
+    """GPU memory that streamed steps take where there is room.
+
+    Args:
+        tokens: budget of a step; None: ``RESERVED`` of them.
+    """
+    found = Streaming(RINGS[0], tokens or RESERVED)
+    return step_bytes(found.apply(placement.apply(sizes.lower(model, found.tokens))))
+
+
+def _weights(program: Program, device: str, size: Callable[[WeightSpec], int]) -> int:
+    """Bytes of what the nodes on a device read."""
+    names = {
+        name for node in program.nodes if node.device == device for name in node.weights.values()
+    }
+    return sum(size(program.weights[name]) for name in names)
+
+
+def _missing(store: WeightStore, device: torch.device, spec: WeightSpec) -> int:
+    return 0 if store.is_made(spec, device) else gpu_bytes(spec)
+
+
+def _why_not(program: Program, store: WeightStore) -> str | None:
+    """Why a model's experts cannot cross, as a clause."""
+    if len(store.nodes) > 1:
+        return "they lie in slices on several NUMA nodes (numa off keeps them whole)"
+    for layer in moe_layers(program):
+        node = layer.experts
+        spec = program.weight(node, "experts")
+        if (activations := node.attr("activations")) != "bf16":
+            return f"{node.name} has {activations} activations, which no kernel of the GPU takes"
+        formats = get_format(spec.fmt), get_format(spec.down_fmt)
+        if reason := supports(*formats, *spec.shape[1:], expert_format(spec)):
+            return reason
+    return None
+
+
+def step_seconds(
+    step: Executable, arrays: Mapping[str, torch.Tensor], sizes: torch.Tensor, tokens: int
+) -> float:
+    """Seconds of a step of one prompt of random tokens, the median of a few.
+
+    Its keys and values go to the cache's first places, which nobody reads before they are written.
+
+    Args:
+        arrays: inputs of the step, which are as before when it returns; ``sizes``: of it.
+    """
+    before = {name: array.clone() for name, array in arrays.items()}
+    at = torch.arange(tokens, dtype=torch.int64, device="cpu")
+    pages = -(-tokens // PAGE)
+    arrays["tokens"][:tokens] = torch.randint(0, 1 << 7, (tokens,), dtype=torch.int64, device="cpu")
+    arrays["positions"][:tokens] = at
+    arrays["slot_mapping"][:tokens] = at
+    arrays["page_table"][0, :pages] = at[:pages]
+    for name, value in (("query_starts", 0), ("page_rows", 0)):
+        arrays[name][0] = value
+    for name in ("query_lengths", "lengths"):
+        arrays[name][0] = tokens
+    arrays["sequences"][:tokens] = 0
+    sizes[0], sizes[1], sizes[2] = tokens, 1, 0
+    times = list[float]()
+    for _ in range(1 + _ROUNDS):
+        start = time.perf_counter()
+        step.run()
+        times.append(time.perf_counter() - start)
+    for name, array in before.items():
+        arrays[name].copy_(array)
+    return median(times[1:])

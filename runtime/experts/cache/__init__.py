@@ -1,0 +1,16 @@
+"""Which experts a GPU's slots hold: decided by what routers chose, changed between steps."""
+
+from .cache import CacheStats, ExpertCache, Filler, Move
+from .policy import POLICIES, CachePolicy, Scores, Swap, plan
+
+__all__ = [
+    "POLICIES",
+    "CachePolicy",
+    "CacheStats",
+    "ExpertCache",
+    "Filler",
+    "Move",
+    "Scores",
+    "Swap",
+    "plan",
+]
