@@ -251,7 +251,7 @@ def load_engine(
     device = engine_device(device, rules, config.model_type)
     on_gpu = None
     if device.startswith("cuda"):
-        from runtime.devices.cuda.gpus import check_device, free_bytes, gpus_of
+        from runtime.devices.gpus import check_device, free_bytes, gpus_of
 
         check_device(device)
         gpus = gpus_of(device)
@@ -401,8 +401,8 @@ def placed_program(
             if experts == "gpu":
                 raise PykernelsError("experts on a GPU without one", "Add --device cuda:0")
             return program
-        from runtime.devices.cuda.gpus import gpus_of, several_refused
         from runtime.devices.cuda.weights import gpu_bytes
+        from runtime.devices.gpus import gpus_of, several_refused
 
         gpus = gpus_of(device)
         if slots and len(gpus) > 1:

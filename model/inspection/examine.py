@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.gpus import gpus_of, several_refused
+from runtime.devices.gpus import gpus_of, several_refused
 from runtime.placement import CPU
 
 from ..architectures.decoder import cache_token_bytes

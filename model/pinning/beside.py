@@ -9,11 +9,11 @@ from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.capacity import LowerSizes, room_for_experts
-from runtime.devices.cuda.gpus import Gpus, gpus_of, several_refused
 from runtime.devices.cuda.runner import place_on
 from runtime.devices.cuda.slots import staging_bytes
 from runtime.devices.cuda.streaming import Sizes, streaming_bytes
 from runtime.devices.cuda.weights import gpu_bytes
+from runtime.devices.gpus import Gpus, gpus_of, several_refused
 from runtime.devices.runner import Lowerable
 from runtime.passes.layers import moe_layers
 from runtime.placement import CPU, Placement

@@ -109,7 +109,7 @@ def results(
         part_latents(program, caches),
         sizes,
         PinnedSlots(device.type == "cuda"),
-        StepOutputs({}, device),
+        StepOutputs({}, device).of({}),
     )
     for seed, step in enumerate(steps):
         step.fill(inputs, seed)

@@ -39,7 +39,7 @@ def test_the_launch_draws_what_the_rows_ask_for(device: torch.device) -> None:
             "top_logprobs": ((R, MAX_LOGPROBS), torch.float32),
         },
         device,
-    )
+    ).of({})
     views, sequences = inputs.on["cuda"]
     given = {**views, "logits": logits}
     read = device, given, {}, results.tensors, sequences, Arena(device)

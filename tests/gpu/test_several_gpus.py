@@ -13,8 +13,8 @@ import torch
 from model.checkpoint.config import read_config
 from model.opened import open_weights
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.gpus import check_device
 from runtime.devices.cuda.runner import CudaRunner
+from runtime.devices.gpus import check_device
 from runtime.engine import Engine, SamplingParams
 from runtime.matrix import packer
 from runtime.passes import defer

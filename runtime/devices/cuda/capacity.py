@@ -11,8 +11,8 @@ from ...node import Node
 from ...partition import partition
 from ...placement import CPU, Placement
 from ...program import Program
+from ..gpus import Gpus, free_bytes, interpreted
 from ..runner import Lowerable
-from .gpus import Gpus, free_bytes, interpreted
 from .launches.latents import EXPANDED_BYTES
 from .memory import dtypes, planned
 from .weights import gpu_bytes

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from ...kv_cache.layout import PAGE
 from ...lanes import LANES, lane_name, lane_tokens
+from ..gpus import Gpus
 from ..sampling import SamplingInputs
-from .gpus import Gpus
 from .sampling_inputs import SamplingColumns, SamplingTables
 from .sequences import Expansion, Sequences
 

@@ -28,12 +28,12 @@ from ...program import Program
 from ...weights import LayoutOf
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
+from ..gpus import Gpus, check_device, free_bytes, gpus_of, interpreted, several_refused
 from ..runner import Executable, Lowerable, PagedRunner, Pass
 from ..slots import Slots
 from .capacity import HEADROOM, step_tokens
 from .deferral import measured_deferral
 from .executable import CudaExecutable, GpuMemory
-from .gpus import Gpus, check_device, free_bytes, gpus_of, interpreted, several_refused
 from .handshake import PinnedSlots
 from .inputs import NEVER, PIECE, Bucket, StepInputs
 from .memory import Arena, dtypes
