@@ -95,7 +95,7 @@ def _place_slots(
     )
     if prefill == "stream" or (prefill == "auto" and cache == "auto"):
         own = Sizes(sizes[3], sizes[4], sizes[1], sizes[2])
-        room -= streaming_bytes(model, placement, own)
+        room -= streaming_bytes(model, placement, own)[placement.device]
     rooms = {placement.device: room}
     chosen = experts_beside(cache, program, placement, rooms, "expert_cache")
     return replace(placement, slots={layer: len(own) for layer, own in chosen.items()})

@@ -35,8 +35,9 @@ PROMPTS = [[5, 17, 60, 33], [7]]
             {"gpu_experts": {0: (2, 5), 1: (1,)}, "passes": [partial(defer, N=1)]},
         ),
         pytest.param("deepseek_v3", "cpu", {"dual_batch": True}, marks=pytest.mark.all),
+        pytest.param("qwen3_moe", "cpu", {"prefill": "stream"}, marks=pytest.mark.all),
     ],
-    ids=["mla", "gqa, some experts on both, some deferred", "mla, two lanes"],
+    ids=["mla", "gqa, some experts on both, some deferred", "mla, two lanes", "gqa, streamed"],
 )
 def test_two_gpus_draw_what_one_draws(
     family: str, experts: str, options: dict[str, Any], tmp_path: Path, device: torch.device
@@ -60,6 +61,7 @@ def test_two_gpus_draw_what_one_draws(
             runner.decode_buckets = (1,)
             with Engine(runner) as engine:
                 found.append(engine.generate(PROMPTS, params))
+            runner.close()
     layers = [
         {n.device for n in runner.lowered(1, 1, 1, 1, 1).nodes if n.layer == i} - {"cpu"}
         for i in range(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from pykernels.gpu.gemm.unpack import SCRATCH
@@ -11,6 +12,7 @@ from ...node import Node
 from ...partition import partition
 from ...placement import CPU, Placement
 from ...program import Program
+from ...weight_spec import WeightSpec
 from ..gpus import Gpus, free_bytes, interpreted
 from ..runner import Lowerable
 from .launches.latents import EXPANDED_BYTES
@@ -73,17 +75,36 @@ def room_for_experts(
 
 def _rooms(model: Lowerable, gpus: Gpus, placement: Placement, sizes: LowerSizes) -> dict[str, int]:
     """What is left of each GPU's free memory beside weights, cache and steps."""
+    program = model.lower(*sizes)
+    rooms = room_for_steps(model, gpus, placement, program, sizes[3])
     # Steps have room for experts wherever these are: some may be on a GPU besides.
-    parts = partition(replace(placement, experts=placement.device).apply(model.lower(*sizes)))
-    caches, rooms = model.caches(sizes[3]), dict[str, int]()
+    parts = partition(replace(placement, experts=placement.device).apply(program))
+    return {name: room - step_bytes(parts[name]) for name, room in rooms.items()}
+
+
+def room_for_steps(
+    model: Lowerable, gpus: Gpus, placement: Placement, program: Program, pages: int
+) -> dict[str, int]:
+    """Bytes of each GPU that are left beside the weights that are yet to come and the cache.
+
+    Args:
+        program: any of the model's; ``pages``: of the cache.
+    """
+    parts = partition(placement.apply(program))
+    caches, rooms = model.caches(pages), dict[str, int]()
     for name, free in free_bytes(gpus).items():
-        part = parts[name]
-        nodes = [n for n in part.nodes if n.role != "routed" or placement.experts != CPU]
-        read = {weight: part.weights[weight] for node in nodes for weight in node.weights.values()}
-        missing = (s for s in read.values() if not model.store.is_made(s, gpus[name]))
+        part, device = parts[name], gpus[name]
+        read = {spec.name: spec for spec in _weights(part)}
+        missing = [spec for spec in read.values() if not model.store.is_made(spec, device)]
         cached = sum(cache.nbytes for key, cache in caches.items() if key in part.buffers)
-        rooms[name] = free - HEADROOM - cached - sum(map(gpu_bytes, missing)) - step_bytes(part)
+        rooms[name] = free - HEADROOM - cached - sum(map(gpu_bytes, missing))
     return rooms
+
+
+def _weights(program: Program) -> Iterator[WeightSpec]:
+    for node in program.nodes:
+        for name in node.weights.values():
+            yield program.weights[name]
 
 
 def step_bytes(program: Program) -> int:

@@ -208,12 +208,8 @@ class CudaRunner(PagedRunner):
             return None
         if self.prefill == "auto" and not self._real:  # no link whose rate there is to measure
             return None
-        if len(self.gpus) > 1:
-            if self.prefill == "stream":
-                raise PykernelsError(*several_refused("prefill stream"))
-            return None
         try:
-            return plan_streaming(model, self.device, self.placement, sizes, tokens)
+            return plan_streaming(model, self.gpus, self.placement, sizes, tokens)
         except PykernelsError as error:
             if self.prefill == "stream":
                 raise
@@ -230,7 +226,9 @@ class CudaRunner(PagedRunner):
         if self.streaming is None:
             return super().prompt_steps(inputs)
         program = self.lowered(1, 1, 1, 1, 1)
-        self.link_bytes_per_s = self.streaming.link_rate(program, self.weights, self.device)
+        # One GPU waits for the other: what crosses to both takes as long as to one of them.
+        rate = partial(self.streaming.link_rate, program, self.weights)
+        self.link_bytes_per_s = min(map(rate, self.gpus.values()))
         most, turn = self.max_num_batched_tokens, 0
         if self.prefill == "auto":
             self.rates = self._measured(inputs, self.streaming.nbytes(program))
@@ -253,7 +251,7 @@ class CudaRunner(PagedRunner):
         layers = found.layers or ()
         warnings.warn(
             f"experts of {len(layers)} of {len(moe_layers(program))} layers are streamed to"
-            f" {self.device} in prompts, the others computed by the CPU: {reason}",
+            f" {', '.join(self.gpus)} in prompts, the others computed by the CPU: {reason}",
             stacklevel=2,
         )
         return found if layers else None
