@@ -20,7 +20,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 import model
 from model.llm import LLM
 from model.server.app import create_app
-from model.server.run import bound_socket, server_of
+from model.server.loading import bound_socket
+from model.server.run import server_of
 from model.server.settings import ServerSettings
 from runtime.engine import EngineConfig, SequenceSampling, StepBatch
 

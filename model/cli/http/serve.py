@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,10 @@ import typer
 
 from pykernels.registry import requested
 
+from ... import EMBEDDED
+from ...lean_import import import_transformers
+from ...server.loading import bound_socket, told_to_wait
+from ...server.settings import ServerSettings
 from ..common import Debug, Kernel, Numa, State, Threads, command, err, prepare_threads, read_key
 from ..session import (
     Defer,
@@ -138,19 +143,6 @@ def serve(
     """Serve a model over HTTP until Ctrl-C or SIGTERM."""
     lanes = dual_batch_of(dual_batch, device)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
-    with status("importing torch and transformers"):
-        from transformers.utils import logging as of_transformers
-
-        from ... import EMBEDDED
-        from ...llm import load_engine
-        from ...server.admission import AGEING_SECONDS
-        from ...server.app import create_app
-        from ...server.run import bound_socket
-        from ...server.run import serve as run
-        from ...server.settings import ServerSettings
-
-        of_transformers.set_verbosity_error()
-        of_transformers.disable_progress_bar()
     level = logging.INFO if log_requests else logging.WARNING
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("pykernels").setLevel(logging.DEBUG if State.debug else level)
@@ -169,28 +161,42 @@ def serve(
         log_requests=log_requests,
         cors_origins=tuple(cors_origin or ()),
     )
-    with bound_socket(settings) as bound:
-        llm = load_engine(
-            path,
-            rules=rules,
-            threads=chosen_threads,
-            kernel=chosen_kernel,
-            defer=defer,
-            device=device,
-            experts=experts,
-            gpu_experts=gpu_experts,
-            kv_dtype=kv_dtype,
-            dual_batch=lanes,
-            numa=numa,
-            max_num_seqs=max_batch,
-            max_model_len=max_model_len,
-            kv_tokens=kv_tokens,
-            target_itl_ms=target_itl_ms,
-            max_waiting=max_waiting,
-            ageing_seconds=AGEING_SECONDS,
-        )
-        with llm:
-            address, at = bound.getsockname()[:2]
-            shown = f"[{address}]" if ":" in address else address
-            text = f"{names[0]} is served at http://{shown}:{at}/v1"
-            run(create_app(llm, settings), settings, bound, lambda: err().print(text, markup=False))
+    with ExitStack() as stack:
+        bound = stack.enter_context(bound_socket(settings))
+        with told_to_wait(bound):
+            with status("importing torch and transformers"):
+                import_transformers()
+                from transformers.utils import logging as of_transformers
+
+                from ...llm import load_engine
+                from ...server.admission import AGEING_SECONDS
+                from ...server.app import create_app
+                from ...server.run import serve as run
+
+                of_transformers.set_verbosity_error()
+                of_transformers.disable_progress_bar()
+            llm = load_engine(
+                path,
+                rules=rules,
+                threads=chosen_threads,
+                kernel=chosen_kernel,
+                defer=defer,
+                device=device,
+                experts=experts,
+                gpu_experts=gpu_experts,
+                kv_dtype=kv_dtype,
+                dual_batch=lanes,
+                numa=numa,
+                max_num_seqs=max_batch,
+                max_model_len=max_model_len,
+                kv_tokens=kv_tokens,
+                target_itl_ms=target_itl_ms,
+                max_waiting=max_waiting,
+                ageing_seconds=AGEING_SECONDS,
+            )
+            stack.enter_context(llm)
+            app = create_app(llm, settings)
+        address, at = bound.getsockname()[:2]
+        shown = f"[{address}]" if ":" in address else address
+        text = f"{names[0]} is served at http://{shown}:{at}/v1"
+        run(app, settings, bound, lambda: err().print(text, markup=False))
