@@ -165,7 +165,7 @@ class Core:
                 failure = self._launch(ahead)
         self.scheduler.timed(running, seconds)
         phase("deliver")
-        self._deliver(running, sampled_token_ids, result)
+        self._deliver(running, sampled_token_ids, result, seconds)
         if ahead is not None and failure is not None:
             self._fail(ahead, failure)
         return alive or self.busy
@@ -208,12 +208,19 @@ class Core:
         )
 
     def _deliver(
-        self, step: ScheduledStep, sampled_token_ids: list[int], result: StepResult
+        self,
+        step: ScheduledStep,
+        sampled_token_ids: list[int],
+        result: StepResult,
+        seconds: float,
     ) -> None:
         """Append a step's tokens, and end or tell whom they are for."""
         self.scheduler.finished(step)
         stats, sampled = self.stats, step.sampled
         stats.computed_tokens += step.T
+        if not step.chunks:
+            stats.decode_steps[step.T] += 1
+            stats.decode_seconds += seconds
         for i, request in enumerate(step.logprob_requests, len(sampled)):
             if request.state is State.RUNNING:
                 top = request.params.logprobs or 0

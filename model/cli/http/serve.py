@@ -5,17 +5,29 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
 from ... import EMBEDDED
 from ...lean_import import import_transformers
 from ...server.loading import bound_socket, told_to_wait
 from ...server.settings import ServerSettings
-from ..common import Debug, Kernel, Numa, State, Threads, command, err, prepare_threads, read_key
+from ..common import (
+    Debug,
+    Kernel,
+    Numa,
+    State,
+    Threads,
+    command,
+    err,
+    note,
+    prepare_threads,
+    read_key,
+)
 from ..session import (
     Defer,
     Device,
@@ -28,6 +40,9 @@ from ..session import (
     dual_batch_of,
     status,
 )
+
+if TYPE_CHECKING:
+    from ...llm import LLM
 
 _SERVER, _ENGINE = "The server", "The engine"
 
@@ -195,8 +210,21 @@ def serve(
                 ageing_seconds=AGEING_SECONDS,
             )
             stack.enter_context(llm)
-            app = create_app(llm, settings)
+            app = create_app(llm, settings, _read_roof(llm))
         address, at = bound.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
         text = f"{names[0]} is served at http://{shown}:{at}/v1"
         run(app, settings, bound, lambda: err().print(text, markup=False))
+
+
+def _read_roof(llm: LLM) -> float | None:
+    """GB/s that the workers read at most, measured today; None beside a model that fills the
+    memory."""
+    from runtime.profiling.roofline import kept_read_roof
+
+    try:
+        with status("measuring the read roof"):
+            return kept_read_roof(llm.pool.threads, lambda: llm.pool)
+    except PykernelsError as error:
+        note(f"/metrics has no share of the read roof: {error}")
+        return None
