@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from types import FrameType
 
@@ -13,6 +14,10 @@ from fastapi import FastAPI
 
 from .served import Served
 from .settings import ServerSettings
+
+_SWITCH_SECONDS = 0.0005
+"""That the engine waits at most for Python threads that render a template or read JSON; 5 ms is
+Python's default, and several steps of a small model."""
 
 
 class _Server(uvicorn.Server):
@@ -69,6 +74,7 @@ def serve(
     """
     # uvicorn raises the signals again that it has caught: this ends the process in order.
     before = signal.signal(signal.SIGTERM, _exit)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         server_of(app, settings, started).run([bound])
     finally:
