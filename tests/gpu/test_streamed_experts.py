@@ -17,9 +17,9 @@ from model.opened import open_weights
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.runner import CudaRunner
-from runtime.devices.cuda.streaming import Rates, choose, turning_point
 from runtime.engine import Engine, SamplingParams
 from runtime.matrix import packer
+from runtime.profiling.prefill_rates import Rates, choose, turning_point
 from runtime.workers.pool import WorkerPool, make_pool
 
 from ..cpu.routed import TWO_CORES
