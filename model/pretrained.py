@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -15,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.initialization import no_init_weights
 from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from pykernels.errors import PykernelsError
@@ -239,16 +243,38 @@ def _check_sentencepiece(folder: Path) -> None:
 
 def build_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model of `config` on the meta device: shapes and dtypes without weights."""
+    make = partial(AutoModelForCausalLM.from_config, config, dtype=dtype)
     try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        with torch.device("meta"), no_init_weights():
+            try:
+                with _ValuesOnCpu():
+                    model: PreTrainedModel = make()
+            except RuntimeError:  # values were mixed with what has none
+                model = make()
+        model.tie_weights(recompute_mapping=False)
     except Exception as error:  # each architecture raises its own types for a bad config
         raise PykernelsError(
             f"transformers cannot build a {config.model_type} language model: {error}",
             "Download the file again" if _is_file(config) else "Check config.json",
         ) from error
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
     _add_biases(model, getattr(config, "stored_biases", None) or [], dtype)
     return model
+
+
+class _ValuesOnCpu(TorchFunctionMode):
+    """Makes tensors that have values on the CPU, inside of ``torch.device("meta")``: before torch
+    computes with any on the meta device it imports its compiler, which takes 2 seconds."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if function in (torch.arange, torch.linspace, torch.tensor):
+            given = {"device": "cpu"} | given
+        return function(*args, **given)
 
 
 def _is_file(config: PretrainedConfig) -> bool:

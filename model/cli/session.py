@@ -14,6 +14,7 @@ from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 from runtime.workers.numa import check_numa
 
+from ..lean_import import import_transformers
 from .common import err, note, prepare_threads
 
 if TYPE_CHECKING:
@@ -230,6 +231,7 @@ class Session:
         chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
         check_numa(numa)
         with status("importing torch and transformers"):
+            import_transformers()
             from transformers.utils import logging
 
             from .. import EMBEDDED, load_tokenizer
