@@ -106,7 +106,7 @@ class CudaRunner(PagedRunner):
         placed: Mapping[str, str] = MappingProxyType({}),
         gpu_experts: Mapping[int, Sequence[int]] | None = None,
         by_layer: Mapping[int, str] | None = None,
-        prefill: str = "auto",
+        prefill: str = "cpu",
         slots: Mapping[int, int] | None = None,
         policy: CachePolicy | None = None,
     ) -> None:
