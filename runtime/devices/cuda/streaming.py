@@ -14,6 +14,7 @@ from pykernels.gpu.moe.from_tiles import ExpertTiles, copy_experts, supports
 from pykernels.quant import get_format
 from pykernels.quant.split import Experts
 
+from ...kv_cache.layout import PAGE
 from ...machine.nodes import ONE_NODE, MemoryNodes
 from ...machine.pinned import Pinned
 from ...node import Node
@@ -31,12 +32,16 @@ from .capacity import room_for_steps, step_bytes
 from .launches.streamed import resident_bytes
 from .weights import expert_format
 
-STREAM_TOKENS = (8192, 4096, 2048, 1024, 512)
-"""What a step may have, if nobody says: all experts cross once a step, so as many as fit."""
+STREAM_TOKENS = (32768, 16384, 8192, 4096, 2048, 1024, 512)
+"""What a step may have, if nobody says: all experts cross once a step, so as many as fit, up to
+``balanced_tokens``."""
+OPS_PER_BYTE = 2048
+"""What a GPU computes while a byte crosses its link, about: 110 TFLOP/s beside 55 GB/s."""
 RESERVED = 2048
 """Tokens of a streamed step for which an expert cache leaves room."""
-STREAM_BUCKETS = (512, 1024, 2048, 4096)
-"""Buckets of streamed steps: padding costs little beside what crosses."""
+STREAM_BUCKETS = (512, 2048, 4096, 16384)
+"""Buckets of streamed steps: padding costs little beside what crosses, which each bucket does once
+when it is made."""
 RINGS = (Ring(PIECES, PIECES + 1), Ring(PIECES, 2))
 """A layer loaded beside another one that is computed; where memory is short, a quarter of one."""
 _LINK_BYTES = 64 << 20
@@ -145,9 +150,9 @@ def plan_streaming(
     if interpreted(gpus):
         return Streaming(RINGS[0], tokens or STREAM_TOKENS[-1], model.store.nodes)
     free = room_for_steps(model, gpus, placement, program, sizes.pages)
-    short = ""
+    short, most = "", balanced_tokens(*_crossing(program), sizes.table_pages * PAGE)
     for ring in RINGS:
-        for T in (tokens,) if tokens else STREAM_TOKENS:
+        for T in (tokens,) if tokens else (T for T in STREAM_TOKENS if most >= T):
             found = Streaming(ring, T, model.store.nodes)
             needed = _step_bytes(found, model, placement, sizes, T)
             full = [name for name in free if needed[name] > free[name]]
@@ -159,6 +164,28 @@ def plan_streaming(
         f"experts cannot be streamed: {short} with two layers of experts on their way",
         "Ask for fewer max_num_batched_tokens or kv_tokens, or leave prefill at cpu",
     )
+
+
+def balanced_tokens(nbytes: int, numbers: int, positions: int) -> int:
+    """The most of ``STREAM_TOKENS`` with which a GPU is no slower than its link; no more than one
+    sequence has, or 4,096.
+
+    Args:
+        nbytes: of all experts; ``numbers``: of the experts that a token takes.
+        positions: of the longest sequence.
+    """
+    most = OPS_PER_BYTE * nbytes // (2 * numbers)
+    return max([4096, *(T for T in STREAM_TOKENS if most >= T <= positions)])
+
+
+def _crossing(program: Program) -> tuple[int, int]:
+    """Bytes of a program's experts, and numbers of those that a token takes."""
+    nbytes = numbers = 0
+    for layer in moe_layers(program):
+        spec = program.weight(layer.experts, "experts")
+        _, H, I = spec.shape  # noqa: E741
+        nbytes, numbers = nbytes + spec.nbytes, numbers + 3 * layer.topk * H * I
+    return nbytes, numbers
 
 
 def wanted_streaming(
