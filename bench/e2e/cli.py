@@ -145,7 +145,7 @@ def check_gpu(device: str, expert_device: str, gpu_experts: str | None = None) -
     if parse(gpu_experts) and device == "cpu":
         raise PykernelsError("--gpu-experts without a GPU", "Add --device cuda:0")
     if device != "cpu":
-        from runtime.devices.cuda.runner import check_device
+        from runtime.devices.gpus import check_device
 
         check_device(device)
     elif expert_device != "auto":

@@ -204,6 +204,7 @@ class Ours:
                 auto,
                 dual_batch,
                 gpu_experts=placed.cached,
+                by_layer=placed.by_layer or None,
                 prefill=prefill,
                 slots=placed.slots,
                 policy=policy,

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 
 import torch
@@ -21,17 +20,19 @@ from ...kv_cache.layout import PAGE
 from ...machine.nodes import ONE_NODE, MemoryNodes
 from ...machine.pinned import Pinned
 from ...node import Node
+from ...partition import partition
 from ...passes.layers import moe_layers
 from ...passes.stream_weights import PIECES, Ring, stream_weights
-from ...placement import Placement
+from ...placement import CPU, Placement
 from ...program import Program
 from ...weight_spec import WeightSpec
 from ...weights import WeightStore
 from ..cpu import weights as cpu
+from ..gpus import Gpus, interpreted
 from ..runner import Executable, Lowerable
-from .capacity import HEADROOM, step_bytes
+from .capacity import room_for_steps, step_bytes
 from .launches.streamed import resident_bytes
-from .weights import expert_format, gpu_bytes
+from .weights import expert_format
 
 STREAM_TOKENS = (8192, 4096, 2048, 1024, 512)
 """What a step may have, if nobody says: all experts cross once a step, so as many as fit."""
@@ -128,7 +129,7 @@ class Streaming:
         return replace(self, layers=frozenset(layers)), ""
 
     def link_rate(self, program: Program, store: WeightStore, device: torch.device) -> float:
-        """Bytes a second from pinned experts to the GPU, while nothing else runs."""
+        """Bytes a second from pinned experts to a GPU, while nothing else runs."""
         if device.type != "cuda":  # the interpreter reads main memory as it is
             return math.inf
         _, spec = next(self._experts(program))
@@ -168,15 +169,15 @@ class Sizes:
 
 def plan_streaming(
     model: Lowerable,
-    device: torch.device,
+    gpus: Gpus,
     placement: Placement,
     sizes: Sizes,
     tokens: int | None = None,
 ) -> Streaming:
-    """How a model's experts are streamed from main memory to ``device``.
+    """How a model's experts are streamed from main memory to the GPUs of their layers.
 
     Args:
-        device: in Triton's interpreter ("cpu") there is always room.
+        gpus: in Triton's interpreter there is always room.
         placement: of the model's nodes, experts on the CPU.
         tokens: budget of a step; None: as many of ``STREAM_TOKENS`` as fit.
 
@@ -186,49 +187,42 @@ def plan_streaming(
     program = sizes.lower(model, 1)
     if reason := _why_not(program):
         raise PykernelsError(f"experts cannot be streamed: {reason}", "Leave prefill at cpu")
-    if device.type != "cuda":
+    if interpreted(gpus):
         return Streaming(RINGS[0], tokens or STREAM_TOKENS[-1], model.store.nodes)
-    free, _ = torch.cuda.mem_get_info(device)
-    missing = partial(_missing, model.store, device)
-    cache = sum(part.nbytes for part in model.caches(sizes.pages).values())
-    free -= HEADROOM + cache
-    free -= _weights(placement.apply(program), placement.device, missing)
-    needed = 0
+    free = room_for_steps(model, gpus, placement, program, sizes.pages)
+    short = ""
     for ring in RINGS:
         for T in (tokens,) if tokens else STREAM_TOKENS:
             found = Streaming(ring, T, model.store.nodes)
-            needed = step_bytes(found.apply(placement.apply(sizes.lower(model, T))))
-            if needed <= free:
+            needed = _step_bytes(found, model, placement, sizes, T)
+            full = [name for name in free if needed[name] > free[name]]
+            if not full:
                 return found
+            room, need = (max(0, of[full[0]]) / 2**30 for of in (free, needed))
+            short = f"{full[0]} has {room:.1f} GiB for steps, which need {need:.1f}"
     raise PykernelsError(
-        f"experts cannot be streamed: {device} has {max(0, free) / 2**30:.1f} GiB for steps, which"
-        f" need {needed / 2**30:.1f} with two layers of experts on their way",
+        f"experts cannot be streamed: {short} with two layers of experts on their way",
         "Ask for fewer max_num_batched_tokens or kv_tokens, or leave prefill at cpu",
     )
 
 
 def streaming_bytes(
     model: Lowerable, placement: Placement, sizes: Sizes, tokens: int | None = None
-) -> int:
-    """GPU memory that streamed steps take where there is room.
+) -> dict[str, int]:
+    """Memory of each GPU that streamed steps take where there is room.
 
     Args:
         tokens: budget of a step; None: ``RESERVED`` of them.
     """
     found = Streaming(RINGS[0], tokens or RESERVED)
-    return step_bytes(found.apply(placement.apply(sizes.lower(model, found.tokens))))
+    return _step_bytes(found, model, placement, sizes, found.tokens)
 
 
-def _weights(program: Program, device: str, size: Callable[[WeightSpec], int]) -> int:
-    """Bytes of what the nodes on a device read."""
-    names = {
-        name for node in program.nodes if node.device == device for name in node.weights.values()
-    }
-    return sum(size(program.weights[name]) for name in names)
-
-
-def _missing(store: WeightStore, device: torch.device, spec: WeightSpec) -> int:
-    return 0 if store.is_made(spec, device) else gpu_bytes(spec)
+def _step_bytes(
+    streaming: Streaming, model: Lowerable, placement: Placement, sizes: Sizes, T: int
+) -> dict[str, int]:
+    parts = partition(streaming.apply(placement.apply(sizes.lower(model, T))))
+    return {name: step_bytes(part) for name, part in parts.items() if name != CPU}
 
 
 def _why_not(program: Program) -> str | None:
