@@ -66,7 +66,7 @@ BAD = [
     (["moe", "--activations", "fp8"], "fp8 are a GPU's. Add --device cuda:0"),
     (["moe", "--threads", 9998], "9998 threads .*Give --threads [0-9]+ or fewer"),
     ([*GPU, "--numa", 2], "--numa .* are the CPU's"),
-    pytest.param(GPU, "sees no CUDA GPU", marks=NO_CUDA),
+    pytest.param(GPU, "has no CUDA GPU", marks=NO_CUDA),
     (["attention", "--device", "cpu"], "attention has no kernel for cpu"),
     (["e2e", "--prefill", "gpu"], "--prefill gpu. Give auto, cpu, stream"),
     (["e2e", "--prefill", "stream"], "--prefill stream without a GPU. Add --device cuda:0"),
