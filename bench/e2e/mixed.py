@@ -215,7 +215,7 @@ class _Run:
         ]
 
     def _tokens(self, count: int) -> list[int]:
-        return self._random.integers(0, self._vocab, count).tolist()  # type: ignore[no-any-return]
+        return self._random.integers(0, self._vocab, count).tolist()
 
     def _params(self, tokens: int) -> Any:
         from runtime.engine import SamplingParams
