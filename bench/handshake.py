@@ -30,7 +30,7 @@ from pykernels.gpu.handshake import combine, copy_rows
 ENGINE = torch.float32, torch.int64, torch.float32
 """How the engine stores rows, experts and weights: as the CPU's kernels read them."""
 TIME_LIMIT_S = 20.0
-"""Of one measurement: then the watchdog answers, and the measurement is an error."""
+"""The time limit of one measurement: then the watchdog answers, and the measurement is an error."""
 
 
 @njit(nogil=True)

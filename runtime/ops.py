@@ -454,4 +454,4 @@ OPS: Mapping[str, Op] = {
 SAMPLING = tuple(_SAMPLING)
 """Inputs of ``sample_requests`` that have a number for each row of logits."""
 SAMPLING_TABLES = tuple(_SAMPLING_TABLES)
-"""Those that rows share."""
+"""The inputs that rows share."""

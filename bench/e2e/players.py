@@ -24,7 +24,7 @@ from runtime.profiling.engine_speed import EngineTimer, Load, StepTime
 from .ours import Shape, spin
 
 SECONDS = 1800.0
-"""Of transformers' process, at most."""
+"""The time limit of transformers' process."""
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def prefill(
         if llama:
             assert arch is not None
             status.update("llama.cpp …")
-            found += llama_rows(arch, given, tokens, row["threads"])
+            found += llama_rows(arch, given, tokens, ours.pool.threads)
     if plot is not None:
         from .table import draw
 

@@ -86,7 +86,8 @@ def _figures(timer: EngineTimer, tokens: int, seconds: float) -> Row:
         "link_share": round(link_s / seconds, 4),
     }
     last = step_of(runner, tokens)
-    if found.steps == 1 and isinstance(last, CudaExecutable) and last.cpu is None:
+    whole = isinstance(last, CudaExecutable) and last.cpu is None and len(last.gpus) == 1
+    if found.steps == 1 and isinstance(last, CudaExecutable) and whole:
         alone = gpu_seconds(last)
         row |= {"gpu_s": round(alone, 5), "overlap": round(overlap(seconds, link_s, alone), 4)}
     return row
@@ -125,7 +126,7 @@ def gpu_seconds(step: CudaExecutable) -> float:
     """Seconds of the launches of a step alone, on experts that crossed before: as its last run."""
     launches = step.without_copies()
     times = list[float]()
-    with torch.cuda.device(step.device):
+    with torch.cuda.device(step.memory.device):
         launches.run()
         torch.cuda.synchronize()
         launches.capture(torch.cuda.graph_pool_handle())

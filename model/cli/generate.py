@@ -96,6 +96,11 @@ def generate(
     )
     _, stats = session.write(prompt, echo)
     err().print(summary(stats, _read_roof(session, stats)), style="dim", markup=False)
+    if session.llm is not None and (cache := session.llm.expert_cache) is not None:
+        note(
+            f"{cache.hit_rate:.0%} of the experts that decode steps chose were in the GPU's slots;"
+            f" {cache.swaps} came into them"
+        )
 
 
 def _read_roof(session: Session, stats: GenerationStats) -> float | None:

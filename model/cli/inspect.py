@@ -62,7 +62,7 @@ def inspect(
     tells how it would be there, with the routed experts on the CPU unless --experts says gpu: no
     GPU is needed to ask.
     """
-    if experts != "auto" and device == "cpu":
+    if experts != "auto" and device == "cpu" and rules is None:
         raise PykernelsError(f"--experts {experts} without a GPU", "Add --device cuda:0")
     where = "cpu" if experts == "auto" else experts
     if program and gpu_experts is not None:

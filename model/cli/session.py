@@ -14,6 +14,7 @@ from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 from runtime.workers.numa import check_numa
 
+from ..lean_import import import_transformers
 from .common import err, note, prepare_threads
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ Rules = Annotated[
 Device = Annotated[
     str,
     typer.Option(
-        metavar="cpu|cuda:0", help="Where attention, dense layers and shared experts run."
+        metavar="cpu|cuda:0|cuda:0,cuda:1",
+        help="Where attention, dense layers and shared experts run; several GPUs have a part of the"
+        " layers each.",
     ),
 ]
 Dtype = Annotated[
@@ -81,8 +84,8 @@ Eager = Annotated[
     bool,
     typer.Option(
         "--eager",
-        help="Hugging Face's own forward with our experts, instead of the engine; what rules with a"
-        " GPU and --dtype use anyway.",
+        help="Hugging Face's own forward with our experts, on the CPU, instead of the engine; what"
+        " --dtype uses anyway.",
     ),
 ]
 
@@ -228,11 +231,13 @@ class Session:
         chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
         check_numa(numa)
         with status("importing torch and transformers"):
+            import_transformers()
             from transformers.utils import logging
 
             from .. import EMBEDDED, load_tokenizer
             from ..architectures.families import why_not
             from ..checkpoint.config import read_config
+            from ..opened import engine_device
             from ..pretrained import read_generation_config
             from ..rules import resolve_rules
             from ..text.generate import check_options
@@ -247,13 +252,16 @@ class Session:
         wanted = 0 if prompt is None else self._check(path, prompt)
         model_type = read_config(path).model_type
         parsed = resolve_rules(rules, model_type)
-        placed = any({*rule.devices} - {"cpu"} for rule in parsed)
-        beside_gpu = device != "cpu" or placed
-        eager = eager or placed or dtype is not None
-        if experts != "auto" and (eager or not beside_gpu):
+        device = engine_device(device, parsed, model_type)
+        beside_gpu, eager = device != "cpu", eager or dtype is not None
+        if eager and beside_gpu:
+            raise PykernelsError(
+                f"--eager and its kin on {device}", "Leave them out, or --device and rules of GPUs"
+            )
+        if experts != "auto" and not beside_gpu:
             raise PykernelsError(
                 f"--experts {experts} is for the engine with a GPU",
-                "Use --device cuda:0 without --eager and its kin",
+                "Add --device cuda:0",
             )
         if gpu_experts is not None and not beside_gpu:
             raise PykernelsError("--gpu-experts without a GPU", "Add --device cuda:0")
@@ -263,7 +271,7 @@ class Session:
             raise PykernelsError("--kv-dtype is for the engine", "Leave out --eager and its kin")
         check_prefill(prefill, device, eager)
         slots = expert_cache_of(expert_cache, device, eager)
-        if not eager and (reason := why_not(read_config(path))):
+        if not (eager or beside_gpu) and (reason := why_not(read_config(path))):
             note(f"the engine cannot run this model, so it runs eagerly: {reason}")
             eager = True
         self.llm: LLM | None = None
@@ -273,12 +281,10 @@ class Session:
             self.model = from_pretrained(
                 path,
                 rules=parsed,
-                device=device,
                 dtype=dtype,
                 threads=chosen_threads,
                 kernel=chosen_kernel,
                 numa=numa,
-                gpu_experts=gpu_experts,
             )
         else:
             from ..llm import load_engine

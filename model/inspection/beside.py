@@ -45,22 +45,22 @@ class Beside:
 
 
 def room_beside(
-    found: Sequence[Entry], cache_token_bytes: int, device: str, gpu_gib: float | None
+    found: Sequence[Entry], cache_token_bytes: int, gpus: Sequence[str], gpu_gib: float | None
 ) -> int | None:
-    """About how many bytes of a GPU are left for experts beside all else; None if nobody knows.
+    """About how many bytes of the GPUs are left for experts beside all else; None if nobody knows.
 
     Args:
         found: the model's.
-        gpu_gib: GiB of its memory; None: what is free of this machine's.
+        gpu_gib: GiB of each one's memory; None: what is free of this machine's.
     """
     if gpu_gib is not None:
-        free = int(gpu_gib * 2**30)
-    elif torch.cuda.is_available():
-        free = torch.cuda.mem_get_info(device)[0]
+        free = len(gpus) * int(gpu_gib * 2**30)
+    elif torch.cuda.device_count() >= len(gpus):
+        free = sum(torch.cuda.mem_get_info(device)[0] for device in gpus)
     else:
         return None
-    dense = sum(entry.bytes for entry in found if entry.device == device)
-    return max(0, free - HEADROOM - dense - CACHE_TOKENS * cache_token_bytes)
+    dense = sum(entry.bytes for entry in found if entry.device in gpus)
+    return max(0, free - len(gpus) * HEADROOM - dense - CACHE_TOKENS * cache_token_bytes)
 
 
 def with_experts_beside(
@@ -76,7 +76,7 @@ def with_experts_beside(
     Args:
         asked: see ``choose``.
         model: an injected meta model, of which the entries are.
-        room: bytes of each GPU that experts may take; None if that is not known.
+        room: bytes of the GPUs that experts may take; None if that is not known.
 
     Raises:
         PykernelsError: a profile or "auto" without ``room``; no experts of ours; as ``choose``.

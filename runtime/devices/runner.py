@@ -19,7 +19,8 @@ from ..node import STEP_SIZES
 from ..passes import dual_batch as in_two_lanes
 from ..passes.keep_routing import routers
 from ..passes.numa import split_over_nodes
-from ..profiling.step_bytes import weight_bytes
+from ..placement import CPU
+from ..profiling.step_bytes import expert_bytes, weight_bytes
 from ..program import Program
 from ..tracing.active import phase
 from ..weights import LayoutOf, WeightStore
@@ -145,6 +146,7 @@ class PagedRunner(ABC):
         self._executable: Executable  # of the last step
         self._running = False
         self._results: dict[int, StepResult] = {}
+        self._read_bytes: dict[int, tuple[int, int]] = {}
 
     def lowered(self, *sizes: int) -> Program:
         """The model's program of these sizes for this device."""
@@ -272,6 +274,17 @@ class PagedRunner(ABC):
     def weight_bytes(self) -> int:
         """Bytes of weights that a one-token step reads."""
         return weight_bytes(self.decode_steps[0].program)
+
+    def read_bytes(self, tokens: int) -> tuple[int, int]:
+        """Bytes of weights that the CPU reads in a decode step of so many tokens, and how many of
+        them are routed experts'; see ``weight_bytes``."""
+        found = self._read_bytes.get(tokens)
+        if found is None:
+            program = self.decode_steps[0].program
+            here = CPU if any(node.device == CPU for node in program.nodes) else None
+            found = weight_bytes(program, tokens, here), expert_bytes(program, tokens, here)
+            self._read_bytes[tokens] = found
+        return found
 
     def launch(self, batch: StepBatch) -> None:
         """Starts one forward step, which samples one token for each row of logits.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from .routing import RoutedExperts
@@ -62,11 +63,11 @@ class Completion:
     text: str
     logprobs: tuple[TokenLogprob, ...]
     prompt_logprobs: tuple[TokenLogprob, ...]
-    """Of the prompt's tokens from ``logprob_start`` on."""
+    """One for each of the prompt's tokens from ``logprob_start`` on."""
     finish_reason: FinishReason
     stats: RequestStats
     routed_experts: RoutedExperts | None = None
-    """Of the computed tokens, if ``SamplingParams.routed_experts`` asks for them."""
+    """The computed tokens' experts, if ``SamplingParams.routed_experts`` asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +97,17 @@ class EngineStats:
     computed_tokens: int = 0
     """Tokens that went through the model, those of a recomputation as well."""
     prompt_tokens: int = 0
-    """Of admitted requests."""
+    """Tokens in the prompts of admitted requests."""
     cached_tokens: int = 0
-    """Of these, tokens that were found in the cache."""
+    """The ones of these that were found in the cache."""
     new_tokens: int = 0
     preemptions: int = 0
     finished: int = 0
     failed_steps: int = 0
+    decode_seconds: float = 0.0
+    """Of steps that read no prompt."""
+    decode_steps: Counter[int] = field(default_factory=Counter)
+    """How many of those there were, by their tokens."""
     waiting: int = 0
     running: int = 0
     free_pages: int = 0

@@ -8,16 +8,21 @@ from dataclasses import replace
 import torch
 
 from pykernels.quant import PackedExperts, get_format
+from pykernels.quant.split import SplitExperts
 from pykernels.shapes import MoEShape
 
+from ..machine.nodes import ONE_NODE, MemoryNodes
 from ..weight_spec import WeightSpec
+from .sharding import slices_on
 
 
-def staged_bytes(spec: WeightSpec, count: int) -> int:
-    """Bytes of so many of a layer's experts, each section aligned."""
-    return PackedExperts.bytes_needed(
-        _shape(spec, count), get_format(spec.fmt), get_format(spec.down_fmt)
-    )
+def staged_bytes(spec: WeightSpec, count: int, nodes: MemoryNodes = ONE_NODE) -> int:
+    """Bytes of so many of a layer's experts, each section aligned; on several NUMA nodes of all
+    their slices."""
+    assert spec.moe is not None
+    fmt, down = get_format(spec.fmt), get_format(spec.down_fmt)
+    parts = slices_on(spec.moe, down, nodes)
+    return sum(SplitExperts.slice_bytes(_shape(spec, count), fmt, parts, down))
 
 
 def staged(spec: WeightSpec, count: int, memory: torch.Tensor) -> PackedExperts:

@@ -23,6 +23,7 @@ import torch
 from pykernels.errors import PykernelsError
 
 from ..experts.staged import staged_bytes
+from ..machine.nodes import ONE_NODE, MemoryNodes
 from ..program import Buffer, Node, Program
 from ..weight_spec import WeightSpec
 from .layers import moe_layers, rebuilt, refuse_deferred, refuse_streamed
@@ -49,6 +50,7 @@ def stream_weights(
     room: Callable[[WeightSpec], int],
     ring: Ring | None = None,
     layers: Collection[int] | None = None,
+    nodes: MemoryNodes = ONE_NODE,
 ) -> Program:
     """The program with routed experts computed from streamed weights, each layer's on the device of
     its router.
@@ -56,6 +58,7 @@ def stream_weights(
     Args:
         room: bytes of a layer's experts in the device's own layout.
         layers: whose experts are streamed; None: those of all.
+        nodes: on each of them lies a slice of the experts.
 
     Raises:
         PykernelsError: no routed experts, deferred ones, or streamed already; a layer whose experts
@@ -83,12 +86,12 @@ def stream_weights(
     buffers: dict[str, Buffer] = {}
     for device, own in devices.items():
         label = "experts" if len(devices) == 1 else f"experts.{device}"
-        stream = _Stream(program, own, device, ring or Ring(), label)
+        stream = _Stream(program, own, device, ring or Ring(), label, nodes)
         ahead += stream.ahead
         streams |= stream.nodes()
         buffers |= stream.buffers(room)
-    nodes = [*ahead, *(new for node in program.nodes for new in streams.get(node.name, [node]))]
-    return rebuilt(program, nodes, buffers)
+    every = [*ahead, *(new for node in program.nodes for new in streams.get(node.name, [node]))]
+    return rebuilt(program, every, buffers)
 
 
 def _router(program: Program, node: Node) -> Node:
@@ -105,10 +108,6 @@ class _Load:
     number: int
     node: Node
 
-    @property
-    def nbytes(self) -> int:
-        return staged_bytes(self.spec, self.node.attr("count"))
-
 
 class _Stream:
     """The experts that cross to one device.
@@ -119,9 +118,15 @@ class _Stream:
     """
 
     def __init__(
-        self, program: Program, layers: list[Node], device: str, ring: Ring, label: str
+        self,
+        program: Program,
+        layers: list[Node],
+        device: str,
+        ring: Ring,
+        label: str,
+        nodes: MemoryNodes,
     ) -> None:
-        self._layers, self._device, self._ring = layers, device, ring
+        self._layers, self._device, self._ring, self._nodes = layers, device, ring, nodes
         self._label, self._here = label, f"{label}.here"
         self._specs = {node.name: program.weight(node, "experts") for node in layers}
         self._loads: list[_Load] = []
@@ -149,7 +154,9 @@ class _Stream:
 
     def buffers(self, room: Callable[[WeightSpec], int]) -> dict[str, Buffer]:
         """The ring's, each as large as the largest piece, and that of a whole layer."""
-        largest = max(load.nbytes for load in self._loads)
+        largest = max(
+            staged_bytes(load.spec, load.node.attr("count"), self._nodes) for load in self._loads
+        )
         sizes = {load.node.outputs["out"]: largest for load in self._loads}
         sizes[self._here] = max(map(room, self._specs.values()))
         return {name: Buffer(name, (nbytes,), torch.uint8) for name, nbytes in sizes.items()}

@@ -26,13 +26,14 @@ from runtime.engine import Engine, SamplingParams
 from runtime.experts.cache import CachePolicy
 from runtime.matrix import packer
 from runtime.passes import defer
+from runtime.placement import Placement
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
 from ..model.checks import logprob_error
 
 BF16 = 0.06
-"""Of the norm of a token's logprobs: activations are bfloat16."""
+"""A share of the norm of a token's logprobs: activations are bfloat16."""
 
 
 class Only:
@@ -108,7 +109,7 @@ def test_some_experts_of_a_layer_beside_those_of_the_cpu(
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
             program = decoder.lower(1, 1, 1, 1, 1)
-            beside = experts_beside(1, program, "cuda:0", 1 << 30)
+            beside = experts_beside(1, program, Placement("cuda:0"), {"cuda:0": 1 << 30})
             assert beside == {0: (0,), 1: (0,)}
             beside = {0: (2, 5), 1: (1,)}
             runner = CudaRunner(
@@ -198,7 +199,7 @@ def test_rules_keep_weights_beside_the_gpu(tmp_path: Path, device: torch.device)
         for each in (rules, None):
             with open_weights(tmp_path, config, each, device="cuda:0") as weights:
                 decoder = weights.readable(packer(pool), lambda *_: None)
-            own_experts = {"experts": "gpu", "placed": weights.placed}
+            own_experts = {"experts": "gpu", "placed": weights.placed.weights}
             runner = CudaRunner(decoder, where, pool, 64, None, 4, 2, "generic", **own_experts)
             devices = {node.name: node.device for node in runner.lowered(4, 2, 2, 1, 1).nodes}
             on_cpu = {name for name, at in devices.items() if at == "cpu"} - {"sample"}
@@ -209,9 +210,7 @@ def test_rules_keep_weights_beside_the_gpu(tmp_path: Path, device: torch.device)
     assert found[0] == found[1]
     match = {"name": r"layers\.0\.self_attn$"}
     rules = [{"match": match, "replace": {"device": "cpu"}}, *default_rules("qwen2_moe")]
-    with pytest.raises(
-        PykernelsError, match="places model.layers.0.self_attn.* on cpu; the engine"
-    ):
+    with pytest.raises(PykernelsError, match="places attention of layer 0 on cpu; the engine"):
         with open_weights(tmp_path, config, rules, device="cuda:0"):
             pass
 

@@ -14,6 +14,8 @@ from model.inspection.examine import examine
 from model.inspection.report import layers
 from model.llm import meta_decoder
 from model.pinning.profile import Profile, write
+from pykernels.errors import PykernelsError
+from runtime.placement import deal
 from runtime.profiling.step_bytes import weight_bytes
 
 from .checks import Checkpoints
@@ -64,6 +66,17 @@ def test_layers_that_are_alike_are_one(checkpoint: Checkpoints) -> None:
     by_rule = examine("deepseek-v3", rules="2-gpus")
     runs = [(first, last) for first, last, _ in layers(by_rule.entries) if first >= 0]
     assert runs == [(0, 2), (3, 30), (31, 60)]
+    assert {entry.device for entry in by_rule.entries if entry.routed} == {"cpu"}
+    assert by_rule.entries[-1].device == "cuda:1"
+
+
+def test_layers_are_dealt_over_gpus_by_size() -> None:
+    found = examine("deepseek-v3", device="cuda:0,cuda:1,cuda:2", experts="gpu")
+    sizes = [nbytes for _, nbytes in found.devices.values()]
+    assert list(found.devices) == ["cuda:0", "cuda:1", "cuda:2"]
+    assert max(sizes) - min(sizes) < 2 * max(entry.bytes for entry in found.entries)
+    with pytest.raises(PykernelsError, match="1 layers for 2 GPUs"):
+        deal([5], [9, 9])
 
 
 def test_formats_of_headers_of_a_config_and_of_rules(

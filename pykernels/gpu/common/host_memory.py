@@ -29,11 +29,11 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def register(address: int, nbytes: int) -> str | None:
-    """Pins memory for all GPUs of this process, whose context is this thread's; mapped read-only it
-    stays so.
+    """Pins memory for all GPUs of this process, one of whose contexts is this thread's; memory that
+    is mapped read-only stays so. It may be registered more than once.
 
     Returns:
-        None if it is pinned now, by whomever; else why it is not.
+        None if it is pinned now, else why it is not.
     """
     library = _driver()
     if library is None:
@@ -44,15 +44,16 @@ def register(address: int, nbytes: int) -> str | None:
     error = 0
     for flags in (_PORTABLE, _PORTABLE | _READ_ONLY):
         error = library.cuMemHostRegister_v2(address, nbytes, flags)
-        if error in (0, _ALREADY):
-            if not error:
-                _users[address] = 1
+        if not error:
+            _users[address] = 1
             return None
-        if error == _OUT_OF_MEMORY:
+        if error in (_OUT_OF_MEMORY, _ALREADY):
             break
     gib = f"{nbytes / 2**30:.1f} GiB"
     if error == _OUT_OF_MEMORY:
         return f"the system refuses to pin {gib} more"
+    if error == _ALREADY:
+        return f"a page of {gib} is pinned already, with other memory"
     return f"the driver refuses to pin {gib} (CUDA error {error})"
 
 

@@ -112,7 +112,8 @@ class Memory:
 
     def __post_init__(self) -> None:
         kinds = dtypes(self.program)
-        self._layout_of = layouts(self.program, self.device, kinds)
+        gpus = {node.device: self.device for node in self.program.nodes}
+        self._layout_of = layouts(self.program, gpus, kinds)
         own = {name: dtype for name, dtype in kinds.items() if name not in self.outputs}
         plan = planned(self.program, own)
         block = self.arena.take(plan.nbytes)

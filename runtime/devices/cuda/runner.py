@@ -13,7 +13,6 @@ from types import MappingProxyType
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu.common.launch import supports
 from pykernels.gpu.common.stream_memory import supports as why_no_flags
 from pykernels.ref.sampling import Sampled
 
@@ -29,11 +28,12 @@ from ...program import Program
 from ...weights import LayoutOf
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
+from ..gpus import Gpus, check_device, free_bytes, gpus_of, interpreted, several_refused
 from ..runner import Executable, Lowerable, PagedRunner, Pass
 from ..slots import Slots
 from .capacity import HEADROOM, step_tokens
 from .deferral import measured_deferral
-from .executable import CudaExecutable
+from .executable import CudaExecutable, GpuMemory
 from .handshake import PinnedSlots
 from .inputs import NEVER, PIECE, Bucket, StepInputs
 from .memory import Arena, dtypes
@@ -63,7 +63,8 @@ class CudaRunner(PagedRunner):
     """See ``engine.batch.Runner``.
 
     Args:
-        device: "cuda:N"; "cpu" in Triton's interpreter.
+        device: "cuda:N", or several of them, "cuda:0,cuda:1", which have the layers in this order;
+            "cpu" in Triton's interpreter (``gpus_of``).
         pool: runs what is on the CPU: experts.
         max_num_batched_tokens: None: as ``capacity.STEP_TOKENS`` says.
         experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
@@ -72,12 +73,15 @@ class CudaRunner(PagedRunner):
             experts are on the CPU.
         placed: weights that rules place on another device, by name.
         gpu_experts: by layer, experts that are on the GPU besides, where the others are not.
+        by_layer: GPUs of the layers that are not on the first one; None: they are dealt by size.
         slots: by layer, slots of the GPU for experts that change from step to step; ``policy``: by
             which they do.
         prefill: where the experts on the CPU are computed in steps with chunks of prompts: "cpu";
             "stream": on the GPU, to which they cross; "auto": as is faster for so many tokens.
 
     Attributes:
+        gpus: by their names in programs.
+        device: the last GPU, which samples.
         deferred: experts of a token that ``auto_defer`` found.
         streaming: how experts of prompts are streamed; None: they are not.
         rates: by which "auto" chooses, once programs are made; ``link_bytes_per_s``: from pinned
@@ -109,16 +113,20 @@ class CudaRunner(PagedRunner):
         dual_batch: bool | str = False,
         placed: Mapping[str, str] = MappingProxyType({}),
         gpu_experts: Mapping[int, Sequence[int]] | None = None,
+        by_layer: Mapping[int, str] | None = None,
         prefill: str = "auto",
         slots: Mapping[int, int] | None = None,
         policy: CachePolicy | None = None,
     ) -> None:
         check_device(device)
-        self.device = torch.device(device)
+        self.gpus = gpus_of(device)
+        self.device = list(self.gpus.values())[-1]
         pages = num_pages or 2 * -(-max_model_len // PAGE)
-        placement = place_on(device, model, pages, experts, placed)
+        placement = place_on(self.gpus, model, pages, experts, placed, by_layer)
         self.placement = replace(placement, cached=gpu_experts or {}, slots=slots or {})
         self._policy = policy or CachePolicy()
+        if slots and len(self.gpus) > 1:
+            raise PykernelsError(*several_refused("an expert cache"))
         on_cpu = self.placement.experts == CPU
         if dual_batch is True and not on_cpu:
             raise PykernelsError(
@@ -126,10 +134,11 @@ class CudaRunner(PagedRunner):
                 " lane could run",
                 "Keep the experts on the CPU (experts cpu), or leave dual_batch off",
             )
-        if self._real and on_cpu and (reason := why_no_flags()):
+        crosses = on_cpu or len(self.gpus) > 1
+        if self._real and crosses and (reason := why_no_flags()):
             raise PykernelsError(
-                f"{device} cannot wait for experts on the CPU: {reason}",
-                "Update the NVIDIA driver, or keep the experts on the GPU (experts gpu)",
+                f"{device} cannot wait for another device: {reason}",
+                "Update the NVIDIA driver, or keep all on one GPU (experts gpu)",
             )
         tokens = max_num_batched_tokens
         sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
@@ -139,7 +148,7 @@ class CudaRunner(PagedRunner):
         if tokens is None and self.streaming is not None:
             tokens = self.streaming.tokens
         if tokens is None:
-            tokens = step_tokens(model, self.device, self.placement, *sizes)
+            tokens = step_tokens(model, self.gpus, self.placement, *sizes)
         super().__init__(
             model,
             max_model_len,
@@ -157,17 +166,17 @@ class CudaRunner(PagedRunner):
         self._inputs: StepInputs | None = None
         self._sampled: StepOutputs | None = None
         self._host_inputs: Mapping[str, torch.Tensor] = {}
-        self._arena = Arena(self.device)
+        self._arenas = {name: Arena(device) for name, device in self.gpus.items()}
         self._slots = PinnedSlots(self._real)
         self.pinned = Pinned()
         self._pool_handle = torch.cuda.graph_pool_handle() if self._real else None
 
     @property
     def _real(self) -> bool:
-        return self.device.type == "cuda"
+        return not interpreted(self.gpus)
 
     def lowered(self, *sizes: int) -> Program:
-        """The model's program: routed experts on the CPU or the GPU, all else on the GPU."""
+        """The model's program: routed experts on the CPU or a GPU, all else on GPUs."""
         program = self.placement.apply(super().lowered(*sizes))
         return keep_routing(program) if self.placement.slots else program
 
@@ -200,7 +209,7 @@ class CudaRunner(PagedRunner):
         if self.prefill == "auto" and not self._real:  # no link whose rate there is to measure
             return None
         try:
-            return plan_streaming(model, self.device, self.placement, sizes, tokens)
+            return plan_streaming(model, self.gpus, self.placement, sizes, tokens)
         except PykernelsError as error:
             if self.prefill == "stream":
                 raise
@@ -208,7 +217,7 @@ class CudaRunner(PagedRunner):
             return None
 
     def layouts(self, program: Program) -> LayoutOf:
-        return layouts(program, self.device, dtypes(program))
+        return layouts(program, self.gpus, dtypes(program))
 
     def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
         """Those whose experts are streamed are for more tokens than those of the CPU."""
@@ -217,13 +226,18 @@ class CudaRunner(PagedRunner):
         if self.streaming is None:
             return super().prompt_steps(inputs)
         program = self.lowered(1, 1, 1, 1, 1)
-        self.link_bytes_per_s = self.streaming.link_rate(program, self.weights, self.device)
+        # One GPU waits for the other: what crosses to both takes as long as to one of them.
+        rate = partial(self.streaming.link_rate, program, self.weights)
+        self.link_bytes_per_s = min(map(rate, self.gpus.values()))
         most, turn = self.max_num_batched_tokens, 0
         if self.prefill == "auto":
             self.rates = self._measured(inputs, self.streaming.nbytes(program))
             turn = turning_point(self.rates, most)
         large = {*(T for T in STREAM_BUCKETS if turn < T < most), *((most,) if turn < most else ())}
-        small = {*(T for T in HOST_BUCKETS if T < turn), *((turn,) if turn else ())}
+        small = {
+            *(T for T in (*HOST_BUCKETS, *STREAM_BUCKETS) if T < turn),
+            *((turn,) if turn else ()),
+        }
         passes = (self.streaming.apply,)
         streamed = self._bind_all(sorted(large), inputs, passes, self.make_step)
         return [*self._bind_all(sorted(small), inputs, (), self.make_step), *streamed]
@@ -240,7 +254,7 @@ class CudaRunner(PagedRunner):
         layers = found.layers or ()
         warnings.warn(
             f"experts of {len(layers)} of {len(moe_layers(program))} layers are streamed to"
-            f" {self.device} in prompts, the others computed by the CPU: {reason}",
+            f" {', '.join(self.gpus)} in prompts, the others computed by the CPU: {reason}",
             stacklevel=2,
         )
         return found if layers else None
@@ -251,9 +265,19 @@ class CudaRunner(PagedRunner):
         Args:
             nbytes: of the experts that would cross.
         """
+        most = min(self.max_num_batched_tokens, self.max_model_len)
         few, many = (
-            (T, step_seconds(self._step(T, inputs, (), self.make_step), inputs, self.sizes, T))
-            for T in (min(T, self.max_num_batched_tokens) for T in MEASURED)
+            (
+                T,
+                step_seconds(
+                    self._step(T, inputs, (), self.make_step),
+                    inputs,
+                    self.sizes,
+                    T,
+                    self.vocab_size,
+                ),
+            )
+            for T in (min(T, most) for T in MEASURED)
         )
         return Rates.measured(nbytes, self.link_bytes_per_s, few, many)
 
@@ -288,7 +312,8 @@ class CudaRunner(PagedRunner):
                 yield
         except torch.AcceleratorError as error:  # no later call on this device works either
             raise DeviceLost(
-                f"{self.device} failed: {str(error).splitlines()[0]}", "Load the model again"
+                f"{', '.join(self.gpus)} failed: {str(error).splitlines()[0]}",
+                "Load the model again",
             ) from error
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
@@ -305,11 +330,11 @@ class CudaRunner(PagedRunner):
         try:
             return self._bound(program, inputs, decode)
         except torch.OutOfMemoryError as error:
-            free, total = torch.cuda.mem_get_info(self.device)
+            free = ", ".join(f"{n >> 20} MiB of {gpu}" for gpu, n in free_bytes(self.gpus).items())
             raise PykernelsError(
-                f"{self.device} has too little memory: {free >> 20} of {total >> 20} MiB are free,"
-                f" the weights on it, a KV cache of {self.num_pages * self.page_size} tokens"
-                f" and steps of {self.max_num_batched_tokens} need more",
+                f"too little GPU memory: {free} are free, the weights there, a KV cache of"
+                f" {self.num_pages * self.page_size} tokens and steps of"
+                f" {self.max_num_batched_tokens} need more",
                 "Keep the experts on the CPU (experts cpu), or ask for fewer kv_tokens or"
                 " max_num_batched_tokens",
             ) from error
@@ -324,21 +349,21 @@ class CudaRunner(PagedRunner):
             # E4M3 becomes rows of bfloat16 before a prefill: once a sequence, not once a piece.
             coded = any(part.dtype == torch.float8_e4m3fn for part in self.caches.values())
             piece = None if coded or expansion(program) is not None else PIECE
-            self._inputs = StepInputs(inputs, self._sampling, self.device, piece)
+            self._inputs = StepInputs(inputs, self._sampling, self.gpus, piece)
             self._host_inputs = dict(inputs)
         T, R, expand_from = program.sizes["T"], program.sizes["R"], expansion(program)
         bucket = self._inputs.bucket(T, R, decode, expand_from, has_lanes(program))
         executable = CudaExecutable(
             program,
             self.weights,
-            self.device,
+            {
+                name: GpuMemory(device, *bucket.on[name], self._arenas[name])
+                for name, device in self.gpus.items()
+            },
             self.pool,
             self.kernel,
-            bucket.tensors,
             self._host_inputs,
             self.caches,
-            bucket.sequences,
-            self._arena,
             self.sizes,
             self._slots,
             self._results_of(program),
@@ -369,18 +394,23 @@ class CudaRunner(PagedRunner):
         self.sizes[:] = 0
         before, executable.before = executable.before, bucket.pretend
         executable.run()
-        with torch.cuda.device(self.device):
-            if captured:
-                assert self._pool_handle is not None
-                executable.capture(self._pool_handle)
+        if captured:
+            assert self._pool_handle is not None
+            executable.capture(self._pool_handle)
         executable.before = before
 
     def _allocate_caches(self, program: Program) -> None:
+        where = {
+            name: self.gpus[n.device]
+            for n in program.nodes
+            for name in n.reads
+            if n.device in self.gpus
+        }
         for name, part in self.model.caches(self.num_pages).items():
-            self.caches[name] = torch.zeros(part.shape, dtype=part.dtype, device=self.device)
+            self.caches[name] = torch.zeros(part.shape, dtype=part.dtype, device=where[name])
         for name, table in slot_tables(program).items():
             if name not in self.caches:
-                self.caches[name] = table.to(self.device)
+                self.caches[name] = table.to(where[name])
         part_latents(program, self.caches)
 
 
@@ -410,45 +440,16 @@ def has_lanes(program: Program) -> bool:
 
 
 def place_on(
-    device: str,
+    gpus: Gpus,
     model: Lowerable,
     num_pages: int,
     experts: str,
     placed: Mapping[str, str] = MappingProxyType({}),
+    by_layer: Mapping[int, str] | None = None,
 ) -> Placement:
     """Where a model's nodes run beside a cache of so many pages: unless they fit, routed experts on
-    the CPU, all else on the GPU.
-
-    Args:
-        device: "cuda:N"; "cpu" in Triton's interpreter.
-        experts, placed: see ``placement.place``.
-    """
-    cache = sum(part.nbytes for part in model.caches(num_pages).values())
+    the CPU, all else on GPUs. The other arguments: see ``placement.place``."""
+    caches = {name: part.nbytes for name, part in model.caches(num_pages).items()}
+    free = {name: n - HEADROOM for name, n in free_bytes(gpus).items()}
     program = model.lower(1, 1, 1, 1, 1)
-    if torch.device(device).type != "cuda":
-        return place(program, "cuda:interpreted", experts, 1 << 62, gpu_bytes, placed)
-    free, _ = torch.cuda.mem_get_info(device)
-    name = str(torch.device(device))
-    return place(program, name, experts, free - cache - HEADROOM, gpu_bytes, placed)
-
-
-def check_device(name: str) -> None:
-    """Raises PykernelsError if there is no such GPU, or it runs no kernel of ours."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise PykernelsError(
-            f"no device {name!r}", "Use cpu, or cuda:0 for the first GPU"
-        ) from None
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise PykernelsError(
-                f"no {device}: torch finds no CUDA GPU",
-                "Use --device cpu, or install a driver and torch's CUDA build",
-            )
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise PykernelsError(
-                f"no {device}: there are {torch.cuda.device_count()} GPUs", "Give a lower number"
-            )
-    if reason := supports(device):
-        raise PykernelsError(f"no GPU kernel runs on {device}: {reason}", "Use --device cpu")
+    return place(program, experts, free, gpu_bytes, placed, caches, by_layer)

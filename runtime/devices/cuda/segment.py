@@ -3,6 +3,8 @@ two."""
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +16,28 @@ from ...analysis import on_streams
 from ...ops import COPIES, OPS
 from ...program import Program
 from .launches.dense import Launch
+
+_INTERPRETER = threading.Lock()
+
+
+def in_turn(launch: Launch, device: torch.device) -> Launch:
+    """The launch, which in Triton's interpreter waits for those of other threads: it runs one
+    kernel at a time."""
+    if device.type == "cuda":
+        return launch
+
+    def alone() -> None:
+        with _INTERPRETER:
+            launch()
+
+    return alone
+
+
+@functools.cache
+def _capturing(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which a GPU's launches are captured: one, since graphs share memory only within
+    a stream. torch's own belongs to the GPU that captured first."""
+    return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True)
@@ -78,7 +102,7 @@ class Segment:
         if self.device.type != "cuda" or not self.launches:
             return
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, stream=_capturing(self.device)):
             self._launch()
         self._graph = graph
 

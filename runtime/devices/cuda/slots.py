@@ -18,6 +18,7 @@ from pykernels.gpu.moe.from_tiles import ExpertTiles, copy_expert, unpack_tiles
 from pykernels.quant import PackedExperts
 from pykernels.quant.split import SplitExperts
 
+from ...engine.batch import DeviceLost
 from ...experts.cache import CachePolicy, Move
 from ...machine.pinned import Pinned
 from ...program import Program
@@ -66,13 +67,15 @@ def on_gpu(
         tiles = store.get(spec.whole, cpu.HERE, cpu.packed)
         layers.append(SlotLayer(spec, tiles, store.get(spec, device, experts)))
     real = device.type == "cuda"
+    filler = SlotFiller(layers, device)
     if real:
         with torch.cuda.device(device):
             arenas = [part.arena for layer in layers for part in layer.tiles.slices]
             reason = next(filter(None, map(pinned.add, arenas)), None)
+            filler.warm()
         if reason:
             warnings.warn(f"experts come into slots slower than they could: {reason}", stacklevel=2)
-    slots = Slots(program, policy, SlotFiller(layers, device), real)
+    slots = Slots(program, policy, filler, real)
     return slots, slots.table.to(device, copy=True)
 
 
@@ -93,7 +96,7 @@ class SlotFiller:
     where the tiles are not pinned; in Triton's interpreter between the steps.
 
     Raises:
-        RuntimeError: in ``finished``: what a copy has failed with.
+        DeviceLost: in ``finished``: a copy has failed, so nobody knows what is in the slots.
     """
 
     def __init__(self, layers: Sequence[SlotLayer], device: torch.device) -> None:
@@ -104,6 +107,14 @@ class SlotFiller:
         needed = max((_bytes(layer) for layer in layers), default=0)
         self._staging = torch.empty(needed, dtype=torch.uint8, device=device)
         self._thread: threading.Thread | None = None
+
+    def warm(self) -> None:
+        """Compiles what filling takes: experts come into slots that no table names yet."""
+        kinds = {
+            (layer.spec.fmt, layer.spec.down_fmt, layer.spec.shape): i
+            for i, layer in enumerate(self._layers)
+        }
+        self._fill([Move(i, 0, 0) for i in kinds.values()])
 
     def begin(self, moves: Sequence[Move]) -> None:
         self._queue.put(list(moves))
@@ -116,7 +127,11 @@ class SlotFiller:
             while not self._queue.empty():
                 self._take(self._queue.get())
         if self._error is not None:
-            raise self._error
+            why = (str(self._error) or type(self._error).__name__).splitlines()[0]
+            raise DeviceLost(
+                f"no expert can be brought to {self._device}: {why}",
+                "Load the model without expert_cache",
+            ) from self._error
         done = []
         while self._done:
             done.append(self._done.popleft())

@@ -5,31 +5,34 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 
 import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.gpu.moe.from_tiles import supports
-from pykernels.quant import PackedExperts, get_format
+from pykernels.quant import get_format
+from pykernels.quant.split import Experts
 
 from ...kv_cache.layout import PAGE
+from ...machine.nodes import ONE_NODE, MemoryNodes
 from ...machine.pinned import Pinned
 from ...node import Node
+from ...partition import partition
 from ...passes.layers import moe_layers
 from ...passes.stream_weights import PIECES, Ring, stream_weights
-from ...placement import Placement
+from ...placement import CPU, Placement
 from ...program import Program
 from ...weight_spec import WeightSpec
 from ...weights import WeightStore
 from ..cpu import weights as cpu
+from ..gpus import Gpus, interpreted
 from ..runner import Executable, Lowerable
-from .capacity import HEADROOM, step_bytes
+from .capacity import room_for_steps, step_bytes
 from .launches.streamed import resident_bytes
-from .weights import expert_format, gpu_bytes
+from .weights import expert_format
 
 STREAM_TOKENS = (8192, 4096, 2048, 1024, 512)
 """What a step may have, if nobody says: all experts cross once a step, so as many as fit."""
@@ -42,7 +45,11 @@ RINGS = (Ring(PIECES, PIECES + 1), Ring(PIECES, 2))
 MEASURED = 64, 256
 """Tokens of the two steps that say what the CPU takes."""
 _LINK_BYTES = 64 << 20
-_ROUNDS = 4
+_ROUNDS = 3
+_BY_TOKEN = ("tokens", "positions", "slot_mapping", "sequences")
+_BY_SEQUENCE = {"query_starts": False, "page_rows": False, "query_lengths": True, "lengths": True}
+"""Whether it is the number of tokens."""
+_CHANGED = (*_BY_TOKEN, *_BY_SEQUENCE, "page_table")
 
 
 @dataclass(frozen=True)
@@ -88,16 +95,18 @@ class Streaming:
 
     Attributes:
         tokens: budget of a step.
+        nodes: that have a slice of the experts each.
         layers: whose experts are; None: all.
     """
 
     ring: Ring
     tokens: int
+    nodes: MemoryNodes = ONE_NODE
     layers: frozenset[int] | None = None
 
     def apply(self, program: Program) -> Program:
         """The program with its experts streamed."""
-        return stream_weights(program, resident_bytes, self.ring, self.layers)
+        return stream_weights(program, resident_bytes, self.ring, self.layers, self.nodes)
 
     def nbytes(self, program: Program) -> int:
         """Bytes that cross in a step of such a program."""
@@ -111,19 +120,21 @@ class Streaming:
         """
         layers = set[int]()
         for node, spec in self._experts(program):
-            packed = store.get(spec, cpu.HERE, cpu.packed)
-            assert isinstance(packed, PackedExperts) and node.layer is not None
-            if reason := pinned.add(packed.arena):
-                return replace(self, layers=frozenset(layers)), reason
+            held: Experts = store.get(spec, cpu.HERE, cpu.packed)
+            for part in held.slices:
+                if reason := pinned.add(part.arena):
+                    return replace(self, layers=frozenset(layers)), reason
+            assert node.layer is not None
             layers.add(node.layer)
         return replace(self, layers=frozenset(layers)), ""
 
     def link_rate(self, program: Program, store: WeightStore, device: torch.device) -> float:
-        """Bytes a second from pinned experts to the GPU, while nothing else runs."""
+        """Bytes a second from pinned experts to a GPU, while nothing else runs."""
         if device.type != "cuda":  # the interpreter reads main memory as it is
             return math.inf
         _, spec = next(self._experts(program))
-        source = store.get(spec, cpu.HERE, cpu.packed).arena[:_LINK_BYTES]
+        held: Experts = store.get(spec, cpu.HERE, cpu.packed)
+        source = held.slices[0].arena[:_LINK_BYTES]
         target = torch.empty(source.shape, dtype=torch.uint8, device=device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.device(device):
@@ -158,15 +169,15 @@ class Sizes:
 
 def plan_streaming(
     model: Lowerable,
-    device: torch.device,
+    gpus: Gpus,
     placement: Placement,
     sizes: Sizes,
     tokens: int | None = None,
 ) -> Streaming:
-    """How a model's experts are streamed from main memory to ``device``.
+    """How a model's experts are streamed from main memory to the GPUs of their layers.
 
     Args:
-        device: in Triton's interpreter ("cpu") there is always room.
+        gpus: in Triton's interpreter there is always room.
         placement: of the model's nodes, experts on the CPU.
         tokens: budget of a step; None: as many of ``STREAM_TOKENS`` as fit.
 
@@ -174,70 +185,65 @@ def plan_streaming(
         PykernelsError: experts that cannot be streamed, and why.
     """
     program = sizes.lower(model, 1)
-    if reason := _why_not(program, model.store):
+    if reason := _why_not(program):
         raise PykernelsError(f"experts cannot be streamed: {reason}", "Leave prefill at cpu")
-    if device.type != "cuda":
-        return Streaming(RINGS[0], tokens or STREAM_TOKENS[-1])
-    free, _ = torch.cuda.mem_get_info(device)
-    missing = partial(_missing, model.store, device)
-    cache = sum(part.nbytes for part in model.caches(sizes.pages).values())
-    free -= HEADROOM + cache
-    free -= _weights(placement.apply(program), placement.device, missing)
-    needed = 0
+    if interpreted(gpus):
+        return Streaming(RINGS[0], tokens or STREAM_TOKENS[-1], model.store.nodes)
+    free = room_for_steps(model, gpus, placement, program, sizes.pages)
+    short = ""
     for ring in RINGS:
         for T in (tokens,) if tokens else STREAM_TOKENS:
-            found = Streaming(ring, T)
-            needed = step_bytes(found.apply(placement.apply(sizes.lower(model, T))))
-            if needed <= free:
+            found = Streaming(ring, T, model.store.nodes)
+            needed = _step_bytes(found, model, placement, sizes, T)
+            full = [name for name in free if needed[name] > free[name]]
+            if not full:
                 return found
+            room, need = (max(0, of[full[0]]) / 2**30 for of in (free, needed))
+            short = f"{full[0]} has {room:.1f} GiB for steps, which need {need:.1f}"
     raise PykernelsError(
-        f"experts cannot be streamed: {device} has {max(0, free) / 2**30:.1f} GiB for steps, which"
-        f" need {needed / 2**30:.1f} with two layers of experts on their way",
+        f"experts cannot be streamed: {short} with two layers of experts on their way",
         "Ask for fewer max_num_batched_tokens or kv_tokens, or leave prefill at cpu",
     )
 
 
 def streaming_bytes(
     model: Lowerable, placement: Placement, sizes: Sizes, tokens: int | None = None
-) -> int:
-    """GPU memory that streamed steps take where there is room.
+) -> dict[str, int]:
+    """Memory of each GPU that streamed steps take where there is room.
 
     Args:
         tokens: budget of a step; None: ``RESERVED`` of them.
     """
     found = Streaming(RINGS[0], tokens or RESERVED)
-    return step_bytes(found.apply(placement.apply(sizes.lower(model, found.tokens))))
+    return _step_bytes(found, model, placement, sizes, found.tokens)
 
 
-def _weights(program: Program, device: str, size: Callable[[WeightSpec], int]) -> int:
-    """Bytes of what the nodes on a device read."""
-    names = {
-        name for node in program.nodes if node.device == device for name in node.weights.values()
-    }
-    return sum(size(program.weights[name]) for name in names)
+def _step_bytes(
+    streaming: Streaming, model: Lowerable, placement: Placement, sizes: Sizes, T: int
+) -> dict[str, int]:
+    parts = partition(streaming.apply(placement.apply(sizes.lower(model, T))))
+    return {name: step_bytes(part) for name, part in parts.items() if name != CPU}
 
 
-def _missing(store: WeightStore, device: torch.device, spec: WeightSpec) -> int:
-    return 0 if store.is_made(spec, device) else gpu_bytes(spec)
-
-
-def _why_not(program: Program, store: WeightStore) -> str | None:
+def _why_not(program: Program) -> str | None:
     """Why a model's experts cannot cross, as a clause."""
-    if len(store.nodes) > 1:
-        return "they lie in slices on several NUMA nodes (numa off keeps them whole)"
     for layer in moe_layers(program):
         node = layer.experts
         spec = program.weight(node, "experts")
         if (activations := node.attr("activations")) != "bf16":
             return f"{node.name} has {activations} activations, which no kernel of the GPU takes"
-        formats = get_format(spec.fmt), get_format(spec.down_fmt)
-        if reason := supports(*formats, *spec.shape[1:], expert_format(spec)):
+        fmt, down, (_, H, I) = get_format(spec.fmt), get_format(spec.down_fmt), spec.shape  # noqa: E741
+        if reason := supports(fmt, down, H, I, expert_format(spec)):
             return reason
     return None
 
 
 def step_seconds(
-    step: Executable, arrays: Mapping[str, torch.Tensor], sizes: torch.Tensor, tokens: int
+    step: Executable,
+    arrays: Mapping[str, torch.Tensor],
+    sizes: torch.Tensor,
+    tokens: int,
+    vocabulary: int,
 ) -> float:
     """Seconds of a step of one prompt of random tokens, the median of a few.
 
@@ -246,18 +252,15 @@ def step_seconds(
     Args:
         arrays: inputs of the step, which are as before when it returns; ``sizes``: of it.
     """
-    before = {name: array.clone() for name, array in arrays.items()}
+    before = {name: arrays[name].clone() for name in _CHANGED}
     at = torch.arange(tokens, dtype=torch.int64, device="cpu")
     pages = -(-tokens // PAGE)
-    arrays["tokens"][:tokens] = torch.randint(0, 1 << 7, (tokens,), dtype=torch.int64, device="cpu")
-    arrays["positions"][:tokens] = at
-    arrays["slot_mapping"][:tokens] = at
+    random = torch.randint(0, vocabulary, (tokens,), dtype=torch.int64, device="cpu")
+    for name, values in zip(_BY_TOKEN, (random, at, at, torch.zeros_like(at)), strict=True):
+        arrays[name][:tokens] = values
+    for name, counts in _BY_SEQUENCE.items():
+        arrays[name][0] = tokens if counts else 0
     arrays["page_table"][0, :pages] = at[:pages]
-    for name, value in (("query_starts", 0), ("page_rows", 0)):
-        arrays[name][0] = value
-    for name in ("query_lengths", "lengths"):
-        arrays[name][0] = tokens
-    arrays["sequences"][:tokens] = 0
     sizes[0], sizes[1], sizes[2] = tokens, 1, 0
     times = list[float]()
     for _ in range(1 + _ROUNDS):

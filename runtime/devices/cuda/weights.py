@@ -31,11 +31,14 @@ DEQUANTIZED = 1 << 26
 """Numbers that are dequantized at a time, about."""
 
 
-def layouts(program: Program, device: torch.device, dtypes: Mapping[str, torch.dtype]) -> LayoutOf:
-    """In which layout each node on ``device`` reads its weights; those on the CPU in its own.
+def layouts(
+    program: Program, gpus: Mapping[str, torch.device], dtypes: Mapping[str, torch.dtype]
+) -> LayoutOf:
+    """In which layout each node on a GPU reads its weights; those on the CPU in its own.
 
     Args:
-        dtypes: of the program's buffers on the GPU.
+        gpus: by the names that nodes have as their device.
+        dtypes: of the program's buffers on the GPUs.
     """
     on_cpu = cpu.layouts(program)
 
@@ -44,7 +47,7 @@ def layouts(program: Program, device: torch.device, dtypes: Mapping[str, torch.d
             return on_cpu(node, port)
         if node.role == "load" or "resident" in node.inputs:
             return cpu.HERE, cpu.packed
-        return device, _layout(program.weight(node, port), node, port, dtypes)
+        return gpus[node.device], _layout(program.weight(node, port), node, port, dtypes)
 
     return layout_of
 

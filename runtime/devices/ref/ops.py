@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -226,7 +227,7 @@ def moe_ffn(m: Memory, node: Node) -> None:
     if "resident" in node.inputs:
         spec = m.program.weight(node, "experts")
         here = staged(spec, spec.shape[0], m.whole(node.inputs["resident"]))
-        experts = Dequantized(here, range(spec.shape[0]))
+        experts: Any = Dequantized(here, range(spec.shape[0]))
     else:
         experts = m.weight(node, "experts")
     y = ref.moe_ffn(x, ids, factors, experts, activations=node.attr("activations"))

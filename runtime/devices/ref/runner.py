@@ -8,15 +8,17 @@ from functools import partial
 
 import torch
 
-from ...experts.cache import CachePolicy, Move
+from pykernels.errors import PykernelsError
+
+from ...experts.cache import BetweenSteps, CachePolicy
 from ...passes import expert_cache, keep_routing, stream_weights
 from ...program import Program
 from ...workers.pool import WorkerPool
 from ..cpu import weights as cpu
 from ..runner import Executable, Lowerable, PagedRunner, Pass
-from ..slots import Slots
+from ..slots import Slots, slot_specs
 from .step import RefExecutable
-from .weights import Dequantized, exact_experts, layouts
+from .weights import exact_experts, layouts
 
 _EXACT = {torch.bfloat16: torch.float32}
 
@@ -74,6 +76,10 @@ class RefRunner(PagedRunner):
         self.pool = pool
         self.streams = prefill == "stream"
         self._room, self._policy = slots or {}, policy or CachePolicy()
+        if self.streams and len(model.store.nodes) > 1:
+            raise PykernelsError(
+                "the ref device streams whole experts, not slices on NUMA nodes", "Use numa off"
+            )
         self.caches = {
             name: replace(part, dtype=_EXACT.get(part.dtype, part.dtype)).zeros()
             for name, part in model.caches(self.num_pages).items()
@@ -86,9 +92,10 @@ class RefRunner(PagedRunner):
     def make_slots(self) -> Slots | None:
         if not self._room:
             return None
-        program, filler = self.lowered(1, 1, 1, 1, 1), _Filler()
+        program = self.lowered(1, 1, 1, 1, 1)
+        layers = [self.weights.get(s, cpu.HERE, exact_experts) for s in slot_specs(program)]
+        filler = BetweenSteps(lambda move: layers[move.layer].put(move.slot, move.expert))
         slots = Slots(program, self._policy, filler)
-        filler.layers = [self.weights.get(s, cpu.HERE, exact_experts) for s in slots.specs]
         self.caches |= slots.tables
         return slots
 
@@ -102,23 +109,3 @@ class RefRunner(PagedRunner):
         return RefExecutable(
             program, self.weights, inputs, self.caches, self.pool, sizes=self.sizes
         )
-
-
-class _Filler:
-    """Fills slots between steps."""
-
-    def __init__(self) -> None:
-        self.layers: Sequence[Dequantized] = ()
-        self._moves: list[Move] = []
-
-    def begin(self, moves: Sequence[Move]) -> None:
-        self._moves += moves
-
-    def finished(self) -> Sequence[Move]:
-        done, self._moves = self._moves, []
-        for layer, expert, slot in done:
-            self.layers[layer].put(slot, expert)
-        return done
-
-    def close(self) -> None:
-        self._moves.clear()

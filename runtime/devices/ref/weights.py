@@ -95,7 +95,7 @@ class Dequantized:
         return self._found[expert]
 
     def biases(self, expert: int) -> Biases | None:
-        """Those of one expert, float32; None where there are none."""
+        """The biases of one expert, float32; None where there are none."""
         found: Biases | None = self._packed.biases(self._chosen[expert])
         return found
 

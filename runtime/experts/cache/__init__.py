@@ -1,10 +1,11 @@
 """Which experts a GPU's slots hold: decided by what routers chose, changed between steps."""
 
-from .cache import CacheStats, ExpertCache, Filler, Move
+from .cache import BetweenSteps, CacheStats, ExpertCache, Filler, Move
 from .policy import POLICIES, CachePolicy, Scores, Swap, plan
 
 __all__ = [
     "POLICIES",
+    "BetweenSteps",
     "CachePolicy",
     "CacheStats",
     "ExpertCache",

@@ -8,7 +8,7 @@ slot is filled, the table tells the next step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -102,7 +102,7 @@ class ExpertCache:
         self.table[:] = -1
         self.stats = CacheStats()
         self.scores = Scores(policy, L, experts)
-        self._filler: Filler = _AtOnce() if filler is None else filler
+        self._filler: Filler = BetweenSteps() if filler is None else filler
         self._room: list[list[int]] = [list(range(n))[::-1] for n in slots]  # empty slots
         self._slot: NDArray[np.int32] = np.full((L, experts), -1, np.int32)  # or the one to be
         self._coming = np.zeros((L, experts), np.bool_)
@@ -142,19 +142,18 @@ class ExpertCache:
             table: as that step read it; None: as it is now.
         """
         L, E = self.table.shape
-        counts = np.zeros((L, E), np.int64)
-        for layer, ids in chosen:
-            flat = ids.ravel()
-            counts[layer] += np.bincount(flat[flat >= 0], minlength=E)
+        keys = [layer * E + ids.ravel()[ids.ravel() >= 0] for layer, ids in chosen]
+        flat = np.concatenate(keys) if keys else np.zeros(0, np.int64)
+        counts = np.bincount(flat, minlength=L * E).reshape(L, E)
         self.scores.add(counts, tokens)
         if not decode:
             self._filling = True
             return
         here = (self.table if table is None else table) >= 0
-        self.stats.choices += int(counts.sum())
-        self.stats.hits += int(counts[here].sum())
-        self.stats.distinct += int((counts > 0).sum())
-        self.stats.missed += int((counts[~here] > 0).sum())
+        self.stats.choices += len(flat)
+        self.stats.hits += int((counts * here).sum())
+        self.stats.distinct += int(np.count_nonzero(counts))
+        self.stats.missed += int(np.count_nonzero(counts * ~here))
 
     def plan(self) -> None:
         """Decides on swaps by what was counted; a step may be running."""
@@ -190,17 +189,23 @@ class ExpertCache:
         self._filler.close()
 
 
-class _AtOnce:
-    """Fills slots when it is asked whether they are full."""
+class BetweenSteps:
+    """Fills slots when it is asked whether they are full.
 
-    def __init__(self) -> None:
-        self._moves: list[Move] = []
+    Args:
+        fill: one slot.
+    """
+
+    def __init__(self, fill: Callable[[Move], object] = lambda move: None) -> None:
+        self._fill, self._moves = fill, list[Move]()
 
     def begin(self, moves: Sequence[Move]) -> None:
         self._moves += moves
 
     def finished(self) -> Sequence[Move]:
         done, self._moves = self._moves, []
+        for move in done:
+            self._fill(move)
         return done
 
     def close(self) -> None:

@@ -21,6 +21,8 @@ Flags = NDArray[np.bool_]
 POLICIES = ("lfu", "lfu-fixed", "lru", "lru-fixed")
 """By what experts are compared, and how a step's swaps are dealt out to the layers."""
 NOBODY = -1
+_TIE = 1e-9
+"""Less than two scores differ by, and more than they are rounded by."""
 
 
 class Swap(NamedTuple):
@@ -145,5 +147,9 @@ def plan(
 
 
 def _first(keys: Floats, count: int) -> NDArray[np.int64]:
-    """[L, count] of each row, where its smallest keys are, in order; of equal ones the first."""
-    return np.argsort(keys, axis=1, kind="stable")[:, :count]
+    """[rows, count] of each row, where its smallest keys are, in order; of equal ones the first."""
+    keys = keys + _TIE * np.arange(keys.shape[1])
+    if 2 * count >= keys.shape[1]:
+        return np.argsort(keys, axis=1)[:, :count]
+    found = np.argpartition(keys, count - 1, axis=1)[:, :count]
+    return np.take_along_axis(found, np.argsort(np.take_along_axis(keys, found, 1), axis=1), 1)

@@ -20,15 +20,21 @@ from pykernels.gpu.moe.from_tiles import (
     unpack_tiles,
 )
 from pykernels.quant import FORMATS, Biases, Format, PackedExperts, Weight, get_format
+from pykernels.quant.experts import _pack, _zeros
 from pykernels.quant.gguf import GGUF, Blocks
+from pykernels.quant.split import SplitExperts
 from pykernels.shapes import ExpertSpec, MoEShape
 
 ODD = MoEShape(E=3, H=72, I=40, topk=2)  # rows that fill no block, inputs that fill no tile
-PARTS = MoEShape(E=2, H=192, I=320, topk=2)  # groups, chunks and scale blocks that are not whole
-WHOLE = MoEShape(E=1, H=256, I=512, topk=1)
-BIASED = replace(PARTS, spec=ExpertSpec(1.702, 7.0, 1.0, bias=True))
+PARTS = MoEShape(E=2, H=320, I=64, topk=2)  # chunks, groups and scale blocks that are not whole
+WHOLE = MoEShape(E=1, H=256, I=512, topk=1)  # for superblocks, two of them
+SQUARE = MoEShape(E=1, H=256, I=256, topk=1)
+WIDE = MoEShape(E=1, H=128, I=320, topk=1)  # for slices, the last one not whole
+GPT_OSS = ExpertSpec(1.702, 7.0, 1.0, bias=True)
+BIASED = replace(PARTS, spec=GPT_OSS)
 
-Made = tuple[PackedExperts, list[tuple[Weight, ...]], list[Biases]]
+Three = tuple[Weight, Weight, Weight]
+Made = tuple[PackedExperts, list[Three], list[Biases]]
 
 
 def random_weight(fmt: Format, N: int, K: int) -> Weight:
@@ -40,6 +46,11 @@ def random_weight(fmt: Format, N: int, K: int) -> Weight:
     small = torch.randint(256 if fmt.name == "q6_k" else 64, (count, fmt.small), dtype=torch.uint8)
     blocks = Blocks(codes, torch.randn(count, fmt.halves).half(), small)
     return Weight(fmt.join(blocks).view(fmt.data_shape(N, K)))
+
+
+def as_format(to: str, fmt: Format, weight: Weight) -> Weight:
+    """A weight as it is, or dequantized to bfloat16."""
+    return weight if to == fmt.name else Weight(fmt.dequantize(weight).to(torch.bfloat16))
 
 
 def made(shape: MoEShape, fmt: Format, down_fmt: Format | None = None) -> Made:
@@ -121,7 +132,9 @@ def test_bytes_are_those_of_experts_packed_for_the_gpu(
     check(out, truth, slots)
 
 
-MIXED = [(name, None, WHOLE if name.endswith("_k") else PARTS) for name in FORMATS]
+MIXED: list[tuple[str, str | None, MoEShape]] = [
+    (name, None, SQUARE if name.endswith("_k") else PARTS) for name in FORMATS
+]
 MIXED = [row for row in MIXED if row[0] != "bf16"] + [("q4_k", "q6_k", WHOLE)]
 
 
@@ -132,12 +145,10 @@ def test_every_format_becomes_bfloat16(
     fmt, bf16 = get_format(name), get_format("bf16")
     shape = replace(shape, E=1, topk=1)
     packed, weights, _ = made(shape, fmt, get_format(down) if down else None)
-    formats = (fmt, fmt, packed.down_fmt)
+    down_fmt = packed.down_fmt
     plain = [
-        tuple(
-            Weight(f.dequantize(w).to(torch.bfloat16)) for f, w in zip(formats, each, strict=True)
-        )
-        for each in weights
+        (as_format("bf16", fmt, a), as_format("bf16", fmt, b), as_format("bf16", down_fmt, c))
+        for a, b, c in weights
     ]
     truth = Experts.pack(bf16, plain, torch.device("cpu"))
     out = room(bf16, 1, shape, device)
@@ -156,12 +167,32 @@ def test_the_largest_and_least_codes_and_scales_of_mxfp4_and_fp8(device: torch.d
         fmt = get_format(name)
         packed = PackedExperts(shape, fmt)
         packed.pack(0, weight, weight, weight)
-        plain = Weight(fmt.dequantize(weight).to(torch.bfloat16))
+        plain = as_format("bf16", fmt, weight)
         tiles, slots = staged(packed, device), torch.zeros(1, dtype=torch.int32, device=device)
         for to, given in ((fmt, weight), (get_format("bf16"), plain)):
             out = room(to, 1, shape, device)
             unpack_tiles(tiles, out, slots)
             check(out, Experts.pack(to, [(given,) * 3], torch.device("cpu")), [0])
+
+
+SLICED = [("int4", replace(WIDE, spec=GPT_OSS)), ("fp8", WIDE), ("q6_k", WHOLE), ("bf16", WIDE)]
+
+
+@pytest.mark.parametrize(("name", "shape"), SLICED, ids=[name for name, _ in SLICED])
+def test_slices_of_numa_nodes_make_whole_experts(
+    name: str, shape: MoEShape, device: torch.device
+) -> None:
+    fmt = get_format(name)
+    packed, weights, biases = made(shape, fmt)
+    split = SplitExperts(shape, fmt, [_zeros] * 2, [_pack] * 2)
+    split.take(packed)
+    truth = Experts.pack(fmt, weights, torch.device("cpu"), shape.spec, biases)
+    out, slots = room(fmt, 1, shape, device), torch.zeros(1, dtype=torch.int32, device=device)
+    for rows, own in zip(split.rows, split.slices, strict=True):
+        unpack_tiles(staged(own, device), out, slots, rows.start)
+    check(out, truth, [0])
+    with pytest.raises(PykernelsError, match="cut at multiples"):
+        unpack_tiles(staged(split.slices[0], device), out, slots, 64)
 
 
 def test_only_those_with_a_slot_are_written(device: torch.device) -> None:
@@ -203,14 +234,15 @@ def test_what_has_no_way_is_refused(device: torch.device) -> None:
     assert supports(four, four, 256, 512, four) is None
     assert supports(four, six, 256, 512, bf16) is None
     assert "cannot become q4_k" in str(supports(four, six, 256, 512, four))
-    assert "multiples of 64" in str(supports(*[get_format("fp8")] * 2, 96, 128, get_format("fp8")))
+    eight = get_format("fp8")
+    assert "multiples of 64" in str(supports(eight, eight, 96, 128, eight))
     tiles = ExpertTiles.empty(WHOLE, four, six, 1, device)
     slots = torch.zeros(1, dtype=torch.int32, device=device)
     with pytest.raises(PykernelsError, match="cannot become"):
         unpack_tiles(tiles, room(four, 1, WHOLE, device), slots)
     with pytest.raises(PykernelsError, match="the slots are"):
         unpack_tiles(tiles, room(bf16, 1, WHOLE, device), slots.long())
-    with pytest.raises(PykernelsError, match="cannot become experts"):
+    with pytest.raises(PykernelsError, match="are no experts"):
         unpack_tiles(tiles, room(bf16, 1, replace(WHOLE, H=128), device), slots)
 
 

@@ -111,7 +111,6 @@ def test_options_are_flags_of_a_gpus_case(run: Run, monkeypatch: pytest.MonkeyPa
 
 def test_a_gpus_case_is_one_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"op": "router", "name": "v3", "us_median": 1.5}
-    monkeypatch.setattr("model.device.check_device", torch.device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("bench.harness.machine.check_gpu", torch.device)
     monkeypatch.setattr("bench.cases.gpu_run.one_case", lambda op, flags, device, seconds: row)

@@ -20,13 +20,16 @@ def words(block, f, r, inside):
 
 
 @triton.jit
-def bytes_in_pairs(block, f, r, inside):
-    """Fours [F, 32] of the byte order: in each 64 bytes two rows of pairs take turns."""
-    pairs = block.to(tl.pointer_type(tl.int16))
-    at = (f // 8 * 512 + f % 8 * 32) + (r // 16 * 256 + r % 16 // 4 * 8 + r % 4)
-    first = tl.load(pairs + at, mask=inside, other=0).to(tl.int32)
-    second = tl.load(pairs + (at + 4), mask=inside, other=0).to(tl.int32)
-    return (first & 0xFFFF) | (second << 16)
+def byte_order(block, f, inside):
+    """Fours [F, 32] of the byte order: a word has two inputs of two rows, and the two words behind
+    a pair of them the next two inputs."""
+    p = tl.arange(0, 16)[None, :]  # pairs of rows
+    at = (f // 8 * 256 + f % 8 * 16) + (p // 8 * 128 + p % 8 // 2 * 4 + p % 2)
+    first = tl.load(block + at, mask=inside, other=0)
+    second = tl.load(block + (at + 2), mask=inside, other=0)
+    even = (first & 0xFFFF) | (second << 16)
+    odd = ((first >> 16) & 0xFFFF) | (second & -0x10000)
+    return tl.join(even, odd).reshape(f.shape[0], 32)
 
 
 @triton.jit
@@ -60,7 +63,7 @@ def _spread(mask, r):
 def fours(block, f, r, inside, KIND: tl.constexpr, BITS: tl.constexpr):
     """Codes [F, 32] of any format but those of 16 bits, a byte each."""
     if KIND == "fp8" or KIND == "fp8-channel":
-        found = bytes_in_pairs(block, f, r, inside)
+        found = byte_order(block, f, inside)
     elif BITS == 8:
         found = words(block, f, r, inside)
     elif BITS == 4:

@@ -1,8 +1,8 @@
 """256 inputs of a block of 32 rows, from the CPU's tiles to rows of bfloat16, in every format.
 
 A weight is what its format's ``dequantize`` gives in float32, rounded to bfloat16 once. ``block``,
-``rows``, ``there`` and ``chunk`` are those of ``repack``. Packed scales: ``pack_scales`` of each
-format, and ``quant.gguf.base``.
+``rows``, ``there``, ``chunk`` and ``to_k`` are those of ``repack``. Packed scales: see each
+format's ``pack_scales``, and ``quant.gguf.base``.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ def dequantize_chunk(
     there,
     chunk,
     K,
+    to_k,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -46,19 +47,20 @@ def dequantize_chunk(
         HALVES: fp16 scales of a block of GGUF's; ``SMALL``: those that are bytes.
     """
     r = tl.arange(0, 32)[None, :]
-    at = chunk * 128 + tl.arange(0, 128)
-    mask = there[:, None] & (at < K // 2)[None, :]
-    to = rows[:, None] + at[None, :]
+    w = tl.arange(0, 128)
+    inside = chunk * 128 + w < K // 2
+    mask = there[:, None] & inside[None, :]
+    to = rows[:, None] + (to_k // 2 + w)[None, :]
     if BITS == 16:
-        found = words(block, at[:, None], r, (at < K // 2)[:, None])
+        found = words(block, (chunk * 128 + w)[:, None], r, inside[:, None])
         if KIND == "f16":
             found = _pair(half_to_float(found), half_to_float(found >> 16))
         tl.store(to, tl.trans(found), mask=mask)
     else:
         f = (chunk * 64 + tl.arange(0, 64))[:, None]
-        inside = f < K // 4
-        codes = fours(block, f, r, inside, KIND, BITS)
-        scale, low = _scale(scales, 4 * f, r, inside, KIND, GROUP, HALVES, SMALL)
+        within = f < K // 4
+        codes = fours(block, f, r, within, KIND, BITS)
+        scale, low = _scale(scales, 4 * f, r, within, KIND, GROUP, HALVES, SMALL)
         first = _pair(
             _weight(codes & 255, scale, low, KIND), _weight(codes >> 8 & 255, scale, low, KIND)
         )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from pykernels.gpu.gemm.weights import Matrices
 from pykernels.gpu.moe.experts import Experts
 from pykernels.gpu.moe.from_tiles import ExpertTiles, copy_experts, unpack_tiles
-from pykernels.quant import get_format
+from pykernels.quant import PackedExperts
+from pykernels.quant.split import SplitExperts
 
 from ....node import Node
 from ....weight_spec import WeightSpec
@@ -24,23 +26,46 @@ _ALIGN = 256
 
 def load_experts(m: Memory, node: Node) -> Launch:
     first, count = node.attr("first"), node.attr("count")
-    packed, chosen = m.weight(node, "experts"), range(first, first + count)
-    tiles = _tiles(m.program.weight(node, "experts"), count, m.written(node, "out"))
-    return lambda: copy_experts(packed, chosen, tiles)
+    chosen, held = range(first, first + count), m.weight(node, "experts")
+    slices = _slices(held, count, m.written(node, "out"))
+
+    def launch() -> None:
+        for part in slices:
+            copy_experts(part.packed, chosen, part.tiles)
+
+    return launch
 
 
 def unpack_experts(m: Memory, node: Node) -> Launch:
     spec, first, count = m.program.weight(node, "experts"), node.attr("first"), node.attr("count")
-    tiles = _tiles(spec, count, m.read(node, "tiles"))
+    slices = _slices(m.weight(node, "experts"), count, m.read(node, "tiles"))
     out = experts_within(spec, m.written(node, "out"))
     slots = torch.arange(first, first + count, dtype=torch.int32, device=m.device)
-    return lambda: unpack_tiles(tiles, out, slots)
+
+    def launch() -> None:
+        for part in slices:
+            unpack_tiles(part.tiles, out, slots, part.start)
+
+    return launch
 
 
-def _tiles(spec: WeightSpec, count: int, memory: torch.Tensor) -> ExpertTiles:
-    assert spec.moe is not None
-    formats = get_format(spec.fmt), get_format(spec.down_fmt)
-    return ExpertTiles.within(memory, spec.moe, *formats, count)
+class _Slice(NamedTuple):
+    """Experts on one NUMA node, room for a few of them, and their first intermediate row."""
+
+    packed: PackedExperts
+    tiles: ExpertTiles
+    start: int
+
+
+def _slices(held: PackedExperts | SplitExperts, count: int, memory: torch.Tensor) -> list[_Slice]:
+    """One behind the other in ``memory``."""
+    starts = [rows.start for rows in held.rows] if isinstance(held, SplitExperts) else [0]
+    at, found = 0, list[_Slice]()
+    for start, packed in zip(starts, held.slices, strict=True):
+        sizes = packed.shape, packed.fmt, packed.down_fmt, count
+        found.append(_Slice(packed, ExpertTiles.within(memory[at:], *sizes), start))
+        at += ExpertTiles.bytes_needed(*sizes)
+    return found
 
 
 def experts_within(spec: WeightSpec, memory: torch.Tensor) -> Experts:
@@ -76,16 +101,10 @@ def _made_of(alike: Experts, parts: Iterator[torch.Tensor]) -> Experts:
     def stack(own: Matrices) -> Matrices:
         return replace(own, data=next(parts), scale=None if own.scale is None else next(parts))
 
-    gate_up, down = stack(alike.gate_up), stack(alike.down)
-    biases = (
-        {}
-        if alike.gate_up_bias is None
-        else {
-            "gate_up_bias": next(parts),
-            "down_bias": next(parts),
-        }
-    )
-    return replace(alike, gate_up=gate_up, down=down, **biases)
+    made = replace(alike, gate_up=stack(alike.gate_up), down=stack(alike.down))
+    if alike.gate_up_bias is None:
+        return made
+    return replace(made, gate_up_bias=next(parts), down_bias=next(parts))
 
 
 def _aligned(nbytes: int) -> int:
