@@ -52,14 +52,15 @@ def run(count: int, seed: int, model: Sequence[str]) -> tuple[str, bool]:
     """A line of what happened, and whether that is as it should be."""
     # A request that asks for an endless answer gets half a second.
     with ServerProcess(["--max-batch", str(_CLIENTS), "--max-seconds", "0.5", *model]) as process:
-        statuses = asyncio.run(_fuzz(process, count, seed))
+        statuses = asyncio.run(statuses_of(process.url, count, seed))
         alive = process.alive
     told = ", ".join(f"{n} got {status}" for status, n in sorted(statuses.items()))
     bad = sum(n for status, n in statuses.items() if not 200 <= status < 500)
     return f"{count} requests, seed {seed}: {told}", alive and not bad
 
 
-async def _fuzz(process: ServerProcess, count: int, seed: int) -> Counter[int]:
+async def statuses_of(url: str, count: int, seed: int) -> Counter[int]:
+    """How often each status came; 0: there was no answer."""
     statuses: Counter[int] = Counter()
     numbers = iter(range(count))
     shown = 0
@@ -78,7 +79,7 @@ async def _fuzz(process: ServerProcess, count: int, seed: int) -> Counter[int]:
                 shown += 1
                 print(f"{status} at {path}: {data[:500]!r}", file=sys.stderr)
 
-    async with httpx2.AsyncClient(base_url=process.url, timeout=60, trust_env=False) as http:
+    async with httpx2.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
         await asyncio.gather(*(client(http) for _ in range(_CLIENTS)))
         # Nothing that has been asked is still in it.
         assert (await http.get("/ready")).status_code == 200
