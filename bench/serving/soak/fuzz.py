@@ -45,7 +45,23 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
 }
-_ODD = (None, True, 0, -1, 0.5, 1e308, -0.0, 10**30, "", "x" * 3000, "\ud800", "\0", [], {}, [[]])
+_ODD: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    0.5,
+    1e308,
+    -0.0,
+    10**30,
+    "",
+    "x" * 3000,
+    "\ud800",
+    "\0",
+    [],
+    {},
+    [[]],
+)
 
 
 def run(count: int, seed: int, model: Sequence[str]) -> tuple[str, bool]:
