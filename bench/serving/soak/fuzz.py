@@ -8,6 +8,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import httpx2
@@ -119,16 +120,20 @@ def request_of(draw: random.Random) -> tuple[str, bytes]:
 def _changed(value: Any, draw: random.Random) -> Any:
     """A value with something inside of it replaced, left out, or added."""
     if draw.random() < 0.3 or not value or not isinstance(value, dict | list):
-        return draw.choice([value, *_ODD]) if draw.random() < 0.9 else [value] * draw.randrange(5)
+        return (
+            deepcopy(draw.choice([value, *_ODD]))
+            if draw.random() < 0.9
+            else [value] * draw.randrange(5)
+        )
     keys = list(value) if isinstance(value, dict) else list(range(len(value)))
     key = draw.choice(keys)
     how = draw.random()
     if how < 0.15:
         del value[key]
     elif how < 0.25 and isinstance(value, dict):
-        value[draw.choice(("type", "role", "n", "seed", "unknown"))] = draw.choice(_ODD)
+        value[draw.choice(("type", "role", "n", "seed", "unknown"))] = deepcopy(draw.choice(_ODD))
     elif how < 0.35 and isinstance(value, list):
-        value += value[: draw.randrange(100)]
+        value += deepcopy(value[: draw.randrange(100)])
     else:
         value[key] = _changed(value[key], draw)
     return value
