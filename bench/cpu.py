@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bench.harness.report import line
-from bench.harness.session import end_on_signals, measure_and_keep, run_command
-from bench.peers.catalog import ENGINES, RESULTS
+from bench.harness.session import add_run_options, end_on_signals, measure_and_keep, run_command
+from bench.peers.catalog import ENGINES
 from model.cli.common import prepare_threads
 from pykernels.env import env
 from pykernels.registry import requested
@@ -56,11 +56,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=0.0, metavar="N", help="then begin no further part"
     )
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="results folder")
-    parser.add_argument(
-        "--check", action="store_true", help="measure nothing, only say what cannot be"
-    )
-    parser.add_argument("--debug", action="store_true", help="tracebacks")
+    add_run_options(parser)
     return parser.parse_args(arguments)
 
 

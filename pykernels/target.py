@@ -79,7 +79,7 @@ class Target:
         return _gpus()
 
     def lacks(self, features: Iterable[str]) -> list[str]:
-        """Those of ``features`` that are not here, in the order asked."""
+        """The ones of ``features`` that are not here, in the order asked."""
         return [feature for feature in features if feature not in self.isa]
 
 

@@ -57,7 +57,7 @@ def test_a_circle_is_caught() -> None:
 
 
 MOST_FILES = 15
-"""Of Python in a folder: what a reader takes in at a glance."""
+"""Python files in a folder: what a reader takes in at a glance."""
 
 
 def test_folders_are_small() -> None:

@@ -13,11 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.harness.session import end_on_signals, measure_and_keep, run_command
-from bench.peers.catalog import RESULTS
-from model.cli.common import prepare_threads
-from pykernels.env import env
-from pykernels.registry import requested
+from bench.e2e.options import add_model_options, prepared
+from bench.harness.session import add_run_options, end_on_signals, measure_and_keep, run_command
 
 from .run import AblationRun, Settings
 from .table import line
@@ -26,50 +23,34 @@ from .table import line
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__)
+    add_model_options(parser)
     add = parser.add_argument
-    add("--device", default="cpu", metavar="cpu|cuda:N", help="default: cpu")
     add("--arch", default="qwen3-30b", metavar="NAME", help="default: qwen3-30b")
     add("--format", default="q4_k", metavar="NAME", help="default: q4_k")
-    add("--layers", type=int, default=4, metavar="N", help="default: 4")
-    add("--experts", type=int, metavar="N", help="in a layer (default: the model's)")
-    add("--vocab", type=int, metavar="N", help="tokens (default: the model's)")
     add("--tokens", type=int, default=32, metavar="N", help="decode steps of a turn (default: 32)")
     add("--context", type=int, default=512, metavar="N", help="before them (default: 512)")
     add("--batches", default="1", metavar="N,M", help="sequences at once (default: 1)")
     add("--rounds", type=int, default=3, metavar="N", help="turns of each (default: 3)")
-    add("--threads", type=int, metavar="N", help="default: PYKERNELS_THREADS, else every core")
     add("--eager", action="store_true", help="begin with transformers' own model")
-    add("--out", type=Path, default=RESULTS, metavar="DIR", help="results folder")
-    add("--check", action="store_true", help="measure nothing, only say what cannot be")
-    add("--debug", action="store_true", help="tracebacks")
+    add_run_options(parser)
     return parser.parse_args(arguments)
 
 
 def prepare(chosen: argparse.Namespace) -> AblationRun:
     """The run that the options ask for. Raises PykernelsError for what cannot be."""
-    env.check()
-    kernel = requested()
-    threads = prepare_threads(chosen.threads)
-    from bench.e2e.cli import check_gpu
+    shared = prepared(chosen)
     from bench.harness.settings import parse_counts
     from pykernels.target import detect
-    from runtime.machine.topology import Topology
 
-    check_gpu(chosen.device, "auto")
     settings = Settings(
         arch=chosen.arch,
         fmt=chosen.format,
-        device=chosen.device,
-        layers=chosen.layers,
-        experts=chosen.experts,
-        vocab=chosen.vocab,
-        threads=threads or Topology.detect().default_threads(),
-        kernel=kernel,
         tokens=chosen.tokens,
         context=chosen.context,
         batches=parse_counts(chosen.batches),
         rounds=chosen.rounds,
         eager=chosen.eager,
+        **shared,
     )
     return AblationRun(settings, detect())
 

@@ -72,7 +72,7 @@ class AblationRun:
         self._left = list(settings.batches)
 
     def rows(self) -> Iterator[list[Row]]:
-        """Those of each batch size."""
+        """The rows of each batch size."""
         s = self.settings
         self._machine, self._start = describe_machine(self.target, s.device), time.monotonic()
         self.step("weights", 0, s.rounds)

@@ -36,7 +36,7 @@ class Stage:
 
 
 def stages(device: str, kernel: str = "auto") -> tuple[Stage, ...]:
-    """Those of a device: "cpu", or "cuda:N" with the experts on the CPU.
+    """The stages of a device: "cpu", or "cuda:N" with the experts on the CPU.
 
     Args:
         kernel: of the stages with a CPU's own instructions.

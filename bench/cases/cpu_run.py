@@ -199,7 +199,7 @@ class CpuRun:
 
     @property
     def weights(self) -> RandomLayers:
-        """Those of the format at hand."""
+        """The weights of the format at hand."""
         assert self._weights is not None
         return self._weights
 

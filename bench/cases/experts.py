@@ -54,7 +54,7 @@ class Experts:
         return able, {name: reason for name, reason in reasons.items() if reason}
 
     def timed_backends(self, fmt: str, T: int) -> list[str]:
-        """Those whose calls of T tokens are timed; the portable one only where it is quick.
+        """The backends whose calls of T tokens are timed; the portable one only where it is quick.
 
         The fastest one also with int8 activations where the format has them: "avx512/int8".
         """

@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.harness.session import end_on_signals, measure_and_keep, run_command
-from bench.peers.catalog import RESULTS
-from model.cli.common import prepare_threads
+from bench.harness.session import add_run_options, end_on_signals, measure_and_keep, run_command
 from pykernels.env import env
-from pykernels.registry import requested
 
+from .options import add_model_options, prepared
 from .table import line
 
 if TYPE_CHECKING:
@@ -32,54 +30,38 @@ _COUNTS = "N,M"
 def options(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.e2e", description=__doc__)
+    add_model_options(parser)
     add = parser.add_argument
     add("--quick", action="store_true", help="one format, one turn: a first look")
     add("--archs", default="qwen3-30b", metavar="A,B", help="default: qwen3-30b")
     add("--formats", metavar="A,B", help="default: bf16,q8_0,q4_k (--quick: q8_0)")
-    add("--layers", type=int, default=4, metavar="N", help="of each model (default: 4)")
-    add("--experts", type=int, metavar="N", help="in a layer (default: the model's)")
-    add("--vocab", type=int, metavar="N", help="tokens (default: the model's)")
     add("--prompt", type=int, default=512, metavar="N", help="tokens of a prompt (default: 512)")
     add("--tokens", type=int, default=64, metavar="N", help="decode steps (default: 64)")
     add("--batches", metavar=_COUNTS, help="sequences at once (default: 1,8; --quick: 1)")
     add("--contexts", default="512", metavar=_COUNTS, help="before a decode (default: 512)")
     add("--rounds", type=int, metavar="N", help="turns of each (default: 3; --quick: 1)")
-    add("--device", default="cpu", metavar="cpu|cuda:N", help="default: cpu")
-    add("--threads", type=int, metavar="N", help="default: PYKERNELS_THREADS, else every core")
     add("--peers", metavar="A,B", help="default: llama.cpp,transformers; with a GPU: llama.cpp")
     add("--no-peers", action="store_true", help="our engine alone")
     add("--keep", action="store_true", help="leave the GGUF files in PYKERNELS_CACHE_DIR")
-    add("--out", type=Path, default=RESULTS, metavar="DIR", help="results folder")
-    add("--check", action="store_true", help="measure nothing, only say what cannot be")
-    add("--debug", action="store_true", help="tracebacks")
+    add_run_options(parser)
     return parser.parse_args(arguments)
 
 
 def prepare(chosen: argparse.Namespace) -> E2ERun:
     """The run that the options ask for. Raises PykernelsError for what cannot be."""
-    env.check()
-    kernel = requested()
-    threads = prepare_threads(chosen.threads)  # before torch is imported
+    shared = prepared(chosen)
     from bench.harness.settings import parse_counts
     from pykernels.target import detect
-    from runtime.machine.topology import Topology
 
-    from .cli import check_gpu
     from .run import E2ERun
     from .settings import PEERS, Settings
 
-    check_gpu(chosen.device, "auto")
     peers = chosen.peers.split(",") if chosen.peers else PEERS[: 2 if chosen.device == "cpu" else 1]
     quick = chosen.quick
     formats = chosen.formats or ("q8_0" if quick else "bf16,q8_0,q4_k")
     settings = Settings(
         archs=tuple(dict.fromkeys(chosen.archs.split(","))),
         formats=tuple(dict.fromkeys(formats.split(","))),
-        layers=chosen.layers,
-        experts=chosen.experts,
-        vocab=chosen.vocab,
-        threads=threads or Topology.detect().default_threads(),
-        kernel=kernel,
         prompt=chosen.prompt,
         tokens=chosen.tokens,
         batches=parse_counts(chosen.batches or ("1" if quick else "1,8")),
@@ -89,7 +71,7 @@ def prepare(chosen: argparse.Namespace) -> E2ERun:
         quick=quick,
         keep=chosen.keep,
         folder=Path(env.cache_dir).expanduser() / "gguf",
-        device=chosen.device,
+        **shared,
     )
     return E2ERun(settings, detect())
 

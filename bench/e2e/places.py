@@ -21,7 +21,7 @@ class Place:
 
 
 def places(device: str) -> tuple[Place, ...]:
-    """Those that are compared on a device: "cpu" or "cuda:N"."""
+    """The places that are compared on a device: "cpu" or "cuda:N"."""
     if device == "cpu":
         return (Place(),)
     hybrid = {"device": device, "expert_device": "cpu"}

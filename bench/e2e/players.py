@@ -24,7 +24,7 @@ from runtime.profiling.engine_speed import EngineTimer, Load, StepTime
 from .ours import Shape, spin
 
 SECONDS = 1800.0
-"""Of transformers' process, at most."""
+"""The time limit of transformers' process."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,7 @@ class Engines:
         """Ends the engines; the workers stay."""
         for timer in self._timers.values():
             timer.close()
+            timer.runner.close()
 
 
 def load_of(cases: Sequence[Case]) -> Load:

@@ -45,7 +45,7 @@ class E2ERun:
         self._watch = Watch(0.0)
 
     def rows(self) -> Iterator[list[Row]]:
-        """Those of each model and format."""
+        """The rows of each model and format."""
         self._machine = describe_machine(self.target, self.settings.device)
         self._start = time.monotonic()
         for arch in self.settings.archs:
@@ -109,7 +109,7 @@ class E2ERun:
     def _peers(
         self, arch: str, fmt: str, whys: dict[str, str]
     ) -> tuple[dict[str, Player], Path | None]:
-        """Those that can play, and the file of some; the others are put into ``whys``."""
+        """The peers that can play, and the file of some; the others are put into ``whys``."""
         s = self.settings
         players: dict[str, Player] = {}
         file: Path | None = None
@@ -147,7 +147,7 @@ class E2ERun:
         players: dict[str, Player],
         whys: dict[str, str],
     ) -> list[Row]:
-        """Those of every case in every place; where ours cannot run, they say why."""
+        """The rows of every case in every place; where ours cannot run, they say why."""
         s = self.settings
         engines: dict[str, Engines] = {}
         failed: dict[str, str] = {}

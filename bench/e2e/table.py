@@ -44,7 +44,7 @@ def case_title(row: Row) -> str:
 
 
 def peers_of(row: Row) -> list[str]:
-    """Those timed beside it."""
+    """The peers that were timed beside it."""
     return [key.removeprefix("x_") for key in row if key.startswith("x_")]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from bench.peers.catalog import RESULTS
 from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
 from pykernels.errors import PykernelsError
 
@@ -85,13 +86,21 @@ def exit_code(command: Callable[[], int], debug: bool = False) -> int:
         return EXIT_FAILED
 
 
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that ``run_command`` reads."""
+    add = parser.add_argument
+    add("--out", type=Path, default=RESULTS, metavar="DIR", help="results folder")
+    add("--check", action="store_true", help="measure nothing, only say what cannot be")
+    add("--debug", action="store_true", help="tracebacks")
+
+
 def run_command(
     chosen: argparse.Namespace,
     prepare: Callable[[argparse.Namespace], AnyRun],
     measure: Callable[[AnyRun, Path], None],
 ) -> int:
-    """A benchmark from its options (``out``, ``check``, ``debug``) to its exit code: what could
-    fail is tried before minutes of measuring, and ``--check`` stops there."""
+    """A benchmark from its options (``add_run_options``) to its exit code: what could fail is
+    tried before minutes of measuring, and ``--check`` stops there."""
 
     def command() -> int:
         try:

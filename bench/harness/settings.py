@@ -126,7 +126,7 @@ class Settings:
         )
 
     def peers_of(self, fmt: str, *tokens: int) -> list[Peer]:
-        """Those that a call of so many tokens, or one of several, is compared with, up or not."""
+        """The peers that a call of so many tokens, or of one of several, is to be compared with."""
         return [
             peer
             for peer in PEERS
@@ -138,7 +138,7 @@ class Settings:
         return [peer for peer in self.peers_of(fmt, 1) if peer.formats][:1]
 
     def together(self, fmt: str, shape: MoEShape) -> list[Peer]:
-        """Those that are up at the same time, beside our weights in ``fmt``."""
+        """The peers that are up at the same time, beside our weights in ``fmt``."""
         if "table" in self.sections:
             return self.peers_of(fmt, *(tokens.of(shape) for tokens in self.tokens))
         return self.like(fmt) if "threads" in self.sections else []

@@ -20,7 +20,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 
 FORMATS = ("bf16", "fp8")
-"""Of safetensors: plain, and DeepSeek's blocks."""
+"""The formats of safetensors: plain, and DeepSeek's blocks."""
 _ROWS = 128
 _PLAIN = re.compile(r"embed_tokens|lm_head|mlp\.gate\.|shared_expert_gate|norm|bias")
 

@@ -26,7 +26,7 @@ from .child import files_of
 Row = dict[str, Any]
 Step = Callable[[str], None]
 CACHES = ("cold", "warm")
-"""Of the files' pages, none or all are in memory."""
+"""None of the files' pages are in memory, or all are."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Tensor:
 
 
 def tensors(config: Any) -> Iterator[Tensor]:
-    """Those of a configuration, by llama.cpp's names."""
+    """The tensors of a configuration, by llama.cpp's names."""
     s = _Sizes.of(config)
     yield Tensor("token_embd.weight", (s.V, s.H))
     yield Tensor("output_norm.weight", (s.H,))

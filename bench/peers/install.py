@@ -80,7 +80,7 @@ LLAMA_CPP = Pins(
 PEERS = {"kt-kernel": KT_KERNEL, "llama.cpp": LLAMA_CPP}
 _KEPT = ("kt_kernel", "kt_kernel.libs", "gguf", "compressed_tensors")
 _EXTENSIONS = ("_amx", "_avx512_bf16", "_avx2")
-"""Of kt_kernel's seven builds, those that the peers ask for."""
+"""The ones of kt_kernel's seven builds that the peers ask for."""
 
 
 def make_venv(folder: Path, pins: Pins) -> None:

@@ -12,7 +12,7 @@ from .client import PeerMissing
 from .llama_tools import ON_CPU, ON_GPU, ToolMissing, Tools, find
 
 SECONDS = 1200.0
-"""Of one process, at most."""
+"""The time limit of one process."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ H, I, TOPK = 7168, 2048, 8  # noqa: E741 - DeepSeek-V3's experts
 EXPERTS = (32, 16, 8)
 
 SHARE = 0.92
-"""Of the free memory, for ``group_bytes``: the rest is for calls, and for the machine."""
+"""The share of the free memory for ``group_bytes``: the rest is for calls, and for the machine."""
 
 OURS = 1 << 30
 """What our process grows by from now on, beside weights: kernels of every format, and LLVM, where

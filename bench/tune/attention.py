@@ -96,7 +96,7 @@ class AttentionJob:
 
 
 def jobs(ops: set[str], formats: set[str], given: Sequence[str] = ()) -> Iterator[AttentionJob]:
-    """Those of ``SIZES``, or for each op of the sizes ``given`` as "batch=8,context=4096".
+    """The jobs of ``SIZES``, or for each op of the sizes ``given`` as "batch=8,context=4096".
 
     Raises:
         PykernelsError: a size is none, or of no format that is asked for.

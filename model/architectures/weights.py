@@ -64,7 +64,7 @@ class MatrixSource(WeightSource):
 
 
 class CheckpointWeights(MatrixSource):
-    """Those of a checkpoint, read when they are asked for.
+    """The weights of a checkpoint, read when they are asked for.
 
     Args:
         model: injected, on the meta device; its modules say what experts become.
@@ -144,7 +144,7 @@ class CheckpointWeights(MatrixSource):
 
 
 class LoadedWeights(MatrixSource):
-    """Those of a loaded model: matrices count as bfloat16, routed experts are packed already."""
+    """The weights of a loaded model: matrices count as bfloat16, routed experts are packed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors: dict[str, torch.Tensor] = {}

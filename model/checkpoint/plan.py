@@ -42,7 +42,7 @@ from .quantized.compressed_tensors import HINT
 from .safetensors import Checkpoint
 
 BIAS = "e_score_correction_bias"
-"""Of routers: it decides between scores that differ by less than bfloat16 keeps of it."""
+"""A router's bias: it decides between scores that differ by less than bfloat16 keeps of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 HELDOUT_PERMILLE = 50
 """Files never trained on, per thousand."""
 VALIDATION_PERMILLE = 20
-"""Of the other files, those set aside to choose the training's length, per thousand."""
+"""The share of the other files that is set aside to choose the training's length, per thousand."""
 
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 

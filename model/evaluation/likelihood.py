@@ -18,7 +18,7 @@ from runtime.engine import RequestHandle, Result, SamplingParams
 from ..llm import LLM
 
 ROWS = 128
-"""Of logits in a step: what ``load_engine`` should be given as ``max_num_logits`` for long
+"""A step's rows of logits: what ``load_engine`` should be given as ``max_num_logits`` for long
 continuations. An engine with fewer takes more steps."""
 _SURE = 1e30
 """A bias that decides what is drawn."""

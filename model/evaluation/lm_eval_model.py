@@ -18,7 +18,7 @@ Progress = Callable[[str, int], Callable[[int], None]]
 """Told what begins and of how many requests; returns what is told of those that are done."""
 
 MAX_NEW_TOKENS = 256
-"""Of an answer whose task sets no limit, as in lm-eval's own models."""
+"""The limit of an answer whose task sets none, as in lm-eval's own models."""
 
 
 class EngineLM(TemplateLM):

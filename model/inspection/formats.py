@@ -43,7 +43,7 @@ class Formats:
 
 
 def planned(plan: Plan) -> Formats:
-    """Those of a checkpoint."""
+    """The formats of a checkpoint."""
     known = {
         item.name: (item.source.fmt or "bf16") if isinstance(item, Dense) else item.stored
         for item in plan.items
@@ -52,14 +52,14 @@ def planned(plan: Plan) -> Formats:
 
 
 def cached(folder: PackedFolder) -> Formats:
-    """Those of a packed cache, from its manifest."""
+    """The formats of a packed cache, from its manifest."""
     schema = Schema.from_json(folder.manifest.schema)
     known = {name: tensor.linear for name, tensor in schema.tensors.items()}
     return Formats(known | {block: formats[0] for block, formats in schema.experts.items()})
 
 
 def configured(quantization: Any) -> Formats:
-    """Those that a ``quantization_config`` stands for, which ``read_config`` has accepted."""
+    """The formats that a ``quantization_config`` stands for, which ``read_config`` has accepted."""
     if not quantization:
         return Formats()
     if quantization.get("quant_method") != "compressed-tensors":  # DeepSeek's FP8

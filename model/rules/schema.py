@@ -99,7 +99,7 @@ class Rule(BaseModel):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Those that it names."""
+        """The devices that it names."""
         device = self.replace.device
         return (device,) if isinstance(device, str) else device or ()
 

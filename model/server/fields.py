@@ -17,7 +17,7 @@ from pydantic import (
 from runtime.engine.sampling_params import MAX_LOGPROBS
 
 MOST = 1 << 31
-"""Of whole numbers that count something."""
+"""The limit of whole numbers that count something."""
 
 
 class Strict(BaseModel):

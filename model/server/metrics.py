@@ -130,6 +130,13 @@ _GAUGES = {
 }
 
 
+_CACHE_COUNTERS = {
+    "choices": "Experts that tokens of decode steps chose",
+    "hits": "Of those, experts that were in slots of the GPU",
+    "swaps": "Experts that came into slots of the GPU",
+}
+
+
 class _EngineCollector:
     """Reads the engine's counts when it is asked."""
 
@@ -142,6 +149,10 @@ class _EngineCollector:
             yield CounterMetricFamily(f"pykernels_{name}", text, value=getattr(stats, name))
         for name, text in _GAUGES.items():
             yield GaugeMetricFamily(f"pykernels_{name}", text, value=getattr(stats, name))
+        if (cache := self._llm.expert_cache) is not None:
+            for name, text in _CACHE_COUNTERS.items():
+                label = f"pykernels_expert_cache_{name}"
+                yield CounterMetricFamily(label, text, value=getattr(cache, name))
         nbytes = self._llm.runner.weight_bytes
         text = (
             "Packed weights that a step of one token reads: times the rate of steps, bytes a second"

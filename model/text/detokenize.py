@@ -115,7 +115,7 @@ class _Facts:
         self._letters: dict[int, bytes] = {}
 
     def ids_of(self, tokens: frozenset[str]) -> dict[int, str]:
-        """Those of the tokens that are special here, by id."""
+        """The tokens that are special here, by id."""
         if tokens not in self._ids:
             self._ids[tokens] = {
                 i: self._texts[i] for i in self._special if self._texts[i] in tokens

@@ -212,7 +212,7 @@ class _KernelCache(FunctionCache):
         return sig, codegen.magic_tuple(), self._variant
 
     def load_overload(self, sig, target_context):
-        """What is there; nothing where the file is damaged, so that it is compiled and written."""
+        """Loads what is cached; a damaged file counts as none: it is compiled and written again."""
         try:
             return super().load_overload(sig, target_context)
         except Exception:  # unpickling half a file raises anything

@@ -19,7 +19,7 @@ from .jit import inlined, task
 from .words import i64
 
 MAX_EXPERTS = 1024
-"""Of a layer."""
+"""A layer has so many at most."""
 _FLOATS = 4 * MAX_EXPERTS
 
 ROUTER, router_at = descriptor(

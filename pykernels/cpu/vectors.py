@@ -207,7 +207,7 @@ def make_vectors(N: int) -> Any:
 
     @gives(vector, vector)
     def round(builder, value):
-        """To the nearest whole number, ties to even."""
+        """Rounds to the nearest whole number, ties to even."""
         return llvm(builder, f"llvm.rint.{kind}", FLOATS, value)
 
     @gives(vector, vector, vector)

@@ -20,7 +20,7 @@ Packer = Callable[[Format, Weight, torch.Tensor, torch.Tensor], None]
 
 _ALIGN = 4096
 _ITEMSIZES = (1, 1, 1, 1, 4, 4)
-"""Of the sections of ``PackedExperts``: bytes, and float32 biases."""
+"""The sections of ``PackedExperts`` hold bytes, and float32 biases."""
 
 
 class Biases(NamedTuple):
@@ -190,7 +190,7 @@ class PackedExperts:
         return gate, up, self.down_fmt.unpack(self.down[expert], self.down_scale[expert], H, I)
 
     def biases(self, expert: int) -> Biases | None:
-        """Those of one expert, float32; None where there are none."""
+        """The biases of one expert, float32; None where there are none."""
         if not self.spec.bias:
             return None
         H, I = self.shape.H, self.shape.I  # noqa: E741

@@ -174,7 +174,7 @@ class SplitExperts:
         return _join(gates, 0), _join(ups, 0), _join(downs, 1, shared)
 
     def biases(self, expert: int) -> Biases | None:
-        """Those of one expert, float32; None where there are none."""
+        """The biases of one expert, float32; None where there are none."""
         parts = [found for packed in self.slices if (found := packed.biases(expert)) is not None]
         if not parts:
             return None

@@ -235,7 +235,7 @@ class Runner(Protocol):
     """Positions that the model was made for."""
     vocab_size: int
     routed_layers: Sequence[RoutedLayer]
-    """Those whose choices of experts a step gives back, once it is bound; none: it cannot."""
+    """The layers whose choices of experts a step gives back, once it is bound; none: it cannot."""
 
     def bind(self, batch: StepBatch) -> None:
         """Called once, before the first step, with the batch that later steps are written into."""

@@ -63,11 +63,11 @@ class Completion:
     text: str
     logprobs: tuple[TokenLogprob, ...]
     prompt_logprobs: tuple[TokenLogprob, ...]
-    """Of the prompt's tokens from ``logprob_start`` on."""
+    """One for each of the prompt's tokens from ``logprob_start`` on."""
     finish_reason: FinishReason
     stats: RequestStats
     routed_experts: RoutedExperts | None = None
-    """Of the computed tokens, if ``SamplingParams.routed_experts`` asks for them."""
+    """The computed tokens' experts, if ``SamplingParams.routed_experts`` asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,9 @@ class EngineStats:
     computed_tokens: int = 0
     """Tokens that went through the model, those of a recomputation as well."""
     prompt_tokens: int = 0
-    """Of admitted requests."""
+    """Tokens in the prompts of admitted requests."""
     cached_tokens: int = 0
-    """Of these, tokens that were found in the cache."""
+    """The ones of these that were found in the cache."""
     new_tokens: int = 0
     preemptions: int = 0
     finished: int = 0

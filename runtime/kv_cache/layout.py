@@ -39,7 +39,7 @@ class CachePart:
 
 @dataclass(frozen=True)
 class Pages:
-    """So many pages, and what keys and values are in them.
+    """A number of pages, and what keys and values are in them.
 
     Raises:
         PykernelsError: ``kv_dtype`` is none of ``KV_DTYPES``.

@@ -62,7 +62,7 @@ def roof_bytes() -> int:
 
 
 def _alike(pool: WorkerPool, task: int, records: Sequence[int], counts: Sequence[int]) -> Jobs:
-    """So many tasks of one kind on each node of a pool."""
+    """A number of tasks of one kind on each node of a pool."""
     nodes = range(len(pool.nodes)) if pool.is_split else [None]
     return beside(
         [

@@ -85,7 +85,7 @@ class Timeline:
 
     @property
     def lanes(self) -> Sequence[Lane]:
-        """Those that have spans, as they are shown: the engine, the GPUs, the workers."""
+        """The lanes that have spans, as they are shown: the engine, the GPUs, the workers."""
         if not self._lanes:
             order = {kind: i for i, kind in enumerate((ENGINE, CALLS, STREAM, COPIES, WORKER))}
             found = {span.lane for span in self.spans}

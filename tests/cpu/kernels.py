@@ -96,7 +96,7 @@ needs_vnni = pytest.mark.skipif(lacks("avx512vnni"), reason="this CPU has no AVX
 needs_bf16 = pytest.mark.skipif(lacks("avx512bf16"), reason="this CPU has no AVX512-BF16")
 
 VECTORS = [pytest.param("avx512", marks=needs_avx512), pytest.param("avx2", marks=needs_avx2)]
-"""Of ``activations.quantize_vectors``."""
+"""The vectors of ``activations.quantize_vectors``."""
 
 
 def operations(base: bool = False) -> Instructions:

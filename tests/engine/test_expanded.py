@@ -26,7 +26,7 @@ STEPS = (
     {0: (0, 100)},
     {1: (0, 5), 0: (100, 170), 2: (0, FROM)},  # behind a prefix, and with too few tokens
 )
-"""Of each step the positions of each sequence's tokens."""
+"""Each step's positions of each sequence's tokens."""
 T = max(sum(last - first for first, last in step.values()) for step in STEPS)
 
 

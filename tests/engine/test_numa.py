@@ -34,7 +34,7 @@ from ..cpu.routed import TWO_CORES
 from ..model import tiny
 
 BF16 = 0.05
-"""Of the norm of a token's logits."""
+"""A share of the norm of a token's logits."""
 T = 12
 WIDE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"moe_intermediate_size": 256, "intermediate_size": 384},

@@ -20,7 +20,7 @@ from ..cpu.kernels import fastest
 from . import tiny
 
 BF16 = 0.05
-"""Of the norm of a token's logits: inputs of matrices, keys and values are bfloat16."""
+"""A share of the norm of a token's logits: inputs of matrices, keys and values are bfloat16."""
 
 CASES: dict[str, dict[str, Any]] = {
     **{name: {} for name in tiny.ARCHITECTURES},

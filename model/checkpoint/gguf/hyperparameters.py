@@ -18,7 +18,7 @@ Table = dict[str, Any]
 """By key: READ, ANY, or a tuple of the values that are accepted."""
 
 _OFF = (0, 1)
-"""Of a factor: llama.cpp takes 0 as "not scaled"."""
+"""The values of a factor that scales nothing: llama.cpp takes 0 as "not scaled"."""
 
 COMMON: Table = {
     "vocab_size": ANY,  # the embedding's rows say it
@@ -145,7 +145,7 @@ _LIKE = {
     "rope.dimension_count_swa": "rope.dimension_count",
     "rope.freq_base_swa": "rope.freq_base",
 }
-"""Those of layers with a window, which are supported where they are the other layers'."""
+"""Those that layers with a window have may only be the same as the other layers'."""
 
 
 def check(meta: Metadata) -> None:

@@ -66,7 +66,7 @@ _OTHERS: dict[str, dict[str, str]] = {
 """Where an architecture names a part otherwise than the rest."""
 
 _PERMUTED = ("attn_q", "attn_k")
-"""Of llama: its rotation pairs neighbours, the model's numbers half a head apart."""
+"""llama's rows are in another order: it rotates neighbours, the model what is half a head apart."""
 
 
 def model_name(name: str, architecture: str) -> str:

@@ -59,7 +59,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
 """By llama.cpp's names."""
 
 WHOLE_WORDS_FIRST = frozenset(("llama3", "llama-v3", "llama-bpe"))
-"""Those whose words that are tokens stay whole, whatever the merges say."""
+"""The pre-tokenizers whose words that are tokens stay whole, whatever the merges say."""
 
 BOS_FIRST = frozenset(("llama3", "llama-v3", "llama-bpe"))
-"""Those that begin with bos where the file does not say."""
+"""The pre-tokenizers that begin with bos where the file does not say."""

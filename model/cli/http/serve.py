@@ -29,15 +29,20 @@ from ..common import (
     read_key,
 )
 from ..session import (
+    CachePolicyName,
     Defer,
     Device,
     DualBatch,
+    ExpertCache,
     Experts,
     GpuExperts,
     KvDtype,
     Model,
+    Prefill,
     Rules,
+    check_prefill,
     dual_batch_of,
+    expert_cache_of,
     status,
 )
 
@@ -147,6 +152,9 @@ def serve(
     device: Device = "cpu",
     experts: Experts = "auto",
     gpu_experts: GpuExperts = None,
+    prefill: Prefill = "auto",
+    expert_cache: ExpertCache = "off",
+    expert_cache_policy: CachePolicyName = "lfu",
     threads: Threads = None,
     kernel: Kernel = None,
     numa: Numa = "auto",
@@ -157,6 +165,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP until Ctrl-C or SIGTERM."""
     lanes = dual_batch_of(dual_batch, device)
+    check_prefill(prefill, device)
+    slots = expert_cache_of(expert_cache, device)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     level = logging.INFO if log_requests else logging.WARNING
     logging.basicConfig(format="%(asctime)s %(message)s")
@@ -199,6 +209,9 @@ def serve(
                 device=device,
                 experts=experts,
                 gpu_experts=gpu_experts,
+                prefill=prefill,
+                expert_cache=slots,
+                expert_cache_policy=expert_cache_policy,
                 kv_dtype=kv_dtype,
                 dual_batch=lanes,
                 numa=numa,

@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.25
 class StepsRequest(Strict):
     steps: Annotated[int, Field(ge=1, le=16)] = 2
     seconds: Annotated[float, Field(gt=0, le=600)] = 30.0
-    """To wait for steps that have work."""
+    """The time to wait for steps that have work."""
 
 
 def insight_routes(served: Served) -> APIRouter:

@@ -8,7 +8,7 @@ from ...errors import PykernelsError
 from .args import PAGE
 
 _TILE_FLOATS = 72 * 1024
-"""Of a tile's queries and sums together: they lie in L2 beside a page of keys and values."""
+"""A tile has so many queries and sums together: they lie in L2 beside a page of keys and values."""
 
 
 @dataclass(frozen=True)

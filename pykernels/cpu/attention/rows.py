@@ -105,7 +105,7 @@ def make_keep(layout: Layout, unit: np.float32) -> Any:
 
 @inlined
 def seeing_rows(rows, heads, page, lows, ends, first, last):
-    """Those that see some key of a page, from those of the page before."""
+    """Finds the rows that see some key of a page, from those of the page before."""
     while first < rows and i64(ends, first) <= page:
         first += heads
     while last < rows and i64(lows, last) < page + PAGE:

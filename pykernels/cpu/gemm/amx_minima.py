@@ -26,7 +26,7 @@ from ..words import i64
 from .common import TILE
 
 BYTES = 2 * TILE
-"""Of the B tiles of a block's minima: one for each 16 outputs."""
+"""The B tiles of a block's minima take so many: one tile for each 16 outputs."""
 
 _PARTS, _ROWS = 3, 16
 _PASS = 8  # tokens whose sums stay in registers

@@ -21,7 +21,7 @@ from ..words import f32
 from .common import MAX_TOKENS, TILE
 
 ARGUMENTS = 12
-"""Of a pass."""
+"""A pass has so many."""
 
 
 @inlined

@@ -27,7 +27,7 @@ from ..jit import inlined
 from ..words import copy_line, copy_line_0213
 
 ARGUMENTS = 11
-"""Of the routine."""
+"""The routine has so many."""
 MAX_BLOCKS = 16
 """32-row blocks of one call, gate and up counted each."""
 MAX_TOKENS = 256

@@ -33,7 +33,7 @@ MAX_TOKENS = 8
 AVX-512."""
 
 ARGUMENTS = 10
-"""Of ``tiles``."""
+"""``tiles`` has so many."""
 
 
 @inlined

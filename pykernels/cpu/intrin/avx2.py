@@ -216,7 +216,7 @@ def abs_f32(builder, a):
 
 @emits(f32x8, f32x8)
 def round_f32(builder, a):
-    """To the nearest whole number, ties to even (``vroundps``)."""
+    """Rounds to the nearest whole number, ties to even (``vroundps``)."""
     return llvm(builder, "llvm.nearbyint.v8f32", _F32X8, a)
 
 

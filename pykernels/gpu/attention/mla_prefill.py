@@ -13,7 +13,7 @@ from ..plans.attention import PrefillPlan
 from .prefill import Inputs, checked, launch
 
 MOST_ROTATED = 64
-"""Of a head: every GPU has the shared memory for it beside 256 others."""
+"""A head has so many at most: every GPU has the shared memory for them beside 256 others."""
 
 
 def _inputs(

@@ -11,7 +11,7 @@ from ..common.launch import early_launch, launches_early
 from .online_softmax import count_splits, load_lengths, with_sink
 
 _VALUES = 8192
-"""Of a CTA, all loaded at once: 64 a thread."""
+"""A CTA loads so many at once: 64 a thread."""
 
 
 @triton.jit(do_not_specialize=["B", "total_splits"])  # a batch's size compiles nothing new

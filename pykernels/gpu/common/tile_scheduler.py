@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 NUMBER = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
-"""Of the shared memory through which a tile's number goes."""
+"""The layout of the shared memory through which a tile's number goes."""
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from ...shapes import SWIGLU, ExpertSpec, SortedPairs
 from ..common.bf16 import to_bf16
 
 _LINES = 32
-"""Of the table that a program writes."""
+"""A program writes so many of the table."""
 
 
 @triton.jit

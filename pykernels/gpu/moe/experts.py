@@ -136,7 +136,7 @@ class Experts:
         return gate, up, unpack_from_gpu(self.fmt, self.down, slot)
 
     def biases(self, expert: int) -> Biases | None:
-        """Those of one expert on the CPU; None where there are none. Raises as ``unpack``."""
+        """The biases of one expert on the CPU; None where there are none. Raises as ``unpack``."""
         if self.gate_up_bias is None or self.down_bias is None:
             return None
         slot = self._slot(expert)

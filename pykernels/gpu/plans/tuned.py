@@ -49,7 +49,7 @@ _GEMM_OPS = ("gate_up", "down", "linear")
 _FACTOR = 1.5
 """A plan is taken for up to this many times more or fewer rows, keys, ... than it was tuned for."""
 _MOST = 1 << 63
-"""Of what must be near: JSON has whole numbers that no quotient can be made of."""
+"""Sizes that must be near stay below it: JSON has whole numbers that no quotient can be made of."""
 
 Key = tuple[object, ...]
 """(op, path, device, what must be equal ...)"""

@@ -79,7 +79,7 @@ class SamplingInputs:
         return SamplingRequest(**fields)  # type: ignore[arg-type]
 
     def rows(self, at: slice) -> SamplingInputs:
-        """Those of some rows, over the same tables."""
+        """The inputs of some rows, over the same tables."""
         return SamplingInputs(
             **{
                 name: value if value is None or name in TABLES else value[at]

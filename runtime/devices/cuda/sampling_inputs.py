@@ -20,7 +20,7 @@ _DTYPES = {
     else torch.int32
     for name in SAMPLING
 }
-"""Of the columns on a GPU."""
+"""The dtypes of the columns on a GPU."""
 _WORDS = {name: dtype.itemsize // 4 for name, dtype in _DTYPES.items()}
 _NUMPY = {torch.int64: np.int64, torch.float32: np.float32, torch.int32: np.int32}
 

@@ -52,7 +52,7 @@ def store_split(acc, inverse, partials, stats, SIDE: gl.constexpr):
 
 
 WARPS = 16
-"""So many, with their registers, that an SM has one CTA: the SMs that the decode kernel left idle
+"""With their registers they fill an SM with one CTA: the SMs that the decode kernel left idle
 would otherwise take more than the others before it ends."""
 LINES_SPLITS = 128
 """Lines times splits of a CTA: 64 KiB, all loaded at once, 16 bytes a thread and split."""

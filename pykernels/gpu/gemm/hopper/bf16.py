@@ -36,7 +36,7 @@ from ..weights import Matrices
 
 BLOCK_M = 128
 STAGES = 4
-"""Of 48 KiB: all of shared memory but what the epilogue takes."""
+"""Each takes 48 KiB: together all of shared memory but what the epilogue takes."""
 
 
 @gluon.jit

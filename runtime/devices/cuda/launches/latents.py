@@ -20,7 +20,7 @@ from ..memory import Memory
 from .dense import Launch, void
 
 EXPANDED_BYTES = 512 << 20
-"""Of expanded keys and values at a time, where a head's are not more by themselves."""
+"""Expanded keys and values take so many at a time, unless one head's are more by themselves."""
 
 
 def attention(m: Memory, node: Node) -> Launch:
