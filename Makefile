@@ -18,7 +18,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 OURS    := pykernels runtime model bench tests
 COMPILE := @$(BIN)/python -m compileall -q -j 0 $(VENV)/lib $(OURS) >/dev/null || true
 
-.PHONY: help run chat test test-all lint types bench bench-cpu bench-e2e bench-serve bench-gpu test-gpu sanitize-gpu clean
+.PHONY: help run chat test test-all lint types bench bench-cpu bench-e2e bench-serve bench-embedded bench-gpu test-gpu sanitize-gpu clean
 
 help:
 	@echo "make run       set up .venv and let the embedded model write (PROMPT, TOKENS, SEED=...)"
@@ -28,7 +28,8 @@ help:
 	@echo "make bench     the pytest-benchmark suites of bench/"
 	@echo "make bench-cpu one table and plots for this machine, peers in the same run (BENCH=--quick ...)"
 	@echo "make bench-e2e whole models through the engine beside llama.cpp and transformers (BENCH=--quick ...)"
-	@echo "make bench-serve the embedded model's server under load, as its clients see it (BENCH='--rate 4' ...)"
+	@echo "make bench-serve our server and llama.cpp's in turns under the same load (BENCH='--clients 8' ...)"
+	@echo "make bench-embedded the embedded model's server under load, as its clients see it (BENCH='--rate 4' ...)"
 	@echo "make bench-gpu the same for this machine's GPU, on its own Python (PY=..., BENCH=--quick ...)"
 	@echo "make test-gpu  the tests on this machine's own Python (PY=...), which has torch with CUDA"
 	@echo "make sanitize-gpu  every kernel once under compute-sanitizer, for bad accesses and races"
@@ -72,8 +73,13 @@ bench-e2e: $(VENV)/.installed-bench
 	-$(BIN)/python -m bench.peers.install $(if $(SOURCE),--source "$(SOURCE)") $(if $(findstring cuda,$(BENCH)),llama.cpp-cuda,llama.cpp-tools)
 	$(BIN)/python -m bench.e2e $(BENCH)
 
+# The first time llama.cpp's server is compiled. SOURCE: as above.
+bench-serve: $(VENV)/.installed-bench
+	$(BIN)/python -m bench.peers.install $(if $(SOURCE),--source "$(SOURCE)") llama.cpp-server
+	$(BIN)/python -m bench.serving.beside $(BENCH)
+
 # The server takes any free port and says which; it ends with the run. SERVE: options of the server.
-bench-serve: $(VENV)/.installed-run
+bench-embedded: $(VENV)/.installed-run
 	@echo "starting the server ..." >&2; said=$$(mktemp); $(BIN)/pykernels serve --port 0 $(SERVE) 2>"$$said" & server=$$!; \
 		trap 'kill $$server 2>/dev/null; wait $$server; rm -f "$$said"' EXIT; trap 'exit 130' INT TERM; \
 		until url=$$(sed -n 's/.* is served at //p' "$$said"); [ -n "$$url" ]; do \

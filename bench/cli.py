@@ -1,7 +1,9 @@
 """`pykernels bench moe|attention|linear|router`: one kernel timed, on this CPU or a GPU.
 
 `e2e`, a whole model through the engine, is in `bench.e2e.cli`; `load`, its weights, in
-`bench.load.cli`; `serve`, a server under load, in `bench.serving.cli`.
+`bench.load.cli`; `prefill`, prompts beside experts in main memory, in `bench.prefill.cli`; `cache`,
+a GPU's cache of experts, in `bench.cache.cli`; `serve`, a server under load, in
+`bench.serving.cli`.
 
 `model.cli.main` offers these commands where this package is installed. `moe` on the CPU is the
 measurement of `bench/cpu`; on a GPU all four time one case of `bench/gpu`, of whose `case()` (or
@@ -20,8 +22,10 @@ from model.cli.formats import ListsFormats
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
+from .cache.cli import cache
 from .e2e.cli import e2e
 from .load.cli import load
+from .prefill.cli import prefill
 from .serving.cli import serve
 
 if TYPE_CHECKING:
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Time the kernels on this machine.")
 app.command(cls=ListsFormats)(e2e)
 app.command(cls=ListsFormats)(load)
+app.command(cls=ListsFormats)(cache)
+app.command(cls=ListsFormats)(prefill)
 app.command()(serve)
 
 AsJson = Annotated[
@@ -232,14 +238,12 @@ def run_case(op: str, device: str, as_json: bool, flags: dict[str, int | str]) -
     """
     import torch
 
-    from model.device import check_device
-
     if op != "moe" and device.startswith("cuda") and not torch.cuda.is_available():
         raise PykernelsError(
             f"bench {op} times a GPU's kernels, and this PyTorch sees no CUDA GPU",
             "Install a CUDA build of PyTorch and the driver, or run it where there is a GPU",
         )
-    if check_device(device).type != "cuda":
+    if not device.startswith("cuda"):
         raise PykernelsError(f"bench {op} has no kernel for {device}", "Give it --device cuda:0")
     from .cases.gpu_run import one_case
     from .harness.machine import check_gpu

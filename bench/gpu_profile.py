@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from model.architectures.named import ARCHS
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.runner import check_device
+from runtime.devices.gpus import check_device
 from runtime.profiling.engine_speed import EngineTimer, Load
 
 from .e2e.ours import Ours, Shape

@@ -1,7 +1,9 @@
 """python -m bench.handshake: what a hop to the CPU and back costs in a captured graph.
 
 One JSON object a line: microseconds a hop, for one row or several, of a graph of 60 hops. A thread
-polls the flags and answers at once, without experts.
+polls the flags and answers at once, without experts. "submit, flags, load" is what the engine has
+for each layer of experts on the CPU: rows and their routing stored, both flags, the sums loaded.
+"combine" loads them within the next norm.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,8 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu.common.stream_memory import supports, wait_value, write_value
 from pykernels.gpu.handshake import combine, copy_rows
 
+ENGINE = torch.float32, torch.int64, torch.float32
+"""How the engine stores rows, experts and weights: as the CPU's kernels read them."""
 TIME_LIMIT_S = 20.0
 """The time limit of one measurement: then the watchdog answers, and the measurement is an error."""
 
@@ -55,8 +59,17 @@ class Layer:
     out: tuple[torch.Tensor, torch.Tensor]
 
     @classmethod
-    def make(cls, T: int, H: int, topk: int, addends: int, pinned: bool) -> Layer:
-        """``addends``: one on the GPU (shared experts), the others from the host, if ``pinned``."""
+    def make(
+        cls,
+        T: int,
+        H: int,
+        topk: int,
+        addends: int,
+        pinned: bool,
+        stored: Sequence[torch.dtype] = (torch.bfloat16, torch.int32, torch.float32),
+    ) -> Layer:
+        """``addends``: one on the GPU (shared experts), the others from the host, if ``pinned``.
+        ``stored``: what the host gets of the rows, the experts and their weights."""
 
         def host(n: int, dtype: torch.dtype) -> torch.Tensor:
             x = torch.zeros(T, n, dtype=dtype)
@@ -69,7 +82,7 @@ class Layer:
             x=device(H),
             ids=torch.zeros(T, topk, dtype=torch.int32, device="cuda"),
             weights=device(topk, torch.float32),
-            places=(host(H, torch.bfloat16), host(topk, torch.int32), host(topk, torch.float32)),
+            places=(host(H, stored[0]), host(topk, stored[1]), host(topk, stored[2])),
             residual=device(H, torch.float32),
             addends=(device(H), *(host(H, torch.float32) for _ in range(addends - 1))),
             weight=device(H)[0].contiguous(),
@@ -78,6 +91,10 @@ class Layer:
 
     def submit(self) -> None:
         copy_rows((self.x, self.ids, self.weights), self.places)
+
+    def load(self) -> None:
+        """The sums as a wait of the engine loads them: as they are."""
+        copy_rows(self.addends[1:2], self.out[1:])
 
     def combine(self) -> None:
         combine(self.residual, self.addends, self.weight, 1e-6, self.out)
@@ -149,12 +166,22 @@ class Hops:
 def cases(hops: Hops, H: int, topk: int) -> dict[str, tuple[Callable[[int], None], bool]]:
     """What each graph does in a hop, and whether it asks the CPU."""
     layers = {T: Layer.make(T, H, topk, 3, pinned=True) for T in (1, 4, 16)}
+    engine = {T: Layer.make(T, H, topk, 3, pinned=True, stored=ENGINE) for T in (1, 4, 16)}
     near = Layer.make(1, H, topk, 3, pinned=False)
     one = layers[1]
-    for layer in (*layers.values(), near):  # compiles
+    for layer in (*layers.values(), *engine.values(), near):  # compiles
         layer.submit()
+        layer.load()
         layer.combine()
     torch.cuda.synchronize()
+
+    def stored_and_loaded(layer: Layer) -> Callable[[int], None]:
+        def body(hop: int) -> None:
+            layer.submit()
+            hops.ask(hop)
+            layer.load()
+
+        return body
 
     def hop_of(layer: Layer) -> Callable[[int], None]:
         def body(hop: int) -> None:
@@ -171,6 +198,10 @@ def cases(hops: Hops, H: int, topk: int) -> dict[str, tuple[Callable[[int], None
 
         return body
 
+    def load_alone(hop: int) -> None:
+        hops.ask(hop)
+        one.load()
+
     def submit_alone(hop: int) -> None:
         one.submit()
         hops.ask(hop)
@@ -182,7 +213,13 @@ def cases(hops: Hops, H: int, topk: int) -> dict[str, tuple[Callable[[int], None
     return {
         "flags alone": (hops.ask, True),
         "submit, flags": (submit_alone, True),
+        "flags, load": (load_alone, True),
         "flags, combine": (combine_alone, True),
+        **{
+            f"submit, flags, load, rows {T}": (stored_and_loaded(x), True)
+            for T, x in engine.items()
+        },
+        "submit of bfloat16, flags, load, rows 1": (stored_and_loaded(one), True),
         "kernels on the GPU's memory, flags": (hop_of(near), True),
         **{f"submit, flags, combine, rows {T}": (hop_of(x), True) for T, x in layers.items()},
         "kernels on pinned memory, no flags": (kernels(one), False),

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
@@ -26,12 +25,13 @@ from runtime.devices.ref.runner import RefRunner
 from runtime.devices.runner import PagedRunner, Pass
 from runtime.engine import Engine, EngineConfig, RequestHandle, Result, SamplingParams
 from runtime.engine.config import STEP_TOKENS, check_whole
+from runtime.experts.cache import CacheStats
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.machine.topology import Topology
 from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
-from runtime.passes.layers import check_topk
-from runtime.placement import CPU, Placement
+from runtime.passes.layers import check_topk, moe_layers
+from runtime.placement import CPU, Placement, place
 from runtime.program import Program
 from runtime.workers.numa import nodes_to_use
 from runtime.workers.pool import WorkerPool, make_pool
@@ -49,7 +49,7 @@ from .checkpoint import memory
 from .checkpoint.config import read_config
 from .checkpoint.progress import Callback, compiling, reporting
 from .modules.moe import FusedMoE
-from .opened import open_weights
+from .opened import engine_device, open_weights
 from .pinning.choose import Wanted, parse
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
 from .rules import Rules
@@ -109,6 +109,11 @@ class LLM:
         """By layer, the experts that a GPU has beside all of them on the CPU."""
         placement = getattr(self.runner, "placement", Placement())
         return placement.cached
+
+    @property
+    def expert_cache(self) -> CacheStats | None:
+        """Hits and swaps of the experts that a GPU has in slots; None: it has no slots."""
+        return self.runner.slots.stats if self.runner.slots is not None else None
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text that is to be continued, see ``text.prompt.encode``; ids stay."""
@@ -186,6 +191,7 @@ class LLM:
     def close(self) -> None:
         """Ends the engine and its workers."""
         self.engine.close()
+        self.runner.close()
         self.pool.close()
 
     def __enter__(self) -> LLM:
@@ -219,8 +225,9 @@ def load_engine(
         kernel: auto, amx, avx512, avx2 or generic.
         defer: experts of a token whose output joins one layer later in decode steps (Expert
             Deferral); "auto": as many as keep the CPU busy, which is none where it is alone.
-        device: "cpu"; "cuda:0": attention, dense layers and shared experts on that GPU; or "ref":
-            the reference ops in float32, exact and slow, the cache too.
+        device: "cpu"; "cuda:0": attention, dense layers and shared experts on that GPU;
+            "cuda:0,cuda:1": the layers dealt over these GPUs, in order, by size or as rules say; or
+            "ref": the reference ops in float32, exact and slow, the cache too.
         experts: where routed experts are beside a GPU: "cpu", "gpu", or "auto": on the GPU if all
             fit.
         gpu_experts: experts of each layer that the GPU has besides, where the others are on the
@@ -240,12 +247,15 @@ def load_engine(
     auto_defer = defer == "auto"
     if device not in DEVICES and not device.startswith("cuda"):
         raise PykernelsError(f"no device {device!r}", f"Use {', '.join(DEVICES)} or cuda:0")
+    config = read_config(folder)
+    device = engine_device(device, rules, config.model_type)
     on_gpu = None
     if device.startswith("cuda"):
-        from runtime.devices.cuda.runner import check_device
+        from runtime.devices.gpus import check_device, free_bytes, gpus_of
 
         check_device(device)
-        on_gpu = torch.cuda.mem_get_info(device)[0]
+        gpus = gpus_of(device)
+        device, on_gpu = ",".join(gpus), sum(free_bytes(gpus).values())
     elif experts != "auto":
         raise PykernelsError(f"experts={experts!r} without a GPU", 'Add device="cuda:0"')
     if asked and on_gpu is None:
@@ -254,9 +264,13 @@ def load_engine(
     Pages(0, chosen.kv_dtype)  # refused before anything is read
     if chosen.dual_batch is True and device == "cpu":
         raise PykernelsError("dual_batch without a GPU", 'Add device="cuda:0"')
+    if chosen.prefill == "stream" and device == "cpu":
+        raise PykernelsError('prefill="stream" without a GPU', 'Add device="cuda:0"')
+    cache = 0 if chosen.expert_cache == "off" else chosen.expert_cache
+    if cache and device == "cpu":
+        raise PykernelsError("expert_cache without a GPU", 'Add device="cuda:0"')
     threads_here(threads, True, Topology.detect())
     sliced = len(nodes_to_use(Topology.detect(), chosen.numa, threads)) > 1
-    config = read_config(folder)
     check_lowered(config)
     positions = config.max_position_embeddings
     if chosen.max_model_len is not None:
@@ -280,9 +294,8 @@ def load_engine(
 
             seqs, rows = chosen.max_num_seqs, chosen.max_num_logits or 0
             largest = budget, seqs, min(budget, max(rows, seqs)), pages, -(-longest // PAGE)
-            placement = place_beside(
-                asked, weights.decoder, device, largest, experts, weights.placed
-            )
+            where = experts, *weights.placed, cache, chosen.prefill
+            placement = place_beside(asked, weights.decoder, device, largest, *where)
             needed, smaller = weights.needed(placement), weights.smaller(placement)
             memory.check_engine(needed, 0, 0, 0, smaller)
         generation = read_generation_config(folder)
@@ -303,8 +316,18 @@ def load_engine(
                 if device == "cpu":
                     runner = CpuRunner(decoder, pool, *sizes, kernel, passes, logits)
                 elif device == "ref":
+                    from .pinning.beside import slots_of
+
                     runner = RefRunner(
-                        decoder, *sizes, passes, pool, logits, chosen.dual_batch is True
+                        decoder,
+                        *sizes,
+                        passes,
+                        pool,
+                        logits,
+                        chosen.dual_batch is True,
+                        chosen.prefill,
+                        slots_of(decoder, cache) if cache else None,
+                        chosen.cache_policy,
                     )
                 else:
                     from runtime.devices.cuda.runner import CudaRunner
@@ -322,8 +345,12 @@ def load_engine(
                         experts,
                         auto_defer,
                         chosen.dual_batch,
-                        weights.placed,
+                        placement.placed,
                         placement.cached,
+                        placement.by_layer or None,
+                        chosen.prefill,
+                        placement.slots,
+                        chosen.cache_policy,
                     )
                 runner.load()
             with compiling(progress):
@@ -354,19 +381,38 @@ def _deferred(defer: Defer) -> int:
     return int(defer)
 
 
-def placed_program(path: Path, rules: Rules, device: str, experts: str, tokens: int) -> Program:
+def placed_program(
+    path: Path, rules: Rules, device: str, experts: str, tokens: int, slots: int = 0
+) -> Program:
     """The program of a step of at most so many tokens, its nodes where they would run.
 
     Args:
         experts: where routed experts are beside a GPU: "cpu" or "gpu".
+        slots: of each layer for experts on the device besides.
 
     Raises:
         PykernelsError: as ``load_engine``.
     """
-    with open_weights(path, read_config(path), rules, device=device) as weights:
+    config = read_config(path)
+    device = engine_device(device, rules, config.model_type)
+    with open_weights(path, config, rules, device=device) as weights:
         program = weights.decoder.lower(tokens, tokens, tokens, 1, 1)
-        routed = device if experts == "gpu" else CPU
-        return Placement(device, routed, weights.placed).apply(program)
+        if device == CPU:
+            if experts == "gpu":
+                raise PykernelsError("experts on a GPU without one", "Add --device cuda:0")
+            return program
+        from runtime.devices.cuda.weights import gpu_bytes
+        from runtime.devices.gpus import gpus_of, several_refused
+
+        gpus = gpus_of(device)
+        if slots and len(gpus) > 1:
+            raise PykernelsError(*several_refused("an expert cache"))
+        caches = {name: part.nbytes for name, part in weights.decoder.caches(1).items()}
+        same = dict.fromkeys(gpus, 1 << 40)  # bytes: GPUs that need not be there
+        room = {layer.experts.layer or 0: slots for layer in moe_layers(program) if slots}
+        placed, by_layer = weights.placed
+        found = place(program, experts, same, gpu_bytes, placed, caches, by_layer)
+        return replace(found, slots=room).apply(program)
 
 
 def meta_decoder(path: Path, rules: Rules = None) -> Decoder:

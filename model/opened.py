@@ -19,7 +19,7 @@ from runtime.weights import WeightStore
 from .architectures.decoder import Decoder, make_decoder
 from .architectures.moe import check_experts
 from .architectures.packed import CacheWeights, check_cache
-from .architectures.placed import placed_weights
+from .architectures.placed import Placed, placed_nodes
 from .architectures.schema import Schema, stored_schema
 from .architectures.weights import CheckpointWeights
 from .checkpoint import memory
@@ -48,12 +48,12 @@ class Opened(Protocol):
     Attributes:
         model: injected, on the meta device.
         decoder: lowers programs, from which a placement follows.
-        placed: weights that rules place elsewhere than on the engine's device.
+        placed: weights and layers that rules place elsewhere than on the engine's first device.
     """
 
     model: PreTrainedModel
     decoder: Decoder
-    placed: Mapping[str, str]
+    placed: Placed
 
     def needed(self, placement: Placement) -> int:
         """Bytes of main memory that loading takes at its peak."""
@@ -89,9 +89,9 @@ class Packable:
         self._schema = stored_schema(model, plan)
         self.decoder = make_decoder(model, self._schema, WeightStore(), kv_dtype)
         program = self.decoder.lower(1, 1, 1, 1, 1)
-        self.placed: Mapping[str, str] = placed_weights(program, rules)
+        self.placed = placed_nodes(program, rules)
         self._packed = memory.needed_by_engine(plan, model, checkpoint)
-        on_cpu = [name for name, device in self.placed.items() if device == CPU]
+        on_cpu = [name for name, device in self.placed.weights.items() if device == CPU]
         self._beside = sum(program.weights[name].nbytes for name in on_cpu)
 
     def needed(self, placement: Placement) -> int:
@@ -134,7 +134,7 @@ class Mapped:
         schema = Schema.from_json(folder.manifest.schema)
         check_cache(folder, model, schema)
         self.decoder = make_decoder(model, schema, WeightStore(CacheWeights(folder)), kv_dtype)
-        self.placed: Mapping[str, str] = placed_weights(self.decoder.lower(1, 1, 1, 1, 1), rules)
+        self.placed = placed_nodes(self.decoder.lower(1, 1, 1, 1, 1), rules)
 
     def needed(self, placement: Placement) -> int:
         """What others have in memory takes none, nor what goes to a GPU whole."""
@@ -195,20 +195,29 @@ def open_weights(
 
 
 def followed(model: PreTrainedModel, rules: Sequence[Rule], device: str = CPU) -> RulePlacement:
-    """Where rules place a model's modules around an engine on that device.
+    """Where rules place a model's modules around an engine on that device, or several GPUs.
 
     Raises:
         PykernelsError: on another GPU than the engine's.
     """
-    root = device if device.startswith("cuda") else CPU
-    placement = place(model, rules, root)
-    others = [each for each in placement.devices if each not in (root, CPU)]
+    gpus = device.split(",") if device.startswith("cuda") else [CPU]
+    placement = place(model, rules, gpus[0])
+    others = [each for each in placement.devices if each not in (*gpus, CPU)]
     if others:
         raise PykernelsError(
-            f"a rule places modules on {others[0]}, which the engine does not follow",
-            f"Use --eager, or --device {others[0]} and rules without another GPU",
+            f"a rule places modules on {others[0]}, and the engine is on {device}",
+            f"Name {others[0]} in --device too, or leave out that rule",
         )
     return placement
+
+
+def engine_device(device: str, rules: Rules, model_type: str) -> str:
+    """The engine's device: the one that was asked for, or the GPUs on which rules place modules
+    where that is the CPU."""
+    if device != CPU or rules is None:
+        return device
+    named = {each for rule in resolve_rules(rules, model_type) for each in rule.devices} - {CPU}
+    return ",".join(sorted(named, key=lambda gpu: int(gpu.partition(":")[2]))) or CPU
 
 
 def injected(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -15,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.initialization import no_init_weights
 from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from pykernels.errors import PykernelsError
@@ -32,12 +36,9 @@ from .checkpoint.open import open_checkpoint
 from .checkpoint.plan import make_plan
 from .checkpoint.progress import Callback, reporting
 from .checkpoint.safetensors import read_json
-from .device import check_device
 from .modules.inject import inject
 from .modules.moe import FusedMoE
-from .modules.placement import hand_over, place
-from .pinning.choose import Wanted
-from .pinning.pin import pin
+from .modules.placement import place
 from .rules import Rule, Rules, resolve_rules
 from .text import tiktoken
 
@@ -50,10 +51,10 @@ def from_pretrained(
     threads: int | None = None,
     kernel: str = "auto",
     numa: str | int | None = None,
-    gpu_experts: Wanted = None,
     progress: bool | Callback | None = None,
 ) -> PreTrainedModel:
-    """Load a checkpoint with its routed experts on the CPU kernels.
+    """Load a checkpoint on the CPU, with its routed experts on our kernels: what the engine is held
+    to, and what runs where the engine cannot.
 
     The result is transformers' own model class with its own interface (`generate`, `forward`,
     `config`); only its MoE blocks are replaced.
@@ -62,15 +63,13 @@ def from_pretrained(
         path: folder with config.json, safetensors and their index; or a GGUF file.
         rules: a YAML file, names of shipped sets ("int4,gpu"), a list of rules, or None for those
             shipped for the architecture; an empty list leaves the model as transformers has it.
-        device: where all that no rule places goes, but the routed experts: "cpu" or "cuda:0".
+        device: "cpu"; ``load_engine`` runs a model on GPUs.
         dtype: of all but the routed experts; None: the config's (bfloat16 as a rule).
         threads: workers of the experts, shared by all models of the process; None: unchanged, or
-            at first one on each physical core (beside a GPU one fewer: it launches the kernels).
+            at first one on each physical core.
         kernel: auto, amx, avx512 or generic; a rule's own `kernel` overrides it.
         numa: "auto", "off" or the number of NUMA nodes: whether the experts are split across them,
             which are the workers' too and so the same for all models; None: unchanged (auto).
-        gpu_experts: of layers on a GPU, those that it computes too: the first N of each, "auto" (as
-            many as fit), or a file of `pykernels profile experts`: the most used, as many as fit.
         progress: None: a bar on a terminal for loads over a second; True, False, or a callable
             that gets (bytes done, bytes in all).
 
@@ -79,14 +78,14 @@ def from_pretrained(
             in one line with its hint, before a weight is loaded.
     """
     folder = Path(path)
-    root = str(check_device(device))
+    _check_device(str(device))
     check_numa(AUTO if numa is None else numa)
     config = read_config(folder)
     chosen = resolve_dtype(dtype, config)
     parsed = resolve_rules(rules, config.model_type)
     generation = read_generation_config(folder)
     model = build_meta(config, chosen)
-    fill(model, folder, parsed, kernel, root, chosen, progress, threads, numa, gpu_experts)
+    fill(model, folder, parsed, kernel, chosen, progress, threads, numa)
     if generation is not None:
         model.generation_config = generation
     return model
@@ -97,37 +96,37 @@ def fill(
     folder: Path,
     rules: Sequence[Rule],
     kernel: str,
-    device: str,
     dtype: torch.dtype,
     progress: bool | Callback | None = None,
     threads: int | None = None,
     numa: str | int | None = None,
-    gpu_experts: Wanted = None,
 ) -> None:
     """Inject ``rules`` into a model on the meta device, and load its checkpoint into it.
-
-    Args:
-        device: of all that no rule places; the others as in ``from_pretrained``.
 
     Raises:
         PykernelsError: as ``from_pretrained``.
     """
     with open_checkpoint(folder) as checkpoint:
         inject(model, rules, kernel)
-        placement = place(model, rules, device)
-        placement.check()
-        _configure_workers(threads, numa, placement.gpu() is None)
+        for device in place(model, rules).devices:
+            _check_device(device)
+        _configure_workers(threads, numa)
         plan = make_plan(model, checkpoint, dtype, whole=True)
         check_kernels(model, plan)
-        needs = memory.needed(plan, model, checkpoint, dtype, placement)
-        pin(model, plan, placement, gpu_experts, needs)
-        memory.check(memory.needed(plan, model, checkpoint, dtype, placement))
+        memory.check(memory.needed(plan, model, checkpoint, dtype))
         memory.check_nodes(plan, model, default_pool().memory)
         with reporting(progress) as report:
-            load(model, plan, checkpoint, placement, dtype, report)
-        hand_over(model, placement)
+            load(model, plan, checkpoint, dtype, report)
     if any(isinstance(module, FusedMoE) for module in model.modules()):
         model.register_forward_pre_hook(_refuse_in_child)
+
+
+def _check_device(device: str) -> None:
+    if device != "cpu":
+        raise PykernelsError(
+            f"transformers' own forward with our kernels runs on the CPU, not on {device}",
+            "Use load_engine, or leave out --eager; or place nothing there",
+        )
 
 
 def _refuse_in_child(*_: object) -> None:
@@ -173,16 +172,13 @@ def _gguf_generation_config(path: Path) -> GenerationConfig | None:
         ) from error
 
 
-def _configure_workers(threads: int | None, numa: str | int | None, driver_works: bool) -> None:
-    """Start the default pool with `threads` and `numa`, unless it already is as asked for.
-
-    Beside a GPU the calling thread launches the GPU's kernels, so it is not one of the workers.
-    """
+def _configure_workers(threads: int | None, numa: str | int | None) -> None:
+    """Start the default pool with `threads` and `numa`, unless it already is as asked for."""
     if threads is not None and threads < 1:
         raise PykernelsError(f"{threads} threads were asked for", "Ask for 1 or more")
-    if threads is None and numa is None and default_pool().driver_works == driver_works:
+    if threads is None and numa is None:
         return
-    configure_default_pool(threads, driver_works, numa=AUTO if numa is None else str(numa))
+    configure_default_pool(threads, numa=AUTO if numa is None else str(numa))
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", tiktoken.FILE)
@@ -247,16 +243,38 @@ def _check_sentencepiece(folder: Path) -> None:
 
 def build_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model of `config` on the meta device: shapes and dtypes without weights."""
+    make = partial(AutoModelForCausalLM.from_config, config, dtype=dtype)
     try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        with torch.device("meta"), no_init_weights():
+            try:
+                with _ValuesOnCpu():
+                    model: PreTrainedModel = make()
+            except RuntimeError:  # values were mixed with what has none
+                model = make()
+        model.tie_weights(recompute_mapping=False)
     except Exception as error:  # each architecture raises its own types for a bad config
         raise PykernelsError(
             f"transformers cannot build a {config.model_type} language model: {error}",
             "Download the file again" if _is_file(config) else "Check config.json",
         ) from error
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
     _add_biases(model, getattr(config, "stored_biases", None) or [], dtype)
     return model
+
+
+class _ValuesOnCpu(TorchFunctionMode):
+    """Makes tensors that have values on the CPU, inside of ``torch.device("meta")``: before torch
+    computes with any on the meta device it imports its compiler, which takes 2 seconds."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if function in (torch.arange, torch.linspace, torch.tensor):
+            given = {"device": "cpu"} | given
+        return function(*args, **given)
 
 
 def _is_file(config: PretrainedConfig) -> bool:

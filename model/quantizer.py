@@ -41,7 +41,6 @@ class PykernelsConfig(QuantizationConfigMixin):
 
     Args:
         rules: a YAML file, a list of rules, or None for those shipped for the architecture.
-        device: where all but the routed experts goes, instead of transformers' ``device_map``.
         threads: workers of the experts; None: unchanged.
         kernel: auto, amx, avx512, avx2 or generic.
         numa: "auto", "off" or the number of NUMA nodes; None: unchanged.
@@ -50,14 +49,13 @@ class PykernelsConfig(QuantizationConfigMixin):
     def __init__(
         self,
         rules: Rules = None,
-        device: str = "cpu",
         threads: int | None = None,
         kernel: str = "auto",
         numa: str | int | None = None,
         quant_method: str = METHOD,
     ) -> None:
         self.rules = str(rules) if isinstance(rules, Path) else rules
-        self.device, self.threads, self.kernel, self.numa = device, threads, kernel, numa
+        self.threads, self.kernel, self.numa = threads, kernel, numa
         self.quant_method = quant_method
 
 
@@ -69,7 +67,7 @@ class PykernelsQuantizer(HfQuantizer):
         if device_map is not None:
             raise PykernelsError(
                 f"device_map={device_map!r} beside PykernelsConfig",
-                "Leave it out, and name the device in PykernelsConfig(device=...)",
+                "Leave it out: it runs on the CPU, and load_engine on GPUs",
             )
         return None
 
@@ -102,7 +100,6 @@ class PykernelsQuantizer(HfQuantizer):
             self._folder,
             rules,
             config.kernel,
-            str(config.device),
             self._dtype,
             threads=config.threads,
             numa=config.numa,

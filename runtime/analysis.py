@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pykernels.errors import PykernelsError
 
 from .node import Node
+from .ops import OPS
 from .program import Program
 
 ALIGN = 64
@@ -47,6 +48,19 @@ def dependencies(program: Program, in_order: bool = False) -> Order:
     if in_order:
         return ordered([[i - 1] if i else [] for i in range(len(program.nodes))])
     return ordered(_hazards(program.nodes))
+
+
+def on_streams(program: Program) -> Order:
+    """The order on a device that runs the nodes of each stream (``Op.stream``) one after the other;
+    across streams only what shares a buffer waits."""
+    waits = _hazards(program.nodes)
+    last: dict[str, int] = {}
+    for i, node in enumerate(program.nodes):
+        stream = OPS[node.op].stream
+        if stream in last:
+            waits[i].append(last[stream])
+        last[stream] = i
+    return ordered(waits)
 
 
 def ordered(waits: Sequence[Sequence[int]]) -> Order:

@@ -26,18 +26,23 @@ DTYPES: Mapping[str, frozenset[torch.dtype] | None] = {
     "float32": frozenset({torch.float32}),
     "index": _INDEX,
     "int32": frozenset({torch.int32}),
+    "bytes": frozenset({torch.uint8}),
     "kv": frozenset({torch.float32, torch.bfloat16, torch.float8_e4m3fn}),
     "any": None,
 }
 """Classes of dtype. "activation": a device chooses its precision; "float32": kept in float32 on
 every device (the residual stream, logits, routing, scales); "index": token ids, positions, slots;
-"int32": tables of token ids, counts or bits; "kv": as ``kv_cache.layout`` says."""
+"int32": tables of token ids, counts or bits; "bytes": weights in a layout of the device's; "kv": as
+``kv_cache.layout`` says."""
 
-ROLES = ("", "attention", "router", "routed", "cached", "deferred", "shared", "dense")
+ROLES = ("", "attention", "router", "routed", "cached", "deferred", "shared", "dense", "load")
 """What a node does in its layer: "router" from the gate to the choice of experts, "routed" the
 experts that are chosen, "cached" those of them that another device has in slots, "deferred" those
 whose sum joins a layer later, "shared" the experts that every token passes, "dense" the MLP of a
-layer without experts."""
+layer without experts, "load" what brings experts to the device."""
+
+COPIES = "copies"
+"""The stream of nodes that only move bytes to a device, which it does beside all other nodes."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ class Op:
     Attributes:
         rule: what dimensions do not say.
         asynchronous: a peer goes on reading what it reads when the node itself is over.
+        stream: a device that runs nodes one after the other does so in each stream by itself; what
+            shares a buffer is ordered across streams.
     """
 
     inputs: Mapping[str, Port]
@@ -91,6 +98,7 @@ class Op:
     attrs: Mapping[str, Attr] = field(default_factory=dict)
     rule: Rule = lambda node: None
     asynchronous: bool = False
+    stream: str = ""
 
 
 def _activation(*dims: str, optional: bool = False, repeated: bool = False) -> Port:
@@ -107,6 +115,10 @@ def _index(*dims: str, optional: bool = False) -> Port:
 
 def _weight(*dims: str, optional: bool = False) -> Port:
     return Port("", dims or None, optional)
+
+
+def _bytes(*dims: str, optional: bool = False) -> Port:
+    return Port("bytes", dims, optional)
 
 
 def _kv(*dims: str, optional: bool = False) -> Port:
@@ -188,6 +200,13 @@ def _attention_rule(node: Mapping[str, Any]) -> str | None:
 def _router_rule(node: Mapping[str, Any]) -> str | None:
     if node["topk"] != node["spec"].topk:
         return f"its ids hold {node['topk']} experts of a token, its spec {node['spec'].topk}"
+    return None
+
+
+def _experts_rule(node: Mapping[str, Any]) -> str | None:
+    first, count, E = node["first"], node["count"], node["E"]
+    if not 0 <= first < first + count <= E:
+        return f"{count} experts from {first} on are not all among {E}"
     return None
 
 
@@ -358,13 +377,33 @@ OPS: Mapping[str, Op] = {
         inputs={"ids": _index("T", "topk"), "slots": Port("int32", ("experts",))},
         outputs={"here_ids": _index("T", "topk"), "there_ids": _index("T", "topk")},
     ),
+    # The bytes of `count` experts of a layer, from `first` on, as they lie in main memory, brought
+    # to the device. Where out is an input, its memory is used again.
+    "load_experts": Op(
+        inputs={"out": _bytes("bytes", optional=True)},
+        outputs={"out": _bytes("bytes")},
+        weights={"experts": _weight("E", "H", "I")},
+        attrs={"first": Attr(int), "count": Attr(int)},
+        rule=_experts_rule,
+        stream=COPIES,
+    ),
+    # The same experts as the device's moe_ffn reads them; the layer's others stay where out is an
+    # input.
+    "unpack_experts": Op(
+        inputs={"tiles": _bytes("tile_bytes"), "out": _bytes("bytes", optional=True)},
+        outputs={"out": _bytes("bytes")},
+        weights={"experts": _weight("E", "H", "I")},
+        attrs={"first": Attr(int), "count": Attr(int)},
+        rule=_experts_rule,
+    ),
     # Experts of each token, weighted and summed; -1 is not here and adds nothing. Without routing
-    # there is one expert, of all tokens.
+    # there is one expert, of all tokens. Where `resident` is given, experts are read from there.
     "moe_ffn": Op(
         inputs={
             "x": _activation("T", "H"),
             "ids": _index("T", "topk", optional=True),
             "weights": _float32("T", "topk", optional=True),
+            "resident": _bytes("bytes", optional=True),
         },
         outputs={"out": _activation("T", "H")},
         weights={"experts": _weight("E", "H", "I")},

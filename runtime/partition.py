@@ -15,7 +15,7 @@ from typing import Any
 
 from pykernels.errors import PykernelsError
 
-from .analysis import dependencies, ordered
+from .analysis import dependencies, on_streams, ordered
 from .node import Buffer, Node, repeated
 from .program import Program
 
@@ -44,8 +44,8 @@ def partition(program: Program, unordered: Collection[str] = ("cpu",)) -> dict[s
     """One program for each device, in the order in which the devices first appear.
 
     Args:
-        unordered: devices that do not run their nodes one after the other: there only what shares
-            a buffer is ordered.
+        unordered: devices that do not run the nodes of a stream one after the other: there only
+            what shares a buffer is ordered.
 
     Raises:
         PykernelsError: two devices write one buffer or share a cache; a buffer is updated after
@@ -163,7 +163,7 @@ def _with_spans(nodes: Sequence[Node], unordered: Collection[str]) -> list[Node]
             waits[i].append(ends["submit", node.attrs["channel"]])
     for device, own in local.items():
         part = Program("", tuple(nodes[i] for i in own), {}, {})
-        order = dependencies(part, in_order=device not in unordered)
+        order = dependencies(part) if device in unordered else on_streams(part)
         for i, direct in zip(own, order.direct, strict=True):
             waits[i] += [own[j] for j in direct]
     before = ordered(waits).before

@@ -6,13 +6,16 @@ in the GPU's layout, and nothing is packed for a device that does not read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
 
 from .node import Node
+from .passes.expert_cache import expert_cache
 from .passes.gpu_experts import gpu_experts
 from .program import Program
 from .weight_spec import WeightSpec
@@ -20,6 +23,7 @@ from .weight_spec import WeightSpec
 EXPERTS = ("auto", "cpu", "gpu")
 """Where routed experts may be beside a GPU; "auto": there if all fit, else on the CPU."""
 CPU = "cpu"
+_NONE: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -27,24 +31,36 @@ class Placement:
     """The device of every node.
 
     Attributes:
-        device: of all that no other attribute names.
-        experts: of the routed experts.
+        device: of all that no other attribute names; the first of several GPUs.
+        experts: of the routed experts; on a GPU they are on that of their layer.
         placed: weights whose nodes run elsewhere, by name.
-        cached: by layer, those of its experts that ``device`` has besides, in slots.
+        cached: by layer, those of its experts that its GPU has besides, in slots.
+        by_layer: GPUs of layers that are not on ``device``. What is in no layer is on the GPU of
+            the layer before it: the head on the last one.
+        slots: by layer, slots of its GPU for experts that change from step to step; not beside
+            ``cached``.
     """
 
     device: str = CPU
     experts: str = CPU
     placed: Mapping[str, str] = field(default_factory=dict)
     cached: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    by_layer: Mapping[int, str] = field(default_factory=dict)
+    slots: Mapping[int, int] = field(default_factory=dict)
 
-    def of(self, node: Node) -> str:
-        """The device of a node."""
+    def of(self, program: Program) -> Iterator[tuple[Node, str]]:
+        """Every node of a program, with its device."""
+        here = self.device
+        for node in program.nodes:
+            if node.layer is not None:
+                here = self.by_layer.get(node.layer, self.device)
+            yield node, self._of(node, here)
+
+    def _of(self, node: Node, here: str) -> str:
+        """The device of a node whose layer is ``here``."""
         if node.op == "moe_ffn" and node.role == "routed":
-            return self.experts
-        return next(
-            (self.placed[n] for n in node.weights.values() if n in self.placed), self.device
-        )
+            return CPU if self.experts == CPU else here
+        return next((self.placed[n] for n in node.weights.values() if n in self.placed), here)
 
     def apply(self, program: Program) -> Program:
         """The program with its nodes where they run.
@@ -52,46 +68,143 @@ class Placement:
         Raises:
             PykernelsError: it has no such experts.
         """
-        nodes = tuple(replace(node, device=self.of(node)) for node in program.nodes)
+        nodes = tuple(replace(node, device=device) for node, device in self.of(program))
         placed = replace(program, nodes=nodes).check()
-        return gpu_experts(placed, self.cached, self.device) if self.cached else placed
+        device = None if self.by_layer else self.device
+        if self.slots:
+            return expert_cache(placed, self.slots, device)
+        return gpu_experts(placed, self.cached, device) if self.cached else placed
 
     def weights(self, program: Program) -> Mapping[str, frozenset[str]]:
         """By weight, the devices whose nodes read it."""
         devices: dict[str, frozenset[str]] = {}
-        for node in program.nodes:
+        for node, device in self.of(program):
             for name in node.weights.values():
-                devices[name] = devices.get(name, frozenset()) | {self.of(node)}
+                devices[name] = devices.get(name, frozenset()) | {device}
         return devices
 
-    def nbytes(self, program: Program, device: str, size: Callable[[WeightSpec], int]) -> int:
-        """Bytes of the weights that a device reads, each of ``size``."""
+    def nbytes(
+        self,
+        program: Program,
+        device: str,
+        size: Callable[[WeightSpec], int],
+        caches: Mapping[str, int] = _NONE,
+    ) -> int:
+        """Bytes of the weights that a device reads, each of ``size``, and of its ``caches``."""
         devices = self.weights(program)
-        return sum(size(spec) for name, spec in program.weights.items() if device in devices[name])
+        own = {name for node, at in self.of(program) if at == device for name in node.reads}
+        return sum(
+            size(spec) for name, spec in program.weights.items() if device in devices[name]
+        ) + sum(nbytes for name, nbytes in caches.items() if name in own)
 
 
 def place(
     program: Program,
-    device: str,
     experts: str,
-    free: int,
+    free: Mapping[str, int],
     size: Callable[[WeightSpec], int],
     placed: Mapping[str, str] = MappingProxyType({}),
+    caches: Mapping[str, int] = _NONE,
+    by_layer: Mapping[int, str] | None = None,
 ) -> Placement:
-    """Where a model's nodes run on a machine with a GPU.
+    """Where a model's nodes run on a machine with GPUs.
 
     Args:
         program: any of the model's.
-        device: the GPU.
         experts: one of ``EXPERTS``.
-        free: bytes of the GPU that weights may take; ``size``: bytes of a weight there.
+        free: bytes of each GPU that weights and caches may take, in the order in which the GPUs
+            have layers; ``size``: bytes of a weight there.
         placed: weights that rules place on another device, by name.
+        caches: bytes of the "cache" buffers, by name.
+        by_layer: GPUs of layers that rules place; None: they are dealt by size.
 
     Raises:
-        PykernelsError: ``experts`` is none of them.
+        PykernelsError: ``experts`` is none of them; fewer layers than GPUs, a GPU without a layer,
+            or layers that go back to a GPU in front.
     """
     if experts not in EXPERTS:
         raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
-    whole = Placement(device, device, placed)
-    fits = experts == "auto" and whole.nbytes(program, device, size) <= free
-    return whole if fits or experts == "gpu" else Placement(device, CPU, placed)
+
+    def beside(at: str) -> Placement:
+        one = Placement(next(iter(free)), at, placed)
+        if by_layer is not None:
+            return replace(one, by_layer=_checked(program, one.device, by_layer, list(free)))
+        return replace(one, by_layer=_dealt(program, one, free, size, caches))
+
+    whole = beside(next(iter(free)))
+    fits = experts == "auto" and all(
+        whole.nbytes(program, gpu, size, caches) <= room for gpu, room in free.items()
+    )
+    return whole if fits or experts == "gpu" else beside(CPU)
+
+
+def _dealt(
+    program: Program,
+    on_first: Placement,
+    free: Mapping[str, int],
+    size: Callable[[WeightSpec], int],
+    caches: Mapping[str, int],
+) -> dict[int, str]:
+    """GPUs of the layers that are not on the first one; ``on_first`` has all of them there."""
+    if len(free) == 1:
+        return {}
+    layer = next((node.layer for node in program.nodes if node.layer is not None), 0)
+    parts: dict[int, dict[str, int]] = {}  # by layer, with what is in none behind it
+    for node, device in on_first.of(program):
+        layer = layer if node.layer is None else node.layer
+        part = parts.setdefault(layer, {})
+        if device != CPU:
+            part |= {name: size(program.weights[name]) for name in node.weights.values()}
+            part |= {name: caches[name] for name in node.reads if name in caches}
+    names = list(free)
+    numbers = deal([sum(part.values()) for part in parts.values()], list(free.values()))
+    dealt = zip(parts, numbers, strict=True)
+    return {layer: names[number] for layer, number in dealt if number}
+
+
+def deal(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
+    """Deals layers over GPUs, in order, so that the fullest GPU is as empty as can be.
+
+    Args:
+        sizes: bytes of each layer; ``room``: of each GPU.
+
+    Returns:
+        The number of each layer's GPU; every GPU has one at least.
+
+    Raises:
+        PykernelsError: fewer layers than GPUs.
+    """
+    if len(sizes) < len(room):
+        raise PykernelsError(
+            f"{len(sizes)} layers for {len(room)} GPUs", f"Give {len(sizes)} GPUs at most"
+        )
+    upto = list(accumulate(sizes, initial=0))
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by layers that are dealt
+    for each in room:
+        best = {
+            end: min(
+                (max(full, (upto[end] - upto[start]) / max(1, each)), (*ends, end))
+                for start, (full, ends) in best.items()
+                if start < end
+            )
+            for end in range(1, len(upto))
+            if any(start < end for start in best)
+        }
+    return [bisect_right(best[len(sizes)][1], i) for i in range(len(sizes))]
+
+
+def _checked(
+    program: Program, device: str, by_layer: Mapping[int, str], gpus: Sequence[str]
+) -> Mapping[int, str]:
+    layers = sorted({node.layer for node in program.nodes if node.layer is not None})
+    order = [by_layer.get(layer, device) for layer in layers]
+    for gpu in gpus:
+        if gpu not in order:
+            raise PykernelsError(f"no layer is on {gpu}", "Leave it out, or give it some")
+    for i, (before, behind) in enumerate(pairwise(map(gpus.index, order))):
+        if behind < before:
+            raise PykernelsError(
+                f"layer {layers[i + 1]} is on {gpus[behind]}, behind layers of {gpus[before]}",
+                "Place layers on GPUs in their order",
+            )
+    return by_layer

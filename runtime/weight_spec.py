@@ -64,7 +64,7 @@ class WeightSpec:
         parts: what it is made of; none of routed experts, which a source knows by their name.
         moe: the sizes of experts, and what they do beside their products.
         whole: where it is some of a layer's experts, those of the layer; ``chosen``: the number of
-            each among them, in order.
+            each among them, in order; none where it is slots that are filled later.
         cut: what it is a slice of, in that one's memory; None: it is whole.
     """
 
@@ -124,6 +124,22 @@ class WeightSpec:
         shape = (moe.E, H, I)
         return replace(self, name=name, shape=shape, moe=moe, whole=self, chosen=numbers)
 
+    def slots(self, count: int) -> WeightSpec:
+        """Room for so many of a layer's experts, which nothing is in at first.
+
+        Raises:
+            PykernelsError: no slots, or more than the layer has experts.
+        """
+        assert self.moe is not None and self.whole is None and self.cut is None
+        E, H, I = self.shape  # noqa: E741
+        if not 0 < count <= E:
+            raise PykernelsError(
+                f"{count} slots for the {E} experts of {self.name}", f"Give 1 to {E}"
+            )
+        moe = replace(self.moe, E=count, topk=min(self.moe.topk, count))
+        name = f"{self.name}[{count} slots]"
+        return replace(self, name=name, shape=(count, H, I), moe=moe, whole=self)
+
     def part(self, first: int, last: int) -> WeightSpec:
         """The numbers, the 32-row blocks or the heads ``first .. last - 1``."""
         count = last - first
@@ -151,6 +167,11 @@ class WeightSpec:
             )
             for i, rows in enumerate(cut(self.moe, get_format(self.down_fmt), count))
         ]
+
+    @property
+    def is_slots(self) -> bool:
+        """Whether it is room for experts, in which there are none at first."""
+        return self.whole is not None and not self.chosen
 
     @property
     def starts(self) -> tuple[int, ...]:

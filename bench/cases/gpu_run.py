@@ -18,8 +18,11 @@ from bench.harness.roofs import Roofs, measure_roofs
 from bench.harness.rows import Row
 from pykernels.errors import PykernelsError
 
-OPS = ("attention", "moe", "linear", "router", "small_ops")
+OPS = ("attention", "moe", "linear", "router", "small_ops", "unpack_tiles")
 """In this order: what a run that ends early should have."""
+
+_PLACES = {"unpack_tiles": "step.unpack_tiles"}
+"""Files of ops that are not named as the op is."""
 
 GoOn = Callable[[int], Iterator[Row]]
 """``go_on(n)``: the rows of a new process, from case n on."""
@@ -29,7 +32,7 @@ def module_of(op: str) -> Any:
     """The op's file. Raises `PykernelsError` for an unknown op."""
     if op not in OPS:
         raise PykernelsError(f"There is no op {op!r}", f"Use one of {', '.join(OPS)}")
-    return importlib.import_module(f"bench.cases.{op}")
+    return importlib.import_module(f"bench.cases.{_PLACES.get(op, op)}")
 
 
 def one_case(op: str, flags: dict[str, int | str], device: torch.device, seconds: float) -> Row:

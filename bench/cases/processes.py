@@ -25,7 +25,14 @@ from bench.peers.catalog import ROOT
 
 from .gpu_run import GoOn, module_of
 
-PROCESSES = {"attention": 6, "linear": 3, "moe": 2, "router": 2, "small_ops": 2}
+PROCESSES = {
+    "attention": 6,
+    "linear": 3,
+    "moe": 2,
+    "router": 2,
+    "small_ops": 2,
+    "unpack_tiles": 1,
+}
 """By how long an op's kernels take to compile; two layers of bf16 experts are 45 GB already."""
 
 

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from model.cli.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
-from model.cli.session import Defer, Device, DualBatch, GpuExperts, KvDtype, dual_batch_of
+from model.cli.session import (
+    Defer,
+    Device,
+    DualBatch,
+    ExpertCache,
+    GpuExperts,
+    KvDtype,
+    Prefill,
+    check_prefill,
+    dual_batch_of,
+    expert_cache_of,
+)
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
@@ -60,6 +71,8 @@ def e2e(
         str, typer.Option(metavar="auto|cpu|gpu", help="With --device cuda:0: of routed experts.")
     ] = "auto",
     gpu_experts: GpuExperts = None,
+    prefill: Prefill = "auto",
+    expert_cache: ExpertCache = "off",
     defer: Defer = "off",
     dual_batch: DualBatch = "off",
     threads: Threads = None,
@@ -88,6 +101,8 @@ def e2e(
     check_gpu(device, expert_device, gpu_experts)
     if defer not in ("auto", "off") and not defer.isdecimal():
         raise PykernelsError(f"--defer {defer}", "Give a number of experts, auto or off")
+    check_prefill(prefill, device)
+    slots = expert_cache_of(expert_cache, device)
     lanes = dual_batch_of(dual_batch, device)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     from runtime.profiling.engine_speed import Load
@@ -95,11 +110,11 @@ def e2e(
     load = Load(prompt, tokens, batch, context or prompt)
     with err().status("", spinner_style="dim") as status:
         status.update("filling random weights …" if arch else "reading, packing …")
-        ours = _open(model, arch, given, chosen_threads, chosen_kernel, kv_dtype)
+        ours = open_model(model, arch, given, chosen_threads, chosen_kernel, kv_dtype)
         try:
             status.update("compiling, timing the engine …")
-            where = device, expert_device, defer, lanes
-            row = measured(ours, load, chosen_kernel, chosen_threads, *where, gpu_experts)
+            where = device, expert_device, defer, lanes, gpu_experts, prefill, slots
+            row = measured(ours, load, chosen_kernel, chosen_threads, *where)
         finally:
             ours.close()
         del ours  # before the eager model takes its memory
@@ -130,7 +145,7 @@ def check_gpu(device: str, expert_device: str, gpu_experts: str | None = None) -
     if parse(gpu_experts) and device == "cpu":
         raise PykernelsError("--gpu-experts without a GPU", "Add --device cuda:0")
     if device != "cpu":
-        from runtime.devices.cuda.runner import check_device
+        from runtime.devices.gpus import check_device
 
         check_device(device)
     elif expert_device != "auto":
@@ -139,7 +154,7 @@ def check_gpu(device: str, expert_device: str, gpu_experts: str | None = None) -
         )
 
 
-def _open(
+def open_model(
     folder: Path | None,
     arch: str | None,
     given: dict[str, Any],
@@ -147,6 +162,7 @@ def _open(
     kernel: str,
     kv_dtype: str,
 ) -> Ours:
+    """A checkpoint, or random weights, ready to be timed. Raises what loading does."""
     import model
 
     from .ours import Ours, Shape
@@ -169,6 +185,8 @@ def measured(
     defer: str = "off",
     dual_batch: bool | str = False,
     gpu_experts: str | None = None,
+    prefill: str = "auto",
+    expert_cache: int | str = "off",
 ) -> Row:
     """The flat row of one run."""
     from pykernels.target import detect
@@ -189,6 +207,8 @@ def measured(
         "expert_device": expert_device,
         "defer": defer,
         "gpu_experts": gpu_experts or "",
+        "prefill": prefill,
+        "expert_cache": expert_cache,
         **measure(
             ours,
             load,
@@ -199,6 +219,8 @@ def measured(
             defer=defer,
             dual_batch=dual_batch,
             gpu_experts=gpu_experts,
+            prefill=prefill,
+            expert_cache=0 if expert_cache == "off" else expert_cache,
         ),
         "load_seconds": ours.load_seconds,
     }
@@ -235,6 +257,13 @@ def eager_row(
     return {"eager": name, **speed}
 
 
+def _cache_line(row: Row) -> dict[str, str]:
+    if "cache_slots" not in row:
+        return {}
+    text = f"{row['cache_slots']} slots of all layers; {row['cache_hit_rate']:.0%} of the choices"
+    return {"expert cache": f"{text} in decode steps were in them"}
+
+
 def _show(row: Row) -> None:
     from rich.table import Table
 
@@ -259,6 +288,7 @@ def _show(row: Row) -> None:
         "workers": f"busy {r['cpu_busy']:.0%} of the step; {r['wait_us_per_layer']:.1f} µs a layer"
         f" waiting for the GPU; {r['deferred']} experts deferred; {r['cached_experts']}, of all"
         " layers, on the GPU",
+        **_cache_line(r),
         "made in": f"{r['load_seconds']:.1f} s loading and packing,"
         f" {r['warmup_seconds']:.1f} s compiling and warming up",
     }

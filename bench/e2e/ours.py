@@ -23,6 +23,7 @@ from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.runner import PagedRunner
 from runtime.engine.config import STEP_TOKENS
+from runtime.experts.cache import CachePolicy
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
@@ -144,13 +145,17 @@ class Ours:
         defer: str = "off",
         dual_batch: bool | str = False,
         gpu_experts: str | None = None,
+        prefill: str = "auto",
+        expert_cache: int | str = 0,
+        policy: CachePolicy | None = None,
     ) -> EngineTimer:
         """An engine with room for a load.
 
         Args:
             device, expert_device, defer, gpu_experts: ``device``, ``experts``, ``defer`` and
                 ``gpu_experts`` of ``load_engine``.
-            dual_batch: of ``EngineConfig``.
+            dual_batch, prefill: of ``EngineConfig``.
+            expert_cache: likewise, 0: off; ``policy``: of it.
             max_num_batched_tokens: of a step; None: as ``EngineConfig`` has it.
 
         Raises:
@@ -176,7 +181,15 @@ class Ours:
             table_pages = -(-positions // PAGE)
             largest = budget, load.batch, load.batch, pages, table_pages
             asked = parse(gpu_experts)
-            placed = place_beside(asked, self.decoder, device, largest, expert_device)
+            placed = place_beside(
+                asked,
+                self.decoder,
+                device,
+                largest,
+                expert_device,
+                cache=expert_cache,
+                prefill=prefill,
+            )
             where = "cpu" if placed.experts == "cpu" else "gpu"
             at_most = positions, pages, given, load.batch
             runner = CudaRunner(
@@ -191,6 +204,10 @@ class Ours:
                 auto,
                 dual_batch,
                 gpu_experts=placed.cached,
+                by_layer=placed.by_layer or None,
+                prefill=prefill,
+                slots=placed.slots,
+                policy=policy,
             )
         start = time.perf_counter()
         spin(self.pool, "cpu")  # not while they pack
@@ -218,6 +235,8 @@ def measure(
     defer: str = "off",
     dual_batch: bool | str = False,
     gpu_experts: str | None = None,
+    prefill: str = "auto",
+    expert_cache: int | str = 0,
 ) -> dict[str, float]:
     """The speed of prompts and of decode steps, the roof taken before and after, and the seconds
     that compiling and warming up took."""
@@ -230,6 +249,8 @@ def measure(
         defer=defer,
         dual_batch=dual_batch,
         gpu_experts=gpu_experts,
+        prefill=prefill,
+        expert_cache=expert_cache,
     )
     try:
         timer.prefill(load.prompt)
@@ -249,12 +270,14 @@ def measure(
             **asdict(found),
             "lanes": 2 if load.batch > 1 and timer.runner.dual_batch else 1,
             "cached_experts": sum(len(e) for e in cached_of(timer.runner).values()),
+            **cache_figures(timer.runner),
             "deferred": getattr(timer.runner, "deferred", 0)
             or (int(defer) if defer.isdecimal() else 0),
             "warmup_seconds": round(warmup, 2),
         }
     finally:
         timer.close()
+        timer.runner.close()
 
 
 def spin(pool: WorkerPool, device: str) -> None:
@@ -267,6 +290,14 @@ def cached_of(runner: PagedRunner) -> Mapping[int, Sequence[int]]:
     """By layer, the experts that a GPU has beside those of the CPU."""
     placement = getattr(runner, "placement", None)
     return placement.cached if placement is not None else {}
+
+
+def cache_figures(runner: PagedRunner) -> dict[str, float]:
+    """What an expert cache did, if there is one."""
+    if runner.slots is None:
+        return {}
+    stats, slots = runner.slots.stats, sum(spec.shape[0] for spec in runner.slots.specs)
+    return {"cache_slots": slots, "cache_hit_rate": round(stats.hit_rate, 4)}
 
 
 def roof(threads: int | None) -> float:

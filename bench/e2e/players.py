@@ -98,6 +98,7 @@ class Engines:
         """Ends the engines; the workers stay."""
         for timer in self._timers.values():
             timer.close()
+            timer.runner.close()
 
 
 def load_of(cases: Sequence[Case]) -> Load:

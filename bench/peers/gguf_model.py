@@ -3,7 +3,7 @@
 As in ours (``model.architectures.random_model``), a matrix is 128 random rows again and again: only
 shapes and bytes count. So a file of any type takes seconds: these rows are quantized, by our own
 formats, which store them as GGUF does. All matrices have that type (`llama-quantize --pure`). There
-is no tokenizer in it, only a size of the vocabulary.
+is no tokenizer in it, only a size of the vocabulary; or, for servers, one of bytes and numbers.
 """
 
 from __future__ import annotations
@@ -74,12 +74,13 @@ def tensors(config: Any) -> Iterator[Tensor]:
             yield Tensor(f"blk.{layer}.{name}.weight", shape)
 
 
-def write_model(config: Any, fmt: str, path: Path) -> None:
+def write_model(config: Any, fmt: str, path: Path, vocabulary: bool = False) -> None:
     """A file of a configuration's shapes, written tensor by tensor.
 
     Args:
         config: of transformers, its ``model_type`` one of ``FAMILIES``.
         fmt: of all matrices, one of ``TYPES``.
+        vocabulary: whether tokens have texts.
 
     Raises:
         PykernelsError: a matrix that cannot have the format.
@@ -105,7 +106,10 @@ def write_model(config: Any, fmt: str, path: Path) -> None:
     if config.model_type == "qwen3_moe":
         w.add_expert_feed_forward_length(s.I)
     w.add_vocab_size(s.V)
-    w.add_tokenizer_model("no_vocab")
+    if vocabulary:
+        _add_vocabulary(w, s.V)
+    else:
+        w.add_tokenizer_model("no_vocab")
     kind, file_kind = TYPES[fmt]
     w.add_file_type(int(gguf.LlamaFileType[file_kind]))
     every, raw = list(tensors(config)), gguf.GGMLQuantizationType[kind]
@@ -128,7 +132,26 @@ def write_model(config: Any, fmt: str, path: Path) -> None:
         w.close()
 
 
-def model_file(config: Any, fmt: str, folder: Path, name: str) -> Path:
+def _add_vocabulary(writer: Any, V: int) -> None:
+    """Bytes, an end token, one merge (llama.cpp wants some), and numbers, each with a space."""
+    import gguf
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = list(bytes_to_unicode().values())
+    tokens = [*letters, "<|end|>", "ab"]
+    tokens += [f"\u0120{number}" for number in range(V - len(tokens))]
+    types = [gguf.TokenType.NORMAL] * V
+    types[len(letters)] = gguf.TokenType.CONTROL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(len(letters))
+    writer.add_add_bos_token(False)
+
+
+def model_file(config: Any, fmt: str, folder: Path, name: str, vocabulary: bool = False) -> Path:
     """The file of a format in a folder; made unless it is there. Raises as ``write_model`` does."""
     path = folder / f"{name}-{fmt}.gguf"
     if path.exists():
@@ -136,7 +159,7 @@ def model_file(config: Any, fmt: str, folder: Path, name: str) -> Path:
     new = path.with_suffix(".new")
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        write_model(config, fmt, new)
+        write_model(config, fmt, new, vocabulary)
         new.replace(path)  # whole, or not there
     finally:
         new.unlink(missing_ok=True)

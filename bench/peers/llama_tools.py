@@ -1,9 +1,9 @@
 """llama.cpp's own programs, compiled for this machine from the source that llama-cpp-python brings.
 
 `llama-bench` times a whole model, `llama-batched-bench` several sequences at once, `llama-quantize`
-makes the formats of a GGUF file and `llama-perplexity` says what a model makes of a text. They are
-linked statically: what is kept is four files. Only a C++ compiler has to be there; cmake comes from
-pip where there is none.
+makes the formats of a GGUF file and `llama-perplexity` says what a model makes of a text;
+`llama-server` is a build of its own. They are linked statically: what is kept is these files. Only
+a C++ compiler has to be there; cmake comes from pip where there is none.
 """
 
 from __future__ import annotations
@@ -71,7 +71,13 @@ ON_GPU = Tools(
     ("-DGGML_CUDA=ON", "-DGGML_CUDA_FA=OFF", "-DCMAKE_CUDA_ARCHITECTURES=native"),
     "four minutes on 16 cores",
 )
-BUILDS = {tools.engine: tools for tools in (ON_CPU, ON_GPU)}
+SERVER = Tools(
+    "llama.cpp-server",
+    ("llama-server",),
+    ("-DLLAMA_BUILD_SERVER=ON",),
+    "ten minutes on two cores",
+)
+BUILDS = {tools.engine: tools for tools in (ON_CPU, ON_GPU, SERVER)}
 
 
 class ToolMissing(Exception):

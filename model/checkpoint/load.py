@@ -16,7 +16,6 @@ from pykernels.target import detect
 
 from ..modules.linear import linears
 from ..modules.moe import FusedMoE, routed_experts
-from ..modules.placement import Placement
 from .plan import Dense, Experts, Plan
 from .progress import Callback
 from .read import expert_weights, matrix, naming, nbytes, weight_in
@@ -27,12 +26,10 @@ def load(
     model: PreTrainedModel,
     plan: Plan,
     checkpoint: Checkpoint,
-    placement: Placement,
     dtype: torch.dtype,
     report: Callback,
 ) -> None:
-    """Stream `plan` into `model`: experts packed in main memory, our linears packed where they
-    run, the rest in `dtype` where `placement` says.
+    """Stream `plan` into `model`: experts and our linears packed, the rest in `dtype`.
 
     At most one tensor (or the matrices of one expert) is in memory besides the model itself.
     """
@@ -46,15 +43,14 @@ def load(
                 "Run it on the engine, without --eager",
             )
     for item in plan.items:
-        device = torch.device(placement.of(item.name))
         if isinstance(item, Dense) and item.name in ours:
             fmt = ours[item.name].packed_format(item.source.fmt or "bf16")
-            ours[item.name].load(fmt, weight_in(fmt, checkpoint, item.source), str(device))
+            ours[item.name].load(fmt, weight_in(fmt, checkpoint, item.source))
             done += nbytes(checkpoint, item)
             report(done, total)
             continue
         if isinstance(item, Dense):
-            tensor = matrix(checkpoint, item.source, item.dtype).to(device)
+            tensor = matrix(checkpoint, item.source, item.dtype)
             _set_tensor(model, item.name, tensor)
             del tensor
             done += nbytes(checkpoint, item)
@@ -63,10 +59,10 @@ def load(
         module: Any = model.get_submodule(item.name)
         expert_bytes = nbytes(checkpoint, item) // len(item.experts)
         fill = _fill_packed if isinstance(module, FusedMoE) else _fill_fused
-        for _ in fill(module, item, checkpoint, device, dtype):
+        for _ in fill(module, item, checkpoint, dtype):
             done += expert_bytes
             report(done, total)
-    _finish(model, placement)
+    _finish(model)
     _warm_up(model)
 
 
@@ -101,10 +97,10 @@ def _fill_packed(
 
 
 def _fill_fused(
-    module: Any, item: Experts, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+    module: Any, item: Experts, checkpoint: Checkpoint, dtype: torch.dtype
 ) -> Iterator[int]:
     for leaf, meta in list(module.named_parameters(recurse=False)):
-        tensor = torch.empty(meta.shape, dtype=dtype, device=device)
+        tensor = torch.empty(meta.shape, dtype=dtype, device="cpu")
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
     gate_up, down_all = module.gate_up_proj, module.down_proj  # [E, 2 I, H], [E, H, I]
     I = down_all.shape[2]  # noqa: E741
@@ -124,9 +120,9 @@ def _set_tensor(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
         module._buffers[leaf] = tensor
 
 
-def _finish(model: PreTrainedModel, placement: Placement) -> None:
+def _finish(model: PreTrainedModel) -> None:
     """Rebuild computed buffers, tie tied weights, and check that every tensor is loaded."""
-    _rebuild_computed(model, placement)
+    _rebuild_computed(model)
     model.tie_weights()
     model.requires_grad_(False)
     model.eval()
@@ -155,7 +151,7 @@ def _warm_up(model: nn.Module) -> None:
         routed.counters.reset()
 
 
-def _rebuild_computed(model: PreTrainedModel, placement: Placement) -> None:
+def _rebuild_computed(model: PreTrainedModel) -> None:
     """Construct modules with computed buffers (rotary frequencies) again, off the meta device.
 
     Non-persistent buffers are in no checkpoint, and on meta their values were not computed.
@@ -171,6 +167,5 @@ def _rebuild_computed(model: PreTrainedModel, placement: Placement) -> None:
                 "Use an architecture that has rules",
             )
         parent, _, leaf = name.rpartition(".")
-        with torch.device("cpu"):  # the same bits for every device
-            rebuilt = type(module)(config)
-        setattr(model.get_submodule(parent), leaf, rebuilt.to(placement.of(name)))
+        with torch.device("cpu"):
+            setattr(model.get_submodule(parent), leaf, type(module)(config))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,53 +16,44 @@ from runtime.experts.routed import RoutedExperts
 from runtime.kv_cache.layout import PAGE
 from runtime.machine.nodes import MemoryNodes
 from runtime.machine.topology import Topology
-from runtime.placement import Placement as PlacedNodes
+from runtime.placement import Placement
 
 from ..modules.linear import Linear, linears
 from ..modules.moe import FusedMoE
-from ..modules.placement import Placement
 from .plan import Dense, Plan
 from .read import nbytes
 from .safetensors import Checkpoint
 
 GIB = 1 << 30
 MIB = 1 << 20
-ON_CPU = PlacedNodes()
+ON_CPU = Placement()
 CONVERTED = ("int8", "q6_k", "q4_k", "int4")
 """Formats that are offered where the experts do not fit, the largest first."""
 
 
-def needed(
-    plan: Plan, model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype, placement: Placement
-) -> dict[str, int]:
-    """Bytes of each device ("cpu": main memory) that loading takes at its peak.
+def needed(plan: Plan, model: nn.Module, checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Bytes of main memory that loading for the eager forward takes at its peak.
 
-    Packed experts are in main memory, the rest where `placement` says. The largest single step is
-    added there: one tensor, or one expert, as stored and as float32.
+    The largest single step is added: one tensor, or one expert, as stored and as float32.
     """
-    needs, step, ours = Counter[str](cpu=0), 0, linears(model)
+    total, step, ours = 0, 0, linears(model)
     for item in plan.items:
-        device = placement.of(item.name)
         if isinstance(item, Dense):
             numel = math.prod(item.source.shape)
-            needs[device] += _packed(ours, item) or numel * item.dtype.itemsize
+            total += _packed(ours, item) or numel * item.dtype.itemsize
             step = max(
                 step, checkpoint.nbytes(item.source.data) + numel * (4 + item.dtype.itemsize)
             )
             continue
         module = model.get_submodule(item.name)
         if isinstance(module, FusedMoE):
-            formats = item.packed(module)
-            needs["cpu"] += RoutedExperts.bytes_needed(module.cpu_shape, *formats)
-            if module.pinned is not None:
-                needs[device] += len(module.pinned.pinned) * module.pinned.expert_bytes
+            total += RoutedExperts.bytes_needed(module.shape, *item.packed(module))
         else:
-            needs[device] += sum(p.numel() for p in module.parameters()) * dtype.itemsize
+            total += sum(p.numel() for p in module.parameters()) * dtype.itemsize
         # One expert at a time: as stored, and as float32 if it is converted.
         stored = sum(checkpoint.nbytes(m.data) for m in item.experts[0])
         step = max(step, stored + 4 * sum(math.prod(m.shape) for m in item.experts[0]))
-    needs["cpu"] += step
-    return dict(needs)
+    return total + step
 
 
 def _packed(ours: Mapping[str, Linear], item: Dense) -> int | None:
@@ -89,7 +79,7 @@ class Packed:
     experts: int
     converted: dict[str, int]
 
-    def peak(self, placement: PlacedNodes = ON_CPU) -> int:
+    def peak(self, placement: Placement = ON_CPU) -> int:
         """Peak of loading in main memory: of what is on the CPU, and of one more."""
         rest = sum(self.by_item.values()) - self.experts
         return self.step + sum(
@@ -98,7 +88,7 @@ class Packed:
             if not device.startswith("cuda")
         )
 
-    def smaller(self, placement: PlacedNodes = ON_CPU) -> dict[str, int]:
+    def smaller(self, placement: Placement = ON_CPU) -> dict[str, int]:
         """``peak`` with the experts converted, by format, the largest first."""
         peak = self.peak(placement)
         if placement.experts.startswith("cuda"):
@@ -235,23 +225,14 @@ def check_engine(
         )
 
 
-def check(needs: Mapping[str, int]) -> None:
-    """Raise `PykernelsError` with both numbers if a device has less memory free than is needed."""
+def check(need: int) -> None:
+    """Raise `PykernelsError` with both numbers if less main memory is free than is needed."""
     free = available()
-    if needs["cpu"] > free:
+    if need > free:
         raise PykernelsError(
-            f"The model needs {size(needs['cpu'])} of main memory, {size(free)} are free",
+            f"The model needs {size(need)} of main memory, {size(free)} are free",
             "Free memory, use a machine with more of it, or a smaller checkpoint",
         )
-    for device, need in needs.items():
-        if device == "cpu":
-            continue
-        free = torch.cuda.mem_get_info(device)[0]
-        if need > free:
-            raise PykernelsError(
-                f"All but the experts needs {size(need)} on {device}, {size(free)} are free",
-                "Free memory on the GPU, place less there (--rules), or use --device cpu",
-            )
 
 
 def check_nodes(
@@ -274,7 +255,7 @@ def check_nodes(
             module = model.get_submodule(item.name)
             assert isinstance(module, FusedMoE)
             fmt, down_fmt = item.packed(module)
-            found = RoutedExperts.bytes_by_node(module.cpu_shape, fmt, nodes, down_fmt)
+            found = RoutedExperts.bytes_by_node(module.shape, fmt, nodes, down_fmt)
             sizes = [float(nbytes) for nbytes in found]
             if len(sizes) == 1:  # on all nodes in turns
                 sizes = [sizes[0] / len(nodes)] * len(nodes)

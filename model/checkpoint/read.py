@@ -80,7 +80,7 @@ def expert_weights(
     """Each expert in the formats that `module` wants, read and converted ahead of its use."""
 
     def one(e: int) -> Expert:
-        fmt, down_fmt = module.expert_formats(e, *item.packed(module))
+        fmt, down_fmt = item.packed(module)
         pairs = zip((fmt, fmt, down_fmt), item.experts[e], strict=True)
         with naming(module, e):
             gate, up, down = (weight_in(each, checkpoint, m, changed) for each, m in pairs)

@@ -15,15 +15,18 @@ from pykernels.errors import PykernelsError
 from .common import Debug, Kernel, Numa, Threads, command, err, note, read_key
 from .http.remote import Remote
 from .session import (
+    CachePolicyName,
     Defer,
     Device,
     Dtype,
     Eager,
+    ExpertCache,
     Experts,
     GpuExperts,
     KvDtype,
     MaxNewTokens,
     Model,
+    Prefill,
     Rules,
     Seed,
     Session,
@@ -37,7 +40,7 @@ from .session import (
 
 LOADING = (
     *("model", "rules", "device", "dtype", "threads", "kernel", "numa", "eager", "defer"),
-    *("kv_dtype", "experts", "gpu_experts"),
+    *("kv_dtype", "experts", "gpu_experts", "prefill", "expert_cache", "expert_cache_policy"),
 )
 """Options that say how a model is loaded."""
 
@@ -64,6 +67,9 @@ def chat(
     kv_dtype: KvDtype = "bf16",
     experts: Experts = "auto",
     gpu_experts: GpuExperts = None,
+    prefill: Prefill = "auto",
+    expert_cache: ExpertCache = "off",
+    expert_cache_policy: CachePolicyName = "lfu",
     system: Annotated[str, typer.Option(help="System message, put before the conversation.")] = "",
     url: Annotated[
         str | None,
@@ -103,6 +109,9 @@ def chat(
         kv_dtype=kv_dtype,
         gpu_experts=gpu_experts,
         experts=experts,
+        prefill=prefill,
+        expert_cache=expert_cache,
+        expert_cache_policy=expert_cache_policy,
         max_new_tokens=max_new_tokens,
         **sampling,
     )

@@ -11,6 +11,7 @@ import typer
 
 from pykernels.errors import PykernelsError
 
+from ..lean_import import import_transformers
 from .common import Debug, Threads, command, err, out, prepare_threads
 from .session import Rules, status
 
@@ -66,6 +67,7 @@ def convert(
     if target is None:
         raise PykernelsError("there is no DST", "Give the folder that the packed cache goes to")
     with status("importing torch and transformers"):
+        import_transformers()
         from ..checkpoint.memory import size
         from ..conversion import convert as run
 

@@ -11,15 +11,18 @@ from pykernels.errors import PykernelsError
 
 from .common import Debug, Kernel, Numa, Threads, command, err, note
 from .session import (
+    CachePolicyName,
     Defer,
     Device,
     Dtype,
     Eager,
+    ExpertCache,
     Experts,
     GpuExperts,
     KvDtype,
     MaxNewTokens,
     Model,
+    Prefill,
     Rules,
     Seed,
     Session,
@@ -58,6 +61,9 @@ def generate(
     kv_dtype: KvDtype = "bf16",
     experts: Experts = "auto",
     gpu_experts: GpuExperts = None,
+    prefill: Prefill = "auto",
+    expert_cache: ExpertCache = "off",
+    expert_cache_policy: CachePolicyName = "lfu",
     echo: Annotated[bool, typer.Option(help="Write the prompt before its continuation.")] = True,
     debug: Debug = False,
 ) -> None:
@@ -79,6 +85,9 @@ def generate(
         kv_dtype=kv_dtype,
         gpu_experts=gpu_experts,
         experts=experts,
+        prefill=prefill,
+        expert_cache=expert_cache,
+        expert_cache_policy=expert_cache_policy,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -87,6 +96,11 @@ def generate(
     )
     _, stats = session.write(prompt, echo)
     err().print(summary(stats, _read_roof(session, stats)), style="dim", markup=False)
+    if session.llm is not None and (cache := session.llm.expert_cache) is not None:
+        note(
+            f"{cache.hit_rate:.0%} of the experts that decode steps chose were in the GPU's slots;"
+            f" {cache.swaps} came into them"
+        )
 
 
 def _read_roof(session: Session, stats: GenerationStats) -> float | None:

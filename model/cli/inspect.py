@@ -30,6 +30,10 @@ def inspect(
     rules: Rules = None,
     device: Device = "cpu",
     experts: Experts = "auto",
+    expert_cache: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Slots of each layer for experts on the GPU, too."),
+    ] = 0,
     eager: Eager = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout, every module in it.")
@@ -48,7 +52,7 @@ def inspect(
     tells how it would be there, with the routed experts on the CPU unless --experts says gpu: no
     GPU is needed to ask.
     """
-    if experts != "auto" and device == "cpu":
+    if experts != "auto" and device == "cpu" and rules is None:
         raise PykernelsError(f"--experts {experts} without a GPU", "Add --device cuda:0")
     where = "cpu" if experts == "auto" else experts
     if program and as_json:
@@ -66,10 +70,10 @@ def inspect(
         if program:
             from ..llm import placed_program
 
-            placed = placed_program(Path(which), rules, device, where, tokens)
+            placed = placed_program(Path(which), rules, device, where, tokens, expert_cache)
             out().print(str(placed), markup=False)
             return
-        found = examine(which, rules, device, eager, where)
+        found = examine(which, rules, device, eager, where, expert_cache)
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
         return

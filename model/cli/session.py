@@ -14,6 +14,7 @@ from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 from runtime.workers.numa import check_numa
 
+from ..lean_import import import_transformers
 from .common import err, note, prepare_threads
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ Rules = Annotated[
 Device = Annotated[
     str,
     typer.Option(
-        metavar="cpu|cuda:0", help="Where attention, dense layers and shared experts run."
+        metavar="cpu|cuda:0|cuda:0,cuda:1",
+        help="Where attention, dense layers and shared experts run; several GPUs have a part of the"
+        " layers each.",
     ),
 ]
 Dtype = Annotated[
@@ -81,8 +84,8 @@ Eager = Annotated[
     bool,
     typer.Option(
         "--eager",
-        help="Hugging Face's own forward with our experts, instead of the engine; what rules with a"
-        " GPU and --dtype use anyway.",
+        help="Hugging Face's own forward with our experts, on the CPU, instead of the engine; what"
+        " --dtype uses anyway.",
     ),
 ]
 
@@ -116,6 +119,28 @@ def dual_batch_of(choice: str, device: str) -> bool | str:
     return known[choice]
 
 
+Prefill = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|cpu|stream",
+        help="With --device cuda:0, where the experts of prompts are computed that lie in main"
+        " memory: there, or on the GPU, to which they cross; auto: by measured rates.",
+    ),
+]
+
+
+def check_prefill(choice: str, device: str, eager: bool = False) -> None:
+    """`PykernelsError` for a choice that there is not, or not here."""
+    from runtime.engine.config import PREFILL
+
+    if choice not in PREFILL:
+        raise PykernelsError(f"--prefill {choice}", f"Give {', '.join(PREFILL)}")
+    if choice != "auto" and device == "cpu":
+        raise PykernelsError(f"--prefill {choice} without a GPU", "Add --device cuda:0")
+    if choice != "auto" and eager:
+        raise PykernelsError("--prefill is for the engine", "Leave out --eager and its kin")
+
+
 KvDtype = Annotated[
     str,
     typer.Option(
@@ -143,6 +168,38 @@ GpuExperts = Annotated[
 ]
 
 
+ExpertCache = Annotated[
+    str,
+    typer.Option(
+        metavar="N|auto|off",
+        help="Slots of each layer on the GPU for the experts that the routers choose most of late,"
+        " beside those on the CPU: N, or what fits.",
+    ),
+]
+
+CachePolicyName = Annotated[
+    str,
+    typer.Option(
+        "--expert-cache-policy",
+        metavar="lfu|lru|lfu-fixed|lru-fixed",
+        help="What the slots keep: what was chosen most often, or last; fixed: as many swaps in"
+        " each layer.",
+    ),
+]
+
+
+def expert_cache_of(choice: str, device: str, eager: bool = False) -> int | str:
+    """What `EngineConfig` calls a choice; `PykernelsError` for one that there is not, or not
+    here."""
+    if choice not in ("auto", "off") and not choice.isdecimal():
+        raise PykernelsError(f"--expert-cache {choice}", "Give a number of slots, auto or off")
+    if choice != "off" and device == "cpu":
+        raise PykernelsError(f"--expert-cache {choice} without a GPU", "Add --device cuda:0")
+    if choice != "off" and eager:
+        raise PykernelsError("--expert-cache is for the engine", "Leave out --eager and its kin")
+    return int(choice) if choice.isdecimal() else choice
+
+
 class Session:
     """A loaded model and tokenizer with the options of a run: on the engine, or eagerly."""
 
@@ -161,6 +218,9 @@ class Session:
         kv_dtype: str = "bf16",
         gpu_experts: str | None = None,
         experts: str = "auto",
+        prefill: str = "auto",
+        expert_cache: str = "off",
+        expert_cache_policy: str = "lfu",
         **sampling: Any,
     ) -> None:
         """Check the options and that `prompt` fits the context, then load.
@@ -171,11 +231,13 @@ class Session:
         chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
         check_numa(numa)
         with status("importing torch and transformers"):
+            import_transformers()
             from transformers.utils import logging
 
             from .. import EMBEDDED, load_tokenizer
             from ..architectures.families import why_not
             from ..checkpoint.config import read_config
+            from ..opened import engine_device
             from ..pretrained import read_generation_config
             from ..rules import resolve_rules
             from ..text.generate import check_options
@@ -190,13 +252,16 @@ class Session:
         wanted = 0 if prompt is None else self._check(path, prompt)
         model_type = read_config(path).model_type
         parsed = resolve_rules(rules, model_type)
-        placed = any({*rule.devices} - {"cpu"} for rule in parsed)
-        beside_gpu = device != "cpu" or placed
-        eager = eager or placed or dtype is not None
-        if experts != "auto" and (eager or not beside_gpu):
+        device = engine_device(device, parsed, model_type)
+        beside_gpu, eager = device != "cpu", eager or dtype is not None
+        if eager and beside_gpu:
+            raise PykernelsError(
+                f"--eager and its kin on {device}", "Leave them out, or --device and rules of GPUs"
+            )
+        if experts != "auto" and not beside_gpu:
             raise PykernelsError(
                 f"--experts {experts} is for the engine with a GPU",
-                "Use --device cuda:0 without --eager and its kin",
+                "Add --device cuda:0",
             )
         if gpu_experts is not None and not beside_gpu:
             raise PykernelsError("--gpu-experts without a GPU", "Add --device cuda:0")
@@ -204,7 +269,9 @@ class Session:
             raise PykernelsError("--defer is for the engine", "Leave out --eager and its kin")
         if eager and kv_dtype != "bf16":
             raise PykernelsError("--kv-dtype is for the engine", "Leave out --eager and its kin")
-        if not eager and (reason := why_not(read_config(path))):
+        check_prefill(prefill, device, eager)
+        slots = expert_cache_of(expert_cache, device, eager)
+        if not (eager or beside_gpu) and (reason := why_not(read_config(path))):
             note(f"the engine cannot run this model, so it runs eagerly: {reason}")
             eager = True
         self.llm: LLM | None = None
@@ -214,12 +281,10 @@ class Session:
             self.model = from_pretrained(
                 path,
                 rules=parsed,
-                device=device,
                 dtype=dtype,
                 threads=chosen_threads,
                 kernel=chosen_kernel,
                 numa=numa,
-                gpu_experts=gpu_experts,
             )
         else:
             from ..llm import load_engine
@@ -236,6 +301,9 @@ class Session:
                 device=device,
                 experts=experts,
                 gpu_experts=gpu_experts,
+                prefill=prefill,
+                expert_cache=slots,
+                expert_cache_policy=expert_cache_policy,
                 numa=numa,
             )
             if gpu_experts is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from pykernels.errors import PykernelsError
 from pykernels.gpu.gemm.weights import supports_format
 from pykernels.quant import get_format
 from pykernels.quant.layout import padded
@@ -61,19 +62,23 @@ def entries(
     engine: bool,
     dtype: torch.dtype,
     routed: str = "cpu",
+    slots: int = 0,
 ) -> Iterator[Entry]:
     """Entries of an injected meta model, in the order of its modules.
 
     Args:
         engine: whether the engine runs it: matrices packed as stored, vectors in float32.
         dtype: of what is not packed, eagerly.
-        routed: the device of routed experts of ours.
+        routed: the device of routed experts of ours; ``slots``: of each layer for some of them,
+            where the rest of the layer is.
     """
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     seen: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, FusedMoE):
             yield _packed_experts(name, module, formats, routed)
+            if slots:
+                yield _slots(name, module, formats, placement.of(name), slots)
         elif _are_experts(name, module):
             yield _fused_experts(name, module, model, placement.of(name), dtype)
             continue
@@ -187,6 +192,19 @@ def _packed_experts(name: str, block: FusedMoE, formats: Formats, device: str) -
         nbytes * shape.topk // shape.E,
         True,
     )
+
+
+def _slots(name: str, block: FusedMoE, formats: Formats, device: str, count: int) -> Entry:
+    """Room for some of the experts; it has no numbers of its own."""
+    if not 0 < count < block.shape.E:
+        raise PykernelsError(
+            f"{count} slots for the {block.shape.E} experts of {name}",
+            f"Give 1 to {block.shape.E - 1}",
+        )
+    whole = _packed_experts(name, block, formats, device)
+    nbytes = whole.bytes * count // block.shape.E
+    cls = f"{count} slots, {count / block.shape.E:.0%}"
+    return Entry(f"{name}.expert_cache", cls, True, device, whole.format, 0, nbytes, 0)
 
 
 def _are_experts(name: str, module: nn.Module) -> bool:

@@ -12,6 +12,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pykernels.errors import PykernelsError
+from runtime.devices.gpus import gpus_of, several_refused
+from runtime.placement import CPU
 
 from ..architectures.decoder import cache_token_bytes
 from ..architectures.families import why_not
@@ -24,10 +26,11 @@ from ..checkpoint.packed.mapped import PackedFolder
 from ..checkpoint.plan import make_plan
 from ..checkpoint.safetensors import INDEX
 from ..modules.inject import inject
-from ..modules.placement import place
+from ..opened import engine_device, followed
 from ..pretrained import build_meta
 from ..rules import Rules, known_architectures, resolve_rules
 from ..rules.schema import is_device
+from .dealt import dealt
 from .entries import Entry, entries
 from .formats import Formats, cached, configured, planned
 
@@ -97,19 +100,23 @@ def examine(
     device: str = "cpu",
     eager: bool = False,
     experts: str = "cpu",
+    slots: int = 0,
 ) -> Inspection:
     """Reads headers (or only config.json, or a shape by its name) and applies the rules.
 
     Args:
         which: a checkpoint's folder, a config.json or its folder, or a name in ``ARCHS``.
-        device: of all that no rule places; it need not be there.
+        device: of all that no rule places, or GPUs over which layers are dealt; they need not be
+            there, and are taken to have the same room.
         experts: where the engine has routed experts beside a GPU: "cpu" or "gpu".
+        slots: of each layer on the GPU, for experts that are on the CPU.
 
     Raises:
         PykernelsError: as loading, but for devices and memory that are not there.
     """
-    if not is_device(device):
-        raise PykernelsError(f"There is no device {device!r}", "Use cpu or cuda:0")
+    for name in device.split(","):
+        if not is_device(name):
+            raise PykernelsError(f"There is no device {name!r}", "Use cpu or cuda:0")
     config, formats, source, folder = _open(which)
     cache = PackedFolder(folder) if folder is not None and is_packed(folder) else None
     if cache is not None and rules is None:
@@ -119,7 +126,9 @@ def examine(
     bare = rules is None and config.model_type not in known_architectures()
     parsed = [] if bare else resolve_rules(rules, config.model_type)
     inject(model, parsed)
-    placement = place(model, parsed, device)
+    device = engine_device(device, parsed, config.model_type)
+    gpus = [CPU] if device == CPU else list(gpus_of(device))
+    placement = followed(model, parsed, ",".join(gpus))
     if cache is not None:
         formats = cached(cache)
     elif folder is not None:
@@ -128,10 +137,23 @@ def examine(
     reason = why_not(config)
     if eager:
         reason = "--eager asks for it"
-    elif gpu := place(model, parsed).gpu():
-        reason = reason or f"rules place modules on {gpu}"
-    routed = device if experts == "gpu" and reason is None else "cpu"
-    found = list(entries(model, placement, formats, reason is None, dtype, routed))
+    if reason is not None and gpus != [CPU]:
+        raise PykernelsError(
+            f"on {', '.join(gpus)} only the engine runs models: {reason}", "Leave out --device"
+        )
+    if experts == "gpu" and gpus == [CPU]:
+        raise PykernelsError("experts on a GPU without one", "Add --device cuda:0")
+    routed = gpus[0] if experts == "gpu" else CPU
+    if slots and (gpus == [CPU] or routed != CPU):
+        raise PykernelsError(
+            "an expert cache without experts on the CPU beside a GPU, in the engine",
+            "Use --device cuda:0 with --experts cpu",
+        )
+    if slots and len(gpus) > 1:
+        raise PykernelsError(*several_refused("an expert cache"))
+    found = list(entries(model, placement, formats, reason is None, dtype, routed, slots))
+    if len(gpus) > 1:
+        found = dealt(found, gpus)
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
     return Inspection(
         str(which),

@@ -9,7 +9,7 @@ from torch import nn
 
 from pykernels import quant
 from pykernels.errors import PykernelsError
-from pykernels.gpu.gemm.weights import Matrices, pack_for_gpu, supports_format
+from pykernels.gpu.gemm.weights import supports_format
 from pykernels.quant import Weight, get_format
 from pykernels.quant.layout import padded
 from runtime.devices.cpu.one_linear import OneLinear
@@ -29,7 +29,8 @@ class Linear(Operator):
     In the engine it says in which format the matrix is packed; eagerly it is also what multiplies.
 
     Rule's kwargs: `format` auto (as stored), or one of `pykernels.quant.FORMATS` to convert to
-    while loading. Rule's device: where it runs, cpu or a GPU; none: with what is around it.
+    while loading. Rule's device: where the engine runs it, cpu or a GPU; none: with what is around
+    it.
 
     Source: KTransformers (SOSP 2025), Listing 1 (its MarlinLinear).
     """
@@ -54,7 +55,7 @@ class Linear(Operator):
         self.name, self.format, self.placed = name, format, context.device
         self.in_features, self.out_features = original.in_features, original.out_features
         self.weight, self.bias = original.weight, original.bias
-        self._packed: PackedMatrix | Matrices | None = None
+        self._packed: PackedMatrix | None = None
         self._few: OneLinear | None = None
         if format != "auto":
             self.check(format)
@@ -80,39 +81,24 @@ class Linear(Operator):
         found = get_format(fmt)
         return blocks * (found.block_bytes(self.in_features) + found.scale_bytes(self.in_features))
 
-    def load(self, fmt: str, weight: Weight, device: str) -> None:
-        """Packs the matrix, in ``fmt``, on a device; the parameter is gone then.
-
-        Raises:
-            PykernelsError: a format that the device has no layout for.
-        """
+    def load(self, fmt: str, weight: Weight) -> None:
+        """Packs the matrix, in ``fmt``; the parameter is gone then."""
         found = get_format(fmt)
         found.check(weight, self.out_features, self.in_features, self.name)
-        if device == "cpu":
-            pool = default_pool()
-            allocate = weights_on(pool.memory)
-            self._packed = PackedMatrix.of(found, [weight], packer(pool), allocate)
-        else:
-            if reason := supports_format(found, self.in_features):
-                raise PykernelsError(f"{self.name}: {reason}", "Give the rule another format")
-            self._packed = pack_for_gpu(found, [weight]).to(device)
+        pool = default_pool()
+        self._packed = PackedMatrix.of(found, [weight], packer(pool), weights_on(pool.memory))
         self.register_parameter("weight", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K] to [..., N], in the same dtype and device; products take x as bfloat16.
+        """[..., K] to [..., N], in the same dtype; products take x as bfloat16.
 
         Raises:
             PykernelsError: before the weights are loaded.
         """
         rows = x.reshape(-1, self.in_features)  # [T, K]
-        if isinstance(self._packed, Matrices):
-            from pykernels.gpu.gemm.linear import linear
-
-            out = linear(rows.to(torch.bfloat16).contiguous(), self._packed, self.bias)
-        elif isinstance(self._packed, PackedMatrix):
-            out = self._multiply(self._packed, rows)
-        else:
+        if self._packed is None:
             raise PykernelsError(f"{self.name} is not loaded", "Load with model.from_pretrained")
+        out = self._multiply(self._packed, rows)
         return out.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

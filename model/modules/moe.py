@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from pykernels.registry import ACTIVATIONS
 from pykernels.shapes import MoEShape
 from runtime.experts.routed import RoutedExperts, Ticket
 
-from .pinned import PinnedExperts
 from .recognise import experts_shape, in_turns
 from .registry import ModuleContext, Operator, operator
 
@@ -24,26 +23,13 @@ SHARED = ("shared_experts", "shared_expert", "shared_expert_gate")
 """Children of a block that every token passes through, under the names that models give them."""
 
 
-class Call(NamedTuple):
-    """Routed experts in flight.
-
-    Attributes:
-        tokens: those that the CPU has a part of, where some experts are pinned on a GPU;
-            ``beside``: what these add, [T, H].
-    """
-
-    ticket: Ticket
-    tokens: torch.Tensor | None = None
-    beside: torch.Tensor | None = None
-
-
 @operator
 class FusedMoE(Operator):
     """Router and shared experts as they were; routed experts packed for the CPU.
 
-    Replaces a whole block, so that the CPU works on the routed experts while the shared
-    ones run on the model's device. The packed weights are neither parameters nor buffers: `.to()`
-    leaves them in main memory. Inference only.
+    Replaces a whole block, so that the workers compute the routed experts beside the shared ones.
+    The packed weights are neither parameters nor buffers: `.to()` leaves them where they are.
+    Inference only.
 
     Rule's kwargs: `kernel` auto | amx | avx512 | avx2 | generic (default: the caller's choice);
     `format` auto (as stored), or one of `pykernels.quant.FORMATS` to convert to while loading;
@@ -84,12 +70,6 @@ class FusedMoE(Operator):
         self.activations = activations
         self.shape = self._take(original, context)
         self.routed: RoutedExperts | None = None
-        self.pinned: PinnedExperts | None = None
-
-    @property
-    def cpu_shape(self) -> MoEShape:
-        """Shape of the experts that are packed for the CPU: all but those pinned on a GPU."""
-        return self.shape if self.pinned is None else self.pinned.rest
 
     def _take(self, original: Any, context: ModuleContext) -> MoEShape:
         """Sizes of the experts; keeps of what is replaced what is to run on. `PykernelsError` if it
@@ -112,7 +92,7 @@ class FusedMoE(Operator):
         as `down_stored` (None: the same)."""
         fmt, down_fmt = self.packed_format(stored), self.packed_format(down_stored or stored)
         self.routed = RoutedExperts(
-            self.cpu_shape, fmt, kernel=self.kernel, activations=self.activations, down_fmt=down_fmt
+            self.shape, fmt, kernel=self.kernel, activations=self.activations, down_fmt=down_fmt
         )
         return self.routed
 
@@ -123,24 +103,12 @@ class FusedMoE(Operator):
     def load_expert(
         self, expert: int, gate: Weight, up: Weight, down: Weight, biases: Biases | None = None
     ) -> None:
-        """Packs one expert, in `expert_formats`, where it will be computed."""
+        """Packs one expert, in the formats that `allocate` was given."""
         assert self.routed is not None
-        if self.pinned is None:
-            self.routed.load_expert(expert, gate, up, down, biases=biases)
-        elif expert in self.pinned.pinned:
-            self.pinned.put(expert, (gate, up, down), biases)
-        else:
-            index = int(self.pinned.index[expert])
-            self.routed.load_expert(index, gate, up, down, biases=biases)
-
-    def expert_formats(self, expert: int, fmt: str, down_fmt: str) -> tuple[str, str]:
-        """Names of the formats of one expert, whose CPU has these: of gate and up, and of down."""
-        if self.pinned is not None and expert in self.pinned.pinned:
-            return self.pinned.fmt.name, self.pinned.fmt.name
-        return fmt, down_fmt
+        self.routed.load_expert(expert, gate, up, down, biases=biases)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Same as the block's own: [..., H] in and out, in the same dtype and device.
+        """Same as the block's own: [..., H] in and out, in the same dtype.
 
         Raises `PykernelsError` in training mode, on inputs that need gradients, and before the
         weights are loaded.
@@ -157,37 +125,21 @@ class FusedMoE(Operator):
             out = out + shared
         return out.reshape(hidden_states.shape)
 
-    def submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Call:
+    def submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Ticket:
         """Start the experts; raises as `forward`."""
         routed, rows = self._ready(x), x.reshape(-1, self.shape.H)  # [T, H]
         # float16 has no expert kernel: its values fit float32 exactly.
-        rows = (rows.float() if x.dtype == torch.float16 else rows).to("cpu")
-        taken = ids.to("cpu", torch.int64), weights.to("cpu", torch.float32)
-        tokens = None
-        if self.pinned is not None:
-            tokens, *taken = self.pinned.split(*taken)  # type: ignore[assignment]
-            rows = rows[tokens]
-        ticket = routed.submit(rows.contiguous(), *(part.contiguous() for part in taken))
-        if self.pinned is None:
-            return Call(ticket)
-        try:  # the workers are busy with the others meanwhile
-            return Call(ticket, tokens, self.pinned(x.reshape(-1, self.shape.H), ids, weights))
-        except BaseException:
-            routed.sync(ticket)
-            raise
+        rows = rows.float() if x.dtype == torch.float16 else rows
+        taken = ids.to(torch.int64).contiguous(), weights.to(torch.float32).contiguous()
+        return routed.submit(rows.contiguous(), *taken)
 
-    def sync(self, call: Call, x: torch.Tensor) -> torch.Tensor:
-        """Wait for them; their result in the shape, dtype and device of `x`."""
+    def sync(self, ticket: Ticket, x: torch.Tensor) -> torch.Tensor:
+        """Wait for them; their result in the shape and dtype of `x`."""
         assert self.routed is not None
-        out = self.routed.sync(call.ticket).to(x.device, x.dtype)  # [R, H], of all tokens or some
-        if call.beside is not None and call.tokens is not None:
-            out = call.beside.index_add(0, call.tokens.to(x.device), out)
-        return out.reshape(x.shape)
+        return self.routed.sync(ticket).to(x.dtype).reshape(x.shape)
 
     def extra_repr(self) -> str:
         packed = "not loaded" if self.routed is None else "on the CPU"
-        if self.pinned is not None:
-            packed += f", {len(self.pinned.pinned)} of them on {self.pinned.device}"
         return f"{self.shape}, kernel={self.kernel}, format={self.format}, experts {packed}"
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -240,7 +192,7 @@ class FusedExperts(FusedMoE):
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Same as the module's own: [..., H] in and out, in the same dtype and device.
+        """Same as the module's own: [..., H] in and out, in the same dtype.
 
         Args:
             top_k_index: expert numbers [T, topk]; ``top_k_weights``: of each one's output.

@@ -1,4 +1,4 @@
-"""Which device each module runs on, and handing activations over where it changes.
+"""On which device rules place each module.
 
 A module runs where the first placing rule that matches it says, else where its parent does. An
 operator with a device of its own (``Operator.placed``) is there whatever the rules say.
@@ -11,14 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch import nn
 
 from pykernels.errors import PykernelsError
 
-from ..device import check_device
 from ..rules import Rule
 from .recognise import why_not_fused
 from .registry import Operator, is_class
@@ -47,15 +44,6 @@ class Placement:
         """All of them, the root's first."""
         root = self.of("")
         return [root, *sorted({*self.placed.values()} - {root})]
-
-    def check(self) -> None:
-        """Raise `PykernelsError` for a device that this machine does not have."""
-        for device in self.devices:
-            check_device(device)
-
-    def gpu(self) -> str | None:
-        """A device other than the CPU, if there is one."""
-        return next((device for device in self.devices if device != "cpu"), None)
 
 
 def place(model: nn.Module, rules: Sequence[Rule], root: str = "cpu") -> Placement:
@@ -115,62 +103,3 @@ def matches(rule: Rule, name: str, module: nn.Module) -> bool:
     if match.holds == "experts" and why_not_fused(module) is not None:
         return False
     return match.cls is None or is_class(type(module), match.cls)
-
-
-def hand_over(model: nn.Module, placement: Placement) -> None:
-    """Let activations move where the device changes: into a module on its call, and back to the
-    caller's device, but between the layers of a list, where the next one takes them as they are."""
-    callers: dict[str, list[str]] = {}
-    modules = dict(model.named_modules())
-    for name in modules:
-        if name and not isinstance(modules[name], nn.ModuleList):
-            callers.setdefault(_caller(name, modules), []).append(name)
-    for caller, called in callers.items():
-        here = placement.of(caller)
-        if all(placement.of(name) == here for name in called):
-            continue
-        for name in called:
-            there = placement.of(name)
-            modules[name].register_forward_pre_hook(_bring(there), with_kwargs=True)
-            listed = isinstance(modules[name.rpartition(".")[0]], nn.ModuleList)
-            if there != here and not listed:
-                modules[name].register_forward_hook(_give_back(here))
-    if placement.placed:
-        model.register_forward_pre_hook(_bring(placement.of("")), with_kwargs=True)
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    """The same with every tensor on a device; tuples, lists and dicts are looked into."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if type(value) in (tuple, list):
-        return type(value)(moved(one, device) for one in value)
-    if type(value) is dict:
-        return {key: moved(one, device) for key, one in value.items()}
-    return value
-
-
-def _caller(name: str, modules: Mapping[str, nn.Module]) -> str:
-    """The module whose forward calls this one: a list has none."""
-    parent = name.rpartition(".")[0]
-    while isinstance(modules[parent], nn.ModuleList):
-        parent = parent.rpartition(".")[0]
-    return parent
-
-
-def _bring(device: str) -> Any:
-    target = torch.device(device)
-
-    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return moved(args, target), moved(kwargs, target)
-
-    return hook
-
-
-def _give_back(device: str) -> Any:
-    target = torch.device(device)
-
-    def hook(_: nn.Module, args: Any, output: Any) -> Any:
-        return moved(output, target)
-
-    return hook

@@ -8,9 +8,12 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.capacity import room_for_experts
+from runtime.devices.cuda.capacity import LowerSizes, room_for_experts
 from runtime.devices.cuda.runner import place_on
+from runtime.devices.cuda.slots import staging_bytes
+from runtime.devices.cuda.streaming import Sizes, streaming_bytes
 from runtime.devices.cuda.weights import gpu_bytes
+from runtime.devices.gpus import Gpus, gpus_of, several_refused
 from runtime.devices.runner import Lowerable
 from runtime.passes.layers import moe_layers
 from runtime.placement import CPU, Placement
@@ -24,42 +27,101 @@ def place_beside(
     asked: int | str | Profile | None,
     model: Lowerable,
     device: str,
-    sizes: tuple[int, int, int, int, int],
+    sizes: LowerSizes,
     experts: str,
     placed: Mapping[str, str] = MappingProxyType({}),
+    by_layer: Mapping[int, str] | None = None,
+    cache: int | str = 0,
+    prefill: str = "cpu",
 ) -> Placement:
-    """``place_on``, and which experts the GPU is to have besides.
+    """``place_on``, and which experts the GPUs are to have besides, or how many slots for some.
 
     Args:
         asked: see ``choose``; None or 0: none.
+        device: one GPU or several, as ``gpus_of`` reads them.
         sizes: of the largest step, arguments of ``lower``.
-        placed: weights that rules place on another device, by name.
         experts: "auto", "cpu" or "gpu"; "auto" with a number or a profile is "cpu".
+        placed, by_layer: as ``placement.place``.
+        cache: slots of each layer, "auto": as many as fit, or 0; ``prefill``: of ``EngineConfig``,
+            which takes room too.
 
     Raises:
-        PykernelsError: as ``experts_beside``; some experts beside all of them.
+        PykernelsError: as ``experts_beside``; some experts, or slots for them, beside all of them;
+            experts that stay beside slots for others.
     """
+    gpus, rules = gpus_of(device), (placed, by_layer)
+    if cache:
+        if asked:
+            raise PykernelsError(
+                "an expert cache beside gpu_experts, which keep their places on the GPU",
+                "Give one of both; the cache finds the most used ones by itself",
+            )
+        return _place_slots(cache, model, gpus, sizes, experts, placed, prefill)
     if not asked:
-        return place_on(device, model, sizes[3], experts, placed)
+        return place_on(gpus, model, sizes[3], experts, *rules)
     if experts == "gpu":
         raise PykernelsError("some experts on the GPU beside all of them", "Give one of both")
-    placement = place_on(device, model, sizes[3], experts if asked == "auto" else CPU, placed)
+    placement = place_on(gpus, model, sizes[3], experts if asked == "auto" else CPU, *rules)
     if placement.experts != CPU:  # all fit
         return placement
-    room = room_for_experts(device, model, sizes, placement)
-    chosen = experts_beside(asked, model.lower(*sizes), device, room)
+    room = room_for_experts(model, gpus, sizes, placement)
+    chosen = experts_beside(asked, model.lower(*sizes), placement, room)
     return replace(placement, cached=chosen)
 
 
+def _place_slots(
+    cache: int | str,
+    model: Lowerable,
+    gpus: Gpus,
+    sizes: LowerSizes,
+    experts: str,
+    placed: Mapping[str, str],
+    prefill: str,
+) -> Placement:
+    if experts == "gpu":
+        raise PykernelsError(
+            "an expert cache with all experts on the GPU", "Leave it out, or use experts cpu"
+        )
+    if len(gpus) > 1:
+        raise PykernelsError(*several_refused("an expert cache"))
+    placement = place_on(gpus, model, sizes[3], experts if cache == "auto" else CPU, placed)
+    if placement.experts != CPU:  # all fit
+        return placement
+    program = placement.apply(model.lower(*sizes))
+    room = room_for_experts(model, gpus, sizes, placement)[placement.device]
+    layers = moe_layers(program)
+    room -= max(
+        (staging_bytes(program.weight(layer.experts, "experts")) for layer in layers), default=0
+    )
+    if prefill == "stream" or (prefill == "auto" and cache == "auto"):
+        own = Sizes(sizes[3], sizes[4], sizes[1], sizes[2])
+        room -= streaming_bytes(model, placement, own)[placement.device]
+    rooms = {placement.device: room}
+    chosen = experts_beside(cache, program, placement, rooms, "expert_cache")
+    return replace(placement, slots={layer: len(own) for layer, own in chosen.items()})
+
+
+def slots_of(model: Lowerable, cache: int | str) -> dict[int, int]:
+    """By layer, slots on a device that has room for any number of them. Raises as ``choose``."""
+    program, room = model.lower(1, 1, 1, 1, 1), {CPU: 1 << 62}
+    found = experts_beside(cache, program, Placement(), room, "expert_cache")
+    return {layer: len(own) for layer, own in found.items()}
+
+
 def experts_beside(
-    asked: int | str | Profile, program: Program, device: str, room: int
+    asked: int | str | Profile,
+    program: Program,
+    placement: Placement,
+    room: Mapping[str, int],
+    option: str = "gpu_experts",
 ) -> dict[int, tuple[int, ...]]:
-    """By layer, the experts that a GPU is to have; layers without any are left out.
+    """By layer, the experts that its GPU is to have; layers without any are left out.
 
     Args:
         asked: see ``choose``.
         program: any of the model's; no weight is read.
-        room: bytes of the GPU that they may take.
+        placement: of its layers.
+        room: bytes of each GPU that they may take; ``option``: that asked for them.
 
     Raises:
         PykernelsError: no routed experts, or none that a GPU computes alike; as ``choose``.
@@ -70,22 +132,23 @@ def experts_beside(
         if (activations := node.attr("activations")) != "bf16":
             raise PykernelsError(
                 f"{node.name} has {activations} activations, which the GPU's kernels do not take",
-                "Take activations out of the rule, or leave out gpu_experts",
+                f"Take activations out of the rule, or leave out {option}",
             )
         spec = program.weight(node, "experts")
         name = _block(spec.name)
         assert node.layer is not None
         layers[name] = node.layer
-        blocks[name] = Block(spec.shape[0], gpu_bytes(spec.some([0])), device)
+        gpu = placement.by_layer.get(node.layer, placement.device)
+        blocks[name] = Block(spec.shape[0], gpu_bytes(spec.some([0])), gpu)
     if not blocks:
-        raise PykernelsError(f"{program.name!r} has no routed experts", "Leave out gpu_experts")
+        raise PykernelsError(f"{program.name!r} has no routed experts", f"Leave out {option}")
     if isinstance(asked, Profile):
         counts = {_block(name): row for name, row in asked.counts.items()}
         asked = asked.model_copy(update={"counts": counts})
-    chosen = choose(asked, blocks, {device: room})
+    chosen = choose(asked, blocks, room)
     if asked and not any(chosen.values()):
         warnings.warn(
-            f"{device} has room for no experts beside the rest: all of them are on the CPU",
+            f"{', '.join(room)}: no room for experts beside the rest, all of them are on the CPU",
             stacklevel=3,
         )
     return {layers[name]: tuple(experts) for name, experts in chosen.items() if experts}

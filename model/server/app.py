@@ -26,9 +26,13 @@ from .settings import ServerSettings
 from .tokens import token_routes
 
 
-def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
-    """An ASGI application; ``app.state.served`` is its model. The caller closes ``llm``."""
-    served = Served(llm, settings)
+def create_app(llm: LLM, settings: ServerSettings, read_roof: float | None = None) -> FastAPI:
+    """An ASGI application; ``app.state.served`` is its model. The caller closes ``llm``.
+
+    Args:
+        read_roof: see ``Served``.
+    """
+    served = Served(llm, settings, read_roof)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

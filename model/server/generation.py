@@ -101,7 +101,7 @@ class Generation:
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
         watch = self.metrics.watch()
         async for chunk in self._chunks():
-            watch.chunk(chunk.output)
+            watch.chunk(chunk.output, len(chunk.token_ids))
             events, reason = self._events(chunk), chunk.finish_reason
             if chunk.output in self._closed and reason is not None:
                 reason = "stop"

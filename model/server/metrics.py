@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from math import inf
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from runtime.engine import EngineStats
 
 from ..llm import LLM
 
@@ -15,23 +26,27 @@ _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
 class Metrics:
-    """What one server has measured; each has a registry of its own."""
+    """What one server has measured; each has a registry of its own.
 
-    def __init__(self, llm: LLM, inside: Callable[[], float]) -> None:
+    Args:
+        read_roof: GB/s that the workers read from memory at most; None: unknown.
+    """
+
+    def __init__(
+        self, llm: LLM, inside: Callable[[], float], read_roof: float | None = None
+    ) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(llm))
+        self.registry.register(_EngineCollector(llm, read_roof))
         self.first = Histogram(
             "pykernels_time_to_first_token_seconds",
             "From a request's entry into the engine to its first token",
-            buckets=_TTFT,
-            registry=self.registry,
+            _TTFT,
         )
         self.between = Histogram(
-            "pykernels_inter_token_seconds",
-            "Between two tokens of one output",
-            buckets=_BETWEEN,
-            registry=self.registry,
+            "pykernels_inter_token_seconds", "Between two tokens of one output", _BETWEEN
         )
+        self.registry.register(self.first)
+        self.registry.register(self.between)
         entered = Gauge(
             "pykernels_inside",
             "Outputs of requests that have entered and whose answer is not yet sent",
@@ -54,6 +69,30 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+class Histogram(Collector):
+    """Observations of the event loop's thread alone, counted for a tenth of what a lock takes.
+
+    Args:
+        bounds: upper bounds of the buckets, ascending.
+    """
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._name, self._text, self._bounds = name, text, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, times: int = 1) -> None:
+        """So many observations of one value."""
+        self._counts[bisect_left(self._bounds, seconds)] += times
+        self._sum += seconds * times
+
+    def collect(self) -> Iterator[Metric]:
+        up_to = accumulate(self._counts)
+        buckets = [(str(float(b)), n) for b, n in zip((*self._bounds, inf), up_to, strict=True)]
+        buckets[-1] = ("+Inf", buckets[-1][1])
+        yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
+
+
 class Watch:
     """Takes the times of one request's chunks."""
 
@@ -63,14 +102,14 @@ class Watch:
         self._metrics, self._started = metrics, time.perf_counter()
         self._last: dict[int, float] = {}
 
-    def chunk(self, output: int) -> None:
-        """A chunk of this output has come."""
+    def chunk(self, output: int, tokens: int) -> None:
+        """A chunk of this output has come, with so many tokens."""
         now, last = time.perf_counter(), self._last.get(output)
         self._last[output] = now
         if last is None:
             self._metrics.first.observe(now - self._started)
-        else:
-            self._metrics.between.observe(now - last)
+        elif tokens:
+            self._metrics.between.observe((now - last) / tokens, tokens)
 
 
 _COUNTERS = {
@@ -91,11 +130,18 @@ _GAUGES = {
 }
 
 
+_CACHE_COUNTERS = {
+    "choices": "Experts that tokens of decode steps chose",
+    "hits": "Of those, experts that were in slots of the GPU",
+    "swaps": "Experts that came into slots of the GPU",
+}
+
+
 class _EngineCollector:
     """Reads the engine's counts when it is asked."""
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
+    def __init__(self, llm: LLM, read_roof: float | None) -> None:
+        self._llm, self._read_roof = llm, read_roof
 
     def collect(self) -> Iterator[Metric]:
         stats = self._llm.engine.stats
@@ -103,10 +149,46 @@ class _EngineCollector:
             yield CounterMetricFamily(f"pykernels_{name}", text, value=getattr(stats, name))
         for name, text in _GAUGES.items():
             yield GaugeMetricFamily(f"pykernels_{name}", text, value=getattr(stats, name))
+        if (cache := self._llm.expert_cache) is not None:
+            for name, text in _CACHE_COUNTERS.items():
+                label = f"pykernels_expert_cache_{name}"
+                yield CounterMetricFamily(label, text, value=getattr(cache, name))
         nbytes = self._llm.runner.weight_bytes
         text = (
             "Packed weights that a step of one token reads: times the rate of steps, bytes a second"
         )
         yield GaugeMetricFamily("pykernels_step_weight_bytes", text, value=nbytes)
+        yield from self._reads(stats)
         pages = self._llm.runner.num_pages
         yield GaugeMetricFamily("pykernels_pages", "Pages of the KV cache", value=pages)
+
+    def _reads(self, stats: EngineStats) -> Iterator[Metric]:
+        """Weights that steps without prompts have read. Which experts a token chooses is not asked:
+        for several tokens their number is what it is where each chooses at random."""
+        read = CounterMetricFamily(
+            "pykernels_decode_read_bytes",
+            "Weights that the CPU has read in steps without prompts",
+            labels=("of",),
+        )
+        every = experts = 0
+        for tokens, steps in stats.decode_steps.items():
+            all_of_step, experts_of_step = self._llm.runner.read_bytes(tokens)
+            every, experts = every + steps * all_of_step, experts + steps * experts_of_step
+        read.add_metric(("experts",), experts)
+        read.add_metric(("others",), every - experts)
+        yield read
+        seconds = stats.decode_seconds
+        text = "Seconds of steps without prompts"
+        yield CounterMetricFamily("pykernels_decode_step_seconds", text, value=seconds)
+        if seconds:
+            text = "Experts that steps without prompts have read, a second, since the start"
+            rate = experts / seconds
+            yield GaugeMetricFamily("pykernels_expert_read_bytes_per_second", text, value=rate)
+        if self._read_roof is not None:
+            roof = self._read_roof * 1e9
+            text = "What the workers read from memory at most"
+            yield GaugeMetricFamily("pykernels_read_roof_bytes_per_second", text, value=roof)
+            if seconds:
+                text = "Share of that roof at which such steps have read their weights"
+                share = every / seconds / roof
+                yield GaugeMetricFamily("pykernels_read_roof_share", text, value=share)

@@ -5,41 +5,19 @@ from __future__ import annotations
 import math
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
-from pykernels.errors import PykernelsError
-
 from .served import Served
 from .settings import ServerSettings
 
-
-def bound_socket(settings: ServerSettings) -> socket.socket:
-    """A socket at the server's address, so that a port in use is known before a model is loaded.
-
-    Raises:
-        PykernelsError: it cannot be had.
-    """
-    host, port = settings.host, settings.port
-    try:
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = infos[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-        except OSError:
-            bound.close()
-            raise
-    except OSError as error:
-        raise PykernelsError(
-            f"the server cannot listen at {host} port {port}: {error.strerror}",
-            "Choose another --port, or an address of this machine as --host",
-        ) from error
-    return bound
+_SWITCH_SECONDS = 0.0005
+"""That the engine waits at most for Python threads that render a template or read JSON; 5 ms is
+Python's default, and several steps of a small model."""
 
 
 class _Server(uvicorn.Server):
@@ -96,6 +74,7 @@ def serve(
     """
     # uvicorn raises the signals again that it has caught: this ends the process in order.
     before = signal.signal(signal.SIGTERM, _exit)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         server_of(app, settings, started).run([bound])
     finally:

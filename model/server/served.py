@@ -36,18 +36,21 @@ ENTERED = "pykernels.entered"
 class Served:
     """One model on its engine, for the event loop that the server runs in.
 
+    Args:
+        read_roof: GB/s that the workers read at most, for the metrics; None: unknown.
+
     Attributes:
         name: the first of its names; ``created``: Unix time at which it was made.
         draining: whether the server is about to end.
     """
 
-    def __init__(self, llm: LLM, settings: ServerSettings) -> None:
+    def __init__(self, llm: LLM, settings: ServerSettings, read_roof: float | None = None) -> None:
         self.llm, self.settings = llm, settings
         self.name, self.created = settings.names[0], int(time.time())
         self.prompts = Prompts(llm)
         self.parser = parser_for(llm.config.model_type, self.prompts.template)
         self.admission = Admission(llm.engine.config.max_num_seqs, settings)
-        self.metrics = Metrics(llm, lambda: self.admission.inside)
+        self.metrics = Metrics(llm, lambda: self.admission.inside, read_roof)
         self.draining = False
         # One thread: a tokenizer is not made for several, and the event loop must not wait for it.
         self._texts = ThreadPoolExecutor(1, "texts")

@@ -50,11 +50,11 @@ class Detokenizer:
         """The text that `token` adds, or "" while a character is incomplete."""
         if (kept := self._kept.get(token)) is not None:
             return self._utf8.decode(b"", final=True) + self._held() + kept
+        if self._facts.byte_level:
+            return self._utf8.decode(self._facts.letters(token))
         written = self._facts.written(token)
         if not written:  # a special token, or one that is not in the vocabulary
             return ""
-        if self._facts.byte_level:
-            return self._utf8.decode(_bytes_of(written))
         if self._facts.byte_fallback and (match := _BYTE.fullmatch(written)):
             begun, rest = bool(self._ids), self._held()
             # As context one of them stands for all: only whether a text has begun matters.
@@ -112,6 +112,7 @@ class _Facts:
         self.byte_fallback = "ByteFallback" in kinds
         self._texts = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
         self._ids: dict[frozenset[str], dict[int, str]] = {}
+        self._letters: dict[int, bytes] = {}
 
     def ids_of(self, tokens: frozenset[str]) -> dict[int, str]:
         """The tokens that are special here, by id."""
@@ -120,6 +121,13 @@ class _Facts:
                 i: self._texts[i] for i in self._special if self._texts[i] in tokens
             }
         return self._ids[tokens]
+
+    def letters(self, token: int) -> bytes:
+        """What a token adds to a text of a byte-level tokenizer: nothing, if it is special."""
+        found = self._letters.get(token)
+        if found is None:
+            found = self._letters[token] = _bytes_of(self.written(token))
+        return found
 
     def bytes_of(self, token: int) -> bytes:
         """What one token alone stands for; may be a part of a character."""

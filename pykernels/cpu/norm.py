@@ -3,7 +3,7 @@
 Twin of ``ref.rms_norm``. What follows a norm are matrices, and what they read are *rows*
 (``activations.row_layout``), in a layout that their weight format asks for. So a norm writes no
 float tensor: one pass over a token's numbers makes the residual sum and its rows in every layout
-that is asked for. Without a weight it only converts.
+that is asked for. Without a weight it only converts, and then the tasks may be pieces of a row.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ NORM, norm_at = descriptor(
         "eps",  # bits of a float32
         "H",
         "chunk",  # tokens of a task
+        "piece",  # numbers of a row that a task converts, of K_BLOCK; 0: a task has whole rows
         "scratch",  # float32 [H] of worker 0; the next one's is scratch_stride on
         "scratch_stride",
         "layouts",  # address of LAYOUT records, `count` of them
@@ -79,6 +80,8 @@ def make_norm() -> tuple[Any, Any]:
     @task("norm-setup")
     def setup(address, index, worker):
         args = norm_at(address)
+        if args.piece != 0:
+            return i64(args.count_at, 0) * ((args.H + args.piece - 1) // args.piece)
         return (i64(args.count_at, 0) + args.chunk - 1) // args.chunk
 
     @inlined
@@ -124,28 +127,44 @@ def make_norm() -> tuple[Any, Any]:
         return total / types.float32(args.H)
 
     @inlined
-    def fill(args, source, factor, row, K):
-        """A row's bfloat16: the sum times factor and weight, behind it zeros."""
-        H = args.H
-        whole = H // N * N
+    def fill(args, source, factor, row, first, last, K):
+        """A row's bfloat16 from ``first`` on: the sum times factor and weight, from ``last`` on
+        zeros."""
+        whole = last // N * N
         by = V.broadcast(factor)
-        for h in range(0, whole, N):
+        for h in range(first, whole, N):
             value = V.load_f32(source + 4 * h)
             if args.weight != 0:
                 value = V.mul(V.mul(value, by), V.load_f32(args.weight + 4 * h))
             V.store_bf16(row + 2 * h, value)
         out = carray(as_pointer(row), (K,), types.uint16)
-        for h in range(whole, H):
+        for h in range(whole, last):
             one = f32(source, h)
             if args.weight != 0:
                 one = one * factor * f32(args.weight, h)
             out[h] = round_bf16(one)
-        for h in range(H, K):
+        for h in range(last, K):
             out[h] = 0
+
+    @inlined
+    def convert(args, index):
+        """One piece of one row, in every layout."""
+        pieces = (args.H + args.piece - 1) // args.piece
+        t, first = index // pieces, index % pieces * args.piece
+        source, status = args.x + t * args.x_stride, 0
+        for i in range(args.layout_count):
+            layout = layout_at(args.layouts + i * 64)
+            row, end = layout.rows + t * layout.stride, min(first + args.piece, layout.K)
+            fill(args, source, types.float32(1), row, first, min(end, args.H), end)
+            if layout.quantize_row != 0:
+                status |= call_routine(layout.quantize_row, (row, layout.K, first, end))
+        return status
 
     @task("norm")
     def run(address, index, worker):
         args = norm_at(address)
+        if args.piece != 0:
+            return convert(args, index)
         first = index * args.chunk
         last = min(first + args.chunk, i64(args.count_at, 0))
         status = 0
@@ -159,7 +178,7 @@ def make_norm() -> tuple[Any, Any]:
             for i in range(args.layout_count):
                 layout = layout_at(args.layouts + i * 64)
                 row = layout.rows + t * layout.stride
-                fill(args, to, factor, row, layout.K)
+                fill(args, to, factor, row, 0, args.H, layout.K)
                 if layout.quantize_row != 0:
                     status |= call_routine(layout.quantize_row, (row, layout.K, 0, layout.K))
                 if layout.tiles != 0:

@@ -1,4 +1,4 @@
-"""Where the CPU's half of a program meets the half on another device: flags, and shared memory."""
+"""Where the parts of a program on several devices meet: flags, and shared memory."""
 
 from __future__ import annotations
 
@@ -26,16 +26,21 @@ class Link:
     for that. ``clear`` comes before either end begins a step.
 
     Args:
-        halves: the programs of both devices.
-        buffers: by name, tensors that both reach, of what any channel carries.
+        parts: the programs of the devices.
+        buffers: by name, tensors that both ends of a channel reach, of what any channel carries.
         pinned: whether a GPU reads and writes the flags.
+
+    Attributes:
+        late: called by a thread that plays the other device's stream before it sets a flag or
+            waits for one; what it sleeps is a delay of that device.
     """
 
     def __init__(
-        self, halves: Mapping[str, Program], buffers: Mapping[str, torch.Tensor], pinned: bool
+        self, parts: Mapping[str, Program], buffers: Mapping[str, torch.Tensor], pinned: bool
     ) -> None:
         self.buffers = buffers
-        nodes = [node for half in halves.values() for node in half.nodes if node.op == "submit"]
+        self.late: Callable[[], None] = lambda: None
+        nodes = [node for part in parts.values() for node in part.nodes if node.op == "submit"]
         self._rows = {node.attr("channel"): row for row, node in enumerate(nodes)}
         self._flags = torch.zeros(
             max(1, len(nodes)), _WORDS, dtype=torch.int64, device="cpu", pin_memory=pinned
@@ -65,6 +70,7 @@ class Link:
 
     def set(self, node: Node) -> None:
         """Sets the flag of a submit."""
+        self.late()
         self._array[self._row(node)] = self.needed(node)
 
     def wait(self, node: Node) -> None:
@@ -73,10 +79,11 @@ class Link:
         Raises:
             PykernelsError: it does not come.
         """
+        self.late()
         row, end = self._row(node), time.monotonic() + _LIMIT_S
         while self._array[row] < self._needed[row]:
             if time.monotonic() > end:
-                raise PykernelsError(f"{node.name} waits for the CPU in vain", "Try again")
+                raise PykernelsError(f"{node.name} waits for the other device in vain", "Try again")
             time.sleep(_POLL_S)
 
     def _row(self, node: Node) -> int:
@@ -95,10 +102,10 @@ def carried(program: Program) -> tuple[str, ...]:
 
 
 class Launching:
-    """One half of a step in a thread of its own, which plays the other device's stream.
+    """One part of a step in a thread of its own, which plays a device's stream.
 
     Args:
-        run: the half; ``link``: released if it fails, since the CPU would wait for what comes no
+        run: the part; ``link``: released if it fails, since others would wait for what comes no
             more.
     """
 

@@ -19,13 +19,15 @@ from ..node import STEP_SIZES
 from ..passes import dual_batch as in_two_lanes
 from ..passes.keep_routing import routers
 from ..passes.numa import split_over_nodes
-from ..profiling.step_bytes import weight_bytes
+from ..placement import CPU
+from ..profiling.step_bytes import expert_bytes, weight_bytes
 from ..program import Program
 from ..tracing.active import phase
 from ..weights import LayoutOf, WeightStore
 from ..workers.pool import WorkerPool
 from .lane_inputs import LaneInputs
 from .sampling import SamplingInputs
+from .slots import Slots
 
 BUCKETS = 8, 64
 """Token buckets besides ``max_num_batched_tokens``: 8 = one GEMV tile, 64 = a full decode batch."""
@@ -109,6 +111,10 @@ class PagedRunner(ABC):
     copies_inputs = False
     """Whether the device copies a step's inputs itself, those of lanes too."""
     routed_layers: Sequence[RoutedLayer] = ()
+    slots: Slots | None = None
+    """Of a device beside the CPU's experts, where what is in them changes from step to step."""
+    streams = False
+    """Whether experts of steps with chunks of prompts are streamed to the device."""
 
     def __init__(
         self,
@@ -140,6 +146,7 @@ class PagedRunner(ABC):
         self._executable: Executable  # of the last step
         self._running = False
         self._results: dict[int, StepResult] = {}
+        self._read_bytes: dict[int, tuple[int, int]] = {}
 
     def lowered(self, *sizes: int) -> Program:
         """The model's program of these sizes for this device."""
@@ -161,6 +168,22 @@ class PagedRunner(ABC):
     def decode_passes(self) -> Sequence[Pass]:
         """What rewrites the programs of decode steps; a device may measure ``steps`` first."""
         return self.passes
+
+    def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
+        """The steps with chunks of prompts, by size."""
+        return self._bind_all(self._sizes(self.buckets), inputs, (), self.make_step)
+
+    def before_slots(self, slots: Slots) -> None:
+        """Before each step: brings the tables that it reads up to date."""
+        slots.before_step()
+
+    def make_slots(self) -> Slots | None:
+        """The cache of experts, if there is one; called once, when weights are there."""
+        return None
+
+    def close(self) -> None:
+        """Gives back what a device holds beside memory of its own; no step runs any more."""
+        return
 
     @abstractmethod
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> Executable:
@@ -191,12 +214,13 @@ class PagedRunner(ABC):
         if self.dual_batch and not self.copies_inputs:
             self._lanes = LaneInputs(inputs)
             inputs |= self._lanes.tensors
-        self.steps = self._bind_all(self._sizes(self.buckets), inputs, (), self.make_step)
+        self.slots = self.make_slots()
+        self.steps = self.prompt_steps(inputs)
         self.decode_steps = self.steps
         passes, buckets = self.decode_passes(), self.decode_buckets or self.buckets
         if self.dual_batch:  # behind all others; one sequence is no two lanes, and has a program
             passes, buckets = (*passes, in_two_lanes), (1, *buckets)
-        if passes or self.decode_buckets:
+        if passes or self.decode_buckets or self.streams:
             sizes = self._sizes(buckets)
             enough = next(T for T in sizes if self.max_num_seqs <= T)
             self.decode_steps = self._bind_all(
@@ -231,6 +255,8 @@ class PagedRunner(ABC):
             program = rewrite(program)
         step = make(program, inputs)
         out = {name: tensor.numpy() for name, tensor in step.outputs.items()}
+        if self.slots is not None:
+            self.slots.add(step, step.program, out)
         self._results[id(step)] = StepResult(
             out["sampled_token_ids"],
             out["logprobs"],
@@ -249,6 +275,17 @@ class PagedRunner(ABC):
         """Bytes of weights that a one-token step reads."""
         return weight_bytes(self.decode_steps[0].program)
 
+    def read_bytes(self, tokens: int) -> tuple[int, int]:
+        """Bytes of weights that the CPU reads in a decode step of so many tokens, and how many of
+        them are routed experts'; see ``weight_bytes``."""
+        found = self._read_bytes.get(tokens)
+        if found is None:
+            program = self.decode_steps[0].program
+            here = CPU if any(node.device == CPU for node in program.nodes) else None
+            found = weight_bytes(program, tokens, here), expert_bytes(program, tokens, here)
+            self._read_bytes[tokens] = found
+        return found
+
     def launch(self, batch: StepBatch) -> None:
         """Starts one forward step, which samples one token for each row of logits.
 
@@ -266,9 +303,13 @@ class PagedRunner(ABC):
         self._sampling.refresh()
         if self._lanes is not None and own.T == own.S:
             self._lanes.send(own.T)
+        if self.slots is not None:
+            self.before_slots(self.slots)
         phase("run")
         self._executable.launch()
         self._running = True
+        if self.slots is not None:
+            self.slots.plan()
 
     def result(self) -> StepResult:
         """Waits for the step that was launched.
@@ -280,6 +321,9 @@ class PagedRunner(ABC):
         assert self._running, "no step was launched"
         self._running = False
         self._executable.result()
+        if self.slots is not None:
+            own = self._batch
+            self.slots.ended(self._executable, self.sizes.tolist(), own.T == own.S)
         return self._results[id(self._executable)]
 
     # Where the model was loaded in it, tensors can be changed in it only.

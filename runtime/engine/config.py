@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pykernels.errors import PykernelsError
 
+from ..experts.cache import CachePolicy
 from ..workers.numa import AUTO, check_numa
 
 PREFILL_CAP_FLOOR = 8
@@ -14,6 +15,12 @@ PREFILL_CAP_FLOOR = 8
 
 STEP_TOKENS = 512
 """Token budget of a step where weights lie in main memory."""
+
+PREFILL = ("auto", "cpu", "stream")
+"""Where experts of prompts are computed, if they lie in main memory beside a GPU."""
+
+MOST_EXPERTS = 1 << 16
+"""Of a layer, and so of its slots."""
 
 MOST = {
     "max_num_batched_tokens": 1 << 16,  # each buffer of a step has room for all
@@ -34,7 +41,8 @@ class EngineConfig:
 
     Attributes:
         max_num_batched_tokens: token budget of a step; None: ``STEP_TOKENS``, and on a GPU that
-            holds all experts as many as its memory allows, up to 4,096.
+            holds all experts, or to which they are streamed, as many as its memory allows, up to
+            4,096 or 8,192.
         max_num_seqs: most sequences that run at once.
         max_num_logits: rows of logits that a step may compute; None: one per sequence. Logprobs
             of prompt tokens take one row each.
@@ -46,6 +54,14 @@ class EngineConfig:
         dual_batch: whether decode steps of two sequences or more are two lanes, so that a GPU
             computes the attention of one while the CPU computes the experts of the other; "auto":
             beside experts on the CPU.
+        prefill: where experts that lie in main memory beside a GPU are computed in steps with
+            chunks of prompts: "cpu"; "stream": on the GPU, to which all of them cross in such a
+            step; "auto": by the way that takes less time for so many tokens, as measured.
+        expert_cache: slots of each layer for experts that a GPU computes beside the others on the
+            CPU, and that change from step to step by what the routers choose; "auto": as many as
+            fit; "off".
+        expert_cache_policy: which experts they hold, see ``experts.cache.CachePolicy``;
+            ``expert_cache_swaps``: experts that are exchanged in each layer a step, at most.
         target_itl_ms: inter-token time to keep while a prompt is read beside running decodes; the
             prompt tokens of such a step are capped by measured step times. None: no cap.
         max_partial_prefills: prompts that may be under way in one step.
@@ -70,6 +86,10 @@ class EngineConfig:
     kv_bytes: int | None = None
     kv_dtype: str = "bf16"
     dual_batch: bool | str = False
+    prefill: str = "auto"
+    expert_cache: int | str = "off"
+    expert_cache_policy: str = CachePolicy.name
+    expert_cache_swaps: int = CachePolicy.swaps
     target_itl_ms: float | None = None
     max_partial_prefills: int = 4
     max_waiting: int | None = None
@@ -89,6 +109,15 @@ class EngineConfig:
                 raise PykernelsError(f"{name}={value!r}", "Give a positive number")
         if self.dual_batch not in (True, False, "auto"):
             raise PykernelsError(f"dual_batch={self.dual_batch!r}", "Give True, False or 'auto'")
+        if self.prefill not in PREFILL:
+            raise PykernelsError(f"prefill={self.prefill!r}", f"Give {', '.join(PREFILL)}")
+        cache = self.expert_cache
+        if cache not in ("auto", "off"):
+            if isinstance(cache, str):
+                raise PykernelsError(f"expert_cache={cache!r}", "Give a number, 'auto' or 'off'")
+            check_whole("expert_cache", cache, 0, MOST_EXPERTS)
+        check_whole("expert_cache_swaps", self.expert_cache_swaps, 0, MOST_EXPERTS)
+        _ = self.cache_policy
         if not isinstance(self.overlap, bool):
             raise PykernelsError(f"overlap={self.overlap!r}", "Give True or False")
         check_numa(self.numa)
@@ -96,6 +125,11 @@ class EngineConfig:
             raise PykernelsError(
                 "kv_tokens and kv_bytes both give the size of the KV cache", "Give one of them"
             )
+
+    @property
+    def cache_policy(self) -> CachePolicy:
+        """What ``expert_cache_policy`` and ``expert_cache_swaps`` are."""
+        return CachePolicy(self.expert_cache_policy, self.expert_cache_swaps)
 
 
 def check_whole(name: str, value: object, least: int, most: int) -> None:

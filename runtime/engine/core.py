@@ -8,8 +8,8 @@ What the next step draws must not depend on that:
 
 - Penalties count the tokens before the next step begins. End tokens are allowed from a number of
   tokens on, which the scheduler knows ahead.
-- Where a constraint says what may come next, no step is scheduled ahead: its mask follows from the
-  token before.
+- Where a constraint says what may come next, its mask follows from the token before: it is made
+  between two steps, before the next one is launched.
 - Where an end token was drawn, or somebody has asked for something meanwhile, the step that was
   scheduled ahead is given up for one that knows of it: a row for nothing, or a request that waits
   for one step more, costs more than the overlap brings. So is it where pages are short.
@@ -60,6 +60,7 @@ class Core:
         self._launched_at = math.nan
         self._timed: set[Request] = set()
         self._routed: set[Request] = set()
+        self._lost: dict[Request, Exception] = {}  # to their constraints, in this step
         self._observation: Observation | None = None
         self._next_deadline = math.inf
 
@@ -165,7 +166,7 @@ class Core:
                 failure = self._launch(ahead)
         self.scheduler.timed(running, seconds)
         phase("deliver")
-        self._deliver(running, sampled_token_ids, result)
+        self._deliver(running, sampled_token_ids, result, seconds)
         if ahead is not None and failure is not None:
             self._fail(ahead, failure)
         return alive or self.busy
@@ -191,29 +192,44 @@ class Core:
             raise error
 
     def _count(self, step: ScheduledStep, sampled_token_ids: list[int]) -> bool:
-        """What must be done before the next step: penalties count what was drawn.
+        """What must be done before the next step: penalties count what was drawn, and constraints
+        say what may follow.
 
         Returns:
-            Whether an end token is among it.
+            Whether an end token is among it, or a constraint has failed.
         """
         for row, request in step.counted:
             if request.state is State.RUNNING:
                 assert request.sampling.counts is not None
                 request.sampling.counts.add(sampled_token_ids[row])
+        for row, request in step.masked:
+            token = sampled_token_ids[row]
+            last = request.num_output_tokens + 1 >= request.max_tokens
+            if request.state is State.RUNNING and not last and not _ends(request, token):
+                assert request.masked is not None
+                try:
+                    request.masked.accept(token)
+                except Exception as error:  # it fails alone, unless a stop string ends it here
+                    self._lost[request] = error
         if step.ends.isdisjoint(sampled_token_ids):
-            return False
-        return any(
-            token in request.end_ids and request.num_output_tokens >= request.min_tokens
-            for request, token in zip(step.sampled, sampled_token_ids, strict=False)
-        )
+            return bool(self._lost)
+        ended = map(_ends, step.sampled, sampled_token_ids)
+        return bool(self._lost) or any(ended)
 
     def _deliver(
-        self, step: ScheduledStep, sampled_token_ids: list[int], result: StepResult
+        self,
+        step: ScheduledStep,
+        sampled_token_ids: list[int],
+        result: StepResult,
+        seconds: float,
     ) -> None:
         """Append a step's tokens, and end or tell whom they are for."""
         self.scheduler.finished(step)
         stats, sampled = self.stats, step.sampled
         stats.computed_tokens += step.T
+        if not step.chunks:
+            stats.decode_steps[step.T] += 1
+            stats.decode_seconds += seconds
         for i, request in enumerate(step.logprob_requests, len(sampled)):
             if request.state is State.RUNNING:
                 top = request.params.logprobs or 0
@@ -249,6 +265,7 @@ class Core:
         if (top := request.params.logprobs) is not None:
             logprob = _logprob(token, top, row, result)
             request.logprobs.append(logprob)
+        lost = self._lost.pop(request, None)
         text, stopped, may_end = "", False, num_output_tokens > request.min_tokens
         reason: FinishReason | None = None
         if may_end and token in request.end_ids:
@@ -262,8 +279,8 @@ class Core:
         if reason is not None:
             self._end(request, reason, None, token, logprob, text, cut=stopped)
             return
-        if request.masked is not None:
-            request.masked.accept(token)
+        if lost is not None:
+            raise lost
         if request.streamed:
             request.sink((request, token, logprob, text, None))
 
@@ -298,6 +315,11 @@ class Core:
         for request in [r for r in self._timed if r.deadline <= now]:
             self._end(request, "deadline")
         self._next_deadline = min((r.deadline for r in self._timed), default=math.inf)
+
+
+def _ends(request: Request, token: int) -> bool:
+    """Whether a token that is not yet appended ends a request."""
+    return token in request.end_ids and request.num_output_tokens >= request.min_tokens
 
 
 def _write_routing(step: ScheduledStep, result: StepResult) -> None:

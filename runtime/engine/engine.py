@@ -239,6 +239,7 @@ class Engine:
         scheduler = self._core.scheduler
         return replace(
             self._core.stats,
+            decode_steps=self._core.stats.decode_steps.copy(),
             waiting=len(scheduler.waiting),
             running=len(scheduler.prefilling) + len(scheduler.decoding),
             free_pages=len(scheduler.manager.pool),

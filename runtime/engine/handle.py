@@ -132,7 +132,10 @@ class RequestHandle(Handle):
 
 
 class AsyncRequestHandle(Handle):
-    """The same in an event loop: ``async for`` chunk, or ``await handle.result()``."""
+    """The same in an event loop: ``async for`` chunk, or ``await handle.result()``.
+
+    Tokens of one output that have come by the time they are asked for are one chunk.
+    """
 
     def __init__(
         self,
@@ -150,7 +153,28 @@ class AsyncRequestHandle(Handle):
     async def __anext__(self) -> Chunk:
         if self.finished:
             raise StopAsyncIteration
-        return self._chunk(await self._queue.get())
+        queue = self._queue
+        chunk = self._chunk(queue.get_nowait() if queue.qsize() else await queue.get())
+        if chunk.finish_reason is None and len(self.requests) == 1 and queue.qsize():
+            return self._joined(chunk)
+        return chunk
+
+    def _joined(self, first: Chunk) -> Chunk:
+        """A chunk and those that came with it, as one."""
+        chunks = [first]
+        while chunks[-1].finish_reason is None and self._queue.qsize():
+            event = self._queue.get_nowait()
+            if event[4] == "error":  # what came before it is seen before
+                self._queue.put_nowait(event)
+                break
+            chunks.append(self._chunk(event))
+        return Chunk(
+            first.output,
+            tuple(token for chunk in chunks for token in chunk.token_ids),
+            "".join(chunk.text for chunk in chunks),
+            tuple(logprob for chunk in chunks for logprob in chunk.logprobs),
+            chunks[-1].finish_reason,
+        )
 
     async def result(self) -> Result:
         """As ``RequestHandle.result``."""

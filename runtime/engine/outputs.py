@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from .routing import RoutedExperts
@@ -103,6 +104,10 @@ class EngineStats:
     preemptions: int = 0
     finished: int = 0
     failed_steps: int = 0
+    decode_seconds: float = 0.0
+    """Of steps that read no prompt."""
+    decode_steps: Counter[int] = field(default_factory=Counter)
+    """How many of those there were, by their tokens."""
     waiting: int = 0
     running: int = 0
     free_pages: int = 0

@@ -2,17 +2,21 @@
 
 from .defer import defer, fewest_deferred
 from .dual_batch import dual_batch
+from .expert_cache import expert_cache
 from .gpu_experts import gpu_experts
 from .keep_routing import keep_routing
 from .offload import offload
 from .skip import skip
+from .stream_weights import stream_weights
 
 __all__ = [
     "defer",
     "dual_batch",
+    "expert_cache",
     "fewest_deferred",
     "gpu_experts",
     "keep_routing",
     "offload",
     "skip",
+    "stream_weights",
 ]

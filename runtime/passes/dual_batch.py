@@ -18,7 +18,7 @@ from pykernels.errors import PykernelsError
 
 from ..lanes import LANES, lane_dim, lane_name, lane_tokens
 from ..program import Buffer, Node, Program
-from .layers import moe_layers, rebuilt
+from .layers import moe_layers, rebuilt, refuse_streamed
 from .offload import OFFLOADED
 
 _ROWS = ("T", "S")
@@ -30,8 +30,9 @@ def dual_batch(program: Program) -> Program:
     """The program of a decode step in two lanes; of one token: the program itself.
 
     Raises:
-        PykernelsError: it has no routed experts, or has two lanes already; a node that is none of
-            a lane reads what tokens have, and is no norm of some of them.
+        PykernelsError: it has no routed experts, or has two lanes already, or its experts are
+            streamed; a node that is none of a lane reads what tokens have, and is no norm of some
+            of them.
     """
     if program.sizes["T"] < 2:
         return program
@@ -39,6 +40,8 @@ def dual_batch(program: Program) -> Program:
         raise PykernelsError(f"{program.name!r} has two lanes already", "Apply dual_batch once")
     if not moe_layers(program):
         raise PykernelsError(f"{program.name!r} has no routed experts", "Use it as it is")
+    hint = "Stream the experts of prompts, and have two lanes in decode steps"
+    refuse_streamed(program, "dual_batch", hint)
     own = [node for node in program.nodes if _is_of_a_lane(program, node)]
     buffers: dict[str, Buffer] = {}
     lanes = [[_of_lane(program, node, lane, buffers) for node in own] for lane in LANES]

@@ -8,7 +8,7 @@ what a step does, so slots can be filled anew between steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -18,7 +18,7 @@ from pykernels.errors import PykernelsError
 
 from ..program import Buffer, Node, Program, repeated
 from ..weight_spec import WeightSpec
-from .layers import MoELayer, moe_layers, rebuilt
+from .layers import MoELayer, moe_layers, rebuilt, refuse_streamed
 
 
 def gpu_experts(
@@ -31,8 +31,30 @@ def gpu_experts(
         device: that has the slots; None: that of the layer's router.
 
     Raises:
-        PykernelsError: experts or routed layers that there are not; some are deferred or on that
-            device already.
+        PykernelsError: experts or routed layers that there are not; some are deferred,
+            streamed, or on that device already.
+    """
+
+    def some(layer: int, experts: WeightSpec) -> WeightSpec:
+        return experts.some(chosen[layer])
+
+    return in_slots(program, [layer for layer in chosen if chosen[layer]], some, device)
+
+
+def in_slots(
+    program: Program,
+    layers: Sequence[int],
+    weight: Callable[[int, WeightSpec], WeightSpec],
+    device: str | None = None,
+) -> Program:
+    """The program with the choices of some layers parted by a table of slots.
+
+    Args:
+        weight: of a layer and its experts, what is in its slots.
+        device: that has the slots; None: that of the layer's router.
+
+    Raises:
+        PykernelsError: as ``gpu_experts``.
     """
     for role in ("deferred", "cached"):
         if any(node.role == role for node in program.nodes):
@@ -40,15 +62,15 @@ def gpu_experts(
                 f"experts of {program.name!r} are {role} already",
                 "Apply gpu_experts once, before defer",
             )
-    layers = {layer.experts.layer: layer for layer in moe_layers(program)}
-    if unknown := [number for number in chosen if number not in layers]:
+    refuse_streamed(program, "gpu_experts", "Apply gpu_experts before stream_weights")
+    routed = {layer.experts.layer: layer for layer in moe_layers(program)}
+    if unknown := [number for number in layers if number not in routed]:
         raise PykernelsError(
             f"layer {unknown[0]} of {program.name!r} has no routed experts", "Leave it out"
         )
     parts = [
-        _part(program, layers[number], chosen[number], device)
-        for number in chosen
-        if chosen[number]
+        _part(program, routed[number], weight(number, _experts(program, routed[number])), device)
+        for number in layers
     ]
     behind = {part.router: part.place for part in parts}
     moved = {part.layer.experts.name: part for part in parts}
@@ -77,7 +99,8 @@ def gpu_experts(
 
 
 def slot_tables(program: Program) -> dict[str, torch.Tensor]:
-    """The tables of a program's layers as they are at first, int32 [E] on the CPU, by buffer."""
+    """The tables of a program's layers as they are at first, int32 [E] on the CPU, by buffer; all
+    -1 where the slots are empty."""
     tables: dict[str, torch.Tensor] = {}
     cached = {node.layer: node for node in program.nodes if node.role == "cached"}
     for node in program.nodes:
@@ -115,10 +138,13 @@ class _Part:
         return self.cached.outputs["out"]
 
 
-def _part(program: Program, layer: MoELayer, chosen: Sequence[int], device: str | None) -> _Part:
+def _experts(program: Program, layer: MoELayer) -> WeightSpec:
+    return program.weight(layer.experts, "experts")
+
+
+def _part(program: Program, layer: MoELayer, weight: WeightSpec, device: str | None) -> _Part:
     node = layer.experts
-    ids, whole = program.buffers[node.inputs["ids"]], program.weight(node, "experts")
-    weight = whole.some(chosen)
+    ids, whole = program.buffers[node.inputs["ids"]], _experts(program, layer)
     router = next(other for other in program.nodes if ids.name in other.writes)
     slots = f"{node.name}.slots"
     here, there = f"{ids.name}.cached", f"{ids.name}.without_cached"

@@ -85,6 +85,12 @@ def refuse_deferred(program: Program, name: str) -> None:
         )
 
 
+def refuse_streamed(program: Program, name: str, hint: str) -> None:
+    """Raises PykernelsError for a program whose experts are streamed already."""
+    if any(node.role == "load" for node in program.nodes):
+        raise PykernelsError(f"{name} after stream_weights of {program.name!r}", hint)
+
+
 @dataclass(frozen=True)
 class RoutingSplit:
     """A layer's choice in two parts.

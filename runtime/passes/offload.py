@@ -12,7 +12,7 @@ from dataclasses import replace
 from pykernels.errors import PykernelsError
 
 from ..program import Program
-from .layers import moe_layers
+from .layers import moe_layers, refuse_streamed
 
 OFFLOADED = ("routed", "deferred")
 
@@ -21,10 +21,11 @@ def offload(program: Program, device: str = "cpu") -> Program:
     """The program with its routed experts on ``device``.
 
     Raises:
-        PykernelsError: it has none.
+        PykernelsError: it has none, or they are streamed.
     """
     if not moe_layers(program):
         raise PykernelsError(f"{program.name!r} has no routed experts", "Use it as it is")
+    refuse_streamed(program, "offload", "Apply offload before stream_weights")
     nodes = tuple(
         replace(node, device=device) if node.op == "moe_ffn" and node.role in OFFLOADED else node
         for node in program.nodes

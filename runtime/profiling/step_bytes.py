@@ -17,6 +17,16 @@ def weight_bytes(program: Program, tokens: int = 1, device: str | None = None) -
     return round(sum(_weight_bytes(program, node, tokens) for node in nodes))
 
 
+def expert_bytes(program: Program, tokens: int = 1, device: str | None = None) -> int:
+    """As ``weight_bytes``, of the routed experts alone."""
+    routed = [
+        node
+        for node in program.nodes
+        if "experts" in node.weights and "ids" in node.inputs and device in (None, node.device)
+    ]
+    return round(sum(_weight_bytes(program, node, tokens) for node in routed))
+
+
 def _weight_bytes(program: Program, node: Node, tokens: int) -> float:
     total = 0.0
     for name in node.weights:

@@ -26,6 +26,7 @@ OPS_OF = {
     "moe.router": ("router",),
     "moe.router_logits": ("linear", "router"),
     "moe.split_routing": ("split_routing",),
+    "moe.tiles": ("unpack_experts",),
     "moe": ("moe_ffn",),
     "activation": ("moe_ffn",),
     "norm": ("rms_norm",),

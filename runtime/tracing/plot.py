@@ -31,6 +31,8 @@ OPS: Mapping[str, tuple[str, str]] = {
     "add": ("sum", "#adb5c4"),
     "router": ("router", "#6a4c93"),
     "split_routing": ("router", "#6a4c93"),
+    "load_experts": ("copy", "#e07be0"),
+    "unpack_experts": ("unpacking", "#b5838d"),
     "join_rows": ("norm", "#8d99ae"),
     "embed": ("embedding", "#b08968"),
     "sample_requests": ("sampling", "#3d5a80"),

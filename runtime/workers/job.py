@@ -55,9 +55,12 @@ class Job:
     def address(self) -> int:
         return int(self.words.ctypes.data)
 
-    def set_task(self, run: int, setup: int) -> None:
-        """Gives a job that is not in flight another task, and what counts its tasks."""
+    def set_task(self, run: int, setup: int, record: int | None = None) -> None:
+        """Gives a job that is not in flight another task, and what counts its tasks; both read
+        ``record``, or what they read before."""
         self.words[words.SETUP // 8], self.words[words.RUN // 8] = setup, run
+        if record is not None:
+            self.words[words.RECORD // 8] = record
 
     @property
     def after(self) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import torch
 from bench.cases import attention, linear, moe, router, small_ops
 from bench.cases.attention import Size, build
 from bench.cases.step import ops as step_ops
+from bench.cases.step import unpack_tiles
 from bench.cases.weights import activations_for, random_experts
 from pykernels.testing import relative_error
 
@@ -21,7 +22,7 @@ V3, PLAIN = router.KINDS["v3"](4), router.KINDS["softmax"](2)
 
 @pytest.fixture(autouse=True)
 def one_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (attention, linear, router, small_ops):
+    for module in (attention, linear, router, small_ops, unpack_tiles):
         monkeypatch.setattr(module, "sets_for", lambda nbytes, device: 1)
 
 
@@ -66,6 +67,12 @@ SMALL: dict[str, tuple[Any, Any, int]] = {
     "mla_rope_cache_write": (step_ops.mla_write_case, (3, 4), 3 * (4 * (256 + 576) + 256 + 8)),
     "per_head_linear": (step_ops.per_head_case, (3, 2, 32, 48), 4 * (32 * 48 + 3 * 80)),
     "combine": (step_ops.combine_case, (3, 64), 3 * 64 * 20 + 128),
+    # codes of 8 bits are read and written; a scale for 32 rows, one for 128
+    "unpack_tiles": (
+        unpack_tiles.unpack_case,
+        ("fp8", "fp8", 1, 128, 128),
+        2 * 3 * 128 * 128 + 4 * 3 * (4 + 1),
+    ),
 }
 ALIKE = (
     "unpermute",

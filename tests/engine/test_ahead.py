@@ -18,6 +18,7 @@ from runtime.engine import (
     StepBatch,
     StepResult,
 )
+from runtime.engine.constraint import Mask
 
 from .fake_runner import FakeRunner, Words, check_pages, expected
 
@@ -113,6 +114,30 @@ def test_the_next_step_is_launched_before_tokens_are_delivered() -> None:
     engine.generate([[1]], SamplingParams(seed=1, max_tokens=4, stop="zzz"))
     between = ["result", "launch", "text"] * 3
     assert runner.log == ["launch", *between, "result", "text"], "nothing after the last token"
+
+
+def test_between_two_steps_of_a_constrained_output_there_is_only_its_mask() -> None:
+    runner = Logged()
+
+    class Anything:
+        def begin(self) -> Anything:
+            return self
+
+        def allowed(self, mask: Mask) -> None:
+            mask[:] = -1
+
+        def accept(self, token: int) -> None:
+            runner.log.append("mask")
+
+    class Told(Words):
+        def push(self, token: int) -> str:
+            runner.log.append("text")
+            return super().push(token)
+
+    engine = Engine(runner, threaded=False, detokenizer=lambda: Told(WORDS))
+    engine.generate([[1]], SamplingParams(seed=1, max_tokens=3, stop="zzz", constraint=Anything()))
+    between = ["result", "mask", "launch", "text"] * 2
+    assert runner.log == ["launch", *between, "result", "text"]
 
 
 def test_what_comes_while_a_step_runs_is_in_the_next() -> None:

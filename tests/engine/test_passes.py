@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ import torch
 import model
 from pykernels.errors import PykernelsError
 from pykernels.ref.router import split_routing
+from runtime.analysis import on_streams
 from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.devices.runner import Pass
-from runtime.passes import defer, fewest_deferred, gpu_experts, offload, skip
+from runtime.passes import defer, fewest_deferred, gpu_experts, offload, skip, stream_weights
 from runtime.passes.gpu_experts import slot_tables
 from runtime.passes.layers import moe_layers
+from runtime.passes.stream_weights import Ring
 from runtime.program import Program
 from runtime.step_inputs import allocate_inputs
 
@@ -72,6 +75,19 @@ def run(
     **options: Any,
 ) -> torch.Tensor:
     """Logits [T, V] of T tokens of one sequence; on the ref device of a program that is there."""
+    step = executable(llm, program, device, tables, **options)
+    step.run()
+    return step.outputs["logits"]
+
+
+def executable(
+    llm: Any,
+    program: Program,
+    device: str = "ref",
+    tables: Mapping[str, torch.Tensor] | None = None,
+    **options: Any,
+) -> Any:
+    """The step of ``run``."""
     inputs = allocate_inputs(program) | {
         "tokens": torch.arange(20, 20 + T),
         "positions": torch.arange(T),
@@ -90,8 +106,7 @@ def run(
         else CpuExecutable(program, llm.runner.weights, llm.pool, inputs, caches)
     )
     step.sizes[:] = torch.tensor([T, 1, T])
-    step.run()
-    return step.outputs["logits"]
+    return step
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -128,11 +143,17 @@ def in_slots(program: Program) -> Program:
     return gpu_experts(program, {layer: IN_SLOTS for layer in layers if layer is not None})
 
 
+def streamed(program: Program) -> Program:
+    """Experts in three pieces a layer, in two buffers."""
+    return stream_weights(program, lambda spec: spec.nbytes, Ring(3, 2))
+
+
 PASSES: dict[str, Pass] = {
     "defer": lambda p: defer(p, 1),
     "gpu_experts": in_slots,
     "skip": lambda p: skip(p, 1),
     "offload": offload,
+    "stream_weights": streamed,
 }
 PAIRS: dict[tuple[str, str], dict[str, Any] | str] = {
     ("defer", "defer"): {"deferred": 2},
@@ -151,6 +172,15 @@ PAIRS: dict[tuple[str, str], dict[str, Any] | str] = {
     ("defer", "gpu_experts"): "before defer",
     ("skip", "gpu_experts"): {"skipped": 1},
     ("offload", "gpu_experts"): {},
+    ("stream_weights", "defer"): {"deferred": 1},
+    ("stream_weights", "skip"): {"skipped": 1},
+    ("stream_weights", "offload"): "Apply offload before",
+    ("stream_weights", "gpu_experts"): "Apply gpu_experts before",
+    ("stream_weights", "stream_weights"): "Apply it once",
+    ("defer", "stream_weights"): "Apply stream_weights before defer",
+    ("skip", "stream_weights"): {"skipped": 1},
+    ("gpu_experts", "stream_weights"): {},
+    ("offload", "stream_weights"): {},
 }
 """What two passes in a row are, or why they are refused."""
 
@@ -203,6 +233,29 @@ def test_what_is_in_slots_may_change_between_steps(
     for table in tables.values():  # the wrong experts: it is the table that is followed
         table[3] = 2
     assert (run(llm, here, device, tables) - truth).norm() > 0.1 * truth.norm()
+
+
+@pytest.mark.parametrize("ring", [Ring(1, 2), Ring(3, 2), Ring(8, 9)], ids=str)
+def test_loads_run_ahead_of_what_they_are_for(ring: Ring, four_experts: tuple[Any, Any]) -> None:
+    """As early as the order of nodes that share a buffer allows, over the memory of that plan."""
+    llm, lm = four_experts
+    program = on_ref(llm.runner.model.lower(T, 1, T, 1, 1))
+    with torch.no_grad():
+        truth = lm(torch.arange(20, 20 + T)[None]).logits[0]
+    program = stream_weights(program, lambda spec: spec.nbytes, ring)
+    order, left, early = on_streams(program), list(range(len(program.nodes))), list[int]()
+    while left:
+        ready = [i for i in left if not set(order.direct[i]) - set(early)]
+        loads = [i for i in ready if program.nodes[i].op == "load_experts"]
+        early.append((loads or ready)[0])
+        left.remove(early[-1])
+    names = [program.nodes[i].name for i in early]
+    if ring.buffers > ring.pieces:  # the next layer's, all of them, beside this layer's experts
+        assert names.index("layer2.experts.load0") < names.index("layer1.experts")
+    step = executable(llm, program)
+    step.here = replace(program, nodes=tuple(program.nodes[i] for i in early))
+    step.run()
+    assert (step.outputs["logits"] - truth).norm() < 1e-4 * truth.norm()
 
 
 def test_experts_that_there_are_not(four_experts: tuple[Any, Any]) -> None:

@@ -28,14 +28,26 @@ def prompts() -> list[list[int]]:
     return [torch.randint(2, 96, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-@pytest.mark.parametrize("family", tiny.ARCHITECTURES)
-def test_tokens_of_ragged_batches_are_transformers(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "prefill"),
+    [*((family, "cpu") for family in tiny.ARCHITECTURES), ("gpt_oss", "stream")],
+)
+def test_tokens_of_ragged_batches_are_transformers(
+    family: str, prefill: str, tmp_path: Path
+) -> None:
     made = tiny.make(tmp_path, family)
     with model.load_engine(tmp_path, max_model_len=64, threads=1, device="ref") as llm:
-        runner = RefRunner(llm.runner.model, 64, max_num_batched_tokens=16, max_num_seqs=4)
+        runner = RefRunner(
+            llm.runner.model, 64, max_num_batched_tokens=16, max_num_seqs=4, prefill=prefill
+        )
         engine = Engine(runner, threaded=False)
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         found = engine.generate(prompts(), params)
+    streamed = [
+        any(node.op == "load_experts" for node in steps[0].program.nodes)
+        for steps in (runner.steps, runner.decode_steps)
+    ]
+    assert streamed == [prefill == "stream", False]
     for prompt, result in zip(prompts(), found, strict=True):
         ids = list(prompt)
         with torch.no_grad():

@@ -10,9 +10,10 @@ import torch
 from pykernels.gpu.gemm.linear import linear
 from pykernels.gpu.gemm.weights import Matrices, empty_for_gpu
 from pykernels.gpu.moe import fused_moe
+from pykernels.gpu.moe.from_tiles import ExpertTiles, section_bytes, unpack_tiles
 from pykernels.gpu.plans.gemm import GemmPlan
 from pykernels.quant import Format, get_format
-from pykernels.shapes import SWIGLU, ExpertSpec
+from pykernels.shapes import SWIGLU, ExpertSpec, MoEShape
 
 from .ops import Op, Tensors, choices, empty, large, normal
 
@@ -86,6 +87,50 @@ def _experts(
     return Op(" ".join(words), make, run)
 
 
+def _unpack_tiles(name: str, to: str, spec: ExpertSpec = SWIGLU) -> Op:
+    """Three staged experts to three of five slots, or nowhere."""
+    fmt, out_fmt, staged, count = get_format(name), get_format(to), 3, 5
+    parts = ("codes", "scales", "down codes", "down scales", "biases", "down biases")
+
+    def shape_on(device: torch.device) -> MoEShape:
+        small = (256, 256) if name.endswith("_k") else (128, 64)
+        return MoEShape(
+            staged, large(device, 1536, small[0]), large(device, 768, small[1]), 2, spec
+        )
+
+    def make(device: torch.device) -> Tensors:
+        shape = shape_on(device)
+        sizes = zip(parts, section_bytes(shape, fmt, fmt), strict=True)
+        given = {
+            f"tiles' {part}": torch.randint(60, (staged, size), device=device).to(torch.uint8)
+            for part, size in sizes
+        }
+        given["slots"] = torch.randperm(count, device=device)[:staged].to(torch.int32) - 1
+        for part, mats, N, K in (("gate_up", 2, shape.I, shape.H), ("down", 1, shape.H, shape.I)):
+            stack = empty_for_gpu(out_fmt, mats * count, N, K, torch.device("meta"))
+            for kind, x in (("data", stack.data), ("scale", stack.scale)):
+                if x is not None:
+                    given[f"{part} {kind}"] = empty(device, *x.shape, dtype=x.dtype)
+            if spec.bias:
+                given[f"{part}_bias"] = empty(device, mats * count, N, dtype=torch.float32)
+        return given
+
+    def run(t: Tensors) -> None:
+        shape = shape_on(t["slots"].device)
+        tiles = ExpertTiles(shape, fmt, fmt, tuple(t[f"tiles' {part}"] for part in parts))
+        room = fused_moe.Experts.empty(out_fmt, count, shape.H, shape.I, torch.device("meta"), spec)
+        filled: dict[str, Any] = {
+            part: _filled(getattr(room, part), part, t) for part in ("gate_up", "down")
+        }
+        filled |= {part: x for part, x in t.items() if part.endswith("_bias")}
+        unpack_tiles(tiles, replace(room, **filled), t["slots"])
+
+    scales = ("gate_up scale", "down scale") * (to not in ("bf16", "q4_k", "q6_k"))
+    biases = ("gate_up_bias", "down_bias") * spec.bias
+    written = ("gate_up data", "down data", *scales, *biases)
+    return Op(f"unpack_tiles {name} to {to}", make, run, written)
+
+
 def _linear(name: str, M: int, activations: str = "bf16", size: Any = (1544, 2048)) -> Op:
     """A matrix of this ``size`` on a GPU."""
     fmt = get_format(name)
@@ -119,4 +164,7 @@ PRODUCTS = (
     _linear("int4", 40, size=(4104, 3200)),  # stream-K over all tiles,
     _linear("int4", 300, size=(8520, 512)),  # or over the last wave
     _linear("fp8", 300, "fp8", size=(264, 4480)),  # warp-specialized, its tiles shared
+    _unpack_tiles("mxfp4", "mxfp4", ExpertSpec(1.702, 7.0, 1.0, bias=True)),
+    *(_unpack_tiles(name, name) for name in ("bf16", "fp8", "int8", "q4_k", "q6_k")),
+    *(_unpack_tiles(name, "bf16") for name in ("int4-zp", "fp8", "q5_k", "q6_k")),
 )

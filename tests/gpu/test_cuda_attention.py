@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.devices.cuda.executable import CudaExecutable
+from runtime.devices.cuda.executable import CudaExecutable, GpuMemory
 from runtime.devices.cuda.handshake import PinnedSlots
 from runtime.devices.cuda.inputs import StepInputs
 from runtime.devices.cuda.memory import Arena
@@ -86,8 +86,9 @@ def results(
     exact = {name: part.zeros() for name, part in parts.items()}
     exact = {n: x.float() if x.dtype == torch.bfloat16 else x for n, x in exact.items()}
     truth = RefExecutable(on_ref(program), weights, inputs, exact)
-    staged = StepInputs(inputs, None, device, piece)
+    staged = StepInputs(inputs, None, {"cuda": device}, piece)
     bucket = staged.bucket(program.sizes["T"], 1, False, expansion(program))
+    views, sequences = bucket.on["cuda"]
     kinds = {"angles": torch.float32}
     floats = {
         name: torch.zeros(x.shape, dtype=kinds.get(name, torch.bfloat16), device=device)
@@ -101,17 +102,14 @@ def results(
     found = CudaExecutable(
         replace(program, nodes=nodes, buffers={**program.buffers, "attn_out": within}),
         weights,
-        device,
+        {"cuda": GpuMemory(device, views | floats, sequences, Arena(device))},
         pool,
         "generic",
-        bucket.tensors | floats,
         {},
         part_latents(program, caches),
-        bucket.sequences,
-        Arena(device),
         sizes,
         PinnedSlots(device.type == "cuda"),
-        StepOutputs({}, device),
+        StepOutputs({}, device).of({}),
     )
     for seed, step in enumerate(steps):
         step.fill(inputs, seed)

@@ -29,7 +29,7 @@ def test_the_launch_draws_what_the_rows_ask_for(device: torch.device) -> None:
     names = ("tokens", "positions", "slot_mapping", "lengths", "page_rows", "logits_indices")
     arrays = {name: torch.zeros(R, dtype=torch.int64) for name in names}
     arrays["page_table"] = torch.zeros(R, 1, dtype=torch.int64)
-    inputs = StepInputs(arrays, columns, device).bucket(R, R, True, None)
+    inputs = StepInputs(arrays, columns, {"cuda": device}).bucket(R, R, True, None)
     logits = torch.full((R, V), float("nan"), device=device)
     results = StepOutputs(
         {
@@ -39,9 +39,10 @@ def test_the_launch_draws_what_the_rows_ask_for(device: torch.device) -> None:
             "top_logprobs": ((R, MAX_LOGPROBS), torch.float32),
         },
         device,
-    )
-    given = {**inputs.tensors, "logits": logits}
-    read = device, given, {}, results.tensors, inputs.sequences, Arena(device)
+    ).of({})
+    views, sequences = inputs.on["cuda"]
+    given = {**views, "logits": logits}
+    read = device, given, {}, results.tensors, sequences, Arena(device)
     launch = sample_requests(Memory(made, WeightStore(), *read), made.nodes[0])
 
     def run(step: torch.Tensor) -> dict[str, torch.Tensor]:

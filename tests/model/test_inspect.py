@@ -12,6 +12,8 @@ import model
 from model.inspection.examine import examine
 from model.inspection.report import layers
 from model.llm import meta_decoder
+from pykernels.errors import PykernelsError
+from runtime.placement import deal
 from runtime.profiling.step_bytes import weight_bytes
 
 from .checks import Checkpoints
@@ -62,6 +64,17 @@ def test_layers_that_are_alike_are_one(checkpoint: Checkpoints) -> None:
     by_rule = examine("deepseek-v3", rules="2-gpus")
     runs = [(first, last) for first, last, _ in layers(by_rule.entries) if first >= 0]
     assert runs == [(0, 2), (3, 30), (31, 60)]
+    assert {entry.device for entry in by_rule.entries if entry.routed} == {"cpu"}
+    assert by_rule.entries[-1].device == "cuda:1"
+
+
+def test_layers_are_dealt_over_gpus_by_size() -> None:
+    found = examine("deepseek-v3", device="cuda:0,cuda:1,cuda:2", experts="gpu")
+    sizes = [nbytes for _, nbytes in found.devices.values()]
+    assert list(found.devices) == ["cuda:0", "cuda:1", "cuda:2"]
+    assert max(sizes) - min(sizes) < 2 * max(entry.bytes for entry in found.entries)
+    with pytest.raises(PykernelsError, match="1 layers for 2 GPUs"):
+        deal([5], [9, 9])
 
 
 def test_formats_of_headers_of_a_config_and_of_rules(
@@ -78,6 +91,21 @@ def test_formats_of_headers_of_a_config_and_of_rules(
     mixed = {e.name: e.format for e in examine(path, rules="int4").entries}
     assert mixed["model.layers.0.self_attn.q_b_proj"] == "int4"
     assert mixed["model.layers.0.self_attn.kv_b_proj"] == "fp8"
+
+
+def test_what_an_expert_cache_would_take(run: Run) -> None:
+    """SMOE IV-D: eight of DeepSeek-V3's experts a layer are about 10 GB in four bits."""
+    plain = examine("deepseek-v3", device="cuda:0")
+    found = examine("deepseek-v3", device="cuda:0", slots=8)
+    taken = found.devices["cuda:0"][1] - plain.devices["cuda:0"][1]
+    assert round(taken / 2e9) == 10  # its known shape is in FP8
+    assert found.devices["cpu"] == plain.devices["cpu"]
+    assert (
+        "8 slots, 3%"
+        in run("inspect", "deepseek-v3", "--device", "cuda:0", "--expert-cache", "8").out
+    )
+    failed(run("inspect", "deepseek-v3", "--expert-cache", "8"), "beside a GPU")
+    failed(run("inspect", "deepseek-v3", "--device", "cuda:0", "--expert-cache", "256"), "1 to 255")
 
 
 def test_the_table_and_its_json(run: Run) -> None:

@@ -15,7 +15,7 @@ from model.modules.moe import routed_experts
 from pykernels.quant.split import SplitExperts
 from runtime.machine.nodes import MemoryNodes
 from runtime.machine.topology import NumaNode, Topology
-from runtime.workers.pool import configure_default_pool, default_pool
+from runtime.workers.pool import configure_default_pool
 
 from .checks import Checkpoints, refused
 
@@ -54,21 +54,6 @@ def test_a_narrow_layer_is_not_split_unless_asked_for(checkpoint: Checkpoints) -
     lm = model.from_pretrained(path, numa="auto")
     assert {len(routed.weights.slices) for routed in routed_experts(lm)} == {1}
     refused("cannot be split across 2 NUMA nodes", path, numa="2")
-
-
-@pytest.mark.parametrize("numa", ["auto", "off"])
-@pytest.mark.filterwarnings("ignore:the weights are not split")  # two cores: one is the driver's
-def test_beside_a_gpu_the_driver_is_no_worker(numa: str) -> None:
-    topology = Topology.detect()
-    pretrained._configure_workers(None, numa, driver_works=False)
-    pool = default_pool()
-    assert not pool.driver_works
-    assert len(pool._threads) == pool.threads == max(1, topology.default_threads() - 1)
-    pretrained._configure_workers(None, None, driver_works=False)
-    assert default_pool() is pool  # as they are
-    pretrained._configure_workers(None, None, driver_works=True)
-    assert default_pool().driver_works
-    assert default_pool().threads == topology.default_threads()
 
 
 def test_a_node_without_room_is_found_before_loading(

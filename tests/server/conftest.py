@@ -20,7 +20,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 import model
 from model.llm import LLM
 from model.server.app import create_app
-from model.server.run import bound_socket, server_of
+from model.server.loading import bound_socket
+from model.server.run import server_of
 from model.server.settings import ServerSettings
 from runtime.engine import EngineConfig, SequenceSampling, StepBatch
 
@@ -135,6 +136,9 @@ class Scripted(FakeRunner):
     held: threading.Event = field(default_factory=threading.Event)
     """While it is set, steps wait."""
     _of_seed: dict[int, list[int]] = field(default_factory=dict)
+
+    def read_bytes(self, tokens: int) -> tuple[int, int]:
+        return 100 + 10 * tokens, 10 * tokens
 
     def step(self, batch: StepBatch):  # type: ignore[no-untyped-def]
         while self.held.is_set():

@@ -3,26 +3,51 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
-from ..common import Debug, Kernel, Numa, State, Threads, command, err, prepare_threads, read_key
+from ... import EMBEDDED
+from ...lean_import import import_transformers
+from ...server.loading import bound_socket, told_to_wait
+from ...server.settings import ServerSettings
+from ..common import (
+    Debug,
+    Kernel,
+    Numa,
+    State,
+    Threads,
+    command,
+    err,
+    note,
+    prepare_threads,
+    read_key,
+)
 from ..session import (
+    CachePolicyName,
     Defer,
     Device,
     DualBatch,
+    ExpertCache,
     Experts,
     GpuExperts,
     KvDtype,
     Model,
+    Prefill,
     Rules,
+    check_prefill,
     dual_batch_of,
+    expert_cache_of,
     status,
 )
+
+if TYPE_CHECKING:
+    from ...llm import LLM
 
 _SERVER, _ENGINE = "The server", "The engine"
 
@@ -127,6 +152,9 @@ def serve(
     device: Device = "cpu",
     experts: Experts = "auto",
     gpu_experts: GpuExperts = None,
+    prefill: Prefill = "auto",
+    expert_cache: ExpertCache = "off",
+    expert_cache_policy: CachePolicyName = "lfu",
     threads: Threads = None,
     kernel: Kernel = None,
     numa: Numa = "auto",
@@ -137,20 +165,9 @@ def serve(
 ) -> None:
     """Serve a model over HTTP until Ctrl-C or SIGTERM."""
     lanes = dual_batch_of(dual_batch, device)
+    check_prefill(prefill, device)
+    slots = expert_cache_of(expert_cache, device)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
-    with status("importing torch and transformers"):
-        from transformers.utils import logging as of_transformers
-
-        from ... import EMBEDDED
-        from ...llm import load_engine
-        from ...server.admission import AGEING_SECONDS
-        from ...server.app import create_app
-        from ...server.run import bound_socket
-        from ...server.run import serve as run
-        from ...server.settings import ServerSettings
-
-        of_transformers.set_verbosity_error()
-        of_transformers.disable_progress_bar()
     level = logging.INFO if log_requests else logging.WARNING
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("pykernels").setLevel(logging.DEBUG if State.debug else level)
@@ -169,28 +186,58 @@ def serve(
         log_requests=log_requests,
         cors_origins=tuple(cors_origin or ()),
     )
-    with bound_socket(settings) as bound:
-        llm = load_engine(
-            path,
-            rules=rules,
-            threads=chosen_threads,
-            kernel=chosen_kernel,
-            defer=defer,
-            device=device,
-            experts=experts,
-            gpu_experts=gpu_experts,
-            kv_dtype=kv_dtype,
-            dual_batch=lanes,
-            numa=numa,
-            max_num_seqs=max_batch,
-            max_model_len=max_model_len,
-            kv_tokens=kv_tokens,
-            target_itl_ms=target_itl_ms,
-            max_waiting=max_waiting,
-            ageing_seconds=AGEING_SECONDS,
-        )
-        with llm:
-            address, at = bound.getsockname()[:2]
-            shown = f"[{address}]" if ":" in address else address
-            text = f"{names[0]} is served at http://{shown}:{at}/v1"
-            run(create_app(llm, settings), settings, bound, lambda: err().print(text, markup=False))
+    with ExitStack() as stack:
+        bound = stack.enter_context(bound_socket(settings))
+        with told_to_wait(bound):
+            with status("importing torch and transformers"):
+                import_transformers()
+                from transformers.utils import logging as of_transformers
+
+                from ...llm import load_engine
+                from ...server.admission import AGEING_SECONDS
+                from ...server.app import create_app
+                from ...server.run import serve as run
+
+                of_transformers.set_verbosity_error()
+                of_transformers.disable_progress_bar()
+            llm = load_engine(
+                path,
+                rules=rules,
+                threads=chosen_threads,
+                kernel=chosen_kernel,
+                defer=defer,
+                device=device,
+                experts=experts,
+                gpu_experts=gpu_experts,
+                prefill=prefill,
+                expert_cache=slots,
+                expert_cache_policy=expert_cache_policy,
+                kv_dtype=kv_dtype,
+                dual_batch=lanes,
+                numa=numa,
+                max_num_seqs=max_batch,
+                max_model_len=max_model_len,
+                kv_tokens=kv_tokens,
+                target_itl_ms=target_itl_ms,
+                max_waiting=max_waiting,
+                ageing_seconds=AGEING_SECONDS,
+            )
+            stack.enter_context(llm)
+            app = create_app(llm, settings, _read_roof(llm))
+        address, at = bound.getsockname()[:2]
+        shown = f"[{address}]" if ":" in address else address
+        text = f"{names[0]} is served at http://{shown}:{at}/v1"
+        run(app, settings, bound, lambda: err().print(text, markup=False))
+
+
+def _read_roof(llm: LLM) -> float | None:
+    """GB/s that the workers read at most, measured today; None beside a model that fills the
+    memory."""
+    from runtime.profiling.roofline import kept_read_roof
+
+    try:
+        with status("measuring the read roof"):
+            return kept_read_roof(llm.pool.threads, lambda: llm.pool)
+    except PykernelsError as error:
+        note(f"/metrics has no share of the read roof: {error}")
+        return None

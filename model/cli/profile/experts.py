@@ -10,7 +10,7 @@ import typer
 from pykernels.errors import PykernelsError
 
 from ..common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from ..session import Device, Model, Rules
+from ..session import Model, Rules
 
 
 @command
@@ -25,7 +25,6 @@ def experts(
     ] = None,
     length: Annotated[int, typer.Option(min=1, metavar="L", help="Tokens of one piece.")] = 512,
     rules: Rules = None,
-    device: Device = "cpu",
     threads: Threads = None,
     kernel: Kernel = None,
     debug: Debug = False,
@@ -41,7 +40,7 @@ def experts(
 
     path, console = model or EMBEDDED, err()
     ids = load_tokenizer(path)(text)["input_ids"]
-    lm = from_pretrained(path, rules, device, threads=chosen, kernel=kernel or "auto")
+    lm = from_pretrained(path, rules, threads=chosen, kernel=kernel or "auto")
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("counting", total=len(ids))
         found = profile.count(lm, ids, length, lambda n: bar.advance(task, n))

@@ -132,7 +132,7 @@ def _check(
                 f"{name} is for random weights; a checkpoint has its own", "Add --arch qwen3-30b"
             )
     if device.startswith("cuda"):
-        from runtime.devices.cuda.runner import check_device
+        from runtime.devices.gpus import check_device
 
         check_device(device)
     elif experts != "auto":

@@ -13,6 +13,9 @@ PAGE = 64
 """Tokens of a page of the cache."""
 SPLIT_KEYS = 512
 """Keys of one split: 512 n to 512 (n + 1), so that sums depend on nothing but the sequence."""
+SHORT_SPLIT_KEYS, FEW_SPLITS = 128, 32
+"""Keys of one split where a sequence has one token in the step, sees more than two such splits, and
+would have fewer items than ``FEW_SPLITS``: many cores have work at short contexts too."""
 SPLIT_TOKENS = 8
 """A sequence with more tokens in the step has tiles enough: its keys are not split."""
 COMBINE_ROWS = 8

@@ -10,8 +10,10 @@ from ..words import i64
 from .args import (
     COMBINE_BYTES,
     COMBINE_ROWS,
+    FEW_SPLITS,
     ITEM_BYTES,
     PAGE,
+    SHORT_SPLIT_KEYS,
     SPLIT_KEYS,
     SPLIT_TOKENS,
     attention_at,
@@ -35,7 +37,7 @@ def make_setup(D_V: int, ROWS: int) -> Any:
     """Compiles ``setup``: fills the work list, returns its items; negative: ``FULL``."""
 
     @inlined
-    def add_tiles(args, items, combines, partial, token, tokens, split_keys):
+    def add_tiles(args, items, combines, partial, token, tokens, split, alone):
         """Appends the tiles of all heads; returns the new counts and end of the partials."""
         group = args.NH // args.KVH
         chunks = (group + ROWS - 1) // ROWS
@@ -43,11 +45,14 @@ def make_setup(D_V: int, ROWS: int) -> Any:
         end = i64(args.positions, token + tokens - 1) + 1
         low = i64(args.positions, token) - args.window + 1
         low = max(0, low) if args.window > 0 else 0
-        first, last = 0, 1
-        if split_keys:
-            first, last = low // SPLIT_KEYS, (end + SPLIT_KEYS - 1) // SPLIT_KEYS
-        splits = max(1, last - first)
         tiles = args.KVH * chunks
+        first, last, keys = 0, 1, SPLIT_KEYS
+        if split:
+            whole = (end - low + SPLIT_KEYS - 1) // SPLIT_KEYS
+            if alone and end - low > 2 * SHORT_SPLIT_KEYS and whole * tiles < FEW_SPLITS:
+                keys = SHORT_SPLIT_KEYS
+            first, last = low // keys, (end + keys - 1) // keys
+        splits = max(1, last - first)
         tasks = (tokens * heads + COMBINE_ROWS - 1) // COMBINE_ROWS if splits > 1 else 0
         room = splits * partial_bytes(tokens * heads, D_V) if splits > 1 else 0
         if (
@@ -60,16 +65,16 @@ def make_setup(D_V: int, ROWS: int) -> Any:
             kv_head, head = tile // chunks, tile % chunks * heads
             some = min(heads, group - head)
             rows = tokens * some
-            for split in range(splits):
+            for s in range(splits):
                 # A split's heads lie side by side in the cache: their items follow each other.
-                item = item_at(args.items + (items + split * tiles + tile) * ITEM_BYTES)
+                item = item_at(args.items + (items + s * tiles + tile) * ITEM_BYTES)
                 item.token, item.tokens, item.kv_head = token, tokens, kv_head
                 item.head, item.heads = kv_head * group + head, some
                 item.start, item.end, item.partial = low // PAGE * PAGE, end, 0
                 if splits > 1:
-                    item.start = max(item.start, (first + split) * SPLIT_KEYS)
-                    item.end = min(end, (first + split + 1) * SPLIT_KEYS)
-                    item.partial = partial + tile * room + split * partial_bytes(rows, D_V)
+                    item.start = max(item.start, (first + s) * keys)
+                    item.end = min(end, (first + s + 1) * keys)
+                    item.partial = partial + tile * room + s * partial_bytes(rows, D_V)
             if splits > 1:
                 for row in range(0, rows, COMBINE_ROWS):
                     combine = combine_at(args.combines + combines * COMBINE_BYTES)
@@ -100,6 +105,7 @@ def make_setup(D_V: int, ROWS: int) -> Any:
                     first,
                     min(tokens, last - first),
                     last - t <= SPLIT_TOKENS,
+                    last - t == 1,
                 )
                 if items == FULL:
                     return FULL

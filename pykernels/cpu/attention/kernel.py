@@ -17,7 +17,9 @@ from ..vectors import width
 from .args import (
     COMBINE_BYTES,
     COMBINE_ROWS,
+    FEW_SPLITS,
     ITEM_BYTES,
+    SHORT_SPLIT_KEYS,
     SPLIT_KEYS,
     SPLIT_TOKENS,
 )
@@ -25,6 +27,8 @@ from .combine import make_combine
 from .items import make_setup, partial_bytes
 from .layout import Layout
 from .run import make_run
+
+_SHORT_IN_SPLIT = SPLIT_KEYS // SHORT_SPLIT_KEYS
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,18 @@ class AttentionKernel:
         most = -(-SPLIT_TOKENS // few)  # and of one of these
         ranges = keys // SPLIT_KEYS
         splits = min(most * (ranges + 2 * S), short * (ranges + 2))
+        most_short = min(-(-FEW_SPLITS // (KVH * chunks)), ranges + 1) * _SHORT_IN_SPLIT + 1
+        shorter = S * most_short  # short splits of sequences with one token
         rows = few * heads
         return AttentionWorkspace(
-            items_capacity=KVH * chunks * (whole + splits),
+            items_capacity=KVH * chunks * (whole + splits + shorter),
             combines_capacity=KVH * chunks * short * -(-rows // COMBINE_ROWS),
-            partial_bytes=KVH * chunks * splits * int(partial_bytes(rows, self.layout.D_V)),
+            partial_bytes=KVH
+            * chunks
+            * (
+                splits * int(partial_bytes(rows, self.layout.D_V))
+                + shorter * int(partial_bytes(heads, self.layout.D_V))
+            ),
         )
 
 

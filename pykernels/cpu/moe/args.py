@@ -51,6 +51,9 @@ MOE_ARGS, moe_args_at = descriptor(
         "i_blocks",  # 32-row blocks of gate (and of up)
         "i_chunk",  # of them in one task
         "i_chunks",  # tasks for one expert
+        "i_group",  # blocks whose h is quantized together
+        "h_done",  # int64 [A, groups of an expert]: blocks of each that are written; 0: tasks own
+        # whole groups
         "down",
         "down_stride",
         "down_scale",

@@ -53,6 +53,11 @@ def take_call(args_address, ids, weights):
             for i in range(nbytes):
                 y[i] = 0
         return 0
+    if args.h_done != 0:
+        groups = args.A * ((args.i_blocks + args.i_group - 1) // args.i_group)
+        done = carray(as_pointer(args.h_done), (groups,), types.int64)
+        for i in range(groups):
+            done[i] = 0
     take_inputs(args_address)
     return args.raised if args.raised != 0 else args.A
 
@@ -363,8 +368,15 @@ class MoECall:
         )
         args = self.args[0]
         whole = max(1, self.kernel.down.row_k // N_BLOCK)  # blocks that are quantized together
-        args["i_chunk"] = i_chunk = ceil_to(moe_plan.i_chunk, whole)
-        args["i_chunks"] = -(-int(args["i_blocks"]) // i_chunk)
+        i_blocks, i_chunk = int(args["i_blocks"]), ceil_to(moe_plan.i_chunk, whole)
+        part = next((n for n in range(moe_plan.i_chunk, whole) if whole % n == 0), whole)
+        args["h_done"] = 0
+        if part < min(whole, i_blocks):  # many threads: tasks of a part of what they quantize
+            i_chunk = part
+            self._h_done = np.zeros(self.experts.shape.E * -(-i_blocks // whole), np.int64)
+            args["h_done"] = self._h_done.ctypes.data
+        args["i_group"], args["i_chunk"] = whole, i_chunk
+        args["i_chunks"] = -(-i_blocks // i_chunk)
         self._h_cuts = np.array(moe_plan.down_cuts(self.experts.down.shape[1]), np.int64)
         args["h_cuts"], args["h_chunks"] = self._h_cuts.ctypes.data, len(self._h_cuts) - 1
         args["down_splits"] = moe_plan.down_splits

@@ -53,7 +53,7 @@ class Routines:
 
     @property
     def row_k(self) -> int:
-        """Inputs that are quantized together: a task must own them all."""
+        """Inputs that are quantized together."""
         return max(how.k if how else 32 for how in self.row_formats)
 
     @property

@@ -3,7 +3,8 @@
 ``rows`` copies the inputs of a run of tokens into rows (``inputs``), where the driver has not.
 ``pack`` moves the inputs of up to 64 pairs of an expert into A tiles, for experts that take the
 GEMM. ``gate_up`` takes a run of 32-row blocks of one expert, writes ``h = silu(gate) * up`` as bf16
-and quantizes it (int8 codes or slices, sums) for ``down``. ``down`` takes a run of output blocks
+and quantizes it (int8 codes or slices, sums) for ``down``; of blocks that are quantized together,
+the task that ends last does that. ``down`` takes a run of output blocks
 and one expert and adds its weighted outputs to the float32 sums; it must be called for every active
 expert in order for a given run, one after the other, which is what makes the result independent
 of the thread count. The first expert starts the sums at zero, the last one writes ``y``.
@@ -28,7 +29,7 @@ from ..gemv.common import MAX_TOKENS as MAX_M
 from ..gemv.common import point_at_rows
 from ..intrin.registers import stack_alloc
 from ..intrin.scalar import round_bf16
-from ..intrin.sync import as_pointer, call_routine
+from ..intrin.sync import as_pointer, atomic_add, call_routine
 from ..jit import inlined, task
 from ..raised import RAISED
 from ..words import f32, i64
@@ -265,6 +266,14 @@ def make_stages(epilogue: Epilogue) -> Stages:
             )
         if last_block == args.i_blocks:
             _zero_padding(args, h_rows, h_stride, first, last)
+        if args.h_done != 0:
+            group, blocks = first_block // args.i_group, last_block - first_block
+            groups = (args.i_blocks + args.i_group - 1) // args.i_group
+            first_block = group * args.i_group
+            last_block = min(first_block + args.i_group, args.i_blocks)
+            done = atomic_add(args.h_done + 8 * (active * groups + group), blocks) + blocks
+            if done < last_block - first_block:  # another task has the rest
+                return args.raised
         quantize_row = args.quantize_h_gemm if use_gemm else args.quantize_h
         _quantize_h(args, quantize_row, h_rows, h_stride, first, last, first_block, last_block)
         if use_gemm:

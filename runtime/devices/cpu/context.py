@@ -32,6 +32,8 @@ from .activations import Form, FormKey, Forms, packed_only, sizes_with_forms
 from .weights import layouts
 
 _LINE = 64
+_FEW_ROWS, _PIECE = 8, 1024
+"""Up to so many rows are converted in pieces of so many numbers, a task each."""
 
 
 Binder = Callable[["Context", Node], list[Job]]
@@ -370,6 +372,7 @@ class Context:
             self._makers[out, key] = self._node
         for addend, name in zip(addends, adds, strict=False):
             addend["x"], addend["stride"] = self.at(name), self.stride(name)
+        converts = not (adds or total or fields or any(record["tiles"] for record in records))
         scratch, stride = self.scratch(4 * H)
         summed = {"sum": self.at(total), "sum_stride": self.stride(total)} if total else {}
         address = self.record(
@@ -382,6 +385,7 @@ class Context:
                 "add_count": len(adds),
                 "H": H,
                 "chunk": 1 if self.most(out) <= 64 else 4,
+                "piece": _PIECE if self.most(out) <= _FEW_ROWS and converts else 0,
                 "scratch": scratch,
                 "scratch_stride": stride,
                 "layouts": self.retain(records),

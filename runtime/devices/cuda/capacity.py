@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator
+from dataclasses import replace
 
 from pykernels.gpu.gemm.unpack import SCRATCH
 
 from ...analysis import experts_per_token
 from ...node import Node
+from ...partition import partition
 from ...placement import CPU, Placement
 from ...program import Program
 from ...weight_spec import WeightSpec
+from ..gpus import Gpus, free_bytes, interpreted
 from ..runner import Lowerable
 from .launches.latents import EXPANDED_BYTES
 from .memory import dtypes, planned
@@ -21,12 +24,14 @@ STEP_TOKENS = (4096, 2048, 1024, 512)
 experts on the CPU, and at the least, the last one."""
 HEADROOM = 1 << 30
 """Bytes of GPU memory that stay free for what nobody counts: kernels, graphs, decode's splits."""
+LowerSizes = tuple[int, int, int, int, int]
+"""Arguments of a model's ``lower``."""
 _UNPACKED_KEYS = 2 << 30  # ``worth_unpacking``'s most
 
 
 def step_tokens(
     model: Lowerable,
-    device: torch.device,
+    gpus: Gpus,
     placement: Placement,
     pages: int,
     table_pages: int,
@@ -36,47 +41,70 @@ def step_tokens(
     """The token budget of a step.
 
     Args:
-        device: in the interpreter ("cpu") the fewest.
+        gpus: in the interpreter the fewest.
         placement: of the model's nodes.
         pages: of the cache; ``table_pages``: of one sequence.
         sequences, logits: most of a step.
     """
-    if device.type != "cuda" or placement.experts == CPU:
+    if interpreted(gpus) or placement.experts == CPU:
         return STEP_TOKENS[-1]
-    free, _ = torch.cuda.mem_get_info(device)
-    free -= HEADROOM + sum(part.nbytes for part in model.caches(pages).values())
     for T in STEP_TOKENS[:-1]:
-        program = model.lower(T, sequences, min(T, max(logits, sequences)), pages, table_pages)
-        missing = (s for s in program.weights.values() if not model.store.is_made(s, device))
-        if sum(map(gpu_bytes, missing)) + step_bytes(program) <= free:
+        rows = min(T, max(logits, sequences))
+        rooms = _rooms(model, gpus, placement, (T, sequences, rows, pages, table_pages))
+        if all(room >= 0 for room in rooms.values()):
             return T
     return STEP_TOKENS[-1]
 
 
 def room_for_experts(
-    device: str, model: Lowerable, sizes: tuple[int, int, int, int, int], placement: Placement
-) -> int:
-    """Bytes of a GPU that experts may take beside the rest of a model, its cache and its steps;
+    model: Lowerable, gpus: Gpus, sizes: LowerSizes, placement: Placement
+) -> dict[str, int]:
+    """Bytes of each GPU that experts may take beside the rest of a model, its cache and its steps;
     below 0 where these alone are too much.
 
     Args:
-        device: "cuda:N"; "cpu" in Triton's interpreter, where any number fit.
+        gpus: in Triton's interpreter any number fit.
         sizes: arguments of the model's ``lower``: T, S and R of the largest step, pages of the
             cache and of a sequence.
         placement: of all that is no routed expert.
     """
-    where = torch.device(device)
-    if where.type != "cuda":
-        return 1 << 62
-    free, _ = torch.cuda.mem_get_info(where)
+    if interpreted(gpus):
+        return dict.fromkeys(gpus, 1 << 62)
+    return _rooms(model, gpus, placement, sizes)
+
+
+def _rooms(model: Lowerable, gpus: Gpus, placement: Placement, sizes: LowerSizes) -> dict[str, int]:
+    """What is left of each GPU's free memory beside weights, cache and steps."""
     program = model.lower(*sizes)
-    cache = sum(part.nbytes for part in model.caches(sizes[3]).values())
+    rooms = room_for_steps(model, gpus, placement, program, sizes[3])
+    # Steps have room for experts wherever these are: some may be on a GPU besides.
+    parts = partition(replace(placement, experts=placement.device).apply(program))
+    return {name: room - step_bytes(parts[name]) for name, room in rooms.items()}
 
-    def missing(spec: WeightSpec) -> int:
-        return 0 if model.store.is_made(spec, where) else gpu_bytes(spec)
 
-    rest = placement.nbytes(program, str(where), missing)
-    return free - HEADROOM - cache - rest - step_bytes(program)
+def room_for_steps(
+    model: Lowerable, gpus: Gpus, placement: Placement, program: Program, pages: int
+) -> dict[str, int]:
+    """Bytes of each GPU that are left beside the weights that are yet to come and the cache.
+
+    Args:
+        program: any of the model's; ``pages``: of the cache.
+    """
+    parts = partition(placement.apply(program))
+    caches, rooms = model.caches(pages), dict[str, int]()
+    for name, free in free_bytes(gpus).items():
+        part, device = parts[name], gpus[name]
+        read = {spec.name: spec for spec in _weights(part)}
+        missing = [spec for spec in read.values() if not model.store.is_made(spec, device)]
+        cached = sum(cache.nbytes for key, cache in caches.items() if key in part.buffers)
+        rooms[name] = free - HEADROOM - cached - sum(map(gpu_bytes, missing))
+    return rooms
+
+
+def _weights(program: Program) -> Iterator[WeightSpec]:
+    for node in program.nodes:
+        for name in node.weights.values():
+            yield program.weights[name]
 
 
 def step_bytes(program: Program) -> int:

@@ -1,8 +1,10 @@
-"""A program bound to a GPU: one graph of launches, beside the CPU's half on the workers' ring."""
+"""A program bound to GPUs: a graph of launches on each, beside the CPU's part in its ring."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from pykernels.errors import PykernelsError
 from ...node import Node
 from ...ops import OPS
 from ...partition import partition
+from ...placement import CPU
 from ...program import Program
 from ...weights import WeightStore
 from ...workers.pool import WorkerPool
@@ -20,11 +23,11 @@ from ..cpu.step import CpuExecutable
 from ..link import Launching, Link
 from . import handshake
 from .handshake import PinnedSlots
-from .launches import attention, dense, experts, latents, sampling
+from .launches import attention, dense, experts, latents, sampling, streamed
 from .launches.dense import Launch
 from .memory import Arena, Caches, Memory
-from .outputs import StepOutputs
-from .segment import Segment
+from .outputs import ProgramOutputs
+from .segment import Segment, beside, in_turn
 from .sequences import Sequences
 
 BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
@@ -40,6 +43,8 @@ BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
     "router": experts.router,
     "split_routing": experts.split_routing,
     "place_routing": experts.place_routing,
+    "load_experts": streamed.load_experts,
+    "unpack_experts": streamed.unpack_experts,
     "moe_ffn": experts.moe_ffn,
     "join_rows": dense.join_rows,
     "sample_requests": sampling.sample_requests,
@@ -47,137 +52,45 @@ BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
 """The ops of this device."""
 
 
-class CudaExecutable:
-    """A program that is ready to run, padded to its bucket.
-
-    Nodes of device "cpu" are a program of their own on the workers' ring (``partition``). Both are
-    started at once, and meet at flags: a step has no line of Python between its nodes.
+class GpuPart:
+    """The part of a program that one GPU runs, as launches in order.
 
     Args:
-        program: its nodes are on the CPU and on this GPU.
-        weights: of its model.
-        inputs: GPU tensors of the step's inputs; ``host_inputs``: CPU tensors of those that nodes
-            of the CPU read.
-        sequences, arena: see ``Memory``.
-        sizes: on the CPU, those of the step to come (``Program.step_sizes``).
-        slots: pinned memory, shared with other programs that never run at the same time.
-        sampled: where what is sampled goes, shared likewise.
-
-    Attributes:
-        before: called first in every step, on the host.
-        outputs: by name, CPU tensors of what is sampled, valid after ``run``.
-        cpu: the CPU's half; None if there is none.
+        memory: of the part.
+        link: to the other parts, if there are any.
+        last: what is launched behind it.
 
     Raises:
         PykernelsError: an op that this device does not have.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        weights: WeightStore,
-        device: torch.device,
-        pool: WorkerPool,
-        kernel: str,
-        inputs: Mapping[str, torch.Tensor],
-        host_inputs: Mapping[str, torch.Tensor],
-        caches: Caches,
-        sequences: Sequences,
-        arena: Arena,
-        sizes: torch.Tensor,
-        slots: PinnedSlots,
-        sampled: StepOutputs,
-    ) -> None:
-        self.program, self.device, self._pool = program, device, pool
-        halves = partition(program)
-        cpu = halves.pop("cpu", None)
-        (gpu,) = halves.values()
-        sliced = {
-            name: inputs[name][: program.shape(name)[0]]
-            for name, buffer in gpu.buffers.items()
-            if buffer.kind == "input" and name in inputs
-        }
-        on_gpu, self.outputs = (
-            {name: tensor[: program.shape(name)[0]] for name, tensor in tensors.items()}
-            for tensors in (sampled.tensors, sampled.host)
-        )
-        self.memory = Memory(gpu, weights, device, sliced, caches, on_gpu, sequences, arena)
-        self.before: Launch = lambda: None
-        self._link: Link | None = None
-        self.cpu: CpuExecutable | None = None
-        if cpu is not None:
-            self._link = handshake.link(gpu, cpu, slots)
-            self.cpu = CpuExecutable(
-                cpu, weights, pool, host_inputs, {}, kernel, sizes, link=self._link
-            )
-        launches = [*map(self._bind, gpu.nodes), sampled.receive]
-        self._graph = Segment(launches, device)
-        self._ended = torch.cuda.Event() if device.type == "cuda" else None
-        self._in_flight: InFlight | None = None
+    def __init__(self, memory: Memory, link: Link | None, last: Sequence[Launch] = ()) -> None:
+        self.memory, self.device, self._link = memory, memory.device, link
+        self._ended = torch.cuda.Event() if self.device.type == "cuda" else None
+        with self.current():
+            launches = [self._bind(node) for node in memory.program.nodes]
+            self.graph = Segment([*launches, *last], self.device, beside(memory.program))
         self._thread: Launching | None = None
-
-    def run(self) -> None:
-        """One step; returns when the results are there.
-
-        Raises:
-            TaskError: a task of the CPU failed.
-        """
-        self.launch()
-        self.result()
 
     def launch(self) -> None:
         """Begins a step."""
-        self.before()
-        if self.cpu is not None:
-            assert self._link is not None
-            self._link.clear()
-            self._in_flight = self.cpu.launch()
-        try:
-            self._start()
-        except BaseException:
-            self._release()
-            raise
+        if self._ended is None:  # in the interpreter a thread plays the stream
+            self._thread = Launching(self.graph.run, self._link)
+            return
+        with self.current():
+            self.graph.run()
+            self._ended.record()
 
     def result(self) -> None:
-        """Ends the step that ``launch`` has begun.
-
-        Raises:
-            TaskError: a task of the CPU failed, or was not given its inputs in time.
-        """
-        try:
-            if self._in_flight is not None:
-                self._pool.wait(self._in_flight)
-        finally:
-            if self._link is not None:
-                self._link.release()  # of a pool that has ended, the GPU waits no more
+        """Waits for the step's end."""
         if self._thread is not None:
             self._thread.end()
         if self._ended is not None:
             self._ended.synchronize()
-        if self._in_flight is not None and self._in_flight.error is not None:
-            raise self._in_flight.error
 
-    def capture(self, pool: Any) -> None:
-        """Captures the step; the program has run once before."""
-        self._graph.capture(pool)
-
-    def drop_graph(self) -> None:
-        """From now on the host launches node by node: what the graph saves can be measured."""
-        self._graph.drop()
-
-    def _start(self) -> None:
-        if self._ended is None:  # in the interpreter a thread plays the stream
-            self._thread = Launching(self._graph.run, self._link)
-            return
-        with torch.cuda.device(self.device):
-            self._graph.run()
-            self._ended.record()
-
-    def _release(self) -> None:
-        """Ends the CPU's half of a step whose other half did not begin."""
-        if self._link is not None and self._in_flight is not None:
-            self._link.release()
-            self._pool.wait(self._in_flight)
+    def current(self) -> AbstractContextManager[object]:
+        """Within it launches go to this GPU."""
+        return nullcontext() if self._ended is None else torch.cuda.device(self.device)
 
     def _bind(self, node: Node) -> Launch:
         if node.op in ("submit", "wait"):
@@ -195,4 +108,161 @@ class CudaExecutable:
                 f"{node.name} has {asked} activations, which the GPU's kernels do not take",
                 "Leave them out of the rule, or keep the experts on the CPU (experts cpu)",
             )
-        return binder(self.memory, node)
+        return in_turn(binder(self.memory, node), self.device)
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """What a program finds on a GPU.
+
+    Attributes:
+        inputs: by name, tensors of the step's inputs.
+        sequences, arena: see ``Memory``.
+    """
+
+    device: torch.device
+    inputs: Mapping[str, torch.Tensor]
+    sequences: Sequences
+    arena: Arena
+
+
+class CudaExecutable:
+    """A program that is ready to run, padded to its bucket.
+
+    It is parted by device (``partition``): the nodes of each GPU, and those of device "cpu", which
+    run on the workers' ring. All parts are started at once, and meet at flags: a step has no line
+    of Python between its nodes.
+
+    Args:
+        program: its nodes are on the CPU and on these GPUs.
+        weights: of its model.
+        gpus: by the name that nodes have as their device; the last one samples.
+        host_inputs: CPU tensors of the inputs that nodes of the CPU read.
+        sizes: on the CPU, those of the step to come (``Program.step_sizes``).
+        slots: pinned memory, shared with other programs that never run at the same time.
+        sampled: where what is sampled goes, shared likewise, and other results.
+
+    Attributes:
+        before: called first in every step, on the host.
+        outputs: by name, CPU tensors of what is sampled, valid after ``run``.
+        gpus: the parts of the GPUs; ``memory``: of the last one.
+        cpu: the CPU's part; None if there is none.
+
+    Raises:
+        PykernelsError: an op that a device does not have.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        weights: WeightStore,
+        gpus: Mapping[str, GpuMemory],
+        pool: WorkerPool,
+        kernel: str,
+        host_inputs: Mapping[str, torch.Tensor],
+        caches: Caches,
+        sizes: torch.Tensor,
+        slots: PinnedSlots,
+        sampled: ProgramOutputs,
+    ) -> None:
+        self.program, self._pool = program, pool
+        parts = partition(program)
+        on_gpu, self.outputs = (
+            {name: tensor[: program.shape(name)[0]] for name, tensor in tensors.items()}
+            for tensors in (sampled.tensors, sampled.host)
+        )
+        self.before: Launch = lambda: None
+        self._link = handshake.link(parts, slots)
+        self.cpu: CpuExecutable | None = None
+        if CPU in parts:
+            self.cpu = CpuExecutable(
+                parts[CPU], weights, pool, host_inputs, {}, kernel, sizes, link=self._link
+            )
+        self.gpus = list[GpuPart]()
+        for name, on in gpus.items():
+            last = name == list(gpus)[-1]
+            inputs = _sliced(parts[name], on.inputs)
+            own = parts[name], weights, on.device, inputs, caches, on_gpu if last else {}
+            memory = Memory(*own, on.sequences, on.arena)
+            self.gpus.append(GpuPart(memory, self._link, [sampled.receive] if last else []))
+        self.memory = self.gpus[-1].memory
+        self._in_flight: InFlight | None = None
+
+    def run(self) -> None:
+        """One step; returns when the results are there.
+
+        Raises:
+            TaskError: a task of the CPU failed.
+        """
+        self.launch()
+        self.result()
+
+    def launch(self) -> None:
+        """Begins a step."""
+        self.before()
+        if self._link is not None:
+            self._link.clear()
+        if self.cpu is not None:
+            self._in_flight = self.cpu.launch()
+        try:
+            for part in self.gpus:
+                part.launch()
+        except BaseException:
+            self._release()
+            raise
+
+    def result(self) -> None:
+        """Ends the step that ``launch`` has begun.
+
+        Raises:
+            TaskError: a task of the CPU failed, or was not given its inputs in time.
+        """
+        flight = self._in_flight
+        try:
+            if flight is not None:
+                self._pool.wait(flight)
+                if flight.error is not None or not flight.done:
+                    self._end()  # a pool that has failed or ended answers no more
+            for part in self.gpus:  # in the order in which they wait for each other
+                part.result()
+        except BaseException:
+            self._end()
+            raise
+        if flight is not None and flight.error is not None:
+            raise flight.error
+
+    def capture(self, pool: Any) -> None:
+        """Captures the step; the program has run once before."""
+        for part in self.gpus:
+            with part.current():
+                part.graph.capture(pool)
+
+    def drop_graph(self) -> None:
+        """From now on the host launches node by node: what the graph saves can be measured."""
+        for part in self.gpus:
+            part.graph.drop()
+
+    def without_copies(self) -> Segment:
+        """The launches of the only GPU without those that bring experts to it."""
+        [part] = self.gpus
+        return part.graph.first_stream()
+
+    def _end(self) -> None:
+        """Ends all waiting."""
+        if self._link is not None:
+            self._link.release()
+
+    def _release(self) -> None:
+        """Ends the parts of a step of which another part did not begin."""
+        self._end()
+        if self._in_flight is not None:
+            self._pool.wait(self._in_flight)
+
+
+def _sliced(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inputs of a program, as long as its bucket."""
+    return {
+        name: inputs[name][: program.shape(name)[0]]
+        for name, buffer in program.buffers.items()
+        if buffer.kind == "input" and name in inputs
+    }

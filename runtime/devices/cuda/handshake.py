@@ -1,4 +1,4 @@
-"""The ends of the channels to the CPU as launches, and the pinned memory that they share.
+"""The ends of the channels to other devices as launches, and the pinned memory that they share.
 
 What is sent is stored into pinned memory by a kernel, then the stream writes the channel's flag;
 what comes is waited for by the stream, then loaded by a kernel. Nothing of it needs the host, so a
@@ -8,7 +8,8 @@ soon as the program's order allows it (``until`` and ``since`` of the nodes).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -18,9 +19,11 @@ from pykernels.gpu.common.stream_memory import wait_value, write_value
 from pykernels.gpu.handshake import MAX_ROWS, copy_rows
 
 from ...node import Node
+from ...placement import CPU
 from ...program import Program
-from ..link import Link, carried
+from ..link import Link
 from .memory import Memory
+from .segment import in_turn
 
 Launch = Callable[[], None]
 
@@ -51,34 +54,50 @@ class PinnedSlots:
 
 @dataclass(frozen=True)
 class _Life:
-    """When a channel's memory is in use, in nodes of the GPU's program."""
+    """When a channel's memory is in use, in nodes of a GPU's program."""
 
     node: Node
     first: int
     last: int
 
 
-def link(gpu: Program, cpu: Program, pool: PinnedSlots) -> Link:
-    """The two halves' link, its buffers in slots of pinned memory.
+def link(parts: Mapping[str, Program], pool: PinnedSlots) -> Link | None:
+    """The link of a program's parts by device, its buffers in slots of pinned memory; None where
+    nothing goes over a channel.
 
     float32 and int64, as the CPU's kernels take them.
     """
-    names = set(carried(gpu))
+    shared = {name for name, count in _channels(parts).items() if count > 1}
     buffers: dict[str, torch.Tensor] = {}
-    ends: list[int] = []  # of each slot, the last node that uses what is in it
-    for life in sorted(_lives(gpu), key=lambda life: life.first):
-        number = next((i for i, end in enumerate(ends) if end < life.first), len(ends))
-        ends[number:] = [life.last, *ends[number + 1 :]]
-        start = 0
-        own = dict.fromkeys((*life.node.reads, *life.node.writes))
-        sizes = {name: _nbytes(cpu, name) for name in own if name in names}
-        slot = pool.take("channel", number, sum(sizes.values()))
-        for name, nbytes in sizes.items():
-            shape, dtype = cpu.shape(name), cpu.buffers[name].dtype
-            exact = prod(shape) * dtype.itemsize
-            buffers[name] = slot[start : start + exact].view(dtype).view(shape)
-            start += nbytes
-    return Link({"gpu": gpu, "cpu": cpu}, buffers, pool.pinned)
+    for device, part in parts.items():
+        if device == CPU:
+            continue
+        ends: list[int] = []  # of each slot, the last node that uses what is in it
+        for life in sorted(_lives(part), key=lambda life: life.first):
+            names = dict.fromkeys((*life.node.reads, *life.node.writes))
+            for name in shared.intersection(names).difference(buffers):  # in use to the end
+                slot = pool.take(name, 0, _nbytes(part, name))
+                buffers[name] = _view(slot, part, name)
+            own = [name for name in names if name not in shared]
+            number = next((i for i, end in enumerate(ends) if end < life.first), len(ends))
+            ends[number:] = [life.last, *ends[number + 1 :]]
+            start, sizes = 0, {name: _nbytes(part, name) for name in own}
+            slot = pool.take(device, number, sum(sizes.values()))
+            for name, nbytes in sizes.items():
+                buffers[name] = _view(slot[start:], part, name)
+                start += nbytes
+    return Link(parts, buffers, pool.pinned) if _channels(parts) else None
+
+
+def _channels(parts: Mapping[str, Program]) -> Counter[str]:
+    """Over how many channels each buffer goes."""
+    submits = (node for part in parts.values() for node in part.nodes if node.op == "submit")
+    return Counter(name for node in submits for name in node.reads)
+
+
+def _view(slot: torch.Tensor, program: Program, name: str) -> torch.Tensor:
+    shape, dtype = program.shape(name), program.buffers[name].dtype
+    return slot[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def _nbytes(program: Program, name: str) -> int:
@@ -87,13 +106,14 @@ def _nbytes(program: Program, name: str) -> int:
 
 
 def _lives(gpu: Program) -> list[_Life]:
+    """Those of a GPU's channels; of one between two GPUs on that which submits."""
     places = {node.name: i for i, node in enumerate(gpu.nodes)}
     found = []
     for i, node in enumerate(gpu.nodes):
         if node.op == "submit":
             until = node.attr("until")
             found.append(_Life(node, i, places[until] if until else len(gpu.nodes)))
-        elif node.op == "wait":
+        elif node.op == "wait" and node.attr("source") == CPU:
             since = node.attr("since")
             found.append(_Life(node, places[since] + 1 if since else 0, i))
     return found
@@ -102,13 +122,15 @@ def _lives(gpu: Program) -> list[_Life]:
 def submit(m: Memory, node: Node, shared: Link) -> Launch:
     """Stores what a node reads to pinned memory, then sets the channel's flag."""
     pairs = [(m.tensor(name), shared.buffers[name]) for name in node.reads]
-    return _in_order([*_copies(pairs), _setter(m, node, shared)])
+    copies = [in_turn(launch, m.device) for launch in _copies(pairs)]
+    return _in_order([*copies, _setter(m, node, shared)])
 
 
 def wait(m: Memory, node: Node, shared: Link) -> Launch:
     """Waits for the channel's flag, then loads what a node writes from pinned memory."""
     pairs = [(shared.buffers[name], m.tensor(name)) for name in node.writes]
-    return _in_order([_waiter(m, node, shared), *_copies(pairs)])
+    copies = [in_turn(launch, m.device) for launch in _copies(pairs)]
+    return _in_order([_waiter(m, node, shared), *copies])
 
 
 def _in_order(launches: list[Launch]) -> Launch:

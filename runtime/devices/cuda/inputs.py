@@ -1,9 +1,10 @@
-"""The inputs of a step on the GPU: one pinned block, one copy."""
+"""The inputs of a step on a GPU: one pinned block, one copy for each GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from ...kv_cache.layout import PAGE
 from ...lanes import LANES, lane_name, lane_tokens
+from ..gpus import Gpus
 from ..sampling import SamplingInputs
 from .sampling_inputs import SamplingColumns, SamplingTables
 from .sequences import Expansion, Sequences
@@ -32,43 +34,46 @@ class StepInputs:
 
     Args:
         arrays: by name, int64 CPU tensors that the engine writes before each step.
-        sampling: how rows are sampled, for the same GPU; None: programs that sample nothing.
+        sampling: how rows are sampled, on the last GPU; None: programs that sample nothing.
         piece: chunks of more tokens are cut into pieces; None: none is.
 
     Attributes:
         first: words of the block in front of a bucket's own.
-        tensors: by name, views on the GPU of how rows are sampled, in their largest shape.
+        blocks: by GPU, its copy of the block ``host``; ``last``: the GPU that samples.
+        tensors: by name, views on the last GPU of how rows are sampled, in their largest shape.
     """
 
     def __init__(
         self,
         arrays: Mapping[str, torch.Tensor],
         sampling: SamplingInputs | None,
-        device: torch.device,
+        gpus: Gpus,
         piece: int | None = PIECE,
     ) -> None:
-        self.piece = piece
+        self.piece, self.last = piece, list(gpus)[-1]
         self.arrays = {
             name: tensor.numpy() for name, tensor in arrays.items() if tensor.dtype == torch.int64
         }
         T, S, R = (len(arrays[name]) for name in ("tokens", "lengths", "logits_indices"))
         chunks = _chunks(T, S, piece or T)
         columns = None if sampling is None else SamplingColumns(sampling, R)
-        self._tables = None if sampling is None else SamplingTables(sampling, device)
+        self._tables = None if sampling is None else SamplingTables(sampling, gpus[self.last])
         self._columns, self._rows = columns, {} if columns is None else columns.shapes
         self.first = _size(self._rows)
         pages = arrays["page_table"].shape[1]
         # Lanes have room for a sequence a token.
         size = max(_size(_shapes(T, S, R, pages, chunks)), _size(_shapes(T, T, R, pages, None)))
         size += self.first
-        self.host = torch.zeros(
-            size, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
-        )
-        self.device = torch.zeros(size, dtype=torch.int32, device=device)
+        pinned = gpus[self.last].type == "cuda"
+        self.host = torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self.blocks = {
+            name: torch.zeros(size, dtype=torch.int32, device=device)
+            for name, device in gpus.items()
+        }
         self._staged = {n: x.numpy() for n, x in views_of(self.host, self._rows).items()}
         self.tensors: dict[str, torch.Tensor] = {}
         if columns is not None and self._tables is not None:
-            words = views_of(self.device, self._rows)
+            words = views_of(self.blocks[self.last], self._rows)
             self.tensors = {**columns.views(words), **self._tables.tensors}
 
     def stage_sampling(self) -> None:
@@ -82,6 +87,13 @@ class StepInputs:
     ) -> Bucket:
         """The inputs of programs of these sizes. Arguments: see ``Bucket``."""
         return Bucket(self, T, R, decode, expand_from, lanes)
+
+
+class OnGpu(NamedTuple):
+    """The inputs of a bucket on one GPU: what nodes read, by name, and what attention reads."""
+
+    tensors: dict[str, torch.Tensor]
+    sequences: Sequences
 
 
 class Bucket:
@@ -98,8 +110,7 @@ class Bucket:
             row of their own, so that both are parts of the block.
 
     Attributes:
-        tensors: by name, views on the GPU of what nodes read.
-        sequences: what attention reads.
+        on: by GPU, what is there.
     """
 
     def __init__(
@@ -117,24 +128,36 @@ class Bucket:
         self._piece = min(T, owner.piece or T)
         shapes = _shapes(T, S, R, pages, None if decode else _chunks(T, S, self._piece))
         self._owner, end = owner, owner.first + _size(shapes)
-        self._host, self._device = owner.host[:end], owner.device[:end]
-        parts = (block[owner.first :] for block in (self._host, self._device))
-        staged, views = (views_of(part, shapes) for part in parts)
+        self._host = owner.host[:end]
+        staged = views_of(self._host[owner.first :], shapes)
         self._staged = {name: view.numpy() for name, view in staged.items()}
-        own = {field.name for field in fields(Sequences)}
         self._expansion = Expansion()
-        self._lanes: dict[str, Sequences] = {}
-        self.sequences = Sequences(
+        self._second = lane_tokens(T)[0] if lanes else None
+        self._blocks = {name: block[:end] for name, block in owner.blocks.items()}
+        self.on = {
+            name: self._views(views_of(block[owner.first :], shapes))
+            for name, block in self._blocks.items()
+        }
+        self.on[owner.last].tensors.update(owner.tensors)
+
+    def _views(self, views: Mapping[str, torch.Tensor]) -> OnGpu:
+        """A GPU's inputs, as parts of its block."""
+        own = {field.name for field in fields(Sequences)}
+        lanes: dict[str, Sequences] = {}
+        sequences = Sequences(
             **{name: view for name, view in views.items() if name in own},
             max_queries=self._piece,
             expansion=self._expansion,
-            lanes=self._lanes,
+            lanes=lanes,
         )
-        self.tensors = {name: view for name, view in views.items() if name not in own}
-        self._second = lane_tokens(T)[0] if lanes else None
-        if self._second is not None:
-            self._part(self._second)
-        self.tensors |= owner.tensors
+        tensors = {name: view for name, view in views.items() if name not in own}
+        if self._second is not None:  # the second lane begins at that row
+            for lane, rows in zip(
+                LANES, (slice(0, self._second), slice(self._second, None)), strict=True
+            ):
+                tensors |= {lane_name(lane, name): tensors[name][rows] for name in BY_TOKEN}
+                lanes[lane] = Sequences(sequences.table[rows], sequences.decode_lengths[rows])
+        return OnGpu(tensors, sequences)
 
     def send(self, T: int, S: int, R: int) -> None:
         """Copies a step's inputs, padded to the bucket: slots of -1, no keys.
@@ -158,17 +181,7 @@ class Bucket:
         if not self.decode:
             starts, counts = arrays["query_starts"][:S], arrays["query_lengths"][:S]
             self._arrange(starts, counts, lengths, arrays["positions"][:T])
-        self._owner.stage_sampling()
-        self._device.copy_(self._host, non_blocking=True)
-
-    def _part(self, start: int) -> None:
-        """Adds the inputs of each lane; the second one begins at row ``start``."""
-        for lane, rows in zip(LANES, (slice(0, start), slice(start, self.T)), strict=True):
-            self.tensors |= {lane_name(lane, name): self.tensors[name][rows] for name in BY_TOKEN}
-            table, lengths = (
-                x[rows] for x in (self.sequences.table, self.sequences.decode_lengths)
-            )
-            self._lanes[lane] = Sequences(table, lengths)
+        self._copy()
 
     def _place(self, rows: slice, tokens: slice, sequences: slice, used: int) -> None:
         """Fills in what tokens and sequences have, in rows of the block, and pads the rest of the
@@ -188,6 +201,12 @@ class Bucket:
         if self.decode:
             _pad(staged["decode_lengths"][rows], arrays["lengths"][sequences])
 
+    def _copy(self) -> None:
+        """To every GPU, on the current stream of each."""
+        self._owner.stage_sampling()
+        for block in self._blocks.values():
+            block.copy_(self._host, non_blocking=True)
+
     def pretend(self) -> None:
         """Sends a step that compiles what other steps launch, and writes nothing to the cache: one
         chunk of all tokens, or one token of each sequence."""
@@ -200,8 +219,7 @@ class Bucket:
             n = min(T, staged["table"].shape[1] * PAGE)
             lengths = np.array([n], np.int64)
             self._arrange(np.zeros(1, np.int64), lengths, lengths, np.zeros(n, np.int64))
-        self._owner.stage_sampling()
-        self._device.copy_(self._host, non_blocking=True)
+        self._copy()
 
     def _arrange(
         self,

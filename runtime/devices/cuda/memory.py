@@ -11,7 +11,7 @@ import torch
 
 from pykernels.shapes import SortedPairs
 
-from ...analysis import MemoryPlan, dependencies, plan_memory
+from ...analysis import MemoryPlan, on_streams, plan_memory
 from ...node import Node
 from ...ops import OPS
 from ...program import Program
@@ -57,9 +57,9 @@ def _dtype(declared: torch.dtype, kinds: set[str]) -> torch.dtype:
 
 
 def planned(program: Program, kinds: Mapping[str, torch.dtype]) -> MemoryPlan:
-    """Where the buffers lie that have a dtype in ``kinds``; launches run in the program's order."""
+    """Where the buffers lie that have a dtype in ``kinds``; launches of a stream run in order."""
     sizes = {name: math.prod(program.shape(name)) * kinds[name].itemsize for name in kinds}
-    return plan_memory(program, dependencies(program, in_order=True), sizes)
+    return plan_memory(program, on_streams(program), sizes)
 
 
 class Arena:
@@ -112,7 +112,8 @@ class Memory:
 
     def __post_init__(self) -> None:
         kinds = dtypes(self.program)
-        self._layout_of = layouts(self.program, self.device, kinds)
+        gpus = {node.device: self.device for node in self.program.nodes}
+        self._layout_of = layouts(self.program, gpus, kinds)
         own = {name: dtype for name, dtype in kinds.items() if name not in self.outputs}
         plan = planned(self.program, own)
         block = self.arena.take(plan.nbytes)

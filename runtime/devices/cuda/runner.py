@@ -3,8 +3,9 @@ they do not fit."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -12,27 +13,42 @@ from types import MappingProxyType
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu.common.launch import supports
 from pykernels.gpu.common.stream_memory import supports as why_no_flags
 from pykernels.ref.sampling import Sampled
 
 from ...engine.batch import DeviceLost, StepBatch, StepResult
+from ...experts.cache import CachePolicy
 from ...kv_cache.layout import PAGE
-from ...passes import defer
+from ...machine.pinned import Pinned
+from ...passes import defer, keep_routing
 from ...passes.gpu_experts import slot_tables
+from ...passes.layers import moe_layers
 from ...placement import CPU, Placement, place
 from ...program import Program
 from ...weights import LayoutOf
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
-from ..runner import Lowerable, PagedRunner, Pass
+from ..gpus import Gpus, check_device, free_bytes, gpus_of, interpreted, several_refused
+from ..runner import Executable, Lowerable, PagedRunner, Pass
+from ..slots import Slots
 from .capacity import HEADROOM, step_tokens
 from .deferral import measured_deferral
-from .executable import CudaExecutable
+from .executable import CudaExecutable, GpuMemory
 from .handshake import PinnedSlots
 from .inputs import NEVER, PIECE, Bucket, StepInputs
 from .memory import Arena, dtypes
-from .outputs import StepOutputs
+from .outputs import ProgramOutputs, StepOutputs, kept_bytes, kept_routing
+from .slots import on_gpu
+from .streaming import (
+    MEASURED,
+    STREAM_BUCKETS,
+    Rates,
+    Sizes,
+    Streaming,
+    plan_streaming,
+    step_seconds,
+    turning_point,
+)
 from .weights import gpu_bytes, layouts
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
@@ -47,7 +63,8 @@ class CudaRunner(PagedRunner):
     """See ``engine.batch.Runner``.
 
     Args:
-        device: "cuda:N"; "cpu" in Triton's interpreter.
+        device: "cuda:N", or several of them, "cuda:0,cuda:1", which have the layers in this order;
+            "cpu" in Triton's interpreter (``gpus_of``).
         pool: runs what is on the CPU: experts.
         max_num_batched_tokens: None: as ``capacity.STEP_TOKENS`` says.
         experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
@@ -56,12 +73,23 @@ class CudaRunner(PagedRunner):
             experts are on the CPU.
         placed: weights that rules place on another device, by name.
         gpu_experts: by layer, experts that are on the GPU besides, where the others are not.
+        by_layer: GPUs of the layers that are not on the first one; None: they are dealt by size.
+        slots: by layer, slots of the GPU for experts that change from step to step; ``policy``: by
+            which they do.
+        prefill: where the experts on the CPU are computed in steps with chunks of prompts: "cpu";
+            "stream": on the GPU, to which they cross; "auto": as is faster for so many tokens.
 
     Attributes:
+        gpus: by their names in programs.
+        device: the last GPU, which samples.
         deferred: experts of a token that ``auto_defer`` found.
+        streaming: how experts of prompts are streamed; None: they are not.
+        rates: by which "auto" chooses, once programs are made; ``link_bytes_per_s``: from pinned
+            memory to the GPU, 0 where nothing is streamed.
 
     Raises:
-        PykernelsError: no such GPU, too little of its memory, a kernel that cannot run there.
+        PykernelsError: no such GPU, too little of its memory, a kernel that cannot run there;
+            experts that cannot be streamed as asked for.
     """
 
     decode_buckets = DECODE_BUCKETS
@@ -85,12 +113,20 @@ class CudaRunner(PagedRunner):
         dual_batch: bool | str = False,
         placed: Mapping[str, str] = MappingProxyType({}),
         gpu_experts: Mapping[int, Sequence[int]] | None = None,
+        by_layer: Mapping[int, str] | None = None,
+        prefill: str = "auto",
+        slots: Mapping[int, int] | None = None,
+        policy: CachePolicy | None = None,
     ) -> None:
         check_device(device)
-        self.device = torch.device(device)
+        self.gpus = gpus_of(device)
+        self.device = list(self.gpus.values())[-1]
         pages = num_pages or 2 * -(-max_model_len // PAGE)
-        placement = place_on(device, model, pages, experts, placed)
-        self.placement = replace(placement, cached=gpu_experts or {})
+        placement = place_on(self.gpus, model, pages, experts, placed, by_layer)
+        self.placement = replace(placement, cached=gpu_experts or {}, slots=slots or {})
+        self._policy = policy or CachePolicy()
+        if slots and len(self.gpus) > 1:
+            raise PykernelsError(*several_refused("an expert cache"))
         on_cpu = self.placement.experts == CPU
         if dual_batch is True and not on_cpu:
             raise PykernelsError(
@@ -98,15 +134,21 @@ class CudaRunner(PagedRunner):
                 " lane could run",
                 "Keep the experts on the CPU (experts cpu), or leave dual_batch off",
             )
-        if self._real and on_cpu and (reason := why_no_flags()):
+        crosses = on_cpu or len(self.gpus) > 1
+        if self._real and crosses and (reason := why_no_flags()):
             raise PykernelsError(
-                f"{device} cannot wait for experts on the CPU: {reason}",
-                "Update the NVIDIA driver, or keep the experts on the GPU (experts gpu)",
+                f"{device} cannot wait for another device: {reason}",
+                "Update the NVIDIA driver, or keep all on one GPU (experts gpu)",
             )
         tokens = max_num_batched_tokens
+        sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
+        self.prefill, self.link_bytes_per_s = prefill, 0.0
+        self.rates: Rates | None = None
+        self.streaming = self._streamed(model, Sizes(*sizes), tokens)
+        if tokens is None and self.streaming is not None:
+            tokens = self.streaming.tokens
         if tokens is None:
-            sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
-            tokens = step_tokens(model, self.device, self.placement, *sizes)
+            tokens = step_tokens(model, self.gpus, self.placement, *sizes)
         super().__init__(
             model,
             max_model_len,
@@ -124,20 +166,120 @@ class CudaRunner(PagedRunner):
         self._inputs: StepInputs | None = None
         self._sampled: StepOutputs | None = None
         self._host_inputs: Mapping[str, torch.Tensor] = {}
-        self._arena = Arena(self.device)
+        self._arenas = {name: Arena(device) for name, device in self.gpus.items()}
         self._slots = PinnedSlots(self._real)
+        self.pinned = Pinned()
         self._pool_handle = torch.cuda.graph_pool_handle() if self._real else None
 
     @property
     def _real(self) -> bool:
-        return self.device.type == "cuda"
+        return not interpreted(self.gpus)
 
     def lowered(self, *sizes: int) -> Program:
-        """The model's program: routed experts on the CPU or the GPU, all else on the GPU."""
-        return self.placement.apply(super().lowered(*sizes))
+        """The model's program: routed experts on the CPU or a GPU, all else on GPUs."""
+        program = self.placement.apply(super().lowered(*sizes))
+        return keep_routing(program) if self.placement.slots else program
+
+    def make_slots(self) -> Slots | None:
+        if not self.placement.slots:
+            return None
+        program = self.lowered(1, 1, 1, 1, 1)
+        slots, self._table = on_gpu(program, self.weights, self.device, self._policy, self.pinned)
+        self.caches.update(zip(slots.tables, self._table, strict=True))
+        return slots
+
+    def before_slots(self, slots: Slots) -> None:
+        if slots.before_step():
+            with torch.cuda.device(self.device) if self._real else nullcontext():
+                self._table.copy_(slots.table, non_blocking=True)
+
+    def close(self) -> None:
+        if self.slots is not None:
+            self.slots.close()
+        self.pinned.close()
+
+    def _streamed(self, model: Lowerable, sizes: Sizes, tokens: int | None) -> Streaming | None:
+        if self.prefill == "cpu" or self.placement.experts != CPU:
+            if self.prefill == "stream":
+                raise PykernelsError(
+                    "prefill stream with the experts on the GPU: nothing has to cross",
+                    "Keep the experts on the CPU (experts cpu), or leave prefill at auto",
+                )
+            return None
+        if self.prefill == "auto" and not self._real:  # no link whose rate there is to measure
+            return None
+        try:
+            return plan_streaming(model, self.gpus, self.placement, sizes, tokens)
+        except PykernelsError as error:
+            if self.prefill == "stream":
+                raise
+            warnings.warn(f"{error.cause}; the CPU computes those of prompts", stacklevel=3)
+            return None
 
     def layouts(self, program: Program) -> LayoutOf:
-        return layouts(program, self.device, dtypes(program))
+        return layouts(program, self.gpus, dtypes(program))
+
+    def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
+        """Those whose experts are streamed are for more tokens than those of the CPU."""
+        if self._real and self.streaming is not None:
+            self.streaming = self._pin(self.streaming)
+        if self.streaming is None:
+            return super().prompt_steps(inputs)
+        program = self.lowered(1, 1, 1, 1, 1)
+        # One GPU waits for the other: what crosses to both takes as long as to one of them.
+        rate = partial(self.streaming.link_rate, program, self.weights)
+        self.link_bytes_per_s = min(map(rate, self.gpus.values()))
+        most, turn = self.max_num_batched_tokens, 0
+        if self.prefill == "auto":
+            self.rates = self._measured(inputs, self.streaming.nbytes(program))
+            turn = turning_point(self.rates, most)
+        large = {*(T for T in STREAM_BUCKETS if turn < T < most), *((most,) if turn < most else ())}
+        small = {
+            *(T for T in (*HOST_BUCKETS, *STREAM_BUCKETS) if T < turn),
+            *((turn,) if turn else ()),
+        }
+        passes = (self.streaming.apply,)
+        streamed = self._bind_all(sorted(large), inputs, passes, self.make_step)
+        return [*self._bind_all(sorted(small), inputs, (), self.make_step), *streamed]
+
+    def _pin(self, streaming: Streaming) -> Streaming | None:
+        """With as many layers as can be pinned; None if there is none."""
+        with torch.cuda.device(self.device):
+            program = self.lowered(1, 1, 1, 1, 1)
+            found, reason = streaming.pin(program, self.weights, self.pinned)
+        if not reason:
+            return found
+        if self.prefill == "stream" and not found.layers:
+            raise PykernelsError(f"experts cannot be streamed: {reason}", "Leave prefill at cpu")
+        layers = found.layers or ()
+        warnings.warn(
+            f"experts of {len(layers)} of {len(moe_layers(program))} layers are streamed to"
+            f" {', '.join(self.gpus)} in prompts, the others computed by the CPU: {reason}",
+            stacklevel=2,
+        )
+        return found if layers else None
+
+    def _measured(self, inputs: Mapping[str, torch.Tensor], nbytes: int) -> Rates:
+        """From two steps with the experts on the CPU, and from copies.
+
+        Args:
+            nbytes: of the experts that would cross.
+        """
+        most = min(self.max_num_batched_tokens, self.max_model_len)
+        few, many = (
+            (
+                T,
+                step_seconds(
+                    self._step(T, inputs, (), self.make_step),
+                    inputs,
+                    self.sizes,
+                    T,
+                    self.vocab_size,
+                ),
+            )
+            for T in (min(T, most) for T in MEASURED)
+        )
+        return Rates.measured(nbytes, self.link_bytes_per_s, few, many)
 
     def decode_passes(self) -> Sequence[Pass]:
         """The passes, with the deferral that pays here."""
@@ -170,7 +312,8 @@ class CudaRunner(PagedRunner):
                 yield
         except torch.AcceleratorError as error:  # no later call on this device works either
             raise DeviceLost(
-                f"{self.device} failed: {str(error).splitlines()[0]}", "Load the model again"
+                f"{', '.join(self.gpus)} failed: {str(error).splitlines()[0]}",
+                "Load the model again",
             ) from error
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
@@ -187,11 +330,11 @@ class CudaRunner(PagedRunner):
         try:
             return self._bound(program, inputs, decode)
         except torch.OutOfMemoryError as error:
-            free, total = torch.cuda.mem_get_info(self.device)
+            free = ", ".join(f"{n >> 20} MiB of {gpu}" for gpu, n in free_bytes(self.gpus).items())
             raise PykernelsError(
-                f"{self.device} has too little memory: {free >> 20} of {total >> 20} MiB are free,"
-                f" the weights on it, a KV cache of {self.num_pages * self.page_size} tokens"
-                f" and steps of {self.max_num_batched_tokens} need more",
+                f"too little GPU memory: {free} are free, the weights there, a KV cache of"
+                f" {self.num_pages * self.page_size} tokens and steps of"
+                f" {self.max_num_batched_tokens} need more",
                 "Keep the experts on the CPU (experts cpu), or ask for fewer kv_tokens or"
                 " max_num_batched_tokens",
             ) from error
@@ -206,21 +349,21 @@ class CudaRunner(PagedRunner):
             # E4M3 becomes rows of bfloat16 before a prefill: once a sequence, not once a piece.
             coded = any(part.dtype == torch.float8_e4m3fn for part in self.caches.values())
             piece = None if coded or expansion(program) is not None else PIECE
-            self._inputs = StepInputs(inputs, self._sampling, self.device, piece)
+            self._inputs = StepInputs(inputs, self._sampling, self.gpus, piece)
             self._host_inputs = dict(inputs)
         T, R, expand_from = program.sizes["T"], program.sizes["R"], expansion(program)
         bucket = self._inputs.bucket(T, R, decode, expand_from, has_lanes(program))
         executable = CudaExecutable(
             program,
             self.weights,
-            self.device,
+            {
+                name: GpuMemory(device, *bucket.on[name], self._arenas[name])
+                for name, device in self.gpus.items()
+            },
             self.pool,
             self.kernel,
-            bucket.tensors,
             self._host_inputs,
             self.caches,
-            bucket.sequences,
-            self._arena,
             self.sizes,
             self._slots,
             self._results_of(program),
@@ -235,32 +378,39 @@ class CudaRunner(PagedRunner):
         T, S, R, *_ = self.sizes.tolist()
         bucket.send(T, S, R)
 
-    def _results_of(self, program: Program) -> StepOutputs:
-        """Where all programs put what they sample."""
+    def _results_of(self, program: Program) -> ProgramOutputs:
+        """Where all programs put what they sample, and a program the choices of its routers."""
         if self._sampled is None:
             rows = self.max_num_logits
             node = next(node for node in program.nodes if node.op == "sample_requests")
             buffers = [program.buffers[node.outputs[name]] for name in Sampled._fields]
             shapes = {b.name: ((rows, *program.shape(b.name)[1:]), b.dtype) for b in buffers}
-            self._sampled = StepOutputs(shapes, self.device)
-        return self._sampled
+            largest = self.lowered(self.max_num_batched_tokens, 1, 1, 1, 1)
+            self._sampled = StepOutputs(shapes, self.device, kept_bytes(largest))
+        return self._sampled.of(kept_routing(program))
 
     def _warm(self, executable: CudaExecutable, bucket: Bucket, captured: bool) -> None:
         """Runs a step that writes nothing, which compiles everything, then captures it."""
         self.sizes[:] = 0
         before, executable.before = executable.before, bucket.pretend
         executable.run()
-        with torch.cuda.device(self.device):
-            if captured:
-                assert self._pool_handle is not None
-                executable.capture(self._pool_handle)
+        if captured:
+            assert self._pool_handle is not None
+            executable.capture(self._pool_handle)
         executable.before = before
 
     def _allocate_caches(self, program: Program) -> None:
+        where = {
+            name: self.gpus[n.device]
+            for n in program.nodes
+            for name in n.reads
+            if n.device in self.gpus
+        }
         for name, part in self.model.caches(self.num_pages).items():
-            self.caches[name] = torch.zeros(part.shape, dtype=part.dtype, device=self.device)
+            self.caches[name] = torch.zeros(part.shape, dtype=part.dtype, device=where[name])
         for name, table in slot_tables(program).items():
-            self.caches[name] = table.to(self.device)
+            if name not in self.caches:
+                self.caches[name] = table.to(where[name])
         part_latents(program, self.caches)
 
 
@@ -290,45 +440,16 @@ def has_lanes(program: Program) -> bool:
 
 
 def place_on(
-    device: str,
+    gpus: Gpus,
     model: Lowerable,
     num_pages: int,
     experts: str,
     placed: Mapping[str, str] = MappingProxyType({}),
+    by_layer: Mapping[int, str] | None = None,
 ) -> Placement:
     """Where a model's nodes run beside a cache of so many pages: unless they fit, routed experts on
-    the CPU, all else on the GPU.
-
-    Args:
-        device: "cuda:N"; "cpu" in Triton's interpreter.
-        experts, placed: see ``placement.place``.
-    """
-    cache = sum(part.nbytes for part in model.caches(num_pages).values())
+    the CPU, all else on GPUs. The other arguments: see ``placement.place``."""
+    caches = {name: part.nbytes for name, part in model.caches(num_pages).items()}
+    free = {name: n - HEADROOM for name, n in free_bytes(gpus).items()}
     program = model.lower(1, 1, 1, 1, 1)
-    if torch.device(device).type != "cuda":
-        return place(program, "cuda:interpreted", experts, 1 << 62, gpu_bytes, placed)
-    free, _ = torch.cuda.mem_get_info(device)
-    name = str(torch.device(device))
-    return place(program, name, experts, free - cache - HEADROOM, gpu_bytes, placed)
-
-
-def check_device(name: str) -> None:
-    """Raises PykernelsError if there is no such GPU, or it runs no kernel of ours."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise PykernelsError(
-            f"no device {name!r}", "Use cpu, or cuda:0 for the first GPU"
-        ) from None
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise PykernelsError(
-                f"no {device}: torch finds no CUDA GPU",
-                "Use --device cpu, or install a driver and torch's CUDA build",
-            )
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise PykernelsError(
-                f"no {device}: there are {torch.cuda.device_count()} GPUs", "Give a lower number"
-            )
-    if reason := supports(device):
-        raise PykernelsError(f"no GPU kernel runs on {device}: {reason}", "Use --device cpu")
+    return place(program, experts, free, gpu_bytes, placed, caches, by_layer)

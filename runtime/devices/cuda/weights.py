@@ -31,18 +31,23 @@ DEQUANTIZED = 1 << 26
 """Numbers that are dequantized at a time, about."""
 
 
-def layouts(program: Program, device: torch.device, dtypes: Mapping[str, torch.dtype]) -> LayoutOf:
-    """In which layout each node on ``device`` reads its weights; those on the CPU in its own.
+def layouts(
+    program: Program, gpus: Mapping[str, torch.device], dtypes: Mapping[str, torch.dtype]
+) -> LayoutOf:
+    """In which layout each node on a GPU reads its weights; those on the CPU in its own.
 
     Args:
-        dtypes: of the program's buffers on the GPU.
+        gpus: by the names that nodes have as their device.
+        dtypes: of the program's buffers on the GPUs.
     """
     on_cpu = cpu.layouts(program)
 
     def layout_of(node: Node, port: str) -> tuple[torch.device, Layout]:
         if node.device == "cpu":
             return on_cpu(node, port)
-        return device, _layout(program.weight(node, port), node, port, dtypes)
+        if node.role == "load" or "resident" in node.inputs:
+            return cpu.HERE, cpu.packed
+        return gpus[node.device], _layout(program.weight(node, port), node, port, dtypes)
 
     return layout_of
 
@@ -99,34 +104,48 @@ def heads(spec: WeightSpec, store: WeightStore, device: torch.device) -> torch.T
 
 
 def experts(spec: WeightSpec, store: WeightStore, device: torch.device) -> Experts:
-    """Experts of a layer on the GPU, all or some; a few at a time are in main memory beside."""
+    """Experts of a layer on the GPU, all or some, or room for some; a few at a time are in main
+    memory beside."""
     assert spec.moe is not None
-    fmt, shape = _expert_format(spec), spec.moe
-    own, down_own = get_format(spec.fmt), get_format(spec.down_fmt)
-    stacks = Experts.empty(fmt, shape.E, shape.H, shape.I, device, shape.spec)
-
-    def packed(numbered: tuple[int, Callable[[], Expert]]) -> tuple[int, Experts]:
-        e, expert = numbered
-        (gate, up, down), biases = expert()
-        weights = _as(fmt, own, gate), _as(fmt, own, up), _as(fmt, down_own, down)
-        with naming(spec, e):
-            check_expert(shape, (fmt, fmt), e, weights, biases)
-        given = [] if biases is None else [biases]
-        return e, Experts.pack(fmt, [weights], torch.device("cpu"), shape.spec, given)
-
+    shape = spec.moe
+    stacks = Experts.empty(expert_format(spec), shape.E, shape.H, shape.I, device, shape.spec)
+    if spec.is_slots:
+        return stacks
     numbered = enumerate(cpu.experts_of(spec, store))
     with ThreadPoolExecutor(AT_ONCE) as workers:
         while few := list(islice(numbered, AT_ONCE)):
-            for e, one in workers.map(packed, few):
+            for e, one in workers.map(lambda own: (own[0], _packed(spec, *own)), few):
                 _place(stacks, one, e)
     return stacks
+
+
+def place_expert(
+    stacks: Experts, spec: WeightSpec, tiles: cpu.Experts, expert: int, slot: int
+) -> None:
+    """Brings an expert of the CPU's tiles into a slot of ``stacks``, which ``spec`` says, by way of
+    its matrices on the CPU."""
+    one = _packed(spec, slot, lambda: (tiles.unpack(expert), tiles.biases(expert)))
+    _place(stacks, one, slot)
+
+
+def _packed(spec: WeightSpec, e: int, expert: Callable[[], Expert]) -> Experts:
+    """One expert in the GPU's layout, on the CPU."""
+    assert spec.moe is not None
+    fmt, shape = expert_format(spec), spec.moe
+    own, down_own = get_format(spec.fmt), get_format(spec.down_fmt)
+    (gate, up, down), biases = expert()
+    weights = _as(fmt, own, gate), _as(fmt, own, up), _as(fmt, down_own, down)
+    with naming(spec, e):
+        check_expert(shape, (fmt, fmt), e, weights, biases)
+    given = [] if biases is None else [biases]
+    return Experts.pack(fmt, [weights], torch.device("cpu"), shape.spec, given)
 
 
 def gpu_bytes(spec: WeightSpec) -> int:
     """GPU memory that a weight takes, about: of what is dequantized, two bytes a number."""
     if spec.moe is None:
         return 2 * math.prod(spec.shape)
-    if _expert_format(spec).name == "bf16":
+    if expert_format(spec).name == "bf16":
         return 3 * 2 * math.prod(spec.shape)
     return spec.bytes_per_expert * spec.moe.E
 
@@ -178,7 +197,7 @@ def _place(stacks: Experts, one: Experts, e: int) -> None:
             stack[first : first + len(part)] = part
 
 
-def _expert_format(spec: WeightSpec) -> Format:
+def expert_format(spec: WeightSpec) -> Format:
     """One format for gate, up and down: the kernels take no two."""
     fmt, (_, H, I) = get_format(spec.fmt), spec.shape  # noqa: E741
     same = spec.fmt == spec.down_fmt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -11,10 +12,12 @@ from pykernels.ref.attention import attend, read_pages
 from pykernels.ref.router import split_routing as split_by_weight
 from pykernels.ref.sampling.inputs import SamplingInputs
 
+from ...experts.staged import copy_experts, staged
 from ...kv_cache.layout import cache_inputs
 from ...ops import SAMPLING, SAMPLING_TABLES
 from ...program import Node
 from .memory import Memory
+from .weights import Dequantized
 
 Op = Callable[[Memory, Node], None]
 
@@ -200,6 +203,20 @@ def place_routing(m: Memory, node: Node) -> None:
         m.write(node.outputs[name], part)
 
 
+def load_experts(m: Memory, node: Node) -> None:
+    first, count = node.attr("first"), node.attr("count")
+    tiles = staged(m.program.weight(node, "experts"), count, m.whole(node.outputs["out"]))
+    copy_experts(m.weight(node, "experts"), first, count, tiles)
+
+
+def unpack_experts(m: Memory, node: Node) -> None:
+    """This device reads tiles: the piece goes to its place among those of the layer."""
+    spec, count = m.program.weight(node, "experts"), node.attr("count")
+    tiles = staged(spec, count, m.whole(node.inputs["tiles"]))
+    here = staged(spec, spec.shape[0], m.whole(node.outputs["out"]))
+    copy_experts(tiles, 0, count, here, node.attr("first"))
+
+
 def moe_ffn(m: Memory, node: Node) -> None:
     x = m.read(node.inputs["x"])
     if "ids" in node.inputs:
@@ -207,7 +224,12 @@ def moe_ffn(m: Memory, node: Node) -> None:
     else:
         ids = torch.zeros(len(x), 1, dtype=torch.int64, device="cpu")
         factors = torch.ones(len(x), 1, dtype=torch.float32, device="cpu")
-    experts = m.weight(node, "experts")
+    if "resident" in node.inputs:
+        spec = m.program.weight(node, "experts")
+        here = staged(spec, spec.shape[0], m.whole(node.inputs["resident"]))
+        experts: Any = Dequantized(here, range(spec.shape[0]))
+    else:
+        experts = m.weight(node, "experts")
     y = ref.moe_ffn(x, ids, factors, experts, activations=node.attr("activations"))
     m.write(node.outputs["out"], y)
 
@@ -248,6 +270,8 @@ OPS: dict[str, Op] = {
         router,
         split_routing,
         place_routing,
+        load_experts,
+        unpack_experts,
         moe_ffn,
         join_rows,
         sample_requests,

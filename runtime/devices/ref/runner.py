@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
+from pykernels.errors import PykernelsError
+
+from ...experts.cache import BetweenSteps, CachePolicy
+from ...passes import expert_cache, keep_routing, stream_weights
 from ...program import Program
 from ...workers.pool import WorkerPool
-from ..runner import Lowerable, PagedRunner, Pass
+from ..cpu import weights as cpu
+from ..runner import Executable, Lowerable, PagedRunner, Pass
+from ..slots import Slots, slot_specs
 from .step import RefExecutable
-from .weights import layouts
+from .weights import exact_experts, layouts
 
 _EXACT = {torch.bfloat16: torch.float32}
 
@@ -35,6 +42,8 @@ class RefRunner(PagedRunner):
         pool: for programs that hand experts to the ``cpu`` device, in the kernels' precision.
         passes: of ``runtime.passes``, for the programs of decode steps; ``offload`` is one.
         dual_batch: whether decode steps of two sequences or more have two lanes.
+        slots: by layer, slots for experts, as beside a GPU; ``policy``: of what is in them.
+        prefill: "stream": steps with chunks of prompts copy their experts first, as beside a GPU.
     """
 
     layouts = staticmethod(layouts)
@@ -50,6 +59,9 @@ class RefRunner(PagedRunner):
         pool: WorkerPool | None = None,
         max_num_logits: int | None = None,
         dual_batch: bool = False,
+        prefill: str = "cpu",
+        slots: Mapping[int, int] | None = None,
+        policy: CachePolicy | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -62,13 +74,36 @@ class RefRunner(PagedRunner):
             dual_batch,
         )
         self.pool = pool
+        self.streams = prefill == "stream"
+        self._room, self._policy = slots or {}, policy or CachePolicy()
+        if self.streams and len(model.store.nodes) > 1:
+            raise PykernelsError(
+                "the ref device streams whole experts, not slices on NUMA nodes", "Use numa off"
+            )
         self.caches = {
             name: replace(part, dtype=_EXACT.get(part.dtype, part.dtype)).zeros()
             for name, part in model.caches(self.num_pages).items()
         }
 
     def lowered(self, *sizes: int) -> Program:
-        return on_ref(super().lowered(*sizes))
+        program = on_ref(super().lowered(*sizes))
+        return keep_routing(expert_cache(program, self._room)) if self._room else program
+
+    def make_slots(self) -> Slots | None:
+        if not self._room:
+            return None
+        program = self.lowered(1, 1, 1, 1, 1)
+        layers = [self.weights.get(s, cpu.HERE, exact_experts) for s in slot_specs(program)]
+        filler = BetweenSteps(lambda move: layers[move.layer].put(move.slot, move.expert))
+        slots = Slots(program, self._policy, filler)
+        self.caches |= slots.tables
+        return slots
+
+    def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
+        if not self.streams:
+            return super().prompt_steps(inputs)
+        streamed = partial(stream_weights, room=lambda spec: spec.nbytes)
+        return self._bind_all(self._sizes(self.buckets), inputs, (streamed,), self.make_step)
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> RefExecutable:
         return RefExecutable(

@@ -8,14 +8,14 @@ lives allow it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from time import monotonic_ns
 
 import torch
 
 from pykernels.errors import PykernelsError
 
-from ...analysis import dependencies
+from ...analysis import on_streams
 from ...partition import partition
 from ...program import Node, Program
 from ...tracing import active
@@ -45,8 +45,9 @@ class RefExecutable:
         sizes: T, S and R of the step to come; set it before ``run``.
         inputs: as given.
         outputs: by name, tensors of the "output" buffers.
-        memory: of this device's part.
-        cpu: the other part; None if there is none.
+        here: this device's part, whose nodes run in their order; ``memory``: of it.
+        cpu: the other part; None if there is none. ``link``: between the two.
+        before: called first in every step, in the thread that launches it.
 
     Raises:
         PykernelsError: an op or a device that this one does not have, an input that is not given,
@@ -69,12 +70,13 @@ class RefExecutable:
         self.inputs = dict(inputs)
         self._parts = partition(program)
         self._refuse(pool)
-        here = self._parts[HERE]
-        order = dependencies(here, in_order=True) if reuse else None
+        self.here = here = self._parts[HERE]
+        order = on_streams(here) if reuse else None
         self.memory = Memory(here, weights, self.sizes, {**inputs, **caches}, order)
         self.outputs = dict(self.memory.outputs)
         self.cpu: CpuExecutable | None = None
-        self._link: Link  # where there is another part
+        self.link: Link | None = None
+        self.before: Callable[[], None] = lambda: None
         self._stream: Launching
         if CPU in self._parts:
             assert pool is not None
@@ -83,9 +85,9 @@ class RefExecutable:
                 name: torch.zeros(other.shape(name), dtype=other.buffers[name].dtype, device="cpu")
                 for name in carried(other)
             }
-            self._link = Link(self._parts, buffers, pinned=False)
+            self.link = Link(self._parts, buffers, pinned=False)
             self.cpu = CpuExecutable(
-                other, weights, pool, inputs, {}, kernel, self.sizes, link=self._link
+                other, weights, pool, inputs, {}, kernel, self.sizes, link=self.link
             )
             self.outputs |= self.cpu.outputs
 
@@ -100,10 +102,11 @@ class RefExecutable:
 
     def launch(self) -> None:
         """Begins a step: this device's part in a thread of its own."""
-        if self.cpu is not None:
-            self._link.clear()
+        self.before()
+        if self.cpu is not None and self.link is not None:
+            self.link.clear()
             self.cpu.launch()
-        self._stream = Launching(self._run, self._link if self.cpu is not None else None)
+        self._stream = Launching(self._run, self.link)
 
     def result(self) -> None:
         """Ends the step that ``launch`` has begun.
@@ -112,13 +115,13 @@ class RefExecutable:
             TaskError: a task of the other part failed; or what an op raised.
         """
         error = None
-        if self.cpu is not None:
+        if self.cpu is not None and self.link is not None:
             try:
                 self.cpu.result()
             except TaskError as failure:
                 error = failure
             finally:
-                self._link.release()  # of a pool that has ended, the stream waits no more
+                self.link.release()  # of a pool that has ended, the stream waits no more
         self._stream.end()
         if error is not None:
             raise error
@@ -128,20 +131,22 @@ class RefExecutable:
         if node.op == "submit":
             self.submit(node)
         elif node.op == "wait":
-            self._link.wait(node)
+            assert self.link is not None
+            self.link.wait(node)
             for name in node.writes:
-                self.memory.write(name, self._link.buffers[name][: self.memory.length(name)])
+                self.memory.write(name, self.link.buffers[name][: self.memory.length(name)])
         else:
             OPS[node.op](self.memory, node)
 
     def submit(self, node: Node) -> None:
         """Stores buffers where the other part reads them."""
+        assert self.link is not None
         for name in node.reads:
-            self._link.buffers[name][: self.memory.length(name)] = self.memory.read(name)
-        self._link.set(node)
+            self.link.buffers[name][: self.memory.length(name)] = self.memory.read(name)
+        self.link.set(node)
 
     def _run(self) -> None:
-        for node in self._parts[HERE].nodes:
+        for node in self.here.nodes:
             begin = monotonic_ns()
             self.execute(node)
             active.node(HERE, node.name, begin, monotonic_ns())

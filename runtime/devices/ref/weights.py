@@ -28,6 +28,8 @@ def layouts(program: Program) -> LayoutOf:
     def layout_of(node: Node, port: str) -> tuple[torch.device, Layout]:
         if node.device == "cpu":
             return on_cpu(node, port)
+        if node.role == "load" or "resident" in node.inputs:
+            return cpu.HERE, cpu.packed
         return cpu.HERE, kinds[program.weight(node, port).kind]
 
     return layout_of
@@ -51,24 +53,34 @@ def exact_heads(spec: WeightSpec, store: WeightStore, device: torch.device) -> t
 def exact_experts(spec: WeightSpec, store: WeightStore, device: torch.device) -> Dequantized:
     """The experts of a layer, all or some, over those in the CPU's tiles."""
     packed = store.get(spec.whole or spec, cpu.HERE, cpu.packed)
+    if spec.is_slots:
+        return Dequantized(packed, [NONE] * spec.shape[0])
     return Dequantized(packed, spec.chosen or range(spec.shape[0]))
+
+
+NONE = -1
 
 
 class Dequantized:
     """Experts as ``ref.moe_ffn`` reads them, dequantized when they are first asked for.
 
     Args:
-        chosen: the number of each in ``packed``.
+        chosen: the number of each in ``packed``; ``NONE``: it is not there yet.
     """
 
     def __init__(self, packed: PackedExperts, chosen: Sequence[int]) -> None:
-        self._packed, self._chosen, self.spec = packed, chosen, packed.spec
+        self._packed, self._chosen, self.spec = packed, list(chosen), packed.spec
         self.fmt, self.down_fmt = _Plain(packed.fmt), _Plain(packed.down_fmt)
         self._found: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def holds(self, expert: int) -> bool:
         """Whether there is such an expert."""
         return 0 <= expert < len(self._chosen) and self._packed.holds(self._chosen[expert])
+
+    def put(self, slot: int, expert: int) -> None:
+        """From now on ``slot`` is the expert of that number in ``packed``."""
+        self._chosen[slot] = expert
+        self._found.pop(slot, None)
 
     def unpack(self, expert: int) -> tuple[torch.Tensor, ...]:
         """float32 gate, up [I, H] and down [H, I]."""

@@ -89,8 +89,6 @@ class Scheduler:
                 its end is to be awaited: it gives back what others wait for.
         """
         ahead = before is not None
-        if before is not None and before.masked:
-            return None
         if not self._changed:
             self._until_page -= 1
             new_pages = self._until_page == 0

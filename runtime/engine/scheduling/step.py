@@ -46,8 +46,8 @@ class ScheduledStep:
         sampled: the requests that it samples a token for, in the order of the rows.
         logprob_requests: for each further row, the request whose prompt logprob it gives.
         ends: tokens that end one of them, if it has enough tokens.
-        counted: those with penalties.
-        masked: whether the host must see what one of them draws before the next is drawn.
+        counted: those with penalties, each behind its row.
+        masked: those with a constraint, likewise.
         scored: whether any row gives logprobs.
         inserted: the pages that it fills and others may share already.
     """
@@ -60,19 +60,21 @@ class ScheduledStep:
     scored: bool
     ends: frozenset[int] = field(init=False)
     counted: list[tuple[int, Request]] = field(init=False)
-    masked: bool = field(init=False)
+    masked: list[tuple[int, Request]] = field(init=False)
     T: int = field(init=False)
     R: int = field(init=False)
     inserted: list[PrefixNode] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.T, self.R = self.batch.T, self.batch.R
-        self.masked = any(request.masked is not None for request in self.sampled)
         self.ends = frozenset().union(*(request.end_ids for request in self.sampled))
         self.counted = [
             (row, request)
             for row, request in enumerate(self.sampled)
             if request.sampling.counts is not None
+        ]
+        self.masked = [
+            (row, request) for row, request in enumerate(self.sampled) if request.masked is not None
         ]
 
     @property

@@ -21,7 +21,8 @@ FILLS = (0xFF, 0x3C)
 
 _SLOW = re.compile(
     "(3|16|40|300|1600) rows|(96|170|300|500) tokens|sort 700|experts (int8|int4-g128|q)"
-    "|E4M3, window|128 heads|pages of 64|gqa_prefill, (window|heads of 96|pages)$"
+    "|tiles (bf16|int8|q)|E4M3, window|128 heads|pages of 64"
+    "|gqa_prefill, (window|heads of 96|pages)$"
 )
 """What takes the interpreter long, and shows little more than its neighbours."""
 
@@ -90,6 +91,7 @@ _GAPS = {
     "per_head_linear 2 tokens",
     "rope_table",
     "quantize_fp8",
+    "unpack_tiles fp8 to fp8",
     "linear int8 1 rows bf16",
     "gqa_decode, bf16, pages of 16",
     "mla_decode, 16 heads, bf16, pages of 16",

@@ -68,6 +68,10 @@ BAD = [
     ([*GPU, "--numa", 2], "--numa .* are the CPU's"),
     pytest.param(GPU, "sees no CUDA GPU", marks=NO_CUDA),
     (["attention", "--device", "cpu"], "attention has no kernel for cpu"),
+    (["e2e", "--prefill", "gpu"], "--prefill gpu. Give auto, cpu, stream"),
+    (["e2e", "--prefill", "stream"], "--prefill stream without a GPU. Add --device cuda:0"),
+    (["prefill", "--device", "cpu"], "is about a GPU. Give --device cuda:0"),
+    (["prefill", "--lengths", "64,0"], "--lengths 64,0. Give tokens"),
     (["e2e", "--layers", 2], "--layers is for random weights"),
     (["e2e", "--arch", "qwen3-30b", "--model", "."], "--model and --arch are both given"),
     (["e2e", "--arch", "deepseek-v3", "--layers", 99], "99 layers needs .* are free"),
@@ -93,7 +97,6 @@ def test_options_are_flags_of_a_gpus_case(run: Run, monkeypatch: pytest.MonkeyPa
 
 def test_a_gpus_case_is_one_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"op": "router", "name": "v3", "us_median": 1.5}
-    monkeypatch.setattr("model.device.check_device", torch.device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("bench.harness.machine.check_gpu", torch.device)
     monkeypatch.setattr("bench.cases.gpu_run.one_case", lambda op, flags, device, seconds: row)

@@ -4,6 +4,7 @@ the truth, and the text of the shipped model is the CPU's."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,21 @@ def test_experts_on_both_write_the_same_text(gpu_experts: int | str, defer: int)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["lfu", "lru-fixed"])
+@pytest.mark.parametrize("prefill", ["cpu", "stream"])
+def test_slots_that_change_write_the_same_text(prefill: str, policy: str) -> None:
+    options = {"device": "cuda:0", "expert_cache": 8, "expert_cache_policy": policy}
+    with model.load_engine(model.EMBEDDED) as llm:
+        expected = llm.generate("def quicksort(xs):", temperature=0, max_tokens=48)
+    with model.load_engine(model.EMBEDDED, prefill=prefill, expert_cache_swaps=2, **options) as llm:
+        found = llm.generate("def quicksort(xs):", temperature=0, max_tokens=48)
+        again = llm.generate("def quicksort(xs):", temperature=0, max_tokens=48)
+        stats = llm.expert_cache
+    assert found.text == again.text == expected.text
+    assert stats is not None and stats.hits and stats.swaps
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("experts", ["cpu", "gpu"])
 def test_the_shipped_model_writes_the_same_text(experts: str) -> None:
     prompt = "def quicksort(xs):"
@@ -59,6 +75,24 @@ def test_the_shipped_model_writes_the_same_text(experts: str) -> None:
         pair = [llm.submit(prompt, temperature=0, max_tokens=48) for _ in range(2)]
         assert {handle.result().text for handle in pair} == {found.text}
     assert found.text == expected.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"experts": "cpu"}, {"experts": "gpu"}, {"rules": "2-gpus"}])
+def test_two_gpus_write_the_same_text(options: dict[str, Any]) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    prompt = "def quicksort(xs):"
+    with model.load_engine(model.EMBEDDED) as llm:
+        expected = llm.generate(prompt, temperature=0, max_tokens=48)
+    device = "cpu" if "rules" in options else "cuda:0,cuda:1"
+    with model.load_engine(model.EMBEDDED, device=device, **options) as llm:
+        pair = [llm.submit(prompt, temperature=0, max_tokens=48) for _ in range(2)]
+        assert {handle.result().text for handle in pair} == {expected.text}
+        long = "x = 1\n" * 300  # a prompt that launches without a graph
+        assert len(llm.generate(long, temperature=0, max_tokens=4, ignore_eos=True).token_ids) == 4
+        gpus = {node.device for node in llm.runner.steps[0].program.nodes} - {"cpu"}
+    assert gpus == {"cuda:0", "cuda:1"}
 
 
 def test_what_needs_a_gpu_says_so() -> None:

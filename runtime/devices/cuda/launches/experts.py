@@ -18,6 +18,7 @@ from ....lanes import lane_name
 from ....node import Node
 from ..memory import Memory
 from .dense import Launch, void
+from .streamed import experts_within
 
 
 def router(m: Memory, node: Node) -> Launch:
@@ -48,7 +49,11 @@ def place_routing(m: Memory, node: Node) -> Launch:
 
 def moe_ffn(m: Memory, node: Node) -> Launch:
     x, out = m.read(node, "x"), m.written(node, "out")
-    experts = m.weight(node, "experts")
+    resident = m.optional(node, "resident")
+    if resident is None:
+        experts = m.weight(node, "experts")
+    else:
+        experts = experts_within(m.program.weight(node, "experts"), resident)
     ids, factors = m.optional(node, "ids"), m.optional(node, "weights")
     if ids is None or factors is None:
         return _one_expert(m, x, experts, out)

@@ -1,73 +1,24 @@
-"""Experts on a GPU (here the CPU stands for it) beside those of the CPU: which, the same sums."""
+"""Which experts a GPU has beside those of the CPU, and what a profile says of them."""
 
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import model
 from model.llm import meta_decoder
-from model.modules.moe import FusedMoE
-from model.modules.pinned import PinnedExperts
 from model.pinning import profile
 from model.pinning.beside import experts_beside
 from model.pinning.choose import Block, choose
 from model.pinning.profile import Profile
 from pykernels.errors import PykernelsError
-from pykernels.shapes import MoEShape
 from runtime.devices.cuda.weights import gpu_bytes
+from runtime.placement import Placement
 
-from ..checks import Checkpoints, errors, logits
-from ..conftest import Run, failed
-
-
-@pytest.mark.parametrize("pinned", [[1, 4], [0, 1, 2, 3, 5, 6, 7]], ids=str)
-@pytest.mark.parametrize(
-    ("family", "fp8"), [("deepseek_v3", False), ("deepseek_v3", True), ("gpt_oss", False)], ids=str
-)
-def test_logits_are_those_without(
-    checkpoint: Checkpoints,
-    ids: torch.Tensor,
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-    fp8: bool,
-    pinned: list[int],
-) -> None:
-    path = checkpoint(family, fp8=fp8).path
-    want = logits(model.from_pretrained(path, dtype="float32"), ids)
-
-    def pin(lm: Any, *_: object) -> None:
-        for block in profile.blocks(lm).values():
-            stored = "fp8" if fp8 else "bf16"
-            block.pinned = PinnedExperts(block.shape, pinned, (stored, stored), "cpu")
-
-    monkeypatch.setattr("model.pretrained.pin", pin)
-    lm = model.from_pretrained(path, dtype="float32")
-    assert errors(logits(lm, ids), want).median() < 5e-3
-    for block in lm.modules():
-        if isinstance(block, FusedMoE):
-            assert block.routed is not None and block.routed.shape.E == 8 - len(pinned)
-            assert f"{len(pinned)} of them on cpu" in repr(block)
-
-
-def test_a_routing_is_split_without_loss() -> None:
-    layer = PinnedExperts(MoEShape(E=6, H=64, I=32, topk=3), [0, 2], ("bf16", "bf16"), "cpu")
-    ids = torch.tensor([[0, 2, 1], [2, 0, 5], [3, 4, 1], [0, 2, 2]])
-    weights = torch.rand(4, 3)
-    rows, left, shares = layer.split(ids, weights)
-    assert rows.tolist() == [0, 1, 2]
-    dense = torch.zeros(4, 6).scatter_add(1, ids, weights)
-    cpu = torch.zeros(4, 4)
-    cpu[rows] = torch.zeros(3, 4).scatter_add(1, left, shares)
-    torch.testing.assert_close(cpu, dense[:, [1, 3, 4, 5]])
-    alone = layer.split(ids[:1], weights[:1])
-    assert [part.shape[-1] for part in alone] == [1, 1, 1]  # what a decode step reads, no more
-
+from .conftest import Run, failed
 
 BLOCKS = {f"layers.{i}.mlp": Block(4, 10, "cuda:0") for i in range(2)}
 
@@ -94,7 +45,12 @@ def test_which_experts_the_engine_has_on_a_gpu_besides() -> None:
     layers = range(1, 6)  # 32 experts each
     one = next(spec for spec in program.weights.values() if spec.shape[0] == 32 and spec.moe)
     each = gpu_bytes(one.some([0]))
-    beside = partial(experts_beside, program=program, device="cuda:0")
+
+    def beside(asked: Any, room: int) -> dict[int, tuple[int, ...]]:
+        placement = Placement("cuda:0", by_layer={5: "cuda:1"} if two else {})
+        return experts_beside(asked, program, placement, {"cuda:0": room, "cuda:1": each})
+
+    two = False
     assert beside(2, room=10 * each) == dict.fromkeys(layers, (0, 1))
     assert beside("auto", room=15 * each - 1) == dict.fromkeys(layers, (0, 1))
     for key in ("mlp", "mlp.experts"):  # of a block, or of the experts alone
@@ -108,8 +64,10 @@ def test_which_experts_the_engine_has_on_a_gpu_besides() -> None:
     with pytest.raises(PykernelsError, match="is of 4 layers"):
         counts.popitem()
         beside(profile.model_copy(update={"counts": counts}), room=1 << 40)
-    with pytest.warns(UserWarning, match="cuda:0 has room for no experts"):
-        assert beside("auto", room=each) == {}
+    with pytest.warns(UserWarning, match="cuda:0, cuda:1: no room for experts"):
+        assert beside("auto", room=each - 1) == {}
+    two = True  # the last layer on another GPU, which has room for one of its experts
+    assert beside("auto", room=8 * each) == {**dict.fromkeys(range(1, 5), (0, 1)), 5: (0,)}
     with pytest.raises(PykernelsError, match="gpu_experts without a GPU"):
         model.load_engine(model.EMBEDDED, gpu_experts=2)
 

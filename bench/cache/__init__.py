@@ -1,0 +1,1 @@
+"""A GPU's cache of experts: what it would hit, from recorded choices, and what it gains."""

@@ -1,0 +1,154 @@
+"""`pykernels bench cache`: hits of an expert cache by policy and size, and its gain on a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from model.cli.common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from model.cli.session import Prefill, check_prefill
+from pykernels.errors import PykernelsError
+from pykernels.registry import requested
+
+from ..e2e.cli import ARCHS, check_gpu, check_options, count, open_model
+
+if TYPE_CHECKING:
+    from runtime.experts.cache.simulate import Recording
+
+    from ..e2e.ours import Ours
+
+
+@command
+def cache(
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A checkpoint.", show_default="the embedded model"),
+    ] = None,
+    arch: Annotated[
+        str | None, typer.Option(metavar=ARCHS, help="Random weights of that shape instead.")
+    ] = None,
+    layers: Annotated[int | None, count("Of --arch: so many of its layers.")] = None,
+    format: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Weight format:", show_default="q4_k")
+    ] = None,
+    vocab: Annotated[int | None, count("Of --arch: tokens of the vocabulary.")] = None,
+    shares: Annotated[
+        str, typer.Option(metavar="P,P", help="Slots of a layer, in % of its experts.")
+    ] = "10,25,50",
+    texts: Annotated[int, count("Sequences that are recorded.")] = 8,
+    prompt: Annotated[int, count("Tokens of each that are read at once.")] = 256,
+    tokens: Annotated[int, count("Tokens of each behind that, decoded one by one.")] = 256,
+    device: Annotated[
+        str,
+        typer.Option(metavar="cpu|cuda:0", help="cuda:0: also time the engine with such caches."),
+    ] = "cpu",
+    lengths: Annotated[
+        str, typer.Option(metavar="N,M", help="With a GPU: tokens of the prompts.")
+    ] = "512",
+    prefill: Prefill = "auto",
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Hits and speeds, drawn.")
+    ] = None,
+    threads: Threads = None,
+    kernel: Kernel = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """What slots for experts on a GPU would hit, by policy and size: recorded choices of the
+    model's routers, run through the engine's own cache.
+
+    The embedded model and checkpoints read files of Python's library, models of random weights
+    random tokens. With --device cuda:0 the engine is timed with such caches, too.
+    """
+    given = {"format": format, "layers": layers, "vocab": vocab, "experts": None}
+    given["activations"] = None
+    check_options(model, arch, given)
+    sizes = [number / 100 for number in _numbers("shares", shares, 99)]
+    prompts = _numbers("lengths", lengths)
+    check_gpu(device, "auto")
+    check_prefill(prefill, device)
+    chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
+    from runtime.experts.cache import CachePolicy
+
+    from .run import SWAPS, OnGpu, simulated, slots_of
+
+    with err().status("", spinner_style="dim") as status:
+        status.update("filling random weights …" if arch else "reading, packing …")
+        ours = open_model(model, arch, given, chosen_threads, chosen_kernel, "bf16")
+        try:
+            status.update("recording what routers choose …")
+            recordings = [*_recorded(ours, model, arch, (texts, prompt, tokens), chosen_kernel)]
+            experts = _experts_of(ours)
+            slots = slots_of(sizes, experts)
+            status.update("simulating …")
+            rows = [*simulated(recordings, experts, slots, SWAPS)]
+            if device != "cpu":
+                on_gpu = OnGpu(device, prompts, tokens, chosen_kernel, chosen_threads, prefill)
+                policies = [CachePolicy(swaps=0), CachePolicy(), CachePolicy("lru-fixed", 2)]
+                step = lambda name: status.update(f"{name} …")  # noqa: E731
+                rows += on_gpu.rows(ours, experts, slots, policies, step)
+            head = {
+                "model": ours.name,
+                "format": ours.fmt,
+                "layers": ours.layers,
+                "experts": experts,
+                "topk": int(recordings[0].ids.shape[2]),
+                "threads": ours.pool.threads,
+                "device": device,
+            }
+        finally:
+            ours.close()
+    if plot is not None:
+        from .table import draw
+
+        draw(rows, f"{head['model']} {head['format']}, {experts} experts a layer", plot)
+    if as_json:
+        print(json.dumps({**head, "rows": rows}))
+        return
+    from .table import tables
+
+    out().print(
+        f"{head['model']}, {head['layers']} layers, {experts} experts, top-{head['topk']};"
+        f" {texts} texts of {prompt} + {tokens} tokens"
+    )
+    for table in tables(rows):
+        out().print(table)
+
+
+def _recorded(
+    ours: Ours,
+    model: Path | None,
+    arch: str | None,
+    sizes: tuple[int, int, int],
+    kernel: str,
+) -> Iterator[Recording]:
+    from .record import random_texts, record, source_texts
+
+    count, prompt, tokens = sizes
+    if arch is not None:
+        texts = random_texts(ours.decoder.vocab_size, count, prompt + tokens)
+    else:
+        import model as package
+
+        texts = source_texts(model or package.EMBEDDED, count, prompt + tokens)
+    return record(ours, texts, prompt, kernel)
+
+
+def _experts_of(ours: Ours) -> int:
+    from runtime.passes.layers import moe_layers
+
+    program = ours.decoder.lower(1, 1, 1, 1, 1)
+    return max(program.weight(layer.experts, "experts").shape[0] for layer in moe_layers(program))
+
+
+def _numbers(option: str, text: str, most: int = 1 << 20) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and 0 < int(word) <= most for word in words):
+        raise PykernelsError(f"--{option} {text}", f"Give numbers from 1 to {most}, such as 10,25")
+    return tuple(map(int, words))

@@ -1,0 +1,147 @@
+"""Rows of a cache's simulated hits, and of an engine on a GPU with such a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import mean, median
+from typing import Any
+
+from runtime.experts.cache import POLICIES, CachePolicy, CacheStats
+from runtime.experts.cache.simulate import Recording, best_fixed, simulate
+from runtime.profiling.engine_speed import EngineTimer, Load, decode_speed
+
+from ..e2e.ours import Ours, cache_figures, roof
+
+Row = dict[str, Any]
+Step = Callable[[str], None]
+"""Called before each part with its name."""
+SWAPS = (0, 1, 2, 3)
+"""Experts that a layer exchanges in a step, SMOE's Figure 14; 0: what the prompts have filled."""
+_ROUNDS = 3
+
+
+def slots_of(shares: Sequence[float], experts: int) -> list[int]:
+    """Slots of a layer for each share of its experts, one at the least and all but one at most."""
+    return [min(max(1, round(share * experts)), experts - 1) for share in shares]
+
+
+def simulated(
+    recordings: Sequence[Recording], experts: int, slots: Sequence[int], swaps: Sequence[int]
+) -> Iterator[Row]:
+    """A row for each size, policy and number of swaps.
+
+    Args:
+        experts: of a layer; ``slots``: sizes of its cache.
+    """
+    tokens = sum(len(one.ids) - one.prompt for one in recordings)
+    for size in slots:
+        known = best_fixed(recordings, experts, size)
+        for name in POLICIES:
+            for N in swaps:
+                stats = simulate(recordings, experts, size, CachePolicy(name, N))
+                yield {
+                    "kind": "simulated",
+                    "policy": name,
+                    "slots": size,
+                    "share": round(size / experts, 4),
+                    "swaps": N,
+                    **hits(stats, tokens),
+                    "best_fixed": round(known, 4),
+                }
+
+
+def hits(stats: CacheStats, steps: int) -> Row:
+    """Hits of decode steps; what the CPU reads of the experts that they take; swaps a step."""
+    return {
+        "hit_rate": round(stats.hit_rate, 4),
+        "cpu_bytes": round(stats.missed / max(1, stats.distinct), 4),
+        "swaps_per_step": round(stats.swaps / max(1, steps), 3),
+    }
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    """How an engine is timed.
+
+    Attributes:
+        lengths: of prompts; the first one's context is decoded behind.
+        tokens: decode steps.
+        threads: workers; None: one on each physical core.
+        prefill: of ``EngineConfig``.
+    """
+
+    device: str
+    lengths: tuple[int, ...] = (512,)
+    tokens: int = 128
+    kernel: str = "auto"
+    threads: int | None = None
+    prefill: str = "auto"
+
+    def rows(
+        self,
+        ours: Ours,
+        experts: int,
+        slots: Sequence[int],
+        policies: Sequence[CachePolicy],
+        step: Step = lambda name: None,
+    ) -> Iterator[Row]:
+        """A row without a cache, and one for each size and policy."""
+        yield self._row(ours, experts, 0, CachePolicy(), step)
+        for size in slots:
+            for policy in policies:
+                yield self._row(ours, experts, size, policy, step)
+
+    def _row(self, ours: Ours, experts: int, slots: int, policy: CachePolicy, step: Step) -> Row:
+        name = f"{slots} slots, {policy.name}, {policy.swaps} swaps"
+        step(f"{name}: compiling")
+        load = Load(max(self.lengths), self.tokens, 1, self.lengths[0])
+        where = self.device, "cpu"
+        timer = ours.timer(
+            load, self.kernel, None, *where, prefill=self.prefill, expert_cache=slots, policy=policy
+        )
+        try:
+            step(name)
+            timer.prefill(self.lengths[0])
+            timer.decode(1, self.lengths[0], 4)
+            row = {
+                "kind": "measured",
+                "policy": policy.name if slots else "",
+                "slots": slots,
+                "share": round(slots / experts, 4),
+                "swaps": policy.swaps if slots else 0,
+            }
+            return {**row, **self._figures(timer, ours)}
+        finally:
+            timer.close()
+            timer.runner.close()
+
+    def _figures(self, timer: EngineTimer, ours: Ours) -> Row:
+        before = replace(timer.runner.slots.stats) if timer.runner.slots is not None else None
+        roofs, steps = [roof(self.threads)], []
+        for _ in range(_ROUNDS):
+            steps += timer.decode(1, self.lengths[0], self.tokens)
+        roofs.append(roof(self.threads))
+        program = timer.runner.decode_steps[0].program
+        speed = decode_speed(steps, program, 1, ours.layers, mean(roofs))
+        row: Row = {
+            "decode_tok_s": speed.decode_tok_s,
+            "us_per_step": speed.us_per_step,
+            "bytes_per_step": speed.bytes_per_step,
+            "roof_gbps": speed.roof_gbps,
+            "cpu_busy": speed.cpu_busy,
+        }
+        if timer.runner.slots is not None and before is not None:
+            row |= hits(since(timer.runner.slots.stats, before), len(steps))
+            row |= {"cache_slots": cache_figures(timer.runner)["cache_slots"]}
+        for length in self.lengths:
+            timer.prefill(length)
+            seconds = median(timer.prefill(length) for _ in range(_ROUNDS))
+            row[f"ttft_ms_{length}"] = round(1e3 * seconds, 2)
+        return row
+
+
+def since(stats: CacheStats, before: CacheStats) -> CacheStats:
+    """What was counted since then."""
+    old = asdict(before)
+    return CacheStats(**{name: value - old[name] for name, value in asdict(stats).items()})

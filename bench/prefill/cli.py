@@ -1,0 +1,145 @@
+"""`pykernels bench prefill`: a table, a plot and JSON of prompts by length and way."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from model.cli.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
+from model.cli.session import Device
+from pykernels.errors import PykernelsError
+from pykernels.registry import requested
+
+from ..e2e.cli import ARCHS, check_gpu, check_options, count, open_model
+
+if TYPE_CHECKING:
+    from .run import Row
+
+
+@command
+def prefill(
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A checkpoint.", show_default="the embedded model"),
+    ] = None,
+    arch: Annotated[
+        str | None, typer.Option(metavar=ARCHS, help="Random weights of that shape instead.")
+    ] = None,
+    layers: Annotated[int | None, count("Of --arch: so many of its layers.")] = None,
+    format: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Weight format:", show_default="q4_k")
+    ] = None,
+    vocab: Annotated[int | None, count("Of --arch: tokens of the vocabulary.")] = None,
+    lengths: Annotated[
+        str, typer.Option(metavar="N,M", help="Tokens of the prompts.")
+    ] = "64,512,4096",
+    budget: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of a step.", show_default="auto")
+    ] = None,
+    rounds: Annotated[int, count("Of each, after one that warms up.")] = 3,
+    device: Device = "cuda:0",
+    llama: Annotated[
+        bool, typer.Option("--llama", help="Also llama.cpp's CUDA build, experts on the CPU.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Tokens a second by length, drawn.")
+    ] = None,
+    threads: Threads = None,
+    kernel: Kernel = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Time prompts whose experts lie in main memory beside a GPU: computed by the CPU, streamed to
+    the GPU, and by whichever is faster (--prefill auto)."""
+    given = {"format": format, "layers": layers, "vocab": vocab, "experts": None}
+    given["activations"] = None
+    check_options(model, arch, given)
+    if device == "cpu":
+        raise PykernelsError("bench prefill is about a GPU", "Give --device cuda:0")
+    if llama and arch is None:
+        raise PykernelsError("--llama is for random weights", "Add --arch qwen3-30b")
+    tokens = _parsed(lengths)
+    check_gpu(device, "auto")
+    chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
+    from .run import rows
+
+    with err().status("", spinner_style="dim") as status:
+        status.update("filling random weights …" if arch else "reading, packing …")
+        ours = open_model(model, arch, given, chosen_threads, chosen_kernel, "bf16")
+        try:
+            step = lambda name: status.update(f"{name} …")  # noqa: E731
+            found = [*rows(ours, tokens, device, chosen_kernel, budget, rounds, step)]
+            row = {
+                "model": ours.name,
+                "format": ours.fmt,
+                "layers": ours.layers,
+                "threads": ours.pool.threads,
+                "gpu": gpu_name(device),
+            }
+        finally:
+            ours.close()
+        if llama:
+            assert arch is not None
+            status.update("llama.cpp …")
+            found += llama_rows(arch, given, tokens, ours.pool.threads)
+    if plot is not None:
+        from .table import draw
+
+        draw(found, f"{row['model']} {row['format']}, {row['gpu']}", plot)
+    if as_json:
+        print(json.dumps({**row, "rows": found}))
+    else:
+        from .table import table
+
+        out().print(f"{row['model']}, {row['layers']} layers, {row['format']}; {row['gpu']}")
+        out().print(table(found))
+
+
+def _parsed(lengths: str) -> tuple[int, ...]:
+    words = [word.strip() for word in lengths.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise PykernelsError(f"--lengths {lengths}", "Give tokens, such as 64,512,4096")
+    return tuple(map(int, words))
+
+
+def gpu_name(device: str) -> str:
+    """What the driver calls it; "interpreter" where Triton interprets."""
+    import torch
+
+    cuda = torch.device(device).type == "cuda"
+    return torch.cuda.get_device_name(device) if cuda else "interpreter"
+
+
+def llama_rows(
+    arch: str, given: dict[str, Any], lengths: tuple[int, ...], threads: int
+) -> list[Row]:
+    """llama.cpp's prompts; none, and a note why, where it is not there."""
+    from ..e2e.ours import Shape
+    from ..peers.client import PeerMissing
+    from ..peers.gguf_model import FAMILIES, TYPES, model_file
+    from ..peers.llama_bench import ON_THE_GPU, prefill
+    from ..peers.llama_tools import ToolMissing, find
+
+    offload = ON_THE_GPU[0]
+    config, fmt = Shape(arch, given["layers"], None, given["vocab"]).config(), given["format"]
+    fmt = fmt or "q4_k"
+    if config.model_type not in FAMILIES or fmt not in TYPES:
+        note(f"no llama.cpp: it has no {arch} in {fmt} here")
+        return []
+    try:
+        find("llama-bench", offload.tools)
+        with tempfile.TemporaryDirectory() as folder:
+            file = model_file(config, fmt, Path(folder), arch)
+            return [
+                {"way": offload.name, "tokens": n, "tok_s": prefill(file, n, threads, 3, offload)}
+                for n in lengths
+            ]
+    except (PeerMissing, ToolMissing) as error:
+        note(f"no llama.cpp: {error}")
+        return []

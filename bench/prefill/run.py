@@ -1,0 +1,138 @@
+"""Prompts of some lengths, with their experts on the CPU, streamed to the GPU, or as measured rates
+say; how near a streamed one comes to what the link or the GPU takes alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from runtime.devices.cuda.executable import CudaExecutable
+from runtime.devices.cuda.runner import CudaRunner
+from runtime.devices.runner import Executable
+from runtime.engine.config import PREFILL
+from runtime.profiling.engine_speed import EngineTimer, Load
+from runtime.program import Program
+
+from ..e2e.ours import Ours
+
+Row = dict[str, Any]
+Step = Callable[[str], None]
+"""Called before each part with its name."""
+MODES = tuple(sorted(PREFILL, key=("cpu", "stream", "auto").index))
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What of a prompt crosses the link.
+
+    Attributes:
+        steps: that it takes; ``streamed``: of them, those whose experts cross; ``nbytes``: in all
+            of these.
+    """
+
+    steps: int
+    streamed: int
+    nbytes: int
+
+
+def rows(
+    ours: Ours,
+    lengths: Sequence[int],
+    device: str,
+    kernel: str,
+    budget: int | None = None,
+    rounds: int = _ROUNDS,
+    step: Step = lambda name: None,
+) -> Iterator[Row]:
+    """A row for each way and each length.
+
+    Args:
+        budget: tokens of a step; None: as the device has it.
+    """
+    for mode in MODES:
+        step(f"{mode}: compiling")
+        load = Load(max(lengths), 2)
+        timer = ours.timer(load, kernel, budget, device, "cpu", prefill=mode)
+        try:
+            for tokens in lengths:
+                step(f"{mode}: {tokens} tokens")
+                timer.prefill(tokens)
+                seconds = median(timer.prefill(tokens) for _ in range(rounds))
+                yield {"way": mode, "tokens": tokens, **_figures(timer, tokens, seconds)}
+        finally:
+            timer.close()
+            timer.runner.close()
+
+
+def _figures(timer: EngineTimer, tokens: int, seconds: float) -> Row:
+    row: Row = {"tok_s": round(tokens / seconds, 1), "seconds": round(seconds, 5)}
+    runner = timer.runner
+    if not isinstance(runner, CudaRunner) or not runner.link_bytes_per_s:
+        return row
+    found = crossing(runner, tokens)
+    row |= {"steps": found.steps, "streamed_steps": found.streamed, "link_bytes": found.nbytes}
+    if not found.streamed:
+        return row
+    link_s = found.nbytes / runner.link_bytes_per_s
+    row |= {
+        "link_gbps": round(found.nbytes / seconds / 1e9, 2),
+        "link_roof_gbps": round(runner.link_bytes_per_s / 1e9, 2),
+        "link_share": round(link_s / seconds, 4),
+    }
+    last = step_of(runner, tokens)
+    whole = isinstance(last, CudaExecutable) and last.cpu is None and len(last.gpus) == 1
+    if found.steps == 1 and isinstance(last, CudaExecutable) and whole:
+        alone = gpu_seconds(last)
+        row |= {"gpu_s": round(alone, 5), "overlap": round(overlap(seconds, link_s, alone), 4)}
+    return row
+
+
+def crossing(runner: CudaRunner, tokens: int) -> Crossing:
+    """What of a prompt of so many tokens crosses."""
+    whole, rest = divmod(tokens, runner.max_num_batched_tokens)
+    chunks = [runner.max_num_batched_tokens] * whole + ([rest] if rest else [])
+    sizes = [loaded_bytes(step_of(runner, chunk).program) for chunk in chunks]
+    return Crossing(len(chunks), sum(map(bool, sizes)), sum(sizes))
+
+
+def step_of(runner: CudaRunner, tokens: int) -> Executable:
+    """Which program runs a step of so many tokens of one prompt."""
+    steps = runner.decode_steps if tokens == 1 else runner.steps
+    return next(step for step in steps if tokens <= step.program.sizes["T"])
+
+
+def loaded_bytes(program: Program) -> int:
+    """Bytes of experts that a program loads."""
+    total = 0
+    for node in program.nodes:
+        if node.op == "load_experts":
+            total += node.attr("count") * program.weight(node, "experts").bytes_per_expert
+    return total
+
+
+def overlap(seconds: float, link_s: float, gpu_s: float) -> float:
+    """Of what takes less time, the link or the GPU, the share that the other one hid."""
+    return max(0.0, min(1.0, (link_s + gpu_s - seconds) / min(link_s, gpu_s)))
+
+
+@torch.inference_mode()
+def gpu_seconds(step: CudaExecutable) -> float:
+    """Seconds of the launches of a step alone, on experts that crossed before: as its last run."""
+    launches = step.without_copies()
+    times = list[float]()
+    with torch.cuda.device(step.memory.device):
+        launches.run()
+        torch.cuda.synchronize()
+        launches.capture(torch.cuda.graph_pool_handle())
+        for _ in range(1 + _ROUNDS):
+            start = time.perf_counter()
+            launches.run()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+    return median(times[1:])

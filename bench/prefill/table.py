@@ -1,0 +1,51 @@
+"""Prompts as a table, and as a plot of tokens a second by length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .run import Row
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SHARES = {"link_share": "of the link", "overlap": "overlap"}
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """A line for each length: tokens a second by each way, and of the streamed prompt its share of
+    the link and how much the link and the GPU hid of each other."""
+    from rich.table import Table
+
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    made = Table(box=None, pad_edge=False)
+    for name in ("tokens", *ways, *SHARES.values()):
+        made.add_column(name, justify="right")
+    for tokens in dict.fromkeys(row["tokens"] for row in rows):
+        found = {row["way"]: row for row in rows if row["tokens"] == tokens}
+        rates = [f"{found[way]['tok_s']:.0f}" if way in found else "" for way in ways]
+        streamed = found.get("stream", {})
+        shares = [f"{streamed[key]:.0%}" if key in streamed else "" for key in SHARES]
+        made.add_row(str(tokens), *rates, *shares)
+    return made
+
+
+def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Writes the plot. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(5.5, 3.6), layout="constrained")
+    for way in dict.fromkeys(row["way"] for row in rows):
+        own = [row for row in rows if row["way"] == way]
+        axes.plot([r["tokens"] for r in own], [r["tok_s"] for r in own], marker="o", label=way)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel="tokens/s")
+    axes.set_title(title, fontsize=9)
+    axes.grid(True, which="both", alpha=0.2)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=100, metadata={"Software": None} if path.suffix == ".png" else None)
+    plt.close(figure)

@@ -1,0 +1,1 @@
+"""What a server has to bear: crowds, kills, nonsense, long conversations."""

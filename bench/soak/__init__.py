@@ -1,0 +1,1 @@
+"""Thousands of steps with random delays and failures, every token checked."""

@@ -1,0 +1,90 @@
+"""Imports transformers' modelling code without torch's compiler and its sharding.
+
+When modules of transformers are imported, they mark functions for ``torch.compile`` and name
+classes of sharded tensors. That alone imports torch's compiler, sympy and FSDP: 2 of the 6 seconds
+until a small model is there. Our commands compile nothing by it and shard nothing, so while
+transformers is imported those marks do nothing; whatever else is used is imported as ever.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+_COMPILER = "torch._dynamo"
+_MASKS = f"{_COMPILER}._trace_wrapped_higher_order_op"
+_MASK = "TransformGetItemToIndex"
+_MODULES = (
+    "transformers.modeling_utils",
+    "transformers.masking_utils",
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
+)
+"""What the modelling code of every family imports."""
+
+
+def import_transformers() -> None:
+    """Imports it for a command; call this before anything else imports a module of it.
+
+    A version of transformers that uses more of the compiler than is known here imports it: that
+    takes longer, and nothing else differs.
+    """
+    if _COMPILER not in sys.modules:
+        try:
+            with _without_compiler():
+                _say_that_nothing_is_sharded()
+                _import()
+        except (ImportError, AttributeError):
+            pass  # below, with the compiler
+    _import()
+
+
+def _import() -> None:
+    for name in _MODULES:
+        importlib.import_module(name)
+
+
+def _say_that_nothing_is_sharded() -> None:
+    """transformers asks torch once whether it can shard, and keeps the answer."""
+    import torch.distributed
+    from transformers.utils import is_torch_distributed_available
+
+    was = torch.distributed.is_available
+    torch.distributed.is_available = lambda: False
+    try:
+        is_torch_distributed_available()
+    finally:
+        torch.distributed.is_available = was
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    import torch.compiler
+
+    compiler, masks = ModuleType(_COMPILER), ModuleType(_MASKS)
+    marks = ("allow_in_graph", "assume_constant_result", "disable")
+    compiler.__dict__.update(dict.fromkeys(marks, _unchanged))
+    masks.__dict__[_MASK] = _mask
+    was = torch.compiler.disable, torch.compiler.allow_in_graph
+    torch.compiler.disable = torch.compiler.allow_in_graph = _unchanged
+    sys.modules[_COMPILER] = torch.__dict__["_dynamo"] = compiler
+    sys.modules[_MASKS] = masks
+    try:
+        yield
+    finally:
+        torch.compiler.disable, torch.compiler.allow_in_graph = was
+        del sys.modules[_COMPILER], sys.modules[_MASKS], torch.__dict__["_dynamo"]
+
+
+def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
+    """A decorator, with or without arguments, that changes nothing."""
+    return _unchanged if function is None else function
+
+
+def _mask() -> Any:
+    """The one thing that is no mark: what attention masks enter, imported when one is made."""
+    return getattr(importlib.import_module(_MASKS), _MASK)()

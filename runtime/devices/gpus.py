@@ -1,0 +1,83 @@
+"""The GPUs of an engine: their names in programs, and what they are to torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from pykernels.errors import PykernelsError
+from pykernels.gpu.common.launch import supports
+
+Gpus = Mapping[str, torch.device]
+"""By the name that nodes have as their device, in the order in which the GPUs have layers."""
+INTERPRETED = "cuda:interpreted"
+
+
+def gpus_of(devices: str) -> dict[str, torch.device]:
+    """The GPUs of "cuda:0" or "cuda:0,cuda:1".
+
+    In Triton's interpreter "cpu" is a GPU, and "cpu,cpu" are two: what tells them apart is their
+    name in programs.
+
+    Raises:
+        PykernelsError: no device of that name.
+    """
+    found: dict[str, torch.device] = {}
+    for number, name in enumerate(devices.split(",")):
+        try:
+            device = torch.device(name.strip())
+        except RuntimeError:
+            raise PykernelsError(
+                f"no device {name.strip()!r}", "Use cpu, or cuda:0 for the first GPU"
+            ) from None
+        if device.type != "cuda":
+            found[INTERPRETED + (f".{number}" if number else "")] = device
+            continue
+        device = torch.device("cuda", device.index or 0)
+        if str(device) in found:
+            raise PykernelsError(f"{device} is named twice in {devices!r}", "Name each GPU once")
+        found[str(device)] = device
+    return found
+
+
+def check_device(devices: str) -> None:
+    """Raises PykernelsError if there is no such GPU, or it runs no kernel of ours.
+
+    Args:
+        devices: see ``gpus_of``.
+    """
+    for device in gpus_of(devices).values():
+        if device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise PykernelsError(
+                    f"no {device}: torch finds no CUDA GPU",
+                    "Use --device cpu, or install a driver and torch's CUDA build",
+                )
+            if device.index >= (count := torch.cuda.device_count()):
+                raise PykernelsError(
+                    f"no {device}: there are {count} GPUs"
+                    if count > 1
+                    else f"no {device}: there is one GPU",
+                    "Give a lower number",
+                )
+        if reason := supports(device):
+            raise PykernelsError(f"no GPU kernel runs on {device}: {reason}", "Use --device cpu")
+
+
+def several_refused(what: str) -> tuple[str, str]:
+    """The error of what only one GPU can do yet."""
+    return f"{what} on several GPUs is not there yet", "Name one GPU, or leave it out"
+
+
+def interpreted(gpus: Gpus) -> bool:
+    """Whether Triton's interpreter plays the GPUs."""
+    return any(device.type != "cuda" for device in gpus.values())
+
+
+def free_bytes(gpus: Gpus) -> dict[str, int]:
+    """Free memory of each GPU; in the interpreter more than anything takes."""
+    return {
+        name: torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 62
+        for name, device in gpus.items()
+    }

@@ -1,0 +1,188 @@
+"""Stream-loading prefill (OSDI'26 3.1): experts that lie in main memory cross to a GPU while it
+computes, layer by layer.
+
+A step of many tokens takes nearly all experts, so all of a layer are loaded, whatever its router
+will say, and the load need not wait for it. They come in pieces:
+
+    load 0, load 1, .., (layer 0: unpack 0, load R, unpack 1, load R + 1, .., moe_ffn), (layer 1: ..
+
+A piece lies in one of R buffers that pieces take in turns, until ``unpack_experts`` has brought it
+into the layout that the GPU's kernels read; so a load waits for the unpacking of R pieces before,
+and for nothing else: it runs in a stream of its own (``Op.stream``) beside the attention and the
+experts of the layers in front. That order is the ordinary one of nodes that share a buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+
+from pykernels.errors import PykernelsError
+
+from ..experts.staged import staged_bytes
+from ..machine.nodes import ONE_NODE, MemoryNodes
+from ..program import Buffer, Node, Program
+from ..weight_spec import WeightSpec
+from .layers import moe_layers, rebuilt, refuse_deferred, refuse_streamed
+
+PIECES = 8
+"""Pieces of a layer's experts."""
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The buffers that experts pass through.
+
+    Attributes:
+        pieces: of a layer's experts. buffers: that pieces take in turns, 2 at the least; one more
+            than ``pieces``: a whole layer is loaded while another one is computed.
+    """
+
+    pieces: int = PIECES
+    buffers: int = PIECES + 1
+
+
+def stream_weights(
+    program: Program,
+    room: Callable[[WeightSpec], int],
+    ring: Ring | None = None,
+    layers: Collection[int] | None = None,
+    nodes: MemoryNodes = ONE_NODE,
+) -> Program:
+    """The program with routed experts computed from streamed weights, each layer's on the device of
+    its router.
+
+    Args:
+        room: bytes of a layer's experts in the device's own layout.
+        layers: whose experts are streamed; None: those of all.
+        nodes: on each of them lies a slice of the experts.
+
+    Raises:
+        PykernelsError: no routed experts, deferred ones, or streamed already; a layer whose experts
+            lie in slices, one a NUMA node.
+    """
+    refuse_deferred(program, "stream_weights")
+    refuse_streamed(program, "stream_weights", "Apply it once")
+    moved = [
+        layer.experts
+        for layer in moe_layers(program)
+        if layers is None or layer.experts.layer in layers
+    ]
+    if not moved:
+        raise PykernelsError(f"{program.name!r} has no routed experts", "Use it as it is")
+    for node in moved:
+        if (spec := program.weight(node, "experts")).cut is not None:
+            raise PykernelsError(
+                f"{spec.name} is a slice on a NUMA node",
+                "Apply stream_weights before split_over_nodes",
+            )
+    devices: dict[str, list[Node]] = {}
+    for node in moved:
+        devices.setdefault(_router(program, node).device, []).append(node)
+    ahead, streams = list[Node](), dict[str, list[Node]]()
+    buffers: dict[str, Buffer] = {}
+    for device, own in devices.items():
+        label = "experts" if len(devices) == 1 else f"experts.{device}"
+        stream = _Stream(program, own, device, ring or Ring(), label, nodes)
+        ahead += stream.ahead
+        streams |= stream.nodes()
+        buffers |= stream.buffers(room)
+    every = [*ahead, *(new for node in program.nodes for new in streams.get(node.name, [node]))]
+    return rebuilt(program, every, buffers)
+
+
+def _router(program: Program, node: Node) -> Node:
+    ids = node.inputs["ids"]
+    return next(other for other in program.nodes if ids in other.writes)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Piece ``number`` of a layer, and the node that loads it."""
+
+    layer: Node
+    spec: WeightSpec
+    number: int
+    node: Node
+
+
+class _Stream:
+    """The experts that cross to one device.
+
+    Args:
+        layers: the nodes that compute them, in order.
+        label: its buffers' names begin with it.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        layers: list[Node],
+        device: str,
+        ring: Ring,
+        label: str,
+        nodes: MemoryNodes,
+    ) -> None:
+        self._layers, self._device, self._ring, self._nodes = layers, device, ring, nodes
+        self._label, self._here = label, f"{label}.here"
+        self._specs = {node.name: program.weight(node, "experts") for node in layers}
+        self._loads: list[_Load] = []
+        for layer in layers:
+            E = self._specs[layer.name].shape[0]
+            step = -(-E // ring.pieces)
+            for first in range(0, E, step):
+                self._loads.append(self._load(layer, first, min(step, E - first), first // step))
+
+    @property
+    def ahead(self) -> list[Node]:
+        """The loads for which the ring has room at the beginning."""
+        return [load.node for load in self._loads[: self._ring.buffers]]
+
+    def nodes(self) -> dict[str, list[Node]]:
+        """By node of a layer's experts, what takes its place."""
+        found: dict[str, list[Node]] = {layer.name: [] for layer in self._layers}
+        for i, load in enumerate(self._loads):
+            later = self._loads[i + self._ring.buffers :][:1]
+            found[load.layer.name] += [self._unpack(load, i == 0), *(own.node for own in later)]
+        for layer in self._layers:
+            inputs = {**layer.inputs, "resident": self._here}
+            found[layer.name].append(replace(layer, device=self._device, inputs=inputs))
+        return found
+
+    def buffers(self, room: Callable[[WeightSpec], int]) -> dict[str, Buffer]:
+        """The ring's, each as large as the largest piece, and that of a whole layer."""
+        largest = max(
+            staged_bytes(load.spec, load.node.attr("count"), self._nodes) for load in self._loads
+        )
+        sizes = {load.node.outputs["out"]: largest for load in self._loads}
+        sizes[self._here] = max(map(room, self._specs.values()))
+        return {name: Buffer(name, (nbytes,), torch.uint8) for name, nbytes in sizes.items()}
+
+    def _load(self, layer: Node, first: int, count: int, number: int) -> _Load:
+        turn, at = divmod(len(self._loads), self._ring.buffers)
+        name, spec = f"{self._label}.tiles{at}", self._specs[layer.name]
+        node = Node(
+            "load_experts",
+            {"out": name} if turn else {},
+            {"out": name},
+            MappingProxyType({"experts": spec.name}),
+            MappingProxyType({"first": first, "count": count}),
+            self._device,
+            f"{layer.name}.load{number}",
+            layer.layer,
+            "load",
+        )
+        return _Load(layer, spec, number, node)
+
+    def _unpack(self, load: _Load, is_first: bool) -> Node:
+        tiles = {"tiles": load.node.outputs["out"]}
+        return replace(
+            load.node,
+            op="unpack_experts",
+            inputs=tiles if is_first else {**tiles, "out": self._here},
+            outputs={"out": self._here},
+            name=f"{load.layer.name}.unpack{load.number}",
+        )

@@ -1,0 +1,167 @@
+"""Prompts whose experts lie in main memory and are computed on the cuda device, in Triton's
+interpreter where there is no GPU: the truth is transformers' own model."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from bench.prefill.run import crossing
+from model.checkpoint.config import read_config
+from model.llm import load_engine
+from model.opened import open_weights
+from pykernels.env import env
+from pykernels.errors import PykernelsError
+from runtime.devices.cuda.runner import CudaRunner
+from runtime.devices.cuda.streaming import Rates, choose, turning_point
+from runtime.engine import Engine, SamplingParams
+from runtime.matrix import packer
+from runtime.workers.pool import WorkerPool, make_pool
+
+from ..cpu.routed import TWO_CORES
+from ..model import tiny
+from ..model.checks import logprob_error
+
+BF16 = 0.06
+"""Of the norm of a token's logprobs: activations are bfloat16."""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "beside", "nodes"),
+    [
+        ({}, {}, 1),
+        pytest.param({}, {0: (2, 5)}, 1, marks=pytest.mark.all),
+        pytest.param({"moe_intermediate_size": 256}, {}, 2, marks=(TWO_CORES, pytest.mark.all)),
+    ],
+    ids=["all", "some-in-slots", "numa"],
+)
+def test_logprobs_are_transformers(
+    sizes: dict[str, int],
+    beside: dict[int, tuple[int, ...]],
+    nodes: int,
+    tmp_path: Path,
+    device: torch.device,
+) -> None:
+    """Prompts in chunks, and decode steps, which leave the experts on the CPU."""
+    made = tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=2, **sizes)
+    prompts = [5, 17, 60, 33, 8, 90], [7, 41, 2]
+    with torch.no_grad():
+        truth = [
+            made.reference(torch.tensor([ids])).logits[0].float().log_softmax(-1) for ids in prompts
+        ]
+    where = "cuda:0" if device.type == "cuda" else "cpu"
+    with env.override(fake_numa=nodes), make_pool(nodes, numa="auto") as pool:
+        with open_weights(tmp_path, read_config(tmp_path)) as weights:
+            decoder = weights.readable(packer(pool), lambda *_: None, pool.memory)
+            runner = CudaRunner(
+                decoder,
+                where,
+                pool,
+                64,
+                None,
+                4,
+                2,
+                "generic",
+                max_num_logits=4,
+                experts="cpu",
+                gpu_experts=beside,
+                prefill="stream",
+            )
+            runner.load()
+        with Engine(runner) as engine:
+            params = SamplingParams(temperature=0, max_tokens=2, logprobs=20, logprob_start=1)
+            results = engine.generate(list(prompts), params)
+        step: Any = runner.steps[0]
+        decode = runner.decode_steps[0]
+        for program, streamed in ((decode.program, False), (step.program, True)):
+            routed = [node for node in program.nodes if node.role == "routed"]
+            assert {node.device != "cpu" for node in routed} == {streamed}
+        found, spec = crossing(runner, 6), step.program.weight(routed[0], "experts")
+        assert (found.steps, found.streamed) == (2, 2)
+        assert len(decoder.store.nodes) == nodes
+        assert found.nbytes == 2 * 2 * 8 * spec.bytes_per_expert  # steps, layers, experts
+        loads = sum(node.op == "load_experts" for node in step.program.nodes)
+        launches = len(step.program.nodes) + 1  # the results
+        assert len(step.without_copies().launches) == launches - loads
+        runner.close()
+        with pytest.raises(PykernelsError, match="experts on the GPU: nothing has to cross"):
+            CudaRunner(decoder, where, pool, 64, None, 4, experts="gpu", prefill="stream")
+    for result, wanted in zip(results, truth, strict=True):
+        assert logprob_error(result, wanted) < BF16
+
+
+class OneLayer:
+    """A system that pins no more than one layer."""
+
+    def __init__(self) -> None:
+        self.pinned = 0
+
+    def add(self, memory: torch.Tensor) -> str | None:
+        self.pinned += memory.nbytes
+        return None if self.pinned == memory.nbytes else "no more than that"
+
+
+def test_layers_that_cannot_be_pinned_stay_on_the_cpu(tmp_path: Path, device: torch.device) -> None:
+    tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    where = "cuda:0" if device.type == "cuda" else "cpu"
+    with WorkerPool(1) as pool:
+        with open_weights(tmp_path, read_config(tmp_path)) as weights:
+            decoder = weights.readable(packer(pool), lambda *_: None)
+            runner = CudaRunner(
+                decoder, where, pool, 64, None, 4, 2, "generic", experts="cpu", prefill="stream"
+            )
+            program, system = runner.lowered(4, 2, 2, 1, 1), OneLayer()
+            assert runner.streaming is not None
+            found, reason = runner.streaming.pin(program, decoder.store, cast(Any, system))
+    assert reason == "no more than that"
+    nodes = found.apply(program).nodes
+    devices = {node.layer: node.device for node in nodes if node.role == "routed"}
+    assert devices[0] != "cpu" and devices[1] == "cpu"
+    assert {node.layer for node in nodes if node.role == "load"} == {0}
+
+
+@pytest.mark.gpu
+def test_rates_are_measured(tmp_path: Path) -> None:
+    made = tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    ids = list(range(2, 40))
+    with torch.no_grad():
+        truth = made.reference(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    with load_engine(tmp_path, device="cuda:0", experts="cpu", max_model_len=64) as llm:
+        runner: Any = llm.runner
+        assert runner.link_bytes_per_s > 1e9 and runner.rates.stream_s > 0
+        assert runner.pinned.nbytes == sum(
+            spec.nbytes for spec in runner.decode_steps[0].program.weights.values() if spec.moe
+        )
+        params = SamplingParams(temperature=0, max_tokens=1, logprobs=20, logprob_start=1)
+        [result] = llm.engine.generate([ids], params)
+    assert not runner.pinned.nbytes
+    assert logprob_error(result, truth) < BF16
+
+
+def test_experts_that_cannot_cross(tmp_path: Path, device: torch.device) -> None:
+    tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=1, moe_intermediate_size=64)
+    rule = {
+        "match": {"class": "Qwen3MoeSparseMoeBlock"},
+        "replace": {"class": "FusedMoE", "kwargs": {"format": "int8", "activations": "int8"}},
+    }
+    where: Any = "cuda:0" if device.type == "cuda" else "cpu"
+    with WorkerPool(1) as pool:
+        with open_weights(tmp_path, read_config(tmp_path), [rule]) as weights:
+            decoder = weights.readable(packer(pool), lambda *_: None)
+        with pytest.raises(PykernelsError, match="cannot be streamed: .* has int8 activations"):
+            CudaRunner(decoder, where, pool, 64, None, 4, experts="cpu", prefill="stream")
+
+
+def test_which_steps_are_streamed() -> None:
+    """The link takes 150 ms a step, the CPU 10 ms and half a millisecond a token."""
+    rates = Rates.measured(8_000_000, 8_000_000 / 0.1502, (64, 0.042), (256, 0.138))
+    assert astuple(rates) == pytest.approx((0.1502, 0.01, 0.0005))
+    assert [choose(tokens, rates) for tokens in (1, 279, 281, 4096)] == ["cpu"] * 2 + ["stream"] * 2
+    assert turning_point(rates, 4096) == 280 and turning_point(rates, 100) == 100
+    assert turning_point(Rates(0.15, 0.2, 0.001), 4096) == 0
+    assert turning_point(Rates(0.15, 0.2, 0.0), 4096) == 0  # no slower with more tokens
+    assert turning_point(Rates(0.15, 0.1, 0.0), 4096) == 4096
