@@ -85,11 +85,9 @@ def _figures(timer: EngineTimer, tokens: int, seconds: float) -> Row:
         "link_roof_gbps": round(runner.link_bytes_per_s / 1e9, 2),
         "link_share": round(link_s / seconds, 4),
     }
-    last = step_of(runner, tokens)
-    if not isinstance(last, CudaExecutable) or last.cpu is not None:
-        return row
-    if found.steps == 1 and len(last.gpus) == 1:
-        alone = gpu_seconds(last)
+    only = step_of(runner, tokens) if found.steps == 1 else None
+    if isinstance(only, CudaExecutable) and only.cpu is None and len(only.gpus) == 1:
+        alone = gpu_seconds(only)
         row |= {"gpu_s": round(alone, 5), "overlap": round(overlap(seconds, link_s, alone), 4)}
     return row
 
