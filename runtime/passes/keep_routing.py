@@ -20,5 +20,6 @@ def keep_routing(program: Program) -> Program:
 
 
 def routers(program: Program) -> tuple[Node, ...]:
-    """The nodes that choose experts, in the order of their layers."""
-    return tuple(node for node in program.nodes if node.op == "router")
+    """The nodes that choose experts, in the order of their layers; not those of a shared expert,
+    which every token takes."""
+    return tuple(node for node in program.nodes if node.op == "router" and node.role != "shared")

@@ -42,7 +42,7 @@ def spread(routed: RoutedExperts) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen2_moe"])
 def test_experts_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """In prompts of several chunks, beside another request, behind a cached prefix."""
     made = tiny.make(tmp_path, family)
