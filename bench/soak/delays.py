@@ -82,10 +82,11 @@ class Delays:
             self.late += hit
             self.pool.limit_steps(0 if hit else 60)
             before()
-            if isinstance(step, CudaExecutable):
-                for part in step.gpus:  # its stream, behind the step's inputs; at 1 to 2 GHz
-                    with part.current():
-                        torch.cuda._sleep(1500 * self._drawn_us())
+            if isinstance(
+                step, CudaExecutable
+            ):  # the stream, behind the step's inputs; at 1 to 2 GHz
+                with torch.cuda.device(step.memory.device):
+                    torch.cuda._sleep(1500 * self._drawn_us())
 
         return late
 
