@@ -176,7 +176,8 @@ def deal(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
     """
     if len(sizes) < len(room):
         raise PykernelsError(
-            f"{len(sizes)} layers for {len(room)} GPUs", f"Give {len(sizes)} GPUs at most"
+            f"{len(sizes)} layer{'s' * (len(sizes) > 1)} for {len(room)} GPUs",
+            f"Give {len(sizes)} at most",
         )
     upto = list(accumulate(sizes, initial=0))
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by layers that are dealt

@@ -256,7 +256,8 @@ class Session:
         beside_gpu, eager = device != "cpu", eager or dtype is not None
         if eager and beside_gpu:
             raise PykernelsError(
-                f"--eager and its kin on {device}", "Leave them out, or --device and rules of GPUs"
+                f"--eager, and --dtype with it, runs on the CPU, not on {device}",
+                "Leave it out, or --device and rules that name a GPU",
             )
         if experts != "auto" and not beside_gpu:
             raise PykernelsError(

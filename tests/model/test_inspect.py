@@ -75,7 +75,7 @@ def test_layers_are_dealt_over_gpus_by_size() -> None:
     sizes = [nbytes for _, nbytes in found.devices.values()]
     assert list(found.devices) == ["cuda:0", "cuda:1", "cuda:2"]
     assert max(sizes) - min(sizes) < 2 * max(entry.bytes for entry in found.entries)
-    with pytest.raises(PykernelsError, match="1 layers for 2 GPUs"):
+    with pytest.raises(PykernelsError, match="1 layer for 2 GPUs. Give 1 at most"):
         deal([5], [9, 9])
 
 
