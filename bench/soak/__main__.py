@@ -25,8 +25,10 @@ from typing import Any
 import model
 from model.llm import LLM
 from pykernels.errors import PykernelsError
+from runtime.devices.cuda.runner import check_device
 from runtime.devices.runner import PagedRunner
 from runtime.engine import Engine
+from runtime.engine.config import check_whole
 from runtime.kv_cache.layout import PAGE
 from runtime.workers.pool import WorkerPool
 
@@ -40,6 +42,10 @@ LONGEST = 90
 
 def run(chosen: argparse.Namespace) -> Counts:
     """The whole soak. Raises PykernelsError for what is wrong, ``Wrong`` for a bug."""
+    for name in ("steps", "tokens", "most_us", "late_in"):
+        check_whole(name, getattr(chosen, name), 1, 1 << 30)
+    if chosen.device != "ref":
+        check_device(chosen.device)
     tokens, pages = 64, 2 * AT_ONCE  # too few pages for all: some wait, or are preempted
     if chosen.defer != "off":  # in decode steps alone: all prompts are read in one step before
         tokens, pages = AT_ONCE * LONGEST, 4 * AT_ONCE
