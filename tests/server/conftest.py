@@ -132,6 +132,9 @@ class Scripted(FakeRunner):
     """While it is set, steps wait."""
     _of_seed: dict[int, list[int]] = field(default_factory=dict)
 
+    def close(self) -> None:
+        """There is nothing to free."""
+
     def read_bytes(self, tokens: int) -> tuple[int, int]:
         return 100 + 10 * tokens, 10 * tokens
 
