@@ -72,7 +72,9 @@ FOUR = {("6", "4", "0"), ("6", "5", "1"), ("7", "4", "2"), ("7", "5", "3")}
 FEW = [
     ("q8_0", 4, "tdpbssd", WIDE),  # two groups at a time
     pytest.param("int4-g128", 8, "tdpbssd", FOUR, marks=only_with_all),  # two A tiles
-    ("fp8", 8, "tdpbf16ps", {("6", "4", "0"), ("7", "4", "1")}),  # a group is a block
+    pytest.param(  # a group is a block
+        "fp8", 8, "tdpbf16ps", {("6", "4", "0"), ("7", "4", "1")}, marks=only_with_all
+    ),
 ]
 """Tiles of few tokens."""
 

@@ -62,7 +62,7 @@ def gate_up(routed: RoutedExperts, replacement):
     ("fmt", "activations"),
     [
         *((fmt, "bf16") for fmt in ("bf16", "fp8", "int4", "q4_k")),
-        *((fmt, "int8") for fmt in ("int8", "q6_k")),
+        *((fmt, "int8") for fmt in ("int8", "q4_k")),
     ],
 )
 def test_the_same_bits_at_any_thread_count(fmt, activations):

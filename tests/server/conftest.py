@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import anthropic
 import httpx2
 import numpy as np
 import openai
@@ -27,6 +27,9 @@ from runtime.engine import EngineConfig, SequenceSampling, StepBatch
 
 from ..engine.fake_runner import FakeRunner
 
+if TYPE_CHECKING:
+    import anthropic
+
 NAME = "tested"
 
 
@@ -42,6 +45,8 @@ class Running:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0)
 
     def anthropic(self) -> anthropic.Anthropic:
+        import anthropic  # 2 s, for the worker that needs it
+
         return anthropic.Anthropic(base_url=self.url, api_key=self.key, max_retries=0)
 
     def http(self) -> httpx2.Client:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import anthropic
 import pytest
 
 from .conftest import CALL, NAME, PARAMETERS, Running, Script
@@ -97,6 +96,8 @@ def test_a_loop_of_tools(scripted: Script) -> None:
 def test_errors_have_its_shape(
     served: Running, settings: dict[str, Any], kind: str, named: str
 ) -> None:
+    import anthropic  # 2 s, for the worker that needs it
+
     asked: Any = {"model": NAME, "messages": ASKED, "max_tokens": 4} | settings
     with pytest.raises(anthropic.APIStatusError, match=named) as raised:
         served.anthropic().messages.create(**asked)
