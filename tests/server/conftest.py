@@ -67,7 +67,7 @@ class Running:
     def inside(self) -> float:
         """Outputs that have entered and not left."""
         with self.http() as http:
-            lines = http.get("/metrics").text.splitlines()
+            lines = http.get("/metrics").raise_for_status().text.splitlines()
         return next(float(line.split()[1]) for line in lines if line.startswith("pykernels_inside"))
 
 
@@ -130,12 +130,15 @@ class Scripted(FakeRunner):
     max_model_len: int = 8192
     max_num_batched_tokens: int = 512
     steps = ()
-    pool = None
+    pool = slots = None
     weight_bytes: int = 0
     texts: list[list[int]] = field(default_factory=list)
     held: threading.Event = field(default_factory=threading.Event)
     """While it is set, steps wait."""
     _of_seed: dict[int, list[int]] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """There is nothing to free."""
 
     def read_bytes(self, tokens: int) -> tuple[int, int]:
         return 100 + 10 * tokens, 10 * tokens
