@@ -24,6 +24,7 @@ from pykernels.registry import requested
 
 from .cache.cli import cache
 from .e2e.cli import e2e
+from .e2e.mixed import mixed
 from .load.cli import load
 from .prefill.cli import prefill
 from .serving.cli import serve
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Time the kernels on this machine.")
 app.command(cls=ListsFormats)(e2e)
+app.command(cls=ListsFormats)(mixed)
 app.command(cls=ListsFormats)(load)
 app.command(cls=ListsFormats)(cache)
 app.command(cls=ListsFormats)(prefill)

@@ -69,14 +69,16 @@ def _without_compiler() -> Iterator[None]:
     marks = ("allow_in_graph", "assume_constant_result", "disable")
     compiler.__dict__.update(dict.fromkeys(marks, _unchanged))
     masks.__dict__[_MASK] = _mask
-    was = torch.compiler.disable, torch.compiler.allow_in_graph
-    torch.compiler.disable = torch.compiler.allow_in_graph = _unchanged
+    public = {name: getattr(torch.compiler, name) for name in ("disable", "allow_in_graph")}
+    for name in public:
+        setattr(torch.compiler, name, _unchanged)
     sys.modules[_COMPILER] = torch.__dict__["_dynamo"] = compiler
     sys.modules[_MASKS] = masks
     try:
         yield
     finally:
-        torch.compiler.disable, torch.compiler.allow_in_graph = was
+        for name, function in public.items():
+            setattr(torch.compiler, name, function)
         del sys.modules[_COMPILER], sys.modules[_MASKS], torch.__dict__["_dynamo"]
 
 

@@ -188,6 +188,7 @@ def _runner(
         experts=subject.experts,
         auto_defer=subject.defer == "auto",
         dual_batch=subject.dual_batch,
+        prefill="auto",
     )
 
 

@@ -91,8 +91,9 @@ def _hits(axes: Any, rows: list[Row]) -> None:
     for name in dict.fromkeys(row["policy"] for row in rows):
         own = [row for row in rows if row["policy"] == name]
         at, rates = [row["swaps"] for row in own], [row["hit_rate"] for row in own]
-        axes.plot(at, rates, marker="o", ms=3, label=name)
-    axes.axhline(rows[0]["best_fixed"], color="black", lw=1, ls="--", label="best fixed")
+        line = "--" if name.endswith("-fixed") else "-"
+        axes.plot(at, rates, line, marker="o", ms=3, label=name)
+    axes.axhline(rows[0]["best_fixed"], color="black", lw=1, ls="-.", label="best fixed")
     axes.axhline(rows[0]["share"], color="0.6", lw=1, ls=":", label="any experts")
     axes.set(xlabel="swaps a layer and step", ylabel="hit rate")
     axes.set_title(f"{rows[0]['slots']} slots ({rows[0]['share']:.0%})", fontsize=9)

@@ -99,8 +99,7 @@ def e2e(
     }
     check_options(model, arch, given)
     check_gpu(device, expert_device, gpu_experts)
-    if defer not in ("auto", "off") and not defer.isdecimal():
-        raise PykernelsError(f"--defer {defer}", "Give a number of experts, auto or off")
+    check_defer(defer)
     check_prefill(prefill, device)
     slots = expert_cache_of(expert_cache, device)
     lanes = dual_batch_of(dual_batch, device)
@@ -136,6 +135,12 @@ def check_options(model: Path | None, arch: str | None, given: dict[str, Any]) -
             f"--{extra[0]} is for random weights; a checkpoint has its own",
             "Add --arch qwen3-30b, or leave it out",
         )
+
+
+def check_defer(defer: str) -> None:
+    """Raises PykernelsError for what is no choice of ``--defer``."""
+    if defer not in ("auto", "off") and not defer.isdecimal():
+        raise PykernelsError(f"--defer {defer}", "Give a number of experts, auto or off")
 
 
 def check_gpu(device: str, expert_device: str, gpu_experts: str | None = None) -> None:

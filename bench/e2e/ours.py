@@ -148,13 +148,14 @@ class Ours:
         prefill: str = "auto",
         expert_cache: int | str = 0,
         policy: CachePolicy | None = None,
+        target_itl_ms: float | None = None,
     ) -> EngineTimer:
         """An engine with room for a load.
 
         Args:
             device, expert_device, defer, gpu_experts: ``device``, ``experts``, ``defer`` and
                 ``gpu_experts`` of ``load_engine``.
-            dual_batch, prefill: of ``EngineConfig``.
+            dual_batch, prefill, target_itl_ms: of ``EngineConfig``.
             expert_cache: likewise, 0: off; ``policy``: of it.
             max_num_batched_tokens: of a step; None: as ``EngineConfig`` has it.
 
@@ -213,7 +214,7 @@ class Ours:
         spin(self.pool, "cpu")  # not while they pack
         runner.load()
         self.load_seconds = round(self.load_seconds + time.perf_counter() - start, 2)
-        return EngineTimer(runner)
+        return EngineTimer(runner, target_itl_ms=target_itl_ms)
 
     def backend(self, kernel: str) -> str:
         """The kernel that "auto" stands for."""

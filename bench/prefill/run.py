@@ -86,8 +86,9 @@ def _figures(timer: EngineTimer, tokens: int, seconds: float) -> Row:
         "link_share": round(link_s / seconds, 4),
     }
     last = step_of(runner, tokens)
-    whole = isinstance(last, CudaExecutable) and last.cpu is None and len(last.gpus) == 1
-    if found.steps == 1 and isinstance(last, CudaExecutable) and whole:
+    if not isinstance(last, CudaExecutable) or last.cpu is not None:
+        return row
+    if found.steps == 1 and len(last.gpus) == 1:
         alone = gpu_seconds(last)
         row |= {"gpu_s": round(alone, 5), "overlap": round(overlap(seconds, link_s, alone), 4)}
     return row

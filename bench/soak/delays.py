@@ -85,7 +85,7 @@ class Delays:
             if isinstance(
                 step, CudaExecutable
             ):  # the stream, behind the step's inputs; at 1 to 2 GHz
-                with torch.cuda.device(step.device):
+                with torch.cuda.device(step.memory.device):
                     torch.cuda._sleep(1500 * self._drawn_us())
 
         return late

@@ -11,7 +11,7 @@ import typer
 from pykernels.errors import PykernelsError
 
 from .common import Debug, command, out
-from .session import Device, Eager, Experts, Rules, status
+from .session import Device, Eager, Experts, GpuExperts, Rules, status
 
 _WIDE = 160
 """Columns of a table that goes to a pipe or a file: none is cut off."""
@@ -34,6 +34,16 @@ def inspect(
         int,
         typer.Option(min=0, metavar="N", help="Slots of each layer for experts on the GPU, too."),
     ] = 0,
+    gpu_experts: GpuExperts = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="GIB",
+            help="Of the GPU, for --gpu-experts auto or a profile.",
+            show_default="what is free here",
+        ),
+    ] = None,
     eager: Eager = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout, every module in it.")
@@ -55,6 +65,10 @@ def inspect(
     if experts != "auto" and device == "cpu" and rules is None:
         raise PykernelsError(f"--experts {experts} without a GPU", "Add --device cuda:0")
     where = "cpu" if experts == "auto" else experts
+    if program and gpu_experts is not None:
+        raise PykernelsError("--program has no --gpu-experts", "Leave one of them out")
+    if gpu_memory is not None and gpu_experts is None:
+        raise PykernelsError("--gpu-memory is for --gpu-experts", "Add that, or leave it out")
     if program and as_json:
         raise PykernelsError("--program has no JSON", "Leave one of them out")
     with status("reading headers"):
@@ -73,7 +87,8 @@ def inspect(
             placed = placed_program(Path(which), rules, device, where, tokens, expert_cache)
             out().print(str(placed), markup=False)
             return
-        found = examine(which, rules, device, eager, where, expert_cache)
+        given = expert_cache, gpu_experts, gpu_memory
+        found = examine(which, rules, device, eager, where, *given)
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
         return

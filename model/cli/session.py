@@ -310,6 +310,9 @@ class Session:
                 layers = self.llm.gpu_experts
                 count = sum(map(len, layers.values()))
                 note(f"{count} experts of {len(layers)} layers are on {device} too")
+            if (slots_there := self.llm.runner.slots) is not None:
+                sizes = [spec.shape[0] for spec in slots_there.specs]
+                note(f"{sum(sizes)} slots for experts of {len(sizes)} layers are on {device}")
 
     def _check(self, path: Path, prompt: str) -> int:
         """Check that the prompt fits, before minutes are spent on loading a large model; tokens of

@@ -76,7 +76,7 @@ def entries(
     seen: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, FusedMoE):
-            yield _packed_experts(name, module, formats, routed)
+            yield packed_experts(name, module, formats, routed)
             if slots:
                 yield _slots(name, module, formats, placement.of(name), slots)
         elif _are_experts(name, module):
@@ -176,7 +176,8 @@ def _heads_bytes(fmt: str, attention: Any) -> int:
     return attention.num_heads * (matrix_bytes(fmt, L, nope) + matrix_bytes(fmt, dv, L))
 
 
-def _packed_experts(name: str, block: FusedMoE, formats: Formats, device: str) -> Entry:
+def packed_experts(name: str, block: FusedMoE, formats: Formats, device: str) -> Entry:
+    """A block's routed experts, all of them on a device."""
     shape, fmt = block.shape, block.packed_format(formats.of_experts(name))
     if device != "cpu" and any(supports_format(get_format(fmt), K) for K in (shape.H, shape.I)):
         fmt = "bf16"
@@ -201,7 +202,7 @@ def _slots(name: str, block: FusedMoE, formats: Formats, device: str, count: int
             f"{count} slots for the {block.shape.E} experts of {name}",
             f"Give 1 to {block.shape.E - 1}",
         )
-    whole = _packed_experts(name, block, formats, device)
+    whole = packed_experts(name, block, formats, device)
     nbytes = whole.bytes * count // block.shape.E
     cls = f"{count} slots, {count / block.shape.E:.0%}"
     return Entry(f"{name}.expert_cache", cls, True, device, whole.format, 0, nbytes, 0)

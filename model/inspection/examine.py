@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,11 @@ from ..checkpoint.plan import make_plan
 from ..checkpoint.safetensors import INDEX
 from ..modules.inject import inject
 from ..opened import engine_device, followed
+from ..pinning.choose import Wanted, parse
 from ..pretrained import build_meta
 from ..rules import Rules, known_architectures, resolve_rules
 from ..rules.schema import is_device
+from .beside import Beside, room_beside, with_experts_beside
 from .dealt import dealt
 from .entries import Entry, entries
 from .formats import Formats, cached, configured, planned
@@ -45,6 +47,7 @@ class Inspection:
         classes: of every module, by its name.
         cache_bytes: that one token's keys and values take, by ``kv_dtype`` ("fp8" in the engine
             alone); none if it is not known.
+        beside: the experts that a GPU has beside all of them on the CPU; None if none was asked.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Inspection:
     entries: list[Entry]
     classes: dict[str, str]
     cache_bytes: dict[str, int]
+    beside: Beside | None = None
 
     @property
     def devices(self) -> dict[str, tuple[int, int]]:
@@ -91,6 +95,7 @@ class Inspection:
             "other_parameters": self.parameters(False),
             "token_bytes": self.token_bytes,
             "kv_cache_token_bytes": self.cache_bytes,
+            "gpu_experts": None if self.beside is None else asdict(self.beside),
         }
 
 
@@ -101,6 +106,8 @@ def examine(
     eager: bool = False,
     experts: str = "cpu",
     slots: int = 0,
+    gpu_experts: Wanted = None,
+    gpu_gib: float | None = None,
 ) -> Inspection:
     """Reads headers (or only config.json, or a shape by its name) and applies the rules.
 
@@ -110,6 +117,8 @@ def examine(
             there, and are taken to have the same room.
         experts: where the engine has routed experts beside a GPU: "cpu" or "gpu".
         slots: of each layer on the GPU, for experts that are on the CPU.
+        gpu_experts: experts of each layer that the GPU has too, see ``choose``; ``gpu_gib``: GiB of
+            its memory, for as many as fit; None: of this machine's.
 
     Raises:
         PykernelsError: as loading, but for devices and memory that are not there.
@@ -152,6 +161,15 @@ def examine(
     if slots and len(gpus) > 1:
         raise PykernelsError(*several_refused("an expert cache"))
     found = list(entries(model, placement, formats, reason is None, dtype, routed, slots))
+    cache_bytes, beside = _cache_bytes(model, reason is None), None
+    if asked := parse(gpu_experts):
+        if gpus == [CPU] or routed != CPU or slots:
+            raise PykernelsError(
+                "some experts on a GPU without the others on the CPU, or beside an expert cache",
+                "Use --gpu-experts with --device cuda:0 and --experts cpu alone",
+            )
+        room = room_beside(found, cache_bytes["bf16"], gpus, gpu_gib)
+        found, beside = with_experts_beside(found, asked, model, placement, formats, room)
     if len(gpus) > 1:
         found = dealt(found, gpus)
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
@@ -163,7 +181,8 @@ def examine(
         reason,
         found,
         classes,
-        _cache_bytes(model, reason is None),
+        cache_bytes,
+        beside,
     )
 
 

@@ -9,6 +9,7 @@ from itertools import groupby
 from rich.table import Table
 from rich.text import Text
 
+from .beside import SUFFIX, Beside
 from .entries import Entry
 from .examine import Inspection
 
@@ -44,6 +45,8 @@ def summary(found: Inspection) -> list[str]:
         " everything else",
         f"a token reads {size(found.token_bytes)} of weights; its part of the KV cache: {cache}",
     ]
+    if found.beside is not None:
+        lines += _beside(found.beside)
     if found.engine:
         lines.append("the engine runs it: every module on our kernels")
     else:
@@ -77,6 +80,8 @@ def _alike(rows: list[list[Entry]], layer: list[Entry]) -> bool:
 def _kind(entry: Entry) -> tuple[object, ...]:
     match = _LAYER.match(entry.name)
     assert match is not None
+    if match["rest"].endswith(SUFFIX):  # by a profile each layer has other numbers of them
+        return (match["rest"], entry.device, entry.format)
     return (match["rest"], entry.cls, entry.ours, entry.device, entry.format, entry.bytes)
 
 
@@ -110,13 +115,29 @@ def _cells(leaf: str, depth: int, row: list[Entry], found: Inspection) -> list[s
     read = sum(entry.token_bytes for entry in row)
     return [
         "  " * depth + leaf,
-        one.cls + mark,
+        _classes(row) + mark,
         one.device,
         one.format,
         count(sum(entry.parameters for entry in row)),
         size(sum(entry.bytes for entry in row)),
         size(read) if read else "",
     ]
+
+
+def _beside(some: Beside) -> list[str]:
+    how = "as the profile has it" if some.profiled else "if it takes all alike"
+    return [
+        f"{some.experts} experts of {some.layers} layers are on the GPU too, {size(some.bytes)}: a"
+        f" token takes {some.share:.1%} of its experts there {how}",
+        f"so the CPU reads {size(some.cpu_token_bytes)} of experts a token, not"
+        f" {size(some.without)}",
+    ]
+
+
+def _classes(row: list[Entry]) -> str:
+    """The class of all, or from the first to the last as text sorts their numbers."""
+    names = sorted({entry.cls for entry in row}, key=lambda name: (len(name), name))
+    return names[0] if len(names) == 1 else f"{names[0].split()[0]} to {names[-1]}"
 
 
 def count(number: int) -> str:

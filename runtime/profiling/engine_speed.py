@@ -109,7 +109,8 @@ class EngineTimer:
         seed: of the prompts.
         engine: that is bound to the runner and has no thread; None: one is made, and no other one
             may be bound to the runner.
-        overlap: of the engine that is made. Steps can be observed only without.
+        overlap, target_itl_ms: of the engine that is made. Steps can be observed only without
+            overlap.
 
     Raises:
         PykernelsError: a kernel that cannot run here.
@@ -121,11 +122,13 @@ class EngineTimer:
         seed: int = 0,
         engine: Engine | None = None,
         overlap: bool = True,
+        target_itl_ms: float | None = None,
     ) -> None:
         self.runner = runner
         self._watched = _Watched(runner)
         if engine is None:
-            engine = Engine(self._watched, threaded=False, config=EngineConfig(overlap=overlap))
+            config = EngineConfig(overlap=overlap, target_itl_ms=target_itl_ms)
+            engine = Engine(self._watched, threaded=False, config=config)
         self.engine = engine
         self._random = np.random.default_rng(seed)
 

@@ -116,7 +116,7 @@ def test_the_next_step_is_launched_before_tokens_are_delivered() -> None:
     assert runner.log == ["launch", *between, "result", "text"], "nothing after the last token"
 
 
-def test_between_two_steps_of_a_constrained_output_there_is_only_its_mask() -> None:
+def test_only_a_mask_comes_between_constrained_steps() -> None:
     runner = Logged()
 
     class Anything:

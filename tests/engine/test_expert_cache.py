@@ -21,6 +21,7 @@ from runtime.experts.cache import CachePolicy, ExpertCache, Move, Swap, plan
 from runtime.experts.cache.cache import Chosen
 from runtime.experts.cache.simulate import Recording, best_fixed, simulate
 from runtime.passes import offload
+from runtime.placement import Placement
 
 from ..model import tiny
 
@@ -182,7 +183,7 @@ def test_where_there_is_no_room_for_slots() -> None:
     program = decoder.lower(1, 1, 1, 1, 1)
     sizes = 16, 1, 1, 1, 1
     with pytest.raises(PykernelsError, match="8 experts of each layer need .* are left for them"):
-        experts_beside(8, program, "cuda:0", 1 << 20, "expert_cache")
+        experts_beside(8, program, Placement("cuda:0"), {"cuda:0": 1 << 20}, "expert_cache")
     with pytest.raises(PykernelsError, match="an expert cache with all experts on the GPU"):
         place_beside(None, decoder, "cpu", sizes, "gpu", cache=4)
     with pytest.raises(PykernelsError, match="an expert cache beside gpu_experts"):

@@ -258,6 +258,20 @@ def test_loads_run_ahead_of_what_they_are_for(ring: Ring, four_experts: tuple[An
     assert (step.outputs["logits"] - truth).norm() < 1e-4 * truth.norm()
 
 
+def test_one_layer_is_streamed_and_the_others_are_on_the_cpu(
+    four_experts: tuple[Any, Any],
+) -> None:
+    llm, lm = four_experts
+    program = offload(on_ref(llm.runner.model.lower(T, 1, T, 1, 1)))
+    program = stream_weights(program, lambda spec: spec.nbytes, Ring(3, 2), layers={2})
+    devices = [node.device for node in program.nodes if node.role == "routed"]
+    assert devices == ["cpu", "ref", "cpu"]
+    with torch.no_grad():
+        truth = lm(torch.arange(20, 20 + T)[None]).logits[0]
+    logits = run(llm, program, "ref", pool=llm.pool, kernel="generic")
+    assert (logits - truth).norm() < 0.02 * truth.norm()
+
+
 def test_experts_that_there_are_not(four_experts: tuple[Any, Any]) -> None:
     program = four_experts[0].runner.model.lower(T, 1, T, 1, 1)
     for wrong in ((1, 8), (2, 2)):

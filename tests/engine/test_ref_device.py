@@ -17,6 +17,7 @@ from runtime.passes import defer, offload
 from runtime.program import Node
 from runtime.step_inputs import allocate_inputs
 from runtime.workers.job import TaskError
+from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
 
@@ -56,7 +57,9 @@ def test_tokens_of_ragged_batches_are_transformers(
         assert list(result.token_ids) == ids[len(prompt) :]
 
 
-def _ref_step(llm: model.LLM, passes: list, reuse: bool = True) -> RefExecutable:
+def _ref_step(
+    llm: model.LLM, passes: list, reuse: bool = True, pool: WorkerPool | None = None
+) -> RefExecutable:
     lowered = llm.runner.model
     program = on_ref(lowered.lower(4, 1, 4, 1, 1))
     for rewrite in passes:
@@ -68,9 +71,8 @@ def _ref_step(llm: model.LLM, passes: list, reuse: bool = True) -> RefExecutable
         "logits_indices": torch.arange(4),
     }
     caches = {name: part.zeros().float() for name, part in lowered.caches(1).items()}
-    step = RefExecutable(
-        program, llm.runner.weights, inputs, caches, llm.pool, "generic", reuse=reuse
-    )
+    given = inputs, caches, pool or llm.pool
+    step = RefExecutable(program, llm.runner.weights, *given, "generic", reuse=reuse)
     step.sizes[:] = torch.tensor([4, 1, 4])
     return step
 
@@ -114,6 +116,26 @@ def test_planned_memory_is_as_good_as_fresh_memory(llm: model.LLM, passes: list)
             step.run()
         assert torch.equal(planned.outputs["logits"], fresh.outputs["logits"])
     assert planned.memory.nbytes < fresh.memory.nbytes / 2
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_two_steps_that_are_launched_share_the_workers(llm: model.LLM, threads: int) -> None:
+    """The second one's jobs are published when the first one's have ended, whoever asks first."""
+    with WorkerPool(threads) as pool:
+        steps = [_ref_step(llm, [offload], pool=pool) for _ in range(2)]
+        steps[1].inputs["tokens"][:] = torch.tensor([9, 3, 2, 60])
+        truth = []
+        for step in steps:
+            step.run()
+            truth.append(step.outputs["logits"].clone())
+        for order in (steps, steps[::-1]):
+            for step in steps:
+                step.outputs["logits"].zero_()
+                step.launch()
+            for step in order:
+                step.result()
+            for step, logits in zip(steps, truth, strict=True):
+                assert torch.equal(step.outputs["logits"], logits)
 
 
 def test_a_failure_on_either_side_ends_the_step(llm: model.LLM) -> None:

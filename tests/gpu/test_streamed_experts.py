@@ -17,9 +17,10 @@ from model.opened import open_weights
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.runner import CudaRunner
-from runtime.devices.cuda.streaming import Rates, choose, turning_point
+from runtime.devices.cuda.streaming import balanced_tokens
 from runtime.engine import Engine, SamplingParams
 from runtime.matrix import packer
+from runtime.profiling.prefill_rates import Rates, choose, turning_point
 from runtime.workers.pool import WorkerPool, make_pool
 
 from ..cpu.routed import TWO_CORES
@@ -154,6 +155,20 @@ def test_experts_that_cannot_cross(tmp_path: Path, device: torch.device) -> None
             decoder = weights.readable(packer(pool), lambda *_: None)
         with pytest.raises(PykernelsError, match="cannot be streamed: .* has int8 activations"):
             CudaRunner(decoder, where, pool, 64, None, 4, experts="cpu", prefill="stream")
+
+
+@pytest.mark.parametrize(
+    ("E", "topk", "bytes_a_number", "tokens"),
+    [(128, 8, 144 / 256, 8192), (256, 8, 1.0002, 32768), (8, 2, 144 / 256, 4096)],
+    ids=["qwen3-30b-q4_k", "deepseek-v3-fp8", "mixtral-q4_k"],
+)
+def test_steps_are_as_long_as_the_link_takes(
+    E: int, topk: int, bytes_a_number: float, tokens: int
+) -> None:
+    numbers = 3 * 2048 * 768
+    sizes = round(E * bytes_a_number * numbers), topk * numbers
+    assert balanced_tokens(*sizes, 1 << 20) == tokens
+    assert balanced_tokens(*sizes, 64) == 4096  # a sequence has no more
 
 
 def test_which_steps_are_streamed() -> None:

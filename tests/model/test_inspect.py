@@ -7,11 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import model
 from model.inspection.examine import examine
 from model.inspection.report import layers
 from model.llm import meta_decoder
+from model.pinning.profile import Profile, write
 from pykernels.errors import PykernelsError
 from runtime.placement import deal
 from runtime.profiling.step_bytes import weight_bytes
@@ -106,6 +108,35 @@ def test_what_an_expert_cache_would_take(run: Run) -> None:
     )
     failed(run("inspect", "deepseek-v3", "--expert-cache", "8"), "beside a GPU")
     failed(run("inspect", "deepseek-v3", "--device", "cuda:0", "--expert-cache", "256"), "1 to 255")
+
+
+def test_what_experts_on_the_gpu_too_would_take(run: Run, tmp_path: Path) -> None:
+    """Three matrices of 7,168 x 2,048 an expert in FP8, with a scale for each 128 x 128."""
+    plain = examine("deepseek-v3", device="cuda:0")
+    found = examine("deepseek-v3", device="cuda:0", gpu_experts=8)
+    one = 3 * 7168 * 2048 * (1 + 4 / 128**2)
+    taken = found.devices["cuda:0"][1] - plain.devices["cuda:0"][1]
+    assert found.beside is not None and taken == found.beside.bytes
+    assert taken == pytest.approx(8 * 58 * one, rel=0.01)
+    assert found.devices["cpu"] == plain.devices["cpu"]
+    assert found.beside.cpu_token_bytes == pytest.approx(58 * 8 * one * (1 - 8 / 256), rel=0.01)
+    assert found.token_bytes == pytest.approx(plain.token_bytes, rel=1e-6)
+
+    # Of each layer the first expert has three quarters of the choices; few more fit.
+    names = [entry.name.removesuffix(".experts") for entry in plain.entries if entry.routed]
+    counts = {name: [745] + [1] * 255 for name in names}
+    profile = Profile(model_type="deepseek_v3", tokens=1000, topk=8, counts=counts)
+    write(profile, tmp_path / "profile.json")
+    asked = ["--device", "cuda:0", "--gpu-experts", tmp_path / "profile.json"]
+    shown = run("inspect", "deepseek-v3", *asked, "--gpu-memory", 24, "--json")
+    beside = json.loads(shown.out)["gpu_experts"]
+    assert beside["profiled"] and beside["layers"] == 58
+    assert beside["share"] == pytest.approx(0.745, abs=2e-3)
+    assert "58 layers are on the GPU too" in run("inspect", "deepseek-v3", *asked[:3], 1).out
+    if not torch.cuda.is_available():
+        failed(run("inspect", "deepseek-v3", *asked), "no GPU here. Add --gpu-memory")
+    failed(run("inspect", "deepseek-v3", "--gpu-experts", 1), "--device cuda:0")
+    failed(run("inspect", "deepseek-v3", *asked[:3], 256), "256 experts on the GPU. Give 255")
 
 
 def test_the_table_and_its_json(run: Run) -> None:

@@ -28,5 +28,5 @@ assert double(torch.ones(1)).item() == 2
 """
 
 
-def test_a_model_is_made_without_the_compiler_which_works_afterwards() -> None:
+def test_models_are_made_without_the_compiler() -> None:
     subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, check=True)

@@ -10,7 +10,7 @@ from model.server.loading import bound_socket, told_to_wait
 from model.server.settings import ServerSettings
 
 
-def test_while_a_model_is_loaded_the_server_is_alive_and_not_ready() -> None:
+def test_a_server_is_alive_before_its_model_is_there() -> None:
     with bound_socket(ServerSettings(port=0)) as bound:
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)

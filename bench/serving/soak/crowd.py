@@ -8,7 +8,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..client import Accepted, Outcome, Server
 from ..workload import Request, prompt_of
@@ -24,10 +24,11 @@ def run(clients: int, minutes: float, seed: int, model: Sequence[str]) -> tuple[
     """A line of what happened, and whether that is as it should be."""
     options = ["--max-batch", str(SEATS), "--max-waiting", str(WAITING), *model]
     with ServerProcess(options) as process:
-        outcomes, memory = asyncio.run(_crowd(process, clients, 60 * minutes, seed))
+        outcomes, memory = asyncio.run(
+            outcomes_of(process.url, clients, 60 * minutes, seed, lambda: process.memory)
+        )
         alive = process.alive
-    whole = sum(outcomes[kind] for kind in ("whole",))
-    refused = outcomes["429"]
+    whole, refused = outcomes["whole"], outcomes["429"]
     other = {kind: n for kind, n in outcomes.items() if kind not in ("whole", "429")}
     # The first quarter warms caches up: kernels, pages of the prefix tree, the allocator's pools.
     quarter = max(1, len(memory) // 4)
@@ -41,12 +42,13 @@ def run(clients: int, minutes: float, seed: int, model: Sequence[str]) -> tuple[
     return told, alive and flat and not other and whole > 0
 
 
-async def _crowd(
-    process: ServerProcess, clients: int, seconds: float, seed: int
+async def outcomes_of(
+    url: str, clients: int, seconds: float, seed: int, memory_of: Callable[[], float]
 ) -> tuple[Counter[str], list[float]]:
+    """How often each outcome came, and the server's memory every few seconds."""
     outcomes: Counter[str] = Counter()
     memory: list[float] = []
-    async with Server(process.url, None) as server:
+    async with Server(url, None) as server:
         accepted = await server.accepted(16, seed)
         end = time.monotonic() + seconds
 
@@ -60,7 +62,7 @@ async def _crowd(
 
         async def watch() -> None:
             while time.monotonic() < end:
-                memory.append(process.memory)
+                memory.append(memory_of())
                 await asyncio.sleep(_SAMPLE_SECONDS)
 
         await asyncio.gather(watch(), *map(client, range(clients)))

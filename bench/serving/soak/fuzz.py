@@ -8,6 +8,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import httpx2
@@ -45,21 +46,38 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
 }
-_ODD = (None, True, 0, -1, 0.5, 1e308, -0.0, 10**30, "", "x" * 3000, "\ud800", "\0", [], {}, [[]])
+_ODD: tuple[Any, ...] = (
+    None,
+    True,
+    0,
+    -1,
+    0.5,
+    1e308,
+    -0.0,
+    10**30,
+    "",
+    "x" * 3000,
+    "\ud800",
+    "\0",
+    [],
+    {},
+    [[]],
+)
 
 
 def run(count: int, seed: int, model: Sequence[str]) -> tuple[str, bool]:
     """A line of what happened, and whether that is as it should be."""
     # A request that asks for an endless answer gets half a second.
     with ServerProcess(["--max-batch", str(_CLIENTS), "--max-seconds", "0.5", *model]) as process:
-        statuses = asyncio.run(_fuzz(process, count, seed))
+        statuses = asyncio.run(statuses_of(process.url, count, seed))
         alive = process.alive
     told = ", ".join(f"{n} got {status}" for status, n in sorted(statuses.items()))
     bad = sum(n for status, n in statuses.items() if not 200 <= status < 500)
     return f"{count} requests, seed {seed}: {told}", alive and not bad
 
 
-async def _fuzz(process: ServerProcess, count: int, seed: int) -> Counter[int]:
+async def statuses_of(url: str, count: int, seed: int) -> Counter[int]:
+    """How often each status came; 0: there was no answer."""
     statuses: Counter[int] = Counter()
     numbers = iter(range(count))
     shown = 0
@@ -78,7 +96,7 @@ async def _fuzz(process: ServerProcess, count: int, seed: int) -> Counter[int]:
                 shown += 1
                 print(f"{status} at {path}: {data[:500]!r}", file=sys.stderr)
 
-    async with httpx2.AsyncClient(base_url=process.url, timeout=60, trust_env=False) as http:
+    async with httpx2.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
         await asyncio.gather(*(client(http) for _ in range(_CLIENTS)))
         # Nothing that has been asked is still in it.
         assert (await http.get("/ready")).status_code == 200
@@ -102,16 +120,20 @@ def request_of(draw: random.Random) -> tuple[str, bytes]:
 def _changed(value: Any, draw: random.Random) -> Any:
     """A value with something inside of it replaced, left out, or added."""
     if draw.random() < 0.3 or not value or not isinstance(value, dict | list):
-        return draw.choice([value, *_ODD]) if draw.random() < 0.9 else [value] * draw.randrange(5)
+        return (
+            deepcopy(draw.choice([value, *_ODD]))
+            if draw.random() < 0.9
+            else [value] * draw.randrange(5)
+        )
     keys = list(value) if isinstance(value, dict) else list(range(len(value)))
     key = draw.choice(keys)
     how = draw.random()
     if how < 0.15:
         del value[key]
     elif how < 0.25 and isinstance(value, dict):
-        value[draw.choice(("type", "role", "n", "seed", "unknown"))] = draw.choice(_ODD)
+        value[draw.choice(("type", "role", "n", "seed", "unknown"))] = deepcopy(draw.choice(_ODD))
     elif how < 0.35 and isinstance(value, list):
-        value += value[: draw.randrange(100)]
+        value += deepcopy(value[: draw.randrange(100)])
     else:
         value[key] = _changed(value[key], draw)
     return value

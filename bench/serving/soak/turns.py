@@ -62,7 +62,8 @@ def _ask(http: httpx2.Client, messages: list[dict[str, str]]) -> tuple[float, st
         "stream_options": {"include_usage": True},
         "ignore_eos": True,
     }
-    begun, first, text, usage = time.perf_counter(), 0.0, "", {}
+    usage: dict[str, Any] = {}
+    begun, first, text = time.perf_counter(), 0.0, ""
     with http.stream("POST", "/v1/chat/completions", json=body) as answer:
         if answer.status_code != 200:
             message = json.loads(answer.read())["error"]["message"]

@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import functools
 
+import torch
+
 _PORTABLE, _READ_ONLY = 1, 8
 _OUT_OF_MEMORY, _ALREADY = 2, 712
 _users: dict[int, int] = {}
@@ -41,6 +43,7 @@ def register(address: int, nbytes: int) -> str | None:
     if address in _users:
         _users[address] += 1
         return None
+    torch.cuda.synchronize()  # any call of the runtime: the driver wants this thread's context
     error = 0
     for flags in (_PORTABLE, _PORTABLE | _READ_ONLY):
         error = library.cuMemHostRegister_v2(address, nbytes, flags)

@@ -24,6 +24,7 @@ from ...passes import defer, keep_routing
 from ...passes.gpu_experts import slot_tables
 from ...passes.layers import moe_layers
 from ...placement import CPU, Placement, place
+from ...profiling.prefill_rates import Rates, measured_rates, turning_point
 from ...program import Program
 from ...weights import LayoutOf
 from ...workers.pool import WorkerPool
@@ -39,16 +40,7 @@ from .inputs import NEVER, PIECE, Bucket, StepInputs
 from .memory import Arena, dtypes
 from .outputs import ProgramOutputs, StepOutputs, kept_bytes, kept_routing
 from .slots import on_gpu
-from .streaming import (
-    MEASURED,
-    STREAM_BUCKETS,
-    Rates,
-    Sizes,
-    Streaming,
-    plan_streaming,
-    step_seconds,
-    turning_point,
-)
+from .streaming import STREAM_BUCKETS, Sizes, Streaming, wanted_streaming
 from .weights import gpu_bytes, layouts
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
@@ -114,7 +106,7 @@ class CudaRunner(PagedRunner):
         placed: Mapping[str, str] = MappingProxyType({}),
         gpu_experts: Mapping[int, Sequence[int]] | None = None,
         by_layer: Mapping[int, str] | None = None,
-        prefill: str = "auto",
+        prefill: str = "cpu",
         slots: Mapping[int, int] | None = None,
         policy: CachePolicy | None = None,
     ) -> None:
@@ -144,7 +136,9 @@ class CudaRunner(PagedRunner):
         sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
         self.prefill, self.link_bytes_per_s = prefill, 0.0
         self.rates: Rates | None = None
-        self.streaming = self._streamed(model, Sizes(*sizes), tokens)
+        self.streaming = wanted_streaming(
+            prefill, model, self.gpus, self.placement, Sizes(*sizes), tokens
+        )
         if tokens is None and self.streaming is not None:
             tokens = self.streaming.tokens
         if tokens is None:
@@ -198,24 +192,6 @@ class CudaRunner(PagedRunner):
             self.slots.close()
         self.pinned.close()
 
-    def _streamed(self, model: Lowerable, sizes: Sizes, tokens: int | None) -> Streaming | None:
-        if self.prefill == "cpu" or self.placement.experts != CPU:
-            if self.prefill == "stream":
-                raise PykernelsError(
-                    "prefill stream with the experts on the GPU: nothing has to cross",
-                    "Keep the experts on the CPU (experts cpu), or leave prefill at auto",
-                )
-            return None
-        if self.prefill == "auto" and not self._real:  # no link whose rate there is to measure
-            return None
-        try:
-            return plan_streaming(model, self.gpus, self.placement, sizes, tokens)
-        except PykernelsError as error:
-            if self.prefill == "stream":
-                raise
-            warnings.warn(f"{error.cause}; the CPU computes those of prompts", stacklevel=3)
-            return None
-
     def layouts(self, program: Program) -> LayoutOf:
         return layouts(program, self.gpus, dtypes(program))
 
@@ -231,7 +207,15 @@ class CudaRunner(PagedRunner):
         self.link_bytes_per_s = min(map(rate, self.gpus.values()))
         most, turn = self.max_num_batched_tokens, 0
         if self.prefill == "auto":
-            self.rates = self._measured(inputs, self.streaming.nbytes(program))
+            self.rates = measured_rates(
+                lambda T: self._step(T, inputs, (), self.make_step),
+                inputs,
+                self.sizes,
+                min(most, self.max_model_len),
+                self.vocab_size,
+                self.streaming.nbytes(program),
+                self.link_bytes_per_s,
+            )
             turn = turning_point(self.rates, most)
         large = {*(T for T in STREAM_BUCKETS if turn < T < most), *((most,) if turn < most else ())}
         small = {
@@ -258,28 +242,6 @@ class CudaRunner(PagedRunner):
             stacklevel=2,
         )
         return found if layers else None
-
-    def _measured(self, inputs: Mapping[str, torch.Tensor], nbytes: int) -> Rates:
-        """From two steps with the experts on the CPU, and from copies.
-
-        Args:
-            nbytes: of the experts that would cross.
-        """
-        most = min(self.max_num_batched_tokens, self.max_model_len)
-        few, many = (
-            (
-                T,
-                step_seconds(
-                    self._step(T, inputs, (), self.make_step),
-                    inputs,
-                    self.sizes,
-                    T,
-                    self.vocab_size,
-                ),
-            )
-            for T in (min(T, most) for T in MEASURED)
-        )
-        return Rates.measured(nbytes, self.link_bytes_per_s, few, many)
 
     def decode_passes(self) -> Sequence[Pass]:
         """The passes, with the deferral that pays here."""

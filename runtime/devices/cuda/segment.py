@@ -40,6 +40,13 @@ def _capturing(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+@functools.cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    """The second stream of all segments of a GPU, none of which runs beside another: torch has but
+    32, and gives them out in turns."""
+    return torch.cuda.Stream(device)
+
+
 @dataclass(frozen=True)
 class Beside:
     """Which launches of a program are in a stream of their own, by their numbers.
@@ -82,7 +89,7 @@ class Segment:
         self._beside = beside or Beside()
         self._second: torch.cuda.Stream | None = None
         if self._beside.launches and device.type == "cuda":
-            self._second = torch.cuda.Stream(device)
+            self._second = _copying(device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> None:

@@ -1,18 +1,16 @@
-"""Which steps stream their experts to the GPU, and what that takes: pinned memory, room for a
-layer, and so many tokens that it pays."""
+"""What streaming experts to the GPU takes: pinned memory, and room for a layer."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from statistics import median
 
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu.moe.from_tiles import supports
+from pykernels.gpu.moe.from_tiles import ExpertTiles, copy_experts, supports
 from pykernels.quant import get_format
 from pykernels.quant.split import Experts
 
@@ -29,64 +27,25 @@ from ...weight_spec import WeightSpec
 from ...weights import WeightStore
 from ..cpu import weights as cpu
 from ..gpus import Gpus, interpreted
-from ..runner import Executable, Lowerable
+from ..runner import Lowerable
 from .capacity import room_for_steps, step_bytes
 from .launches.streamed import resident_bytes
 from .weights import expert_format
 
-STREAM_TOKENS = (8192, 4096, 2048, 1024, 512)
-"""What a step may have, if nobody says: all experts cross once a step, so as many as fit."""
+STREAM_TOKENS = (32768, 16384, 8192, 4096, 2048, 1024, 512)
+"""What a step may have, if nobody says: all experts cross once a step, so as many as fit, up to
+``balanced_tokens``."""
+OPS_PER_BYTE = 2048
+"""What a GPU computes while a byte crosses its link, about: 110 TFLOP/s beside 55 GB/s."""
 RESERVED = 2048
 """Tokens of a streamed step for which an expert cache leaves room."""
-STREAM_BUCKETS = (512, 1024, 2048, 4096)
-"""Buckets of streamed steps: padding costs little beside what crosses."""
+STREAM_BUCKETS = (512, 2048, 4096, 16384)
+"""Buckets of streamed steps: padding costs little beside what crosses, which each bucket does once
+when it is made."""
 RINGS = (Ring(PIECES, PIECES + 1), Ring(PIECES, 2))
 """A layer loaded beside another one that is computed; where memory is short, a quarter of one."""
-MEASURED = 64, 256
-"""Tokens of the two steps that say what the CPU takes."""
 _LINK_BYTES = 64 << 20
 _ROUNDS = 3
-_BY_TOKEN = ("tokens", "positions", "slot_mapping", "sequences")
-_BY_SEQUENCE = {"query_starts": False, "page_rows": False, "query_lengths": True, "lengths": True}
-"""Whether it is the number of tokens."""
-_CHANGED = (*_BY_TOKEN, *_BY_SEQUENCE, "page_table")
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a step costs by either way.
-
-    Attributes:
-        stream_s: seconds in which all streamed experts cross the link once.
-        cpu_s, cpu_token_s: seconds of a step with the experts on the CPU, and of each token of it.
-    """
-
-    stream_s: float
-    cpu_s: float
-    cpu_token_s: float
-
-    @classmethod
-    def measured(
-        cls, nbytes: int, link: float, few: tuple[int, float], many: tuple[int, float]
-    ) -> Rates:
-        """From bytes of experts and bytes a second of the link, and from two steps on the CPU:
-        (tokens, seconds) each."""
-        slope = max(0.0, (many[1] - few[1]) / max(1, many[0] - few[0]))
-        return cls(nbytes / link, max(0.0, many[1] - slope * many[0]), slope)
-
-
-def choose(tokens: int, rates: Rates) -> str:
-    """ "stream" or "cpu": by which way a step of so many tokens takes less time."""
-    by_cpu = rates.cpu_s + tokens * rates.cpu_token_s
-    return "stream" if rates.stream_s < by_cpu else "cpu"
-
-
-def turning_point(rates: Rates, most: int) -> int:
-    """The most tokens up to ``most`` of a step that should not be streamed; 0: there is none."""
-    if not rates.cpu_token_s:
-        return 0 if choose(1, rates) == "stream" else most
-    tokens = (rates.stream_s - rates.cpu_s) / rates.cpu_token_s
-    return max(0, min(most, math.floor(tokens)))
 
 
 @dataclass(frozen=True)
@@ -134,17 +93,18 @@ class Streaming:
             return math.inf
         _, spec = next(self._experts(program))
         held: Experts = store.get(spec, cpu.HERE, cpu.packed)
-        source = held.slices[0].arena[:_LINK_BYTES]
-        target = torch.empty(source.shape, dtype=torch.uint8, device=device)
+        part = held.slices[0]
+        count = min(part.shape.E, max(1, _LINK_BYTES // part.bytes_per_expert))
+        tiles = ExpertTiles.empty(part.shape, part.fmt, part.down_fmt, count, device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.device(device):
-            target.copy_(source, non_blocking=True)  # the first one wakes the link
+            copy_experts(part, range(count), tiles)  # the first one wakes the link
             begin.record()
             for _ in range(_ROUNDS):
-                target.copy_(source, non_blocking=True)
+                copy_experts(part, range(count), tiles)
             end.record()
             end.synchronize()
-        return _ROUNDS * source.nbytes / max(1e-9, begin.elapsed_time(end) / 1e3)
+        return _ROUNDS * tiles.nbytes / max(1e-9, begin.elapsed_time(end) / 1e3)
 
     def _experts(self, program: Program) -> Iterator[tuple[Node, WeightSpec]]:
         for layer in moe_layers(program):
@@ -190,9 +150,9 @@ def plan_streaming(
     if interpreted(gpus):
         return Streaming(RINGS[0], tokens or STREAM_TOKENS[-1], model.store.nodes)
     free = room_for_steps(model, gpus, placement, program, sizes.pages)
-    short = ""
+    short, most = "", balanced_tokens(*_crossing(program), sizes.table_pages * PAGE)
     for ring in RINGS:
-        for T in (tokens,) if tokens else STREAM_TOKENS:
+        for T in (tokens,) if tokens else (T for T in STREAM_TOKENS if most >= T):
             found = Streaming(ring, T, model.store.nodes)
             needed = _step_bytes(found, model, placement, sizes, T)
             full = [name for name in free if needed[name] > free[name]]
@@ -204,6 +164,60 @@ def plan_streaming(
         f"experts cannot be streamed: {short} with two layers of experts on their way",
         "Ask for fewer max_num_batched_tokens or kv_tokens, or leave prefill at cpu",
     )
+
+
+def balanced_tokens(nbytes: int, numbers: int, positions: int) -> int:
+    """The most of ``STREAM_TOKENS`` with which a GPU is no slower than its link; no more than one
+    sequence has, or 4,096.
+
+    Args:
+        nbytes: of all experts; ``numbers``: of the experts that a token takes.
+        positions: of the longest sequence.
+    """
+    most = OPS_PER_BYTE * nbytes // (2 * numbers)
+    return max([4096, *(T for T in STREAM_TOKENS if most >= T <= positions)])
+
+
+def _crossing(program: Program) -> tuple[int, int]:
+    """Bytes of a program's experts, and numbers of those that a token takes."""
+    nbytes = numbers = 0
+    for layer in moe_layers(program):
+        spec = program.weight(layer.experts, "experts")
+        _, H, I = spec.shape  # noqa: E741
+        nbytes, numbers = nbytes + spec.nbytes, numbers + 3 * layer.topk * H * I
+    return nbytes, numbers
+
+
+def wanted_streaming(
+    prefill: str,
+    model: Lowerable,
+    gpus: Gpus,
+    placement: Placement,
+    sizes: Sizes,
+    tokens: int | None = None,
+) -> Streaming | None:
+    """``plan_streaming`` as far as ``EngineConfig.prefill`` asks for it; None: nothing is streamed,
+    with a warning where it could not be.
+
+    Raises:
+        PykernelsError: what is asked for cannot be.
+    """
+    if prefill == "cpu" or placement.experts != CPU:
+        if prefill == "stream":
+            raise PykernelsError(
+                "prefill stream with the experts on the GPU: nothing has to cross",
+                "Keep the experts on the CPU (experts cpu), or leave prefill at auto",
+            )
+        return None
+    if prefill == "auto" and interpreted(gpus):  # no link whose rate there is to measure
+        return None
+    try:
+        return plan_streaming(model, gpus, placement, sizes, tokens)
+    except PykernelsError as error:
+        if prefill == "stream":
+            raise
+        warnings.warn(f"{error.cause}; the CPU computes those of prompts", stacklevel=4)
+        return None
 
 
 def streaming_bytes(
@@ -236,37 +250,3 @@ def _why_not(program: Program) -> str | None:
         if reason := supports(fmt, down, H, I, expert_format(spec)):
             return reason
     return None
-
-
-def step_seconds(
-    step: Executable,
-    arrays: Mapping[str, torch.Tensor],
-    sizes: torch.Tensor,
-    tokens: int,
-    vocabulary: int,
-) -> float:
-    """Seconds of a step of one prompt of random tokens, the median of a few.
-
-    Its keys and values go to the cache's first places, which nobody reads before they are written.
-
-    Args:
-        arrays: inputs of the step, which are as before when it returns; ``sizes``: of it.
-    """
-    before = {name: arrays[name].clone() for name in _CHANGED}
-    at = torch.arange(tokens, dtype=torch.int64, device="cpu")
-    pages = -(-tokens // PAGE)
-    random = torch.randint(0, vocabulary, (tokens,), dtype=torch.int64, device="cpu")
-    for name, values in zip(_BY_TOKEN, (random, at, at, torch.zeros_like(at)), strict=True):
-        arrays[name][:tokens] = values
-    for name, counts in _BY_SEQUENCE.items():
-        arrays[name][0] = tokens if counts else 0
-    arrays["page_table"][0, :pages] = at[:pages]
-    sizes[0], sizes[1], sizes[2] = tokens, 1, 0
-    times = list[float]()
-    for _ in range(1 + _ROUNDS):
-        start = time.perf_counter()
-        step.run()
-        times.append(time.perf_counter() - start)
-    for name, array in before.items():
-        arrays[name].copy_(array)
-    return median(times[1:])

@@ -58,6 +58,18 @@ def test_e2e_as_json_is_one_flat_object(run: Run) -> None:
     assert all(m[name] > 0 for name in positive) and m["warmup_seconds"] >= 0
 
 
+def test_a_prompt_beside_streams_with_a_cap_and_without(run: Run) -> None:
+    sizes = ("--prompt", 700, "--streams", 2, "--context", 9, "--target-itl-ms", 5)
+    result = run("bench", "mixed", *sizes, "--json")
+    assert (result.code, result.err) == (0, "")
+    free, capped = map(json.loads, result.out.splitlines())
+    assert (free["target_itl_ms"], capped["target_itl_ms"]) == ("", 5)
+    for row in (free, capped):
+        assert 0 < row["itl_mixed_p50_ms"] <= row["itl_mixed_p99_ms"] <= row["itl_mixed_max_ms"]
+    # Each token of a stream is a step: a step with a cap has fewer tokens of the prompt.
+    assert capped["itl_mixed_count"] > 2 * free["itl_mixed_count"] > 0
+
+
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
 GPU = ["moe", "--device", "cuda:0"]
 BAD = [
@@ -66,12 +78,14 @@ BAD = [
     (["moe", "--activations", "fp8"], "fp8 are a GPU's. Add --device cuda:0"),
     (["moe", "--threads", 9998], "9998 threads .*Give --threads [0-9]+ or fewer"),
     ([*GPU, "--numa", 2], "--numa .* are the CPU's"),
-    pytest.param(GPU, "sees no CUDA GPU", marks=NO_CUDA),
+    pytest.param(GPU, "has no CUDA GPU", marks=NO_CUDA),
     (["attention", "--device", "cpu"], "attention has no kernel for cpu"),
     (["e2e", "--prefill", "gpu"], "--prefill gpu. Give auto, cpu, stream"),
     (["e2e", "--prefill", "stream"], "--prefill stream without a GPU. Add --device cuda:0"),
     (["prefill", "--device", "cpu"], "is about a GPU. Give --device cuda:0"),
     (["prefill", "--lengths", "64,0"], "--lengths 64,0. Give tokens"),
+    (["mixed", "--defer", "some"], "--defer some. Give a number"),
+    (["mixed", "--prompt", 10**6], "has [0-9]+ positions. Give a smaller"),
     (["e2e", "--layers", 2], "--layers is for random weights"),
     (["e2e", "--arch", "qwen3-30b", "--model", "."], "--model and --arch are both given"),
     (["e2e", "--arch", "deepseek-v3", "--layers", 99], "99 layers needs .* are free"),

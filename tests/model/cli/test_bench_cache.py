@@ -32,6 +32,7 @@ MEASURED = {
 def test_rows_of_the_embedded_model(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     sizes = ("--texts", 2, "--prompt", 40, "--tokens", 24, "--shares", "25,50", "--threads", 1)
+    sizes += ("--kernel", "generic")
     result = run("bench", "cache", *sizes, "--plot", tmp_path / "hits.png", "--json")
     assert result.code == 0, result.err
     found = json.loads(result.out)

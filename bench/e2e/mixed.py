@@ -1,0 +1,251 @@
+"""`pykernels bench mixed`: a prompt that arrives while other sequences decode.
+
+What the streams wait from token to token meanwhile, and the prompt for its first one, once without
+a cap and once with ``target_itl_ms``, each on an engine of its own over the same weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from model.cli.common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from model.cli.session import Defer, Device, GpuExperts, KvDtype, Prefill, check_prefill
+from pykernels.errors import PykernelsError
+from pykernels.registry import requested
+
+from .cli import ARCHS, check_defer, check_gpu, check_options, count, open_model
+
+if TYPE_CHECKING:
+    from runtime.engine import Engine
+
+    from .ours import Ours
+
+ALONE = 48
+"""Tokens of each stream before the prompt arrives, which are timed too."""
+WARM = 8
+"""Tokens of each before those."""
+
+
+@command
+def mixed(
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A checkpoint.", show_default="the embedded model"),
+    ] = None,
+    arch: Annotated[
+        str | None, typer.Option(metavar=ARCHS, help="Random weights of that shape instead.")
+    ] = None,
+    layers: Annotated[int | None, count("Of --arch: so many of its layers.")] = None,
+    format: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Weight format:", show_default="q4_k")
+    ] = None,
+    experts: Annotated[int | None, count("Of --arch: in a layer.")] = None,
+    vocab: Annotated[int | None, count("Of --arch: tokens of the vocabulary.")] = None,
+    streams: Annotated[int, count("Sequences that decode.")] = 4,
+    context: Annotated[int, count("Tokens in each one's cache before.")] = 128,
+    prompt: Annotated[int, count("Tokens of the prompt that arrives.")] = 1024,
+    target_itl_ms: Annotated[
+        float, typer.Option(metavar="MS", help="Of the engine with a cap.")
+    ] = 100.0,
+    kv_dtype: KvDtype = "bf16",
+    device: Device = "cpu",
+    expert_device: Annotated[
+        str, typer.Option(metavar="auto|cpu|gpu", help="With --device cuda:0: of routed experts.")
+    ] = "auto",
+    gpu_experts: GpuExperts = None,
+    prefill: Prefill = "auto",
+    defer: Defer = "off",
+    threads: Threads = None,
+    kernel: Kernel = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object an engine on stdout, nothing else.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Time the streams of sequences that decode while a prompt is read, and that prompt.
+
+    Milliseconds from token to token of all streams: before the prompt, and from its arrival to its
+    first token; of the prompt the time to that.
+    """
+    given = {"format": format, "layers": layers, "experts": experts, "vocab": vocab}
+    given["activations"] = None
+    check_options(model, arch, given)
+    check_gpu(device, expert_device, gpu_experts)
+    check_prefill(prefill, device)
+    check_defer(defer)
+    chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
+    where = {
+        "device": device,
+        "expert_device": expert_device,
+        "defer": defer,
+        "gpu_experts": gpu_experts,
+        "prefill": prefill,
+    }
+    rows = []
+    with err().status("", spinner_style="dim") as status:
+        status.update("filling random weights …" if arch else "reading, packing …")
+        ours = open_model(model, arch, given, chosen_threads, chosen_kernel, kv_dtype)
+        try:
+            for target in (None, target_itl_ms):
+                capped = "without a cap" if target is None else f"with {target:g} ms"
+                status.update(f"compiling, timing {capped} …")
+                row = measured(ours, chosen_kernel, streams, context, prompt, target, where)
+                rows.append(row)
+        finally:
+            ours.close()
+    if as_json:
+        for row in rows:
+            print(json.dumps(row))
+    else:
+        _show(rows)
+
+
+def measured(
+    ours: Ours,
+    kernel: str,
+    streams: int,
+    context: int,
+    prompt: int,
+    target_itl_ms: float | None,
+    where: dict[str, Any],
+) -> dict[str, Any]:
+    """The flat row of one engine.
+
+    Args:
+        where: device, expert_device, defer, gpu_experts and prefill of ``Ours.timer``.
+
+    Raises:
+        PykernelsError: more positions than the model has; a stream ended before the prompt's first
+            token.
+    """
+    from runtime.engine.config import PREFILL_CAP_FLOOR
+    from runtime.profiling.engine_speed import Load
+
+    most = WARM + ALONE + 2 * (-(-prompt // PREFILL_CAP_FLOOR)) + 64
+    load = Load(prompt, most, streams + 1, context)
+    timer = ours.timer(load, kernel, target_itl_ms=target_itl_ms, **where)
+    try:
+        timer.prefill(prompt)  # compiles what long prompts need
+        timer.decode(streams, min(context, 64), 4)
+        alone_s = timer.prefill(prompt)
+        timer.engine.threaded = True  # from here on clients drive it
+        run = _Run(timer.engine, timer.runner.vocab_size, most)
+        asyncio.run(run.all(streams, context, prompt))
+    finally:
+        timer.close()
+    row = {
+        "model": ours.name,
+        "format": ours.fmt,
+        "layers": ours.layers,
+        "threads": ours.pool.threads,
+        **where,
+        "streams": streams,
+        "context": context,
+        "prompt": prompt,
+        "target_itl_ms": target_itl_ms,
+    }
+    for name, gaps in (("alone", run.gaps(before=True)), ("mixed", run.gaps(before=False))):
+        if not gaps:
+            raise PykernelsError(
+                "the prompt had its first token before a stream had another",
+                "Give a longer --prompt",
+            )
+        p50, p99 = np.percentile(np.asarray(gaps), (50, 99))
+        figures = {"p50": p50, "p99": p99, "max": max(gaps)}
+        row |= {f"itl_{name}_{key}_ms": round(1e3 * value, 2) for key, value in figures.items()}
+        row[f"itl_{name}_count"] = len(gaps)
+    row |= {"ttft_s": round(run.first - run.arrived, 4), "ttft_alone_s": round(alone_s, 4)}
+    return {key: "" if value is None else value for key, value in row.items()}
+
+
+class _Run:
+    """Streams and a prompt on one engine, as its clients see them; seconds of one clock.
+
+    Attributes:
+        arrived, first: when the prompt was submitted, and had its first token.
+    """
+
+    def __init__(self, engine: Engine, vocab_size: int, most: int) -> None:
+        self.engine, self._most = engine, most
+        self._random, self._vocab = np.random.default_rng(1), vocab_size
+        self._times: list[list[float]] = []
+        self.arrived = self.first = 0.0
+        self._begin = self._over = asyncio.Event()
+
+    async def all(self, streams: int, context: int, prompt: int) -> None:
+        """Streams, then the prompt beside them, to its first token."""
+        self._times = [[] for _ in range(streams)]
+        self._over = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            for times in self._times:
+                group.create_task(self._stream(context, times))
+            while min(map(len, self._times)) < WARM + ALONE:
+                await asyncio.sleep(0.002)
+            self.arrived = time.perf_counter()
+            async for _ in self.engine.astream(self._tokens(prompt), self._params(1)):
+                break
+            self.first = time.perf_counter()
+            self._over.set()
+
+    async def _stream(self, context: int, times: list[float]) -> None:
+        async for _ in self.engine.astream(self._tokens(context), self._params(self._most)):
+            times.append(time.perf_counter())
+            if self._over.is_set():
+                return
+        raise PykernelsError(
+            "a stream ended before the prompt's first token", "Give a shorter --prompt"
+        )
+
+    def gaps(self, before: bool) -> list[float]:
+        """Seconds between the tokens of each stream, of all of them: those that came before the
+        prompt, or until its first token."""
+        span = (0.0, self.arrived) if before else (self.arrived, self.first)
+        return [
+            after - at
+            for times in self._times
+            for at, after in zip(times[WARM:], times[WARM + 1 :], strict=False)
+            if span[0] < after <= span[1]
+        ]
+
+    def _tokens(self, count: int) -> list[int]:
+        return self._random.integers(0, self._vocab, count).tolist()
+
+    def _params(self, tokens: int) -> Any:
+        from runtime.engine import SamplingParams
+
+        return SamplingParams(max_tokens=tokens, ignore_eos=True, seed=1)
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    from rich.table import Column, Table
+
+    first = rows[0]
+    out().print(
+        f"{first['model']}, {first['layers']} layers, {first['format']}, {first['threads']} threads"
+        f" on {first['device']}: {first['streams']} streams at {first['context']} tokens, then a"
+        f" prompt of {first['prompt']}",
+        markup=False,
+    )
+    table = Table(Column("engine", no_wrap=True), box=None, pad_edge=False)
+    for title in ("p50 ms", "p99 ms", "p50 beside", "p99 beside", "max", "TTFT s", "alone"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        target = row["target_itl_ms"]
+        times = [
+            row[f"itl_{name}_ms"]
+            for name in ("alone_p50", "alone_p99", "mixed_p50", "mixed_p99", "mixed_max")
+        ]
+        table.add_row(
+            f"target {target:g} ms" if target else "no cap",
+            *(f"{value:.1f}" for value in times),
+            f"{row['ttft_s']:.2f}",
+            f"{row['ttft_alone_s']:.2f}",
+        )
+    out().print(table)
