@@ -13,7 +13,10 @@ from pykernels import registry
 from pykernels.target import detect
 from runtime.profiling import measure, roofline, workload
 
-LONG = ("a_roofline_of_this_machine",)  # it measures for ten seconds
+LONG = (
+    "a_roofline_of_this_machine",  # it measures for ten seconds
+    "a_cpu_kernel_from_nothing",  # it compiles kernels of its own for longer than that
+)
 NOTEBOOKS = [
     pytest.param(path, id=path.stem, marks=[pytest.mark.all] if path.stem in LONG else [])
     for path in sorted((Path(__file__).parents[2] / "bench/notebooks").glob("*.ipynb"))

@@ -54,6 +54,9 @@ class FakeRunner:
     def __post_init__(self) -> None:
         self.cache = np.full(self.num_pages * self.page_size, -1)
 
+    def close(self) -> None:
+        """It holds nothing that a device has."""
+
     def bind(self, batch: StepBatch) -> None:
         self.bound, self.own = batch, batch.like()
 

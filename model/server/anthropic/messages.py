@@ -7,9 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ..http.disconnect import unless_gone
-from ..http.frames import json_bytes
-from ..http.sse import EventStream
+from ..http.answers import respond
 from ..prompts import Prompt
 from ..served import Served
 from .answer import Answer
@@ -26,13 +24,7 @@ def message_routes(served: Served) -> APIRouter:
     async def messages(body: MessagesRequest, request: Request) -> Response:
         answer = await _submitted(served, body, request)
         headers = _notes(body)
-        if body.stream:
-            settings = served.settings
-            stream = EventStream(answer.frames(), settings.silence_seconds, settings.send_seconds)
-            stream.headers.update(headers)
-            return stream
-        whole = await unless_gone(request, answer.whole())
-        return Response(json_bytes(whole), headers=headers, media_type="application/json")
+        return await respond(request, answer, body.stream, served.settings, headers)
 
     @router.post(f"{PATH}/count_tokens")
     async def count_tokens(body: PromptRequest) -> dict[str, int]:

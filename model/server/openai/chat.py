@@ -11,10 +11,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ..generation import Generation, Piece, Usage
-from ..http.disconnect import unless_gone
+from ..http.answers import respond
 from ..http.errors import as_api_error, bad_request, error_body
-from ..http.frames import DONE, frame, json_bytes
-from ..http.sse import EventStream
+from ..http.frames import DONE, frame
 from ..insight.experts import ExpertsTold
 from ..parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
 from ..served import Served
@@ -32,11 +31,7 @@ def chat_routes(served: Served) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         generation = await _submitted(served, body, request)
         answer = _Answer(served, body, generation)
-        if body.stream:
-            settings = served.settings
-            return EventStream(answer.frames(), settings.silence_seconds, settings.send_seconds)
-        whole = await unless_gone(request, answer.whole())
-        return Response(json_bytes(whole), media_type="application/json")
+        return await respond(request, answer, body.stream, served.settings)
 
     return router
 

@@ -12,10 +12,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ..generation import Generation, Piece, Usage, merged
-from ..http.disconnect import unless_gone
+from ..http.answers import respond
 from ..http.errors import as_api_error, error_body
-from ..http.frames import DONE, frame, json_bytes
-from ..http.sse import EventStream
+from ..http.frames import DONE, frame
 from ..prompts import Prompt
 from ..served import Served
 from .chat import usage_body
@@ -31,11 +30,7 @@ def completion_routes(served: Served) -> APIRouter:
     @router.post(PATH)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         answer = await _submitted(served, body, request)
-        if body.stream:
-            settings = served.settings
-            return EventStream(answer.frames(), settings.silence_seconds, settings.send_seconds)
-        whole = await unless_gone(request, answer.whole())
-        return Response(json_bytes(whole), media_type="application/json")
+        return await respond(request, answer, body.stream, served.settings)
 
     return router
 

@@ -11,10 +11,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ..generation import Generation, Usage
-from ..http.disconnect import unless_gone
+from ..http.answers import respond
 from ..http.errors import as_api_error
-from ..http.frames import frame, json_bytes
-from ..http.sse import EventStream
+from ..http.frames import frame
 from ..served import Served
 from .convert import conversation, pictures
 from .items import Items
@@ -33,13 +32,7 @@ def response_routes(served: Served) -> APIRouter:
         raw = (await request.json()).get("tools") or []
         answer = _Answer(served, body, tools, raw, await _submitted(served, body, request, tools))
         headers = _notes(body, tools)
-        if body.stream:
-            settings = served.settings
-            stream = EventStream(answer.frames(), settings.silence_seconds, settings.send_seconds)
-            stream.headers.update(headers)
-            return stream
-        whole = await unless_gone(request, answer.whole())
-        return Response(json_bytes(whole), headers=headers, media_type="application/json")
+        return await respond(request, answer, body.stream, served.settings, headers)
 
     return router
 

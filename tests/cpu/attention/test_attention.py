@@ -13,10 +13,9 @@ from ..kernels import only_with_all
 from .steps import Step
 
 BOUND = 2e-6
-GQA = {"NH": 8, "KVH": 2, "D_K": 64, "D_V": 64}
-MLA = {"NH": 6, "KVH": 1, "D_K": 160, "D_V": 128, "mla": True}
+MLA = {"NH": 6, "KVH": 1, "D_K": 160, "D_V": 128, "mla": True}  # several vectors a head
 # Those of the tiny models, whose kernels other tests compile too.
-SMALL_GQA = {"NH": 8, "KVH": 2, "D_K": 16, "D_V": 16}
+GQA = {"NH": 8, "KVH": 2, "D_K": 16, "D_V": 16}
 SMALL_MLA = {"NH": 6, "KVH": 1, "D_K": 48, "D_V": 32, "mla": True}
 RAGGED = [(1, 1), (3, 130), (70, 70), (1, 64), (100, 333), (1, 700)]
 """One token, few and many, with a cached prefix and without, at a page's end and behind it."""
@@ -31,7 +30,7 @@ STEPS = {
     "wide-group": Step([(2, 600), (9, 600)], NH=300, KVH=1, D_K=48, D_V=32, mla=True),
     "no-group": Step(RAGGED[:4], **{**GQA, "NH": 3, "KVH": 3}),
     "other-sizes": Step(RAGGED[:4], NH=3, KVH=3, D_K=16, D_V=80),
-    "gqa-fp8": Step(RAGGED, codes=16, **SMALL_GQA),
+    "gqa-fp8": Step(RAGGED, codes=16, **GQA),
     "mla-fp8": Step(RAGGED, codes=32, **SMALL_MLA),
     "far-scores": Step([(30, 150)], scale=30.0, **GQA),
 }
