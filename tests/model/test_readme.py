@@ -198,17 +198,22 @@ def test_settings_are_those_of_the_table() -> None:
 def test_speeds_are_those_of_the_results() -> None:
     """Each row of the table against the run that it, or the row above it, links."""
     timed: list[dict[str, Any]] = []
-    for *_, fmt, prefill, decode, link in rows(TOP, "CPU, date"):
+    for _, model, fmt, prefill, decode, link in rows(TOP, "CPU, date"):
         if link:
             file = (ROOT / link.split("](")[1].rstrip(")")).with_suffix(".json")
             data = json.loads(file.read_text())
             timed = data.get("rows", [data])  # a page has several, `bench e2e --json` is one
         for op, context, cell in (("prefill", 0, prefill), ("decode", 512, decode)):
             wanted = {"format": fmt, "batch": 1, "op": f"e2e {op}", "context": context}
+            if "place" in timed[0]:
+                wanted["place"] = model.split(": ")[1]
             (row,) = timed if len(timed) == 1 else [r for r in timed if wanted.items() <= r.items()]
             speed, *ratio = map(float, re.findall(r"[\d.]+", cell))
             assert speed == pytest.approx(row.get("tok_s") or row[f"{op}_tok_s"], rel=3e-3)
-            assert not ratio or ratio[0] == pytest.approx(row["x_llama.cpp"], abs=0.06)
+            peer = (
+                {"GPU alone": " -ngl 99"}.get(row["place"], " -ncmoe 99") if "place" in row else ""
+            )
+            assert not ratio or ratio[0] == pytest.approx(row[f"x_llama.cpp{peer}"], abs=0.06)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
