@@ -25,31 +25,21 @@ from model.cli.session import (
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
+from .model_options import Arch, Checkpoint, ExpertDevice, Format, Layers, NumExperts, Vocab, count
+
 if TYPE_CHECKING:
     from .ours import Ours
 
 Row = dict[str, Any]
-ARCHS = "qwen3-30b|mixtral-8x7b|deepseek-v2-lite|deepseek-v3"
 _RANDOM_ONLY = ("format", "layers", "experts", "vocab", "activations")
-
-
-def count(help: str) -> typer.models.OptionInfo:
-    return typer.Option(min=1, metavar="N", help=help)
 
 
 @command
 def e2e(
-    model: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="A checkpoint.", show_default="the embedded model"),
-    ] = None,
-    arch: Annotated[
-        str | None, typer.Option(metavar=ARCHS, help="Random weights of that shape instead.")
-    ] = None,
-    layers: Annotated[int | None, count("Of --arch: so many of its layers.")] = None,
-    format: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Weight format:", show_default="q4_k")
-    ] = None,
+    model: Checkpoint = None,
+    arch: Arch = None,
+    layers: Layers = None,
+    format: Format = None,
     prompt: Annotated[int, count("Tokens of a prompt.")] = 512,
     tokens: Annotated[int, count("Decode steps.")] = 64,
     batch: Annotated[int, count("Sequences at once.")] = 1,
@@ -64,12 +54,10 @@ def e2e(
         typer.Option(metavar="bf16|int8", help="Inputs of the experts.", show_default="bf16"),
     ] = None,
     kv_dtype: KvDtype = "bf16",
-    experts: Annotated[int | None, count("Of --arch: in a layer.")] = None,
-    vocab: Annotated[int | None, count("Of --arch: tokens of the vocabulary.")] = None,
+    experts: NumExperts = None,
+    vocab: Vocab = None,
     device: Device = "cpu",
-    expert_device: Annotated[
-        str, typer.Option(metavar="auto|cpu|gpu", help="With --device cuda:0: of routed experts.")
-    ] = "auto",
+    expert_device: ExpertDevice = "auto",
     gpu_experts: GpuExperts = None,
     prefill: Prefill = "auto",
     expert_cache: ExpertCache = "off",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -20,7 +19,8 @@ from model.cli.session import Defer, Device, GpuExperts, KvDtype, Prefill, check
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
-from .cli import ARCHS, check_defer, check_gpu, check_options, count, open_model
+from .cli import check_defer, check_gpu, check_options, open_model
+from .model_options import Arch, Checkpoint, ExpertDevice, Format, Layers, NumExperts, Vocab, count
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
@@ -35,19 +35,12 @@ WARM = 8
 
 @command
 def mixed(
-    model: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="A checkpoint.", show_default="the embedded model"),
-    ] = None,
-    arch: Annotated[
-        str | None, typer.Option(metavar=ARCHS, help="Random weights of that shape instead.")
-    ] = None,
-    layers: Annotated[int | None, count("Of --arch: so many of its layers.")] = None,
-    format: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Weight format:", show_default="q4_k")
-    ] = None,
-    experts: Annotated[int | None, count("Of --arch: in a layer.")] = None,
-    vocab: Annotated[int | None, count("Of --arch: tokens of the vocabulary.")] = None,
+    model: Checkpoint = None,
+    arch: Arch = None,
+    layers: Layers = None,
+    format: Format = None,
+    experts: NumExperts = None,
+    vocab: Vocab = None,
     streams: Annotated[int, count("Sequences that decode.")] = 4,
     context: Annotated[int, count("Tokens in each one's cache before.")] = 128,
     prompt: Annotated[int, count("Tokens of the prompt that arrives.")] = 1024,
@@ -56,9 +49,7 @@ def mixed(
     ] = 100.0,
     kv_dtype: KvDtype = "bf16",
     device: Device = "cpu",
-    expert_device: Annotated[
-        str, typer.Option(metavar="auto|cpu|gpu", help="With --device cuda:0: of routed experts.")
-    ] = "auto",
+    expert_device: ExpertDevice = "auto",
     gpu_experts: GpuExperts = None,
     prefill: Prefill = "auto",
     defer: Defer = "off",

@@ -13,7 +13,8 @@ import typer
 from model.cli.common import Debug, Threads, command, err, note, out, prepare_threads
 from pykernels.env import env
 
-from ..e2e.cli import ARCHS, check_options, count
+from ..e2e.cli import check_options
+from ..e2e.model_options import ARCHS, Checkpoint, Layers, NumExperts, Vocab, count
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,16 +24,13 @@ if TYPE_CHECKING:
 
 @command
 def load(
-    model: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="A checkpoint.", show_default="the embedded model"),
-    ] = None,
+    model: Checkpoint = None,
     arch: Annotated[
         str | None, typer.Option(metavar=ARCHS, help="A random checkpoint of that shape instead.")
     ] = None,
-    layers: Annotated[int | None, count("Of --arch: so many of its layers.")] = None,
-    experts: Annotated[int | None, count("Of --arch: in a layer.")] = None,
-    vocab: Annotated[int | None, count("Of --arch: tokens of the vocabulary.")] = None,
+    layers: Layers = None,
+    experts: NumExperts = None,
+    vocab: Vocab = None,
     format: Annotated[
         str | None,
         typer.Option(

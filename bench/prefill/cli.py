@@ -14,7 +14,8 @@ from model.cli.session import Device
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
-from ..e2e.cli import ARCHS, check_gpu, check_options, count, open_model
+from ..e2e.cli import check_gpu, check_options, open_model
+from ..e2e.model_options import Arch, AsJson, Checkpoint, Format, Layers, Vocab, count
 
 if TYPE_CHECKING:
     from .run import Row
@@ -22,18 +23,11 @@ if TYPE_CHECKING:
 
 @command
 def prefill(
-    model: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="A checkpoint.", show_default="the embedded model"),
-    ] = None,
-    arch: Annotated[
-        str | None, typer.Option(metavar=ARCHS, help="Random weights of that shape instead.")
-    ] = None,
-    layers: Annotated[int | None, count("Of --arch: so many of its layers.")] = None,
-    format: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Weight format:", show_default="q4_k")
-    ] = None,
-    vocab: Annotated[int | None, count("Of --arch: tokens of the vocabulary.")] = None,
+    model: Checkpoint = None,
+    arch: Arch = None,
+    layers: Layers = None,
+    format: Format = None,
+    vocab: Vocab = None,
     lengths: Annotated[
         str, typer.Option(metavar="N,M", help="Tokens of the prompts.")
     ] = "64,512,4096",
@@ -50,9 +44,7 @@ def prefill(
     ] = None,
     threads: Threads = None,
     kernel: Kernel = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")
-    ] = False,
+    as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Time prompts whose experts lie in main memory beside a GPU: computed by the CPU, streamed to

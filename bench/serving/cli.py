@@ -14,7 +14,7 @@ import typer
 from model.cli.common import Debug, command, err, note, out, read_key
 from pykernels.errors import PykernelsError
 
-from ..e2e.cli import count
+from ..e2e.model_options import count
 
 if TYPE_CHECKING:
     from .client import Outcome
