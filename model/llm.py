@@ -330,7 +330,7 @@ def load_engine(
                         chosen.cache_policy,
                     )
                 else:
-                    from runtime.devices.cuda.runner import CudaRunner
+                    from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 
                     experts = "cpu" if placement.experts == "cpu" else "gpu"
                     given = longest, pages, chosen.max_num_batched_tokens, chosen.max_num_seqs
@@ -342,15 +342,17 @@ def load_engine(
                         kernel,
                         passes,
                         logits,
-                        experts,
-                        auto_defer,
-                        chosen.dual_batch,
-                        placement.placed,
-                        placement.cached,
-                        placement.by_layer or None,
-                        chosen.prefill,
-                        placement.slots,
-                        chosen.cache_policy,
+                        CudaOptions(
+                            experts,
+                            auto_defer,
+                            chosen.dual_batch,
+                            placement.placed,
+                            placement.cached,
+                            placement.by_layer or None,
+                            chosen.prefill,
+                            placement.slots,
+                            chosen.cache_policy,
+                        ),
                     )
                 runner.load()
             with compiling(progress):

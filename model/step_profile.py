@@ -176,7 +176,7 @@ def _runner(
         return CpuRunner(decoder, pool, *sizes, subject.kernel, passes)
     if subject.device == "ref":
         return RefRunner(decoder, *sizes, passes, pool, None, subject.dual_batch is True)
-    from runtime.devices.cuda.runner import CudaRunner
+    from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 
     return CudaRunner(
         decoder,
@@ -185,10 +185,12 @@ def _runner(
         *sizes,
         subject.kernel,
         passes,
-        experts=subject.experts,
-        auto_defer=subject.defer == "auto",
-        dual_batch=subject.dual_batch,
-        prefill="auto",
+        options=CudaOptions(
+            experts=subject.experts,
+            auto_defer=subject.defer == "auto",
+            dual_batch=subject.dual_batch,
+            prefill="auto",
+        ),
     )
 
 

@@ -121,7 +121,7 @@ def _on_gpu(
     device: str, kernel: str, graph: bool = True, auto_defer: bool = False
 ) -> Callable[[Ours, Load], EngineTimer]:
     def make(ours: Ours, load: Load) -> EngineTimer:
-        from runtime.devices.cuda.runner import CudaRunner
+        from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 
         sizes = _sizes(load)
         runner = CudaRunner(
@@ -130,8 +130,7 @@ def _on_gpu(
             ours.pool,
             *sizes,
             kernel=kernel,
-            experts="cpu",
-            auto_defer=auto_defer,
+            options=CudaOptions(experts="cpu", auto_defer=auto_defer),
         )
         timer = _timer(runner)
         if not graph:

@@ -176,7 +176,7 @@ class Ours:
             runner = CpuRunner(self.decoder, self.pool, *sizes, kernel, passes)
         else:
             from model.pinning.beside import place_beside
-            from runtime.devices.cuda.runner import CudaRunner
+            from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 
             auto, given = defer == "auto", max_num_batched_tokens and budget
             table_pages = -(-positions // PAGE)
@@ -201,14 +201,16 @@ class Ours:
                 kernel,
                 passes,
                 None,
-                where,
-                auto,
-                dual_batch,
-                gpu_experts=placed.cached,
-                by_layer=placed.by_layer or None,
-                prefill=prefill,
-                slots=placed.slots,
-                policy=policy,
+                CudaOptions(
+                    where,
+                    auto,
+                    dual_batch,
+                    gpu_experts=placed.cached,
+                    by_layer=placed.by_layer or None,
+                    prefill=prefill,
+                    slots=placed.slots,
+                    policy=policy,
+                ),
             )
         start = time.perf_counter()
         spin(self.pool, "cpu")  # not while they pack

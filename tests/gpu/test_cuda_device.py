@@ -19,7 +19,7 @@ from model.pinning.beside import experts_beside
 from model.rules import default_rules
 from pykernels.errors import PykernelsError
 from pykernels.quant import Format
-from runtime.devices.cuda.runner import CudaRunner
+from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.devices.ref.runner import RefRunner
 from runtime.devices.slots import Slots
 from runtime.engine import Engine, SamplingParams
@@ -81,7 +81,16 @@ def test_logprobs_are_transformers(
             blocks = [block for block in weights.model.modules() if isinstance(block, FusedMoE)]
             decoder = weights.readable(pack, lambda *_: None)
             runner = CudaRunner(
-                decoder, where, pool, 64, None, 4, 2, "generic", max_num_logits=4, experts=experts
+                decoder,
+                where,
+                pool,
+                64,
+                None,
+                4,
+                2,
+                "generic",
+                max_num_logits=4,
+                options=CudaOptions(experts=experts),
             )
             runner.load()
         with Engine(runner) as engine:
@@ -126,8 +135,7 @@ def test_some_experts_of_a_layer_beside_those_of_the_cpu(
                 2,
                 "generic",
                 max_num_logits=4,
-                experts="cpu",
-                gpu_experts=beside,
+                options=CudaOptions(experts="cpu", gpu_experts=beside),
             )
             runner.load()
         with Engine(runner) as engine:
@@ -162,9 +170,9 @@ def test_slots_hold_other_experts_from_step_to_step(tmp_path: Path, device: torc
                 4,
                 2,
                 "generic",
-                experts="cpu",
-                slots={0: 2},
-                policy=CachePolicy("lru-fixed", swaps=2),
+                options=CudaOptions(
+                    experts="cpu", slots={0: 2}, policy=CachePolicy("lru-fixed", swaps=2)
+                ),
             )
             runner.load()
         update = runner.before_slots
@@ -203,8 +211,8 @@ def test_rules_keep_weights_beside_the_gpu(tmp_path: Path, device: torch.device)
         for each in (rules, None):
             with open_weights(tmp_path, config, each, device="cuda:0") as weights:
                 decoder = weights.readable(packer(pool), lambda *_: None)
-            own_experts = {"experts": "gpu", "placed": weights.placed.weights}
-            runner = CudaRunner(decoder, where, pool, 64, None, 4, 2, "generic", **own_experts)
+            options = CudaOptions("gpu", placed=weights.placed.weights)
+            runner = CudaRunner(decoder, where, pool, 64, None, 4, 2, "generic", options=options)
             devices = {node.name: node.device for node in runner.lowered(4, 2, 2, 1, 1).nodes}
             on_cpu = {name for name, at in devices.items() if at == "cpu"} - {"sample"}
             assert on_cpu == ({"embed", "layer1.shared"} if each else set())
@@ -228,7 +236,14 @@ def test_the_deferral_that_pays_is_found(tmp_path: Path, device: torch.device) -
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
         sizes = 64, None, 4, 2
-        runner = CudaRunner(decoder, where, pool, *sizes, "generic", experts="cpu", auto_defer=True)
+        runner = CudaRunner(
+            decoder,
+            where,
+            pool,
+            *sizes,
+            "generic",
+            options=CudaOptions(experts="cpu", auto_defer=True),
+        )
         with Engine(runner) as engine:
             [found] = engine.generate([[5, 17, 60]], params)
         assert runner.deferred in (0, 1)  # of three: two are immediate
@@ -262,13 +277,17 @@ def test_two_lanes_draw_what_one_draws(tmp_path: Path, device: torch.device) -> 
             decoder = weights.readable(packer(pool), lambda *_: None)
         for lanes in (False, "auto"):
             sizes = 64, None, 6, 3, "generic"
-            runner = CudaRunner(decoder, where, pool, *sizes, experts="cpu", dual_batch=lanes)
+            runner = CudaRunner(
+                decoder, where, pool, *sizes, options=CudaOptions(experts="cpu", dual_batch=lanes)
+            )
             runner.decode_buckets = (1,)
             with Engine(runner) as engine:
                 found.append([r.token_ids for r in engine.generate(prompts, params)])
         assert [len(step.program.sizes) for step in runner.decode_steps] == [3, 5]
         with pytest.raises(PykernelsError, match="dual_batch with the experts on the GPU"):
-            CudaRunner(decoder, where, pool, *sizes, experts="gpu", dual_batch=True)
+            CudaRunner(
+                decoder, where, pool, *sizes, options=CudaOptions(experts="gpu", dual_batch=True)
+            )
     assert found[0] == found[1]
 
 
@@ -282,6 +301,8 @@ def test_activations_that_the_gpu_has_not_are_refused(tmp_path: Path, device: to
         with open_weights(tmp_path, read_config(tmp_path), [rule]) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
         where = "cuda:0" if device.type == "cuda" else "cpu"
-        runner = CudaRunner(decoder, where, pool, 64, None, 4, 2, "generic", experts="gpu")
+        runner = CudaRunner(
+            decoder, where, pool, 64, None, 4, 2, "generic", options=CudaOptions(experts="gpu")
+        )
         with pytest.raises(PykernelsError, match="int8 activations"):
             Engine(runner)

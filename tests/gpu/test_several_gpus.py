@@ -13,7 +13,7 @@ import torch
 from model.checkpoint.config import read_config
 from model.opened import open_weights
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.runner import CudaRunner
+from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.devices.gpus import check_device
 from runtime.engine import Engine, SamplingParams
 from runtime.matrix import packer
@@ -62,7 +62,9 @@ def test_several_gpus_draw_what_one_draws(
             decoder = weights.readable(packer(pool), lambda *_: None)
         for names in (every[:1], every):
             sizes = 64, None, 4, 2, "generic"
-            runner = CudaRunner(decoder, ",".join(names), pool, *sizes, experts=experts, **options)
+            runner = CudaRunner(
+                decoder, ",".join(names), pool, *sizes, options=CudaOptions(experts, **options)
+            )
             runner.load()
             runner.decode_buckets = (1,)
             with Engine(runner) as engine:

@@ -16,7 +16,7 @@ from model.llm import load_engine
 from model.opened import open_weights
 from pykernels.env import env
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.runner import CudaRunner
+from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.devices.cuda.streaming import balanced_tokens
 from runtime.engine import Engine, SamplingParams
 from runtime.matrix import packer
@@ -68,9 +68,7 @@ def test_logprobs_are_transformers(
                 2,
                 "generic",
                 max_num_logits=4,
-                experts="cpu",
-                gpu_experts=beside,
-                prefill="stream",
+                options=CudaOptions(experts="cpu", gpu_experts=beside, prefill="stream"),
             )
             runner.load()
         with Engine(runner) as engine:
@@ -90,7 +88,15 @@ def test_logprobs_are_transformers(
         assert len(step.without_copies().launches) == launches - loads
         runner.close()
         with pytest.raises(PykernelsError, match="experts on the GPU: nothing has to cross"):
-            CudaRunner(decoder, where, pool, 64, None, 4, experts="gpu", prefill="stream")
+            CudaRunner(
+                decoder,
+                where,
+                pool,
+                64,
+                None,
+                4,
+                options=CudaOptions(experts="gpu", prefill="stream"),
+            )
     for result, wanted in zip(results, truth, strict=True):
         assert logprob_error(result, wanted) < BF16
 
@@ -113,7 +119,15 @@ def test_layers_that_cannot_be_pinned_stay_on_the_cpu(tmp_path: Path, device: to
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
             runner = CudaRunner(
-                decoder, where, pool, 64, None, 4, 2, "generic", experts="cpu", prefill="stream"
+                decoder,
+                where,
+                pool,
+                64,
+                None,
+                4,
+                2,
+                "generic",
+                options=CudaOptions(experts="cpu", prefill="stream"),
             )
             program, system = runner.lowered(4, 2, 2, 1, 1), OneLayer()
             assert runner.streaming is not None
@@ -154,7 +168,15 @@ def test_experts_that_cannot_cross(tmp_path: Path, device: torch.device) -> None
         with open_weights(tmp_path, read_config(tmp_path), [rule]) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
         with pytest.raises(PykernelsError, match="cannot be streamed: .* has int8 activations"):
-            CudaRunner(decoder, where, pool, 64, None, 4, experts="cpu", prefill="stream")
+            CudaRunner(
+                decoder,
+                where,
+                pool,
+                64,
+                None,
+                4,
+                options=CudaOptions(experts="cpu", prefill="stream"),
+            )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from model.checkpoint.config import read_config
 from model.opened import open_weights
 from runtime.devices.cuda import executable, handshake
-from runtime.devices.cuda.runner import CudaRunner
+from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.engine import Engine, SamplingParams
 from runtime.matrix import packer
 from runtime.partition import partition
@@ -60,7 +60,17 @@ def test_a_kernel_is_of_the_op_that_launches_it(
     with WorkerPool(1) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
-            runner = CudaRunner(decoder, "cpu", pool, 64, None, 1, 1, "generic", experts=experts)
+            runner = CudaRunner(
+                decoder,
+                "cpu",
+                pool,
+                64,
+                None,
+                1,
+                1,
+                "generic",
+                options=CudaOptions(experts=experts),
+            )
             runner.load()
         with Engine(runner, threaded=False) as engine:
             launched.clear()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -51,6 +51,35 @@ HOST_BUCKETS = (8, 64, 256)
 """The same beside experts on the CPU, which compute nothing for padding either."""
 
 
+@dataclass(frozen=True)
+class CudaOptions:
+    """What is computed where, and how, beside the defaults.
+
+    Attributes:
+        experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
+        auto_defer: whether to defer as many experts as keep the CPU busy, found by measuring.
+        dual_batch: whether decode steps of two sequences or more have two lanes; "auto": if the
+            experts are on the CPU.
+        placed: weights that rules place on another device, by name.
+        gpu_experts: by layer, experts that are on the GPU besides, where the others are not.
+        by_layer: GPUs of the layers that are not on the first one; None: they are dealt by size.
+        prefill: where the experts on the CPU are computed in steps with chunks of prompts: "cpu";
+            "stream": on the GPU, to which they cross; "auto": as is faster for so many tokens.
+        slots: by layer, slots of the GPU for experts that change from step to step; ``policy``: by
+            which they do.
+    """
+
+    experts: str = "auto"
+    auto_defer: bool = False
+    dual_batch: bool | str = False
+    placed: Mapping[str, str] = field(default_factory=dict)
+    gpu_experts: Mapping[int, Sequence[int]] | None = None
+    by_layer: Mapping[int, str] | None = None
+    prefill: str = "cpu"
+    slots: Mapping[int, int] | None = None
+    policy: CachePolicy | None = None
+
+
 class CudaRunner(PagedRunner):
     """See ``engine.batch.Runner``.
 
@@ -59,17 +88,6 @@ class CudaRunner(PagedRunner):
             "cpu" in Triton's interpreter (``gpus_of``).
         pool: runs what is on the CPU: experts.
         max_num_batched_tokens: None: as ``capacity.STEP_TOKENS`` says.
-        experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
-        auto_defer: whether to defer as many experts as keep the CPU busy, found by measuring.
-        dual_batch: whether decode steps of two sequences or more have two lanes; "auto": if the
-            experts are on the CPU.
-        placed: weights that rules place on another device, by name.
-        gpu_experts: by layer, experts that are on the GPU besides, where the others are not.
-        by_layer: GPUs of the layers that are not on the first one; None: they are dealt by size.
-        slots: by layer, slots of the GPU for experts that change from step to step; ``policy``: by
-            which they do.
-        prefill: where the experts on the CPU are computed in steps with chunks of prompts: "cpu";
-            "stream": on the GPU, to which they cross; "auto": as is faster for so many tokens.
 
     Attributes:
         gpus: by their names in programs.
@@ -100,27 +118,23 @@ class CudaRunner(PagedRunner):
         kernel: str = "auto",
         passes: Sequence[Pass] = (),
         max_num_logits: int | None = None,
-        experts: str = "auto",
-        auto_defer: bool = False,
-        dual_batch: bool | str = False,
-        placed: Mapping[str, str] = MappingProxyType({}),
-        gpu_experts: Mapping[int, Sequence[int]] | None = None,
-        by_layer: Mapping[int, str] | None = None,
-        prefill: str = "cpu",
-        slots: Mapping[int, int] | None = None,
-        policy: CachePolicy | None = None,
+        options: CudaOptions = CudaOptions(),  # noqa: B008 - frozen
     ) -> None:
         check_device(device)
         self.gpus = gpus_of(device)
         self.device = list(self.gpus.values())[-1]
         pages = num_pages or 2 * -(-max_model_len // PAGE)
-        placement = place_on(self.gpus, model, pages, experts, placed, by_layer)
-        self.placement = replace(placement, cached=gpu_experts or {}, slots=slots or {})
-        self._policy = policy or CachePolicy()
-        if slots and len(self.gpus) > 1:
+        placement = place_on(
+            self.gpus, model, pages, options.experts, options.placed, options.by_layer
+        )
+        self.placement = replace(
+            placement, cached=options.gpu_experts or {}, slots=options.slots or {}
+        )
+        self._policy = options.policy or CachePolicy()
+        if options.slots and len(self.gpus) > 1:
             raise PykernelsError(*several_refused("an expert cache"))
         on_cpu = self.placement.experts == CPU
-        if dual_batch is True and not on_cpu:
+        if options.dual_batch is True and not on_cpu:
             raise PykernelsError(
                 "dual_batch with the experts on the GPU: there is nothing beside which the other"
                 " lane could run",
@@ -134,10 +148,10 @@ class CudaRunner(PagedRunner):
             )
         tokens = max_num_batched_tokens
         sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
-        self.prefill, self.link_bytes_per_s = prefill, 0.0
+        self.prefill, self.link_bytes_per_s = options.prefill, 0.0
         self.rates: Rates | None = None
         self.streaming = wanted_streaming(
-            prefill, model, self.gpus, self.placement, Sizes(*sizes), tokens
+            options.prefill, model, self.gpus, self.placement, Sizes(*sizes), tokens
         )
         if tokens is None and self.streaming is not None:
             tokens = self.streaming.tokens
@@ -151,10 +165,10 @@ class CudaRunner(PagedRunner):
             max_num_seqs,
             passes,
             max_num_logits,
-            on_cpu and bool(dual_batch),
+            on_cpu and bool(options.dual_batch),
         )
         self.pool, self.kernel = pool, kernel
-        self._auto_defer, self.deferred = auto_defer, 0
+        self._auto_defer, self.deferred = options.auto_defer, 0
         self.buckets = HOST_BUCKETS if on_cpu else PROMPT_BUCKETS
         self.caches: dict[str, torch.Tensor] = {}
         self._inputs: StepInputs | None = None
