@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,25 +25,24 @@ PROMPTS = [[5, 17, 60, 33], [7]]
 
 
 @pytest.mark.parametrize(
-    ("gpus", "family", "experts", "options"),
+    ("gpus", "family", "options", "deferred"),
     [
-        (2, "deepseek_v3", "gpu", {}),
-        (
-            2,
-            "qwen3_moe",
-            "cpu",
-            {"gpu_experts": {0: (2, 5), 1: (1,)}, "passes": [partial(defer, N=1)]},
+        (2, "deepseek_v3", CudaOptions("gpu"), 0),
+        (2, "qwen3_moe", CudaOptions("cpu", gpu_experts={0: (2, 5), 1: (1,)}), 1),
+        pytest.param(
+            2, "qwen3_moe", CudaOptions("cpu", prefill="stream"), 0, marks=pytest.mark.all
         ),
-        pytest.param(2, "qwen3_moe", "cpu", {"prefill": "stream"}, marks=pytest.mark.all),
-        pytest.param(3, "deepseek_v3", "cpu", {"dual_batch": True}, marks=pytest.mark.all),
+        pytest.param(
+            3, "deepseek_v3", CudaOptions("cpu", dual_batch=True), 0, marks=pytest.mark.all
+        ),
     ],
     ids=["mla", "gqa, some experts on both, some deferred", "gqa, streamed", "mla, two lanes"],
 )
 def test_several_gpus_draw_what_one_draws(
     gpus: int,
     family: str,
-    experts: str,
-    options: dict[str, Any],
+    options: CudaOptions,
+    deferred: int,
     tmp_path: Path,
     device: torch.device,
 ) -> None:
@@ -61,10 +59,8 @@ def test_several_gpus_draw_what_one_draws(
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
         for names in (every[:1], every):
-            sizes = 64, None, 4, 2, "generic"
-            runner = CudaRunner(
-                decoder, ",".join(names), pool, *sizes, options=CudaOptions(experts, **options)
-            )
+            sizes = 64, None, 4, 2, "generic", [partial(defer, N=deferred)]
+            runner = CudaRunner(decoder, ",".join(names), pool, *sizes, options=options)
             runner.load()
             runner.decode_buckets = (1,)
             with Engine(runner) as engine:
