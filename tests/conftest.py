@@ -25,7 +25,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from _pytest.faulthandler import fault_handler_stderr_fd_key  # noqa: E402
 
-from . import compiler, interpreter  # noqa: E402
+from .interpreter import quicken  # noqa: E402
 
 # Before Triton is imported, by whatever test (transformers does): what it decorates then stays so.
 if not torch.cuda.is_available():
@@ -40,9 +40,8 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(300_000, 20, 20)
-    compiler.quicken()
     if os.environ.get("TRITON_INTERPRET") == "1" and "triton" in sys.modules:
-        interpreter.quicken()
+        quicken()
 
 
 HANGS = 1200.0

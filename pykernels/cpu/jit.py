@@ -24,16 +24,11 @@ from typing import Any
 import llvmlite
 import llvmlite.binding as llvm
 import numba
-from numba._dynfunc import make_function
 from numba.core import config as numba_config
 from numba.core import types
 from numba.core.caching import FunctionCache, NullCache, UserProvidedCacheLocator
 from numba.core.ccallback import CFunc
-from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import CompilerBase, DefaultPassBuilder
-from numba.core.compiler_machinery import register_pass
 from numba.core.registry import CPUDispatcher
-from numba.core.typed_passes import NativeLowering
 
 from ..env import env
 from ..errors import PykernelsError
@@ -115,66 +110,8 @@ def direct(compiled: Any, *arguments: types.Type) -> Any:
     return compiled.compile(arguments)
 
 
-class _PartLibrary(JITCodeLibrary):
-    """The code of a helper: to be linked into kernels, never executed by itself."""
-
-    def _optimize_functions(self, ll_module: Any) -> None:
-        """Numba's, without managers of passes for each function that is only declared."""
-        ll_module.data_layout = self._codegen._data_layout
-        defined = [function for function in ll_module.functions if not function.is_declaration]
-        for function in defined:
-            manager, builder = self._codegen._function_pass_manager()
-            manager.run(function, builder)
-
-    def _finalize_final_module(self) -> None:
-        self._finalize_dynamic_globals()
-        self._verify_declare_only_symbols()
-        self._finalized = True
-
-
-@register_pass(mutates_CFG=True, analysis_only=False)
-class _PartLowering(NativeLowering):
-    """Numba's, but that it makes no machine code of a helper alone, which nobody would call: that
-    took an eighth of the time to compile a kernel."""
-
-    _name = "part_lowering"
-
-    def run_pass(self, state):
-        flags, target = state.flags, state.targetctx
-        state.library = _PartLibrary(target.codegen(), state.func_id.func_qualname)
-        flags.no_compile = True
-        try:
-            super().run_pass(state)
-        finally:
-            flags.no_compile = False
-        lowered = state["cr"]
-        described = lowered.fndesc
-        name = described.qualname.rpartition(".")[2]
-        held = (state.library,)
-        key = make_function(described.lookup_module(), name, "", 0, lowered.env, held)
-        target.insert_user_function(key, described, [state.library])
-        state["cr"] = lowered._replace(cfunc=key)
-        return True
-
-
-class _PartCompiler(CompilerBase):
-    """Numba's compiler of functions, for helpers."""
-
-    def define_pipelines(self):
-        passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
-        passes.passes = [
-            (_PartLowering if step is NativeLowering else step, why) for step, why in passes.passes
-        ]
-        passes.finalize()
-        return [passes]
-
-
 class _Inlined(_Kernel):
     """What kernels compile into themselves; called from Python, it is the function in Python."""
-
-    def __init__(self, function: Callable) -> None:
-        options = _OPTIONS | _INLINED
-        super().__init__(function, targetoptions=options, pipeline_class=_PartCompiler)
 
     def __call__(self, *args: Any) -> Any:
         return self.py_func(*args)
@@ -182,7 +119,7 @@ class _Inlined(_Kernel):
 
 def inlined(function: Callable) -> Any:
     """Decorator: a helper that LLVM inlines into the kernels that call it (never cached alone)."""
-    return _Inlined(function)
+    return _Inlined(function, targetoptions=_OPTIONS | _INLINED)
 
 
 def routine(arguments: int, variant: str = "") -> Callable[[Callable], CFunc]:
