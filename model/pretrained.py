@@ -22,6 +22,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import is_protobuf_available, is_sentencepiece_available
 
 from pykernels.errors import PykernelsError
+from runtime.devices.gpus import gpus_of
 from runtime.workers.numa import AUTO, check_numa
 from runtime.workers.pool import configure_default_pool, default_pool
 
@@ -123,6 +124,7 @@ def fill(
 
 def _check_device(device: str) -> None:
     if device != "cpu":
+        gpus_of(device)  # raises for what is no device at all
         raise PykernelsError(
             f"transformers' own forward with our kernels runs on the CPU, not on {device}",
             "Use load_engine, or leave out --eager; or place nothing there",

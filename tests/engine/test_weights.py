@@ -21,10 +21,10 @@ CPU = torch.device("cpu")
 def test_experts_go_to_a_gpu_if_all_fit() -> None:
     program = meta_decoder(EMBEDDED).lower(8, 8, 8, 1, 1)
     total = sum(gpu_bytes(spec) for spec in program.weights.values())
-    whole = place(program, "cuda:0", "auto", total, gpu_bytes)
-    split = place(program, "cuda:0", "auto", total - 1, gpu_bytes)
-    assert whole == place(program, "cuda:0", "gpu", 0, gpu_bytes)
-    assert split == place(program, "cuda:0", "cpu", total, gpu_bytes)
+    whole = place(program, "auto", {"cuda:0": total}, gpu_bytes)
+    split = place(program, "auto", {"cuda:0": total - 1}, gpu_bytes)
+    assert whole == place(program, "gpu", {"cuda:0": 0}, gpu_bytes)
+    assert split == place(program, "cpu", {"cuda:0": total}, gpu_bytes)
     on_cpu = {name for name, devices in split.weights(program).items() if "cpu" in devices}
     routed = {node.weights["experts"] for node in program.nodes if node.role == "routed"}
     assert on_cpu == routed and not any("cpu" in d for d in whole.weights(program).values())
@@ -34,7 +34,7 @@ def test_experts_go_to_a_gpu_if_all_fit() -> None:
     others = [node for node in split.apply(program).nodes if node.role != "routed"]
     assert {node.device for node in others} == {"cuda:0"}
     with pytest.raises(PykernelsError, match="experts on 'some'. Give auto, cpu, gpu"):
-        place(program, "cuda:0", "some", total, gpu_bytes)
+        place(program, "some", {"cuda:0": total}, gpu_bytes)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8", "int8", "int4-channel", "mxfp4", "q4_k", "q5_k"])
