@@ -1,4 +1,4 @@
-"""What is measured of the CPU: formats, tokens, threads, peers."""
+"""The settings of a run on the CPU: formats, tokens, threads, peers."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def peer_layers(peer: Peer, shape: MoEShape, l3: int) -> int:
 
 
 def group_bytes(fmt: str, peers: Collection[Peer], shape: MoEShape, l3: int) -> float:
-    """What is in memory while calls in ``fmt`` are timed against ``peers``: the processes, the read
+    """Bytes in memory while calls in ``fmt`` are timed against ``peers``: the processes, the read
     roof's buffer, the weights, and what the one that needs most takes while it loads."""
     loading = max(
         (_layer_bytes(p, shape, p.loading) + _FIRST * shape.weights for p in peers), default=0.0

@@ -116,7 +116,7 @@ def loaded_bytes(program: Program) -> int:
 
 
 def overlap(seconds: float, link_s: float, gpu_s: float) -> float:
-    """Of what takes less time, the link or the GPU, the share that the other one hid."""
+    """Share of the shorter of link and GPU time that ran under the longer one."""
     return max(0.0, min(1.0, (link_s + gpu_s - seconds) / min(link_s, gpu_s)))
 
 

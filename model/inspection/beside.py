@@ -123,7 +123,7 @@ def with_experts_beside(
 
 
 def _share(asked: int | str | Profile, name: str, experts: Sequence[int], E: int) -> float:
-    """Of a token's choices in a layer that these experts take."""
+    """Share of a token's choices in a layer that these experts take."""
     if not isinstance(asked, Profile):
         return len(experts) / E
     counts = asked.counts[name]

@@ -108,7 +108,7 @@ class Slots:
 
 
 def slot_specs(program: Program) -> list[WeightSpec]:
-    """What is in the slots of each layer that has some, in order."""
+    """Specs of the experts in slots, one for each layer that has slots, in order."""
     return [program.weight(node, "experts") for node in cached(program)]
 
 

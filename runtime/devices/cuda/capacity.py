@@ -74,7 +74,7 @@ def room_for_experts(
 
 
 def _rooms(model: Lowerable, gpus: Gpus, placement: Placement, sizes: LowerSizes) -> dict[str, int]:
-    """What is left of each GPU's free memory beside weights, cache and steps."""
+    """Bytes that are free on each GPU beside weights, cache and steps."""
     program = model.lower(*sizes)
     rooms = room_for_steps(model, gpus, placement, program, sizes[3])
     # Steps have room for experts wherever these are: some may be on a GPU besides.

@@ -58,7 +58,7 @@ class StepOutputs:
         )
 
     def of(self, own: Shapes) -> ProgramOutputs:
-        """What is shared, and a program's own."""
+        """The shared results and a program's own ones."""
         end = self._shared + nbytes(own)
         assert end <= len(self._device), "the program's results are larger than was said"
         every = {**self._shapes, **own}

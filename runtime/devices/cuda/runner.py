@@ -53,7 +53,7 @@ HOST_BUCKETS = (8, 64, 256)
 
 @dataclass(frozen=True)
 class CudaOptions:
-    """What is computed where, and how, beside the defaults.
+    """Options of a ``CudaRunner``: where experts and layers are computed, and how.
 
     Attributes:
         experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.

@@ -115,7 +115,7 @@ class Streaming:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a runner's steps: pages of the cache and of a sequence, sequences, and rows of logits."""
+    """Sizes of a runner's steps: pages of the cache and of a sequence, sequences, logits."""
 
     pages: int
     table_pages: int

@@ -54,7 +54,7 @@ def high_bits(block, f, r, inside, BITS: tl.constexpr):
 
 @triton.jit
 def _spread(mask, r):
-    """Of masks' bytes the 4 bits of an odd or even row, one a byte of a word."""
+    """The 4 bits of an odd or even row in the masks' bytes, each in a byte of a word."""
     nibble = (mask >> (r % 2 * 4).to(tl.uint8)).to(tl.int32) & 15
     return (nibble * 0x204081) & 0x01010101
 
