@@ -104,7 +104,7 @@ class AblationRun:
     def _case(self, ours: Ours, shape: Shape, case: Case) -> list[Row]:
         """The rows of one batch size: a turn of each stage, ``rounds`` times."""
         s = self.settings
-        every = stages(s.device, s.kernel)
+        every = stages(s.device, s.kernel, case.batch)
         names = [*([EAGER] if s.eager else []), *(stage.name for stage in every)]
         engines: dict[str, Engines] = {}
         eager = Transformers(shape, s.threads) if s.eager else None

@@ -35,11 +35,12 @@ class Stage:
     make: Callable[[Ours, Load], EngineTimer]
 
 
-def stages(device: str, kernel: str = "auto") -> tuple[Stage, ...]:
+def stages(device: str, kernel: str = "auto", batch: int = 1) -> tuple[Stage, ...]:
     """The stages of a device: "cpu", or "cuda:N" with the experts on the CPU.
 
     Args:
         kernel: of the stages with a CPU's own instructions.
+        batch: sequences at once; of one there are no two lanes.
     """
     if device == "cpu":
         return (
@@ -48,11 +49,13 @@ def stages(device: str, kernel: str = "auto") -> tuple[Stage, ...]:
             Stage("+ one call a step", _on_cpu(InOrder, kernel)),
             Stage("+ nodes wait for what they read", _on_cpu(CpuRunner, kernel)),
         )
+    lanes = Stage("+ two lanes (dual batch)", _on_gpu(device, kernel, dual_batch=True))
     return (
         Stage("plain kernels, a launch a node", _on_gpu(device, PLAIN, graph=False)),
         Stage("+ AMX or AVX kernels", _on_gpu(device, kernel, graph=False)),
         Stage("+ CUDA graph", _on_gpu(device, kernel)),
-        Stage("+ Expert Deferral", _on_gpu(device, kernel, auto_defer=True)),
+        *([lanes] if batch > 1 else []),
+        Stage("+ Expert Deferral", _on_gpu(device, kernel, auto_defer=True, dual_batch=batch > 1)),
     )
 
 
@@ -118,7 +121,11 @@ def _on_cpu(runner: type[CpuRunner], kernel: str) -> Callable[[Ours, Load], Engi
 
 
 def _on_gpu(
-    device: str, kernel: str, graph: bool = True, auto_defer: bool = False
+    device: str,
+    kernel: str,
+    graph: bool = True,
+    auto_defer: bool = False,
+    dual_batch: bool = False,
 ) -> Callable[[Ours, Load], EngineTimer]:
     def make(ours: Ours, load: Load) -> EngineTimer:
         from runtime.devices.cuda.runner import CudaOptions, CudaRunner
@@ -130,7 +137,7 @@ def _on_gpu(
             ours.pool,
             *sizes,
             kernel=kernel,
-            options=CudaOptions(experts="cpu", auto_defer=auto_defer),
+            options=CudaOptions(experts="cpu", auto_defer=auto_defer, dual_batch=dual_batch),
         )
         timer = _timer(runner)
         if not graph:
