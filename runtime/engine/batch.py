@@ -215,8 +215,9 @@ class StepResult:
         )
 
 
-class Runner(Protocol):
-    """A model on a device, with its KV cache. Its methods are called by one thread at a time.
+class StepRunner(Protocol):
+    """Runs steps of a model on a device, over its KV cache. Its methods are called by one thread at
+    a time.
 
     At most one step runs: ``launch`` follows the ``result`` of the step before.
     """
@@ -237,10 +238,6 @@ class Runner(Protocol):
     routed_layers: Sequence[RoutedLayer]
     """The layers whose choices of experts a step gives back, once it is bound; none: it cannot."""
 
-    def bind(self, batch: StepBatch) -> None:
-        """Called once, before the first step, with the batch that later steps are written into."""
-        ...
-
     def launch(self, batch: StepBatch) -> None:
         """Start a step: write keys and values of all T tokens, draw one token for each of R rows.
 
@@ -251,4 +248,29 @@ class Runner(Protocol):
 
     def result(self) -> StepResult:
         """Wait for the step that was launched, and give what it drew."""
+        ...
+
+
+class PrefillRunner(StepRunner, Protocol):
+    """Runs steps of prompts over the cache of another runner, beside its steps. A sequence is in a
+    step of one of them only."""
+
+    min_tokens: int
+    """A step of fewer is faster on the other runner."""
+
+    def ready(self) -> bool:
+        """Whether ``result`` need not wait."""
+        ...
+
+
+class Runner(StepRunner, Protocol):
+    """A model on a device, with its KV cache."""
+
+    @property
+    def prefill_runner(self) -> PrefillRunner | None:
+        """Runs long prompts beside this one's steps, once this one is bound; None: nothing does."""
+        ...
+
+    def bind(self, batch: StepBatch) -> None:
+        """Called once, before the first step, with the batch that later steps are written into."""
         ...

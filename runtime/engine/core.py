@@ -15,6 +15,9 @@ What the next step draws must not depend on that:
   for one step more, costs more than the overlap brings. So is it where pages are short.
 - A request that ends for a reason which shows later (a stop string, a deadline, an error of its
   consumer) has one row more, which nobody reads.
+
+Prompts of the scheduler's lane are a second step, which runs beside these ones (``PrefillLane``).
+Without overlap it is one of them: the next one begins when it has ended.
 """
 
 from __future__ import annotations
@@ -28,12 +31,14 @@ from pykernels.errors import PykernelsError
 
 from ..tracing.active import phase
 from ..tracing.observation import Observation
-from .batch import DeviceLost, Runner, StepResult
+from .batch import DeviceLost, PrefillRunner, Runner, StepResult
 from .config import EngineConfig
 from .outputs import EngineStats, FinishReason, TokenLogprob
 from .request import Request, State
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
+
+_POLL_SECONDS = 2e-4
 
 
 class Core:
@@ -56,8 +61,10 @@ class Core:
         self.stats = EngineStats()
         self.scheduler = Scheduler(runner, self.stats, config)
         runner.bind(self.scheduler.writer.batch)
+        self.scheduler.add_lane(runner)
         self._running: ScheduledStep | None = None
-        self._launched_at = math.nan
+        self._beside: ScheduledStep | None = None  # of the lane
+        self._launched_at = self._beside_at = math.nan
         self._timed: set[Request] = set()
         self._routed: set[Request] = set()
         self._lost: dict[Request, Exception] = {}  # to their constraints, in this step
@@ -67,7 +74,8 @@ class Core:
     @property
     def busy(self) -> bool:
         """Whether a step runs, or one is to be done."""
-        return self._running is not None or self.scheduler.busy
+        running = self._running is not None or self._beside is not None
+        return running or self.scheduler.busy
 
     def add(self, request: Request) -> None:
         request.state = State.WAITING
@@ -103,6 +111,11 @@ class Core:
             self._running = None
             with suppress(Exception):  # nobody reads what it drew
                 self.runner.result()
+        if (beside := self._beside) is not None:
+            self._beside = None
+            with suppress(Exception):
+                self._prefill_runner.result()
+            self.scheduler.finished_prefill(beside, whole=False)
         for request in self.scheduler.requests():
             self._end(request, "error" if error else "cancelled", error)
         if self._observation is not None:
@@ -126,10 +139,18 @@ class Core:
         now = self.clock()
         if now >= self._next_deadline:
             self._expire(now)
+        if self._beside is not None and (not self.overlap or self._prefill_runner.ready()):
+            self._end_beside()
+        prompts = self.scheduler.schedule_prefill(now)
         if self._running is None:
+            if prompts is not None:
+                self._launch_beside(prompts)
+                if not self.overlap:
+                    return True
             first = self.scheduler.schedule(now)
             if first is None:
-                return False
+                return self._await_beside()
+            prompts = None
             if (failure := self._launch(first)) is not None:
                 self._fail(first, failure)
                 return True
@@ -149,6 +170,8 @@ class Core:
         except BaseException as error:
             if ahead is not None:
                 self.scheduler.undo(ahead)
+            if prompts is not None:
+                self.scheduler.undo_prefill(prompts)
             self._fail(running, error)
             return True
         seconds = self.clock() - self._launched_at
@@ -164,6 +187,8 @@ class Core:
                 if running.scored:
                     result = result.copy()
                 failure = self._launch(ahead)
+        if prompts is not None:
+            self._launch_beside(prompts)
         self.scheduler.timed(running, seconds)
         phase("deliver")
         self._deliver(running, sampled_token_ids, result, seconds)
@@ -181,6 +206,48 @@ class Core:
         self._running, self._launched_at = step, self.clock()
         self.scheduler.launched(step)
         return None
+
+    @property
+    def _prefill_runner(self) -> PrefillRunner:
+        assert self.runner.prefill_runner is not None
+        return self.runner.prefill_runner
+
+    def _launch_beside(self, step: ScheduledStep) -> None:
+        self.stats.steps += 1
+        try:
+            self._prefill_runner.launch(step.batch)
+        except BaseException as error:
+            self._fail_beside(step, error)
+        else:
+            self._beside, self._beside_at = step, self.clock()
+
+    def _await_beside(self) -> bool:
+        """Nothing else is to be done: waits for the lane's step, or until somebody asks for
+        something. False if there is none."""
+        if self._beside is None:
+            return False
+        while not self._prefill_runner.ready() and not self.news():
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def _end_beside(self) -> None:
+        """Deliver the tokens of the lane's step."""
+        step, self._beside = self._beside, None
+        assert step is not None
+        try:
+            result = self._prefill_runner.result()
+            sampled_token_ids = result.sampled_token_ids[: step.R].tolist()
+            self._check(sampled_token_ids, step.R)
+        except BaseException as error:
+            self._fail_beside(step, error)
+            return
+        self._count(step, sampled_token_ids)
+        self.scheduler.finished_prefill(step, whole=True)
+        self._deliver(step, sampled_token_ids, result, self.clock() - self._beside_at)
+
+    def _fail_beside(self, step: ScheduledStep, error: BaseException) -> None:
+        self.scheduler.finished_prefill(step, whole=False)
+        self._fail(step, error)
 
     def _fail(self, step: ScheduledStep, error: BaseException) -> None:
         self.stats.failed_steps += 1

@@ -42,6 +42,7 @@ class FakeRunner:
     max_model_len: int = 200
     vocab_size: int = 997
     routed_layers = ()
+    prefill_runner = None
     cache: np.ndarray = field(init=False)
     drawn: dict[int, list[int]] = field(default_factory=dict)
     """By seed, which is another for each request of a test."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ...kv_cache import BlockManager
-from ..batch import Ints, Runner, SequenceSampling, StepBatch, forced
+from ..batch import Ints, SequenceSampling, StepBatch, StepRunner, forced
 from ..request import Request
 from .step import PrefillChunk
 
@@ -15,7 +15,7 @@ from .step import PrefillChunk
 class BatchWriter:
     """Writes the batch of each step into the same arrays."""
 
-    def __init__(self, runner: Runner, manager: BlockManager) -> None:
+    def __init__(self, runner: StepRunner, manager: BlockManager) -> None:
         self.manager = manager
         self.page_size = runner.page_size
         T, S, R = runner.max_num_batched_tokens, runner.max_num_seqs, runner.max_num_logits

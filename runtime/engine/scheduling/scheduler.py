@@ -12,11 +12,15 @@ back and is computed again later, from its prompt and what it has generated.
 A step may be scheduled ahead, while the one before runs: as if no request ended but those that
 reach their most tokens. Pages and rows that are given back meanwhile may be dealt out at once,
 since steps run one behind the other.
+
+Where a runner has a ``prefill_runner``, chunks of so many tokens as are worth it are a step of
+their own, which runs beside those of the decoding requests (``PrefillLane``).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from operator import attrgetter
 
 from ...kv_cache import BlockManager
@@ -26,6 +30,7 @@ from ..outputs import EngineStats
 from ..request import Request, State
 from .batch_writer import BatchWriter
 from .prefill_cap import PrefillCap
+from .prefill_lane import PrefillLane
 from .step import PrefillChunk, ScheduledStep
 
 ORDER = attrgetter("order")
@@ -38,6 +43,7 @@ class Scheduler:
         waiting: not admitted or preempted, by order.
         prefilling: have pages, and prompt tokens that are not computed yet; by order.
         decoding: every token but the last is computed; in order of arrival.
+        lane: prompts that are computed beside other steps; None: the runner cannot.
     """
 
     def __init__(self, runner: Runner, stats: EngineStats, config: EngineConfig) -> None:
@@ -52,12 +58,18 @@ class Scheduler:
         max_pages = -(-runner.max_model_len // self.page_size)
         self.manager = BlockManager(runner.num_pages, self.page_size, self.capacity, max_pages)
         self.writer = BatchWriter(runner, self.manager)
+        self.lane: PrefillLane | None = None
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
         self._last: ScheduledStep
         self._changed = True  # since the last step: the batch must be written again
         self._until_page = 0  # steps until a decoding request fills its last page
+
+    def add_lane(self, runner: Runner) -> None:
+        """Called once the runner is bound."""
+        if runner.prefill_runner is not None:
+            self.lane = PrefillLane(runner.prefill_runner, self.manager)
 
     @property
     def busy(self) -> bool:
@@ -75,8 +87,17 @@ class Scheduler:
             self.decoding.remove(request)
         else:
             self.prefilling.remove(request)
-        self.manager.release(request.table)
+        if request in self._beside:
+            assert self.lane is not None
+            self.lane.hold(request)
+        else:
+            self.manager.release(request.table)
         self._changed = True
+
+    @property
+    def _beside(self) -> frozenset[Request]:
+        """Those whose prompts are computed beside other steps just now."""
+        return frozenset() if self.lane is None else self.lane.requests
 
     def requests(self) -> list[Request]:
         return self.decoding + self.prefilling + self.waiting
@@ -106,9 +127,13 @@ class Scheduler:
         budget = self.budget - len(decoding)
         chunks = self._prefill(min(budget, self.cap.limit(len(decoding))), len(decoding), now)
         if not decoding and not chunks:
-            assert ahead or not self.busy, "the first request in line fits into an empty cache"
+            idle = not (ahead or self._beside)
+            assert not (idle and self.busy), "the first request in line fits into an empty cache"
             return None
         rows = {request: row for row, request in enumerate(before.sampled)} if before else None
+        if rows is not None and any(request not in rows for request in decoding):
+            self._changed = True  # one has come from the step beside: its token is known
+            return None
         batch = self.writer.write(decoding, chunks, rows)
         self._last = ScheduledStep(
             batch,
@@ -136,6 +161,50 @@ class Scheduler:
             if request.drawn in (request.min_tokens, request.max_tokens):
                 self._changed = True  # how it is drawn, or who decodes
         return step
+
+    def schedule_prefill(self, now: float) -> ScheduledStep | None:
+        """The next step of the lane, as if it were launched; None: it is busy, or too little waits.
+
+        It may be launched when the steps have ended that are launched by now.
+        """
+        lane = self.lane
+        if lane is None or lane.requests:
+            return None
+        self._admit_waiting(self.budget, now, self.prefilling)
+        chunks = self._chunks(self.budget, self.max_num_logits, self.prefilling)
+        if sum(chunk.size for chunk in chunks) < lane.min_tokens:
+            return None
+        step = lane.schedule(chunks)
+        for chunk in chunks:
+            chunk.request.computed = chunk.last
+        for request in step.sampled:
+            request.drawn += 1
+        return step
+
+    def undo_prefill(self, step: ScheduledStep) -> None:
+        """The lane's step is not launched: it is scheduled anew."""
+        for request in step.sampled:
+            request.drawn -= 1
+        for chunk in step.chunks:
+            chunk.request.computed = chunk.first
+        self._leave_lane()
+
+    def finished_prefill(self, step: ScheduledStep, whole: bool) -> None:
+        """Called before what the lane's step drew is appended: pages that it has filled are shared,
+        if it is ``whole`` and has not failed."""
+        for request, first, size in step.chunks:
+            if request.state is State.RUNNING and whole:
+                self.manager.commit(request.table, request.tokens, first + size)
+                if request in step.sampled:
+                    self.prefilling.remove(request)
+                    self.decoding.append(request)
+        self._leave_lane()
+
+    def _leave_lane(self) -> None:
+        assert self.lane is not None
+        for table in self.lane.leave():
+            self.manager.release(table)
+        self._changed = True
 
     def undo(self, step: ScheduledStep) -> None:
         """The step that was scheduled last is not launched: another takes its place."""
@@ -184,7 +253,8 @@ class Scheduler:
                     self._changed = True
                     if ahead:
                         return False
-                    self._preempt(max(self.decoding + self.prefilling, key=ORDER))
+                    others = [r for r in self.prefilling if r not in self._beside]
+                    self._preempt(max(self.decoding + others, key=ORDER))
                     whole = False
         return whole
 
@@ -203,15 +273,33 @@ class Scheduler:
         """Prefill chunks, at most ``budget`` tokens: those that end their prompt come first."""
         if budget <= 0:
             return []
-        self._admit_waiting(budget, now)
-        rows = self.max_num_logits - decoding
+        own = self._short_enough()
+        self._admit_waiting(budget, now, own)
+        return self._chunks(budget, self.max_num_logits - decoding, self._short_enough())
+
+    def _short_enough(self) -> list[Request]:
+        """The prompts that are not for the lane."""
+        lane = self.lane
+        if lane is None:
+            return self.prefilling
+        return [
+            r
+            for r in self.prefilling
+            if r not in lane.requests and len(r.tokens) - r.computed < lane.min_tokens
+        ]
+
+    def _chunks(
+        self, budget: int, rows: int, prefilling: Sequence[Request]
+    ) -> list[PrefillChunk]:
+        """Chunks of these prompts, which are in order: at most ``budget`` tokens, and rows of
+        logits."""
         # (request, its next token), by order. A long prompt that leads must leave half to short
         # ones; what these do not need goes to all by order.
         ends: dict[Request, int] = {}
-        short = [r for r in self.prefilling if self._is_short(r)]
-        mixed = bool(short) and not self._is_short(self.prefilling[0])
+        short = [r for r in prefilling if self._is_short(r)]
+        mixed = bool(short) and not self._is_short(prefilling[0])
         turns = [(short, budget // 2)] if mixed else []
-        for requests, most in [*turns, (self.prefilling, budget)]:
+        for requests, most in [*turns, (prefilling, budget)]:
             left = min(most, budget)
             for request in requests:
                 start = ends.get(request, request.computed)
@@ -234,15 +322,16 @@ class Scheduler:
         """Whether the rest of its prompt fits into one step."""
         return len(request.tokens) - request.computed <= self.budget
 
-    def _admit_waiting(self, budget: int, now: float) -> None:
-        """Admits requests, by order, until those that are admitted fill the next step.
+    def _admit_waiting(self, budget: int, now: float, prefilling: Sequence[Request]) -> None:
+        """Admits requests, by order, until those that are admitted fill the next step, beside the
+        prompts that may be in it.
 
         A request that waits for pages holds up all behind it: nobody is overtaken for ever.
         """
         for request in self.waiting.copy():
             if len(self.decoding) + len(self.prefilling) >= self.capacity:
                 return
-            before = [r for r in self.prefilling if r.order < request.order]
+            before = [r for r in prefilling if r.order < request.order]
             wanted = sum(len(r.tokens) - r.computed for r in before)
             if wanted >= budget:
                 short = sum(len(r.tokens) - r.computed for r in before if self._is_short(r))

@@ -1,0 +1,132 @@
+"""Prompts whose steps run beside others: everybody draws what they would alone."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from pykernels.errors import PykernelsError
+from runtime.engine import Engine, EngineConfig, RequestHandle, SamplingParams, StepBatch, StepResult
+from runtime.kv_cache import BlockManager
+
+from .fake_runner import FakeRunner, check_pages, expected
+
+VOCABULARY = 97
+
+
+class FakePrefill:
+    """Runs prompts over the cache of another runner, which takes some polls.
+
+    What it finds in the cache must be there when it is launched, and the same when it has ended.
+    """
+
+    min_tokens = 12
+
+    def __init__(self, owner: FakeRunner) -> None:
+        self.owner, self.left = owner, 0
+        self.fail_next: Exception | None = None
+        self.own: StepBatch | None = None
+        self.sizes: list[int] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.owner, name)
+
+    def launch(self, batch: StepBatch) -> None:
+        assert self.own is None
+        self.own = batch.like()
+        batch.copy_to(self.own)
+        self.left = self.owner.rng.randrange(5)  # type: ignore[attr-defined]
+        self.found = self._before()
+
+    def ready(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+    def result(self) -> StepResult:
+        batch, self.own = self.own, None
+        assert batch is not None
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        self.own = batch
+        for before, now in zip(self.found, self._before(), strict=True):
+            assert before.tolist() == now.tolist()
+        self.own = None
+        self.sizes.append(batch.T)
+        self.owner.seen, seen = None, self.owner.seen
+        result = self.owner.step(batch)
+        self.owner.seen = seen
+        return result
+
+    def _before(self) -> list[np.ndarray]:
+        """By sequence, what the cache holds of the tokens before this step's."""
+        batch, found = self.own, []
+        assert batch is not None
+        for s in range(batch.S):
+            at = np.arange(batch.positions[batch.query_start_loc[s]])
+            table = batch.page_tables[batch.page_table_rows[s]]
+            size = self.owner.page_size
+            found.append(self.owner.cache[table[at // size] * size + at % size])
+            assert (found[-1] >= 0).all()
+        return found
+
+
+class Beside(FakeRunner):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.rng = random.Random(3)
+        self.prefill_runner = FakePrefill(self)
+
+
+def made(overlap: bool = True) -> tuple[Engine, Beside]:
+    runner = Beside(num_pages=60, vocab_size=VOCABULARY, max_num_batched_tokens=24)
+    config = EngineConfig(overlap=overlap)
+    return Engine(runner, threaded=False, config=config), runner
+
+
+def manager_of(engine: Engine) -> BlockManager:
+    return engine._core.scheduler.manager
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_draws_are_those_of_each_request_alone(overlap: bool) -> None:
+    """300 requests, with too few pages for all; some are cancelled, or their step fails."""
+    engine, runner = made(overlap)
+    rng = random.Random(5)
+    trunk: list[int] = []
+    asked: list[tuple[RequestHandle, list[int], int, int]] = []
+    for seed in range(300):
+        if seed % 5 == 0:
+            trunk = [rng.randrange(VOCABULARY) for _ in range(60)]
+        prompt = trunk[: rng.choice((0, 9, 25, 50))]
+        prompt += [rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 7, 30)))]
+        count = rng.randrange(1, 30)
+        params = SamplingParams(seed=seed, max_tokens=count, priority=rng.randrange(2))
+        asked.append((engine.submit(prompt, params), prompt, seed, count))
+        for _ in range(rng.randrange(6)):
+            engine.step()
+        if rng.random() < 0.3:
+            asked[-1][0].cancel()
+        if seed % 20 == 19:
+            runner.prefill_runner.fail_next = ValueError("no")
+        if seed % 70 == 69:
+            runner.fail_next = ValueError("no")
+    while engine.step():
+        pass
+    reasons = set[str | None]()
+    for handle, prompt, seed, count in asked:
+        try:
+            [completion] = handle.result().completions
+        except PykernelsError:
+            reasons.add("error")
+            continue
+        wanted = expected(prompt, seed, count, VOCABULARY)
+        assert completion.token_ids == wanted[: len(completion.token_ids)]
+        assert completion.finish_reason != "length" or len(completion.token_ids) == count
+        reasons.add(completion.finish_reason)
+    assert reasons == {"length", "cancelled", "error"}
+    assert engine.stats.preemptions and engine.stats.cached_tokens > 100
+    assert len(runner.prefill_runner.sizes) > 20
+    check_pages(manager_of(engine), [])
