@@ -115,6 +115,11 @@ class Launching:
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
         self._thread.start()
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has run."""
+        return not self._thread.is_alive()
+
     def end(self) -> None:
         """Waits until it has run.
 

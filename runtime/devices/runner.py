@@ -11,7 +11,7 @@ import torch
 
 from pykernels.errors import PykernelsError
 
-from ..engine.batch import DeviceLost, StepBatch, StepResult
+from ..engine.batch import DeviceLost, PrefillRunner, StepBatch, StepResult
 from ..engine.routing import LayerRouting, RoutedLayer
 from ..kv_cache.layout import PAGE, CachePart
 from ..lanes import lane_tokens
@@ -115,6 +115,10 @@ class PagedRunner(ABC):
     """Of a device beside the CPU's experts, where what is in them changes from step to step."""
     streams = False
     """Whether experts of steps with chunks of prompts are streamed to the device."""
+    prefill_runner: PrefillRunner | None = None
+    """Runs long prompts beside this one's steps; its programs are among ``steps``, too."""
+    last_sizes = (0, 0)
+    """T and S of the step that ended last."""
 
     def __init__(
         self,
@@ -321,6 +325,7 @@ class PagedRunner(ABC):
         assert self._running, "no step was launched"
         self._running = False
         self._executable.result()
+        self.last_sizes = self._batch.T, self._batch.S
         if self.slots is not None:
             own = self._batch
             self.slots.ended(self._executable, self.sizes.tolist(), own.T == own.S)

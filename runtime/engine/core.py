@@ -139,13 +139,14 @@ class Core:
         now = self.clock()
         if now >= self._next_deadline:
             self._expire(now)
-        if self._beside is not None and (not self.overlap or self._prefill_runner.ready()):
+        if self._beside is not None and self._prefill_runner.ready():
             self._end_beside()
         prompts = self.scheduler.schedule_prefill(now)
         if self._running is None:
             if prompts is not None:
                 self._launch_beside(prompts)
                 if not self.overlap:
+                    self._end_beside()
                     return True
             first = self.scheduler.schedule(now)
             if first is None:
@@ -231,9 +232,10 @@ class Core:
         return True
 
     def _end_beside(self) -> None:
-        """Deliver the tokens of the lane's step."""
+        """Deliver the tokens of the lane's step, if one runs."""
         step, self._beside = self._beside, None
-        assert step is not None
+        if step is None:
+            return
         try:
             result = self._prefill_runner.result()
             sampled_token_ids = result.sampled_token_ids[: step.R].tolist()

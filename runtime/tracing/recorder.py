@@ -80,7 +80,7 @@ class Recorder:
         yield
         end = time.monotonic_ns()
         self._end_phase(end)
-        T, S = (int(size) for size in self._runner.sizes[:2])
+        T, S = self._runner.last_sizes
         self._steps.append(Step("decode" if T == S else "prefill", begin, end, T, S))
         self._programs.append(self._program(T, S))
         self._collect(keep=True)

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from pykernels.errors import PykernelsError
-from runtime.engine import Engine, EngineConfig, RequestHandle, SamplingParams, StepBatch, StepResult
+from runtime.engine import (
+    Engine,
+    EngineConfig,
+    RequestHandle,
+    SamplingParams,
+    StepBatch,
+    StepResult,
+)
 from runtime.kv_cache import BlockManager
 
 from .fake_runner import FakeRunner, check_pages, expected

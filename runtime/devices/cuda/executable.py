@@ -59,17 +59,24 @@ class GpuPart:
         memory: of the part.
         link: to the other parts, if there are any.
         last: what is launched behind it.
+        urgent: see ``Segment``.
 
     Raises:
         PykernelsError: an op that this device does not have.
     """
 
-    def __init__(self, memory: Memory, link: Link | None, last: Sequence[Launch] = ()) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        link: Link | None,
+        last: Sequence[Launch] = (),
+        urgent: bool = False,
+    ) -> None:
         self.memory, self.device, self._link = memory, memory.device, link
         self._ended = torch.cuda.Event() if self.device.type == "cuda" else None
         with self.current():
             launches = [self._bind(node) for node in memory.program.nodes]
-            self.graph = Segment([*launches, *last], self.device, beside(memory.program))
+            self.graph = Segment([*launches, *last], self.device, beside(memory.program), urgent)
         self._thread: Launching | None = None
 
     def launch(self) -> None:
@@ -80,6 +87,12 @@ class GpuPart:
         with self.current():
             self.graph.run()
             self._ended.record()
+
+    def ready(self) -> bool:
+        """Whether the step that was begun has ended."""
+        if self._thread is not None:
+            return self._thread.ended
+        return self._ended is None or self._ended.query()
 
     def result(self) -> None:
         """Waits for the step's end."""
@@ -118,12 +131,14 @@ class GpuMemory:
     Attributes:
         inputs: by name, tensors of the step's inputs.
         sequences, arena: see ``Memory``.
+        urgent: see ``Segment``.
     """
 
     device: torch.device
     inputs: Mapping[str, torch.Tensor]
     sequences: Sequences
     arena: Arena
+    urgent: bool = False
 
 
 class CudaExecutable:
@@ -184,7 +199,8 @@ class CudaExecutable:
             inputs = _sliced(parts[name], on.inputs)
             own = parts[name], weights, on.device, inputs, caches, on_gpu if last else {}
             memory = Memory(*own, on.sequences, on.arena)
-            self.gpus.append(GpuPart(memory, self._link, [sampled.receive] if last else []))
+            results = [sampled.receive] if last else []
+            self.gpus.append(GpuPart(memory, self._link, results, on.urgent))
         self.memory = self.gpus[-1].memory
         self._in_flight: InFlight | None = None
 
@@ -210,6 +226,11 @@ class CudaExecutable:
         except BaseException:
             self._release()
             raise
+
+    def ready(self) -> bool:
+        """Whether a step without nodes of the CPU has ended."""
+        assert self.cpu is None
+        return all(part.ready() for part in self.gpus)
 
     def result(self) -> None:
         """Ends the step that ``launch`` has begun.

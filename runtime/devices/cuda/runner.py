@@ -14,7 +14,6 @@ import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.stream_memory import supports as why_no_flags
-from pykernels.ref.sampling import Sampled
 
 from ...engine.batch import DeviceLost, StepBatch, StepResult
 from ...experts.cache import CachePolicy
@@ -34,12 +33,11 @@ from ..runner import Executable, Lowerable, PagedRunner, Pass
 from ..slots import Slots
 from .capacity import HEADROOM, step_tokens
 from .deferral import measured_deferral
-from .executable import CudaExecutable, GpuMemory
-from .handshake import PinnedSlots
-from .inputs import NEVER, PIECE, Bucket, StepInputs
-from .memory import Arena, dtypes
-from .outputs import ProgramOutputs, StepOutputs, kept_bytes, kept_routing
+from .executable import CudaExecutable
+from .memory import dtypes
 from .slots import on_gpu
+from .steps.maker import StepMaker
+from .steps.streamed_runner import StreamedRunner
 from .streaming import STREAM_BUCKETS, Sizes, Streaming, wanted_streaming
 from .weights import gpu_bytes, layouts
 
@@ -121,7 +119,7 @@ class CudaRunner(PagedRunner):
         options: CudaOptions = CudaOptions(),  # noqa: B008 - frozen
     ) -> None:
         check_device(device)
-        self.gpus = gpus_of(device)
+        self.gpus: Gpus = gpus_of(device)
         self.device = list(self.gpus.values())[-1]
         pages = num_pages or 2 * -(-max_model_len // PAGE)
         placement = place_on(
@@ -141,7 +139,7 @@ class CudaRunner(PagedRunner):
                 "Keep the experts on the CPU (experts cpu), or leave dual_batch off",
             )
         crosses = on_cpu or len(self.gpus) > 1
-        if self._real and crosses and (reason := why_no_flags()):
+        if self.real and crosses and (reason := why_no_flags()):
             raise PykernelsError(
                 f"{device} cannot wait for another device: {reason}",
                 "Update the NVIDIA driver, or keep all on one GPU (experts gpu)",
@@ -171,16 +169,12 @@ class CudaRunner(PagedRunner):
         self._auto_defer, self.deferred = options.auto_defer, 0
         self.buckets = HOST_BUCKETS if on_cpu else PROMPT_BUCKETS
         self.caches: dict[str, torch.Tensor] = {}
-        self._inputs: StepInputs | None = None
-        self._sampled: StepOutputs | None = None
-        self._host_inputs: Mapping[str, torch.Tensor] = {}
-        self._arenas = {name: Arena(device) for name, device in self.gpus.items()}
-        self._slots = PinnedSlots(self._real)
+        self._maker: StepMaker | None = None
         self.pinned = Pinned()
-        self._pool_handle = torch.cuda.graph_pool_handle() if self._real else None
 
     @property
-    def _real(self) -> bool:
+    def real(self) -> bool:
+        """Whether there is a GPU, and not Triton's interpreter."""
         return not interpreted(self.gpus)
 
     def lowered(self, *sizes: int) -> Program:
@@ -198,7 +192,7 @@ class CudaRunner(PagedRunner):
 
     def before_slots(self, slots: Slots) -> None:
         if slots.before_step():
-            with torch.cuda.device(self.device) if self._real else nullcontext():
+            with torch.cuda.device(self.device) if self.real else nullcontext():
                 self._table.copy_(slots.table, non_blocking=True)
 
     def close(self) -> None:
@@ -211,7 +205,7 @@ class CudaRunner(PagedRunner):
 
     def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
         """Those whose experts are streamed are for more tokens than those of the CPU."""
-        if self._real and self.streaming is not None:
+        if self.real and self.streaming is not None:
             self.streaming = self._pin(self.streaming)
         if self.streaming is None:
             return super().prompt_steps(inputs)
@@ -237,8 +231,14 @@ class CudaRunner(PagedRunner):
             *((turn,) if turn else ()),
         }
         passes = (self.streaming.apply,)
-        streamed = self._bind_all(sorted(large), inputs, passes, self.make_step)
-        return [*self._bind_all(sorted(small), inputs, (), self.make_step), *streamed]
+        own = self._bind_all(sorted(small), inputs, (), self.make_step)
+        if self.streaming.layers is not None or self.placement.slots:
+            # Their experts are on the CPU in part, or on the GPU in places that change.
+            return [*own, *self._bind_all(sorted(large), inputs, passes, self.make_step)]
+        self._prepare(inputs)
+        self.prefill_runner = StreamedRunner(self, turn + 1, sorted(large), self.streaming)
+        self.prefill_runner.bind(self._batch)
+        return [*own, *self.prefill_runner.steps]
 
     def _pin(self, streaming: Streaming) -> Streaming | None:
         """With as many layers as can be pinned; None if there is none."""
@@ -261,7 +261,8 @@ class CudaRunner(PagedRunner):
         """The passes, with the deferral that pays here."""
         if not self._auto_defer or self.placement.experts != CPU:
             return self.passes
-        inputs = self._host_inputs
+        assert self._maker is not None
+        inputs = self._maker.host_inputs
         step = self._step(1, inputs, (), self.make_decode_step)
         if not isinstance(step, CudaExecutable) or step.cpu is None:
             return self.passes
@@ -274,15 +275,16 @@ class CudaRunner(PagedRunner):
         return (partial(defer, N=self.deferred), *self.passes)
 
     def launch(self, batch: StepBatch) -> None:
-        with self._watched():
+        with self.watched():
             super().launch(batch)
 
     def result(self) -> StepResult:
-        with self._watched():
+        with self.watched():
             return super().result()
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def watched(self) -> Iterator[None]:
+        """Within it what a GPU fails with says that the device is lost."""
         try:
             with torch.inference_mode():  # in which the model may have been loaded
                 yield
@@ -303,8 +305,25 @@ class CudaRunner(PagedRunner):
     def _made(
         self, program: Program, inputs: Mapping[str, torch.Tensor], decode: bool
     ) -> CudaExecutable:
+        self._prepare(inputs)
+        assert self._maker is not None
+        return self._maker.make(program, decode)
+
+    def _prepare(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Allocates the caches, and what all steps share."""
+        if self._maker is not None:
+            return
+        if self.real:  # a layer of the GPU is shorter than waking a sleeper
+            self.pool.spin_for(spin_budget(driver_works=False))
+        with self.enough_memory():
+            self._allocate_caches(self.lowered(1, 1, 1, 1, 1))
+            self._maker = StepMaker(self, inputs, self._sampling, self.sizes, urgent=True)
+
+    @contextmanager
+    def enough_memory(self) -> Iterator[None]:
+        """Within it too little memory is an error that says how to ask for less."""
         try:
-            return self._bound(program, inputs, decode)
+            yield
         except torch.OutOfMemoryError as error:
             free = ", ".join(f"{n >> 20} MiB of {gpu}" for gpu, n in free_bytes(self.gpus).items())
             raise PykernelsError(
@@ -314,66 +333,6 @@ class CudaRunner(PagedRunner):
                 "Keep the experts on the CPU (experts cpu), or ask for fewer kv_tokens or"
                 " max_num_batched_tokens",
             ) from error
-
-    def _bound(
-        self, program: Program, inputs: Mapping[str, torch.Tensor], decode: bool
-    ) -> CudaExecutable:
-        if self._inputs is None:
-            if self._real:  # a layer of the GPU is shorter than waking a sleeper
-                self.pool.spin_for(spin_budget(driver_works=False))
-            self._allocate_caches(program)
-            # E4M3 becomes rows of bfloat16 before a prefill: once a sequence, not once a piece.
-            coded = any(part.dtype == torch.float8_e4m3fn for part in self.caches.values())
-            piece = None if coded or expansion(program) is not None else PIECE
-            self._inputs = StepInputs(inputs, self._sampling, self.gpus, piece)
-            self._host_inputs = dict(inputs)
-        T, R, expand_from = program.sizes["T"], program.sizes["R"], expansion(program)
-        bucket = self._inputs.bucket(T, R, decode, expand_from, has_lanes(program))
-        executable = CudaExecutable(
-            program,
-            self.weights,
-            {
-                name: GpuMemory(device, *bucket.on[name], self._arenas[name])
-                for name, device in self.gpus.items()
-            },
-            self.pool,
-            self.kernel,
-            self._host_inputs,
-            self.caches,
-            self.sizes,
-            self._slots,
-            self._results_of(program),
-        )
-        executable.before = partial(self._send, bucket)
-        if self._real:
-            # What is launched for expanded sequences depends on how many keys they have.
-            self._warm(executable, bucket, captured=decode or (expand_from or NEVER) == NEVER)
-        return executable
-
-    def _send(self, bucket: Bucket) -> None:
-        T, S, R, *_ = self.sizes.tolist()
-        bucket.send(T, S, R)
-
-    def _results_of(self, program: Program) -> ProgramOutputs:
-        """Where all programs put what they sample, and a program the choices of its routers."""
-        if self._sampled is None:
-            rows = self.max_num_logits
-            node = next(node for node in program.nodes if node.op == "sample_requests")
-            buffers = [program.buffers[node.outputs[name]] for name in Sampled._fields]
-            shapes = {b.name: ((rows, *program.shape(b.name)[1:]), b.dtype) for b in buffers}
-            largest = self.lowered(self.max_num_batched_tokens, 1, 1, 1, 1)
-            self._sampled = StepOutputs(shapes, self.device, kept_bytes(largest))
-        return self._sampled.of(kept_routing(program))
-
-    def _warm(self, executable: CudaExecutable, bucket: Bucket, captured: bool) -> None:
-        """Runs a step that writes nothing, which compiles everything, then captures it."""
-        self.sizes[:] = 0
-        before, executable.before = executable.before, bucket.pretend
-        executable.run()
-        if captured:
-            assert self._pool_handle is not None
-            executable.capture(self._pool_handle)
-        executable.before = before
 
     def _allocate_caches(self, program: Program) -> None:
         where = {
@@ -399,20 +358,6 @@ def part_latents(program: Program, caches: dict[str, torch.Tensor]) -> dict[str,
             caches[name] = whole[..., :L].contiguous()
             caches[f"{name}.rope"] = whole[..., L:].contiguous()
     return caches
-
-
-def expansion(program: Program) -> int | None:
-    """Tokens of a sequence in a step from which its keys and values are expanded, ``NEVER`` if none
-    are; None where there are no latents."""
-    for node in program.nodes:
-        if node.op == "attention" and "latent" in node.inputs:
-            return node.attr("expand_from") or NEVER
-    return None
-
-
-def has_lanes(program: Program) -> bool:
-    """Whether a program has two lanes."""
-    return any(node.lane for node in program.nodes)
 
 
 def place_on(

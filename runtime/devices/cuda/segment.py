@@ -34,10 +34,10 @@ def in_turn(launch: Launch, device: torch.device) -> Launch:
 
 
 @functools.cache
-def _capturing(device: torch.device) -> torch.cuda.Stream:
+def _capturing(device: torch.device, urgent: bool) -> torch.cuda.Stream:
     """The stream on which a GPU's launches are captured: one, since graphs share memory only within
-    a stream. torch's own belongs to the GPU that captured first."""
-    return torch.cuda.Stream(device)
+    a stream. torch's own belongs to the GPU that captured first. Launches keep its priority."""
+    return torch.cuda.Stream(device, priority=-1 if urgent else 0)
 
 
 @functools.cache
@@ -80,13 +80,18 @@ class Segment:
         device: "cuda:N"; launches on a "cpu" (Triton's interpreter) are never captured, and follow
             each other whatever their stream.
         beside: those that run in a second stream.
+        urgent: whether its kernels go before those of other graphs, once captured.
     """
 
     def __init__(
-        self, launches: Sequence[Launch], device: torch.device, beside: Beside | None = None
+        self,
+        launches: Sequence[Launch],
+        device: torch.device,
+        beside: Beside | None = None,
+        urgent: bool = False,
     ) -> None:
         self.launches, self.device = tuple(launches), device
-        self._beside = beside or Beside()
+        self._beside, self._urgent = beside or Beside(), urgent
         self._second: torch.cuda.Stream | None = None
         if self._beside.launches and device.type == "cuda":
             self._second = _copying(device)
@@ -109,7 +114,7 @@ class Segment:
         if self.device.type != "cuda" or not self.launches:
             return
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=_capturing(self.device)):
+        with torch.cuda.graph(graph, pool=pool, stream=_capturing(self.device, self._urgent)):
             self._launch()
         self._graph = graph
 

@@ -288,9 +288,7 @@ class Scheduler:
             if r not in lane.requests and len(r.tokens) - r.computed < lane.min_tokens
         ]
 
-    def _chunks(
-        self, budget: int, rows: int, prefilling: Sequence[Request]
-    ) -> list[PrefillChunk]:
+    def _chunks(self, budget: int, rows: int, prefilling: Sequence[Request]) -> list[PrefillChunk]:
         """Chunks of these prompts, which are in order: at most ``budget`` tokens, and rows of
         logits."""
         # (request, its next token), by order. A long prompt that leads must leave half to short

@@ -1,0 +1,1 @@
+"""Steps of a runner on GPUs: made ready to run, and run beside others."""

@@ -1,0 +1,48 @@
+"""What the steps of a runner on GPUs have in common with it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from ....program import Program
+from ....weights import LayoutOf, WeightStore
+from ....workers.pool import WorkerPool
+from ...gpus import Gpus
+from ...runner import Lowerable
+
+
+class Owner(Protocol):
+    """A ``CudaRunner``, as its steps see it."""
+
+    model: Lowerable
+    weights: WeightStore
+    caches: dict[str, torch.Tensor]
+    pool: WorkerPool
+    kernel: str
+    gpus: Gpus
+    device: torch.device
+    num_pages: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_logits: int
+    max_num_batched_tokens: int
+    last_sizes: tuple[int, int]
+
+    @property
+    def real(self) -> bool:
+        """Whether there is a GPU, and not Triton's interpreter."""
+
+    def lowered(self, *sizes: int) -> Program:
+        """The model's program of these sizes, placed."""
+
+    def layouts(self, program: Program) -> LayoutOf:
+        """In which layout a node of the program reads a weight."""
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Within it what a GPU fails with says that the device is lost."""
+
+    def enough_memory(self) -> AbstractContextManager[None]:
+        """Within it too little memory is an error that says how to ask for less."""

@@ -1,0 +1,96 @@
+"""Steps of prompts whose experts are streamed, beside the steps of another runner (OSDI 3.3.2).
+
+They need no worker of the CPU, so requests decode meanwhile: those steps share the GPU, which works
+for a part of the time in which experts cross, and main memory, of which the link reads a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from ....engine.batch import StepBatch, StepResult
+from ....program import Program
+from ...runner import Executable, PagedRunner
+from ..executable import CudaExecutable
+from ..streaming import Streaming
+from .maker import StepMaker
+from .owner import Owner
+
+
+class StreamedRunner(PagedRunner):
+    """See ``engine.batch.PrefillRunner``.
+
+    Args:
+        owner: whose weights and caches the steps use; they are there.
+        buckets: tokens of its steps, the largest last.
+    """
+
+    copies_inputs = True
+
+    def __init__(
+        self, owner: Owner, min_tokens: int, buckets: Sequence[int], streaming: Streaming
+    ) -> None:
+        super().__init__(
+            owner.model,
+            owner.max_model_len,
+            owner.num_pages,
+            owner.max_num_batched_tokens,
+            owner.max_num_seqs,
+            (),
+            owner.max_num_logits,
+        )
+        self.min_tokens, self.buckets, self.pool = min_tokens, buckets, owner.pool
+        self.device, self.layouts = owner.device, owner.layouts
+        self._owner, self._streaming = owner, streaming
+        self._maker: StepMaker | None = None
+        # Not the stream of the owner's steps, which would wait for these.
+        devices = owner.gpus.values() if owner.real else ()
+        self._streams = [torch.cuda.Stream(device) for device in devices]
+
+    def lowered(self, *sizes: int) -> Program:
+        return self._owner.lowered(*sizes)
+
+    def bind(self, batch: StepBatch) -> None:
+        for stream in self._streams:  # weights and caches are on their way
+            torch.cuda.synchronize(stream.device)
+        with self._own_streams():
+            super().bind(batch)
+
+    def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
+        passes = (self._streaming.apply,)
+        return self._bind_all(self._sizes(self.buckets), inputs, passes, self.make_step)
+
+    def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
+        if self._maker is None:
+            with self._owner.enough_memory():
+                self._maker = StepMaker(
+                    self._owner, inputs, self._sampling, self.sizes, urgent=False
+                )
+        return self._maker.make(program, False)
+
+    def launch(self, batch: StepBatch) -> None:
+        with self._owner.watched(), self._own_streams():
+            super().launch(batch)
+
+    def ready(self) -> bool:
+        """Whether ``result`` need not wait."""
+        step = self._executable
+        assert isinstance(step, CudaExecutable)
+        return step.ready()
+
+    def result(self) -> StepResult:
+        with self._owner.watched():
+            found = super().result()
+        self._owner.last_sizes = self.last_sizes
+        return found
+
+    @contextmanager
+    def _own_streams(self) -> Iterator[None]:
+        """What is launched within it does not wait for the owner's steps."""
+        with ExitStack() as around:
+            for stream in self._streams:
+                around.enter_context(torch.cuda.stream(stream))
+            yield
