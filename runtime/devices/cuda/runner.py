@@ -232,7 +232,9 @@ class CudaRunner(PagedRunner):
         }
         passes = (self.streaming.apply,)
         own = self._bind_all(sorted(small), inputs, (), self.make_step)
-        if self.streaming.layers is not None or self.placement.slots:
+        if not large:
+            return own
+        if not self.streaming.whole(program) or self.placement.slots:
             # Their experts are on the CPU in part, or on the GPU in places that change.
             return [*own, *self._bind_all(sorted(large), inputs, passes, self.make_step)]
         self._prepare(inputs)

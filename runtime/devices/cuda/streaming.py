@@ -67,6 +67,10 @@ class Streaming:
         """The program with its experts streamed."""
         return stream_weights(program, resident_bytes, self.ring, self.layers, self.nodes)
 
+    def whole(self, program: Program) -> bool:
+        """Whether no experts are left to the CPU."""
+        return len([*self._experts(program)]) == len(moe_layers(program))
+
     def nbytes(self, program: Program) -> int:
         """Bytes that cross in a step of such a program."""
         return sum(spec.nbytes for _, spec in self._experts(program))
