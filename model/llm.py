@@ -264,8 +264,8 @@ def load_engine(
     Pages(0, chosen.kv_dtype)  # refused before anything is read
     if chosen.dual_batch is True and device == "cpu":
         raise PykernelsError("dual_batch without a GPU", 'Add device="cuda:0"')
-    if chosen.prefill == "stream" and device == "cpu":
-        raise PykernelsError('prefill="stream" without a GPU', 'Add device="cuda:0"')
+    if chosen.prefill in ("split", "stream") and device == "cpu":
+        raise PykernelsError(f'prefill="{chosen.prefill}" without a GPU', 'Add device="cuda:0"')
     cache = 0 if chosen.expert_cache == "off" else chosen.expert_cache
     if cache and device == "cpu":
         raise PykernelsError("expert_cache without a GPU", 'Add device="cuda:0"')

@@ -23,7 +23,7 @@ from ..e2e.ours import Ours
 Row = dict[str, Any]
 Step = Callable[[str], None]
 """Called before each part with its name."""
-MODES = tuple(sorted(PREFILL, key=("cpu", "stream", "auto").index))
+MODES = tuple(sorted(PREFILL, key=("cpu", "split", "stream", "auto").index))
 _ROUNDS = 3
 
 

@@ -122,9 +122,10 @@ def dual_batch_of(choice: str, device: str) -> bool | str:
 Prefill = Annotated[
     str,
     typer.Option(
-        metavar="auto|cpu|stream",
+        metavar="auto|cpu|split|stream",
         help="With --device cuda:0, where the experts of prompts are computed that lie in main"
-        " memory: there, or on the GPU, to which they cross; auto: by measured rates.",
+        " memory: there (cpu), on the GPU, to which they cross (stream), or some here and some"
+        " there (split); auto: by measured rates.",
     ),
 ]
 

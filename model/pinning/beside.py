@@ -93,7 +93,7 @@ def _place_slots(
     room -= max(
         (staging_bytes(program.weight(layer.experts, "experts")) for layer in layers), default=0
     )
-    if prefill == "stream" or (prefill == "auto" and cache == "auto"):
+    if prefill in ("split", "stream") or (prefill == "auto" and cache == "auto"):
         own = Sizes(sizes[3], sizes[4], sizes[1], sizes[2])
         room -= streaming_bytes(model, placement, own)[placement.device]
     rooms = {placement.device: room}

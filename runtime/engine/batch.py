@@ -257,6 +257,8 @@ class PrefillRunner(StepRunner, Protocol):
 
     min_tokens: int
     """A step of fewer is faster on the other runner."""
+    min_alone: int
+    """The same while no sequence decodes, so that the other runner may use the whole machine."""
 
     def ready(self) -> bool:
         """Whether ``result`` need not wait."""

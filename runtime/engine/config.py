@@ -16,7 +16,7 @@ PREFILL_CAP_FLOOR = 8
 STEP_TOKENS = 512
 """Token budget of a step where weights lie in main memory."""
 
-PREFILL = ("auto", "cpu", "stream")
+PREFILL = ("auto", "cpu", "split", "stream")
 """Where experts of prompts are computed, if they lie in main memory beside a GPU."""
 
 MOST_EXPERTS = 1 << 16
@@ -56,7 +56,8 @@ class EngineConfig:
             beside experts on the CPU.
         prefill: where experts that lie in main memory beside a GPU are computed in steps with
             chunks of prompts: "cpu"; "stream": on the GPU, to which all of them cross in such a
-            step; "auto": by the way that takes less time for so many tokens, as measured.
+            step; "split": some there, the others on the CPU; "auto": by the way that takes the
+            least time for so many tokens, as measured.
         expert_cache: slots of each layer for experts that a GPU computes beside the others on the
             CPU, and that change from step to step by what the routers choose; "auto": as many as
             fit; "off".

@@ -7,6 +7,7 @@ from .gpu_experts import gpu_experts
 from .keep_routing import keep_routing
 from .offload import offload
 from .skip import skip
+from .split_experts import split_experts
 from .stream_weights import stream_weights
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "keep_routing",
     "offload",
     "skip",
+    "split_experts",
     "stream_weights",
 ]

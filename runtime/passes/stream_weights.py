@@ -14,7 +14,7 @@ experts of the layers in front. That order is the ordinary one of nodes that sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -79,6 +79,21 @@ def stream_weights(
                 f"{spec.name} is a slice on a NUMA node",
                 "Apply stream_weights before split_over_nodes",
             )
+    return streamed(program, moved, room, ring or Ring(), nodes)
+
+
+def streamed(
+    program: Program,
+    moved: Sequence[Node],
+    room: Callable[[WeightSpec], int],
+    ring: Ring,
+    nodes: MemoryNodes,
+) -> Program:
+    """The program with the experts of these nodes streamed: all of a layer, or the first ones of a
+    ``WeightSpec.some``. Other arguments: see ``stream_weights``."""
+    for node in moved:
+        chosen = program.weight(node, "experts").chosen
+        assert chosen == tuple(range(len(chosen))), "a load takes neighbours"
     devices: dict[str, list[Node]] = {}
     for node in moved:
         devices.setdefault(_router(program, node).device, []).append(node)
@@ -86,7 +101,7 @@ def stream_weights(
     buffers: dict[str, Buffer] = {}
     for device, own in devices.items():
         label = "experts" if len(devices) == 1 else f"experts.{device}"
-        stream = _Stream(program, own, device, ring or Ring(), label, nodes)
+        stream = _Stream(program, own, device, ring, label, nodes)
         ahead += stream.ahead
         streams |= stream.nodes()
         buffers |= stream.buffers(room)
@@ -131,8 +146,8 @@ class _Stream:
         self._specs = {node.name: program.weight(node, "experts") for node in layers}
         self._loads: list[_Load] = []
         for layer in layers:
-            E = self._specs[layer.name].shape[0]
-            step = -(-E // ring.pieces)
+            spec = self._specs[layer.name]
+            E, step = spec.shape[0], -(-(spec.whole or spec).shape[0] // ring.pieces)
             for first in range(0, E, step):
                 self._loads.append(self._load(layer, first, min(step, E - first), first // step))
 

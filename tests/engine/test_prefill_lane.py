@@ -29,7 +29,7 @@ class FakePrefill:
     What it finds in the cache must be there when it is launched, and the same when it has ended.
     """
 
-    min_tokens = 12
+    min_tokens, min_alone = 12, 20
 
     def __init__(self, owner: FakeRunner) -> None:
         self.owner, self.left = owner, 0

@@ -20,7 +20,7 @@ from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.devices.cuda.streaming import balanced_tokens
 from runtime.engine import Engine, SamplingParams
 from runtime.matrix import packer
-from runtime.profiling.prefill_rates import Rates, choose, turning_point
+from runtime.profiling.prefill_rates import Rates, choose, split_range, turning_point
 from runtime.workers.pool import WorkerPool, make_pool
 
 from ..cpu.routed import TWO_CORES
@@ -99,6 +99,31 @@ def test_logprobs_are_transformers(
             )
     for result, wanted in zip(results, truth, strict=True):
         assert logprob_error(result, wanted) < BF16
+
+
+def test_split_prompts_are_transformers(tmp_path: Path, device: torch.device) -> None:
+    """Half of the experts cross; chunks of 4 tokens and decode steps follow each other."""
+    made = tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    prompt = [5, 17, 60, 33, 8, 90]
+    with torch.no_grad():
+        truth = made.reference(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    where = "cuda:0" if device.type == "cuda" else "cpu"
+    with WorkerPool(1) as pool:
+        with open_weights(tmp_path, read_config(tmp_path)) as weights:
+            decoder = weights.readable(packer(pool), lambda *_: None)
+            options = CudaOptions(experts="cpu", prefill="split")
+            runner = CudaRunner(
+                decoder, where, pool, 64, None, 4, 2, "generic", (), 4, options=options
+            )
+            runner.load()
+        with Engine(runner) as engine:
+            params = SamplingParams(temperature=0, max_tokens=2, logprobs=20, logprob_start=1)
+            [result] = engine.generate([prompt], params)
+        program = runner.steps[0].program
+        loads = [node.attr("count") for node in program.nodes if node.op == "load_experts"]
+        assert 0 < sum(loads) < 2 * 8
+        runner.close()
+    assert logprob_error(result, truth) < BF16
 
 
 class OneLayer:
@@ -196,8 +221,14 @@ def test_steps_are_as_long_as_the_link_takes(
 def test_which_steps_are_streamed() -> None:
     """The link takes 150 ms a step, the CPU 10 ms and half a millisecond a token."""
     rates = Rates.measured(8_000_000, 8_000_000 / 0.1502, (64, 0.042), (256, 0.138))
-    assert astuple(rates) == pytest.approx((0.1502, 0.01, 0.0005))
-    assert [choose(tokens, rates) for tokens in (1, 279, 281, 4096)] == ["cpu"] * 2 + ["stream"] * 2
+    assert astuple(rates) == pytest.approx((0.1502, 0.01, 0.0005, 1.25))
+    assert [choose(tokens, rates, False) for tokens in (1, 279, 281, 4096)] == ["cpu"] * 2 + [
+        "stream"
+    ] * 2
+    # The CPU takes 120 ms for 220, a quarter more beside the link, and half of that for half.
+    assert rates.share(220) == pytest.approx(0.5, abs=0.01)
+    assert [choose(T, rates) for T in (1, 220, 4096)] == ["cpu", "split", "stream"]
+    assert split_range(rates, 100) == range(94, 101) and not split_range(rates, 90)
     assert turning_point(rates, 4096) == 280 and turning_point(rates, 100) == 100
     assert turning_point(Rates(0.15, 0.2, 0.001), 4096) == 0
     assert turning_point(Rates(0.15, 0.2, 0.0), 4096) == 0  # no slower with more tokens

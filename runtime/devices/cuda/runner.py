@@ -23,7 +23,7 @@ from ...passes import defer, keep_routing
 from ...passes.gpu_experts import slot_tables
 from ...passes.layers import moe_layers
 from ...placement import CPU, Placement, place
-from ...profiling.prefill_rates import Rates, measured_rates, turning_point
+from ...profiling.prefill_rates import Rates, measured_rates, step_seconds
 from ...program import Program
 from ...weights import LayoutOf
 from ...workers.pool import WorkerPool
@@ -37,16 +37,19 @@ from .executable import CudaExecutable
 from .memory import dtypes
 from .slots import on_gpu
 from .steps.maker import StepMaker
+from .steps.prompt_sizes import HOST_BUCKETS, PromptSizes
 from .steps.streamed_runner import StreamedRunner
-from .streaming import STREAM_BUCKETS, Sizes, Streaming, wanted_streaming
+from .streaming import Sizes, Streaming, wanted_streaming
 from .weights import gpu_bytes, layouts
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
 """Buckets of steps with chunks of prompts, besides the largest one: a step computes at most half
 as much again as it has tokens for, and experts nothing for padding."""
-HOST_BUCKETS = (8, 64, 256)
-"""The same beside experts on the CPU, which compute nothing for padding either."""
+SPLIT_MEASURED = 256
+"""Tokens of the split step whose time says what the link costs the CPU."""
+HALF = 0.5
+"""Share of the experts that cross where no rates are known: in Triton's interpreter."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class CudaOptions:
         gpu_experts: by layer, experts that are on the GPU besides, where the others are not.
         by_layer: GPUs of the layers that are not on the first one; None: they are dealt by size.
         prefill: where the experts on the CPU are computed in steps with chunks of prompts: "cpu";
-            "stream": on the GPU, to which they cross; "auto": as is faster for so many tokens.
+            "stream": on the GPU, to which they cross; "split": some there, the others on the CPU;
+            "auto": as is fastest for so many tokens.
         slots: by layer, slots of the GPU for experts that change from step to step; ``policy``: by
             which they do.
     """
@@ -213,34 +217,61 @@ class CudaRunner(PagedRunner):
         # One GPU waits for the other: what crosses to both takes as long as to one of them.
         rate = partial(self.streaming.link_rate, program, self.weights)
         self.link_bytes_per_s = min(map(rate, self.gpus.values()))
-        most, turn = self.max_num_batched_tokens, 0
-        if self.prefill == "auto":
-            self.rates = measured_rates(
-                lambda T: self._step(T, inputs, (), self.make_step),
-                inputs,
-                self.sizes,
-                min(most, self.max_model_len),
-                self.vocab_size,
-                self.streaming.nbytes(program),
-                self.link_bytes_per_s,
-            )
-            turn = turning_point(self.rates, most)
-        large = {*(T for T in STREAM_BUCKETS if turn < T < most), *((most,) if turn < most else ())}
-        small = {
-            *(T for T in (*HOST_BUCKETS, *STREAM_BUCKETS) if T < turn),
-            *((turn,) if turn else ()),
-        }
-        passes = (self.streaming.apply,)
-        own = self._bind_all(sorted(small), inputs, (), self.make_step)
-        if not large:
-            return own
-        if not self.streaming.whole(program) or self.placement.slots:
-            # Their experts are on the CPU in part, or on the GPU in places that change.
-            return [*own, *self._bind_all(sorted(large), inputs, passes, self.make_step)]
-        self._prepare(inputs)
-        self.prefill_runner = StreamedRunner(self, turn + 1, sorted(large), self.streaming)
-        self.prefill_runner.bind(self._batch)
-        return [*own, *self.prefill_runner.steps]
+        # Else their experts are on the CPU in part, or on the GPU in places that change.
+        whole = self.streaming.whole(program) and not self.placement.slots
+        sizes = self._prompt_sizes(program, inputs, whole and not self.placement.cached)
+        own = self._bind_all(sizes.by_cpu, inputs, (), self.make_step)
+        for T in sizes.split:
+            own += self._bind_all([T], inputs, (self._split(T),), self.make_step)
+        if whole and sizes.streamed:
+            self._prepare(inputs)
+            self.prefill_runner = StreamedRunner(self, sizes, self.streaming)
+            self.prefill_runner.bind(self._batch)
+            streamed = self.prefill_runner.steps
+        else:
+            passes = (self.streaming.apply,)
+            streamed = self._bind_all(sizes.streamed, inputs, passes, self.make_step)
+        return [*own, *(step for step in streamed if step.program.sizes["T"] >= sizes.alone)]
+
+    def _prompt_sizes(
+        self, program: Program, inputs: Mapping[str, torch.Tensor], may_split: bool
+    ) -> PromptSizes:
+        """The sizes of steps by each way, as is asked for or by measured rates."""
+        most = self.max_num_batched_tokens
+        if self.prefill == "stream":
+            return PromptSizes.streamed_only(most)
+        if self.prefill == "split":
+            if not may_split:
+                raise PykernelsError(
+                    "prefill split beside experts that the GPU has already",
+                    "Leave prefill at auto, or gpu_experts and expert_cache out",
+                )
+            if not self.real:
+                return PromptSizes.split_only(most)
+        assert self.streaming is not None
+        self.rates = measured_rates(
+            lambda T: self._step(T, inputs, (), self.make_step),
+            inputs,
+            self.sizes,
+            min(most, self.max_model_len),
+            self.vocab_size,
+            self.streaming.nbytes(program),
+            self.link_bytes_per_s,
+        )
+        if may_split:
+            T = min(SPLIT_MEASURED, most, self.max_model_len)
+            step = self._step(T, inputs, (self._split(T),), self.make_step)
+            seconds = step_seconds(step, inputs, self.sizes, T, self.vocab_size)
+            self.rates = self.rates.with_split(T, self.rates.share(T), seconds)
+        if self.prefill == "split":
+            return PromptSizes.split_only(most)
+        return PromptSizes.chosen(self.rates, most, may_split)
+
+    def _split(self, T: int) -> Pass:
+        """A step of so many tokens with as many experts on the GPU as keep both devices busy."""
+        assert self.streaming is not None
+        share = HALF if self.rates is None else self.rates.share(T)
+        return partial(self.streaming.split, share=share)
 
     def _pin(self, streaming: Streaming) -> Streaming | None:
         """With as many layers as can be pinned; None if there is none."""
@@ -249,8 +280,8 @@ class CudaRunner(PagedRunner):
             found, reason = streaming.pin(program, self.weights, self.pinned)
         if not reason:
             return found
-        if self.prefill == "stream" and not found.layers:
-            raise PykernelsError(f"experts cannot be streamed: {reason}", "Leave prefill at cpu")
+        if self.prefill == "split" or (self.prefill == "stream" and not found.layers):
+            raise PykernelsError(f"experts cannot be streamed: {reason}", "Leave prefill at auto")
         layers = found.layers or ()
         warnings.warn(
             f"experts of {len(layers)} of {len(moe_layers(program))} layers are streamed to"

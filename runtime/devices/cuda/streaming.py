@@ -20,6 +20,7 @@ from ...machine.pinned import Pinned
 from ...node import Node
 from ...partition import partition
 from ...passes.layers import moe_layers
+from ...passes.split_experts import split_experts
 from ...passes.stream_weights import PIECES, Ring, stream_weights
 from ...placement import CPU, Placement
 from ...program import Program
@@ -39,9 +40,6 @@ OPS_PER_BYTE = 2048
 """What a GPU computes while a byte crosses its link, about: 110 TFLOP/s beside 55 GB/s."""
 RESERVED = 2048
 """Tokens of a streamed step for which an expert cache leaves room."""
-STREAM_BUCKETS = (512, 2048, 4096, 16384)
-"""Buckets of streamed steps: padding costs little beside what crosses, which each bucket does once
-when it is made."""
 RINGS = (Ring(PIECES, PIECES + 1), Ring(PIECES, 2))
 """A layer loaded beside another one that is computed; where memory is short, a quarter of one."""
 _LINK_BYTES = 64 << 20
@@ -70,6 +68,10 @@ class Streaming:
     def whole(self, program: Program) -> bool:
         """Whether no experts are left to the CPU."""
         return len([*self._experts(program)]) == len(moe_layers(program))
+
+    def split(self, program: Program, share: float) -> Program:
+        """The program with that share of each layer's experts streamed."""
+        return split_experts(program, share, resident_bytes, self.ring, self.nodes)
 
     def nbytes(self, program: Program) -> int:
         """Bytes that cross in a step of such a program."""
@@ -207,9 +209,9 @@ def wanted_streaming(
         PykernelsError: what is asked for cannot be.
     """
     if prefill == "cpu" or placement.experts != CPU:
-        if prefill == "stream":
+        if prefill in ("stream", "split"):
             raise PykernelsError(
-                "prefill stream with the experts on the GPU: nothing has to cross",
+                f"prefill {prefill} with the experts on the GPU: nothing has to cross",
                 "Keep the experts on the CPU (experts cpu), or leave prefill at auto",
             )
         return None
@@ -218,7 +220,7 @@ def wanted_streaming(
     try:
         return plan_streaming(model, gpus, placement, sizes, tokens)
     except PykernelsError as error:
-        if prefill == "stream":
+        if prefill != "auto":
             raise
         warnings.warn(f"{error.cause}; the CPU computes those of prompts", stacklevel=4)
         return None

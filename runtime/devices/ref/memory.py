@@ -74,6 +74,11 @@ class Memory:
         """A weight as the reference ops read it."""
         return self.weights.get(self.program.weight(node, port), *self._layout_of(node, port))
 
+    def whole_weight(self, node: Node, port: str) -> Any:
+        """The experts of a layer of which the node takes some."""
+        spec = self.program.weight(node, port)
+        return self.weights.get(spec.whole or spec, *self._layout_of(node, port))
+
     def optional(self, node: Node, port: str) -> Any | None:
         """A weight that a node may have or not."""
         return self.weight(node, port) if port in node.weights else None

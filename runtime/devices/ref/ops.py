@@ -206,7 +206,7 @@ def place_routing(m: Memory, node: Node) -> None:
 def load_experts(m: Memory, node: Node) -> None:
     first, count = node.attr("first"), node.attr("count")
     tiles = staged(m.program.weight(node, "experts"), count, m.whole(node.outputs["out"]))
-    copy_experts(m.weight(node, "experts"), first, count, tiles)
+    copy_experts(m.whole_weight(node, "experts"), first, count, tiles)
 
 
 def unpack_experts(m: Memory, node: Node) -> None:

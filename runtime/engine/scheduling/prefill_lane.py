@@ -26,15 +26,18 @@ class PrefillLane:
     """At most one step, with a batch of its own.
 
     Attributes:
-        min_tokens: a step of fewer is for the other runner.
         requests: of the step that is scheduled, or runs.
     """
 
     def __init__(self, runner: PrefillRunner, manager: BlockManager) -> None:
-        self.min_tokens = runner.min_tokens
+        self._runner = runner
         self.writer = BatchWriter(runner, manager)
         self.requests: frozenset[Request] = frozenset()
         self._held: list[PageTable] = []
+
+    def least(self, decoding: bool) -> int:
+        """A step of fewer tokens is for the other runner."""
+        return self._runner.min_tokens if decoding else self._runner.min_alone
 
     def schedule(self, chunks: Sequence[PrefillChunk]) -> ScheduledStep:
         """The step of these chunks; those that end their prompt come first."""

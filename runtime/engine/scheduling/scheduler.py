@@ -172,7 +172,7 @@ class Scheduler:
             return None
         self._admit_waiting(self.budget, now, self.prefilling)
         chunks = self._chunks(self.budget, self.max_num_logits, self.prefilling)
-        if sum(chunk.size for chunk in chunks) < lane.min_tokens:
+        if sum(chunk.size for chunk in chunks) < lane.least(bool(self.decoding)):
             return None
         step = lane.schedule(chunks)
         for chunk in chunks:
@@ -280,12 +280,13 @@ class Scheduler:
     def _short_enough(self) -> list[Request]:
         """The prompts that are not for the lane."""
         lane = self.lane
-        if lane is None:
+        if lane is None or not lane.requests:  # it has just declined these ones
             return self.prefilling
+        least = lane.least(bool(self.decoding))
         return [
             r
             for r in self.prefilling
-            if r not in lane.requests and len(r.tokens) - r.computed < lane.min_tokens
+            if r not in lane.requests and len(r.tokens) - r.computed < least
         ]
 
     def _chunks(self, budget: int, rows: int, prefilling: Sequence[Request]) -> list[PrefillChunk]:

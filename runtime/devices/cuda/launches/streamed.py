@@ -26,7 +26,7 @@ _ALIGN = 256
 
 def load_experts(m: Memory, node: Node) -> Launch:
     first, count = node.attr("first"), node.attr("count")
-    chosen, held = range(first, first + count), m.weight(node, "experts")
+    chosen, held = range(first, first + count), m.whole_weight(node, "experts")
     slices = _slices(held, count, m.written(node, "out"))
 
     def launch() -> None:
@@ -38,7 +38,7 @@ def load_experts(m: Memory, node: Node) -> Launch:
 
 def unpack_experts(m: Memory, node: Node) -> Launch:
     spec, first, count = m.program.weight(node, "experts"), node.attr("first"), node.attr("count")
-    slices = _slices(m.weight(node, "experts"), count, m.read(node, "tiles"))
+    slices = _slices(m.whole_weight(node, "experts"), count, m.read(node, "tiles"))
     out = experts_within(spec, m.written(node, "out"))
     slots = torch.arange(first, first + count, dtype=torch.int32, device=m.device)
 

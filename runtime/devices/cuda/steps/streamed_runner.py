@@ -6,7 +6,7 @@ for a part of the time in which experts cross, and main memory, of which the lin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -18,6 +18,7 @@ from ..executable import CudaExecutable
 from ..streaming import Streaming
 from .maker import StepMaker
 from .owner import Owner
+from .prompt_sizes import PromptSizes
 
 
 class StreamedRunner(PagedRunner):
@@ -25,14 +26,12 @@ class StreamedRunner(PagedRunner):
 
     Args:
         owner: whose weights and caches the steps use; they are there.
-        buckets: tokens of its steps, the largest last.
+        sizes: of its steps, and from which on they are for it.
     """
 
     copies_inputs = True
 
-    def __init__(
-        self, owner: Owner, min_tokens: int, buckets: Sequence[int], streaming: Streaming
-    ) -> None:
+    def __init__(self, owner: Owner, sizes: PromptSizes, streaming: Streaming) -> None:
         super().__init__(
             owner.model,
             owner.max_model_len,
@@ -42,7 +41,8 @@ class StreamedRunner(PagedRunner):
             (),
             owner.max_num_logits,
         )
-        self.min_tokens, self.buckets, self.pool = min_tokens, buckets, owner.pool
+        self.min_tokens, self.min_alone = sizes.beside, sizes.alone
+        self.buckets, self.pool = sizes.streamed, owner.pool
         self.device, self.layouts = owner.device, owner.layouts
         self._owner, self._streaming = owner, streaming
         self._maker: StepMaker | None = None

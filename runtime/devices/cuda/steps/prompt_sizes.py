@@ -1,0 +1,65 @@
+"""Sizes of the programs of prompts beside experts in main memory, by the way of their experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....profiling.prefill_rates import Rates, split_range, turning_point
+
+HOST_BUCKETS = (8, 64, 256)
+"""Buckets of steps whose experts are on the CPU, which computes nothing for padding."""
+SPLIT_BUCKETS = (64, 128, 256, 512, 1024, 2048)
+"""Buckets of split steps: each has another share of the experts on the GPU."""
+STREAM_BUCKETS = (512, 2048, 4096, 16384)
+"""Buckets of streamed steps: padding costs little beside what crosses, which each bucket does once
+when it is made."""
+
+
+@dataclass(frozen=True)
+class PromptSizes:
+    """Tokens of the programs, by way.
+
+    Attributes:
+        by_cpu, split, streamed: sizes, in order.
+        beside: a streamed step of so many tokens or more is faster than the CPU's, which it leaves
+            to requests that decode meanwhile.
+        alone: the same where none decodes, so that a step may be split.
+    """
+
+    by_cpu: tuple[int, ...]
+    split: tuple[int, ...]
+    streamed: tuple[int, ...]
+    beside: int
+    alone: int
+
+    @classmethod
+    def streamed_only(cls, most: int) -> PromptSizes:
+        """Every step is streamed."""
+        return cls((), (), _up_to(STREAM_BUCKETS, 1, most), 1, 1)
+
+    @classmethod
+    def split_only(cls, most: int) -> PromptSizes:
+        """Every step is split."""
+        return cls((), _up_to(SPLIT_BUCKETS, 1, most), (), most + 1, most + 1)
+
+    @classmethod
+    def chosen(cls, rates: Rates, most: int, may_split: bool) -> PromptSizes:
+        """By the way that takes the least time."""
+        turn = turning_point(rates, most)
+        both = split_range(rates, most) if may_split else range(0)
+        first = both.start if both else turn + 1
+        last = both.stop - 1 if both else turn
+        return cls(
+            _up_to((*HOST_BUCKETS, *STREAM_BUCKETS), 1, first - 1),
+            _up_to(SPLIT_BUCKETS, first, last),
+            _up_to(STREAM_BUCKETS, turn + 1, most),
+            turn + 1,
+            last + 1,
+        )
+
+
+def _up_to(buckets: tuple[int, ...], first: int, last: int) -> tuple[int, ...]:
+    """The buckets from ``first`` on, and ``last``; none if there is nothing between."""
+    if last < first:
+        return ()
+    return tuple(sorted({*(T for T in buckets if first <= T < last), last}))
