@@ -377,10 +377,20 @@ OPS: Mapping[str, Op] = {
         inputs={"ids": _index("T", "topk"), "slots": Port("int32", ("experts",))},
         outputs={"here_ids": _index("T", "topk"), "there_ids": _index("T", "topk")},
     ),
+    # The experts that most tokens take: the place of each of all among them, -1 for no place, and
+    # them in order.
+    "rank_experts": Op(
+        inputs={"ids": _index("T", "topk")},
+        outputs={"slots": Port("int32", ("experts",)), "order": Port("int32", ("ranked",))},
+    ),
     # The bytes of `count` experts of a layer, from `first` on, as they lie in main memory, brought
-    # to the device. Where out is an input, its memory is used again.
+    # to the device; where `order` is given, from there on in that order. Where out is an input, its
+    # memory is used again.
     "load_experts": Op(
-        inputs={"out": _bytes("bytes", optional=True)},
+        inputs={
+            "out": _bytes("bytes", optional=True),
+            "order": Port("int32", ("ranked",), optional=True),
+        },
         outputs={"out": _bytes("bytes")},
         weights={"experts": _weight("E", "H", "I")},
         attrs={"first": Attr(int), "count": Attr(int)},

@@ -15,7 +15,7 @@ from .norm import rms_norm
 from .permute import permute, sort_pairs, unpermute
 from .rope import rope, rope_frequencies, yarn_frequencies, yarn_scale
 from .rope_cache_write import gqa_rope_cache_write, mla_rope_cache_write, rope_table
-from .router import place_routing, router, router_logits
+from .router import place_routing, rank_experts, router, router_logits
 from .sampling import greedy
 from .sampling.inputs import count_tokens, sample
 
@@ -40,6 +40,7 @@ __all__ = [
     "permute",
     "place_routing",
     "quantize_fp8",
+    "rank_experts",
     "rms_norm",
     "rope",
     "rope_frequencies",

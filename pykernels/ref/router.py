@@ -105,6 +105,24 @@ def place_routing(ids: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor,
     return slot.where(here, -1), ids.where(known & ~here, -1)
 
 
+def rank_experts(ids: torch.Tensor, experts: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts that most tokens take (SMOE, Algorithm 1): of those with as many the first.
+
+    Args:
+        ids: int32 or int64 [T, topk]; outside 0..experts-1: of no expert.
+        count: how many.
+
+    Returns:
+        slots: int32 [experts], the place of each among them; -1: it is not.
+        order: int32 [count], them, the one with the most tokens first.
+    """
+    known = ids[(ids >= 0) & (ids < experts)].long()
+    order = torch.bincount(known, minlength=experts).argsort(descending=True, stable=True)[:count]
+    slots = torch.full((experts,), -1, dtype=torch.int32, device=ids.device)
+    slots[order] = torch.arange(count, dtype=torch.int32, device=ids.device)
+    return slots, order.to(torch.int32)
+
+
 def router_logits(
     hidden: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:

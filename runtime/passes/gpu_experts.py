@@ -46,15 +46,12 @@ def in_slots(
     layers: Sequence[int],
     weight: Callable[[int, WeightSpec], WeightSpec],
     device: str | None = None,
-    label: str = "",
 ) -> Program:
     """The program with the choices of some layers parted by a table of slots.
 
     Args:
         weight: of a layer and its experts, what is in its slots.
         device: that has the slots; None: that of the layer's router.
-        label: ends the names of the tables: programs whose slots hold others have tables of their
-            own.
 
     Raises:
         PykernelsError: as ``gpu_experts``.
@@ -72,8 +69,8 @@ def in_slots(
             f"layer {unknown[0]} of {program.name!r} has no routed experts", "Leave it out"
         )
     parts = [
-        _part(program, layer, weight(number, _experts(program, layer)), device, label)
-        for number, layer in ((number, routed[number]) for number in layers)
+        _part(program, routed[number], weight(number, _experts(program, routed[number])), device)
+        for number in layers
     ]
     behind = {part.router: part.place for part in parts}
     moved = {part.layer.experts.name: part for part in parts}
@@ -145,13 +142,11 @@ def _experts(program: Program, layer: MoELayer) -> WeightSpec:
     return program.weight(layer.experts, "experts")
 
 
-def _part(
-    program: Program, layer: MoELayer, weight: WeightSpec, device: str | None, label: str
-) -> _Part:
+def _part(program: Program, layer: MoELayer, weight: WeightSpec, device: str | None) -> _Part:
     node = layer.experts
     ids, whole = program.buffers[node.inputs["ids"]], _experts(program, layer)
     router = next(other for other in program.nodes if ids.name in other.writes)
-    slots = f"{node.name}.slots{label}"
+    slots = f"{node.name}.slots"
     here, there = f"{ids.name}.cached", f"{ids.name}.without_cached"
     total = f"{layer.sum}.cached"
     place = Node(

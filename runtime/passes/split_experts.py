@@ -1,22 +1,25 @@
-"""Prompts of middle length on two devices (SMOE, Algorithm 1): some
-experts of each layer cross to a GPU, while the CPU computes the others.
+"""Prompts of middle length on two devices (SMOE, Algorithm 1): of each layer the experts that most
+tokens take cross to a GPU, while the CPU computes the others.
 
-Where tokens are few, the CPU takes as long for an expert as reading it does, whatever its load; so
-which experts cross matters little, and how many do decides. They are the same in every step of a
-program, so a layer's cross while the layer before is computed, and the link never waits for a
-router, as it would for the experts that are loaded most. The CPU has its part before: it begins
-right behind the router.
+    router, rank_experts, place_routing, (CPU: the others), load 0, load 1, .., unpack 0, ..
+
+An expert costs the link as much whatever its load, and the CPU the more, the more tokens take it;
+so the heavy ones cross. The CPU has its part before the first load begins. How many cross is fixed
+when the program is made: as many as take the link as long as the CPU takes for the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+
+import torch
 
 from ..machine.nodes import ONE_NODE, MemoryNodes
-from ..program import Program
+from ..program import Buffer, Node, Program
 from ..weight_spec import WeightSpec
 from .gpu_experts import in_slots
-from .layers import moe_layers
+from .layers import moe_layers, rebuilt
 from .stream_weights import Ring, streamed
 
 
@@ -43,7 +46,34 @@ def split_experts(
         return experts.some(range(min(E - 1, max(1, round(share * E)))))
 
     layers = [layer.experts.layer for layer in moe_layers(program)]
-    own = [number for number in layers if number is not None]
-    parted = in_slots(program, own, some, label=f".{share:g}")
-    moved = [node for node in parted.nodes if node.role == "cached"]
-    return streamed(parted, moved, room, ring or Ring(), nodes)
+    parted = in_slots(program, [number for number in layers if number is not None], some)
+    ranked, orders = _ranked(parted)
+    moved = [node for node in ranked.nodes if node.role == "cached"]
+    return streamed(ranked, moved, room, ring or Ring(), nodes, orders)
+
+
+def _ranked(program: Program) -> tuple[Program, dict[str, str]]:
+    """The program with slots that each step fills by rank; and by node of the experts in them, the
+    buffer of their order."""
+    cached = {node.layer: node for node in program.nodes if node.role == "cached"}
+    nodes, orders, buffers = list[Node](), dict[str, str](), dict[str, Buffer]()
+    for node in program.nodes:
+        if node.op == "place_routing":
+            own, slots = cached[node.layer], node.inputs["slots"]
+            order = f"{own.name}.order"
+            count = program.weight(own, "experts").shape[0]
+            buffers[slots] = replace(program.buffers[slots], kind="scratch")
+            buffers[order] = Buffer(order, (count,), torch.int32)
+            orders[own.name] = order
+            rank = Node(
+                "rank_experts",
+                {"ids": node.inputs["ids"]},
+                {"slots": slots, "order": order},
+                device=node.device,
+                name=f"{own.name}_rank",
+                layer=node.layer,
+                role="router",
+            )
+            nodes.append(rank)
+        nodes.append(node)
+    return rebuilt(program, nodes, buffers), orders

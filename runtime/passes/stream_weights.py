@@ -14,7 +14,7 @@ experts of the layers in front. That order is the ordinary one of nodes that sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -88,12 +88,15 @@ def streamed(
     room: Callable[[WeightSpec], int],
     ring: Ring,
     nodes: MemoryNodes,
+    orders: Mapping[str, str] = MappingProxyType({}),
 ) -> Program:
-    """The program with the experts of these nodes streamed: all of a layer, or the first ones of a
-    ``WeightSpec.some``. Other arguments: see ``stream_weights``."""
-    for node in moved:
-        chosen = program.weight(node, "experts").chosen
-        assert chosen == tuple(range(len(chosen))), "a load takes neighbours"
+    """The program with the experts of these nodes streamed: all of a layer, or of a
+    ``WeightSpec.some`` those that a step ranks.
+
+    Args:
+        orders: by node, the buffer that says which; its loads follow what writes it. Other
+            arguments: see ``stream_weights``.
+    """
     devices: dict[str, list[Node]] = {}
     for node in moved:
         devices.setdefault(_router(program, node).device, []).append(node)
@@ -101,7 +104,7 @@ def streamed(
     buffers: dict[str, Buffer] = {}
     for device, own in devices.items():
         label = "experts" if len(devices) == 1 else f"experts.{device}"
-        stream = _Stream(program, own, device, ring, label, nodes)
+        stream = _Stream(program, own, device, ring, label, nodes, orders)
         ahead += stream.ahead
         streams |= stream.nodes()
         buffers |= stream.buffers(room)
@@ -140,8 +143,10 @@ class _Stream:
         ring: Ring,
         label: str,
         nodes: MemoryNodes,
+        orders: Mapping[str, str],
     ) -> None:
         self._layers, self._device, self._ring, self._nodes = layers, device, ring, nodes
+        self._orders = orders
         self._label, self._here = label, f"{label}.here"
         self._specs = {node.name: program.weight(node, "experts") for node in layers}
         self._loads: list[_Load] = []
@@ -154,18 +159,34 @@ class _Stream:
     @property
     def ahead(self) -> list[Node]:
         """The loads for which the ring has room at the beginning."""
-        return [load.node for load in self._loads[: self._ring.buffers]]
+        return [] if self._orders else [load.node for load in self._loads[: self._ring.buffers]]
 
     def nodes(self) -> dict[str, list[Node]]:
         """By node of a layer's experts, what takes its place."""
         found: dict[str, list[Node]] = {layer.name: [] for layer in self._layers}
+        if self._orders:
+            for layer in self._layers:
+                found[layer.name] = self._one_layer(layer)
+            return found
         for i, load in enumerate(self._loads):
             later = self._loads[i + self._ring.buffers :][:1]
             found[load.layer.name] += [self._unpack(load, i == 0), *(own.node for own in later)]
         for layer in self._layers:
-            inputs = {**layer.inputs, "resident": self._here}
-            found[layer.name].append(replace(layer, device=self._device, inputs=inputs))
+            found[layer.name].append(self._computed(layer))
         return found
+
+    def _one_layer(self, layer: Node) -> list[Node]:
+        """A layer whose loads wait for its router."""
+        own, R = [load for load in self._loads if load.layer is layer], self._ring.buffers
+        nodes = [load.node for load in own[:R]]
+        for i, load in enumerate(own):
+            nodes += [self._unpack(load, load is self._loads[0])]
+            nodes += [later.node for later in own[i + R :][:1]]
+        return [*nodes, self._computed(layer)]
+
+    def _computed(self, layer: Node) -> Node:
+        inputs = {**layer.inputs, "resident": self._here}
+        return replace(layer, device=self._device, inputs=inputs)
 
     def buffers(self, room: Callable[[WeightSpec], int]) -> dict[str, Buffer]:
         """The ring's, each as large as the largest piece, and that of a whole layer."""
@@ -179,9 +200,10 @@ class _Stream:
     def _load(self, layer: Node, first: int, count: int, number: int) -> _Load:
         turn, at = divmod(len(self._loads), self._ring.buffers)
         name, spec = f"{self._label}.tiles{at}", self._specs[layer.name]
+        order = {"order": self._orders[layer.name]} if self._orders else {}
         node = Node(
             "load_experts",
-            {"out": name} if turn else {},
+            {"out": name, **order} if turn else order,
             {"out": name},
             MappingProxyType({"experts": spec.name}),
             MappingProxyType({"first": first, "count": count}),

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -14,20 +16,24 @@ import torch
 from ..devices.runner import Executable
 from ..kv_cache.layout import PAGE
 
-MEASURED = 64, 256
-"""Tokens of the two steps that say what the CPU takes."""
-_ROUNDS = 3
+MEASURED = 64, 256, 1024
+"""Tokens of the steps that say what the CPU takes, alone and with a part of the experts."""
+_ROUNDS, _ENOUGH_S = 3, 1.0
+"""Steps that are timed, or as many as take so many seconds."""
 _BY_TOKEN = ("tokens", "positions", "slot_mapping", "sequences")
 _BY_SEQUENCE = {"query_starts": False, "page_rows": False, "query_lengths": True, "lengths": True}
 """Whether it is the number of tokens."""
 _CHANGED = (*_BY_TOKEN, *_BY_SEQUENCE, "page_table")
 
 
-SLOWDOWN = 1.25
-"""What the CPU's experts take beside a link that reads main memory too, about."""
-_GAIN = 0.85
-"""A split is chosen where it takes no more of the next best way's time: it keeps both devices busy,
-and the rates are estimates."""
+_GAIN = 0.95
+"""A split is chosen where it takes no more of the next best way's time: it keeps both devices
+busy."""
+_CHANGE = 0.8
+"""Of the experts that stay, or that cross, in the next split that is tried."""
+
+Point = tuple[int, float]
+"""Tokens of a step, and seconds or a share."""
 
 
 @dataclass(frozen=True)
@@ -36,49 +42,47 @@ class Rates:
 
     Attributes:
         stream_s: seconds in which all streamed experts cross the link once.
-        cpu_s, cpu_token_s: seconds of a step with the experts on the CPU, and of each token of it.
-        slowdown: of the CPU while experts cross.
+        cpu: seconds of steps with the experts on the CPU, of two sizes or more.
+        split: seconds of split steps; ``shares``: of the experts that cross in them. Of no sizes:
+            nothing was split.
     """
 
     stream_s: float
-    cpu_s: float
-    cpu_token_s: float
-    slowdown: float = SLOWDOWN
-
-    @classmethod
-    def measured(
-        cls, nbytes: int, link: float, few: tuple[int, float], many: tuple[int, float]
-    ) -> Rates:
-        """From bytes of experts and bytes a second of the link, and from two steps on the CPU:
-        (tokens, seconds) each."""
-        slope = max(0.0, (many[1] - few[1]) / max(1, many[0] - few[0]))
-        return cls(nbytes / link, max(0.0, many[1] - slope * many[0]), slope)
-
-    def share(self, tokens: int) -> float:
-        """Share of the experts with which the link takes as long as the CPU for the others."""
-        beside = self.slowdown * self.seconds("cpu", tokens)
-        return beside / (beside + self.stream_s)
+    cpu: tuple[Point, ...]
+    split: tuple[Point, ...] = ()
+    shares: tuple[Point, ...] = ()
 
     def seconds(self, way: str, tokens: int) -> float:
-        """Of a step of so many tokens by "cpu", "split" or "stream"."""
+        """Of a step of so many tokens by "cpu", "split" or "stream"; infinite for a split of fewer
+        or more tokens than were measured."""
         if way == "stream":
             return self.stream_s
-        if way == "split":
-            return self.stream_s * self.share(tokens)
-        return self.cpu_s + tokens * self.cpu_token_s
+        if way == "cpu":
+            return max(0.0, _between(self.cpu, tokens))
+        if not self.split or not self.split[0][0] <= tokens <= self.split[-1][0]:
+            return math.inf
+        return _between(self.split, tokens)
 
-    def with_split(self, tokens: int, share: float, seconds: float) -> Rates:
-        """With the slowdown of a step that was split, as it took so many ``seconds``: no less than
-        none, and no more than double."""
-        others = (1 - share) * self.seconds("cpu", tokens)
-        return replace(self, slowdown=min(2.0, max(1.0, seconds / others)))
+    def share(self, tokens: int) -> float:
+        """Share of the experts that should cross in a split step."""
+        first, last = self.shares[0][0], self.shares[-1][0]
+        return _between(self.shares, min(max(tokens, first), last))
+
+
+def _between(points: Sequence[Point], tokens: int) -> float:
+    """On the line through the two points beside so many tokens, or through those next to them."""
+    i = min(max(1, bisect_left(points, (tokens, 0.0))), len(points) - 1)
+    if len(points) == 1:
+        return points[0][1]
+    (few, low), (many, high) = points[i - 1], points[i]
+    return low + (tokens - few) * (high - low) / max(1, many - few)
 
 
 def choose(tokens: int, rates: Rates, split: bool = True) -> str:
     """ "cpu", "split" or "stream": by which way a step of so many tokens takes the least time.
 
     Args:
-        split: whether steps can be split.
+        split: whether it may be split.
     """
     best = min(("cpu", "stream"), key=lambda way: rates.seconds(way, tokens))
     limit = _GAIN * rates.seconds(best, tokens)
@@ -88,18 +92,40 @@ def choose(tokens: int, rates: Rates, split: bool = True) -> str:
 def turning_point(rates: Rates, most: int) -> int:
     """The most tokens up to ``most`` of a step that the CPU computes sooner than its experts cross;
     0: there is none."""
-    if not rates.cpu_token_s:
-        return 0 if choose(1, rates, split=False) == "stream" else most
-    tokens = (rates.stream_s - rates.cpu_s) / rates.cpu_token_s
-    return max(0, min(most, math.floor(tokens)))
+    turn = 0
+    while turn < most and choose(turn + 1, rates, split=False) == "cpu":
+        turn += 1
+    return turn
 
 
 def split_range(rates: Rates, most: int) -> range:
-    """The sizes of steps, up to ``most`` tokens, that should be split; it may be empty. Rates of
-    fewer tokens than were measured are not known."""
-    sizes = range(MEASURED[0], most + 1)
-    fitting = [tokens for tokens in sizes if choose(tokens, rates) == "split"]
+    """The sizes of steps, up to ``most`` tokens, that should be split; it may be empty."""
+    fitting = [tokens for tokens in range(1, most + 1) if choose(tokens, rates) == "split"]
     return range(fitting[0], fitting[-1] + 1) if fitting else range(0)
+
+
+def balanced_share(
+    cpu_s: float, stream_s: float, timed: Callable[[float], float]
+) -> tuple[float, float]:
+    """The share of the experts with which a split step is fastest, and its seconds: that with which
+    the CPU would take as long as the link, and others as long as they are faster.
+
+    Args:
+        cpu_s, stream_s: seconds of the step with all experts on the CPU, and streamed.
+        timed: seconds of the step with a share.
+    """
+    share = cpu_s / (cpu_s + stream_s)
+    best = share, timed(share)
+    for fewer in (True, False):
+        while True:
+            share = best[0] * _CHANGE if fewer else 1 - (1 - best[0]) * _CHANGE
+            tried = share, timed(share)
+            if tried[1] >= best[1]:
+                break
+            best = tried
+        if best[0] < cpu_s / (cpu_s + stream_s):
+            break  # fewer are better: more are not
+    return best
 
 
 def step_seconds(
@@ -127,7 +153,7 @@ def step_seconds(
     arrays["page_table"][0, :pages] = at[:pages]
     sizes[0], sizes[1], sizes[2] = tokens, 1, 0
     times = list[float]()
-    for _ in range(1 + _ROUNDS):
+    while len(times) < 2 or (len(times) <= _ROUNDS and sum(times) < _ENOUGH_S):
         start = time.perf_counter()
         step.run()
         times.append(time.perf_counter() - start)
@@ -137,23 +163,33 @@ def step_seconds(
 
 
 def measured_rates(
-    step: Callable[[int], Executable],
+    step: Callable[[int, float], Executable],
     arrays: Mapping[str, torch.Tensor],
     sizes: torch.Tensor,
     most: int,
     vocabulary: int,
-    nbytes: int,
-    link: float,
+    stream_s: float,
+    split: bool,
 ) -> Rates:
-    """From two steps with the experts on the CPU, and what is known of the link.
+    """From steps with the experts on the CPU, all or a part, and what is known of the link.
 
     Args:
-        step: makes one of so many tokens, with these ``arrays`` and ``sizes``.
+        step: makes one of so many tokens, in which that share of the experts crosses, with these
+            ``arrays`` and ``sizes``.
         most: tokens of a step.
-        nbytes: of the experts that would cross; ``link``: bytes a second.
+        stream_s: see ``Rates``; ``split``: whether steps can be split.
     """
-    few, many = (
-        (T, step_seconds(step(T), arrays, sizes, T, vocabulary))
-        for T in (min(T, most) for T in MEASURED)
+
+    def timed(tokens: int, share: float) -> float:
+        return step_seconds(step(tokens, share), arrays, sizes, tokens, vocabulary)
+
+    measured = sorted({min(tokens, most) for tokens in MEASURED})
+    rates = Rates(stream_s, tuple((T, timed(T, 0.0)) for T in measured))
+    if not split:
+        return rates
+    found = [balanced_share(cpu_s, stream_s, partial(timed, T)) for T, cpu_s in rates.cpu]
+    return replace(
+        rates,
+        split=tuple((T, seconds) for T, (_, seconds) in zip(measured, found, strict=True)),
+        shares=tuple((T, share) for T, (share, _) in zip(measured, found, strict=True)),
     )
-    return Rates.measured(nbytes, link, few, many)

@@ -19,6 +19,7 @@ from pykernels.gpu.common.bandwidth import read
 from pykernels.gpu.embedding import embed
 from pykernels.gpu.moe.permute import permute, sort_pairs, unpermute
 from pykernels.gpu.moe.place_routing import place_routing
+from pykernels.gpu.moe.rank_experts import rank_experts
 from pykernels.gpu.moe.router import route, router
 from pykernels.gpu.moe.router_logits import router_logits
 from pykernels.gpu.moe.split_routing import split_routing
@@ -162,6 +163,19 @@ def _place_routing(T: int) -> Op:
     return Op(f"place_routing of {T}", make, run, ("here", "there"))
 
 
+def _rank_experts(T: int) -> Op:
+    def make(device: torch.device) -> Tensors:
+        E, topk, count = 128, 8, 50
+        ids = integers(device, E + 1, T, topk, dtype=torch.int32) - 1
+        sizes = {"slots": E, "order": count}
+        return {"ids": ids} | {n: empty(device, N, dtype=torch.int32) for n, N in sizes.items()}
+
+    def run(t: Tensors) -> None:
+        rank_experts(t["ids"], t["slots"], t["order"])
+
+    return Op(f"rank_experts of {T}", make, run, ("slots", "order"))
+
+
 def _gate(T: int, dtype: torch.dtype) -> Op:
     def make(device: torch.device) -> Tensors:
         E, H = large(device, 256, 18), large(device, 7168, 520)
@@ -271,6 +285,7 @@ AROUND = (
     _router(60, RouterSpec(4)),
     _split_routing(37),
     _place_routing(37),
+    _rank_experts(300),
     _gate(1, FP32),
     _gate(5, BF16),
     _gate(40, FP32),

@@ -3,7 +3,7 @@ interpreter where there is no GPU: the truth is transformers' own model."""
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,13 @@ from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.devices.cuda.streaming import balanced_tokens
 from runtime.engine import Engine, SamplingParams
 from runtime.matrix import packer
-from runtime.profiling.prefill_rates import Rates, choose, split_range, turning_point
+from runtime.profiling.prefill_rates import (
+    Rates,
+    balanced_share,
+    choose,
+    split_range,
+    turning_point,
+)
 from runtime.workers.pool import WorkerPool, make_pool
 
 from ..cpu.routed import TWO_CORES
@@ -220,16 +226,20 @@ def test_steps_are_as_long_as_the_link_takes(
 
 def test_which_steps_are_streamed() -> None:
     """The link takes 150 ms a step, the CPU 10 ms and half a millisecond a token."""
-    rates = Rates.measured(8_000_000, 8_000_000 / 0.1502, (64, 0.042), (256, 0.138))
-    assert astuple(rates) == pytest.approx((0.1502, 0.01, 0.0005, 1.25))
-    assert [choose(tokens, rates, False) for tokens in (1, 279, 281, 4096)] == ["cpu"] * 2 + [
-        "stream"
-    ] * 2
-    # The CPU takes 120 ms for 220, a quarter more beside the link, and half of that for half.
-    assert rates.share(220) == pytest.approx(0.5, abs=0.01)
-    assert [choose(T, rates) for T in (1, 220, 4096)] == ["cpu", "split", "stream"]
-    assert split_range(rates, 100) == range(94, 101) and not split_range(rates, 90)
+    rates = Rates(0.1502, ((64, 0.042), (256, 0.138), (1024, 0.522)))
+    assert [choose(tokens, rates) for tokens in (1, 279, 281, 4096)] == ["cpu"] * 2 + ["stream"] * 2
     assert turning_point(rates, 4096) == 280 and turning_point(rates, 100) == 100
-    assert turning_point(Rates(0.15, 0.2, 0.001), 4096) == 0
-    assert turning_point(Rates(0.15, 0.2, 0.0), 4096) == 0  # no slower with more tokens
-    assert turning_point(Rates(0.15, 0.1, 0.0), 4096) == 4096
+    assert turning_point(Rates(0.15, ((64, 0.2), (256, 0.2))), 4096) == 0
+    assert turning_point(Rates(0.15, ((64, 0.1), (256, 0.1))), 4096) == 4096
+    assert not split_range(rates, 4096)
+    both = replace(
+        rates, split=((64, 0.05), (256, 0.1), (1024, 0.2)), shares=((64, 0.2), (256, 0.6))
+    )
+    assert split_range(both, 4096) == range(112, 584) and both.share(160) == pytest.approx(0.4)
+    assert [choose(tokens, both) for tokens in (64, 280, 1024)] == ["cpu", "split", "stream"]
+
+
+def test_the_fastest_share_is_found() -> None:
+    """The CPU is twice as fast with what is left as its share says: the link takes 0.15 s."""
+    share, seconds = balanced_share(0.15, 0.15, lambda f: max(0.15 * f, 0.075 * (1 - f)))
+    assert share == pytest.approx(0.32) and seconds < 0.0512

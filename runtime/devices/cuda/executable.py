@@ -43,6 +43,7 @@ BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
     "router": experts.router,
     "split_routing": experts.split_routing,
     "place_routing": experts.place_routing,
+    "rank_experts": experts.rank_experts,
     "load_experts": streamed.load_experts,
     "unpack_experts": streamed.unpack_experts,
     "moe_ffn": experts.moe_ffn,

@@ -23,7 +23,7 @@ from ...passes import defer, keep_routing
 from ...passes.gpu_experts import slot_tables
 from ...passes.layers import moe_layers
 from ...placement import CPU, Placement, place
-from ...profiling.prefill_rates import Rates, measured_rates, step_seconds
+from ...profiling.prefill_rates import Rates, measured_rates
 from ...program import Program
 from ...weights import LayoutOf
 from ...workers.pool import WorkerPool
@@ -46,8 +46,6 @@ DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
 """Buckets of steps with chunks of prompts, besides the largest one: a step computes at most half
 as much again as it has tokens for, and experts nothing for padding."""
-SPLIT_MEASURED = 256
-"""Tokens of the split step whose time says what the link costs the CPU."""
 HALF = 0.5
 """Share of the experts that cross where no rates are known: in Triton's interpreter."""
 
@@ -174,6 +172,7 @@ class CudaRunner(PagedRunner):
         self.buckets = HOST_BUCKETS if on_cpu else PROMPT_BUCKETS
         self.caches: dict[str, torch.Tensor] = {}
         self._maker: StepMaker | None = None
+        self._host_inputs: Mapping[str, torch.Tensor] = {}
         self.pinned = Pinned()
 
     @property
@@ -213,6 +212,7 @@ class CudaRunner(PagedRunner):
             self.streaming = self._pin(self.streaming)
         if self.streaming is None:
             return super().prompt_steps(inputs)
+        self._host_inputs = inputs
         program = self.lowered(1, 1, 1, 1, 1)
         # One GPU waits for the other: what crosses to both takes as long as to one of them.
         rate = partial(self.streaming.link_rate, program, self.weights)
@@ -221,8 +221,7 @@ class CudaRunner(PagedRunner):
         whole = self.streaming.whole(program) and not self.placement.slots
         sizes = self._prompt_sizes(program, inputs, whole and not self.placement.cached)
         own = self._bind_all(sizes.by_cpu, inputs, (), self.make_step)
-        for T in sizes.split:
-            own += self._bind_all([T], inputs, (self._split(T),), self.make_step)
+        own += [self._prompt_step(T, self._share(T)) for T in sizes.split]
         if whole and sizes.streamed:
             self._prepare(inputs)
             self.prefill_runner = StreamedRunner(self, sizes, self.streaming)
@@ -250,28 +249,26 @@ class CudaRunner(PagedRunner):
                 return PromptSizes.split_only(most)
         assert self.streaming is not None
         self.rates = measured_rates(
-            lambda T: self._step(T, inputs, (), self.make_step),
+            self._prompt_step,
             inputs,
             self.sizes,
             min(most, self.max_model_len),
             self.vocab_size,
-            self.streaming.nbytes(program),
-            self.link_bytes_per_s,
+            self.streaming.nbytes(program) / self.link_bytes_per_s,
+            may_split,
         )
-        if may_split:
-            T = min(SPLIT_MEASURED, most, self.max_model_len)
-            step = self._step(T, inputs, (self._split(T),), self.make_step)
-            seconds = step_seconds(step, inputs, self.sizes, T, self.vocab_size)
-            self.rates = self.rates.with_split(T, self.rates.share(T), seconds)
         if self.prefill == "split":
             return PromptSizes.split_only(most)
         return PromptSizes.chosen(self.rates, most, may_split)
 
-    def _split(self, T: int) -> Pass:
-        """A step of so many tokens with as many experts on the GPU as keep both devices busy."""
+    def _prompt_step(self, T: int, share: float) -> Executable:
+        """A step in which that share of the experts crosses."""
         assert self.streaming is not None
-        share = HALF if self.rates is None else self.rates.share(T)
-        return partial(self.streaming.split, share=share)
+        split = (partial(self.streaming.split, share=share),) if share else ()
+        return self._step(T, self._host_inputs, split, self.make_step)
+
+    def _share(self, T: int) -> float:
+        return HALF if self.rates is None else self.rates.share(T)
 
     def _pin(self, streaming: Streaming) -> Streaming | None:
         """With as many layers as can be pinned; None if there is none."""

@@ -203,10 +203,22 @@ def place_routing(m: Memory, node: Node) -> None:
         m.write(node.outputs[name], part)
 
 
+def rank_experts(m: Memory, node: Node) -> None:
+    experts, count = (len(m.whole(node.outputs[name])) for name in ("slots", "order"))
+    found = ref.rank_experts(m.read(node.inputs["ids"]), experts, count)
+    for name, table in zip(("slots", "order"), found, strict=True):
+        m.write(node.outputs[name], table)
+
+
 def load_experts(m: Memory, node: Node) -> None:
     first, count = node.attr("first"), node.attr("count")
     tiles = staged(m.program.weight(node, "experts"), count, m.whole(node.outputs["out"]))
-    copy_experts(m.whole_weight(node, "experts"), first, count, tiles)
+    held = m.whole_weight(node, "experts")
+    if "order" not in node.inputs:
+        copy_experts(held, first, count, tiles)
+        return
+    for i, expert in enumerate(m.read(node.inputs["order"])[first : first + count].tolist()):
+        copy_experts(held, expert, 1, tiles, i)
 
 
 def unpack_experts(m: Memory, node: Node) -> None:
@@ -270,6 +282,7 @@ OPS: dict[str, Op] = {
         router,
         split_routing,
         place_routing,
+        rank_experts,
         load_experts,
         unpack_experts,
         moe_ffn,

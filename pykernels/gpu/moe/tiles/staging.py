@@ -153,10 +153,10 @@ def copy_experts(
     for place, section in zip(places, packed.sections, strict=True):
         if place.numel():
             run = section[first:last].flatten(1).view(torch.uint8)
-            place.copy_(_storage_of_its_own(run), non_blocking=non_blocking)
+            place.copy_(storage_of_its_own(run), non_blocking=non_blocking)
 
 
-def _storage_of_its_own(run: torch.Tensor) -> torch.Tensor:
+def storage_of_its_own(run: torch.Tensor) -> torch.Tensor:
     """The same bytes as a tensor whose storage begins with them, valid as long as ``run``'s: by the
     begin of its storage torch decides whether a tensor is pinned, and an arena may begin behind
     that of its mapping."""

@@ -9,6 +9,7 @@ from pykernels.gpu.moe.fused_moe import down, gate_up
 from pykernels.gpu.moe.fused_moe import moe_ffn as run_experts
 from pykernels.gpu.moe.permute import empty_order, sort_pairs
 from pykernels.gpu.moe.place_routing import place_routing as place
+from pykernels.gpu.moe.rank_experts import rank_experts as rank
 from pykernels.gpu.moe.router import route
 from pykernels.gpu.moe.router import router as choose
 from pykernels.gpu.moe.split_routing import split_routing as split_by_weight
@@ -45,6 +46,11 @@ def place_routing(m: Memory, node: Node) -> Launch:
     ids, slots = m.read(node, "ids"), m.read(node, "slots")
     out = m.written(node, "here_ids"), m.written(node, "there_ids")
     return lambda: void(place(ids, slots, out))
+
+
+def rank_experts(m: Memory, node: Node) -> Launch:
+    ids, slots, order = m.read(node, "ids"), m.written(node, "slots"), m.written(node, "order")
+    return lambda: void(rank(ids, slots, order))
 
 
 def moe_ffn(m: Memory, node: Node) -> Launch:

@@ -11,6 +11,7 @@ import torch
 from pykernels.gpu.gemm.weights import Matrices
 from pykernels.gpu.moe.experts import Experts
 from pykernels.gpu.moe.from_tiles import ExpertTiles, copy_experts, unpack_tiles
+from pykernels.gpu.moe.tiles.gather import gather_experts
 from pykernels.quant import PackedExperts
 from pykernels.quant.split import SplitExperts
 
@@ -28,10 +29,14 @@ def load_experts(m: Memory, node: Node) -> Launch:
     first, count = node.attr("first"), node.attr("count")
     chosen, held = range(first, first + count), m.whole_weight(node, "experts")
     slices = _slices(held, count, m.written(node, "out"))
+    order = m.optional(node, "order")
 
     def launch() -> None:
         for part in slices:
-            copy_experts(part.packed, chosen, part.tiles)
+            if order is None:
+                copy_experts(part.packed, chosen, part.tiles)
+            else:
+                gather_experts(part.packed, order, first, part.tiles)
 
     return launch
 

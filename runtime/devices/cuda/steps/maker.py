@@ -10,7 +10,6 @@ import torch
 
 from pykernels.ref.sampling import Sampled
 
-from ....passes.gpu_experts import slot_tables
 from ....program import Program
 from ...sampling import SamplingInputs
 from ..executable import CudaExecutable, GpuMemory
@@ -69,9 +68,6 @@ class StepMaker:
         owner = self._owner
         T, R, expand_from = program.sizes["T"], program.sizes["R"], expansion(program)
         bucket = self._inputs.bucket(T, R, decode, expand_from, has_lanes(program))
-        for name, table in slot_tables(program).items():
-            if name not in owner.caches:
-                owner.caches[name] = table.to(self._device_of(program, name))
         executable = CudaExecutable(
             program,
             owner.weights,
@@ -92,10 +88,6 @@ class StepMaker:
             # What is launched for expanded sequences depends on how many keys they have.
             self._warm(executable, bucket, captured=decode or (expand_from or NEVER) == NEVER)
         return executable
-
-    def _device_of(self, program: Program, buffer: str) -> torch.device:
-        """Of the nodes that read a buffer."""
-        return self._owner.gpus[next(n.device for n in program.nodes if buffer in n.reads)]
 
     def _send(self, bucket: Bucket) -> None:
         T, S, R, *_ = self._sizes.tolist()
