@@ -32,6 +32,11 @@ def defer(program: Program, N: int, least: int = LEAST) -> Program:
     """
     if N == 0:
         return program
+    if any(node.op == "rank_experts" for node in program.nodes):
+        raise PykernelsError(
+            f"defer after split_experts would defer others in each step of {program.name!r}",
+            "Apply defer to decode steps, and split_experts to prompts",
+        )
     layers = moe_layers(program)
     check_count(program, layers, N, least)
     nodes: list[Node] = []

@@ -19,7 +19,15 @@ from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.devices.runner import Pass
-from runtime.passes import defer, fewest_deferred, gpu_experts, offload, skip, stream_weights
+from runtime.passes import (
+    defer,
+    fewest_deferred,
+    gpu_experts,
+    offload,
+    skip,
+    split_experts,
+    stream_weights,
+)
 from runtime.passes.gpu_experts import slot_tables
 from runtime.passes.layers import moe_layers
 from runtime.passes.stream_weights import Ring
@@ -154,6 +162,7 @@ PASSES: dict[str, Pass] = {
     "skip": lambda p: skip(p, 1),
     "offload": offload,
     "stream_weights": streamed,
+    "split_experts": lambda p: split_experts(p, 0.4, lambda spec: spec.nbytes, Ring(3, 2)),
 }
 PAIRS: dict[tuple[str, str], dict[str, Any] | str] = {
     ("defer", "defer"): {"deferred": 2},
@@ -181,6 +190,17 @@ PAIRS: dict[tuple[str, str], dict[str, Any] | str] = {
     ("skip", "stream_weights"): {"skipped": 1},
     ("gpu_experts", "stream_weights"): {},
     ("offload", "stream_weights"): {},
+    ("split_experts", "defer"): "and split_experts to prompts",
+    ("split_experts", "skip"): "Apply skip before gpu_experts",
+    ("split_experts", "offload"): "Apply offload before",
+    ("split_experts", "gpu_experts"): "once",
+    ("split_experts", "stream_weights"): "once",
+    ("split_experts", "split_experts"): "once",
+    ("defer", "split_experts"): "before",
+    ("skip", "split_experts"): {"skipped": 1},
+    ("gpu_experts", "split_experts"): "once",
+    ("offload", "split_experts"): {},
+    ("stream_weights", "split_experts"): "before",
 }
 """What two passes in a row are, or why they are refused."""
 

@@ -23,6 +23,7 @@ from pykernels.gpu.moe.rank_experts import rank_experts
 from pykernels.gpu.moe.router import route, router
 from pykernels.gpu.moe.router_logits import router_logits
 from pykernels.gpu.moe.split_routing import split_routing
+from pykernels.gpu.moe.tiles.gather import gather_rows
 from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.gpu.rope import rope
@@ -171,9 +172,26 @@ def _rank_experts(T: int) -> Op:
         return {"ids": ids} | {n: empty(device, N, dtype=torch.int32) for n, N in sizes.items()}
 
     def run(t: Tensors) -> None:
-        rank_experts(t["ids"], t["slots"], t["order"])
+        rank_experts(t["ids"], 128, 50, (t["slots"], t["order"]))
 
     return Op(f"rank_experts of {T}", make, run, ("slots", "order"))
+
+
+def _gather_rows(count: int) -> Op:
+    def make(device: torch.device) -> Tensors:
+        E, words = 16, 5000
+        order = torch.randperm(E, device=device).to(torch.int32)
+        source = integers(device, 1 << 30, E, words, dtype=torch.int32)
+        return {
+            "source": source,
+            "order": order,
+            "out": empty(device, count, words, dtype=torch.int32),
+        }
+
+    def run(t: Tensors) -> None:
+        gather_rows(t["source"], t["order"], 2, t["out"])
+
+    return Op(f"gather_rows {count} experts", make, run, ("out",))
 
 
 def _gate(T: int, dtype: torch.dtype) -> Op:
@@ -286,6 +304,7 @@ AROUND = (
     _split_routing(37),
     _place_routing(37),
     _rank_experts(300),
+    _gather_rows(3),
     _gate(1, FP32),
     _gate(5, BF16),
     _gate(40, FP32),

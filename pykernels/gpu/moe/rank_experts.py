@@ -8,6 +8,7 @@ import triton.language as tl
 
 from ...errors import PykernelsError
 from ..common.launch import check_device
+from ..common.strides import check_out
 
 _BLOCK = 1024
 """Choices that are counted at once."""
@@ -44,38 +45,49 @@ def _rank(
 
 
 def rank_experts(
-    ids: torch.Tensor, slots: torch.Tensor, order: torch.Tensor
+    ids: torch.Tensor,
+    experts: int,
+    count: int,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ranks experts by how many tokens take them. One launch.
 
     Args:
-        ids: contiguous int32 or int64 [T, topk]; outside 0..E-1: of no expert.
-        slots: contiguous int32 [E], written: the place of each expert in ``order``, or -1.
-        order: contiguous int32 [count], written: the experts that most tokens take, in order; of
-            those with as many the first.
+        ids: contiguous int32 or int64 [T, topk]; outside 0..experts-1: of no expert.
+        experts: of the layer; ``count``: how many of them are ranked.
+        out: contiguous int32 [experts] and [count]; None: new ones.
 
     Returns:
-        ``slots`` and ``order``.
+        The place of each expert among those that most tokens take, or -1; and those in order, of
+        those with as many tokens the first.
 
     Raises:
-        PykernelsError: other dtypes, more experts than ``MAX_EXPERTS``, fewer than ``order`` has
-            room for, or no Triton here.
+        PykernelsError: other dtypes or shapes, more experts than ``MAX_EXPERTS``; no Triton here.
     """
-    check_device(ids, slots, order)
-    E, count = len(slots), len(order)
+    check_device(ids)
     if ids.dtype not in (torch.int32, torch.int64) or not ids.is_contiguous():
         raise PykernelsError(
             f"the ids are {ids.dtype} {tuple(ids.shape)}", "Give contiguous int32 [T, topk]"
         )
-    if not 0 < count <= E <= MAX_EXPERTS:
+    if not 0 < count <= experts <= MAX_EXPERTS:
         raise PykernelsError(
-            f"{count} of {E} experts", f"Give 1 to E, of at most {MAX_EXPERTS} experts"
+            f"{count} of {experts} experts", f"Give 1 to all, of at most {MAX_EXPERTS} experts"
         )
-    for name, table in (("slots", slots), ("order", order)):
-        if table.dtype != torch.int32 or not table.is_contiguous():
-            raise PykernelsError(f"{name} is {table.dtype}", "Give contiguous int32")
-    EP = triton.next_power_of_2(E + 1)
+    slots, order = (
+        check_out(part, ids, size, dtype=torch.int32)
+        for part, size in zip(out or (None, None), (experts, count), strict=True)
+    )
+    EP = triton.next_power_of_2(experts + 1)
     _rank[(1,)](
-        ids, slots, order, ids.numel(), E, count, BLOCK=_BLOCK, EP=EP, OTHERS=_OTHERS, num_warps=8
+        ids,
+        slots,
+        order,
+        ids.numel(),
+        experts,
+        count,
+        BLOCK=_BLOCK,
+        EP=EP,
+        OTHERS=_OTHERS,
+        num_warps=8,
     )
     return slots, order

@@ -50,7 +50,7 @@ def place_routing(m: Memory, node: Node) -> Launch:
 
 def rank_experts(m: Memory, node: Node) -> Launch:
     ids, slots, order = m.read(node, "ids"), m.written(node, "slots"), m.written(node, "order")
-    return lambda: void(rank(ids, slots, order))
+    return lambda: void(rank(ids, len(slots), len(order), (slots, order)))
 
 
 def moe_ffn(m: Memory, node: Node) -> Launch:
