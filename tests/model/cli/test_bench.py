@@ -80,7 +80,7 @@ BAD = [
     ([*GPU, "--numa", 2], "--numa .* are the CPU's"),
     pytest.param(GPU, "has no CUDA GPU", marks=NO_CUDA),
     (["attention", "--device", "cpu"], "attention has no kernel for cpu"),
-    (["e2e", "--prefill", "gpu"], "--prefill gpu. Give auto, cpu, stream"),
+    (["e2e", "--prefill", "gpu"], "--prefill gpu. Give auto, cpu, split, stream"),
     (["e2e", "--prefill", "stream"], "--prefill stream without a GPU. Add --device cuda:0"),
     (["prefill", "--device", "cpu"], "is about a GPU. Give --device cuda:0"),
     (["prefill", "--lengths", "64,0"], "--lengths 64,0. Give tokens"),
