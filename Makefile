@@ -103,13 +103,10 @@ GUARDS   := $(CHECKED) tests/gpu/common/test_guards.py
 LAUNCHED := $(CHECKED) $(addprefix tests/gpu/,test_handshake.py test_cuda_attention.py test_cuda_sampling.py \
 	moe/test_place_routing.py moe/test_split_routing.py moe/test_from_tiles.py) \
 	-k "not refused and not graph and not every_format"
-# A whole step in its graph, which takes memory from torch's allocator.
-ENGINE   := $(CHECKED) tests/gpu/test_cuda_device.py -k "two_lanes or some_experts"
 sanitize-gpu:
 	@command -v compute-sanitizer >/dev/null || { echo "error: there is no compute-sanitizer on the PATH. It is part of the CUDA toolkit" >&2; exit 2; }
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZE) --tool memcheck $(PY) $(GUARDS)
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZE) --tool memcheck $(PY) $(LAUNCHED)
-	$(SANITIZE) --tool memcheck $(PY) $(ENGINE)
 	$(SANITIZE) --tool racecheck $(PY) $(GUARDS) -k "only_results and (gqa_decode or route or sort or sample)"
 
 # A stamp is newer than what it was made from, or the install is done again.
