@@ -107,9 +107,10 @@ def test_logprobs_are_transformers(
         assert logprob_error(result, wanted) < BF16
 
 
-def test_split_prompts_are_transformers(tmp_path: Path, device: torch.device) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_split_prompts_are_transformers(family: str, tmp_path: Path, device: torch.device) -> None:
     """Half of the experts cross; chunks of 4 tokens and decode steps follow each other."""
-    made = tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    made = tiny.make(tmp_path, family, num_hidden_layers=2)
     prompt = [5, 17, 60, 33, 8, 90]
     with torch.no_grad():
         truth = made.reference(torch.tensor([prompt])).logits[0].float().log_softmax(-1)

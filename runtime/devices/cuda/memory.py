@@ -73,6 +73,7 @@ class Arena:
         """uint8 [nbytes or more]; it lives as long as its views, so the largest program should be
         the first to ask."""
         if len(self._block) < nbytes:
+            self._block = self._block[:0].clone()  # the smaller one goes first
             self._block = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         return self._block
 

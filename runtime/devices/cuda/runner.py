@@ -4,6 +4,7 @@ they do not fit."""
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from ...engine.batch import DeviceLost, StepBatch, StepResult
 from ...experts.cache import CachePolicy
 from ...kv_cache.layout import PAGE
 from ...machine.pinned import Pinned
+from ...partition import partition
 from ...passes import defer, keep_routing
 from ...passes.gpu_experts import slot_tables
 from ...passes.layers import moe_layers
@@ -31,13 +33,13 @@ from ...workers.threads import spin_budget
 from ..gpus import Gpus, check_device, free_bytes, gpus_of, interpreted, several_refused
 from ..runner import Executable, Lowerable, PagedRunner, Pass
 from ..slots import Slots
-from .capacity import HEADROOM, step_tokens
+from .capacity import HEADROOM, step_bytes, step_tokens
 from .deferral import measured_deferral
 from .executable import CudaExecutable
 from .memory import dtypes
 from .slots import on_gpu
 from .steps.maker import StepMaker
-from .steps.prompt_sizes import HOST_BUCKETS, PromptSizes
+from .steps.prompt_sizes import HOST_BUCKETS, SPLIT_BUCKETS, PromptSizes
 from .steps.streamed_runner import StreamedRunner
 from .streaming import Sizes, Streaming, wanted_streaming
 from .weights import gpu_bytes, layouts
@@ -46,6 +48,8 @@ DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
 """Buckets of steps with chunks of prompts, besides the largest one: a step computes at most half
 as much again as it has tokens for, and experts nothing for padding."""
+MOST_SPLIT = 0.95
+"""Share of the experts for which a split step must have room."""
 HALF = 0.5
 """Share of the experts that cross where no rates are known: in Triton's interpreter."""
 
@@ -219,7 +223,8 @@ class CudaRunner(PagedRunner):
         self.link_bytes_per_s = min(map(rate, self.gpus.values()))
         # Else their experts are on the CPU in part, or on the GPU in places that change.
         whole = self.streaming.whole(program) and not self.placement.slots
-        sizes = self._prompt_sizes(program, inputs, whole and not self.placement.cached)
+        may_split = whole and not self.placement.cached
+        sizes = self._prompt_sizes(program, inputs, may_split and self._can_split(inputs))
         own = self._bind_all(sizes.by_cpu, inputs, (), self.make_step)
         own += [self._prompt_step(T, self._share(T)) for T in sizes.split]
         if whole and sizes.streamed:
@@ -242,7 +247,8 @@ class CudaRunner(PagedRunner):
         if self.prefill == "split":
             if not may_split:
                 raise PykernelsError(
-                    "prefill split beside experts that the GPU has already",
+                    "experts of prompts cannot be split: the GPU has some already, too little"
+                    " memory for two layers of them twice, or no kernel that gathers them",
                     "Leave prefill at auto, or gpu_experts and expert_cache out",
                 )
             if not self.real:
@@ -260,6 +266,25 @@ class CudaRunner(PagedRunner):
         if self.prefill == "split":
             return PromptSizes.split_only(most)
         return PromptSizes.chosen(self.rates, most, may_split)
+
+    def _can_split(self, inputs: Mapping[str, torch.Tensor]) -> bool:
+        """Whether there are kernels for split steps, and memory beside that of streamed ones."""
+        streaming = self.streaming
+        assert streaming is not None
+        if not streaming.gathers(self.lowered(1, 1, 1, 1, 1)):
+            return False
+        if not self.real:
+            return True
+        self._prepare(inputs)
+        needed, most = Counter[str](), self.max_num_batched_tokens
+        split = partial(streaming.split, share=MOST_SPLIT)
+        for T, rewrite in ((most, streaming.apply), (min(most, SPLIT_BUCKETS[-1]), split)):
+            rows = min(T, self.max_num_logits)
+            pages = inputs["page_table"].shape[1]
+            program = self.lowered(T, self.max_num_seqs, rows, self.num_pages, pages)
+            for name, part in partition(rewrite(program)).items():
+                needed[name] += step_bytes(part) if name in self.gpus else 0
+        return all(n - HEADROOM >= needed[name] for name, n in free_bytes(self.gpus).items())
 
     def _prompt_step(self, T: int, share: float) -> Executable:
         """A step in which that share of the experts crosses."""

@@ -11,6 +11,8 @@ import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.gpu.moe.from_tiles import ExpertTiles, copy_experts, supports
+from pykernels.gpu.moe.rank_experts import MAX_EXPERTS
+from pykernels.gpu.moe.tiles.gather import gatherable
 from pykernels.quant import get_format
 from pykernels.quant.split import Experts
 
@@ -68,6 +70,15 @@ class Streaming:
     def whole(self, program: Program) -> bool:
         """Whether no experts are left to the CPU."""
         return len([*self._experts(program)]) == len(moe_layers(program))
+
+    def gathers(self, program: Program) -> bool:
+        """Whether a kernel can bring the experts that a table names."""
+        return all(
+            spec.shape[0] <= MAX_EXPERTS
+            and spec.moe is not None
+            and gatherable(spec.moe, get_format(spec.fmt), get_format(spec.down_fmt))
+            for _, spec in self._experts(program)
+        )
 
     def split(self, program: Program, share: float) -> Program:
         """The program with that share of each layer's experts streamed."""
