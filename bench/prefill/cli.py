@@ -47,8 +47,8 @@ def prefill(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Time prompts whose experts lie in main memory beside a GPU: computed by the CPU, streamed to
-    the GPU, and by whichever is faster (--prefill auto)."""
+    """Time prompts whose experts lie in main memory beside a GPU: computed by the CPU, by both at
+    once (split), streamed to the GPU, and by whichever is fastest (--prefill auto)."""
     given = {"format": format, "layers": layers, "vocab": vocab, "experts": None}
     given["activations"] = None
     check_options(model, arch, given)

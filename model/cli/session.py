@@ -312,6 +312,8 @@ class Session:
                 layers = self.llm.gpu_experts
                 count = sum(map(len, layers.values()))
                 note(f"{count} experts of {len(layers)} layers are on {device} too")
+            if self.llm.runner.prompt_ways:
+                note(self.llm.runner.prompt_ways)
             if (slots_there := self.llm.runner.slots) is not None:
                 sizes = [spec.shape[0] for spec in slots_there.specs]
                 note(f"{sum(sizes)} slots for experts of {len(sizes)} layers are on {device}")

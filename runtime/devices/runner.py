@@ -117,6 +117,8 @@ class PagedRunner(ABC):
     """Whether experts of steps with chunks of prompts are streamed to the device."""
     prefill_runner: PrefillRunner | None = None
     """Runs long prompts beside this one's steps; its programs are among ``steps``, too."""
+    prompt_ways = ""
+    """Where experts of prompts are computed, and why, where that was measured."""
     last_sizes = (0, 0)
     """T and S of the step that ended last."""
 

@@ -17,6 +17,7 @@ from model.opened import open_weights
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.runner import CudaOptions, CudaRunner
+from runtime.devices.cuda.steps.prompt_sizes import PromptSizes
 from runtime.devices.cuda.streaming import balanced_tokens
 from runtime.engine import Engine, SamplingParams
 from runtime.matrix import packer
@@ -238,6 +239,10 @@ def test_which_steps_are_streamed() -> None:
     )
     assert split_range(both, 4096) == range(112, 584) and both.share(160) == pytest.approx(0.4)
     assert [choose(tokens, both) for tokens in (64, 280, 1024)] == ["cpu", "split", "stream"]
+    sizes = PromptSizes.chosen(both, 4096, may_split=True)
+    assert (sizes.beside, sizes.alone) == (281, 584)  # beside decodes nothing is split
+    assert sizes.by_cpu[-1] == 111 and sizes.split == (128, 256, 512, 583)
+    assert sizes.streamed == (512, 2048, 4096)
 
 
 def test_the_fastest_share_is_found() -> None:

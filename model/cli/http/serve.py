@@ -226,6 +226,8 @@ def serve(
             app = create_app(llm, settings, _read_roof(llm))
         address, at = bound.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
+        if llm.runner.prompt_ways:
+            note(llm.runner.prompt_ways)
         text = f"{names[0]} is served at http://{shown}:{at}/v1"
         run(app, settings, bound, lambda: err().print(text, markup=False))
 

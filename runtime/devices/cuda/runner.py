@@ -265,7 +265,9 @@ class CudaRunner(PagedRunner):
         )
         if self.prefill == "split":
             return PromptSizes.split_only(most)
-        return PromptSizes.chosen(self.rates, most, may_split)
+        sizes = PromptSizes.chosen(self.rates, most, may_split)
+        self.prompt_ways = sizes.described(self.rates)
+        return sizes
 
     def _can_split(self, inputs: Mapping[str, torch.Tensor]) -> bool:
         """Whether there are kernels for split steps, and memory beside that of streamed ones."""

@@ -57,6 +57,17 @@ class PromptSizes:
             last + 1,
         )
 
+    def described(self, rates: Rates) -> str:
+        """Which steps go which way, and what was measured, as one line."""
+        ways = [f"up to {self.by_cpu[-1]} tokens on the CPU"] if self.by_cpu else []
+        ways += [f"up to {self.split[-1]} on both"] if self.split else []
+        ways += ["more streamed to the GPU"] if self.streamed else []
+        tokens, seconds = rates.cpu[0]
+        return (
+            f"experts of prompts: {', '.join(ways)} (all cross in {1e3 * rates.stream_s:.0f} ms;"
+            f" {tokens} tokens take the CPU {1e3 * seconds:.0f})"
+        )
+
 
 def _up_to(buckets: tuple[int, ...], first: int, last: int) -> tuple[int, ...]:
     """The buckets from ``first`` on, and ``last``; none if there is nothing between."""
