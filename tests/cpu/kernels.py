@@ -42,7 +42,7 @@ TRIED: dict[str, dict[str, tuple[str, ...]]] = {
     # extensions, its GEMM in float32, and integers in the way that this CPU does not prefer (as
     # bfloat16 or as int8 slices).
     "modelled amx": {"bf16": ("fp8",), "int8": ()},
-    "base": {"bf16": ("fp8",), "int8": ("q4_k",)},
+    "base": {"bf16": ("fp8",), "int8": ()},
     "fma": {"bf16": ("q4_k",), "int8": ()},
     "other": {"bf16": (), "int8": ()},  # AMX's tiles of one token take int8 slices too
 }
