@@ -62,6 +62,8 @@ def stages(device: str, kernel: str = "auto", batch: int = 1) -> tuple[Stage, ..
 class InOrder(CpuRunner):
     """Each node waits for the whole of the one before, whatever it reads."""
 
+    late_masks = False
+
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CpuExecutable:
         return CpuExecutable(
             program,

@@ -117,6 +117,8 @@ class PagedRunner(ABC):
     """Whether experts of steps with chunks of prompts are streamed to the device."""
     prefill_runner: PrefillRunner | None = None
     """Runs long prompts beside this one's steps; its programs are among ``steps``, too."""
+    late_masks = False
+    """Whether masks are written while a step runs (``write_masks``)."""
     prompt_ways = ""
     """Where experts of prompts are computed, and why, where that was measured."""
     last_sizes = (0, 0)
@@ -307,6 +309,8 @@ class PagedRunner(ABC):
         if changed:
             self._arrange(own)
         self._sampling.refresh()
+        if not self.late_masks:
+            self._sampling.write_masks()
         if self._lanes is not None and own.T == own.S:
             self._lanes.send(own.T)
         if self.slots is not None:
@@ -316,6 +320,10 @@ class PagedRunner(ABC):
         self._running = True
         if self.slots is not None:
             self.slots.plan()
+
+    def write_masks(self) -> None:
+        """See ``engine.batch.Runner``."""
+        self._sampling.write_masks()
 
     def result(self) -> StepResult:
         """Waits for the step that was launched.

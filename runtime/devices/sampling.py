@@ -102,10 +102,13 @@ class SamplingInputs:
         self.masks = len(self._masked)
         self.version += 1
 
-    def refresh(self) -> None:
-        """Before each step: the masks as they are now."""
+    def write_masks(self) -> None:
+        """The masks as they are now, before a step reads them."""
         for row, mask in enumerate(self._masked):
             self._mask[row] = mask
+
+    def refresh(self) -> None:
+        """Before each step: what it will count."""
         for seen_row in self._penalized:
             self._drawn[seen_row] += 1
 

@@ -273,6 +273,14 @@ class Runner(StepRunner, Protocol):
         """Runs long prompts beside this one's steps, once this one is bound; None: nothing does."""
         ...
 
+    late_masks: bool
+    """Whether a step with masks may be launched before they are written."""
+
     def bind(self, batch: StepBatch) -> None:
         """Called once, before the first step, with the batch that later steps are written into."""
+        ...
+
+    def write_masks(self) -> None:
+        """Called once behind each ``launch`` of a batch with masks, where they may be late: they
+        are what the sampler, which waits for that, is to read."""
         ...

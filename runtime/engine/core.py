@@ -9,7 +9,8 @@ What the next step draws must not depend on that:
 - Penalties count the tokens before the next step begins. End tokens are allowed from a number of
   tokens on, which the scheduler knows ahead.
 - Where a constraint says what may come next, its mask follows from the token before: it is made
-  between two steps, before the next one is launched.
+  while the next step computes its logits, if the runner's sampler waits for masks; else between two
+  steps, before the next one is launched.
 - Where an end token was drawn, or somebody has asked for something meanwhile, the step that was
   scheduled ahead is given up for one that knows of it: a row for nothing, or a request that waits
   for one step more, costs more than the overlap brings. So is it where pages are short.
@@ -178,6 +179,8 @@ class Core:
         seconds = self.clock() - self._launched_at
         self.scheduler.writer.set_tokens(result.sampled_token_ids)
         ended = self._count(running, sampled_token_ids)
+        if not self.runner.late_masks:
+            ended |= self._mask(running, sampled_token_ids)
         if self._routed:
             _write_routing(running, result)
         failure = None
@@ -187,7 +190,13 @@ class Core:
             else:
                 if running.scored:
                     result = result.copy()
-                failure = self._launch(ahead)
+                failure = self._launch(ahead, masked=False)
+        if self.runner.late_masks:
+            try:
+                self._mask(running, sampled_token_ids)
+            finally:
+                if self._running is not None and ahead is not None and ahead.masked:
+                    self.runner.write_masks()
         if prompts is not None:
             self._launch_beside(prompts)
         self.scheduler.timed(running, seconds)
@@ -197,13 +206,15 @@ class Core:
             self._fail(ahead, failure)
         return alive or self.busy
 
-    def _launch(self, step: ScheduledStep) -> BaseException | None:
-        """Start a step; its error if that fails."""
+    def _launch(self, step: ScheduledStep, masked: bool = True) -> BaseException | None:
+        """Start a step, whose masks are there if it is ``masked``; its error if that fails."""
         self.stats.steps += 1
         try:
             self.runner.launch(step.batch)
         except BaseException as error:
             return error
+        if masked and step.masked and self.runner.late_masks:
+            self.runner.write_masks()
         self._running, self._launched_at = step, self.clock()
         self.scheduler.launched(step)
         return None
@@ -244,6 +255,7 @@ class Core:
             self._fail_beside(step, error)
             return
         self._count(step, sampled_token_ids)
+        self._mask(step, sampled_token_ids)
         self.scheduler.finished_prefill(step, whole=True)
         self._deliver(step, sampled_token_ids, result, self.clock() - self._beside_at)
 
@@ -261,16 +273,25 @@ class Core:
             raise error
 
     def _count(self, step: ScheduledStep, sampled_token_ids: list[int]) -> bool:
-        """What must be done before the next step: penalties count what was drawn, and constraints
-        say what may follow.
+        """What must be done before the next step: penalties count what was drawn.
 
         Returns:
-            Whether an end token is among it, or a constraint has failed.
+            Whether an end token is among it.
         """
         for row, request in step.counted:
             if request.state is State.RUNNING:
                 assert request.sampling.counts is not None
                 request.sampling.counts.add(sampled_token_ids[row])
+        if step.ends.isdisjoint(sampled_token_ids):
+            return False
+        return any(map(_ends, step.sampled, sampled_token_ids))
+
+    def _mask(self, step: ScheduledStep, sampled_token_ids: list[int]) -> bool:
+        """Constraints say what may follow.
+
+        Returns:
+            Whether one of them has failed.
+        """
         for row, request in step.masked:
             token = sampled_token_ids[row]
             last = request.num_output_tokens + 1 >= request.max_tokens
@@ -280,10 +301,8 @@ class Core:
                     request.masked.accept(token)
                 except Exception as error:  # it fails alone, unless a stop string ends it here
                     self._lost[request] = error
-        if step.ends.isdisjoint(sampled_token_ids):
-            return bool(self._lost)
-        ended = map(_ends, step.sampled, sampled_token_ids)
-        return bool(self._lost) or any(ended)
+                    request.masked.mask[:] = -1  # a row that nobody reads may have begun
+        return bool(self._lost)
 
     def _deliver(
         self,

@@ -43,6 +43,7 @@ class FakeRunner:
     vocab_size: int = 997
     routed_layers = ()
     prefill_runner = None
+    late_masks = True
     cache: np.ndarray = field(init=False)
     drawn: dict[int, list[int]] = field(default_factory=dict)
     """By seed, which is another for each request of a test."""
@@ -66,6 +67,10 @@ class FakeRunner:
         assert batch is self.bound and not self.running
         batch.copy_to(self.own)
         self.running = True
+
+    def write_masks(self) -> None:
+        """They are read when the step's end is awaited, where they lie."""
+        assert self.running
 
     def result(self) -> StepResult:
         assert self.running

@@ -116,7 +116,7 @@ def test_the_next_step_is_launched_before_tokens_are_delivered() -> None:
     assert runner.log == ["launch", *between, "result", "text"], "nothing after the last token"
 
 
-def test_only_a_mask_comes_between_constrained_steps() -> None:
+def test_masks_are_made_while_the_next_step_runs() -> None:
     runner = Logged()
 
     class Anything:
@@ -136,7 +136,7 @@ def test_only_a_mask_comes_between_constrained_steps() -> None:
 
     engine = Engine(runner, threaded=False, detokenizer=lambda: Told(WORDS))
     engine.generate([[1]], SamplingParams(seed=1, max_tokens=3, stop="zzz", constraint=Anything()))
-    between = ["result", "mask", "launch", "text"] * 2
+    between = ["result", "launch", "mask", "text"] * 2
     assert runner.log == ["launch", *between, "result", "text"]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from runtime.engine import SamplingParams
 from runtime.step_inputs import allocate_inputs
 
 from ..cpu.kernels import fastest
+from ..cpu.routed import TWO_CORES
 from . import tiny
 
 BF16 = 0.05
@@ -156,3 +159,30 @@ def test_a_cache_in_e4m3(tmp_path: Path) -> None:
     assert 0 < error.median() < BF16
     with pytest.raises(PykernelsError, match="'int8'"):
         model.load_engine(tmp_path, kv_dtype="int8")
+
+
+class EveryOther:
+    """Even and odd tokens in turns; each time it takes longer than a step."""
+
+    count = 0
+
+    def begin(self) -> EveryOther:
+        return EveryOther()
+
+    def allowed(self, mask: np.ndarray) -> None:
+        time.sleep(0.01)
+        mask[:] = 0x55555555 << self.count % 2 & 0x7FFFFFFF
+
+    def accept(self, token: int) -> None:
+        self.count += 1
+
+
+@TWO_CORES
+def test_sampling_waits_for_masks_that_are_late(tmp_path: Path) -> None:
+    tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=1)
+    with model.load_engine(tmp_path, max_model_len=64, threads=2) as llm:
+        params = SamplingParams(max_tokens=20, ignore_eos=True, constraint=EveryOther())
+        free = SamplingParams(max_tokens=20, ignore_eos=True)
+        masked, _ = llm.engine.generate([[5, 6], [7]], [params, free])
+    tokens = masked.completions[0].token_ids
+    assert [token % 2 for token in tokens] == [0, 1] * 10

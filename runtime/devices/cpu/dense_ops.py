@@ -208,7 +208,9 @@ def sample_requests(ctx: Context, node: Node) -> list[Job]:
             for field in ("adjusted", "maxima", "partials", "scratch")
         },
     )
-    return [
+    jobs = [
         Job(f"{node.name}.{name}", run.address, record, setup.address)
         for name, (setup, run) in zip(("scan", "draw", "finish"), make_ops(), strict=True)
     ]
+    jobs[0].opens = ctx.masks_written
+    return jobs

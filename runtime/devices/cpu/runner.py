@@ -32,6 +32,7 @@ class CpuRunner(PagedRunner):
     """
 
     pool: WorkerPool
+    late_masks = True
     layouts = staticmethod(layouts)
 
     def __init__(
@@ -56,6 +57,7 @@ class CpuRunner(PagedRunner):
             max_num_logits,
         )
         self.pool, self.kernel = pool, kernel
+        self._masks_written = torch.ones(1, dtype=torch.int64, device="cpu")
         # On several nodes interleaved: attention is cut by sequences and runs of keys, so any
         # worker reads any page; none has a node of its own, and no memory controller is idle.
         self.caches = {
@@ -75,5 +77,26 @@ class CpuRunner(PagedRunner):
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CpuExecutable:
         return CpuExecutable(
-            program, self.weights, self.pool, inputs, self.caches, self.kernel, self.sizes
+            program,
+            self.weights,
+            self.pool,
+            inputs,
+            self.caches,
+            self.kernel,
+            self.sizes,
+            masks_written=self._masks_written.data_ptr(),
         )
+
+    def launch(self, batch: StepBatch) -> None:
+        self._masks_written[0] = 0  # the sampler waits; the jobs before it do not
+        try:
+            super().launch(batch)
+        except BaseException:
+            self._masks_written[0] = 1
+            raise
+        if not self._sampling.masks:
+            self._masks_written[0] = 1
+
+    def write_masks(self) -> None:
+        self._sampling.write_masks()
+        self._masks_written[0] = 1
