@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from ...engine.batch import StepBatch
@@ -57,7 +58,7 @@ class CpuRunner(PagedRunner):
             max_num_logits,
         )
         self.pool, self.kernel = pool, kernel
-        self._masks_written = torch.ones(1, dtype=torch.int64, device="cpu")
+        self._masks_written = np.ones(1, np.int64)
         # On several nodes interleaved: attention is cut by sequences and runs of keys, so any
         # worker reads any page; none has a node of its own, and no memory controller is idle.
         self.caches = {
@@ -84,7 +85,7 @@ class CpuRunner(PagedRunner):
             self.caches,
             self.kernel,
             self.sizes,
-            masks_written=self._masks_written.data_ptr(),
+            masks_written=int(self._masks_written.ctypes.data),
         )
 
     def launch(self, batch: StepBatch) -> None:

@@ -114,6 +114,7 @@ def check(
             if row.mask is not None:
                 allow(row.mask, [draws, 2 * draws, V - draws])
         inputs.refresh()
+        inputs.write_masks()
         generator = torch.Generator().manual_seed(draws)
         logits = 3 * torch.randn(len(sampling), V, generator=generator)
         truth = sample_requests(logits, [request(row, draws) for row in sampling])

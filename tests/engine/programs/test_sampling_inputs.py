@@ -52,6 +52,7 @@ def test_penalties_of_a_sequence_that_went_on_elsewhere() -> None:
     assert penalized.counts is not None
     columns.arrange([penalized])
     columns.refresh()
+    columns.write_masks()
     for token in (40, 41):
         penalized.counts.add(token)
         batch.draws[0] += 1
