@@ -1,10 +1,11 @@
 """python -m bench.cache.predict: how well the next layer's experts can be told from a hidden state.
 
-SMOE (IV-D) fetches experts a layer ahead, by a small trained network for each layer. Here a linear
-predictor is trained on what enters one router of the embedded model and what the next one chooses,
-on files that the model never saw, and tried on others of them; beside it the experts that are
-chosen most, and the next layer's own router on the hidden state of the layer before. Prints, by
-layer, which part of what is predicted is then chosen (precision), which is what a fetch is worth.
+Layer-wise prefetching (SMOE, Figure 2) fetches experts a layer ahead; SMOE's own (IV-D) predicts
+those of the next token in the same layer, which is not tried here. A linear predictor is trained on
+what enters one router of the embedded model and what the next one chooses, on files that the model
+never saw, and tried on others of them; beside it the experts that are chosen most, and the next
+layer's own router on the hidden state of the layer before. Prints, by layer, which part of what is
+predicted is then chosen (precision), which is what a fetch is worth.
 """
 
 from __future__ import annotations
