@@ -127,7 +127,8 @@ class Env:
     cache_dir = Flag(
         _path,
         "~/.cache/pykernels",
-        "Folder of compiled kernels, gemm-from-*.json (calibrate) and gpu-plans.json.",
+        "Folder of compiled kernels, and of figures: gemm-from-*, gpu-plans, read-roof-*,"
+        " prefill-rates-*.json.",
         "Give it a folder that you may write to",
     )
     kernel = Flag(

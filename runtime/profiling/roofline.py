@@ -7,11 +7,7 @@ to L2, none; one stream a thread or two).
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -27,7 +23,6 @@ from pykernels.cpu.roofline import (
     make_compute,
     make_read,
 )
-from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.target import Target, detect
 
@@ -36,6 +31,7 @@ from ..machine.topology import Topology
 from ..machine.tuning import slug
 from ..workers.job import Job, Jobs, beside
 from ..workers.pool import WorkerPool
+from .kept import kept
 
 _CHUNK = 4 << 20  # of one task: shorter ones lost up to 9 % to finding their stream
 
@@ -151,33 +147,20 @@ def read_roof(pool: WorkerPool) -> float:
     return roof.gbps
 
 
-DAY = 24 * 3600.0
-
-
 def kept_read_roof(threads: int, pool: Callable[[], WorkerPool], least: float = 0.0) -> float:
-    """``read_roof``, measured once a day: that takes a second, a quarter of a small model's start.
-
-    The figure is kept in the cache folder, for each CPU and number of threads.
+    """``read_roof``, measured once a day for each CPU and number of threads: that takes a second, a
+    quarter of a small model's start.
 
     Args:
         pool: makes the pool of so many threads, if it is measured.
-        least: GB/s that these threads have read: a lower figure, of a busy machine, is not kept.
+        least: GB/s that these threads have read: a lower kept figure, of a busy machine, is not
+            used.
 
     Raises:
         PykernelsError: as ``read_roof``.
     """
-    file = env.cache_dir / f"read-roof-{slug(f'{detect().cpu} {threads} threads')}.json"
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        age, kept = time.time() - file.stat().st_mtime, float(json.loads(file.read_text()))
-        if 0 <= age < DAY and kept >= least:
-            return kept
-    roof = read_roof(pool())
-    fresh = file.with_name(f"{file.name}.{os.getpid()}.new")
-    with contextlib.suppress(OSError):  # measured again the next time
-        file.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(json.dumps(roof))
-        fresh.replace(file)
-    return roof
+    name = f"read-roof-{slug(f'{detect().cpu} {threads} threads')}"
+    return float(kept(name, lambda: read_roof(pool()), lambda found: float(found) >= least))
 
 
 class ComputeRoof:

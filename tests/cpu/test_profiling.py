@@ -21,6 +21,7 @@ from runtime.experts.routed import RoutedExperts
 from runtime.machine import tuning
 from runtime.machine.topology import Topology
 from runtime.profiling import roofline, workload
+from runtime.profiling.kept import DAY
 from runtime.profiling.roofline import LOOPS, ReadRoof
 from runtime.workers.pool import make_pool
 
@@ -97,7 +98,7 @@ def test_the_read_roof_is_measured_once_a_day(tmp_path, monkeypatch) -> None:
         (file,) = (tmp_path / "new").iterdir()
         file.write_text("damaged")
         assert kept() == 21.0
-        os.utime(file, (0, time.time() - 2 * roofline.DAY))
+        os.utime(file, (0, time.time() - 2 * DAY))
         assert kept() == 22.0
     with env.override(cache_dir=tmp_path / "new" / file.name):  # a file, where nothing can be kept
         monkeypatch.setattr(roofline, "read_roof", lambda pool: 5.0)

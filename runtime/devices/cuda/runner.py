@@ -25,6 +25,7 @@ from ...passes import defer, keep_routing
 from ...passes.gpu_experts import slot_tables
 from ...passes.layers import moe_layers
 from ...placement import CPU, Placement, place
+from ...profiling.kept_rates import kept_rates
 from ...profiling.prefill_rates import Rates, measured_rates
 from ...program import Program
 from ...weights import LayoutOf
@@ -254,15 +255,20 @@ class CudaRunner(PagedRunner):
             if not self.real:
                 return PromptSizes.split_only(most)
         assert self.streaming is not None
-        self.rates = measured_rates(
+        stream_s = self.streaming.nbytes(program) / self.link_bytes_per_s
+        longest = min(most, self.max_model_len)
+        measure = partial(
+            measured_rates,
             self._prompt_step,
             inputs,
             self.sizes,
-            min(most, self.max_model_len),
+            longest,
             self.vocab_size,
-            self.streaming.nbytes(program) / self.link_bytes_per_s,
+            stream_s,
             may_split,
         )
+        limits, threads = (longest, may_split), self.pool.threads
+        self.rates = kept_rates(program, self.gpus.values(), threads, limits, stream_s, measure)
         if self.prefill == "split":
             return PromptSizes.split_only(most)
         sizes = PromptSizes.chosen(self.rates, most, may_split)
