@@ -36,7 +36,7 @@ BF16 = 0.02
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(1) as made:
+    with WorkerPool(1, driver_works=False) as made:
         yield made
 
 

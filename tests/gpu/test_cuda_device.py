@@ -76,7 +76,7 @@ def test_logprobs_are_transformers(
         packed.append(fmt.name)
         fmt.pack(*matrix)
 
-    with WorkerPool(1) as pool:
+    with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path), kv_dtype=kv_dtype) as weights:
             blocks = [block for block in weights.model.modules() if isinstance(block, FusedMoE)]
             decoder = weights.readable(pack, lambda *_: None)
@@ -118,7 +118,7 @@ def test_some_experts_of_a_layer_beside_those_of_the_cpu(
         truth = made.reference(torch.tensor([ids])).logits[0].float().log_softmax(-1)
     where = "cuda:0" if device.type == "cuda" else "cpu"
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=20, logprob_start=1)
-    with WorkerPool(1) as pool:
+    with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
             program = decoder.lower(1, 1, 1, 1, 1)
@@ -158,7 +158,7 @@ def test_slots_hold_other_experts_from_step_to_step(tmp_path: Path, device: torc
     ids = [5, 17, 60, 33, 8, 90]
     where = "cuda:0" if device.type == "cuda" else "cpu"
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=20, ignore_eos=True)
-    with WorkerPool(1) as pool:
+    with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
             runner = CudaRunner(
@@ -207,7 +207,7 @@ def test_rules_keep_weights_beside_the_gpu(tmp_path: Path, device: torch.device)
     own = r"^model\.(embed_tokens|layers\.1\.mlp\.shared_expert)$"
     rules = [{"match": {"name": own}, "replace": {"device": "cpu"}}, *default_rules("qwen2_moe")]
     config, found = read_config(tmp_path), []
-    with WorkerPool(1) as pool:
+    with WorkerPool(1, driver_works=False) as pool:
         for each in (rules, None):
             with open_weights(tmp_path, config, each, device="cuda:0") as weights:
                 decoder = weights.readable(packer(pool), lambda *_: None)
@@ -232,7 +232,7 @@ def test_the_deferral_that_pays_is_found(tmp_path: Path, device: torch.device) -
     tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=3)
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=20, ignore_eos=True)
     where = "cuda:0" if device.type == "cuda" else "cpu"
-    with WorkerPool(1) as pool:
+    with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
         sizes = 64, None, 4, 2
@@ -272,7 +272,7 @@ def test_two_lanes_draw_what_one_draws(tmp_path: Path, device: torch.device) -> 
         for i in range(3)
     ]
     where, found = "cuda:0" if device.type == "cuda" else "cpu", []
-    with WorkerPool(1) as pool:
+    with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
         for lanes in (False, "auto"):
@@ -297,7 +297,7 @@ def test_activations_that_the_gpu_has_not_are_refused(tmp_path: Path, device: to
         "match": {"class": "Qwen3MoeSparseMoeBlock"},
         "replace": {"class": "FusedMoE", "kwargs": {"format": "int8", "activations": "int8"}},
     }
-    with WorkerPool(1) as pool:
+    with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path), [rule]) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
         where = "cuda:0" if device.type == "cuda" else "cpu"

@@ -55,7 +55,7 @@ def test_several_gpus_draw_what_one_draws(
     ]
     every = [f"cuda:{i}" if device.type == "cuda" else "cpu" for i in range(gpus)]
     found = []
-    with WorkerPool(1) as pool:
+    with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
         for names in (every[:1], every):

@@ -62,7 +62,7 @@ def test_logprobs_are_transformers(
             made.reference(torch.tensor([ids])).logits[0].float().log_softmax(-1) for ids in prompts
         ]
     where = "cuda:0" if device.type == "cuda" else "cpu"
-    with env.override(fake_numa=nodes), make_pool(nodes, numa="auto") as pool:
+    with env.override(fake_numa=nodes), make_pool(nodes, nodes > 1, "auto") as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None, pool.memory)
             runner = CudaRunner(
@@ -116,7 +116,7 @@ def test_split_prompts_are_transformers(family: str, tmp_path: Path, device: tor
     with torch.no_grad():
         truth = made.reference(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
     where = "cuda:0" if device.type == "cuda" else "cpu"
-    with WorkerPool(1) as pool:
+    with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
             options = CudaOptions(experts="cpu", prefill="split")
@@ -148,7 +148,7 @@ class OneLayer:
 def test_layers_that_cannot_be_pinned_stay_on_the_cpu(tmp_path: Path, device: torch.device) -> None:
     tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=2)
     where = "cuda:0" if device.type == "cuda" else "cpu"
-    with WorkerPool(1) as pool:
+    with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
             runner = CudaRunner(
@@ -197,7 +197,7 @@ def test_experts_that_cannot_cross(tmp_path: Path, device: torch.device) -> None
         "replace": {"class": "FusedMoE", "kwargs": {"format": "int8", "activations": "int8"}},
     }
     where: Any = "cuda:0" if device.type == "cuda" else "cpu"
-    with WorkerPool(1) as pool:
+    with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path), [rule]) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
         with pytest.raises(PykernelsError, match="cannot be streamed: .* has int8 activations"):

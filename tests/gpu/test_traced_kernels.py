@@ -57,7 +57,7 @@ def test_a_kernel_is_of_the_op_that_launches_it(
     for end in ("submit", "wait"):
         monkeypatch.setattr(handshake, end, marked(getattr(handshake, end)))
     tiny.make(tmp_path, family)
-    with WorkerPool(1) as pool:
+    with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
             runner = CudaRunner(

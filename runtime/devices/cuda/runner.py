@@ -151,6 +151,12 @@ class CudaRunner(PagedRunner):
                 f"{device} cannot wait for another device: {reason}",
                 "Update the NVIDIA driver, or keep all on one GPU (experts gpu)",
             )
+        if self.real and on_cpu and pool.threads == 1 and pool.driver_works:
+            # A GPU loads a kernel when what was launched before has run: with what waits for them.
+            raise PykernelsError(
+                "the only worker of the experts is the thread that launches the GPU's kernels",
+                "Take 2 threads or more, or keep the experts on the GPU (experts gpu)",
+            )
         tokens = max_num_batched_tokens
         sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
         self.prefill, self.link_bytes_per_s = options.prefill, 0.0
