@@ -174,7 +174,7 @@ class Env:
         self._lock = threading.Lock()
 
     def text(self, flag: Flag[Any]) -> str:
-        """What is set for `flag`: the override, else the environment's text, else the default."""
+        """Returns the override of `flag`, else the environment's text, else the default."""
         if (text := self._overrides.get(flag.attribute)) is not None:
             return text
         return self._environ.get(flag.name, flag.default)

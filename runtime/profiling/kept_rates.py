@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pykernels.env import Env, env
 from pykernels.target import detect
 
 from ..machine.tuning import slug
@@ -27,6 +28,7 @@ def kept_rates(
     program: Program,
     gpus: Iterable[torch.device],
     threads: int,
+    kernel: str,
     limits: tuple[int, bool],
     stream_s: float,
     measure: Callable[[], Rates],
@@ -35,12 +37,13 @@ def kept_rates(
 
     Args:
         program: a step of the model, with its weights' formats and devices.
-        gpus: of NVIDIA; ``threads``: of the CPU's workers.
+        gpus: of NVIDIA; ``threads``: of the CPU's workers; ``kernel``: of its experts, or "auto".
         limits: most tokens of a step, and whether steps can be split.
         stream_s: see ``Rates``; measured in this load.
     """
     devices = [torch.cuda.get_device_name(gpu) for gpu in gpus]
-    text = repr((program.nodes, sorted(program.weights.items()), threads, *limits))
+    weights, own = sorted(program.weights.items()), (threads, kernel, env.kernel, env.text(Env.isa))
+    text = repr((program.nodes, weights, own, limits))
     digest = blake2b(text.encode(), digest_size=8).hexdigest()
     name = f"prefill-rates-{slug(' '.join((detect().cpu, *devices)))}-{digest}-v{_VERSION}"
     found = kept(

@@ -22,7 +22,10 @@ from runtime.machine import tuning
 from runtime.machine.topology import Topology
 from runtime.profiling import roofline, workload
 from runtime.profiling.kept import DAY
+from runtime.profiling.kept_rates import kept_rates
+from runtime.profiling.prefill_rates import Rates
 from runtime.profiling.roofline import LOOPS, ReadRoof
+from runtime.program import Program
 from runtime.workers.pool import make_pool
 
 from .routed import TWO_CORES
@@ -103,3 +106,22 @@ def test_the_read_roof_is_measured_once_a_day(tmp_path, monkeypatch) -> None:
     with env.override(cache_dir=tmp_path / "new" / file.name):  # a file, where nothing can be kept
         monkeypatch.setattr(roofline, "read_roof", lambda pool: 5.0)
         assert kept() == 5.0
+
+
+def test_rates_of_prompts_are_measured_once_a_day(tmp_path) -> None:
+    """And again for another kernel, other formats, or a link that is slower."""
+    both = Rates(1.0, ((64, 0.1), (256, 0.3)), ((64, 0.1),), ((64, 0.25),))
+    measured = []
+
+    def rates(kernel: str, stream_s: float, name: str = "w") -> Rates:
+        program = Program("p", (), {}, {"T": 1}, {name: None})  # type: ignore[dict-item]
+        return kept_rates(
+            program, (), 2, kernel, (64, True), stream_s, lambda: measured.append(kernel) or both
+        )
+
+    with env.override(cache_dir=tmp_path):
+        assert rates("avx2", 1.0) == rates("avx2", 1.05) == both and len(measured) == 1
+        rates("amx", 1.0), rates("avx2", 1.0, "v")
+        assert len(measured) == 3
+        rates("avx2", 1.2)
+        assert len(measured) == 4

@@ -152,7 +152,8 @@ class CudaRunner(PagedRunner):
                 "Update the NVIDIA driver, or keep all on one GPU (experts gpu)",
             )
         if self.real and on_cpu and pool.threads == 1 and pool.driver_works:
-            # A GPU loads a kernel when what was launched before has run: with what waits for them.
+            # The driver loads a kernel when all that was launched before has run; some of it may
+            # wait for this worker.
             raise PykernelsError(
                 "the only worker of the experts is the thread that launches the GPU's kernels",
                 "Take 2 threads or more, or keep the experts on the GPU (experts gpu)",
@@ -273,8 +274,8 @@ class CudaRunner(PagedRunner):
             stream_s,
             may_split,
         )
-        limits, threads = (longest, may_split), self.pool.threads
-        self.rates = kept_rates(program, self.gpus.values(), threads, limits, stream_s, measure)
+        machine = self.gpus.values(), self.pool.threads, self.kernel
+        self.rates = kept_rates(program, *machine, (longest, may_split), stream_s, measure)
         if self.prefill == "split":
             return PromptSizes.split_only(most)
         sizes = PromptSizes.chosen(self.rates, most, may_split)
