@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from bench.e2e.ours import Ours
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.runner import PagedRunner
+from runtime.engine.batch import StepBatch
 from runtime.profiling.engine_speed import EngineTimer, Load
 from runtime.program import Program
 from runtime.workers.job import Jobs
@@ -47,7 +48,8 @@ def stages(device: str, kernel: str = "auto", batch: int = 1) -> tuple[Stage, ..
             Stage("plain kernels, a call a node", _on_cpu(NodeByNode, PLAIN)),
             Stage("+ AMX or AVX kernels", _on_cpu(NodeByNode, kernel)),
             Stage("+ one call a step", _on_cpu(InOrder, kernel)),
-            Stage("+ nodes wait for what they read", _on_cpu(CpuRunner, kernel)),
+            Stage("+ nodes wait for what they read", _on_cpu(OneByOne, kernel)),
+            Stage("+ two steps in the ring", _on_cpu(CpuRunner, kernel)),
         )
     lanes = Stage("+ two lanes (dual batch)", _on_gpu(device, kernel, dual_batch=True))
     return (
@@ -59,7 +61,14 @@ def stages(device: str, kernel: str = "auto", batch: int = 1) -> tuple[Stage, ..
     )
 
 
-class InOrder(CpuRunner):
+class OneByOne(CpuRunner):
+    """Python launches each step when the one before has ended."""
+
+    def launch_behind(self, batch: StepBatch, ends: Set[int]) -> bool:
+        return False
+
+
+class InOrder(OneByOne):
     """Each node waits for the whole of the one before, whatever it reads."""
 
     late_masks = False
@@ -77,7 +86,7 @@ class InOrder(CpuRunner):
         )
 
 
-class NodeByNode(CpuRunner):
+class NodeByNode(OneByOne):
     """Python calls one node after the other."""
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CpuExecutable:

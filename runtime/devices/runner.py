@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Protocol
 
 import numpy as np
@@ -119,6 +119,8 @@ class PagedRunner(ABC):
     """Runs long prompts beside this one's steps; its programs are among ``steps``, too."""
     late_masks = False
     """Whether masks are written while a step runs (``write_masks``)."""
+    next_runs = False
+    """See ``engine.batch.Runner``."""
     prompt_ways = ""
     """Where experts of prompts are computed, and why, where that was measured."""
     last_sizes = (0, 0)
@@ -320,6 +322,14 @@ class PagedRunner(ABC):
         self._running = True
         if self.slots is not None:
             self.slots.plan()
+
+    def launch_behind(self, batch: StepBatch, ends: Set[int]) -> bool:
+        """See ``engine.batch.Runner``; a device whose steps cannot follow each other declines."""
+        return False
+
+    def give_up_next(self) -> None:
+        """See ``engine.batch.Runner``."""
+        return
 
     def write_masks(self) -> None:
         """See ``engine.batch.Runner``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol
@@ -177,6 +177,10 @@ class StepBatch:
             other.seeds[:R] = self.seeds[:R]
             other.sampling = self.sampling
             other.S, other.T, other.R, other.version = self.S, self.T, self.R, self.version
+        self.copy_tables_to(other)
+
+    def copy_tables_to(self, other: StepBatch) -> None:
+        """The page tables' part of ``copy_to``."""
         columns = self.table_pages
         # Of the same tables, a step of longer sequences reads more columns than the one before.
         if other.tables_version != self.tables_version or other.table_pages < columns:
@@ -219,7 +223,8 @@ class StepRunner(Protocol):
     """Runs steps of a model on a device, over its KV cache. Its methods are called by one thread at
     a time.
 
-    At most one step runs: ``launch`` follows the ``result`` of the step before.
+    At most one step runs: ``launch`` follows the ``result`` of the step before, unless a step was
+    launched behind that one and runs (``Runner.launch_behind``).
     """
 
     page_size: int
@@ -275,9 +280,26 @@ class Runner(StepRunner, Protocol):
 
     late_masks: bool
     """Whether a step with masks may be launched before they are written."""
+    next_runs: bool
+    """Behind ``result``: whether the step runs that was launched behind that one."""
 
     def bind(self, batch: StepBatch) -> None:
         """Called once, before the first step, with the batch that later steps are written into."""
+        ...
+
+    def launch_behind(self, batch: StepBatch, ends: Set[int]) -> bool:
+        """Launch the next step while one runs, which draws its tokens: no penalties, no masks, and
+        nobody reads log-probabilities. It is given up where that one fails or draws a token of
+        ``ends``, and where ``give_up_next`` is called before that one ends.
+
+        Returns:
+            False where it cannot be: then it is launched as ever.
+        """
+        ...
+
+    def give_up_next(self) -> None:
+        """Another step is to come than the one that was launched behind. Any thread may call
+        it."""
         ...
 
     def write_masks(self) -> None:

@@ -1,8 +1,9 @@
 """The engine without threads: one step after the other, and what becomes of the drawn tokens.
 
 While a step runs, the tokens of the one before are delivered and the next one is scheduled, as if
-every request went on; its inputs get the tokens that are still missing when the step ends. So
-between two steps there are only a few microseconds of Python.
+every request went on. A step that needs nothing but the drawn tokens is launched at once, behind
+the one that runs (``Runner.launch_behind``): then no Python is between the two. Other steps get the
+tokens that are still missing, and are launched, when the step ends.
 
 What the next step draws must not depend on that:
 
@@ -164,6 +165,7 @@ class Core:
             phase("schedule")
             ahead = self.scheduler.schedule(now, running)
             phase("run")
+        behind = ahead is running and self._launch_behind(running)
         self._running = None
         try:
             result = self.runner.result()
@@ -184,7 +186,10 @@ class Core:
         if self._routed:
             _write_routing(running, result)
         failure = None
-        if ahead is not None:
+        if behind and self.runner.next_runs:
+            self.stats.steps += 1
+            self._launched(running)
+        elif ahead is not None:
             if ended or self.news():
                 self.scheduler.undo(ahead)
             else:
@@ -215,9 +220,23 @@ class Core:
             return error
         if masked and step.masked and self.runner.late_masks:
             self.runner.write_masks()
+        self._launched(step)
+        return None
+
+    def _launched(self, step: ScheduledStep) -> None:
         self._running, self._launched_at = step, self.clock()
         self.scheduler.launched(step)
-        return None
+
+    def _launch_behind(self, step: ScheduledStep) -> bool:
+        """Launch a step's successor, which has the same requests, while it runs; False if that must
+        wait for its end."""
+        if step.scored or step.counted or step.masked or self._routed or self.news():
+            return False
+        if not self.runner.launch_behind(step.batch, step.ends):
+            return False
+        if self.news():  # it came before there was anything to give up
+            self.runner.give_up_next()
+        return True
 
     @property
     def _prefill_runner(self) -> PrefillRunner:

@@ -225,13 +225,13 @@ class Engine:
         with self._gate:
             if self._closed:
                 raise PykernelsError("The engine is closed", "Make a new one")
-            self._inbox.put(partial(self._core.observe, observation))
+            self._ask(partial(self._core.observe, observation))
         observation.done.add_done_callback(partial(self._unobserve, observation))
         return observation.done
 
     def _unobserve(self, observation: Observation, done: Future[None]) -> None:
         if done.cancelled():
-            self._inbox.put(partial(self._core.unobserve, observation))
+            self._ask(partial(self._core.unobserve, observation))
 
     @property
     def stats(self) -> EngineStats:
@@ -280,7 +280,7 @@ class Engine:
         with self._gate:
             already, self._closed = self._closed, True
             if not already:
-                self._inbox.put(self._stop)
+                self._ask(self._stop)
         atexit.unregister(self.close)
         if self._thread is None:
             self._finish(None)
@@ -327,7 +327,7 @@ class Engine:
             if limit is not None and waiting + len(requests) > limit + self._free_seats():
                 raise EngineBusy(f"{waiting} requests are waiting, {limit} may", "Try again later")
             for request in requests:
-                self._inbox.put(partial(self._core.add, request))
+                self._ask(partial(self._core.add, request))
             if self.threaded and self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 atexit.register(self.close)
@@ -339,12 +339,17 @@ class Engine:
         running = len(scheduler.prefilling) + len(scheduler.decoding)
         return max(0, scheduler.capacity - running)
 
+    def _ask(self, call: Callable[[], None]) -> None:
+        """Has the engine's thread call it before the next step begins."""
+        self._inbox.put(call)
+        self._core.runner.give_up_next()
+
     def _cancel(self, request: Request) -> None:
         if os.getpid() != self._pid:  # the parent's engine runs it, whatever its child wants
             return
         with self._gate:
             if not self._closed:  # else it ends anyway
-                self._inbox.put(partial(self._core.cancel, request))
+                self._ask(partial(self._core.cancel, request))
 
     def _receive(self, queue: SimpleQueue[Event]) -> Event:
         self._refuse_in_child()

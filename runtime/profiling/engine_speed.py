@@ -233,9 +233,10 @@ class _Watched:
         self._count = 0
 
     def look(self) -> None:
-        """Takes the figures of the step that ended last; none has begun since."""
+        """Takes the figures of the step that ended last."""
         if (half := self._last_half()) is not None:
-            self.times, self.expert_bytes = BusyTimes.of(half.jobs.jobs), half.expert_bytes
+            assert half.ended is not None
+            self.times, self.expert_bytes = BusyTimes.of(half.ended.jobs.jobs), half.expert_bytes
 
     def jobs_seconds(self) -> float:
         """Seconds of the jobs of the step that ended last; of one that has none, 0."""

@@ -55,6 +55,25 @@ class Job:
     def address(self) -> int:
         return int(self.words.ctypes.data)
 
+    def again(self) -> Job:
+        """The same job with a record of its own, which may be in the ring beside this one's."""
+        run, record, setup, tasks, node, opens, tells = (
+            int(self.words[at // 8])
+            for at in (
+                words.RUN,
+                words.RECORD,
+                words.SETUP,
+                words.TASKS,
+                words.NODE,
+                words.OPENS,
+                words.TELLS,
+            )
+        )
+        numa = node - 1 if node else None
+        job = Job(self.name, run, record, setup, tasks, self.after, self._describe, numa)
+        job.opens, job.tells = opens, tells
+        return job
+
     def set_task(self, run: int, setup: int, record: int | None = None) -> None:
         """Gives a job that is not in flight another task, and what counts its tasks; both read
         ``record``, or what they read before."""
@@ -129,12 +148,14 @@ class Jobs:
         self.address, self.count = int(self._addresses.ctypes.data), len(self.jobs)
         self._ring: object = None
 
-    def belong_to(self, ring: object) -> None:
-        """Numbers are those of one ring: on another, what earlier ones left must not count."""
+    def belong_to(self, ring: object, head: int) -> None:
+        """Numbers are those of one ring: on another, what earlier ones left must not count, and up
+        to its ``head`` all are complete."""
         if ring is not self._ring:
             for job in self.jobs:
-                for word in (words.CLAIMED, words.READY, words.TAKEN, words.COMPLETED):
-                    job.words[word // 8] = 0
+                job.words[words.TAKEN // 8] = 0
+                for word in (words.CLAIMED, words.READY, words.COMPLETED):
+                    job.words[word // 8] = head
             self._ring = ring
 
 

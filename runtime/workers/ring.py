@@ -21,6 +21,9 @@ not 0 (``OPENS``), and counts one up when it is complete, even if it failed (``T
 publishes the jobs clears the flags before. A flag that is not set in time (``LIMIT_NS``) is a
 failure, and the jobs behind it wait no more, so no step lasts for ever.
 
+Several batches may be in flight. The second one begins with a job that waits for the last of the
+first (``fence``), and may be given up while it waits: workers walk past its jobs (``SKIPPED``).
+
 Deadlock-free: a task only ever waits for tasks with lower numbers, which some worker has already
 taken.
 
@@ -52,12 +55,14 @@ LINE = 64
 # Fields of the ring, each on its own cache line.
 HEAD, STOP, SLEEPERS, FAILED = 0, 1 * LINE, 2 * LINE, 3 * LINE
 STATUS, FAILED_JOB, FAILED_TASK = FAILED + 8, FAILED + 16, FAILED + 24
+FAILED_NUMBER, SKIPPED = FAILED + 32, FAILED + 40
 SLOTS, MASK, SPIN_NS, PLACES = 4 * LINE, 4 * LINE + 8, 4 * LINE + 16, 4 * LINE + 24
 DEADLINE, LIMIT_NS, TRACE = 4 * LINE + 32, 4 * LINE + 40, 4 * LINE + 48
 RING_BYTES = 5 * LINE
 WORKER_NODE = 8
 """``PLACES`` is the address of one cache line per worker, which holds its current job number and,
-at ``WORKER_NODE``, its NUMA node counted from 1; ``DEADLINE`` is when the flags of the batch in
+at ``WORKER_NODE``, its NUMA node counted from 1; jobs up to the number ``SKIPPED`` are not run if
+they are not set up yet; ``DEADLINE`` is when the flags of the batch in
 flight must be set, ``LIMIT_NS`` after publishing; ``TRACE`` the address of the memory that spans
 are written to (``spans``), or 0."""
 
@@ -126,10 +131,11 @@ def wake(ring, word):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _record_failure(ring, job, index, status):  # type: ignore[no-untyped-def]
+def _record_failure(ring, job, number, index, status):  # type: ignore[no-untyped-def]
     """Records the first failure since ``publish``; later ones are only counted."""
     if atomic_add(ring + FAILED, 1) == 0:
         atomic_store(ring + FAILED_JOB, job)
+        atomic_store(ring + FAILED_NUMBER, number)
         atomic_store(ring + FAILED_TASK, index)
         atomic_store(ring + STATUS, status)
 
@@ -144,7 +150,7 @@ def _complete(ring, job, number):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _poll(ring, job):  # type: ignore[no-untyped-def]
+def _poll(ring, job, number):  # type: ignore[no-untyped-def]
     """Spins until a job's flag is set, or it is late; at once if the ring stops."""
     flag, deadline = atomic_load(job + OPENS), atomic_load(ring + DEADLINE)
     while atomic_load(flag) == 0 and atomic_load(ring + STOP) == 0:
@@ -153,7 +159,7 @@ def _poll(ring, job):  # type: ignore[no-untyped-def]
                 return
             pause()
         if clock_ns() > deadline:
-            _record_failure(ring, job, -1, LATE)
+            _record_failure(ring, job, number, -1, LATE)
             return
 
 
@@ -161,17 +167,20 @@ def _poll(ring, job):  # type: ignore[no-untyped-def]
 def _setup(ring, job, number, worker):  # type: ignore[no-untyped-def]
     """Runs a job's setup, then makes its tasks available."""
     trace, begin = atomic_load(ring + TRACE), clock_ns()
-    if atomic_load(job + OPENS) != 0:
-        _poll(ring, job)
+    skipped = number <= atomic_load(ring + SKIPPED)
+    if not skipped and atomic_load(job + OPENS) != 0:
+        _poll(ring, job, number)
         if trace != 0:
             record(trace, worker, job, number, spans.WAIT, begin, clock_ns())
         begin = clock_ns()
     atomic_store(job + SETUP_AT, begin)
     tasks = atomic_load(job + TASKS)  # of a job without ``setup``
-    if atomic_load(job + SETUP) != 0:
+    if skipped:
+        tasks = types.int64(0)
+    elif atomic_load(job + SETUP) != 0:
         tasks = call_task(atomic_load(job + SETUP), atomic_load(job + RECORD), -1, worker)
         if tasks < 0:
-            _record_failure(ring, job, -1, tasks)
+            _record_failure(ring, job, number, -1, tasks)
             tasks = 0
         atomic_store(job + TASKS, tasks)
         if trace != 0:
@@ -241,7 +250,7 @@ def work(ring: int, worker: int, number: int, until: int) -> int:
             if trace != 0:  # before it counts as done: a step that is over has all its spans
                 record(trace, worker, job, number, index, begin, clock_ns())
             if status != 0:
-                _record_failure(ring, job, index, status)
+                _record_failure(ring, job, number, index, status)
             if atomic_add(job + DONE, 1) + 1 == tasks:
                 _complete(ring, job, number)
         number += 1
@@ -263,6 +272,12 @@ def _publish(ring: int, jobs: int, count: int) -> int:
     atomic_store(ring + HEAD, first + count - 1)
     wake(ring, ring + HEAD)
     return first
+
+
+@kernel("ring", nogil=False)
+def publish_behind(ring: int, jobs: int, count: int) -> int:
+    """``_publish`` of jobs that begin with a fence, while others may be in flight."""
+    return _publish(ring, jobs, count)
 
 
 @kernel("ring", nogil=False)  # else a thread that waits for the GIL takes it from who publishes

@@ -1,7 +1,7 @@
 """The worker threads of a ring, one a core.
 
-At most one batch of jobs is in flight. The pool holds its buffers until it has ended, and the next
-caller waits for it first.
+A batch of jobs is in flight until it has ended; the pool holds its buffers as long, and the next
+caller waits for it first. Only what begins with a fence may be published behind it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,8 +42,8 @@ class InFlight:
     Attributes:
         buffers: what the tasks read and write, until they have ended.
         error: the first task's failure; None if none failed, or they have not ended.
-        seconds: from publishing to the last task, which ended at ``ended`` (ns of the monotonic
-            clock).
+        seconds: from publishing, or the end of the batch before, to the last task, which ended at
+            ``ended`` (ns of the monotonic clock).
         found: what ``read`` returned when the tasks had ended; nothing if one failed.
     """
 
@@ -55,11 +56,16 @@ class InFlight:
         self.result: Any = None
         self._began = time.monotonic_ns()
 
-    def end(self, error: TaskError | None) -> None:
-        """Called when all tasks have ended."""
+    @property
+    def last(self) -> int:
+        """Number of its last job."""
+        return self.first + self.jobs.count - 1
+
+    def end(self, error: TaskError | None, after: int = 0) -> None:
+        """Called when all tasks have ended; the batch before ended ``after`` that time."""
         self.error = error
         self.ended = self.jobs.jobs[-1].times[1]
-        self.seconds = (self.ended - self._began) / 1e9
+        self.seconds = (self.ended - max(self._began, after)) / 1e9
         if error is None and self._read is not None:
             self.result = self._read()
         self.buffers = self._read = None
@@ -150,8 +156,9 @@ class WorkerPool:
         self.limit_steps(STEP_LIMIT_S)
         self.spin_for(spin_budget(driver_works) if spin_us is None else spin_us)
         self._pid = os.getpid()
-        self._published: Jobs | None = None  # the last: a worker may still be on its way past it
-        self._in_flight: InFlight | None = None
+        self._published: list[Jobs] = []  # a worker may still be on its way past them
+        self._in_flight: deque[InFlight] = deque()
+        self._ended = 0
         self.tracing: WorkerTrace | None = None
         self._trace: WorkerTrace | None = None  # kept: a worker may still be writing a wait into it
         words.work(self.ring, 0, 1, 1)  # compiled before a thread waits for it
@@ -244,11 +251,44 @@ class WorkerPool:
         """
         self._refuse_if_ended()
         self._quiesce(jobs)
-        first = self._word[words.HEAD // 8] + 1
         # In this order: if Ctrl-C comes in between, the tasks' memory is kept all the same.
-        self._in_flight = in_flight = InFlight(first, jobs, buffers, read)
+        in_flight = InFlight(self.head + 1, jobs, buffers, read)
+        self._in_flight.append(in_flight)
         words.publish(self.ring, jobs.address, jobs.count)
         return in_flight
+
+    @property
+    def head(self) -> int:
+        """Number of the job that was published last."""
+        return int(self._word[words.HEAD // 8])
+
+    def start_behind(self, jobs: Jobs, buffers: object, arrange: Callable[[int], None]) -> InFlight:
+        """Like ``start``, while another batch is in flight; ``jobs`` begin with a fence.
+
+        Args:
+            arrange: called with ``head`` before they are published.
+
+        Raises:
+            PykernelsError: the pool is closed, or has no room for so many jobs.
+        """
+        self._refuse_if_ended()
+        with self.lock:
+            assert self.head, "a fence waits for a job"
+            self._refuse_too_many(jobs.count + sum(each.jobs.count for each in self._in_flight))
+            assert all(each.jobs is not jobs for each in self._in_flight), "they are in flight"
+            self._own(jobs)
+            arrange(self.head)
+            in_flight = InFlight(self.head + 1, jobs, buffers, None)
+            self._in_flight.append(in_flight)
+            words.publish_behind(self.ring, jobs.address, jobs.count)
+            return in_flight
+
+    def wait_for_fence(self, in_flight: InFlight) -> None:
+        """Waits until the first job of a batch is complete, whose batch before has ended."""
+        if not in_flight.done:
+            self.refuse_in_child()
+            jobs, first = in_flight.jobs, in_flight.first
+            words.finish(self.ring, jobs.address, 1, first, self.driver_works)
 
     def wait(self, in_flight: InFlight) -> InFlight:
         """Waits until its tasks have ended, and runs tasks too if ``driver_works``; see ``error``.
@@ -261,36 +301,54 @@ class WorkerPool:
         if not in_flight.done:
             self.refuse_in_child()
             with self.lock:
-                if not in_flight.done:
-                    self.drain()
+                while not in_flight.done:
+                    self._end_first()
         return in_flight
 
     def drain(self) -> None:
-        """Waits for the batch in flight; the caller holds ``lock``."""
-        in_flight = self._in_flight
-        if in_flight is None:
-            return
-        # Else Ctrl-C came before it was published.
-        if self._word[words.HEAD // 8] >= in_flight.first:
+        """Waits for all batches in flight; the caller holds ``lock``."""
+        while self._in_flight:
+            self._end_first()
+
+    def _end_first(self) -> None:
+        """Waits for the batch that was published first of those in flight."""
+        in_flight = self._in_flight[0]
+        if self.head < in_flight.first:  # Ctrl-C came before it was published
+            in_flight.done = True
+        else:
             jobs = in_flight.jobs
             status = words.finish(
                 self.ring, jobs.address, jobs.count, in_flight.first, self.driver_works
             )
-            in_flight.end(self._failure(jobs, status) if status else None)
-        self._in_flight = None
+            failed = status and in_flight.first <= self._word[words.FAILED_NUMBER // 8]
+            if failed and self._word[words.FAILED_NUMBER // 8] <= in_flight.last:
+                in_flight.end(self._failure(jobs, status), self._ended)
+            else:
+                in_flight.end(None, self._ended)
+            self._ended = in_flight.ended
+        self._in_flight.popleft()
 
     def _quiesce(self, jobs: Jobs) -> None:
         """Before jobs are published: waits until no worker reads others any more."""
-        if jobs.count > _SLOTS:
-            raise PykernelsError(
-                f"{jobs.count} jobs at once", f"The workers' ring has room for {_SLOTS}"
-            )
-        if jobs is not self._published:
+        self._refuse_too_many(jobs.count)
+        if all(jobs is not each for each in self._published):
             words.quiesce(self.ring, 1 if self.driver_works else 0, self.threads)
-            jobs.belong_to(self.lock)
-            self._published = jobs
+            self._published.clear()
+        self._own(jobs)
+
+    def _own(self, jobs: Jobs) -> None:
+        """Before jobs are published: keeps them until no worker reads them."""
+        if all(jobs is not each for each in self._published):
+            jobs.belong_to(self.lock, self.head)
+            self._published.append(jobs)
         if self.tracing is not None:
             self.tracing.published(jobs)
+
+    def _refuse_too_many(self, count: int) -> None:
+        if count > _SLOTS:
+            raise PykernelsError(
+                f"{count} jobs at once", f"The workers' ring has room for {_SLOTS}"
+            )
 
     def _failure(self, jobs: Jobs, status: int) -> TaskError:
         at, task = self._word[words.FAILED_JOB // 8], self._word[words.FAILED_TASK // 8]

@@ -62,7 +62,7 @@ def test_each_stage_is_compared_with_the_one_before_that_ran(
 ) -> None:
     monkeypatch.setattr(ablation_run, "Engines", FakeEngines)
     results = measure_and_keep(AblationRun(settings(), detect()), tmp_path, lambda row: None)
-    first, second, third, fourth = results["rows"]
+    first, second, third, fourth, _ = results["rows"]
     assert (first["x_before"], second["x_before"], fourth["x_before"]) == (1, 2, 2)
     assert (second["x_first"], fourth["x_first"]) == (2, 4)
     assert "no such thing" in third["why"]

@@ -6,16 +6,18 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pykernels.cpu.intrin.sync import atomic_add, atomic_load
+from pykernels.cpu.intrin.sync import atomic_add, atomic_load, atomic_store
 from pykernels.cpu.jit import task
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from runtime.machine.topology import Topology
+from runtime.workers.fence import FencedJobs
 from runtime.workers.job import Job, Jobs
 from runtime.workers.pool import TaskError, WorkerPool
 
@@ -123,6 +125,54 @@ def test_a_job_waits_for_all_that_it_names(pool, waits):
         graph = Graph(waits, tasks, spin)
         for _ in range(20):
             graph.run(pool)
+
+
+@task("draw")
+def draw(record, index, worker):
+    """Draws twice the token, and counts the step."""
+    token = atomic_load(atomic_load(record))
+    atomic_store(atomic_load(record + 8), 2 * token)
+    atomic_add(record + 16, 1)
+    return -7 if token == atomic_load(record + 24) else 0
+
+
+@pytest.mark.parametrize("ends_with", ["token", "failure", "request"])
+def test_batches_behind_a_fence(pool, ends_with):
+    """Each doubles the token of the one before, until an end token is drawn, a task fails or
+    somebody asks for something: what is in the ring then is walked past."""
+    inputs, drawn, give_up = (
+        np.zeros((2, 4), np.int64),
+        np.zeros(4, np.int64),
+        np.zeros(1, np.int64),
+    )
+    record = np.array([inputs.ctypes.data, drawn.ctypes.data, 0, 0], np.int64)
+    record[3] = 16 if ends_with == "failure" else -1
+    some = [Job(f"beside {i}", 0, 0, tasks=0, after=0) for i in range(3)]
+    last = Job("draw", draw.address, record.ctypes.data, after=(1, 2, 3))
+    jobs = Jobs([*some, last])
+    fenced = [FencedJobs(jobs, pool.ring, inputs, drawn, give_up) for _ in range(2)]
+    ends = frozenset({32 if ends_with == "token" else 33})
+    inputs[:, 0], seen = (1, 10), []
+    running = pool.start(jobs)
+    for step in range(1, 20):
+        behind, staged = fenced[step % 2], np.array([[0, 0], [10 + step, 0]])
+        arrange = partial(behind.arrange, staged, 1, ends)
+        following = pool.start_behind(behind.jobs, behind, arrange)
+        if ends_with == "request" and step == 5:
+            give_up[0] = 1
+        pool.wait(running)
+        pool.wait_for_fence(following)
+        seen.append(int(behind.kept[0]))
+        if not behind.passed:
+            break
+        assert inputs[:, 0].tolist() == [2**step, 10 + step]
+        running = following
+    assert pool.wait(following).error is None
+    if ends_with != "request":  # which may be heard of before or behind the fence
+        assert seen == [2**step for step in range(1, 6)]
+    assert record[2] == len(seen), "nothing of what was given up has run"
+    assert (running.error is not None) == (ends_with == "failure")
+    assert pool.wait(pool.start(jobs)).error is None or ends_with == "failure"
 
 
 def test_jobs_that_nothing_waits_for_are_refused():

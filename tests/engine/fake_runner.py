@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,6 +52,9 @@ class FakeRunner:
     seen: tuple[int, object, int, object] | None = None
     fail_next: Exception | None = None
     running: bool = False
+    next_runs: bool = False
+    behind: tuple[np.ndarray, Set[int]] | None = None
+    given_up: bool = False
 
     def __post_init__(self) -> None:
         self.cache = np.full(self.num_pages * self.page_size, -1)
@@ -72,10 +75,30 @@ class FakeRunner:
         """They are read when the step's end is awaited, where they lie."""
         assert self.running
 
+    def launch_behind(self, batch: StepBatch, ends: Set[int]) -> bool:
+        """What the next step reads besides the tokens that this one draws."""
+        assert batch is self.bound and self.running
+        if batch.version != self.own.version:
+            return False
+        batch.copy_tables_to(self.own)
+        self.behind, self.given_up = (batch.every.copy(), ends), False
+        return True
+
+    def give_up_next(self) -> None:
+        self.given_up = True
+
     def result(self) -> StepResult:
         assert self.running
-        self.running = False
-        return self.step(self.own)
+        behind, self.behind, self.running, self.next_runs = self.behind, None, False, False
+        found = self.step(self.own)
+        if behind is not None:
+            (every, ends), S = behind, self.own.S
+            drawn = found.sampled_token_ids[:S]
+            if not self.given_up and ends.isdisjoint(drawn.tolist()):
+                every[0, :S] = drawn
+                self.own.every[:, :S] = every[:, :S]
+                self.running = self.next_runs = True
+        return found
 
     def step(self, batch: StepBatch) -> StepResult:
         """The step itself, when its end is awaited."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import pytest
 
@@ -39,6 +39,12 @@ class Logged(FakeRunner):
             raise self.broken
         self.log.append("launch")
         super().launch(batch)
+
+    def launch_behind(self, batch: StepBatch, ends: Set[int]) -> bool:
+        behind = super().launch_behind(batch, ends)
+        if behind:
+            self.log.append("behind")
+        return behind
 
     def step(self, batch: StepBatch) -> StepResult:
         self.log.append("result")
@@ -112,8 +118,9 @@ def test_the_next_step_is_launched_before_tokens_are_delivered() -> None:
 
     engine = Engine(runner, threaded=False, detokenizer=lambda: Told(WORDS))
     engine.generate([[1]], SamplingParams(seed=1, max_tokens=4, stop="zzz"))
-    between = ["result", "launch", "text"] * 3
-    assert runner.log == ["launch", *between, "result", "text"], "nothing after the last token"
+    first = ["launch", "result", "launch", "text"]
+    later = ["behind", "result", "text"] * 2
+    assert runner.log == [*first, *later, "result", "text"], "nothing after the last token"
 
 
 def test_masks_are_made_while_the_next_step_runs() -> None:

@@ -104,9 +104,17 @@ def test_neighbours_and_threads_change_no_token(llm: LLM) -> None:
     assert alone == together == serial
 
 
-def test_steps_that_are_scheduled_ahead_draw_the_same(llm: LLM) -> None:
-    """One request at a time: neighbours change the order of sums, a little."""
+def test_steps_that_are_scheduled_ahead_draw_the_same(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request at a time: neighbours change the order of sums, a little. The first two are in
+    the workers' ring before the step ends that brings their tokens."""
+    behind: list[object] = []
+    start = llm.pool.start_behind
+    monkeypatch.setattr(llm.pool, "start_behind", lambda *a: behind.append(a) or start(*a))
     how = [
+        SamplingParams(seed=3, temperature=0.9, top_k=30, max_tokens=150, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=90, stop_token_ids=(198, 201, 13)),
         SamplingParams(temperature=0, max_tokens=70, ignore_eos=True, logprobs=2),
         SamplingParams(seed=1, max_tokens=50, repetition_penalty=1.2, frequency_penalty=0.5),
         SamplingParams(seed=2, max_tokens=60, stop="\n", min_tokens=9, top_p=0.9, logprobs=0),
@@ -117,6 +125,7 @@ def test_steps_that_are_scheduled_ahead_draw_the_same(llm: LLM) -> None:
             outputs = [each.generate(PROMPTS[0], params).completions[0] for params in how]
             found.append([(o.token_ids, o.text, o.finish_reason, o.logprobs) for o in outputs])
     assert found[0] == found[1]
+    assert 140 < len(behind) < 240
 
 
 def test_a_long_prompt_in_pieces_and_from_the_cache(llm: LLM) -> None:

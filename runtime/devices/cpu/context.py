@@ -305,6 +305,10 @@ class Context:
 
     # Kernels.
 
+    def uncompiled_for(self, tokens: int) -> bool:
+        """Whether a step of so many tokens needs a job that is not compiled."""
+        return any(lazy.tokens <= tokens for lazy in self.uncompiled)
+
     def compile_lazily(
         self, name: str, record: int, tokens: int, compile: Callable[[], tuple[Any, Any]]
     ) -> Job:

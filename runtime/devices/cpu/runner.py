@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
 import torch
 
-from ...engine.batch import StepBatch
+from ...engine.batch import StepBatch, StepResult
 from ...engine.routing import RoutedLayer
 from ...passes.keep_routing import keep_routing, routers
 from ...program import Program
@@ -33,6 +33,7 @@ class CpuRunner(PagedRunner):
     """
 
     pool: WorkerPool
+    _executable: CpuExecutable
     late_masks = True
     layouts = staticmethod(layouts)
 
@@ -59,6 +60,7 @@ class CpuRunner(PagedRunner):
         )
         self.pool, self.kernel = pool, kernel
         self._masks_written = np.ones(1, np.int64)
+        self._give_up = np.zeros(1, np.int64)
         # On several nodes interleaved: attention is cut by sequences and runs of keys, so any
         # worker reads any page; none has a node of its own, and no memory controller is idle.
         self.caches = {
@@ -97,6 +99,24 @@ class CpuRunner(PagedRunner):
             raise
         if not self._sampling.masks:
             self._masks_written[0] = 1
+
+    def launch_behind(self, batch: StepBatch, ends: Set[int]) -> bool:
+        own = self._batch
+        if own.version != batch.version or self.pool.closed:
+            return False
+        batch.copy_tables_to(own)  # entries that the running step reads stay as they are
+        self._give_up[0] = 0
+        self._executable.launch_behind(own.every, batch.every, own.S, ends, self._give_up)
+        return True
+
+    def give_up_next(self) -> None:
+        self._give_up[0] = 1
+
+    def result(self) -> StepResult:
+        result = super().result()
+        drawn = self._executable.next_runs()
+        self.next_runs = self._running = drawn is not None
+        return result if drawn is None else StepResult(drawn)
 
     def write_masks(self) -> None:
         self._sampling.write_masks()

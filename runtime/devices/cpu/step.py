@@ -6,14 +6,16 @@ that it shares a buffer with (``analysis``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
+import numpy as np
 import torch
 
 from ...analysis import refuse_devices
 from ...passes.numa import split_over_nodes
 from ...program import Program
 from ...weights import WeightStore
+from ...workers.fence import FencedJobs
 from ...workers.job import Jobs
 from ...workers.pool import WorkerPool
 from ...workers.worker_pool import InFlight
@@ -93,6 +95,8 @@ class CpuExecutable:
         self.outputs = self._context.outputs
         self._in_flight: InFlight | None = None
         self._before: InFlight | None = None
+        self._fenced: list[FencedJobs] = []
+        self._behind: InFlight | None = None
 
     @property
     def expert_bytes(self) -> int:
@@ -112,7 +116,7 @@ class CpuExecutable:
         """Begins a step; ``pool.wait`` ends it, and says in ``error`` whether a task failed; or
         ``result`` does both."""
         self.prepare()
-        self._before, self._in_flight = self._in_flight, None
+        self._before, self._in_flight, self._behind = self._in_flight, None, None
         self._in_flight = self.pool.start(self.jobs, self)
         return self._in_flight
 
@@ -127,6 +131,48 @@ class CpuExecutable:
         if self._in_flight.error is not None:
             raise self._in_flight.error
 
+    def launch_behind(
+        self,
+        inputs: np.ndarray,
+        staged: np.ndarray,
+        S: int,
+        ends: Set[int],
+        give_up: np.ndarray,
+    ) -> None:
+        """Puts the next step of the same sizes into the ring while one runs, which brings it the
+        tokens; ``result`` of that one says whether it runs.
+
+        Args:
+            inputs: int64 [columns, N], which the program reads; row 0 holds the tokens.
+            staged: the same for the step to come; row 0 is not read.
+            S: sequences, with one token each.
+            ends: tokens that end one of them: the step is given up where one is drawn.
+            give_up: int64 [1], not 0 where another step is to come.
+        """
+        assert self._in_flight is not None and not self._context.uncompiled_for(int(self.sizes[0]))
+        if not self._fenced:  # one runs while the other one waits
+            drawn = self.outputs["sampled_token_ids"].numpy()
+            self._fenced = [
+                FencedJobs(self.jobs, self.pool.ring, inputs, drawn, give_up) for _ in range(2)
+            ]
+        self._fenced.reverse()
+        fenced = self._fenced[0]
+        self._behind = self.pool.start_behind(
+            fenced.jobs, self, lambda head: fenced.arrange(staged, S, ends, head)
+        )
+
+    def next_runs(self) -> np.ndarray | None:
+        """Behind ``result``, where a step was launched behind that one: what that one has drawn, if
+        the next one runs; None: it was given up, or there is none."""
+        behind, self._behind = self._behind, None
+        if behind is None:
+            return None
+        self.pool.wait_for_fence(behind)
+        if not self._fenced[0].passed:
+            return None
+        self._before, self._in_flight = self._in_flight, behind
+        return self._fenced[0].kept
+
     @property
     def ended(self) -> InFlight | None:
         """The last step that has ended, if it was launched."""
@@ -135,12 +181,13 @@ class CpuExecutable:
 
     def prepare(self) -> None:
         """Compiles what a step of ``sizes`` needs and no smaller one has needed."""
-        if self._context.uncompiled:
-            self._compile(int(self.sizes[0]))
+        if self._context.uncompiled_for(tokens := int(self.sizes[0])):
+            self._compile(tokens)
 
     def _compile(self, tokens: int) -> None:
         context = self._context
         for lazy in context.uncompiled:
             if lazy.tokens <= tokens:
                 lazy.prepare()
+        self._fenced = []
         context.uncompiled = [lazy for lazy in context.uncompiled if tokens < lazy.tokens]
