@@ -10,8 +10,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from pykernels import __version__
 
-from ..llm import LLM
 from .anthropic.messages import message_routes
+from .backend.interface import ServedModel
 from .health import health_routes
 from .http.errors import add_handlers
 from .http.guard import Guard
@@ -26,13 +26,15 @@ from .settings import ServerSettings
 from .tokens import token_routes
 
 
-def create_app(llm: LLM, settings: ServerSettings, read_roof: float | None = None) -> FastAPI:
-    """An ASGI application; ``app.state.served`` is its model. The caller closes ``llm``.
+def create_app(
+    model: ServedModel, settings: ServerSettings, read_roof: float | None = None
+) -> FastAPI:
+    """An ASGI application; ``app.state.served`` is its model.
 
     Args:
         read_roof: see ``Served``.
     """
-    served = Served(llm, settings, read_roof)
+    served = Served(model, settings, read_roof)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

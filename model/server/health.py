@@ -28,7 +28,8 @@ def health_routes(served: Served) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         """Figures in Prometheus' text format."""
-        return Response(served.metrics.text(), media_type="text/plain; version=0.0.4")
+        text = served.metrics.text(await served.model.figures())
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     return router
 

@@ -17,9 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from runtime.engine import EngineStats
-
-from ..llm import LLM
+from .backend.interface import Figures, ModelFacts
 
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -33,10 +31,10 @@ class Metrics:
     """
 
     def __init__(
-        self, llm: LLM, inside: Callable[[], float], read_roof: float | None = None
+        self, facts: ModelFacts, inside: Callable[[], float], read_roof: float | None = None
     ) -> None:
+        self._facts, self._read_roof = facts, read_roof
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(llm, read_roof))
         self.first = Histogram(
             "pykernels_time_to_first_token_seconds",
             "From a request's entry into the engine to its first token",
@@ -64,9 +62,11 @@ class Metrics:
         """A stopwatch for one request, which begins now."""
         return Watch(self)
 
-    def text(self) -> bytes:
-        """In Prometheus' text format."""
-        return generate_latest(self.registry)
+    def text(self, figures: Figures) -> bytes:
+        """In Prometheus' text format, with the engine's figures."""
+        engine = CollectorRegistry()
+        engine.register(_EngineCollector(figures, self._facts.num_pages, self._read_roof))
+        return generate_latest(engine) + generate_latest(self.registry)
 
 
 class Histogram(Collector):
@@ -137,47 +137,41 @@ _CACHE_COUNTERS = {
 }
 
 
-class _EngineCollector:
-    """Reads the engine's counts when it is asked."""
+class _EngineCollector(Collector):
+    """The engine's counts of one time."""
 
-    def __init__(self, llm: LLM, read_roof: float | None) -> None:
-        self._llm, self._read_roof = llm, read_roof
+    def __init__(self, figures: Figures, num_pages: int, read_roof: float | None) -> None:
+        self._figures, self._num_pages, self._read_roof = figures, num_pages, read_roof
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._llm.engine.stats
+        figures = self._figures
         for name, text in _COUNTERS.items():
-            yield CounterMetricFamily(f"pykernels_{name}", text, value=getattr(stats, name))
+            value = getattr(figures.stats, name)
+            yield CounterMetricFamily(f"pykernels_{name}", text, value=value)
         for name, text in _GAUGES.items():
-            yield GaugeMetricFamily(f"pykernels_{name}", text, value=getattr(stats, name))
-        if (cache := self._llm.expert_cache) is not None:
-            for name, text in _CACHE_COUNTERS.items():
-                label = f"pykernels_expert_cache_{name}"
-                yield CounterMetricFamily(label, text, value=getattr(cache, name))
-        nbytes = self._llm.runner.weight_bytes
+            yield GaugeMetricFamily(f"pykernels_{name}", text, value=getattr(figures.stats, name))
+        for name, value in figures.cache.items():
+            label = f"pykernels_expert_cache_{name}"
+            yield CounterMetricFamily(label, _CACHE_COUNTERS[name], value=value)
         text = (
             "Packed weights that a step of one token reads: times the rate of steps, bytes a second"
         )
-        yield GaugeMetricFamily("pykernels_step_weight_bytes", text, value=nbytes)
-        yield from self._reads(stats)
-        pages = self._llm.runner.num_pages
-        yield GaugeMetricFamily("pykernels_pages", "Pages of the KV cache", value=pages)
+        yield GaugeMetricFamily("pykernels_step_weight_bytes", text, value=figures.weight_bytes)
+        yield from self._reads()
+        yield GaugeMetricFamily("pykernels_pages", "Pages of the KV cache", value=self._num_pages)
 
-    def _reads(self, stats: EngineStats) -> Iterator[Metric]:
-        """Weights that steps without prompts have read. Which experts a token chooses is not asked:
-        for several tokens their number is what it is where each chooses at random."""
+    def _reads(self) -> Iterator[Metric]:
+        """Weights that steps without prompts have read."""
         read = CounterMetricFamily(
             "pykernels_decode_read_bytes",
             "Weights that the CPU has read in steps without prompts",
             labels=("of",),
         )
-        every = experts = 0
-        for tokens, steps in stats.decode_steps.items():
-            all_of_step, experts_of_step = self._llm.runner.read_bytes(tokens)
-            every, experts = every + steps * all_of_step, experts + steps * experts_of_step
+        every, experts = self._figures.read_bytes, self._figures.expert_bytes
         read.add_metric(("experts",), experts)
         read.add_metric(("others",), every - experts)
         yield read
-        seconds = stats.decode_seconds
+        seconds = self._figures.stats.decode_seconds
         text = "Seconds of steps without prompts"
         yield CounterMetricFamily("pykernels_decode_step_seconds", text, value=seconds)
         if seconds:

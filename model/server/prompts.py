@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
 
-from ..llm import LLM
-from ..text.prompt import chat_prompt, encode_written
+from ..text.prompt import chat_prompt, encode, encode_written
+from .backend.interface import ServedModel
 from .http.errors import bad_request
 
 CONTEXT_CODE = "context_length_exceeded"
@@ -47,14 +47,14 @@ class Prompts:
     """Makes the prompts of one model. Its methods take as long as the text is: not for an event
     loop."""
 
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
-        self.template = template_text(llm.tokenizer)
+    def __init__(self, model: ServedModel) -> None:
+        self.tokenizer, self.facts = model.tokenizer, model.facts
+        self.template = template_text(self.tokenizer)
 
     def text(self, text: str) -> Prompt:
         """A text to be continued."""
         self._check_length(text)
-        return Prompt(self.llm.encode(text))
+        return Prompt(encode(self.facts, self._tokenizer(), text))
 
     def ids(self, ids: Sequence[int]) -> Prompt:
         """Token ids to be continued.
@@ -62,7 +62,7 @@ class Prompts:
         Raises:
             ApiError: none, or one that is outside the vocabulary.
         """
-        vocab = self.llm.runner.vocab_size
+        vocab = self.facts.vocab_size
         if not ids or min(ids) < 0 or max(ids) >= vocab:
             raise bad_request(f"A prompt is a list of token ids below {vocab}.", "prompt")
         return Prompt(list(ids))
@@ -109,9 +109,7 @@ class Prompts:
     def _encode(
         self, messages: list[dict[str, Any]], given: Mapping[str, Any]
     ) -> tuple[list[int], str]:
-        tokenizer = self.llm.tokenizer
-        if tokenizer is None:
-            raise PykernelsError("This model has no tokenizer", "Give token ids")
+        tokenizer = self._tokenizer()
         try:
             text = chat_prompt(tokenizer, messages, given)
         except PykernelsError:
@@ -120,11 +118,16 @@ class Prompts:
                 raise
             text = chat_prompt(tokenizer, [_as_json(m) for m in messages], given)
         self._check_length(text)
-        return encode_written(self.llm, tokenizer, text), text
+        return encode_written(self.facts, tokenizer, text), text
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.tokenizer is None:
+            raise PykernelsError("This model has no tokenizer", "Give token ids")
+        return self.tokenizer
 
     def _check_length(self, text: str) -> None:
         """Raises ApiError for a text that need not be tokenized to know that it is too long."""
-        most = self.llm.longest
+        most = self.facts.longest
         if len(text) > most * _MOST_PER_TOKEN:
             raise bad_request(
                 f"The prompt has {len(text)} characters; with its answer {most} tokens fit.",

@@ -24,7 +24,7 @@ class _Server(uvicorn.Server):
     """Tells when clients can come, and the application that it drains before anything is closed."""
 
     def __init__(
-        self, config: uvicorn.Config, served: Served, started: Callable[[], None] | None
+        self, config: uvicorn.Config, served: Served, started: Callable[[], object] | None
     ) -> None:
         super().__init__(config)
         self.served, self._tell_started = served, started
@@ -40,7 +40,7 @@ class _Server(uvicorn.Server):
 
 
 def server_of(
-    app: FastAPI, settings: ServerSettings, started: Callable[[], None] | None = None
+    app: FastAPI, settings: ServerSettings, started: Callable[[], object] | None = None
 ) -> uvicorn.Server:
     """A server of the application; its ``run`` takes a bound socket.
 
@@ -62,7 +62,7 @@ def server_of(
 
 
 def serve(
-    app: FastAPI, settings: ServerSettings, bound: socket.socket, started: Callable[[], None]
+    app: FastAPI, settings: ServerSettings, bound: socket.socket, started: Callable[[], object]
 ) -> None:
     """Runs until SIGTERM or Ctrl-C; then what runs has ``drain_seconds`` to end.
 

@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from pykernels.errors import PykernelsError
 from runtime.engine import EngineBusy, SamplingParams
 
-from ..llm import LLM
-from ..text.detokenize import Detokenizer
 from .admission import Admission
+from .backend.interface import ServedModel
 from .generation import Generation
 from .http.errors import ApiError, bad_request, of_ours
 from .metrics import Metrics
@@ -34,7 +33,7 @@ ENTERED = "pykernels.entered"
 
 
 class Served:
-    """One model on its engine, for the event loop that the server runs in.
+    """One model, for the event loop that the server runs in.
 
     Args:
         read_roof: GB/s that the workers read at most, for the metrics; None: unknown.
@@ -44,13 +43,15 @@ class Served:
         draining: whether the server is about to end.
     """
 
-    def __init__(self, llm: LLM, settings: ServerSettings, read_roof: float | None = None) -> None:
-        self.llm, self.settings = llm, settings
+    def __init__(
+        self, model: ServedModel, settings: ServerSettings, read_roof: float | None = None
+    ) -> None:
+        self.model, self.facts, self.settings = model, model.facts, settings
         self.name, self.created = settings.names[0], int(time.time())
-        self.prompts = Prompts(llm)
-        self.parser = parser_for(llm.config.model_type, self.prompts.template)
-        self.admission = Admission(llm.engine.config.max_num_seqs, settings)
-        self.metrics = Metrics(llm, lambda: self.admission.inside, read_roof)
+        self.prompts = Prompts(model)
+        self.parser = parser_for(self.facts.config.model_type, self.prompts.template)
+        self.admission = Admission(self.facts.max_num_seqs, settings)
+        self.metrics = Metrics(self.facts, lambda: self.admission.inside, read_roof)
         self.draining = False
         # One thread: a tokenizer is not made for several, and the event loop must not wait for it.
         self._texts = ThreadPoolExecutor(1, "texts")
@@ -58,7 +59,7 @@ class Served:
     @property
     def alive(self) -> bool:
         """Whether the engine can still serve anything."""
-        return self.llm.engine.healthy
+        return self.model.healthy
 
     @property
     def ready(self) -> bool:
@@ -68,9 +69,9 @@ class Served:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Raises ApiError where the model has none."""
-        if self.llm.tokenizer is None:
+        if self.model.tokenizer is None:
             raise bad_request("This model has no tokenizer: give token ids.")
-        return self.llm.tokenizer
+        return self.model.tokenizer
 
     def check_name(self, name: str | None) -> None:
         """Raises ApiError for the name of another model."""
@@ -143,8 +144,8 @@ class Served:
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
-        eos = self.llm.engine.eos_token_ids
-        return Vocabulary(self.tokenizer, self.llm.runner.vocab_size, eos)
+        facts = self.facts
+        return Vocabulary(self.tokenizer, facts.vocab_size, facts.eos_token_ids)
 
     def params(self, prompt: Prompt, given: Mapping[str, Any]) -> SamplingParams:
         """Sampling parameters: those that are given, else the checkpoint's.
@@ -154,7 +155,7 @@ class Served:
         Raises:
             ApiError: a prompt that fills the context, a value out of range.
         """
-        size, longest = len(prompt.ids), self.llm.longest
+        size, longest = len(prompt.ids), self.facts.longest
         if size >= longest:
             raise bad_request(
                 f"The prompt has {size} tokens; with its answer it may have {longest}.",
@@ -170,7 +171,7 @@ class Served:
         if self.settings.max_seconds is not None:
             given["deadline"] = self.settings.max_seconds
         try:
-            return self.llm.settings.params(size, longest, **given)
+            return self.facts.settings.params(size, longest, **given)
         except PykernelsError as error:
             raise of_ours(error) from error
 
@@ -192,15 +193,14 @@ class Served:
         Raises:
             ApiError: the engine refuses it, or is busy.
         """
-        parser, detokenizer = self.parser, None
-        if parsed and parser.special_tokens and self.llm.tokenizer is not None:
-            detokenizer = partial(Detokenizer, self.llm.tokenizer, parser.special_tokens)
+        parser = self.parser
         try:
-            handle = self.llm.engine.asubmit(prompt.ids, params, detokenizer=detokenizer)
+            special = parser.special_tokens if parsed else ()
+            handle = self.model.asubmit(prompt.ids, params, special)
         except EngineBusy as error:
             raise ApiError(429, str(error), retry_after=1) from error
         except PykernelsError as error:
-            healthy = self.llm.engine.healthy
+            healthy = self.model.healthy
             raise of_ours(error, 400 if healthy else 503) from error
         streams = [parser.stream(prompt.tail, tools) for _ in range(params.n) if parsed]
         size, took = len(prompt.ids), self.admission.took

@@ -44,7 +44,7 @@ def token_routes(served: Served) -> APIRouter:
         found: dict[str, Any] = {
             "tokens": ids,
             "count": len(ids),
-            "max_model_len": served.llm.longest,
+            "max_model_len": served.facts.longest,
         }
         if body.return_token_strs:
             found["token_strs"] = served.tokenizer.convert_ids_to_tokens(ids)
@@ -53,7 +53,7 @@ def token_routes(served: Served) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         served.check_name(body.model)
-        vocab = served.llm.runner.vocab_size
+        vocab = served.facts.vocab_size
         if max(body.tokens, default=0) >= vocab:
             raise bad_request(f"tokens: ids are below {vocab}.", "tokens")
         decode = served.tokenizer.decode

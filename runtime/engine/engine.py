@@ -25,7 +25,7 @@ from .delivery import LoopBridge
 from .handle import AsyncRequestHandle, RequestHandle
 from .intake import Intake
 from .outputs import Chunk, EngineStats, Result
-from .request import Event, Request
+from .request import Event, Request, Sink
 from .sampling_params import SamplingParams
 from .text import MakeDetokenizer
 
@@ -127,9 +127,29 @@ class Engine:
         sink = partial(bridge.put, queue)
         detokenizer = detokenizer or self._detokenizer
         requests = self._intake.requests(prompt_ids, params, sink, True, name, detokenizer)
-        handle = AsyncRequestHandle(requests, self._cancel, detokenizer, queue)
+        handle = AsyncRequestHandle(requests, self.cancel, detokenizer, queue)
         self._enter(requests)
         return handle
+
+    def submit_to(
+        self,
+        sink: Sink,
+        prompt_ids: Iterable[int],
+        params: SamplingParams | None = None,
+        name: str | None = None,
+        detokenizer: MakeDetokenizer | None = None,
+    ) -> list[Request]:
+        """``submit`` for a consumer that takes the events themselves, in the engine's thread.
+
+        Args:
+            sink: called with each event; it must not wait.
+            detokenizer: in place of the engine's.
+        """
+        self._refuse_in_child()
+        detokenizer = detokenizer or self._detokenizer
+        requests = self._intake.requests(prompt_ids, params, sink, True, name, detokenizer)
+        self._enter(requests)
+        return requests
 
     def generate(
         self,
@@ -310,7 +330,7 @@ class Engine:
         detokenizer = self._detokenizer
         requests = self._intake.requests(prompt_ids, params, queue.put, streamed, name, detokenizer)
         receive = partial(self._receive if self.threaded else self._drive, queue)
-        return RequestHandle(requests, self._cancel, detokenizer, receive)
+        return RequestHandle(requests, self.cancel, detokenizer, receive)
 
     def _enter(self, requests: Sequence[Request]) -> None:
         with self._gate:
@@ -344,7 +364,8 @@ class Engine:
         self._inbox.put(call)
         self._core.runner.give_up_next()
 
-    def _cancel(self, request: Request) -> None:
+    def cancel(self, request: Request) -> None:
+        """Ends one output before the next step; what was generated stays. From any thread."""
         if os.getpid() != self._pid:  # the parent's engine runs it, whatever its child wants
             return
         with self._gate:

@@ -6,14 +6,30 @@ import itertools
 import operator
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
 
 from pykernels.errors import PykernelsError
 
 from ..step_inputs import MAX_BIASES
-from .batch import Runner
 from .request import Request, Sink, fork_seed
+from .routing import RoutedLayer
 from .sampling_params import MAX_SEED, SamplingParams
 from .text import MakeDetokenizer, TextStream
+
+
+class Limits(Protocol):
+    """What bounds the requests of an engine; its runner's, see there."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def routed_layers(self) -> Sequence[RoutedLayer]: ...
 
 
 class Intake:
@@ -21,7 +37,7 @@ class Intake:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Limits,
         eos_ids: Collection[int],
         ageing_seconds: float,
         clock: Callable[[], float],

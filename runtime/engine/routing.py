@@ -79,6 +79,12 @@ class RoutingLog:
             weights[:, at, :topk] = layer.weights[begin:end]
         self._rows += zip(ids, weights, strict=True)
 
+    def extend(self, more: RoutedExperts) -> None:
+        """The tokens behind those that are here, as another log has them."""
+        if not self._rows:
+            self._first = more.first
+        self._rows += zip(more.ids, more.weights, strict=True)
+
     def since(self, count: int) -> RoutedExperts:
         """All but the first ``count`` tokens of the log."""
         rows = self._rows[count:]

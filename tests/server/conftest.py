@@ -20,6 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 import model
 from model.llm import LLM
 from model.server.app import create_app
+from model.server.backend.local import LocalModel
 from model.server.loading import bound_socket
 from model.server.run import server_of
 from model.server.settings import ServerSettings
@@ -88,7 +89,7 @@ def running(llm: LLM, **settings: object) -> Iterator[Running]:
     chosen = ServerSettings(**given)  # type: ignore[arg-type]
     with bound_socket(chosen) as bound:
         started = threading.Event()
-        server = server_of(create_app(llm, chosen), chosen, started.set)
+        server = server_of(create_app(LocalModel(llm), chosen), chosen, started.set)
         thread = threading.Thread(target=server.run, args=([bound],))
         thread.start()
         assert started.wait(60)

@@ -14,6 +14,7 @@ from pykernels.registry import requested
 
 from ... import EMBEDDED
 from ...lean_import import import_transformers
+from ...server.backend.start import HttpProcess
 from ...server.loading import bound_socket, told_to_wait
 from ...server.settings import ServerSettings
 from ..common import (
@@ -168,9 +169,9 @@ def serve(
     check_prefill(prefill, device)
     slots = expert_cache_of(expert_cache, device)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
-    level = logging.INFO if log_requests else logging.WARNING
+    level = logging.DEBUG if State.debug else logging.INFO if log_requests else logging.WARNING
     logging.basicConfig(format="%(asctime)s %(message)s")
-    logging.getLogger("pykernels").setLevel(logging.DEBUG if State.debug else level)
+    logging.getLogger("pykernels").setLevel(level)
     path = model or EMBEDDED
     names = tuple(name or ()) or ("embedded" if model is None else path.resolve().stem,)
     settings = ServerSettings(
@@ -188,6 +189,7 @@ def serve(
     )
     with ExitStack() as stack:
         bound = stack.enter_context(bound_socket(settings))
+        http = stack.enter_context(HttpProcess(path, bound, level))
         with told_to_wait(bound):
             with status("importing torch and transformers"):
                 import_transformers()
@@ -195,8 +197,9 @@ def serve(
 
                 from ...llm import load_engine
                 from ...server.admission import AGEING_SECONDS
-                from ...server.app import create_app
-                from ...server.run import serve as run
+                from ...server.backend.host import Host
+                from ...server.backend.local import facts_of
+                from ...server.backend.messages import Begin
 
                 of_transformers.set_verbosity_error()
                 of_transformers.disable_progress_bar()
@@ -219,17 +222,20 @@ def serve(
                 max_model_len=max_model_len,
                 kv_tokens=kv_tokens,
                 target_itl_ms=target_itl_ms,
-                max_waiting=max_waiting,
                 ageing_seconds=AGEING_SECONDS,
             )
             stack.enter_context(llm)
-            app = create_app(llm, settings, _read_roof(llm))
+            begin = Begin(facts_of(llm), settings, _read_roof(llm))
         address, at = bound.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
         if llm.runner.prompt_ways:
             note(llm.runner.prompt_ways)
         text = f"{names[0]} is served at http://{shown}:{at}/v1"
-        run(app, settings, bound, lambda: err().print(text, markup=False))
+
+        def told() -> None:
+            err().print(text, markup=False)
+
+        http.serve(lambda channel: Host(llm, channel, told), begin)
 
 
 def _read_roof(llm: LLM) -> float | None:

@@ -91,9 +91,9 @@ class Answer:
     async def _sequence(self) -> str | None:
         """The first of the request's stop sequences that the model has written."""
         stops = self.body.stop_sequences or ()
-        if not stops or self.served.llm.tokenizer is None:
+        if not stops or self.served.model.tokenizer is None:
             return None
-        detokenizer = Detokenizer(self.served.llm.tokenizer, self.served.parser.special_tokens)
+        detokenizer = Detokenizer(self.served.model.tokenizer, self.served.parser.special_tokens)
         (completion,) = await self.generation.completions()
         text = "".join(detokenizer.push(token) for token in completion.token_ids)
         text += detokenizer.finish()

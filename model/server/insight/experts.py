@@ -24,7 +24,7 @@ class ExpertsTold:
     """
 
     def __init__(self, served: Served, asked: Extension | None) -> None:
-        self._tokenizer = served.llm.tokenizer
+        self._tokenizer = served.model.tokenizer
         self._on = asked is not None and asked.routed_experts
         self._told: dict[int, int] = {}
 

@@ -12,14 +12,11 @@ from pydantic import Field
 from starlette.responses import Response
 
 from pykernels.errors import PykernelsError
-from runtime.tracing.recorder import Recorder
 
 from ..fields import Strict
 from ..http.disconnect import unless_gone
 from ..http.errors import ApiError, of_ours
-from ..http.frames import json_bytes
 from ..served import Served
-from .timeline import timeline_body
 
 _POLL_SECONDS = 0.25
 
@@ -36,27 +33,25 @@ def insight_routes(served: Served) -> APIRouter:
     @router.get("/v1/pykernels")
     async def about() -> dict[str, Any]:
         """The model, its device, the layers that choose experts (none: it does not tell them)."""
-        llm = served.llm
-        nodes = llm.runner.steps[0].program.nodes if llm.runner.steps else ()
+        facts = served.facts
         return {
             "model": served.name,
-            "model_type": llm.config.model_type,
-            "devices": sorted({node.device for node in nodes}),
-            "workers": 0 if llm.runner.pool is None else llm.runner.pool.threads,
-            "max_model_len": llm.longest,
+            "model_type": facts.config.model_type,
+            "devices": facts.devices,
+            "workers": facts.workers,
+            "max_model_len": facts.longest,
             "chat_template": bool(served.prompts.template),
             "routed_layers": [
                 {"layer": one.layer, "experts": one.experts, "topk": one.topk}
-                for one in llm.runner.routed_layers
+                for one in facts.routed_layers
             ],
         }
 
     @router.post("/v1/pykernels/steps")
     async def steps(body: StepsRequest, request: Request) -> Response:
         """Records the next steps that have work: what each worker and stream did when."""
-        recorder = Recorder(served.llm.runner, served.name)
         try:
-            done = served.llm.engine.observe(recorder, body.steps)
+            done, timeline = served.model.observe(body.steps, served.name)
             await unless_gone(request, _within(done, body.seconds, served))
         except TimeoutError:
             raise ApiError(
@@ -64,7 +59,7 @@ def insight_routes(served: Served) -> APIRouter:
             ) from None
         except PykernelsError as error:
             raise of_ours(error, 409) from error
-        found = await served.prepared(lambda: json_bytes(timeline_body(recorder.timeline())))
+        found = await served.prepared(timeline)
         return Response(found, media_type="application/json")
 
     return router

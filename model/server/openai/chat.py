@@ -135,9 +135,9 @@ class _Answer:
         return {**body, "usage": usage_body(usage)}
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        if not piece.logprobs or self.served.llm.tokenizer is None:
+        if not piece.logprobs or self.served.model.tokenizer is None:
             return None
-        return chat_logprobs(self.served.llm.tokenizer, piece.logprobs)
+        return chat_logprobs(self.served.model.tokenizer, piece.logprobs)
 
     def _reason(self, piece: Piece) -> str | None:
         if piece.finish_reason is None:

@@ -144,7 +144,7 @@ class _Output:
         output: int,
     ) -> None:
         self.body, self.prompt, self.generation, self.output = body, prompt, generation, output
-        self.tokenizer = served.llm.tokenizer
+        self.tokenizer = served.model.tokenizer
         self.echo = ""
         self.begun = not body.echo
         if body.echo:

@@ -23,7 +23,7 @@ def model_routes(served: Served) -> APIRouter:
             "type": "model",  # this and the next two are Anthropic's
             "display_name": name,
             "created_at": datetime.fromtimestamp(served.created, UTC).isoformat(),
-            "max_model_len": served.llm.longest,
+            "max_model_len": served.facts.longest,
         }
 
     @router.get("/v1/models")
@@ -71,7 +71,7 @@ def catalogue_entry(served: Served, name: str, priority: int) -> dict[str, Any]:
         "apply_patch_tool_type": None,
         "truncation_policy": {"mode": "bytes", "limit": 10_000},
         "supports_parallel_tool_calls": True,
-        "context_window": served.llm.longest,
+        "context_window": served.facts.longest,
         "experimental_supported_tools": [],
         "input_modalities": ["text"],
     }

@@ -1,0 +1,191 @@
+"""The engine's side of a server in two processes: takes requests, tells what comes of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property, partial
+
+from pykernels.errors import PykernelsError
+from runtime.engine.delivery import INTERVAL
+from runtime.engine.request import Event, Request
+
+from ...llm import LLM
+from ...text.detokenize import Detokenizer
+from ..http.errors import LOG
+from ..structured import GrammarConstraint, Vocabulary
+from .channel import Channel
+from .local import LocalModel, figures_of
+from .messages import (
+    Answer,
+    Ask,
+    Batch,
+    Cancel,
+    Failure,
+    Observe,
+    Ready,
+    Routed,
+    Submit,
+    Told,
+)
+
+
+class Host:
+    """Does what the other process asks for, in two threads beside the engine's.
+
+    The engine's thread only puts its events into a queue. They are sent together, at most once each
+    ``INTERVAL``.
+
+    Args:
+        started: called when clients can come.
+    """
+
+    def __init__(self, llm: LLM, channel: Channel, started: Callable[[], None]) -> None:
+        self._llm, self._channel, self._started = llm, channel, started
+        self._requests: dict[int, list[Request]] = {}
+        self._open: dict[int, int] = {}
+        self._told_routing: dict[Request, int] = {}
+        self._told_prompts: set[Request] = set()
+        self._observed: dict[int, Future[None]] = {}
+        self._events: deque[tuple[int, Event]] = deque()
+        self._answers: deque[Told | Answer] = deque()
+        self._news = threading.Event()
+        self._texts = ThreadPoolExecutor(1, "timelines")
+        for run in (self._receive, self._send):
+            threading.Thread(target=run, name=run.__name__.strip("_"), daemon=True).start()
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        assert self._llm.tokenizer is not None, "grammars are made of a tokenizer"
+        return Vocabulary(
+            self._llm.tokenizer, self._llm.runner.vocab_size, self._llm.engine.eos_token_ids
+        )
+
+    def _receive(self) -> None:
+        while (message := self._channel.receive()) is not None:
+            match message:
+                case Submit():
+                    self._submit(message)
+                case Cancel(key, output):
+                    if (requests := self._requests.get(key)) is not None:
+                        self._llm.engine.cancel(requests[output])
+                case Ask(key):
+                    self._answer(Answer(key, figures_of(self._llm)))
+                case Observe():
+                    self._observe(message)
+                case Ready():
+                    self._started()
+        for requests in list(self._requests.values()):  # nobody listens any more
+            for request in requests:
+                self._llm.engine.cancel(request)
+
+    def _submit(self, asked: Submit) -> None:
+        key, params, tokenizer = asked.key, asked.params, self._llm.tokenizer
+        detokenizer = None
+        if tokenizer is not None:
+            detokenizer = partial(Detokenizer, tokenizer, asked.special)
+        try:
+            constraint = None
+            if asked.grammar is not None:
+                constraint = GrammarConstraint(self._vocabulary, asked.grammar)
+            self._open[key] = params.n
+            sink = partial(self._put, key)
+            params = replace(params, constraint=constraint)
+            self._requests[key] = self._llm.engine.submit_to(
+                sink, asked.prompt_ids, params, asked.name, detokenizer
+            )
+        except Exception as error:
+            self._requests.pop(key, None)
+            self._answer(Told(key, 0, -1, None, "", "error", failure=failure_of(error)))
+
+    def _observe(self, asked: Observe) -> None:
+        key = asked.key
+        if not asked.steps:
+            if (running := self._observed.pop(key, None)) is not None:
+                running.cancel()
+            return
+        try:
+            done, make = LocalModel(self._llm).observe(asked.steps, asked.title)
+        except Exception as error:
+            self._answer(Answer(key, None, failure_of(error)))
+            return
+        self._observed[key] = done
+
+        def told() -> None:
+            self._observed.pop(key, None)
+            if done.cancelled():
+                return
+            try:
+                done.result()
+                self._answer(Answer(key, make()))
+            except Exception as error:
+                self._answer(Answer(key, None, failure_of(error)))
+
+        done.add_done_callback(lambda _: self._texts.submit(told))
+
+    # What comes of it.
+
+    def _put(self, key: int, event: Event) -> None:
+        """Called by the engine's thread."""
+        self._events.append((key, event))
+        if not self._news.is_set():
+            self._news.set()
+
+    def _answer(self, answer: Told | Answer) -> None:
+        self._answers.append(answer)
+        self._news.set()
+
+    def _send(self) -> None:
+        sent = 0.0
+        while True:
+            self._news.wait()
+            if (wait := sent + INTERVAL - time.monotonic()) > 0:
+                time.sleep(wait)
+            self._news.clear()
+            sent = time.monotonic()
+            healthy = self._llm.engine.healthy
+            news: list[Told | Routed | Answer] = []
+            while self._events:
+                news += self._told(*self._events.popleft())
+            while self._answers:
+                news.append(self._answers.popleft())
+            if not self._channel.send(Batch(healthy, news)):
+                return
+
+    def _told(self, key: int, event: Event) -> list[Told | Routed]:
+        request, token, logprob, text, reason = event
+        news: list[Told | Routed] = []
+        if request.routing is not None:
+            count = self._told_routing.get(request, 0)
+            routed = request.routing.since(count)
+            if len(routed.ids):
+                self._told_routing[request] = count + len(routed.ids)
+                news.append(Routed(key, request.index, routed))
+        told = Told(key, request.index, token, logprob, text, reason)
+        if request.params.logprob_start is not None and request not in self._told_prompts:
+            self._told_prompts.add(request)
+            told = told._replace(prompt_logprobs=tuple(request.prompt_logprobs))
+        if reason is not None:
+            self._told_routing.pop(request, None)
+            self._told_prompts.discard(request)
+            self._open[key] -= 1
+            if not self._open[key]:
+                del self._open[key]
+                self._requests.pop(key, None)
+            told = told._replace(stats=request.stats())
+            if request.error is not None:
+                if not isinstance(request.error, PykernelsError):
+                    LOG.error("%s", request.error, exc_info=request.error)
+                told = told._replace(failure=failure_of(request.error))
+        return [*news, told]
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What the other process is told of an exception."""
+    if isinstance(error, PykernelsError):
+        return Failure("PykernelsError", error.cause, error.hint)
+    return Failure(type(error).__name__, str(error))

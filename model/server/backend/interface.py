@@ -1,0 +1,111 @@
+"""What the HTTP side asks of a model, wherever its engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from runtime.engine import AsyncRequestHandle, EngineStats, SamplingParams
+from runtime.engine.routing import RoutedLayer
+
+from ...text.settings import EngineSettings
+
+
+@dataclass(frozen=True)
+class ConfigFacts:
+    """What texts need to know of a model's config."""
+
+    model_type: str
+    bos_token_id: int | None
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What stays as it is while a model is served.
+
+    Attributes:
+        settings: of its generation config.
+        longest: most tokens of a prompt and its output.
+        max_num_seqs: outputs that run at once.
+        ageing_seconds: see ``EngineConfig``.
+        num_pages, page_size: of the KV cache.
+        routed_layers: those that choose experts, where the device tells them.
+        workers: threads on the CPU; ``devices``: their names.
+    """
+
+    config: ConfigFacts
+    settings: EngineSettings
+    longest: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_num_seqs: int
+    ageing_seconds: float
+    num_pages: int
+    page_size: int
+    routed_layers: tuple[RoutedLayer, ...]
+    workers: int
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The engine's counts at one time.
+
+    Attributes:
+        weight_bytes: that a one-token step reads.
+        read_bytes, expert_bytes: of weights, and of experts among them, that the CPU has read in
+            steps without prompts.
+        cache: counts of the experts in a GPU's slots, by name; none without slots.
+    """
+
+    stats: EngineStats
+    weight_bytes: int
+    read_bytes: int
+    expert_bytes: int
+    cache: Mapping[str, float] = field(default_factory=dict)
+
+
+class ServedModel(Protocol):
+    """A model on an engine, for one event loop."""
+
+    facts: ModelFacts
+    tokenizer: PreTrainedTokenizerBase | None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine can still serve anything."""
+        ...
+
+    def asubmit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, special: Collection[str]
+    ) -> AsyncRequestHandle:
+        """Queue a prompt.
+
+        Args:
+            special: tokens that have a text here, though texts usually leave them out.
+
+        Raises:
+            PykernelsError: the engine can never serve it, or takes no requests; ``EngineBusy``.
+        """
+        ...
+
+    async def figures(self) -> Figures:
+        """As they are now."""
+        ...
+
+    def observe(self, steps: int, title: str) -> tuple[Future[None], Callable[[], bytes]]:
+        """Records the next steps that have work.
+
+        Returns:
+            What ends behind the last of them; cancelled, it observes no more. And what gives their
+            timeline as JSON then.
+
+        Raises:
+            PykernelsError: they cannot be observed now.
+        """
+        ...

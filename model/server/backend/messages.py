@@ -1,0 +1,129 @@
+"""What the two processes of a server tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from runtime.engine import FinishReason, RequestStats, SamplingParams, TokenLogprob
+from runtime.engine.routing import RoutedExperts
+
+from ..settings import ServerSettings
+from .interface import ModelFacts
+
+# From the engine's process to the one that speaks HTTP.
+
+
+@dataclass(frozen=True)
+class Begin:
+    """The model is there.
+
+    Attributes:
+        read_roof: see ``Served``.
+    """
+
+    facts: ModelFacts
+    settings: ServerSettings
+    read_roof: float | None
+
+
+class Failure(NamedTuple):
+    """An exception: the name of its class, and what a ``PykernelsError`` is made of."""
+
+    kind: str
+    cause: str
+    hint: str = ""
+
+
+class Told(NamedTuple):
+    """A token of an output, its end, or both; as ``runtime.engine.request.Event``.
+
+    Attributes:
+        key: of the request's ``Submit``; ``output``: which of its ``n``.
+        prompt_logprobs: with the first token.
+        stats, failure: with the end.
+    """
+
+    key: int
+    output: int
+    token: int
+    logprob: TokenLogprob | None
+    text: str
+    reason: FinishReason | None
+    prompt_logprobs: Sequence[TokenLogprob] = ()
+    stats: RequestStats | None = None
+    failure: Failure | None = None
+
+
+class Routed(NamedTuple):
+    """Experts of tokens of an output, which come before these tokens are told."""
+
+    key: int
+    output: int
+    experts: RoutedExperts
+
+
+class Answer(NamedTuple):
+    """To an ``Ask`` or an ``Observe``: a value, or a failure."""
+
+    key: int
+    value: Any
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What has come since the last one.
+
+    Attributes:
+        healthy: whether the engine can still serve anything.
+    """
+
+    healthy: bool
+    news: Sequence[Told | Routed | Answer]
+
+
+# The other way.
+
+
+class Ready(NamedTuple):
+    """Clients can come."""
+
+
+class Submit(NamedTuple):
+    """A prompt.
+
+    Attributes:
+        params: with a seed, and without a constraint.
+        grammar: of its constraint; None: it has none.
+        special: see ``ServedModel.asubmit``.
+    """
+
+    key: int
+    name: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    grammar: str | None
+    special: tuple[str, ...]
+
+
+class Cancel(NamedTuple):
+    """Of a ``Submit``, an output."""
+
+    key: int
+    output: int
+
+
+class Ask(NamedTuple):
+    """For the engine's figures."""
+
+    key: int
+
+
+class Observe(NamedTuple):
+    """Record steps; an ``Ask`` whose answer is JSON. ``steps=0``: no more, if that goes on."""
+
+    key: int
+    steps: int
+    title: str
