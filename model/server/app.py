@@ -38,6 +38,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        model.attach()
         yield
         served.close()
 

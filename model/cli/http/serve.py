@@ -14,7 +14,7 @@ from pykernels.registry import requested
 
 from ... import EMBEDDED
 from ...lean_import import import_transformers
-from ...server.backend.start import HttpProcess
+from ...server.backend.start import HttpProcess, has_spare_core
 from ...server.loading import bound_socket, told_to_wait
 from ...server.settings import ServerSettings
 from ..common import (
@@ -189,7 +189,9 @@ def serve(
     )
     with ExitStack() as stack:
         bound = stack.enter_context(bound_socket(settings))
-        http = stack.enter_context(HttpProcess(path, bound, level))
+        http = None
+        if has_spare_core(chosen_threads):
+            http = stack.enter_context(HttpProcess(path, bound, level))
         with told_to_wait(bound):
             with status("importing torch and transformers"):
                 import_transformers()
@@ -197,9 +199,11 @@ def serve(
 
                 from ...llm import load_engine
                 from ...server.admission import AGEING_SECONDS
+                from ...server.app import create_app
                 from ...server.backend.host import Host
-                from ...server.backend.local import facts_of
+                from ...server.backend.local import LocalModel, facts_of
                 from ...server.backend.messages import Begin
+                from ...server.run import serve as run
 
                 of_transformers.set_verbosity_error()
                 of_transformers.disable_progress_bar()
@@ -225,7 +229,7 @@ def serve(
                 ageing_seconds=AGEING_SECONDS,
             )
             stack.enter_context(llm)
-            begin = Begin(facts_of(llm), settings, _read_roof(llm))
+            read_roof = _read_roof(llm)
         address, at = bound.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
         if llm.runner.prompt_ways:
@@ -235,7 +239,11 @@ def serve(
         def told() -> None:
             err().print(text, markup=False)
 
-        http.serve(lambda channel: Host(llm, channel, told), begin)
+        if http is None:
+            run(create_app(LocalModel(llm), settings, read_roof), settings, bound, told)
+        else:
+            begin = Begin(facts_of(llm), settings, read_roof)
+            http.serve(lambda channel: Host(llm, channel, told), begin)
 
 
 def _read_roof(llm: LLM) -> float | None:

@@ -38,6 +38,10 @@ class Channel:
             return None
         return pickle.loads(data)
 
+    def fileno(self) -> int:
+        """Readable when a message comes, or the other side has ended."""
+        return self._connection.fileno()
+
     def close(self) -> None:
         self._connection.close()
 

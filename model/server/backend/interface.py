@@ -76,6 +76,10 @@ class ServedModel(Protocol):
     facts: ModelFacts
     tokenizer: PreTrainedTokenizerBase | None
 
+    def attach(self) -> None:
+        """Called once, in the event loop that asks it from then on."""
+        ...
+
     @property
     def healthy(self) -> bool:
         """Whether the engine can still serve anything."""

@@ -24,6 +24,9 @@ class LocalModel:
     def __init__(self, llm: LLM) -> None:
         self.llm, self.tokenizer, self.facts = llm, llm.tokenizer, facts_of(llm)
 
+    def attach(self) -> None:
+        """The engine finds the loop of each request by itself."""
+
     @property
     def healthy(self) -> bool:
         return self.llm.engine.healthy

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -31,7 +30,7 @@ class RemoteModel:
     """See ``ServedModel``. Its requests are the engine's, told again: they grow by what comes.
 
     Args:
-        lost: called, in a thread, when the other process has ended.
+        lost: called when the other process has ended.
     """
 
     def __init__(
@@ -48,8 +47,9 @@ class RemoteModel:
         self._keys = itertools.count(1)
         self._requests: dict[int, list[Request]] = {}
         self._answers: dict[int, Future[Any]] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        threading.Thread(target=self._receive, name="engine-events", daemon=True).start()
+
+    def attach(self) -> None:
+        asyncio.get_running_loop().add_reader(self._channel.fileno(), self._receive)
 
     @property
     def healthy(self) -> bool:
@@ -58,7 +58,6 @@ class RemoteModel:
     def asubmit(
         self, prompt_ids: Sequence[int], params: SamplingParams, special: Collection[str]
     ) -> AsyncRequestHandle:
-        self._loop = asyncio.get_running_loop()
         if not self._healthy:
             raise PykernelsError("The engine has failed", "Start the server again")
         grammar = None
@@ -104,19 +103,16 @@ class RemoteModel:
         return done, done.result
 
     def _asked(self) -> tuple[int, Future[Any]]:
-        self._loop = asyncio.get_running_loop()
         key, answer = next(self._keys), Future[Any]()
         self._answers[key] = answer
         return key, answer
 
     def _receive(self) -> None:
-        while (batch := self._channel.receive()) is not None:
-            assert self._loop is not None, "nothing comes that was not asked for"
-            self._loop.call_soon_threadsafe(self._apply, batch)
-        self._lost()
-
-    def _apply(self, batch: Batch) -> None:
-        """In the event loop's thread."""
+        """One batch has come, or the other process has ended."""
+        batch: Batch | None = self._channel.receive()
+        if batch is None:
+            self._lost()
+            return
         self._healthy = batch.healthy
         for news in batch.news:
             if isinstance(news, Answer):
