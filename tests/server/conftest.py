@@ -20,7 +20,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 import model
 from model.llm import LLM
 from model.server.app import create_app
-from model.server.backend.local import LocalModel
+from model.server.backend.channel import Channel, pair
+from model.server.backend.host import Host
+from model.server.backend.interface import ServedModel
+from model.server.backend.local import LocalModel, facts_of
+from model.server.backend.remote import RemoteModel
 from model.server.loading import bound_socket
 from model.server.run import server_of
 from model.server.settings import ServerSettings
@@ -83,13 +87,21 @@ def soon(condition: Callable[[], bool]) -> bool:
 
 
 @contextmanager
-def running(llm: LLM, **settings: object) -> Iterator[Running]:
-    """A server in a thread of this process."""
+def running(llm: LLM, remote: bool = False, **settings: object) -> Iterator[Running]:
+    """A server in a thread of this process; ``remote``: it talks to the engine as one in a process
+    of its own does."""
     given = {"names": (NAME,), "port": 0, **settings}
     chosen = ServerSettings(**given)  # type: ignore[arg-type]
     with bound_socket(chosen) as bound:
         started = threading.Event()
-        server = server_of(create_app(LocalModel(llm), chosen), chosen, started.set)
+        served: ServedModel = LocalModel(llm)
+        if remote:
+            ours, theirs = pair()
+            Host(llm, ours, lambda: None)
+            served = RemoteModel(
+                Channel(theirs.detach()), facts_of(llm), llm.tokenizer, lambda: None
+            )
+        server = server_of(create_app(served, chosen), chosen, started.set)
         thread = threading.Thread(target=server.run, args=([bound],))
         thread.start()
         assert started.wait(60)
@@ -106,7 +118,7 @@ def served() -> Iterator[Running]:
     """The embedded model."""
     with (
         model.load_engine(model.EMBEDDED, kernel="generic", max_num_seqs=8, threads=1) as llm,
-        running(llm) as server,
+        running(llm, remote=True) as server,
     ):
         yield server
 

@@ -14,7 +14,7 @@ from pykernels.registry import requested
 
 from ... import EMBEDDED
 from ...lean_import import import_transformers
-from ...server.backend.start import HttpProcess, has_spare_core
+from ...server.backend.start import HttpProcess
 from ...server.loading import bound_socket, told_to_wait
 from ...server.settings import ServerSettings
 from ..common import (
@@ -190,7 +190,8 @@ def serve(
     with ExitStack() as stack:
         bound = stack.enter_context(bound_socket(settings))
         http = None
-        if has_spare_core(chosen_threads):
+        # A GPU waits for Python between two steps; the CPU's workers do not.
+        if device != "cpu":
             http = stack.enter_context(HttpProcess(path, bound, level))
         with told_to_wait(bound):
             with status("importing torch and transformers"):

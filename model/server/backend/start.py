@@ -11,21 +11,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from pykernels.errors import PykernelsError
-from runtime.machine.topology import Topology
-from runtime.workers.threads import threads_here
 
 from .channel import Channel, pair
-
-
-def has_spare_core(threads: int | None) -> bool:
-    """Whether a process beside the workers takes none of their cores.
-
-    Args:
-        threads: workers; None: as many as ``WorkerPool`` takes.
-    """
-    topology = Topology.detect()
-    return topology.usable > threads_here(threads, True, topology)
-
 
 _MODULE = f"{__package__}.child"
 _END_SECONDS = 5
