@@ -311,14 +311,20 @@ class PagedRunner(ABC):
         if changed:
             self._arrange(own)
         self._sampling.refresh()
-        if not self.late_masks:
+        if self.late_masks:  # the sampler waits; what is before it does not
+            self._sampling.delay_masks()
+        else:
             self._sampling.write_masks()
         if self._lanes is not None and own.T == own.S:
             self._lanes.send(own.T)
         if self.slots is not None:
             self.before_slots(self.slots)
         phase("run")
-        self._executable.launch()
+        try:
+            self._executable.launch()
+        except BaseException:
+            self._sampling.write_masks()  # what was launched ends
+            raise
         self._running = True
         if self.slots is not None:
             self.slots.plan()

@@ -41,6 +41,8 @@ class SamplingInputs:
         tables: "bias_ids", "bias" and "mask" by name, pinned for a GPU; the first ``biases`` and
             ``masks`` of their entries are in use.
         seen: int32 [S, V] on the device.
+        masks_written: int64 [1], pinned likewise: 1 when the masks are those of the step that was
+            launched last, for which its sampler waits.
         version: grows when anything but seeds, draws, masks and ``seen`` has changed.
     """
 
@@ -59,6 +61,10 @@ class SamplingInputs:
             )
             for name in ("bias_ids", "bias", "mask")
         }
+        self.masks_written = torch.ones(
+            1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+        )
+        self._written = self.masks_written.numpy()
         self._bias_ids, self._bias, self._mask = (t.numpy() for t in self.tables.values())
         self.seen = torch.zeros(shapes["seen"], dtype=torch.int32, device=device)
         self.biases = self.masks = self.version = 0
@@ -103,9 +109,14 @@ class SamplingInputs:
         self.version += 1
 
     def write_masks(self) -> None:
-        """The masks as they are now, before a step reads them."""
+        """The masks as they are now, for the step that waits for them, or before it begins."""
         for row, mask in enumerate(self._masked):
             self._mask[row] = mask
+        self._written[0] = 1
+
+    def delay_masks(self) -> None:
+        """The next step waits for ``write_masks``, if it has masks."""
+        self._written[0] = not self._masked
 
     def refresh(self) -> None:
         """Before each step: what it will count."""

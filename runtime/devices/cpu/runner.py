@@ -59,7 +59,6 @@ class CpuRunner(PagedRunner):
             max_num_logits,
         )
         self.pool, self.kernel = pool, kernel
-        self._masks_written = np.ones(1, np.int64)
         self._give_up = np.zeros(1, np.int64)
         # On several nodes interleaved: attention is cut by sequences and runs of keys, so any
         # worker reads any page; none has a node of its own, and no memory controller is idle.
@@ -87,18 +86,8 @@ class CpuRunner(PagedRunner):
             self.caches,
             self.kernel,
             self.sizes,
-            masks_written=int(self._masks_written.ctypes.data),
+            masks_written=self._sampling.masks_written.data_ptr(),
         )
-
-    def launch(self, batch: StepBatch) -> None:
-        self._masks_written[0] = 0  # the sampler waits; the jobs before it do not
-        try:
-            super().launch(batch)
-        except BaseException:
-            self._masks_written[0] = 1
-            raise
-        if not self._sampling.masks:
-            self._masks_written[0] = 1
 
     def launch_behind(self, batch: StepBatch, ends: Set[int]) -> bool:
         own = self._batch
@@ -117,7 +106,3 @@ class CpuRunner(PagedRunner):
         drawn = self._executable.next_runs()
         self.next_runs = self._running = drawn is not None
         return result if drawn is None else StepResult(drawn)
-
-    def write_masks(self) -> None:
-        self._sampling.write_masks()
-        self._masks_written[0] = 1
