@@ -44,6 +44,7 @@ SOURCES = (
     "pykernels/cpu",
     "pykernels/quant",
     "pykernels/ref/sampling/__init__.py",
+    "runtime/workers/fence.py",
     "runtime/workers/reduce.py",
     "runtime/workers/ring.py",
     "runtime/workers/spans.py",

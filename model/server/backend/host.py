@@ -98,8 +98,10 @@ class Host:
             self._requests[key] = self._llm.engine.submit_to(
                 sink, asked.prompt_ids, params, asked.name, detokenizer
             )
+            if key not in self._open:  # it has ended meanwhile
+                self._requests.pop(key, None)
         except Exception as error:
-            self._requests.pop(key, None)
+            self._open.pop(key, None)
             self._answer(Told(key, 0, -1, None, "", "error", failure=failure_of(error)))
 
     def _observe(self, asked: Observe) -> None:
@@ -175,7 +177,7 @@ class Host:
             self._open[key] -= 1
             if not self._open[key]:
                 del self._open[key]
-                self._requests.pop(key, None)
+                self._requests.pop(key, None)  # which may not be there yet
             told = told._replace(stats=request.stats())
             if request.error is not None:
                 if not isinstance(request.error, PykernelsError):
