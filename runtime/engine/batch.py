@@ -177,10 +177,6 @@ class StepBatch:
             other.seeds[:R] = self.seeds[:R]
             other.sampling = self.sampling
             other.S, other.T, other.R, other.version = self.S, self.T, self.R, self.version
-        self.copy_tables_to(other)
-
-    def copy_tables_to(self, other: StepBatch) -> None:
-        """The page tables' part of ``copy_to``."""
         columns = self.table_pages
         # Of the same tables, a step of longer sequences reads more columns than the one before.
         if other.tables_version != self.tables_version or other.table_pages < columns:
@@ -293,7 +289,7 @@ class Runner(StepRunner, Protocol):
         ``ends``, and where ``give_up_next`` is called before that one ends.
 
         Returns:
-            False where it cannot be: then it is launched as ever.
+            False where it cannot be, as with other page tables: then it is launched as ever.
         """
         ...
 

@@ -57,21 +57,17 @@ class Job:
 
     def again(self) -> Job:
         """The same job with a record of its own, which may be in the ring beside this one's."""
-        run, record, setup, tasks, node, opens, tells = (
-            int(self.words[at // 8])
-            for at in (
-                words.RUN,
-                words.RECORD,
-                words.SETUP,
-                words.TASKS,
-                words.NODE,
-                words.OPENS,
-                words.TELLS,
-            )
-        )
-        numa = node - 1 if node else None
-        job = Job(self.name, run, record, setup, tasks, self.after, self._describe, numa)
-        job.opens, job.tells = opens, tells
+        job = Job(self.name, 0, 0, after=self.after, describe=self._describe)
+        for at in (
+            words.SETUP,
+            words.RUN,
+            words.RECORD,
+            words.TASKS,
+            words.NODE,
+            words.OPENS,
+            words.TELLS,
+        ):
+            job.words[at // 8] = self.words[at // 8]
         return job
 
     def set_task(self, run: int, setup: int, record: int | None = None) -> None:

@@ -262,6 +262,10 @@ class WorkerPool:
         """Number of the job that was published last."""
         return int(self._word[words.HEAD // 8])
 
+    def has_room(self, jobs: Jobs) -> bool:
+        """Whether these jobs may be published behind those that are in flight."""
+        return jobs.count + sum(each.jobs.count for each in self._in_flight) <= _SLOTS
+
     def start_behind(self, jobs: Jobs, buffers: object, arrange: Callable[[int], None]) -> InFlight:
         """Like ``start``, while another batch is in flight; ``jobs`` begin with a fence.
 
@@ -269,12 +273,12 @@ class WorkerPool:
             arrange: called with ``head`` before they are published.
 
         Raises:
-            PykernelsError: the pool is closed, or has no room for so many jobs.
+            PykernelsError: the pool is closed.
         """
         self._refuse_if_ended()
         with self.lock:
             assert self.head, "a fence waits for a job"
-            self._refuse_too_many(jobs.count + sum(each.jobs.count for each in self._in_flight))
+            assert self.has_room(jobs), "the ring has no room for them"
             assert all(each.jobs is not jobs for each in self._in_flight), "they are in flight"
             self._own(jobs)
             arrange(self.head)
@@ -320,17 +324,18 @@ class WorkerPool:
             status = words.finish(
                 self.ring, jobs.address, jobs.count, in_flight.first, self.driver_works
             )
-            failed = status and in_flight.first <= self._word[words.FAILED_NUMBER // 8]
-            if failed and self._word[words.FAILED_NUMBER // 8] <= in_flight.last:
-                in_flight.end(self._failure(jobs, status), self._ended)
-            else:
-                in_flight.end(None, self._ended)
+            number = self._word[words.FAILED_NUMBER // 8]  # it may be of the batch behind
+            failed = status and in_flight.first <= number <= in_flight.last
+            in_flight.end(self._failure(jobs, status) if failed else None, self._ended)
             self._ended = in_flight.ended
         self._in_flight.popleft()
 
     def _quiesce(self, jobs: Jobs) -> None:
         """Before jobs are published: waits until no worker reads others any more."""
-        self._refuse_too_many(jobs.count)
+        if jobs.count > _SLOTS:
+            raise PykernelsError(
+                f"{jobs.count} jobs at once", f"The workers' ring has room for {_SLOTS}"
+            )
         if all(jobs is not each for each in self._published):
             words.quiesce(self.ring, 1 if self.driver_works else 0, self.threads)
             self._published.clear()
@@ -343,12 +348,6 @@ class WorkerPool:
             self._published.append(jobs)
         if self.tracing is not None:
             self.tracing.published(jobs)
-
-    def _refuse_too_many(self, count: int) -> None:
-        if count > _SLOTS:
-            raise PykernelsError(
-                f"{count} jobs at once", f"The workers' ring has room for {_SLOTS}"
-            )
 
     def _failure(self, jobs: Jobs, status: int) -> TaskError:
         at, task = self._word[words.FAILED_JOB // 8], self._word[words.FAILED_TASK // 8]

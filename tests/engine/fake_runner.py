@@ -78,9 +78,9 @@ class FakeRunner:
     def launch_behind(self, batch: StepBatch, ends: Set[int]) -> bool:
         """What the next step reads besides the tokens that this one draws."""
         assert batch is self.bound and self.running
-        if batch.version != self.own.version:
+        own = self.own
+        if (batch.version, batch.tables_version) != (own.version, own.tables_version):
             return False
-        batch.copy_tables_to(self.own)
         self.behind, self.given_up = (batch.every.copy(), ends), False
         return True
 

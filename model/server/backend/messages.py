@@ -65,7 +65,7 @@ class Routed(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """To an ``Ask`` or an ``Observe``: a value, or a failure."""
+    """Answers an ``Ask`` or an ``Observe`` by a value, or a failure."""
 
     key: int
     value: Any
@@ -109,20 +109,20 @@ class Submit(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Of a ``Submit``, an output."""
+    """Ends an output of a ``Submit``."""
 
     key: int
     output: int
 
 
 class Ask(NamedTuple):
-    """For the engine's figures."""
+    """Asks for the engine's figures."""
 
     key: int
 
 
 class Observe(NamedTuple):
-    """Record steps; an ``Ask`` whose answer is JSON. ``steps=0``: no more, if that goes on."""
+    """Asks for a record of steps; the answer is JSON. ``steps=0``: no more, if that goes on."""
 
     key: int
     steps: int

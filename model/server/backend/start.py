@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from pykernels.errors import PykernelsError
 
@@ -43,12 +43,7 @@ class HttpProcess:
     def __enter__(self) -> HttpProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._channel.close()  # which ends it
         try:
             self._process.wait(_END_SECONDS)

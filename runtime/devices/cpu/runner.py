@@ -91,12 +91,13 @@ class CpuRunner(PagedRunner):
 
     def launch_behind(self, batch: StepBatch, ends: Set[int]) -> bool:
         own = self._batch
-        if own.version != batch.version or self.pool.closed:
+        # Tables must not change under the running step: a page may have been given for another one.
+        same = own.version == batch.version and own.tables_version == batch.tables_version
+        if not same or self.pool.closed:
             return False
-        batch.copy_tables_to(own)  # entries that the running step reads stay as they are
         self._give_up[0] = 0
-        self._executable.launch_behind(own.every, batch.every, own.S, ends, self._give_up)
-        return True
+        step = self._executable
+        return step.launch_behind(own.every, batch.every, own.S, ends, self._give_up)
 
     def give_up_next(self) -> None:
         self._give_up[0] = 1

@@ -138,7 +138,7 @@ class CpuExecutable:
         S: int,
         ends: Set[int],
         give_up: np.ndarray,
-    ) -> None:
+    ) -> bool:
         """Puts the next step of the same sizes into the ring while one runs, which brings it the
         tokens; ``result`` of that one says whether it runs.
 
@@ -148,6 +148,9 @@ class CpuExecutable:
             S: sequences, with one token each.
             ends: tokens that end one of them: the step is given up where one is drawn.
             give_up: int64 [1], not 0 where another step is to come.
+
+        Returns:
+            False where the ring has no room for it.
         """
         assert self._in_flight is not None and not self._context.uncompiled_for(int(self.sizes[0]))
         if not self._fenced:  # one runs while the other one waits
@@ -155,11 +158,14 @@ class CpuExecutable:
             self._fenced = [
                 FencedJobs(self.jobs, self.pool.ring, inputs, drawn, give_up) for _ in range(2)
             ]
+        fenced = self._fenced[-1]
+        if not self.pool.has_room(fenced.jobs):
+            return False
         self._fenced.reverse()
-        fenced = self._fenced[0]
         self._behind = self.pool.start_behind(
             fenced.jobs, self, lambda head: fenced.arrange(staged, S, ends, head)
         )
+        return True
 
     def next_runs(self) -> np.ndarray | None:
         """Behind ``result``, where a step was launched behind that one: what that one has drawn, if
