@@ -187,11 +187,23 @@ class EveryOther:
 
 
 @TWO_CORES
-def test_sampling_waits_for_masks_that_are_late(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"device": "cpu"},
+        pytest.param({"device": "cuda:0", "experts": "cpu"}, marks=pytest.mark.gpu),
+        pytest.param({"device": "cuda:0", "experts": "gpu"}, marks=pytest.mark.gpu),
+    ],
+    ids=["cpu", "gpu, experts on the cpu", "gpu"],
+)
+def test_sampling_waits_for_masks_that_are_late(tmp_path: Path, where: dict[str, str]) -> None:
     tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=1)
-    with model.load_engine(tmp_path, max_model_len=64, threads=2) as llm:
+    with model.load_engine(tmp_path, max_model_len=64, threads=2, **where) as llm:
         params = SamplingParams(max_tokens=20, ignore_eos=True, constraint=EveryOther())
-        free = SamplingParams(max_tokens=20, ignore_eos=True)
-        masked, _ = llm.engine.generate([[5, 6], [7]], [params, free])
+        free = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)
+        masked, beside = llm.engine.generate([[5, 6], [7]], [params, free])
+        [alone] = llm.engine.generate([[7]], free)
+        assert llm.runner.late_masks
     tokens = masked.completions[0].token_ids
     assert [token % 2 for token in tokens] == [0, 1] * 10
+    assert beside.token_ids == alone.token_ids

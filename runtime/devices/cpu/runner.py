@@ -11,6 +11,7 @@ from ...engine.batch import StepBatch, StepResult
 from ...engine.routing import RoutedLayer
 from ...passes.keep_routing import keep_routing, routers
 from ...program import Program
+from ...workers.fence import make_fence
 from ...workers.pool import WorkerPool
 from ..runner import Lowerable, PagedRunner, Pass
 from .step import CpuExecutable
@@ -72,6 +73,7 @@ class CpuRunner(PagedRunner):
 
     def bind(self, batch: StepBatch) -> None:
         super().bind(batch)
+        make_fence()  # compiled now, not between two tokens
         self.routed_layers = [
             RoutedLayer(node.layer or 0, node.attr("experts"), node.attr("spec").topk)
             for node in routers(self.steps[0].program)

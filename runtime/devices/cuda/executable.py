@@ -27,6 +27,7 @@ from .launches import attention, dense, experts, latents, sampling, streamed
 from .launches.dense import Launch
 from .memory import Arena, Caches, Memory
 from .outputs import ProgramOutputs
+from .sampling_inputs import MASKS_WRITTEN
 from .segment import Segment, beside, in_turn
 from .sequences import Sequences
 
@@ -199,7 +200,7 @@ class CudaExecutable:
             last = name == list(gpus)[-1]
             inputs = _sliced(parts[name], on.inputs)
             own = parts[name], weights, on.device, inputs, caches, on_gpu if last else {}
-            memory = Memory(*own, on.sequences, on.arena)
+            memory = Memory(*own, on.sequences, on.arena, on.inputs.get(MASKS_WRITTEN))
             results = [sampled.receive] if last else []
             self.gpus.append(GpuPart(memory, self._link, results, on.urgent))
         self.memory = self.gpus[-1].memory

@@ -92,6 +92,8 @@ class Memory:
         outputs: by name, those of results that the host reads.
         sequences: which tokens are of which sequence.
         arena: room for all other buffers.
+        masks_written: pinned int64 [1] that is 1 when the masks are there, for which sampling
+            waits; None: they are there before a step begins.
         token_table: see ``tokens_table``.
         orders: by the ids' buffer, of tokens that a launch has sorted by expert.
         same_orders: by their number, of tokens that take one expert, once a launch has asked for
@@ -106,6 +108,7 @@ class Memory:
     outputs: Mapping[str, torch.Tensor]
     sequences: Sequences
     arena: Arena
+    masks_written: torch.Tensor | None = None
     scratch: dict[str, torch.Tensor] = field(default_factory=dict)
     token_table: torch.Tensor | None = None
     orders: dict[str, SortedPairs] = field(default_factory=dict)

@@ -38,6 +38,7 @@ from .capacity import HEADROOM, step_bytes, step_tokens
 from .deferral import measured_deferral
 from .executable import CudaExecutable
 from .memory import dtypes
+from .sampling_inputs import waits_for_masks
 from .slots import on_gpu
 from .steps.maker import StepMaker
 from .steps.prompt_sizes import HOST_BUCKETS, SPLIT_BUCKETS, PromptSizes
@@ -180,6 +181,7 @@ class CudaRunner(PagedRunner):
             on_cpu and bool(options.dual_batch),
         )
         self.pool, self.kernel = pool, kernel
+        self.late_masks = waits_for_masks(self.device)
         self._auto_defer, self.deferred = options.auto_defer, 0
         self.buckets = HOST_BUCKETS if on_cpu else PROMPT_BUCKETS
         self.caches: dict[str, torch.Tensor] = {}

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from pykernels.gpu.common.stream_memory import supports as why_no_flags
+
 from ...ops import SAMPLING
 from ...step_inputs import sampling_dtype
 from ..sampling import SamplingInputs
@@ -23,6 +25,15 @@ _DTYPES = {
 """The dtypes of the columns on a GPU."""
 _WORDS = {name: dtype.itemsize // 4 for name, dtype in _DTYPES.items()}
 _NUMPY = {torch.int64: np.int64, torch.float32: np.float32, torch.int32: np.int32}
+
+
+MASKS_WRITTEN = "sampling.masks_written"
+"""Among a GPU's inputs, the flag for which its sampler waits; missing where no stream can."""
+
+
+def waits_for_masks(device: torch.device) -> bool:
+    """Whether a step on the GPU can begin before its masks are there."""
+    return device.type == "cuda" and why_no_flags() is None
 
 
 class SamplingColumns:
@@ -59,11 +70,12 @@ class SamplingColumns:
 
 
 class SamplingTables:
-    """The tables: biases cross when the batch changes, masks in every step, both only as far as
-    rows have any. What penalties go by is on the GPU only.
+    """The tables: biases cross when the batch changes, only as far as rows have any. Masks stay in
+    pinned memory, where the sampler reads them: they may be written when its step already runs.
+    What penalties go by is on the GPU only.
 
     Attributes:
-        tensors: by buffer, on the GPU.
+        tensors: by buffer.
     """
 
     def __init__(self, sampling: SamplingInputs, device: torch.device) -> None:
@@ -71,8 +83,11 @@ class SamplingTables:
         self.tensors = {
             f"sampling.{name}": torch.zeros_like(table, device=device)
             for name, table in sampling.tables.items()
+            if name != "mask"
         }
-        self.tensors["sampling.seen"] = sampling.seen
+        self.tensors |= {"sampling.mask": sampling.tables["mask"], "sampling.seen": sampling.seen}
+        if waits_for_masks(device):
+            self.tensors[MASKS_WRITTEN] = sampling.masks_written
 
     def send(self) -> None:
         """Copies what the step needs; the tables are free again when its results are there."""
@@ -81,7 +96,6 @@ class SamplingTables:
             self._version = sampling.version
             self._send("bias_ids", sampling.biases)
             self._send("bias", sampling.biases)
-        self._send("mask", sampling.masks)
 
     def _send(self, name: str, count: int) -> None:
         if count:

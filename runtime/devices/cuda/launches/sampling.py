@@ -3,6 +3,7 @@ step."""
 
 from __future__ import annotations
 
+from pykernels.gpu.common.stream_memory import wait_value
 from pykernels.gpu.sampling import count_tokens, sample
 from pykernels.ref.sampling import Sampled
 from pykernels.ref.sampling.inputs import SamplingInputs
@@ -18,7 +19,7 @@ ROWS = 64
 
 def sample_requests(m: Memory, node: Node) -> Launch:
     """The same launches whatever the rows ask for: a row that has no penalties, biases or mask, or
-    is greedy, leaves out what it does not need."""
+    is greedy, leaves out what it does not need. Masks may come while what is before this runs."""
     logits = m.read(node, "logits")  # float32 [R, V]
     inputs = SamplingInputs(
         **{
@@ -34,7 +35,11 @@ def sample_requests(m: Memory, node: Node) -> Launch:
         for at in (slice(first, first + ROWS) for first in range(0, len(logits), ROWS))
     ]
 
+    written = m.masks_written
+
     def launch() -> None:
+        if written is not None:
+            wait_value(written.data_ptr(), 1)
         for part in parts:
             sample(*part)
         count_tokens(out.tokens, seen_row, seen)
