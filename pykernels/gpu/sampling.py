@@ -146,8 +146,9 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, out: Sampled | None = N
 
     Args:
         logits: [R, V], bf16, fp16 or float32.
-        inputs: of R rows, on the logits' device, each tensor contiguous. What is outside its table
-            (a ``seen_row``, a list of biases) is read from memory that is not its own.
+        inputs: of R rows, on the logits' device, each tensor contiguous; the masks may be in pinned
+            memory. What is outside its table (a ``seen_row``, a list of biases) is read from memory
+            that is not its own.
         out: results to write to.
 
     Raises:
@@ -157,7 +158,9 @@ def sample(logits: torch.Tensor, inputs: SamplingInputs, out: Sampled | None = N
     (R, V), (splits, padded) = logits.shape, _splits(logits)
     _check_inputs(inputs, R, V)
     out = _results(logits, out)
-    tensors = [x for x in vars(inputs).values() if x is not None]
+    mask = inputs.mask
+    pinned = mask is not None and logits.is_cuda and mask.is_pinned()
+    tensors = [x for x in vars(inputs).values() if x is not None and not (pinned and x is mask)]
     device = check_device(logits, *out, *tensors)
     if not R:
         return out
