@@ -266,6 +266,8 @@ def load_engine(
         raise PykernelsError("dual_batch without a GPU", 'Add device="cuda:0"')
     if chosen.prefill in ("split", "stream") and device == "cpu":
         raise PykernelsError(f'prefill="{chosen.prefill}" without a GPU', 'Add device="cuda:0"')
+    if chosen.dense_gib != "auto" and not device.startswith("cuda"):
+        raise PykernelsError("dense_gib without a GPU", 'Add device="cuda:0"')
     cache = 0 if chosen.expert_cache == "off" else chosen.expert_cache
     if cache and device == "cpu":
         raise PykernelsError("expert_cache without a GPU", 'Add device="cuda:0"')
@@ -294,9 +296,10 @@ def load_engine(
 
             seqs, rows = chosen.max_num_seqs, chosen.max_num_logits or 0
             largest = budget, seqs, min(budget, max(rows, seqs)), pages, -(-longest // PAGE)
-            where = experts, *weights.placed, cache, chosen.prefill
+            where = experts, *weights.placed, cache, chosen.prefill, chosen.dense_gib
             placement = place_beside(asked, weights.decoder, device, largest, *where)
             needed, smaller = weights.needed(placement), weights.smaller(placement)
+            needed += sum(placement.staged.values())
             memory.check_engine(needed, 0, 0, 0, smaller)
         generation = read_generation_config(folder)
         eos = _eos(config, generation)
@@ -352,6 +355,7 @@ def load_engine(
                             chosen.prefill,
                             placement.slots,
                             chosen.cache_policy,
+                            placement.staged,
                         ),
                     )
                 runner.load()

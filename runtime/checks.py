@@ -141,7 +141,9 @@ def _dimensions(
     known: dict[str, Any] = {n: node.attr(n) for n, attr in op.attrs.items() if attr.kind is int}
     rows: list[tuple[str, tuple[str, ...], tuple[Dim, ...]]] = []
     for name, weight in node.weights.items():
-        if (dims := op.weights[name].dims) is not None:
+        port = _port(name, op.weights)
+        assert port is not None
+        if (dims := port.dims) is not None:
             rows.append((f"the weight {name}", dims, weights[weight].shape))
     for name, port, buffer in _ports(node, op):
         if port.dims is not None:

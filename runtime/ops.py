@@ -113,12 +113,16 @@ def _index(*dims: str, optional: bool = False) -> Port:
     return Port("index", dims, optional)
 
 
-def _weight(*dims: str, optional: bool = False) -> Port:
-    return Port("", dims or None, optional)
+def _weight(*dims: str, optional: bool = False, repeated: bool = False) -> Port:
+    return Port("", dims or None, optional, repeated)
 
 
 def _bytes(*dims: str, optional: bool = False) -> Port:
     return Port("bytes", dims, optional)
+
+
+_STAGED = {"staged": Port("bytes", ("slot_bytes",), True)}
+"""Where matrices are that ``load_weights`` has brought, of an op that reads them from there."""
 
 
 def _kv(*dims: str, optional: bool = False) -> Port:
@@ -239,7 +243,11 @@ OPS: Mapping[str, Op] = {
     ),
     # x W^T + bias, into the columns of out from `start` on; the others stay where out is an input.
     "linear": Op(
-        inputs={"x": _activation("T", ">K"), "out": _activation("T", ">start + N", optional=True)},
+        inputs={
+            "x": _activation("T", ">K"),
+            "out": _activation("T", ">start + N", optional=True),
+            **_STAGED,
+        },
         outputs={"out": _activation("T", ">start + N")},
         weights={"weight": _weight("N", "K"), "bias": _weight("N", optional=True)},
         attrs={"start": Attr(int, 0), "activations": Attr(str, "bf16")},
@@ -252,6 +260,7 @@ OPS: Mapping[str, Op] = {
             "x": _activation("T", ">first*x_head + G*x_head"),
             "out": _activation("T", ">first*out_head + G*out_head", optional=True),
             "sequences": _index("T", optional=True),
+            **_STAGED,
         },
         outputs={"out": _activation("T", ">first*out_head + G*out_head")},
         weights={"heads": _weight("G", "N", "K")},
@@ -341,6 +350,7 @@ OPS: Mapping[str, Op] = {
             "latent": _LATENT["latent"],
             "rope": Port("kv", ("pages", "page", "R"), True),
             "latent_scale": _LATENT["latent_scale"],
+            **_STAGED,
         },
         outputs={"out": _activation("T", "heads*dv")},
         weights={"uk": _weight("heads", "L", "nope"), "uv": _weight("heads", "dv", "L")},
@@ -406,6 +416,14 @@ OPS: Mapping[str, Op] = {
         attrs={"first": Attr(int), "count": Attr(int)},
         rule=_experts_rule,
     ),
+    # Matrices of a layer, as they lie in main memory in the device's own layout, brought to the
+    # device one behind the other. Where out is an input, its memory is used again.
+    "load_weights": Op(
+        inputs={"out": _bytes("slot_bytes", optional=True)},
+        outputs={"out": _bytes("slot_bytes")},
+        weights={"weight": _weight(repeated=True)},
+        stream=COPIES,
+    ),
     # Experts of each token, weighted and summed; -1 is not here and adds nothing. Without routing
     # there is one expert, of all tokens. Where `resident` is given, experts are read from there.
     "moe_ffn": Op(
@@ -414,6 +432,7 @@ OPS: Mapping[str, Op] = {
             "ids": _index("T", "topk", optional=True),
             "weights": _float32("T", "topk", optional=True),
             "resident": _bytes("bytes", optional=True),
+            **_STAGED,
         },
         outputs={"out": _activation("T", "H")},
         weights={"experts": _weight("E", "H", "I")},

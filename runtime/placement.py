@@ -17,6 +17,7 @@ from pykernels.errors import PykernelsError
 from .node import Node
 from .passes.expert_cache import expert_cache
 from .passes.gpu_experts import gpu_experts
+from .passes.stream_dense import stream_dense
 from .program import Program
 from .weight_spec import WeightSpec
 
@@ -39,6 +40,8 @@ class Placement:
             the layer before it: the head on the last one.
         slots: by layer, slots of its GPU for experts that change from step to step; not beside
             ``cached``.
+        staged: dense weights that lie in main memory and cross to their GPU in each step
+            (``passes.stream_dense``): by name, bytes in its layout.
     """
 
     device: str = CPU
@@ -47,6 +50,7 @@ class Placement:
     cached: Mapping[int, Sequence[int]] = field(default_factory=dict)
     by_layer: Mapping[int, str] = field(default_factory=dict)
     slots: Mapping[int, int] = field(default_factory=dict)
+    staged: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, program: Program) -> Iterator[tuple[Node, str]]:
         """Every node of a program, with its device."""
@@ -74,6 +78,10 @@ class Placement:
         if self.slots:
             return expert_cache(placed, self.slots, device)
         return gpu_experts(placed, self.cached, device) if self.cached else placed
+
+    def stage(self, program: Program) -> Program:
+        """The program, after all other passes, with its staged weights loaded."""
+        return stream_dense(program, self.staged) if self.staged else program
 
     def weights(self, program: Program) -> Mapping[str, frozenset[str]]:
         """By weight, the devices whose nodes read it."""

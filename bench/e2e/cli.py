@@ -12,6 +12,7 @@ import typer
 from model.cli.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
 from model.cli.session import (
     Defer,
+    DenseGib,
     Device,
     DualBatch,
     ExpertCache,
@@ -19,6 +20,7 @@ from model.cli.session import (
     KvDtype,
     Prefill,
     check_prefill,
+    dense_gib_of,
     dual_batch_of,
     expert_cache_of,
 )
@@ -60,6 +62,7 @@ def e2e(
     expert_device: ExpertDevice = "auto",
     gpu_experts: GpuExperts = None,
     prefill: Prefill = "auto",
+    dense_gib: DenseGib = "auto",
     expert_cache: ExpertCache = "off",
     defer: Defer = "off",
     dual_batch: DualBatch = "off",
@@ -90,6 +93,7 @@ def e2e(
     check_defer(defer)
     check_prefill(prefill, device)
     slots = expert_cache_of(expert_cache, device)
+    dense = dense_gib_of(dense_gib, device)
     lanes = dual_batch_of(dual_batch, device)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     from runtime.profiling.engine_speed import Load
@@ -100,7 +104,7 @@ def e2e(
         ours = open_model(model, arch, given, chosen_threads, chosen_kernel, kv_dtype)
         try:
             status.update("compiling, timing the engine …")
-            where = device, expert_device, defer, lanes, gpu_experts, prefill, slots
+            where = device, expert_device, defer, lanes, gpu_experts, prefill, slots, dense
             row = measured(ours, load, chosen_kernel, chosen_threads, *where)
         finally:
             ours.close()
@@ -180,6 +184,7 @@ def measured(
     gpu_experts: str | None = None,
     prefill: str = "auto",
     expert_cache: int | str = "off",
+    dense_gib: float | str = "auto",
 ) -> Row:
     """The flat row of one run."""
     from pykernels.target import detect
@@ -202,6 +207,7 @@ def measured(
         "gpu_experts": gpu_experts or "",
         "prefill": prefill,
         "expert_cache": expert_cache,
+        "dense_gib": dense_gib,
         **measure(
             ours,
             load,
@@ -214,6 +220,7 @@ def measured(
             gpu_experts=gpu_experts,
             prefill=prefill,
             expert_cache=0 if expert_cache == "off" else expert_cache,
+            dense_gib=dense_gib,
         ),
         "load_seconds": ours.load_seconds,
     }

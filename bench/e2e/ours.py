@@ -147,6 +147,7 @@ class Ours:
         gpu_experts: str | None = None,
         prefill: str = "auto",
         expert_cache: int | str = 0,
+        dense_gib: float | str = "auto",
         policy: CachePolicy | None = None,
         target_itl_ms: float | None = None,
     ) -> EngineTimer:
@@ -156,7 +157,7 @@ class Ours:
             device, expert_device, defer, gpu_experts: ``device``, ``experts``, ``defer`` and
                 ``gpu_experts`` of ``load_engine``.
             dual_batch, prefill, target_itl_ms: of ``EngineConfig``.
-            expert_cache: likewise, 0: off; ``policy``: of it.
+            expert_cache: likewise, 0: off; ``policy``: of it. dense_gib: of ``EngineConfig``.
             max_num_batched_tokens: of a step; None: as ``EngineConfig`` has it.
 
         Raises:
@@ -190,6 +191,7 @@ class Ours:
                 expert_device,
                 cache=expert_cache,
                 prefill=prefill,
+                dense=dense_gib,
             )
             where = "cpu" if placed.experts == "cpu" else "gpu"
             at_most = positions, pages, given, load.batch
@@ -210,6 +212,7 @@ class Ours:
                     prefill=prefill,
                     slots=placed.slots,
                     policy=policy,
+                    staged=placed.staged,
                 ),
             )
         start = time.perf_counter()
@@ -240,6 +243,7 @@ def measure(
     gpu_experts: str | None = None,
     prefill: str = "auto",
     expert_cache: int | str = 0,
+    dense_gib: float | str = "auto",
 ) -> dict[str, float]:
     """The speed of prompts and of decode steps, the roof taken before and after, and the seconds
     that compiling and warming up took."""
@@ -254,6 +258,7 @@ def measure(
         gpu_experts=gpu_experts,
         prefill=prefill,
         expert_cache=expert_cache,
+        dense_gib=dense_gib,
     )
     try:
         timer.prefill(load.prompt)
@@ -274,6 +279,7 @@ def measure(
             "lanes": 2 if load.batch > 1 and timer.runner.dual_batch else 1,
             "cached_experts": sum(len(e) for e in cached_of(timer.runner).values()),
             **cache_figures(timer.runner),
+            "staged_gib": staged_gib(timer.runner),
             "deferred": getattr(timer.runner, "deferred", 0)
             or (int(defer) if defer.isdecimal() else 0),
             "warmup_seconds": round(warmup, 2),
@@ -293,6 +299,12 @@ def cached_of(runner: PagedRunner) -> Mapping[int, Sequence[int]]:
     """By layer, the experts that a GPU has beside those of the CPU."""
     placement = getattr(runner, "placement", None)
     return placement.cached if placement is not None else {}
+
+
+def staged_gib(runner: PagedRunner) -> float:
+    """GiB of dense weights that cross to a GPU in each step."""
+    placement = getattr(runner, "placement", None)
+    return round(sum(placement.staged.values()) / 2**30, 3) if placement is not None else 0.0
 
 
 def cache_figures(runner: PagedRunner) -> dict[str, float]:

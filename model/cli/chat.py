@@ -17,6 +17,7 @@ from .http.remote import Remote
 from .session import (
     CachePolicyName,
     Defer,
+    DenseGib,
     Device,
     Dtype,
     Eager,
@@ -68,6 +69,7 @@ def chat(
     experts: Experts = "auto",
     gpu_experts: GpuExperts = None,
     prefill: Prefill = "auto",
+    dense_gib: DenseGib = "auto",
     expert_cache: ExpertCache = "off",
     expert_cache_policy: CachePolicyName = "lfu",
     system: Annotated[str, typer.Option(help="System message, put before the conversation.")] = "",
@@ -110,6 +112,7 @@ def chat(
         gpu_experts=gpu_experts,
         experts=experts,
         prefill=prefill,
+        dense_gib=dense_gib,
         expert_cache=expert_cache,
         expert_cache_policy=expert_cache_policy,
         max_new_tokens=max_new_tokens,

@@ -13,6 +13,7 @@ from .common import Debug, Kernel, Numa, Threads, command, err, note
 from .session import (
     CachePolicyName,
     Defer,
+    DenseGib,
     Device,
     Dtype,
     Eager,
@@ -62,6 +63,7 @@ def generate(
     experts: Experts = "auto",
     gpu_experts: GpuExperts = None,
     prefill: Prefill = "auto",
+    dense_gib: DenseGib = "auto",
     expert_cache: ExpertCache = "off",
     expert_cache_policy: CachePolicyName = "lfu",
     echo: Annotated[bool, typer.Option(help="Write the prompt before its continuation.")] = True,
@@ -86,6 +88,7 @@ def generate(
         gpu_experts=gpu_experts,
         experts=experts,
         prefill=prefill,
+        dense_gib=dense_gib,
         expert_cache=expert_cache,
         expert_cache_policy=expert_cache_policy,
         max_new_tokens=max_new_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -189,6 +190,34 @@ CachePolicyName = Annotated[
 ]
 
 
+DenseGib = Annotated[
+    str,
+    typer.Option(
+        metavar="GIB|auto",
+        help="GPU memory for the dense weights of layers; those of the others cross in every step."
+        " auto: all that fit.",
+    ),
+]
+
+
+def dense_gib_of(choice: str, device: str, eager: bool = False) -> float | str:
+    """What `EngineConfig` calls a choice; `PykernelsError` for one that there is not, or not
+    here."""
+    if choice == "auto":
+        return choice
+    try:
+        found = float(choice)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < math.inf:
+        raise PykernelsError(f"--dense-gib {choice}", "Give a number of GiB, or auto")
+    if device == "cpu":
+        raise PykernelsError(f"--dense-gib {choice} without a GPU", "Add --device cuda:0")
+    if eager:
+        raise PykernelsError("--dense-gib is for the engine", "Leave out --eager and its kin")
+    return found
+
+
 def expert_cache_of(choice: str, device: str, eager: bool = False) -> int | str:
     """What `EngineConfig` calls a choice; `PykernelsError` for one that there is not, or not
     here."""
@@ -220,6 +249,7 @@ class Session:
         gpu_experts: str | None = None,
         experts: str = "auto",
         prefill: str = "auto",
+        dense_gib: str = "auto",
         expert_cache: str = "off",
         expert_cache_policy: str = "lfu",
         **sampling: Any,
@@ -273,6 +303,7 @@ class Session:
             raise PykernelsError("--kv-dtype is for the engine", "Leave out --eager and its kin")
         check_prefill(prefill, device, eager)
         slots = expert_cache_of(expert_cache, device, eager)
+        dense = dense_gib_of(dense_gib, device, eager)
         if not (eager or beside_gpu) and (reason := why_not(read_config(path))):
             note(f"the engine cannot run this model, so it runs eagerly: {reason}")
             eager = True
@@ -304,6 +335,7 @@ class Session:
                 experts=experts,
                 gpu_experts=gpu_experts,
                 prefill=prefill,
+                dense_gib=dense,
                 expert_cache=slots,
                 expert_cache_policy=expert_cache_policy,
                 numa=numa,
@@ -312,8 +344,8 @@ class Session:
                 layers = self.llm.gpu_experts
                 count = sum(map(len, layers.values()))
                 note(f"{count} experts of {len(layers)} layers are on {device} too")
-            if self.llm.runner.prompt_ways:
-                note(self.llm.runner.prompt_ways)
+            for line in self.llm.runner.decisions:
+                note(line)
             if (slots_there := self.llm.runner.slots) is not None:
                 sizes = [spec.shape[0] for spec in slots_there.specs]
                 note(f"{sum(sizes)} slots for experts of {len(sizes)} layers are on {device}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -11,7 +11,8 @@ from pykernels.errors import PykernelsError
 from runtime.devices.cuda.capacity import LowerSizes, room_for_experts
 from runtime.devices.cuda.runner import place_on
 from runtime.devices.cuda.slots import staging_bytes
-from runtime.devices.cuda.streaming import Sizes, streaming_bytes
+from runtime.devices.cuda.streaming.dense import staged_weights
+from runtime.devices.cuda.streaming.experts import Sizes, streaming_bytes
 from runtime.devices.cuda.weights import gpu_bytes
 from runtime.devices.gpus import Gpus, gpus_of, several_refused
 from runtime.devices.runner import Lowerable
@@ -33,8 +34,10 @@ def place_beside(
     by_layer: Mapping[int, str] | None = None,
     cache: int | str = 0,
     prefill: str = "cpu",
+    dense: float | str = "auto",
 ) -> Placement:
-    """``place_on``, and which experts the GPUs are to have besides, or how many slots for some.
+    """``place_on``, which dense weights cross to the GPUs in each step, and which experts they are
+    to have besides, or how many slots for some.
 
     Args:
         asked: see ``choose``; None or 0: none.
@@ -44,24 +47,31 @@ def place_beside(
         placed, by_layer: as ``placement.place``.
         cache: slots of each layer, "auto": as many as fit, or 0; ``prefill``: of ``EngineConfig``,
             which takes room too.
+        dense: ``EngineConfig.dense_gib``.
 
     Raises:
         PykernelsError: as ``experts_beside``; some experts, or slots for them, beside all of them;
             experts that stay beside slots for others.
     """
-    gpus, rules = gpus_of(device), (placed, by_layer)
+    gpus = gpus_of(device)
+
+    def on_gpus(experts: str) -> Placement:
+        found = place_on(gpus, model, sizes[3], experts, placed, by_layer)
+        own = Sizes(sizes[3], sizes[4], sizes[1], sizes[2])
+        return replace(found, staged=staged_weights(model, gpus, found, own, dense, sizes[0]))
+
     if cache:
         if asked:
             raise PykernelsError(
                 "an expert cache beside gpu_experts, which keep their places on the GPU",
                 "Give one of both; the cache finds the most used ones by itself",
             )
-        return _place_slots(cache, model, gpus, sizes, experts, placed, prefill)
+        return _place_slots(cache, model, gpus, sizes, experts, on_gpus, prefill)
     if not asked:
-        return place_on(gpus, model, sizes[3], experts, *rules)
+        return on_gpus(experts)
     if experts == "gpu":
         raise PykernelsError("some experts on the GPU beside all of them", "Give one of both")
-    placement = place_on(gpus, model, sizes[3], experts if asked == "auto" else CPU, *rules)
+    placement = on_gpus(experts if asked == "auto" else CPU)
     if placement.experts != CPU:  # all fit
         return placement
     room = room_for_experts(model, gpus, sizes, placement)
@@ -75,7 +85,7 @@ def _place_slots(
     gpus: Gpus,
     sizes: LowerSizes,
     experts: str,
-    placed: Mapping[str, str],
+    on_gpus: Callable[[str], Placement],
     prefill: str,
 ) -> Placement:
     if experts == "gpu":
@@ -84,7 +94,7 @@ def _place_slots(
         )
     if len(gpus) > 1:
         raise PykernelsError(*several_refused("an expert cache"))
-    placement = place_on(gpus, model, sizes[3], experts if cache == "auto" else CPU, placed)
+    placement = on_gpus(experts if cache == "auto" else CPU)
     if placement.experts != CPU:  # all fit
         return placement
     program = placement.apply(model.lower(*sizes))

@@ -121,8 +121,8 @@ class PagedRunner(ABC):
     """Whether masks are written while a step runs (``write_masks``)."""
     next_runs = False
     """See ``engine.batch.Runner``."""
-    prompt_ways = ""
-    """Where experts of prompts are computed, and why, where that was measured."""
+    decisions: Sequence[str] = ()
+    """What sizes and measurements have decided when the model was loaded, and why, a line each."""
     last_sizes = (0, 0)
     """T and S of the step that ended last."""
 

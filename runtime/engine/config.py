@@ -63,6 +63,9 @@ class EngineConfig:
             fit; "off".
         expert_cache_policy: which experts they hold, see ``experts.cache.CachePolicy``;
             ``expert_cache_swaps``: experts that are exchanged in each layer a step, at most.
+        dense_gib: GiB of GPU memory for the dense weights of a model's layers. Those of as few
+            layers as can be lie in main memory besides, and cross to the GPU in every step; "auto":
+            of none, if all fit.
         target_itl_ms: inter-token time to keep while a prompt is read beside running decodes; the
             prompt tokens of such a step are capped by measured step times. None: no cap.
         max_partial_prefills: prompts that may be under way in one step.
@@ -91,6 +94,7 @@ class EngineConfig:
     expert_cache: int | str = "off"
     expert_cache_policy: str = CachePolicy.name
     expert_cache_swaps: int = CachePolicy.swaps
+    dense_gib: float | str = "auto"
     target_itl_ms: float | None = None
     max_partial_prefills: int = 4
     max_waiting: int | None = None
@@ -112,6 +116,9 @@ class EngineConfig:
             raise PykernelsError(f"dual_batch={self.dual_batch!r}", "Give True, False or 'auto'")
         if self.prefill not in PREFILL:
             raise PykernelsError(f"prefill={self.prefill!r}", f"Give {', '.join(PREFILL)}")
+        dense = self.dense_gib
+        if dense != "auto" and (isinstance(dense, (str, bool)) or not 0 <= dense < math.inf):
+            raise PykernelsError(f"dense_gib={dense!r}", "Give a number of GiB or 'auto'")
         cache = self.expert_cache
         if cache not in ("auto", "off"):
             if isinstance(cache, str):

@@ -8,6 +8,7 @@ from .keep_routing import keep_routing
 from .offload import offload
 from .skip import skip
 from .split_experts import split_experts
+from .stream_dense import stream_dense
 from .stream_weights import stream_weights
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "offload",
     "skip",
     "split_experts",
+    "stream_dense",
     "stream_weights",
 ]

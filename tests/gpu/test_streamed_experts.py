@@ -18,7 +18,7 @@ from pykernels.env import env
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.devices.cuda.steps.prompt_sizes import PromptSizes
-from runtime.devices.cuda.streaming import balanced_tokens
+from runtime.devices.cuda.streaming.experts import balanced_tokens
 from runtime.engine import Engine, SamplingParams
 from runtime.matrix import packer
 from runtime.profiling.prefill_rates import (

@@ -32,6 +32,7 @@ from ..common import (
 from ..session import (
     CachePolicyName,
     Defer,
+    DenseGib,
     Device,
     DualBatch,
     ExpertCache,
@@ -42,6 +43,7 @@ from ..session import (
     Prefill,
     Rules,
     check_prefill,
+    dense_gib_of,
     dual_batch_of,
     expert_cache_of,
     status,
@@ -154,6 +156,7 @@ def serve(
     experts: Experts = "auto",
     gpu_experts: GpuExperts = None,
     prefill: Prefill = "auto",
+    dense_gib: DenseGib = "auto",
     expert_cache: ExpertCache = "off",
     expert_cache_policy: CachePolicyName = "lfu",
     threads: Threads = None,
@@ -168,6 +171,7 @@ def serve(
     lanes = dual_batch_of(dual_batch, device)
     check_prefill(prefill, device)
     slots = expert_cache_of(expert_cache, device)
+    dense = dense_gib_of(dense_gib, device)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     level = logging.DEBUG if State.debug else logging.INFO if log_requests else logging.WARNING
     logging.basicConfig(format="%(asctime)s %(message)s")
@@ -218,6 +222,7 @@ def serve(
                 experts=experts,
                 gpu_experts=gpu_experts,
                 prefill=prefill,
+                dense_gib=dense,
                 expert_cache=slots,
                 expert_cache_policy=expert_cache_policy,
                 kv_dtype=kv_dtype,
@@ -233,8 +238,8 @@ def serve(
             read_roof = _read_roof(llm)
         address, at = bound.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
-        if llm.runner.prompt_ways:
-            note(llm.runner.prompt_ways)
+        for line in llm.runner.decisions:
+            note(line)
         text = f"{names[0]} is served at http://{shown}:{at}/v1"
 
         def told() -> None:

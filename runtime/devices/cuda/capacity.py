@@ -78,7 +78,8 @@ def _rooms(model: Lowerable, gpus: Gpus, placement: Placement, sizes: LowerSizes
     program = model.lower(*sizes)
     rooms = room_for_steps(model, gpus, placement, program, sizes[3])
     # Steps have room for experts wherever these are: some may be on a GPU besides.
-    parts = partition(replace(placement, experts=placement.device).apply(program))
+    whole = replace(placement, experts=placement.device)
+    parts = partition(whole.stage(whole.apply(program)))
     return {name: room - step_bytes(parts[name]) for name, room in rooms.items()}
 
 
@@ -95,7 +96,11 @@ def room_for_steps(
     for name, free in free_bytes(gpus).items():
         part, device = parts[name], gpus[name]
         read = {spec.name: spec for spec in _weights(part)}
-        missing = [spec for spec in read.values() if not model.store.is_made(spec, device)]
+        missing = [
+            spec
+            for spec in read.values()
+            if spec.name not in placement.staged and not model.store.is_made(spec, device)
+        ]
         cached = sum(cache.nbytes for key, cache in caches.items() if key in part.buffers)
         rooms[name] = free - HEADROOM - cached - sum(map(gpu_bytes, missing))
     return rooms

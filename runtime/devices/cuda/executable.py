@@ -47,6 +47,7 @@ BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
     "rank_experts": experts.rank_experts,
     "load_experts": streamed.load_experts,
     "unpack_experts": streamed.unpack_experts,
+    "load_weights": streamed.load_weights,
     "moe_ffn": experts.moe_ffn,
     "join_rows": dense.join_rows,
     "sample_requests": sampling.sample_requests,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from ...ops import OPS
 from ...program import Program
 from ...weights import WeightStore
 from .sequences import Sequences
+from .staged import Staged
 from .weights import layouts
 
 Caches = Mapping[str, torch.Tensor]
@@ -118,6 +119,12 @@ class Memory:
         kinds = dtypes(self.program)
         gpus = {node.device: self.device for node in self.program.nodes}
         self._layout_of = layouts(self.program, gpus, kinds)
+        self._loads = {
+            name: node
+            for node in self.program.nodes
+            if node.op == "load_weights"
+            for name in node.weights.values()
+        }
         own = {name: dtype for name, dtype in kinds.items() if name not in self.outputs}
         plan = planned(self.program, own)
         block = self.arena.take(plan.nbytes)
@@ -141,8 +148,21 @@ class Memory:
         raise KeyError(name)
 
     def weight(self, node: Node, port: str) -> Any:
-        """A weight in the layout in which the node reads it."""
-        return self.weights.get(self.program.weight(node, port), *self._layout_of(node, port))
+        """A weight in the layout in which the node reads it, in a slot if it crosses to one."""
+        spec = self.program.weight(node, port)
+        value = self.weights.get(spec, *self._layout_of(node, port))
+        if not isinstance(value, Staged):
+            return value
+        slots = self.in_slot(self._loads[spec.name])
+        return next(value.within(slot) for name, _, slot in slots if name == spec.name)
+
+    def in_slot(self, load: Node) -> Iterator[tuple[str, Staged, torch.Tensor]]:
+        """By name, the weights that a node loads, and the part of its slot for each."""
+        slot = self.written(load, "out")
+        for port, name in load.weights.items():
+            weight = self.weights.get(self.program.weights[name], *self._layout_of(load, port))
+            yield name, weight, slot[: weight.memory.nbytes]
+            slot = slot[weight.memory.nbytes :]
 
     def whole_weight(self, node: Node, port: str) -> Any:
         """The experts of a layer of which the node takes some."""

@@ -43,7 +43,8 @@ from .slots import on_gpu
 from .steps.maker import StepMaker
 from .steps.prompt_sizes import HOST_BUCKETS, SPLIT_BUCKETS, PromptSizes
 from .steps.streamed_runner import StreamedRunner
-from .streaming import Sizes, Streaming, wanted_streaming
+from .streaming.dense import described, pin_staged
+from .streaming.experts import Sizes, Streaming, wanted_streaming
 from .weights import gpu_bytes, layouts
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
@@ -73,6 +74,7 @@ class CudaOptions:
             "auto": as is fastest for so many tokens.
         slots: by layer, slots of the GPU for experts that change from step to step; ``policy``: by
             which they do.
+        staged: dense weights that cross to their GPU in each step (``Placement.staged``).
     """
 
     experts: str = "auto"
@@ -84,6 +86,7 @@ class CudaOptions:
     prefill: str = "cpu"
     slots: Mapping[int, int] | None = None
     policy: CachePolicy | None = None
+    staged: Mapping[str, int] = field(default_factory=dict)
 
 
 class CudaRunner(PagedRunner):
@@ -134,7 +137,10 @@ class CudaRunner(PagedRunner):
             self.gpus, model, pages, options.experts, options.placed, options.by_layer
         )
         self.placement = replace(
-            placement, cached=options.gpu_experts or {}, slots=options.slots or {}
+            placement,
+            cached=options.gpu_experts or {},
+            slots=options.slots or {},
+            staged=options.staged,
         )
         self._policy = options.policy or CachePolicy()
         if options.slots and len(self.gpus) > 1:
@@ -218,7 +224,14 @@ class CudaRunner(PagedRunner):
         self.pinned.close()
 
     def layouts(self, program: Program) -> LayoutOf:
-        return layouts(program, self.gpus, dtypes(program))
+        program = self._staged(program)
+        layout_of = layouts(program, self.gpus, dtypes(program))
+        nodes = {node.name: node for node in program.nodes}
+        return lambda node, port: layout_of(nodes[node.name], port)
+
+    def _staged(self, program: Program) -> Program:
+        loaded = any(node.op == "load_weights" for node in program.nodes)
+        return program if loaded else self.placement.stage(program)
 
     def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
         """Those whose experts are streamed are for more tokens than those of the CPU."""
@@ -281,7 +294,7 @@ class CudaRunner(PagedRunner):
         if self.prefill == "split":
             return PromptSizes.split_only(most)
         sizes = PromptSizes.chosen(self.rates, most, may_split)
-        self.prompt_ways = sizes.described(self.rates)
+        self.decisions = [*self.decisions, sizes.described(self.rates)]
         return sizes
 
     def _can_split(self, inputs: Mapping[str, torch.Tensor]) -> bool:
@@ -388,7 +401,13 @@ class CudaRunner(PagedRunner):
         if self.real:  # a layer of the GPU is shorter than waking a sleeper
             self.pool.spin_for(spin_budget(driver_works=False))
         with self.enough_memory():
-            self._allocate_caches(self.lowered(1, 1, 1, 1, 1))
+            program = self.lowered(1, 1, 1, 1, 1)
+            if self.placement.staged:
+                self.decisions = [*self.decisions, described(self.placement, program)]
+            if self.placement.staged and self.real:
+                staged = self._staged(program)
+                pin_staged(staged, self.weights, self.layouts(staged), self.pinned)
+            self._allocate_caches(program)
             self._maker = StepMaker(self, inputs, self._sampling, self.sizes, urgent=True)
 
     @contextmanager

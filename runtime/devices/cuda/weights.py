@@ -12,7 +12,7 @@ from itertools import islice
 import torch
 from torch.nn.functional import pad
 
-from pykernels.gpu.gemm.weights import Matrices, pack_for_gpu, supports_format
+from pykernels.gpu.gemm.weights import Matrices, empty_for_gpu, pack_for_gpu, supports_format
 from pykernels.gpu.moe.experts import Experts
 from pykernels.quant import Format, Weight, get_format
 from pykernels.quant.experts import check_expert
@@ -22,6 +22,7 @@ from ...program import Program
 from ...weight_spec import WeightSpec
 from ...weights import Expert, Layout, LayoutOf, WeightStore, naming
 from ..cpu import weights as cpu
+from .staged import staged, stored_bytes
 
 FP8_ROWS = 128
 """Rows of one E4M3 scale: matrices below each other share it only from a multiple of these on."""
@@ -41,13 +42,25 @@ def layouts(
         dtypes: of the program's buffers on the GPUs.
     """
     on_cpu = cpu.layouts(program)
+    readers = {
+        name: (node, port)
+        for node in program.nodes
+        if "staged" in node.inputs
+        for port, name in node.weights.items()
+    }
 
     def layout_of(node: Node, port: str) -> tuple[torch.device, Layout]:
         if node.device == "cpu":
             return on_cpu(node, port)
-        if node.role == "load" or "resident" in node.inputs:
+        if node.op == "load_weights":
+            node, port = readers[node.weights[port]]
+        elif node.role == "load" or "resident" in node.inputs:
             return cpu.HERE, cpu.packed
-        return gpus[node.device], _layout(program.weight(node, port), node, port, dtypes)
+        spec = program.weight(node, port)
+        layout = _layout(spec, node, port, dtypes)
+        if "staged" in node.inputs and spec.kind != "tensor":
+            return cpu.HERE, staged(layout)
+        return gpus[node.device], layout
 
     return layout_of
 
@@ -148,6 +161,23 @@ def gpu_bytes(spec: WeightSpec) -> int:
     if expert_format(spec).name == "bf16":
         return 3 * 2 * math.prod(spec.shape)
     return spec.bytes_per_expert * spec.moe.E
+
+
+def layout_bytes(program: Program, node: Node, port: str, dtypes: Mapping[str, torch.dtype]) -> int:
+    """Bytes of a matrix as a node on a GPU reads it, at most, each of its tensors aligned."""
+    spec = program.weight(node, port)
+    layout = _layout(spec, node, port, dtypes)
+    meta = torch.device("meta")
+    if layout is experts:
+        assert spec.moe is not None
+        E, H, I = spec.shape  # noqa: E741
+        return stored_bytes(Experts.empty(expert_format(spec), E, H, I, meta, spec.moe.spec))
+    if layout is not matrix:
+        return stored_bytes(torch.empty(spec.shape, dtype=torch.bfloat16, device=meta))
+    N, K = spec.shape
+    fmt = gpu_format(get_format(spec.fmt), K)
+    apart = tuple(empty_for_gpu(fmt, 1, part.shape[0], K, meta) for part in spec.parts)
+    return max(stored_bytes(empty_for_gpu(fmt, 1, N, K, meta)), stored_bytes(apart))
 
 
 def _stacked(parts: Sequence[tuple[int, Weight]]) -> Weight:

@@ -1,4 +1,5 @@
-"""Experts that cross from main memory in each step, as launches: copies, and their unpacking."""
+"""What crosses from main memory in each step, as launches: copies of weights and of experts, and
+the unpacking of these."""
 
 from __future__ import annotations
 
@@ -37,6 +38,16 @@ def load_experts(m: Memory, node: Node) -> Launch:
                 copy_experts(part.packed, chosen, part.tiles)
             else:
                 gather_experts(part.packed, order, first, part.tiles)
+
+    return launch
+
+
+def load_weights(m: Memory, node: Node) -> Launch:
+    pairs = [(weight.memory, slot) for _, weight, slot in m.in_slot(node)]
+
+    def launch() -> None:
+        for memory, slot in pairs:
+            slot.copy_(memory, non_blocking=True)
 
     return launch
 

@@ -66,6 +66,7 @@ class StepMaker:
 
     def _made(self, program: Program, decode: bool) -> CudaExecutable:
         owner = self._owner
+        program = owner.placement.stage(program)
         T, R, expand_from = program.sizes["T"], program.sizes["R"], expansion(program)
         bucket = self._inputs.bucket(T, R, decode, expand_from, has_lanes(program))
         executable = CudaExecutable(

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from ....placement import Placement
 from ....program import Program
 from ....weights import LayoutOf, WeightStore
 from ....workers.pool import WorkerPool
@@ -29,6 +30,7 @@ class Owner(Protocol):
     max_num_seqs: int
     max_num_logits: int
     max_num_batched_tokens: int
+    placement: Placement
     last_sizes: tuple[int, int]
 
     @property

@@ -15,7 +15,7 @@ from ....engine.batch import StepBatch, StepResult
 from ....program import Program
 from ...runner import Executable, PagedRunner
 from ..executable import CudaExecutable
-from ..streaming import Streaming
+from ..streaming.experts import Streaming
 from .maker import StepMaker
 from .owner import Owner
 from .prompt_sizes import PromptSizes

@@ -16,24 +16,24 @@ from pykernels.gpu.moe.tiles.gather import gatherable
 from pykernels.quant import get_format
 from pykernels.quant.split import Experts
 
-from ...kv_cache.layout import PAGE
-from ...machine.nodes import ONE_NODE, MemoryNodes
-from ...machine.pinned import Pinned
-from ...node import Node
-from ...partition import partition
-from ...passes.layers import moe_layers
-from ...passes.split_experts import split_experts
-from ...passes.stream_weights import PIECES, Ring, stream_weights
-from ...placement import CPU, Placement
-from ...program import Program
-from ...weight_spec import WeightSpec
-from ...weights import WeightStore
-from ..cpu import weights as cpu
-from ..gpus import Gpus, interpreted
-from ..runner import Lowerable
-from .capacity import room_for_steps, step_bytes
-from .launches.streamed import resident_bytes
-from .weights import expert_format
+from ....kv_cache.layout import PAGE
+from ....machine.nodes import ONE_NODE, MemoryNodes
+from ....machine.pinned import Pinned
+from ....node import Node
+from ....partition import partition
+from ....passes.layers import moe_layers
+from ....passes.split_experts import split_experts
+from ....passes.stream_weights import PIECES, Ring, stream_weights
+from ....placement import CPU, Placement
+from ....program import Program
+from ....weight_spec import WeightSpec
+from ....weights import WeightStore
+from ...cpu import weights as cpu
+from ...gpus import Gpus, interpreted
+from ...runner import Lowerable
+from ..capacity import room_for_steps, step_bytes
+from ..launches.streamed import resident_bytes
+from ..weights import expert_format
 
 STREAM_TOKENS = (32768, 16384, 8192, 4096, 2048, 1024, 512)
 """What a step may have, if nobody says: all experts cross once a step, so as many as fit, up to
@@ -252,7 +252,8 @@ def streaming_bytes(
 def _step_bytes(
     streaming: Streaming, model: Lowerable, placement: Placement, sizes: Sizes, T: int
 ) -> dict[str, int]:
-    parts = partition(streaming.apply(placement.apply(sizes.lower(model, T))))
+    program = streaming.apply(placement.apply(sizes.lower(model, T)))
+    parts = partition(placement.stage(program))
     return {name: step_bytes(part) for name, part in parts.items() if name != CPU}
 
 

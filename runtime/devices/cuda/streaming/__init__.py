@@ -1,0 +1,1 @@
+"""Weights that lie in main memory and cross to GPUs in every step: experts, and dense ones."""
