@@ -260,6 +260,9 @@ class PrefillRunner(StepRunner, Protocol):
     """A step of fewer is faster on the other runner."""
     min_alone: int
     """The same while no sequence decodes, so that the other runner may use the whole machine."""
+    max_others: int
+    """Tokens of the other runner's largest step with chunks of prompts: ``min_tokens`` - 1 beside
+    as many sequences as may decode, or more; 0: it has none, and is given none."""
 
     def ready(self) -> bool:
         """Whether ``result`` need not wait."""

@@ -30,6 +30,7 @@ class FakePrefill:
     """
 
     min_tokens, min_alone = 12, 20
+    max_others = 19
 
     def __init__(self, owner: FakeRunner) -> None:
         self.owner, self.left = owner, 0
@@ -85,6 +86,12 @@ class Beside(FakeRunner):
         super().__post_init__()
         self.rng = random.Random(3)
         self.prefill_runner = FakePrefill(self)
+        self.own_sizes: list[int] = []
+
+    def launch(self, batch: StepBatch) -> None:
+        assert batch.T == batch.S or batch.T <= self.prefill_runner.max_others
+        self.own_sizes.append(batch.T)
+        super().launch(batch)
 
 
 def made(overlap: bool = True) -> tuple[Engine, Beside]:
@@ -137,3 +144,20 @@ def test_draws_are_those_of_each_request_alone(overlap: bool) -> None:
     assert engine.stats.preemptions and engine.stats.cached_tokens > 100
     assert len(runner.prefill_runner.sizes) > 20
     check_pages(manager_of(engine), [])
+
+
+def test_steps_beside_are_as_large_as_their_runner_can() -> None:
+    """Prompts that are each too short for the lane, and together longer than any other step."""
+    engine, runner = made()
+    long = engine.submit(list(range(60)), SamplingParams(max_tokens=2))
+    engine.step()
+    asked = [([n] * 11, n) for n in range(7)]
+    handles = [
+        engine.submit(prompt, SamplingParams(seed=seed, max_tokens=9)) for prompt, seed in asked
+    ]
+    while engine.step():
+        pass
+    for handle, (prompt, seed) in zip(handles, asked, strict=True):
+        assert handle.result().token_ids == tuple(expected(prompt, seed, 9, VOCABULARY))
+    assert long.result().token_ids
+    assert max(runner.own_sizes) == runner.prefill_runner.max_others

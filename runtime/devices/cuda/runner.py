@@ -293,7 +293,7 @@ class CudaRunner(PagedRunner):
         self.rates = kept_rates(program, *machine, (longest, may_split), stream_s, measure)
         if self.prefill == "split":
             return PromptSizes.split_only(most)
-        sizes = PromptSizes.chosen(self.rates, most, may_split)
+        sizes = PromptSizes.chosen(self.rates, most, may_split, self.max_num_seqs)
         self.decisions = [*self.decisions, sizes.described(self.rates)]
         return sizes
 

@@ -39,6 +39,11 @@ class PrefillLane:
         """A step of fewer tokens is for the other runner."""
         return self._runner.min_tokens if decoding else self._runner.min_alone
 
+    @property
+    def max_others(self) -> int:
+        """Tokens of a step with chunks that is not of the lane, at most."""
+        return self._runner.max_others
+
     def schedule(self, chunks: Sequence[PrefillChunk]) -> ScheduledStep:
         """The step of these chunks; those that end their prompt come first."""
         batch = self.writer.write([], chunks)

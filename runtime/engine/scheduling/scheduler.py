@@ -124,7 +124,8 @@ class Scheduler:
             if ahead:
                 return None
             decoding = [r for r in decoding if r.state is State.RUNNING]
-        budget = self.budget - len(decoding)
+        most = self.budget if self.lane is None else min(self.budget, self.lane.max_others)
+        budget = most - len(decoding)
         chunks = self._prefill(min(budget, self.cap.limit(len(decoding))), len(decoding), now)
         if not decoding and not chunks:
             idle = not (ahead or self._beside)

@@ -43,19 +43,30 @@ class PromptSizes:
         return cls((), _up_to(SPLIT_BUCKETS, 1, most), (), most + 1, most + 1)
 
     @classmethod
-    def chosen(cls, rates: Rates, most: int, may_split: bool) -> PromptSizes:
-        """By the way that takes the least time."""
+    def chosen(cls, rates: Rates, most: int, may_split: bool, sequences: int = 0) -> PromptSizes:
+        """By the way that takes the least time.
+
+        Args:
+            most: tokens of a step.
+            sequences: that may decode in a step besides: what is not streamed has room for them.
+        """
         turn = turning_point(rates, most)
         both = split_range(rates, most) if may_split else range(0)
         first = both.start if both else turn + 1
         last = both.stop - 1 if both else turn
+        with_others = min(most, last + sequences)
         return cls(
-            _up_to((*HOST_BUCKETS, *STREAM_BUCKETS), 1, first - 1),
-            _up_to(SPLIT_BUCKETS, first, last),
+            _up_to((*HOST_BUCKETS, *STREAM_BUCKETS), 1, first - 1 if both else with_others),
+            _up_to(SPLIT_BUCKETS, first, with_others if both else last),
             _up_to(STREAM_BUCKETS, turn + 1, most),
             turn + 1,
             last + 1,
         )
+
+    @property
+    def not_streamed(self) -> int:
+        """Tokens of the largest step that is not streamed; 0: there is none."""
+        return max((*self.by_cpu, *self.split), default=0)
 
     def described(self, rates: Rates) -> str:
         """Which steps go which way, and what was measured, as one line."""

@@ -42,6 +42,7 @@ class StreamedRunner(PagedRunner):
             owner.max_num_logits,
         )
         self.min_tokens, self.min_alone = sizes.beside, sizes.alone
+        self.max_others = sizes.not_streamed
         self.buckets, self.pool = sizes.streamed, owner.pool
         self.device, self.layouts = owner.device, owner.layouts
         self._owner, self._streaming = owner, streaming
