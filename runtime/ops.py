@@ -394,8 +394,8 @@ OPS: Mapping[str, Op] = {
         outputs={"slots": Port("int32", ("experts",)), "order": Port("int32", ("ranked",))},
     ),
     # The bytes of `count` experts of a layer, from `first` on, as they lie in main memory, brought
-    # to the device; where `order` is given, from there on in that order. Where out is an input, its
-    # memory is used again.
+    # to the device but for those `without` which it does; where `order` is given, from there on in
+    # that order. Where out is an input, its memory is used again.
     "load_experts": Op(
         inputs={
             "out": _bytes("bytes", optional=True),
@@ -403,7 +403,7 @@ OPS: Mapping[str, Op] = {
         },
         outputs={"out": _bytes("bytes")},
         weights={"experts": _weight("E", "H", "I")},
-        attrs={"first": Attr(int), "count": Attr(int)},
+        attrs={"first": Attr(int), "count": Attr(int), "without": Attr(tuple, ())},
         rule=_experts_rule,
         stream=COPIES,
     ),
@@ -413,7 +413,7 @@ OPS: Mapping[str, Op] = {
         inputs={"tiles": _bytes("tile_bytes"), "out": _bytes("bytes", optional=True)},
         outputs={"out": _bytes("bytes")},
         weights={"experts": _weight("E", "H", "I")},
-        attrs={"first": Attr(int), "count": Attr(int)},
+        attrs={"first": Attr(int), "count": Attr(int), "without": Attr(tuple, ())},
         rule=_experts_rule,
     ),
     # Matrices of a layer, as they lie in main memory in the device's own layout, brought to the

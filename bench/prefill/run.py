@@ -111,7 +111,8 @@ def loaded_bytes(program: Program) -> int:
     total = 0
     for node in program.nodes:
         if node.op == "load_experts":
-            total += node.attr("count") * program.weight(node, "experts").bytes_per_expert
+            count = node.attr("count") - len(node.attr("without"))
+            total += count * program.weight(node, "experts").bytes_per_expert
     return total
 
 

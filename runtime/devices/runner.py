@@ -257,10 +257,12 @@ class PagedRunner(ABC):
         inputs: Mapping[str, torch.Tensor],
         passes: Sequence[Pass],
         make: Callable[[Program, Mapping[str, torch.Tensor]], Executable],
+        lowered: Callable[..., Program] | None = None,
     ) -> Executable:
         rows = min(T, self.max_num_logits)
         pages = inputs["page_table"].shape[1]
-        program = self.lowered(T, self.max_num_seqs, rows, self.num_pages, pages)
+        lower = lowered or self.lowered
+        program = lower(T, self.max_num_seqs, rows, self.num_pages, pages)
         for rewrite in passes:
             program = rewrite(program)
         step = make(program, inputs)

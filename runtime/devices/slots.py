@@ -58,7 +58,7 @@ class Slots:
             self.table.numpy(),
         )
         self._kept: dict[int, Kept] = {}
-        self._ended: tuple[list[Chosen], int, bool, NDArray[np.int32]] | None = None
+        self._ended: list[tuple[list[Chosen], int, bool, NDArray[np.int32]]] = []
 
     @property
     def stats(self) -> CacheStats:
@@ -83,11 +83,11 @@ class Slots:
         return self.cache.before_step()
 
     def plan(self) -> None:
-        """Counts what the last step chose, and decides what comes into the slots next; while a step
-        is running, which nothing of it delays."""
-        if self._ended is not None:
-            self.cache.count(*self._ended)
-            self._ended = None
+        """Counts what the last steps chose, and decides what comes into the slots next; while a
+        step is running, which nothing of it delays."""
+        for ended in self._ended:
+            self.cache.count(*ended)
+        self._ended.clear()
         self.cache.plan()
 
     def ended(self, step: object, sizes: Sequence[int], decode: bool) -> None:
@@ -100,7 +100,8 @@ class Slots:
             Chosen(row, ids[max(0, sizes[size] - COUNTED) : sizes[size]].copy())
             for row, size, ids in self._kept[id(step)]
         ]
-        self._ended = chosen, min(sizes[0], COUNTED), decode, self.cache.table.copy()
+        counted = chosen, min(sizes[0], COUNTED), decode, self.cache.table.copy()
+        self._ended.append(counted)
 
     def close(self) -> None:
         """Ends what is on its way."""

@@ -112,6 +112,17 @@ def streamed(
     return rebuilt(program, every, buffers)
 
 
+def resident(program: Program, layer: int | None) -> frozenset[int]:
+    """The experts of a layer that its device always has (``gpu_experts``): they need not cross, and
+    no token takes them from among those that do."""
+    specs = (
+        program.weight(node, "experts")
+        for node in program.nodes
+        if node.role == "cached" and node.layer == layer and "resident" not in node.inputs
+    )
+    return frozenset(expert for spec in specs for expert in spec.chosen)
+
+
 def _router(program: Program, node: Node) -> Node:
     ids = node.inputs["ids"]
     return next(other for other in program.nodes if ids in other.writes)
@@ -149,6 +160,9 @@ class _Stream:
         self._orders = orders
         self._label, self._here = label, f"{label}.here"
         self._specs = {node.name: program.weight(node, "experts") for node in layers}
+        self._here_already = {
+            node.name: frozenset() if orders else resident(program, node.layer) for node in layers
+        }
         self._loads: list[_Load] = []
         for layer in layers:
             spec = self._specs[layer.name]
@@ -201,12 +215,15 @@ class _Stream:
         turn, at = divmod(len(self._loads), self._ring.buffers)
         name, spec = f"{self._label}.tiles{at}", self._specs[layer.name]
         order = {"order": self._orders[layer.name]} if self._orders else {}
+        kept = tuple(
+            sorted(self._here_already[layer.name].intersection(range(first, first + count)))
+        )
         node = Node(
             "load_experts",
             {"out": name, **order} if turn else order,
             {"out": name},
             MappingProxyType({"experts": spec.name}),
-            MappingProxyType({"first": first, "count": count}),
+            MappingProxyType({"first": first, "count": count, "without": kept}),
             self._device,
             f"{layer.name}.load{number}",
             layer.layer,

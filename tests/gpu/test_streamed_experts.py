@@ -89,7 +89,8 @@ def test_logprobs_are_transformers(
         found, spec = crossing(runner, 6), step.program.weight(routed[0], "experts")
         assert (found.steps, found.streamed) == (2, 2)
         assert len(decoder.store.nodes) == nodes
-        assert found.nbytes == 2 * 2 * 8 * spec.bytes_per_expert  # steps, layers, experts
+        crossed = 2 * 8 - sum(map(len, beside.values()))  # layers, experts
+        assert found.nbytes == 2 * crossed * spec.bytes_per_expert  # steps
         loads = sum(node.op == "load_experts" for node in step.program.nodes)
         launches = len(step.program.nodes) + 1  # the results
         assert len(step.without_copies().launches) == launches - loads
@@ -108,8 +109,21 @@ def test_logprobs_are_transformers(
         assert logprob_error(result, wanted) < BF16
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_split_prompts_are_transformers(family: str, tmp_path: Path, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3_moe", CudaOptions("cpu")),
+        ("gpt_oss", CudaOptions("cpu")),
+        ("qwen3_moe", CudaOptions("cpu", slots={0: 3, 1: 2})),
+        pytest.param(
+            "qwen3_moe", CudaOptions("cpu", gpu_experts={0: (2, 5)}), marks=pytest.mark.all
+        ),
+    ],
+    ids=["qwen3_moe", "gpt_oss", "beside-a-cache", "beside-gpu-experts"],
+)
+def test_split_prompts_are_transformers(
+    family: str, options: CudaOptions, tmp_path: Path, device: torch.device
+) -> None:
     """Half of the experts cross; chunks of 4 tokens and decode steps follow each other."""
     made = tiny.make(tmp_path, family, num_hidden_layers=2)
     prompt = [5, 17, 60, 33, 8, 90]
@@ -119,7 +133,7 @@ def test_split_prompts_are_transformers(family: str, tmp_path: Path, device: tor
     with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
-            options = CudaOptions(experts="cpu", prefill="split")
+            options = replace(options, prefill="split")
             runner = CudaRunner(
                 decoder, where, pool, 64, None, 4, 2, "generic", (), 4, options=options
             )
@@ -132,6 +146,33 @@ def test_split_prompts_are_transformers(family: str, tmp_path: Path, device: tor
         assert 0 < sum(loads) < 2 * 8
         runner.close()
     assert logprob_error(result, truth) < BF16
+
+
+def test_prompts_are_streamed_beside_a_cache(tmp_path: Path, device: torch.device) -> None:
+    """While requests decode whose steps fill its slots, by what the prompts have chosen too."""
+    made = tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    prompts = [5, 17, 60, 33, 8, 90], [7, 41, 2], [9, 9, 3, 1]
+    with torch.no_grad():
+        truth = [
+            made.reference(torch.tensor([ids])).logits[0].float().log_softmax(-1) for ids in prompts
+        ]
+    where = "cuda:0" if device.type == "cuda" else "cpu"
+    with WorkerPool(1, driver_works=False) as pool:
+        with open_weights(tmp_path, read_config(tmp_path)) as weights:
+            decoder = weights.readable(packer(pool), lambda *_: None)
+            options = CudaOptions("cpu", prefill="stream", slots={0: 3, 1: 3})
+            runner = CudaRunner(
+                decoder, where, pool, 64, None, 4, 2, "generic", (), 4, options=options
+            )
+            runner.load()
+        with Engine(runner) as engine:
+            params = SamplingParams(temperature=0, max_tokens=4, logprobs=20, logprob_start=1)
+            results = engine.generate(list(prompts), params)
+        assert runner.prefill_runner is not None and runner.slots is not None
+        assert runner.slots.stats.swaps
+        runner.close()
+    for result, wanted in zip(results, truth, strict=True):
+        assert logprob_error(result, wanted) < BF16
 
 
 class OneLayer:

@@ -202,7 +202,18 @@ class CudaRunner(PagedRunner):
 
     def lowered(self, *sizes: int) -> Program:
         """The model's program: routed experts on the CPU or a GPU, all else on GPUs."""
-        program = self.placement.apply(super().lowered(*sizes))
+        return self._placed(self.placement, sizes)
+
+    def lowered_streamed(self, *sizes: int) -> Program:
+        """The same without slots whose experts change: they do so beside streamed steps."""
+        return self._placed(replace(self.placement, slots={}), sizes)
+
+    def _lowered_split(self, *sizes: int) -> Program:
+        """The same without any experts on the GPU: a split step brings those that it takes most."""
+        return self._placed(replace(self.placement, slots={}, cached={}), sizes)
+
+    def _placed(self, placement: Placement, sizes: Sequence[int]) -> Program:
+        program = placement.apply(super().lowered(*sizes))
         return keep_routing(program) if self.placement.slots else program
 
     def make_slots(self) -> Slots | None:
@@ -244,10 +255,8 @@ class CudaRunner(PagedRunner):
         # One GPU waits for the other: what crosses to both takes as long as to one of them.
         rate = partial(self.streaming.link_rate, program, self.weights)
         self.link_bytes_per_s = min(map(rate, self.gpus.values()))
-        # Else their experts are on the CPU in part, or on the GPU in places that change.
-        whole = self.streaming.whole(program) and not self.placement.slots
-        may_split = whole and not self.placement.cached
-        sizes = self._prompt_sizes(program, inputs, may_split and self._can_split(inputs))
+        whole = self.streaming.whole(program)  # else those of some layers stay on the CPU
+        sizes = self._prompt_sizes(program, inputs, whole and self._can_split(inputs))
         own = self._bind_all(sizes.by_cpu, inputs, (), self.make_step)
         own += [self._prompt_step(T, self._share(T)) for T in sizes.split]
         if whole and sizes.streamed:
@@ -270,9 +279,9 @@ class CudaRunner(PagedRunner):
         if self.prefill == "split":
             if not may_split:
                 raise PykernelsError(
-                    "experts of prompts cannot be split: the GPU has some already, too little"
-                    " memory for two layers of them twice, or no kernel that gathers them",
-                    "Leave prefill at auto, or gpu_experts and expert_cache out",
+                    "experts of prompts cannot be split: some are not pinned, too little memory"
+                    " of the GPU for two layers of them twice, or no kernel that gathers them",
+                    "Leave prefill at auto, or give expert_cache fewer slots",
                 )
             if not self.real:
                 return PromptSizes.split_only(most)
@@ -308,19 +317,25 @@ class CudaRunner(PagedRunner):
         self._prepare(inputs)
         needed, most = Counter[str](), self.max_num_batched_tokens
         split = partial(streaming.split, share=MOST_SPLIT)
-        for T, rewrite in ((most, streaming.apply), (min(most, SPLIT_BUCKETS[-1]), split)):
+        ways = (
+            (most, self.lowered_streamed, streaming.apply),
+            (min(most, SPLIT_BUCKETS[-1]), self._lowered_split, split),
+        )
+        for T, lower, rewrite in ways:
             rows = min(T, self.max_num_logits)
             pages = inputs["page_table"].shape[1]
-            program = self.lowered(T, self.max_num_seqs, rows, self.num_pages, pages)
-            for name, part in partition(rewrite(program)).items():
+            program = rewrite(lower(T, self.max_num_seqs, rows, self.num_pages, pages))
+            for name, part in partition(self.placement.stage(program)).items():
                 needed[name] += step_bytes(part) if name in self.gpus else 0
         return all(n - HEADROOM >= needed[name] for name, n in free_bytes(self.gpus).items())
 
     def _prompt_step(self, T: int, share: float) -> Executable:
         """A step in which that share of the experts crosses."""
+        if not share:
+            return self._step(T, self._host_inputs, (), self.make_step)
         assert self.streaming is not None
-        split = (partial(self.streaming.split, share=share),) if share else ()
-        return self._step(T, self._host_inputs, split, self.make_step)
+        split = (partial(self.streaming.split, share=share),)
+        return self._step(T, self._host_inputs, split, self.make_step, self._lowered_split)
 
     def _share(self, T: int) -> float:
         return HALF if self.rates is None else self.rates.share(T)

@@ -28,18 +28,28 @@ _ALIGN = 256
 
 def load_experts(m: Memory, node: Node) -> Launch:
     first, count = node.attr("first"), node.attr("count")
-    chosen, held = range(first, first + count), m.whole_weight(node, "experts")
+    runs, held = list(_runs(first, count, node.attr("without"))), m.whole_weight(node, "experts")
     slices = _slices(held, count, m.written(node, "out"))
     order = m.optional(node, "order")
 
     def launch() -> None:
         for part in slices:
-            if order is None:
-                copy_experts(part.packed, chosen, part.tiles)
-            else:
+            if order is not None:
                 gather_experts(part.packed, order, first, part.tiles)
+                continue
+            for run in runs:
+                copy_experts(part.packed, run, part.tiles, run.start - first)
 
     return launch
+
+
+def _runs(first: int, count: int, without: tuple[int, ...]) -> Iterator[range]:
+    """``count`` numbers from ``first`` on without some, as runs of neighbours."""
+    start = first
+    for end in (*sorted(without), first + count):
+        if start < end:
+            yield range(start, end)
+        start = end + 1
 
 
 def load_weights(m: Memory, node: Node) -> Launch:

@@ -13,6 +13,7 @@ from ....weights import LayoutOf, WeightStore
 from ....workers.pool import WorkerPool
 from ...gpus import Gpus
 from ...runner import Lowerable
+from ...slots import Slots
 
 
 class Owner(Protocol):
@@ -32,6 +33,7 @@ class Owner(Protocol):
     max_num_batched_tokens: int
     placement: Placement
     last_sizes: tuple[int, int]
+    slots: Slots | None
 
     @property
     def real(self) -> bool:
@@ -39,6 +41,9 @@ class Owner(Protocol):
 
     def lowered(self, *sizes: int) -> Program:
         """The model's program of these sizes, placed."""
+
+    def lowered_streamed(self, *sizes: int) -> Program:
+        """The same without slots whose experts change."""
 
     def layouts(self, program: Program) -> LayoutOf:
         """In which layout a node of the program reads a weight."""

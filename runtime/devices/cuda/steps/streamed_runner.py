@@ -52,7 +52,7 @@ class StreamedRunner(PagedRunner):
         self._streams = [torch.cuda.Stream(device) for device in devices]
 
     def lowered(self, *sizes: int) -> Program:
-        return self._owner.lowered(*sizes)
+        return self._owner.lowered_streamed(*sizes)
 
     def bind(self, batch: StepBatch) -> None:
         for stream in self._streams:  # weights and caches are on their way
@@ -62,7 +62,12 @@ class StreamedRunner(PagedRunner):
 
     def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
         passes = (self._streaming.apply,)
-        return self._bind_all(self._sizes(self.buckets), inputs, passes, self.make_step)
+        steps = self._bind_all(self._sizes(self.buckets), inputs, passes, self.make_step)
+        if self._owner.slots is not None:
+            for step in steps:
+                choices = {name: tensor.numpy() for name, tensor in step.outputs.items()}
+                self._owner.slots.add(step, step.program, choices)
+        return steps
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
         if self._maker is None:
@@ -86,6 +91,8 @@ class StreamedRunner(PagedRunner):
         with self._owner.watched():
             found = super().result()
         self._owner.last_sizes = self.last_sizes
+        if self._owner.slots is not None:  # what prompts take says what decode steps will
+            self._owner.slots.ended(self._executable, self.sizes.tolist(), False)
         return found
 
     @contextmanager

@@ -23,7 +23,7 @@ from ....node import Node
 from ....partition import partition
 from ....passes.layers import moe_layers
 from ....passes.split_experts import split_experts
-from ....passes.stream_weights import PIECES, Ring, stream_weights
+from ....passes.stream_weights import PIECES, Ring, resident, stream_weights
 from ....placement import CPU, Placement
 from ....program import Program
 from ....weight_spec import WeightSpec
@@ -86,7 +86,10 @@ class Streaming:
 
     def nbytes(self, program: Program) -> int:
         """Bytes that cross in a step of such a program."""
-        return sum(spec.nbytes for _, spec in self._experts(program))
+        return sum(
+            spec.nbytes - len(resident(program, node.layer)) * spec.bytes_per_expert
+            for node, spec in self._experts(program)
+        )
 
     def pin(self, program: Program, store: WeightStore, pinned: Pinned) -> tuple[Streaming, str]:
         """Pins the experts, layer by layer; those that are, and why not all are, or "".
