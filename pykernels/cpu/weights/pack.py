@@ -55,6 +55,39 @@ def _index_byte(r, n):
     return r // 2 * 32 + n // 4 * 8 + r % 2 * 4 + n % 4
 
 
+@inlined
+def _move_bytes(source, row_bytes, step, tile):
+    """A step of 16 rows of bytes into a tile: four rows at a time, of each two pairs."""
+    mask, SHIFT = types.uint64(0xFFFF), types.uint64(16)
+    for four in range(4):
+        first = source + 4 * four * row_bytes + step * K_STEP
+        a = carray(as_pointer(first), (8,), types.uint32)
+        b = carray(as_pointer(first + row_bytes), (8,), types.uint32)
+        c = carray(as_pointer(first + 2 * row_bytes), (8,), types.uint32)
+        d = carray(as_pointer(first + 3 * row_bytes), (8,), types.uint32)
+        out = carray(as_pointer(tile + 16 * four), (58,), types.uint64)
+        for i in range(8):
+            w, x = types.uint64(a[i]), types.uint64(b[i])
+            y, z = types.uint64(c[i]), types.uint64(d[i])
+            low = (w & mask) | ((x & mask) << SHIFT)
+            low |= ((y & mask) << types.uint64(32)) | ((z & mask) << types.uint64(48))
+            high = (w >> SHIFT) | ((x >> SHIFT) << SHIFT)
+            high |= ((y >> SHIFT) << types.uint64(32)) | ((z >> SHIFT) << types.uint64(48))
+            out[8 * i], out[8 * i + 1] = low, high
+
+
+@inlined
+def _move_words(source, row_bytes, step, tile):
+    """A step of 16 rows of numbers of 2 bytes into a tile: two rows at a time."""
+    for two in range(8):
+        first = source + 2 * two * row_bytes + step * K_STEP * 2
+        a = carray(as_pointer(first), (16,), types.uint32)
+        b = carray(as_pointer(first + row_bytes), (16,), types.uint32)
+        out = carray(as_pointer(tile + 8 * two), (121,), types.uint64)
+        for r in range(16):
+            out[8 * r] = types.uint64(a[r]) | (types.uint64(b[r]) << types.uint64(32))
+
+
 @functools.cache
 def make_pack(name: str) -> Any:
     """Compiles a weight format's pack task (``jit.TASK``); one task a block."""
@@ -103,30 +136,31 @@ def _make_pairs(itemsize: int) -> Any:
     element, pair = (types.uint8, types.uint16) if itemsize == 1 else (types.uint16, types.uint32)
     SHIFT = 8 * itemsize
     index_of = _index_byte if itemsize == 1 else _index_wide
+    move = _move_bytes if itemsize == 1 else _move_words
+    TILE = 512 * itemsize
 
     @task(f"pack-{itemsize}")
     def pack(args_address, block, worker):
         args = _pack_at(args_address)
         steps = (args.K + 127) // 128 * 4
         source = carray(as_pointer(args.source), (args.N * args.K,), element)
-        pairs = carray(as_pointer(args.source), (args.N * args.K // 2,), pair)
-        out = carray(as_pointer(args.out + block * args.out_stride), (steps * 512,), pair)
+        place = args.out + block * args.out_stride
+        out = carray(as_pointer(place), (steps * 512,), pair)
         rows = min(N_BLOCK, args.N - block * N_BLOCK)
-        whole = args.K // K_STEP if args.K % 2 == 0 else 0  # steps that can be moved in pairs
+        halves = rows // 16  # that are moved several rows at a time
+        whole = args.K // K_STEP if args.K % 4 == 0 else 0  # steps that are
+        row_bytes = args.K * itemsize
+        first = args.source + block * N_BLOCK * row_bytes
         for chunk in range(0, whole, STEPS):
-            for n in range(rows):
-                half, column = n // 16, n % 16
-                start = (block * N_BLOCK + n) * args.K
+            for half in range(halves):
                 for step in range(chunk, min(chunk + STEPS, whole)):
-                    tile = (2 * step + half) * 256
-                    first = (start + step * K_STEP) // 2
-                    for r in range(_PAIRS):
-                        out[tile + index_of(r, column)] = pairs[first + r]
+                    at = first + 16 * half * row_bytes
+                    move(at, row_bytes, step, place + (2 * step + half) * TILE)
         for n in range(N_BLOCK):
             half, column = n // 16, n % 16
             have = args.K if n < rows else 0
             start = (block * N_BLOCK + n) * args.K
-            done = whole if n < rows else 0
+            done = whole if half < halves else 0
             for step in range(done, steps):
                 tile = (2 * step + half) * 256
                 for r in range(_PAIRS):
