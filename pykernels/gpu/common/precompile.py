@@ -1,14 +1,19 @@
-"""Launches that compile and do not run: many processes fill Triton's cache on disk before a tuning
-run times anything in one."""
+"""Launches that compile and do not run: threads compile what a program launches side by side, and
+many processes fill Triton's cache on disk before a tuning run times anything in one."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import pkgutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import triton
 from triton.runtime.jit import JITFunction
 
 _GPU = __package__.rpartition(".")[0]
@@ -51,3 +56,39 @@ def _answer(value: object, device: torch.device) -> object:
 
 def _replace(module: Any, name: str, function: object) -> None:
     setattr(module, name, function)
+
+
+_LOCK = threading.Lock()
+_here = threading.local()
+
+
+def only_compiles() -> bool:
+    """Whether launches of this thread do not run."""
+    return getattr(_here, "active", False)
+
+
+@contextmanager
+def compiled_together(threads: int) -> Iterator[bool]:
+    """Within it launches of this thread do not run: what they launch is compiled, several kernels
+    at a time, and is there when it is left. It yields False, and does nothing, where Triton
+    compiles one kernel at a time only.
+
+    Raises:
+        CompilationError: of the first kernel that cannot be compiled.
+    """
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None or threads < 2:
+        yield False
+        return
+    with _LOCK:
+        run = JITFunction.run
+
+        def launch(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kw: Any) -> object:
+            return run(self, *args, grid=grid, warmup=warmup or only_compiles(), **kw)
+
+        with ThreadPoolExecutor(threads) as compilers, mode(compilers):
+            JITFunction.run, _here.active = launch, True
+            try:
+                yield True
+            finally:
+                JITFunction.run, _here.active = run, False

@@ -17,6 +17,7 @@ import functools
 import torch
 
 from ...errors import PykernelsError
+from .precompile import only_compiles
 
 _EQUAL, _DEFAULT = 1, 0
 """CU_STREAM_WAIT_VALUE_EQ, and CU_STREAM_WRITE_VALUE_DEFAULT: what the stream did before the flag
@@ -64,6 +65,8 @@ def wait_value(address: int, value: int) -> None:
 
 
 def _operate(name: str, address: int, value: int, flags: int) -> None:
+    if only_compiles():
+        return
     library = _driver()
     if isinstance(library, str):
         raise PykernelsError(library, "Update the driver")

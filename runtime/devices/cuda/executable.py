@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from pykernels.errors import PykernelsError
+from pykernels.gpu.common.precompile import compiled_together
 
 from ...node import Node
 from ...ops import OPS
@@ -30,6 +32,9 @@ from .outputs import ProgramOutputs
 from .sampling_inputs import MASKS_WRITTEN
 from .segment import Segment, beside, in_turn
 from .sequences import Sequences
+
+COMPILERS = 16
+"""Kernels that are compiled at a time."""
 
 BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
     "embed": dense.embed,
@@ -90,6 +95,11 @@ class GpuPart:
         with self.current():
             self.graph.run()
             self._ended.record()
+
+    def compile(self) -> None:
+        """Launches what computes once, where launches do not run but compile."""
+        with self.current():
+            self.graph.first_stream().run()
 
     def ready(self) -> bool:
         """Whether the step that was begun has ended."""
@@ -206,6 +216,13 @@ class CudaExecutable:
             self.gpus.append(GpuPart(memory, self._link, results, on.urgent))
         self.memory = self.gpus[-1].memory
         self._in_flight: InFlight | None = None
+
+    def compile(self) -> None:
+        """Compiles the GPUs' kernels, several at a time; those of copies when they run first."""
+        self.before()
+        with compiled_together(min(COMPILERS, os.cpu_count() or 1)) as compiles:
+            for part in self.gpus if compiles else ():
+                part.compile()
 
     def run(self) -> None:
         """One step; returns when the results are there.

@@ -110,6 +110,7 @@ class StepMaker:
         """Runs a step that writes nothing, which compiles everything, then captures it."""
         self._sizes[:] = 0
         before, executable.before = executable.before, bucket.pretend
+        executable.compile()
         executable.run()
         if captured:
             assert self._pool is not None
