@@ -11,6 +11,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import pykernels.gpu
+from pykernels.gpu import norm
 from pykernels.gpu.common import launch, precompile
 
 
@@ -32,3 +33,17 @@ def test_no_module_asks_the_gpu_itself(monkeypatch: pytest.MonkeyPatch) -> None:
                 asked += 1
                 assert getattr(module, name)(meta) == answer, f"{module.__name__}.{name}"
     assert asked > 10 and launch.launches_early(meta) and launch.supports(meta) is None
+
+
+@pytest.mark.gpu
+def test_what_is_compiled_together_does_not_run() -> None:
+    x = torch.randn(3, 48, device="cuda", dtype=torch.bfloat16)  # a width that no other test has
+    weight, out = torch.ones(48, device="cuda"), torch.zeros_like(x)
+    with precompile.compiled_together(4) as compiles:
+        norm.rms_norm(x, weight, 1e-6, out=(out, None))
+    assert compiles and not out.any()
+    norm.rms_norm(x, weight, 1e-6, out=(out, None))
+    truth = torch.nn.functional.rms_norm(x.float(), (48,), weight, 1e-6)
+    torch.testing.assert_close(out.float(), truth, rtol=1e-2, atol=1e-2)
+    with precompile.compiled_together(1) as compiles:
+        assert not compiles and not precompile.only_compiles()
