@@ -151,7 +151,7 @@ def test_split_prompts_are_transformers(
 def test_prompts_are_streamed_beside_a_cache(tmp_path: Path, device: torch.device) -> None:
     """While requests decode whose steps fill its slots, by what the prompts have chosen too."""
     made = tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=2)
-    prompts = [5, 17, 60, 33, 8, 90], [7, 41, 2], [9, 9, 3, 1]
+    prompts = [5, 17, 60, 33, 8], [7, 41, 2]
     with torch.no_grad():
         truth = [
             made.reference(torch.tensor([ids])).logits[0].float().log_softmax(-1) for ids in prompts
@@ -166,7 +166,7 @@ def test_prompts_are_streamed_beside_a_cache(tmp_path: Path, device: torch.devic
             )
             runner.load()
         with Engine(runner) as engine:
-            params = SamplingParams(temperature=0, max_tokens=4, logprobs=20, logprob_start=1)
+            params = SamplingParams(temperature=0, max_tokens=3, logprobs=20, logprob_start=1)
             results = engine.generate(list(prompts), params)
         assert runner.prefill_runner is not None and runner.slots is not None
         assert runner.slots.stats.swaps
