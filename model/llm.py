@@ -26,6 +26,7 @@ from runtime.devices.runner import PagedRunner, Pass
 from runtime.engine import Engine, EngineConfig, RequestHandle, Result, SamplingParams
 from runtime.engine.config import STEP_TOKENS, check_whole
 from runtime.experts.cache import CacheStats
+from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.machine.topology import Topology
 from runtime.matrix import packer
@@ -207,6 +208,7 @@ def load_engine(
     threads: int | None = None,
     kernel: str = "auto",
     defer: Defer = "off",
+    passes: Sequence[Pass] = (),
     device: str = "cpu",
     experts: str = "auto",
     gpu_experts: Wanted = None,
@@ -225,6 +227,8 @@ def load_engine(
         kernel: auto, amx, avx512, avx2 or generic.
         defer: experts of a token whose output joins one layer later in decode steps (Expert
             Deferral); "auto": as many as keep the CPU busy, which is none where it is alone.
+        passes: of one's own, ``Program -> Program``, in this order behind deferral: they rewrite
+            the programs of decode steps (``runtime.extend`` registers ops for them).
         device: "cpu"; "cuda:0": attention, dense layers and shared experts on that GPU;
             "cuda:0,cuda:1": the layers dealt over these GPUs, in order, by size or as rules say; or
             "ref": the reference ops in float32, exact and slow, the cache too.
@@ -310,21 +314,22 @@ def load_engine(
             warnings.warn(note_of(defaults.not_done), stacklevel=2)
         pool = make_pool(threads, numa=chosen.numa)
         try:
-            passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
+            rewrites: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
+            rewrites += [checked(each) for each in passes]
             sizes = longest, pages, budget, chosen.max_num_seqs
             logits = chosen.max_num_logits
             runner: PagedRunner
             with reporting(progress) as report:
                 decoder = weights.readable(packer(pool), report, pool.memory)
                 if device == "cpu":
-                    runner = CpuRunner(decoder, pool, *sizes, kernel, passes, logits)
+                    runner = CpuRunner(decoder, pool, *sizes, kernel, rewrites, logits)
                 elif device == "ref":
                     from .pinning.beside import slots_of
 
                     runner = RefRunner(
                         decoder,
                         *sizes,
-                        passes,
+                        rewrites,
                         pool,
                         logits,
                         chosen.dual_batch is True,
@@ -343,7 +348,7 @@ def load_engine(
                         pool,
                         *given,
                         kernel,
-                        passes,
+                        rewrites,
                         logits,
                         CudaOptions(
                             experts,

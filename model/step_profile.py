@@ -17,6 +17,7 @@ from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.ref.runner import RefRunner
 from runtime.devices.runner import PagedRunner, Pass
+from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.matrix import packer
 from runtime.passes import defer as defer_pass
@@ -58,6 +59,7 @@ class Subject:
     kv_dtype: str = "bf16"
     threads: int | None = None
     kernel: str = "auto"
+    passes: tuple[Pass, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ def _opened(subject: Subject, load: Load) -> Iterator[tuple[EngineTimer, str]]:
         threads=subject.threads,
         kernel=subject.kernel,
         defer=subject.defer,
+        passes=subject.passes,
         device=subject.device,
         experts=subject.experts,
         max_model_len=positions,
@@ -144,6 +147,7 @@ def _random(
     check_memory(subject.arch, config, fmt)
     deferred = _deferred(subject.defer)
     passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
+    passes += [checked(each) for each in subject.passes]
     with WorkerPool(subject.threads) as pool:
         decoder = random_decoder(config, fmt, packer(pool), kernel)
         decoder = replace(decoder, kv_dtype=subject.kv_dtype)
@@ -206,4 +210,5 @@ def _title(name: str, subject: Subject, timer: EngineTimer) -> str:
     count = getattr(timer.runner, "deferred", 0) if subject.defer == "auto" else subject.defer
     deferred = "" if off else f", experts deferred: {count}"
     lanes = ", two lanes" if timer.runner.dual_batch else ""
-    return f"{name} on {where}{threads}{deferred}{lanes}"
+    own = "".join(f", pass {each.__name__}" for each in subject.passes)
+    return f"{name} on {where}{threads}{deferred}{lanes}{own}"

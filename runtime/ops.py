@@ -222,7 +222,7 @@ def _moe_rule(node: Mapping[str, Any]) -> str | None:
     return None
 
 
-OPS: Mapping[str, Op] = {
+OPS: dict[str, Op] = {
     # Rows of the table of embeddings.
     "embed": Op(
         inputs={"ids": _index("T")},

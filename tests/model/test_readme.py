@@ -106,7 +106,8 @@ PYTHON = [(name, block) for name, page in PAGES.items() for block in blocks("pyt
 def test_python_runs(
     name: str, block: str, generic: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    exec(compile(block, name, "exec"), {"__name__": "readme"})
+    # As a notebook's cell: Numba would look for its kernels' source in a file of that name.
+    exec(compile(block, f"<{name}>", "exec"), {"__name__": "readme"})
     assert capsys.readouterr().out.strip()
 
 

@@ -62,6 +62,15 @@ def step(
     defer: Defer = "off",
     dual_batch: DualBatch = "off",
     kv_dtype: KvDtype = "bf16",
+    own: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pass",
+            metavar="FILE.py:NAME",
+            help="A pass of your own, Program -> Program, for decode steps; repeat it for more.",
+            show_default="none",
+        ),
+    ] = None,
     threads: Threads = None,
     kernel: Kernel = None,
     as_json: Annotated[
@@ -77,6 +86,7 @@ def step(
         _check_writable(file)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     with err().status("loading, compiling, recording …", spinner_style="dim"):
+        from runtime.extend import read_pass
         from runtime.profiling.engine_speed import Load
         from runtime.tracing.perfetto import write_trace
         from runtime.tracing.plot import draw
@@ -97,6 +107,7 @@ def step(
             kv_dtype=kv_dtype,
             threads=chosen_threads,
             kernel=chosen_kernel,
+            passes=tuple(read_pass(each) for each in own or ()),
         )
         recorded = profile_steps(subject, Load(prefill, steps, batch, context))
         write_trace(recorded.timeline, write)

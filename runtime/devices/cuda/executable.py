@@ -36,7 +36,7 @@ from .sequences import Sequences
 COMPILERS = 16
 """Kernels that are compiled at a time."""
 
-BINDERS: Mapping[str, Callable[[Memory, Node], Launch]] = {
+BINDERS: dict[str, Callable[[Memory, Node], Launch]] = {
     "embed": dense.embed,
     "rms_norm": dense.rms_norm,
     "linear": dense.linear,

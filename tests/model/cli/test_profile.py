@@ -39,8 +39,13 @@ def test_step_of_random_weights_as_json(
     monkeypatch.setitem(ARCHS, "qwen3-30b", (family, {**settings, **small}))
     options = ("--arch", "qwen3-30b", "--layers", 1, "--format", "bf16", "--device", "ref")
     files = ("--out", tmp_path / "a.json", "--plot", tmp_path / "b.svg")
+    own = tmp_path / "own.py"
+    lines = "from runtime.passes import skip", "def fewer(program):", "    return skip(program, 1)"
+    own.write_text("\n".join(lines))
+    options += ("--pass", f"{own}:fewer")
     result = run("profile", "step", *options, "--context", 4, "--steps", 1, *files, "--json")
     assert result.code == 0, result.err
+    assert "pass fewer" in json.loads(result.out)["title"]
     decode = json.loads(result.out)["decode"]
     assert 0 < decode["streams"]["ref"] <= 1
     assert decode["streams"]["ref"] + decode["neither"] == pytest.approx(1)

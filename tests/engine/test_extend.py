@@ -1,0 +1,85 @@
+"""Ops and passes that are registered from outside, against transformers' modules changed alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import model
+from pykernels.errors import PykernelsError
+from runtime.extend import checked, read_pass, register_op
+from runtime.node import Node
+from runtime.ops import Op, Port
+from runtime.passes.layers import moe_layers
+from runtime.program import Program
+
+from ..model import tiny
+
+WEIGHTS = Port("float32", ("T", "topk"))
+
+
+def on_ref(memory: Any, node: Node) -> None:
+    memory.write(node.outputs["out"], memory.read(node.inputs["weights"]) / 2)
+
+
+def halved(program: Program) -> Program:
+    """Every layer's routed experts count half."""
+    nodes, buffers = [], dict(program.buffers)
+    routed = {layer.experts.name for layer in moe_layers(program)}
+    for node in program.nodes:
+        if node.name in routed:
+            given, out = node.inputs["weights"], f"{node.name}.halved"
+            buffers[out] = replace(buffers[given], name=out)
+            halve = Node("halve in a test", {"weights": given}, {"out": out}, name=out)
+            nodes.append(replace(halve, device=node.device, layer=node.layer))
+            node = replace(node, inputs={**node.inputs, "weights": out})
+        nodes.append(node)
+    return replace(program, nodes=tuple(nodes), buffers=buffers)
+
+
+def test_a_pass_with_an_op_of_its_own(tmp_path: Path) -> None:
+    lm = tiny.make(tmp_path, "qwen3_moe").reference.float()
+    lm.set_experts_implementation("eager")
+
+    def truth() -> torch.Tensor:
+        with torch.no_grad():  # one token: a step that decodes
+            return lm(torch.tensor([[20]])).logits[0, -1].log_softmax(-1)
+
+    plain = truth()
+    for layer in lm.model.layers:
+        layer.mlp.experts.register_forward_hook(lambda module, args, out: out / 2)
+    wanted = truth()
+    register_op("halve in a test", Op({"weights": WEIGHTS}, {"out": WEIGHTS}), ref=on_ref)
+    settings: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "logprobs": 5}
+    with model.load_engine(
+        tmp_path, device="ref", passes=[halved], max_model_len=64, max_num_seqs=1, threads=1
+    ) as llm:
+        (drawn,) = llm.generate([20], **settings).completions[0].logprobs
+    for token, logprob in drawn.top:
+        assert abs(logprob - wanted[token]) < 1e-3 * (wanted - plain).abs().max()
+
+
+def test_what_a_pass_may_not_return() -> None:
+    program = Program("empty", (), {}, {})
+
+    def nothing(program: Program) -> Any:
+        return None
+
+    with pytest.raises(PykernelsError, match="the pass nothing returned NoneType"):
+        checked(nothing)(program)
+    with pytest.raises(PykernelsError, match="there is an op 'linear' already"):
+        register_op("linear", Op({}, {}))
+
+
+def test_a_pass_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def one(program):\n    return program\n\ndef two(program):\n    return None\n")
+    assert read_pass(f"{file}:two")(Program("empty", (), {}, {})) is None
+    with pytest.raises(PykernelsError, match="has 2 functions"):
+        read_pass(str(file))
+    with pytest.raises(PykernelsError, match="no Python file"):
+        read_pass(str(tmp_path / "none.py"))
