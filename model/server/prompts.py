@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
 
-from ..text.prompt import chat_prompt, encode, encode_written
+from ..text.prompt import chat_prompt, encode, encode_bare, encode_written
 from .backend.interface import ServedModel
-from .http.errors import bad_request
+from .http.errors import ApiError, bad_request
 
 CONTEXT_CODE = "context_length_exceeded"
 _MOST_PER_TOKEN = 32
@@ -56,6 +56,11 @@ class Prompts:
         self._check_length(text)
         return Prompt(encode(self.facts, self._tokenizer(), text))
 
+    def bare(self, text: str) -> Prompt:
+        """A text alone, without what the tokenizer puts in front of it."""
+        self._check_length(text)
+        return Prompt(encode_bare(self._tokenizer(), text))
+
     def ids(self, ids: Sequence[int]) -> Prompt:
         """Token ids to be continued.
 
@@ -85,8 +90,9 @@ class Prompts:
             prefilled: the last message is the beginning of the answer.
 
         Raises:
-            PykernelsError: the template refuses it; there is no tokenizer.
-            ApiError: tools for a model that has none, a variable that is none.
+            PykernelsError: there is no tokenizer.
+            ApiError: the template refuses it; tools for a model that has none, a variable that is
+                none.
         """
         given = dict(variables or {})
         for name in given:
@@ -111,12 +117,12 @@ class Prompts:
     ) -> tuple[list[int], str]:
         tokenizer = self._tokenizer()
         try:
-            text = chat_prompt(tokenizer, messages, given)
-        except PykernelsError:
+            text = _rendered(tokenizer, messages, given)
+        except ApiError:
             # Some templates join the arguments of a call to a text: they take them as JSON.
             if not any(message.get("tool_calls") for message in messages):
                 raise
-            text = chat_prompt(tokenizer, [_as_json(m) for m in messages], given)
+            text = _rendered(tokenizer, [_as_json(m) for m in messages], given)
         self._check_length(text)
         return encode_written(self.facts, tokenizer, text), text
 
@@ -154,6 +160,17 @@ def template_text(tokenizer: PreTrainedTokenizerBase | None) -> str:
     """The chat template; where there are several, all of them."""
     template = getattr(tokenizer, "chat_template", None) or ""
     return "\n".join(template.values()) if isinstance(template, dict) else str(template)
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    given: Mapping[str, Any],
+) -> str:
+    try:
+        return chat_prompt(tokenizer, messages, given)
+    except PykernelsError as error:  # its hint is for whoever has a command line
+        raise bad_request(f"{error.cause}.", "messages") from error
 
 
 def _as_json(message: dict[str, Any]) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field, model_validator
 
-from .fields import Count, Strict
+from .fields import Body, Count
 from .http.errors import bad_request
 from .openai.messages import Message, Tool, plain
 from .served import Served
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -29,7 +29,7 @@ class TokenizeRequest(Strict):
         return self
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(Body):
     model: str | None = None
     tokens: Annotated[list[Count], Field(max_length=1 << 20)]
 
@@ -68,7 +68,7 @@ def _ids(served: Served, body: TokenizeRequest) -> list[int]:
         tools = [tool.plain() for tool in body.tools or ()]
         prompts = served.prompts
         return prompts.chat(plain(body.messages), tools, body.chat_template_kwargs).ids
-    if body.add_special_tokens and body.prompt:
-        return served.prompts.text(body.prompt).ids
-    ids: list[int] = served.tokenizer(body.prompt or "", add_special_tokens=False)["input_ids"]
-    return ids
+    prompt = body.prompt or ""
+    if body.add_special_tokens and prompt:
+        return served.prompts.text(prompt).ids
+    return served.prompts.bare(prompt).ids

@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..fields import Count, Stop, Strict
+from ..fields import Body, Count, Stop, Strict
 
 IGNORED = frozenset(
     {
@@ -188,7 +188,7 @@ class OutputConfig(Strict):
     format: OutputFormat | None = None
 
 
-class PromptRequest(Strict):
+class PromptRequest(Body):
     """What a prompt is made of: the body of `/v1/messages/count_tokens`."""
 
     ignored = IGNORED

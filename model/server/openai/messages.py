@@ -69,9 +69,8 @@ class Assistant(Strict):
 
     def plain(self) -> dict[str, Any]:
         calls = [call.plain() for call in self.tool_calls or ()]
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.content is None and not calls:
-            message["content"] = ""
+        # Never null: many templates search the text, or cut spaces off it, beside calls too.
+        message: dict[str, Any] = {"role": "assistant", "content": self.content or ""}
         if thought := self.reasoning_content or self.reasoning:
             message["reasoning_content"] = thought
             message["thinking"] = thought  # the name in gpt-oss' template

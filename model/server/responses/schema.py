@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..fields import Count, Strict
+from ..fields import Body, Count, Strict
 from .tools import AnyTool
 
 IGNORED = frozenset(
@@ -156,7 +156,7 @@ class ChosenTool(Strict):
     name: str
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(Body):
     ignored = IGNORED
     model: str | None = None
     input: Annotated[
