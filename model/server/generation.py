@@ -68,6 +68,7 @@ class Generation:
         one_call: an output ends with its first tool call.
         took: told how many seconds each output was in the batch.
         called: outputs that hold a tool call.
+        completion_tokens: drawn so far, of all outputs.
     """
 
     handle: AsyncRequestHandle
@@ -78,8 +79,8 @@ class Generation:
     took: Callable[[float], None]
     one_call: bool = False
     called: set[int] = field(default_factory=set)
+    completion_tokens: int = 0
     _closed: set[int] = field(default_factory=set)
-    _completion_tokens: int = 0
     _reasoning_tokens: int = 0
 
     async def __aenter__(self) -> Generation:
@@ -105,7 +106,7 @@ class Generation:
             events, reason = self._events(chunk), chunk.finish_reason
             if chunk.output in self._closed and reason is not None:
                 reason = "stop"
-            self._completion_tokens += len(chunk.token_ids)
+            self.completion_tokens += len(chunk.token_ids)
             if events and isinstance(events[-1], Reasoning):
                 self._reasoning_tokens += len(chunk.token_ids)
             yield Piece(
@@ -162,7 +163,7 @@ class Generation:
         return Usage(
             self.prompt_tokens,
             first.cached_tokens,
-            self._completion_tokens,
+            self.completion_tokens,
             self._reasoning_tokens,
         )
 

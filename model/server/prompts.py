@@ -78,7 +78,8 @@ class Prompts:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         reasoning_effort: str | None = None,
-        prefilled: bool = False,
+        prefilled: bool | None = None,
+        begun: bool | None = None,
     ) -> Prompt:
         """A conversation, for the assistant's next message.
 
@@ -88,6 +89,7 @@ class Prompts:
             variables: of the template.
             reasoning_effort: as OpenAI's; "none" turns reasoning off.
             prefilled: the last message is the beginning of the answer.
+            begun: the template begins the answer; else its words may be anybody's.
 
         Raises:
             PykernelsError: there is no tokenizer.
@@ -107,6 +109,8 @@ class Prompts:
             given["tools"] = list(tools)
         given = self._effort(reasoning_effort) | given
         turns = [self._role(message) for message in messages]
+        if begun is not None:
+            given["add_generation_prompt"] = begun
         if prefilled:
             given |= {"add_generation_prompt": False, "continue_final_message": True}
         ids, text = self._encode(turns, given)

@@ -94,9 +94,10 @@ def chat_prompt(
     lines = [
         f"{message['role'].capitalize()}: {message.get('content') or ''}\n" for message in messages
     ]
-    if (variables or {}).get("continue_final_message"):
+    given = variables or {}
+    if given.get("continue_final_message"):
         return "".join(lines).rstrip("\n")
-    return "".join(lines) + "Assistant:"
+    return "".join(lines) + ("Assistant:" if given.get("add_generation_prompt", True) else "")
 
 
 def encode_chat(

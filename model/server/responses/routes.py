@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from ..generation import Generation, Usage
@@ -17,7 +18,7 @@ from ..http.frames import frame
 from ..served import Served
 from .convert import conversation, pictures
 from .items import Items
-from .schema import ChosenTool, ResponsesRequest
+from .schema import ResponsesRequest
 from .tools import Tools
 
 PATH = "/v1/responses"
@@ -42,17 +43,15 @@ async def _submitted(
 ) -> Generation:
     served.check_name(body.model)
     given = body.sampling() | {"priority": served.enter(request)}
-    functions = [] if body.tool_choice == "none" else tools.functions
+    functions, choice = tools.chosen(body.tool_choice)
     effort = None if body.reasoning is None else body.reasoning.effort
     prompt = await served.prepared(served.prompts.chat, conversation(body), functions, None, effort)
-    form, choice = body.text and body.text.format, body.tool_choice
+    form = body.text and body.text.format
     given |= await served.constraint(
         prompt,
         None if form is None else form.model_dump(by_alias=True, exclude_none=True),
         functions,
-        choice
-        if choice is None or isinstance(choice, str)
-        else {"type": "function", "name": choice.name},
+        choice,
         body.parallel_tool_calls,
     )
     params = served.params(prompt, given)
@@ -97,13 +96,13 @@ class _Answer:
             "store": False,
             "temperature": generation.params.temperature,
             "text": {"format": form},
-            "tool_choice": choice.model_dump()
-            if isinstance(choice, ChosenTool)
+            "tool_choice": choice.model_dump(exclude_none=True)
+            if isinstance(choice, BaseModel)
             else choice or "auto",
             "tools": raw_tools,
             "top_p": generation.params.top_p,
             "truncation": "disabled",
-            "metadata": {},
+            "metadata": body.metadata or {},
         }
 
     async def frames(self) -> AsyncGenerator[bytes, None]:

@@ -14,14 +14,13 @@ from pydantic import (
 )
 
 from ..fields import Body, Count, Strict
-from .tools import AnyTool
+from .tools import AnyTool, ToolChoice
 
 IGNORED = frozenset(
     {
         "client_metadata",
         "include",
         "max_tool_calls",
-        "metadata",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
@@ -151,11 +150,6 @@ class TextSettings(Strict):
     format: TextFormat | None = None
 
 
-class ChosenTool(Strict):
-    type: Literal["function", "custom"]
-    name: str
-
-
 class ResponsesRequest(Body):
     ignored = IGNORED
     model: str | None = None
@@ -169,7 +163,7 @@ class ResponsesRequest(Body):
     ]
     instructions: str | None = None
     tools: list[AnyTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextSettings | None = None
@@ -177,6 +171,7 @@ class ResponsesRequest(Body):
     max_output_tokens: Annotated[Count, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     previous_response_id: None = None
