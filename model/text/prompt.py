@@ -76,9 +76,9 @@ def chat_prompt(
     Raises:
         PykernelsError: the template refuses the conversation, or fails.
     """
+    given: dict[str, Any] = {"add_generation_prompt": True, **(variables or {}), "tokenize": False}
     if tokenizer.chat_template:
         try:
-            given = {"add_generation_prompt": True, **(variables or {}), "tokenize": False}
             return str(tokenizer.apply_chat_template(list(messages), **given))
         except TemplateError as error:  # some refuse a system message, for one
             raise PykernelsError(
@@ -94,10 +94,9 @@ def chat_prompt(
     lines = [
         f"{message['role'].capitalize()}: {message.get('content') or ''}\n" for message in messages
     ]
-    given = variables or {}
     if given.get("continue_final_message"):
         return "".join(lines).rstrip("\n")
-    return "".join(lines) + ("Assistant:" if given.get("add_generation_prompt", True) else "")
+    return "".join(lines) + ("Assistant:" if given["add_generation_prompt"] else "")
 
 
 def encode_chat(

@@ -107,14 +107,15 @@ def as_api_error(error: BaseException) -> ApiError:
     """Whatever ended a request while it ran. One that is no refusal is logged."""
     if isinstance(error, ApiError):
         return error
-    LOG.error("a request failed: %s: %s", type(error).__name__, error)
+    known = isinstance(error, PykernelsError)
+    LOG.error("a request failed: %s: %s", type(error).__name__, error, exc_info=not known)
     if isinstance(error, PykernelsError):
         return of_ours(error, 500)
     return ApiError(500, "The server failed on this request. Its log says more.")
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Makes every error of an app one of ours."""
+    """Makes every refusal of an app one of ours."""
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
@@ -136,10 +137,6 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(PykernelsError)
     async def ours(request: Request, error: PykernelsError) -> Response:
         return error_response(request.url.path, of_ours(error))
-
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        return error_response(request.url.path, as_api_error(error))
 
 
 def of_validation(errors: Sequence[Any], body: object = None) -> ApiError:
