@@ -13,10 +13,9 @@ ASKED: Any = [{"role": "user", "content": "1 + 2?"}]
 TEXTS = {
     "Qwen3's first": "{% if m.content.startswith('<tool_response>') %}!{% endif %}{{ m.content }}",
     "QwQ": "{{ m.content.split('</think>')[-1].lstrip() }}",
-    "LFM2": "{% if '</think>' in m.content %}!{% endif %}{{ m.content }}",
+    "LFM2": "{{ m.content if m.content is string else m.content | tojson }}",
     "Granite 3.3": "{{ m['content'] + '<|end_of_text|>' }}",
     "Devstral": "{% if not (m['content'] is string) %}{{ raise_exception('no text') }}{% endif %}",
-    "trimmed": "{{ m.content | trim }}",
 }
 """What chat templates do with a text, also with that of a message which has calls beside it."""
 
