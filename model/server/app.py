@@ -48,7 +48,7 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,  # they fetch scripts from elsewhere
         redoc_url=None,
-        strict_content_type=False,  # curl -d names another type than JSON
+        strict_content_type=False,  # a body without a type is JSON: see Guard
     )
     app.state.served = served
     add_handlers(app)

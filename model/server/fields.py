@@ -21,7 +21,8 @@ MOST = 1 << 31
 
 
 class Strict(BaseModel):
-    """An unknown field is an error, and so is a value of another type.
+    """An unknown field is an error, unless it is null, which says nothing: clients' libraries send
+    what they know with all its fields. A value of another type is an error.
 
     Attributes:
         ignored: fields that clients send and that change nothing here.
@@ -33,9 +34,42 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_ignored(cls, data: Any) -> Any:
-        if cls.ignored and isinstance(data, dict):
-            return {name: value for name, value in data.items() if name not in cls.ignored}
+        if not isinstance(data, dict):
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {
+            name: value
+            for name, value in data.items()
+            if name not in cls.ignored and (value is not None or name in known)
+        }
+
+
+class Body(Strict):
+    """The body of a request: all its texts can be written as UTF-8, whoever reads them later."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_half_characters(cls, data: Any) -> Any:
+        left = [("", data)]
+        while left:
+            path, value = left.pop()
+            if isinstance(value, dict):
+                names = [(path, name) for name in value]
+                left += names + [(f"{path}.{name}", one) for name, one in value.items()]
+            elif isinstance(value, list):
+                left += [(f"{path}[{i}]", one) for i, one in enumerate(value)]
+            elif isinstance(value, str) and not _is_unicode(value):
+                where = path.removeprefix(".") or "the body"
+                raise ValueError(f"{where} holds half of a surrogate pair, which is no character")
         return data
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can escape one half of a surrogate pair, and nothing else can hold it."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def joined(content: Any, kinds: Sequence[str] = ("text", "input_text", "output_text")) -> Any:
@@ -77,7 +111,7 @@ Stop = Annotated[str, Field(max_length=256)]
 """Looked for in the engine's thread, at each token."""
 
 
-class Sampling(Strict):
+class Sampling(Body):
     """Settings of sampling as OpenAI names them, and those of vLLM and llama.cpp beside them.
 
     One that is not given is the checkpoint's, or ``SamplingParams``' default.

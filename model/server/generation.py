@@ -59,7 +59,7 @@ class Usage:
         self.reasoning_tokens += other.reasoning_tokens
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Generation:
     """Iterate for pieces, inside ``async with``: whoever leaves that early cancels the request.
 
@@ -68,6 +68,7 @@ class Generation:
         one_call: an output ends with its first tool call.
         took: told how many seconds each output was in the batch.
         called: outputs that hold a tool call.
+        completion_tokens: drawn so far, of all outputs.
     """
 
     handle: AsyncRequestHandle
@@ -78,8 +79,10 @@ class Generation:
     took: Callable[[float], None]
     one_call: bool = False
     called: set[int] = field(default_factory=set)
+    completion_tokens: int = 0
     _closed: set[int] = field(default_factory=set)
-    _completion_tokens: int = 0
+    _failure: ApiError | None = None
+    _waiting: asyncio.Task[object] | None = None
     _reasoning_tokens: int = 0
 
     async def __aenter__(self) -> Generation:
@@ -98,6 +101,13 @@ class Generation:
         if not self.handle.finished:
             self.handle.cancel()
 
+    def fail(self, error: ApiError) -> None:
+        """Ends it, and raises the error in whoever iterates, even where no step comes any more."""
+        self._failure = error
+        self.cancel()
+        if self._waiting is not None:
+            self._waiting.cancel()
+
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
         watch = self.metrics.watch()
         async for chunk in self._chunks():
@@ -105,7 +115,7 @@ class Generation:
             events, reason = self._events(chunk), chunk.finish_reason
             if chunk.output in self._closed and reason is not None:
                 reason = "stop"
-            self._completion_tokens += len(chunk.token_ids)
+            self.completion_tokens += len(chunk.token_ids)
             if events and isinstance(events[-1], Reasoning):
                 self._reasoning_tokens += len(chunk.token_ids)
             yield Piece(
@@ -125,11 +135,27 @@ class Generation:
     async def _chunks(self) -> AsyncGenerator[Chunk, None]:
         """Raises ApiError where the engine fails: the request is not to blame."""
         try:
-            async for chunk in self.handle:
+            while (chunk := await self._next()) is not None:
                 yield chunk
         except PykernelsError as error:
             LOG.error("%s", error.cause, exc_info=error.__cause__)
             raise ApiError(500, f"{error.cause}.") from error
+
+    async def _next(self) -> Chunk | None:
+        """The next chunk; None behind the last. Raises the error of ``fail``."""
+        if self._failure is None:
+            self._waiting = asyncio.current_task()
+            try:
+                chunk = await anext(self.handle, None)
+            except asyncio.CancelledError:
+                if self._failure is None or self._waiting is None:
+                    raise
+                self._waiting.uncancel()
+            finally:
+                self._waiting = None
+            if self._failure is None:
+                return chunk
+        raise self._failure
 
     def _events(self, chunk: Chunk) -> list[Event]:
         if not self.parsers or chunk.output in self._closed:
@@ -162,7 +188,7 @@ class Generation:
         return Usage(
             self.prompt_tokens,
             first.cached_tokens,
-            self._completion_tokens,
+            self.completion_tokens,
             self._reasoning_tokens,
         )
 

@@ -10,6 +10,7 @@ from .served import Served
 
 HEALTH = "/health"
 """A path that needs no key."""
+READY = "/ready"
 
 
 def health_routes(served: Served) -> APIRouter:
@@ -20,7 +21,7 @@ def health_routes(served: Served) -> APIRouter:
         """200 while the engine lives, and 503 when it has failed."""
         return _state(served.alive, "ok", "the engine has failed")
 
-    @router.get("/ready")
+    @router.get(READY)
     async def ready() -> Response:
         """200 while requests are taken: not while the server drains."""
         return _state(served.ready, "ready", "draining" if served.alive else "failed")

@@ -82,6 +82,9 @@ class _Loading(BaseHTTPRequestHandler):
         }
         self._answer(503, {"type": "error", "error": told})
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def _answer(self, status: int, body: object) -> None:
         data = json.dumps(body).encode()
         self.send_response_only(status)
@@ -91,7 +94,8 @@ class _Loading(BaseHTTPRequestHandler):
         if status == 503:
             self.send_header("Retry-After", "1")
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: requests are not logged."""

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
 
-from ..text.prompt import chat_prompt, encode, encode_written
+from ..text.prompt import chat_prompt, encode, encode_bare, encode_written
 from .backend.interface import ServedModel
-from .http.errors import bad_request
+from .http.errors import ApiError, bad_request
 
 CONTEXT_CODE = "context_length_exceeded"
 _MOST_PER_TOKEN = 32
@@ -56,6 +56,11 @@ class Prompts:
         self._check_length(text)
         return Prompt(encode(self.facts, self._tokenizer(), text))
 
+    def bare(self, text: str) -> Prompt:
+        """A text alone, without what the tokenizer puts in front of it."""
+        self._check_length(text)
+        return Prompt(encode_bare(self._tokenizer(), text))
+
     def ids(self, ids: Sequence[int]) -> Prompt:
         """Token ids to be continued.
 
@@ -73,7 +78,8 @@ class Prompts:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         reasoning_effort: str | None = None,
-        prefilled: bool = False,
+        prefilled: bool | None = None,
+        begun: bool | None = None,
     ) -> Prompt:
         """A conversation, for the assistant's next message.
 
@@ -83,10 +89,12 @@ class Prompts:
             variables: of the template.
             reasoning_effort: as OpenAI's; "none" turns reasoning off.
             prefilled: the last message is the beginning of the answer.
+            begun: the template begins the answer; else its words may be anybody's.
 
         Raises:
-            PykernelsError: the template refuses it; there is no tokenizer.
-            ApiError: tools for a model that has none, a variable that is none.
+            PykernelsError: there is no tokenizer.
+            ApiError: the template refuses it; tools for a model that has none, a variable that is
+                none.
         """
         given = dict(variables or {})
         for name in given:
@@ -101,6 +109,8 @@ class Prompts:
             given["tools"] = list(tools)
         given = self._effort(reasoning_effort) | given
         turns = [self._role(message) for message in messages]
+        if begun is not None:
+            given["add_generation_prompt"] = begun
         if prefilled:
             given |= {"add_generation_prompt": False, "continue_final_message": True}
         ids, text = self._encode(turns, given)
@@ -111,12 +121,12 @@ class Prompts:
     ) -> tuple[list[int], str]:
         tokenizer = self._tokenizer()
         try:
-            text = chat_prompt(tokenizer, messages, given)
-        except PykernelsError:
+            text = _rendered(tokenizer, messages, given)
+        except ApiError:
             # Some templates join the arguments of a call to a text: they take them as JSON.
             if not any(message.get("tool_calls") for message in messages):
                 raise
-            text = chat_prompt(tokenizer, [_as_json(m) for m in messages], given)
+            text = _rendered(tokenizer, [_as_json(m) for m in messages], given)
         self._check_length(text)
         return encode_written(self.facts, tokenizer, text), text
 
@@ -154,6 +164,17 @@ def template_text(tokenizer: PreTrainedTokenizerBase | None) -> str:
     """The chat template; where there are several, all of them."""
     template = getattr(tokenizer, "chat_template", None) or ""
     return "\n".join(template.values()) if isinstance(template, dict) else str(template)
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    given: Mapping[str, Any],
+) -> str:
+    try:
+        return chat_prompt(tokenizer, messages, given)
+    except PykernelsError as error:  # its hint is for whoever has a command line
+        raise bad_request(f"{error.cause}.", "messages") from error
 
 
 def _as_json(message: dict[str, Any]) -> dict[str, Any]:

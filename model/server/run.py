@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import socket
 import sys
@@ -12,6 +11,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from .http.connection import connections
 from .served import Served
 from .settings import ServerSettings
 
@@ -20,8 +20,13 @@ _SWITCH_SECONDS = 0.0005
 Python's default, and several steps of a small model."""
 
 
+_LAST_SECONDS = 3
+"""For the last words of those whose time to end is over."""
+
+
 class _Server(uvicorn.Server):
-    """Tells when clients can come, and the application that it drains before anything is closed."""
+    """Tells when clients can come, and drains before it closes anything: until then it says to
+    whoever asks that it is not ready."""
 
     def __init__(
         self, config: uvicorn.Config, served: Served, started: Callable[[], object] | None
@@ -33,6 +38,11 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started and self._tell_started is not None:
             self._tell_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        seconds = self.served.settings.drain_seconds
+        await self.served.drain(seconds, at_once=lambda: self.force_exit)
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.served.draining = True
@@ -52,8 +62,8 @@ def server_of(
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=math.ceil(settings.drain_seconds),
-        limit_concurrency=settings.max_connections,
+        http=connections(settings),  # type: ignore[arg-type]
+        timeout_graceful_shutdown=_LAST_SECONDS,
         lifespan="on",
         ws="none",
         timeout_keep_alive=75,  # agents pause between turns, and a closed connection is an error

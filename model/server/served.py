@@ -32,6 +32,9 @@ ENTERED = "pykernels.entered"
 """Where a request's scope has the ``ExitStack`` of what it has entered."""
 
 
+_POLL_SECONDS = 0.05
+
+
 class Served:
     """One model, for the event loop that the server runs in.
 
@@ -53,6 +56,8 @@ class Served:
         self.admission = Admission(self.facts.max_num_seqs, settings)
         self.metrics = Metrics(self.facts, lambda: self.admission.inside, read_roof)
         self.draining = False
+        self._running: set[Generation] = set()
+        self._stopped: ApiError | None = None
         # One thread: a tokenizer is not made for several, and the event loop must not wait for it.
         self._texts = ThreadPoolExecutor(1, "texts")
 
@@ -83,6 +88,24 @@ class Served:
                 "model_not_found",
             )
 
+    def ending(self) -> ApiError:
+        """What requests get from now on."""
+        why = "is about to end" if self.alive else "has failed"
+        return ApiError(503, f"The server {why}.", retry_after=5 if self.alive else None)
+
+    async def drain(self, seconds: float, at_once: Callable[[], bool]) -> None:
+        """Takes no more requests, and gives those that run so long; then they end with an error.
+
+        Args:
+            at_once: whether even that is too long.
+        """
+        self.draining, end = True, time.monotonic() + seconds
+        while self.admission.inside and time.monotonic() < end and not at_once():
+            await asyncio.sleep(_POLL_SECONDS)
+        self._stopped = self.ending()
+        for generation in tuple(self._running):
+            generation.fail(self._stopped)
+
     def enter(self, request: Request, outputs: int = 1) -> int:
         """Takes a place until the request's answer is sent; its priority.
 
@@ -90,8 +113,7 @@ class Served:
             ApiError: too many outputs, no place, or a server that drains or has failed.
         """
         if not self.ready:
-            why = "is about to end" if self.alive else "has failed"
-            raise ApiError(503, f"The server {why}.", retry_after=5 if self.alive else None)
+            raise self.ending()
         most = self.settings.max_outputs
         if outputs > most:
             raise bad_request(f"n: a request may have {most} outputs, its prompts times n.", "n")
@@ -193,6 +215,8 @@ class Served:
         Raises:
             ApiError: the engine refuses it, or is busy.
         """
+        if self._stopped is not None:
+            raise self._stopped
         parser = self.parser
         try:
             special = parser.special_tokens if parsed else ()
@@ -205,7 +229,9 @@ class Served:
         streams = [parser.stream(prompt.tail, tools) for _ in range(params.n) if parsed]
         size, took = len(prompt.ids), self.admission.took
         generation = Generation(handle, params, streams, size, self.metrics, took, one_call)
+        self._running.add(generation)
         stack: ExitStack = request.scope[ENTERED]
+        stack.callback(self._running.discard, generation)
         stack.callback(generation.cancel)
         return generation
 

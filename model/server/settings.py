@@ -27,7 +27,9 @@ class ServerSettings:
         send_seconds: that a client may take to accept a piece of an answer.
         silence_seconds: after which a stream sends a comment, so that no proxy closes it.
         drain_seconds: that running requests get to end after SIGTERM.
-        max_connections: open at once; more get 503.
+        max_requests: answered at once; more get 503, all but those for the server's health.
+        head_seconds: that a client may take for a request's line and headers.
+        max_head_bytes: of a request's line and headers.
         log_requests: one line for each request: method, path, status, seconds.
         cors_origins: web pages that a browser lets use the server.
 
@@ -48,7 +50,9 @@ class ServerSettings:
     send_seconds: float = 60.0
     silence_seconds: float = 15.0
     drain_seconds: float = 30.0
-    max_connections: int = 1000
+    max_requests: int = 1000
+    head_seconds: float = 15.0
+    max_head_bytes: int = 64 << 10
     log_requests: bool = False
     cors_origins: tuple[str, ...] = ()
 
@@ -58,12 +62,16 @@ class ServerSettings:
             ("max_waiting", 0, 1 << 31),
             ("max_outputs", 1, 1 << 12),
             ("max_body_bytes", 1 << 10, 1 << 32),
-            ("max_connections", 1, 1 << 20),
+            ("max_requests", 1, 1 << 20),
+            ("max_head_bytes", 1 << 10, 1 << 20),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or not least <= value <= most:
                 raise _bad(name, value, f"a whole number from {least} to {most}")
-        for name in ("body_seconds", "send_seconds", "silence_seconds", "max_seconds", "max_ttft"):
+        for name in (
+            *("head_seconds", "body_seconds", "send_seconds", "silence_seconds"),
+            *("max_seconds", "max_ttft"),
+        ):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise _bad(name, value, "a positive number")

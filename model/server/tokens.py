@@ -7,18 +7,21 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field, model_validator
 
-from .fields import Count, Strict
+from .fields import Body, Count
 from .http.errors import bad_request
+from .openai.chat_schema import check_continued
 from .openai.messages import Message, Tool, plain
 from .served import Served
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
     tools: list[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
 
@@ -26,10 +29,11 @@ class TokenizeRequest(Strict):
     def _check(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give prompt or messages")
+        check_continued(self.add_generation_prompt, self.continue_final_message)
         return self
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(Body):
     model: str | None = None
     tokens: Annotated[list[Count], Field(max_length=1 << 20)]
 
@@ -67,8 +71,14 @@ def _ids(served: Served, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
         tools = [tool.plain() for tool in body.tools or ()]
         prompts = served.prompts
-        return prompts.chat(plain(body.messages), tools, body.chat_template_kwargs).ids
-    if body.add_special_tokens and body.prompt:
-        return served.prompts.text(body.prompt).ids
-    ids: list[int] = served.tokenizer(body.prompt or "", add_special_tokens=False)["input_ids"]
-    return ids
+        return prompts.chat(
+            plain(body.messages),
+            tools,
+            body.chat_template_kwargs,
+            prefilled=body.continue_final_message,
+            begun=body.add_generation_prompt,
+        ).ids
+    prompt = body.prompt or ""
+    if body.add_special_tokens and prompt:
+        return served.prompts.text(prompt).ids
+    return served.prompts.bare(prompt).ids

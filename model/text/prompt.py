@@ -25,9 +25,8 @@ def encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: s
     Raises:
         PykernelsError: an empty prompt of a model without bos, or one that is no UTF-8 text.
     """
-    _check_utf8(prompt)
+    ids = encode_bare(tokenizer, prompt)
     bos = tokenizer.bos_token
-    ids: list[int] = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     if not (bos and prompt.startswith(bos)):
         ids = _with_front(ids, tokenizer(prompt)["input_ids"])
     if ids:
@@ -42,10 +41,17 @@ def encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: s
     return [first]
 
 
-def _check_utf8(prompt: str) -> None:
+def encode_bare(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text alone: the tokenizer adds none. None for an empty one.
+
+    Raises:
+        PykernelsError: it is no UTF-8 text.
+    """
     # Python passes bytes of an argument or of stdin that are no UTF-8 as lone surrogates.
-    if any("\ud800" <= character <= "\udfff" for character in prompt):
+    if any("\ud800" <= character <= "\udfff" for character in text):
         raise PykernelsError("The prompt holds bytes that are no UTF-8 text", NOT_UTF8)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def _with_front(ids: list[int], whole: list[int]) -> list[int]:
@@ -70,9 +76,9 @@ def chat_prompt(
     Raises:
         PykernelsError: the template refuses the conversation, or fails.
     """
+    given: dict[str, Any] = {"add_generation_prompt": True, **(variables or {}), "tokenize": False}
     if tokenizer.chat_template:
         try:
-            given = {"add_generation_prompt": True, **(variables or {}), "tokenize": False}
             return str(tokenizer.apply_chat_template(list(messages), **given))
         except TemplateError as error:  # some refuse a system message, for one
             raise PykernelsError(
@@ -88,9 +94,9 @@ def chat_prompt(
     lines = [
         f"{message['role'].capitalize()}: {message.get('content') or ''}\n" for message in messages
     ]
-    if (variables or {}).get("continue_final_message"):
+    if given.get("continue_final_message"):
         return "".join(lines).rstrip("\n")
-    return "".join(lines) + "Assistant:"
+    return "".join(lines) + ("Assistant:" if given["add_generation_prompt"] else "")
 
 
 def encode_chat(
@@ -116,8 +122,7 @@ def encode_written(
         PykernelsError: as `encode`.
     """
     if tokenizer.chat_template:
-        _check_utf8(text)
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = encode_bare(tokenizer, text)
         if ids:
             return ids
     return encode(model, tokenizer, text)

@@ -13,6 +13,7 @@ import httpx2
 import numpy as np
 import openai
 import pytest
+import uvicorn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import DeepseekV3Config, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -45,6 +46,7 @@ class Running:
     url: str
     llm: LLM
     key: str = "none"
+    server: uvicorn.Server | None = None
 
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0)
@@ -107,7 +109,7 @@ def running(llm: LLM, remote: bool = False, **settings: object) -> Iterator[Runn
         assert started.wait(60)
         try:
             port = bound.getsockname()[1]
-            yield Running(f"http://127.0.0.1:{port}", llm, chosen.api_key or "none")
+            yield Running(f"http://127.0.0.1:{port}", llm, chosen.api_key or "none", server)
         finally:
             server.should_exit = True
             thread.join()

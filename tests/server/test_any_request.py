@@ -52,6 +52,23 @@ def test_no_field_makes_it_fail(served: Running, path: str) -> None:
     assert served.idle()
 
 
+@pytest.mark.parametrize(
+    ("path", "inside"),
+    [
+        ("/v1/chat/completions", {"response_format": {"type": "regex", "regex": "\ud800"}}),
+        ("/v1/responses", {"tools": [{"type": "function", "name": "\udfff"}]}),
+        ("/v1/messages", {"tools": [{"name": "f", "input_schema": {"properties": {"\ud800": 1}}}]}),
+        ("/tokenize", {"prompt": "\ud800", "add_special_tokens": False}),
+    ],
+)
+def test_no_half_of_a_character_makes_it_fail(
+    served: Running, path: str, inside: dict[str, Any]
+) -> None:
+    with served.http() as http:
+        answer = http.post(path, content=json.dumps(BODIES[path] | inside))
+    assert answer.status_code == 400 and "surrogate" in answer.text
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'{"a":' * 9999, b"[1]", b"1" * 9999])
 def test_no_broken_body_makes_it_fail(served: Running, body: bytes) -> None:
     with served.http() as http:

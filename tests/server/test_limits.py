@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,49 @@ def test_bodies_are_limited_in_size_and_pace(scripted: Script) -> None:
     with socket.create_connection((host, int(port))) as half:
         half.sendall(b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         assert half.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def half_a_head(server: Running) -> socket.socket:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)), timeout=60)
+    connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ")
+    return connection
+
+
+def test_connections_without_a_request_hold_up_nobody(scripted: Script) -> None:
+    server = scripted(["a"], max_requests=8, head_seconds=2.0, max_head_bytes=4096)
+    with server.http() as http, ExitStack() as stack:
+        assert http.get("/health").status_code == 200  # on a connection that is kept
+        halves = [stack.enter_context(half_a_head(server)) for _ in range(40)]
+        assert http.get("/health").status_code == 200
+        assert ask(server).choices[0].text == "a"
+        assert halves[-1].recv(100).startswith(b"HTTP/1.1 408")
+        large = stack.enter_context(half_a_head(server))
+        large.sendall(b"x" * 5000)
+        assert large.recv(100).startswith(b"HTTP/1.1 431")
+
+
+def test_one_request_too_many_is_503_but_for_health(scripted: Script) -> None:
+    server = scripted([LONG], max_requests=1)
+    held(server).set()
+    with ThreadPoolExecutor(1) as others, server.http() as http:
+        waiting = others.submit(ask, server)
+        assert soon(lambda: http.get("/v1/models").status_code == 503)
+        assert "1 requests" in http.get("/v1/models").json()["error"]["message"]
+        assert http.get("/health").status_code == http.get("/ready").status_code == 200
+        held(server).clear()
+        waiting.result()
+
+
+def test_this_machines_names_and_heads_without_bodies(scripted: Script) -> None:
+    server = scripted(["a"])
+    with server.http() as http:
+        assert http.get("/v1/models", headers={"Host": "LOCALHOST:80"}).status_code == 200
+        for path in ("/health", "/", "/v1/models"):
+            answer = http.head(path)
+            assert (answer.status_code, answer.content) == (200, b""), path
+            assert int(answer.headers["content-length"]) == len(http.get(path).content)
+        assert http.head("/v1/completions").status_code == 405
 
 
 def test_pages_of_others_are_refused(scripted: Script) -> None:
@@ -167,6 +211,42 @@ def test_the_wait_is_estimated_from_the_last_requests() -> None:
 def test_settings_out_of_range_are_named() -> None:
     with pytest.raises(PykernelsError, match="max_waiting=-1"):
         ServerSettings(max_waiting=-1)
+
+
+def test_what_does_not_end_in_time_ends_with_an_error(scripted: Script) -> None:
+    """In each API's words, streamed or not; until then whoever asks is told not to come."""
+    import anthropic  # 2 s, for the worker that needs it
+
+    server = scripted([LONG] * 5, drain_seconds=2.0)
+    asked: Any = {"model": NAME, "messages": [{"role": "user", "content": "go on"}]}
+    held(server).set()
+    claude, gpt = server.anthropic().messages.create, server.openai().chat.completions.create
+    respond = server.openai().responses.create
+    with ThreadPoolExecutor(5) as others, server.http() as http:
+        whole = [
+            others.submit(claude, **asked, max_tokens=2000),
+            others.submit(gpt, **asked),
+        ]
+        streams = [
+            others.submit(lambda: list(claude(**asked, max_tokens=2000, stream=True))),
+            others.submit(lambda: list(gpt(**asked, stream=True))),
+        ]
+        events = others.submit(lambda: list(respond(model=NAME, input="go on", stream=True)))
+        assert soon(lambda: server.inside() == 5)
+        assert server.server is not None
+        server.server.handle_exit(signal.SIGTERM, None)
+        assert http.get("/ready").status_code == 503
+        assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+        for one in whole:
+            error: Any = one.exception()
+            assert error.status_code == 503 and "about to end" in str(error)
+            assert "type" in error.body.get("error", error.body)
+        for one in streams:
+            cut = one.exception()
+            assert isinstance(cut, (anthropic.APIError, openai.APIError)), cut
+            assert "about to end" in str(cut)
+        assert events.result()[-1].type == "response.failed"
+        held(server).clear()
 
 
 def test_sigterm_lets_what_runs_end() -> None:

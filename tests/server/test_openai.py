@@ -86,6 +86,13 @@ def test_settings_of_sampling(served: Running) -> None:
         ({"tools": [ADD]}, 400, "tools"),
         ({"messages": [{"role": "user", "content": "x" * 9000}]}, 400, "prompt"),
         ({"n": 65}, 400, "n"),
+        ({"extra_body": {"structured_outputs": {}}}, 400, "structured_outputs"),
+        ({"extra_body": {"list[int]": 1}}, 400, "list[int]"),
+        ({"extra_body": {"stream": "yes"}}, 400, "stream"),
+        ({"tools": [{"type": "function", "function": {}}]}, 400, "tools[0].function.name"),
+        ({"tool_choice": {"type": "function"}}, 400, "tool_choice.function"),
+        ({"logit_bias": {"999999999": 1}}, 400, "logit_bias"),
+        ({"extra_body": {"min_tokens": 3, "max_tokens": 2}}, 400, "min_tokens"),
     ],
 )
 def test_a_bad_request_is_an_error_that_names_it(
@@ -96,6 +103,64 @@ def test_a_bad_request_is_an_error_that_names_it(
     assert raised.value.status_code == status
     assert raised.value.body["param"] == param  # type: ignore[index,call-overload]
     assert served.idle()
+
+
+def test_too_many_stops_are_counted(served: Running) -> None:
+    with pytest.raises(openai.BadRequestError, match="stop: 17 .* 16"):
+        served.openai().completions.create(model=NAME, prompt="x", stop=["x"] * 17)
+
+
+def test_a_body_is_json_whatever_its_type_says(served: Running) -> None:
+    """As `curl -d` of the README sends it."""
+    body = b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}'
+    with served.http() as http:
+        for kind in ("application/x-www-form-urlencoded", "text/plain;charset=UTF-8", ""):
+            headers = {"Content-Type": kind} if kind else {}
+            answer = http.post("/v1/chat/completions", content=body, headers=headers)
+            assert answer.status_code == 200, kind
+
+
+def test_only_allowed_tools_are_shown(scripted: Script) -> None:
+    server = scripted([CALL])
+    others: Any = [{"type": "function", "function": {"name": f"other_{i}"}} for i in range(8)]
+    named = {"type": "function", "function": {"name": "add"}}
+    choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named]}}
+    create = server.openai().chat.completions.create
+    answer = create(model=NAME, messages=ASKED, tools=[*others, ADD], tool_choice=choice)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    with server.http() as http:
+        alone = http.post("/tokenize", json={"messages": ASKED, "tools": [ADD]}).json()["count"]
+    assert answer.usage and answer.usage.prompt_tokens == alone
+
+
+def test_an_answer_goes_on_where_its_beginning_ends(scripted: Script) -> None:
+    """The prompt has the tokens that transformers' template gives."""
+    server = scripted(["lo.", "lo."])
+    tokenizer = server.llm.tokenizer
+    assert tokenizer is not None
+    messages: Any = [*ASKED, {"role": "assistant", "content": "Hel"}]
+    for ours in (
+        {"continue_final_message": True, "add_generation_prompt": False},
+        {"add_generation_prompt": False},
+    ):
+        answer = server.openai().chat.completions.create(
+            model=NAME, messages=messages, extra_body=ours
+        )
+        assert answer.choices[0].message.content == "lo."
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **ours)
+        assert answer.usage and answer.usage.prompt_tokens == len(str(text).encode())
+
+
+def test_each_chunk_has_the_usage_so_far(scripted: Script) -> None:
+    server = scripted(["one two three", "one two three"])
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    settings: Any = {"model": NAME, "stream": True, "stream_options": options}
+    chat = list(server.openai().chat.completions.create(**settings, messages=ASKED))
+    text = list(server.openai().completions.create(**settings, prompt="x"))
+    for pieces in (chat, text):
+        counts = [piece.usage.completion_tokens for piece in pieces if piece.usage]
+        assert len(counts) == len(pieces) and counts == sorted(counts)
+        assert counts[-1] == len("one two three") + 1 and counts[-2] == counts[-1]
 
 
 def test_fields_that_change_nothing_are_taken(served: Running) -> None:

@@ -80,6 +80,42 @@ def test_one_call_where_calls_may_not_be_parallel(scripted: Script) -> None:
     assert answer.status == "completed" and server.idle()
 
 
+def test_the_texts_logprobs_are_those_of_chat(served: Running) -> None:
+    """Whole and streamed; without reasoning and calls each token of the text has one."""
+    asked: Any = [{"role": "user", "content": "def quicksort(xs):"}]
+    settings: Any = {"model": NAME, "temperature": 0}
+    chat = served.openai().chat.completions.create(
+        **settings, messages=asked, max_tokens=12, logprobs=True, top_logprobs=2
+    )
+    wanted = chat.choices[0].logprobs and chat.choices[0].logprobs.content
+    with_logprobs: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    settings |= with_logprobs | {"input": asked, "max_output_tokens": 12}
+    whole = served.openai().responses.create(**settings)
+    message = whole.output[0]
+    assert message.type == "message" and message.content[0].type == "output_text"
+    found = message.content[0].logprobs
+    assert found and wanted and [one.token for one in found] == [one.token for one in wanted]
+    assert [one.logprob for one in found] == pytest.approx([one.logprob for one in wanted])
+    assert {len(one.top_logprobs) for one in found} == {2}
+    told = list(served.openai().responses.create(**settings, stream=True))
+    deltas = [event for event in told if event.type == "response.output_text.delta"]
+    assert [one.token for event in deltas for one in event.logprobs] == [o.token for o in wanted]
+
+
+def test_some_tools_are_allowed_and_chats_are_told_apart(scripted: Script) -> None:
+    server = scripted(["No."])
+    create = server.openai().responses.create
+    of_chat: Any = [{"type": "function", "function": {"name": "add"}}]
+    with pytest.raises(openai.BadRequestError, match="beside the type"):
+        create(model=NAME, input="x", tools=of_chat)
+    choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": [ADD | {"name": "other"}]}
+    with pytest.raises(openai.BadRequestError, match="'other' is none of the tools"):
+        create(model=NAME, input="x", tools=[ADD], tool_choice=choice)
+    choice["tools"] = [{"type": "function", "name": "add"}, {"type": "mcp", "server_label": "x"}]
+    answer = create(model=NAME, input="x", tools=[ADD], tool_choice=choice)
+    assert answer.output_text == "No."
+
+
 @pytest.mark.parametrize("name", ["previous_response_id", "conversation"])
 def test_nothing_is_kept(served: Running, name: str) -> None:
     with pytest.raises(openai.BadRequestError, match="keeps no answers"):

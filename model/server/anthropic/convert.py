@@ -67,7 +67,7 @@ def _assistant(content: Content, names: dict[str, str]) -> dict[str, Any]:
     if thoughts:
         message["reasoning_content"] = message["thinking"] = "\n".join(thoughts)
     if calls:
-        message |= {"content": message["content"] or None, "tool_calls": calls}
+        message["tool_calls"] = calls
     return message
 
 

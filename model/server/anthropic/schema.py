@@ -14,8 +14,9 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
-from ..fields import Count, Stop, Strict
+from ..fields import Body, Count, Stop, Strict
 
 IGNORED = frozenset(
     {
@@ -188,10 +189,21 @@ class OutputConfig(Strict):
     format: OutputFormat | None = None
 
 
-class PromptRequest(Strict):
+def _no_thread(value: object) -> None:
+    """Anthropic's clients send the whole conversation after this error, and no other."""
+    if value is not None:
+        raise PydanticCustomError(
+            "thread_unsupported_request",
+            "this server keeps no conversations; send the whole of it, without thread",
+            {"details": {"error_code": "thread_unsupported_request", "unsupported": []}},
+        )
+
+
+class PromptRequest(Body):
     """What a prompt is made of: the body of `/v1/messages/count_tokens`."""
 
     ignored = IGNORED
+    thread: Annotated[None, BeforeValidator(_no_thread)] = None
     model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
     system: System | None = None

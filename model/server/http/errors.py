@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -15,6 +16,7 @@ from starlette.responses import Response
 from pykernels.errors import PykernelsError
 
 from .frames import json_bytes
+from .location import path_of
 
 LOG = logging.getLogger("pykernels.server")
 
@@ -48,6 +50,7 @@ class ApiError(HTTPException):
         param: the field that is at fault.
         code: OpenAI's word for it, which its clients look at.
         retry_after: seconds after which it may succeed.
+        details: Anthropic's, which its clients look at.
     """
 
     def __init__(
@@ -57,20 +60,16 @@ class ApiError(HTTPException):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
         super().__init__(status, message, headers)
-        self.param, self.code = param, code
+        self.param, self.code, self.details = param, code, details
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """A 400."""
     return ApiError(400, message, param, code)
-
-
-def of_ours(error: PykernelsError, status: int = 400) -> ApiError:
-    """What the engine or the tokenizer refuses, as an answer to the client."""
-    return ApiError(status, str(error))
 
 
 def error_body(path: str, error: ApiError) -> dict[str, Any]:
@@ -79,7 +78,10 @@ def error_body(path: str, error: ApiError) -> dict[str, Any]:
     if path.startswith(ANTHROPIC):
         plain = "invalid_request_error" if status < 500 else "api_error"
         kind = _ANTHROPIC_TYPES.get(status, plain)
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        told: dict[str, Any] = {"type": kind, "message": message}
+        if error.details is not None:
+            told["details"] = dict(error.details)
+        return {"type": "error", "error": told}
     plain = "invalid_request_error" if status < 500 else "server_error"
     return {
         "error": {
@@ -105,14 +107,15 @@ def as_api_error(error: BaseException) -> ApiError:
     """Whatever ended a request while it ran. One that is no refusal is logged."""
     if isinstance(error, ApiError):
         return error
-    LOG.error("a request failed: %s: %s", type(error).__name__, error)
+    known = isinstance(error, PykernelsError)
+    LOG.error("a request failed: %s: %s", type(error).__name__, error, exc_info=not known)
     if isinstance(error, PykernelsError):
         return of_ours(error, 500)
     return ApiError(500, "The server failed on this request. Its log says more.")
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Makes every error of an app one of ours."""
+    """Makes every refusal of an app one of ours."""
 
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
@@ -129,22 +132,23 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return error_response(request.url.path, of_validation(error.errors()))
+        return error_response(request.url.path, of_validation(error.errors(), error.body))
 
     @app.exception_handler(PykernelsError)
     async def ours(request: Request, error: PykernelsError) -> Response:
         return error_response(request.url.path, of_ours(error))
 
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> Response:
-        return error_response(request.url.path, as_api_error(error))
 
+def of_validation(errors: Sequence[Any], body: object = None) -> ApiError:
+    """Pydantic's findings in one line; the one that says most counts.
 
-def of_validation(errors: Sequence[Any]) -> ApiError:
-    """Pydantic's findings in one line; the first is the one that counts."""
-    first = max(errors, key=lambda error: len(error["loc"]))
-    param = _path(first["loc"])
+    Args:
+        body: what was validated.
+    """
+    # Where a value may be one of several types, the type that it has is meant.
+    first = max(errors, key=lambda error: (not _of_another_type(error), len(error["loc"])))
     kind, context = first["type"], first.get("ctx") or {}
+    param = path_of(first["loc"], body, named=kind in ("extra_forbidden", "missing"))
     if kind in ("json_invalid", "json_type"):
         return bad_request(f"The body is no JSON: {context.get('error', first['msg'])}.")
     if kind == "extra_forbidden":
@@ -154,37 +158,31 @@ def of_validation(errors: Sequence[Any]) -> ApiError:
         return bad_request(f"Missing field: {name}.", param, "missing_required_parameter")
     message = first["msg"].removeprefix("Value error, ").rstrip(".")
     if kind == "union_tag_invalid":
-        message = f"{str(context['tag'])[:60]} is none of {context['expected_tags']}"
+        tags = context["expected_tags"].replace(", 'served'", "")
+        message = f"{str(context['tag'])[:60]} is none of {tags}"
     elif kind == "union_tag_not_found":
         message = "a type or a role is missing"
-    return bad_request(f"{param}: {message}." if param else f"{message}.", param, "invalid_value")
+    elif kind == "too_long":
+        message = f"{context['actual_length']} are given, {context['max_length']} may be"
+    text = f"{param}: {message}." if param else f"{message}."
+    return ApiError(400, text, param, "invalid_value", details=context.get("details"))
 
 
-_NO_FIELDS = ("body", "query", "path")
-_TAGS = ("function-", "list[", "str", "constrained-", "tagged-union", "literal[", "dict[")
+def _of_another_type(error: Any) -> bool:
+    kind: str = error["type"]
+    is_word = not isinstance(error.get("input"), (dict, list))
+    return kind.endswith("_type") or (kind == "literal_error" and not is_word)
 
 
-def _path(location: Sequence[str | int]) -> str | None:
-    """`messages[0].content` of a location, without pydantic's names of alternatives."""
-    path, tagged = "", False
-    for i, part in enumerate(location):
-        if isinstance(part, int):
-            path, tagged = f"{path}[{part}]", False
-        elif (i == 0 and part in _NO_FIELDS) or part.startswith(_TAGS):
-            continue
-        elif path.endswith("]") and not tagged and part in _UNION_TAGS:
-            tagged = True
-        else:
-            path += f".{part}" if path else part
-    return path or None
+def of_ours(error: PykernelsError, status: int = 400) -> ApiError:
+    """What the engine or the tokenizer refuses, as an answer to the client."""
+    named = _FIELD.search(error.cause)
+    return ApiError(status, str(error), named[0] if named and status < 500 else None)
 
 
-_UNION_TAGS = {
-    *("system", "developer", "user", "assistant", "tool", "function", "served"),
-    *("text", "image", "document", "tool_use", "tool_result", "thinking", "redacted_thinking"),
-    *("message", "reasoning", "function_call", "custom_tool_call", "custom", "namespace"),
-    *("function_call_output", "custom_tool_call_output", "tool_reference"),
-    *("input_text", "output_text", "input_image", "input_file", "refusal", "summary_text"),
-    "reasoning_text",
-}
-"""Roles and types stand in locations behind an index, because they choose the model there."""
+_FIELD = re.compile(
+    r"\b(temperature|top_[kp]|min_p|repetition_penalty|(presence|frequency)_penalty|logit_bias"
+    r"|logprobs|max_tokens|min_tokens|stop_token_ids|stop(?= strings)|seed|response_format"
+    r"|tool_choice|tools(?= has)|prompt|pykernels)\b"
+)
+"""Fields of requests that the engine's errors name."""

@@ -8,16 +8,17 @@ import hmac
 import logging
 import re
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..health import HEALTH
+from ..health import HEALTH, READY
 from ..page.routes import FILES
 from ..served import ENTERED, Served
-from .errors import ApiError, error_response
+from .errors import ApiError, as_api_error, error_response
 
 LOG = logging.getLogger("pykernels.server.requests")
 
@@ -30,13 +31,14 @@ _LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]", "")
 
 
 class Guard:
-    """ASGI middleware. It refuses a request without the key, a body that is too large, and one that
-    comes too slowly; it counts answers, and writes a line for each if that is asked for."""
+    """ASGI middleware. It refuses a request without the key, one too many, and a body that is too
+    large or comes too slowly; it counts answers, and writes a line for each if it is to."""
 
     def __init__(self, app: ASGIApp, served: Served) -> None:
         self.app, self.served, self.settings = app, served, served.settings
         key = self.settings.api_key
         self._digest = None if key is None else _digest(key)
+        self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,18 +53,37 @@ class Guard:
             await send(message)
 
         try:
-            refusal = self._refusal(scope)
-            if refusal is not None:
-                await error_response(scope["path"], refusal)(scope, receive, counted)
-                return
-            with ExitStack() as stack:  # what a route enters is left when its answer is sent
-                scope[ENTERED] = stack
-                await self.app(scope, _Limited(self, receive), counted)
+            error = await self._answered(scope, receive, counted)
+            if error is not None and not status:
+                await error_response(scope["path"], error)(scope, receive, counted)
         finally:
             self.served.metrics.responses.labels(str(status)).inc()
             if self.settings.log_requests:
                 took = time.perf_counter() - begun
                 LOG.info("%s %s %d %.3f s", scope["method"], scope["path"], status, took)
+
+    async def _answered(self, scope: Scope, receive: Receive, send: Send) -> ApiError | None:
+        """Lets the application answer; what kept it from that, if anything did."""
+        if (refusal := self._refusal(scope)) is not None:
+            return refusal
+        apart = scope["path"] in (HEALTH, READY)
+        if self._running >= self.settings.max_requests and not apart:
+            why = f"The server is busy: {self._running} requests are being answered."
+            return ApiError(503, why, code="busy", retry_after=1)
+        self._running += not apart
+        try:
+            with ExitStack() as stack:  # what a route enters is left when its answer is sent
+                inner = {**scope, ENTERED: stack, "headers": _of_json(scope["headers"])}
+                if scope["method"] == "HEAD":  # a GET whose body is not sent
+                    inner["method"] = "GET"
+                await self.app(inner, _Limited(self, receive), send)
+        except asyncio.CancelledError:  # by the server, which ends
+            return self.served.ending()
+        except Exception as error:
+            return as_api_error(error)
+        finally:
+            self._running -= not apart
+        return None
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
@@ -80,11 +101,15 @@ class Guard:
         pages from reading answers, but not from sending requests; and a name that leads to this
         machine makes a page look like the server's own."""
         host, origin = headers.get("host", ""), headers.get("origin")
-        if self._digest is None and self.settings.host in _LOCAL and _name(host) not in _LOCAL:
+        if (
+            self._digest is None
+            and self.settings.host in _LOCAL
+            and _name(host).lower() not in _LOCAL
+        ):
             return True
         if origin is None or {origin, "*"} & {*self.settings.cors_origins}:
             return False
-        return urlsplit(origin).netloc != host
+        return urlsplit(origin).netloc.lower() != host.lower()
 
     def _has_key(self, headers: Headers) -> bool:
         kind, _, bearer = headers.get("authorization", "").partition(" ")
@@ -116,6 +141,11 @@ class _Limited:
         if self._size > self._guard.settings.max_body_bytes:
             raise self._guard.too_large()
         return message
+
+
+def _of_json(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Without the body's type: all bodies are JSON, and ``curl -d`` says that they are forms."""
+    return [header for header in headers if header[0] != b"content-type"]
 
 
 def _name(host: str) -> str:

@@ -66,15 +66,17 @@ def insight_routes(served: Served) -> APIRouter:
 
 
 async def _within(done: Future[None], seconds: float, served: Served) -> None:
-    """Waits for it; in vain if there is too little time, or the server is about to end.
+    """Waits for it, and cancels it if it does not come.
 
     Raises:
-        TimeoutError: and it is cancelled.
+        TimeoutError: there is too little time; ApiError: the server is about to end.
     """
     waited, end = asyncio.wrap_future(done), time.monotonic() + seconds
     try:
         while not waited.done():
-            if served.draining or time.monotonic() >= end:
+            if served.draining:
+                raise served.ending()
+            if time.monotonic() >= end:
                 raise TimeoutError
             await asyncio.wait((waited,), timeout=min(seconds, _POLL_SECONDS))
         waited.result()

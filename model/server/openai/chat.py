@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -19,7 +19,7 @@ from ..parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStar
 from ..served import Served
 from .chat_schema import ChatRequest
 from .logprobs import chat_logprobs
-from .messages import plain
+from .messages import chosen, plain
 
 PATH = "/v1/chat/completions"
 
@@ -38,9 +38,7 @@ def chat_routes(served: Served) -> APIRouter:
 
 async def _submitted(served: Served, body: ChatRequest, request: Request) -> Generation:
     served.check_name(body.model)
-    tools = [tool.plain() for tool in body.tools or ()]
-    if body.tool_choice == "none":
-        tools = []
+    tools, choice = chosen(body.tools or (), body.tool_choice)
     given = body.sampling() | {"priority": served.enter(request, body.n or 1)}
     if body.pykernels is not None:
         given["routed_experts"] = body.pykernels.routed_experts
@@ -56,13 +54,15 @@ async def _submitted(served: Served, body: ChatRequest, request: Request) -> Gen
         tools,
         body.chat_template_kwargs,
         body.reasoning_effort,
+        body.continue_final_message,
+        body.add_generation_prompt,
     )
-    form, choice = body.response_format, body.tool_choice
+    form = body.response_format
     given |= await served.constraint(
         prompt,
         None if form is None else form.model_dump(by_alias=True, exclude_none=True),
         tools,
-        choice if choice is None or isinstance(choice, str) else choice.model_dump(),
+        choice,
         body.parallel_tool_calls,
     )
     params = served.params(prompt, given)
@@ -85,6 +85,7 @@ class _Answer:
         """The stream's events; an error ends it as one of them."""
         options = self.body.stream_options
         with_usage = options is not None and options.include_usage
+        running = options is not None and options.continuous_usage_stats
         head = {**self.head, "object": "chat.completion.chunk"}
         if with_usage:
             head["usage"] = None
@@ -97,6 +98,8 @@ class _Answer:
                 told = self.experts.new(self.generation, output)
                 if told is not None:
                     choice["pykernels"] = told
+            if running:
+                head["usage"] = running_usage([self.generation])
             return frame({**head, "choices": [choice]})
 
         try:
@@ -203,6 +206,17 @@ def reason_word(piece: Piece, generation: Generation) -> str:
     if piece.finish_reason == "stop":
         return "tool_calls" if piece.output in generation.called else "stop"
     return "length"
+
+
+def running_usage(generations: Sequence[Generation]) -> dict[str, Any]:
+    """The usage so far, which each chunk of a stream has if that is asked for."""
+    prompt = sum(generation.prompt_tokens for generation in generations)
+    written = sum(generation.completion_tokens for generation in generations)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+    }
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:

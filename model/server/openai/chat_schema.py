@@ -27,8 +27,17 @@ IGNORED = frozenset(
 
 
 class StreamOptions(Strict):
-    ignored = frozenset({"include_obfuscation", "continuous_usage_stats"})
+    """OpenAI's, and vLLM's: with ``continuous_usage_stats`` each chunk has the usage so far."""
+
+    ignored = frozenset({"include_obfuscation"})
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats needs include_usage")
+        return self
 
 
 class JsonSchema(Strict):
@@ -54,6 +63,12 @@ class ResponseFormat(Strict):
         return self
 
 
+def check_continued(begun: bool | None, continued: bool | None) -> None:
+    """Raises ValueError for a message that is to be continued and begun."""
+    if begun and continued:
+        raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+
+
 class ChatRequest(Sampling):
     ignored = IGNORED
     model: str | None = None
@@ -70,6 +85,8 @@ class ChatRequest(Sampling):
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     pykernels: Extension | None = None
 
     @model_validator(mode="after")
@@ -81,6 +98,7 @@ class ChatRequest(Sampling):
             raise ValueError("top_logprobs needs logprobs")
         if self.stream_options and not self.stream:
             raise ValueError("stream_options are for stream")
+        check_continued(self.add_generation_prompt, self.continue_final_message)
         return self
 
     @property

@@ -17,7 +17,7 @@ from ..http.errors import as_api_error, error_body
 from ..http.frames import DONE, frame
 from ..prompts import Prompt
 from ..served import Served
-from .chat import usage_body
+from .chat import running_usage, usage_body
 from .completions_schema import CompletionRequest
 from .logprobs import TextLogprobs
 
@@ -90,6 +90,7 @@ class _Answer:
         """The stream's events; an error ends it as one of them."""
         options = self.body.stream_options
         with_usage = options is not None and options.include_usage
+        running = options is not None and options.continuous_usage_stats
         head = self.head | ({"usage": None} if with_usage else {})
         try:
             async with aclosing(merged(self.generations)) as pieces:
@@ -98,6 +99,8 @@ class _Answer:
                     text, logprobs = self.outputs[at].new(piece)
                     if text or logprobs or piece.finish_reason:
                         choice = _choice(at, text, logprobs, _reason(piece))
+                        if running:
+                            head["usage"] = running_usage(self.generations)
                         yield frame({**head, "choices": [choice]})
             if with_usage:
                 yield frame({**head, "choices": [], "usage": usage_body(await self._usage())})

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from ..fields import Strict, Text
+from ..http.errors import bad_request
 
 
 class Instruction(Strict):
@@ -69,9 +70,8 @@ class Assistant(Strict):
 
     def plain(self) -> dict[str, Any]:
         calls = [call.plain() for call in self.tool_calls or ()]
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.content is None and not calls:
-            message["content"] = ""
+        # Never null: many templates search the text, or cut spaces off it, beside calls too.
+        message: dict[str, Any] = {"role": "assistant", "content": self.content or ""}
         if thought := self.reasoning_content or self.reasoning:
             message["reasoning_content"] = thought
             message["thinking"] = thought  # the name in gpt-oss' template
@@ -126,7 +126,48 @@ class ChosenTool(Strict):
     function: ChosenFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | ChosenTool
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenTool], Field(min_length=1)]
+
+
+class AllowedChoice(Strict):
+    """Some of the tools: the model is shown no others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[ChosenTool | AllowedChoice, Field(discriminator="type")]
+)
+
+
+def chosen(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[list[dict[str, Any]], Any]:
+    """Tools as chat templates take them, and which of them are to be called.
+
+    Raises:
+        ApiError: one is allowed that is not there.
+    """
+    functions = [tool.plain() for tool in tools]
+    if choice == "none":
+        return [], choice
+    if isinstance(choice, AllowedChoice):
+        names = {tool.function.name for tool in choice.allowed_tools.tools}
+        return only(functions, names), choice.allowed_tools.mode
+    return functions, choice.model_dump() if isinstance(choice, ChosenTool) else choice
+
+
+def only(functions: Sequence[dict[str, Any]], names: Set[str]) -> list[dict[str, Any]]:
+    """The functions of these names.
+
+    Raises:
+        ApiError: there is none of a name.
+    """
+    if unknown := names - {function["function"]["name"] for function in functions}:
+        raise bad_request(f"tool_choice: {min(unknown)!r} is none of the tools.", "tool_choice")
+    return [function for function in functions if function["function"]["name"] in names]
 
 
 def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -77,7 +77,7 @@ def _add_to_assistant(found: list[dict[str, Any]], item: Any, names: dict[str, s
         found.append({"role": "assistant", "content": ""})
     message = found[-1]
     if isinstance(item, MessageItem):
-        message["content"] = "".join((message["content"] or "", _text(item.content)))
+        message["content"] += _text(item.content)
     elif isinstance(item, ReasoningItem):
         if thought := _thought(item):
             message["reasoning_content"] = message["thinking"] = thought

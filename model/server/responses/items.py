@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallEnd, ToolCallStart
@@ -26,10 +26,14 @@ class Items:
         self._tools = tools
         self._open = False
 
-    def events(self, event: Event) -> Iterator[Told]:
-        """Yields what the client is told of an event."""
+    def events(self, event: Event, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Told]:
+        """Yields what the client is told of an event.
+
+        Args:
+            logprobs: of a text's tokens.
+        """
         if isinstance(event, Content):
-            yield from self._add_text(event.text)
+            yield from self._add_text(event.text, logprobs)
         elif isinstance(event, Reasoning):
             yield from self._add_reasoning(event.text)
         elif isinstance(event, ToolCallStart):
@@ -59,7 +63,9 @@ class Items:
         kind = item["type"]
         if kind == "message":
             part = item["content"][0]
-            yield self._told("response.output_text.done", 0, text=part["text"], logprobs=[])
+            yield self._told(
+                "response.output_text.done", 0, text=part["text"], logprobs=part["logprobs"]
+            )
             yield self._told("response.content_part.done", 0, part=part)
         elif kind == "reasoning":
             text = item["content"][0]["text"]
@@ -79,7 +85,7 @@ class Items:
         index = len(self.output) - 1
         yield "response.output_item.done", {"output_index": index, "item": item}
 
-    def _add_text(self, text: str) -> Iterator[Told]:
+    def _add_text(self, text: str, logprobs: Sequence[dict[str, Any]]) -> Iterator[Told]:
         if not self._is_open("message"):
             if not text.strip():  # between reasoning and calls
                 return
@@ -93,9 +99,10 @@ class Items:
                 "logprobs": [],
             }
             self.output[-1]["content"].append(part)
-            yield self._told("response.content_part.added", 0, part=dict(part))
+            yield self._told("response.content_part.added", 0, part=part | {"logprobs": []})
         self.output[-1]["content"][0]["text"] += text
-        yield self._told("response.output_text.delta", 0, delta=text, logprobs=[])
+        self.output[-1]["content"][0]["logprobs"] += logprobs
+        yield self._told("response.output_text.delta", 0, delta=text, logprobs=list(logprobs))
 
     def _add_reasoning(self, text: str) -> Iterator[Told]:
         if not self._is_open("reasoning"):

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
-from ..generation import Generation, Usage
+from runtime.engine import TokenLogprob
+
+from ..generation import Generation, Piece, Usage
 from ..http.answers import respond
 from ..http.errors import as_api_error
 from ..http.frames import frame
+from ..openai.logprobs import chat_logprobs
+from ..parsers import Content
 from ..served import Served
 from .convert import conversation, pictures
-from .items import Items
-from .schema import ChosenTool, ResponsesRequest
+from .items import Items, Told
+from .schema import ResponsesRequest
 from .tools import Tools
 
 PATH = "/v1/responses"
@@ -42,17 +47,15 @@ async def _submitted(
 ) -> Generation:
     served.check_name(body.model)
     given = body.sampling() | {"priority": served.enter(request)}
-    functions = [] if body.tool_choice == "none" else tools.functions
+    functions, choice = tools.chosen(body.tool_choice)
     effort = None if body.reasoning is None else body.reasoning.effort
     prompt = await served.prepared(served.prompts.chat, conversation(body), functions, None, effort)
-    form, choice = body.text and body.text.format, body.tool_choice
+    form = body.text and body.text.format
     given |= await served.constraint(
         prompt,
         None if form is None else form.model_dump(by_alias=True, exclude_none=True),
         functions,
-        choice
-        if choice is None or isinstance(choice, str)
-        else {"type": "function", "name": choice.name},
+        choice,
         body.parallel_tool_calls,
     )
     params = served.params(prompt, given)
@@ -81,6 +84,8 @@ class _Answer:
         generation: Generation,
     ) -> None:
         self.generation, self.items = generation, Items(tools)
+        self.tokenizer = served.tokenizer
+        self._logprobs: list[TokenLogprob] = []  # of tokens whose text a parser still holds
         self.id, self.created = f"resp_{secrets.token_hex(12)}", int(time.time())
         effort = None if body.reasoning is None else body.reasoning.effort
         choice = body.tool_choice
@@ -97,13 +102,14 @@ class _Answer:
             "store": False,
             "temperature": generation.params.temperature,
             "text": {"format": form},
-            "tool_choice": choice.model_dump()
-            if isinstance(choice, ChosenTool)
+            "tool_choice": choice.model_dump(exclude_none=True)
+            if isinstance(choice, BaseModel)
             else choice or "auto",
             "tools": raw_tools,
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": generation.params.top_p,
             "truncation": "disabled",
-            "metadata": {},
+            "metadata": body.metadata or {},
         }
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
@@ -122,9 +128,8 @@ class _Answer:
             async with self.generation as pieces:
                 cut = None
                 async for piece in pieces:
-                    for one in piece.events:
-                        for told in self.items.events(one):
-                            yield event(*told)
+                    for told in self._told(piece):
+                        yield event(*told)
                     cut = piece.finish_reason
                 for told in self.items.close("completed" if cut == "stop" else "incomplete"):
                     yield event(*told)
@@ -141,13 +146,24 @@ class _Answer:
         cut = None
         async with self.generation as pieces:
             async for piece in pieces:
-                for one in piece.events:
-                    for _ in self.items.events(one):
-                        pass
+                for _ in self._told(piece):
+                    pass
                 cut = piece.finish_reason
             for _ in self.items.close("completed" if cut == "stop" else "incomplete"):
                 pass
             return self._ended(cut, await pieces.usage())
+
+    def _told(self, piece: Piece) -> Iterator[Told]:
+        """Yields what the client is told of a piece."""
+        self._logprobs += piece.logprobs
+        texts = [i for i, event in enumerate(piece.events) if isinstance(event, Content)]
+        for i, event in enumerate(piece.events):
+            logprobs = []
+            if texts and i == texts[-1] and self._logprobs:
+                logprobs = chat_logprobs(self.tokenizer, self._logprobs)["content"]
+            yield from self.items.events(event, logprobs)
+        if piece.events:  # those of reasoning and calls are not told
+            self._logprobs = []
 
     def _ended(self, cut: str | None, usage: Usage) -> dict[str, Any]:
         whole = self._response("completed" if cut == "stop" else "incomplete")

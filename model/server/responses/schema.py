@@ -13,15 +13,13 @@ from pydantic import (
     model_validator,
 )
 
-from ..fields import Count, Strict
-from .tools import AnyTool
+from ..fields import Body, Count, Strict, TopLogprobs
+from .tools import AnyTool, ToolChoice
 
 IGNORED = frozenset(
     {
         "client_metadata",
-        "include",
         "max_tool_calls",
-        "metadata",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",
@@ -151,12 +149,20 @@ class TextSettings(Strict):
     format: TextFormat | None = None
 
 
-class ChosenTool(Strict):
-    type: Literal["function", "custom"]
-    name: str
+LOGPROBS = "message.output_text.logprobs"
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",  # is there unasked; the rest tells of tools that are left out
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(Body):
     ignored = IGNORED
     model: str | None = None
     input: Annotated[
@@ -169,7 +175,7 @@ class ResponsesRequest(Strict):
     ]
     instructions: str | None = None
     tools: list[AnyTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextSettings | None = None
@@ -177,6 +183,9 @@ class ResponsesRequest(Strict):
     max_output_tokens: Annotated[Count, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    include: list[Included] | None = None
+    top_logprobs: TopLogprobs | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     previous_response_id: None = None
@@ -190,11 +199,23 @@ class ResponsesRequest(Strict):
                 raise ValueError(f"{name}: this server keeps no answers; send the whole input")
         return data
 
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ResponsesRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs needs {LOGPROBS} in include")
+        return self
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether the text's log-probabilities are asked for."""
+        return LOGPROBS in (self.include or ())
+
     def sampling(self) -> dict[str, Any]:
         """The fields of ``SamplingParams`` that are given."""
         given = {
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "logprobs": (self.top_logprobs or 0) if self.logprobs else None,
         }
         return {name: value for name, value in given.items() if value is not None}

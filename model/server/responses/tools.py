@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from ..fields import Strict
+from ..openai.messages import only
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -21,6 +22,13 @@ class FunctionTool(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("function"), dict):
+            raise ValueError("what is in function stands beside the type, in this API")
+        return data
 
 
 class CustomTool(Strict):
@@ -68,6 +76,32 @@ AnyTool = Annotated[
 ]
 
 
+class ChosenTool(Strict):
+    type: Literal["function", "custom"]
+    name: str
+
+
+class AllowedTool(BaseModel):
+    """One of the client's, by its name; of others' servers there are none here."""
+
+    type: str
+    name: str | None = None
+
+
+class AllowedChoice(Strict):
+    """Some of the tools: the model is shown no others."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Field(min_length=1)]
+
+
+ToolChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[ChosenTool | AllowedChoice, Field(discriminator="type")]
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Named:
     """What a function's name, as the model knows it, stands for."""
@@ -101,6 +135,22 @@ class Tools:
     def named(self, function: str) -> Named:
         """What a call's name stands for; the model may have made one up."""
         return self._named.get(function, Named(function, None, False))
+
+    def chosen(self, choice: ToolChoice | None) -> tuple[list[dict[str, Any]], Any]:
+        """The functions that the model is shown, and OpenAI's word for which it is to call.
+
+        Raises:
+            ApiError: one is allowed that is not there.
+        """
+        if choice == "none":
+            return [], choice
+        if isinstance(choice, AllowedChoice):
+            flat = {named.name: function for function, named in self._named.items()}
+            names = {flat.get(tool.name, tool.name) for tool in choice.tools if tool.name}
+            return only(self.functions, names), choice.mode
+        if isinstance(choice, ChosenTool):
+            return self.functions, {"type": "function", "name": choice.name}
+        return self.functions, choice
 
     def _add(self, tool: FunctionTool | CustomTool, namespace: str | None) -> None:
         name = flat_name(tool.name, namespace)
