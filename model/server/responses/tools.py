@@ -9,15 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from ..fields import Strict
-
-Name = Annotated[str, Field(min_length=1, max_length=256)]
+from ..fields import Strict, ToolName
 
 
 class FunctionTool(Strict):
     ignored = frozenset({"defer_loading", "output_schema"})
     type: Literal["function"]
-    name: Name
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -28,7 +26,7 @@ class CustomTool(Strict):
 
     ignored = frozenset({"defer_loading"})
     type: Literal["custom"]
-    name: Name
+    name: ToolName
     description: str | None = None
     format: dict[str, Any] | None = None
 
@@ -37,7 +35,7 @@ class NamespaceTool(Strict):
     """Tools under a common name."""
 
     type: Literal["namespace"]
-    name: Name
+    name: ToolName
     description: str | None = None
     tools: list[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]]
 
