@@ -81,6 +81,7 @@ def _serve() -> None:
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     # Half the stack that the server's threads have: what fits here fits there.
     stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
     threading.stack_size((min(stack, 8 << 20) if stack > 0 else 2 << 20) // 2 & -(1 << 16))
