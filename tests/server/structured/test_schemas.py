@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from model.server.parsers import parser_for
@@ -32,7 +33,7 @@ def wanted(schema: Any, strict: bool) -> dict[str, Any]:
         (  # a pattern of names that are all declared: no more of them may follow
             {**CLOSED, "properties": NAMES, "patternProperties": {"^(a|b)$": {"maxLength": 2}}},
             ['{"a": "xy"}', '{"a": "", "b": ""}'],
-            ['{"a": "xyz"}', '{"a": "x",'],
+            ['{"a": "xyz"}'],
         ),
         (
             {"type": "object", "properties": NAMES, "patternProperties": {"^a": {"maxLength": 2}}},
@@ -66,6 +67,21 @@ def test_what_passes_a_strict_schema_is_valid(schema: Any, good: list[str], bad:
     for text in bad:
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert not passes(constraint, ids), text
+
+
+def test_no_name_is_begun_where_all_are_used_up() -> None:
+    """Else the answer ends there, in the middle."""
+    tokenizer, _ = vocabulary()
+    schema = {**CLOSED, "properties": NAMES, "patternProperties": {"^(a|b)$": {}}}
+    constraint = of_plain_model(response_format=wanted(schema, True))
+    assert constraint is not None
+    state = constraint.begin()
+    for token in tokenizer.encode('{"a": "x", "b": "y"', add_special_tokens=False):
+        state.accept(token)
+    mask = np.zeros(4224 // 32, np.int32)
+    state.allowed(mask)
+    comma, end = (tokenizer.encode(text, add_special_tokens=False)[0] for text in ",}")
+    assert [mask[token // 32] >> token % 32 & 1 for token in (comma, end)] == [0, 1]
 
 
 @pytest.mark.parametrize(
