@@ -107,6 +107,8 @@ Count = Annotated[int, Field(ge=0, le=MOST)]
 
 
 Bias = Annotated[float, Field(ge=-100, le=100)]
+ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+"""A function's name as OpenAI allows it."""
 Stop = Annotated[str, Field(max_length=256)]
 """Looked for in the engine's thread, at each token."""
 

@@ -24,7 +24,7 @@ from .metrics import Metrics
 from .parsers import parser_for
 from .prompts import CONTEXT_CODE, Prompt, Prompts
 from .settings import ServerSettings
-from .structured import GrammarConstraint, Vocabulary, constraint_for
+from .structured import Vocabulary, constraint_for
 
 T = TypeVar("T")
 
@@ -60,6 +60,8 @@ class Served:
         self._stopped: ApiError | None = None
         # One thread: a tokenizer is not made for several, and the event loop must not wait for it.
         self._texts = ThreadPoolExecutor(1, "texts")
+        # And one that compiles grammars, which may take seconds.
+        self._grammars = ThreadPoolExecutor(1, "grammars")
 
     @property
     def alive(self) -> bool:
@@ -127,9 +129,12 @@ class Served:
         Raises:
             ApiError: in place of PykernelsError.
         """
+        return await self._done_in(self._texts, partial(make, *args, **named))
+
+    async def _done_in(self, thread: ThreadPoolExecutor, do: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._texts, partial(make, *args, **named))
+            return await loop.run_in_executor(thread, do)
         except PykernelsError as error:
             raise of_ours(error) from error
 
@@ -151,18 +156,19 @@ class Served:
         """
         if response_format is None and tool_choice in (None, "none", "auto"):
             return {}
-        made = await self.prepared(
-            self._constraint,
+        vocabulary = await self.prepared(lambda: self._vocabulary)
+        make = partial(
+            constraint_for,
+            vocabulary,
+            self.parser,
             response_format=response_format,
             tools=tools,
             tool_choice=tool_choice or "auto",
             parallel_tool_calls=parallel_tool_calls is not False,
             prompt_tail=prompt.tail,
         )
+        made = await self._done_in(self._grammars, make)
         return {} if made is None else {"constraint": made}
-
-    def _constraint(self, **asked: Any) -> GrammarConstraint | None:
-        return constraint_for(self._vocabulary, self.parser, **asked)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -236,4 +242,5 @@ class Served:
         return generation
 
     def close(self) -> None:
-        self._texts.shutdown(cancel_futures=True)
+        for thread in (self._texts, self._grammars):
+            thread.shutdown(cancel_futures=True)

@@ -29,9 +29,11 @@ class Detokenizer:
     which may write a token differently at the start of a text: a piece is the difference of two
     decodings that begin with the same ids. A push takes the same time however many came before.
 
-    The pieces joined are the tokenizer's decoding of all ids, special tokens skipped; but for bytes
-    that are no UTF-8 in a sentencepiece vocabulary, where the tokenizer replaces the whole run of
-    bytes, characters that are complete too.
+    The pieces joined are the tokenizer's decoding of all ids, special tokens skipped, with two
+    exceptions. Of bytes that are no UTF-8 in a sentencepiece vocabulary the tokenizer replaces the
+    whole run, characters that are complete too. An added token of a byte-level vocabulary whose
+    text happens to be letters for bytes, as DeepSeek's "õ", it
+    takes for those bytes; here it is the text that it is made from, as in llama.cpp.
 
     Args:
         keep: special tokens that are written nevertheless, as they stand in the vocabulary: the
@@ -126,16 +128,23 @@ class _Facts:
         """What a token adds to a text of a byte-level tokenizer: nothing, if it is special."""
         found = self._letters.get(token)
         if found is None:
-            found = self._letters[token] = _bytes_of(self.written(token))
+            found = self._letters[token] = self._made_letters(token)
         return found
+
+    def _made_letters(self, token: int) -> bytes:
+        written = self.written(token)
+        data = _bytes_of(written)
+        if written and token in self._texts and not _is_utf8(data):
+            return written.encode()
+        return data
 
     def bytes_of(self, token: int) -> bytes:
         """What one token alone stands for; may be a part of a character."""
-        if token in self._texts:
+        if token in self._special:
             return self._texts[token].encode()
-        written = self.written(token)
         if self.byte_level:
-            return _bytes_of(written)
+            return self.letters(token)
+        written = self.written(token)
         if self.byte_fallback and (match := _BYTE.fullmatch(written)):
             return bytes.fromhex(match[1])
         return written.replace(_SENTENCEPIECE_SPACE, " ").encode()
@@ -183,3 +192,11 @@ def _bytes_of(written: str) -> bytes:
         return bytes(_LETTERS[letter] for letter in written)
     except KeyError:
         return written.encode()
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

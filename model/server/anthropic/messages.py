@@ -43,7 +43,7 @@ async def _submitted(served: Served, body: MessagesRequest, request: Request) ->
     one_call = choice is not None and choice.disable_parallel_tool_use is True
     given |= await served.constraint(
         prompt,
-        None if form is None else {"type": "json_schema", "schema": form.schema_},
+        None if form is None else {"type": "json_schema", "schema": form.schema_, "strict": True},
         _tools(body),
         None if choice is None else choice.plain(),
         not one_call,

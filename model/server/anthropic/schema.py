@@ -123,7 +123,7 @@ class Tool(Strict):
             "strict",
         }
     )
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]
     type: Literal["custom"] | None = None
     description: str | None = None
     input_schema: dict[str, Any]

@@ -62,7 +62,10 @@ class Host:
     def _vocabulary(self) -> Vocabulary:
         assert self._llm.tokenizer is not None, "grammars are made of a tokenizer"
         return Vocabulary(
-            self._llm.tokenizer, self._llm.runner.vocab_size, self._llm.engine.eos_token_ids
+            self._llm.tokenizer,
+            self._llm.runner.vocab_size,
+            self._llm.engine.eos_token_ids,
+            trusted=True,  # the other process has tried the grammar
         )
 
     def _receive(self) -> None:

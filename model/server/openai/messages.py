@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from ..fields import Strict, Text
+from ..fields import Strict, Text, ToolName
 from ..http.errors import bad_request
 
 
@@ -96,7 +96,7 @@ Message = Annotated[Instruction | User | Assistant | ToolResult, Field(discrimin
 
 
 class Function(Strict):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -9,16 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from ..fields import Strict
+from ..fields import Strict, ToolName
 from ..openai.messages import only
-
-Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class FunctionTool(Strict):
     ignored = frozenset({"defer_loading", "output_schema"})
     type: Literal["function"]
-    name: Name
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -36,7 +34,7 @@ class CustomTool(Strict):
 
     ignored = frozenset({"defer_loading"})
     type: Literal["custom"]
-    name: Name
+    name: ToolName
     description: str | None = None
     format: dict[str, Any] | None = None
 
@@ -45,7 +43,7 @@ class NamespaceTool(Strict):
     """Tools under a common name."""
 
     type: Literal["namespace"]
-    name: Name
+    name: ToolName
     description: str | None = None
     tools: list[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]]
 

@@ -7,6 +7,7 @@ import llguidance
 from pykernels.errors import PykernelsError
 from runtime.engine.constraint import Mask
 
+from .trial import SIMPLER, first_line
 from .vocabulary import Vocabulary
 
 
@@ -52,7 +53,5 @@ class GrammarFilter:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise PykernelsError(
-                f"the structure of the output was lost: {self._matcher.get_error()}",
-                "Simplify the schema, regular expression or grammar",
-            )
+            cause = first_line(self._matcher.get_error())
+            raise PykernelsError(f"the structure of the output was lost: {cause}", SIMPLER)

@@ -7,11 +7,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .schema import enforceable
 from .vocabulary import Vocabulary
 
 _ANYTHING = r"/(.|\n)*/"
 _SPACES = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\r\t]{0,20}"}
 """Bounded: a model that is unsure writes spaces for ever."""
+_ESCAPES = {"json_allowed_escapes": 'nrbtf"\\'}
+"""No \\u: a name written with it would not count as the one that is declared."""
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
@@ -60,9 +63,14 @@ class Lark:
         Args:
             one_line: without other white space than one space behind commas and colons.
             strict: a keyword that cannot be enforced is an error; else it is ignored.
+
+        Raises:
+            PykernelsError: a schema that cannot be enforced.
         """
-        options = (_ONE_LINE if one_line else _SPACES) | {"lenient": not strict}
-        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
+        spaces = _ONE_LINE if one_line else _SPACES
+        options = {**spaces, **_ESCAPES, "lenient": not strict}
+        kept = enforceable(schema, strict)
+        return self.rule(f"%json {json.dumps({**kept, 'x-guidance': options})}")
 
     def grammar(self, start: str) -> str:
         """The whole grammar."""

@@ -40,6 +40,7 @@ def constraint_for(
         tool_choice: "none", "auto", "required", or ``{"type": "function", "function": {"name"}}``;
             also with the name beside the type, and "any" for "required", as other APIs have it.
             With "auto" only ``response_format`` constrains: the output is a call or has that form.
+        parallel_tool_calls: one call may follow the other, unless the choice names its function.
         prompt_tail: the end of the rendered prompt, as ``Parser.stream`` is given it.
 
     Raises:
@@ -57,7 +58,8 @@ def constraint_for(
             return None
     if forced or (bodies and tools and choice == "auto"):
         functions = _chosen(signatures(tools), choice)
-        bodies.append(calls(form, lark, functions, parallel_tool_calls))
+        many = parallel_tool_calls and not isinstance(choice, Mapping)
+        bodies.append(calls(form, lark, functions, many))
     if not bodies:
         return None
     called = [False] * len(bodies)

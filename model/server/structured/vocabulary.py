@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from pykernels.errors import PykernelsError
 
+from .trial import Trial, refused
+
 
 class Vocabulary:
     """Made once for a model: it takes about a second for a large tokenizer.
@@ -18,6 +20,8 @@ class Vocabulary:
     Args:
         vocab_size: of the model's logits.
         eos_token_ids: tokens that end an output; what is complete ends with one of them.
+        trusted: grammars have been tried already. Else each is compiled in another process first,
+            as llguidance can end the one that it runs in.
 
     Raises:
         PykernelsError: a tokenizer in Python, whose tokens cannot be told from outside.
@@ -28,6 +32,8 @@ class Vocabulary:
         tokenizer: PreTrainedTokenizerBase,
         vocab_size: int,
         eos_token_ids: Iterable[int],
+        *,
+        trusted: bool = False,
     ) -> None:
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise PykernelsError(
@@ -42,6 +48,8 @@ class Vocabulary:
             )
         self.tokens = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos)
         self._added = {str(t): i for i, t in tokenizer.added_tokens_decoder.items()}
+        special = {i: text for text, i in self._added.items() if self.special_token(text) == i}
+        self._try = None if trusted else Trial(self.tokens.vocab_size, eos, special)
 
     def special_token(self, text: str) -> int | None:
         """The id of a marker that is a token of its own and never written as other tokens; None of
@@ -57,13 +65,11 @@ class Vocabulary:
             grammar: in llguidance's lark.
 
         Raises:
-            PykernelsError: the grammar is wrong, or too large.
+            PykernelsError: the grammar is wrong, or takes too much to compile.
         """
+        if self._try is not None:
+            self._try(grammar)
         matcher = llguidance.LLMatcher(self.tokens, grammar, log_level=0)
         if matcher.is_error():
-            cause = next((s for s in matcher.get_error().splitlines() if s.strip()), "unknown")
-            raise PykernelsError(
-                f"this structure cannot be enforced: {cause.strip()}",
-                "Simplify the schema, regular expression or grammar",
-            )
+            raise refused(matcher.get_error())
         return matcher

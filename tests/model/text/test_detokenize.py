@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from model.text.detokenize import Detokenizer
+from model.text.detokenize import Detokenizer, token_bytes
 
 
 def byte_level() -> PreTrainedTokenizerFast:
@@ -140,3 +140,22 @@ def test_special_tokens_that_are_kept_are_written() -> None:
     text = Detokenizer(tokenizer, ["<|call|>", "</s>", "no token"])
     shown = "".join([*map(text.push, ids), text.finish()])
     assert shown == tokenizer.decode(ids).replace("<|end|>", "") == "a<|call|>éb</s>"
+
+
+ADDED = ["<x>", "õ", "ß", "é日", "日本", "▁▁", " a", "\n\n", "Ġ"]
+
+
+@pytest.mark.parametrize("made", [byte_level, byte_fallback, metaspace])
+def test_added_tokens_are_the_text_that_they_are_made_from(made: Any) -> None:
+    """As the tokenizer decodes them; of a byte-level one, what it would take for bytes."""
+    tokenizer = made()
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ADDED])
+    before = tokenizer.convert_tokens_to_ids("b" if made is not metaspace else "s")
+    for text in ADDED:
+        ids = [before, tokenizer.convert_tokens_to_ids(text), before]
+        right = whole(tokenizer, ids)
+        if made is byte_level and text in ("õ", "ß"):
+            assert "\ufffd" in right
+            right = f"b{text}b"
+        assert "".join(pieces(tokenizer, ids)) == right
+        assert token_bytes(tokenizer, ids[1]).decode() == right[1:-1]

@@ -16,10 +16,13 @@ EOS = 1
 
 @cache
 def vocabulary(markers: tuple[str, ...] = ()) -> tuple[PreTrainedTokenizerBase, Vocabulary]:
-    """With ``markers`` as tokens of their own, and some ids that no token has."""
+    """With ``markers`` as tokens of their own, and some ids that no token has.
+
+    Without them grammars are tried in a process of their own first, as in a server.
+    """
     tokenizer = AutoTokenizer.from_pretrained(model.EMBEDDED)
     tokenizer.add_tokens([AddedToken(m, normalized=False, special=True) for m in markers])
-    return tokenizer, Vocabulary(tokenizer, 4224, [EOS])
+    return tokenizer, Vocabulary(tokenizer, 4224, [EOS], trusted=bool(markers))
 
 
 def ids_of(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> list[int]:
