@@ -109,6 +109,34 @@ def test_fp8_values_and_scales_that_are_nan(own: Own, kind: str, part: str, rule
 
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+FLOATS = [
+    NORM,
+    EMBEDDING,
+    "model.layers.1.mlp.gate.weight",
+    "model.layers.1.mlp.experts.3.up_proj.weight",
+    "model.layers.0.self_attn.q_proj.bias",
+    O_PROJ,
+]
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_floats_that_are_nan_or_infinite(own: Own, name: str) -> None:
+    folder = own("qwen2_moe", shards=1)
+    change_tensors(folder, lambda t: t[name].view(-1)[5].fill_(torch.nan))
+    refused(f"{name} holds NaN. Check the checkpoint", folder)
+    change_tensors(folder, lambda t: t[name].view(-1)[5].fill_(-torch.inf))
+    with pytest.raises(PykernelsError, match=f"{name} holds infinities. Check the checkpoint"):
+        model.load_engine(folder, threads=1)
+
+
+def test_a_bias_that_takes_an_expert_out(own: Own) -> None:
+    """-inf beside a score is no mistake."""
+    folder, name = own("deepseek_v3", shards=1), "model.layers.1.mlp.gate.e_score_correction_bias"
+    change_tensors(folder, lambda t: t[name][3].fill_(-torch.inf))
+    lm = model.from_pretrained(folder, rules=[])
+    assert lm.get_buffer(name)[3] == -torch.inf
+
+
 TIES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "another tensor": (lambda e: -e, f"config ties {HEAD} to .*, the checkpoint stores two diff"),
     "NaN": (lambda e: e.fill_(torch.nan).clone(), f"{HEAD} holds NaN. Download the checkpoint"),
