@@ -103,11 +103,3 @@ def _layout(names: Lookup) -> str:
 def _check_order(checkpoint: Checkpoint, source: Matrix, groups: int) -> None:
     if source.order is not None:
         gptq.check_order(checkpoint.read(source.order), groups, source.data.name)
-
-
-def is_zero_bias(names: Lookup, key: str) -> bool:
-    """Whether a stored tensor that no module takes is the bias of zeros of such a matrix."""
-    base = key.removesuffix(".bias")
-    if base == key or f"{base}.qweight" not in names.stored:
-        return False
-    return not names.checkpoint.read(Part(names.stored[key])).any()
