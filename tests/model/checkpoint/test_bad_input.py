@@ -159,17 +159,23 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "eetq"}}, "quantized with quant_method 'eetq'"),
     ({"quantization_config": {**FP8, "activation_scheme": "static"}}, "activation_scheme 'static'"),
     ({"quantization_config": {**FP8, "weight_block_size": [64, 64]}}, r"weight_block_size \[64"),
+    ({"quantization_config": {"quant_method": ["fp8"]}}, r"quantized with quant_method \['fp8'\]"),
     ({"quantization_config": "yes"}, "with quant_method 'yes'"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu'. no kernel has: it is silu"),
     ({"n_group": 3}, r"of 3 groups \(n_group\), which cannot be"),
     ({"topk_group": 5}, r"5 \(topk_group\) of 4 groups"),
     ({"topk_group": 1}, "token to 3 of 8 experts, in 1 "),
     ({"num_nextn_predict_layers": 10**9}, "has 1000000000 num_nextn_predict_layers beside 3 lay"),
+    ({"max_position_embeddings": 0}, "max_position_embeddings 0, which no model runs with"),
+    ({"num_hidden_layers": 10**30}, r"num_hidden_layers 10{30}, which no model runs with"),
+    ({"n_routed_experts": 10**9}, "n_routed_experts 1000000000, which no model runs with"),
+    ({"rms_norm_eps": float("nan")}, "config.json is not valid JSON: it holds NaN"),
     ({"hidden_size": "big"}, "is no valid deepseek_v3 configuration"),
     ({"num_key_value_heads": 1}, "num_key_value_heads 1, which no .* Set it to 4, as the heads"),
     ({"return_dict": False}, "return_dict False, .* Set it to true"),
     ({"is_encoder_decoder": True}, "is_encoder_decoder True, .* Set it to false"),
     ({"eos_token_id": []}, r"eos_token_id \[\], .* or null for none"),
+    ({"eos_token_id": ["x"]}, r"eos_token_id \['x'\], .*null|no valid deepseek_v3"),
     ({"dtype": "int8"}, "dtype .*int8 cannot be used|no valid deepseek_v3"),
 ]
 # fmt: on
@@ -196,7 +202,14 @@ FILES: list[tuple[str, str | None, str]] = [
     ("config.json", '{"model_type": ', "config.json is not valid JSON"),
     (GENERATION, "{", "generation_config.json is not valid JSON"),
     (GENERATION, '{"max_new_tokens": -1}', "no valid generation config: .*max_new_tokens"),
-    (GENERATION, '{"eos_token_id": []}', r"generation_config.json has the eos_token_id \[\], "),
+    *(
+        (
+            GENERATION,
+            f'{{"eos_token_id": {value}}}',
+            r"generation_config.json has the eos_token_id ",
+        )
+        for value in ("[]", '"x"', '{"a": 1}', '["x"]', "1.5", "true")
+    ),
 ]
 
 
