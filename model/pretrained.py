@@ -27,7 +27,7 @@ from runtime.workers.numa import AUTO, check_numa
 from runtime.workers.pool import configure_default_pool, default_pool
 
 from .checkpoint import memory
-from .checkpoint.config import read_config, resolve_dtype
+from .checkpoint.config import check_ends, read_config, resolve_dtype
 from .checkpoint.gguf import GGUF, find_gguf
 from .checkpoint.gguf.sampling import sampling_of
 from .checkpoint.gguf.tokenizer import has_tokenizer as gguf_has_tokenizer
@@ -150,13 +150,10 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
         config = GenerationConfig.from_pretrained(folder)
     except Exception as error:  # transformers validates with several exception types of its own
         raise PykernelsError(
-            f"{file} is no valid generation config: {error}", "Download it again, or remove it"
+            f"{file} is no valid generation config: {str(error)[:300]}",
+            "Download it again, or remove it",
         ) from error
-    if config.eos_token_id == []:  # transformers' generate reads the first one
-        raise PykernelsError(
-            f"{file} has the eos_token_id [], which no model runs with",
-            "Set it to a token, or null for none",
-        )
+    check_ends(config.eos_token_id, file)
     return config
 
 
@@ -256,7 +253,7 @@ def build_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         model.tie_weights(recompute_mapping=False)
     except Exception as error:  # each architecture raises its own types for a bad config
         raise PykernelsError(
-            f"transformers cannot build a {config.model_type} language model: {error}",
+            f"transformers cannot build a {config.model_type} language model: {str(error)[:300]}",
             "Download the file again" if _is_file(config) else "Check config.json",
         ) from error
     for module in model.modules():

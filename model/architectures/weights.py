@@ -13,6 +13,7 @@ from pykernels.quant import Biases, Weight, get_format
 from runtime.weight_spec import Part, WeightSpec
 from runtime.weights import Expert, Ready, WeightSource
 
+from ..checkpoint.floats import floats
 from ..checkpoint.matrix import Matrix
 from ..checkpoint.plan import Dense, Experts, Plan
 from ..checkpoint.read import Changed, expert_weights, nbytes, stored_weight
@@ -136,7 +137,7 @@ class CheckpointWeights(MatrixSource):
 
     def _stored(self, source: Matrix, name: str) -> Weight:
         if source.fmt is None:
-            return Weight(self._checkpoint.read(source.data).to(torch.bfloat16))
+            return Weight(floats(self._checkpoint, source.data).to(torch.bfloat16))
         weight = stored_weight(self._checkpoint, source)
         N, K = source.shape
         get_format(source.fmt).check(weight, N, K, name)

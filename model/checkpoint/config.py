@@ -27,10 +27,17 @@ transformers has no `kimi_k2`; under the old name its loader leaves every expert
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 """Names under which configurations have the number of a layer's experts."""
 
+COUNTS = {
+    "num_hidden_layers": (1, 10_000),
+    "max_position_embeddings": (1, 1 << 40),
+    **dict.fromkeys((*EXPERT_COUNTS, "moe_num_experts"), (0, 100_000)),
+}
+"""The least and the most that a configuration may say."""
+
 ROUTERS = ("greedy", "group_limited_greedy")
 """What transformers' DeepSeek-V2 routes by; with another `topk_method` its first token fails."""
 
-METHODS: dict[Any, Callable[[dict[str, Any], Path], None]] = {
+METHODS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "compressed-tensors": compressed_tensors.check_config,
     "awq": awq.check_config,
     "gptq": gptq.check_config,
@@ -78,11 +85,12 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 def _checked(data: dict[str, Any], model_type: str, file: Path, folder: Path) -> PretrainedConfig:
     """The configuration, with values that a model can run with; `file`: for errors."""
+    check_counts(data, file)
     try:
         config = CONFIG_MAPPING[model_type].from_dict({**data, "model_type": model_type})
     except Exception as error:  # transformers validates with several exception types of its own
         raise PykernelsError(
-            f"{file} is no valid {model_type} configuration: {error}",
+            f"{file} is no valid {model_type} configuration: {str(error)[:300]}",
             f"Download {file.name} again",
         ) from error
     complete_rope(config)
@@ -91,6 +99,17 @@ def _checked(data: dict[str, Any], model_type: str, file: Path, folder: Path) ->
     check_forward(config, file)
     config._name_or_path = str(folder)
     return config
+
+
+def check_counts(data: dict[str, Any], file: Path) -> None:
+    """Counts that a model can have: with others, building it would divide by zero or never end."""
+    for name, (least, most) in COUNTS.items():
+        value = data.get(name)
+        if type(value) is int and not least <= value <= most:
+            raise PykernelsError(
+                f"{file} has the {name} {str(value)[:40]}, which no model runs with",
+                f"Download {file.name} again",
+            )
 
 
 def complete_rope(config: PretrainedConfig) -> None:
@@ -162,12 +181,6 @@ def check_forward(config: PretrainedConfig, file: Path) -> None:
         ),
         (bool(config.return_dict), "return_dict", config.return_dict, "true"),
         (not config.is_encoder_decoder, "is_encoder_decoder", True, "false"),
-        (
-            getattr(config, "eos_token_id", None) != [],
-            "eos_token_id",
-            [],
-            "a token, or null for none",
-        ),
     )
     for good, name, value, wanted in checks:
         if not good:
@@ -175,6 +188,18 @@ def check_forward(config: PretrainedConfig, file: Path) -> None:
                 f"{file} has the {name} {value!r}, which no model runs with",
                 f"Set it to {wanted}",
             )
+    check_ends(getattr(config, "eos_token_id", None), file)
+
+
+def check_ends(value: Any, file: Path) -> None:
+    """An `eos_token_id` is a token's number, some of them, or None. Of none at all transformers'
+    `generate` reads the first one."""
+    ends = value if isinstance(value, (list, tuple)) else [0 if value is None else value]
+    if not ends or any(type(token) is not int for token in ends):
+        raise PykernelsError(
+            f"{file} has the eos_token_id {str(value)[:60]}, which no model runs with",
+            "Set it to a token's number, or null for none",
+        )
 
 
 def check_quantization(quantization: Any, folder: Path) -> None:
@@ -182,7 +207,9 @@ def check_quantization(quantization: Any, folder: Path) -> None:
     modules of ``METHODS`` read, or none."""
     if not quantization:
         return
-    if isinstance(quantization, dict) and (check := METHODS.get(quantization.get("quant_method"))):
+    if isinstance(quantization, dict) and (
+        check := METHODS.get(str(quantization.get("quant_method")))
+    ):
         check(quantization, folder)
         return
     wanted = {

@@ -67,7 +67,9 @@ def load(
 
 
 def warn_of(plan: Plan) -> None:
-    """Warns of experts that are not kept as they are stored."""
+    """Warns of experts that are not kept as they are stored, and of what is left out."""
+    for note in plan.notes:
+        warnings.warn(note, stacklevel=4)
     if plan.lossy:
         warnings.warn(
             f"The experts are stored in {plan.lossy} and run in bfloat16, which keeps 8 bits of "

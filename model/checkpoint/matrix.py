@@ -20,6 +20,7 @@ class Matrix:
         zero: zero points (`zero_points`).
         order: the group of each input, where that is stored.
         layout: how codes with zero points lie: "awq", "gptq" or "gptq_v2".
+        symmetric: all zero points are the same one.
         transposed: what is stored is [K, N].
         pick: of rows that two matrices share in turns, the even (0) or the odd ones (1).
     """
@@ -31,6 +32,7 @@ class Matrix:
     zero: Part | None = None
     order: Part | None = None
     layout: str = ""
+    symmetric: bool = False
     transposed: bool = False
     pick: int | None = None
 

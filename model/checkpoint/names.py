@@ -17,6 +17,7 @@ from .gguf.types import format_of
 from .matrix import Matrix
 from .quantized import compressed_tensors, zero_points
 from .safetensors import DTYPES, Checkpoint, Part, read_json
+from .unneeded import Unneeded, notes_of
 
 FLOATS = ("BF16", "F16", "F32")
 EXACT = {False: FLOATS, True: ("BF16", "F32")}
@@ -51,6 +52,7 @@ class Names:
             key = checkpoint.names.get(name, name)
             for renaming in renamings:
                 key, _ = renaming.rename_source_key(key)
+            key = _from_head(model, key)
             if match := _EXPERT.match(key):
                 proj = _PROJ.get(match["proj"], match["proj"])
                 key = f"{match['block']}.{match['e']}.{proj}.{match['what']}"
@@ -62,7 +64,7 @@ class Names:
             self.stored[key] = name
         self.unused = set(self.stored)
         self.missing: list[str] = []
-        self.ignored = ignored(model)
+        self._unneeded = Unneeded(model)
 
     def take(self, key: str, shape: tuple[int, ...]) -> Matrix | None:
         """The tensor `key`, which must have `shape`, with its scales; None if missing (noted)."""
@@ -212,25 +214,35 @@ class Names:
             )
         return formats[info.shape]
 
-    def finish(self) -> None:
-        """Raise `PykernelsError` for missing tensors, and for stored ones that no module uses."""
+    def finish(self) -> list[str]:
+        """Notes of stored tensors that are left out.
+
+        Raises `PykernelsError` for missing tensors, and for stored ones that no module uses.
+        """
         if self.missing:
             raise PykernelsError(
                 f"{len(self.missing)} tensors are missing in {self.checkpoint.folder}: "
                 f"{_few(self.missing)}",
                 self.checkpoint.mismatch,
             )
-        extra = sorted(
-            self.stored[key]
-            for key in self.unused
-            if not self.ignored.search(key) and not zero_points.is_zero_bias(self, key)
-        )
+        extra = sorted(self.stored[key] for key in self.unused if not self._unneeded(self, key))
         if extra:
             raise PykernelsError(
                 f"{self.checkpoint.folder} has {len(extra)} tensors that the model has no place "
                 f"for: {_few(extra)}",
                 self.checkpoint.mismatch,
             )
+        return notes_of(self.unused)
+
+
+def _from_head(model: PreTrainedModel, key: str) -> str:
+    """The name in a model with a head of a tensor that was saved from the base model alone, which
+    leaves out its `base_model_prefix`; another one as it is."""
+    base, first = model.base_model_prefix, key.partition(".")[0]
+    outer = dict(model.named_children())
+    if first in outer or first not in dict(outer[base].named_children() if base in outer else ()):
+        return key
+    return f"{base}.{key}"
 
 
 def tied(model: PreTrainedModel, names: Names) -> tuple[set[str], dict[str, str]]:
@@ -272,16 +284,5 @@ def _check_same(checkpoint: Checkpoint, target: str, a: str, source: str, b: str
     )
 
 
-def ignored(model: PreTrainedModel) -> re.Pattern[str]:
-    """Stored names that are not loaded: the model's own list, old rotary buffers, MTP layers."""
-    patterns = list(model._keys_to_ignore_on_load_unexpected or ())
-    patterns += [r"rotary_emb\.inv_freq$", compressed_tensors.IGNORED]
-    config = model.config
-    layers = config.num_hidden_layers
-    extra = getattr(config, "num_nextn_predict_layers", None) or 0
-    patterns += [rf"^model\.layers\.{layers + i}\." for i in range(extra)]
-    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
-
-
 def _few(names: list[str], most: int = 3) -> str:
-    return ", ".join(names[:most]) + (" ..." if len(names) > most else "")
+    return ", ".join(name[:200] for name in names[:most]) + (" ..." if len(names) > most else "")

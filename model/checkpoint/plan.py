@@ -78,11 +78,12 @@ class Experts:
 class Plan:
     """Everything to load, in the order of the model's modules.
 
-    `lossy`: F16 or F32 if experts stored so are rounded to bfloat16.
+    `lossy`: F16 or F32 if experts stored so are rounded to bfloat16. `notes`: what is left out.
     """
 
     items: list[Dense | Experts] = field(default_factory=list)
     lossy: str | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 def make_plan(
@@ -118,7 +119,7 @@ def make_plan(
                 exact = any(f".{part}." in f".{name}." for part in strict)
                 target = torch.float32 if exact else dtype
                 plan.items.append(_dense(name, source, tensor, target, checkpoint))
-    names.finish()
+    plan.notes = names.finish()
     return plan
 
 

@@ -12,6 +12,7 @@ from pykernels.quant import Biases, Weight, get_format
 
 from ..modules.moe import FusedMoE
 from .ahead import ahead
+from .floats import floats
 from .gguf.types import as_weight
 from .matrix import Matrix
 from .plan import Dense, Experts
@@ -31,7 +32,7 @@ def matrix(checkpoint: Checkpoint, source: Matrix, dtype: torch.dtype) -> torch.
     Raises `PykernelsError` for NaN or infinite values or scales.
     """
     if source.fmt is None:
-        return source.of(checkpoint.read(source.data)).to(dtype)
+        return source.of(floats(checkpoint, source.data)).to(dtype)
     fmt, weight = get_format(source.fmt), stored_weight(checkpoint, source)
     N, K = source.shape
     fmt.check(weight, N, K, source.data.name)

@@ -39,6 +39,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 _MAX_HEADER = 100_000_000  # the specification's own limit
+_LONGEST = 255  # bytes of a file's name
 _READ = 1 << 30  # bytes a `pread`: Linux moves at most 2 GiB - 4 KiB in one call
 _AGAIN = "Download the checkpoint again"
 
@@ -158,7 +159,7 @@ class Checkpoint:
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in `file`; `PykernelsError` if it is missing, unreadable or no object."""
     try:
-        value = json.loads(file.read_bytes())
+        value = json.loads(file.read_bytes(), parse_constant=_constant)
     except FileNotFoundError:
         raise PykernelsError(
             f"{file} is missing", "Give the folder of a Hugging Face checkpoint"
@@ -170,6 +171,13 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise PykernelsError(f"{file} holds no JSON object", _AGAIN)
     return value
+
+
+def _constant(word: str) -> float:
+    """What Python takes for a number in JSON and the specification does not: infinities alone."""
+    if word == "NaN":
+        raise ValueError("it holds NaN")
+    return float(word)
 
 
 def _single(folder: Path) -> dict[str, TensorInfo]:
@@ -198,9 +206,11 @@ def _indexed(folder: Path) -> dict[str, TensorInfo]:
         raise PykernelsError(f"{folder / INDEX} has a weight_map of other than file names", _AGAIN)
     shards = sorted(set(weight_map.values()))
     for shard in shards:
-        if Path(shard).name != shard:
+        whole = shard and Path(shard).name == shard and shard.isprintable()
+        if not whole or len(shard.encode()) > _LONGEST:
             raise PykernelsError(
-                f"{folder / INDEX} names a file outside its folder: {shard}", _AGAIN
+                f"{folder / INDEX} names a file that cannot be in its folder: {shard[:60]!r}",
+                _AGAIN,
             )
     if absent := [shard for shard in shards if not (folder / shard).is_file()]:
         raise PykernelsError(
@@ -211,7 +221,7 @@ def _indexed(folder: Path) -> dict[str, TensorInfo]:
     if lost := [name for name, shard in weight_map.items() if name not in headers[shard]]:
         raise PykernelsError(
             f"{folder / INDEX} names {len(lost)} tensors that their shard does not hold, "
-            f"the first is {lost[0]} in {weight_map[lost[0]]}",
+            f"the first is {lost[0][:200]} in {weight_map[lost[0]]}",
             "Download the index and the shards again, from one revision",
         )
     return {name: headers[shard][name] for name, shard in weight_map.items()}

@@ -142,6 +142,7 @@ def _settings_of(
     config: GenerationConfig, ends: Sequence[int], vocab_size: int, text: bool
 ) -> EngineSettings:
     values = {name: value for name, value in vars(config).items() if value is not None}
+    _check_kinds(values)
     fields = {name: values[name] for name in _SAME_NAME if name in values}
     fields |= {ours: values[name] for name, ours in _OTHER_NAME.items() if name in values}
     not_done = _changed(values, _NOT_DONE)
@@ -161,6 +162,20 @@ def _settings_of(
         values.get("min_length") if "min_new_tokens" not in values else None,
         not_done | longer,
     )
+
+
+def _check_kinds(values: dict[str, Any]) -> None:
+    """Raises PykernelsError for what is used here and not as a field, which checks itself."""
+    if not isinstance(values.get("do_sample", True), bool):
+        raise _wrong("do_sample", values["do_sample"], "true or false")
+    for name in ("max_length", "min_length"):
+        value = values.get(name, 0)
+        if type(value) is not int or value < 0:
+            raise _wrong(name, value, "a number of tokens")
+
+
+def _wrong(name: str, value: Any, wanted: str) -> PykernelsError:
+    return PykernelsError(f"{name}={str(value)[:40]} cannot be used", f"Give {wanted}")
 
 
 COMMAND_LINE = {"temperature": 0.8, "top_p": 0.95, "top_k": 0}

@@ -20,8 +20,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from pykernels.errors import PykernelsError
 
 from ..checkpoint.gguf.pretokenizers import SPLITS
-from ..checkpoint.merges import merges_of
 from ..checkpoint.safetensors import read_json
+from .merges import merges_of
 
 FILE = "tiktoken.model"
 _CLASS = "TikTokenTokenizer"

@@ -85,6 +85,12 @@ def words(codes: torch.Tensor, order: tuple[int, ...] = IN_ORDER) -> torch.Tenso
     found = torch.zeros(eights.shape[:2], dtype=torch.int64)
     for i, j in enumerate(order):
         found |= eights[..., j] << 4 * i
+    return signed(found)
+
+
+def signed(found: torch.Tensor) -> torch.Tensor:
+    """The lowest 32 bits of an int64, as int32."""
+    found = found & (1 << 32) - 1
     return torch.where(found >= 1 << 31, found - (1 << 32), found).to(torch.int32)
 
 
@@ -97,24 +103,26 @@ def codes(found: torch.Tensor, order: tuple[int, ...] = IN_ORDER) -> torch.Tenso
 
 
 def less(scheme: str) -> int:
-    """What the zero points of a scheme are stored without."""
-    return int(scheme.startswith("gptq") and scheme != "gptq_v2")
+    """What GPTQModel subtracts of each word of a scheme's zero points, and adds to read it."""
+    return 0x11111111 if scheme.startswith("gptq") and scheme != "gptq_v2" else 0
 
 
 def zero_points(base: str, matrix: torch.Tensor, scheme: str) -> dict[str, torch.Tensor]:
-    """AWQ's or GPTQ's tensors of a linear called `base`."""
-    (N, K), group, least = matrix.shape, ZEROS[scheme], less(scheme)
+    """AWQ's or GPTQ's tensors of a linear called `base`: a first group of outputs with the zero
+    points 0 to 15 in turns, the others with those that fit."""
+    (N, K), group = matrix.shape, ZEROS[scheme]
     groups = matrix.view(N, K // group, group)
     low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
     scale = ((high - low) / 15).half()
-    zero = (-low / scale.float()).round().clamp(least, 15 + least)
+    zero = (-low / scale.float()).round().clamp(0, 15)
+    zero[:, 0] = torch.arange(N) % 16
     q = (groups / scale.float()[..., None]).round() + zero[..., None]
     q = q.clamp(0, 15).view(N, K)
     tensors = {f"{base}.scales": scale.T.contiguous()}
     if scheme.startswith("awq"):
         tensors[f"{base}.qzeros"] = words(zero.T, AWQ_ORDER)
         return tensors | {f"{base}.qweight": words(q.T, AWQ_ORDER)}
-    tensors[f"{base}.qzeros"] = words(zero.T - least)
+    tensors[f"{base}.qzeros"] = signed(words(zero.T).long() - less(scheme))
     tensors[f"{base}.g_idx"] = (torch.arange(K) // group).to(torch.int32)
     return tensors | {f"{base}.qweight": words(q).T.contiguous()}
 
@@ -123,7 +131,7 @@ def zero_point_value(stored: dict[str, torch.Tensor], base: str, scheme: str) ->
     """What they stand for, in float32 [N, K]."""
     scale, q = stored[f"{base}.scales"].float(), stored[f"{base}.qweight"]
     order = AWQ_ORDER if scheme.startswith("awq") else IN_ORDER
-    zero = codes(stored[f"{base}.qzeros"], order) + less(scheme)  # [groups, N]
+    zero = codes(stored[f"{base}.qzeros"].long() + less(scheme), order)  # [groups, N]
     of_inputs = codes(q, order) if scheme.startswith("awq") else codes(q.T).T  # [K, N]
     each = len(of_inputs) // len(scale)
     step, middle = (part.repeat_interleave(each, dim=0) for part in (scale, zero))

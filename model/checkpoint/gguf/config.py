@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pykernels.errors import PykernelsError
 
+from ..floats import floats
 from ..safetensors import Part
 from . import hyperparameters
 from .families import FAMILIES, Config
@@ -36,17 +37,15 @@ def config_of(checkpoint: GGUF) -> Config:
     tensors = checkpoint.tensors
     if "token_embd.weight" not in tensors:
         raise PykernelsError(f"{checkpoint.path} has no token_embd.weight", "Download it again")
-    heads, hidden = meta.count("attention.head_count"), meta.count("embedding_length")
-    if not heads:
-        raise meta.wrong("attention.head_count", heads)
+    heads, hidden = meta.size("attention.head_count"), meta.size("embedding_length")
     config: Config = {
         "dtype": "bfloat16",
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": meta.count("block_count"),
+        "num_hidden_layers": meta.size("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.count("attention.head_count_kv", heads),
-        "max_position_embeddings": meta.count("context_length"),
+        "num_key_value_heads": meta.size("attention.head_count_kv", heads),
+        "max_position_embeddings": meta.size("context_length"),
         "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": False,
@@ -54,6 +53,8 @@ def config_of(checkpoint: GGUF) -> Config:
         **rope(meta, _frequency_factors(checkpoint, hidden // heads)),
     }
     if extra := meta.count("nextn_predict_layers", 0):
+        if extra >= config["num_hidden_layers"]:
+            raise meta.wrong("nextn_predict_layers", extra)
         config["num_hidden_layers"] -= extra
         config["num_nextn_predict_layers"] = extra
     if meta.has("feed_forward_length"):
@@ -66,7 +67,7 @@ def config_of(checkpoint: GGUF) -> Config:
 def _head_dim(meta: Metadata, default: int) -> int:
     """Numbers of a key, and of a value. Raises `PykernelsError` where llama.cpp's forward does not
     run either: with values of another size, or keys that are turned in part."""
-    size: int = meta.count("attention.key_length", default)
+    size: int = meta.size("attention.key_length", default)
     if (value := meta.count("attention.value_length", size)) != size:
         raise meta.unsupported("attention.value_length", value, f"the keys' {size}")
     turned = meta.count("rope.dimension_count", size)
@@ -94,5 +95,5 @@ def _frequency_factors(checkpoint: GGUF, head: int) -> list[float] | None:
             f" needs F32 [{turned // 2}]",
             checkpoint.mismatch,
         )
-    factors: list[float] = checkpoint.read(Part("rope_freqs.weight")).flatten().tolist()
+    factors: list[float] = floats(checkpoint, Part("rope_freqs.weight")).flatten().tolist()
     return factors

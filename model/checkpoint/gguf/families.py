@@ -23,7 +23,7 @@ def _llama(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
     return {
         "model_type": "mixtral",
         "num_local_experts": meta.count("expert_count"),
-        "num_experts_per_tok": meta.count("expert_used_count"),
+        "num_experts_per_tok": meta.size("expert_used_count"),
         "sliding_window": None,
     }
 
@@ -31,8 +31,8 @@ def _llama(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
 def _qwen(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
     return {
         "model_type": "qwen3_moe",
-        "num_experts": meta.count("expert_count"),
-        "num_experts_per_tok": meta.count("expert_used_count"),
+        "num_experts": meta.size("expert_count"),
+        "num_experts_per_tok": meta.size("expert_used_count"),
         "moe_intermediate_size": _expert_size(meta),
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
@@ -47,7 +47,7 @@ def _qwen2(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
         "norm_topk_prob": False,
         "qkv_bias": False,
         "shared_expert_intermediate_size": (
-            meta.count("expert_shared_feed_forward_length", 0) or meta.count("feed_forward_length")
+            meta.count("expert_shared_feed_forward_length", 0) or meta.size("feed_forward_length")
         ),
     }
 
@@ -56,7 +56,7 @@ def _expert_size(meta: Metadata) -> int:
     """Numbers between an expert's matrices; where they are not stored, all chosen experts together
     have those of a dense layer."""
     stored: int = meta.count("expert_feed_forward_length", 0)
-    return stored or meta.count("feed_forward_length") // max(1, meta.count("expert_used_count"))
+    return stored or meta.size("feed_forward_length") // meta.size("expert_used_count")
 
 
 def _routed(meta: Metadata) -> Config:
@@ -66,9 +66,9 @@ def _routed(meta: Metadata) -> Config:
     if groups > 1 and not open_groups:
         raise meta.wrong("expert_group_used_count", open_groups)
     return {
-        "n_routed_experts": meta.count("expert_count"),
+        "n_routed_experts": meta.size("expert_count"),
         "n_shared_experts": meta.count("expert_shared_count", 0),
-        "num_experts_per_tok": meta.count("expert_used_count"),
+        "num_experts_per_tok": meta.size("expert_used_count"),
         "moe_intermediate_size": _expert_size(meta),
         "first_k_dense_replace": meta.count("leading_dense_block_count", 0),
         # 0 stands for 1, not scaled.
@@ -82,9 +82,11 @@ def _routed(meta: Metadata) -> Config:
 def _deepseek2(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
     """V2 by softmax, V3, R1 and Kimi-K2 by sigmoid. With ``*_mla`` keys the cache's own sizes stand
     under the plain ones."""
-    rotary = meta.count("rope.dimension_count")
-    key = meta.count("attention.key_length_mla", 0) or meta.count("attention.key_length")
-    value = meta.count("attention.value_length_mla", 0) or meta.count("attention.value_length")
+    rotary = meta.size("rope.dimension_count")
+    key = meta.count("attention.key_length_mla", 0) or meta.size("attention.key_length")
+    value = meta.count("attention.value_length_mla", 0) or meta.size("attention.value_length")
+    if rotary >= key:
+        raise meta.wrong("rope.dimension_count", rotary)
     routed, kind = _routed(meta), "deepseek_v3"
     if _gating(meta, config) == SOFTMAX:
         if routed["norm_topk_prob"]:
@@ -98,7 +100,7 @@ def _deepseek2(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
         "model_type": kind,
         "num_key_value_heads": config["num_attention_heads"],
         "q_lora_rank": None if whole else meta.count("attention.q_lora_rank", 0) or None,
-        "kv_lora_rank": meta.count("attention.kv_lora_rank"),
+        "kv_lora_rank": meta.size("attention.kv_lora_rank"),
         "qk_rope_head_dim": rotary,
         "qk_nope_head_dim": key - rotary,
         "v_head_dim": value,
@@ -131,16 +133,14 @@ def _dots(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
 
 
 def _gpt_oss(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
-    window = meta.count("attention.sliding_window")
-    if not window:
-        raise meta.wrong("attention.sliding_window", window)
+    window = meta.size("attention.sliding_window")
     period = meta.count("attention.sliding_window_pattern", 2)
     windowed = [not period or i % period < period - 1 for i in range(config["num_hidden_layers"])]
     return {
         "model_type": "gpt_oss",
-        "num_local_experts": meta.count("expert_count"),
-        "num_experts_per_tok": meta.count("expert_used_count"),
-        "intermediate_size": meta.count("expert_feed_forward_length"),
+        "num_local_experts": meta.size("expert_count"),
+        "num_experts_per_tok": meta.size("expert_used_count"),
+        "intermediate_size": meta.size("expert_feed_forward_length"),
         "sliding_window": window,
         "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
         "attention_bias": True,
@@ -151,8 +151,8 @@ def _gpt_oss(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
 def _olmoe(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
     return {
         "model_type": "olmoe",
-        "num_experts": meta.count("expert_count"),
-        "num_experts_per_tok": meta.count("expert_used_count"),
+        "num_experts": meta.size("expert_count"),
+        "num_experts_per_tok": meta.size("expert_used_count"),
         "clip_qkv": meta.number("attention.clamp_kqv", 0.0) or None,
         "norm_topk_prob": False,
     }
@@ -162,9 +162,9 @@ def _ernie(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
     every = meta.count("interleave_moe_layer_step", 1) or 1
     return {
         "model_type": "ernie4_5_moe",
-        "moe_num_experts": meta.count("expert_count"),
-        "moe_k": meta.count("expert_used_count"),
-        "moe_intermediate_size": meta.count("expert_feed_forward_length"),
+        "moe_num_experts": meta.size("expert_count"),
+        "moe_k": meta.size("expert_used_count"),
+        "moe_intermediate_size": meta.size("expert_feed_forward_length"),
         "moe_num_shared_experts": meta.count("expert_shared_count", 0),
         "moe_layer_start_index": meta.count("leading_dense_block_count", 0),
         "moe_layer_end_index": config["num_hidden_layers"] - 1,
@@ -176,10 +176,10 @@ def _ernie(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
 def _minimax(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
     return {
         "model_type": "minimax_m2",
-        "num_local_experts": meta.count("expert_count"),
-        "num_experts_per_tok": meta.count("expert_used_count"),
-        "intermediate_size": meta.count("expert_feed_forward_length"),
-        "rotary_dim": meta.count("rope.dimension_count"),
+        "num_local_experts": meta.size("expert_count"),
+        "num_experts_per_tok": meta.size("expert_used_count"),
+        "intermediate_size": meta.size("expert_feed_forward_length"),
+        "rotary_dim": meta.size("rope.dimension_count"),
     }
 
 

@@ -37,6 +37,13 @@ class Metadata:
             raise self.wrong(key, value)
         return value
 
+    def size(self, key: str, default: Any = _ABSENT) -> Any:
+        """A whole number from 1 on."""
+        found = self.count(key, default)
+        if found == 0:
+            raise self.wrong(key, found)
+        return found
+
     def number(self, key: str, default: Any = _ABSENT) -> Any:
         """A finite number."""
         value = self._get(key, default)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from pykernels.errors import PykernelsError
 
-from ..merges import merges_of
+from ...text.merges import merges_of
 from .files import GGUF
 from .pretokenizers import BOS_FIRST, SPLITS, WHOLE_WORDS_FIRST
 from .vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, Vocabulary

@@ -3,8 +3,8 @@
 These weights are read: symmetric 4-bit integers with a scale per group of 32 or 128 inputs (format
 "pack-quantized": Kimi-K2-Thinking's) or per output, 8-bit integers with a scale per output or per
 tensor ("int-quantized", W8A8), and E4M3 with a scale per tensor, output or 128 x 128 block
-("float-quantized"). The checkpoint's quantization of activations is ignored: they stay bf16 unless
-the caller asks for int8.
+("float-quantized"). The checkpoint's quantization of activations and of the KV cache is ignored:
+activations stay bf16 unless the caller asks for int8, and so does the cache but for FP8.
 
 A module is quantized if its stored tensors are. The lists in the config are not read, nor its
 ``quantization_status``: some writers leave "frozen" (calibrated) there after they have compressed.
@@ -16,7 +16,8 @@ A module is quantized if its stored tensors are. The lists in the config are not
 ``X.weight_shape``           integers [2]: N, K
 ``X.weight`` F8_E4M3         with ``X.weight_scale`` float [N, 1], [1] or [N / 128, K / 128]
 ``X.weight`` I8              with ``X.weight_scale`` float [N, 1] or [1]
-``X.input_scale``            of static activations; ignored
+``X.input_scale``, ...       of static activations, ``X.input_zero_point`` too; ignored
+``X.k_scale``, ``X.v_scale``  of a `kv_cache_scheme`; ignored
 ===========================  ==================================================================
 
 Source: github.com/vllm-project/compressed-tensors, ``compressors/pack_quantized`` and
@@ -36,7 +37,17 @@ from pykernels.quant.gguf import Blocks, Blocks32
 
 from .words import unpack_nibbles
 
-IGNORED = r"\.input_scale$"
+IGNORED = {
+    r"\.(input|output)_(scale|zero_point)$": (
+        "the checkpoint's static scales of activations are left out: where a rule quantizes"
+        " activations, each token has a scale of its own"
+    ),
+    r"\.[qkv]_(scale|zero_point)$": (
+        "the checkpoint's scales for keys and values in FP8 are left out: they are kept in"
+        " bfloat16, and with kv_dtype fp8 they have scales of their own"
+    ),
+}
+"""Tensors that are not read, and the note that says so."""
 HINT = (
     "Get the checkpoint in bf16, in FP8 with 128x128 blocks as DeepSeek's are, in AWQ, in GPTQ, or "
     "in compressed-tensors' symmetric int4 (groups of 32 or 128, or a scale an output), int8 or FP8"
@@ -81,7 +92,6 @@ def check_config(config: dict[str, Any], folder: Path) -> None:
             )
 
     need("quantization_status", config.get("quantization_status"), ("compressed", "frozen", None))
-    need("kv_cache_scheme", config.get("kv_cache_scheme"), (None, {}))
     need("transform_config", config.get("transform_config"), (None, {}))
     sparsity = config.get("sparsity_config") or {"format": "dense"}
     dense = isinstance(sparsity, dict) and sparsity.get("format") == "dense"

@@ -7,6 +7,8 @@ that loses nothing.
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from pykernels.errors import PykernelsError
@@ -54,7 +56,8 @@ def find(names: Lookup, base: str, shape: tuple[int, ...]) -> Matrix | None:
     if not groups or K % groups or K // groups % 32:
         raise PykernelsError(f"{scale.name} has {groups} groups for {K} inputs", HINT)
     fmt = "int4-zp" if K // groups % 128 else "int4-zp-g128"
-    found = Matrix(data, shape, scale, fmt, zero, order, layout)
+    symmetric = layout != "awq" and gptq.is_symmetric(names.quantization)
+    found = Matrix(data, shape, scale, fmt, zero, order, layout, symmetric)
     if names.quantization.get("desc_act"):  # if not, it is checked when it is read
         _check_order(checkpoint, found, groups)
     return found
@@ -74,7 +77,10 @@ def read(checkpoint: Checkpoint, source: Matrix) -> Weight:
     if source.layout == "awq":
         codes, zero = awq.codes(words), awq.zeros(points)
     else:
-        codes, zero = gptq.codes(words), gptq.zeros(points, source.layout == "gptq")
+        codes = gptq.codes(words)
+        zero, layout = gptq.zeros(points, source.layout, source.symmetric)
+        if layout != source.layout:
+            _tell(checkpoint, source.layout, layout)
     halves = scale.to(torch.float16)
     if not torch.equal(halves.float(), scale.float()):
         raise PykernelsError(
@@ -86,6 +92,14 @@ def read(checkpoint: Checkpoint, source: Matrix) -> Weight:
     width = 32 if source.fmt == "int4-zp" else 128
     both = both.repeat_interleave(K // groups // width, dim=1)
     return Weight(codes, both.reshape(len(codes), -1))
+
+
+def _tell(checkpoint: Checkpoint, said: str, found: str) -> None:
+    warnings.warn(
+        f"{checkpoint.folder} says that its zero points are stored as in {said}, and those of its"
+        f" symmetric weights are as in {found}: they are read so",
+        stacklevel=2,
+    )
 
 
 def _layout(names: Lookup) -> str:
@@ -103,11 +117,3 @@ def _layout(names: Lookup) -> str:
 def _check_order(checkpoint: Checkpoint, source: Matrix, groups: int) -> None:
     if source.order is not None:
         gptq.check_order(checkpoint.read(source.order), groups, source.data.name)
-
-
-def is_zero_bias(names: Lookup, key: str) -> bool:
-    """Whether a stored tensor that no module takes is the bias of zeros of such a matrix."""
-    base = key.removesuffix(".bias")
-    if base == key or f"{base}.qweight" not in names.stored:
-        return False
-    return not names.checkpoint.read(Part(names.stored[key])).any()

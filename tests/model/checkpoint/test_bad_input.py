@@ -109,6 +109,34 @@ def test_fp8_values_and_scales_that_are_nan(own: Own, kind: str, part: str, rule
 
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+FLOATS = [
+    NORM,
+    EMBEDDING,
+    "model.layers.1.mlp.gate.weight",
+    "model.layers.1.mlp.experts.3.up_proj.weight",
+    "model.layers.0.self_attn.q_proj.bias",
+    O_PROJ,
+]
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_floats_that_are_nan_or_infinite(own: Own, name: str) -> None:
+    folder = own("qwen2_moe", shards=1)
+    change_tensors(folder, lambda t: t[name].view(-1)[5].fill_(torch.nan))
+    refused(f"{name} holds NaN. Check the checkpoint", folder)
+    change_tensors(folder, lambda t: t[name].view(-1)[5].fill_(-torch.inf))
+    with pytest.raises(PykernelsError, match=f"{name} holds infinities. Check the checkpoint"):
+        model.load_engine(folder, threads=1)
+
+
+def test_a_bias_that_takes_an_expert_out(own: Own) -> None:
+    """-inf beside a score is no mistake."""
+    folder, name = own("deepseek_v3", shards=1), "model.layers.1.mlp.gate.e_score_correction_bias"
+    change_tensors(folder, lambda t: t[name][3].fill_(-torch.inf))
+    lm = model.from_pretrained(folder, rules=[])
+    assert lm.get_buffer(name)[3] == -torch.inf
+
+
 TIES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "another tensor": (lambda e: -e, f"config ties {HEAD} to .*, the checkpoint stores two diff"),
     "NaN": (lambda e: e.fill_(torch.nan).clone(), f"{HEAD} holds NaN. Download the checkpoint"),
@@ -131,17 +159,23 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "eetq"}}, "quantized with quant_method 'eetq'"),
     ({"quantization_config": {**FP8, "activation_scheme": "static"}}, "activation_scheme 'static'"),
     ({"quantization_config": {**FP8, "weight_block_size": [64, 64]}}, r"weight_block_size \[64"),
+    ({"quantization_config": {"quant_method": ["fp8"]}}, r"quantized with quant_method \['fp8'\]"),
     ({"quantization_config": "yes"}, "with quant_method 'yes'"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu'. no kernel has: it is silu"),
     ({"n_group": 3}, r"of 3 groups \(n_group\), which cannot be"),
     ({"topk_group": 5}, r"5 \(topk_group\) of 4 groups"),
     ({"topk_group": 1}, "token to 3 of 8 experts, in 1 "),
     ({"num_nextn_predict_layers": 10**9}, "has 1000000000 num_nextn_predict_layers beside 3 lay"),
+    ({"max_position_embeddings": 0}, "max_position_embeddings 0, which no model runs with"),
+    ({"num_hidden_layers": 10**30}, r"num_hidden_layers 10{30}, which no model runs with"),
+    ({"n_routed_experts": 10**9}, "n_routed_experts 1000000000, which no model runs with"),
+    ({"rms_norm_eps": float("nan")}, "config.json is not valid JSON: it holds NaN"),
     ({"hidden_size": "big"}, "is no valid deepseek_v3 configuration"),
     ({"num_key_value_heads": 1}, "num_key_value_heads 1, which no .* Set it to 4, as the heads"),
     ({"return_dict": False}, "return_dict False, .* Set it to true"),
     ({"is_encoder_decoder": True}, "is_encoder_decoder True, .* Set it to false"),
     ({"eos_token_id": []}, r"eos_token_id \[\], .* or null for none"),
+    ({"eos_token_id": ["x"]}, r"eos_token_id \['x'\], .*null|no valid deepseek_v3"),
     ({"dtype": "int8"}, "dtype .*int8 cannot be used|no valid deepseek_v3"),
 ]
 # fmt: on
@@ -168,7 +202,14 @@ FILES: list[tuple[str, str | None, str]] = [
     ("config.json", '{"model_type": ', "config.json is not valid JSON"),
     (GENERATION, "{", "generation_config.json is not valid JSON"),
     (GENERATION, '{"max_new_tokens": -1}', "no valid generation config: .*max_new_tokens"),
-    (GENERATION, '{"eos_token_id": []}', r"generation_config.json has the eos_token_id \[\], "),
+    *(
+        (
+            GENERATION,
+            f'{{"eos_token_id": {value}}}',
+            r"generation_config.json has the eos_token_id ",
+        )
+        for value in ("[]", '"x"', '{"a": 1}', '["x"]', "1.5", "true")
+    ),
 ]
 
 

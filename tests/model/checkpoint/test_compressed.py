@@ -77,7 +77,6 @@ CONFIGS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("block", {"block_structure": [64, 64]}, {}, r"block_structure \[64, 64\]"),
     ("int4", {}, {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
     ("int4", {}, {"quantization_status": "initialized"}, "quantization_status 'initialized'"),
-    ("int4", {}, {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
     ("int4", {}, {"transform_config": {"R1": 1}}, "transform_config"),
     ("int4", {}, {"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
     ("int4", {}, {"config_groups": {}}, "config_groups {}"),
@@ -142,7 +141,7 @@ TENSORS: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
     "one expert in other groups": (
         "int4", put(SCALE, torch.ones(128, 2).bfloat16()), "are partly int4 and partly int4-g128"),
     "zero points": (
-        "int4", put(f"{EXPERT}_zero_point", torch.zeros(1)), f"no place for: {EXPERT}_zero_point"),
+        "int4", put(f"{EXPERT}_zero_point", torch.ones(1)), f"no place for: {EXPERT}_zero_point"),
 }
 # fmt: on
 
@@ -155,11 +154,33 @@ def test_wrong_tensors(own: Own, monkeypatch: pytest.MonkeyPatch, name: str) -> 
     read = Checkpoint.read
 
     def only_shapes(files: Checkpoint, part: Part) -> torch.Tensor:
-        assert part.name.endswith("_shape"), "something was loaded"
+        assert part.name.endswith(("_shape", "_zero_point")), "something was loaded"
         return read(files, part)
 
     monkeypatch.setattr(Checkpoint, "read", only_shapes)
     refused(message, folder)
+
+
+KV_FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+def test_scales_of_what_stays_bfloat16_are_left_out(own: Own) -> None:
+    """As llm-compressor stores static activations, and keys and values in FP8."""
+    folder = own("deepseek_v3", **options("tensor"))
+    want = model.from_pretrained(folder, rules=[]).get_parameter(DENSE)
+    attention, layer = "model.layers.0.self_attn", DENSE.removesuffix(".weight")
+    extra = [f"{attention}.k_scale", f"{attention}.v_scale", f"{layer}.input_zero_point"]
+    extra.append(f"{layer}.weight_zero_point")  # of symmetric weights
+    change_tensors(folder, lambda t: t.update({name: torch.zeros(1) for name in extra}))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = KV_FP8
+    (folder / "config.json").write_text(json.dumps(config))
+    with (
+        pytest.warns(UserWarning, match="static scales of activations are left out"),
+        pytest.warns(UserWarning, match="scales for keys and values in FP8 are left out"),
+    ):
+        got = model.from_pretrained(folder, rules=[]).get_parameter(DENSE)
+    assert torch.equal(got, want)
 
 
 def test_int4_scales_per_output_are_any_floats(own: Own) -> None:

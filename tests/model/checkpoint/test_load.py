@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import model
 from model.checkpoint.config import resolve_dtype
@@ -153,6 +153,19 @@ def test_what_save_pretrained_writes_can_be_loaded(
         warnings.simplefilter("error")
         rules = [fused_moe("Qwen3MoeSparseMoeBlock", format="int8")]
         model.from_pretrained(tmp_path, rules=rules)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_what_a_base_model_saves_can_be_loaded(
+    checkpoint: Checkpoints, ids: torch.Tensor, tmp_path: Path, architecture: str
+) -> None:
+    """Without the "model." of models with a head, in shards; transformers puts it there."""
+    base = checkpoint(architecture, tie_word_embeddings=True).reference.model
+    base.save_pretrained(tmp_path, max_shard_size="40KB")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    lm = model.from_pretrained(tmp_path, rules=[])
+    assert type(lm) is type(theirs)
+    assert torch.equal(logits(lm, ids), logits(theirs, ids))
 
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -149,7 +149,10 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
         "names 1 tensors that their shard does not hold, the first is model.new"),
     "file elsewhere": (
         of_index(lambda m: m.update({"lm_head.weight": "../model.safetensors"})),
-        "names a file outside its folder: ../model.safetensors"),
+        "names a file that cannot be in its folder: '../model.safetensors'"),
+    "a long name": (
+        of_index(lambda m: m.update({"lm_head.weight": "m" * 3000})),
+        r"names a file that cannot be in its folder: 'm{60}'\. Download"),
     "index of numbers": (
         of_index(lambda m: m.update({"lm_head.weight": [1]})),
         "has a weight_map of other than file names"),

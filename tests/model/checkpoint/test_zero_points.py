@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,12 @@ def test_values_are_those_of_the_file(checkpoint: Checkpoints, scheme: str) -> N
         assert torch.equal(routed.weights.fmt.dequantize(weight), value)
 
 
+def change_quantization(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= values
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def test_dense_matrices_stay_packed(
     checkpoint: Checkpoints,
 ) -> None:
@@ -60,6 +67,26 @@ def test_dense_matrices_stay_packed(
     program = meta_decoder(made.path).lower(8, 8, 8, 1, 1)
     [matrix] = [w for w in program.weights.values() if DENSE in {part.name for part in w.parts}]
     assert matrix.fmt == "int4-zp"
+
+
+@pytest.mark.parametrize("label", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("kept", [7, 8])
+def test_symmetric_zero_points_are_8_under_either_label(own: Own, label: str, kept: int) -> None:
+    """ "gptq" stores 7 and "gptq_v2" 8; some writers say the one beside the other."""
+    folder = own("deepseek_v3", **options("gptq"))
+    change_quantization(folder, sym=True, checkpoint_format=label)
+    points = tiny_quantized.words(torch.full((1, 8), kept))
+    stored = change_tensors(
+        folder, lambda t: [t[name].fill_(points.item()) for name in t if name.endswith(".qzeros")]
+    )
+    with warnings.catch_warnings(record=True) as told:
+        got = model.from_pretrained(folder, rules=[], dtype="float32").get_parameter(DENSE)
+    base = DENSE.removesuffix(".weight")
+    scale, q = stored[f"{base}.scales"].float(), tiny_quantized.codes(stored[f"{base}.qweight"].T)
+    assert torch.equal(got, scale.T.repeat_interleave(32, dim=1) * (q - 8))
+    assert any(str(one.message).startswith(str(folder)) for one in told) == (
+        (label, kept) in (("gptq", 8), ("gptq_v2", 7))
+    )
 
 
 def permuted(tensors: dict[str, torch.Tensor]) -> None:
@@ -94,14 +121,19 @@ def test_refused_by_name(own: Own, scheme: str, spoil: Any, told: str) -> None:
     [
         ({"bits": 8}, "GPTQ with bits 8"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        ({"dynamic": {"+:.*up_proj": {"bits": 8}}}, "dynamic {'"),
     ],
 )
 def test_configs_that_are_not_read(own: Own, change: dict[str, Any], told: str) -> None:
     folder = own("deepseek_v3", **options("gptq"))
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] |= change
-    (folder / "config.json").write_text(json.dumps(config))
+    change_quantization(folder, **change)
     refused(told, folder)
+
+
+def test_modules_that_are_left_out(own: Own) -> None:
+    folder = own("deepseek_v3", **options("gptq"))
+    change_quantization(folder, dynamic={"-:.*gate": {}})
+    meta_decoder(folder)
 
 
 def test_biases_of_zeros_are_left_out(own: Own) -> None:
@@ -118,7 +150,7 @@ def test_gpt_oss_experts_are_its_gate_and_up_rows(tmp_path: Path) -> None:
     stored = {}
     for name, N, K in (("gate_up_proj", 2 * I, H), ("down_proj", H, I)):
         stored[f"{block}.{name}_blocks"] = torch.randint(0, 256, (E, N, K // 32, 16)).byte()
-        stored[f"{block}.{name}_scales"] = torch.randint(110, 130, (E, N, K // 32)).byte()
+        stored[f"{block}.{name}_scales"] = torch.randint(0, 252, (E, N, K // 32)).byte()
     save_file(stored, tmp_path / "model.safetensors")
     fmt = get_format("mxfp4")
     with Checkpoint(tmp_path) as files:

@@ -158,8 +158,10 @@ def test_settings_that_need_no_model() -> None:
     }
     with pytest.raises(PykernelsError, match="config has repetition_penalty=0 cannot be"):
         of(repetition_penalty=0)
-    for values in ({"bad_words_ids": [1]}, {"max_length": "a"}):
-        with pytest.raises(PykernelsError, match="the generation config cannot be read"):
+    with pytest.raises(PykernelsError, match="the generation config cannot be read"):
+        of(bad_words_ids=[1])
+    for values in ({"max_length": "a"}, {"min_length": -1}, {"do_sample": "no"}):
+        with pytest.raises(PykernelsError, match="the generation config has .* cannot be used"):
             of(**values)
 
 

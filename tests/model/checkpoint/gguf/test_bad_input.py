@@ -39,6 +39,16 @@ def replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
     return lambda data: data.replace(old, new)
 
 
+def nought(key: bytes) -> Callable[[bytes], bytes]:
+    """The value of a key, a number of 4 bytes, becomes 0."""
+
+    def change(data: bytes) -> bytes:
+        at = data.index(key) + len(key) + 4
+        return data[:at] + bytes(4) + data[at + 4 :]
+
+    return change
+
+
 def no_kernel(data: bytes) -> bytes:
     """The type of attn_q becomes one of as many bytes that is not read: BF16 to I16."""
     at = data.index(b"blk.0.attn_norm.weight") + len(b"blk.0.attn_norm.weight") + 4 + 8
@@ -56,6 +66,9 @@ def no_kernel(data: bytes) -> bytes:
         "tensors": (lambda data: data[:8] + b"\xff" * 8 + data[16:], "promises"),
         "architecture": (replaced(b"qwen3moe", b"qwen9moe"), "'qwen9moe' of .* is not known"),
         "a key": (replaced(b"e.expert_count", b"e.expert_cuont"), "no qwen3moe.expert_count"),
+        "no layers": (nought(b"qwen3moe.block_count"), "has the qwen3moe.block_count '0', which c"),
+        "no context": (nought(b"qwen3moe.context_length"), "the qwen3moe.context_length '0', whi"),
+        "no choice": (nought(b"qwen3moe.expert_used_count"), "qwen3moe.expert_used_count '0', wh"),
         "a tensor": (replaced(b"blk.0.attn_k.w", b"blk.0.attn_y.w"), "1 tensors are missing"),
         "a type": (no_kernel, "is I32, "),
         "a tokenizer": (replaced(b"gpt-2", b"gpt-x"), "'gpt-x', which is not known"),
@@ -75,7 +88,7 @@ def test_a_type_without_a_kernel(tmp_path: Path) -> None:
     writer.add_tensor("token_embd.weight", np.zeros((4, 84), np.uint8), raw_dtype=Type.Q2_K)
     for name, value in {
         "embedding_length": 256,
-        "block_count": 0,
+        "block_count": 1,
         "attention.head_count": 4,
         "context_length": 64,
         "feed_forward_length": 256,

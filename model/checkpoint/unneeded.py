@@ -1,0 +1,53 @@
+"""Stored tensors that are not loaded: which they are, and what a user is told of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from transformers import PreTrainedModel
+
+from .matrix import Lookup
+from .quantized import compressed_tensors
+from .safetensors import Part
+
+_MATRIX = {".bias": ".qweight", ".weight_zero_point": ".weight_scale"}
+"""Companions that some writers add to a quantized matrix though they are zeros, and the tensor by
+which such a matrix is known."""
+
+
+class Unneeded:
+    """Stored names that no module takes and none misses: the model's own list, old rotary buffers,
+    layers for multi-token prediction, and scales of what is not quantized here."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config
+        patterns = list(model._keys_to_ignore_on_load_unexpected or ())
+        patterns += [r"rotary_emb\.inv_freq$", *compressed_tensors.IGNORED]
+        layers = config.num_hidden_layers
+        extra = getattr(config, "num_nextn_predict_layers", None) or 0
+        patterns += [rf"^model\.layers\.{layers + i}\." for i in range(extra)]
+        self._pattern = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+
+    def __call__(self, names: Lookup, key: str) -> bool:
+        """Whether the stored tensor `key` is one of them."""
+        return bool(self._pattern.search(key)) or _of_zeros(names, key)
+
+
+def notes_of(keys: Iterable[str]) -> list[str]:
+    """A line for each kind of quantization that those stored names ask for and that is left out."""
+    found = list(keys)
+    return [
+        note
+        for pattern, note in compressed_tensors.IGNORED.items()
+        if any(re.search(pattern, key) for key in found)
+    ]
+
+
+def _of_zeros(names: Lookup, key: str) -> bool:
+    """Whether it is such a companion, of zeros: of GPTQ's biases, of symmetric integers."""
+    for suffix, matrix in _MATRIX.items():
+        base = key.removesuffix(suffix)
+        if base != key and f"{base}{matrix}" in names.stored:
+            return not names.checkpoint.read(Part(names.stored[key])).any()
+    return False
