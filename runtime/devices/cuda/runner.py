@@ -4,6 +4,7 @@ they do not fit."""
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -261,7 +262,7 @@ class CudaRunner(PagedRunner):
         own += [self._prompt_step(T, self._share(T)) for T in sizes.split]
         if whole and sizes.streamed:
             self._prepare(inputs)
-            self.prefill_runner = StreamedRunner(self, sizes, self.streaming)
+            self.prefill_runner = StreamedRunner(weakref.proxy(self), sizes, self.streaming)
             self.prefill_runner.bind(self._batch)
             streamed = self.prefill_runner.steps
         else:
@@ -423,7 +424,9 @@ class CudaRunner(PagedRunner):
                 staged = self._staged(program)
                 pin_staged(staged, self.weights, self.layouts(staged), self.pinned)
             self._allocate_caches(program)
-            self._maker = StepMaker(self, inputs, self._sampling, self.sizes, urgent=True)
+            self._maker = StepMaker(
+                weakref.proxy(self), inputs, self._sampling, self.sizes, urgent=True
+            )
 
     @contextmanager
     def enough_memory(self) -> Iterator[None]:
