@@ -21,14 +21,14 @@ from ..workers.fork import refuse_in_child
 from .batch import DeviceLost, Runner
 from .config import EngineConfig
 from .core import Core
-from .delivery import LoopBridge
 from .handle import AsyncRequestHandle, RequestHandle
 from .intake import Intake
-from .loop import Loop
 from .outputs import Chunk, EngineStats, Result
 from .request import Event, Request, Sink
 from .sampling_params import SamplingParams
 from .text import MakeDetokenizer
+from .threads.delivery import LoopBridge
+from .threads.loop import Loop
 
 _DRAIN_POLL_SECONDS = 0.01
 

@@ -13,8 +13,8 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from .batch import DeviceLost
-from .core import Core
+from ..batch import DeviceLost
+from ..core import Core
 
 
 class Loop:
