@@ -24,7 +24,7 @@ from ...machine.pinned import Pinned
 from ...partition import partition
 from ...passes import defer, keep_routing
 from ...passes.gpu_experts import slot_tables
-from ...passes.layers import moe_layers
+from ...passes.layers import check_routed, moe_layers
 from ...placement import CPU, Placement, place
 from ...profiling.kept_rates import kept_rates
 from ...profiling.prefill_rates import Rates, measured_rates
@@ -148,6 +148,7 @@ class CudaRunner(PagedRunner):
             raise PykernelsError(*several_refused("an expert cache"))
         on_cpu = self.placement.experts == CPU
         if options.dual_batch is True and not on_cpu:
+            check_routed(model.lower(1, 1, 1, 1, 1), "dual_batch")
             raise PykernelsError(
                 "dual_batch with the experts on the GPU: there is nothing beside which the other"
                 " lane could run",
