@@ -84,7 +84,8 @@ class Loop:
 
     def _work(self, asked: Callable[[], None], owned: weakref.ref[Core]) -> None:
         """Does what was asked for, then steps until there is no work, or the end has come."""
-        core, error = owned(), None
+        core = owned()
+        error: BaseException | None = None
         if core is None:  # nobody has the engine, and there is nothing to end
             self._stopping = True
             return
