@@ -35,8 +35,9 @@ from .checkpoint.config import read_config, resolve_dtype
 from .checkpoint.gguf import find_gguf
 from .checkpoint.load import warn_of
 from .checkpoint.open import open_checkpoint
+from .checkpoint.packed.begin import begun, is_whole
 from .checkpoint.packed.errors import Errors
-from .checkpoint.packed.manifest import CONVERTING, PACKED, Manifest, identity, parse
+from .checkpoint.packed.manifest import Manifest, identity
 from .checkpoint.packed.mapped import MappedFile, described
 from .checkpoint.packed.verify import header_digest
 from .checkpoint.packed.write import write_file
@@ -109,8 +110,8 @@ def convert(
         threads: that pack; None: one on each physical core.
 
     Raises:
-        PykernelsError: anything wrong with the source, a target that is something else, too little
-            memory or disk.
+        PykernelsError: anything wrong with the source, a target that is something else or that
+            another process writes, too little memory or disk.
     """
     source, target = Path(source), Path(target)
     config = read_config(source)
@@ -136,19 +137,21 @@ def convert(
         )
         sizes = memory.needed_by_engine(plan, model, checkpoint, linears)
         parts = _parts(model, plan, checkpoint, sizes)
-        _begin(target, manifest)
-        left = [part for part in parts if not (target / part.file).is_file()]
-        _check_room(target, left, sizes.step)
-        if has_config:
-            _copy(source, target)
-        else:
-            _save(source, config, target)
-        with WorkerPool(threads) as pool, reporting(progress, "converting") as report:
-            _write(target, parts, left, model, plan, checkpoint, schema, packer(pool), report)
-    files = [target / part.file for part in parts]
-    entries = {f.name: {"bytes": f.stat().st_size, "header": header_digest(f)} for f in files}
-    replace(manifest, files=entries).write(target)
-    return [_row(part.name, MappedFile(target / part.file)) for part in parts]
+        with begun(target, manifest):
+            left = [part for part in parts if not is_whole(target / part.file)]
+            _check_room(target, left, sizes.step)
+            if has_config:
+                _copy(source, target)
+            else:
+                _save(source, config, target)
+            with WorkerPool(threads) as pool, reporting(progress, "converting") as report:
+                _write(target, parts, left, model, plan, checkpoint, schema, packer(pool), report)
+            files = [target / part.file for part in parts]
+            entries = {
+                f.name: {"bytes": f.stat().st_size, "header": header_digest(f)} for f in files
+            }
+            replace(manifest, files=entries).write(target)
+            return [_row(part.name, MappedFile(target / part.file)) for part in parts]
 
 
 def _parts(
@@ -164,33 +167,6 @@ def _parts(
         packed[at] += sizes.by_item[item.name]
     parts = [Part(f"layer-{i:05d}", i, stored[i], packed[i]) for i in range(layers)]
     return [Part("ends", None, stored[layers], packed[layers]), *parts]
-
-
-def _begin(target: Path, manifest: Manifest) -> None:
-    """Makes the folder, or checks that an earlier run did the same work."""
-    (target / f"{CONVERTING}.part").unlink(missing_ok=True)  # killed before it had begun
-    for name in (PACKED, CONVERTING):
-        if (target / name).is_file():
-            if (what := parse(target / name).difference(manifest)) is None:
-                break
-            raise PykernelsError(
-                f"{target} is a packed cache with another {what}",
-                "Delete it, or choose another folder",
-            )
-    else:
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise PykernelsError(
-                f"{target} is there already, and no packed cache", "Choose a folder that is new"
-            )
-        try:
-            target.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise PykernelsError(
-                f"{target} cannot be made: {error.strerror}", "Choose another folder"
-            ) from None
-        manifest.write(target)
-    for rest in target.glob("*.part"):
-        rest.unlink()
 
 
 def _check_room(target: Path, parts: list[Part], step: int) -> None:

@@ -172,10 +172,11 @@ def _gguf_generation_config(path: Path) -> GenerationConfig | None:
 
 
 def _configure_workers(threads: int | None, numa: str | int | None) -> None:
-    """Start the default pool with `threads` and `numa`, unless it already is as asked for."""
+    """Start the default pool with `threads` and `numa`, unless it already is as asked for, and has
+    not stayed with the parent of a forked process."""
     if threads is not None and threads < 1:
         raise PykernelsError(f"{threads} threads were asked for", "Ask for 1 or more")
-    if threads is None and numa is None:
+    if threads is None and numa is None and default_pool().is_here:
         return
     configure_default_pool(threads, numa=AUTO if numa is None else str(numa))
 

@@ -119,7 +119,7 @@ def place(
 
     Args:
         program: any of the model's.
-        experts: one of ``EXPERTS``.
+        experts: one of ``EXPERTS``; of a model that has none, no device waits for the CPU.
         free: bytes of each GPU that weights and caches may take, in the order in which the GPUs
             have layers; ``size``: bytes of a weight there.
         placed: weights that rules place on another device, by name.
@@ -143,7 +143,8 @@ def place(
     fits = experts == "auto" and all(
         whole.nbytes(program, gpu, size, caches) <= room for gpu, room in free.items()
     )
-    return whole if fits or experts == "gpu" else beside(CPU)
+    dense = not any(node.op == "moe_ffn" and node.role == "routed" for node in program.nodes)
+    return whole if fits or dense or experts == "gpu" else beside(CPU)
 
 
 def _dealt(

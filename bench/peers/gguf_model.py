@@ -8,6 +8,7 @@ is no tokenizer in it, only a size of the vocabulary; or, for servers, one of by
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,7 +157,7 @@ def model_file(config: Any, fmt: str, folder: Path, name: str, vocabulary: bool 
     path = folder / f"{name}-{fmt}.gguf"
     if path.exists():
         return path
-    new = path.with_suffix(".new")
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")  # another process may make it, too
     folder.mkdir(parents=True, exist_ok=True)
     try:
         write_model(config, fmt, new, vocabulary)

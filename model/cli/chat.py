@@ -12,6 +12,7 @@ import typer
 
 from pykernels.errors import PykernelsError
 
+from ..standard_streams import argument_text
 from .common import Debug, Kernel, Numa, Threads, command, err, note, read_key
 from .http.remote import Remote
 from .session import (
@@ -84,6 +85,7 @@ def chat(
 ) -> None:
     """Talk with the model, turn by turn; /reset forgets, /exit or Ctrl-D leaves."""
     check_stdin()
+    system = argument_text(system)
     sampling: dict[str, Any] = {
         "temperature": temperature,
         "top_p": top_p,

@@ -123,7 +123,7 @@ def _run(function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None
         what = f"{error.object[error.start : error.end]!r} cannot be written as {error.encoding}"
         raise PykernelsError(what, "Use a UTF-8 locale, or set PYTHONIOENCODING=utf-8") from error
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise PykernelsError(
             f"the output cannot be written: {error.strerror}",

@@ -9,6 +9,7 @@ import typer
 
 from pykernels.errors import PykernelsError
 
+from ..standard_streams import argument_text
 from .common import Debug, Kernel, Numa, Threads, command, err, note
 from .session import (
     CachePolicyName,
@@ -73,6 +74,8 @@ def generate(
     if prompt == "-":
         check_stdin()
         prompt = read_stdin(sys.stdin.read)
+    else:
+        prompt = argument_text(prompt)
     session = Session(
         model,
         rules,

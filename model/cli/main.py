@@ -11,6 +11,7 @@ import typer
 
 from pykernels import __version__
 
+from ..standard_streams import settle_standard_streams
 from . import calibrate, chat, convert, doctor, evaluate, generate, inspect, profile, upcycle
 from .common import Debug, State, out
 from .formats import ListsFormats
@@ -70,6 +71,7 @@ def options(
 
 def main() -> None:
     """Entry point of the console script."""
+    settle_standard_streams()
     if os.environ.get("COLUMNS") == "0":  # a terminal without a size: rich would print nothing
         del os.environ["COLUMNS"]
     app()

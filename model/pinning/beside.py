@@ -16,7 +16,7 @@ from runtime.devices.cuda.streaming.experts import Sizes, streaming_bytes
 from runtime.devices.cuda.weights import gpu_bytes
 from runtime.devices.gpus import Gpus, gpus_of, several_refused
 from runtime.devices.runner import Lowerable
-from runtime.passes.layers import moe_layers
+from runtime.passes.layers import check_routed, moe_layers
 from runtime.placement import CPU, Placement
 from runtime.program import Program
 
@@ -54,6 +54,9 @@ def place_beside(
             experts that stay beside slots for others.
     """
     gpus = gpus_of(device)
+    for option, wanted in (("gpu_experts", asked), ("expert_cache", cache)):
+        if wanted and wanted != "auto":
+            check_routed(model.lower(1, 1, 1, 1, 1), option)
 
     def on_gpus(experts: str) -> Placement:
         found = place_on(gpus, model, sizes[3], experts, placed, by_layer)
@@ -136,6 +139,7 @@ def experts_beside(
     Raises:
         PykernelsError: no routed experts, or none that a GPU computes alike; as ``choose``.
     """
+    check_routed(program, option)
     layers, blocks = dict[str, int](), dict[str, Block]()
     for layer in moe_layers(program):
         node = layer.experts
@@ -150,8 +154,6 @@ def experts_beside(
         layers[name] = node.layer
         gpu = placement.by_layer.get(node.layer, placement.device)
         blocks[name] = Block(spec.shape[0], gpu_bytes(spec.some([0])), gpu)
-    if not blocks:
-        raise PykernelsError(f"{program.name!r} has no routed experts", f"Leave out {option}")
     if isinstance(asked, Profile):
         counts = {_block(name): row for name, row in asked.counts.items()}
         asked = asked.model_copy(update={"counts": counts})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -35,6 +36,8 @@ def create_app(
         read_roof: see ``Served``.
     """
     served = Served(model, settings, read_roof)
+    # FastAPI keeps the functions of routes for the process's life, and is to keep no model by them.
+    of_routes: Served = weakref.proxy(served)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -62,7 +65,7 @@ def create_app(
         health_routes,
         insight_routes,
     ):
-        app.include_router(routes(served))
+        app.include_router(routes(of_routes))
     app.include_router(page_routes())
     app.add_middleware(Guard, served=served)
     if settings.cors_origins:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 
+from ..checkpoint.one_writer import one_writer
 from ..custom_generate import engine_of
 from ..evaluation.likelihood import ROWS
 from ..llm import load_engine
@@ -71,7 +72,8 @@ def make(
         report: told what is being done.
 
     Raises:
-        PykernelsError: a source that cannot be upcycled, a recipe that cannot be, no room.
+        PykernelsError: a source that cannot be upcycled, a recipe that cannot be, no room, or
+            another process that makes it.
     """
     if not 1 <= recipe.topk <= recipe.experts:
         raise PykernelsError(
@@ -85,10 +87,29 @@ def make(
     dense, tokenizer = from_pretrained(source, rules=[], dtype="float32"), load_tokenizer(source)
     if dense.config.model_type != "llama":
         raise PykernelsError(f"{source} is a {dense.config.model_type}", "Upcycle a dense llama")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    with one_writer(folder.with_name(f"{folder.name}.lock"), folder):
+        if not (folder / FIGURES).is_file():  # nor has another process made it meanwhile
+            _make(dense, tokenizer, source, folder, recipe, report)
+    return _figures(folder / FIGURES)
+
+
+def _make(
+    dense: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: Path,
+    folder: Path,
+    recipe: Recipe,
+    report: Callable[[str], None],
+) -> None:
+    """Writes it beside its name, and measures it there."""
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
+        partial.mkdir()
         report("writing the experts")
         tokenizer.save_pretrained(partial)
         dense.generation_config.save_pretrained(partial)
@@ -104,13 +125,16 @@ def make(
         _write_json(partial / FIGURES, asdict(figures))
         partial.rename(folder)
     except OSError as error:
-        raise PykernelsError(
-            f"{partial} cannot be written: {error.strerror}",
-            "Free some space, or set PYKERNELS_CACHE_DIR",
-        ) from error
+        raise _unwritable(partial, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return figures
+
+
+def _unwritable(folder: Path, error: OSError) -> PykernelsError:
+    return PykernelsError(
+        f"{folder} cannot be written: {error.strerror}",
+        "Free some space, or set PYKERNELS_CACHE_DIR",
+    )
 
 
 def write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

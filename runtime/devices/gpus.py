@@ -54,6 +54,13 @@ def check_device(devices: str) -> None:
                     f"no {device}: torch finds no CUDA GPU",
                     "Use --device cpu, or install a driver and torch's CUDA build",
                 )
+            try:
+                torch.cuda.init()
+            except RuntimeError as error:  # in a forked process whose parent uses the GPU, for one
+                raise PykernelsError(
+                    f"no {device}: {str(error).splitlines()[0]}",
+                    "Start the process with 'spawn' if it was forked, or use --device cpu",
+                ) from None
             if device.index >= (count := torch.cuda.device_count()):
                 raise PykernelsError(
                     f"no {device}: there are {count} GPUs"

@@ -110,9 +110,10 @@ class Launching:
     """
 
     def __init__(self, run: Callable[[], None], link: Link | None) -> None:
-        self._half, self._link = run, link
+        self._link = link
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
+        # Nobody else keeps ``run``: it belongs to what keeps this.
+        self._thread = threading.Thread(target=self._run, args=(run,), name="stream", daemon=True)
         self._thread.start()
 
     @property
@@ -131,9 +132,9 @@ class Launching:
             raise self._error
 
     @torch.inference_mode()  # of the thread that made a step's tensors, perhaps: they change in it
-    def _run(self) -> None:
+    def _run(self, run: Callable[[], None]) -> None:
         try:
-            self._half()
+            run()
         except BaseException as error:
             self._error = error
             if self._link is not None:

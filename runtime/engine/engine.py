@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -21,13 +21,14 @@ from ..workers.fork import refuse_in_child
 from .batch import DeviceLost, Runner
 from .config import EngineConfig
 from .core import Core
-from .delivery import LoopBridge
 from .handle import AsyncRequestHandle, RequestHandle
 from .intake import Intake
 from .outputs import Chunk, EngineStats, Result
 from .request import Event, Request, Sink
 from .sampling_params import SamplingParams
 from .text import MakeDetokenizer
+from .threads.delivery import LoopBridge
+from .threads.loop import Loop
 
 _DRAIN_POLL_SECONDS = 0.01
 
@@ -40,8 +41,9 @@ class Engine:
     """Serves many requests at once on one runner (continuous batching).
 
     Its thread starts with the first request, sleeps when there is none and ends with ``close``
-    (or the ``with`` block, or the process). ``submit``, ``generate``, ``stream``, ``cancel`` and
-    ``stats`` may be called from any thread.
+    (or the ``with`` block, or the process), or when nobody has the engine any more, nor a handle or
+    a stream of it that has not ended: what runs then is cancelled. ``submit``, ``generate``,
+    ``stream``, ``cancel`` and ``stats`` may be called from any thread.
 
     Args:
         runner: the model on its device; the engine does not close it.
@@ -69,16 +71,14 @@ class Engine:
         self.threaded, self._pid = threaded, os.getpid()
         self.config = config or EngineConfig()
         self.eos_token_ids = frozenset(eos_token_ids)
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._core = Core(runner, self.config, clock, lambda: not self._inbox.empty())
+        self._loop = Loop()
+        self._core = Core(runner, self.config, clock, self._loop.has_news)
         self._intake = Intake(runner, eos_token_ids, self.config.ageing_seconds, clock)
         self._detokenizer = detokenizer
         self._bridges: dict[asyncio.AbstractEventLoop, LoopBridge] = {}
-        self._gate = threading.Lock()  # nothing enters the inbox behind the end
         self._owner = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._stopping = self._closed = self._draining = False
-        self._error: DeviceLost | None = None
+        self._draining = False
+        weakref.finalize(self, self._loop.stop).atexit = False  # then ``Loop.end`` waits, too
 
     def submit(
         self,
@@ -221,10 +221,10 @@ class Engine:
                 "Another thread owns this engine", "Make it with threaded=False and step it in one"
             )
         try:
-            self._obey()
+            self._loop.obey()
             return self._core.step()
         except DeviceLost as failure:
-            self._error = failure
+            self._loop.error = failure
             self._core.end_all(failure)
             return False
         finally:
@@ -242,8 +242,8 @@ class Engine:
         """
         self._refuse_in_child()
         observation = Observation(observer, steps)
-        with self._gate:
-            if self._closed:
+        with self._loop.gate:
+            if self._loop.closed:
                 raise PykernelsError("The engine is closed", "Make a new one")
             self._ask(partial(self._core.observe, observation))
         observation.done.add_done_callback(partial(self._unobserve, observation))
@@ -269,7 +269,7 @@ class Engine:
     @property
     def healthy(self) -> bool:
         """Whether it takes requests: not closed, not failed, not draining."""
-        return not (self._closed or self._draining or self._error)
+        return not (self._loop.closed or self._draining or self._loop.error)
 
     def drain(self, timeout: float | None = None) -> bool:
         """Refuses new requests and waits for those that it has; ``close`` may follow.
@@ -280,10 +280,10 @@ class Engine:
         Returns:
             Whether all have ended.
         """
-        with self._gate:
+        with self._loop.gate:
             self._draining = True
         end = None if timeout is None else time.monotonic() + timeout
-        while (self._core.busy or not self._inbox.empty()) and not self._closed:
+        while (self._core.busy or not self._loop.inbox.empty()) and not self._loop.closed:
             if end is not None and time.monotonic() >= end:
                 return False
             if not self.threaded:
@@ -297,15 +297,13 @@ class Engine:
         there is nothing to end."""
         if os.getpid() != self._pid:
             return
-        with self._gate:
-            already, self._closed = self._closed, True
-            if not already:
-                self._ask(self._stop)
-        atexit.unregister(self.close)
-        if self._thread is None:
-            self._finish(None)
-        elif self._thread is not threading.current_thread():
-            self._thread.join()
+        with self._loop.gate:
+            self._loop.closed = True
+        if self._loop.thread is None:
+            self._loop.finish(self._core, None)
+        else:
+            self._core.runner.give_up_next()
+            self._loop.end()
 
     def __enter__(self) -> Engine:
         return self
@@ -333,25 +331,23 @@ class Engine:
         return RequestHandle(requests, self.cancel, detokenizer, receive)
 
     def _enter(self, requests: Sequence[Request]) -> None:
-        with self._gate:
-            if self._error:
+        with self._loop.gate:
+            if self._loop.error:
                 raise PykernelsError(
-                    f"The engine has failed: {self._error.cause}", "Load the model again"
+                    f"The engine has failed: {self._loop.error.cause}", "Load the model again"
                 )
-            if self._closed:
+            if self._loop.closed:
                 raise PykernelsError("The engine is closed", "Make a new one")
             if self._draining:
                 raise PykernelsError("The engine drains: it takes no new requests", "Make another")
             limit = self.config.max_waiting
-            waiting = len(self._core.scheduler.waiting) + self._inbox.qsize()
+            waiting = len(self._core.scheduler.waiting) + self._loop.inbox.qsize()
             if limit is not None and waiting + len(requests) > limit + self._free_seats():
                 raise EngineBusy(f"{waiting} requests are waiting, {limit} may", "Try again later")
             for request in requests:
                 self._ask(partial(self._core.add, request))
-            if self.threaded and self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-                atexit.register(self.close)
-                self._thread.start()
+            if self.threaded and self._loop.thread is None:
+                self._loop.start(self._core)
 
     def _free_seats(self) -> int:
         """Requests that could run at once beside those that do."""
@@ -361,15 +357,15 @@ class Engine:
 
     def _ask(self, call: Callable[[], None]) -> None:
         """Has the engine's thread call it before the next step begins."""
-        self._inbox.put(call)
+        self._loop.inbox.put(call)
         self._core.runner.give_up_next()
 
     def cancel(self, request: Request) -> None:
         """Ends one output before the next step; what was generated stays. From any thread."""
         if os.getpid() != self._pid:  # the parent's engine runs it, whatever its child wants
             return
-        with self._gate:
-            if not self._closed:  # else it ends anyway
+        with self._loop.gate:
+            if not self._loop.closed:  # else it ends anyway
                 self._ask(partial(self._core.cancel, request))
 
     def _receive(self, queue: SimpleQueue[Event]) -> Event:
@@ -382,40 +378,9 @@ class Engine:
         return queue.get()
 
     def _bridge(self, loop: asyncio.AbstractEventLoop) -> LoopBridge:
-        with self._gate:
+        with self._loop.gate:
             self._bridges = {k: v for k, v in self._bridges.items() if not k.is_closed()}
             return self._bridges.setdefault(loop, LoopBridge(loop))
 
     def _refuse_in_child(self) -> None:
         refuse_in_child(self._pid, "this engine")
-
-    def _run(self) -> None:
-        error: BaseException | None = None
-        try:
-            while not self._stopping:
-                if not self._core.busy:
-                    self._inbox.get()()
-                self._obey()
-                self._core.step()
-        except DeviceLost as failure:  # every consumer gets it
-            error = self._error = failure
-        except BaseException as failure:
-            error = failure
-            raise
-        finally:
-            self._finish(error)
-
-    def _obey(self) -> None:
-        inbox = self._inbox
-        while not inbox.empty():
-            inbox.get()()
-
-    def _stop(self) -> None:
-        self._stopping = True
-
-    def _finish(self, error: BaseException | None) -> None:
-        """End every request, those in the inbox too: no consumer waits for ever."""
-        with self._gate:
-            self._closed = True
-        self._obey()
-        self._core.end_all(error)

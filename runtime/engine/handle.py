@@ -16,6 +16,7 @@ class Handle:
     """The ``n`` outputs of one submitted prompt, for one consumer.
 
     Text is made here, in the consumer's thread, unless stop strings make the engine look at it.
+    The engine lives as long as this, until the outputs have ended.
 
     Args:
         requests: one an output.
@@ -53,6 +54,8 @@ class Handle:
         request, token, logprob, text, reason = event
         if reason is not None:
             self._open -= 1
+            if self.finished:
+                self._let_go()
         if reason == "error":
             self.cancel()
             raise _failed(request)
@@ -64,6 +67,10 @@ class Handle:
             if reason is not None:
                 text += stream.finish()[0]
         return Chunk(request.index, tokens, text, () if logprob is None else (logprob,), reason)
+
+    def _let_go(self) -> None:
+        """Forgets the engine: who keeps a handle for its result keeps no model."""
+        self._cancel = _nothing
 
     def _collect(self) -> Result:
         """The result, once all outputs have ended."""
@@ -119,6 +126,10 @@ class RequestHandle(Handle):
         if self.finished:
             raise StopIteration
         return self._chunk(self._receive())
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        del self._receive
 
     def result(self) -> Result:
         """Wait for the end of all outputs.
@@ -181,6 +192,10 @@ class AsyncRequestHandle(Handle):
         async for _ in self:
             pass
         return self._collect()
+
+
+def _nothing(request: Request) -> None:
+    """There is nothing to cancel any more."""
 
 
 def _failed(request: Request) -> PykernelsError:

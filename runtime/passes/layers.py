@@ -57,6 +57,12 @@ def moe_layers(program: Program) -> tuple[MoELayer, ...]:
     return layers
 
 
+def check_routed(program: Program, option: str) -> None:
+    """Raises PykernelsError for an option that is of routed experts, of which there are none."""
+    if not moe_layers(program):
+        raise PykernelsError(f"{program.name!r} has no routed experts", f"Leave out {option}")
+
+
 def check_count(program: Program, layers: tuple[MoELayer, ...], N: int, least: int) -> None:
     """Raises PykernelsError unless N of each layer's experts may be taken out of their place."""
     check_topk(program.name, [layer.topk for layer in layers], N, least)

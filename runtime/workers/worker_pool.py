@@ -24,7 +24,7 @@ from pykernels.errors import PykernelsError
 from ..machine.nodes import MemoryNodes
 from ..machine.topology import NumaNode, Topology
 from . import ring as words
-from .fork import refuse_in_child
+from .fork import refuse_in_child, settle_in_child
 from .job import Jobs, TaskError
 from .threads import spin_budget, threads_here, threads_of_nodes
 from .trace import WorkerTrace
@@ -126,6 +126,7 @@ class WorkerPool:
         narrow: bool = True,
         spin_us: float | None = None,
     ) -> None:
+        settle_in_child()
         topology = topology or Topology.detect()
         if len(nodes) < 2:
             dealt, parts = [threads_here(threads, driver_works, topology)], [topology]
@@ -363,6 +364,11 @@ class WorkerPool:
         self.refuse_in_child()
         if self.closed:
             raise PykernelsError("the worker pool is closed", "Make a new WorkerPool")
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its threads are this process's, and not those of its parent."""
+        return os.getpid() == self._pid
 
     def refuse_in_child(self) -> None:
         """Raises PykernelsError in a forked child, which has none of the threads."""

@@ -118,7 +118,7 @@ def make(
     `compressed`: a scheme of `tiny_quantized`, for all linear layers but the head and routers.
     """
     scheme = "deepseek" if fp8 else compressed
-    sizes = FP8_SIZES if "kv_lora_rank" in _FAMILY[model_type] else FP8_WIDTHS
+    sizes = FP8_SIZES if "kv_lora_rank" in _FAMILY.get(model_type, {}) else FP8_WIDTHS
     reference = build(model_type, seed, **{**(sizes if fp8 else {}), **config})
     cfg = reference.config
     stored = store(reference, model_type, dtype, scheme)

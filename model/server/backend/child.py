@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from ...lean_import import import_transformers
+from ...standard_streams import settle_standard_streams
 from .channel import Channel
 
 _NO_ENGINE = 1
@@ -57,6 +58,7 @@ def main(channel_fd: int, listening_fd: int, level: int, path: str) -> int:
 
 
 if __name__ == "__main__":
+    settle_standard_streams()
     channel_fd, listening_fd, level = map(int, sys.argv[1:4])
     status = main(channel_fd, listening_fd, level, sys.argv[4])
     sys.stderr.flush()

@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 from pykernels.errors import PykernelsError
-from runtime.engine.delivery import INTERVAL
 from runtime.engine.request import Event, Request
+from runtime.engine.threads.delivery import INTERVAL
 
 from ...llm import LLM
 from ...text.detokenize import Detokenizer
@@ -53,7 +53,7 @@ class Host:
         self._observed: dict[int, Future[None]] = {}
         self._events: deque[tuple[int, Event]] = deque()
         self._answers: deque[Told | Answer] = deque()
-        self._news = threading.Event()
+        self._news, self._ended = threading.Event(), False
         self._texts = ThreadPoolExecutor(1, "timelines")
         for run in (self._receive, self._send):
             threading.Thread(target=run, name=run.__name__.strip("_"), daemon=True).start()
@@ -85,6 +85,8 @@ class Host:
         for requests in list(self._requests.values()):  # nobody listens any more
             for request in requests:
                 self._llm.engine.cancel(request)
+        self._ended = True  # the other thread ends, too, and with it nobody has the model here
+        self._news.set()
 
     def _submit(self, asked: Submit) -> None:
         key, params, tokenizer = asked.key, asked.params, self._llm.tokenizer
@@ -158,7 +160,7 @@ class Host:
                 news += self._told(*self._events.popleft())
             while self._answers:
                 news.append(self._answers.popleft())
-            if not self._channel.send(Batch(healthy, news)):
+            if self._ended or not self._channel.send(Batch(healthy, news)):
                 return
 
     def _told(self, key: int, event: Event) -> list[Told | Routed]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -193,7 +194,7 @@ def write_tuned(device: str, op: str, path: str, plan: DataclassInstance, **shap
     key = {"device": device, "op": op, "path": path, **shape}
     file = env.cache_dir / _NAME  # read again: another process may have written since
     kept = [line for line in _lines(file) if any(line.get(k) != key[k] for k in key)]
-    whole = file.with_suffix(".new")
+    whole = file.with_name(f"{file.name}.{os.getpid()}.new")  # another process may write, too
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         whole.write_text(json.dumps([*kept, {**key, "plan": asdict(plan)}], indent=1) + "\n")

@@ -4,6 +4,7 @@ they do not fit."""
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,7 +24,7 @@ from ...machine.pinned import Pinned
 from ...partition import partition
 from ...passes import defer, keep_routing
 from ...passes.gpu_experts import slot_tables
-from ...passes.layers import moe_layers
+from ...passes.layers import check_routed, moe_layers
 from ...placement import CPU, Placement, place
 from ...profiling.kept_rates import kept_rates
 from ...profiling.prefill_rates import Rates, measured_rates
@@ -147,6 +148,7 @@ class CudaRunner(PagedRunner):
             raise PykernelsError(*several_refused("an expert cache"))
         on_cpu = self.placement.experts == CPU
         if options.dual_batch is True and not on_cpu:
+            check_routed(model.lower(1, 1, 1, 1, 1), "dual_batch")
             raise PykernelsError(
                 "dual_batch with the experts on the GPU: there is nothing beside which the other"
                 " lane could run",
@@ -261,7 +263,7 @@ class CudaRunner(PagedRunner):
         own += [self._prompt_step(T, self._share(T)) for T in sizes.split]
         if whole and sizes.streamed:
             self._prepare(inputs)
-            self.prefill_runner = StreamedRunner(self, sizes, self.streaming)
+            self.prefill_runner = StreamedRunner(weakref.proxy(self), sizes, self.streaming)
             self.prefill_runner.bind(self._batch)
             streamed = self.prefill_runner.steps
         else:
@@ -423,7 +425,9 @@ class CudaRunner(PagedRunner):
                 staged = self._staged(program)
                 pin_staged(staged, self.weights, self.layouts(staged), self.pinned)
             self._allocate_caches(program)
-            self._maker = StepMaker(self, inputs, self._sampling, self.sizes, urgent=True)
+            self._maker = StepMaker(
+                weakref.proxy(self), inputs, self._sampling, self.sizes, urgent=True
+            )
 
     @contextmanager
     def enough_memory(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -119,13 +120,19 @@ class SlotFiller:
     def begin(self, moves: Sequence[Move]) -> None:
         self._queue.put(list(moves))
         if self._device.type == "cuda" and self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="expert slots", daemon=True)
+            self._thread = threading.Thread(
+                target=_run,
+                args=(weakref.ref(self), self._queue, self._device),
+                name="expert slots",
+                daemon=True,
+            )
+            weakref.finalize(self, self._queue.put, None).atexit = False
             self._thread.start()
 
     def finished(self) -> Sequence[Move]:
         if self._device.type != "cuda":
             while not self._queue.empty():
-                self._take(self._queue.get())
+                self.take(self._queue.get())
         if self._error is not None:
             why = (str(self._error) or type(self._error).__name__).splitlines()[0]
             raise DeviceLost(
@@ -142,26 +149,19 @@ class SlotFiller:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self) -> None:
-        stream = torch.cuda.Stream(self._device)
-        ended = torch.cuda.Event()
-        try:
-            with ExitStack() as around:
-                around.enter_context(torch.cuda.device(self._device))
-                around.enter_context(torch.cuda.stream(stream))
-                around.enter_context(torch.inference_mode())
-                while (moves := self._queue.get()) is not None:
-                    self._fill(moves)
-                    ended.record()
-                    ended.synchronize()
-                    self._done.extend(moves)
-        except BaseException as error:  # the engine's thread raises it
-            self._error = error
+    def take(self, moves: Sequence[Move] | None, ended: torch.cuda.Event | None = None) -> None:
+        """Does what ``begin`` was asked for; with an event, waits until it is done."""
+        if moves is None:
+            return
+        self._fill(moves)
+        if ended is not None:
+            ended.record()
+            ended.synchronize()
+        self._done.extend(moves)
 
-    def _take(self, moves: Sequence[Move] | None) -> None:
-        if moves is not None:
-            self._fill(moves)
-            self._done.extend(moves)
+    def fail(self, error: BaseException) -> None:
+        """Has ``finished`` raise it, in the engine's thread."""
+        self._error = error
 
     def _fill(self, moves: Sequence[Move]) -> None:
         for number, group in groupby(sorted(moves), lambda move: move.layer):
@@ -181,6 +181,26 @@ class SlotFiller:
             copy_expert(tiles, move.expert, staging, i)
         slots = torch.tensor([move.slot for move in moves], dtype=torch.int32, device="cpu")
         unpack_tiles(staging, layer.slots, slots.to(self._device))
+
+
+def _run(
+    owner: weakref.ref[SlotFiller],
+    queue: SimpleQueue[Sequence[Move] | None],
+    device: torch.device,
+) -> None:
+    """The thread of a filler, which it holds while it fills only: then it ends with its model."""
+    try:
+        with ExitStack() as around:
+            around.enter_context(torch.cuda.device(device))
+            around.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+            around.enter_context(torch.inference_mode())
+            ended = torch.cuda.Event()
+            while (moves := queue.get()) is not None and (filler := owner()) is not None:
+                filler.take(moves, ended)
+                del filler
+    except BaseException as error:
+        if (filler := owner()) is not None:
+            filler.fail(error)
 
 
 def _bytes(layer: SlotLayer) -> int:

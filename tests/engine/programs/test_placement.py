@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +12,13 @@ import model
 from model.checkpoint.config import read_config
 from model.llm import meta_decoder
 from model.opened import engine_device, open_weights
+from model.pinning.beside import place_beside
 from model.rules import default_rules
 from pykernels.errors import PykernelsError
 from runtime.partition import partition
 from runtime.placement import Placement, deal, place
+
+from ...model import tiny
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3])
@@ -30,6 +34,18 @@ def test_layers_are_dealt_so_that_no_gpu_is_fuller_than_needed(gpus: int) -> Non
     assert found == sorted(found) and set(found) == set(range(gpus))
     cuts = [found.index(gpu) for gpu in range(1, gpus)]
     assert fullest(cuts) == min(fullest(list(c)) for c in combinations(range(1, 7), gpus - 1))
+
+
+@pytest.mark.parametrize("experts", ["cpu", "auto"])
+def test_a_model_without_experts_has_none_on_the_cpu(experts: str, tmp_path: Path) -> None:
+    """Whether its weights fit or not: no GPU then waits for the CPU, and nothing is streamed."""
+    tiny.make(tmp_path, "llama", num_hidden_layers=2)
+    program = meta_decoder(tmp_path).lower(8, 8, 8, 1, 1)
+    for free in {"cuda:0": 0}, {"cuda:0": 0, "cuda:1": 0}:
+        found = place(program, experts, free, lambda spec: spec.nbytes)
+        assert found.experts != "cpu" and set(partition(found.apply(program))) == set(free)
+    with pytest.raises(PykernelsError, match="no routed experts. Leave out gpu_experts"):
+        place_beside(2, meta_decoder(tmp_path), "cuda:0", (8, 8, 8, 1, 1), experts)
 
 
 def test_three_devices_meet_where_one_reads_what_another_wrote() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +76,39 @@ def test_a_prompt_from_stdin(run: Run, writer: Path, monkeypatch: pytest.MonkeyP
     stdin(monkeypatch, "import os\n")
     result = run("generate", "--model", writer, "--max-new-tokens", 2, "-")
     assert (result.code, result.out[:10]) == (0, "import os\n")
+
+
+def test_a_prompt_that_the_locale_cannot_decode(run: Run, writer: Path) -> None:
+    """Its bytes as Python passes them under a locale of ASCII: as lone surrogates."""
+    options = ("--model", writer, "--max-new-tokens", 2, "--temperature", 0)
+    text = "na\xefve \u65e5"
+    as_bytes = text.encode().decode("ascii", "surrogateescape")
+    result = run("generate", *options, as_bytes)
+    assert (result.code, result.out) == (0, run("generate", *options, text).out)
+    failed(run("generate", *options, "na\udcefve"), "bytes that are no UTF-8 text")
+
+
+STREAMS = {
+    "stderr full": ("2>/dev/full", "", 0),
+    "stdout full": (">/dev/full", "error: the output cannot be written: No space", 2),
+}
+
+
+@pytest.mark.parametrize("case", STREAMS)
+def test_streams_that_take_nothing(case: str, writer: Path) -> None:
+    """What is said about the work does not end it; what was asked for is lost in no silence. A
+    locale of ASCII, with Python's UTF-8 mode off, changes no text."""
+    redirected, told, code = STREAMS[case]
+    given = ["generate", "--model", str(writer), "--max-new-tokens", "2", "\xe9"]
+    command = shlex.join([sys.executable, "-m", "model.cli.main", *given])
+    locale = {"LC_ALL": "POSIX", "PYTHONUTF8": "0"}
+    ended = subprocess.run(
+        ["sh", "-c", f"{command} {redirected}"], env={**os.environ, **locale}, capture_output=True
+    )
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout.decode().startswith("" if told else "\xe9")
+    lines = [line for line in ended.stderr.decode().splitlines() if line]
+    assert len(lines) == bool(told) and "".join(lines).startswith(told)
 
 
 def test_a_stdin_that_cannot_be_read(

@@ -21,7 +21,7 @@ BF16 = 0.06
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("experts", ["cpu", "gpu"])
-@pytest.mark.parametrize("family", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("family", [*tiny.ARCHITECTURES, "llama"])  # and a dense one
 def test_logits_of_every_family(tmp_path: Path, family: str, experts: str) -> None:
     sizes = {"kv_lora_rank": 32, "qk_rope_head_dim": 16}
     made = tiny.make(tmp_path, family, **(sizes if "deepseek" in family else {}))

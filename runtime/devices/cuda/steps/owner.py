@@ -9,7 +9,7 @@ import torch
 
 from ....placement import Placement
 from ....program import Program
-from ....weights import LayoutOf, WeightStore
+from ....weights import WeightStore
 from ....workers.pool import WorkerPool
 from ...gpus import Gpus
 from ...runner import Lowerable
@@ -17,7 +17,8 @@ from ...slots import Slots
 
 
 class Owner(Protocol):
-    """A ``CudaRunner``, as its steps see it."""
+    """A ``CudaRunner``, as its steps see it: through a weak reference, since it has them, so that
+    its memory is freed at once when nobody has it any more."""
 
     model: Lowerable
     weights: WeightStore
@@ -44,9 +45,6 @@ class Owner(Protocol):
 
     def lowered_streamed(self, *sizes: int) -> Program:
         """The same without slots whose experts change."""
-
-    def layouts(self, program: Program) -> LayoutOf:
-        """In which layout a node of the program reads a weight."""
 
     def watched(self) -> AbstractContextManager[None]:
         """Within it what a GPU fails with says that the device is lost."""

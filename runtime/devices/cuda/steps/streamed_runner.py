@@ -44,7 +44,7 @@ class StreamedRunner(PagedRunner):
         self.min_tokens, self.min_alone = sizes.beside, sizes.alone
         self.max_others = sizes.not_streamed
         self.buckets, self.pool = sizes.streamed, owner.pool
-        self.device, self.layouts = owner.device, owner.layouts
+        self.device = owner.device
         self._owner, self._streaming = owner, streaming
         self._maker: StepMaker | None = None
         # Not the stream of the owner's steps, which would wait for these.

@@ -21,7 +21,7 @@ from ....machine.nodes import ONE_NODE, MemoryNodes
 from ....machine.pinned import Pinned
 from ....node import Node
 from ....partition import partition
-from ....passes.layers import moe_layers
+from ....passes.layers import check_routed, moe_layers
 from ....passes.split_experts import split_experts
 from ....passes.stream_weights import PIECES, Ring, resident, stream_weights
 from ....placement import CPU, Placement
@@ -224,6 +224,7 @@ def wanted_streaming(
     """
     if prefill == "cpu" or placement.experts != CPU:
         if prefill in ("stream", "split"):
+            check_routed(sizes.lower(model, 1), f"prefill {prefill}")
             raise PykernelsError(
                 f"prefill {prefill} with the experts on the GPU: nothing has to cross",
                 "Keep the experts on the CPU (experts cpu), or leave prefill at auto",

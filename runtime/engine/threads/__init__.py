@@ -1,0 +1,1 @@
+"""The engine's thread, and how what it draws reaches event loops."""
