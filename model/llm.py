@@ -22,14 +22,13 @@ from pykernels.errors import PykernelsError
 from runtime.devices.cpu import precompile
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.ref.runner import RefRunner
-from runtime.devices.runner import PagedRunner, Pass
+from runtime.devices.runner import PagedRunner
 from runtime.engine import Engine, EngineConfig, RequestHandle, Result, SamplingParams
 from runtime.engine.config import STEP_TOKENS, check_whole
 from runtime.experts.cache import CacheStats
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.machine.topology import Topology
 from runtime.matrix import packer
-from runtime.passes import defer as defer_pass
 from runtime.passes.layers import check_topk, moe_layers
 from runtime.placement import CPU, Placement, place
 from runtime.program import Program
@@ -223,8 +222,10 @@ def load_engine(
         rules: as in ``from_pretrained``; None for a packed cache: those that it was made with.
         threads: workers; None: one on each physical core.
         kernel: auto, amx, avx512, avx2 or generic.
-        defer: experts of a token whose output joins one layer later in decode steps (Expert
-            Deferral); "auto": as many as keep the CPU busy, which is none where it is alone.
+        defer: experts of each token of an output, the least-weighted, that join one layer later
+            (Expert Deferral); "auto": as many as keep the CPU busy, which is none where it is
+            alone. The text is another one, and does not depend on neighbours, on what is cached
+            or preempted, nor on where experts lie; pages of an output are not reused by prompts.
         device: "cpu"; "cuda:0": attention, dense layers and shared experts on that GPU;
             "cuda:0,cuda:1": the layers dealt over these GPUs, in order, by size or as rules say; or
             "ref": the reference ops in float32, exact and slow, the cache too.
@@ -244,7 +245,6 @@ def load_engine(
             ``from_pretrained`` raises.
     """
     folder, deferred, asked = Path(path), _deferred(defer), parse(gpu_experts)
-    auto_defer = defer == "auto"
     if device not in DEVICES and not device.startswith("cuda"):
         raise PykernelsError(f"no device {device!r}", f"Use {', '.join(DEVICES)} or cuda:0")
     config = read_config(folder)
@@ -310,27 +310,27 @@ def load_engine(
             warnings.warn(note_of(defaults.not_done), stacklevel=2)
         pool = make_pool(threads, numa=chosen.numa)
         try:
-            passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
             sizes = longest, pages, budget, chosen.max_num_seqs
             logits = chosen.max_num_logits
             runner: PagedRunner
             with reporting(progress) as report:
                 decoder = weights.readable(packer(pool), report, pool.memory)
                 if device == "cpu":
-                    runner = CpuRunner(decoder, pool, *sizes, kernel, passes, logits)
+                    runner = CpuRunner(decoder, pool, *sizes, kernel, (), logits, deferred)
                 elif device == "ref":
                     from .pinning.beside import slots_of
 
                     runner = RefRunner(
                         decoder,
                         *sizes,
-                        passes,
+                        (),
                         pool,
                         logits,
                         chosen.dual_batch is True,
                         chosen.prefill,
                         slots_of(decoder, cache) if cache else None,
                         chosen.cache_policy,
+                        deferred,
                     )
                 else:
                     from runtime.devices.cuda.runner import CudaOptions, CudaRunner
@@ -343,11 +343,11 @@ def load_engine(
                         pool,
                         *given,
                         kernel,
-                        passes,
+                        (),
                         logits,
                         CudaOptions(
                             experts,
-                            auto_defer,
+                            None if defer == "auto" else deferred,
                             chosen.dual_batch,
                             placement.placed,
                             placement.cached,

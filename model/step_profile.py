@@ -3,10 +3,9 @@ well-known shape, and a few of its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,10 +15,9 @@ from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.ref.runner import RefRunner
-from runtime.devices.runner import PagedRunner, Pass
+from runtime.devices.runner import PagedRunner
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.matrix import packer
-from runtime.passes import defer as defer_pass
 from runtime.profiling.engine_speed import EngineTimer, Load
 from runtime.tracing.recorder import Recorder
 from runtime.tracing.timeline import Timeline
@@ -143,12 +141,11 @@ def _random(
     _check_positions(subject.arch, positions, config.max_position_embeddings)
     check_memory(subject.arch, config, fmt)
     deferred = _deferred(subject.defer)
-    passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
     with WorkerPool(subject.threads) as pool:
         decoder = random_decoder(config, fmt, packer(pool), kernel)
         decoder = replace(decoder, kv_dtype=subject.kv_dtype)
         sizes = positions, pages, budget, batch
-        runner = _runner(subject, decoder, pool, sizes, passes)
+        runner = _runner(subject, decoder, pool, sizes, deferred)
         runner.load()
         timer = EngineTimer(runner, overlap=False)
         try:
@@ -170,12 +167,13 @@ def _runner(
     decoder: Any,
     pool: WorkerPool,
     sizes: tuple[int, int, int, int],
-    passes: Sequence[Pass],
+    deferred: int,
 ) -> PagedRunner:
     if subject.device == "cpu":
-        return CpuRunner(decoder, pool, *sizes, subject.kernel, passes)
+        return CpuRunner(decoder, pool, *sizes, subject.kernel, deferred=deferred)
     if subject.device == "ref":
-        return RefRunner(decoder, *sizes, passes, pool, None, subject.dual_batch is True)
+        lanes = subject.dual_batch is True
+        return RefRunner(decoder, *sizes, pool=pool, dual_batch=lanes, deferred=deferred)
     from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 
     return CudaRunner(
@@ -184,10 +182,9 @@ def _runner(
         pool,
         *sizes,
         subject.kernel,
-        passes,
         options=CudaOptions(
             experts=subject.experts,
-            auto_defer=subject.defer == "auto",
+            deferred=None if subject.defer == "auto" else deferred,
             dual_batch=subject.dual_batch,
             prefill="auto",
         ),
@@ -203,7 +200,6 @@ def _title(name: str, subject: Subject, timer: EngineTimer) -> str:
     if placement is not None:
         where += f", experts on the {'CPU' if placement.experts == 'cpu' else 'GPU'}"
     off = subject.defer in ("off", "0", 0)
-    count = getattr(timer.runner, "deferred", 0) if subject.defer == "auto" else subject.defer
-    deferred = "" if off else f", experts deferred: {count}"
+    deferred = "" if off else f", experts deferred: {timer.runner.deferred}"
     lanes = ", two lanes" if timer.runner.dual_batch else ""
     return f"{name} on {where}{threads}{deferred}{lanes}"

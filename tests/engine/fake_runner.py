@@ -41,6 +41,7 @@ class FakeRunner:
     max_num_logits: int = 10
     max_model_len: int = 200
     vocab_size: int = 997
+    deferred = 0
     routed_layers = ()
     prefill_runner = None
     late_masks = True
