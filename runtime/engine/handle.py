@@ -53,6 +53,7 @@ class Handle:
             self._open -= 1
         if reason == "error":
             self.cancel()
+            assert request.error is not None
             raise failed(request.name, request.error)
         tokens = () if token < 0 else (token,)
         stream = self._texts[request.index]

@@ -135,7 +135,7 @@ def test_a_cut_submits_early_and_waits_late() -> None:
     }
 
 
-def test_what_comes_together_may_be_written_long_before_it_is_sent() -> None:
+def test_what_comes_together_may_be_written_before_it_is_sent() -> None:
     """As a deferred sum is, beside that of the next layer."""
     edges = {"a": (), "late": ("a",), "b": ("a",), "s": ("b",), "c": ("b", "late", "s")}
     gpu = partition(norms(edges, dict.fromkeys("abc", "gpu")))["gpu"]
