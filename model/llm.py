@@ -30,7 +30,6 @@ from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.machine.topology import Topology
 from runtime.matrix import packer
-from runtime.passes import defer as defer_pass
 from runtime.passes.layers import check_topk, moe_layers
 from runtime.placement import CPU, Placement, place
 from runtime.program import Program
@@ -225,9 +224,11 @@ def load_engine(
         rules: as in ``from_pretrained``; None for a packed cache: those that it was made with.
         threads: workers; None: one on each physical core.
         kernel: auto, amx, avx512, avx2 or generic.
-        defer: experts of a token whose output joins one layer later in decode steps (Expert
-            Deferral); "auto": as many as keep the CPU busy, which is none where it is alone.
-        passes: of one's own, ``Program -> Program``, in this order behind deferral: they rewrite
+        defer: experts of each token of an output, the least-weighted, that join one layer later
+            (Expert Deferral); "auto": as many as keep the CPU busy, which is none where it is
+            alone. The text is another one, and does not depend on neighbours, on what is cached
+            or preempted, nor on where experts lie; pages of an output are not reused by prompts.
+        passes: of one's own, ``Program -> Program``, in this order: they rewrite
             the programs of decode steps (``runtime.extend`` registers ops for them).
         device: "cpu"; "cuda:0": attention, dense layers and shared experts on that GPU;
             "cuda:0,cuda:1": the layers dealt over these GPUs, in order, by size or as rules say; or
@@ -248,7 +249,6 @@ def load_engine(
             ``from_pretrained`` raises.
     """
     folder, deferred, asked = Path(path), _deferred(defer), parse(gpu_experts)
-    auto_defer = defer == "auto"
     if device not in DEVICES and not device.startswith("cuda"):
         raise PykernelsError(f"no device {device!r}", f"Use {', '.join(DEVICES)} or cuda:0")
     config = read_config(folder)
@@ -314,15 +314,14 @@ def load_engine(
             warnings.warn(note_of(defaults.not_done), stacklevel=2)
         pool = make_pool(threads, numa=chosen.numa)
         try:
-            rewrites: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
-            rewrites += [checked(each) for each in passes]
+            rewrites = [checked(each) for each in passes]
             sizes = longest, pages, budget, chosen.max_num_seqs
             logits = chosen.max_num_logits
             runner: PagedRunner
             with reporting(progress) as report:
                 decoder = weights.readable(packer(pool), report, pool.memory)
                 if device == "cpu":
-                    runner = CpuRunner(decoder, pool, *sizes, kernel, rewrites, logits)
+                    runner = CpuRunner(decoder, pool, *sizes, kernel, rewrites, logits, deferred)
                 elif device == "ref":
                     from .pinning.beside import slots_of
 
@@ -336,6 +335,7 @@ def load_engine(
                         chosen.prefill,
                         slots_of(decoder, cache) if cache else None,
                         chosen.cache_policy,
+                        deferred,
                     )
                 else:
                     from runtime.devices.cuda.runner import CudaOptions, CudaRunner
@@ -352,7 +352,7 @@ def load_engine(
                         logits,
                         CudaOptions(
                             experts,
-                            auto_defer,
+                            None if defer == "auto" else deferred,
                             chosen.dual_batch,
                             placement.placed,
                             placement.cached,

@@ -3,10 +3,9 @@ well-known shape, and a few of its steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +19,6 @@ from runtime.devices.runner import PagedRunner, Pass
 from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.matrix import packer
-from runtime.passes import defer as defer_pass
 from runtime.profiling.engine_speed import EngineTimer, Load
 from runtime.tracing.recorder import Recorder
 from runtime.tracing.timeline import Timeline
@@ -146,13 +144,11 @@ def _random(
     _check_positions(subject.arch, positions, config.max_position_embeddings)
     check_memory(subject.arch, config, fmt)
     deferred = _deferred(subject.defer)
-    passes: list[Pass] = [partial(defer_pass, N=deferred)] if deferred else []
-    passes += [checked(each) for each in subject.passes]
     with WorkerPool(subject.threads) as pool:
         decoder = random_decoder(config, fmt, packer(pool), kernel)
         decoder = replace(decoder, kv_dtype=subject.kv_dtype)
         sizes = positions, pages, budget, batch
-        runner = _runner(subject, decoder, pool, sizes, passes)
+        runner = _runner(subject, decoder, pool, sizes, deferred)
         runner.load()
         timer = EngineTimer(runner, overlap=False)
         try:
@@ -174,12 +170,14 @@ def _runner(
     decoder: Any,
     pool: WorkerPool,
     sizes: tuple[int, int, int, int],
-    passes: Sequence[Pass],
+    deferred: int,
 ) -> PagedRunner:
+    passes = [checked(each) for each in subject.passes]
     if subject.device == "cpu":
-        return CpuRunner(decoder, pool, *sizes, subject.kernel, passes)
+        return CpuRunner(decoder, pool, *sizes, subject.kernel, passes, deferred=deferred)
     if subject.device == "ref":
-        return RefRunner(decoder, *sizes, passes, pool, None, subject.dual_batch is True)
+        lanes = subject.dual_batch is True
+        return RefRunner(decoder, *sizes, passes, pool, dual_batch=lanes, deferred=deferred)
     from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 
     return CudaRunner(
@@ -191,7 +189,7 @@ def _runner(
         passes,
         options=CudaOptions(
             experts=subject.experts,
-            auto_defer=subject.defer == "auto",
+            deferred=None if subject.defer == "auto" else deferred,
             dual_batch=subject.dual_batch,
             prefill="auto",
         ),
@@ -207,8 +205,7 @@ def _title(name: str, subject: Subject, timer: EngineTimer) -> str:
     if placement is not None:
         where += f", experts on the {'CPU' if placement.experts == 'cpu' else 'GPU'}"
     off = subject.defer in ("off", "0", 0)
-    count = getattr(timer.runner, "deferred", 0) if subject.defer == "auto" else subject.defer
-    deferred = "" if off else f", experts deferred: {count}"
+    deferred = "" if off else f", experts deferred: {timer.runner.deferred}"
     lanes = ", two lanes" if timer.runner.dual_batch else ""
     own = "".join(f", pass {each.__name__}" for each in subject.passes)
     return f"{name} on {where}{threads}{deferred}{lanes}{own}"

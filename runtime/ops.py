@@ -371,9 +371,14 @@ OPS: dict[str, Op] = {
         rule=_router_rule,
     ),
     # Each token's choice in two parts, the `last` smallest weights in the second one, which may be
-    # dropped. An expert keeps its place, and is -1 (not here) in the other part: the weights stay.
+    # dropped; where `whole` is not 0 all are in the first one. An expert keeps its place, and is -1
+    # (not here) in the other part: the weights stay.
     "split_routing": Op(
-        inputs={"ids": _index("T", "topk"), "weights": _float32("T", "topk")},
+        inputs={
+            "ids": _index("T", "topk"),
+            "weights": _float32("T", "topk"),
+            "whole": _index("T", optional=True),
+        },
         outputs={
             "first_ids": _index("T", "topk"),
             "last_ids": _index("T", "topk", optional=True),

@@ -172,8 +172,12 @@ def _with_spans(nodes: Sequence[Node], unordered: Collection[str]) -> list[Node]
         node = nodes[i]
         own = local[node.device]
         if op == "wait":
-            sent = before[ends["submit", channel]]
-            last = max((j for j in own if sent >> j & 1), default=None)
+            # The peer writes there before it submits; with other things, perhaps long before.
+            begun = before[ends["submit", channel]]
+            for j in local[nodes[ends["submit", channel]].device]:
+                if set(nodes[j].writes) & set(node.writes):
+                    begun &= before[j]
+            last = max((j for j in own if begun >> j & 1), default=None)
             span = {"since": "" if last is None else nodes[last].name}
         else:
             peer = ends["wait", channel]

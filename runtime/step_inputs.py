@@ -1,7 +1,8 @@
 """The inputs of a step, for whatever lowers a model or runs a program by hand.
 
 int64 [T]: "tokens", token ids; "positions"; "sequences", the row of the page table of each token's
-sequence; "slot_mapping", where its keys and values go (page * 64 + offset, -1 nowhere).
+sequence; "slot_mapping", where its keys and values go (page * 64 + offset, -1 nowhere);
+"is_prompt", 0 for tokens of an output, of which ``passes.defer`` may defer experts.
 int64 [S, pages]: "page_table". int64 [R]: "logits_indices", tokens whose logits are wanted.
 int64 [S], by sequence: "query_starts", its first token in the step; "query_lengths", its tokens
 there; "lengths", its keys with those of this step; "page_rows", its row of the page table.
@@ -17,6 +18,7 @@ from pykernels.ref.sampling import MAX_LOGPROBS
 from .ops import OPS, SAMPLING, SAMPLING_TABLES
 from .program import Builder, Program
 
+IS_PROMPT = "is_prompt"
 _BY_SEQUENCE = ("query_starts", "query_lengths", "lengths", "page_rows")
 _NEUTRAL = {
     "slot_mapping": -1,
@@ -64,7 +66,7 @@ def step_inputs(b: Builder, table_pages: int) -> None:
     Args:
         table_pages: pages of one sequence at most.
     """
-    for name in ("tokens", "positions", "sequences", "slot_mapping"):
+    for name in ("tokens", "positions", "sequences", "slot_mapping", IS_PROMPT):
         b.buffer(name, "T", dtype=torch.int64, kind="input")
     for name in _BY_SEQUENCE:
         b.buffer(name, "S", dtype=torch.int64, kind="input")

@@ -57,7 +57,7 @@ def stages(device: str, kernel: str = "auto", batch: int = 1) -> tuple[Stage, ..
         Stage("+ AMX or AVX kernels", _on_gpu(device, kernel, graph=False)),
         Stage("+ CUDA graph", _on_gpu(device, kernel)),
         *([lanes] if batch > 1 else []),
-        Stage("+ Expert Deferral", _on_gpu(device, kernel, auto_defer=True, dual_batch=batch > 1)),
+        Stage("+ Expert Deferral", _on_gpu(device, kernel, defer=True, dual_batch=batch > 1)),
     )
 
 
@@ -135,7 +135,7 @@ def _on_gpu(
     device: str,
     kernel: str,
     graph: bool = True,
-    auto_defer: bool = False,
+    defer: bool = False,
     dual_batch: bool = False,
 ) -> Callable[[Ours, Load], EngineTimer]:
     def make(ours: Ours, load: Load) -> EngineTimer:
@@ -148,7 +148,9 @@ def _on_gpu(
             ours.pool,
             *sizes,
             kernel=kernel,
-            options=CudaOptions(experts="cpu", auto_defer=auto_defer, dual_batch=dual_batch),
+            options=CudaOptions(
+                experts="cpu", deferred=None if defer else 0, dual_batch=dual_batch
+            ),
         )
         timer = _timer(runner)
         if not graph:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
@@ -26,7 +25,6 @@ from runtime.engine.config import STEP_TOKENS
 from runtime.experts.cache import CachePolicy
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.matrix import packer
-from runtime.passes import defer as defer_pass
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
 from runtime.workers.pool import WorkerPool, make_pool
@@ -170,16 +168,16 @@ class Ours:
                 "Give a smaller --context, --prompt or --tokens",
             )
         pages = load.pages(budget)
-        passes = [partial(defer_pass, N=int(defer))] if defer.isdecimal() else []
+        deferred = int(defer) if defer.isdecimal() else 0
         runner: PagedRunner
         if device == "cpu":
             sizes = positions, pages, budget, load.batch
-            runner = CpuRunner(self.decoder, self.pool, *sizes, kernel, passes)
+            runner = CpuRunner(self.decoder, self.pool, *sizes, kernel, deferred=deferred)
         else:
             from model.pinning.beside import place_beside
             from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 
-            auto, given = defer == "auto", max_num_batched_tokens and budget
+            given = max_num_batched_tokens and budget
             table_pages = -(-positions // PAGE)
             largest = budget, load.batch, load.batch, pages, table_pages
             asked = parse(gpu_experts)
@@ -201,11 +199,9 @@ class Ours:
                 self.pool,
                 *at_most,
                 kernel,
-                passes,
-                None,
-                CudaOptions(
+                options=CudaOptions(
                     where,
-                    auto,
+                    None if defer == "auto" else deferred,
                     dual_batch,
                     gpu_experts=placed.cached,
                     by_layer=placed.by_layer or None,
@@ -280,8 +276,7 @@ def measure(
             "cached_experts": sum(len(e) for e in cached_of(timer.runner).values()),
             **cache_figures(timer.runner),
             "staged_gib": staged_gib(timer.runner),
-            "deferred": getattr(timer.runner, "deferred", 0)
-            or (int(defer) if defer.isdecimal() else 0),
+            "deferred": timer.runner.deferred,
             "warmup_seconds": round(warmup, 2),
         }
     finally:

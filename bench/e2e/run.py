@@ -214,7 +214,7 @@ class E2ERun:
         program = runner.decode_steps[0].program
         found = decode_speed(engines.steps[case], program, case.batch, layers, roof_gbps)
         row = {key: value for key, value in asdict(found).items() if key != "decode_tok_s"}
-        return row | {"deferred": getattr(runner, "deferred", 0)}
+        return row | {"deferred": runner.deferred}
 
     def _head(self, arch: str, fmt: str, case: Case, place: str) -> Row:
         s = self.settings

@@ -47,8 +47,6 @@ def run(chosen: argparse.Namespace) -> Counts:
     if chosen.device != "ref":
         check_device(chosen.device)
     tokens, pages = 64, 2 * AT_ONCE  # too few pages for all: some wait, or are preempted
-    if chosen.defer != "off":  # in decode steps alone: all prompts are read in one step before
-        tokens, pages = AT_ONCE * LONGEST, 4 * AT_ONCE
     settings: dict[str, Any] = {
         "defer": chosen.defer,
         "threads": chosen.threads,
@@ -64,14 +62,13 @@ def run(chosen: argparse.Namespace) -> Counts:
         runner: PagedRunner
         pool: WorkerPool
         if chosen.device == "ref":
-            engine, runner, pool = on_ref(llm, tokens, AT_ONCE, chosen.defer)
+            engine, runner, pool = on_ref(llm, tokens, AT_ONCE)
             stack.enter_context(engine)
         else:
             settings |= {"device": chosen.device, "experts": "cpu"}
             settings |= {"gpu_experts": chosen.gpu_experts, "dual_batch": chosen.dual_batch}
             other = stack.enter_context(model.load_engine(folder, **settings))
             engine, runner, pool = other.engine, other.runner, other.pool
-            engine.threaded = chosen.defer == "off"
         prompts = own_text(llm, 24, chosen.seed)
         found = answers(llm.engine, engine, prompts, chosen.tokens)
         delays = Delays(pool, chosen.seed, chosen.most_us, chosen.late_in, 12 * chosen.late_in)

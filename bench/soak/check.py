@@ -69,7 +69,7 @@ def answers(
         Wrong: the engines differ too often for that.
     """
     found, alone, both = [], 0, 0
-    for prompt in prompts:  # each alone: with deferral it depends on what is beside it
+    for prompt in prompts:
         first, second = (_sure(one, prompt, tokens, sure) for one in (truth, engine))
         shared = 0
         for ours, theirs in zip(first, second, strict=False):
@@ -100,8 +100,7 @@ def soak(
 ) -> None:
     """Asks for answers until an engine has done so many steps more; checks each.
 
-    Of an engine with a thread new ones are asked for while others are answered; of one without,
-    when all are, and no prompt twice, so that none is read beside a decode.
+    New ones are asked for while others are answered.
 
     Args:
         pages: of the engine's cache.
@@ -112,7 +111,7 @@ def soak(
     random_, asked = random.Random(seed), deque[tuple[RequestHandle, tuple[int, ...]]]()
     last = engine.stats.steps + steps
     while engine.stats.steps < last or asked:
-        more = AT_ONCE - len(asked) if engine.threaded or not asked else 0
+        more = AT_ONCE - len(asked)
         for answer in random_.sample(found, more if engine.stats.steps < last else 0):
             tokens = answer.tokens[: random_.randint(1, len(answer.tokens))]
             asked.append((engine.submit(answer.prompt, _greedy(len(tokens))), tokens))

@@ -94,7 +94,8 @@ Defer = Annotated[
     str,
     typer.Option(
         metavar="N|auto|off",
-        help="Experts of a token whose output joins one layer later in decode steps.",
+        help="Experts of a written token, the least-weighted, whose output joins one layer later."
+        " Another text, but the same beside any others; prompts reuse no cached pages of answers.",
     ),
 ]
 

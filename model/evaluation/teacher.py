@@ -1,7 +1,7 @@
 """Text through a decode program, token by token: what each position's distribution says of it.
 
-Teacher-forced: whatever the program would have drawn, the text's own token comes next. Passes that
-apply to decode only (Expert Deferral) are seen at every position, as they would be in an answer.
+Teacher-forced: whatever the program would have drawn, the text's own token comes next. Every
+token is one of an answer: what is done to those alone (Expert Deferral) is seen at every position.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ SPLIT, split_at = descriptor(
         "weights",  # float32 [T, topk]
         "topk",
         "last",  # of the smallest weights, which go into the second part
+        "whole",  # int64 [T]: a token with another number than 0 is not parted; 0: all are
         "first_ids",  # int64 [T, topk], -1 where it is in the other part
         "last_ids",  # likewise; 0: the second part is dropped
     ),
@@ -59,7 +60,8 @@ def make_split() -> tuple[Any, Any]:
                     at -= 1
                 order[at] = k
                 here += 1
-            stay = max(0, here - args.last)
+            kept = args.whole != 0 and i64(args.whole, t) != 0
+            stay = here if kept else max(0, here - args.last)
             for i in range(stay, here):
                 first[order[i]] = -1
             if args.last_ids != 0:

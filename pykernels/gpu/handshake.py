@@ -18,7 +18,7 @@ from .common.launch import FLOATS, check_device, interpreted, unsupported
 from .common.strides import check_out, rows_of
 from .norm import MAX_WIDTH
 
-MAX_ADDENDS = MAX_ROWS = 4
+MAX_ADDENDS, MAX_ROWS = 5, 4
 _BLOCK = 256  # numbers a program copies: 28 programs for a row of 7168
 _ROWS = (*FLOATS, torch.int32, torch.int64)
 
@@ -74,6 +74,7 @@ def _combine(
     a1,
     a2,
     a3,
+    a4,
     weight,
     out,
     total,
@@ -83,6 +84,7 @@ def _combine(
     s1,
     s2,
     s3,
+    s4,
     eps,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -100,6 +102,8 @@ def _combine(
         x2 = tl.load(a2 + t * s2 + h, mask=mask, other=0.0, volatile=True).to(tl.float32)
     if COUNT > 3:
         x3 = tl.load(a3 + t * s3 + h, mask=mask, other=0.0, volatile=True).to(tl.float32)
+    if COUNT > 4:
+        x4 = tl.load(a4 + t * s4 + h, mask=mask, other=0.0, volatile=True).to(tl.float32)
     value = tl.load(residual + t * r_stride + h, mask=mask, other=0.0).to(tl.float32)
     w = tl.load(weight + h, mask=mask, other=0.0).to(tl.float32)
     if COUNT > 0:
@@ -110,6 +114,8 @@ def _combine(
         value += x2
     if COUNT > 3:
         value += x3
+    if COUNT > 4:
+        value += x4
     if total.dtype.element_ty == tl.bfloat16:
         stored = to_bf16(value)
     else:
@@ -210,8 +216,8 @@ def combine(
     Args:
         residual: [T, H], floats, rows dense.
         addends: up to ``MAX_ADDENDS``, of the same shape, on the GPU or pinned, rows dense; added
-            in this order: what shared experts, experts on the GPU and experts on the CPU (this
-            layer's, and those deferred from the one before) gave.
+            in this order: what shared experts, experts on the GPU and experts on the CPU (of both
+            this layer's, and those deferred from the one before) gave.
         weight: [H], of the RMSNorm.
         eps: beside its mean.
         out: the normed sum and the sum (which may be ``residual`` itself), contiguous floats; None:

@@ -66,7 +66,7 @@ def router(
 
 
 def split_routing(
-    ids: torch.Tensor, weights: torch.Tensor, last: int
+    ids: torch.Tensor, weights: torch.Tensor, last: int, whole: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Parts each token's choice of experts by weight (SOSP'25 4.1: immediate and deferred ones).
 
@@ -74,6 +74,7 @@ def split_routing(
         ids: int64 [T, topk], in any order; -1: not here, which is in neither part.
         weights: [T, topk].
         last: how many of the smallest weights go into the second part; of equal ones the later.
+        whole: integers [T]; a token with another than 0 has all in the first part. None: none has.
 
     Returns:
         ids of the first and of the second part, both [T, topk]: an expert keeps its place, and is
@@ -84,6 +85,8 @@ def split_routing(
     ranks = torch.arange(ids.shape[1], dtype=order.dtype, device=order.device)
     rank = torch.empty_like(order).scatter_(1, order, ranks.expand_as(order))
     is_last = rank >= here.sum(1, keepdim=True) - last
+    if whole is not None:
+        is_last = is_last & (whole == 0)[:, None]
     return ids.masked_fill(is_last, -1), ids.masked_fill(~is_last, -1)
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from ..lanes import LANES, lane_name, lane_tokens
+from ..step_inputs import IS_PROMPT
 
-_BY_TOKEN = ("tokens", "positions", "slot_mapping", "sequences")
+_BY_TOKEN = ("tokens", "positions", IS_PROMPT, "slot_mapping", "sequences")
 _BY_SEQUENCE = ("query_starts", "query_lengths", "lengths", "page_rows")
 
 

@@ -16,12 +16,14 @@ from ..engine.routing import LayerRouting, RoutedLayer
 from ..kv_cache.layout import PAGE, CachePart
 from ..lanes import lane_tokens
 from ..node import STEP_SIZES
+from ..passes import defer
 from ..passes import dual_batch as in_two_lanes
 from ..passes.keep_routing import routers
 from ..passes.numa import split_over_nodes
 from ..placement import CPU
 from ..profiling.step_bytes import expert_bytes, weight_bytes
 from ..program import Program
+from ..step_inputs import IS_PROMPT
 from ..tracing.active import phase
 from ..weights import LayoutOf, WeightStore
 from ..workers.pool import WorkerPool
@@ -97,6 +99,8 @@ class PagedRunner(ABC):
         passes: rewrite the programs of decode steps, those in which every sequence has one token;
             steps with a prefill chunk run their programs as they were lowered.
         dual_batch: whether decode steps of two sequences or more have two lanes.
+        deferred: experts of a token of an output that join one layer later, in steps of every kind:
+            what a token is does not depend on what else is in its step.
     """
 
     page_size = PAGE
@@ -136,9 +140,10 @@ class PagedRunner(ABC):
         passes: Sequence[Pass] = (),
         max_num_logits: int | None = None,
         dual_batch: bool = False,
+        deferred: int = 0,
     ) -> None:
         self.model, self.weights, self.passes = model, model.store, tuple(passes)
-        self.dual_batch = dual_batch
+        self.dual_batch, self.deferred = dual_batch, deferred
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
         self.max_num_seqs, self.vocab_size = max_num_seqs, model.vocab_size
@@ -175,9 +180,9 @@ class PagedRunner(ABC):
             program = split_over_nodes(program, self.pool.memory)
         self.weights.load(program, self.layouts(program))
 
-    def decode_passes(self) -> Sequence[Pass]:
-        """What rewrites the programs of decode steps; a device may measure ``steps`` first."""
-        return self.passes
+    def choose_deferred(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Sets ``deferred`` before steps are made, where a device is to measure what pays."""
+        return
 
     def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
         """The steps with chunks of prompts, by size."""
@@ -209,6 +214,7 @@ class PagedRunner(ABC):
         arrays = {
             "tokens": batch.tokens,
             "positions": batch.positions,
+            IS_PROMPT: batch.is_prompt,
             "slot_mapping": batch.slot_mapping,
             "sequences": self._sequences,
             "page_table": batch.page_tables,
@@ -225,17 +231,21 @@ class PagedRunner(ABC):
             self._lanes = LaneInputs(inputs)
             inputs |= self._lanes.tensors
         self.slots = self.make_slots()
+        self.choose_deferred(inputs)
         self.steps = self.prompt_steps(inputs)
         self.decode_steps = self.steps
-        passes, buckets = self.decode_passes(), self.decode_buckets or self.buckets
-        if self.dual_batch:  # behind all others; one sequence is no two lanes, and has a program
-            passes, buckets = (*passes, in_two_lanes), (1, *buckets)
-        if passes or self.decode_buckets or self.streams:
+        buckets, make = self.decode_buckets or self.buckets, self.make_decode_step
+        if self.dual_batch:  # one sequence is no two lanes, and has a program
+            buckets, make = (1, *buckets), self._make_in_lanes
+        if self.passes or self.dual_batch or self.decode_buckets or self.streams:
             sizes = self._sizes(buckets)
             enough = next(T for T in sizes if self.max_num_seqs <= T)
             self.decode_steps = self._bind_all(
-                [T for T in sizes if T <= enough], inputs, passes, self.make_decode_step
+                [T for T in sizes if T <= enough], inputs, self.passes, make
             )
+
+    def _make_in_lanes(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> Executable:
+        return self.make_decode_step(in_two_lanes(program), inputs)
 
     def _sizes(self, buckets: Sequence[int]) -> list[int]:
         most = self.max_num_batched_tokens
@@ -265,6 +275,7 @@ class PagedRunner(ABC):
         program = lower(T, self.max_num_seqs, rows, self.num_pages, pages)
         for rewrite in passes:
             program = rewrite(program)
+        program = defer(program, self.deferred)  # behind all others but lanes
         step = make(program, inputs)
         out = {name: tensor.numpy() for name, tensor in step.outputs.items()}
         if self.slots is not None:

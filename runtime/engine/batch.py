@@ -99,6 +99,8 @@ class StepBatch:
             ``slot_mapping``, ``seq_lens`` and ``draws`` are its rows.
         tokens: [max_num_batched_tokens] ids.
         positions: [max_num_batched_tokens] place of each token in its sequence, from 0.
+        is_prompt: [max_num_batched_tokens] 1 for a token of a prompt, 0 for one of an output, which
+            is among a chunk's where it is computed again.
         slot_mapping: [max_num_batched_tokens] where its keys and values go: ``page * page_size +
             offset``.
         query_start_loc: [max_num_seqs + 1]; tokens of sequence s: ``query_start_loc[s]`` to
@@ -118,6 +120,7 @@ class StepBatch:
     every: Ints
     tokens: Ints
     positions: Ints
+    is_prompt: Ints
     slot_mapping: Ints
     query_start_loc: Ints
     seq_lens: Ints
@@ -144,6 +147,7 @@ class StepBatch:
             every=every,
             tokens=tokens[:T],
             positions=positions[:T],
+            is_prompt=np.zeros(T, np.int64),
             slot_mapping=slot_mapping[:T],
             query_start_loc=np.zeros(S + 1, np.int64),
             seq_lens=seq_lens[:S],
@@ -170,6 +174,7 @@ class StepBatch:
             # What lies behind both is padding already.
             most = max(self.T, self.S, self.R, other.T, other.S, other.R)
             other.every[:, :most] = self.every[:, :most]
+            other.is_prompt[: self.T] = self.is_prompt[: self.T]
             other.query_start_loc[:] = self.query_start_loc
             other.page_table_rows[: self.S] = self.page_table_rows[: self.S]
             R = max(self.R, other.R)
@@ -236,6 +241,9 @@ class StepRunner(Protocol):
     max_model_len: int
     """Positions that the model was made for."""
     vocab_size: int
+    deferred: int
+    """Experts of a token of an output that join a layer later, once it is bound: then its keys and
+    values are others than those of the same token in a prompt."""
     routed_layers: Sequence[RoutedLayer]
     """The layers whose choices of experts a step gives back, once it is bound; none: it cannot."""
 

@@ -81,6 +81,8 @@ class Core:
 
     def add(self, request: Request) -> None:
         request.state = State.WAITING
+        if self.runner.deferred:
+            request.table.output_from = request.prompt_size
         self.scheduler.add(request)
         if request.deadline < math.inf:
             self._timed.add(request)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-from pykernels.errors import PykernelsError
-
 from .outputs import Chunk, Completion, Result
-from .request import Event, Request, State
+from .request import Event, Request, State, failed
 from .text import MakeDetokenizer, TextStream
 
 
@@ -58,7 +56,8 @@ class Handle:
                 self._let_go()
         if reason == "error":
             self.cancel()
-            raise _failed(request)
+            assert request.error is not None
+            raise failed(request.name, request.error)
         tokens = () if token < 0 else (token,)
         stream = self._texts[request.index]
         if request.text is None and request.streamed and stream is not None:
@@ -84,7 +83,7 @@ class Handle:
     def _completion(self, request: Request) -> Completion:
         assert request.state is State.FINISHED and request.reason is not None
         if request.error is not None:
-            raise _failed(request)
+            raise failed(request.name, request.error)
         stream = self._texts[request.index]
         if request.text is None and not request.streamed and stream is not None:
             for token in request.output[: -1 if request.reason == "stop" else None]:
@@ -196,14 +195,3 @@ class AsyncRequestHandle(Handle):
 
 def _nothing(request: Request) -> None:
     """There is nothing to cancel any more."""
-
-
-def _failed(request: Request) -> PykernelsError:
-    error = request.error
-    if isinstance(error, PykernelsError):
-        told = PykernelsError(f"{request.name}: {error.cause}", error.hint)
-    else:
-        cause = f"{request.name} failed: {type(error).__name__}: {error}"
-        told = PykernelsError(cause, "Its traceback is the error's __cause__")
-    told.__cause__ = error
-    return told

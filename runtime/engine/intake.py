@@ -11,7 +11,8 @@ from typing import Protocol
 from pykernels.errors import PykernelsError
 
 from ..step_inputs import MAX_BIASES
-from .request import Request, Sink, fork_seed
+from .batch import NEVER
+from .request import Request, Sink, failed, fork_seed
 from .routing import RoutedLayer
 from .sampling_params import MAX_SEED, SamplingParams
 from .text import MakeDetokenizer, TextStream
@@ -89,31 +90,33 @@ class Intake:
             )
         seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
         now = self.clock()
-        requests: list[Request] = []
-        for index in range(params.n):
+
+        def one(index: int) -> Request:
             text = None
             if params.stop and detokenizer is not None:
                 text = TextStream(detokenizer(), tuple(params.stop))
-            requests.append(
-                Request(
-                    name,
-                    prompt,
-                    params,
-                    index=index,
-                    arrival=arrival,
-                    seed=fork_seed(seed, index),
-                    max_tokens=max_tokens,
-                    eos_ids=self.eos_ids,
-                    vocab_size=self.vocab_size,
-                    now=now,
-                    ageing_seconds=self.ageing_seconds,
-                    sink=sink,
-                    streamed=streamed,
-                    text=text,
-                    routed_layers=self.routed_layers,
-                )
+            return Request(
+                name,
+                prompt,
+                params,
+                index=index,
+                arrival=arrival,
+                seed=fork_seed(seed, index),
+                max_tokens=max_tokens,
+                eos_ids=self.eos_ids,
+                vocab_size=self.vocab_size,
+                now=now,
+                ageing_seconds=self.ageing_seconds,
+                sink=sink,
+                streamed=streamed,
+                text=text,
+                routed_layers=self.routed_layers,
             )
-        return requests
+
+        try:
+            return [one(index) for index in range(params.n)]
+        except Exception as error:  # of a constraint or a detokenizer, which are not the engine's
+            raise failed(name, error) from error
 
     def _prompt(self, name: str, prompt_ids: Iterable[int]) -> list[int]:
         try:
@@ -160,7 +163,14 @@ class Intake:
                     f" {self.vocab_size}",
                     "Use the tokenizer of this model",
                 )
-        ends = {*params.stop_token_ids, *self.eos_ids} if params.min_tokens else ()
+        eos = () if params.ignore_eos else self.eos_ids
+        ends = {*params.stop_token_ids, *eos} if params.min_tokens else set[int]()
+        banned = {token for token, bias in params.logit_bias.items() if bias <= NEVER}
+        if len(banned | ends) >= self.vocab_size:
+            raise PykernelsError(
+                f"{name}: logit_bias and min_tokens exclude all {self.vocab_size} tokens",
+                "Leave one that may come",
+            )
         if (biased := len({*params.logit_bias, *ends})) > MAX_BIASES:
             raise PykernelsError(
                 f"{name}: the logits of {biased} tokens are biased, by logit_bias or min_tokens",

@@ -6,8 +6,10 @@ import enum
 import math
 from collections.abc import Callable, Collection, Sequence
 
+from pykernels.errors import PykernelsError
+
 from ..kv_cache import PageTable
-from .batch import SequenceSampling
+from .batch import NEVER, SequenceSampling
 from .constraint import MaskedOutput
 from .counts import TokenCounts
 from .outputs import FinishReason, RequestStats, TokenLogprob
@@ -115,7 +117,9 @@ class Request:
         counts = TokenCounts(prompt, max_tokens, vocab_size) if params.penalizes else None
         self.masked: MaskedOutput | None = None
         if params.constraint is not None:
-            self.masked = MaskedOutput(params.constraint, vocab_size)
+            banned = [token for token, bias in params.logit_bias.items() if bias <= NEVER]
+            ends = self.end_ids if self.min_tokens else ()
+            self.masked = MaskedOutput(params.constraint, vocab_size, banned, ends, self.min_tokens)
         mask = None if self.masked is None else self.masked.mask
         self.sampling = SequenceSampling(params, seed, counts, params.logit_bias, mask)
         self.early = self.sampling
@@ -177,6 +181,17 @@ class Request:
             decode_seconds=0.0 if first is None else self.last_at - self.first_at,
             preemptions=self.preemptions,
         )
+
+
+def failed(name: str, error: BaseException) -> PykernelsError:
+    """What ended the request of that name, or kept it from being made, as its consumer gets it."""
+    if isinstance(error, PykernelsError):
+        told = PykernelsError(f"{name}: {error.cause}", error.hint)
+    else:
+        cause = f"{name} failed: {type(error).__name__}: {error}"
+        told = PykernelsError(cause, "Its traceback is the error's __cause__")
+    told.__cause__ = error
+    return told
 
 
 def fork_seed(seed: int, index: int) -> int:

@@ -47,7 +47,8 @@ class SamplingParams:
         deadline: seconds from submission after which the request ends with what it has.
         priority: lower is served first and preempted last.
         constraint: which tokens may come next, as a grammar says; each output begins one of its
-            own. None: any.
+            own. None: any. Where ``logit_bias`` (of -inf) and ``min_tokens`` exclude all that it
+            allows, the output ends with an error that says so, as where it raises one.
         routed_experts: tell which experts each token used, see ``Completion.routed_experts``.
     """
 

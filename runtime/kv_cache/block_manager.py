@@ -14,11 +14,16 @@ class PageTable:
     """The pages of one sequence, position p at ``pages[p // page_size]``.
 
     It lives as long as its request: the keys of its tokens outlast a preemption.
+
+    Attributes:
+        output_from: the first token whose keys and values are others in an output than in a prompt;
+            None: there is no difference.
     """
 
-    __slots__ = ("cached", "keys", "node", "pages", "row")
+    __slots__ = ("cached", "keys", "node", "output_from", "pages", "row")
 
     def __init__(self) -> None:
+        self.output_from: int | None = None
         self.pages: list[int] = []
         self.row = -1  # of BlockManager.tables; -1: holds no pages
         self.keys: list[PageKey] = []
@@ -132,7 +137,7 @@ class BlockManager:
         """
         inserted: list[PrefixNode] = []
         full = computed // self.page_size
-        extend_keys(table.keys, tokens, full, self.page_size)
+        extend_keys(table.keys, tokens, full, self.page_size, table.output_from)
         while table.cached < full:
             i = table.cached
             if i and table.node is None:
@@ -178,7 +183,7 @@ class BlockManager:
         self, table: PageTable, tokens: Sequence[int], reusable: int | None
     ) -> list[PrefixNode]:
         limit = self._shareable(tokens, reusable)
-        extend_keys(table.keys, tokens, limit, self.page_size)
+        extend_keys(table.keys, tokens, limit, self.page_size, table.output_from)
         return self.tree.match(table.keys, limit)
 
     def _take(self) -> int:

@@ -4,6 +4,9 @@ A page's keys and values depend on its own tokens and on all before them, so a p
 tokens and its parent. The key is ``blake2b(parent's key, tokens)``: the same in every process, so
 that a store of pages outside this one can use it too. Tokens and parent are compared as well: two
 pages whose keys collide are never taken for each other.
+
+Where a model computes the tokens of an output in another way than those of a prompt (Expert
+Deferral), the same tokens give other keys and values in each, and are other tokens in a page's key.
 """
 
 from __future__ import annotations
@@ -17,14 +20,29 @@ KEY_BYTES = 16
 ROOT = bytes(KEY_BYTES)
 
 PageKey = tuple[bytes, bytes]
-"""Key of a full page, and its tokens as int32."""
+"""Key of a full page, and its tokens as int32: t, or ~t where it is computed as an output's."""
 
 
-def extend_keys(keys: list[PageKey], tokens: Sequence[int], pages: int, page_size: int) -> None:
-    """Append to ``keys`` until it has those of the first ``pages`` full pages of ``tokens``."""
+def extend_keys(
+    keys: list[PageKey],
+    tokens: Sequence[int],
+    pages: int,
+    page_size: int,
+    output_from: int | None = None,
+) -> None:
+    """Append to ``keys`` until it has those of the first ``pages`` full pages of ``tokens``.
+
+    Args:
+        output_from: the first token that is computed as one of an output; None: there is no
+            difference.
+    """
     parent = keys[-1][0] if keys else ROOT
     for i in range(len(keys), pages):
-        data = array("i", tokens[i * page_size : (i + 1) * page_size]).tobytes()
+        first, last = i * page_size, (i + 1) * page_size
+        own = array("i", tokens[first:last])
+        for at in range(max(first, last if output_from is None else output_from), last):
+            own[at - first] = ~own[at - first]
+        data = own.tobytes()
         parent = blake2b(parent + data, digest_size=KEY_BYTES).digest()
         keys.append((parent, data))
 

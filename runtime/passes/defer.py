@@ -5,23 +5,29 @@
 The experts of the ``topk - N`` largest weights are immediate, those of the N smallest are deferred:
 what they give joins the residual stream where the *next* layer of routed experts adds up its own.
 Nothing is deferred out of the last layer, which adds all of its experts and the deferred ones of
-the layer before. On one device this changes what is computed and gains nothing; where a CPU has
-the experts and a GPU the rest, the attention of layer k + 1 need not wait for the deferred of k.
+the layer before. What is deferred follows from the weights alone: neither from the device that has
+an expert, nor from the slots that it may be in.
+
+On one device this changes what is computed and gains nothing; where a CPU has the experts and a GPU
+the rest, the attention of layer k + 1 need not wait for the deferred of k. Prompts gain nothing
+(SOSP'25 4.1): their tokens defer nothing, beside those of others that do (the input ``is_prompt``).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 from pykernels.errors import PykernelsError
 
 from ..program import Buffer, Node, Program, repeated
+from ..step_inputs import IS_PROMPT
 from .layers import LEAST, check_count, moe_layers, rebuilt, split
 
 
 def defer(program: Program, N: int, least: int = LEAST) -> Program:
-    """The program of a decode step with N of each token's experts deferred.
+    """The program with N of each token's experts deferred, if it is not of a prompt.
 
     Args:
         N: 0: the program itself.
@@ -32,32 +38,24 @@ def defer(program: Program, N: int, least: int = LEAST) -> Program:
     """
     if N == 0:
         return program
-    if any(node.op == "rank_experts" for node in program.nodes):
-        raise PykernelsError(
-            f"defer after split_experts would defer others in each step of {program.name!r}",
-            "Apply defer to decode steps, and split_experts to prompts",
-        )
     layers = moe_layers(program)
     check_count(program, layers, N, least)
     nodes: list[Node] = []
     buffers: dict[str, Buffer] = {}
-    by_node = {layer.experts.name: i for i, layer in enumerate(layers)}
-    joins: dict[str, str] = {}  # sum of layer k + 1 -> what of layer k is added beside it
+    replaced: dict[str, tuple[Node, ...]] = {}
+    joins: dict[str, tuple[str, ...]] = {}  # sum of layer k + 1 -> what of k is added beside it
+    for layer, behind in pairwise(layers):
+        parts = split(program, layer, N, "deferred", "deferred", IS_PROMPT)
+        replaced |= parts.replaced
+        buffers |= parts.buffers
+        joins[behind.sum] = parts.rests
     for node in program.nodes:
-        at = by_node.get(node.name)
-        if at is not None and at + 1 < len(layers):
-            parts = split(program, layers[at], N, "deferred", "deferred")
-            nodes += parts.nodes
-            buffers |= parts.buffers
-            assert parts.rest is not None
-            joins[layers[at + 1].sum] = parts.rest
-            continue
         if node.op == "rms_norm":
             adds = node.series("add")
-            late = [joins.pop(name) for name in adds if name in joins]
+            late = [rest for name in adds for rest in joins.pop(name, ())]
             if late:
                 node = replace(node, inputs={**node.inputs, **repeated("add", (*late, *adds))})
-        nodes.append(node)
+        nodes += replaced.get(node.name, (node,))
     if joins:
         raise PykernelsError(
             f"no norm adds up {', '.join(joins)} of {program.name!r}",

@@ -102,38 +102,55 @@ class RoutingSplit:
     """A layer's choice in two parts.
 
     Attributes:
-        nodes: take the place of the layer's experts.
+        replaced: by a node's name, what takes its place.
         buffers: that they write.
-        rest: the sum [T, H] of the second part; None: it is dropped.
+        rests: the sums [T, H] of the second part, of the layer's experts and of those in slots;
+            none: it is dropped.
     """
 
-    nodes: tuple[Node, ...]
+    replaced: Mapping[str, tuple[Node, ...]]
     buffers: Mapping[str, Buffer]
-    rest: str | None
+    rests: tuple[str, ...]
 
 
-def split(program: Program, layer: MoELayer, N: int, name: str, role: str | None) -> RoutingSplit:
+def split(
+    program: Program,
+    layer: MoELayer,
+    N: int,
+    name: str,
+    role: str | None,
+    whole: str | None = None,
+) -> RoutingSplit:
     """Splits a layer's routing: the topk - N largest weights stay with the layer's experts, the N
     smallest go to a second node.
 
+    Where experts are in slots, each part is placed by itself: which experts are in it follows from
+    the weights alone, wherever they lie.
+
     Args:
         name: of the second part.
-        role: of the second node, whose sum is ``RoutingSplit.rest``; None: there is none.
+        role: of the second node, whose sum is among ``RoutingSplit.rests``; None: there is none,
+            and no experts are in slots.
+        whole: the input [T] of tokens that are not split; None: all are.
     """
     node, number = layer.experts, ""
     names = {other.name for other in program.nodes}
     while f"{node.name}.{name}{number}_split" in names:  # the pass was here before
         number = str(int(number or 1) + 1)
     name = f"{name}{number}"
-    ids = program.buffers[node.inputs["ids"]]
+    read = node.inputs["ids"]
+    writer = next(other for other in program.nodes if read in other.writes)
+    place = writer if writer.op == "place_routing" else None
+    ids = program.buffers[read if place is None else place.inputs["ids"]]
     outputs = {"first_ids": f"{ids.name}.without_{name}"}
     if role is not None:
         outputs["last_ids"] = f"{ids.name}.{name}"
     buffers = {label: replace(ids, name=label) for label in outputs.values()}
     router = next(other for other in program.nodes if ids.name in other.writes)
+    marks = {} if whole is None else {"whole": whole}
     routing = Node(
         "split_routing",
-        {"ids": ids.name, "weights": node.inputs["weights"]},
+        {"ids": ids.name, "weights": node.inputs["weights"], **marks},
         outputs,
         attrs=MappingProxyType({"last": N}),
         device=router.device,
@@ -141,19 +158,40 @@ def split(program: Program, layer: MoELayer, N: int, name: str, role: str | None
         layer=node.layer,
         role="router",
     )
-    own = replace(node, inputs={**node.inputs, "ids": outputs["first_ids"]})
-    if role is None:
-        return RoutingSplit((routing, own), buffers, None)
-    rest = f"{layer.sum}.{name}"
-    buffers[rest] = replace(program.buffers[layer.sum], name=rest)
-    other = replace(
-        node,
-        inputs={**node.inputs, "ids": outputs["last_ids"]},
-        outputs={"out": rest},
-        name=f"{node.name}.{name}",
-        role=role,
+
+    def second(first: Node, ids: str, role: str) -> Node:
+        """Computes of the second part what ``first`` does of the first one."""
+        total = first.outputs["out"]
+        rest = f"{total}.{name}"
+        buffers[rest] = replace(program.buffers[total], name=rest)
+        inputs = {**first.inputs, "ids": ids}
+        return replace(
+            first, inputs=inputs, outputs={"out": rest}, name=f"{first.name}.{name}", role=role
+        )
+
+    if place is None:
+        own = replace(node, inputs={**node.inputs, "ids": outputs["first_ids"]})
+        others = () if role is None else (second(node, outputs["last_ids"], role),)
+        rests = tuple(other.outputs["out"] for other in others)
+        return RoutingSplit({node.name: (routing, own, *others)}, buffers, rests)
+    assert role is not None
+    cached = next(n for n in program.nodes if place.outputs["here_ids"] in n.inputs.values())
+    parts = {port: f"{label}.{name}" for port, label in place.outputs.items()}
+    buffers |= {parts[port]: replace(ids, name=parts[port]) for port in parts}
+    first = replace(place, inputs={**place.inputs, "ids": outputs["first_ids"]})
+    last = replace(
+        place,
+        inputs={**place.inputs, "ids": outputs["last_ids"]},
+        outputs=parts,
+        name=f"{place.name}.{name}",
     )
-    return RoutingSplit((routing, own, other), buffers, rest)
+    rest, late = second(node, parts["there_ids"], role), second(cached, parts["here_ids"], "cached")
+    replaced = {
+        place.name: (routing, first, last),
+        node.name: (node, rest),
+        cached.name: (cached, late),
+    }
+    return RoutingSplit(replaced, buffers, (rest.outputs["out"], late.outputs["out"]))
 
 
 def rebuilt(program: Program, nodes: list[Node], buffers: Mapping[str, Buffer]) -> Program:

@@ -34,14 +34,11 @@ def skip(program: Program, N: int, least: int = LEAST) -> Program:
         )
     layers = moe_layers(program)
     check_count(program, layers, N, least)
-    by_node = {layer.experts.name: layer for layer in layers}
-    nodes: list[Node] = []
+    replaced: dict[str, tuple[Node, ...]] = {}
     buffers: dict[str, Buffer] = {}
-    for node in program.nodes:
-        if node.name in by_node:
-            parts = split(program, by_node[node.name], N, "skipped", None)
-            nodes += parts.nodes
-            buffers |= parts.buffers
-        else:
-            nodes.append(node)
+    for layer in layers:
+        parts = split(program, layer, N, "skipped", None)
+        replaced |= parts.replaced
+        buffers |= parts.buffers
+    nodes = [new for node in program.nodes for new in replaced.get(node.name, (node,))]
     return rebuilt(program, nodes, buffers)

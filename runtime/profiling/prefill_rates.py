@@ -15,6 +15,7 @@ import torch
 
 from ..devices.runner import Executable
 from ..kv_cache.layout import PAGE
+from ..step_inputs import IS_PROMPT
 
 MEASURED = 64, 256, 1024
 """Tokens of the steps that say what the CPU takes, alone and with a part of the experts."""
@@ -23,7 +24,7 @@ _ROUNDS, _ENOUGH_S = 3, 1.0
 _BY_TOKEN = ("tokens", "positions", "slot_mapping", "sequences")
 _BY_SEQUENCE = {"query_starts": False, "page_rows": False, "query_lengths": True, "lengths": True}
 """Whether it is the number of tokens."""
-_CHANGED = (*_BY_TOKEN, *_BY_SEQUENCE, "page_table")
+_CHANGED = (*_BY_TOKEN, IS_PROMPT, *_BY_SEQUENCE, "page_table")
 
 
 _GAIN = 0.95
@@ -148,6 +149,7 @@ def step_seconds(
     random = torch.randint(0, vocabulary, (tokens,), dtype=torch.int64, device="cpu")
     for name, values in zip(_BY_TOKEN, (random, at, at, torch.zeros_like(at)), strict=True):
         arrays[name][:tokens] = values
+    arrays[IS_PROMPT][:tokens] = 1
     for name, counts in _BY_SEQUENCE.items():
         arrays[name][0] = tokens if counts else 0
     arrays["page_table"][0, :pages] = at[:pages]

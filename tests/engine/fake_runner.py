@@ -41,6 +41,7 @@ class FakeRunner:
     max_num_logits: int = 10
     max_model_len: int = 200
     vocab_size: int = 997
+    deferred = 0
     routed_layers = ()
     prefill_runner = None
     late_masks = True
@@ -172,7 +173,8 @@ class FakeRunner:
         if how.counts is not None:
             self._check_counts(history, before, how)
         banned = how.bias_ids[how.bias_values <= np.float32(NEVER)].tolist()
-        assert not banned or draws < how.params.min_tokens
+        never = {token for token, bias in how.params.logit_bias.items() if bias <= NEVER}
+        assert never.issuperset(banned) or draws < how.params.min_tokens
         token = draw(history, seed, draws, self.vocab_size)
         allowed = (
             None if how.mask is None else np.unpackbits(how.mask.view(np.uint8), bitorder="little")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -78,5 +81,66 @@ def test_a_constraint_that_fails_ends_its_request_alone() -> None:
         bad.result()
     with pytest.raises(PykernelsError, match="no token"):
         dead.result()
-    with pytest.raises(PykernelsError, match="no token"):  # before any work is done
-        engine.submit([4], params(4, 20, constraint=Steps(7, dead=0)))
+    # Before any work is done.
+    for wrong, cause in (({"dead": 0}, "mine: .*no token"), ({"fails": 0}, "mine .*no grammar")):
+        with pytest.raises(PykernelsError, match=cause):
+            engine.submit([4], params(4, 20, constraint=Steps(7, **wrong)), name="mine")
+
+
+class Only:
+    """These tokens alone may come, by place in the output."""
+
+    def __init__(self, *places: tuple[int, ...]) -> None:
+        self.places = places
+
+    def begin(self) -> Only:
+        return Only(*self.places)
+
+    def allowed(self, mask: np.ndarray) -> None:
+        for token in self.places[0]:
+            mask[token // 32] |= np.int32(1 << token % 32)
+
+    def accept(self, token: int) -> None:
+        self.places = self.places[1:]
+
+
+BANNED, ENDS = {"logit_bias": {5: -math.inf}}, {"stop_token_ids": [6], "min_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "how", "cause"),
+    [
+        ((5,), BANNED, "logit_bias excludes: 5"),
+        ((6,), ENDS, "min_tokens=2 excludes: 6"),
+        ((5, 6), BANNED | ENDS, "logit_bias or min_tokens=2 excludes: 5, 6"),
+    ],
+)
+def test_where_nothing_is_left_of_what_a_constraint_allows(
+    allowed: tuple[int, ...], how: dict[str, Any], cause: str
+) -> None:
+    engine = Engine(FakeRunner(), threaded=False)
+    with pytest.raises(PykernelsError, match=f"mine: .*{cause}"):
+        engine.submit([1], params(1, 9, constraint=Only(allowed), **how), name="mine")
+    later = engine.submit([2], params(2, 9, constraint=Only((7,), allowed), **how), name="later")
+    good = engine.submit([3], params(3, 20))
+    with pytest.raises(PykernelsError, match=f"later: .*{cause}"):
+        later.result()
+    assert good.result().token_ids == expected([3], 3, 20)
+
+
+def test_a_finite_bias_excludes_nothing() -> None:
+    """Nor do the first ``min_tokens`` exclude an end token behind them."""
+    engine = Engine(FakeRunner(), threaded=False)
+    only = Only((5,), (7,), (6,))
+    how = params(1, 9, constraint=only, **ENDS, logit_bias={5: -100})
+    [result] = engine.generate([[1]], how)
+    assert result.token_ids == (5, 7, 6)
+
+
+def test_biases_that_leave_no_token_are_refused() -> None:
+    engine = Engine(FakeRunner(vocab_size=8), threaded=False)
+    most = dict.fromkeys(range(7), -math.inf)
+    for how in ({"logit_bias": most | {7: -math.inf}}, {"logit_bias": most, **ENDS}):
+        how = {**how, "stop_token_ids": [7]}
+        with pytest.raises(PykernelsError, match="exclude all 8 tokens"):
+            engine.submit([1], params(1, 9, **how))

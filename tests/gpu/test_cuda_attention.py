@@ -78,8 +78,9 @@ def results(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(found, truth) of the tokens of each step."""
     inputs = allocate_inputs(program)
-    for name in ("tokens", "query_starts", "query_lengths", "lengths", "page_rows"):
-        count = program.sizes["T" if name == "tokens" else "S"]
+    by_token = ("tokens", "is_prompt")
+    for name in (*by_token, "query_starts", "query_lengths", "lengths", "page_rows"):
+        count = program.sizes["T" if name in by_token else "S"]
         inputs.setdefault(name, torch.zeros(count, dtype=torch.int64))
     inputs.setdefault("logits_indices", torch.zeros(1, dtype=torch.int64))
     places = torch.randperm(S * PAGES, generator=torch.Generator().manual_seed(3)).view(S, PAGES)

@@ -4,7 +4,6 @@ GPU."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from runtime.devices.slots import Slots
 from runtime.engine import Engine, SamplingParams
 from runtime.experts.cache import CachePolicy
 from runtime.matrix import packer
-from runtime.passes import defer
 from runtime.placement import Placement
 from runtime.workers.pool import WorkerPool
 
@@ -242,15 +240,15 @@ def test_the_deferral_that_pays_is_found(tmp_path: Path, device: torch.device) -
             pool,
             *sizes,
             "generic",
-            options=CudaOptions(experts="cpu", auto_defer=True),
+            options=CudaOptions(experts="cpu", deferred=None),
         )
         with Engine(runner) as engine:
             [found] = engine.generate([[5, 17, 60]], params)
         assert runner.deferred in (0, 1)  # of three: two are immediate
         if device.type == "cpu":
             assert runner.deferred == 1  # the interpreter keeps the CPU waiting
-        passes = [partial(defer, N=runner.deferred)]
-        with Engine(RefRunner(decoder, *sizes, passes), threaded=False) as engine:
+        exact = RefRunner(decoder, *sizes, deferred=runner.deferred)
+        with Engine(exact, threaded=False) as engine:
             [truth] = engine.generate([[5, 17, 60]], params)
     assert found.token_ids[:3] == truth.token_ids[:3]
     errors = []

@@ -26,7 +26,8 @@ def test_the_launch_draws_what_the_rows_ask_for(device: torch.device) -> None:
     made = program(R)
     batch: Any = SimpleNamespace(seeds=np.zeros(R, np.int64), draws=np.zeros(R, np.int64))
     columns = SamplingInputs(batch, V, R, device)
-    names = ("tokens", "positions", "slot_mapping", "lengths", "page_rows", "logits_indices")
+    names = ("tokens", "positions", "is_prompt", "slot_mapping", "lengths", "page_rows")
+    names += ("logits_indices",)
     arrays = {name: torch.zeros(R, dtype=torch.int64) for name in names}
     arrays["page_table"] = torch.zeros(R, 1, dtype=torch.int64)
     inputs = StepInputs(arrays, columns, {"cuda": device}).bucket(R, R, True, None)

@@ -3,7 +3,6 @@ of one GPU."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.devices.gpus import check_device
 from runtime.engine import Engine, SamplingParams
 from runtime.matrix import packer
-from runtime.passes import defer
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
@@ -25,16 +23,12 @@ PROMPTS = [[5, 17, 60, 33], [7]]
 
 
 @pytest.mark.parametrize(
-    ("gpus", "family", "options", "deferred"),
+    ("gpus", "family", "options"),
     [
-        (2, "deepseek_v3", CudaOptions("gpu"), 0),
-        (2, "qwen3_moe", CudaOptions("cpu", gpu_experts={0: (2, 5), 1: (1,)}), 1),
-        pytest.param(
-            2, "qwen3_moe", CudaOptions("cpu", prefill="stream"), 0, marks=pytest.mark.all
-        ),
-        pytest.param(
-            3, "deepseek_v3", CudaOptions("cpu", dual_batch=True), 0, marks=pytest.mark.all
-        ),
+        (2, "deepseek_v3", CudaOptions("gpu")),
+        (2, "qwen3_moe", CudaOptions("cpu", deferred=1, gpu_experts={0: (2, 5), 1: (1,)})),
+        pytest.param(2, "qwen3_moe", CudaOptions("cpu", prefill="stream"), marks=pytest.mark.all),
+        pytest.param(3, "deepseek_v3", CudaOptions("cpu", dual_batch=True), marks=pytest.mark.all),
     ],
     ids=["mla", "gqa, some experts on both, some deferred", "gqa, streamed", "mla, two lanes"],
 )
@@ -42,7 +36,6 @@ def test_several_gpus_draw_what_one_draws(
     gpus: int,
     family: str,
     options: CudaOptions,
-    deferred: int,
     tmp_path: Path,
     device: torch.device,
 ) -> None:
@@ -59,7 +52,7 @@ def test_several_gpus_draw_what_one_draws(
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
         for names in (every[:1], every):
-            sizes = 64, None, 4, 2, "generic", [partial(defer, N=deferred)]
+            sizes = 64, None, 4, 2, "generic"
             runner = CudaRunner(decoder, ",".join(names), pool, *sizes, options=options)
             runner.load()
             runner.decode_buckets = (1,)

@@ -65,6 +65,7 @@ def split_routing(ctx: Context, node: Node) -> list[Job]:
         weights=ctx.at(weights),
         topk=topk,
         last=node.attr("last"),
+        **{name: ctx.at(whole) for name, whole in node.inputs.items() if name == "whole"},
         **{name: ctx.at(out) for name, out in node.outputs.items()},
     )
     return [Job(node.name, run.address, record, setup.address)]

@@ -27,7 +27,8 @@ class CpuRunner(PagedRunner):
         max_num_batched_tokens: the token budget of a step.
         max_num_logits: rows of logits of a step; None: one per sequence.
         kernel: a backend of ``pykernels.registry``, or "auto".
-        passes: of ``runtime.passes``, for the programs of decode steps.
+        passes: of ``runtime.passes``, for the programs of decode steps; ``deferred``: see
+            ``PagedRunner``.
 
     Raises:
         PykernelsError: no memory for the cache, or a kernel that cannot run here.
@@ -49,6 +50,7 @@ class CpuRunner(PagedRunner):
         kernel: str = "auto",
         passes: Sequence[Pass] = (),
         max_num_logits: int | None = None,
+        deferred: int = 0,
     ) -> None:
         super().__init__(
             model,
@@ -58,6 +60,7 @@ class CpuRunner(PagedRunner):
             max_num_seqs,
             passes,
             max_num_logits,
+            deferred=deferred,
         )
         self.pool, self.kernel = pool, kernel
         self._give_up = np.zeros(1, np.int64)

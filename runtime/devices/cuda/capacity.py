@@ -10,6 +10,7 @@ from pykernels.gpu.gemm.unpack import SCRATCH
 from ...analysis import experts_per_token
 from ...node import Node
 from ...partition import partition
+from ...passes.defer import defer
 from ...placement import CPU, Placement
 from ...program import Program
 from ...weight_spec import WeightSpec
@@ -37,6 +38,7 @@ def step_tokens(
     table_pages: int,
     sequences: int,
     logits: int,
+    deferred: int = 0,
 ) -> int:
     """The token budget of a step.
 
@@ -45,12 +47,14 @@ def step_tokens(
         placement: of the model's nodes.
         pages: of the cache; ``table_pages``: of one sequence.
         sequences, logits: most of a step.
+        deferred: experts of a token that are.
     """
     if interpreted(gpus) or placement.experts == CPU:
         return STEP_TOKENS[-1]
     for T in STEP_TOKENS[:-1]:
         rows = min(T, max(logits, sequences))
-        rooms = _rooms(model, gpus, placement, (T, sequences, rows, pages, table_pages))
+        sizes = T, sequences, rows, pages, table_pages
+        rooms = _rooms(model, gpus, placement, sizes, deferred)
         if all(room >= 0 for room in rooms.values()):
             return T
     return STEP_TOKENS[-1]
@@ -73,13 +77,15 @@ def room_for_experts(
     return _rooms(model, gpus, placement, sizes)
 
 
-def _rooms(model: Lowerable, gpus: Gpus, placement: Placement, sizes: LowerSizes) -> dict[str, int]:
+def _rooms(
+    model: Lowerable, gpus: Gpus, placement: Placement, sizes: LowerSizes, deferred: int = 0
+) -> dict[str, int]:
     """Bytes that are free on each GPU beside weights, cache and steps."""
     program = model.lower(*sizes)
     rooms = room_for_steps(model, gpus, placement, program, sizes[3])
     # Steps have room for experts wherever these are: some may be on a GPU besides.
     whole = replace(placement, experts=placement.device)
-    parts = partition(whole.stage(whole.apply(program)))
+    parts = partition(whole.stage(defer(whole.apply(program), deferred)))
     return {name: room - step_bytes(parts[name]) for name, room in rooms.items()}
 
 

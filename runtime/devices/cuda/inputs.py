@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from ...kv_cache.layout import PAGE
 from ...lanes import LANES, lane_name, lane_tokens
+from ...step_inputs import IS_PROMPT
 from ..gpus import Gpus
 from ..sampling import SamplingInputs
 from .sampling_inputs import SamplingColumns, SamplingTables
 from .sequences import Expansion, Sequences
 
-BY_TOKEN = {"tokens": 0, "positions": 0, "slot_mapping": -1}
+BY_TOKEN = {"tokens": 0, "positions": 0, IS_PROMPT: 0, "slot_mapping": -1}
 """Inputs [T] that nodes read by name, and what padding has."""
 _BY_CHUNK = ("query_starts", "query_lengths", "key_lengths", "key_starts")
 _ALIGNED = 4  # int32 numbers: 16 bytes

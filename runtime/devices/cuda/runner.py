@@ -64,7 +64,8 @@ class CudaOptions:
 
     Attributes:
         experts: where routed experts are: "cpu", "gpu", or "auto": on the GPU if all fit.
-        auto_defer: whether to defer as many experts as keep the CPU busy, found by measuring.
+        deferred: experts of a token of an output that join one layer later; None: as many as keep
+            the CPU busy, found by measuring.
         dual_batch: whether decode steps of two sequences or more have two lanes; "auto": if the
             experts are on the CPU.
         placed: weights that rules place on another device, by name.
@@ -79,7 +80,7 @@ class CudaOptions:
     """
 
     experts: str = "auto"
-    auto_defer: bool = False
+    deferred: int | None = 0
     dual_batch: bool | str = False
     placed: Mapping[str, str] = field(default_factory=dict)
     gpu_experts: Mapping[int, Sequence[int]] | None = None
@@ -102,7 +103,7 @@ class CudaRunner(PagedRunner):
     Attributes:
         gpus: by their names in programs.
         device: the last GPU, which samples.
-        deferred: experts of a token that ``auto_defer`` found.
+        deferred: experts of a token of an output that join one layer later.
         streaming: how experts of prompts are streamed; None: they are not.
         rates: by which "auto" chooses, once programs are made; ``link_bytes_per_s``: from pinned
             memory to the GPU, 0 where nothing is streamed.
@@ -167,17 +168,19 @@ class CudaRunner(PagedRunner):
                 "the only worker of the experts is the thread that launches the GPU's kernels",
                 "Take 2 threads or more, or keep the experts on the GPU (experts gpu)",
             )
-        tokens = max_num_batched_tokens
+        tokens, deferred = max_num_batched_tokens, options.deferred or 0
+        # What is deferred takes memory; of how many experts it is makes no difference.
+        some = deferred or (1 if options.deferred is None and on_cpu else 0)
         sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
         self.prefill, self.link_bytes_per_s = options.prefill, 0.0
         self.rates: Rates | None = None
         self.streaming = wanted_streaming(
-            options.prefill, model, self.gpus, self.placement, Sizes(*sizes), tokens
+            options.prefill, model, self.gpus, self.placement, Sizes(*sizes, some), tokens
         )
         if tokens is None and self.streaming is not None:
             tokens = self.streaming.tokens
         if tokens is None:
-            tokens = step_tokens(model, self.gpus, self.placement, *sizes)
+            tokens = step_tokens(model, self.gpus, self.placement, *sizes, some)
         super().__init__(
             model,
             max_model_len,
@@ -187,10 +190,11 @@ class CudaRunner(PagedRunner):
             passes,
             max_num_logits,
             on_cpu and bool(options.dual_batch),
+            deferred,
         )
         self.pool, self.kernel = pool, kernel
         self.late_masks = waits_for_masks(self.device)
-        self._auto_defer, self.deferred = options.auto_defer, 0
+        self._auto_defer = on_cpu and options.deferred is None
         self.buckets = HOST_BUCKETS if on_cpu else PROMPT_BUCKETS
         self.caches: dict[str, torch.Tensor] = {}
         self._maker: StepMaker | None = None
@@ -327,6 +331,7 @@ class CudaRunner(PagedRunner):
             rows = min(T, self.max_num_logits)
             pages = inputs["page_table"].shape[1]
             program = rewrite(lower(T, self.max_num_seqs, rows, self.num_pages, pages))
+            program = defer(program, self.deferred)
             for name, part in partition(self.placement.stage(program)).items():
                 needed[name] += step_bytes(part) if name in self.gpus else 0
         return all(n - HEADROOM >= needed[name] for name, n in free_bytes(self.gpus).items())
@@ -359,22 +364,18 @@ class CudaRunner(PagedRunner):
         )
         return found if layers else None
 
-    def decode_passes(self) -> Sequence[Pass]:
-        """The passes, with the deferral that pays here."""
-        if not self._auto_defer or self.placement.experts != CPU:
-            return self.passes
-        assert self._maker is not None
-        inputs = self._maker.host_inputs
+    def choose_deferred(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """The deferral that pays here, if that is asked for."""
+        if not self._auto_defer:
+            return
+        self.deferred = 0
         step = self._step(1, inputs, (), self.make_decode_step)
         if not isinstance(step, CudaExecutable) or step.cpu is None:
-            return self.passes
+            return
         # One token at the first place of the cache, which nobody reads before it is written.
         self.sizes[0], self.sizes[1], self.sizes[2] = 1, 1, 0
         inputs["slot_mapping"][0] = 0
         self.deferred = measured_deferral(step.program, step.cpu.jobs.jobs, step.run)
-        if not self.deferred:
-            return self.passes
-        return (partial(defer, N=self.deferred), *self.passes)
 
     def launch(self, batch: StepBatch) -> None:
         with self.watched():

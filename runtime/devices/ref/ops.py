@@ -191,7 +191,8 @@ def router(m: Memory, node: Node) -> None:
 
 def split_routing(m: Memory, node: Node) -> None:
     ids, factors = (m.read(node.inputs[name]) for name in ("ids", "weights"))
-    parts = split_by_weight(ids, factors, node.attr("last"))
+    whole = m.read(node.inputs["whole"]) if "whole" in node.inputs else None
+    parts = split_by_weight(ids, factors, node.attr("last"), whole)
     for name, part in zip(("first_ids", "last_ids"), parts, strict=True):
         if name in node.outputs:
             m.write(node.outputs[name], part)

@@ -43,6 +43,7 @@ class RefRunner(PagedRunner):
         passes: of ``runtime.passes``, for the programs of decode steps; ``offload`` is one.
         dual_batch: whether decode steps of two sequences or more have two lanes.
         slots: by layer, slots for experts, as beside a GPU; ``policy``: of what is in them.
+        deferred: see ``PagedRunner``.
         prefill: "stream": steps with chunks of prompts copy their experts first, as beside a GPU.
     """
 
@@ -62,6 +63,7 @@ class RefRunner(PagedRunner):
         prefill: str = "cpu",
         slots: Mapping[int, int] | None = None,
         policy: CachePolicy | None = None,
+        deferred: int = 0,
     ) -> None:
         super().__init__(
             model,
@@ -72,6 +74,7 @@ class RefRunner(PagedRunner):
             passes,
             max_num_logits,
             dual_batch,
+            deferred,
         )
         self.pool = pool
         self.streams = prefill == "stream"

@@ -46,6 +46,7 @@ class BatchWriter:
             self._rows = slice(S)
         else:
             self._rows = np.array([rows[request] for request in decoding], np.int64)
+        batch.is_prompt[:S] = 0
         batch.query_start_loc[: S + 1] = np.arange(S + 1)
         positions = [request.computed for request in decoding]
         batch.positions[:S] = positions
@@ -61,6 +62,7 @@ class BatchWriter:
             pages = self.manager.tables[request.table.row]
             batch.tokens[T : T + size] = request.tokens[first:last]
             batch.positions[T : T + size] = at
+            batch.is_prompt[T : T + size] = at < request.prompt_size
             batch.slot_mapping[T : T + size] = pages[at // page_size] * page_size + at % page_size
             batch.seq_lens[len(requests)] = last
             for position in chunk.logprob_positions:

@@ -135,6 +135,14 @@ def test_a_cut_submits_early_and_waits_late() -> None:
     }
 
 
+def test_what_comes_together_may_be_written_before_it_is_sent() -> None:
+    """As a deferred sum is, beside that of the next layer."""
+    edges = {"a": (), "late": ("a",), "b": ("a",), "s": ("b",), "c": ("b", "late", "s")}
+    gpu = partition(norms(edges, dict.fromkeys("abc", "gpu")))["gpu"]
+    [wait] = [node for node in gpu.nodes if node.op == "wait"]
+    assert len(wait.writes) == 2 and wait.attr("since") == "late.submit"
+
+
 def test_a_peer_may_touch_what_was_sent_and_nothing_is_twice() -> None:
     edges = {"a": (), "s1": ("a",), "s2": ("a", "s1"), "b": ("a",), "c": ("b", "s2"), "d": ("c",)}
     program = norms(edges, {name: "gpu" for name in edges if name[0] != "s"})

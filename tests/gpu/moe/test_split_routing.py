@@ -26,9 +26,13 @@ def test_split_routing(T: int, K: int, last: int, dtype: torch.dtype, device: to
         for k in range(K):
             assert out[0][t, k] == (-1 if k in smallest else ids[t, k])
             assert out[1][t, k] == (ids[t, k] if k in smallest else -1)
+    parted, whole = out[0].clone(), torch.arange(T, dtype=dtype) % 2
+    split_routing(ids.to(device), weights.to(device), last, out, whole.to(device))
+    assert torch.equal(out[0][::2], parted[::2]) and torch.equal(out[0][1::2].cpu(), ids[1::2])
+    assert (out[1][1::2] == -1).all()
     dropped = torch.empty_like(out[0])
     split_routing(ids.to(device), weights.to(device), last, (dropped, None))
-    assert torch.equal(dropped, out[0])
+    assert torch.equal(dropped, parted)
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
@@ -38,6 +42,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         lambda: split_routing(weights, weights, 1, (ids, None)),
         lambda: split_routing(ids, weights[:, :2], 1, (ids, None)),
         lambda: split_routing(ids, weights, 1, (ids.long(), None)),
+        lambda: split_routing(ids, weights, 1, (ids, None), ids[0]),
     ):
         with pytest.raises(PykernelsError):
             wrong()

@@ -38,8 +38,8 @@ def router(m: Memory, node: Node) -> Launch:
 def split_routing(m: Memory, node: Node) -> Launch:
     ids, factors, last = m.read(node, "ids"), m.read(node, "weights"), node.attr("last")
     second = m.written(node, "last_ids") if "last_ids" in node.outputs else None
-    outs = m.written(node, "first_ids"), second
-    return lambda: void(split_by_weight(ids, factors, last, outs))
+    outs, whole = (m.written(node, "first_ids"), second), m.optional(node, "whole")
+    return lambda: void(split_by_weight(ids, factors, last, outs, whole))
 
 
 def place_routing(m: Memory, node: Node) -> Launch:

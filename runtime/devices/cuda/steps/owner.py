@@ -32,6 +32,7 @@ class Owner(Protocol):
     max_num_seqs: int
     max_num_logits: int
     max_num_batched_tokens: int
+    deferred: int
     placement: Placement
     last_sizes: tuple[int, int]
     slots: Slots | None

@@ -40,6 +40,7 @@ class StreamedRunner(PagedRunner):
             owner.max_num_seqs,
             (),
             owner.max_num_logits,
+            deferred=owner.deferred,
         )
         self.min_tokens, self.min_alone = sizes.beside, sizes.alone
         self.max_others = sizes.not_streamed

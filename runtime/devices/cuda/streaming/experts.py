@@ -21,6 +21,7 @@ from ....machine.nodes import ONE_NODE, MemoryNodes
 from ....machine.pinned import Pinned
 from ....node import Node
 from ....partition import partition
+from ....passes.defer import defer
 from ....passes.layers import check_routed, moe_layers
 from ....passes.split_experts import split_experts
 from ....passes.stream_weights import PIECES, Ring, resident, stream_weights
@@ -135,12 +136,14 @@ class Streaming:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a runner's steps: pages of the cache and of a sequence, sequences, logits."""
+    """Sizes of a runner's steps: pages of the cache and of a sequence, sequences, logits; and the
+    experts of a token that are deferred."""
 
     pages: int
     table_pages: int
     sequences: int
     logits: int
+    deferred: int = 0
 
     def lower(self, model: Lowerable, T: int) -> Program:
         rows = min(T, max(self.logits, self.sequences))
@@ -257,6 +260,7 @@ def _step_bytes(
     streaming: Streaming, model: Lowerable, placement: Placement, sizes: Sizes, T: int
 ) -> dict[str, int]:
     program = streaming.apply(placement.apply(sizes.lower(model, T)))
+    program = defer(program, sizes.deferred)
     parts = partition(placement.stage(program))
     return {name: step_bytes(part) for name, part in parts.items() if name != CPU}
 
