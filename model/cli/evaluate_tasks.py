@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import typer
 from pykernels.errors import PykernelsError
 
 from .common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from .extras import how_to_install, is_installed
 from .session import Model
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def tasks(
 ) -> None:
     """Ask the model questions of lm-eval's tasks, offline."""
     chosen = prepare_threads(threads)
-    if importlib.util.find_spec("lm_eval") is None:
-        raise PykernelsError("lm-eval is not installed", "pip install 'pykernels[eval]'")
+    if not is_installed("lm_eval"):
+        raise PykernelsError("lm-eval is not installed", how_to_install("eval"))
     # Before they are imported: nothing is fetched, and the bar is ours.
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE"):
         os.environ.setdefault(name, "1")

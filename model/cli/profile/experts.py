@@ -10,6 +10,7 @@ import typer
 from pykernels.errors import PykernelsError
 
 from ..common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from ..extras import check_plot
 from ..session import Model, Rules
 
 
@@ -30,6 +31,7 @@ def experts(
     debug: Debug = False,
 ) -> None:
     """Count which experts of each layer TEXT takes; --gpu-experts reads what is written."""
+    check_plot(plot)
     text = "\n".join(_read(file) for file in texts)
     chosen = prepare_threads(threads)
     from rich.progress import Progress
