@@ -96,8 +96,9 @@ _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 
 _AMX = (*_AVX512, "avx512vbmi", "avx512bf16", "amx-tile", "amx-bf16", "amx-int8")
 
-_VECTORS = ("pykernels.cpu.weights.dequant:_READERS",)
-_VECTORS_AVX2 = ("pykernels.cpu.weights.codes_avx2:_ROWS", "pykernels.cpu.gemv.avx2_floats:_PRODUCTS")
+_WEIGHTS = "pykernels.cpu.weights"
+_VECTORS = (f"{_WEIGHTS}.dequant:_READERS",)
+_VECTORS_AVX2 = (f"{_WEIGHTS}.codes_avx2:_ROWS", "pykernels.cpu.gemv.avx2_floats:_PRODUCTS")
 
 _PORTABLE = "pykernels.cpu.gemv.portable:make_tiles"
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from bench.peers.catalog import RESULTS
 from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
-from model.cli.extras import how_to_install
+from model.extras import how_to_install
 from pykernels.errors import PykernelsError
 
 from .files import Partial, Results, check_folder, write

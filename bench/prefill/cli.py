@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from model.cli.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
-from model.cli.extras import check_plot
 from model.cli.session import Device
+from model.extras import check_plot
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 

@@ -12,8 +12,8 @@ import typer
 
 from pykernels.errors import PykernelsError
 
+from ..extras import how_to_install, is_installed
 from .common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from .extras import how_to_install, is_installed
 from .session import Model
 
 if TYPE_CHECKING:

@@ -15,9 +15,11 @@ from . import calibrate, chat, convert, doctor, evaluate, generate, inspect, pro
 from .common import Debug, State, out
 from .formats import ListsFormats
 from .http import serve
+from .usage import Commands
 
 app = typer.Typer(
     name="pykernels",
+    cls=Commands,
     help="Run Mixture-of-Experts language models on the CPU, every kernel in Python.",
     no_args_is_help=True,
     add_completion=False,

@@ -46,7 +46,9 @@ Device = Annotated[
 Dtype = Annotated[
     str | None,
     typer.Option(
-        metavar="bfloat16|float32", help="Of the dense part.", show_default="the config's"
+        metavar="bfloat16|float16|float32",
+        help="Of the dense part.",
+        show_default="the config's",
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Stop after N tokens.")]

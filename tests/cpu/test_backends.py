@@ -34,7 +34,7 @@ def test_auto_is_the_fastest_that_can():
         assert resolve("auto", "fp8", detect()).name == "generic"
 
 
-def test_a_format_with_portable_tiles_alone_is_multiplied_by_these(monkeypatch):
+def test_a_format_with_portable_tiles_alone_runs_on_them(monkeypatch):
     """As while a format is being added: no kernel without tiles of it is chosen."""
     monkeypatch.setitem(FORMATS, "mine", get_format("fp8"))
     for isa in (BARE.isa, frozenset(ISA_NAMES)):

@@ -9,8 +9,8 @@ import typer
 
 from pykernels.errors import PykernelsError
 
+from ...extras import check_plot
 from ..common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from ..extras import check_plot
 from ..session import Model, Rules
 
 

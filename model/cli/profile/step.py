@@ -12,8 +12,8 @@ import typer
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
+from ...extras import check_plot, is_installed
 from ..common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
-from ..extras import check_plot, is_installed
 from ..session import Defer, Device, DualBatch, Experts, KvDtype, Model, Rules, dual_batch_of
 
 if TYPE_CHECKING:

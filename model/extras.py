@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pykernels.errors import PykernelsError
 
-_CHECKOUT = Path(__file__).resolve().parents[2]
+_CHECKOUT = Path(__file__).resolve().parents[1]
 
 
 def is_installed(package: str) -> bool:
