@@ -24,6 +24,7 @@ from model.cli.session import (
     dual_batch_of,
     expert_cache_of,
 )
+from model.hub import local
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
@@ -127,6 +128,8 @@ def check_options(model: Path | None, arch: str | None, given: dict[str, Any]) -
             f"--{extra[0]} is for random weights; a checkpoint has its own",
             "Add --arch qwen3-30b, or leave it out",
         )
+    if model is not None:
+        local(model)  # before torch is imported and the bars of a download are hidden
 
 
 def check_defer(defer: str) -> None:
@@ -165,7 +168,7 @@ def open_model(
     from .ours import Ours, Shape
 
     if arch is None:
-        folder = model.EMBEDDED if folder is None else folder
+        folder = model.EMBEDDED if folder is None else local(folder)
         return Ours.checkpoint(folder, threads, kernel, kv_dtype)
     shape = Shape(arch, given["layers"], given["experts"], given["vocab"])
     fmt, activations = given["format"] or "q4_k", given["activations"] or "bf16"
@@ -243,7 +246,7 @@ def eager_row(
 
     if arch is None:
         lm = model.from_pretrained(
-            model.EMBEDDED if folder is None else folder, threads=threads, kernel=kernel
+            model.EMBEDDED if folder is None else local(folder), threads=threads, kernel=kernel
         )
         name = "transformers' loop, our experts"
     else:

@@ -13,19 +13,20 @@ from pykernels.errors import PykernelsError
 
 from .common import EXIT_ERROR, EXIT_PROBLEM, refused
 
-UsageError = typer.BadParameter.__mro__[1]
+_BASES: Any = typer.BadParameter.__mro__
+UsageError: type[Exception] = _BASES[1]
 """Typer's own since it brings its own click, else click's."""
 
 
 class Commands(TyperGroup):
     """The commands, and what becomes of an option or a command that there is not."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(self, *args: Any, **extra: Any) -> Any:
         """Runs a command and ends the process, unless ``standalone_mode`` is off."""
-        if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **extra)
+        if not extra.get("standalone_mode", True):
+            return super().main(*args, **extra)
         try:
-            ended = super().main(*args, standalone_mode=False, **extra)
+            ended = super().main(*args, **{**extra, "standalone_mode": False})
         except UsageError as error:
             if type(error).__name__ != "NoArgsIsHelpError":  # the help has been printed
                 refused(as_error(error, extra.get("prog_name") or "pykernels"))

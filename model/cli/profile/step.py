@@ -14,7 +14,17 @@ from pykernels.registry import requested
 
 from ...extras import check_plot, is_installed
 from ..common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
-from ..session import Defer, Device, DualBatch, Experts, KvDtype, Model, Rules, dual_batch_of
+from ..session import (
+    Defer,
+    Device,
+    DualBatch,
+    Experts,
+    KvDtype,
+    Model,
+    Rules,
+    dual_batch_of,
+    model_path,
+)
 
 if TYPE_CHECKING:
     from runtime.tracing.usage import Usage
@@ -82,6 +92,7 @@ def step(
         files.pop()
     for file in files:
         _check_writable(file)
+    path = None if arch else model_path(model)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     with err().status("loading, compiling, recording …", spinner_style="dim"):
         from runtime.profiling.engine_speed import Load
@@ -92,7 +103,7 @@ def step(
         from ...step_profile import Subject, profile_steps
 
         subject = Subject(
-            path=model,
+            path=path,
             arch=arch,
             layers=layers,
             fmt=format or "q4_k",
