@@ -25,6 +25,11 @@ def check_plot(file: Path | None) -> None:
         )
 
 
+def pinned() -> str:
+    """The options with which a checkout's pip takes the versions that are known to go together."""
+    return "-c constraints.txt " if (_CHECKOUT / "constraints.txt").is_file() else ""
+
+
 def how_to_install(extra: str) -> str:
     """The command that installs an extra of pyproject.toml.
 

@@ -8,6 +8,7 @@ Importing this imports no torch and no transformers, so that a mistyped name is 
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -27,6 +28,7 @@ TEXTS = (
 )
 """Files beside the weights that are read."""
 _SPLIT = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+_ROOM = "Free some space, or set HF_HOME to a folder with more"
 _HINT = "Give the folder of a downloaded checkpoint, a GGUF file, or a name: Qwen/Qwen3-30B-A3B"
 
 
@@ -171,6 +173,8 @@ def _download(repo: str, part: str | None, weights: bool) -> Path:
     except PykernelsError:
         raise
     except Exception as error:  # without a network each library raises its own types
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise PykernelsError(f"{repo} cannot be downloaded: {error.strerror}", _ROOM) from error
         raise _unreached(repo, part, error) from error
 
 
@@ -195,6 +199,6 @@ def _check_room(repo: str, nbytes: int) -> None:
     if nbytes > free:
         raise PykernelsError(
             f"{repo} has {nbytes / 1e9:.1f} GB, and {there} has {free / 1e9:.1f} GB free",
-            "Free some space, or set HF_HOME to a folder with more",
+            _ROOM,
         )
     warnings.warn(f"downloading {repo}, {nbytes / 1e9:.2f} GB, into {cache}", stacklevel=4)

@@ -10,6 +10,7 @@ import typer
 
 from pykernels.errors import PykernelsError
 
+from ..lean_import import import_transformers
 from .common import Debug, command, out
 from .session import Device, Eager, Experts, GpuExperts, Rules, status
 
@@ -73,6 +74,7 @@ def inspect(
     if program and as_json:
         raise PykernelsError("--program has no JSON", "Leave one of them out")
     with status("reading headers"):
+        import_transformers()
         from runtime.placement import EXPERTS
 
         from .. import EMBEDDED

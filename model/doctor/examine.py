@@ -18,6 +18,7 @@ from pykernels import __version__
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 
+from ..extras import pinned
 from .report import Fact, Report
 from .selftest import look_at_results
 from .topology import topology_facts
@@ -179,7 +180,7 @@ def look_at_versions() -> Iterator[Fact]:
         try:
             yield version_fact(name, importlib.import_module(name).__version__, oldest)
         except ImportError as error:
-            hint = f"Install it: pip install -c constraints.txt '{name}>={oldest}'"
+            hint = f"Install it: pip install {pinned()}'{name}>={oldest}'"
             yield Fact(name, "missing", f"{name} cannot be imported: {error}", hint)
 
 
@@ -190,7 +191,7 @@ def version_fact(name: str, found: str, oldest: str) -> Fact:
         name,
         found,
         f"{name} {found} is older than {oldest}" if old else "",
-        f"Install a newer one: pip install -c constraints.txt '{name}>={oldest}'",
+        f"Install a newer one: pip install {pinned()}'{name}>={oldest}'",
     )
 
 

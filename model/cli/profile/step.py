@@ -13,6 +13,7 @@ from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
 from ...extras import check_plot, is_installed
+from ...lean_import import import_transformers
 from ..common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
 from ..session import (
     Defer,
@@ -95,6 +96,7 @@ def step(
     path = None if arch else model_path(model)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     with err().status("loading, compiling, recording …", spinner_style="dim"):
+        import_transformers()
         from runtime.profiling.engine_speed import Load
         from runtime.tracing.perfetto import write_trace
         from runtime.tracing.plot import draw
