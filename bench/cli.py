@@ -247,11 +247,13 @@ def run_case(op: str, device: str, as_json: bool, flags: dict[str, int | str]) -
         )
     if not device.startswith("cuda"):
         raise PykernelsError(f"bench {op} has no kernel for {device}", "Give it --device cuda:0")
-    from .cases.gpu_run import one_case
     from .harness.machine import check_gpu
     from .harness.report import line
 
-    row = one_case(op, flags, check_gpu(device), SECONDS)
+    gpu = check_gpu(device)
+    from .cases.gpu_run import one_case  # needs Triton, which is where a GPU is
+
+    row = one_case(op, flags, gpu, SECONDS)
     print(json.dumps(row) if as_json else line(row), flush=True)
 
 

@@ -45,6 +45,7 @@ from .checkpoint.plan import Plan, make_plan
 from .checkpoint.progress import Adder, Callback, reporting
 from .checkpoint.read import nbytes
 from .checkpoint.safetensors import Checkpoint
+from .hub import local
 from .opened import followed, injected
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
 from .rules import Rules, resolve_rules
@@ -101,7 +102,7 @@ def convert(
     """Writes the packed cache of a checkpoint; one that was interrupted is gone on with.
 
     Args:
-        source: folder of the checkpoint, or a GGUF file.
+        source: folder of the checkpoint, or a GGUF file, or a name on the hub.
         target: folder of the cache, new or of an earlier run of the same conversion.
         experts: format of the routed experts; None: as they are stored, or as a rule says.
         linears: of the other matrices: attention, dense MLPs, shared experts, the head. Routers and
@@ -113,7 +114,7 @@ def convert(
         PykernelsError: anything wrong with the source, a target that is something else or that
             another process writes, too little memory or disk.
     """
-    source, target = Path(source), Path(target)
+    source, target = local(source), Path(target)
     config = read_config(source)
     check_lowered(config)
     for name in (experts, linears):

@@ -1,4 +1,4 @@
-"""Imports transformers' modelling code without torch's compiler and its sharding.
+"""Imports transformers' modelling code without torch's compiler and its sharding, and quickly.
 
 When modules of transformers are imported, they mark functions for ``torch.compile`` and name
 classes of sharded tensors. That alone imports torch's compiler, sympy and FSDP: 2 of the 6 seconds
@@ -8,12 +8,15 @@ transformers is imported those marks do nothing; whatever else is used is import
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
+
+from .transformers_index import kept_index
 
 _COMPILER = "torch._dynamo"
 _MASKS = f"{_COMPILER}._trace_wrapped_higher_order_op"
@@ -33,14 +36,28 @@ def import_transformers() -> None:
     A version of transformers that uses more of the compiler than is known here imports it: that
     takes longer, and nothing else differs.
     """
-    if _COMPILER not in sys.modules:
-        try:
-            with _without_compiler():
-                _say_that_nothing_is_sharded()
-                _import()
-        except (ImportError, AttributeError):
-            pass  # below, with the compiler
-    _import()
+    with _without_collection(), kept_index():
+        if _COMPILER not in sys.modules:
+            try:
+                with _without_compiler():
+                    _say_that_nothing_is_sharded()
+                    _import()
+            except (ImportError, AttributeError):
+                pass  # below, with the compiler
+        _import()
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Modules are no garbage: looking for some in them took a fifth of the time of a start."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _import() -> None:

@@ -48,6 +48,7 @@ from .architectures.families import check_lowered
 from .checkpoint import memory
 from .checkpoint.config import read_config
 from .checkpoint.progress import Callback, compiling, reporting
+from .hub import local
 from .modules.moe import FusedMoE
 from .opened import engine_device, open_weights
 from .pinning.choose import Wanted, parse
@@ -220,7 +221,8 @@ def load_engine(
 
     Args:
         path: folder with config.json, safetensors and their index; a GGUF file, or its folder; a
-            packed cache, which is mapped and shared with other processes.
+            packed cache, which is mapped and shared with other processes; or a name on the hub, see
+            ``hub.local``.
         rules: as in ``from_pretrained``; None for a packed cache: those that it was made with.
         threads: workers; None: one on each physical core.
         kernel: auto, amx, avx512, avx2 or generic.
@@ -248,7 +250,7 @@ def load_engine(
             setting out of its range, no such device, more experts than fit there, or what
             ``from_pretrained`` raises.
     """
-    folder, deferred, asked = Path(path), _deferred(defer), parse(gpu_experts)
+    folder, deferred, asked = local(path), _deferred(defer), parse(gpu_experts)
     if device not in DEVICES and not device.startswith("cuda"):
         raise PykernelsError(f"no device {device!r}", f"Use {', '.join(DEVICES)} or cuda:0")
     config = read_config(folder)

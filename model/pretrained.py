@@ -37,6 +37,7 @@ from .checkpoint.open import open_checkpoint
 from .checkpoint.plan import make_plan
 from .checkpoint.progress import Callback, reporting
 from .checkpoint.safetensors import read_json
+from .hub import local
 from .modules.inject import inject
 from .modules.moe import FusedMoE
 from .modules.placement import place
@@ -61,7 +62,8 @@ def from_pretrained(
     `config`); only its MoE blocks are replaced.
 
     Args:
-        path: folder with config.json, safetensors and their index; or a GGUF file.
+        path: folder with config.json, safetensors and their index; or a GGUF file; or a name on
+            the hub, see ``hub.local``.
         rules: a YAML file, names of shipped sets ("int4,gpu"), a list of rules, or None for those
             shipped for the architecture; an empty list leaves the model as transformers has it.
         device: "cpu"; ``load_engine`` runs a model on GPUs.
@@ -78,7 +80,7 @@ def from_pretrained(
         PykernelsError: anything wrong with the checkpoint, the rules, the device or the memory,
             in one line with its hint, before a weight is loaded.
     """
-    folder = Path(path)
+    folder = local(path)
     _check_device(str(device))
     check_numa(AUTO if numa is None else numa)
     config = read_config(folder)

@@ -28,6 +28,7 @@ from . import EMBEDDED
 from .architectures.named import make_config
 from .architectures.random_model import check_memory, random_decoder
 from .checkpoint.config import read_config
+from .hub import name_of
 from .llm import DEVICES, _deferred, load_engine
 
 WARM_STEPS = 8
@@ -105,7 +106,7 @@ def _opened(subject: Subject, load: Load) -> Iterator[tuple[EngineTimer, str]]:
             yield timer, _title(f"{subject.arch}, {layers} layers, {subject.fmt}", subject, timer)
         return
     path = subject.path or EMBEDDED
-    name = "the embedded model" if path == EMBEDDED else path.resolve().name
+    name = "the embedded model" if path == EMBEDDED else name_of(path)
     _check_positions(name, positions, read_config(path).max_position_embeddings)
     with load_engine(
         path,

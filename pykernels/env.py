@@ -128,7 +128,7 @@ class Env:
         _path,
         "~/.cache/pykernels",
         "Folder of compiled kernels, and of figures: gemm-from-*, gpu-plans, read-roof-*,"
-        " prefill-rates-*.json.",
+        " prefill-rates-*.json, transformers-modules.json.",
         "Give it a folder that you may write to",
     )
     kernel = Flag(

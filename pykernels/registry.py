@@ -43,7 +43,9 @@ class Backend:
             is taken to win without a calibration, None for no GEMM; None for a backend without one.
         instruction: ``instruction(activations, target)``: which of ``cpu.roofline.FLOPS`` it
             multiplies many tokens with; None for none of them.
-        formats: that it has tiles of; none: every format.
+        formats: that it has tiles of; none: those of ``tables``.
+        tables: where dictionaries are ("package.module:name") that have its tiles by format, each
+            some of the formats; none: every format.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Backend:
     gemm_from: Reference | None = None
     instruction: Reference | None = None
     formats: tuple[str, ...] = ()
+    tables: tuple[str, ...] = ()
 
     def supports(self, fmt: str, target: Target, activations: str = "bf16") -> str | None:
         """None if this backend runs ``fmt`` on ``target``, else the reason why not."""
@@ -61,6 +64,8 @@ class Backend:
             return refusal
         if self.formats and fmt not in self.formats:
             return f"it has tiles of {', '.join(self.formats)} only"
+        if self.tables and not any(fmt in pkgutil.resolve_name(name) for name in self.tables):
+            return f"it has no tiles of {fmt}"
         return None
 
     def _cpu_refusal(self, target: Target) -> str | None:
@@ -91,6 +96,10 @@ _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 
 _AMX = (*_AVX512, "avx512vbmi", "avx512bf16", "amx-tile", "amx-bf16", "amx-int8")
 
+_WEIGHTS = "pykernels.cpu.weights"
+_VECTORS = (f"{_WEIGHTS}.dequant:_READERS",)
+_VECTORS_AVX2 = (f"{_WEIGHTS}.codes_avx2:_ROWS", "pykernels.cpu.gemv.avx2_floats:_PRODUCTS")
+
 _PORTABLE = "pykernels.cpu.gemv.portable:make_tiles"
 
 BACKENDS = [
@@ -102,6 +111,7 @@ BACKENDS = [
         build="pykernels.cpu.backends.amx:make",
         gemm_from="pykernels.cpu.backends.amx:gemm_from",
         instruction="pykernels.cpu.backends.amx:instruction",
+        tables=_VECTORS,
     ),
     Backend(
         "avx512",
@@ -110,6 +120,7 @@ BACKENDS = [
         build="pykernels.cpu.backends.avx512:make",
         gemm_from="pykernels.cpu.backends.avx512:gemm_from",
         instruction="pykernels.cpu.backends.avx512:instruction",
+        tables=_VECTORS,
     ),
     Backend(
         "avx2",
@@ -118,6 +129,7 @@ BACKENDS = [
         build="pykernels.cpu.backends.avx2:make",
         gemm_from="pykernels.cpu.backends.avx2:gemm_from",
         instruction="pykernels.cpu.backends.avx2:instruction",
+        tables=_VECTORS_AVX2,
     ),
     Backend("generic", "plain Numba, any CPU; float32 arithmetic", (), build=_PORTABLE),
 ]

@@ -11,6 +11,7 @@ import typer
 
 from model.cli.common import Debug, Kernel, Threads, command, err, out, prepare_threads
 from model.cli.session import Prefill, check_prefill
+from model.extras import check_plot
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
@@ -61,6 +62,7 @@ def cache(
     given = {"format": format, "layers": layers, "vocab": vocab, "experts": None}
     given["activations"] = None
     check_options(model, arch, given)
+    check_plot(plot)
     sizes = [number / 100 for number in _numbers("shares", shares, 99)]
     prompts = _numbers("lengths", lengths)
     check_gpu(device, "auto")

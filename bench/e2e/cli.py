@@ -24,6 +24,7 @@ from model.cli.session import (
     dual_batch_of,
     expert_cache_of,
 )
+from model.hub import local
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
@@ -127,6 +128,8 @@ def check_options(model: Path | None, arch: str | None, given: dict[str, Any]) -
             f"--{extra[0]} is for random weights; a checkpoint has its own",
             "Add --arch qwen3-30b, or leave it out",
         )
+    if model is not None:
+        local(model)  # before torch is imported and the bars of a download are hidden
 
 
 def check_defer(defer: str) -> None:
@@ -165,7 +168,7 @@ def open_model(
     from .ours import Ours, Shape
 
     if arch is None:
-        folder = model.EMBEDDED if folder is None else folder
+        folder = model.EMBEDDED if folder is None else local(folder)
         return Ours.checkpoint(folder, threads, kernel, kv_dtype)
     shape = Shape(arch, given["layers"], given["experts"], given["vocab"])
     fmt, activations = given["format"] or "q4_k", given["activations"] or "bf16"
@@ -243,7 +246,7 @@ def eager_row(
 
     if arch is None:
         lm = model.from_pretrained(
-            model.EMBEDDED if folder is None else folder, threads=threads, kernel=kernel
+            model.EMBEDDED if folder is None else local(folder), threads=threads, kernel=kernel
         )
         name = "transformers' loop, our experts"
     else:
@@ -264,6 +267,30 @@ def _cache_line(row: Row) -> dict[str, str]:
     return {"expert cache": f"{text} in decode steps were in them"}
 
 
+def _roof_lines(r: Row) -> dict[str, str]:
+    """How near a step comes to the read roof, unless the caches hold what it reads."""
+    from pykernels.target import detect
+
+    outside = f"{r['python_us_per_step']:.0f} µs a step outside the jobs"
+    roof = f"{r['roof_gbps']:.2f} GB/s, timed before and after"
+    if r["bytes_per_step"] <= detect().l3:
+        return {"read roof": f"{roof}; a step's bytes fit into the caches", "beyond": outside}
+    return {
+        "read roof": f"{roof}; share of it {r['roof_share']:.0%}",
+        "beyond": f"{r['us_per_layer']:.1f} µs a layer beyond its bytes at the roof; {outside}",
+    }
+
+
+def _beside_gpu(r: Row) -> str:
+    """What the CPU's workers and a GPU do to each other, where there is one."""
+    if r["device"] == "cpu":
+        return f"; {r['deferred']} experts deferred" if r["deferred"] else ""
+    return (
+        f"; {r['wait_us_per_layer']:.1f} µs a layer waiting for the GPU; {r['deferred']} experts"
+        f" deferred; {r['cached_experts']}, of all layers, on the GPU"
+    )
+
+
 def _show(row: Row) -> None:
     from rich.table import Table
 
@@ -281,13 +308,8 @@ def _show(row: Row) -> None:
         "step": f"{r['us_per_step']:.0f} µs median, p10 {r['us_p10']:.0f}, p90 {r['us_p90']:.0f};"
         f" {r['bytes_per_step'] / 1e6:.1f} MB",
         "speed": f"{r['gbps']:.2f} GB/s",
-        "read roof": f"{r['roof_gbps']:.2f} GB/s, timed before and after; share of it"
-        f" {r['roof_share']:.0%}",
-        "beyond": f"{r['us_per_layer']:.1f} µs a layer beyond its bytes at the roof;"
-        f" {r['python_us_per_step']:.0f} µs a step outside the jobs",
-        "workers": f"busy {r['cpu_busy']:.0%} of the step; {r['wait_us_per_layer']:.1f} µs a layer"
-        f" waiting for the GPU; {r['deferred']} experts deferred; {r['cached_experts']}, of all"
-        " layers, on the GPU",
+        **_roof_lines(r),
+        "workers": f"busy {r['cpu_busy']:.0%} of the step{_beside_gpu(r)}",
         **_cache_line(r),
         "made in": f"{r['load_seconds']:.1f} s loading and packing,"
         f" {r['warmup_seconds']:.1f} s compiling and warming up",

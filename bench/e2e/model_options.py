@@ -16,7 +16,7 @@ def count(help: str) -> typer.models.OptionInfo:
 
 Checkpoint = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="A checkpoint.", show_default="the embedded model"),
+    typer.Option(metavar="DIR|OWNER/NAME", help="A checkpoint.", show_default="the embedded model"),
 ]
 Arch = Annotated[
     str | None, typer.Option(metavar=ARCHS, help="Random weights of that shape instead.")

@@ -15,6 +15,7 @@ from model.architectures.decoder import Decoder
 from model.architectures.moe import MoE
 from model.architectures.named import make_config
 from model.architectures.random_model import check_memory, random_decoder
+from model.hub import name_of
 from model.pinning.choose import parse
 from pykernels.errors import PykernelsError
 from pykernels.registry import resolve
@@ -130,7 +131,7 @@ class Ours:
         )
         took = time.perf_counter() - start
         positions = loaded.config.max_position_embeddings
-        name = "embedded" if Path(folder) == Path(model.EMBEDDED) else Path(folder).resolve().name
+        name = "embedded" if Path(folder) == Path(model.EMBEDDED) else name_of(Path(folder))
         return cls(name, loaded.runner.model, loaded.pool, positions, took)  # type: ignore[arg-type]
 
     def timer(

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from bench.peers.catalog import RESULTS
 from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
+from model.extras import how_to_install
 from pykernels.errors import PykernelsError
 
 from .files import Partial, Results, check_folder, write
@@ -106,9 +107,7 @@ def run_command(
         try:
             import matplotlib  # noqa: F401
         except ImportError:
-            raise PykernelsError(
-                "matplotlib is not installed", "Install it: pip install -e '.[bench]'"
-            ) from None
+            raise PykernelsError("matplotlib is not installed", how_to_install("bench")) from None
         check_folder(chosen.out)
         run = prepare(chosen)
         if not chosen.check:

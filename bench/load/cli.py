@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from model.cli.common import Debug, Threads, command, err, note, out, prepare_threads
+from model.hub import local
 from pykernels.env import env
 
 from ..e2e.cli import check_options
@@ -76,7 +77,7 @@ def load(
     folder = home if keep else Path(tempfile.mkdtemp(dir=home))
     try:
         with err().status("", spinner_style="dim") as status:
-            source, fmt = model or EMBEDDED, format or "bf16"
+            source, fmt = EMBEDDED if model is None else local(model), format or "bf16"
             name = "-".join([arch or source.name, *(f"{k[0]}{v}" for k, v in given.items() if v)])
             config = None
             if arch is not None:

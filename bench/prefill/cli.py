@@ -11,6 +11,7 @@ import typer
 
 from model.cli.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
 from model.cli.session import Device
+from model.extras import check_plot
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
@@ -56,6 +57,7 @@ def prefill(
         raise PykernelsError("bench prefill is about a GPU", "Give --device cuda:0")
     if llama and arch is None:
         raise PykernelsError("--llama is for random weights", "Add --arch qwen3-30b")
+    check_plot(plot)
     tokens = _parsed(lengths)
     check_gpu(device, "auto")
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)

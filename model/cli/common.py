@@ -103,7 +103,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
             err().print()
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except PykernelsError as error:
-            raise _fail(str(error), EXIT_ERROR) from None
+            raise refused(error) from None
         except Exception as error:
             what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
             hint = "" if State.debug else ". Run it again with --debug for the traceback"
@@ -129,6 +129,11 @@ def _run(function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None
             f"the output cannot be written: {error.strerror}",
             "Free some space, or send it elsewhere",
         ) from error
+
+
+def refused(error: PykernelsError) -> typer.Exit:
+    """Says what is wrong with the input; the exit that ends the command."""
+    return _fail(str(error), EXIT_ERROR)
 
 
 def _fail(message: str, code: int) -> typer.Exit:

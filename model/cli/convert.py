@@ -11,6 +11,7 @@ import typer
 
 from pykernels.errors import PykernelsError
 
+from ..hub import local
 from ..lean_import import import_transformers
 from .common import Debug, Threads, command, err, out, prepare_threads
 from .session import Rules, status
@@ -26,7 +27,10 @@ KINDS = ("experts", "attention", "mlp", "head")
 @command
 def convert(
     source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="Checkpoint folder; with --verify the cache.")
+        Path,
+        typer.Argument(
+            metavar="SRC", help="Checkpoint, or its name on the hub; with --verify the cache."
+        ),
     ],
     target: Annotated[
         Path | None, typer.Argument(metavar="DST", help="Folder of the packed cache.")
@@ -60,12 +64,13 @@ def convert(
     A conversion that was interrupted goes on where it was. What converting to another format
     changes is reported layer by layer, as |converted - stored| / |stored|.
     """
-    chosen = prepare_threads(threads)
     if verify:
         _verify(source, target)
         return
     if target is None:
         raise PykernelsError("there is no DST", "Give the folder that the packed cache goes to")
+    source = local(source)
+    chosen = prepare_threads(threads)
     with status("importing torch and transformers"):
         import_transformers()
         from ..checkpoint.memory import size

@@ -13,7 +13,7 @@ from pykernels.errors import PykernelsError
 
 from . import evaluate_tasks
 from .common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from .session import Model
+from .session import Model, model_path
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,18 +53,18 @@ def deferral(
     debug: Debug = False,
 ) -> None:
     """Hold Expert Deferral against Expert Skipping on text that training never saw."""
-    chosen = prepare_threads(threads)
     numbers = _numbers(experts)
+    path, chosen = model_path(model), prepare_threads(threads)
     from rich.progress import Progress
 
-    from .. import EMBEDDED, load_engine
+    from .. import load_engine
     from ..evaluation import deferral_report
     from ..evaluation.deferral import evaluate
 
     console = err()
     with (
         load_engine(
-            model or EMBEDDED,
+            path,
             threads=chosen,
             kernel=kernel or "auto",
             max_model_len=64,
@@ -87,8 +87,8 @@ def deferral(
         for line in deferral_report.summary(result):
             out().print(line, markup=False)
     if write is not None:
-        for path in deferral_report.write(result, write, datetime.date.today().isoformat()):
-            err().print(f"wrote {path}", style="dim", markup=False)
+        for file in deferral_report.write(result, write, datetime.date.today().isoformat()):
+            err().print(f"wrote {file}", style="dim", markup=False)
 
 
 def _numbers(text: str) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -13,8 +12,9 @@ import typer
 
 from pykernels.errors import PykernelsError
 
+from ..extras import how_to_install, is_installed
 from .common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from .session import Model
+from .session import Model, model_path
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -54,25 +54,23 @@ def tasks(
     debug: Debug = False,
 ) -> None:
     """Ask the model questions of lm-eval's tasks, offline."""
-    chosen = prepare_threads(threads)
-    if importlib.util.find_spec("lm_eval") is None:
-        raise PykernelsError("lm-eval is not installed", "pip install 'pykernels[eval]'")
+    path, chosen = model_path(model), prepare_threads(threads)
+    if not is_installed("lm_eval"):
+        raise PykernelsError("lm-eval is not installed", how_to_install("eval"))
     # Before they are imported: nothing is fetched, and the bar is ours.
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE"):
         os.environ.setdefault(name, "1")
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.progress import TimeRemainingColumn as Left
 
-    from .. import EMBEDDED, load_engine
+    from .. import load_engine
     from ..evaluation.harness import evaluate, find_tasks
     from ..evaluation.likelihood import ROWS
 
     found = find_tasks(which, data)
     console = err()
     with (
-        load_engine(
-            model or EMBEDDED, threads=chosen, kernel=kernel or "auto", max_num_logits=ROWS
-        ) as llm,
+        load_engine(path, threads=chosen, kernel=kernel or "auto", max_num_logits=ROWS) as llm,
         Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -110,11 +110,14 @@ def generate(
 
 
 def _read_roof(session: Session, stats: GenerationStats) -> float | None:
-    """GB/s that the cores read, measured today; None, with a note, beside a model that fills the
-    memory."""
+    """GB/s that the cores read from memory, measured today; None where a step's weights fit into
+    the caches, and, with a note, beside a model that fills the memory."""
+    from pykernels.target import detect
     from runtime.profiling.roofline import kept_read_roof
     from runtime.workers.pool import default_pool
 
+    if stats.read_bytes_per_step <= detect().l3:
+        return None
     try:
         with status("measuring the read roof"):
             threads = (session.llm.pool if session.llm else default_pool()).threads

@@ -10,6 +10,7 @@ import typer
 
 from pykernels.errors import PykernelsError
 
+from ..lean_import import import_transformers
 from .common import Debug, command, out
 from .session import Device, Eager, Experts, GpuExperts, Rules, status
 
@@ -23,7 +24,8 @@ def inspect(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="Checkpoint folder, config.json, or a shape's name like deepseek-v3.",
+            help="Checkpoint folder, config.json, a shape's name like deepseek-v3, or a name on the"
+            " hub, of which config.json is enough.",
             show_default="the embedded model",
         ),
     ] = None,
@@ -72,15 +74,19 @@ def inspect(
     if program and as_json:
         raise PykernelsError("--program has no JSON", "Leave one of them out")
     with status("reading headers"):
+        import_transformers()
         from runtime.placement import EXPERTS
 
         from .. import EMBEDDED
+        from ..hub import NAME, local
         from ..inspection.examine import examine
         from ..inspection.report import summary, table
 
         if experts not in EXPERTS:
             raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
         which = model or str(EMBEDDED)
+        if NAME.fullmatch(which):  # a shape has no slash in its name
+            which = str(local(which, weights=program))
         if program:
             from ..llm import placed_program
 

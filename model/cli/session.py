@@ -15,6 +15,8 @@ from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 from runtime.workers.numa import check_numa
 
+from .. import EMBEDDED
+from ..hub import local
 from ..lean_import import import_transformers
 from .common import err, note, prepare_threads
 
@@ -25,7 +27,11 @@ if TYPE_CHECKING:
 
 Model = Annotated[
     Path | None,
-    typer.Option(metavar="DIR|FILE.gguf", help="Checkpoint.", show_default="the embedded model"),
+    typer.Option(
+        metavar="DIR|FILE.gguf|OWNER/NAME",
+        help="Checkpoint, or its name on the Hugging Face hub (a GGUF file's: OWNER/NAME:Q4_K_M).",
+        show_default="the embedded model",
+    ),
 ]
 Rules = Annotated[
     Path | None,
@@ -46,7 +52,9 @@ Device = Annotated[
 Dtype = Annotated[
     str | None,
     typer.Option(
-        metavar="bfloat16|float32", help="Of the dense part.", show_default="the config's"
+        metavar="bfloat16|float16|float32",
+        help="Of the dense part.",
+        show_default="the config's",
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="Stop after N tokens.")]
@@ -231,6 +239,12 @@ def expert_cache_of(choice: str, device: str, eager: bool = False) -> int | str:
     return int(choice) if choice.isdecimal() else choice
 
 
+def model_path(model: Path | None) -> Path:
+    """Where the model is, see ``hub.local``; call it before torch is imported, so that a mistyped
+    name is refused at once, and before `prepare_threads`, which hides the bars of a download."""
+    return EMBEDDED if model is None else local(model)
+
+
 class Session:
     """A loaded model and tokenizer with the options of a run: on the engine, or eagerly."""
 
@@ -260,13 +274,14 @@ class Session:
         `sampling`: the other arguments of `generate_stream`; temperature, top_p and top_k that are
         None are the checkpoint's.
         """
-        chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
+        chosen_kernel, path = requested(kernel), model_path(model)
+        chosen_threads = prepare_threads(threads)
         check_numa(numa)
         with status("importing torch and transformers"):
             import_transformers()
             from transformers.utils import logging
 
-            from .. import EMBEDDED, load_tokenizer
+            from .. import load_tokenizer
             from ..architectures.families import why_not
             from ..checkpoint.config import read_config
             from ..opened import engine_device
@@ -277,7 +292,6 @@ class Session:
 
             logging.set_verbosity_error()
             logging.disable_progress_bar()
-        path = model or EMBEDDED
         self.sampling = with_defaults(sampling, read_generation_config(path))
         check_options(**self.sampling)
         self.tokenizer = load_tokenizer(path)

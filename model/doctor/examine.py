@@ -18,6 +18,7 @@ from pykernels import __version__
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 
+from ..extras import pinned
 from .report import Fact, Report
 from .selftest import look_at_results
 from .topology import topology_facts
@@ -39,27 +40,37 @@ PROBE = 64 << 20
 """Bytes that are put in memory as weights are, to see their pages."""
 
 
-def examine(progress: Callable[[str], None] = lambda what: None) -> Report:
-    """Every section of the report; runs each kernel once, which takes some seconds.
+def examine(
+    progress: Callable[[str], None] = lambda what: None,
+    known: Callable[[str, Fact], None] = lambda section, fact: None,
+    every: bool = False,
+) -> Report:
+    """Every section of the report, what takes long last: kernels that were never run are compiled.
 
     Args:
-        progress: called with the name of each section before it.
+        progress: called with what is under way.
+        known: called with each fact, and the name of its section, as soon as it is known.
+        every: whether all kernels are tried that this CPU can run, and not only those that are
+            used.
     """
     looks: dict[str, Callable[[], Iterator[Fact]]] = {
         "machine": look_at_machine,
+        "versions": look_at_versions,
         "memory": look_at_memory,
         "GPU": look_at_gpu,
-        "versions": look_at_versions,
         "expert kernels": look_at_kernels,
         "calibration": look_at_calibration,
-        "self-test": look_at_results,
-        "speed": look_at_speed,
         "flags": look_at_flags,
+        "speed": look_at_speed,
+        "self-test": lambda: look_at_results(every, lambda what: progress(f"self-test: {what}")),
     }
     report = Report()
     for section, look in looks.items():
         progress(section)
-        report.sections[section] = list(_guarded(section, look))
+        facts = report.sections[section] = []
+        for fact in _guarded(section, look):
+            facts.append(fact)
+            known(section, fact)
     return report
 
 
@@ -78,9 +89,6 @@ def _guarded(section: str, look: Callable[[], Iterator[Fact]]) -> Iterator[Fact]
 
 def look_at_machine() -> Iterator[Fact]:
     """System, CPU, instruction sets, and the cores that this process may use."""
-    from pykernels.target import ISA_NAMES, detect
-    from runtime.machine.topology import Topology
-
     bits, system = 64 if sys.maxsize > 2**32 else 32, platform.system()
     wrong = bits != 64 or system != "Linux"
     yield Fact(
@@ -89,6 +97,9 @@ def look_at_machine() -> Iterator[Fact]:
         "pykernels runs on 64-bit Linux only" if wrong else "",
         "Use a 64-bit Linux, in a virtual machine or a container if need be",
     )
+    from pykernels.target import ISA_NAMES, detect
+    from runtime.machine.topology import Topology
+
     target = detect()
     yield Fact("CPU", target.cpu)
     yield Fact("has", " ".join(n for n in ISA_NAMES if n in target.isa) or "none that we use")
@@ -169,7 +180,7 @@ def look_at_versions() -> Iterator[Fact]:
         try:
             yield version_fact(name, importlib.import_module(name).__version__, oldest)
         except ImportError as error:
-            hint = f"Install it: pip install -c constraints.txt '{name}>={oldest}'"
+            hint = f"Install it: pip install {pinned()}'{name}>={oldest}'"
             yield Fact(name, "missing", f"{name} cannot be imported: {error}", hint)
 
 
@@ -180,7 +191,7 @@ def version_fact(name: str, found: str, oldest: str) -> Fact:
         name,
         found,
         f"{name} {found} is older than {oldest}" if old else "",
-        f"Install a newer one: pip install -c constraints.txt '{name}>={oldest}'",
+        f"Install a newer one: pip install {pinned()}'{name}>={oldest}'",
     )
 
 

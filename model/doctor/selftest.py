@@ -1,71 +1,57 @@
-"""The doctor's self-test: each kernel on a tiny MoE layer, against the float32 reference."""
+"""The doctor's self-test: which kernels are tried, and where."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from pykernels.errors import PykernelsError
+from runtime.machine.topology import Topology
 
 from .report import Fact
+from .result import result_fact
+from .side_by_side import Case, tried_side_by_side
 
-RESULT_TOLERANCE = 0.01
-"""Relative error (norm over norm) of a kernel's result that the self-test accepts."""
+
+def look_at_results(every: bool, progress: Callable[[str], None]) -> Iterator[Fact]:
+    """A tiny MoE layer in each format on the kernel that it gets here, against the float32
+    reference; with ``every`` on all kernels that this CPU can run.
+
+    Those that were never compiled are tried side by side in processes, in the order in which they
+    are ready.
+
+    Args:
+        progress: called with what is under way.
+    """
+    cases = list(_cases(every))
+    new = [case for case in cases if not _mark(*case).exists()]
+    with_processes = new if len(new) > 1 and Topology.detect().usable > 1 else []
+    for fmt, kernel in cases:
+        if (fmt, kernel) not in with_processes:
+            progress(f"{fmt} on {kernel}")
+            yield result_fact(fmt, kernel)
+            _mark(fmt, kernel).touch()
+    for (fmt, kernel), fact in tried_side_by_side(with_processes, progress):
+        yield fact
+        if not fact.problem:
+            _mark(fmt, kernel).touch()
 
 
-def look_at_results() -> Iterator[Fact]:
-    """A tiny MoE layer on every kernel that this CPU can run, against the float32 reference."""
+def _cases(every: bool) -> Iterator[Case]:
     from pykernels.quant import FORMATS
-    from pykernels.registry import kernels
+    from pykernels.registry import kernels, resolve
     from pykernels.target import detect
 
     target = detect()
     for fmt in FORMATS:
-        for backend in kernels():
-            if backend.supports(fmt, target) is None:
-                yield result_fact(fmt, backend.name)
+        if every:
+            able = [each.name for each in kernels() if each.supports(fmt, target) is None]
+        else:
+            able = [resolve("auto", fmt, target).name]
+        yield from ((fmt, kernel) for kernel in able)
 
 
-def result_fact(fmt: str, kernel: str) -> Fact:
-    """One kernel's result on a small layer, against the float32 reference."""
-    import torch
+def _mark(fmt: str, kernel: str) -> Path:
+    """The file that says that this was compiled."""
+    from pykernels.cpu.jit import cache_folder
 
-    from pykernels import ref
-    from pykernels.quant import get_format
-    from pykernels.shapes import MoEShape
-    from runtime.experts.routed import RoutedExperts
-
-    shape = MoEShape(E=4, H=256, I=256, topk=2)  # expert 3 gets no token
-    quantize = get_format(fmt).quantize
-    random = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=random, dtype=torch.float32, device="cpu")
-
-    def matrix(N: int, K: int) -> torch.Tensor:
-        return normal(N, K) / K**0.5
-
-    name, hint = f"{fmt} on {kernel}", "Use --kernel generic and report this CPU"
-    try:
-        experts = RoutedExperts(shape, fmt, kernel=kernel)
-        for expert in range(shape.E):
-            gate, up = matrix(shape.I, shape.H), matrix(shape.I, shape.H)
-            down = matrix(shape.H, shape.I)
-            experts.load_expert(expert, quantize(gate), quantize(up), quantize(down))
-        x = normal(3, shape.H).to(torch.bfloat16).float()  # [T, H]
-        ids = torch.tensor([[0, 1], [1, 2], [0, 2]], dtype=torch.int64, device="cpu")  # [T, topk]
-        weights = normal(3, shape.topk).abs()  # [T, topk]
-        result = experts(x, ids, weights)
-        reference = ref.moe_ffn(x, ids, weights, experts.weights.slices[0])
-    except PykernelsError as error:
-        return Fact(name, "failed", error.cause, error.hint)
-    except Exception as error:  # whatever a kernel raises, the report goes on
-        return Fact(name, "failed", f"{name}: {type(error).__name__}: {error}", hint)
-    return accuracy_fact(name, float((result - reference).norm() / reference.norm()), hint)
-
-
-def accuracy_fact(name: str, distance: float, hint: str) -> Fact:
-    """A result at this relative distance from the reference, as a fact."""
-    # About 0.2 % comes from rounding h to bf16. `not <=`, so that NaN is wrong too.
-    wrong = not distance <= RESULT_TOLERANCE
-    problem = f"{name} is wrong: its result is {distance:.1%} from the reference" if wrong else ""
-    return Fact(name, f"{distance:.2%} from the float32 reference", problem, hint)
+    return Path(cache_folder()) / f"tried-{fmt}-{kernel}"

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.capacity import HEADROOM
+from runtime.devices.gpus import HEADROOM
 
 from ..modules.moe import FusedMoE
 from ..modules.placement import Placement

@@ -64,6 +64,11 @@ class GenerationStats:
         """GB/s (1e9 bytes) at which weights were read."""
         return _rate(self.read_bytes, self.read_seconds) / 1e9
 
+    @property
+    def read_bytes_per_step(self) -> float:
+        """Of a decode step; those that fit into the caches need not come from memory."""
+        return self.read_bytes / max(1, self.new_tokens - 1)
+
 
 def generate_stream(
     model: PreTrainedModel,

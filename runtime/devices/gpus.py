@@ -12,6 +12,8 @@ from pykernels.gpu.common.launch import supports
 Gpus = Mapping[str, torch.device]
 """By the name that nodes have as their device, in the order in which the GPUs have layers."""
 INTERPRETED = "cuda:interpreted"
+HEADROOM = 1 << 30
+"""Bytes of GPU memory that stay free for what nobody counts: kernels, graphs, decode's splits."""
 
 
 def gpus_of(devices: str) -> dict[str, torch.device]:

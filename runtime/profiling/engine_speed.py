@@ -73,8 +73,8 @@ class StepTime:
     Attributes:
         seconds: of the engine's step.
         jobs: seconds from the jobs' publishing to the last one's completion.
-        busy: seconds in which the CPU waited for no GPU; ``wait``: the mean of its waits. Of a step
-            shortly before.
+        busy: seconds of its jobs in which workers had something to do, if their share is that of
+            a step shortly before; ``wait``: the mean of the CPU's waits for a GPU in that step.
         tokens: that it drew.
         context: mean positions of its sequences.
         expert_bytes: of the experts that the CPU read, counted; of a step shortly before too.
@@ -198,10 +198,11 @@ class EngineTimer:
         context = sum(request.computed for request in requests) / len(requests)
         if not self.engine.config.overlap:
             self._watched.look()
-        jobs, half = self._watched.jobs_seconds(), self._watched.times
+        jobs, half = min(self._watched.jobs_seconds(), seconds), self._watched.times
+        busy = jobs * self._watched.busy_share
         wait = sum(half.waits) / len(half.waits) if half.waits else 0.0
         nbytes = self._watched.expert_bytes
-        return StepTime(seconds, min(jobs, seconds), half.busy, wait, drawn, context, nbytes)
+        return StepTime(seconds, jobs, busy, wait, drawn, context, nbytes)
 
 
 class _Watched:
@@ -209,13 +210,14 @@ class _Watched:
 
     Attributes:
         times: of the last step that was looked at, one in ``_EVERY``: the next one waits meanwhile.
+        busy_share: of that step's jobs, in which workers had something to do.
         expert_bytes: that the CPU read in that step.
     """
 
     def __init__(self, runner: PagedRunner) -> None:
         self._runner = runner
         self._count = 0
-        self.times, self.expert_bytes = BusyTimes(0.0, ()), 0
+        self.times, self.busy_share, self.expert_bytes = BusyTimes(0.0, ()), 0.0, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -237,6 +239,7 @@ class _Watched:
         if (half := self._last_half()) is not None:
             assert half.ended is not None
             self.times, self.expert_bytes = BusyTimes.of(half.ended.jobs.jobs), half.expert_bytes
+            self.busy_share = min(1.0, self.times.busy / max(half.ended.seconds, 1e-9))
 
     def jobs_seconds(self) -> float:
         """Seconds of the jobs of the step that ended last; of one that has none, 0."""

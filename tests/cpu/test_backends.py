@@ -16,7 +16,7 @@ from pykernels import amx_state, cpu, ref, registry
 from pykernels.cpu.gemv import portable
 from pykernels.env import env
 from pykernels.errors import PykernelsError
-from pykernels.quant import get_format
+from pykernels.quant import FORMATS, get_format
 from pykernels.registry import Backend, get_backend, kernels, register, resolve
 from pykernels.shapes import MoEShape
 from pykernels.target import ISA_NAMES, Target, detect
@@ -32,6 +32,15 @@ def test_auto_is_the_fastest_that_can():
     assert resolve("auto", "fp8", replace(BARE, isa=frozenset(_AVX512))).name == "avx512"
     with env.override(isa=frozenset({"avx512bw", "fma"})):
         assert resolve("auto", "fp8", detect()).name == "generic"
+
+
+def test_a_format_with_portable_tiles_alone_runs_on_them(monkeypatch):
+    """As while a format is being added: no kernel without tiles of it is chosen."""
+    monkeypatch.setitem(FORMATS, "mine", get_format("fp8"))
+    for isa in (BARE.isa, frozenset(ISA_NAMES)):
+        assert resolve("auto", "mine", replace(BARE, isa=isa)).name == "generic"
+    with pytest.raises(PykernelsError, match="avx2 cannot run mine here: it has no tiles of mine"):
+        resolve("avx2", "mine", BARE)
 
 
 REFUSED = [
@@ -94,7 +103,7 @@ from pykernels import cpu, ref
 from pykernels.cpu.gemv.portable import make_tiles
 from pykernels.cpu.moe.epilogue_portable import make_epilogue
 from pykernels.cpu.moe.stages import make_stages
-from pykernels.quant import get_format
+from pykernels.quant import FORMATS, get_format
 from pykernels.registry import resolve
 from pykernels.shapes import SWIGLU, MoEShape
 from pykernels.target import detect

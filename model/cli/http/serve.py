@@ -12,7 +12,6 @@ import typer
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
-from ... import EMBEDDED
 from ...lean_import import import_transformers
 from ...server.backend.start import HttpProcess
 from ...server.loading import bound_socket, told_to_wait
@@ -46,6 +45,7 @@ from ..session import (
     dense_gib_of,
     dual_batch_of,
     expert_cache_of,
+    model_path,
     status,
 )
 
@@ -172,12 +172,12 @@ def serve(
     check_prefill(prefill, device)
     slots = expert_cache_of(expert_cache, device)
     dense = dense_gib_of(dense_gib, device)
+    path = model_path(model)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     level = logging.DEBUG if State.debug else logging.INFO if log_requests else logging.WARNING
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("pykernels").setLevel(level)
-    path = model or EMBEDDED
-    names = tuple(name or ()) or ("embedded" if model is None else path.resolve().stem,)
+    names = tuple(name or ()) or ("embedded" if model is None else served_name(model),)
     settings = ServerSettings(
         host=host,
         port=port,
@@ -250,6 +250,11 @@ def serve(
         else:
             begin = Begin(facts_of(llm), settings, read_roof)
             http.serve(lambda channel: Host(llm, channel, told), begin)
+
+
+def served_name(model: Path) -> str:
+    """What requests call a model: its folder or file, or its name on the hub."""
+    return model.resolve().stem if model.exists() else str(model)
 
 
 def _read_roof(llm: LLM) -> float | None:

@@ -9,8 +9,9 @@ import typer
 
 from pykernels.errors import PykernelsError
 
+from ...extras import check_plot
 from ..common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from ..session import Model, Rules
+from ..session import Model, Rules, model_path
 
 
 @command
@@ -30,15 +31,16 @@ def experts(
     debug: Debug = False,
 ) -> None:
     """Count which experts of each layer TEXT takes; --gpu-experts reads what is written."""
+    check_plot(plot)
     text = "\n".join(_read(file) for file in texts)
-    chosen = prepare_threads(threads)
+    path, chosen = model_path(model), prepare_threads(threads)
     from rich.progress import Progress
 
-    from ... import EMBEDDED, from_pretrained, load_tokenizer
+    from ... import from_pretrained, load_tokenizer
     from ...pinning import plot as plots
     from ...pinning import profile
 
-    path, console = model or EMBEDDED, err()
+    console = err()
     ids = load_tokenizer(path)(text)["input_ids"]
     lm = from_pretrained(path, rules, threads=chosen, kernel=kernel or "auto")
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

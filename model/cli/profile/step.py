@@ -12,8 +12,20 @@ import typer
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
-from ..common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from ..session import Defer, Device, DualBatch, Experts, KvDtype, Model, Rules, dual_batch_of
+from ...extras import check_plot, is_installed
+from ...lean_import import import_transformers
+from ..common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
+from ..session import (
+    Defer,
+    Device,
+    DualBatch,
+    Experts,
+    KvDtype,
+    Model,
+    Rules,
+    dual_batch_of,
+    model_path,
+)
 
 if TYPE_CHECKING:
     from runtime.tracing.usage import Usage
@@ -54,7 +66,9 @@ def step(
     ] = Path("step.json"),
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The picture.", show_default="the trace's, as .png"),
+        typer.Option(
+            metavar="FILE", help="The picture, by matplotlib.", show_default="the trace's, as .png"
+        ),
     ] = None,
     rules: Rules = None,
     device: Device = "cpu",
@@ -81,11 +95,17 @@ def step(
     """Record some steps: what each worker, stream and copy does when, and how busy they are."""
     _check(model, arch, layers, format, rules, device, experts)
     lanes = dual_batch_of(dual_batch, device)
-    picture = plot or Path(str(write).removesuffix(".gz")).with_suffix(".png")
-    for file in (write, picture):
+    check_plot(plot)
+    files = [write, plot or Path(str(write).removesuffix(".gz")).with_suffix(".png")]
+    if not is_installed("matplotlib"):
+        note("there is no picture beside the trace, because matplotlib is not installed")
+        files.pop()
+    for file in files:
         _check_writable(file)
+    path = None if arch else model_path(model)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     with err().status("loading, compiling, recording …", spinner_style="dim"):
+        import_transformers()
         from runtime.extend import read_pass
         from runtime.profiling.engine_speed import Load
         from runtime.tracing.perfetto import write_trace
@@ -95,7 +115,7 @@ def step(
         from ...step_profile import Subject, profile_steps
 
         subject = Subject(
-            path=model,
+            path=path,
             arch=arch,
             layers=layers,
             fmt=format or "q4_k",
@@ -111,7 +131,8 @@ def step(
         )
         recorded = profile_steps(subject, Load(prefill, steps, batch, context))
         write_trace(recorded.timeline, write)
-        draw(recorded.timeline, picture)
+        for picture in files[1:]:
+            draw(recorded.timeline, picture)
     found = [usage(recorded.timeline, kind) for kind in ("prefill", "decode")]
     kinds = [each for each in found if each is not None]
     if as_json:
@@ -119,7 +140,7 @@ def step(
         print(json.dumps({"title": recorded.timeline.title, **figures}))
     else:
         _show(recorded, kinds)
-    for file in (write, picture):
+    for file in files:
         err().print(f"wrote {file}", style="dim", markup=False)
 
 

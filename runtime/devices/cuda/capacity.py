@@ -14,7 +14,7 @@ from ...passes.defer import defer
 from ...placement import CPU, Placement
 from ...program import Program
 from ...weight_spec import WeightSpec
-from ..gpus import Gpus, free_bytes, interpreted
+from ..gpus import HEADROOM, Gpus, free_bytes, interpreted
 from ..runner import Lowerable
 from .launches.latents import EXPANDED_BYTES
 from .memory import dtypes, planned
@@ -23,8 +23,6 @@ from .weights import gpu_bytes
 STEP_TOKENS = (4096, 2048, 1024, 512)
 """What a step may have, if nobody says: as many as fit, so that weights are read seldom. Beside
 experts on the CPU, and at the least, the last one."""
-HEADROOM = 1 << 30
-"""Bytes of GPU memory that stay free for what nobody counts: kernels, graphs, decode's splits."""
 LowerSizes = tuple[int, int, int, int, int]
 """Arguments of a model's ``lower``."""
 _UNPACKED_KEYS = 2 << 30  # ``worth_unpacking``'s most

@@ -32,10 +32,10 @@ from ...program import Program
 from ...weights import LayoutOf
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
-from ..gpus import Gpus, check_device, free_bytes, gpus_of, interpreted, several_refused
+from ..gpus import HEADROOM, Gpus, check_device, free_bytes, gpus_of, interpreted, several_refused
 from ..runner import Executable, Lowerable, PagedRunner, Pass
 from ..slots import Slots
-from .capacity import HEADROOM, step_bytes, step_tokens
+from .capacity import step_bytes, step_tokens
 from .deferral import measured_deferral
 from .executable import CudaExecutable
 from .memory import dtypes

@@ -52,6 +52,7 @@ def test_e2e_as_json_is_one_flat_object(run: Run) -> None:
     assert m["roof_share"] == pytest.approx(m["gbps"] / m["roof_gbps"], rel=1e-2)
     assert 0 <= m["python_us_per_step"] < m["us_per_step"]
     assert m["bytes_per_token"] == m["bytes_per_step"] // 2
+    assert 0 < m["cpu_busy"] <= 1
     beyond = m["us_per_step"] - m["bytes_per_step"] / m["roof_gbps"] / 1e3
     assert m["us_per_layer"] == pytest.approx(beyond / 6, rel=1e-2, abs=1)
     positive = ("prefill_tok_s", "eager_prefill_tok_s", "eager_decode_tok_s", "load_seconds")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +13,13 @@ import pytest
 
 from model.doctor import examine
 from model.doctor.report import Fact, Report
-from model.doctor.selftest import accuracy_fact, result_fact
+from model.doctor.result import accuracy_fact, result_fact
+from model.doctor.side_by_side import tried_side_by_side
 from model.doctor.topology import topology_facts
 from pykernels.env import Env, env
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS
-from pykernels.registry import kernels
+from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.machine.topology import NumaNode, Topology
 
@@ -37,8 +38,8 @@ def test_this_machine(run: Run, few_formats: list[str]) -> None:
     assert float(facts["speed"]["read roof"].split()[0]) > 0
     assert set(facts["versions"]) == {"pykernels", "python", *examine.NEEDED_VERSIONS}
     assert list(facts["flags"]) == [flag.name for flag in Env.flags()]
-    able = [(fmt, k) for fmt in few_formats for k in kernels() if k.supports(fmt, detect()) is None]
-    assert set(facts["self-test"]) == {f"{fmt} on {kernel.name}" for fmt, kernel in able}
+    used = {f"{fmt} on {resolve('auto', fmt, detect()).name}" for fmt in few_formats}
+    assert set(facts["self-test"]) == used
 
 
 def test_every_kernel_that_is_not_used_has_its_reason() -> None:
@@ -67,6 +68,14 @@ def test_needed_versions_are_those_of_the_package() -> None:
     requirements = dict(re.findall(r'"(\w+)>=([\d.]+)[^"]*"', PYPROJECT.read_text()))
     for name, oldest in examine.NEEDED_VERSIONS.items():
         assert requirements[name] == oldest
+
+
+def test_kernels_are_tried_in_processes() -> None:
+    cases = [("bf16", "generic"), ("bf17", "generic")]
+    facts = dict(tried_side_by_side(cases, progress=lambda what: None))
+    assert facts.keys() == set(cases)
+    assert "from the float32 reference" in facts[cases[0]].value and not facts[cases[0]].problem
+    assert "there is no weight format 'bf17'" in facts[cases[1]].problem
 
 
 def test_a_wrong_result_is_a_problem() -> None:
@@ -109,7 +118,14 @@ def test_exit_code_and_hints(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     good = Fact("torch", "1.0")
     bad = replace(good, problem="torch 1.0 is old", hint="Install a newer one")
     report = Report({"versions": [good] * 3})
-    monkeypatch.setattr(examine, "examine", lambda progress: report)
+
+    def examined(progress: object, known: Callable[[str, Fact], None], every: bool) -> Report:
+        for section, facts in report.sections.items():
+            for fact in facts:
+                known(section, fact)
+        return report
+
+    monkeypatch.setattr(examine, "examine", examined)
     assert run("doctor").code == 0
     report = Report({"versions": [bad, replace(bad, name="numpy")]})
     result = run("doctor")

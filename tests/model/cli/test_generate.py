@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from model.text.engine_stream import EngineStream, engine_stream
 from model.text.generate import generate_stream
 from pykernels import __version__
 from pykernels.env import env
+from pykernels.target import detect
 from runtime.machine.topology import Topology
 from runtime.profiling import roofline
 
@@ -30,6 +32,13 @@ PROMPT = "def quicksort(xs):"
 @pytest.fixture(autouse=True)
 def quick_roof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "kept_read_roof", lambda *_: 40.0)
+
+
+@pytest.fixture
+def without_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights come from memory, however few they are."""
+    here = replace(detect(), l3=0)
+    monkeypatch.setattr("pykernels.target.detect", lambda: here)
 
 
 @pytest.fixture
@@ -46,7 +55,23 @@ def test_version(run: Run) -> None:
     assert run("--version") == Result(0, f"pykernels {__version__}\n", "")
 
 
-def test_text_on_stdout_and_summary_on_stderr(run: Run, writer: Path) -> None:
+WRONGLY_TYPED = [
+    (("generate", "--temprature", 1, PROMPT), "--temprature. Did you mean --temperature?"),
+    (("genrate", PROMPT), "'genrate'. Did you mean 'generate'?"),
+    (("profile", "stp"), "'stp'. Did you mean 'step'?"),
+    (("generate",), "Missing argument 'PROMPT'. pykernels generate --help"),
+    (("generate", PROMPT, "--threads", 0), "'--threads': .* 1. pykernels generate --help"),
+    (("bench", "moe", "--tokens", "few"), "'--tokens': .*. pykernels bench moe --help"),
+    (("generate", PROMPT, "--model"), "'--model' requires an argument"),
+]
+
+
+@pytest.mark.parametrize(("words", "told"), WRONGLY_TYPED)
+def test_what_is_typed_wrongly_is_one_line(run: Run, words: tuple[object, ...], told: str) -> None:
+    failed(run(*words), told)
+
+
+def test_text_on_stdout_and_summary_on_stderr(run: Run, writer: Path, without_caches: None) -> None:
     options = ("--max-new-tokens", 12, "--temperature", 0)
     result = run("generate", "--model", writer, *options, PROMPT)
     with model.load_engine(writer) as llm:
@@ -59,8 +84,17 @@ def test_text_on_stdout_and_summary_on_stderr(run: Run, writer: Path) -> None:
     )
 
 
-def test_without_memory_for_the_roof_there_is_no_share(
+def test_weights_in_the_caches_have_no_share_of_the_roof(
     run: Run, writer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = replace(detect(), l3=1 << 40)
+    monkeypatch.setattr("pykernels.target.detect", lambda: here)
+    result = run("generate", "--model", writer, "--max-new-tokens", 2, PROMPT)
+    assert re.search(r"weights [\d.]+ GB/s$", result.err)
+
+
+def test_without_memory_for_the_roof_there_is_no_share(
+    run: Run, writer: Path, without_caches: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = lambda threads, pool, least: roofline.read_roof(pool())  # noqa: E731
     monkeypatch.setattr(roofline, "kept_read_roof", measured)

@@ -9,7 +9,7 @@ import pytest
 
 from ..conftest import Run, failed
 
-pytest.importorskip("lm_eval", reason="lm-eval is an extra: pip install 'pykernels[eval]'")
+pytest.importorskip("lm_eval", reason="lm-eval is an extra: pip install -e '.[eval]'")
 
 CHOICE = {"activity_label": "Sorting", "ctx": "def sort(xs):\n    return", "expected_index": 0}
 QUESTIONS = {

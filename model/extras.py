@@ -1,0 +1,47 @@
+"""Packages that only some commands need, and how to install them."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib import metadata
+from pathlib import Path
+
+from pykernels.errors import PykernelsError
+
+_CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def check_plot(file: Path | None) -> None:
+    """Raise `PykernelsError` if a picture is asked for that cannot be drawn."""
+    if file is not None and not is_installed("matplotlib"):
+        raise PykernelsError(
+            f"{file} cannot be drawn: matplotlib is not installed",
+            "pip install matplotlib, or leave the picture out",
+        )
+
+
+def pinned() -> str:
+    """The options with which a checkout's pip takes the versions that are known to go together."""
+    return "-c constraints.txt " if (_CHECKOUT / "constraints.txt").is_file() else ""
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs an extra of pyproject.toml.
+
+    pykernels is on no index, so its extras have no name there: a checkout installs its own, and
+    beside a wheel it is the extra's packages.
+    """
+    if (_CHECKOUT / "pyproject.toml").is_file():
+        return f"In {_CHECKOUT}: pip install -e '.[{extra}]'"
+    wanted = [line.partition(";") for line in metadata.requires("pykernels") or []]
+    packages = [
+        f"'{package.strip()}'"
+        for package, _, condition in wanted
+        if condition.replace("'", '"').strip() == f'extra == "{extra}"'
+    ]
+    return f"pip install {' '.join(packages)}"
