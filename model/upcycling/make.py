@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 
-from ..checkpoint.one_writer import one_writer
+from ..checkpoint.packed.one_writer import one_writer
 from ..custom_generate import engine_of
 from ..evaluation.likelihood import ROWS
 from ..llm import load_engine

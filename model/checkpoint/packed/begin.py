@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pykernels.errors import PykernelsError
 
-from ..one_writer import one_writer
 from .manifest import CONVERTING, PACKED, Manifest, parse
 from .mapped import MappedFile
+from .one_writer import one_writer
 
 LOCK = "converting.lock"
 """Beside the files that one process writes."""
