@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import llvmlite.binding as llvm
+from numba.core import config as numba_config
 from numba.core import types
 from numba.core.ccallback import CFunc
 from numba.core.registry import CPUDispatcher
 
+from ..env import env
+from ..errors import PykernelsError
 from .cache.files import cache_of
 from .raised import RoutineCompiler
 
@@ -24,10 +27,25 @@ TASK = types.int64(types.intp, types.intp, types.intp)
 ``index`` counts from 0, ``worker`` is the caller's number below the pool's size. Status 0 means
 done."""
 
-_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
 _KERNEL = {"nopython": True, "no_cfunc_wrapper": True}
 # No entry for Python either: compiling both entries took a quarter of a kernel's time.
 _INLINED = _KERNEL | {"forceinline": True, "no_cpython_wrapper": True}
+
+
+def _options() -> dict[str, Any]:
+    """Numba's options; in the debug mode (``PYKERNELS_DEBUG``) indices are checked.
+
+    Raises:
+        PykernelsError: Numba itself is told to compile nothing.
+    """
+    if numba_config.DISABLE_JIT:
+        raise PykernelsError(
+            "NUMBA_DISABLE_JIT=1 cannot be used: kernels are made of LLVM's instructions and called"
+            " by address",
+            "Set PYKERNELS_DEBUG=1 instead: one thread, checked indices, print() and exceptions",
+        )
+    return _OPTIONS | {"boundscheck": env.debug}
 
 
 def kernel(variant: str = "", nogil: bool = True) -> Callable[[Callable], Any]:
@@ -40,7 +58,7 @@ def kernel(variant: str = "", nogil: bool = True) -> Callable[[Callable], Any]:
     """
 
     def decorate(function: Callable) -> Any:
-        options = _OPTIONS | _KERNEL | {"nogil": nogil}
+        options = _options() | _KERNEL | {"nogil": nogil}
         dispatcher = _Kernel(_named(function, variant), targetoptions=options)
         dispatcher.variant = variant
         return dispatcher
@@ -95,7 +113,24 @@ class _Inlined(_Kernel):
 
 def inlined(function: Callable) -> Any:
     """Decorator: a helper that LLVM inlines into the kernels that call it (never cached alone)."""
-    return _Inlined(function, targetoptions=_OPTIONS | _INLINED)
+    return _Inlined(function, targetoptions=_options() | _INLINED)
+
+
+class _Routine(CFunc):
+    """Numba's own gives what it has just compiled no environment, though it does so for what it
+    loads: a ``print`` then gave up after it had taken the GIL, and kept it for ever."""
+
+    _made: Any = None  # alive: the machine code knows its environment by address
+
+    def _compile_uncached(self) -> Any:
+        self._made = super()._compile_uncached()
+        return self._made
+
+    def compile(self) -> None:
+        super().compile()
+        if self._made is not None:
+            made = self._made
+            made.library.codegen.set_env(made.fndesc.env_name, made.environment)
 
 
 def routine(arguments: int, variant: str = "") -> Callable[[Callable], CFunc]:
@@ -109,11 +144,11 @@ def routine(arguments: int, variant: str = "") -> Callable[[Callable], CFunc]:
 
     def decorate(function: Callable) -> CFunc:
         _named(function, variant)
-        compiled: Any = CFunc(
+        compiled: Any = _Routine(
             function,
             (signature.args, signature.return_type),
             locals={},
-            options=dict(_OPTIONS),
+            options=_options(),
             pipeline_class=RoutineCompiler,
         )
         compiled._cache = cache_of(function, variant)
