@@ -46,7 +46,8 @@ def main() -> None:
                 flops=calls.flops,
             )
             for line in sys.stdin:
-                end, timed = time.perf_counter() + float(line), []
+                end = time.perf_counter() + float(line)
+                timed: list[tuple[float, int]] = []
                 while time.perf_counter() < end or not timed:
                     timed.append(calls.call())
                 tell(calls=timed)

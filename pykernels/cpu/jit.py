@@ -123,7 +123,7 @@ class _Routine(CFunc):
     _made: Any = None  # alive: the machine code knows its environment by address
 
     def _compile_uncached(self) -> Any:
-        self._made = super()._compile_uncached()
+        self._made = super()._compile_uncached()  # type: ignore[misc]
         return self._made
 
     def compile(self) -> None:
