@@ -18,7 +18,7 @@ from runtime.workers.job import Job, Jobs
 from runtime.workers.pool import TaskError, WorkerPool
 
 
-def test_what_a_routine_prints_is_printed_when_it_was_just_compiled(tmp_path, capsys) -> None:
+def test_a_routine_just_compiled_prints(tmp_path, capsys) -> None:
     @inlined
     def show(x):
         print("inside", x)
@@ -36,7 +36,7 @@ def test_what_a_routine_prints_is_printed_when_it_was_just_compiled(tmp_path, ca
     assert capsys.readouterr().out == "outside 3\ninside 4\n"
 
 
-def test_the_debug_mode_runs_one_thread_and_names_an_index_out_of_bounds(tmp_path) -> None:
+def test_the_debug_mode_names_an_index_out_of_bounds(tmp_path) -> None:
     with env.override(debug=True, cache_dir=tmp_path):
 
         @task("reads-behind")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ from ...target import detect
 from . import sources
 
 _SIMPLE = type(None), bool, int, float, complex, str, bytes
-_COMPILER = tuple(Path(__file__).parents[1] / name for name in ("jit.py", "raised.py"))
+_COMPILER = tuple(str(Path(__file__).parents[1] / name) for name in ("jit.py", "raised.py"))
 
 
 def key_of(function: Callable, variant: str) -> str | None:
@@ -37,20 +38,23 @@ def key_of(function: Callable, variant: str) -> str | None:
     changed after this process began: what it was made of can then not be told.
     """
     seen = _Seen()
-    seen.add(function)
-    if not seen.known:
+    try:
+        seen.add(function)
+        files = sorted(seen.files | set(_COMPILER))
+        if not seen.known or any(map(sources.is_newer, _COMPILER)):
+            return None
+        if any(map(sources.changed, files)):
+            return None
+        texts = sorted((sources.source(file).name, sources.digest(file)) for file in files)
+    except (OSError, SyntaxError, ValueError):  # a file is gone, or half written
         return None
-    files = sorted(seen.files | set(_COMPILER))
-    if any(map(sources.is_newer, _COMPILER)) or any(map(sources.changed, files)):
-        return None
-    texts = sorted((sources.source(file).name, sources.digest(file)) for file in files)
     sources.keep()
     return _digest(_versions(), variant, function.__qualname__, texts, seen.values)
 
 
 def key_of_modules(*files: Path) -> str:
     """The key of whatever a few modules compile on this CPU."""
-    texts = sorted(map(sources.digest, files))
+    texts = sorted(sources.digest(str(file)) for file in files)
     sources.keep()
     return _digest(_versions(), texts)
 
@@ -82,7 +86,7 @@ class _Seen:
     """
 
     def __init__(self) -> None:
-        self.files: set[Path] = set()
+        self.files: set[str] = set()
         self.values: list[object] = []
         self.known = True
         self._met: dict[int, object] = {}  # alive, so that no other gets its id
@@ -137,7 +141,7 @@ class _Seen:
         file = function.__code__.co_filename
         self.values.append(function.__qualname__)
         if not self._add_file(file, file):
-            self.known = self.known and (file.startswith("<frozen") or Path(file).is_file())
+            self.known = self.known and (file.startswith("<frozen") or os.path.isfile(file))
             return
         for cell in function.__closure__ or ():
             try:
@@ -150,10 +154,10 @@ class _Seen:
 
     def _add_file(self, file: str | None, name: str) -> bool:
         """Whether it is a file of the project, which is added then; else its name is."""
-        if file and sources.of_project(path := Path(file)):
-            self.files.add(path)
+        if file and sources.of_project(absolute := os.path.abspath(file)):
+            self.files.add(absolute)
             return True
-        self.values.append(name if file and not Path(file).is_absolute() else Path(name).name)
+        self.values.append(os.path.basename(name))
         return False
 
 

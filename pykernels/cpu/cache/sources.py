@@ -6,6 +6,8 @@ second, so what each imports is kept in one file of the cache folder, by the dig
 ``from package import name`` is the submodule of that name, or the package's ``__init__`` where that
 binds the name. Beyond that an ``__init__`` counts for nothing: it runs, but what is imported from
 the module below it comes from there.
+
+Files are strings here: ``Path`` would take ten times as long, at every start.
 """
 
 from __future__ import annotations
@@ -25,10 +27,14 @@ from typing import NamedTuple
 
 from ...env import env
 
-PROJECT = Path(__file__).parents[3]
+PROJECT = str(Path(__file__).parents[3])
 """The folder of these packages; ``site-packages`` where they are installed."""
 
 OURS = ("pykernels", "runtime", "model", "bench", "tests")
+
+_OURS_BELOW = tuple(os.path.join(PROJECT, ours, "") for ours in OURS)
+_STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
+_JIT = os.path.join(PROJECT, "pykernels", "cpu", "jit.py")
 
 _VERSIONED = "llvmlite", "numba", "numpy", "torch"
 """Installed packages that count by their version, as Python's own modules do."""
@@ -73,34 +79,34 @@ class Parsed(NamedTuple):
 
 
 @functools.cache
-def source(file: Path) -> Source:
+def source(file: str) -> Source:
     """A file's name and digest."""
-    return Source(file.relative_to(_top(file.parent)).as_posix(), _digest(_text(file)))
+    return Source(file.removeprefix(_top(os.path.dirname(file))), _digest(_text(file)))
 
 
 @functools.cache
-def is_newer(file: Path) -> bool:
+def is_newer(file: str) -> bool:
     """Whether the file changed after this process began: what was imported may be another text."""
-    return file.stat().st_ctime >= _BEGAN
+    return os.stat(file).st_ctime >= _BEGAN
 
 
 @functools.cache
-def of_project(file: Path) -> bool:
+def of_project(file: str) -> bool:
     """Whether its source counts: neither Python's own nor of a package that counts by version."""
     if _is_ours(file):
         return True
-    for installed in ("site-packages", "dist-packages"):
-        if installed in file.parts[:-1]:
-            return file.parts[file.parts.index(installed) + 1] not in _VERSIONED
-    return file.is_file() and not file.is_relative_to(sysconfig.get_path("stdlib"))
+    for installed in ("/site-packages/", "/dist-packages/"):
+        if installed in file:
+            return file.partition(installed)[2].split("/")[0] not in _VERSIONED
+    return os.path.isfile(file) and not file.startswith(_STDLIB)
 
 
-def _is_ours(file: Path) -> bool:
-    return any(file.is_relative_to(PROJECT / ours) for ours in OURS)
+def _is_ours(file: str) -> bool:
+    return file.startswith(_OURS_BELOW)
 
 
 @functools.cache
-def closure(file: Path) -> frozenset[Path]:
+def closure(file: str) -> frozenset[str]:
     """The file and all of the project that it imports, directly or not."""
     found, left = {file}, [file]
     while left:
@@ -111,20 +117,21 @@ def closure(file: Path) -> frozenset[Path]:
 
 
 @functools.cache
-def digest(file: Path) -> str:
+def digest(file: str) -> str:
     """One digest of ``closure(file)``: names and texts, wherever they lie."""
     return _digest(repr(sorted(map(source, closure(file)))).encode())
 
 
 @functools.cache
-def changed(file: Path) -> bool:
+def changed(file: str) -> bool:
     """Whether a file of ``closure(file)`` changed after this process began."""
     return any(map(is_newer, closure(file)))
 
 
 @functools.cache
-def _text(file: Path) -> bytes:
-    return file.read_bytes()
+def _text(file: str) -> bytes:
+    with open(file, "rb") as opened:
+        return opened.read()
 
 
 def _digest(text: bytes) -> str:
@@ -132,47 +139,50 @@ def _digest(text: bytes) -> str:
 
 
 @functools.cache
-def _top(folder: Path) -> Path:
+def _top(folder: str) -> str:
     """The folder that holds the top package of what is in ``folder``."""
-    if _is_ours(folder):
+    if _is_ours(f"{folder}/"):
         return PROJECT
-    return _top(folder.parent) if (folder / "__init__.py").is_file() else folder
+    if os.path.isfile(f"{folder}/__init__.py"):
+        return _top(os.path.dirname(folder))
+    return folder
 
 
 @functools.cache
-def _imported(file: Path) -> frozenset[Path]:
+def _imported(file: str) -> frozenset[str]:
     """The files of the project that one imports itself."""
-    if file == PROJECT / "pykernels" / "cpu" / "jit.py":
+    if file == _JIT:
         return frozenset()  # it compiles, and is compiled into nothing
-    found: set[Path] = set()
+    found: set[str] = set()
     for level, module, names in _parsed(file).imports:
         for root in _roots(file, level, module):
-            found.update(_files(root, tuple(module.split(".")) if module else (), names))
+            found.update(_files(root, module, names))
     return frozenset(other for other in found if of_project(other))
 
 
-def _roots(file: Path, level: int, module: str) -> list[Path]:
+def _roots(file: str, level: int, module: str) -> list[str]:
     """The folders below which an import's module is looked for."""
     if level:
-        return [file.parents[level - 1]]
+        return [file.rsplit("/", level)[0]]
     ours = [PROJECT] if module.split(".")[0] in OURS else []
-    return ours if _is_ours(file) else [*ours, _top(file.parent)]
+    return ours if _is_ours(file) else [*ours, _top(os.path.dirname(file))]
 
 
 @functools.cache
-def _files(root: Path, module: tuple[str, ...], names: tuple[str, ...]) -> frozenset[Path]:
+def _files(root: str, module: str, names: tuple[str, ...]) -> frozenset[str]:
     """The files that an import may take something from; none if there is no such module."""
-    target = root.joinpath(*module)
+    parts = module.split(".") if module else []
+    target = "/".join((root, *parts))
     if not names:  # ``import a.b``: a and b are both used by their names
-        parts = (root.joinpath(*module[:count]) for count in range(1, len(module) + 1))
-        return frozenset(found for part in parts if (found := _file(part)))
+        above = ("/".join((root, *parts[:count])) for count in range(1, len(parts) + 1))
+        return frozenset(found for each in above if (found := _file(each)))
     own = _file(target)
-    if own is None or own.name != "__init__.py":
-        beside = {_file(target / name) for name in names}  # a package without an __init__
+    if own is None or not own.endswith("/__init__.py"):
+        beside = {_file(f"{target}/{name}") for name in names}  # a package without an __init__
         return frozenset(found for found in (own, *beside) if found)
     found_files = set()
     for name in names:
-        below = _file(target / name)
+        below = _file(f"{target}/{name}")
         if below:
             found_files.add(below)
         if below is None or name in _parsed(own).binds:
@@ -181,14 +191,14 @@ def _files(root: Path, module: tuple[str, ...], names: tuple[str, ...]) -> froze
 
 
 @functools.cache
-def _file(module: Path) -> Path | None:
-    for file in (module / "__init__.py", module.with_name(f"{module.name}.py")):
-        if file.is_file():
+def _file(module: str) -> str | None:
+    for file in (f"{module}/__init__.py", f"{module}.py"):
+        if os.path.isfile(file):
             return file
     return None
 
 
-def _parsed(file: Path) -> Parsed:
+def _parsed(file: str) -> Parsed:
     text = _text(file)
     kept, key = _kept(), _digest(text)
     if (found := kept.get(key)) is None:
