@@ -11,29 +11,26 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-GAP = 2e-3
-"""A score of the last chosen expert so little above the first refused one's is a near-tie, which
-the rounding of activations to bfloat16 may turn."""
 SIGMOID = ("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "minimax_m2")
 """Families whose scores are sigmoids; those of the others are a softmax's."""
 
 
 class Truth(NamedTuple):
-    """Of a sequence: ``logprobs`` float32 [T, V], ``decided`` bool [T]: no router of any layer has
-    a near-tie there."""
+    """Of a sequence: ``logprobs`` float32 [T, V]; ``gap`` [T]: the least of all layers, by which
+    the last chosen expert's score is above the first refused one's."""
 
     logprobs: torch.Tensor
-    decided: torch.Tensor
+    gap: torch.Tensor
 
 
 def truth_of(reference: PreTrainedModel, tokens: list[int]) -> Truth:
     """What transformers computes for a sequence."""
     reference.set_experts_implementation("eager")  # grouped products want multiples of 16
     blocks = [layer.mlp for layer in reference.model.layers if hasattr(layer.mlp, "experts")]
-    decided = torch.ones(len(tokens), dtype=torch.bool)
+    least = torch.full((len(tokens),), torch.inf)
 
     def look(block: Any, hidden: torch.Tensor, ids: torch.Tensor, _: torch.Tensor) -> None:
-        decided.logical_and_(gaps(block, hidden, ids, reference.config) > GAP)
+        torch.minimum(least, gaps(block, hidden, ids, reference.config), out=least)
 
     def hook(block: Any) -> Any:
         return lambda _, args, named: look(block, *args, *named.values())
@@ -43,7 +40,7 @@ def truth_of(reference: PreTrainedModel, tokens: list[int]) -> Truth:
         logits = reference(torch.tensor([tokens])).logits[0].float()
     for each in hooks:
         each.remove()
-    return Truth(logits.log_softmax(-1), decided)
+    return Truth(logits.log_softmax(-1), least)
 
 
 def gaps(block: Any, hidden: torch.Tensor, ids: torch.Tensor, config: Any) -> torch.Tensor:

@@ -25,8 +25,11 @@ from .rows import HEADS, PLAIN, ROWS, in_eights
 
 MEDIAN, MOST = 2e-3, 1e-2
 """Errors of log-probabilities, in nats, where those of unrelated tokens are 0.5: of the median
-position, and of the worst one where no router hesitates. Inputs of matrices, keys and values are
-bfloat16; what attends to a token that another expert took is moved, too."""
+position, and of the worst one away from near-ties: inputs of matrices, keys and values are
+bfloat16."""
+GAP = 2e-3
+"""A score so little above the first refused one's is a near-tie, which rounding may turn. Behind a
+token that another expert took so, twice as much: what attends to it is moved, too."""
 EXACT = 1e-4
 """The same on the ref device."""
 PROMPT = 104
@@ -71,8 +74,10 @@ def test_logprobs_are_those_of_transformers(row: str, place: str, checkpoint: Ch
     truth = truth_of(made.reference, [*prompt, *found.token_ids[:-1]])
     error = errors((*found.prompt_logprobs, *found.logprobs), truth.logprobs)
     of_prompt, of_drawn = error.split([PROMPT - 1, drawn])
-    median, worst = max(of_prompt.median(), of_drawn.median()), error[truth.decided].max()
+    turned = (error > MOST) & (truth.gap <= GAP)
+    away = truth.gap > torch.where(turned.cumsum(0) > 0, 2 * GAP, GAP)
+    median, worst = max(of_prompt.median(), of_drawn.median()), error[away].max()
     print(f"{row}, {place}: median {median:.5f}, maximum {worst:.5f}")  # pytest -rP
-    assert truth.decided.float().mean() > 0.5
+    assert away.float().mean() > 0.4
     assert median <= (EXACT if place == "ref" else MEDIAN)
     assert worst <= (EXACT if place == "ref" else MOST)
