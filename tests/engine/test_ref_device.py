@@ -31,7 +31,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("family", "prefill"),
-    [*((family, "cpu") for family in tiny.ARCHITECTURES), ("gpt_oss", "stream")],
+    [("deepseek_v3", "cpu"), ("gpt_oss", "stream")],
 )
 def test_tokens_of_ragged_batches_are_transformers(
     family: str, prefill: str, tmp_path: Path

@@ -1,6 +1,5 @@
 """A small model whole on the cuda device, in Triton's interpreter where there is no GPU: the truth
-is transformers' own model. ``tests/model/loading/test_cuda_engine.py`` has every family on a
-GPU."""
+is transformers' own model. ``tests/model/families`` has every family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every family through the engine, against transformers' own float32 model."""
+"""Formats, threads, chunks and late masks through the engine, against transformers' own model."""
 
 from __future__ import annotations
 
@@ -26,20 +26,16 @@ BF16 = 0.05
 """A share of the norm of a token's logits: inputs of matrices, keys and values are bfloat16."""
 
 CASES: dict[str, dict[str, Any]] = {
-    **{name: {} for name in tiny.ARCHITECTURES},
     "deepseek_v3 fp8": {"fp8": True},
     "deepseek_v3 int4": {"compressed": "int4", **tiny.FP8_SIZES},
     "deepseek_v3 int8": {"compressed": "int8-channel", **tiny.FP8_SIZES},
     "deepseek_v3 awq": {"compressed": "awq", **tiny.FP8_SIZES},
     "mixtral gptq": {"compressed": "gptq"},
-    "deepseek_v3 without q_lora": {"q_lora_rank": None},
-    "ernie4_5_moe with biases": {"use_bias": True},
     "minimax_m2 fp8": {"fp8": True, "intermediate_size": 128},
-    "mixtral with a window": {"sliding_window": 24, "num_experts_per_tok": 8},
 }
+"""Formats of stored weights; ``families`` has those in bfloat16."""
 
-
-ON_THE_FASTEST = ("deepseek_v3 fp8", "qwen3_moe")
+ON_THE_FASTEST = ("deepseek_v3 fp8",)
 """Cases that run on what "auto" takes on this CPU; the others on the generic kernels."""
 
 

@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -93,6 +93,20 @@ FP8_SIZES: dict[str, Any] = {
 """Sizes at which the blocks of DeepSeek's FP8 matter, for `deepseek_v3`."""
 
 
+class Gains(NamedTuple):
+    """By how much random matrices grow what they multiply; ``choice`` and ``embedding``: standard
+    deviations of the bias by which experts are chosen, and of the table."""
+
+    layers: float = 1.5
+    head: float = 1.5
+    router: float = 1.5
+    choice: float = 0.3
+    embedding: float = 1.0
+
+
+STRONG = Gains()
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A checkpoint on disk, and transformers' own float32 model on the values stored in it."""
@@ -111,6 +125,7 @@ def make(
     shards: int = 2,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
+    gains: Gains = STRONG,
     **config: Any,
 ) -> Tiny:
     """Write a random `model_type` checkpoint into `path`; `fp8`: as DeepSeek's are.
@@ -119,7 +134,7 @@ def make(
     """
     scheme = "deepseek" if fp8 else compressed
     sizes = FP8_SIZES if "kv_lora_rank" in _FAMILY.get(model_type, {}) else FP8_WIDTHS
-    reference = build(model_type, seed, **{**(sizes if fp8 else {}), **config})
+    reference = build(model_type, seed, gains, **{**(sizes if fp8 else {}), **config})
     cfg = reference.config
     stored = store(reference, model_type, dtype, scheme)
     values = dict(reference.state_dict())
@@ -137,16 +152,16 @@ def make(
     return Tiny(path, stored, reference)
 
 
-def build(model_type: str, seed: int = 0, **config: Any) -> PreTrainedModel:
+def build(model_type: str, seed: int = 0, gains: Gains = STRONG, **config: Any) -> PreTrainedModel:
     """transformers' own model in float32, with random weights."""
     cfg = CONFIG_MAPPING[model_type](**{**_BASE, **_FAMILY.get(model_type, {}), **config})
     model = AutoModelForCausalLM.from_config(cfg, dtype=torch.float32).eval()
-    randomize(model, seed)
+    randomize(model, seed, gains)
     return model
 
 
-def randomize(model: PreTrainedModel, seed: int) -> None:
-    """Weights of about unit gain, so that every layer and expert counts; biases too."""
+def randomize(model: PreTrainedModel, seed: int, gains: Gains = STRONG) -> None:
+    """Weights by which every layer and expert counts; biases too."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -157,12 +172,17 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
                 tensor.copy_(1 + 0.1 * noise)
             elif "moe_statics" in name:  # beside probabilities of about an eighth
                 tensor.copy_(0.05 * noise)
+            elif "e_score_correction_bias" in name:
+                tensor.copy_(gains.choice * noise)
             elif tensor.ndim == 1:
                 tensor.copy_(0.3 * noise)
             elif "embed_tokens" in name:
-                tensor.copy_(noise)
+                tensor.copy_(gains.embedding * noise)
             else:
-                tensor.copy_(noise / math.sqrt(tensor.shape[-1]) * 1.5)
+                router = re.search(r"\.(gate|router)\.weight$", name)
+                gain = gains.head if "lm_head" in name else gains.layers
+                gain = gains.router if router else gain
+                tensor.copy_(noise / math.sqrt(tensor.shape[-1]) * gain)
 
 
 def store(

@@ -1,13 +1,13 @@
-"""Sizes that fill no block: matrices stacked at 32-row blocks, heads, experts and vocabularies.
+"""Sizes that fill no block in a GGUF file and in a packed cache: matrices stacked at 32-row blocks.
 
-The right logits are those of transformers' own float32 model, on the values that are stored.
+The right logits are those of transformers' own float32 model, on the values that are stored; in
+``families`` are those of checkpoints.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,91 +22,10 @@ from runtime.step_inputs import allocate_inputs
 from .. import tiny
 from ..checkpoint.gguf import tiny_gguf
 from ..checkpoint.gguf.tiny_gguf import Type
-from ..test_engine import BF16, logits
+from ..checks import errors
+from ..test_engine import BF16
 
 ONE_KEY_HEAD = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16}
-THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16}
-NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 16}
-ODD_DENSE = {"hidden_size": 45, "intermediate_size": 51, "vocab_size": 99}
-CASES: list[tuple[str, dict[str, Any]]] = [
-    ("dots1", {**ONE_KEY_HEAD, "attention_bias": True, "moe_intermediate_size": 19}),
-    ("dots1", {**THREE_HEADS, **ODD_DENSE, "n_routed_experts": 6, "n_shared_experts": 3}),
-    ("ernie4_5_moe", {**ONE_KEY_HEAD, "use_bias": True, "moe_intermediate_size": 19}),
-    ("ernie4_5_moe", {**THREE_HEADS, **ODD_DENSE, "use_bias": True, "moe_num_experts": 7}),
-    ("glm4_moe", {**ONE_KEY_HEAD, "attention_bias": True, "moe_intermediate_size": 17}),
-    ("glm4_moe", {**THREE_HEADS, **ODD_DENSE, "n_routed_experts": 6, "n_shared_experts": 3}),
-    ("gpt_oss", {**ONE_KEY_HEAD, "intermediate_size": 48}),
-    ("gpt_oss", {**THREE_HEADS, "hidden_size": 72, "intermediate_size": 19}),
-    ("minimax_m2", {**ONE_KEY_HEAD, "intermediate_size": 19, "num_local_experts": 7}),
-    ("minimax_m2", {**NINE_HEADS, "hidden_size": 72, "vocab_size": 99}),
-    ("mixtral", {**ONE_KEY_HEAD, "intermediate_size": 51, "num_local_experts": 5}),
-    ("mixtral", {**THREE_HEADS, "hidden_size": 45, "vocab_size": 91}),
-    ("olmoe", {"num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 80}),
-    ("olmoe", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}),
-    ("qwen2_moe", {"num_attention_heads": 5, "num_key_value_heads": 1, "hidden_size": 80}),
-    (
-        "qwen2_moe",
-        {
-            "mlp_only_layers": [1],
-            "shared_expert_intermediate_size": 33,
-            **ODD_DENSE,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 3,
-            "hidden_size": 48,
-        },
-    ),
-    ("qwen3_moe", {**ONE_KEY_HEAD, "attention_bias": True, "num_experts": 7}),
-    ("qwen3_moe", {**THREE_HEADS, **ODD_DENSE, "moe_intermediate_size": 33}),
-    ("qwen3_moe", {**NINE_HEADS, "tie_word_embeddings": True, "vocab_size": 97}),
-    ("qwen3_moe", {**ONE_KEY_HEAD, "mlp_only_layers": [0, 2]}),
-    (
-        "deepseek_v2",
-        {
-            "num_attention_heads": 1,
-            "num_key_value_heads": 1,
-            "n_routed_experts": 7,
-            "topk_method": "greedy",
-            "moe_intermediate_size": 21,
-        },
-    ),
-    ("deepseek_v3", {"q_lora_rank": 17, "v_head_dim": 33}),
-    (
-        "deepseek_v3",
-        {
-            "q_lora_rank": None,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 3,
-            "attention_bias": True,
-            "qk_nope_head_dim": 24,
-            **ODD_DENSE,
-        },
-    ),
-    (
-        "deepseek_v3",
-        {
-            "n_routed_experts": 9,
-            "n_group": 3,
-            "n_shared_experts": 3,
-            "vocab_size": 77,
-            "moe_intermediate_size": 11,
-            "intermediate_size": 45,
-        },
-    ),
-    (
-        "glm4_moe_lite",
-        {
-            "q_lora_rank": 40,
-            "v_head_dim": 24,
-            "attention_bias": True,
-            **ODD_DENSE,
-        },
-    ),
-]
-# Each size of a head is a kernel to compile on the CPU, where 16 stands for all of them.
-ON_HOST_ONLY: list[tuple[str, dict[str, Any]]] = [
-    *(("qwen3_moe", {**THREE_HEADS, "head_dim": D}) for D in (8, 24, 40, 48, 80)),
-    ("deepseek_v3", {"q_lora_rank": 40, "kv_lora_rank": 40, "qk_rope_head_dim": 24}),
-]
 
 
 def host_logits(llm: LLM, ids: torch.Tensor) -> torch.Tensor:
@@ -133,36 +52,10 @@ def some_ids(vocab_size: int) -> torch.Tensor:
     return torch.randint(0, vocab_size, (30,), generator=torch.Generator().manual_seed(3))
 
 
-def errors(found: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    return (found - truth).norm(dim=-1) / truth.norm(dim=-1)
-
-
 def truth_of(made: tiny.Tiny, ids: torch.Tensor) -> torch.Tensor:
     made.reference.set_experts_implementation("eager")  # grouped products want multiples of 16
     with torch.no_grad():
         return made.reference(ids[None]).logits[0]
-
-
-@pytest.mark.parametrize(("family", "sizes"), [*CASES, *ON_HOST_ONLY])
-def test_odd_sizes_are_exact_on_the_host(
-    family: str, sizes: dict[str, Any], tmp_path: Path
-) -> None:
-    made = tiny.make(tmp_path, family, **sizes)
-    ids = some_ids(made.reference.config.vocab_size)
-    with model.load_engine(tmp_path, max_model_len=64, threads=1, device="ref") as llm:
-        assert errors(host_logits(llm, ids), truth_of(made, ids)).max() < 1e-3
-
-
-@pytest.mark.parametrize(("family", "sizes"), CASES)
-def test_odd_sizes_are_within_bfloat16_on_the_cpu(
-    family: str, sizes: dict[str, Any], tmp_path: Path
-) -> None:
-    """A near-tie of the router moves a token, and what attends to it; so the best quarter counts,
-    which a matrix that is read in the wrong place would move too."""
-    made = tiny.make(tmp_path, family, **sizes)
-    ids = some_ids(made.reference.config.vocab_size)
-    with model.load_engine(tmp_path, max_model_len=64, threads=1, kernel="generic") as llm:
-        assert errors(logits(llm, ids), truth_of(made, ids)).quantile(0.25) < BF16
 
 
 def kinds(name: str) -> Type:
