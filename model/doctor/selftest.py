@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -51,7 +53,20 @@ def _cases(every: bool) -> Iterator[Case]:
 
 
 def _mark(fmt: str, kernel: str) -> Path:
-    """The file that says that this was compiled."""
-    from pykernels.cpu.jit import cache_folder
+    """The file that says that this was compiled from this source."""
+    from pykernels.cpu.cache import files
 
-    return Path(cache_folder()) / f"tried-{fmt}-{kernel}"
+    return files.kernels_folder() / f"tried-{fmt}-{kernel}-{_key(kernel)}{files.MARK}"
+
+
+@functools.cache
+def _key(kernel: str) -> str:
+    from pykernels import cpu
+    from pykernels.cpu.cache.key import key_of_modules
+    from pykernels.registry import get_backend
+
+    build = get_backend(kernel).build
+    module = build.partition(":")[0] if isinstance(build, str) else build.__module__
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    return key_of_modules(Path(cpu.__file__), Path(spec.origin))
