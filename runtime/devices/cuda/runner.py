@@ -37,6 +37,7 @@ from ..slots import Slots
 from .capacity import HEADROOM, step_bytes, step_tokens
 from .deferral import measured_deferral
 from .executable import CudaExecutable
+from .launches.heads import check_heads
 from .memory import dtypes
 from .sampling_inputs import waits_for_masks
 from .slots import on_gpu
@@ -130,6 +131,7 @@ class CudaRunner(PagedRunner):
         options: CudaOptions = CudaOptions(),  # noqa: B008 - frozen
     ) -> None:
         check_device(device)
+        check_heads(model.lower(1, 1, 1, 1, 1))
         self.gpus: Gpus = gpus_of(device)
         self.device = list(self.gpus.values())[-1]
         pages = num_pages or 2 * -(-max_model_len // PAGE)
