@@ -38,6 +38,7 @@ from ..slots import Slots
 from .capacity import step_bytes, step_tokens
 from .deferral import measured_deferral
 from .executable import CudaExecutable
+from .launches.heads import check_heads
 from .memory import dtypes
 from .sampling_inputs import waits_for_masks
 from .slots import on_gpu
@@ -132,6 +133,7 @@ class CudaRunner(PagedRunner):
         options: CudaOptions = CudaOptions(),  # noqa: B008 - frozen
     ) -> None:
         check_device(device)
+        check_heads(model.lower(1, 1, 1, 1, 1))
         self.gpus: Gpus = gpus_of(device)
         self.device = list(self.gpus.values())[-1]
         pages = num_pages or 2 * -(-max_model_len // PAGE)

@@ -164,9 +164,13 @@ _INPUTS = (
     "shared_expert_intermediate_size",
     "v_head_dim",
 )
-
-
-def in_eights(row: str) -> bool:
-    """Whether all matrices of a row take inputs in multiples of 8, as a GPU's kernels want them."""
-    _, config = ROWS[row]
-    return all((config.get(name) or 0) % 8 == 0 for name in _INPUTS)
+WRONG_HEADS = ("qwen3_moe, heads of 8", "deepseek_v3, latents of 40")
+REFUSED = [
+    *WRONG_HEADS,
+    *(
+        name
+        for name, (_, config) in ROWS.items()
+        if any((config.get(size) or 0) % 8 for size in _INPUTS)
+    ),
+]
+"""Rows that no GPU takes: for their heads, or for matrices with inputs in no multiples of 8."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from pykernels.errors import PykernelsError
 from runtime.engine import SamplingParams
 from runtime.engine.outputs import TokenLogprob
 
@@ -21,7 +22,7 @@ from .. import tiny
 from ..checks import Checkpoints
 from .places import CUDA, GPU, KERNELS, engine_at
 from .reference import truth_of
-from .rows import HEADS, PLAIN, ROWS, in_eights
+from .rows import HEADS, PLAIN, REFUSED, ROWS, WRONG_HEADS
 
 MEDIAN, MOST = 2e-3, 1e-2
 """Errors of log-probabilities, in nats, where those of unrelated tokens are 0.5: of the median
@@ -42,7 +43,7 @@ INTERPRETED = ("qwen3_moe", "cuda experts gpu")
 def cases() -> Iterator[Any]:
     for row in ROWS:
         for place in ("ref", *KERNELS, *CUDA):
-            if place in KERNELS and row in HEADS or place in CUDA and not in_eights(row):
+            if row in (HEADS if place in KERNELS else REFUSED if place in CUDA else ()):
                 continue
             usual = place in ("ref", KERNELS[0]) or (row, place) == INTERPRETED
             usual = usual or (GPU and place in CUDA and row in PLAIN)
@@ -81,3 +82,12 @@ def test_logprobs_are_those_of_transformers(row: str, place: str, checkpoint: Ch
     assert away.float().mean() > 0.4
     assert median <= (EXACT if place == "ref" else MEDIAN)
     assert worst <= (EXACT if place == "ref" else MOST)
+
+
+@pytest.mark.parametrize("row", WRONG_HEADS)
+def test_heads_that_no_gpu_kernel_has_are_refused(row: str, checkpoint: Checkpoints) -> None:
+    family, config = ROWS[row]
+    made = checkpoint(family, gains=GAINS, **config)
+    with pytest.raises(PykernelsError, match="attention on a GPU has no (heads|latents) of"):
+        with engine_at("cuda experts gpu", made.path):
+            pass
