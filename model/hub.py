@@ -48,7 +48,8 @@ def local(model: str | Path, weights: bool = True) -> Path:
     if path.exists():
         return path
     if name is None or Path(name["repo"]).parent.is_dir():
-        raise PykernelsError(f"There is no folder {path}", _HINT)
+        kind = "file" if path.suffix == ".gguf" else "folder"
+        raise PykernelsError(f"There is no {kind} {path}", _HINT)
     repo, part = name["repo"], name["part"]
     found = _cached(repo, part, True)
     if found is None and not weights:

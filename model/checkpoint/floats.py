@@ -40,6 +40,4 @@ def _sum(found: torch.Tensor) -> torch.Tensor:
     """A sum, which is 30 times as fast as a test of each number; finite numbers seldom have an
     infinite one. In parts, for which torch starts no threads beside the workers'."""
     parts = found.flatten().split(_SERIAL)
-    return (
-        torch.stack([part.sum() for part in parts]).sum() if parts[0].numel() else torch.zeros(())
-    )
+    return torch.stack([part.sum() for part in parts]).sum()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import model
 from pykernels.errors import PykernelsError
+from runtime.devices.ref.ops import OPS as REF_OPS
 from runtime.extend import checked, read_pass, register_op
 from runtime.node import Node
-from runtime.ops import Op, Port
+from runtime.ops import OPS, Op, Port
 from runtime.passes.layers import moe_layers
 from runtime.program import Program
 
@@ -41,7 +44,14 @@ def halved(program: Program) -> Program:
     return replace(program, nodes=tuple(nodes), buffers=buffers)
 
 
-def test_a_pass_with_an_op_of_its_own(tmp_path: Path) -> None:
+@pytest.fixture
+def own_ops() -> Iterator[None]:
+    """What a test registers is there in that test only."""
+    with patch.dict(OPS), patch.dict(REF_OPS):
+        yield
+
+
+def test_a_pass_with_an_op_of_its_own(tmp_path: Path, own_ops: None) -> None:
     lm = tiny.make(tmp_path, "qwen3_moe").reference.float()
     lm.set_experts_implementation("eager")
 

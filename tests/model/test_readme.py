@@ -12,6 +12,7 @@ import types
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import typer.main
@@ -161,8 +162,10 @@ PYTHON = [(name, block) for name, page in PAGES.items() for block in blocks("pyt
 def test_python_runs(
     name: str, block: str, generic: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # As a notebook's cell: Numba would look for its kernels' source in a file of that name.
-    exec(compile(block, f"<{name}>", "exec"), {"__name__": "readme"})
+    # What a block registers is there in that block only.
+    with patch.dict(OPS), patch.dict(ops.OPS), patch.dict(step.BINDERS):
+        # As a notebook's cell: Numba would look for its kernels' source in a file of that name.
+        exec(compile(block, f"<{name}>", "exec"), {"__name__": "readme"})
     assert capsys.readouterr().out.strip()
 
 

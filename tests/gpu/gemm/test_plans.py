@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def test_a_folder_that_cannot_be_looked_into_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "gpu-plans.new").mkdir()
+    (tmp_path / f"gpu-plans.json.{os.getpid()}.new").mkdir()
     with pytest.raises(PykernelsError, match=r"gpu-plans.json cannot be written: .*CACHE_DIR"):
         write("a gpu", "down", "bf16", 100, 7168, 2048, GemmPlan(16, 16, 16))
 
