@@ -32,6 +32,8 @@ from .serving.cli import serve
 if TYPE_CHECKING:
     from runtime.profiling.measure import MoEMeasurement
 
+    from .against.checked import Checked
+
 app = typer.Typer(no_args_is_help=True, help="Time the kernels on this machine.")
 app.command(cls=ListsFormats)(e2e)
 app.command(cls=ListsFormats)(mixed)
@@ -49,8 +51,8 @@ SECONDS = 0.1
 """How long a GPU's case, and each of its peers, is timed."""
 
 
-def _count(help: str) -> typer.models.OptionInfo:
-    return typer.Option(min=1, metavar="N", help=help)
+def _count(help: str, default: str | bool = True) -> typer.models.OptionInfo:
+    return typer.Option(min=1, metavar="N", help=help, show_default=default)
 
 
 def _text(choices: str, help: str) -> typer.models.OptionInfo:
@@ -62,8 +64,10 @@ def _text(choices: str, help: str) -> typer.models.OptionInfo:
 def moe(
     format: Annotated[str, _text("NAME", "Weight format:")] = "fp8",
     tokens: Annotated[int, _count("Tokens in one call.")] = 1,
-    hidden: Annotated[int, _count("Width of the model.")] = 7168,
-    inter: Annotated[int, _count("Width of an expert.")] = 2048,
+    hidden: Annotated[
+        int | None, _count("Width of the model.", "7168; with --against 2048")
+    ] = None,
+    inter: Annotated[int | None, _count("Width of an expert.", "2048; with --against 1024")] = None,
     experts: Annotated[int, _count("Experts in the layer.")] = 32,
     topk: Annotated[int, _count("Experts a token uses.")] = 8,
     routing: Annotated[
@@ -89,11 +93,32 @@ def moe(
     device: Annotated[
         str, typer.Option("--device", metavar="cpu|cuda:N", help="The CPU's kernels or a GPU's.")
     ] = "cpu",
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="First compare a small layer with the reference; exit code 1 if wrong."
+        ),
+    ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="COMMIT",
+            help="Time a commit's kernel (HEAD, say) in turns with the one of this source tree,"
+            " instead of the roofs.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Time the routed experts of one MoE layer on random weights and routing."""
+    hidden, inter = hidden or (2048 if against else 7168), inter or (1024 if against else 2048)
     if device != "cpu":
+        if check or against:
+            raise PykernelsError(
+                "--check and --against are the CPU's",
+                f"Leave them out with --device {device}; tests/gpu compare with the reference",
+            )
         if threads or kernel is not None or numa != "auto" or activations == "int8":
             raise PykernelsError(
                 "--threads, --kernel, --numa and --activations int8 are the CPU's",
@@ -114,9 +139,23 @@ def moe(
         raise PykernelsError("--activations fp8 are a GPU's", "Add --device cuda:0, or use bf16")
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     from pykernels.shapes import MoEShape
-    from runtime.profiling.measure import measure_moe
 
     shape = MoEShape(E=experts, H=hidden, I=inter, topk=topk)
+    if against:
+        case = {
+            "fmt": format,
+            "tokens": tokens,
+            "shape": {"E": experts, "H": hidden, "I": inter, "topk": topk},
+            "threads": chosen_threads,
+            "kernel": chosen_kernel,
+            "routing": routing,
+            "activations": activations or "bf16",
+            "numa": numa,
+        }
+        return _time_against(against, case, check, as_json)
+    from runtime.profiling.measure import measure_moe
+
+    checked = _check(format, chosen_kernel, activations or "bf16", as_json) if check else {}
     with err().status("filling random experts, compiling …", spinner_style="dim") as status:
         measured = measure_moe(
             format,
@@ -131,7 +170,7 @@ def moe(
             progress=lambda share: status.update(f"timing, {share:.0%}"),
         )
     if as_json:
-        print(json.dumps(measured.as_dict()))
+        print(json.dumps(checked | measured.as_dict()))
     else:
         _show(measured)
 
@@ -253,6 +292,58 @@ def run_case(op: str, device: str, as_json: bool, flags: dict[str, int | str]) -
 
     row = one_case(op, flags, check_gpu(device), SECONDS)
     print(json.dumps(row) if as_json else line(row), flush=True)
+
+
+def _check(fmt: str, kernel: str, activations: str, as_json: bool) -> dict[str, float]:
+    """Compares a kernel with the reference and says so; exit code 1 where it is wrong."""
+    from .against.check import check_moe
+
+    with err().status("comparing with the reference …", spinner_style="dim"):
+        found = check_moe(fmt, kernel, activations)
+    return _tell_checked(found, as_json)
+
+
+def _tell_checked(found: Checked, as_json: bool) -> dict[str, float]:
+    from .against.checked import TOKENS
+
+    row: dict[str, float] = {"error": found.error, "error_bound": found.bound}
+    if not as_json:
+        word, style = ("right", "green") if found.right else ("wrong", "bold red")
+        text = f"relative error {found.error:.2g}, {found.bound:.2g} allowed"
+        calls = f"calls of {', '.join(map(str, TOKENS))} tokens"
+        where = calls if found.right else f"{calls}; this one of {found.tokens}"
+        out().print(f"[{style}]{word}[/]  {text} ({where}; against pykernels.ref)", highlight=False)
+    elif not found.right:
+        print(json.dumps(row))
+    if not found.right:
+        raise typer.Exit(1)
+    return row
+
+
+def _time_against(revision: str, case: dict[str, object], check: bool, as_json: bool) -> None:
+    """Times a case here and in a commit, and prints both."""
+    from .against.run import ROUNDS, run
+
+    checked: dict[str, float] = {}
+
+    def tell(found: Checked) -> None:
+        checked.update(_tell_checked(found, as_json))
+
+    with err().status("starting …", spinner_style="dim") as status:
+        both = run(revision, case, tell if check else None, status.update)
+    if as_json:
+        print(json.dumps(checked | both.as_dict()))
+        return
+    before, now = (
+        f"{gbps:.2f} GB/s, {tflops:.3f} TFLOP/s"
+        for gbps, tflops in ((both.gbps_before, both.tflops_before), (both.gbps, both.tflops))
+    )
+    out().print(
+        f"before {before} ({both.revision})\nnow    {now} ({both.kernel},"
+        f" {both.threads} thread{'s' * (both.threads > 1)})\nratio  {both.ratio:.3f},"
+        f" {both.ratio_low:.3f} to {both.ratio_high:.3f} in {ROUNDS} rounds in turns",
+        highlight=False,
+    )
 
 
 def _show(measured: MoEMeasurement) -> None:

@@ -13,9 +13,11 @@ over the environment. A bad value raises `PykernelsError` where it is read and n
 
 from __future__ import annotations
 
+import difflib
 import os
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -137,6 +139,12 @@ class Env:
         "Expert kernel that `auto` stands for; `doctor` lists them.",
         "Set it to a kernel's name, or unset it",
     )
+    debug = Flag(
+        _switch,
+        "0",
+        "1: kernels on one thread, with checked indices, compiled anew in each process.",
+        "Set it to 0 or 1",
+    )
     isa = Flag(
         _hidden_features,
         "",
@@ -215,9 +223,17 @@ class Env:
         return [FlagInfo(f.name, f.default, self.text(f), f.doc) for f in self.flags()]
 
     def check(self) -> None:
-        """Read every flag once; raises `PykernelsError` at the first bad value."""
+        """Read every flag once; raises `PykernelsError` at the first bad value.
+
+        A variable `PYKERNELS_*` that is no flag is a warning that names the nearest one.
+        """
         for flag in self.flags():
             flag.read(self.text(flag))
+        known = [flag.name for flag in self.flags()]
+        for name in sorted(self._environ):
+            if name.startswith("PYKERNELS_") and name not in known:
+                (near,) = difflib.get_close_matches(name, known, 1, 0.0)
+                warnings.warn(f"{name} is no flag and does nothing; {near} is one", stacklevel=1)
 
 
 def _as_text(value: object) -> str:

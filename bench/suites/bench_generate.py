@@ -12,9 +12,9 @@ PROMPT = "def quicksort(xs):"
 TOKENS = 64
 
 
-@pytest.fixture(scope="module", params=["auto", "generic"])
-def embedded(request: pytest.FixtureRequest):
-    lm = model.from_pretrained(model.EMBEDDED, kernel=request.param)
+@pytest.fixture(scope="module")
+def embedded(kernel: str):
+    lm = model.from_pretrained(model.EMBEDDED, kernel=kernel)
     return lm, model.load_tokenizer(model.EMBEDDED)
 
 

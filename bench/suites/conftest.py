@@ -10,6 +10,7 @@ import pytest  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from pykernels.registry import names  # noqa: E402
 from pykernels.target import detect  # noqa: E402
 
 COLUMNS = (
@@ -23,6 +24,31 @@ COLUMNS = (
     "p99_us",
     "max_us",
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The expert kernels, where a benchmark has some."""
+    parser.addoption(
+        "--kernel",
+        default="auto",
+        metavar="NAMES",
+        help="expert kernels of the benchmarks: auto (the default), or some of"
+        f" {', '.join(names()[1:])}, with commas between them",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuses kernels that there are not."""
+    for name in config.getoption("kernel").split(","):
+        if name not in names():
+            raise pytest.UsageError(f"--kernel {name}: use some of {', '.join(names())}")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A case for each kernel."""
+    if "kernel" in metafunc.fixturenames:
+        kernels = metafunc.config.getoption("kernel").split(",")
+        metafunc.parametrize("kernel", kernels, scope="module")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,38 +1,25 @@
 """How a CPU kernel is compiled: one decorator for functions, one for what is called by address.
 
-Numba's own disk cache does not see a change in another file (an intrinsic's, say), and it never
-hits for kernels that a factory builds, since compiled functions in a closure have no stable hash.
-So the cache folder is keyed by a hash of ``SOURCES``, the versions and the CPU, and inside it a
-kernel is known by its name and its ``variant``. A folder that nobody used for a month is deleted.
+What was compiled is kept on disk (``cache.files``), by what went into it (``cache.key``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
-import os
-import re
-import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import llvmlite
 import llvmlite.binding as llvm
-import numba
 from numba.core import config as numba_config
 from numba.core import types
-from numba.core.caching import FunctionCache, NullCache, UserProvidedCacheLocator
 from numba.core.ccallback import CFunc
 from numba.core.registry import CPUDispatcher
 
 from ..env import env
 from ..errors import PykernelsError
-from ..target import detect
+from .cache.files import cache_of
 from .raised import RoutineCompiler
 
 TASK = types.int64(types.intp, types.intp, types.intp)
@@ -40,24 +27,25 @@ TASK = types.int64(types.intp, types.intp, types.intp)
 ``index`` counts from 0, ``worker`` is the caller's number below the pool's size. Status 0 means
 done."""
 
-SOURCES = (
-    "pykernels/cpu",
-    "pykernels/quant",
-    "pykernels/ref/sampling/__init__.py",
-    "runtime/workers/fence.py",
-    "runtime/workers/reduce.py",
-    "runtime/workers/ring.py",
-    "runtime/workers/spans.py",
-    "runtime/workers/moe_job.py",
-)
-"""All source that compiled code is made of: an edit elsewhere recompiles nothing."""
-
-MONTH = 30 * 24 * 3600.0
-
-_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+_OPTIONS = {"nogil": True, "error_model": "numpy"}
 _KERNEL = {"nopython": True, "no_cfunc_wrapper": True}
 # No entry for Python either: compiling both entries took a quarter of a kernel's time.
 _INLINED = _KERNEL | {"forceinline": True, "no_cpython_wrapper": True}
+
+
+def _options() -> dict[str, Any]:
+    """Numba's options; in the debug mode (``PYKERNELS_DEBUG``) indices are checked.
+
+    Raises:
+        PykernelsError: Numba itself is told to compile nothing.
+    """
+    if numba_config.DISABLE_JIT:
+        raise PykernelsError(
+            "NUMBA_DISABLE_JIT=1 cannot be used: kernels are made of LLVM's instructions and called"
+            " by address",
+            "Set PYKERNELS_DEBUG=1 instead: one thread, checked indices, print() and exceptions",
+        )
+    return _OPTIONS | {"boundscheck": env.debug}
 
 
 def kernel(variant: str = "", nogil: bool = True) -> Callable[[Callable], Any]:
@@ -70,9 +58,9 @@ def kernel(variant: str = "", nogil: bool = True) -> Callable[[Callable], Any]:
     """
 
     def decorate(function: Callable) -> Any:
-        options = _OPTIONS | _KERNEL | {"nogil": nogil}
+        options = _options() | _KERNEL | {"nogil": nogil}
         dispatcher = _Kernel(_named(function, variant), targetoptions=options)
-        dispatcher._cache = _cache(function, variant)
+        dispatcher.variant = variant
         return dispatcher
 
     return decorate
@@ -100,7 +88,12 @@ def _uninterrupted() -> Iterator[None]:
 
 
 class _Kernel(CPUDispatcher):
+    variant: str | None = None
+    """Of one that is kept on disk, until it is first compiled: all that it calls is there then."""
+
     def compile(self, sig: Any) -> Any:
+        if self.variant is not None:
+            self._cache, self.variant = cache_of(self.py_func, self.variant), None
         with _uninterrupted():
             return super().compile(sig)
 
@@ -120,7 +113,24 @@ class _Inlined(_Kernel):
 
 def inlined(function: Callable) -> Any:
     """Decorator: a helper that LLVM inlines into the kernels that call it (never cached alone)."""
-    return _Inlined(function, targetoptions=_OPTIONS | _INLINED)
+    return _Inlined(function, targetoptions=_options() | _INLINED)
+
+
+class _Routine(CFunc):
+    """Numba's own gives what it has just compiled no environment, though it does so for what it
+    loads: a ``print`` then gave up after it had taken the GIL, and kept it for ever."""
+
+    _made: Any = None  # alive: the machine code knows its environment by address
+
+    def _compile_uncached(self) -> Any:
+        self._made = super()._compile_uncached()  # type: ignore[misc]
+        return self._made
+
+    def compile(self) -> None:
+        super().compile()
+        if self._made is not None:
+            made = self._made
+            made.library.codegen.set_env(made.fndesc.env_name, made.environment)
 
 
 def routine(arguments: int, variant: str = "") -> Callable[[Callable], CFunc]:
@@ -134,14 +144,14 @@ def routine(arguments: int, variant: str = "") -> Callable[[Callable], CFunc]:
 
     def decorate(function: Callable) -> CFunc:
         _named(function, variant)
-        compiled: Any = CFunc(
+        compiled: Any = _Routine(
             function,
             (signature.args, signature.return_type),
             locals={},
-            options=dict(_OPTIONS),
+            options=_options(),
             pipeline_class=RoutineCompiler,
         )
-        compiled._cache = _cache(function, variant)
+        compiled._cache = cache_of(function, variant)
         with _uninterrupted():
             compiled.compile()
         return compiled
@@ -180,106 +190,3 @@ def _named(function: Callable, variant: str) -> Callable:
     if variant:
         function.__qualname__ += f"[{variant}]"
     return function
-
-
-class _Locator(UserProvidedCacheLocator):
-    """``cache_folder``, whether it can be written or not. Numba's own locators would fall back to
-    folders that stay valid when another file changes, and read a setting of the process, which
-    threads that compile at once would change for each other."""
-
-    def __init__(self, function, file):
-        self._py_file, self._lineno = file, function.__code__.co_firstlineno
-        self._cache_path = str(cache_folder() / self.get_suitable_cache_subpath(file))
-
-    @classmethod
-    def from_function(cls, function, file):
-        return cls(function, file)
-
-
-class _Files(FunctionCache._impl_class):
-    _locator_classes = [_Locator]
-
-
-class _KernelCache(FunctionCache):
-    """Numba's function cache with an index that says what was compiled, not how it hashes."""
-
-    _impl_class = _Files
-
-    def __init__(self, function: Callable, variant: str) -> None:
-        self._variant = variant
-        super().__init__(function)
-
-    def _index_key(self, sig, codegen):
-        return sig, codegen.magic_tuple(), self._variant
-
-    def load_overload(self, sig, target_context):
-        """Loads what is cached; a damaged file counts as none: it is compiled and written again."""
-        try:
-            return super().load_overload(sig, target_context)
-        except Exception:  # unpickling half a file raises anything
-            with contextlib.suppress(OSError):  # ``save_overload`` will tell
-                self.flush()
-            return None
-
-    def save_overload(self, sig, data):
-        try:
-            super().save_overload(sig, data)
-        except OSError as error:
-            raise PykernelsError(
-                f"compiled kernels cannot be kept in {self.cache_path}: {error.strerror}",
-                "Free some space, or point PYKERNELS_CACHE_DIR at a folder that you may write to",
-            ) from None
-
-
-def _cache(function: Callable, variant: str) -> Any:
-    """The cache of a function in a file. A notebook's is compiled anew in each process: nothing
-    tells when the cell has changed."""
-    in_file = Path(function.__code__.co_filename).is_file()
-    return _KernelCache(function, variant) if in_file else NullCache()
-
-
-def cache_folder() -> Path:
-    """Where this version of the kernels is cached for this CPU; made if it is not there.
-
-    Raises:
-        PykernelsError: the folder cannot be made or written.
-    """
-    folder = env.cache_dir / _fingerprint()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PykernelsError(
-            f"the folder for compiled kernels, {folder}, cannot be made: {error.strerror}",
-            "Point PYKERNELS_CACHE_DIR at a folder that you may write to",
-        ) from None
-    _forget_unused(folder)
-    return folder
-
-
-@functools.cache  # once a process
-def _forget_unused(folder: Path) -> None:
-    """Marks this folder as used; deletes those of other versions that nobody used for a month."""
-    with contextlib.suppress(OSError):  # of another user, or deleted by another process just now
-        os.utime(folder)
-        for other in folder.parent.iterdir():
-            old = time.time() - other.stat().st_mtime > MONTH
-            if old and re.fullmatch("[0-9a-f]{16}", other.name) and other.is_dir():
-                shutil.rmtree(other, ignore_errors=True)
-
-
-@functools.cache
-def _fingerprint() -> str:
-    digest = hashlib.sha256()
-    root = Path(__file__).parent.parent.parent
-    for source in SOURCES:
-        files = sorted((root / source).rglob("*.py")) or [root / source]
-        for file in files:
-            digest.update(file.read_bytes())
-    versions = (
-        numba.__version__,
-        llvmlite.__version__,
-        numba_config.CPU_NAME,
-        numba_config.CPU_FEATURES,
-    )
-    digest.update(repr((versions, detect().cpu)).encode())
-    return digest.hexdigest()[:16]

@@ -18,7 +18,8 @@ from numba.core.typed_passes import NativeLowering
 
 RAISED = -(1 << 61)
 """What a routine that raises returns; the stages return it too, so that it becomes their task's
-status. Routines that are ``linked`` must not raise: their callers do not look at it."""
+status. What calls a routine that is ``linked`` does not look at it and goes on; whoever waits for
+the call finds the exception ``pending``."""
 
 _kept: deque[tuple[object, object]] = deque(maxlen=64)
 """(type, value or arguments) of what was raised and nobody has taken. It is filled without running
@@ -36,6 +37,11 @@ def take() -> BaseException | None:
         return value
     arguments = value if isinstance(value, tuple) else () if value is None else (value,)
     return cast("type[BaseException]", kind)(*arguments)
+
+
+def pending() -> bool:
+    """Whether something was raised that nobody has taken."""
+    return bool(_kept)
 
 
 class _Lower(Lower):

@@ -169,11 +169,18 @@ class TaskError(RuntimeError):
     Attributes:
         status: what it returned.
         task: its number in its job; -1: the setup.
+
+    What a kernel raised is its ``__cause__``, and named in its text.
     """
 
-    def __init__(self, what: str, task: int, status: int) -> None:
-        super().__init__(f"{what} failed with status {status}")
-        self.task, self.status = task, status
+    def __init__(
+        self, what: str, task: int, status: int, cause: BaseException | None = None
+    ) -> None:
+        how = f"failed with status {status}"
+        if cause is not None:
+            how = f"raised {type(cause).__name__}: {cause}".removesuffix(": ")
+        super().__init__(f"{what} {how}")
+        self.task, self.status, self.__cause__ = task, status, cause
 
 
 def float_bits(value: float) -> int:

@@ -35,8 +35,8 @@ def make_pool(
     """
     topology = topology or Topology.detect()
     threads = env.threads if threads is None else threads
-    nodes = nodes_to_use(topology, numa, threads, driver_works)
-    if numa == AUTO and len(topology.nodes) > 1 and not nodes:
+    nodes = [] if env.debug else nodes_to_use(topology, numa, threads, driver_works)
+    if numa == AUTO and len(topology.nodes) > 1 and not nodes and not env.debug:
         why = why_not_split(topology, threads, driver_works)
         warnings.warn(f"the weights are not split across the NUMA nodes: {why}", stacklevel=2)
     return WorkerPool(threads, driver_works, topology, nodes, narrow=numa == AUTO)

@@ -41,7 +41,7 @@ def whole_threads(threads: object) -> int | None:
 
 
 def threads_here(threads: int | None, driver_works: bool, topology: Topology) -> int:
-    """Threads of one pool.
+    """Threads of one pool; in the debug mode (PYKERNELS_DEBUG) one, whatever is asked for.
 
     Args:
         threads: asked for; None for PYKERNELS_THREADS, or else ``Topology.default_threads``.
@@ -56,7 +56,7 @@ def threads_here(threads: int | None, driver_works: bool, topology: Topology) ->
             f"{found} threads asked for, {topology.usable} cores are usable",
             f"Use 1 to {topology.usable} threads",
         )
-    return found
+    return 1 if env.debug else found
 
 
 def threads_of_nodes(

@@ -224,7 +224,7 @@ class WorkerPool:
             self.drain()
             self._quiesce(jobs)
             status = words.run_step(self.ring, jobs.address, jobs.count, self.driver_works)
-            if status:
+            if status or raised.pending():
                 raise self._failure(jobs, status)
 
     def start(self, jobs: Jobs, buffers: object = None) -> InFlight:
@@ -325,7 +325,7 @@ class WorkerPool:
                 self.ring, jobs.address, jobs.count, in_flight.first, self.driver_works
             )
             number = self._word[words.FAILED_NUMBER // 8]  # it may be of the batch behind
-            failed = status and in_flight.first <= number <= in_flight.last
+            failed = in_flight.first <= number <= in_flight.last if status else raised.pending()
             in_flight.end(self._failure(jobs, status) if failed else None, self._ended)
             self._ended = in_flight.ended
         self._in_flight.popleft()
@@ -354,10 +354,9 @@ class WorkerPool:
         what = next((job.describe(task) for job in jobs.jobs if job.address == at), "a task")
         if status == words.LATE:
             what = f"{what}, for which the other device did not send its inputs in time,"
-        error = TaskError(what, task, status)
-        if status == raised.RAISED:
-            error.__cause__ = raised.take()
-        return error
+        if status == 0:
+            what, task, status = "a routine that kernels call by its name", -1, raised.RAISED
+        return TaskError(what, task, status, raised.take() if status == raised.RAISED else None)
 
     def _refuse_if_ended(self) -> None:
         self.refuse_in_child()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import ctypes
+import importlib
+import json
 import os
 import signal
 import subprocess
@@ -14,11 +15,12 @@ from pathlib import Path
 import pytest
 from numba.core import caching
 
-from pykernels.cpu import jit
+from pykernels.cpu.cache import files
 from pykernels.cpu.jit import routine
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 
+ROOT = Path(__file__).parents[2]
 LONG = "\n        ".join(f"x = (x ^ (x >> {i % 7 + 1})) * {2 * i + 3} + n" for i in range(80))
 FACTORY = f"""
 import ctypes, sys
@@ -45,8 +47,7 @@ def test_cached_functions_of_one_factory_stay_apart(tmp_path: Path) -> None:
     (tmp_path / "factory.py").write_text(FACTORY)
 
     def run(*numbers: str) -> list[str]:
-        root = str(Path(__file__).parents[2])
-        variables = {"PYKERNELS_CACHE_DIR": str(tmp_path), "PYTHONPATH": root}
+        variables = {"PYKERNELS_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             [sys.executable, str(tmp_path / "factory.py"), *numbers],
             env={**os.environ, **variables},
@@ -72,13 +73,13 @@ def build() -> int:
 
 def test_ctrl_c_waits_until_a_kernel_is_compiled(tmp_path, monkeypatch) -> None:
     """In LLVM's callbacks the exception would be lost, and the kernel not there."""
-    save, handler, saved = jit._KernelCache.save_overload, signal.getsignal(signal.SIGINT), []
+    save, handler, saved = files._KernelCache.save_overload, signal.getsignal(signal.SIGINT), []
 
     def interrupted(self, sig, data):
         signal.raise_signal(signal.SIGINT)
         saved.append(save(self, sig, data))
 
-    monkeypatch.setattr(jit._KernelCache, "save_overload", interrupted)
+    monkeypatch.setattr(files._KernelCache, "save_overload", interrupted)
     with env.override(cache_dir=tmp_path):
         with pytest.raises(KeyboardInterrupt):
             build()
@@ -124,26 +125,69 @@ def test_a_function_of_no_file_is_compiled_and_not_kept(tmp_path: Path) -> None:
     assert not [*tmp_path.rglob("*.nb*")]
 
 
-def test_what_compiled_code_sees_is_in_the_key() -> None:
-    root = Path(jit.__file__).parents[2]
-    seen = {file for part in jit.SOURCES for file in ((root / part).rglob("*.py"))}
-    seen |= {root / part for part in jit.SOURCES if part.endswith(".py")}
-    for file in sorted([*root.glob("pykernels/**/*.py"), *root.glob("runtime/**/*.py")]):
-        imports = [
-            n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ImportFrom)
-        ]
-        names = {a.name for n in imports if (n.module or "").endswith("jit") for a in n.names}
-        compiles = names & {"inlined", "kernel", "routine", "task"}
-        assert file in seen or not compiles, f"{file} compiles, and is not in SOURCES"
+PACKAGE = {
+    "parts/__init__.py": "",
+    "parts/leaf.py": "from pykernels.cpu.jit import inlined\n\n@inlined\ndef leaf(x): return x\n",
+    "parts/user.py": "from .leaf import leaf\n\ndef user(x): return leaf(x)\n",
+    "parts/other.py": "def other(x): return x\n",
+    "tile.py": "from pykernels.cpu.jit import inlined\n\n@inlined\ndef tile(x): return x\n",
+    "parts/factory.py": "def make(tile, n):\n    return lambda x: tile(x) + n\n",
+    "keys.py": """
+import json
+from parts.factory import make
+from parts.other import other
+from parts.user import user
+from pykernels.cpu.cache.key import key_of
+from tile import tile
+functions = {"user": user, "other": other, "made": make(tile, 1), "other number": make(tile, 2)}
+print(json.dumps({name: key_of(function, "") for name, function in functions.items()}))
+""",
+}
 
 
-def test_a_folder_unused_for_a_month_is_deleted(tmp_path: Path) -> None:
-    old, new, other = (tmp_path / name for name in ("0" * 16, "1" * 16, "notes"))
-    for folder in (old, new, other):
+def test_an_edit_changes_the_keys_of_what_it_is_part_of_alone(tmp_path: Path) -> None:
+    """What a file imports, and what a factory is handed; not where the folder is."""
+
+    def keys(folder: str, **edited: str) -> dict[str, str]:
+        for name, text in PACKAGE.items():
+            file = tmp_path / folder / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text + edited.get(file.stem, ""))
+        variables = {"PYKERNELS_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, str(tmp_path / folder / "keys.py")]
+        done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    before = keys("a")
+    assert None not in before.values() and len(set(before.values())) == len(before)
+    assert keys("b") == before
+    for edited, changed in (("leaf", {"user"}), ("tile", {"made", "other number"})):
+        after = keys("a", **{edited: "# edited\n"})
+        assert {name for name in before if after[name] != before[name]} == changed
+
+
+def test_a_file_that_changed_after_it_was_imported_is_not_kept(tmp_path, monkeypatch) -> None:
+    """Its text is no longer what was compiled: the next process would run the old one."""
+    (tmp_path / "edited_later.py").write_text("def plus(x):\n    return x + 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plus = importlib.import_module("edited_later").plus
+    with env.override(cache_dir=tmp_path / "cache"):
+        assert routine(1, "edited")(plus).ctypes(5) == 6
+    assert not [*tmp_path.rglob("*.nb*")]
+
+
+def test_kernels_unused_for_a_month_are_deleted(tmp_path: Path) -> None:
+    kernels = tmp_path / "kernels"
+    folders = {name: tmp_path / name for name in ("0" * 16, "1" * 16, "notes")}
+    for folder in (kernels, *folders.values()):
         folder.mkdir()
-        (folder / "file").touch()
-    for folder in (old, other):
-        os.utime(folder, (0, time.time() - 1.1 * jit.MONTH))
+    old, new = ([kernels / f"{name}.{end}" for end in ("nbi", "1.nbc")] for name in ("a[m1]", "b"))
+    for file in (*old, *new):
+        file.touch()
+    for path in (*old, folders["0" * 16], folders["notes"]):
+        os.utime(path, (0, time.time() - 1.1 * files.MONTH))
     with env.override(cache_dir=tmp_path):
-        here = jit.cache_folder()
-    assert set(tmp_path.iterdir()) == {here, new, other}
+        assert build() == 6
+    assert not any(file.exists() for file in old) and all(file.exists() for file in new)
+    assert [name for name, folder in folders.items() if folder.exists()] == ["1" * 16, "notes"]

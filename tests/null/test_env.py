@@ -53,6 +53,12 @@ def test_the_environment_is_typed_and_read_live(
     assert getattr(flags, attribute) == before
 
 
+def test_a_misspelt_variable_is_a_warning_that_names_the_flag(flags, environ) -> None:
+    environ["PYKERNELS_THREAD"] = "4"
+    with pytest.warns(UserWarning, match="^PYKERNELS_THREAD is no flag.*PYKERNELS_THREADS is one$"):
+        flags.check()
+
+
 BAD = [
     ("cache_dir", " ", "it is empty"),
     ("cache_dir", "~nouser/x", "home of a user who has none here"),

@@ -9,15 +9,18 @@ depends on the other process.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Collection
 from dataclasses import astuple
+from pathlib import Path
 
 from pykernels.cpu.attention.expanded import Expanded
-from pykernels.cpu.jit import cache_folder
+from pykernels.cpu.cache import files
+from pykernels.cpu.cache.key import key_of_modules
 
 Heads = tuple[int, int, int]
 """Numbers of a key and of a value of one head, and of the key's those in E4M3."""
@@ -33,7 +36,7 @@ def begin(heads: Collection[Heads], expanded: Collection[Expanded] = ()) -> None
         (kind, *each)
         for kind, some in zip(_KINDS, sizes, strict=True)
         for each in some
-        if not (cache_folder() / _name(kind, *each)).exists()
+        if not _mark(kind, *each).exists()
     ]
     if not wanted or len(os.sched_getaffinity(0)) < 2:
         return
@@ -51,9 +54,17 @@ def begin(heads: Collection[Heads], expanded: Collection[Expanded] = ()) -> None
 _started: list[subprocess.Popen[bytes]] = []
 
 
-def _name(kind: str, *sizes: int) -> str:
-    """Name of the file that marks it as compiled."""
-    return f"{kind}-{'-'.join(str(int(size)) for size in sizes)}"
+def _mark(kind: str, *sizes: int) -> Path:
+    """The file that marks it as compiled from this source."""
+    name = "-".join((kind, *(str(int(size)) for size in sizes), _key()))
+    return files.kernels_folder() / f"{name}{files.MARK}"
+
+
+@functools.cache
+def _key() -> str:
+    folder = Path(files.__file__).parents[1]
+    made = ("attention/kernel.py", "attention/expanded.py", "router.py", "sampling/__init__.py")
+    return key_of_modules(*(folder / name for name in made))
 
 
 def main(wanted: str) -> None:
@@ -68,10 +79,10 @@ def main(wanted: str) -> None:
     make_ops()
     make_router()
     for sizes in groups["attention"]:
-        (cache_folder() / _name("attention", *sizes)).touch()
+        _mark("attention", *sizes).touch()
     for sizes in groups["expanded"]:
         Expanded(*sizes).compile()
-        (cache_folder() / _name("expanded", *sizes)).touch()
+        _mark("expanded", *sizes).touch()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ MEASURE = "runtime.profiling.measure.measure_moe"
 
 def test_moe_as_json_is_one_flat_object(run: Run, short_timing: None) -> None:
     shape = ("--hidden", 256, "--inter", 128, "--experts", 4, "--topk", 2, "--tokens", 3)
-    result = run("bench", "moe", "--format", "bf16", *shape, "--threads", 1, "--json")
+    result = run("bench", "moe", "--format", "bf16", *shape, "--threads", 1, "--check", "--json")
     assert (result.code, result.err) == (0, "")
     measured = json.loads(result.out)
     assert all(isinstance(value, (str, int, float)) for value in measured.values())
@@ -30,6 +30,7 @@ def test_moe_as_json_is_one_flat_object(run: Run, short_timing: None) -> None:
     sizes = ("tokens", "hidden", "inter", "experts", "topk", "threads")
     assert [measured[name] for name in sizes] == [3, 256, 128, 4, 2, 1]
     assert 0 < measured["us_p10"] <= measured["us_median"] <= measured["us_p90"]
+    assert 0 < measured["error"] <= measured["error_bound"]
     assert measured["gbps"] > 0 and measured["tflops"] > 0 and measured["roof_gbps"] > 0
     assert (measured["routing"], measured["distinct_experts"]) == ("balanced", 4)
     if measured["compute_roof_instruction"]:
