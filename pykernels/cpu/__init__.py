@@ -1,4 +1,8 @@
-"""CPU kernels: serial, allocation-free tiles that ``runtime`` spreads over threads."""
+"""CPU kernels: serial, allocation-free tiles that ``runtime`` spreads over threads.
+
+The ops that are exported here run them on the calling thread alone, each the twin of the op of its
+name in ``pykernels.ref``.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,11 @@ from .jit import kernel
 from .moe.call import MoECall, MoEWorkspace, contiguous_rows
 from .moe.kernel import kernel_of, make_kernel, make_routines
 from .moe.plan import MoEPlan, plan
+from .ops.attention import gqa_decode, gqa_prefill, mla_decode
+from .ops.embedding import embed
+from .ops.linear import linear
+from .ops.norm import rms_norm
+from .ops.router import router
 from .sampling import sample_requests
 from .weights.pack import make_pack, pack_job, packs_scales
 
@@ -90,13 +99,20 @@ __all__ = [
     "MoEPlan",
     "MoEWorkspace",
     "contiguous_rows",
+    "embed",
+    "gqa_decode",
+    "gqa_prefill",
+    "linear",
     "make_kernel",
     "make_pack",
     "make_routines",
+    "mla_decode",
     "moe_ffn",
     "pack_job",
     "packs_scales",
     "plan",
+    "rms_norm",
+    "router",
     "run_serially",
     "sample_requests",
 ]
