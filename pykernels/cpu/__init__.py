@@ -19,6 +19,7 @@ from .ops.attention import gqa_decode, gqa_prefill, mla_decode
 from .ops.embedding import embed
 from .ops.linear import linear
 from .ops.norm import rms_norm
+from .ops.rope import gqa_rope_cache_write, mla_rope_cache_write, rope_table
 from .ops.router import router
 from .sampling import sample_requests
 from .weights.pack import make_pack, pack_job, packs_scales
@@ -102,16 +103,19 @@ __all__ = [
     "embed",
     "gqa_decode",
     "gqa_prefill",
+    "gqa_rope_cache_write",
     "linear",
     "make_kernel",
     "make_pack",
     "make_routines",
     "mla_decode",
+    "mla_rope_cache_write",
     "moe_ffn",
     "pack_job",
     "packs_scales",
     "plan",
     "rms_norm",
+    "rope_table",
     "router",
     "run_serially",
     "sample_requests",
