@@ -21,7 +21,7 @@ from .ops.linear import linear
 from .ops.norm import rms_norm
 from .ops.rope import gqa_rope_cache_write, mla_rope_cache_write, rope_table
 from .ops.router import router
-from .sampling import sample_requests
+from .sampling import sample, sample_requests
 from .weights.pack import make_pack, pack_job, packs_scales
 
 
@@ -118,5 +118,6 @@ __all__ = [
     "rope_table",
     "router",
     "run_serially",
+    "sample",
     "sample_requests",
 ]

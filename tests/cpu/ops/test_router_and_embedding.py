@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from pykernels import cpu, ref
+from pykernels.cpu.jit import task
+from pykernels.cpu.ops.serial import run_tasks
 from pykernels.errors import PykernelsError
 from pykernels.quant import PackedMatrix, get_format
 from pykernels.shapes import RouterSpec
@@ -44,3 +46,18 @@ def test_embed() -> None:
         for wrong in (-1, 70):
             with pytest.raises(PykernelsError, match="for a table of 70 rows"):
                 cpu.embed(torch.tensor([3, wrong]), table)
+
+
+def test_what_a_kernel_raises_comes_through() -> None:
+    @task("ops-raises")
+    def setup(address, index, worker):
+        return 2
+
+    @task("ops-raises")
+    def run(address, index, worker):
+        if index == 1:
+            raise ValueError("of the second task")
+        return 0
+
+    with pytest.raises(ValueError, match="of the second task"):
+        run_tasks((setup, run), 0)
