@@ -1,22 +1,19 @@
-"""Weights of linears, packed in the tile layout, as programs hold them."""
+"""How weights of linears are packed by all workers, and where they lie."""
 
 from __future__ import annotations
-
-import copy
-from collections.abc import Callable, Sequence
 
 import torch
 
 from pykernels.cpu import make_pack, pack_job, packs_scales
-from pykernels.quant import Format, Weight
-from pykernels.quant.layout import N_BLOCK, padded
+from pykernels.quant import Format, Packer, Weight
+from pykernels.quant.matrix import Allocate
 
 from .machine.memory import collapse
-from .machine.nodes import ONE_NODE, MemoryNodes
+from .machine.nodes import MemoryNodes
 from .workers.job import Job, Jobs
 from .workers.pool import WorkerPool
 
-Pack = Callable[[Format, Weight, torch.Tensor, torch.Tensor], None]
+Pack = Packer
 """``Format.pack``, or on the workers of a pool: ``packer``."""
 
 
@@ -37,15 +34,6 @@ def packer(pool: WorkerPool) -> Pack:
     return pack
 
 
-def pack_alone(fmt: Format, weight: Weight, blocks: torch.Tensor, scales: torch.Tensor) -> None:
-    """``Format.pack``: on this thread."""
-    fmt.pack(weight, blocks, scales)
-
-
-Allocate = Callable[[Format, int, int], tuple[torch.Tensor, torch.Tensor]]
-"""(format, K, number of 32-row blocks) -> where its blocks and scales go: uint8 [blocks, bytes]."""
-
-
 def weights_on(nodes: MemoryNodes, heads: int | None = None) -> Allocate:
     """New memory, the slices of a matrix each on a node.
 
@@ -61,132 +49,3 @@ def weights_on(nodes: MemoryNodes, heads: int | None = None) -> Allocate:
         return weights, scales
 
     return allocate
-
-
-allocate_weights = weights_on(ONE_NODE)
-"""An ``Allocate`` in new memory, wherever it is touched first."""
-
-
-class PackedMatrix:
-    """One matrix, or several with the same K stacked along N; each starts at a 32-row block.
-
-    Args:
-        shapes: [N, K] of each.
-        allocate: gives the memory, which ``pack`` fills.
-
-    Attributes:
-        blocks: uint8 [blocks, block bytes].
-        scales: uint8 [blocks, scale bytes].
-        N: rows, including those that pad a part's last block.
-        starts: first row of each part.
-    """
-
-    def __init__(
-        self,
-        fmt: Format,
-        shapes: Sequence[tuple[int, int]],
-        allocate: Allocate = allocate_weights,
-    ) -> None:
-        self.fmt, self.shapes = fmt, tuple(shapes)
-        self.K = shapes[0][1]
-        assert all(K == self.K for _, K in shapes), "parts of one matrix read the same inputs"
-        self._counts = [padded(N, 1)[0] // N_BLOCK for N, _ in shapes]
-        self.starts = tuple(N_BLOCK * sum(self._counts[:i]) for i in range(len(shapes)))
-        self.N = self.starts[-1] + shapes[-1][0]
-        self.blocks, self.scales = allocate(fmt, self.K, sum(self._counts))
-
-    @classmethod
-    def of(
-        cls,
-        fmt: Format,
-        parts: Sequence[Weight],
-        pack: Pack = pack_alone,
-        allocate: Allocate = allocate_weights,
-    ) -> PackedMatrix:
-        """From matrices in ``fmt``."""
-        packed = cls(fmt, [fmt.logical_shape(part) for part in parts], allocate)
-        for i, part in enumerate(parts):
-            packed.pack(i, part, pack)
-        return packed
-
-    def pack(self, part: int, weight: Weight, pack: Pack) -> None:
-        """Packs one of the matrices."""
-        first = self.starts[part] // N_BLOCK
-        at = slice(first, first + self._counts[part])
-        pack(self.fmt, weight, self.blocks[at], self.scales[at])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that one pass reads."""
-        return self.blocks.nbytes + self.scales.nbytes
-
-    def some(self, first: int, last: int) -> PackedMatrix:
-        """Its 32-row blocks ``first .. last - 1`` as a matrix, in the same memory."""
-        found = copy.copy(self)
-        found.blocks, found.scales = self.blocks[first:last], self.scales[first:last]
-        found.N = min(N_BLOCK * last, self.N) - N_BLOCK * first
-        found.starts, found.shapes = (0,), ((found.N, self.K),)
-        return found
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self.N, self.K
-
-    def __str__(self) -> str:
-        return f"{self.fmt.name} [{self.N}, {self.K}]"
-
-
-class PackedHeads:
-    """A matrix [N, K] of each of ``G`` heads.
-
-    Args:
-        shape: (G, N, K).
-        allocate: gives the memory, which ``pack`` fills.
-
-    Attributes:
-        blocks: uint8 [heads, blocks, block bytes].
-        scales: uint8 [heads, blocks, scale bytes].
-    """
-
-    def __init__(
-        self, fmt: Format, shape: tuple[int, int, int], allocate: Allocate = allocate_weights
-    ) -> None:
-        self.fmt = fmt
-        self.G, self.N, self.K = shape
-        count = padded(self.N, 1)[0] // N_BLOCK
-        blocks, scales = allocate(fmt, self.K, self.G * count)
-        self.blocks = blocks.view(self.G, count, -1)
-        self.scales = scales.view(self.G, count, -1)
-
-    @classmethod
-    def of(cls, fmt: Format, heads: Sequence[Weight], pack: Pack = pack_alone) -> PackedHeads:
-        """From matrices in ``fmt``."""
-        packed = cls(fmt, (len(heads), *fmt.logical_shape(heads[0])))
-        for head, weight in enumerate(heads):
-            packed.pack(head, weight, pack)
-        return packed
-
-    def pack(self, head: int, weight: Weight, pack: Pack) -> None:
-        """Packs the matrix of one head."""
-        pack(self.fmt, weight, self.blocks[head], self.scales[head])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that one pass reads."""
-        return self.blocks.nbytes + self.scales.nbytes
-
-    def some(self, first: int, last: int) -> PackedHeads:
-        """Its heads ``first .. last - 1``, in the same memory."""
-        found = copy.copy(self)
-        found.G = last - first
-        found.blocks, found.scales = self.blocks[first:last], self.scales[first:last]
-        return found
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(heads, N, K)."""
-        return self.G, self.N, self.K
-
-    def __str__(self) -> str:
-        return f"{self.fmt.name} [{self.G}, {self.N}, {self.K}]"

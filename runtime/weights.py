@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.quant import Biases, PackedExperts, Weight
+from pykernels.quant import Biases, PackedExperts, PackedHeads, PackedMatrix, Weight
 from pykernels.quant.layout import N_BLOCK
+from pykernels.quant.matrix import pack_alone
 from pykernels.quant.split import SplitExperts
 
 from .machine.nodes import ONE_NODE, MemoryNodes
-from .matrix import Pack, PackedHeads, PackedMatrix, pack_alone
+from .matrix import Pack
 from .node import Node
 from .program import Program
 from .weight_spec import Part, WeightSpec

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from pykernels.errors import PykernelsError
-from pykernels.quant import Format, PackedExperts, Weight, get_format
+from pykernels.quant import Format, PackedExperts, PackedHeads, PackedMatrix, Weight, get_format
+from pykernels.quant.matrix import pack_alone
 from pykernels.quant.split import SplitExperts
 from pykernels.registry import resolve
 from pykernels.target import detect
-from runtime.matrix import PackedHeads, PackedMatrix, pack_alone
 from runtime.weight_spec import WeightSpec
 from runtime.weights import Expert, Ready, WeightSource, unpacked, unpacked_experts
 

@@ -10,10 +10,10 @@ from torch import nn
 from pykernels import quant
 from pykernels.errors import PykernelsError
 from pykernels.gpu.gemm.weights import supports_format
-from pykernels.quant import Weight, get_format
+from pykernels.quant import PackedMatrix, Weight, get_format
 from pykernels.quant.layout import padded
 from runtime.devices.cpu.one_linear import OneLinear
-from runtime.matrix import PackedMatrix, packer, weights_on
+from runtime.matrix import packer, weights_on
 from runtime.workers.pool import default_pool
 
 from .registry import ModuleContext, Operator, operator

@@ -1,4 +1,8 @@
-"""CPU kernels: serial, allocation-free tiles that ``runtime`` spreads over threads."""
+"""CPU kernels: serial, allocation-free tiles that ``runtime`` spreads over threads.
+
+The ops that are exported here run them on the calling thread alone, each the twin of the op of its
+name in ``pykernels.ref``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,13 @@ from .jit import kernel
 from .moe.call import MoECall, MoEWorkspace, contiguous_rows
 from .moe.kernel import kernel_of, make_kernel, make_routines
 from .moe.plan import MoEPlan, plan
-from .sampling import sample_requests
+from .ops.attention import gqa_decode, gqa_prefill, mla_decode
+from .ops.embedding import embed
+from .ops.linear import linear
+from .ops.norm import rms_norm
+from .ops.rope import gqa_rope_cache_write, mla_rope_cache_write, rope_table
+from .ops.router import router
+from .sampling import sample, sample_requests
 from .weights.pack import make_pack, pack_job, packs_scales
 
 
@@ -90,13 +100,24 @@ __all__ = [
     "MoEPlan",
     "MoEWorkspace",
     "contiguous_rows",
+    "embed",
+    "gqa_decode",
+    "gqa_prefill",
+    "gqa_rope_cache_write",
+    "linear",
     "make_kernel",
     "make_pack",
     "make_routines",
+    "mla_decode",
+    "mla_rope_cache_write",
     "moe_ffn",
     "pack_job",
     "packs_scales",
     "plan",
+    "rms_norm",
+    "rope_table",
+    "router",
     "run_serially",
+    "sample",
     "sample_requests",
 ]

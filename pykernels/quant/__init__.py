@@ -10,6 +10,7 @@ from .format import Format, Weight
 from .fp8 import FP8, FP8Channel
 from .gguf import IQ4NL, Q6K, Q8_0, AffineK, Blocks32
 from .integer import Integer, IntegerChannel
+from .matrix import PackedHeads, PackedMatrix
 from .mxfp4 import MXFP4
 from .zero_point import ZeroPoint
 
@@ -56,6 +57,8 @@ __all__ = [
     "Biases",
     "Format",
     "PackedExperts",
+    "PackedHeads",
+    "PackedMatrix",
     "Packer",
     "Weight",
     "get_format",

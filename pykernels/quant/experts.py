@@ -31,7 +31,8 @@ class Biases(NamedTuple):
     down: torch.Tensor
 
 
-def _zeros(nbytes: int) -> torch.Tensor:
+def aligned_zeros(nbytes: int) -> torch.Tensor:
+    """uint8 [nbytes] at a 64-byte-aligned address."""
     raw = torch.zeros(nbytes + 64, dtype=torch.uint8, device="cpu")
     skip = -raw.data_ptr() % 64
     return raw[skip : skip + nbytes]
@@ -64,7 +65,7 @@ class PackedExperts:
         self,
         shape: MoEShape,
         fmt: Format,
-        alloc: Allocator = _zeros,
+        alloc: Allocator = aligned_zeros,
         packer: Packer = _pack,
         down_fmt: Format | None = None,
     ) -> None:

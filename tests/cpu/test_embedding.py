@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pykernels.quant import get_format
+from pykernels.quant import PackedMatrix, get_format
 from runtime.devices.cpu.step import CpuExecutable
-from runtime.matrix import PackedMatrix, packer
+from runtime.matrix import packer
 from runtime.program import Builder
 from runtime.weights import WeightStore
 from runtime.workers.worker_pool import WorkerPool

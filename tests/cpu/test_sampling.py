@@ -12,10 +12,11 @@ import torch
 
 from pykernels.cpu.intrin.sync import call_task
 from pykernels.cpu.jit import kernel
-from pykernels.cpu.sampling import make_ops, prepare, sample_requests, sizes
+from pykernels.cpu.sampling import make_ops, prepare, sample, sample_requests, sizes
 from pykernels.errors import PykernelsError
 from pykernels.ref import sampling as truth
 from pykernels.ref.sampling import Sampled, SamplingRequest
+from pykernels.ref.sampling.inputs import inputs_of
 
 INF, NAN = math.inf, math.nan
 LEAD = 2e-5
@@ -230,3 +231,12 @@ def test_inputs_that_cannot_be() -> None:
             sample_requests(logits, requests)
     with pytest.raises(PykernelsError):
         sizes(1, 1 << 24, 1)
+
+
+def test_inputs_as_arrays() -> None:
+    rng = random.Random(3)
+    requests = [random_request(257, rng) for _ in range(8)]
+    logits = torch.randn(8, 257, generator=torch.Generator().manual_seed(3))
+    assert_same(sample(logits, inputs_of(requests, 257)), sample_requests(logits, requests))
+    with pytest.raises(PykernelsError, match="logits are torch.int64"):
+        sample(logits.long(), inputs_of(requests, 257))

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from pykernels.cpu.attention.expanded import Expanded
-from pykernels.quant import get_format
+from pykernels.quant import PackedHeads, get_format
 from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.kv_cache.layout import Pages
-from runtime.matrix import PackedHeads, packer
+from runtime.matrix import packer
 from runtime.program import Builder, Program
 from runtime.weights import WeightStore
 from runtime.workers.pool import WorkerPool

@@ -15,6 +15,7 @@ import model
 from model.conversion import convert
 from model.llm import LLM
 from pykernels.env import env
+from pykernels.quant import PackedMatrix
 from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.cpu.weights import layouts
 from runtime.devices.ref.runner import on_ref
@@ -22,7 +23,6 @@ from runtime.devices.ref.step import RefExecutable
 from runtime.machine import memory
 from runtime.machine.nodes import MemoryNodes
 from runtime.machine.topology import NumaNode, Topology
-from runtime.matrix import PackedMatrix
 from runtime.passes import defer, offload
 from runtime.passes.numa import split_over_nodes
 from runtime.profiling.step_bytes import crossing_bytes, weight_bytes

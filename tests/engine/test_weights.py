@@ -9,9 +9,8 @@ from model import EMBEDDED
 from model.llm import meta_decoder
 from pykernels.errors import PykernelsError
 from pykernels.gpu.gemm.weights import unpack_from_gpu
-from pykernels.quant import get_format
+from pykernels.quant import PackedMatrix, get_format
 from runtime.devices.cuda.weights import dense, gpu_bytes, gpu_format, matrix
-from runtime.matrix import PackedMatrix
 from runtime.placement import place
 from runtime.weights import WeightStore
 

@@ -14,7 +14,7 @@ def check_dense(name: str, given: object) -> None:
         PykernelsError: it is no tensor, or a sparse, nested or otherwise opaque one.
     """
     if not isinstance(given, torch.Tensor):
-        raise PykernelsError(f"{name} is {_kind(given)}, no torch tensor", "Give three tensors")
+        raise PykernelsError(f"{name} is {_kind(given)}, no torch tensor", "Give a tensor")
     if given.layout is not torch.strided or given.is_nested:
         layout = "nested" if given.is_nested else given.layout
         raise PykernelsError(f"{name} is {layout}", "Give it dense, as .to_dense() copies it")
@@ -28,13 +28,13 @@ def check_readable(name: str, given: torch.Tensor) -> None:
     """
     if not given.is_cpu:
         raise PykernelsError(
-            f"{name} of the CPU experts lies on {given.device}",
+            f"{name} lies on {given.device}",
             "Give it on the CPU, as .cpu() copies it",
         )
     if given.numel() and not _has_memory(given):
         raise PykernelsError(
-            f"{name} of the CPU experts is a {type(given).__name__} without memory",
-            "Call them outside of tracing, FakeTensorMode and torch.func",
+            f"{name} is a {type(given).__name__} without memory",
+            "Call it outside of tracing, FakeTensorMode and torch.func",
         )
 
 

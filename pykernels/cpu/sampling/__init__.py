@@ -19,7 +19,7 @@ from .args import (
     sampling_at,
     sizes,
 )
-from .call import SamplingCall, make_ops, prepare, sample_requests
+from .call import SamplingCall, make_ops, prepare, sample, sample_requests
 from .draw import make_draw
 from .finish import make_finish
 from .scan import make_scan
@@ -35,6 +35,7 @@ __all__ = [
     "make_ops",
     "make_scan",
     "prepare",
+    "sample",
     "sample_requests",
     "sampling_at",
     "sizes",

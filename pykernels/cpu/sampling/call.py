@@ -11,19 +11,13 @@ import torch
 
 from ...errors import PykernelsError
 from ...ref.sampling import MAX_LOGPROBS, Sampled, SamplingRequest
-from ...ref.sampling.inputs import inputs_of
-from ..intrin.sync import call_task
-from ..jit import kernel
+from ...ref.sampling.inputs import SamplingInputs, inputs_of
+from ..moe.checks import check_dense, check_readable
+from ..ops.serial import run_tasks
 from .args import COLUMNS, SAMPLING, TABLES, sizes
 from .draw import make_draw
 from .finish import make_finish
 from .scan import make_scan
-
-
-@kernel()
-def _run(setup, run, args):
-    for index in range(call_task(setup, args, -1, 0)):
-        call_task(run, args, index, 0)
 
 
 def _arguments(requests: Sequence[SamplingRequest], V: int) -> dict[str, np.ndarray]:
@@ -85,9 +79,11 @@ def prepare(
     logits: torch.Tensor, requests: Sequence[SamplingRequest], workers: int = 1
 ) -> SamplingCall:
     """A call that tasks of up to ``workers`` workers can run; otherwise as `sample_requests`."""
+    check_dense("logits", logits)
     if logits.dtype != torch.float32 or logits.ndim != 2 or logits.stride(1) != 1:
         given = f"{logits.dtype} {tuple(logits.shape)}"
         raise PykernelsError(f"logits are {given}", "Give float32 [R, V] in dense rows")
+    check_readable("logits", logits)
     R, V = logits.shape
     if len(requests) != R:
         raise PykernelsError(f"{len(requests)} requests for {R} rows", "Give one a row")
@@ -132,6 +128,26 @@ def sample_requests(logits: torch.Tensor, requests: Sequence[SamplingRequest]) -
         PykernelsError: what does not fit.
     """
     call = prepare(logits, requests)
-    for setup, run in make_ops():
-        _run(setup.address, run.address, call.address)
+    for tasks in make_ops():
+        run_tasks(tasks, call.address)
     return call.out
+
+
+def sample(logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
+    """One token a row, as ``sample_requests`` draws it from the row's request.
+
+    Args:
+        logits: floats [R, V].
+        inputs: of R rows.
+
+    Raises:
+        PykernelsError: what does not fit.
+    """
+    check_dense("logits", logits)
+    if logits.ndim != 2 or not logits.is_floating_point():
+        raise PykernelsError(
+            f"logits are {logits.dtype} {tuple(logits.shape)}", "Give floats [R, V]"
+        )
+    R, V = logits.shape
+    requests = [inputs.request(row, V) for row in range(R)]
+    return sample_requests(logits.float().contiguous(), requests)

@@ -11,9 +11,9 @@ from pykernels.cpu.linear import LINEAR, PER_HEAD_LINEAR, make_linear, make_per_
 from pykernels.cpu.moe.kernel import tables_address
 from pykernels.cpu.sampling import SAMPLING as SAMPLING_JOB
 from pykernels.cpu.sampling import make_ops, sizes
+from pykernels.quant import PackedHeads, PackedMatrix
 from pykernels.quant.layout import K_BLOCK, ceil_to
 
-from ...matrix import PackedHeads, PackedMatrix
 from ...ops import SAMPLING, SAMPLING_TABLES
 from ...program import Node
 from ...workers.job import Job

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...matrix import PackedMatrix
+from pykernels.quant import PackedMatrix
+
 from ...program import Builder
 from ...weights import WeightStore
 from ...workers.pool import WorkerPool

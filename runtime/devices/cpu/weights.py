@@ -8,12 +8,12 @@ from functools import partial
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.quant import PackedExperts, get_format
+from pykernels.quant import PackedExperts, PackedHeads, PackedMatrix, get_format
 from pykernels.quant.split import Experts, SplitExperts
 
 from ...experts.sharding import make_room
 from ...machine.nodes import ONE_NODE, MemoryNodes
-from ...matrix import PackedHeads, PackedMatrix, weights_on
+from ...matrix import weights_on
 from ...node import Node
 from ...program import Program
 from ...weight_spec import WeightSpec

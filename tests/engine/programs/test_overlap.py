@@ -9,12 +9,12 @@ import torch
 
 import model
 from pykernels.errors import PykernelsError
-from pykernels.quant import get_format
+from pykernels.quant import PackedMatrix, get_format
 from pykernels.shapes import RouterSpec
 from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
-from runtime.matrix import PackedMatrix, packer
+from runtime.matrix import packer
 from runtime.program import Builder, Program, repeated
 from runtime.step_inputs import allocate_inputs
 from runtime.weights import WeightStore

@@ -27,8 +27,11 @@ LAUNCH = {"out", "order", "plan", "plans", "max_length", "kernel", "moe_plan"}
 """What only a fast op takes: where its result goes, and how it is launched."""
 TRUTH = {"dtype", "h_dtype", "nudge", "fmt"}
 """What only the truth takes: what it computes in, and what a packed weight knows by itself."""
-CPU_LEAVES = {"add"}
-"""Of ``cpu.moe_ffn``: there the shared experts' output is added by the model."""
+CPU_LEAVES = {
+    "moe_ffn": {"add"},  # the model adds the shared experts' output
+    **dict.fromkeys(("gqa_decode", "gqa_prefill", "mla_decode"), {"softcap"}),
+}
+"""What the CPU's ops do not take."""
 
 
 def on_the_gpu(name: str) -> tuple[str, Callable[..., Any]]:
@@ -65,11 +68,14 @@ def test_signatures(name: str) -> None:
     assert_twins(on_the_gpu(name)[1], getattr(ref, name), TRUTH)
 
 
-def test_signature_of_the_cpus_experts() -> None:
+def test_signatures_on_the_cpu() -> None:
     pytest.importorskip("numba")
     from pykernels import cpu
 
-    assert_twins(cpu.moe_ffn, ref.moe_ffn, TRUTH | CPU_LEAVES)
+    names = set(cpu.__all__) & set(ref.__all__)
+    assert names >= {"embed", "gqa_decode", "gqa_prefill", "linear", "mla_decode", "moe_ffn"}
+    for name in names:
+        assert_twins(getattr(cpu, name), getattr(ref, name), TRUTH | CPU_LEAVES.get(name, set()))
 
 
 def test_the_package_is_imported_without_triton() -> None:

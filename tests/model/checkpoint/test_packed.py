@@ -23,9 +23,9 @@ from model.opened import open_weights
 from model.rules import default_rules
 from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, Weight, get_format
+from pykernels.quant.matrix import pack_alone
 from pykernels.shapes import MoEShape
 from runtime.devices.cpu.weights import HERE, rows
-from runtime.matrix import pack_alone
 
 from ..checks import Checkpoints
 from ..test_engine import logits
