@@ -1,7 +1,7 @@
 // What workers, streams and the engine's thread did in recorded steps.
 
 import { postJson } from "./api.js";
-import { make } from "./markdown.js";
+import { at, make } from "./dom.js";
 
 const LABELS = 118; // pixels left of the lanes
 const ROW = 20;
@@ -12,8 +12,6 @@ const COLOURS = [
 const OWN = {
   wait: "#9a9a9a", schedule: "#7a8a99", inputs: "#b0a090", run: "#5f6f65", jobs: "#a9b4a2", deliver: "#8a6f80",
 }; // what the engine's thread does is no computing
-
-const at = (id) => document.getElementById(id);
 
 export class Workers {
   constructor() {
@@ -87,6 +85,7 @@ export class Workers {
         `a worker in ${percent(found.workers)} (the mean)`,
         ...streams,
         ...(streams.length ? [`both in ${percent(found.both)}`] : []),
+        ...(found.copies ? [`links copied in ${percent(found.copies)}`] : []),
         `the engine's own Python ran in ${percent(found.engine)}.`,
       ].join(", ");
       const shown = found.ops.slice(0, 14);
@@ -110,6 +109,19 @@ export class Workers {
       );
     }
     this.draw();
+    this.tellLanes();
+  }
+
+  /** How much of the steps each worker, stream and link computes or copies. */
+  tellLanes() {
+    at("busy").tBodies[0].replaceChildren(
+      ...this.data.lanes.map((lane) => {
+        const row = make("tr");
+        row.append(make("th", lane.name, { scope: "row" }), make("td", lane.device));
+        row.append(make("td", `${(100 * lane.busy).toFixed(0)} %`));
+        return row;
+      }),
+    );
   }
 
   swatch(op) {
