@@ -101,7 +101,7 @@ def test_a_conversation_is_shown_edited_and_kept(scripted: Script, page: Any) ->
     assert thought.get_attribute("open") is None
     thought.locator("summary").click()
     assert thought.get_by_text("Let me see.").is_visible()
-    assert "tokens · " in answer.locator(".figures").text_content()
+    assert " tokens\xa0· " in answer.locator(".figures").text_content()
     answer.get_by_label("More").click()
     answer.get_by_role("button", name="Regenerate").click()
     answer.get_by_text("second").wait_for()

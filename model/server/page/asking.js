@@ -4,6 +4,8 @@ import { Gone, streamed } from "./api.js";
 import { between, counts } from "./figures.js";
 import * as store from "./store.js";
 
+// Several tokens may come in one event: each tells how many there are.
+const COUNTED = { include_usage: true, continuous_usage_stats: true };
 const CLOSED = "The page was closed before this answer was complete.";
 
 /** Answers that were being written when the page was closed say so. */
@@ -67,7 +69,7 @@ export class Asking {
     const choice = event.choices[0];
     if (!choice || choice.delta.role) return;
     const { content, reasoning_content } = choice.delta;
-    clock.came(Boolean(content || reasoning_content));
+    clock.came();
     message.content += content ?? "";
     message.reasoning += reasoning_content ?? "";
     if (message.reasoning && content && !message.thought) message.thought = clock.seconds;
@@ -85,7 +87,7 @@ export class Asking {
       if (role === "assistant" && reasoning) message.reasoning_content = reasoning;
       messages.push(message);
     }
-    const found = { messages, stream: true, stream_options: { include_usage: true }, ...this.settings.chosen() };
+    const found = { messages, stream: true, stream_options: COUNTED, ...this.settings.chosen() };
     if (goOn) {
       found.continue_final_message = true;
       messages.at(-1).content = messages.at(-1).content.trimEnd();
@@ -103,10 +105,9 @@ class Clock {
     this.first = this.last = this.tokens = 0;
   }
 
-  came(text) {
+  came() {
     this.last = performance.now();
     this.first ||= this.last;
-    this.tokens += text;
   }
 
   counted(tokens) {

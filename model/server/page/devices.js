@@ -4,7 +4,7 @@ import { at, make } from "./dom.js";
 import { counts } from "./figures.js";
 
 const GB = 1e9;
-const percent = (share) => `${(100 * share).toFixed(0)} %`;
+const percent = (share) => `${(100 * share).toFixed(0)}\u00a0%`;
 
 /** Numbers as runs: 0-3, 5. */
 function runs(numbers) {
@@ -29,9 +29,9 @@ export class Devices {
     at("parts").tBodies[0].replaceChildren(
       ...parts.map((part) => {
         const row = make("tr");
-        row.append(make("th", part.device, { scope: "row" }));
-        const workers = part.device === "cpu" && about.workers ? `${about.workers}` : "";
-        for (const text of [workers, runs(part.layers), runs(part.expert_layers), beside(part)]) {
+        const workers = part.device === "cpu" && about.workers ? `, ${about.workers} workers` : "";
+        row.append(make("th", part.device + workers, { scope: "row" }));
+        for (const text of [runs(part.layers), runs(part.expert_layers), beside(part)]) {
           row.append(make("td", text || "–"));
         }
         return row;
@@ -50,11 +50,11 @@ export class Devices {
     const { decode_steps, decode_seconds, read_bytes, read_roof, expert_cache } = found;
     const lines = [["decode steps", decode_steps.toLocaleString("en")]];
     if (decode_steps && decode_seconds) {
-      lines.push(["time of one, the mean", `${((1000 * decode_seconds) / decode_steps).toFixed(2)} ms`]);
-      if (read_bytes) lines.push(["weights read in them", `${(read_bytes / decode_seconds / GB).toFixed(1)} GB/s`]);
+      lines.push(["time of one, the mean", `${((1000 * decode_seconds) / decode_steps).toFixed(2)}\u00a0ms`]);
+      if (read_bytes) lines.push(["weights read in them", `${(read_bytes / decode_seconds / GB).toFixed(1)}\u00a0GB/s`]);
       if (read_roof) lines.push(["share of the read roof", percent(read_bytes / decode_seconds / read_roof)]);
     }
-    if (read_roof) lines.push(["read roof of the workers", `${(read_roof / GB).toFixed(1)} GB/s`]);
+    if (read_roof) lines.push(["read roof of the workers", `${(read_roof / GB).toFixed(1)}\u00a0GB/s`]);
     if (expert_cache) {
       const { choices, hits, swaps } = expert_cache;
       lines.push(["experts chosen", choices.toLocaleString("en")]);

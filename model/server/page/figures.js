@@ -30,7 +30,7 @@ export function between(before, after) {
   };
 }
 
-const percent = (share) => `${(100 * share).toFixed(0)} %`;
+const percent = (share) => `${(100 * share).toFixed(0)}\u00a0%`;
 
 /** A figure never breaks in two: there are lines between them only. */
 export function figures(message) {
@@ -40,10 +40,10 @@ export function figures(message) {
   if (tokens) add(`${tokens} token${tokens === 1 ? "" : "s"}`);
   if (rate) add(`${rate.toFixed(1)} tokens/s`);
   if (firstToken != null) {
-    add(firstToken < 10 ? `first after ${(1000 * firstToken).toFixed(0)} ms` : `first after ${firstToken.toFixed(1)} s`);
+    add(firstToken < 10 ? `first after ${(1000 * firstToken).toFixed(0)}\u00a0ms` : `first after ${firstToken.toFixed(1)} s`);
   }
   if (roof != null) add(`${percent(roof)} of the read roof`, "Weights read per second, of what this CPU's workers read from memory at most");
   if (hits != null) add(`${percent(hits)} cache hits`, "Of the experts chosen, those that were in slots of the GPU");
   if (ENDS[message.finish]) add(ENDS[message.finish]);
-  return parts.flatMap((part, i) => (i ? [" · ", part] : [part]));
+  return parts.flatMap((part, i) => (i ? ["\u00a0· ", part] : [part]));
 }
