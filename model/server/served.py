@@ -44,6 +44,7 @@ class Served:
     Attributes:
         name: the first of its names; ``created``: Unix time at which it was made.
         draining: whether the server is about to end.
+        read_roof: as given, if the CPU reads weights in each step.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class Served:
         self.prompts = Prompts(model)
         self.parser = parser_for(self.facts.config.model_type, self.prompts.template)
         self.admission = Admission(self.facts.max_num_seqs, settings)
-        self.metrics = Metrics(self.facts, lambda: self.admission.inside, read_roof)
+        # What a GPU reads is not measured by the roof of the CPU's workers.
+        self.read_roof = read_roof if "cpu" in self.facts.devices else None
+        self.metrics = Metrics(self.facts, lambda: self.admission.inside, self.read_roof)
         self.draining = False
         self._running: set[Generation] = set()
         self._stopped: ApiError | None = None

@@ -57,6 +57,22 @@ def test_steps_are_recorded_while_an_answer_is_written(served: Running) -> None:
     assert record_is_off(served)
 
 
+def test_figures_grow_with_an_answer(served: Running) -> None:
+    """An answer of 12 tokens takes 11 steps without a prompt; each reads the same weights."""
+    with served.http() as http:
+        before = http.get("/v1/pykernels/figures").raise_for_status().json()
+        served.openai().chat.completions.create(
+            model=NAME, messages=ASKED, max_tokens=12, extra_body={"ignore_eos": True}
+        )
+        after = http.get("/v1/pykernels/figures").json()
+        (part,) = http.get("/v1/pykernels").json()["parts"]
+    assert after["decode_steps"] - before["decode_steps"] == 11
+    assert after["decode_seconds"] > before["decode_seconds"]
+    assert (after["read_bytes"] - before["read_bytes"]) % 11 == 0 < after["expert_bytes"]
+    assert part["device"] == "cpu" and part["layers"] == [0, 1, 2, 3, 4, 5]
+    assert part["expert_layers"] == [1, 2, 3, 4, 5]
+
+
 def record_is_off(served: Running) -> bool:
     """After a request, which ends what waited for steps."""
     served.openai().chat.completions.create(model=NAME, messages=ASKED, max_tokens=4)

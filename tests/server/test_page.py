@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -59,7 +60,7 @@ def bodies(page: Any) -> list[str]:
 
 RICH = """<think>Let me see.</think># Title
 
-**bold**, `x < 1`, [good](https://example.org/), [bad](javascript:alert(1))
+**bold**, `x < 1`, [good](https://example.org/ "its title"), [bad](javascript:alert(1)), ![](data:,)
 <script>alert(2)</script><img src=x onerror=alert(3)>
 
 ```python
@@ -71,9 +72,12 @@ def f(x):
 2. two:
    - inner
 
+- [x] done
+- [ ] to do
+
 | a | b |
-|---|---|
-| 1 | 2 |
+|---|--:|
+| 1 | 1,234,567.89 |
 """
 
 
@@ -84,16 +88,21 @@ def test_a_conversation_is_shown_edited_and_kept(scripted: Script, page: Any) ->
     answer = page.get_by_role("article", name="The model")
     assert answer.get_by_role("heading", name="Title").is_visible()
     assert answer.locator("pre code").text_content() == 'def f(x):\n    return "<b>"'
-    assert answer.get_by_role("cell", name="2").is_visible()
+    number = answer.get_by_role("cell", name="1,234,567.89")
+    assert number.evaluate("cell => getComputedStyle(cell).textAlign") == "right"
+    boxes = answer.get_by_role("checkbox")
+    assert [box.is_checked() for box in boxes.all()] == [True, False]
+    assert answer.get_by_role("link").get_attribute("title") == "its title"
     assert answer.locator("ol > li:nth-child(2) > ul > li").text_content() == "inner"
     assert [a.get_attribute("href") for a in answer.locator("a").all()] == ["https://example.org/"]
     assert answer.locator("script, img, b").count() == 0
     assert "<script>alert(2)</script>" in answer.text_content()
-    thought = answer.locator("details")
+    thought = answer.locator(".reasoning")
     assert thought.get_attribute("open") is None
     thought.locator("summary").click()
     assert thought.get_by_text("Let me see.").is_visible()
-    assert "tokens · " in answer.locator(".figures").text_content()
+    assert " tokens\xa0· " in answer.locator(".figures").text_content()
+    answer.get_by_label("More").click()
     answer.get_by_role("button", name="Regenerate").click()
     answer.get_by_text("second").wait_for()
     page.get_by_role("button", name="Edit").click()
@@ -122,6 +131,68 @@ def test_an_answer_stops(scripted: Script, page: Any) -> None:
     assert page.get_by_role("article").count() == 1
 
 
+def test_an_answer_that_breaks_off_is_kept_and_goes_on(scripted: Script, page: Any) -> None:
+    """The stream ends in the middle, then there is no server, then there is one again."""
+    server = scripted(["rest of it."])
+    asked: list[Any] = []
+    begun = json.dumps({"choices": [{"delta": {"content": "The "}, "finish_reason": None}]})
+
+    def breaks(route: Any) -> None:
+        asked.append(route.request.post_data_json)
+        if len(asked) == 1:
+            route.fulfill(content_type="text/event-stream", body=f"data: {begun}\n\n")
+        elif len(asked) == 2:
+            route.abort("connectionrefused")
+        else:
+            route.continue_()
+
+    page.route("**/v1/chat/completions", breaks)
+    page.goto(server.url)
+    page.get_by_label("Message", exact=True).fill("go")
+    page.keyboard.press("Enter")
+    answer = page.get_by_role("article", name="The model")
+    answer.get_by_text("broke off").wait_for()
+    assert bodies(page)[1].strip() == "The"
+    page.reload()
+    answer.get_by_role("button", name="Go on").click()
+    answer.get_by_text("The server does not answer").wait_for()
+    assert bodies(page)[1].strip() == "The"
+    answer.get_by_role("button", name="Go on").click()
+    answer.get_by_text("rest of it.").wait_for()
+    assert not answer.get_by_role("alert").get_by_text("server").count()
+    assert asked[-1]["continue_final_message"]
+    assert asked[-1]["messages"][-1] == {"role": "assistant", "content": "The"}
+
+
+def test_a_server_that_is_gone_is_asked_again(scripted: Script, page: Any) -> None:
+    server = scripted([])
+    page.route("**/v1/pykernels", lambda route: route.abort("connectionrefused"))
+    page.goto(server.url)
+    page.get_by_text("The server does not answer", exact=False).wait_for()
+    page.unroute("**/v1/pykernels")
+    page.get_by_role("button", name="Try again").click()
+    page.get_by_role("heading", name="tested").first.wait_for()
+
+
+@pytest.mark.parametrize("width", [390, 360])
+def test_a_narrow_page_has_drawers(scripted: Script, page: Any, width: int) -> None:
+    server = scripted(["word " * 300])
+    page.set_viewport_size({"width": width, "height": 640})
+    page.goto(server.url)
+    ask(page, "hi")
+    chats, inside = page.locator("#side"), page.locator("#insight")
+    assert not chats.is_visible() and not inside.is_visible()
+    box = page.get_by_role("button", name="Send").bounding_box()
+    assert box["y"] + box["height"] <= 640 and box["x"] + box["width"] <= width
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.get_by_role("button", name="Inside").click()
+    page.get_by_role("button", name="Chats").click()
+    assert chats.is_visible() and not inside.is_visible()
+    page.keyboard.press("Escape")
+    assert not chats.is_visible()
+    assert page.get_by_role("button", name="Chats").evaluate("e => e === document.activeElement")
+
+
 def test_a_key_is_asked_for(scripted: Script, page: Any) -> None:
     server = scripted(["hello"], api_key="secret")
     page.goto(server.url)
@@ -137,9 +208,11 @@ def test_experts_and_workers_are_shown(served: Running, page: Any) -> None:
     page.get_by_text("Settings", exact=True).click()
     page.get_by_label("Most new tokens").fill("64")
     page.get_by_label("Temperature").fill("0")
+    page.get_by_role("button", name="Inside").first.click()
     page.get_by_role("tab", name="Workers").click()
     ask(page, "def quicksort(xs):")
     page.get_by_role("rowheader", name="moe_ffn routed").wait_for()
+    assert page.get_by_role("rowheader", name="worker 0").is_visible()
     assert page.get_by_role("status").get_by_text("some worker computed in").is_visible()
     page.get_by_role("tab", name="Experts").click()
     tokens = page.get_by_role("option")

@@ -24,6 +24,25 @@ class ConfigFacts:
 
 
 @dataclass(frozen=True)
+class DevicePart:
+    """What one device computes of a model.
+
+    Attributes:
+        device: "cpu", "cuda:0".
+        layers: decoder layers of which it computes something.
+        expert_layers: those whose routed experts it computes, all or the ones that it has.
+        slots: places for experts that change from step to step, all layers together; ``pinned``:
+            experts that it has for good beside those of the CPU.
+    """
+
+    device: str
+    layers: tuple[int, ...]
+    expert_layers: tuple[int, ...]
+    slots: int = 0
+    pinned: int = 0
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """What stays as it is while a model is served.
 
@@ -33,8 +52,8 @@ class ModelFacts:
         max_num_seqs: outputs that run at once.
         ageing_seconds: see ``EngineConfig``.
         num_pages, page_size: of the KV cache.
-        routed_layers: those that choose experts, where the device tells them.
-        workers: threads on the CPU; ``devices``: their names.
+        moe_layers: those that choose experts; ``routed_layers``: those that tell which ones.
+        workers: threads on the CPU; ``devices``: their names; ``parts``: what each computes.
     """
 
     config: ConfigFacts
@@ -50,6 +69,8 @@ class ModelFacts:
     routed_layers: tuple[RoutedLayer, ...]
     workers: int
     devices: tuple[str, ...]
+    moe_layers: tuple[RoutedLayer, ...] = ()
+    parts: tuple[DevicePart, ...] = ()
 
 
 @dataclass(frozen=True)

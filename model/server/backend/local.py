@@ -14,6 +14,7 @@ from ...text.detokenize import Detokenizer
 from ..http.frames import json_bytes
 from ..insight.timeline import timeline_body
 from .interface import ConfigFacts, Figures, ModelFacts
+from .parts import moe_layers, parts
 
 _CACHE_COUNTS = "choices", "hits", "swaps"
 
@@ -51,7 +52,8 @@ class LocalModel:
 def facts_of(llm: LLM) -> ModelFacts:
     """What stays as it is of a model that an engine has."""
     runner, engine = llm.runner, llm.engine
-    nodes = runner.steps[0].program.nodes if runner.steps else ()
+    program = runner.steps[0].program if runner.steps else None
+    found = () if program is None else parts(program, runner.slots, llm.gpu_experts)
     return ModelFacts(
         config=ConfigFacts(llm.config.model_type, getattr(llm.config, "bos_token_id", None)),
         settings=llm.settings,
@@ -65,7 +67,9 @@ def facts_of(llm: LLM) -> ModelFacts:
         page_size=runner.page_size,
         routed_layers=tuple(runner.routed_layers),
         workers=0 if runner.pool is None else runner.pool.threads,
-        devices=tuple(sorted({node.device for node in nodes})),
+        devices=tuple(part.device for part in found),
+        moe_layers=() if program is None else moe_layers(program),
+        parts=found,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -32,7 +33,8 @@ def insight_routes(served: Served) -> APIRouter:
 
     @router.get("/v1/pykernels")
     async def about() -> dict[str, Any]:
-        """The model, its device, the layers that choose experts (none: it does not tell them)."""
+        """The model, its devices and what each computes, the layers that choose experts; of these
+        ``routed_layers`` tell which ones."""
         facts = served.facts
         return {
             "model": served.name,
@@ -41,10 +43,25 @@ def insight_routes(served: Served) -> APIRouter:
             "workers": facts.workers,
             "max_model_len": facts.longest,
             "chat_template": bool(served.prompts.template),
-            "routed_layers": [
-                {"layer": one.layer, "experts": one.experts, "topk": one.topk}
-                for one in facts.routed_layers
-            ],
+            "moe_layers": [asdict(layer) for layer in facts.moe_layers],
+            "routed_layers": [asdict(layer) for layer in facts.routed_layers],
+            "parts": [asdict(part) for part in facts.parts],
+        }
+
+    @router.get("/v1/pykernels/figures")
+    async def figures() -> dict[str, Any]:
+        """The engine's counts since its start: what lies between two of them belongs to the steps
+        between, whoever asked for them. Bytes are those of weights that steps without prompts have
+        read; ``read_roof`` is in bytes a second, null where the CPU reads none or it is unknown."""
+        found = await served.model.figures()
+        return {
+            "running": found.stats.running,
+            "decode_steps": sum(found.stats.decode_steps.values()),
+            "decode_seconds": found.stats.decode_seconds,
+            "read_bytes": found.read_bytes,
+            "expert_bytes": found.expert_bytes,
+            "read_roof": None if served.read_roof is None else served.read_roof * 1e9,
+            "expert_cache": dict(found.cache) or None,
         }
 
     @router.post("/v1/pykernels/steps")

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from runtime.tracing.timeline import Span, Timeline
-from runtime.tracing.usage import usage
+from runtime.tracing.usage import busy_of, length, usage
 
 _GAP_NS = 2_000
 """Between two tasks of one node on one worker that are shown as one."""
@@ -14,7 +14,10 @@ _GAP_NS = 2_000
 
 def timeline_body(timeline: Timeline) -> dict[str, Any]:
     """Steps, lanes, and spans as lists: lane, op (an index of ``ops``), layer or None, begin, end,
-    how many tasks. Times are us since the first step began."""
+    how many tasks. Times are us since the first step began; a lane is ``busy`` in that share of the
+    steps."""
+    within = timeline.within(timeline.steps)
+    busy, total = busy_of(within), sum(step.end - step.begin for step in timeline.steps)
     zero = timeline.steps[0].begin if timeline.steps else 0
     lanes = {lane: i for i, lane in enumerate(timeline.lanes)}
     ops = sorted({span.op for span in timeline.spans})
@@ -27,11 +30,19 @@ def timeline_body(timeline: Timeline) -> dict[str, Any]:
             {**asdict(step), "begin": us(step.begin), "end": us(step.end)}
             for step in timeline.steps
         ],
-        "lanes": [{"kind": lane.kind, "device": lane.device, "name": lane.name} for lane in lanes],
+        "lanes": [
+            {
+                "kind": lane.kind,
+                "device": lane.device,
+                "name": lane.name,
+                "busy": round(length(busy[lane]) / total, 4) if lane in busy else 0,
+            }
+            for lane in lanes
+        ],
         "ops": ops,
         "spans": [
             [lanes[span.lane], ops.index(span.op), span.layer, us(span.begin), us(end), tasks]
-            for span, end, tasks in _joined(timeline.within(timeline.steps))
+            for span, end, tasks in _joined(within)
         ],
         "usage": {
             kind: asdict(found)

@@ -1,49 +1,16 @@
 // Which experts each token used, layer by layer.
 
-import { make } from "./markdown.js";
+import { at, make } from "./dom.js";
+import { Record } from "./record.js";
 
 const LABELS = 34; // pixels left of the map
 
-const at = (id) => document.getElementById(id);
-
-/** What is known of one answer: of each computed token, experts and weights in each layer. */
-class Record {
-  constructor(layers) {
-    this.layers = layers;
-    this.experts = Math.max(...layers.map((layer) => layer.experts));
-    this.start = 0;
-    this.prompt = 0;
-    this.tokens = [];
-    this.ids = [];
-    this.weights = [];
-    this.counts = layers.map(() => new Float64Array(this.experts));
-    this.sums = layers.map(() => new Float64Array(this.experts));
-  }
-
-  add({ start, prompt_tokens, tokens, ids, weights }) {
-    if (!this.tokens.length) this.start = start;
-    this.prompt = prompt_tokens;
-    for (let i = 0; i < tokens.length; i++) {
-      ids[i].forEach((chosen, layer) =>
-        chosen.forEach((expert, k) => {
-          if (expert < 0) return;
-          this.counts[layer][expert]++;
-          this.sums[layer][expert] += weights[i][layer][k];
-        }),
-      );
-    }
-    this.tokens.push(...tokens);
-    this.ids.push(...ids);
-    this.weights.push(...weights);
-  }
-
-  weight(token, layer, expert) {
-    const k = this.ids[token][layer].indexOf(expert);
-    return k < 0 ? 0 : this.weights[token][layer][k];
-  }
-}
-
 const visible = (token) => token.replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
+
+const why = (about) =>
+  about.moe_layers.length
+    ? "Experts are told where they are computed on the CPU, or have slots on one GPU (--expert-cache)."
+    : "This model has no layers that choose experts.";
 
 export class Experts {
   constructor() {
@@ -82,7 +49,7 @@ export class Experts {
     at("experts-note").textContent = record
       ? ""
       : about && !about.routed_layers.length
-        ? "Experts are told by a Mixture-of-Experts model on the CPU."
+        ? why(about)
         : "Ask something: the experts of each token appear here as it is computed.";
     this.changed(record);
   }

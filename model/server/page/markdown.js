@@ -1,165 +1,104 @@
-// Markdown as elements. Text never becomes HTML: whatever a model writes, nothing of it can run.
+// Markdown as elements. markdown-it parses, and what it finds becomes elements here, one by one:
+// text never becomes HTML, so whatever a model writes, nothing of it can run.
 
-const INLINE = new RegExp(
-  [
-    "(`+)([\\s\\S]+?)\\1(?!`)", // 1, 2: code
-    "\\*\\*(?=\\S)([\\s\\S]+?)\\*\\*", // 3: strong
-    "(?<![\\w*])[*_](?=\\S)([^*_]+?)[*_](?![\\w*])", // 4: emphasis
-    "~~(?=\\S)([\\s\\S]+?)~~", // 5: struck
-    "\\[([^\\]]+)\\]\\((\\S+?)\\)", // 6, 7: link
-    "(https?://[^\\s<>\"')\\]]+)", // 8: bare link
-  ].join("|"),
+import { make } from "./dom.js";
+import { withOurRules } from "./rules.js";
+import MarkdownIt from "./vendor/markdown-it.js";
+
+const parser = withOurRules(new MarkdownIt({ html: false, linkify: true, breaks: true }));
+parser.linkify.set({ fuzzyLink: false, fuzzyEmail: false }); // main.py is no address
+
+const TAGS = new Set(
+  "p h1 h2 h3 h4 h5 h6 ul ol li blockquote hr strong em s thead tbody tr th td br".split(" "),
 );
+const heading = (tag) => (/^h[1-6]$/.test(tag) ? `h${Math.min(6, Number(tag[1]) + 2)}` : tag);
 
-export function make(name, text, attributes = {}) {
-  const element = document.createElement(name);
-  if (text !== undefined) element.textContent = text;
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  return element;
+function link(token) {
+  const target = token.attrGet("href") ?? token.attrGet("src") ?? "";
+  if (!/^https?:\/\//i.test(target)) return make("span");
+  const title = token.attrGet("title");
+  const safe = { href: target, rel: "noopener noreferrer nofollow", target: "_blank" };
+  return make("a", undefined, title ? { ...safe, title } : safe);
 }
 
-function link(target, text) {
-  if (!/^https?:\/\//i.test(target)) return document.createTextNode(text);
-  return make("a", text, { href: target, rel: "noopener noreferrer nofollow", target: "_blank" });
-}
-
-function inline(parent, text) {
-  let rest = text;
-  for (let found; rest && (found = INLINE.exec(rest)); ) {
-    if (found.index) parent.append(rest.slice(0, found.index));
-    const [all, , code, strong, emphasis, struck, label, target, bare] = found;
-    if (code !== undefined) parent.append(make("code", code.trim() || code));
-    else if (label !== undefined) parent.append(link(target, label));
-    else if (bare !== undefined) parent.append(link(bare, bare));
-    else {
-      const name = strong !== undefined ? "strong" : emphasis !== undefined ? "em" : "s";
-      const element = make(name);
-      inline(element, strong ?? emphasis ?? struck);
-      parent.append(element);
-    }
-    rest = rest.slice(found.index + all.length);
-  }
-  if (rest) parent.append(rest);
-}
-
-function codeBlock(language, text) {
+function codeBlock(token) {
   const box = make("div", undefined, { class: "code" });
   const head = make("div", undefined, { class: "head" });
-  const copy = make("button", "Copy", { type: "button", class: "small", "data-copy": "" });
-  head.append(make("span", language || "code"), copy);
+  const language = /^[\w+#.-]*/.exec(token.info)[0];
+  head.append(
+    make("span", language || "code"),
+    make("button", "Copy", { type: "button", class: "small", "data-copy": "" }),
+  );
   const pre = make("pre", undefined, { tabindex: "0" });
-  pre.append(make("code", text));
+  pre.append(make("code", token.content.replace(/\n$/, "")));
   box.append(head, pre);
   return box;
 }
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
-const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
-const HEADING = /^(#{1,6})\s+(.*?)\s*#*$/;
-const RULE = /^ {0,3}([-*_])(\s*\1){2,}\s*$/;
-const QUOTE = /^ {0,3}> ?/;
-const ROW = /^\s*\|.*\|\s*$/;
-const TABLE_RULE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
-
-const begins = (line) =>
-  [FENCE, ITEM, HEADING, RULE, QUOTE].some((pattern) => pattern.test(line));
-
-const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
-
-function list(lines, at) {
-  const [, indent, mark] = ITEM.exec(lines[at]);
-  const ordered = /\d/.test(mark);
-  const element = make(ordered ? "ol" : "ul");
-  if (ordered && parseInt(mark, 10) !== 1) element.setAttribute("start", parseInt(mark, 10));
-  while (at < lines.length) {
-    const found = ITEM.exec(lines[at]);
-    if (!found || found[1].length < indent.length) break;
-    if (found[1].length > indent.length + 1) {
-      const [inner, next] = list(lines, at);
-      (element.lastElementChild ?? element).append(inner);
-      at = next;
-      continue;
-    }
-    if (/\d/.test(found[2]) !== ordered) break;
-    const item = make("li");
-    let text = found[3];
-    for (at++; at < lines.length && lines[at].trim() && !begins(lines[at]); at++) {
-      text += "\n" + lines[at].trim();
-    }
-    inline(item, text);
-    element.append(item);
-    if (at + 1 < lines.length && !lines[at].trim() && ITEM.test(lines[at + 1])) at++;
-  }
-  return [element, at];
+/** What a token is without what is inside it. */
+function element(token) {
+  if (token.type === "table_open") return make("table");
+  if (token.type === "link_open") return link(token);
+  if (!TAGS.has(token.tag)) return make("span");
+  const found = make(heading(token.tag));
+  const start = token.attrGet("start");
+  if (start) found.setAttribute("start", start);
+  if (token.attrGet("class") === "task") found.className = "task";
+  const aligned = /text-align:(\w+)/.exec(token.attrGet("style") ?? "");
+  if (aligned) found.classList.add(aligned[1]);
+  return found;
 }
 
-function table(lines, at) {
-  const element = make("table");
-  const row = (name, texts, parent) => {
-    const line = make("tr");
-    for (const text of texts) {
-      const cell = make(name);
-      inline(cell, text);
-      line.append(cell);
+function leaf(token) {
+  switch (token.type) {
+    case "fence":
+    case "code_block":
+      return codeBlock(token);
+    case "code_inline":
+      return make("code", token.content);
+    case "formula":
+      return make("span", token.content, { class: "formula" });
+    case "image": {
+      const shown = link(token);
+      shown.textContent = token.content || token.attrGet("src");
+      return shown;
     }
-    parent.append(line);
-  };
-  const head = make("thead");
-  const body = make("tbody");
-  row("th", cells(lines[at]), head);
-  for (at += 2; at < lines.length && ROW.test(lines[at]); at++) row("td", cells(lines[at]), body);
-  element.append(head, body);
-  return [element, at];
+    case "task": {
+      const box = make("input", undefined, { type: "checkbox", disabled: "" });
+      box.checked = token.meta.done;
+      return box;
+    }
+    case "softbreak":
+    case "hardbreak":
+      return make("br");
+    case "hr":
+      return make("hr");
+    default:
+      return document.createTextNode(token.content);
+  }
+}
+
+function build(parent, tokens) {
+  const open = [parent];
+  for (const token of tokens) {
+    if (token.hidden) continue; // the paragraph of a short item
+    if (token.type === "inline") build(open.at(-1), token.children);
+    else if (token.nesting === 1) {
+      const made = element(token);
+      if (token.type === "table_open") {
+        const room = make("div", undefined, { class: "scroll", tabindex: "0" });
+        room.append(made);
+        open.at(-1).append(room);
+      } else open.at(-1).append(made);
+      open.push(made);
+    } else if (token.nesting === -1) open.pop();
+    else open.at(-1).append(leaf(token));
+  }
 }
 
 /** The elements of a text; one that is cut anywhere is shown as far as it goes. */
 export function markdown(text) {
-  const lines = text.replace(/\r\n?/g, "\n").split("\n");
   const found = document.createDocumentFragment();
-  for (let at = 0; at < lines.length; ) {
-    const line = lines[at];
-    let match;
-    if (!line.trim()) at++;
-    else if ((match = FENCE.exec(line))) {
-      const code = [];
-      for (at++; at < lines.length; at++) {
-        if (lines[at].trim().startsWith(match[1]) && !lines[at].trim().replace(/^[`~]+/, "")) break;
-        code.push(lines[at]);
-      }
-      at++;
-      found.append(codeBlock(match[2], code.join("\n")));
-    } else if ((match = HEADING.exec(line))) {
-      const heading = make(`h${Math.min(6, match[1].length + 2)}`);
-      inline(heading, match[2]);
-      found.append(heading);
-      at++;
-    } else if (RULE.test(line)) {
-      found.append(make("hr"));
-      at++;
-    } else if (QUOTE.test(line)) {
-      const quoted = [];
-      for (; at < lines.length && QUOTE.test(lines[at]); at++) quoted.push(lines[at].replace(QUOTE, ""));
-      const quote = make("blockquote");
-      quote.append(markdown(quoted.join("\n")));
-      found.append(quote);
-    } else if (ITEM.test(line)) {
-      const [element, next] = list(lines, at);
-      found.append(element);
-      at = next;
-    } else if (ROW.test(line) && TABLE_RULE.test(lines[at + 1] ?? "")) {
-      const [element, next] = table(lines, at);
-      found.append(element);
-      at = next;
-    } else {
-      const paragraph = [line];
-      for (at++; at < lines.length && lines[at].trim() && !begins(lines[at]); at++) paragraph.push(lines[at]);
-      const element = make("p");
-      paragraph.forEach((part, i) => {
-        if (i) element.append(make("br"));
-        inline(element, part);
-      });
-      found.append(element);
-    }
-  }
+  build(found, parser.parse(text, {}));
   return found;
 }

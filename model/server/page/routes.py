@@ -22,8 +22,8 @@ _HEADERS = {
 }
 
 FILES = {
-    "/" if file.name == "index.html" else f"/page/{file.name}": file
-    for file in sorted(_HERE.iterdir())
+    "/" if file.name == "index.html" else f"/page/{file.relative_to(_HERE).as_posix()}": file
+    for file in sorted(_HERE.rglob("*"))
     if file.suffix in _TYPES
 }
 """The paths of the page; they need no key."""
@@ -42,7 +42,7 @@ def page_routes() -> APIRouter:
     async def index() -> Response:
         return found["/"]
 
-    @router.get("/page/{name}")
+    @router.get("/page/{name:path}")
     async def part(name: str) -> Response:
         if (response := found.get(f"/page/{name}")) is None:
             raise ApiError(404, f"The page has no file {name}.")

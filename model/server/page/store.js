@@ -2,6 +2,7 @@
 
 const CONVERSATIONS = "pykernels.conversations";
 const SETTINGS = "pykernels.settings";
+const INSIDE = "pykernels.inside";
 const KEY = "pykernels.key";
 const MOST = 100; // conversations
 
@@ -28,11 +29,15 @@ export const keepKey = (value) => sessionStorage.setItem(KEY, value.trim());
 export const settings = () => read(SETTINGS, {});
 export const keepSettings = (value) => write(SETTINGS, value);
 
+/** Whether the reader wants *Inside* open: true, false, or null for "as it comes". */
+export const inside = () => read(INSIDE, null);
+export const keepInside = (value) => write(INSIDE, value);
+
 let conversations = read(CONVERSATIONS, []);
 
 export const all = () => conversations;
 
-/** A conversation: {id, messages: [{role, content, reasoning, figures, error}]}. */
+/** A conversation: {id, messages: [{role, content, reasoning, figures, finish, error}]}. */
 export function create() {
   const empty = conversations.find((one) => !one.messages.length);
   if (empty) return empty;

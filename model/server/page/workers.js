@@ -1,9 +1,9 @@
 // What workers, streams and the engine's thread did in recorded steps.
 
 import { postJson } from "./api.js";
-import { make } from "./markdown.js";
+import { at, make } from "./dom.js";
 
-const LABELS = 118; // pixels left of the lanes
+const FONT = "11px sans-serif";
 const ROW = 20;
 const COLOURS = [
   "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#997700", "#44aa99",
@@ -13,13 +13,12 @@ const OWN = {
   wait: "#9a9a9a", schedule: "#7a8a99", inputs: "#b0a090", run: "#5f6f65", jobs: "#a9b4a2", deliver: "#8a6f80",
 }; // what the engine's thread does is no computing
 
-const at = (id) => document.getElementById(id);
-
 export class Workers {
   constructor() {
     this.data = null;
     this.recording = false;
     this.answering = false;
+    this.labels = 0; // pixels left of the lanes
     this.automatic = null; // stops what an answer has begun to record
     at("record").addEventListener("click", () => this.record(30));
     at("step").addEventListener("change", () => this.draw());
@@ -78,15 +77,16 @@ export class Workers {
     );
     at("step").value = steps.length - 1;
     const found = usage.decode ?? usage.prefill;
-    const percent = (share) => `${(100 * share).toFixed(0)} %`;
+    const percent = (share) => `${(100 * share).toFixed(0)}\u00a0%`;
     if (found) {
       const streams = Object.entries(found.streams).map(([device, share]) => `${device} computed in ${percent(share)}`);
       at("workers-summary").textContent = [
-        `A ${found.kind} step took ${(found.us / 1000).toFixed(2)} ms`,
+        `A ${found.kind} step took ${(found.us / 1000).toFixed(2)}\u00a0ms`,
         `some worker computed in ${percent(found.cpu)} of it`,
         `a worker in ${percent(found.workers)} (the mean)`,
         ...streams,
         ...(streams.length ? [`both in ${percent(found.both)}`] : []),
+        ...(found.copies ? [`links copied in ${percent(found.copies)}`] : []),
         `the engine's own Python ran in ${percent(found.engine)}.`,
       ].join(", ");
       const shown = found.ops.slice(0, 14);
@@ -110,6 +110,19 @@ export class Workers {
       );
     }
     this.draw();
+    this.tellLanes();
+  }
+
+  /** How much of the steps each worker, stream and link computes or copies. */
+  tellLanes() {
+    at("busy").tBodies[0].replaceChildren(
+      ...this.data.lanes.map((lane) => {
+        const row = make("tr");
+        row.append(make("th", lane.name, { scope: "row" }), make("td", lane.device));
+        row.append(make("td", `${(100 * lane.busy).toFixed(0)}\u00a0%`));
+        return row;
+      }),
+    );
   }
 
   swatch(op) {
@@ -126,7 +139,7 @@ export class Workers {
     const canvas = at("lanes");
     canvas.hidden = !this.data?.steps.length;
     const room = canvas.parentElement.clientWidth;
-    if (canvas.hidden || !this.open || room <= LABELS) return;
+    if (canvas.hidden || !this.open || !room) return;
     const { lanes, spans, ops } = this.data;
     const step = this.step;
     const height = ROW * lanes.length + 18;
@@ -138,30 +151,31 @@ export class Workers {
     const colour = (name) => style.getPropertyValue(name).trim();
     const brush = canvas.getContext("2d");
     brush.scale(scale, scale);
-    brush.font = "11px sans-serif";
+    brush.font = FONT;
     brush.textBaseline = "middle";
-    const width = room - LABELS - 4;
-    const x = (us) => LABELS + (width * (us - step.begin)) / (step.end - step.begin);
+    this.labels = 12 + Math.max(...lanes.map((lane) => brush.measureText(lane.name).width));
+    const width = room - this.labels - 4;
+    const x = (us) => this.labels + (width * (us - step.begin)) / (step.end - step.begin);
     lanes.forEach((lane, i) => {
       brush.fillStyle = colour("--text");
-      brush.fillText(lane.name.slice(0, 18), 6, (i + 0.5) * ROW);
+      brush.fillText(lane.name, 6, (i + 0.5) * ROW);
       brush.fillStyle = colour("--code");
-      brush.fillRect(LABELS, i * ROW + 1, width, ROW - 2);
+      brush.fillRect(this.labels, i * ROW + 1, width, ROW - 2);
     });
     for (const [lane, op, , begin, end] of spans) {
       if (end < step.begin || begin > step.end) continue;
       const wait = ops[op] === "wait";
-      const left = Math.max(LABELS, x(begin));
+      const left = Math.max(this.labels, x(begin));
       brush.fillStyle = this.colour(ops[op]);
       brush.globalAlpha = wait ? 0.35 : 1;
       const top = lane * ROW + (wait ? ROW / 2 - 2 : 1);
-      brush.fillRect(left, top, Math.max(0.6, Math.min(LABELS + width, x(end)) - left), wait ? 4 : ROW - 2);
+      brush.fillRect(left, top, Math.max(0.6, Math.min(this.labels + width, x(end)) - left), wait ? 4 : ROW - 2);
     }
     brush.globalAlpha = 1;
     brush.fillStyle = colour("--quiet");
-    brush.fillText("0", LABELS, height - 8);
+    brush.fillText("0", this.labels, height - 8);
     brush.textAlign = "right";
-    brush.fillText(`${((step.end - step.begin) / 1000).toFixed(2)} ms`, LABELS + width, height - 8);
+    brush.fillText(`${((step.end - step.begin) / 1000).toFixed(2)}\u00a0ms`, this.labels + width, height - 8);
     brush.textAlign = "left";
   }
 
@@ -169,7 +183,7 @@ export class Workers {
     if (!this.data) return;
     const box = at("lanes").getBoundingClientRect();
     const step = this.step;
-    const us = step.begin + ((event.clientX - box.left - LABELS) / (box.width - LABELS - 4)) * (step.end - step.begin);
+    const us = step.begin + ((event.clientX - box.left - this.labels) / (box.width - this.labels - 4)) * (step.end - step.begin);
     const row = Math.floor((event.clientY - box.top) / ROW);
     const found = this.data.spans.findLast(([lane, , , begin, end]) => lane === row && begin <= us && us <= end);
     if (!found) {

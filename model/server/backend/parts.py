@@ -1,0 +1,48 @@
+"""What each device computes of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from runtime.devices.slots import Slots
+from runtime.engine.routing import RoutedLayer
+from runtime.passes.keep_routing import routers
+from runtime.program import Program
+
+from .interface import DevicePart
+
+
+def parts(
+    program: Program, slots: Slots | None, pinned: Mapping[int, Sequence[int]]
+) -> tuple[DevicePart, ...]:
+    """The part of each device, in the order of their names.
+
+    Args:
+        slots: those of the experts that change; None: there are none.
+        pinned: by layer, the experts that a GPU has for good beside those of the CPU.
+    """
+    found = []
+    beside = {node.layer: node.device for node in program.nodes if node.role == "cached"}
+    chooses = {layer.layer for layer in moe_layers(program)}
+    for device in sorted({node.device for node in program.nodes}):
+        own = [node for node in program.nodes if node.device == device and node.layer is not None]
+        experts = {n.layer for n in own if n.op == "moe_ffn" and n.role != "shared"} & chooses
+        has = device in beside.values()
+        room = sum(spec.shape[0] for spec in slots.specs) if has and slots is not None else 0
+        fixed = sum(len(ids) for layer, ids in pinned.items() if beside.get(layer) == device)
+        layers = {node.layer for node in own}
+        found.append(DevicePart(device, _sorted(layers), _sorted(experts), room, fixed))
+    return tuple(found)
+
+
+def moe_layers(program: Program) -> tuple[RoutedLayer, ...]:
+    """The layers that choose experts, each once, also where a step has two lanes."""
+    found = {
+        node.layer or 0: RoutedLayer(node.layer or 0, node.attr("experts"), node.attr("spec").topk)
+        for node in routers(program)
+    }
+    return tuple(found.values())
+
+
+def _sorted(layers: set[int | None]) -> tuple[int, ...]:
+    return tuple(sorted(layer for layer in layers if layer is not None))
