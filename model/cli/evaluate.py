@@ -40,7 +40,12 @@ def deferral(
     experts: Annotated[
         str, typer.Option(metavar="N,N,...", help="Affected experts of a token.")
     ] = "0,1,2,3,4",
-    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of text.")] = 16000,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Tokens of text.", show_default="16000, or all there are"
+        ),
+    ] = None,
     length: Annotated[int, typer.Option(min=2, metavar="L", help="Tokens of one sequence.")] = 512,
     threads: Threads = None,
     kernel: Kernel = None,

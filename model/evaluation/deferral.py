@@ -66,10 +66,14 @@ class Result:
         return asdict(self)
 
 
+TOKENS = 16000
+"""Of the text that is scored, where no number is given."""
+
+
 def evaluate(
     llm: LLM,
     affected: Sequence[int],
-    tokens: int,
+    tokens: int | None,
     length: int = 512,
     stdlib: Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -78,7 +82,8 @@ def evaluate(
 
     Args:
         affected: numbers of experts a token; 0 is always scored, as what others are held against.
-        tokens: of the text, at least; ``length`` of each file's beginning.
+        tokens: of the text, at least; ``length`` of each file's beginning. None: ``TOKENS``, or as
+            many as there are: versions of Python differ in their files.
         stdlib: folder of the standard library whose held-out files are read; None: the running
             Python's.
 
@@ -123,7 +128,7 @@ def evaluate(
 
 
 def _documents(
-    tokenizer: Any, texts: Sequence[str], tokens: int, length: int
+    tokenizer: Any, texts: Sequence[str], tokens: int | None, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids [D, length] of the beginnings of as many texts as are needed, and the bytes [D]
     that each row's tokens but the first stand for."""
@@ -136,16 +141,18 @@ def _documents(
         begin, end = offsets[0][1], offsets[length - 1][1]
         rows.append(ids[:length])
         nbytes.append(len(text[begin:end].encode()))
-        if len(rows) * (length - 1) >= tokens:
-            tokens_of, bytes_of = (
-                torch.tensor(values, dtype=torch.int64, device="cpu") for values in (rows, nbytes)
-            )
-            return tokens_of, bytes_of
-    raise PykernelsError(
-        f"{tokens} tokens asked for, the held-out files have {len(rows) * (length - 1)} in"
-        f" pieces of {length}",
-        "Ask for fewer with --tokens",
+        if len(rows) * (length - 1) >= (tokens or TOKENS):
+            break
+    there = len(rows) * (length - 1)
+    if there < (tokens or 1):
+        raise PykernelsError(
+            f"{tokens or 1} tokens asked for, the held-out files have {there} in pieces of {length}",
+            "Ask for fewer with --tokens, or for shorter ones with --length",
+        )
+    tokens_of, bytes_of = (
+        torch.tensor(values, dtype=torch.int64, device="cpu") for values in (rows, nbytes)
     )
+    return tokens_of, bytes_of
 
 
 def _row(

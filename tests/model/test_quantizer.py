@@ -57,7 +57,7 @@ def test_what_transformers_does_with_models_works(lm: PreTrainedModel) -> None:
     thread.join()
     assert streamed == tokenizer.decode(greedy[0, length:])
     tokenizer.chat_template = TEMPLATE
-    pipe = pipeline("text-generation", lm, tokenizer=tokenizer)
+    pipe = pipeline("text-generation", lm, tokenizer=tokenizer, device="cpu")
     chat = [{"role": "user", "content": "sorts a list"}]
     answer = pipe(chat, max_new_tokens=8, do_sample=False)[0]["generated_text"]
     assert answer[0] == chat[0] and answer[1]["role"] == "assistant" and answer[1]["content"]
