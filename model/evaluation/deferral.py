@@ -146,7 +146,8 @@ def _documents(
     there = len(rows) * (length - 1)
     if there < (tokens or 1):
         raise PykernelsError(
-            f"{tokens or 1} tokens asked for, the held-out files have {there} in pieces of {length}",
+            f"{tokens or 1} tokens asked for, the held-out files have {there} in pieces"
+            f" of {length}",
             "Ask for fewer with --tokens, or for shorter ones with --length",
         )
     tokens_of, bytes_of = (
