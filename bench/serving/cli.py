@@ -26,7 +26,8 @@ CLIENTS = 8
 @command
 def serve(
     url: Annotated[
-        str | None, typer.Option(metavar="URL", help="Of the server, with or without /v1.")
+        str | None,
+        typer.Option("--url", metavar="URL", help="Of the server, with or without /v1."),
     ] = None,
     requests: Annotated[int, count("How many, after one that warms up.")] = 64,
     rate: Annotated[

@@ -37,7 +37,12 @@ from .conftest import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("pykernels", "runtime", "model", "bench")
-NAMES = ("README.md", *(f"{folder}/README.md" for folder in FOLDERS), "model/server/README.md")
+NAMES = (
+    "README.md",
+    *(f"{folder}/README.md" for folder in FOLDERS),
+    "model/server/README.md",
+    "model/large_models.md",
+)
 PAGES = {name: (ROOT / name).read_text() for name in NAMES}
 TOP = PAGES["README.md"]
 

@@ -9,7 +9,7 @@ const visible = (token) => token.replaceAll("\n", "⏎").replaceAll("\t", "⇥")
 
 const why = (about) =>
   about.moe_layers.length
-    ? "Experts are told where they are computed on the CPU, or have slots on one GPU (--expert-cache)."
+    ? "Experts are told where the engine runs on the CPU alone, without --device."
     : "This model has no layers that choose experts.";
 
 export class Experts {

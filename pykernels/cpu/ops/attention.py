@@ -142,8 +142,11 @@ def gqa_prefill(
             "Starts and lengths must be rows of q",
         )
     table, lengths = _table(batch.page_table, batch.k_lengths, batch.B, cache)
-    sequence = torch.arange(batch.B, device="cpu").repeat_interleave(queries)
-    within = torch.arange(len(sequence), device="cpu") - (queries.cumsum(0) - queries)[sequence]
+    sequence = torch.arange(batch.B, dtype=torch.int64, device="cpu").repeat_interleave(queries)
+    within = (
+        torch.arange(len(sequence), dtype=torch.int64, device="cpu")
+        - (queries.cumsum(0) - queries)[sequence]
+    )
     step = _Step(sequence, (lengths - queries)[sequence] + within, table, lengths)
     rows = starts[sequence] + within
     out = torch.zeros(*q.shape[:2], cache.D_V, dtype=torch.float32, device="cpu")
@@ -182,8 +185,8 @@ def _decode(
 ) -> torch.Tensor:
     B, S = q.shape[:2]
     table, lengths = _table(page_table, lengths, B, cache)
-    sequence = torch.arange(B, device="cpu").repeat_interleave(S)
-    positions = (lengths[:, None] - S + torch.arange(S, device="cpu")).flatten()
+    sequence = torch.arange(B, dtype=torch.int64, device="cpu").repeat_interleave(S)
+    positions = (lengths[:, None] - S + torch.arange(S, dtype=torch.int64, device="cpu")).flatten()
     step = _Step(sequence, positions, table, lengths)
     out = _attend(q.flatten(0, 1), cache, step, scale=scale, window=window, sinks=sinks)
     return out.view(*shape[:-1], cache.D_V)
@@ -200,7 +203,7 @@ def _table(
             f"lengths from {int(lengths.min())} to {int(lengths.max())}",
             f"The page table has {table.shape[1]} pages of {PAGE} for each sequence",
         )
-    read = table[torch.arange(table.shape[1], device="cpu") < used[:, None]]
+    read = table[torch.arange(table.shape[1], dtype=torch.int64, device="cpu") < used[:, None]]
     if len(read) and not 0 <= int(read.min()) <= int(read.max()) < cache.pages:
         raise PykernelsError(
             f"the page table names pages {int(read.min())} to {int(read.max())}",

@@ -20,7 +20,7 @@ from pykernels.gpu.moe.from_tiles import (
     unpack_tiles,
 )
 from pykernels.quant import FORMATS, Biases, Format, PackedExperts, Weight, get_format
-from pykernels.quant.experts import _pack, _zeros
+from pykernels.quant.experts import _pack, aligned_zeros
 from pykernels.quant.gguf import GGUF, Blocks
 from pykernels.quant.split import SplitExperts
 from pykernels.shapes import ExpertSpec, MoEShape
@@ -184,7 +184,7 @@ def test_slices_of_numa_nodes_make_whole_experts(
 ) -> None:
     fmt = get_format(name)
     packed, weights, biases = made(shape, fmt)
-    split = SplitExperts(shape, fmt, [_zeros] * 2, [_pack] * 2)
+    split = SplitExperts(shape, fmt, [aligned_zeros] * 2, [_pack] * 2)
     split.take(packed)
     truth = Experts.pack(fmt, weights, torch.device("cpu"), shape.spec, biases)
     out, slots = room(fmt, 1, shape, device), torch.zeros(1, dtype=torch.int32, device=device)
