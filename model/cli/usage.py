@@ -1,4 +1,4 @@
-"""What is typed wrongly is one line, as every other error is: cause, hint, exit code 2."""
+"""Usage errors are one line, as every other error is: cause, hint, exit code 2."""
 
 from __future__ import annotations
 

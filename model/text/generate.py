@@ -66,7 +66,7 @@ class GenerationStats:
 
     @property
     def read_bytes_per_step(self) -> float:
-        """Of a decode step; those that fit into the caches need not come from memory."""
+        """Bytes of weights that a decode step reads, from memory or from the caches."""
         return self.read_bytes / max(1, self.new_tokens - 1)
 
 

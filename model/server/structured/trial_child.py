@@ -44,7 +44,7 @@ class Tokens:
 
 
 def fault_of(tokenizer: llguidance.LLTokenizer, grammar: str) -> str:
-    """What is wrong with a grammar; "" if it compiles and some output may begin."""
+    """Compiles a grammar and returns its error; "" if it compiles and some output may begin."""
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()

@@ -77,7 +77,7 @@ def _digest(*parts: object) -> str:
 
 
 class _Seen:
-    """What is reached from a function.
+    """Collects the source files and values that a function reaches.
 
     Attributes:
         files: of the functions and modules.
