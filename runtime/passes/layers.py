@@ -76,7 +76,7 @@ def check_topk(name: str, topks: Sequence[int], N: int, least: int = LEAST) -> N
     most = max(0, topk - least)
     if not 0 <= N <= most:
         raise PykernelsError(
-            f"{N} experts fewer: a token has {topk}, and {least} of them must stay",
+            f"{N} experts: a token has {topk}, and {least} of them must stay",
             f"Use 0 to {most}",
         )
 

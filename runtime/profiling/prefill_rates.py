@@ -54,8 +54,8 @@ class Rates:
     shares: tuple[Point, ...] = ()
 
     def seconds(self, way: str, tokens: int) -> float:
-        """Of a step of so many tokens by "cpu", "split" or "stream"; infinite for a split of fewer
-        or more tokens than were measured."""
+        """Seconds that a step of so many tokens takes by "cpu", "split" or "stream"; infinite for a
+        split of fewer or more tokens than were measured."""
         if way == "stream":
             return self.stream_s
         if way == "cpu":

@@ -60,7 +60,7 @@ WRONGLY_TYPED = [
     (("genrate", PROMPT), "'genrate'. Did you mean 'generate'?"),
     (("profile", "stp"), "'stp'. Did you mean 'step'?"),
     (("generate",), "Missing argument 'PROMPT'. pykernels generate --help"),
-    (("generate", PROMPT, "--threads", 0), "'--threads': .*1.*. pykernels generate --help"),
+    (("generate", PROMPT, "--threads", 0), r"'--threads': .*\b1\b.*\. pykernels generate --help"),
     (("bench", "moe", "--tokens", "few"), "'--tokens': .*. pykernels bench moe --help"),
     (("generate", PROMPT, "--model"), "'--model' requires an argument"),
 ]

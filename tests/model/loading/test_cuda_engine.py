@@ -30,7 +30,8 @@ def test_experts_on_both_write_the_same_text(gpu_experts: int | str, defer: int)
     first = next((i for i, (a, b) in enumerate(pairs) if a.token != b.token), len(pairs))
     errors = [abs(a.logprob - b.logprob) for a, b in pairs[:first]]
     print(f"{first} tokens the same, errors {median(errors):.4f}, {max(errors):.4f}")
-    assert len(pairs) == 48 and median(errors) < 0.01 and max(errors) < APART
+    assert len(pairs) == 48 and first >= (1 if defer else 48)
+    assert median(errors) < 0.01 and max(errors) < APART
     if first < len(pairs):  # what two roundings may order differently
         (_, best), (_, second) = pairs[first][0].top
         assert best - second < 2 * APART

@@ -98,7 +98,7 @@ class StreamedRunner(PagedRunner):
 
     @contextmanager
     def _own_streams(self) -> Iterator[None]:
-        """What is launched within it does not wait for the owner's steps."""
+        """Launches within it do not wait for the owner's steps."""
         with ExitStack() as around:
             for stream in self._streams:
                 around.enter_context(torch.cuda.stream(stream))
