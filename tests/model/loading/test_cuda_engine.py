@@ -15,6 +15,10 @@ from runtime.engine.outputs import TokenLogprob
 APART = 0.05
 """Log-probabilities of a token by the CPU and by a GPU, in nats: activations are bfloat16 there."""
 
+NEAR_TIE = 0.15
+"""The same where rounding decides which of two equally weighted experts is deferred: with one
+deferred, the CPU's own `generic` and `avx2` kernels are 0.10 from `ref` at one of these tokens."""
+
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("defer", [0, 1])
@@ -31,10 +35,12 @@ def test_experts_on_both_write_the_same_text(gpu_experts: int | str, defer: int)
     errors = [abs(a.logprob - b.logprob) for a, b in pairs[:first]]
     print(f"{first} tokens the same, errors {median(errors):.4f}, {max(errors):.4f}")
     assert len(pairs) == 48 and first >= (1 if defer else 48)
-    assert median(errors) < 0.01 and max(errors) < APART
+    apart = NEAR_TIE if defer else APART
+    assert median(errors) < 0.003 and max(errors) < apart
+    assert sum(error > APART for error in errors) <= 2
     if first < len(pairs):  # what two roundings may order differently
         (_, best), (_, second) = pairs[first][0].top
-        assert best - second < 2 * APART
+        assert best - second < 2 * apart
 
 
 @pytest.mark.gpu
