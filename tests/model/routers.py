@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.engine import RoutedExperts
+from runtime.engine import Completion, RoutedExperts
 
 
 def of_transformers(lm: Any, tokens: list[int]) -> np.ndarray:
@@ -35,16 +35,18 @@ def spread(routed: RoutedExperts) -> np.ndarray:
     return found
 
 
-def check_routed(pairs: Iterable[tuple[RoutedExperts | None, np.ndarray]]) -> None:
-    """Each has the experts of the tokens from ``first`` to the last one that was computed.
+def check_routed(pairs: Iterable[tuple[Completion, np.ndarray]]) -> None:
+    """Each has the experts of all tokens that were computed: those behind the cached ones.
 
     Args:
-        pairs: what is ours, and ``of_transformers`` of the same tokens and the last one, which was
-            only drawn.
+        pairs: an output, and ``of_transformers`` of its prompt and its tokens, with the last one,
+            which was only drawn.
     """
     same = []
-    for routed, truth in pairs:
-        assert routed is not None and routed.first + len(routed.ids) == len(truth) - 1
+    for output, truth in pairs:
+        routed = output.routed_experts
+        assert routed is not None and routed.first == output.stats.cached_tokens
+        assert routed.first + len(routed.ids) == len(truth) - 1
         ours, theirs = spread(routed), truth[routed.first : -1]
         same.append(((ours != 0) == (theirs != 0)).all(-1))
         assert np.abs(ours - theirs)[same[-1]].max() < 0.1 * theirs.max()
