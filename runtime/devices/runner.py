@@ -12,13 +12,12 @@ import torch
 from pykernels.errors import PykernelsError
 
 from ..engine.batch import DeviceLost, PrefillRunner, StepBatch, StepResult
-from ..engine.routing import LayerRouting, RoutedLayer
+from ..engine.routing import RoutedLayer
 from ..kv_cache.layout import PAGE, CachePart
 from ..lanes import lane_tokens
 from ..node import STEP_SIZES
-from ..passes import defer
+from ..passes import defer, keep_routing
 from ..passes import dual_batch as in_two_lanes
-from ..passes.keep_routing import routers
 from ..passes.numa import split_over_nodes
 from ..placement import CPU
 from ..profiling.step_bytes import expert_bytes, weight_bytes
@@ -28,6 +27,7 @@ from ..tracing.active import phase
 from ..weights import LayoutOf, WeightStore
 from ..workers.pool import WorkerPool
 from .lane_inputs import LaneInputs
+from .routing import KeptRouting, routed_layers
 from .sampling import SamplingInputs
 from .slots import Slots
 
@@ -165,7 +165,7 @@ class PagedRunner(ABC):
 
     def lowered(self, *sizes: int) -> Program:
         """The model's program of these sizes for this device."""
-        return self.model.lower(*sizes)
+        return keep_routing(self.model.lower(*sizes))
 
     def load(self) -> None:
         """Reads every weight, and makes of it what the nodes on its device read.
@@ -233,6 +233,7 @@ class PagedRunner(ABC):
         self.slots = self.make_slots()
         self.choose_deferred(inputs)
         self.steps = self.prompt_steps(inputs)
+        self.routed_layers = routed_layers(self.steps[0].program)
         self.decode_steps = self.steps
         buckets, make = self.decode_buckets or self.buckets, self.make_decode_step
         if self.dual_batch:  # one sequence is no two lanes, and has a program
@@ -285,11 +286,7 @@ class PagedRunner(ABC):
             out["logprobs"],
             out["top_ids"],
             out["top_logprobs"],
-            [
-                LayerRouting(out[node.outputs["ids"]], out[node.outputs["weights"]])
-                for node in routers(step.program)
-                if node.outputs["ids"] in out
-            ],
+            KeptRouting(step.program, out, self.sizes),
         )
         return step
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol
@@ -208,7 +208,7 @@ class StepResult:
     logprobs: NDArray[np.float32] | None = None
     top_ids: Ints | None = None
     top_logprobs: NDArray[np.float32] | None = None
-    routing: Sequence[LayerRouting] = ()
+    routing: Iterable[LayerRouting] = ()
 
     def copy(self) -> StepResult:
         """One that stays valid."""

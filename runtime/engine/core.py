@@ -277,6 +277,8 @@ class Core:
             return
         self._count(step, sampled_token_ids)
         self._mask(step, sampled_token_ids)
+        if self._routed:
+            _write_routing(step, result)
         self.scheduler.finished_prefill(step, whole=True)
         self._deliver(step, sampled_token_ids, result, self.clock() - self._beside_at)
 

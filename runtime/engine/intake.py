@@ -84,9 +84,8 @@ class Intake:
             )
         if params.routed_experts and not self.routed_layers:
             raise PykernelsError(
-                f"{name} asks for routed experts, and this device does not tell them, or the model"
-                " has none",
-                "Use the cpu device and a Mixture-of-Experts model",
+                f"{name} asks for routed experts, and no layer of this model chooses experts",
+                "Leave routed_experts out, or use a Mixture-of-Experts model",
             )
         seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
         now = self.clock()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,7 +63,7 @@ class RoutingLog:
         self._first = 0
         self._rows: list[tuple[NDArray[np.int32], NDArray[np.float32]]] = []
 
-    def write(self, position: int, begin: int, end: int, step: Sequence[LayerRouting]) -> None:
+    def write(self, position: int, begin: int, end: int, step: Iterable[LayerRouting]) -> None:
         """The tokens ``begin`` to ``end`` of a step are those from ``position`` on."""
         if not self._rows:
             self._first = position

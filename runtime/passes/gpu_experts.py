@@ -144,7 +144,8 @@ def _experts(program: Program, layer: MoELayer) -> WeightSpec:
 
 def _part(program: Program, layer: MoELayer, weight: WeightSpec, device: str | None) -> _Part:
     node = layer.experts
-    ids, whole = program.buffers[node.inputs["ids"]], _experts(program, layer)
+    ids = replace(program.buffers[node.inputs["ids"]], kind="scratch")  # of its parts
+    whole = _experts(program, layer)
     router = next(other for other in program.nodes if ids.name in other.writes)
     slots = f"{node.name}.slots"
     here, there = f"{ids.name}.cached", f"{ids.name}.without_cached"

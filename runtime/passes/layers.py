@@ -141,7 +141,8 @@ def split(
     read = node.inputs["ids"]
     writer = next(other for other in program.nodes if read in other.writes)
     place = writer if writer.op == "place_routing" else None
-    ids = program.buffers[read if place is None else place.inputs["ids"]]
+    whole_ids = read if place is None else place.inputs["ids"]
+    ids = replace(program.buffers[whole_ids], kind="scratch")  # of its parts
     outputs = {"first_ids": f"{ids.name}.without_{name}"}
     if role is not None:
         outputs["last_ids"] = f"{ids.name}.{name}"

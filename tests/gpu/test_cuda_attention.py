@@ -111,7 +111,7 @@ def results(
         part_latents(program, caches),
         sizes,
         PinnedSlots(device.type == "cuda"),
-        StepOutputs({}, device).of({}),
+        {"cuda": StepOutputs({}, device).of({})},
     )
     for seed, step in enumerate(steps):
         step.fill(inputs, seed)

@@ -80,11 +80,12 @@ def record_is_off(served: Running) -> bool:
     return pool is not None and pool.tracing is None
 
 
-def test_a_model_that_cannot_tell_refuses(scripted: Script) -> None:
+def test_a_model_without_routers_refuses(scripted: Script) -> None:
     server = scripted(["hello"], api_key="secret")
     with server.http() as http:
         asked = http.post("/v1/chat/completions", json={"messages": ASKED, **EXPERTS})
-        assert asked.status_code == 400 and "does not tell them" in asked.json()["error"]["message"]
+        said = asked.json()["error"]["message"]
+        assert asked.status_code == 400 and "no layer of this model chooses experts" in said
 
 
 def test_the_page_needs_no_key(scripted: Script) -> None:

@@ -52,7 +52,7 @@ class ModelFacts:
         max_num_seqs: outputs that run at once.
         ageing_seconds: see ``EngineConfig``.
         num_pages, page_size: of the KV cache.
-        moe_layers: those that choose experts; ``routed_layers``: those that tell which ones.
+        routed_layers: those that choose experts.
         workers: threads on the CPU; ``devices``: their names; ``parts``: what each computes.
     """
 
@@ -69,7 +69,6 @@ class ModelFacts:
     routed_layers: tuple[RoutedLayer, ...]
     workers: int
     devices: tuple[str, ...]
-    moe_layers: tuple[RoutedLayer, ...] = ()
     parts: tuple[DevicePart, ...] = ()
 
 

@@ -14,7 +14,7 @@ from ...text.detokenize import Detokenizer
 from ..http.frames import json_bytes
 from ..insight.timeline import timeline_body
 from .interface import ConfigFacts, Figures, ModelFacts
-from .parts import moe_layers, parts
+from .parts import parts
 
 _CACHE_COUNTS = "choices", "hits", "swaps"
 
@@ -68,7 +68,6 @@ def facts_of(llm: LLM) -> ModelFacts:
         routed_layers=tuple(runner.routed_layers),
         workers=0 if runner.pool is None else runner.pool.threads,
         devices=tuple(part.device for part in found),
-        moe_layers=() if program is None else moe_layers(program),
         parts=found,
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from runtime.devices.slots import Slots
-from runtime.engine.routing import RoutedLayer
 from runtime.passes.keep_routing import routers
 from runtime.program import Program
 
@@ -23,7 +22,7 @@ def parts(
     """
     found = []
     beside = {node.layer: node.device for node in program.nodes if node.role == "cached"}
-    chooses = {layer.layer for layer in moe_layers(program)}
+    chooses = {node.layer for node in routers(program)}
     for device in sorted({node.device for node in program.nodes}):
         own = [node for node in program.nodes if node.device == device and node.layer is not None]
         experts = {n.layer for n in own if n.op == "moe_ffn" and n.role != "shared"} & chooses
@@ -33,15 +32,6 @@ def parts(
         layers = {node.layer for node in own}
         found.append(DevicePart(device, _sorted(layers), _sorted(experts), room, fixed))
     return tuple(found)
-
-
-def moe_layers(program: Program) -> tuple[RoutedLayer, ...]:
-    """The layers that choose experts, each once, also where a step has two lanes."""
-    found = {
-        node.layer or 0: RoutedLayer(node.layer or 0, node.attr("experts"), node.attr("spec").topk)
-        for node in routers(program)
-    }
-    return tuple(found.values())
 
 
 def _sorted(layers: set[int | None]) -> tuple[int, ...]:

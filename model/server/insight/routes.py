@@ -33,8 +33,8 @@ def insight_routes(served: Served) -> APIRouter:
 
     @router.get("/v1/pykernels")
     async def about() -> dict[str, Any]:
-        """The model, its devices and what each computes, the layers that choose experts; of these
-        ``routed_layers`` tell which ones."""
+        """The model, its devices and what each computes, the layers that choose experts
+        (``routed_layers``)."""
         facts = served.facts
         return {
             "model": served.name,
@@ -43,7 +43,6 @@ def insight_routes(served: Served) -> APIRouter:
             "workers": facts.workers,
             "max_model_len": facts.longest,
             "chat_template": bool(served.prompts.template),
-            "moe_layers": [asdict(layer) for layer in facts.moe_layers],
             "routed_layers": [asdict(layer) for layer in facts.routed_layers],
             "parts": [asdict(part) for part in facts.parts],
         }

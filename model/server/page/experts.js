@@ -7,11 +7,6 @@ const LABELS = 34; // pixels left of the map
 
 const visible = (token) => token.replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
 
-const why = (about) =>
-  about.moe_layers.length
-    ? "Experts are told where the engine runs on the CPU alone, without --device."
-    : "This model has no layers that choose experts.";
-
 export class Experts {
   constructor() {
     this.data = null;
@@ -49,7 +44,7 @@ export class Experts {
     at("experts-note").textContent = record
       ? ""
       : about && !about.routed_layers.length
-        ? why(about)
+        ? "This model has no layers that choose experts."
         : "Ask something: the experts of each token appear here as it is computed.";
     this.changed(record);
   }

@@ -13,7 +13,7 @@ const many = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 
 
 /** The model in two sentences, of what the server knows of it. */
 function described(about) {
-  const layers = about.moe_layers;
+  const layers = about.routed_layers;
   const [first] = layers;
   const kind = first ? "A Mixture-of-Experts model" : "A model";
   const chooses = first

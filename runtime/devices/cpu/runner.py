@@ -8,8 +8,6 @@ import numpy as np
 import torch
 
 from ...engine.batch import StepBatch, StepResult
-from ...engine.routing import RoutedLayer
-from ...passes.keep_routing import keep_routing, routers
 from ...program import Program
 from ...workers.fence import make_fence
 from ...workers.pool import WorkerPool
@@ -71,16 +69,9 @@ class CpuRunner(PagedRunner):
             for name, part in model.caches(self.num_pages).items()
         }
 
-    def lowered(self, *sizes: int) -> Program:
-        return keep_routing(super().lowered(*sizes))
-
     def bind(self, batch: StepBatch) -> None:
         super().bind(batch)
         make_fence()  # compiled now, not between two tokens
-        self.routed_layers = [
-            RoutedLayer(node.layer or 0, node.attr("experts"), node.attr("spec").topk)
-            for node in routers(self.steps[0].program)
-        ]
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CpuExecutable:
         return CpuExecutable(

@@ -11,6 +11,7 @@ from ...analysis import experts_per_token
 from ...node import Node
 from ...partition import partition
 from ...passes.defer import defer
+from ...passes.keep_routing import keep_routing
 from ...placement import CPU, Placement
 from ...program import Program
 from ...weight_spec import WeightSpec
@@ -79,7 +80,7 @@ def _rooms(
     model: Lowerable, gpus: Gpus, placement: Placement, sizes: LowerSizes, deferred: int = 0
 ) -> dict[str, int]:
     """Bytes that are free on each GPU beside weights, cache and steps."""
-    program = model.lower(*sizes)
+    program = keep_routing(model.lower(*sizes))
     rooms = room_for_steps(model, gpus, placement, program, sizes[3])
     # Steps have room for experts wherever these are: some may be on a GPU besides.
     whole = replace(placement, experts=placement.device)

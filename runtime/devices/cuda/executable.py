@@ -168,11 +168,11 @@ class CudaExecutable:
         host_inputs: CPU tensors of the inputs that nodes of the CPU read.
         sizes: on the CPU, those of the step to come (``Program.step_sizes``).
         slots: pinned memory, shared with other programs that never run at the same time.
-        sampled: where what is sampled goes, shared likewise, and other results.
+        results: by GPU, where its results go, shared likewise.
 
     Attributes:
         before: called first in every step, on the host.
-        outputs: by name, CPU tensors of what is sampled, valid after ``run``.
+        outputs: by name, CPU tensors of all parts' results, valid after ``run``.
         gpus: the parts of the GPUs; ``memory``: of the last one.
         cpu: the CPU's part; None if there is none.
 
@@ -191,14 +191,11 @@ class CudaExecutable:
         caches: Caches,
         sizes: torch.Tensor,
         slots: PinnedSlots,
-        sampled: ProgramOutputs,
+        results: Mapping[str, ProgramOutputs],
     ) -> None:
         self.program, self._pool = program, pool
         parts = partition(program)
-        on_gpu, self.outputs = (
-            {name: tensor[: program.shape(name)[0]] for name, tensor in tensors.items()}
-            for tensors in (sampled.tensors, sampled.host)
-        )
+        self.outputs: dict[str, torch.Tensor] = {}
         self.before: Launch = lambda: None
         self._link = handshake.link(parts, slots)
         self.cpu: CpuExecutable | None = None
@@ -206,14 +203,15 @@ class CudaExecutable:
             self.cpu = CpuExecutable(
                 parts[CPU], weights, pool, host_inputs, {}, kernel, sizes, link=self._link
             )
+            self.outputs |= self.cpu.outputs
         self.gpus = list[GpuPart]()
         for name, on in gpus.items():
-            last = name == list(gpus)[-1]
-            inputs = _sliced(parts[name], on.inputs)
-            own = parts[name], weights, on.device, inputs, caches, on_gpu if last else {}
+            inputs, found = _sliced(parts[name], on.inputs), results[name]
+            own = parts[name], weights, on.device, inputs, caches, _within(program, found.tensors)
             memory = Memory(*own, on.sequences, on.arena, on.inputs.get(MASKS_WRITTEN))
-            results = [sampled.receive] if last else []
-            self.gpus.append(GpuPart(memory, self._link, results, on.urgent))
+            last = [found.receive] if found.host else []
+            self.gpus.append(GpuPart(memory, self._link, last, on.urgent))
+            self.outputs |= _within(program, found.host)
         self.memory = self.gpus[-1].memory
         self._in_flight: InFlight | None = None
 
@@ -298,6 +296,11 @@ class CudaExecutable:
         self._end()
         if self._in_flight is not None:
             self._pool.wait(self._in_flight)
+
+
+def _within(program: Program, results: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The results, as long as the program's bucket."""
+    return {name: tensor[: program.shape(name)[0]] for name, tensor in results.items()}
 
 
 def _sliced(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

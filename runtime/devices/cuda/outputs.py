@@ -21,7 +21,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class ProgramOutputs:
-    """Results of one program.
+    """Results of one program on one GPU.
 
     Attributes:
         tensors: by buffer, on the GPU; ``host``: the same on the CPU, valid when ``receive`` has
@@ -34,12 +34,13 @@ class ProgramOutputs:
     _to: torch.Tensor
 
     def receive(self) -> None:
-        """A launch, the last of a step: copies the results to the host."""
+        """A launch, the last of the GPU's in a step: copies the results to the host."""
         self._to.copy_(self._from, non_blocking=True)
 
 
 class StepOutputs:
-    """Results of sampling, which all programs of a runner share, and behind them a program's own.
+    """Results of one GPU: of sampling, which all programs of a runner share, on the last GPU, and
+    behind them a program's own.
 
     Those of sampling stay until the next step has written its own, so a step may read the tokens
     that the one before has drawn.
@@ -66,20 +67,20 @@ class StepOutputs:
         return ProgramOutputs(_views(on_gpu, every), _views(on_host, every), on_gpu, on_host)
 
 
-def kept_routing(program: Program) -> Shapes:
-    """What a program keeps of its routers' choices (``passes.keep_routing``)."""
+def kept_routing(program: Program, device: str) -> Shapes:
+    """What a program keeps of the choices of a device's routers (``passes.keep_routing``)."""
     kinds = dtypes(program)
     return {
         name: (program.shape(name), kinds[name])
         for node in routers(program)
+        if node.device == device
         for name in node.outputs.values()
-        if program.buffers[name].kind == "output"
     }
 
 
-def kept_bytes(program: Program) -> int:
+def kept_bytes(program: Program, device: str) -> int:
     """Bytes of that, in two lanes too, where there are twice as many results of half the rows."""
-    shapes = kept_routing(program)
+    shapes = kept_routing(program, device)
     return nbytes(shapes) + 2 * ALIGNED * len(shapes)
 
 

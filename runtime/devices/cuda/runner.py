@@ -22,7 +22,7 @@ from ...experts.cache import CachePolicy
 from ...kv_cache.layout import PAGE
 from ...machine.pinned import Pinned
 from ...partition import partition
-from ...passes import defer, keep_routing
+from ...passes import defer
 from ...passes.gpu_experts import slot_tables
 from ...passes.layers import check_routed, moe_layers
 from ...placement import CPU, Placement, place
@@ -221,8 +221,7 @@ class CudaRunner(PagedRunner):
         return self._placed(replace(self.placement, slots={}, cached={}), sizes)
 
     def _placed(self, placement: Placement, sizes: Sequence[int]) -> Program:
-        program = placement.apply(super().lowered(*sizes))
-        return keep_routing(program) if self.placement.slots else program
+        return placement.apply(super().lowered(*sizes))
 
     def make_slots(self) -> Slots | None:
         if not self.placement.slots:

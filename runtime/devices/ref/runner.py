@@ -11,7 +11,7 @@ import torch
 from pykernels.errors import PykernelsError
 
 from ...experts.cache import BetweenSteps, CachePolicy
-from ...passes import expert_cache, keep_routing, stream_weights
+from ...passes import expert_cache, stream_weights
 from ...program import Program
 from ...workers.pool import WorkerPool
 from ..cpu import weights as cpu
@@ -90,7 +90,7 @@ class RefRunner(PagedRunner):
 
     def lowered(self, *sizes: int) -> Program:
         program = on_ref(super().lowered(*sizes))
-        return keep_routing(expert_cache(program, self._room)) if self._room else program
+        return expert_cache(program, self._room) if self._room else program
 
     def make_slots(self) -> Slots | None:
         if not self._room:

@@ -49,7 +49,7 @@ class StepMaker:
         coded = any(part.dtype == torch.float8_e4m3fn for part in owner.caches.values())
         whole = coded or expansion(owner.lowered(1, 1, 1, 1, 1)) is not None
         self._inputs = StepInputs(inputs, sampling, owner.gpus, None if whole else PIECE)
-        self._sampled: StepOutputs | None = None
+        self._results: dict[str, StepOutputs] = {}
         self.host_inputs = dict(inputs)
 
     def make(self, program: Program, decode: bool) -> CudaExecutable:
@@ -94,17 +94,30 @@ class StepMaker:
         T, S, R, *_ = self._sizes.tolist()
         bucket.send(T, S, R)
 
-    def _results_of(self, program: Program) -> ProgramOutputs:
-        """Where all programs put what they sample, and a program the choices of its routers."""
-        if self._sampled is None:
-            owner = self._owner
+    def _results_of(self, program: Program) -> dict[str, ProgramOutputs]:
+        """By GPU, where all programs put what they sample, and a program the choices of its
+        routers."""
+        self._results = self._results or self._allocated(program)
+        return {
+            gpu: results.of(kept_routing(program, gpu)) for gpu, results in self._results.items()
+        }
+
+    def _allocated(self, program: Program) -> dict[str, StepOutputs]:
+        owner = self._owner
+        largest = owner.lowered(owner.max_num_batched_tokens, 1, 1, 1, 1)
+        found: dict[str, StepOutputs] = {}
+        for gpu, device in owner.gpus.items():
+            own = [node for node in program.nodes if node.device == gpu]
+            buffers = [
+                program.buffers[node.outputs[name]]
+                for node in own
+                if node.op == "sample_requests"
+                for name in Sampled._fields
+            ]
             rows = owner.max_num_logits
-            node = next(node for node in program.nodes if node.op == "sample_requests")
-            buffers = [program.buffers[node.outputs[name]] for name in Sampled._fields]
             shapes = {b.name: ((rows, *program.shape(b.name)[1:]), b.dtype) for b in buffers}
-            largest = owner.lowered(owner.max_num_batched_tokens, 1, 1, 1, 1)
-            self._sampled = StepOutputs(shapes, owner.device, kept_bytes(largest))
-        return self._sampled.of(kept_routing(program))
+            found[gpu] = StepOutputs(shapes, device, kept_bytes(largest, gpu))
+        return found
 
     def _warm(self, executable: CudaExecutable, bucket: Bucket, captured: bool) -> None:
         """Runs a step that writes nothing, which compiles everything, then captures it."""

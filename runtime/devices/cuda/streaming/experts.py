@@ -22,6 +22,7 @@ from ....machine.pinned import Pinned
 from ....node import Node
 from ....partition import partition
 from ....passes.defer import defer
+from ....passes.keep_routing import keep_routing
 from ....passes.layers import check_routed, moe_layers
 from ....passes.split_experts import split_experts
 from ....passes.stream_weights import PIECES, Ring, resident, stream_weights
@@ -147,7 +148,8 @@ class Sizes:
 
     def lower(self, model: Lowerable, T: int) -> Program:
         rows = min(T, max(self.logits, self.sequences))
-        return model.lower(T, self.sequences, rows, self.pages, self.table_pages)
+        sizes = T, self.sequences, rows, self.pages, self.table_pages
+        return keep_routing(model.lower(*sizes))
 
 
 def plan_streaming(
