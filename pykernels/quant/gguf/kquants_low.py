@@ -89,7 +89,7 @@ class Q3K(GGUF):
     k_multiple = k_block = 256
     int8_kind = "q8_k"
     stored_bytes, halves_at, halves, small = 110, slice(108, 110), 1, 16
-    grids = tuple(i / 10 for i in range(-9, 10))
+    grids = tuple(i / 10 for i in range(10))
 
     def split(self, raw: torch.Tensor) -> Blocks:
         high = (raw[:, None, :32] >> _SHIFTS[:, None] & 1).reshape(-1, 256)
@@ -121,11 +121,21 @@ class Q3K(GGUF):
         scale = fit_symmetric(groups, 4, self.grids)  # [B, 16]
         peak = scale.gather(1, scale.abs().argmax(1, keepdim=True))
         halves = (peak / -32).to(torch.float16)
-        steps = torch.where(halves != 0, scale / halves.float(), 0).round().clamp(-32, 31)
-        small = steps.to(torch.int8).view(torch.uint8)
-        step = self._scales(Blocks(x, halves, small))
-        codes = torch.where(step != 0, groups / step, 0).round().clamp(-4, 3) + 4
-        return Blocks(codes.to(torch.uint8).view(-1, 256), halves, small)
+        nearest = torch.where(halves != 0, scale / halves.float(), 0).round()
+        best = torch.full_like(scale, torch.inf)
+        codes, small = groups, nearest
+        for other in (0, -1, 1):  # a step apart often rounds better where steps are few
+            steps = (nearest + other).clamp(-32, 31)
+            step = (steps * halves.float())[..., None]
+            tried = torch.where(step != 0, groups / step, 0).round().clamp(-4, 3)
+            error = (step * tried - groups).square().sum(2)
+            better = error < best
+            best = torch.where(better, error, best)
+            small = torch.where(better, steps, small)
+            codes = torch.where(better[..., None], tried + 4, codes)
+        return Blocks(
+            codes.to(torch.uint8).view(-1, 256), halves, small.to(torch.int8).view(torch.uint8)
+        )
 
     @staticmethod
     def _scales(blocks: Blocks) -> torch.Tensor:
