@@ -101,7 +101,7 @@ BOUNDS: dict[str, Bound] = {
     "q4_k": _affine,
     "q5_k": _affine,
     "q6_k": lambda _, w: _amax(w, 1, 256) / 32 + 1.3e-4,
-    "q3_k": lambda _, w: _amax(w, 1, 256) / 4 + 7e-5,
+    "q3_k": lambda _, w: _amax(w, 1, 256) * 0.28 + 7e-5,
     "q2_k": _affine,
     "q8_0": lambda _, w: _amax(w, 1, 32) / 127 * 0.57 + 4e-6,
     "q4_0": _symmetric32,

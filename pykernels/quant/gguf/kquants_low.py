@@ -84,8 +84,8 @@ class Q3K(GGUF):
     """
 
     name, bits = "q3_k", 3
-    error = "1 / 4 of the amax of a superblock, and 7e-5 (fp16 scales)"
-    share, floor = 1 / 4, 7e-5
+    error = "0.28 of the amax of a superblock, and 7e-5 (fp16 scales)"
+    share, floor = 0.28, 7e-5
     k_multiple = k_block = 256
     int8_kind = "q8_k"
     stored_bytes, halves_at, halves, small = 110, slice(108, 110), 1, 16
