@@ -31,7 +31,9 @@ class Weight:
     ``int4-zp-g128``                                        group's scale and zero point, in turns
     ``mxfp4``           uint8 [N, K], a code a byte         uint8 [N, ceil(K / 32)], E8M0
     ``q4_k``, ``q5_k``  uint8 [N, K / 256 * 144 or 176]     None: a GGUF file's rows hold their own
-    ``q6_k``            uint8 [N, K / 256 * 210]            None
+    ``q6_k``, ``q3_k``  uint8 [N, K / 256 * 210 or 110]     None
+    ``q2_k``,           uint8 [N, K / 256 * 84],            None
+    ``iq4_xs``          uint8 [N, K / 256 * 136]
     ``q8_0``, ``q4_0``  uint8 [N, K / 32 * 34 or 18]        None
     ``q4_1``, ``q5_0``  uint8 [N, K / 32 * 20 or 22]        None
     ``q5_1``,           uint8 [N, K / 32 * 24],             None

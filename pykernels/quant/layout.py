@@ -16,7 +16,8 @@ Fours are the B tiles of TDPBSSD: a row holds, for 16 n, four inputs. Where a co
 two rows share 64 bytes: the even row in the low halves, the odd one in the high halves. Codes of 5
 and 6 bits have their low 4 bits so, and behind those 512 bytes of a tile, for each row, one or two
 64-bit masks, little endian: bit ``4 n + k % 4`` of the first is bit 4 of that code, of the second
-bit 5.
+bit 5. Of codes of 2 bits four rows share 64 bytes, row r at bit ``2 (r % 4)``; those of 3 bits have
+their low 2 bits so, and masks of bit 2 behind the 256 bytes.
 """
 
 from __future__ import annotations
@@ -82,9 +83,9 @@ def pack_fours(codes: torch.Tensor, out: torch.Tensor, bits: int) -> None:
     """Reorders codes [N, K], a byte each, into ``out`` [N / 32, bytes of a block] uint8 as fours.
 
     Args:
-        codes: int8 or uint8; of 4 to 6 bits only the low ``bits`` are taken.
+        codes: int8 or uint8; of fewer than 8 bits only the low ``bits`` are taken.
         out: its width says to what K is padded.
-        bits: 4, 5, 6 or 8.
+        bits: 2 to 6, or 8.
     """
     N, K = codes.shape
     blocks, steps = out.shape[0], out.shape[1] // (N_BLOCK * 64 * bits // 8)
@@ -97,12 +98,17 @@ def pack_fours(codes: torch.Tensor, out: torch.Tensor, bits: int) -> None:
     if bits == 8:
         out.copy_(rows.reshape(blocks, -1))
         return
-    low = (rows[:, :, :, 0::2] & 15) | (rows[:, :, :, 1::2] << 4)
-    parts = [low.reshape(blocks, steps, 2, 512)]
-    if bits > 4:
+    whole_bits = 2 if bits < 4 else 4  # of a code, in bytes that 8 / whole_bits rows share
+    each = 8 // whole_bits
+    low = rows[:, :, :, 0::each] & ((1 << whole_bits) - 1)
+    for i in range(1, each):
+        low = low | (rows[:, :, :, i::each] & ((1 << whole_bits) - 1)) << whole_bits * i
+    parts = [low.reshape(blocks, steps, 2, 128 * whole_bits)]
+    if bits > whole_bits:
         octets = rows.view(*rows.shape[:-1], 8, 8)
         masks = [
-            ((octets >> bit & 1) << _BITS).sum(-1, dtype=torch.uint8) for bit in range(4, bits)
+            ((octets >> bit & 1) << _BITS).sum(-1, dtype=torch.uint8)
+            for bit in range(whole_bits, bits)
         ]
         parts.append(torch.stack(masks, dim=4).view(blocks, steps, 2, -1))
     out.copy_(torch.cat(parts, dim=3).view(blocks, -1))
@@ -115,11 +121,15 @@ def unpack_fours(blocks: torch.Tensor, N: int, K: int, bits: int) -> torch.Tenso
     if bits == 8:
         rows = tiles
     else:
-        low = tiles[..., :512].reshape(count, steps, 2, 8, 64)
-        rows = torch.stack((low & 15, low >> 4), dim=4).view(count, steps, 2, 16, 64)
-        masks = tiles[..., 512:].reshape(count, steps, 2, 16, bits - 4, 8, 1)
-        for i in range(bits - 4):
-            rows = rows | ((masks[:, :, :, :, i] >> _BITS & 1) << 4 + i).view(rows.shape)
+        whole_bits = 2 if bits < 4 else 4
+        each, end = 8 // whole_bits, 128 * whole_bits
+        low = tiles[..., :end].reshape(count, steps, 2, 16 // each, 64)
+        shifted = [low >> whole_bits * i & ((1 << whole_bits) - 1) for i in range(each)]
+        rows = torch.stack(shifted, dim=4).view(count, steps, 2, 16, 64)
+        masks = tiles[..., end:].reshape(count, steps, 2, 16, bits - whole_bits, 8, 1)
+        for i in range(bits - whole_bits):
+            plane = (masks[:, :, :, :, i] >> _BITS & 1) << whole_bits + i
+            rows = rows | plane.view(rows.shape)
     axes = rows.reshape(count, steps, 2, 16, 16, 4).permute(0, 2, 4, 1, 3, 5)
     return axes.reshape(count * N_BLOCK, steps * 64)[:N, :K].contiguous()
 

@@ -43,14 +43,11 @@ def _experts(
     name: str,
     T: int,
     activations: str = "bf16",
-    table: bool = False,
     unpack: bool = False,
     spec: ExpertSpec = SWIGLU,
 ) -> Op:
-    """A layer of 5 experts, or of 3 slots that a table deals out; the GPU's own plans, or one that
-    unpacks them beforehand."""
+    """A layer of 5 experts; the GPU's own plans, or one that unpacks them beforehand."""
     fmt, E, topk = get_format(name), 5, 2
-    count = 3 if table else E
 
     def sizes(device: torch.device) -> tuple[int, int]:
         H = large(device, 1536, 256 if name.endswith("_k") else 128)
@@ -61,10 +58,7 @@ def _experts(
         given = {name: normal(device, n, H) for name in ("x", "add")}
         given |= {"ids": choices(device, n, topk, E), "out": empty(device, n, H)}
         given["weights"] = torch.rand(n, topk, device=device)
-        if table:
-            slots = torch.tensor([0, 1, 2, -1, -1], device=device, dtype=torch.int32)
-            given["table"] = slots[torch.randperm(E, device=device)]
-        for part, mats, N, K in (("gate_up", 2 * count, inter, H), ("down", count, H, inter)):
+        for part, mats, N, K in (("gate_up", 2 * E, inter, H), ("down", E, H, inter)):
             given |= _stack(part, fmt, mats, N, K, device)
             if spec.bias:
                 given[f"{part}_bias"] = normal(device, mats, N, dtype=torch.float32)
@@ -72,17 +66,17 @@ def _experts(
 
     def run(t: Tensors) -> torch.Tensor:
         H, inter = sizes(t["x"].device)
-        layer = fused_moe.Experts.empty(fmt, count, H, inter, torch.device("meta"), spec)
+        layer = fused_moe.Experts.empty(fmt, E, H, inter, torch.device("meta"), spec)
         parts: dict[str, Any] = {
             name: _filled(getattr(layer, name), name, t) for name in ("gate_up", "down")
         }
         parts |= {name: x for name, x in t.items() if name.endswith("_bias")}
-        experts = replace(layer, **parts, slots=t.get("table"))
+        experts = replace(layer, **parts)
         given = (t["x"], t["ids"], t["weights"], experts)
         how = {"activations": activations, "plans": (UNPACK, UNPACK) if unpack else None}
         return fused_moe.moe_ffn(*given, **how, add=t["add"], out=t["out"])
 
-    which = (*["slot table"] * table, *["unpacked"] * unpack, *["biases"] * spec.bias)
+    which = (*["unpacked"] * unpack, *["biases"] * spec.bias)
     words = ("experts", name, f"{T} tokens", activations, *which)
     return Op(" ".join(words), make, run)
 
@@ -155,10 +149,10 @@ def _linear(name: str, M: int, activations: str = "bf16", size: Any = (1544, 204
 _KINDS = [*((name, "bf16") for name in FORMATS), ("fp8", "fp8")]
 PRODUCTS = (
     *(_experts(name, T, how) for name, how in _KINDS for T in (1, 170)),
-    *(_experts(name, T, table=True) for name, T in (("int4", 20), ("bf16", 20), ("bf16", 500))),
-    _experts("bf16", 2, table=True, spec=ExpertSpec(1.702, 7.0, 1.0, bias=True)),
-    _experts("fp8", 300, "fp8", table=True),
-    _experts("q4_k", 20, table=True, unpack=True),
+    *(_experts(name, T) for name, T in (("int4", 20), ("bf16", 20), ("bf16", 500))),
+    _experts("bf16", 2, spec=ExpertSpec(1.702, 7.0, 1.0, bias=True)),
+    _experts("fp8", 300, "fp8"),
+    _experts("q4_k", 20, unpack=True),
     *(_linear(name, M, how) for name, how in _KINDS for M in (1, 3, 16, 300)),
     *(_linear(name, 1600) for name in ("fp8", "q4_k", "q6_k")),  # unpacked
     _linear("int4", 40, size=(4104, 3200)),  # stream-K over all tiles,

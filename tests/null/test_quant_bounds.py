@@ -101,12 +101,15 @@ BOUNDS: dict[str, Bound] = {
     "q4_k": _affine,
     "q5_k": _affine,
     "q6_k": lambda _, w: _amax(w, 1, 256) / 32 + 1.3e-4,
+    "q3_k": lambda _, w: _amax(w, 1, 256) * 0.28 + 7e-5,
+    "q2_k": _affine,
     "q8_0": lambda _, w: _amax(w, 1, 32) / 127 * 0.57 + 4e-6,
     "q4_0": _symmetric32,
     "q4_1": _affine32,
     "q5_0": _symmetric32,
     "q5_1": _affine32,
     "iq4_nl": lambda _, w: _amax(w, 1, 32) * 14 / 127 * 1.01 + 4e-6,
+    "iq4_xs": lambda _, w: _amax(w, 1, 256) * 0.142 * 1.01 + 1e-4,
 }
 
 

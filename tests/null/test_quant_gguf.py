@@ -16,10 +16,10 @@ from pykernels.quant import PackedExperts, Weight, get_format
 from pykernels.quant.gguf.base import _tell_of_coarse_scales
 from pykernels.shapes import MoEShape
 
-K_QUANTS = ("q4_k", "q5_k", "q6_k")
+K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 PLAIN = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 """Rounded to nearest; ``gguf`` quantizes no other."""
-TYPES = {name: Type[name.upper()] for name in (*K_QUANTS, *PLAIN, "iq4_nl")}
+TYPES = {name: Type[name.upper()] for name in (*K_QUANTS, *PLAIN, "iq4_nl", "iq4_xs")}
 TOLD = pytest.mark.filterwarnings("ignore:a matrix that becomes")  # weights of next to nothing
 
 
@@ -47,7 +47,8 @@ def test_splitting_and_joining_keeps_every_bit(fmt):
         int(blocks.codes.max()) == 2**fmt.bits - 1 and blocks.codes.unique().numel() == 2**fmt.bits
     )
     if fmt.small:
-        assert blocks.small.unique().numel() == (256 if fmt.name == "q6_k" else 64)
+        numbers = {"q6_k": 256, "q2_k": 16}.get(fmt.name, 64)
+        assert blocks.small.unique().numel() == numbers
 
 
 @pytest.mark.parametrize(
@@ -104,9 +105,27 @@ def _rms_error(fmt, case: str) -> float:
 
 # RMS errors of ggml's own C quantizers (quantize_row_*_ref) on these very matrices.
 GGML = {
-    "gaussian": {"q4_k": 0.07145, "q5_k": 0.03593, "q6_k": 0.017666},
-    "heavy tails": {"q4_k": 0.26679, "q5_k": 0.13888, "q6_k": 0.076537},
-    "groups of unlike size": {"q4_k": 1.69136, "q5_k": 0.87324, "q6_k": 0.44214},
+    "gaussian": {
+        "q2_k": 0.29672,
+        "q3_k": 0.15023,
+        "q4_k": 0.07145,
+        "q5_k": 0.03593,
+        "q6_k": 0.017666,
+    },
+    "heavy tails": {
+        "q2_k": 0.98724,
+        "q3_k": 0.4774,
+        "q4_k": 0.26679,
+        "q5_k": 0.13888,
+        "q6_k": 0.076537,
+    },
+    "groups of unlike size": {
+        "q2_k": 7.40188,
+        "q3_k": 3.95488,
+        "q4_k": 1.69136,
+        "q5_k": 0.87324,
+        "q6_k": 0.44214,
+    },
 }
 
 
@@ -118,7 +137,8 @@ def test_the_search_is_as_good_as_ggmls(name, case):
     plain.grids = ()  # the grid that just spans each group
     searched = _rms_error(fmt, case)
     assert searched <= 1.02 * GGML[case][name]
-    assert searched <= 0.99 * _rms_error(plain, case)
+    # Of Q3_K's few steps the best is searched for with any grid.
+    assert searched <= (1.0 if name == "q3_k" else 0.99) * _rms_error(plain, case)
 
 
 def test_bytes_of_a_file_become_a_weight_and_come_back(fmt):

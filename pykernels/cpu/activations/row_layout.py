@@ -45,7 +45,7 @@ lowest."""
 
 FLOATS = {
     **dict.fromkeys(("fp8", "fp8-channel"), 60),
-    **dict.fromkeys(("bf16", "f16", "int8", "int8-channel", "q8_0", "iq4_nl"), 1),
+    **dict.fromkeys(("bf16", "f16", "int8", "int8-channel", "q8_0", "iq4_nl", "iq4_xs"), 1),
 }
 """Formats whose weights may meet activations as float32, and ``RowFormat.power`` then: E4M3 is read
 times 2**-120."""

@@ -52,7 +52,7 @@ def make_multiply(fmt: str, how: RowFormat, M: int, group: Group) -> Callable:
     packing, ACT_K = PACKINGS[fmt], how.act_k
     TILE, TILE_K, PIECE = packing.tile_bytes, packing.k_step, group.k
     TILES, GROUPS = 2 * K_BLOCK // packing.k_step, packing.k_step // group.k
-    SIDES, LINES = group.sides, TILE // 64 // GROUPS  # of a group
+    SIDES, LINES = group.sides, -(-TILE // 64 // GROUPS)  # of a group
     PASS_LINES = LINES if SIDES == 2 else (LINES + 1) // 2
     UNIT0, UNIT1 = (np.float32(unit) for unit in (*group.units, 1.0, 1.0)[:2])
     TWO = len(group.units) > 1

@@ -150,7 +150,7 @@ _PRODUCTS = {
     "f16": (_read_f16, _add_f16, _by_outputs),
     "fp8": _FP8,
     "fp8-channel": _FP8,
-    "iq4_nl": (_read_iq4_nl, _add_iq4_nl, _by_inputs),
+    **dict.fromkeys(("iq4_nl", "iq4_xs"), (_read_iq4_nl, _add_iq4_nl, _by_inputs)),
 }
 """By format name: ``read(address of 32 bytes, tables)``; ``add(sums, i, what it gave, x)``: floats
 at x times it go to the two accumulators from i on; ``total(sums, i)`` of those."""

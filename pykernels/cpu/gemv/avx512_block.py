@@ -85,7 +85,9 @@ def make_block(fmt: str, M: int, ops: Instructions, activations: str, products: 
     # LLVM would put the prefetches of loads that it unrolls first, up to 64 together, and
     # dequantize more loads at once than there are registers. A fence that is no instruction after
     # each span of loads keeps it from both.
-    SPAN = max(2, PREFETCH_LOADS)
+    PER = min(PREFETCH_LOADS, GROUP_LOADS)
+    TOGETHER = PREFETCH_LOADS // PER  # groups whose lines are prefetched with the first of them
+    SPAN = max(2, PER)
 
     @inlined
     def prefetch(near, far, load):
@@ -134,10 +136,11 @@ def make_block(fmt: str, M: int, ops: Instructions, activations: str, products: 
             if TILE_GROUPS > 1:
                 begin_groups(sums, half, half + 1, K, to_k, rows)
             for span in range(GROUP_LOADS // SPAN):
-                for some in range(SPAN // PREFETCH_LOADS):
-                    first_load = group * GROUP_LOADS + span * SPAN + some * PREFETCH_LOADS
-                    prefetch(near, far, half * LOADS + first_load)
-                    for j in range(PREFETCH_LOADS):
+                for some in range(SPAN // PER):
+                    first_load = group * GROUP_LOADS + span * SPAN + some * PER
+                    if group % TOGETHER == 0:
+                        prefetch(near, far, half * LOADS + first_load)
+                    for j in range(PER):
                         add_load(sums, half, at, first_load + j, tables, rows, K, k)
                 in_order()
             if TILE_GROUPS > 1:

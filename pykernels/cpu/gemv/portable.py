@@ -25,8 +25,10 @@ from ..weights.layout import (
     GROUP_HALVES,
     GROUP_ZERO,
     SCALE_K,
+    SUPERBLOCK_K2,
     SUPERBLOCK_K6,
     SUPERBLOCK_K45,
+    SUPERBLOCK_XS,
     packed_bytes,
 )
 from ..words import f32, i64
@@ -104,23 +106,24 @@ def _row_int8(w, step, half, r, even, odd):
         odd[n] = types.float32(fours[4 * n + 1])
 
 
-def _row_nibbles(values: np.ndarray, planes: int = 0) -> Callable:
-    """Reader of 4-bit codes with ``planes`` more bits: float32 ``values`` of every code."""
-    TILE = 512 + 128 * planes
+def _row_nibbles(values: np.ndarray, planes: int = 0, bits: int = 4) -> Callable:
+    """Reader of codes of 4 or 2 ``bits`` with ``planes`` more: float32 ``values`` of each code."""
+    CODES, EACH, MASK = 128 * bits, 8 // bits, (1 << bits) - 1
+    TILE = CODES + 128 * planes
 
     @inlined
     def row_nibbles(w, step, half, r, even, odd):
         row, pair = step % 2 * 8 + r // 2, r % 2 * 2
         tile = w + (step // 2 * 2 + half) * TILE
-        fours = carray(as_pointer(tile + row // 2 * 64 + pair), (62,), types.uint8)
-        shift = types.uint8(4 * (row % 2))
+        fours = carray(as_pointer(tile + row // EACH * 64 + pair), (62,), types.uint8)
+        shift = types.uint8(bits * (row % EACH))
         for n in range(_PAIRS):
-            low, high = (fours[4 * n] >> shift) & 15, (fours[4 * n + 1] >> shift) & 15
+            low, high = (fours[4 * n] >> shift) & MASK, (fours[4 * n + 1] >> shift) & MASK
             for plane in range(planes):
-                at = tile + 512 + (row * planes + plane) * 8 + n // 2
-                bits = carray(as_pointer(at), (1,), types.uint8)[0] >> (4 * (n % 2) + pair)
-                low |= (bits & 1) << (4 + plane)
-                high |= (bits >> 1 & 1) << (4 + plane)
+                at = tile + CODES + (row * planes + plane) * 8 + n // 2
+                both = carray(as_pointer(at), (1,), types.uint8)[0] >> (4 * (n % 2) + pair)
+                low |= (both & 1) << (bits + plane)
+                high |= (both >> 1 & 1) << (bits + plane)
             even[n] = values[low]
             odd[n] = values[high]
 
@@ -141,10 +144,12 @@ _ROW = {
     **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_0"), _SIGNED),
     **dict.fromkeys(("int4-zp", "int4-zp-g128", "q4_k", "q4_1"), _UNSIGNED),
     "mxfp4": _row_nibbles(mxfp4.VALUES.numpy()),
-    "iq4_nl": _row_nibbles(iq4_nl.VALUES.numpy()),
+    **dict.fromkeys(("iq4_nl", "iq4_xs"), _row_nibbles(iq4_nl.VALUES.numpy())),
     **dict.fromkeys(("q5_k", "q5_1"), _FIVE_BITS),
     "q5_0": _row_nibbles(np.arange(-16, 16, dtype=np.float32), planes=1),
     "q6_k": _row_nibbles(np.arange(-32, 32, dtype=np.float32), planes=2),
+    "q3_k": _row_nibbles(np.arange(-4, 4, dtype=np.float32), planes=1, bits=2),
+    "q2_k": _row_nibbles(np.arange(4, dtype=np.float32), bits=2),
     "q8_0": _row_int8,
 }
 """format -> reader of a pair-row."""
@@ -226,13 +231,34 @@ def _k6_factor(scale, group, n):
     return _half(at, n) * types.float32(small[n])
 
 
+@inlined
+def _k2_factor(scale, group, n):
+    at = scale + (group >> 4) * SUPERBLOCK_K2
+    return _half(at, n) * _u8(at + 128 + 64 * (group & 15), n)
+
+
+@inlined
+def _k2_minimum(scale, group, n):
+    at = scale + (group >> 4) * SUPERBLOCK_K2
+    return _half(at + 64, n) * _u8(at + 160 + 64 * (group & 15), n)
+
+
+@inlined
+def _xs_factor(scale, group, n):
+    at = scale + (group >> 3) * SUPERBLOCK_XS
+    small = carray(as_pointer(at + 64 + 32 * (group & 7)), (32,), types.int8)
+    return _half(at, n) * types.float32(small[n])
+
+
 _FACTOR = {
     **dict.fromkeys(("bf16", "f16"), _no_factor),
     "fp8": _for_block,
     **dict.fromkeys(("fp8-channel", "int8-channel", "int4-channel"), _for_outputs),
     **dict.fromkeys(("int4-zp", "int4-zp-g128"), _zero_factor),
     **dict.fromkeys(("q4_k", "q5_k"), _k45_factor),
-    "q6_k": _k6_factor,
+    **dict.fromkeys(("q6_k", "q3_k"), _k6_factor),
+    "q2_k": _k2_factor,
+    "iq4_xs": _xs_factor,
     **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl"), _f16_groups),
     **dict.fromkeys(("q4_1", "q5_1"), _halves_factor),
 }
@@ -241,6 +267,7 @@ _FACTOR = {
 _MINIMUM: dict[str, Any] = {
     **dict.fromkeys(("int4-zp", "int4-zp-g128"), _zero_minimum),
     **dict.fromkeys(("q4_k", "q5_k"), _k45_minimum),
+    "q2_k": _k2_minimum,
     **dict.fromkeys(("q4_1", "q5_1"), _halves_minimum),
 }
 """format -> minimum of output n's group; the others have none."""

@@ -390,6 +390,13 @@ shift_right_words = _shift("shift_right_words", "ashr", _I16X16, "Of signed word
 shift_right_u16 = _shift("shift_right_u16", "lshr", _I16X16, "Of unsigned words (``vpsrlw``).")
 
 
+@emits(i32x8, i32x8, types.intp)
+def shift_right_u16_by(builder, a, count):
+    """Unsigned words ``a >> count``, a count that need not be a literal (``vpsrlw``)."""
+    by = splat(builder, builder.trunc(count, _I16X16.element), _I16X16)
+    return builder.bitcast(builder.lshr(builder.bitcast(a, _I16X16), by), _I32X8)
+
+
 @emits(i32x8, i32x8, i32x8)
 def dot_u8i8(builder, a, b):
     """Sums of pairs of 32 unsigned bytes times 32 signed ones, as saturated words

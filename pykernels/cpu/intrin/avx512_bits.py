@@ -32,6 +32,16 @@ def add_where(typingctx, a, address, more):
 
 
 @intrinsic
+def low_crumbs(typingctx, a):
+    """``a & 3`` per byte."""
+
+    def codegen(context, builder, sig, args):
+        return builder.and_(args[0], ir.Constant(u8x64.ir_type, [3] * 64))
+
+    return u8x64(u8x64), codegen
+
+
+@intrinsic
 def low_nibbles(typingctx, a):
     """``a & 15`` per byte."""
 

@@ -22,6 +22,7 @@ from ..intrin.avx2 import (
     low_bytes_to_words,
     or_i32,
     shift_right_u16,
+    shift_right_u16_by,
     shift_right_words,
     xor_i32,
 )
@@ -141,14 +142,32 @@ def _add_bits(row, masks):
     return or_i32(row, or_i32(bit4, bit5))
 
 
+@inlined
+def _crumbs(tile, load, side, tables):
+    four, shift = load_i32(tile + 64 * (load >> 1) + 32 * side), 4 * (load & 1)
+    low = broadcast_i32(0x03030303)
+    even, odd = shift_right_u16_by(four, shift), shift_right_u16_by(four, shift + 2)
+    return and_i32(even, low), and_i32(odd, low)
+
+
+@inlined
+def _three_bits(tile, load, side, tables):
+    even, odd = _crumbs(tile, load, side, tables)
+    masks, bit2 = tile + 256 + 16 * load + 4 * side, broadcast_i32(0x04040404)
+    even = or_i32(even, and_i32(expand_bits(masks), bit2))
+    return even, or_i32(odd, and_i32(expand_bits(masks + 8), bit2))
+
+
 _ROWS: dict[str, tuple[Callable, int, bool]] = {
     **dict.fromkeys(("int8", "q8_0"), (_bytes, 127, True)),
     "int8-channel": (_bytes, 128, True),
     **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_0"), (_twos_complement, 15, False)),
     "mxfp4": (_looked_up(MXFP4_CODES), 24, False),
-    "iq4_nl": (_looked_up(IQ4_NL_SIGNED), 127, True),
+    **dict.fromkeys(("iq4_nl", "iq4_xs"), (_looked_up(IQ4_NL_SIGNED), 127, True)),
     **dict.fromkeys(("int4-zp", "int4-zp-g128", "q4_k", "q4_1"), (_unsigned, 15, False)),
     **dict.fromkeys(("q5_k", "q5_0", "q5_1"), (_five_bits, 31, False)),
     "q6_k": (_six_bits, 63, False),
+    "q3_k": (_three_bits, 7, False),
+    "q2_k": (_crumbs, 3, False),
 }
 """By format name: ``rows``, ``largest``, ``signed``."""

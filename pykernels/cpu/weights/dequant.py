@@ -15,7 +15,7 @@ Codes of 8 bits or fewer go through tables of the low and the high byte of their
 (``lookup``). OSDI'26 section 3.4 shifts bits instead, which loses E4M3's subnormals: ``vdpbf16ps``
 takes unbiased ones for zeros.
 
-Codes of 4 to 6 bits become bfloat16 in two operations, in the order of pairs, with the magic-number
+Codes of 2 to 6 bits become bfloat16 in two operations, in the order of pairs, with the magic-number
 trick: set into the upper bits of a mantissa, ``n`` of b bits is ``2**b + n``. That is exact too;
 the sum of the inputs times the constant comes off a group's sum (``gemv.dot``).
 
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..intrin.avx512 import load_f16
-from ..intrin.avx512_bits import add_where, low_nibbles, raised_nibbles, upper_nibbles
+from ..intrin.avx512_bits import add_where, low_crumbs, low_nibbles, raised_nibbles, upper_nibbles
 from ..intrin.avx512_bytes import (
     abs_i8,
     add_u8,
@@ -51,6 +51,7 @@ from ..isa import Instructions
 from ..jit import inlined
 from .layout import BIASES, CODE_BITS, MAGIC_OFFSETS, PACKINGS, UNITS, WIDE, Packing
 from .lookup import (
+    BIT2_AT,
     BIT4_AT,
     E4M3_AT,
     EVEN_AT,
@@ -65,6 +66,8 @@ from .lookup import (
     MXFP4_CODES,
     MXFP4_SIGNED,
     MXFP4_WORDS,
+    Q3_AT,
+    Q3_WORDS,
     Q4_AT,
     Q4_WORDS,
     Q5_0_AT,
@@ -373,6 +376,41 @@ def _bit_planes(planes: int, table_at: int, words_at: int = 0):
     return make
 
 
+def _two_bits(table_at: int, words_at: int, plane: bool = False):
+    """Reader of codes of 2 bits, or with a ``plane`` of 3, a mask of 64 bits a row of fours being
+    their bit 2; their values are at ``table_at`` as bytes, at ``words_at`` as words."""
+
+    def make(ops: Instructions):
+        @inlined
+        def crumbs(tile, load, part, tables):
+            four = load_u8(tile + 64 * (load >> 1))
+            return low_crumbs(shift_words(four, 4 * (load & 1) + 2 * part))
+
+        @inlined
+        def threes(tile, load, part, tables):
+            found = crumbs(tile, load, part, tables)
+            masks = tile + 256 + 8 * (2 * load + part)
+            return add_where(found, masks, load_u8(tables + BIT2_AT))
+
+        codes = threes if plane else crumbs
+
+        @inlined
+        def rows(tile, load, part, tables):
+            found = codes(tile, load, part, tables)
+            table = tables + table_at
+            low, high = lookup_16(load_u8(table), found), lookup_16(load_u8(table + 64), found)
+            return interleave_low(low, high), interleave_high(low, high)
+
+        @inlined
+        def halves(tile, load, part, tables):
+            found, table = codes(tile, load, part, tables), load_u8(tables + words_at)
+            return lookup_32_words(table, found), lookup_32_words(table, shift_words(found, 8))
+
+        return rows, halves, codes
+
+    return make
+
+
 _INT4 = _four_bits(INT4_AT, INT4_WORDS, flip=True)
 
 _READERS: dict[str, Callable] = {
@@ -389,11 +427,15 @@ _READERS: dict[str, Callable] = {
     **dict.fromkeys(("int4-zp", "int4-zp-g128", "q4_k", "q4_1"), _four_bits(Q4_AT, Q4_WORDS)),
     **dict.fromkeys(("q5_k", "q5_1"), _bit_planes(1, Q5_AT, Q5_WORDS)),
     "q6_k": _bit_planes(2, Q6_AT),
+    "q3_k": _two_bits(Q3_AT, Q3_WORDS, plane=True),
+    "q2_k": _two_bits(Q4_AT, Q4_WORDS),
     "q8_0": _int8,
     "q4_0": _INT4,
     "q5_0": _bit_planes(1, Q5_0_AT, Q5_0_WORDS),
-    "iq4_nl": _four_bits(IQ4_NL_AT, IQ4_NL_WORDS, codes_at=IQ4_NL_CODES),
+    **dict.fromkeys(
+        ("iq4_nl", "iq4_xs"), _four_bits(IQ4_NL_AT, IQ4_NL_WORDS, codes_at=IQ4_NL_CODES)
+    ),
 }
 
-_SIGNED_AT = {"mxfp4": MXFP4_SIGNED, "iq4_nl": IQ4_NL_SIGNED}
+_SIGNED_AT = {"mxfp4": MXFP4_SIGNED, "iq4_nl": IQ4_NL_SIGNED, "iq4_xs": IQ4_NL_SIGNED}
 """Where the weights of 4-bit codes that are no integers themselves are, as signed bytes."""

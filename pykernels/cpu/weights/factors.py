@@ -14,7 +14,14 @@ from typing import Any
 
 from ..jit import inlined
 from ..words import f32
-from .layout import GROUP_HALVES, GROUP_ZERO, SUPERBLOCK_K6, SUPERBLOCK_K45
+from .layout import (
+    GROUP_HALVES,
+    GROUP_ZERO,
+    SUPERBLOCK_K2,
+    SUPERBLOCK_K6,
+    SUPERBLOCK_K45,
+    SUPERBLOCK_XS,
+)
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,24 @@ def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
         small = load_i8_as_f32(at + 64 + 32 * (group & 15) + N * part)
         return mul_f32(load_f16(at + 2 * N * part), small)
 
+    @inlined
+    def k2_factor(scale, group, part):
+        at = scale + (group >> 4) * SUPERBLOCK_K2
+        small = load_u8_as_f32(at + 128 + 64 * (group & 15) + N * part)
+        return mul_f32(load_f16(at + 2 * N * part), small)
+
+    @inlined
+    def k2_minimum(scale, group, part):
+        at = scale + (group >> 4) * SUPERBLOCK_K2
+        small = load_u8_as_f32(at + 160 + 64 * (group & 15) + N * part)
+        return mul_f32(load_f16(at + 64 + 2 * N * part), small)
+
+    @inlined
+    def xs_factor(scale, group, part):
+        at = scale + (group >> 3) * SUPERBLOCK_XS
+        small = load_i8_as_f32(at + 64 + 32 * (group & 7) + N * part)
+        return mul_f32(load_f16(at + 2 * N * part), small)
+
     groups, channel = Factors(bf16_groups), Factors(for_outputs)
     f16, halves = Factors(f16_groups), Factors(halves_factor, halves_minimum)
     zero, k45 = Factors(zero_factor, zero_minimum), Factors(k45_factor, k45_minimum)
@@ -111,10 +136,13 @@ def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
         "q4_k": k45,
         "q5_k": k45,
         "q6_k": Factors(k6_factor),
+        "q3_k": Factors(k6_factor),
+        "q2_k": Factors(k2_factor, k2_minimum),
         "q8_0": f16,
         "q4_0": f16,
         "q4_1": halves,
         "q5_0": f16,
         "q5_1": halves,
         "iq4_nl": f16,
+        "iq4_xs": Factors(xs_factor),
     }

@@ -52,6 +52,7 @@ class Packing:
 _PAIRS16, _PAIRS8 = Packing(32, 1024, 1), Packing(32, 512, 1)
 _FOURS8, _FOURS4 = Packing(64, 1024, 2), Packing(64, 512, 2)
 _FOURS5, _FOURS6 = Packing(64, 640, 2), Packing(64, 768, 2)
+_FOURS2, _FOURS3 = Packing(64, 256, 2), Packing(64, 384, 2)
 
 PACKINGS = {
     "bf16": _PAIRS16,
@@ -69,22 +70,26 @@ PACKINGS = {
     "q4_k": _FOURS4,
     "q5_k": _FOURS5,
     "q6_k": _FOURS6,
+    "q3_k": _FOURS3,
+    "q2_k": _FOURS2,
     "q8_0": _FOURS8,
     "q4_0": _FOURS4,
     "q4_1": _FOURS4,
     "q5_0": _FOURS5,
     "q5_1": _FOURS5,
     "iq4_nl": _FOURS4,
+    "iq4_xs": _FOURS4,
 }
 """By format name."""
 
 
 BIASES = {
-    **dict.fromkeys(("int8", "int8-channel", "q8_0", "iq4_nl"), 128),
+    **dict.fromkeys(("int8", "int8-channel", "q8_0", "iq4_nl", "iq4_xs"), 128),
     **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_0"), 8),
     "mxfp4": 12,
     "q5_0": 16,
     "q6_k": 32,
+    "q3_k": 4,
 }
 """By format name, see ``dequant.Reader.codes``; 0 for the others."""
 
@@ -96,8 +101,9 @@ CODE_BITS = {
     **dict.fromkeys(("int4-zp", "int4-zp-g128", "q4_k", "q4_1"), 4),
     **dict.fromkeys(("q5_k", "q5_0", "q5_1"), 5),
     "q6_k": 6,
+    **dict.fromkeys(("q3_k", "q2_k"), 5),  # at the place of wider ones, which shifts of bytes reach
 }
-"""Formats of integer codes narrow enough for a magic number."""
+"""Formats of integer codes narrow enough for a magic number, and bits of a code there."""
 
 INTEGERS = frozenset(BIASES) | frozenset(CODE_BITS)
 """Formats whose weights are integers of 8 bits, in their unit."""
@@ -111,19 +117,20 @@ SCALE_K = {
     **dict.fromkeys(("fp8", "fp8-channel", "int8", "int8-channel"), 128),
     **dict.fromkeys(("int4-g128", "int4-channel", "int4-zp-g128"), 128),
     **dict.fromkeys(("int4", "int4-zp", "mxfp4", "q4_k", "q5_k", "q8_0"), 32),
-    **dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"), 32),
-    "q6_k": 16,
+    **dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs"), 32),
+    **dict.fromkeys(("q6_k", "q3_k", "q2_k"), 16),
 }
 """Inputs of a scale group by format name; 0 for no scales."""
 
-MINIMA = frozenset(("int4-zp", "int4-zp-g128", "q4_k", "q5_k", "q4_1", "q5_1"))
+MINIMA = frozenset(("int4-zp", "int4-zp-g128", "q4_k", "q5_k", "q2_k", "q4_1", "q5_1"))
 """Formats whose groups have a minimum beside the scale."""
 
 WIDE = frozenset(("f16",))
 """Formats whose weights a bfloat16 would round: they are multiplied as float32."""
 
-SUPERBLOCK_K45, SUPERBLOCK_K6 = 640, 576
-"""Packed scale bytes of 32 outputs by 256 inputs: ``q4_k`` and ``q5_k``, ``q6_k``."""
+SUPERBLOCK_K45, SUPERBLOCK_K6, SUPERBLOCK_K2, SUPERBLOCK_XS = 640, 576, 1152, 320
+"""Packed scale bytes of 32 outputs by 256 inputs: ``q4_k`` and ``q5_k``; ``q6_k`` and ``q3_k``;
+``q2_k``; ``iq4_xs``."""
 
 GROUP_ZERO, GROUP_HALVES = 96, 128
 """The same of a group: with zero points of a byte, and ``q4_1`` and ``q5_1``."""

@@ -22,17 +22,18 @@ Q5_0_AT, IQ4_NL_AT, Q5_0_WORDS, IQ4_NL_WORDS, IQ4_NL_CODES, IQ4_NL_SIGNED = (
     2176,
     2240,
 )
+BIT2_AT, Q3_AT, Q3_WORDS = 2304, 2368, 2496
 """Where a table begins in ``TABLES``, in bytes."""
 
 
 def _make_tables() -> torch.Tensor:
-    """uint8 [2304] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
+    """uint8 [2560] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
 
     E4M3 and magnitudes 0 .. 127 have 128 entries each; 4-bit codes have 16, once for each 128-bit
     lane; 5- and 6-bit codes have 64. Tables of whole words follow: 32 entries for codes of 4 bits
     (each twice; +0 for -0) and 5; ``128 (1 - h)`` for signed h of 6 bits (``gemm.dequant_slab``).
     Then a mask of even bytes, MXFP4's codes as integers, and the bit 4; last, the same of signed
-    codes of 5 bits and of IQ4_NL: bytes, words, integers.
+    codes of 5 bits and of IQ4_NL: bytes, words, integers; the bit 2 and signed codes of 3 bits.
     """
 
     def bytes_of(values: torch.Tensor, copies: int = 1) -> torch.Tensor:
@@ -66,6 +67,8 @@ def _make_tables() -> torch.Tensor:
     tables += [words_of(fives), words_of(iq4_nl.VALUES)]
     signed = iq4_nl.VALUES.to(torch.int16).repeat(4)
     tables += [(signed + BIASES["iq4_nl"]).to(torch.uint8), signed.to(torch.int8).view(torch.uint8)]
+    threes = _integers([*range(-4, 4)] * 2)
+    tables += [_integers([4] * 64, torch.uint8), bytes_of(threes, 4), words_of(threes)]
     return _aligned(torch.cat(tables))
 
 

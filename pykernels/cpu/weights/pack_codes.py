@@ -30,6 +30,8 @@ def make_code_writer(source: Source) -> Callable:
     """
     BITS, quad = source.bits, source.quad
     TILE = 16 * 64 * BITS // 8
+    LOW = 8 if BITS == 8 else 4 if BITS >= 4 else 2  # bits of a code beside those of others
+    EACH, MASK = 8 // LOW, types.uint32(0x01010101 * ((1 << LOW) - 1))  # rows that share bytes
 
     @inlined
     def _gather(codes, bit):
@@ -40,9 +42,9 @@ def make_code_writer(source: Source) -> Callable:
 
     @inlined
     def _mask(tile, r, n, codes):
-        """Bits 4 and up of row r's codes of output n (0 .. 15), into half a byte of each mask."""
-        for bit in range(4, BITS):
-            at = tile + 512 + 8 * (r * (BITS - 4) + bit - 4) + n // 2
+        """Bits LOW and up of row r's codes of output n (0 .. 15), into half a byte of each mask."""
+        for bit in range(LOW, BITS):
+            at = tile + 128 * LOW + 8 * (r * (BITS - LOW) + bit - LOW) + n // 2
             octet = carray(as_pointer(at), (1,), types.uint8)
             if n % 2 == 0:
                 octet[0] = _gather(codes, bit)
@@ -54,19 +56,16 @@ def make_code_writer(source: Source) -> Callable:
         for k in range(k_begin, k_end, 64):
             tile = out + (k // 64 * 2 + n // 16) * TILE
             lines = carray(as_pointer(tile), (TILE // 4,), types.uint32)
-            for i in range(8):
-                at = k + 8 * i
-                even = quad(row, at, have) if at < have else types.uint32(0)
-                odd = quad(row, at + 4, have) if at + 4 < have else types.uint32(0)
-                if BITS == 8:
-                    lines[2 * i * 16 + n % 16] = even
-                    lines[(2 * i + 1) * 16 + n % 16] = odd
-                else:
-                    low = types.uint32(0x0F0F0F0F)
-                    lines[i * 16 + n % 16] = (even & low) | ((odd & low) << types.uint32(4))
-                if 4 < BITS < 8:
-                    _mask(tile, 2 * i, n % 16, even)
-                    _mask(tile, 2 * i + 1, n % 16, odd)
+            for line in range(16 // EACH):
+                together = types.uint32(0)
+                for i in range(EACH):
+                    r = line * EACH + i
+                    at = k + 4 * r
+                    four = quad(row, at, have) if at < have else types.uint32(0)
+                    together |= (four & MASK) << types.uint32(LOW * i)
+                    if LOW < BITS:
+                        _mask(tile, r, n % 16, four)
+                lines[line * 16 + n % 16] = together
 
     return write
 

@@ -10,7 +10,7 @@ from ..intrin.avx512 import load_f16, load_u8_as_f32
 from ..intrin.avx512_words import load_i8_as_word_pairs, load_powers
 from ..jit import inlined
 from .factors import make_factors
-from .layout import SCALE_K, SUPERBLOCK_K6, SUPERBLOCK_K45
+from .layout import SCALE_K, SUPERBLOCK_K2, SUPERBLOCK_K6, SUPERBLOCK_K45
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,17 @@ def _k6_super_factor(scale, group, half):
     return load_f16(scale + group * SUPERBLOCK_K6 + 32 * half)
 
 
+@inlined
+def _k2_small(scale, group, half):
+    at = scale + (group >> 4) * SUPERBLOCK_K2
+    return load_i8_as_word_pairs(at + 128 + 64 * (group & 15) + 16 * half)
+
+
+@inlined
+def _k2_super_factor(scale, group, half):
+    return load_f16(scale + group * SUPERBLOCK_K2 + 32 * half)
+
+
 _CHANNEL = Scales(whole=True)
 _K45 = Scales(
     small=_k45_small,
@@ -91,7 +102,11 @@ _MORE = {
     **dict.fromkeys(("fp8-channel", "int8-channel", "int4-channel"), _CHANNEL),
     "mxfp4": Scales(power=_bf16_powers),
     **dict.fromkeys(("q4_k", "q5_k"), _K45),
-    "q6_k": Scales(small=_k6_small, super_k=256, super_factor=_k6_super_factor),
+    **dict.fromkeys(
+        ("q6_k", "q3_k"), Scales(small=_k6_small, super_k=256, super_factor=_k6_super_factor)
+    ),
+    # A tile product has no room for its 16 minima, so they are floats of each group.
+    "q2_k": Scales(small=_k2_small, super_k=256, super_factor=_k2_super_factor),
 }
 
 SCALES = {

@@ -233,6 +233,66 @@ def _byte_q6_k(row, scale_row, g, i):
     return types.uint8(_u8(row + 210 * g + 192 + i))
 
 
+@inlined
+def _quad_twos(codes, k):
+    """Four of 128 codes of 2 bits: number 32 j + i is in byte i at bit 2 j."""
+    at = codes + k % 256 // 128 * 32 + k % 32
+    return (_u32(at) >> types.uint32(k % 128 // 32 * 2)) & types.uint32(0x03030303)
+
+
+@inlined
+def _quad_q2_k(row, k, K):
+    return _quad_twos(row + k // 256 * 84 + 16, k)
+
+
+@inlined
+def _half_q2_k(row, scale_row, g, i):
+    return _u16(row + 84 * g + 80 + 2 * i)
+
+
+@inlined
+def _byte_q2_k(row, scale_row, g, i):
+    return types.uint8((_u8(row + 84 * g + i // 2) >> types.uint32(4 * (i % 2))) & types.uint32(15))
+
+
+@inlined
+def _quad_q3_k(row, k, K):
+    block = row + k // 256 * 110
+    high = (_u32(block + k % 32) >> types.uint32(k % 256 // 32)) & types.uint32(0x01010101)
+    return _quad_twos(block + 32, k) | (high << types.uint32(2))
+
+
+@inlined
+def _half_q3_k(row, scale_row, g, i):
+    return _u16(row + 110 * g + 108)
+
+
+@inlined
+def _byte_q3_k(row, scale_row, g, i):
+    block = row + 110 * g
+    low = (_u8(block + 96 + i % 8) >> types.uint32(i // 8 * 4)) & types.uint32(15)
+    high = (_u8(block + 104 + i % 4) >> types.uint32(i // 4 * 2)) & types.uint32(3)
+    return types.uint8((low | (high << types.uint32(4))) - types.uint32(32))
+
+
+@inlined
+def _quad_iq4_xs(row, k, K):
+    return _block_nibbles(row + k // 256 * 136 + 8 + k % 256 // 32 * 16, k)
+
+
+@inlined
+def _half_iq4_xs(row, scale_row, g, i):
+    return _u16(row + 136 * g)
+
+
+@inlined
+def _byte_iq4_xs(row, scale_row, g, i):
+    block = row + 136 * g
+    low = (_u8(block + 4 + i // 2) >> types.uint32(i % 2 * 4)) & types.uint32(15)
+    high = (types.uint32(_u16(block + 2)) >> types.uint32(2 * i)) & types.uint32(3)
+    return types.uint8((low | (high << types.uint32(4))) - types.uint32(32))
+
+
 SOURCES = {
     "int8": Source(8, _quad_bytes, 128, _half_bf16),
     "int8-channel": Source(8, _quad_bytes),
@@ -251,4 +311,7 @@ SOURCES = {
     "q4_k": Source(4, _quad_q4_k, 256, _half_q4_k, halves=2, small=16, byte=_byte_q4_k),
     "q5_k": Source(5, _quad_q5_k, 256, _half_q5_k, halves=2, small=16, byte=_byte_q5_k),
     "q6_k": Source(6, _quad_q6_k, 256, _half_q6_k, small=16, byte=_byte_q6_k),
+    "q3_k": Source(3, _quad_q3_k, 256, _half_q3_k, small=16, byte=_byte_q3_k),
+    "q2_k": Source(2, _quad_q2_k, 256, _half_q2_k, halves=2, small=32, byte=_byte_q2_k),
+    "iq4_xs": Source(4, _quad_iq4_xs, 256, _half_iq4_xs, small=8, byte=_byte_iq4_xs),
 }

@@ -26,22 +26,22 @@ def blocks_of(tiles, bound):
 
 @gluon.jit
 def tile_at(tiles, bound, t, blocks, N_BLOCKS, GROUP_M: gl.constexpr):
-    """(slot, first row, row behind the expert's last, N block) of tile ``t``; zeros behind all."""
+    """(expert, first row, row behind its last, N block) of tile ``t``; zeros behind all."""
     mask = t < blocks * N_BLOCKS
     group = t // (GROUP_M * N_BLOCKS)
     inside = t % (GROUP_M * N_BLOCKS)
     rows = gl.maximum(gl.minimum(blocks - group * GROUP_M, GROUP_M), 1)
     block = group * GROUP_M + inside % rows
     if tiles is None:
-        slot = 0
+        expert = 0
         first = gl.where(mask, block * 128, 0)
         hi = gl.where(mask, bound, 0)
     else:
         line = tiles + 4 * block
-        slot = gl.load(line, mask=mask, other=0)
+        expert = gl.load(line, mask=mask, other=0)
         first = gl.load(line + 1, mask=mask, other=0)
         hi = gl.load(line + 2, mask=mask, other=0)
-    return slot, first, hi, inside // rows
+    return expert, first, hi, inside // rows
 
 
 @gluon.jit

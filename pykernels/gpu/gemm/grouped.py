@@ -48,7 +48,6 @@ def multiply(
     *,
     x_scale: torch.Tensor | None = None,
     order: SortedPairs | None = None,
-    table: torch.Tensor | None = None,
     gated: bool = False,
     gather: bool = False,
     bias: torch.Tensor | None = None,
@@ -61,8 +60,6 @@ def multiply(
         x: bfloat16 [rows, K], or E4M3 with ``x_scale`` float32 [rows, ceil(K / 128)].
         out: [S or M, N]; with ``plan.split_k`` above 1 float32 [split_k, M, N], parts of the sum.
         order: the rows' experts; None: one matrix for all rows.
-        table: int32 [E]: where each expert's matrices lie in their stack; a negative one
-            is in no slot and its rows become zeros. None: expert e is number e.
         gated: the stack has two matrices an expert: out = ``ref.activation.swiglu`` of gate's
             and up's outputs.
         gather: x has tokens, of which each sorted slot's is read; else it has the sorted rows.
@@ -74,7 +71,7 @@ def multiply(
         PykernelsError: a plan whose kernel does not multiply these.
     """
     if isinstance(plan, DequantPlan):
-        _launch_dequant_experts(x, stack, out, plan, order, table, gated, gather, bias, spec)
+        _launch_dequant_experts(x, stack, out, plan, order, gated, gather, bias, spec)
         return
     path = path_of(stack, x_scale is not None)
     if isinstance(plan, SkinnyExpertsPlan):
@@ -95,7 +92,6 @@ def multiply(
             out,
             plan,
             order=order,
-            table=table,
             gated=gated,
             gather=gather,
             bias=bias,
@@ -105,7 +101,7 @@ def multiply(
     if plan.unpack:
         if path != "dequant":
             raise PykernelsError("a plan unpacks what is not packed", "Give one without unpack")
-        multiply_unpacked(x, stack, out, plan, order, table, gated, gather, bias, spec=spec)
+        multiply_unpacked(x, stack, out, plan, order, gated, gather, bias, spec=spec)
         return
     if plan.warp_specialized:
         if order is not None and (bias is not None or activation_of(spec) is not None):
@@ -113,9 +109,7 @@ def multiply(
                 "warp-specialized kernels have experts without biases and with silu(gate) * up",
                 "Give a plan without warp_specialized",
             )
-        _warp_specialized(
-            x, stack, out, plan, x_scale, order, table, gated, gather, bias, out_scale
-        )
+        _warp_specialized(x, stack, out, plan, x_scale, order, gated, gather, bias, out_scale)
         return
     if plan.split_k > 1 and (order is not None or path != "dequant"):
         raise PykernelsError(
@@ -135,7 +129,6 @@ def multiply(
     common: dict[str, Any] = {
         "order": order and order.pairs,
         "starts": order and order.starts,
-        "slots": table,
         "bias": bias,
         "M": M,
         "E": E,
@@ -147,7 +140,6 @@ def multiply(
         "ACT": activation_of(spec),
         "GATHER": gather,
         "HAS_BIAS": bias is not None,
-        "HAS_SLOTS": table is not None,
         "E_PADDED": 0 if order is None else triton.next_power_of_2(E),
         "BLOCK_M": plan.block_m,
         "BLOCK_N": plan.block_n,
@@ -190,7 +182,6 @@ def _warp_specialized(
     plan: GemmPlan,
     x_scale: torch.Tensor | None,
     order: SortedPairs | None,
-    table: torch.Tensor | None,
     gated: bool,
     gather: bool,
     bias: torch.Tensor | None,
@@ -213,7 +204,7 @@ def _warp_specialized(
     if x.shape[0] == 0:
         return
     if x_scale is None and order is not None:
-        multiply_bf16(x, stack, out, order, table, gated=gated, group_m=plan.group_m)
+        multiply_bf16(x, stack, out, order, gated=gated, group_m=plan.group_m)
     elif x_scale is not None and order is None:
         multiply_rows(x, x_scale, stack, out, bias, plan.group_m)
     elif x_scale is not None and order is not None:
@@ -223,7 +214,6 @@ def _warp_specialized(
             stack,
             out,
             order,
-            table,
             gated=gated,
             group_m=plan.group_m,
             out_scale=out_scale,
@@ -236,7 +226,6 @@ def _launch_dequant_experts(
     out: torch.Tensor,
     plan: DequantPlan,
     order: SortedPairs | None,
-    table: torch.Tensor | None,
     gated: bool,
     gather: bool,
     bias: torch.Tensor | None,
@@ -249,7 +238,7 @@ def _launch_dequant_experts(
             "Give a GemmPlan",
         )
     if order.pairs.shape[0]:
-        multiply_dequant_experts(x, stack, out, order, table, plan, gated, gather, bias, spec)
+        multiply_dequant_experts(x, stack, out, order, plan, gated, gather, bias, spec)
 
 
 def supports_dequant(stack: Matrices, device: torch.device) -> bool:
@@ -328,7 +317,6 @@ def multiply_unpacked(
     out: torch.Tensor,
     plan: GemmPlan,
     order: SortedPairs | None,
-    table: torch.Tensor | None,
     gated: bool,
     gather: bool,
     bias: torch.Tensor | None,
@@ -353,17 +341,8 @@ def multiply_unpacked(
     E = order.starts.shape[0] - 1
     for e, count in runs(E, 2 * mats * stack.N * stack.K, limit):
         scratch = _scratch(x, mats * count, stack.N, stack.K)
-        unpacked = unpack(stack, scratch, e, order, table, mats)
-        here, some_bias = None, None
-        if bias is not None:
-            some_bias = bias.view(-1, mats, stack.N)
-            if table is None:
-                some_bias = some_bias[e : e + count]
-            else:
-                some_bias = some_bias.index_select(0, table[e : e + count].clamp(min=0))
-        if table is not None:
-            own = torch.arange(count, dtype=torch.int32, device=x.device)
-            here = torch.where(table[e : e + count] < 0, -1, own)
+        unpacked = unpack(stack, scratch, e, order, mats)
+        some_bias = None if bias is None else bias.view(-1, mats, stack.N)[e : e + count]
         some = replace(order, starts=order.starts[e : e + count + 1])
         multiply(
             x,
@@ -371,7 +350,6 @@ def multiply_unpacked(
             out,
             plan,
             order=some,
-            table=here,
             gated=gated,
             gather=gather,
             bias=some_bias,

@@ -21,13 +21,11 @@ _LINES = 32
 @triton.jit
 def _tile_table(
     starts,
-    slots,
     table,
     E,
     bound,
     BLOCK_M: tl.constexpr,
     E_PADDED: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
     OWN: tl.constexpr,
 ):
     i = tl.program_id(0) * OWN + tl.arange(0, OWN)
@@ -41,11 +39,8 @@ def _tile_table(
     mask = expert < E
     expert = tl.minimum(expert, E - 1)
     local = i - tl.sum(tl.where(before, each[None, :], 0), 1)
-    slot = expert
-    if HAS_SLOTS:
-        slot = tl.load(slots + expert)
     row = table + 4 * i
-    tl.store(row, slot, mask=mask)
+    tl.store(row, expert, mask=mask)
     tl.store(row + 1, tl.load(starts + expert) + local * BLOCK_M, mask=mask)
     tl.store(row + 2, tl.load(starts + expert + 1), mask=mask)
     if tl.program_id(0) == 0:
@@ -53,23 +48,19 @@ def _tile_table(
         tl.store(table + 4 * bound + 1, 0)
 
 
-def tile_table(
-    order: SortedPairs, slots: torch.Tensor | None, block_m: int
-) -> tuple[torch.Tensor, int]:
-    """(int32 [bound + 1, 4], bound): a line (slot, first row, row behind the expert's last, ..) for
+def tile_table(order: SortedPairs, block_m: int) -> tuple[torch.Tensor, int]:
+    """(int32 [bound + 1, 4], bound): a line (expert, first row, row behind its last, ..) for
     each block of rows, in order; the last line holds how many there are, and a 0 to count from."""
     S, E = order.pairs.shape[0], order.starts.shape[0] - 1
     bound = block_bound(S, E, block_m)
     table = torch.empty(bound + 1, 4, dtype=torch.int32, device=order.pairs.device)
     _tile_table[(triton.cdiv(bound, _LINES),)](
         order.starts,
-        slots,
         table,
         E,
         bound,
         BLOCK_M=block_m,
         E_PADDED=triton.next_power_of_2(E),
-        HAS_SLOTS=slots is not None,
         OWN=_LINES,
         num_warps=4,
     )
@@ -139,16 +130,6 @@ def source_rows(row, hi, order, TOPK, GATHER: tl.constexpr):
 
 
 @triton.jit
-def find_slot(expert, slots, K, HAS_SLOTS: tl.constexpr):
-    """(where the expert's matrices lie, inputs to add up): none for an expert without a slot."""
-    slot, inputs = expert, expert * 0 + K
-    if HAS_SLOTS:
-        slot = tl.load(slots + expert)
-        inputs = tl.where(slot < 0, 0, inputs)
-    return slot, inputs
-
-
-@triton.jit
 def load_inputs(tile, inside, EVEN_K: tl.constexpr):
     """A tile of pointers; with EVEN_K no step goes beyond K and nothing is masked."""
     if EVEN_K:
@@ -178,9 +159,9 @@ def swiglu(gate, up, ACT: tl.constexpr):
 
 @triton.jit
 def load_bias(bias, matrix, cols, N):
-    """float32 [cols] of row ``matrix`` of ``bias`` [matrices, N]; zeros where it lies nowhere."""
+    """float32 [cols] of row ``matrix`` of ``bias`` [matrices, N]."""
     at = bias + matrix.to(tl.int64) * N + cols
-    return tl.load(at, mask=(cols < N) & (matrix >= 0), other=0.0).to(tl.float32)
+    return tl.load(at, mask=cols < N, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..common.bf16 import INTERPRETED, dot
 from ..common.dequant import dequantize_pair, e4m3_to_float
-from .tiles import find_slot, load_bias, load_inputs, locate, source_rows, store_rows, swiglu
+from .tiles import load_bias, load_inputs, locate, source_rows, store_rows, swiglu
 
 
 @triton.jit(do_not_specialize=["M", "E", "N_BLOCKS"])
@@ -25,7 +25,6 @@ def gemm_bf16(
     out,
     order,
     starts,
-    slots,
     bias,
     M,
     E,
@@ -37,7 +36,6 @@ def gemm_bf16(
     ACT: tl.constexpr,
     GATHER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
     W_TMA: tl.constexpr,
     X_TMA: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -48,7 +46,7 @@ def gemm_bf16(
     GROUP_M: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out[row] = x[source(row)] @ w[slot].T + bias[slot], gated: ``swiglu`` of gate's and up's.
+    """out[row] = x[source(row)] @ w[expert].T + bias[expert], gated: ``swiglu`` of gate's and up's.
 
     A step's weight tile is [BLOCK_N, BLOCK_K]; gated, its first half are rows of gate, its second
     one the same rows of up, so that one dot makes both and the halves meet in a thread's registers.
@@ -57,7 +55,7 @@ def gemm_bf16(
         x: bfloat16 [.., K], or with X_TMA a descriptor of blocks [BLOCK_M, BLOCK_K] of it.
         w: bfloat16 [matrices, N, K], or a descriptor of blocks [2 or 1, cols, BLOCK_K] of it.
         out: [.., N].
-        order, starts, slots, bias: see ``pykernels.gpu.gemm.grouped``.
+        order, starts, bias: see ``pykernels.gpu.gemm.grouped``.
     """
     MATS: tl.constexpr = 2 if GATED else 1
     COLS: tl.constexpr = BLOCK_N // MATS
@@ -66,7 +64,6 @@ def gemm_bf16(
     )
     if expert >= E:
         return
-    slot, inputs = find_slot(expert, slots, K, HAS_SLOTS)
     row = first + tl.arange(0, BLOCK_M)
     cols = n_block * COLS + tl.arange(0, COLS)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -77,26 +74,26 @@ def gemm_bf16(
     if not W_TMA:
         i = tl.arange(0, BLOCK_N)
         n = tl.minimum(n_block * COLS + i % COLS, N - 1).to(tl.int64)
-        matrix = w + (slot * MATS).to(tl.int64) * N * K
+        matrix = w + (expert * MATS).to(tl.int64) * N * K
         w_tile = matrix + ((i // COLS) * N + n)[None, :] * K + k[:, None]
-    for k0 in tl.range(0, inputs, BLOCK_K, num_stages=STAGES):
+    for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if X_TMA:
             a = x.load([first, k0])
         else:
             a = load_inputs(x_tile + k0, (k0 + k < K)[None, :], EVEN_K)
         if W_TMA:
-            b = w.load([slot * MATS, n_block * COLS, k0]).reshape(BLOCK_N, BLOCK_K).T
+            b = w.load([expert * MATS, n_block * COLS, k0]).reshape(BLOCK_N, BLOCK_K).T
         else:
             b = load_inputs(w_tile + k0, (k0 + k < K)[:, None], EVEN_K)
         acc = dot(a, b, acc)
     if GATED:
         gate, up = acc.reshape(BLOCK_M, 2, COLS).permute(0, 2, 1).split()
         if HAS_BIAS:
-            gate += load_bias(bias, slot * 2, cols, N)[None, :]
-            up += load_bias(bias, slot * 2 + 1, cols, N)[None, :]
+            gate += load_bias(bias, expert * 2, cols, N)[None, :]
+            up += load_bias(bias, expert * 2 + 1, cols, N)[None, :]
         acc = swiglu(gate, up, ACT)
     elif HAS_BIAS:
-        acc += load_bias(bias, slot, cols, N)[None, :]
+        acc += load_bias(bias, expert, cols, N)[None, :]
     store_rows(acc, out, row, hi, cols, N)
 
 
@@ -129,7 +126,6 @@ def gemm_dequant(
     out,
     order,
     starts,
-    slots,
     bias,
     M,
     E,
@@ -143,7 +139,6 @@ def gemm_dequant(
     ACT: tl.constexpr,
     GATHER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     NATIVE: tl.constexpr,
@@ -171,7 +166,6 @@ def gemm_dequant(
     )
     if expert >= E:
         return
-    slot, inputs = find_slot(expert, slots, K, HAS_SLOTS)
     row = first + tl.arange(0, BLOCK_M)
     cols = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = cols < N
@@ -179,13 +173,13 @@ def gemm_dequant(
     acc_up = acc
     source = source_rows(row, hi, order, TOPK, GATHER)
     x_tile = x + source[None, :] * K + tl.arange(0, 32)[:, None]
-    rows, scales = row_pointers(w, w_scale, slot * MATS, cols, N, K, ROW_BYTES, KIND, GROUP)
+    rows, scales = row_pointers(w, w_scale, expert * MATS, cols, N, K, ROW_BYTES, KIND, GROUP)
     if GATED:
         rows_up, scales_up = row_pointers(
-            w, w_scale, slot * MATS + 1, cols, N, K, ROW_BYTES, KIND, GROUP
+            w, w_scale, expert * MATS + 1, cols, N, K, ROW_BYTES, KIND, GROUP
         )
     k_lo = tl.program_id(1) * K_SPLIT
-    for k0 in tl.range(k_lo, tl.minimum(k_lo + K_SPLIT, inputs), BLOCK_K, num_stages=STAGES):
+    for k0 in tl.range(k_lo, tl.minimum(k_lo + K_SPLIT, K), BLOCK_K, num_stages=STAGES):
         for pair in tl.static_range(BLOCK_K // 64):
             k = k0 + pair * 64
             a0, a1 = tl.load(x_tile + k), tl.load(x_tile + (k + 32))
@@ -197,10 +191,10 @@ def gemm_dequant(
                 )
                 acc_up = dot(w1, a1, dot(w0, a0, acc_up))
     if HAS_BIAS:
-        acc += load_bias(bias, slot * MATS, cols, N)[:, None]
+        acc += load_bias(bias, expert * MATS, cols, N)[:, None]
     if GATED:
         if HAS_BIAS:
-            acc_up += load_bias(bias, slot * MATS + 1, cols, N)[:, None]
+            acc_up += load_bias(bias, expert * MATS + 1, cols, N)[:, None]
         acc = swiglu(acc, acc_up, ACT)
     out += tl.program_id(1).to(tl.int64) * M * N
     store_rows(acc.T, out, row, hi, cols, N)
@@ -240,7 +234,6 @@ def gemm_fp8(
     out,
     order,
     starts,
-    slots,
     bias,
     M,
     E,
@@ -252,7 +245,6 @@ def gemm_fp8(
     ACT: tl.constexpr,
     GATHER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
     NATIVE: tl.constexpr,
     W_TMA: tl.constexpr,
     X_TMA: tl.constexpr,
@@ -281,7 +273,6 @@ def gemm_fp8(
     )
     if expert >= E:
         return
-    slot, inputs = find_slot(expert, slots, K, HAS_SLOTS)
     n0 = n_block * BLOCK_N
     row = first + tl.arange(0, BLOCK_M)
     cols = n0 + tl.arange(0, BLOCK_N)
@@ -294,7 +285,7 @@ def gemm_fp8(
     if not X_TMA:
         x_tile = x + source[:, None] * K + k[None, :]
     scale_rows = x_scale + source * groups
-    base = (slot * MATS).to(tl.int64)
+    base = (expert * MATS).to(tl.int64)
     blocks = tl.cdiv(N, 128) * groups
     WIDE: tl.constexpr = BLOCK_N > 128
     own = tl.minimum(cols, N - 1) if WIDE else n0
@@ -303,7 +294,7 @@ def gemm_fp8(
         matrix = w + base * N * K
         up = tl.cast(N, tl.int64) * K
         w_tile = matrix + tl.minimum(cols, N - 1).to(tl.int64)[:, None] * K + k[None, :]
-    for g in tl.range(0, tl.cdiv(inputs, 128), num_stages=STAGES):
+    for g in tl.range(0, tl.cdiv(K, 128), num_stages=STAGES):
         inside = (g * 128 + k < K)[None, :]
         if X_TMA:
             a = x.load([first, g * 128])
@@ -311,20 +302,20 @@ def gemm_fp8(
             a = load_inputs(x_tile + g * 128, inside, EVEN_K)
         s = tl.load(scale_rows + g)
         if W_TMA:
-            b = w.load([slot * MATS, n0, g * 128]).reshape(BLOCK_N, 128)
+            b = w.load([expert * MATS, n0, g * 128]).reshape(BLOCK_N, 128)
         else:
             b = load_inputs(w_tile + g * 128, inside, EVEN_K)
         acc += dot_e4m3(a, b, NATIVE) * _scales(s, scale + g, WIDE)
         if GATED:
             if W_TMA:
-                b = w.load([slot * MATS + 1, n0, g * 128]).reshape(BLOCK_N, 128)
+                b = w.load([expert * MATS + 1, n0, g * 128]).reshape(BLOCK_N, 128)
             else:
                 b = load_inputs(w_tile + (up + g * 128), inside, EVEN_K)
             acc_up += dot_e4m3(a, b, NATIVE) * _scales(s, scale + (blocks + g), WIDE)
     if HAS_BIAS:
-        acc += load_bias(bias, slot * MATS, cols, N)[None, :]
+        acc += load_bias(bias, expert * MATS, cols, N)[None, :]
     if GATED:
         if HAS_BIAS:
-            acc_up += load_bias(bias, slot * MATS + 1, cols, N)[None, :]
+            acc_up += load_bias(bias, expert * MATS + 1, cols, N)[None, :]
         acc = swiglu(acc, acc_up, ACT)
     store_rows(acc, out, row, hi, cols, N)

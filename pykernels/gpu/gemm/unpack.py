@@ -30,7 +30,6 @@ def unpack_kernel(
     w_scale,
     out,
     starts,
-    slots,
     first,
     COUNT,
     N,
@@ -45,7 +44,7 @@ def unpack_kernel(
     INPUTS: tl.constexpr,
 ):
     """out [.., COUNT, K] = the matrices of experts from ``first`` on, or with no ``starts`` rows
-    ``first`` .. of one matrix. Experts without rows or slot are passed over."""
+    ``first`` .. of one matrix. Experts without rows are passed over."""
     i = tl.program_id(1)
     own = tl.program_id(0) // K_BLOCKS * ROWS + tl.arange(0, ROWS)
     k0 = tl.program_id(0) % K_BLOCKS * INPUTS
@@ -54,10 +53,7 @@ def unpack_kernel(
     else:
         expert = first + i // MATS
         wanted = tl.load(starts + expert) < tl.load(starts + expert + 1)
-        slot = expert
-        if slots is not None:
-            slot = tl.load(slots + expert)
-        wanted, matrix, n = wanted & (slot >= 0), slot * MATS + i % MATS, own
+        matrix, n = expert * MATS + i % MATS, own
     if wanted:
         rows, scales = row_pointers(w, w_scale, matrix, n, N, K, ROW_BYTES, KIND, GROUP)
         mask = own < COUNT
@@ -76,7 +72,6 @@ def unpack(
     out: torch.Tensor,
     first: int,
     order: SortedPairs | None = None,
-    table: torch.Tensor | None = None,
     mats: int = 1,
 ) -> Matrices:
     """As many matrices as ``out``, bfloat16 [matrices, rows, K], has room for, from ``first`` on.
@@ -93,7 +88,6 @@ def unpack(
         scale_words(stack),
         out,
         order and order.starts,
-        table,
         first,
         rows,
         stack.N,

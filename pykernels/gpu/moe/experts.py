@@ -1,9 +1,9 @@
-"""A layer's experts on the GPU: stacks of matrices, and the slot in which each expert lies."""
+"""A layer's experts on the GPU: stacks of matrices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -15,46 +15,37 @@ from ..gemm.weights import Matrices, empty_for_gpu, pack_for_gpu, unpack_from_gp
 
 @dataclass(frozen=True)
 class Experts:
-    """A layer's experts on the GPU, or as many of them as its slots hold.
+    """A layer's experts on the GPU, or those of them that lie there (``place_routing``).
 
     Attributes:
         fmt: the format they were quantized in.
-        gate_up: 2 matrices [I, H] a slot: gate of slot s is number 2 s, up number 2 s + 1.
-        down: a matrix [H, I] a slot.
-        slots: contiguous int32 [E]: the slot of each expert, negative if it has none (what it would
-            have contributed is left out); None: expert e is in slot e.
-        spec: what an expert does beside its products.
-        gate_up_bias: float32 [2 slots, I], as the matrices lie, and ``down_bias`` [slots, H], where
+        gate_up: 2 matrices [I, H] an expert: gate of expert e is number 2 e, up number 2 e + 1.
+        down: a matrix [H, I] an expert.
+        spec: what an expert does besides its products.
+        gate_up_bias: float32 [2 E, I], as the matrices lie, and ``down_bias`` [E, H], where
             ``spec`` has biases; else None.
     """
 
     fmt: Format
     gate_up: Matrices
     down: Matrices
-    slots: torch.Tensor | None = None
     spec: ExpertSpec = SWIGLU
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        both, down, slots = self.gate_up, self.down, self.slots
+        both, down = self.gate_up, self.down
         if len(both) != 2 * len(down) or (both.N, both.K) != (down.K, down.N):
             raise PykernelsError(
                 f"{len(both)} matrices [{both.N}, {both.K}] of gate and up beside {len(down)}"
                 f" [{down.N}, {down.K}] of down",
-                "Give two [I, H] and one [H, I] for each slot",
-            )
-        if slots is not None and (
-            slots.dtype != torch.int32 or slots.ndim != 1 or not slots.is_contiguous()
-        ):
-            raise PykernelsError(
-                f"the slot table is {slots.dtype} {tuple(slots.shape)}", "Give contiguous int32 [E]"
+                "Give two [I, H] and one [H, I] for each expert",
             )
         pairs = ((both, self.gate_up_bias), (down, self.down_bias))
         if not all(_fits(bias, stack, self.spec) for stack, bias in pairs):
             raise PykernelsError(
-                f"the biases of {len(down)} experts in slots do not fit {self.spec}",
-                "Give contiguous float32 [2 slots, I] and [slots, H], or none if it has none",
+                f"the biases of {len(down)} experts do not fit {self.spec}",
+                "Give contiguous float32 [2 E, I] and [E, H], or none if it has none",
             )
 
     @property
@@ -64,7 +55,7 @@ class Experts:
 
     @property
     def E(self) -> int:
-        return len(self.down) if self.slots is None else self.slots.shape[0]
+        return len(self.down)
 
     @property
     def H(self) -> int:
@@ -93,62 +84,55 @@ class Experts:
         inner = torch.stack([bias for gate, up, _ in biases for bias in (gate, up)])
         outer = torch.stack([bias for *_, bias in biases])
         given = (part.to(device, torch.float32) for part in (inner, outer))
-        return cls(fmt, *stacks, None, spec, *given)
+        return cls(fmt, *stacks, spec, *given)
 
     @classmethod
     def empty(
         cls,
         fmt: Format,
-        slots: int,
+        E: int,
         H: int,
         I: int,  # noqa: E741
         device: torch.device,
         spec: ExpertSpec = SWIGLU,
     ) -> Experts:
-        """Room for experts, to be copied into slot by slot."""
+        """Memory for E experts, to be copied in one by one."""
         stacks = (
-            empty_for_gpu(fmt, 2 * slots, I, H, device),
-            empty_for_gpu(fmt, slots, H, I, device),
+            empty_for_gpu(fmt, 2 * E, I, H, device),
+            empty_for_gpu(fmt, E, H, I, device),
         )
         if not spec.bias:
             return cls(fmt, *stacks, spec=spec)
         biases = (
             torch.empty(len(each), each.N, dtype=torch.float32, device=device) for each in stacks
         )
-        return cls(fmt, *stacks, None, spec, *biases)
-
-    def with_slots(self, slots: torch.Tensor) -> Experts:
-        """The same matrices under another table of slots."""
-        return replace(self, slots=slots)
+        return cls(fmt, *stacks, spec, *biases)
 
     def holds(self, expert: int) -> bool:
-        """Whether there is such an expert, and it has a slot."""
-        return 0 <= expert < self.E and (self.slots is None or int(self.slots[expert]) >= 0)
+        """Whether there is such an expert."""
+        return 0 <= expert < self.E
 
     def unpack(self, expert: int) -> tuple[Weight, Weight, Weight]:
         """(gate, up, down) of one expert on the CPU, as the twin in ``ref`` reads them.
 
         Raises:
-            PykernelsError: it has no slot, or there is no such expert.
+            PykernelsError: there is no such expert.
         """
-        slot = self._slot(expert)
-        gate, up = (unpack_from_gpu(self.fmt, self.gate_up, 2 * slot + i) for i in range(2))
-        return gate, up, unpack_from_gpu(self.fmt, self.down, slot)
+        self._check(expert)
+        gate, up = (unpack_from_gpu(self.fmt, self.gate_up, 2 * expert + i) for i in range(2))
+        return gate, up, unpack_from_gpu(self.fmt, self.down, expert)
 
     def biases(self, expert: int) -> Biases | None:
         """The biases of one expert on the CPU; None where there are none. Raises as ``unpack``."""
         if self.gate_up_bias is None or self.down_bias is None:
             return None
-        slot = self._slot(expert)
-        gate, up = self.gate_up_bias[2 * slot : 2 * slot + 2].cpu()
-        return Biases(gate, up, self.down_bias[slot].cpu())
+        self._check(expert)
+        gate, up = self.gate_up_bias[2 * expert : 2 * expert + 2].cpu()
+        return Biases(gate, up, self.down_bias[expert].cpu())
 
-    def _slot(self, expert: int) -> int:
+    def _check(self, expert: int) -> None:
         if not self.holds(expert):
-            raise PykernelsError(
-                f"expert {expert} of {self.E} is in no slot", "Ask for those that holds() has"
-            )
-        return expert if self.slots is None else int(self.slots[expert])
+            raise PykernelsError(f"there is no expert {expert}", f"There are {self.E}, from 0 on")
 
 
 def _fits(bias: torch.Tensor | None, stack: Matrices, spec: ExpertSpec) -> bool:

@@ -60,7 +60,7 @@ def unpack_tiles(staging: ExpertTiles, out: Experts, slots: torch.Tensor, first:
     tiles are not, weights are dequantized in float32 and rounded once.
 
     Args:
-        out: its slots are written to; its own slot table is neither read nor written.
+        out: its experts are written over.
         slots: contiguous int32 [count]: to which slot of ``out`` each staged expert goes; those
             outside 0 .. slots - 1 are passed over. No two may be the same.
         first: of experts cut across NUMA nodes (``quant.split``), the first intermediate row of

@@ -197,7 +197,6 @@ def _gate_up(
         plan,
         x_scale=scale,
         order=order,
-        table=experts.slots,
         gated=True,
         gather=not in_order,
         bias=experts.gate_up_bias,
@@ -235,7 +234,6 @@ def _down(
         plan,
         x_scale=h_scale,
         order=order,
-        table=experts.slots,
         bias=experts.down_bias,
     )
 
@@ -259,8 +257,7 @@ def _check(
     scale: torch.Tensor | None = None,
 ) -> None:
     """Raises PykernelsError unless a kernel multiplies these; a scale comes with E4M3 inputs."""
-    table = experts.slots
-    parts = (table, experts.gate_up_bias, experts.down_bias)
+    parts = (experts.gate_up_bias, experts.down_bias)
     given = (part for part in parts if part is not None)
     check_device(x, stack.data, order.pairs, *given)
     dtype = torch.bfloat16 if scale is None else torch.float8_e4m3fn

@@ -187,7 +187,7 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
     stack = gemm_weights.empty_for_gpu(fmt, 1, 32, 64, d)
     pair = gemm_weights.empty_for_gpu(fmt, 2, 32, 64, d)
     x, ids = _zeros(d, 3, 64), torch.tensor([[0, 1], [1, 2], [3, 0]], device=d)
-    order, gapped = permute.sort_pairs(ids, 4), _zeros(d, 8, dtype=torch.int32)[::2]
+    order = permute.sort_pairs(ids, 4)
     eight = fused_moe.Experts.empty(get_format("fp8"), 4, 64, 64, d)
     spec, (logits, weights) = RouterSpec(2), (_zeros(d, 3, n, dtype=FLOAT) for n in (8, 2))
     h, y = _zeros(d, 6, 32), _zeros(d, 6, 64)
@@ -214,7 +214,6 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
         "down, scales of a double": lambda: down(
             y.to(FP8), eight, order, activations="fp8", h_scale=weights[:1].double()
         ),
-        "a slot table with gaps": lambda: experts.with_slots(gapped),
         "up without a gate": lambda: fused_moe.Experts(fmt, experts.down, experts.down),
         "biases that nobody asked for": lambda: replace(experts, down_bias=weights[:4]),
         "no biases": lambda: replace(experts, spec=ExpertSpec(bias=True)),

@@ -73,16 +73,14 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a - b).float().norm() <= 1e-2 * b.float().norm())  # the interpreter truncates
 
 
-def test_one_scale_an_output_and_experts_that_lie_nowhere(device: torch.device) -> None:
+def test_one_scale_an_output(device: torch.device) -> None:
     fmt, shape = get_format("int8-channel"), replace(RAGGED, E=4)
-    weights = [fmt.quantize(torch.randn(shape.I, shape.H)) for _ in range(4)]
-    downs = [fmt.quantize(torch.randn(shape.H, shape.I)) for _ in range(2)]
-    slots = torch.tensor([1, -1, 1, -1], dtype=torch.int32, device=device)
+    weights = [fmt.quantize(torch.randn(shape.I, shape.H)) for _ in range(8)]
+    downs = [fmt.quantize(torch.randn(shape.H, shape.I)) for _ in range(4)]
     stacks = (pack_for_gpu(fmt, matrices).to(device) for matrices in (weights, downs))
-    biases = (torch.randn(4, shape.I).to(device), torch.randn(2, shape.H).to(device))
-    experts = fused_moe.Experts(fmt, *stacks, slots, GPT_OSS, *biases)
+    biases = (torch.randn(8, shape.I).to(device), torch.randn(4, shape.H).to(device))
+    experts = fused_moe.Experts(fmt, *stacks, GPT_OSS, *biases)
     assert experts.gate_up.group == shape.H
-    experts.gate_up.scale[:2] = float("inf")  # slot 0 is nobody's
     ids = skewed_routing(8, shape).ids
     ids[3], ids[5, 1] = -1, shape.E
     order = fused_moe.sort_pairs(ids.to(device), shape.E)
@@ -91,7 +89,6 @@ def test_one_scale_an_output_and_experts_that_lie_nowhere(device: torch.device) 
     fused_moe.gate_up(x, experts, order, plan=FOUR, out=out)
     apart = fused_moe.gate_up(x, experts, order, plan=GemmPlan(16, 32, 64))
     starts = order.starts.tolist()
-    assert out[starts[1] : starts[2]].eq(0).all() and out[starts[3] : starts[4]].eq(0).all()
     assert out[: starts[4]].isfinite().all() and out[starts[4] :].isnan().all()
     assert _close(out[: starts[4]], apart[: starts[4]])
 

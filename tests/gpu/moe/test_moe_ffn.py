@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from pykernels import ref
-from pykernels.errors import PykernelsError
 from pykernels.gpu.moe import fused_moe
 from pykernels.gpu.plans.gemm import GemmPlan
 from pykernels.quant import Biases, Format, get_format
@@ -151,11 +150,9 @@ LIKE_GPT_OSS = [
 def test_biases_and_a_clamped_activation(
     name: str, T: int, activations: str, plan: GemmPlan | None, device: torch.device
 ) -> None:
-    """Of an expert that lies nowhere not even a bias is added."""
     size = 256 if name == "q4_k" else 192
     shape = MoEShape(E=5, H=size, I=size, topk=2, spec=GPT_OSS)
-    table = torch.tensor([2, 0, -1, 1, -1], dtype=torch.int32, device=device)
-    experts = random_experts(replace(shape, E=3), get_format(name), device).with_slots(table)
+    experts = random_experts(shape, get_format(name), device)
     x, routing = 4 * torch.randn(T, shape.H).bfloat16(), skewed_routing(T, shape)
     args = (x, routing.ids, routing.weights, experts)
     given = (*(part.to(device) for part in args[:3]), experts)
@@ -166,21 +163,6 @@ def test_biases_and_a_clamped_activation(
     bare = replace(experts, spec=replace(GPT_OSS, limit=1e9))
     unclamped = ref.moe_ffn(*args[:3], bare, dtype=torch.float64, activations=activations)
     assert relative_error(unclamped, truth) > 0.1  # the limit counts
-
-
-def test_a_slot_table_is_all_that_says_where_experts_lie(device: torch.device) -> None:
-    stacked = random_experts(replace(SMALL, E=3), get_format("int4"), device)
-    table = torch.tensor([2, 0, -1, 1, 2], dtype=torch.int32, device=device)  # 2: lies nowhere
-    experts = stacked.with_slots(table)
-    x = torch.randn(9, SMALL.H).bfloat16()
-    routing = skewed_routing(9, SMALL)
-    there = routing.ids != 2
-    y = fused_moe.moe_ffn(x.to(device), routing.ids.to(device), routing.weights.to(device), experts)
-    weights = torch.where(there, routing.weights, 0.0)
-    truth = ref.moe_ffn(x, routing.ids.where(there, 0), weights, experts, dtype=torch.float64)
-    assert relative_error(y.cpu(), truth) < 8e-3
-    with pytest.raises(PykernelsError, match="expert 2 of 5 is in no slot"):
-        experts.unpack(2)
 
 
 def test_ids_of_no_expert_contribute_nothing(device: torch.device) -> None:

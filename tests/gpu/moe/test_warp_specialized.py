@@ -92,9 +92,8 @@ def test_biases_are_refused(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
-def test_experts_that_lie_nowhere_and_rows_of_no_expert(name: str, device: torch.device) -> None:
-    stacked = random_experts(replace(RAGGED, E=2), get_format(name), device)
-    experts = stacked.with_slots(torch.tensor([1, -1, 0, -1], dtype=torch.int32, device=device))
+def test_rows_of_no_expert(name: str, device: torch.device) -> None:
+    experts = random_experts(RAGGED, get_format(name), device)
     ids = skewed_routing(40, RAGGED).ids
     ids[3], ids[9, 1] = -1, RAGGED.E
     order = fused_moe.sort_pairs(ids.to(device), RAGGED.E)
@@ -104,7 +103,6 @@ def test_experts_that_lie_nowhere_and_rows_of_no_expert(name: str, device: torch
     plan = GemmPlan(64, 64, 128)
     apart = fused_moe.gate_up(x, experts, order, activations=name, plan=plan)
     starts = order.starts.tolist()
-    assert out[starts[1] : starts[2]].eq(0).all() and out[starts[3] : starts[4]].eq(0).all()
     assert out[: starts[4]].isfinite().all() and out[starts[4] :].isnan().all()
     difference = (out - apart)[: starts[4]].float().norm()
     assert difference <= 1e-3 * apart[: starts[4]].float().norm()

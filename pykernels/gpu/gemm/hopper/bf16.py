@@ -65,14 +65,14 @@ def _produce(
     turn = 0
     t = gl.program_id(0)
     while t < blocks * N_BLOCKS:
-        slot, first, hi, n_block = tile_at(tiles, bound, t, blocks, N_BLOCKS, GROUP_M)
+        expert, first, hi, n_block = tile_at(tiles, bound, t, blocks, N_BLOCKS, GROUP_M)
         if GATED:
-            row = slot * 2 * N + n_block * 128
+            row = expert * 2 * N + n_block * 128
             other = row + N
         else:
-            row = slot * N + n_block * 256
+            row = expert * N + n_block * 256
             other = row + 128
-        steps = gl.where(slot < 0, 0, gl.cdiv(K, 64))
+        steps = gl.cdiv(K, 64)
         for k in range(steps):
             i = step % STAGES
             mbarrier.wait(empty.index(i), ((step // STAGES) & 1) ^ 1)
@@ -111,11 +111,11 @@ def _consume(
     blocks = blocks_of(tiles, bound)
     num_tiles = blocks * N_BLOCKS
     t = gl.program_id(0)
-    slot, first, hi, n_block = tile_at(tiles, bound, t, blocks, N_BLOCKS, GROUP_M)
+    expert, first, hi, n_block = tile_at(tiles, bound, t, blocks, N_BLOCKS, GROUP_M)
     step = 0
     turn = 0
     while t < num_tiles:
-        steps = gl.where(slot < 0, 0, gl.cdiv(K, 64))
+        steps = gl.cdiv(K, 64)
         acc = gl.full([64, 256], 0.0, gl.float32, layout=ACC)
         for k in range(steps):
             i = step % STAGES
@@ -130,7 +130,7 @@ def _consume(
         # The next tile's table line comes while this one's results go.
         t = next_taken(tiles, t, nexts, n_full, n_empty, turn)
         turn += 1
-        slot, first, hi, n_block = tile_at(tiles, bound, t, blocks, N_BLOCKS, GROUP_M)
+        expert, first, hi, n_block = tile_at(tiles, bound, t, blocks, N_BLOCKS, GROUP_M)
         if GATED:
             gate, up = acc.reshape([64, 2, 128]).permute((0, 2, 1)).split()
             y = to_bf16(gate / (1 + gl.exp(-gate)) * up)
@@ -259,13 +259,12 @@ def multiply_bf16(
     stack: Matrices,
     out: torch.Tensor,
     order: SortedPairs,
-    table: torch.Tensor | None,
     *,
     gated: bool,
     group_m: int,
 ) -> None:
     """out = x @ w.T of sorted rows x, bfloat16 [S, K]; see ``gemm.grouped.multiply``."""
-    tiles, bound = tile_table(order, table, BLOCK_M)
+    tiles, bound = tile_table(order, BLOCK_M)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     rows = TensorDescriptor.from_tensor(x, [64, 64], layout)
     weights: Any = TensorDescriptor.from_tensor(stack.data.view(-1, stack.K), [128, 64], layout)

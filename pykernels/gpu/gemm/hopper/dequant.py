@@ -202,7 +202,7 @@ def dequant_gemm(
             t += count
     else:
         if tiles is None:
-            slot = 0
+            expert = 0
             m0 = gl.program_id(0) % BLOCKS * COLS
             hi = M
             n0 = gl.program_id(0) // BLOCKS * OUTPUTS
@@ -210,12 +210,12 @@ def dequant_gemm(
             n_blocks = gl.cdiv(N, OUTPUTS)
             block = gl.program_id(0) // n_blocks
             mask = block < gl.load(tiles + 4 * BLOCKS)
-            slot = gl.load(tiles + 4 * block, mask=mask, other=-1)
+            expert = gl.load(tiles + 4 * block, mask=mask, other=-1)
             m0 = gl.load(tiles + 4 * block + 1, mask=mask, other=0)
             hi = gl.load(tiles + 4 * block + 2, mask=mask, other=0)
             n0 = gl.program_id(0) % n_blocks * OUTPUTS
         c0 = gl.program_id(1) * SHARE
-        count = gl.where(slot < 0, 0, gl.minimum(SHARE, STEPS - c0))
+        count = gl.where(expert < 0, 0, gl.minimum(SHARE, STEPS - c0))
         acc = multiply_tile(
             x,
             w,
@@ -224,7 +224,7 @@ def dequant_gemm(
             ws,
             x_ready,
             w_ready,
-            slot,
+            expert,
             m0,
             n0,
             N,
@@ -246,9 +246,9 @@ def dequant_gemm(
         )
         if HAS_BIAS:
             no, up = rows_of(n0, N, ROWS, GATED, ACC)
-            matrix = (gl.maximum(slot, 0) * MATS).to(gl.int64) + up
+            matrix = (gl.maximum(expert, 0) * MATS).to(gl.int64) + up
             own = gl.load(bias + matrix * N + no).to(gl.float32)
-            acc += gl.where(slot < 0, 0.0, own)[:, None]
+            acc += gl.where(expert < 0, 0.0, own)[:, None]
         if GATED:
             gate, up = gl.split(acc.reshape([WARPS, 2, 8, COLS]).permute([0, 2, 3, 1]))
             acc = swiglu(gate, up, ACT).reshape([OUTPUTS, COLS])
@@ -304,7 +304,6 @@ def multiply_dequant_experts(
     stack: Matrices,
     out: torch.Tensor,
     order: SortedPairs,
-    table: torch.Tensor | None,
     plan: DequantPlan,
     gated: bool,
     gather: bool,
@@ -312,7 +311,7 @@ def multiply_dequant_experts(
     spec: ExpertSpec = SWIGLU,
 ) -> None:
     """See ``gemm.grouped.multiply``."""
-    tiles, bound = tile_table(order, table, plan.cols)
+    tiles, bound = tile_table(order, plan.cols)
     inputs = permute_k(x, stack.kind, order if gather else None)
     _launch(inputs, stack, out, None, bias, tiles, bound, gated, plan, spec)
 

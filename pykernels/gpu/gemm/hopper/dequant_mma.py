@@ -147,7 +147,7 @@ def scale_offsets(
     GATED: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Where the scales of a tile's rows begin, in words: int64, slots may be many."""
+    """Where the scales of a tile's rows begin, in words: int64, experts may be many."""
     n, up = rows_of(n0, N, ROWS, GATED, LAYOUT)
     matrix = matrix.to(gl.int64) + up
     if KIND == "fp8":
@@ -177,7 +177,7 @@ def multiply_tile(
     ws,
     x_ready,
     w_ready,
-    slot,
+    expert,
     m0,
     n0,
     N,
@@ -210,7 +210,7 @@ def multiply_tile(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, COLS, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     TILES: gl.constexpr = 2 if KIND == "int8" or KIND == "fp8" else 1  # of words, a step
-    matrix = gl.maximum(slot, 0) * MATS
+    matrix = gl.maximum(expert, 0) * MATS
     row = matrix * N + n0
     i0 = done * 2
     t0 = done * TILES
@@ -282,7 +282,7 @@ def multiply_tile(
     barrier()
     if GROUP == 0:
         own = gl.load(w_scale + scale_offsets(matrix, n0, N, SCALES, KIND, ROWS, GATED, ACC))
-        own = gl.where(slot < 0, 0, own)  # slot 0 may hold nothing yet
+        own = gl.where(expert < 0, 0, own)  # no tile: nothing was multiplied
         acc *= own.to(gl.float32, bitcast=True)[:, None]
     if KIND == "fp8":
         acc *= REST_UP

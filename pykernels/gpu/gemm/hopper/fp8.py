@@ -47,19 +47,19 @@ STAGES = 4
 def work_at(
     tiles, bound, t, blocks, whole, K, N_BLOCKS, GROUP_M: gl.constexpr, SPLIT: gl.constexpr
 ):
-    """(slot, first row, row behind the expert's last, N block, first group, groups) of work ``t``;
+    """(expert, first row, row behind its last, N block, first group, groups) of work ``t``;
     zeros behind all. From tile ``whole`` on SPLIT neighbours share one: each has a part of K."""
     over = gl.maximum(t - whole, 0)
     tile = t - over + over // SPLIT
-    slot, first, hi, n_block = tile_at(tiles, bound, tile, blocks, N_BLOCKS, GROUP_M)
+    expert, first, hi, n_block = tile_at(tiles, bound, tile, blocks, N_BLOCKS, GROUP_M)
     width = gl.cdiv(K, 128)
-    groups = gl.where(slot < 0, 0, width)
+    groups = width
     g0 = 0
     if SPLIT > 1:
         share = gl.cdiv(width, SPLIT)
         g0 = gl.where(t < whole, 0, over % SPLIT * share)
         groups = gl.where(t < whole, groups, gl.minimum(share, width - g0))
-    return slot, first, hi, n_block, g0, groups
+    return expert, first, hi, n_block, g0, groups
 
 
 @gluon.jit
@@ -82,14 +82,14 @@ def _produce(
     turn = 0
     t = gl.program_id(0)
     while t < works:
-        slot, first, hi, n_block, g0, groups = work_at(
+        expert, first, hi, n_block, g0, groups = work_at(
             tiles, bound, t, blocks, whole, K, N_BLOCKS, GROUP_M, SPLIT
         )
         if GATED:
-            row = slot * 2 * N + n_block * 128
+            row = expert * 2 * N + n_block * 128
             other = row + N
         else:
-            row = slot * N + n_block * 256
+            row = expert * N + n_block * 256
             other = row + 128
         for g in range(g0, g0 + groups):
             i = step % STAGES
@@ -151,24 +151,23 @@ def _store_quantized(y, codes, scales, first, hi, n_block, N, ACC: gl.constexpr)
 
 @gluon.jit
 def _scales(
-    x_scale, w_scale, slot, first, hi, n_block, g0, N, width, mask,
+    x_scale, w_scale, expert, first, hi, n_block, g0, N, width, mask,
     GATED: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """Where a tile's scales begin (rows, first weights, second weights), and the first of each."""
     row = gl.minimum(first + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC)), hi - 1)
     count = gl.cdiv(N, 128)
     if GATED:
-        line = slot * 2 * count + n_block
+        line = expert * 2 * count + n_block
         other = line + count
     else:
         n = n_block * 2
-        line = slot * count + n
+        line = expert * count + n
         other = line + gl.where(n + 1 < count, 1, 0)
     at = x_scale + row * width + g0
     at0 = w_scale + line * width + g0
     at1 = w_scale + other * width + g0
     s = gl.load(at, mask=row >= 0, other=0.0)  # behind all tiles hi is 0
-    mask = mask & (slot >= 0)
     return at, at0, at1, s, gl.load(at0, mask=mask, other=0.0), gl.load(at1, mask=mask, other=0.0)
 
 
@@ -186,12 +185,12 @@ def _consume(
     zeros = gl.full([64, 128], 0.0, gl.float32, layout=ACC)
     width = gl.cdiv(K, 128)
     t = gl.program_id(0)
-    slot, first, hi, n_block, g0, groups = work_at(
+    expert, first, hi, n_block, g0, groups = work_at(
         tiles, bound, t, blocks, whole, K, N_BLOCKS, GROUP_M, SPLIT
     )
     first += 64 * PART
     at, at0, at1, s, s0, s1 = _scales(
-        x_scale, w_scale, slot, first, hi, n_block, g0, N, width, t < works, GATED, ACC
+        x_scale, w_scale, expert, first, hi, n_block, g0, N, width, t < works, GATED, ACC
     )
     step = 0
     turn = 0
@@ -230,7 +229,7 @@ def _consume(
         # The next tile's table line, then its scales, come while this one's results go.
         t = next_taken(tiles, t, nexts, n_full, n_empty, turn)
         turn += 1
-        slot, first, hi, n_block, g0, groups = work_at(
+        expert, first, hi, n_block, g0, groups = work_at(
             tiles, bound, t, blocks, whole, K, N_BLOCKS, GROUP_M, SPLIT
         )
         first += 64 * PART
@@ -239,7 +238,7 @@ def _consume(
         else:
             _store_plain(acc0, out, bias, parts, done, upto, n * 2, over, N, PART, 0, SPLIT)
         at, at0, at1, s, s0, s1 = _scales(
-            x_scale, w_scale, slot, first, hi, n_block, g0, N, width, t < works, GATED, ACC
+            x_scale, w_scale, expert, first, hi, n_block, g0, N, width, t < works, GATED, ACC
         )
         if QUANTIZE:
             _store_quantized(acc0, out, out_scale, done, upto, n, N, ACC)
@@ -312,7 +311,6 @@ def multiply_fp8(
     stack: Matrices,
     out: torch.Tensor,
     order: SortedPairs,
-    table: torch.Tensor | None,
     *,
     gated: bool,
     group_m: int,
@@ -324,7 +322,7 @@ def multiply_fp8(
         x: E4M3 [S, K], at a multiple of 16 bytes, as are the weights.
         out_scale: float32 [S, ceil(N / 128)] of a gated product: out [S, N] is E4M3 then.
     """
-    tiles, bound = tile_table(order, table, BLOCK_M)
+    tiles, bound = tile_table(order, BLOCK_M)
     n_blocks = triton.cdiv(stack.N, 128 if gated else 256)
     target = out if out_scale is None else out.view(torch.uint8)
     launch(

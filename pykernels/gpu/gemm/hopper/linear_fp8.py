@@ -73,7 +73,7 @@ def add_tail(
     WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     i = gl.program_id(0)
     blocks = gl.cdiv(M, 128)
-    slot, first, hi, n_block, g0, groups = work_at(
+    expert, first, hi, n_block, g0, groups = work_at(
         None, M, whole + i * SPLIT, blocks, whole, K, N_BLOCKS, GROUP_M, SPLIT
     )
     row = gl.program_id(2) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))

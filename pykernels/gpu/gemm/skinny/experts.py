@@ -43,23 +43,21 @@ def lane_words(stack: Matrices) -> int:
 def locate(
     pid,
     starts,
-    slots,
     M,
     N_BLOCKS,
     E,
     E_PADDED: gl.constexpr,
-    HAS_SLOTS: gl.constexpr,
     TOKENS: gl.constexpr,
     S: gl.constexpr,
 ):
-    """(slot, first row, row behind the expert's last, N block): no rows where there is no work.
+    """(expert, first row, row behind the expert's last, N block): no rows where there is no work.
 
     Block ``b`` of rows is the one at row b's expert, as many blocks behind its first as row b is
     behind its first row: no expert has more blocks than rows, so nothing need be summed up.
     """
     if E_PADDED == 0:  # all rows of a block of the matrix together, which is in L2 then
         blocks = gl.cdiv(M, TOKENS)
-        slot = pid * 0
+        expert = pid * 0
         first = pid % blocks * TOKENS
         hi = pid * 0 + M
         n_block = pid // blocks
@@ -75,10 +73,8 @@ def locate(
         hi = gl.min(gl.where(ends <= b, 2147483647, ends), 0)
         first = lo + (b - lo) * TOKENS
         hi = gl.where(expert < E, hi, first)
-        slot = gl.minimum(expert, E - 1)
-        if HAS_SLOTS:
-            slot = gl.load(slots + slot)
-    return slot, first, hi, n_block
+        expert = gl.minimum(expert, E - 1)
+    return expert, first, hi, n_block
 
 
 @gluon.jit
@@ -110,7 +106,6 @@ def skinny_experts(
     out,
     order,
     starts,
-    slots,
     bias,
     M,
     N,
@@ -125,7 +120,6 @@ def skinny_experts(
     GATED: gl.constexpr,
     ACT: gl.constexpr,
     GATHER: gl.constexpr,
-    HAS_SLOTS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     E_PADDED: gl.constexpr,
     PDL: gl.constexpr,
@@ -168,19 +162,15 @@ def skinny_experts(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    slot, first, hi, n_block = locate(
-        gl.program_id(0), starts, slots, M, N_BLOCKS, E, E_PADDED, HAS_SLOTS, TOKENS, S
+    expert, first, hi, n_block = locate(
+        gl.program_id(0), starts, M, N_BLOCKS, E, E_PADDED, TOKENS, S
     )
     if first >= hi:
         return
-    inputs_left, own_slot = K, slot
-    if HAS_SLOTS:
-        inputs_left = gl.where(slot < 0, 0, K)
-        slot = gl.maximum(slot, 0)
     WORDS = QUADS * 4
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(0, gl.SliceLayout(2, LW)))
     n = gl.minimum(n_block * OWN + r % OWN, N - 1)
-    line = (slot * MATS + r // OWN).to(gl.int64) * N + n
+    line = (expert * MATS + r // OWN).to(gl.int64) * N + n
     s = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, LW))) * CHUNKS
     i = gl.arange(0, CW, layout=gl.SliceLayout(0, gl.SliceLayout(1, LW)))
     at_w = s[:, None, None] * CHUNK_WORDS + i[None, None, :]
@@ -206,7 +196,7 @@ def skinny_experts(
         ss = gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
         seg = gl.arange(0, 1, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))[None, None, :]
     ns = gl.minimum(n_block * OWN + rs % OWN, N - 1)
-    matrix = (slot * MATS + rs // OWN).to(gl.int64)
+    matrix = (expert * MATS + rs // OWN).to(gl.int64)
     mine = (ss * CHUNKS)[:, None, None]
     halves = w_halves
     scales = w_scale
@@ -252,7 +242,7 @@ def skinny_experts(
     one = gl.full([S, ROWS, 16 * LANE], 0x3F80, gl.int16, layout=A).to(gl.bfloat16, bitcast=True)
     PARTS: gl.constexpr = CHUNKS * HALVES
     inputs = load_inputs(xs, at_x, own, K, 0, PARTS, HALVES, KC, HALF)
-    for step in range(0, gl.cdiv(inputs_left, STEP * KC)):
+    for step in range(0, gl.cdiv(K, STEP * KC)):
         now = step * STEP
         words_now = words
         scale_now = scale
@@ -317,28 +307,25 @@ def skinny_experts(
     v = gl.convert_layout(v, OUTS)
     no = n_block * OWN + gl.arange(0, OWN, layout=gl.SliceLayout(1, OUT))
     mo = first + gl.arange(0, TOKENS, layout=gl.SliceLayout(0, OUT))
-    scaled = no < N
-    if HAS_SLOTS:  # slot 0 may hold nothing yet
-        scaled = scaled & (inputs_left > 0)
     if GATED:
         gate, up = gl.split(v)
         gate = gl.convert_layout(gate, OUT)
         up = gl.convert_layout(up, OUT)
         if GROUP == 0 and not SCALED:
-            at = w_scale + (slot * 2).to(gl.int64) * N + no
-            gate *= gl.load(at, mask=scaled, other=0).to(gl.float32, bitcast=True)[:, None]
-            up *= gl.load(at + N, mask=scaled, other=0).to(gl.float32, bitcast=True)[:, None]
+            at = w_scale + (expert * 2).to(gl.int64) * N + no
+            gate *= gl.load(at, mask=no < N, other=0).to(gl.float32, bitcast=True)[:, None]
+            up *= gl.load(at + N, mask=no < N, other=0).to(gl.float32, bitcast=True)[:, None]
         if HAS_BIAS:
-            gate += load_bias(bias, own_slot * 2, no, N)[:, None]
-            up += load_bias(bias, own_slot * 2 + 1, no, N)[:, None]
+            gate += load_bias(bias, expert * 2, no, N)[:, None]
+            up += load_bias(bias, expert * 2 + 1, no, N)[:, None]
         v = swiglu(gate, up, ACT)
     else:
         v = gl.convert_layout(v.reshape([OWN, TOKENS]), OUT)
         if GROUP == 0 and not SCALED:
-            at = w_scale + slot.to(gl.int64) * N + no
-            v *= gl.load(at, mask=scaled, other=0).to(gl.float32, bitcast=True)[:, None]
+            at = w_scale + expert.to(gl.int64) * N + no
+            v *= gl.load(at, mask=no < N, other=0).to(gl.float32, bitcast=True)[:, None]
         if HAS_BIAS:
-            v += load_bias(bias, own_slot, no, N)[:, None]
+            v += load_bias(bias, expert, no, N)[:, None]
     to = out + mo.to(gl.int64)[None, :] * N + no[:, None]
     gl.store(to, v.to(gl.bfloat16), mask=(no < N)[:, None] & (mo < hi)[None, :])
 
@@ -350,7 +337,6 @@ def multiply_skinny_experts(
     plan: SkinnyExpertsPlan,
     *,
     order: SortedPairs | None = None,
-    table: torch.Tensor | None = None,
     gated: bool = False,
     gather: bool = False,
     bias: torch.Tensor | None = None,
@@ -377,7 +363,6 @@ def multiply_skinny_experts(
         out,
         order and order.pairs,
         order and order.starts,
-        table,
         bias,
         x.shape[0],
         stack.N,
@@ -392,7 +377,6 @@ def multiply_skinny_experts(
         GATED=gated,
         ACT=activation_of(spec),
         GATHER=gather,
-        HAS_SLOTS=table is not None,
         HAS_BIAS=bias is not None,
         E_PADDED=0 if order is None else triton.next_power_of_2(E),
         PDL=pdl,

@@ -34,18 +34,23 @@ def byte_order(block, f, inside):
 
 @triton.jit
 def low_bits(block, f, r, inside, BITS: tl.constexpr):
-    """Bits 0 .. 3 of fours [F, 32], a byte each; codes have ``BITS``, 4 to 6."""
-    TILE: tl.constexpr = 128 + 32 * (BITS - 4)
-    at = (f // 16 * (2 * TILE) + f % 16 // 2 * 16) + (r // 16 * TILE + r % 16)
-    return (tl.load(block + at, mask=inside, other=0) >> (f % 2 * 4)) & 0x0F0F0F0F
+    """The bits of fours [F, 32] that share bytes with other fours', a byte each: 0 .. 3 of codes of
+    4 to 6 bits (``BITS``), 0 and 1 of those of 2 or 3."""
+    LOW: tl.constexpr = 4 if BITS >= 4 else 2
+    EACH: tl.constexpr = 8 // LOW
+    TILE: tl.constexpr = 32 * LOW + 32 * (BITS - LOW)
+    MASK: tl.constexpr = 0x0F0F0F0F if BITS >= 4 else 0x03030303
+    at = (f // 16 * (2 * TILE) + f % 16 // EACH * 16) + (r // 16 * TILE + r % 16)
+    return (tl.load(block + at, mask=inside, other=0) >> (f % EACH * LOW)) & MASK
 
 
 @triton.jit
 def high_bits(block, f, r, inside, BITS: tl.constexpr):
-    """Bits 4 and 5 of fours [F, 32], as bits 0 and 1 of a byte each."""
-    TILE: tl.constexpr = 512 + 128 * (BITS - 4)
-    masks = block.to(tl.pointer_type(tl.uint8)) + 512
-    at = (f // 16 * (2 * TILE) + f % 16 * (8 * (BITS - 4))) + (r // 16 * TILE + r % 16 // 2)
+    """The other bits of fours [F, 32], as bits 0 and 1 of a byte each."""
+    LOW: tl.constexpr = 4 if BITS >= 4 else 2
+    TILE: tl.constexpr = 128 * BITS
+    masks = block.to(tl.pointer_type(tl.uint8)) + 128 * LOW
+    at = (f // 16 * (2 * TILE) + f % 16 * (8 * (BITS - LOW))) + (r // 16 * TILE + r % 16 // 2)
     found = _spread(tl.load(masks + at, mask=inside, other=0), r)
     if BITS == 6:
         found |= _spread(tl.load(masks + (at + 8), mask=inside, other=0), r) << 1
@@ -66,9 +71,9 @@ def fours(block, f, r, inside, KIND: tl.constexpr, BITS: tl.constexpr):
         found = byte_order(block, f, inside)
     elif BITS == 8:
         found = words(block, f, r, inside)
-    elif BITS == 4:
-        found = low_bits(block, f, r, inside, 4)
+    elif BITS == 4 or BITS == 2:
+        found = low_bits(block, f, r, inside, BITS)
     else:
-        high = high_bits(block, f, r, inside, BITS) << 4
+        high = high_bits(block, f, r, inside, BITS) << (4 if BITS > 4 else 2)
         found = low_bits(block, f, r, inside, BITS) | high
     return found

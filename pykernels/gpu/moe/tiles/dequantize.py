@@ -95,7 +95,7 @@ def _weight(code, scale, low, KIND: tl.constexpr):
         value = ((code << 24) >> 24).to(tl.float32) * scale
     elif KIND == "int4" or KIND == "q4_0":
         value = ((code ^ 8) - 8).to(tl.float32) * scale
-    elif KIND == "iq4_nl":
+    elif KIND == "iq4_nl" or KIND == "iq4_xs":
         first = tl.where(code < 4, _IQ4_NL_0, _IQ4_NL_4)
         word = tl.where(code < 8, first, tl.where(code < 12, _IQ4_NL_8, _IQ4_NL_12))
         value = ((word << (24 - code % 4 * 8)) >> 24).to(tl.float32) * scale
@@ -103,6 +103,8 @@ def _weight(code, scale, low, KIND: tl.constexpr):
         value = (code - 16).to(tl.float32) * scale
     elif KIND == "q6_k":
         value = (code - 32).to(tl.float32) * scale
+    elif KIND == "q3_k":
+        value = (code - 4).to(tl.float32) * scale
     elif KIND == "int4-zp":
         value = (code.to(tl.float32) - low) * scale
     else:
@@ -135,11 +137,11 @@ def _scale(
         if HALVES == 2:
             low = _half(scales + (block + r + 64), inside)
         small = scales + (block + 64 * HALVES)
-        if KIND == "q6_k":
-            step = tl.load(small + k % 256 // 16 * 32, mask=inside, other=0)
+        if SMALL > 0 and HALVES == 1:  # signed
+            step = tl.load(small + k % 256 // (256 // SMALL) * 32, mask=inside, other=0)
             scale *= step.to(tl.int8, bitcast=True).to(tl.float32)
         elif SMALL > 0:
-            own = small + k % 256 // 32 * 64
+            own = small + k % 256 // (512 // SMALL) * 64
             scale *= tl.load(own, mask=inside, other=0).to(tl.float32)
             low *= tl.load(own + 32, mask=inside, other=0).to(tl.float32)
     elif GROUP == 0:

@@ -80,6 +80,12 @@ def blocks_of_32(name: str) -> Type:
     return next((kind for part, kind in kinds.items() if part in name), Type.Q8_0)
 
 
+def low_bits(name: str) -> Type:
+    """As files of about 3 bits a weight mix their types."""
+    kinds = {"down_exps": Type.Q3_K, "exps": Type.Q2_K, "attn": Type.IQ4_XS}
+    return next((kind for part, kind in kinds.items() if part in name), Type.Q6_K)
+
+
 def gpt_oss(name: str) -> Type:
     return Type.MXFP4 if "exps" in name else Type.Q8_0
 
@@ -202,7 +208,7 @@ def _turned_back(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 def _quantized(tensor: torch.Tensor, kind: Type) -> Any:
     """By the package, or in the K-quants that it only dequantizes by ours."""
-    if not kind.name.endswith("_K"):
+    if not kind.name.endswith(("_K", "_XS")):
         return gguf.quants.quantize(tensor.float().numpy(), kind)
     matrix = tensor.float().flatten(0, -2).contiguous()
     rows = get_format(kind.name.lower()).quantize(matrix).data
