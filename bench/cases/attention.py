@@ -18,10 +18,10 @@ from pykernels.gpu.attention.mla_decode import mla_decode
 from pykernels.gpu.attention.mla_prefill import mla_prefill
 from pykernels.shapes import Ragged
 
-from . import attention_flashinfer as flashinfer
 from . import truth
 from .attention_size import Size
-from .attention_torch import gqa_decode_peers, lazily, mla_decode_peers, prefill_peers
+from .peers import attention_flashinfer as flashinfer
+from .peers.attention_torch import gqa_decode_peers, lazily, mla_decode_peers, prefill_peers
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 PAGE = 64

@@ -20,7 +20,7 @@ from pykernels.shapes import RouterSpec
 from pykernels.testing import relative_error
 
 from . import truth
-from .router_torch import torch_router, torch_sort
+from .peers.router_torch import torch_router, torch_sort
 
 V3 = RouterSpec(8, "sigmoid", True, groups=8, group_topk=4, group_score="top2", scale=2.5)
 V2 = RouterSpec(6, "softmax", False, groups=8, group_topk=3, scale=16.0)

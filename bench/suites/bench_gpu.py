@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,43 +20,19 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 from bench.cases import truth  # noqa: E402
 from bench.cases.gpu_run import check_flags, module_of  # noqa: E402
 from bench.gpu import flags  # noqa: E402
-from bench.handshake import HOPS, Hops  # noqa: E402
 from bench.harness.case import Case, Entry  # noqa: E402
-from bench.harness.machine import check_gpu  # noqa: E402
 from bench.harness.roofs import measure_roofs  # noqa: E402
 from bench.harness.rows import figures  # noqa: E402
 from bench.harness.timer import make_timer  # noqa: E402
 from bench.harness.turns import Times  # noqa: E402
+from bench.suites import gpu  # noqa: E402
 from pykernels.errors import PykernelsError  # noqa: E402
-from pykernels.gpu.common import stream_memory  # noqa: E402
 
 OPS = {"attention": "attention", "experts": "moe", "linear": "linear", "router": "router"}
 """The names of ``bench_gpu_NAME`` and of ``--shape``, and those of the files in ``bench/cases``."""
-HIDDEN, TOPK = 7168, 8
-"""Of the handshake, as ``python -m bench.handshake`` has them."""
 
 
-@dataclass
-class Clock:
-    """pytest-benchmark's timer: it stands still but for the seconds that somebody else measured."""
-
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def tell(self, benchmark: Any, seconds: list[float]) -> None:
-        """A round for each of these."""
-        left = iter(seconds)
-
-        def turn() -> None:
-            self.now += next(left)
-
-        benchmark.pedantic(turn, rounds=len(seconds))
-
-
-CLOCK = Clock()
-pytestmark = pytest.mark.benchmark(timer=CLOCK)
+pytestmark = pytest.mark.benchmark(timer=gpu.CLOCK)
 
 
 def entries(name: str, config: pytest.Config) -> list[Entry]:
@@ -89,18 +64,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("entry", found, ids=[entry.name for entry in found])
 
 
-@pytest.fixture(scope="module")
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Of ``--device``; "cpu", in Triton's interpreter, is for trying a case of one's own."""
-    name = request.config.getoption("device")
-    if name == "cpu":
-        return torch.device("cpu")
-    try:
-        return check_gpu(name)
-    except PykernelsError as error:
-        pytest.skip(f"no Triton kernel is timed: {error}")
-
-
 @pytest.fixture
 def seconds(request: pytest.FixtureRequest, device: torch.device) -> Iterator[float]:
     """How long a case is timed. Then its memory is free: a capture cannot ask for it."""
@@ -120,13 +83,13 @@ def timed(benchmark: Any, entry: Entry, device: torch.device, seconds: float) ->
     error = checked(case)
     ready = make_timer(device).prepare(case.run, case.sets, seconds)
     took = [ready() for _ in range(ready.rounds)]
-    CLOCK.tell(benchmark, took)
+    gpu.CLOCK.tell(benchmark, took)
     roofs = measure_roofs(device)
     times = Times([[(0, each) for each in took]])
     compute = roofs.compute(case.compute)
     row = figures(times, [case.nbytes], case.flops, roofs.read_gbps, compute, case.compute)
     benchmark.extra_info.update(
-        gpu=_name(device),
+        gpu=gpu.name(device),
         gbps=row["gbps"],
         roof_gbps=row["read_roof_gbps"],
         tflops=row["tflops"],
@@ -147,10 +110,6 @@ def checked(case: Case) -> float:
     return error
 
 
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the interpreter"
-
-
 def bench_gpu_attention(benchmark: Any, entry: Entry, device: torch.device, seconds: float) -> None:
     """Decode over paged caches, and prompts: GQA and MLA."""
     timed(benchmark, entry, device, seconds)
@@ -169,17 +128,3 @@ def bench_gpu_linear(benchmark: Any, entry: Entry, device: torch.device, seconds
 def bench_gpu_router(benchmark: Any, entry: Entry, device: torch.device, seconds: float) -> None:
     """Gate, choice, sort and the rows' way to the experts and back."""
     timed(benchmark, entry, device, seconds)
-
-
-@pytest.mark.parametrize("hop", HOPS.values(), ids=[name.replace(", ", "+") for name in HOPS])
-def bench_gpu_handshake(benchmark: Any, hop: Any, device: torch.device) -> None:
-    """A layer's rows to the CPU and its sums back, without experts: one of 60 hops of a graph."""
-    reason = "a hop needs a GPU" if device.type == "cpu" else stream_memory.supports()
-    if reason:
-        pytest.skip(reason)
-    layer = hop.layer(HIDDEN, TOPK)
-    error = layer.error()
-    assert error < truth.MOST, f"it is wrong: relative error {error:.2g} beside pykernels.ref"
-    hops = Hops(60, 100)
-    CLOCK.tell(benchmark, hops.time(hop.body(hops, layer), hop.asks))
-    benchmark.extra_info.update(gpu=_name(device), error=error)

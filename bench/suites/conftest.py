@@ -8,10 +8,13 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: idle threads must not spin
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 from rich.text import Text  # noqa: E402
 
+from bench.harness.machine import check_gpu  # noqa: E402
+from pykernels.errors import PykernelsError  # noqa: E402
 from pykernels.registry import names  # noqa: E402
 from pykernels.target import detect  # noqa: E402
 
@@ -66,6 +69,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kernel" in metafunc.fixturenames:
         kernels = metafunc.config.getoption("kernel").split(",")
         metafunc.parametrize("kernel", kernels, scope="module")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Of ``--device``; "cpu", in Triton's interpreter, is for trying a case of one's own."""
+    name = request.config.getoption("device")
+    if name == "cpu":
+        return torch.device("cpu")
+    try:
+        return check_gpu(name)
+    except PykernelsError as error:
+        pytest.skip(f"no Triton kernel is timed: {error}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
