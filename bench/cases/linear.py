@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
 
-from bench.harness.case import Case, built, rotating, sets_for
+from bench.harness.case import Case, Entry, rotating, sets_for
 from pykernels.gpu.gemm.linear import linear
 from pykernels.gpu.gemm.weights import Matrices
 
+from . import truth
 from .weights import activations_for, random_stack
 
 SHAPES = ((7168, 7168), (18432, 7168), (7168, 18432))
@@ -70,6 +72,7 @@ def case(
         peers,
         len(sets),
         compute="fp8" if activations == "fp8" else "bf16",
+        error=lambda: truth.linear_error(run(*sets[0]), *sets[0], format, activations),
     )
 
 
@@ -78,14 +81,24 @@ def _more(nbytes: int, device: torch.device) -> int:
 
 
 def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:
+    """The table's rows."""
+    return (entry.case(device) for entry in table(quick))
+
+
+def table(quick: bool = False) -> Iterator[Entry]:
     """One row in every format; more rows in the formats that serve."""
     few = ("int4-g128", "int8-channel")
     for format in few:
         for N, K in SHAPES[1:2] if quick else SHAPES:
-            yield built("linear", case, device, format, 1, K, N)
+            yield _entry(format, 1, K, N)
     N, K = SHAPES[1]
     for format in () if quick else ("int4", "int8", "fp8", "q4_k", "q6_k"):
-        yield built("linear", case, device, format, 1, K, N)
+        yield _entry(format, 1, K, N)
     for format in few[:1] if quick else (*few, "fp8", "q4_k"):
         for M in (16, 2048) if quick else (4, 16, 64, 256, 2048):
-            yield built("linear", case, device, format, M, K, N)
+            yield _entry(format, M, K, N)
+
+
+def _entry(format: str, M: int, K: int, N: int) -> Entry:
+    make = functools.partial(case, format=format, tokens=M, inputs=K, outputs=N)
+    return Entry("linear", f"{format}-T{M}-{K}x{N}", make)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from bench.harness.case import Case, going_on
+from bench.harness.case import Case, Entry
 from pykernels.errors import PykernelsError
 from pykernels.gpu.moe.fused_moe import Experts, down, gate_up, gate_up_quantized, moe_ffn
 from pykernels.gpu.moe.permute import sort_pairs
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.shapes import SortedPairs
 
+from . import truth
 from .weights import activations_for, random_experts
 
 H, INTER, E, TOPK = 7168, 2048, 256, 8
@@ -67,15 +69,17 @@ def layer_case(
     if format == "bf16":
         order = sort_pairs(ids, experts.E)
         peers["torch_grouped_mm"] = functools.partial(_peer(experts, order, weights), x)
+    run = functools.partial(moe_ffn, x, ids, weights, experts, activations=activations)
     return Case(
         "moe",
         "experts",
         _params(experts, format, T, topk, routing, activations),
-        functools.partial(moe_ffn, x, ids, weights, experts, activations=activations),
+        run,
         nbytes,
         6 * T * topk * experts.H * experts.I,
         peers,
         compute="fp8" if activations == "fp8" else "bf16",
+        error=lambda: truth.experts_error(run(), x, ids, weights, experts, activations),
     )
 
 
@@ -93,13 +97,14 @@ def product_cases(
     peers: dict[str, Callable[[], object]] = {}
     if format == "bf16":
         peers = _gate_up_peers(x, experts, order)
-    run: Callable[[], object] = functools.partial(gate_up, x, experts, order)
+    run: Callable[[], Any] = functools.partial(gate_up, x, experts, order)
     nbytes = 2 * len(experts.down) * experts.gate_up.nbytes + 2 * (x.numel() + S * experts.I)
     if activations == "fp8":
         run = functools.partial(gate_up_quantized, x, experts, order)
         nbytes -= S * experts.I - S * experts.I // 32  # codes and scales, not bf16
     flops = 4 * S * experts.H * experts.I
-    yield Case("moe", "gate_up", params, run, nbytes, flops, peers, compute=compute)
+    error = functools.partial(truth.gate_up_error, run, x, experts, order, activations)
+    yield Case("moe", "gate_up", params, run, nbytes, flops, peers, compute=compute, error=error)
 
     peers, scale, h = {}, None, torch.randn(S, experts.I, device=device).bfloat16()
     if format == "bf16":
@@ -111,11 +116,13 @@ def product_cases(
         nbytes -= h.numel() - h.numel() // 32
     y = torch.empty(S, experts.H, dtype=torch.bfloat16, device=device)
     run = functools.partial(down, h, experts, order, activations=activations, out=y, h_scale=scale)
-    yield Case("moe", "down", params, run, nbytes, flops // 2, peers, compute=compute)
+    error = functools.partial(truth.down_error, run, h, scale, experts, order)
+    yield Case("moe", "down", params, run, nbytes, flops // 2, peers, compute=compute, error=error)
     if activations == "fp8":
         nbytes = 2 * x.numel() + S * experts.H + S * experts.H // 32
         run = functools.partial(quantize_fp8, x, order)
-        yield Case("moe", "quantize_fp8 sorted", params, run, nbytes, 0)
+        error = functools.partial(truth.quantize_error, run, x, order)
+        yield Case("moe", "quantize_fp8 sorted", params, run, nbytes, 0, error=error)
 
 
 def _gate_up_peers(
@@ -149,35 +156,45 @@ def _params(
 
 
 def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:
+    """The table's rows."""
+    return (entry.case(device) for entry in table(quick))
+
+
+def table(quick: bool = False) -> Iterator[Entry]:
     """bf16 and fp8 at 64 to 512 rows an expert; the others at one token, and with many."""
     for format in ("bf16", "fp8"):
-        of_all = _many_cases(format, device, quick)
-        yield from going_on("moe", f"{E} experts in {format}", of_all)
+        for each in (128, 512) if quick else (64, 128, 256, 512):
+            T = each * E // TOPK
+            yield _layer(format, E, T)
+            if each in (128, 512):
+                yield from _products(format, T)
+        if not quick:
+            yield _layer(format, E, 256 * E // TOPK, "zipf")
+        yield _layer(format, E, 1)
     served = {"int4-g128": (1, 8, 512, 2048), "int8": (1, 2048), "q4_k": (1, 512, 2048)}
     few = {"int4-g128": (1, 512)}
     for format, tokens in (few if quick else {**served, "q6_k": (1, 2048)}).items():
-        of_some = _served_cases(format, tokens, device)
-        yield from going_on("moe", f"{_SERVED} experts in {format}", of_some)
+        for T in tokens:
+            yield _layer(format, _SERVED, T)
 
 
-def _many_cases(format: str, device: torch.device, quick: bool) -> Iterator[Case]:
-    experts = random_experts(format, E, H, INTER, device)
-    for each in (128, 512) if quick else (64, 128, 256, 512):
-        T = each * E // TOPK
-        how = activations_for(format, each, "auto")
-        yield layer_case(experts, format, T, TOPK, "balanced", how)
-        if each in (128, 512):
-            yield from product_cases(experts, format, T, TOPK, how)
-    if not quick:
-        how = activations_for(format, 256, "auto")
-        yield layer_case(experts, format, 256 * E // TOPK, TOPK, "zipf", how)
-    yield layer_case(experts, format, 1, TOPK, "balanced", "bf16")
+def _layer(format: str, experts: int, T: int, routing: str = "balanced") -> Entry:
+    name = f"experts-{format}-T{T}" + (f"-{routing}" if routing != "balanced" else "")
+    make = functools.partial(case, format=format, tokens=T, experts=experts, routing=routing)
+    return Entry("moe", name, make)
 
 
-def _served_cases(format: str, tokens: Sequence[int], device: torch.device) -> Iterator[Case]:
-    experts = random_experts(format, _SERVED, H, INTER, device)
-    for T in tokens:
-        yield layer_case(experts, format, T, TOPK, "balanced", "bf16")
+def _products(format: str, T: int) -> Iterator[Entry]:
+    how = activations_for(format, T * TOPK / E, "auto")
+
+    def make(part: str, device: torch.device) -> Case:
+        experts = random_experts(format, E, H, INTER, device)
+        parts = product_cases(experts, format, T, TOPK, how)
+        return next(case for case in parts if case.name == part)
+
+    for part in ("gate_up", "down", *(["quantize_fp8 sorted"] if how == "fp8" else [])):
+        name = f"{part.replace(' ', '-')}-{format}-T{T}"
+        yield Entry("moe", name, functools.partial(make, part))
 
 
 def case(

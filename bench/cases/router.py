@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
-from bench.harness.case import Case, built, rotating, sets_for
+from bench.harness.case import Case, Entry, rotating, sets_for
 from pykernels.errors import PykernelsError
 from pykernels.gpu.moe.permute import permute, sort_pairs, unpermute
 from pykernels.gpu.moe.router import route, router
 from pykernels.gpu.moe.router_logits import router_logits
+from pykernels.ref import permute as permuted
+from pykernels.ref import router_logits as logits_of
+from pykernels.ref import unpermute as unpermuted
 from pykernels.shapes import RouterSpec
+from pykernels.testing import relative_error
+
+from . import truth
+from .peers.router_torch import torch_router, torch_sort
 
 V3 = RouterSpec(8, "sigmoid", True, groups=8, group_topk=4, group_score="top2", scale=2.5)
 V2 = RouterSpec(6, "softmax", False, groups=8, group_topk=3, scale=16.0)
@@ -22,35 +31,6 @@ KINDS: dict[str, Callable[[int], RouterSpec]] = {
     "sigmoid": lambda topk: RouterSpec(topk, "sigmoid"),
 }
 """``--kind`` of the command line."""
-
-
-def _torch_router(
-    logits: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What transformers' modules do, in as few torch calls."""
-    (T, E), G = logits.shape, spec.groups
-    scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
-    choice = scores if bias is None else scores + bias
-    if G > 1:
-        grouped = choice.view(T, G, E // G)
-        best = grouped.topk(2 if spec.group_score == "top2" else 1, -1)[0].sum(-1)
-        taken = best.topk(spec.group_topk, -1, sorted=False)[1]
-        mask = torch.zeros_like(best, dtype=torch.bool).scatter_(1, taken, True)
-        choice = grouped.masked_fill(~mask.unsqueeze(-1), -torch.inf).view(T, E)
-    ids = choice.topk(spec.topk, -1, sorted=False)[1]
-    weights = scores.gather(1, ids)
-    if spec.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids, weights * spec.scale
-
-
-def _torch_sort(ids: torch.Tensor, E: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Slots, starts and positions; without bincount, which waits for the device."""
-    flat, slots = ids.flatten().sort(stable=True)
-    starts = torch.searchsorted(flat, torch.arange(E + 1, device=ids.device))
-    positions = torch.empty_like(slots)
-    positions[slots] = torch.arange(len(slots), device=ids.device)
-    return slots, starts, positions
 
 
 def _logits(T: int, E: int, sets: int, device: torch.device) -> list[torch.Tensor]:
@@ -78,10 +58,13 @@ def route_case(
     out = route(inputs[0][0], spec, bias, inputs[0][1])
 
     def peer(logits: torch.Tensor, x: torch.Tensor | None) -> object:
-        ids, weights = _torch_router(logits, spec, bias)
-        slots, starts, positions = _torch_sort(ids, E)
+        ids, weights = torch_router(logits, spec, bias)
+        slots, starts, positions = torch_sort(ids, E)
         gathered = None if x is None else x[slots // spec.topk]
         return ids, weights, slots, starts, positions, gathered
+
+    def ours(logits: torch.Tensor, x: torch.Tensor | None) -> Any:
+        return route(logits, spec, bias, x, out)
 
     return Case(
         "router",
@@ -94,11 +77,12 @@ def route_case(
             "groups": spec.groups,
             **({"hidden": H} if rows else {}),
         },
-        rotating(lambda logits, x: route(logits, spec, bias, x, out), inputs),
+        rotating(ours, inputs),
         nbytes,
         0,
         {"torch": rotating(peer, inputs)},
         sets,
+        error=lambda: truth.route_error(ours(*inputs[0]), inputs[0][0], spec, bias, inputs[0][1]),
     )
 
 
@@ -123,6 +107,7 @@ def gate_case(T: int, E: int, H: int, gate_dtype: torch.dtype, device: torch.dev
         2 * T * E * H,
         {"torch float32": rotating(lambda x, w: x.float() @ w.float().T, inputs)},
         sets,
+        error=lambda: relative_error(router_logits(*inputs[0]), logits_of(*inputs[0])),
     )
 
 
@@ -144,12 +129,12 @@ def step_case(T: int, E: int, H: int, spec: RouterSpec, device: torch.device) ->
         for _ in range(sets)
     ]
 
-    def ours(x: torch.Tensor, gate: torch.Tensor) -> object:
+    def ours(x: torch.Tensor, gate: torch.Tensor) -> Any:
         return route(router_logits(x, gate), spec, bias, x if few else None)
 
     def peer(x: torch.Tensor, gate: torch.Tensor) -> object:
-        ids, weights = _torch_router(x.float() @ gate.T, spec, bias)
-        slots, starts, positions = _torch_sort(ids, E)
+        ids, weights = torch_router(x.float() @ gate.T, spec, bias)
+        slots, starts, positions = torch_sort(ids, E)
         return weights, starts, positions, x[slots // spec.topk] if few else slots
 
     name = "gate, route and gather" if few else "gate and route"
@@ -163,6 +148,9 @@ def step_case(T: int, E: int, H: int, spec: RouterSpec, device: torch.device) ->
         2 * T * E * H,
         {"torch": rotating(peer, inputs)},
         sets,
+        error=lambda: truth.route_error(
+            ours(*inputs[0]), logits_of(*inputs[0]), spec, bias, inputs[0][0]
+        ),
     )
 
 
@@ -178,8 +166,9 @@ def router_case(T: int, E: int, spec: RouterSpec, device: torch.device) -> Case:
         rotating(lambda x: router(x, spec, bias, out=out), logits),
         4 * (T * E + E) + 12 * n,
         0,
-        {"torch": rotating(lambda x: _torch_router(x, spec, bias), logits)},
+        {"torch": rotating(lambda x: torch_router(x, spec, bias), logits)},
         8,
+        error=lambda: truth.router_error(router(*logits[0], spec, bias), *logits[0], spec, bias),
     )
 
 
@@ -195,8 +184,9 @@ def sort_case(T: int, E: int, spec: RouterSpec, device: torch.device) -> Case:
         rotating(lambda i: sort_pairs(i, E, order), ids),
         16 * n + 4 * (E + 1),
         0,
-        {"torch": rotating(lambda i: _torch_sort(i, E), ids)},
+        {"torch": rotating(lambda i: torch_sort(i, E), ids)},
         8,
+        error=lambda: truth.sort_error(sort_pairs(*ids[0], E), *ids[0], E),
     )
 
 
@@ -218,6 +208,9 @@ def rows_case(T: int, E: int, H: int, spec: RouterSpec, back: bool, device: torc
             2 * (T + n) * H + 8 * n,
             2 * n * H,
             {"torch": lambda: (y[positions] * weights.unsqueeze(-1)).sum(1)},
+            error=lambda: relative_error(
+                unpermute(y, order, weights), unpermuted(y, order, weights)
+            ),
         )
     return Case(
         "router",
@@ -227,6 +220,7 @@ def rows_case(T: int, E: int, H: int, spec: RouterSpec, back: bool, device: torc
         2 * (T + n) * H + 4 * n,
         0,
         {"torch": lambda: x[slots // spec.topk]},
+        error=lambda: relative_error(permute(x, order), permuted(x, order)),
     )
 
 
@@ -235,27 +229,36 @@ def _params(T: int, E: int, spec: RouterSpec) -> dict[str, int | str]:
 
 
 def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:
+    """The table's rows."""
+    return (entry.case(device) for entry in table(quick))
+
+
+def table(quick: bool = False) -> Iterator[Entry]:
     """One token to a prompt; the parts of a prompt's routing one by one."""
     E, H = 256, 7168
     for T in (1, 8192) if quick else (1, 8, 64, 512, 8192):
-        yield built("router", route_case, T, E, H, V3, True, False, device)
+        yield _entry("route", route_case, T, E, H, V3, True, False)
     for T in (1,) if quick else (1, 8, 512):
-        yield built("router", route_case, T, E, H, V3, True, True, device)
+        yield _entry("route-gather", route_case, T, E, H, V3, True, True)
     for T in (1, 8192) if quick else (1, 8, 64, 512, 8192):
-        for dtype in (torch.float32, torch.bfloat16):
-            yield built("router", gate_case, T, E, H, dtype, device)
+        for dtype, name in ((torch.float32, "gate-float32"), (torch.bfloat16, "gate-bfloat16")):
+            yield _entry(name, gate_case, T, E, H, dtype)
     for T in (1, 8192):
-        yield built("router", step_case, T, E, H, V3, device)
-    yield built("router", router_case, 8192, E, V3, device)
+        yield _entry("step", step_case, T, E, H, V3)
+    yield _entry("router", router_case, 8192, E, V3)
     for T in (8192,) if quick else (64, 512, 8192):
-        yield built("router", sort_case, T, E, V3, device)
-    for back in (False, True):
-        yield built("router", rows_case, 8192, E, H, V3, back, device)
+        yield _entry("sort", sort_case, T, E, V3)
+    for name, back in (("permute", False), ("unpermute", True)):
+        yield _entry(name, rows_case, 8192, E, H, V3, back)
     if not quick:
-        yield built("router", route_case, 1, 160, 5120, V2, False, True, device)
+        yield _entry("route-gather", route_case, 1, 160, 5120, V2, False, True)
         for T in (1, 8192):
             plain = RouterSpec(8)
-            yield built("router", route_case, T, 128, 2048, plain, False, T == 1, device)
+            yield _entry("route", route_case, T, 128, 2048, plain, False, T == 1)
+
+
+def _entry(name: str, make: Callable[..., Case], T: int, E: int, *given: Any) -> Entry:
+    return Entry("router", f"{name}-T{T}-E{E}", functools.partial(make, T, E, *given))
 
 
 def case(

@@ -5,13 +5,15 @@ Each op's file in ``bench/cases`` (``attention.py``, ``moe.py``, ``linear.py``, 
 
 - ``cases(device, quick=False) -> Iterator[Case]``: the table's rows. A generator, so that one
   case's memory is free before the next one's is taken;
+- ``table(quick=False) -> Iterator[Entry]``, of the ops that have a suite in ``bench/suites``: the
+  same rows before their tensors are made;
 - ``case(device, **flags) -> Case``: one case from the flags of ``pykernels bench OP`` (integers and
   strings; see ``bench/cli.py`` for their names and defaults).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +43,8 @@ class Case:
         sets: input sets that ``run`` (and each peer) rotates over, 1 if its input alone is larger
             than L2.
         compute: the roof of ``flops``: "bf16" (measured) or "fp8" (twice that).
+        error: makes a call and tells how far its result is from ``pykernels.ref``'s: the relative
+            error of some of its rows; None: it is not compared.
     """
 
     op: str
@@ -52,11 +56,36 @@ class Case:
     peers: dict[str, Call] = field(default_factory=dict)
     sets: int = 1
     compute: str = "bf16"
+    error: Callable[[], float] | None = None
 
     @property
     def head(self) -> dict[str, Any]:
         """What names its row."""
         return {"op": self.op, "name": self.name, **self.params}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of an op's table before its tensors are made.
+
+    Attributes:
+        name: format and sizes, without spaces.
+        make: the case on a device.
+    """
+
+    op: str
+    name: str
+    make: Callable[[torch.device], Case]
+
+    def case(self, device: torch.device) -> Case:
+        """Its case; where making it fails, one that fails so when it runs.
+
+        In a generator of cases an exception would be the end of all that follow.
+        """
+        try:
+            return self.make(device)
+        except Exception as error:
+            return _failing(self.op, self.name, error)
 
 
 def sets_for(nbytes: int, device: torch.device) -> int:
@@ -96,14 +125,6 @@ def built(op: str, make: Callable[..., Case], *arguments: Any) -> Case:
     except Exception as error:
         sizes = " ".join(str(a) for a in arguments if not isinstance(a, torch.device))
         return _failing(op, f"{make.__name__} {sizes}", error)
-
-
-def going_on(op: str, name: str, cases: Iterator[Case]) -> Iterator[Case]:
-    """The cases; where making one fails, a case ``name`` that fails so when it runs ends them."""
-    try:
-        yield from cases
-    except Exception as error:
-        yield _failing(op, name, error)
 
 
 def _failing(op: str, name: str, error: Exception) -> Case:

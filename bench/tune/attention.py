@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from bench.cases.attention import D_MLA, PAGE, L, R, Size, planned
+from bench.cases.attention import D_MLA, PAGE, L, R, planned
+from bench.cases.attention_size import Size
 from pykernels.errors import PykernelsError
 from pykernels.gpu.attention.select import shipped_decode, shipped_prefill
 from pykernels.gpu.plans.attention import DecodePlan, PrefillPlan

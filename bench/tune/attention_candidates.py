@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from bench.cases.attention import D_MLA, PAGE, L, R, Size
+from bench.cases.attention import D_MLA, PAGE, L, R
+from bench.cases.attention_size import Size
 from pykernels.gpu.plans.attention import (
     DecodePlan,
     PrefillPlan,

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from bench.cases import attention, linear, moe, router, small_ops
-from bench.cases.attention import Size, build
+from bench.cases.attention import build
+from bench.cases.attention_size import Size
 from bench.cases.step import ops as step_ops
 from bench.cases.step import unpack_tiles
+from bench.cases.truth import MOST
 from bench.cases.weights import activations_for, random_experts
 from pykernels.testing import relative_error
 
@@ -94,6 +96,7 @@ def test_a_case_moves_what_it_reads_and_writes(name: str) -> None:
     make, sizes, nbytes = SMALL[name]
     case = make(*sizes, CPU)
     assert case.nbytes == nbytes
+    assert case.error is None or case.error() < MOST
     ours: Any = case.run()
     theirs: Any = [peer() for peer in case.peers.values()][0]
     if name in ALIKE:
@@ -105,8 +108,10 @@ def test_a_case_moves_what_it_reads_and_writes(name: str) -> None:
 
 @pytest.mark.parametrize("format", ["bf16", "fp8", "int8-channel", "int4", "q4_k", "q6_k"])
 def test_random_matrices_give_results_of_a_models_size(format: str) -> None:
-    found = linear.case(CPU, format, 2, 256, 32).run()
+    case = linear.case(CPU, format, 2, 256, 32)
+    found = case.run()
     assert isinstance(found, torch.Tensor) and 0.05 < float(found.float().std()) < 20
+    assert case.error is not None and case.error() < MOST
 
 
 def test_a_linear_reads_its_weights_and_scales_once() -> None:
@@ -125,6 +130,8 @@ def test_a_layer_reads_the_experts_that_it_touches() -> None:
     assert one.flops == 2 * 6 * 128 * 128
     parts = {case.name: case for case in moe.product_cases(experts, "fp8", 8, 2, "fp8")}
     assert set(parts) == {"gate_up", "down", "quantize_fp8 sorted"}
+    for case in (one, *parts.values()):
+        assert case.error is not None and case.error() < MOST, case.name
     assert parts["gate_up"].flops == 2 * parts["down"].flops == 4 * 16 * 128 * 128
 
 
@@ -190,8 +197,8 @@ def test_attention_counts_the_keys_of_its_mask(size: Size, nbytes: int, flops: i
     """And torch computes the same where it has what the case needs."""
     case = build(size, CPU)
     assert (case.nbytes, case.flops) == (nbytes, flops)
+    assert case.error is not None and case.error() < MOST
     ours: Any = case.run()
-    assert not ours.isnan().any()
     for name in {"torch sdpa", "torch matmul", "torch sdpa grouped"} & set(case.peers):
         theirs: Any = case.peers[name]()
         if size.kind == "mla_decode":

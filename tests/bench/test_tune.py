@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from bench.cases import attention as cases
-from bench.cases.attention import Size, build
+from bench.cases.attention import build
+from bench.cases.attention_size import Size
 from bench.harness.timer import Ready
 from bench.tune import search
 from bench.tune.__main__ import FORMATS, OPS, asked

@@ -1,0 +1,1 @@
+"""What torch and FlashInfer have for the same cases."""
