@@ -227,9 +227,10 @@ def load_engine(
         threads: workers; None: one on each physical core.
         kernel: auto, amx, avx512, avx2 or generic.
         defer: experts of each token of an output, the least-weighted, that join one layer later
-            (Expert Deferral); None: what rules say, else "off"; "auto": as many as
-            keep the CPU busy, which is none where it is alone. The text is another one, and does not depend on neighbours, on what is cached
-            or preempted, nor on where experts lie; pages of an output are not reused by prompts.
+            (Expert Deferral); None: what rules say, else "off"; "auto": as many as keep the CPU
+            busy, which is none where it is alone. The text is another one, and does not depend on
+            neighbours, on what is cached or preempted, nor on where experts lie; pages of an output
+            are not reused by prompts.
         passes: of one's own, ``Program -> Program``, in this order: they rewrite
             the programs of decode steps (``runtime.extend`` registers ops for them).
         device: "cpu"; "cuda:0": attention, dense layers and shared experts on that GPU;
