@@ -49,7 +49,7 @@ from .checkpoint import memory
 from .checkpoint.config import read_config
 from .checkpoint.progress import Callback, compiling, reporting
 from .hub import local
-from .modules.moe import FusedMoE
+from .modules.moe import FusedMoE, deferred_by_rules, stay_on_cpu
 from .opened import engine_device, open_weights
 from .pinning.choose import Wanted, parse
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
@@ -207,7 +207,7 @@ def load_engine(
     rules: Rules = None,
     threads: int | None = None,
     kernel: str = "auto",
-    defer: Defer = "off",
+    defer: Defer | None = None,
     passes: Sequence[Pass] = (),
     device: str = "cpu",
     experts: str = "auto",
@@ -227,9 +227,10 @@ def load_engine(
         threads: workers; None: one on each physical core.
         kernel: auto, amx, avx512, avx2 or generic.
         defer: experts of each token of an output, the least-weighted, that join one layer later
-            (Expert Deferral); "auto": as many as keep the CPU busy, which is none where it is
-            alone. The text is another one, and does not depend on neighbours, on what is cached
-            or preempted, nor on where experts lie; pages of an output are not reused by prompts.
+            (Expert Deferral); None: what rules say, else "off"; "auto": as many as keep the CPU
+            busy, which is none where it is alone. The text is another one, and does not depend on
+            neighbours, on what is cached or preempted, nor on where experts lie; pages of an output
+            are not reused by prompts.
         passes: of one's own, ``Program -> Program``, in this order: they rewrite
             the programs of decode steps (``runtime.extend`` registers ops for them).
         device: "cpu"; "cuda:0": attention, dense layers and shared experts on that GPU;
@@ -287,6 +288,10 @@ def load_engine(
     longest = chosen.max_model_len or min(max(CONTEXT, at_least), positions)
     with open_weights(folder, config, rules, kernel, chosen.kv_dtype, device, sliced) as weights:
         model = weights.model
+        if defer is None:
+            deferred = deferred_by_rules(model)
+        if on_gpu is not None and experts == "auto" and stay_on_cpu(model):
+            experts = "cpu"
         if deferred:
             blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
             check_topk(config.model_type, [block.shape.topk for block in blocks], deferred)
@@ -384,10 +389,10 @@ def _chosen(engine: EngineConfig | None, settings: dict[str, Any]) -> EngineConf
     return replace(engine or EngineConfig(), **settings)
 
 
-def _deferred(defer: Defer) -> int:
+def _deferred(defer: Defer | None) -> int:
     """Experts of a token that are deferred, as asked for. "auto" is none where no GPU is beside the
     CPU, else what the runner finds."""
-    if defer in ("off", "auto"):
+    if defer in (None, "off", "auto"):
         return 0
     if not str(defer).isdecimal():
         raise PykernelsError(f"{defer!r} experts deferred", "Give a number, auto or off")

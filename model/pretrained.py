@@ -39,7 +39,7 @@ from .checkpoint.progress import Callback, reporting
 from .checkpoint.safetensors import read_json
 from .hub import local
 from .modules.inject import inject
-from .modules.moe import FusedMoE
+from .modules.moe import FusedMoE, deferred_by_rules
 from .modules.placement import place
 from .rules import Rule, Rules, resolve_rules
 from .text import tiktoken
@@ -111,6 +111,11 @@ def fill(
     """
     with open_checkpoint(folder) as checkpoint:
         inject(model, rules, kernel)
+        if deferred := deferred_by_rules(model):
+            raise PykernelsError(
+                f"rules defer {deferred} experts, which the engine does",
+                "Use load_engine (no --eager), or drop it from the rules",
+            )
         for device in place(model, rules).devices:
             _check_device(device)
         _configure_workers(threads, numa)

@@ -17,7 +17,7 @@ from .common import Debug, Kernel, Numa, Threads, command, err, note, read_key
 from .http.remote import Remote
 from .session import (
     CachePolicyName,
-    Defer,
+    DeferOrRules,
     DenseGib,
     Device,
     Dtype,
@@ -65,7 +65,7 @@ def chat(
     kernel: Kernel = None,
     numa: Numa = "auto",
     eager: Eager = False,
-    defer: Defer = "off",
+    defer: DeferOrRules = None,
     kv_dtype: KvDtype = "bf16",
     experts: Experts = "auto",
     gpu_experts: GpuExperts = None,

@@ -13,7 +13,7 @@ from ..standard_streams import argument_text
 from .common import Debug, Kernel, Numa, Threads, command, err, note
 from .session import (
     CachePolicyName,
-    Defer,
+    DeferOrRules,
     DenseGib,
     Device,
     Dtype,
@@ -59,7 +59,7 @@ def generate(
     kernel: Kernel = None,
     numa: Numa = "auto",
     eager: Eager = False,
-    defer: Defer = "off",
+    defer: DeferOrRules = None,
     kv_dtype: KvDtype = "bf16",
     experts: Experts = "auto",
     gpu_experts: GpuExperts = None,

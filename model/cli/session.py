@@ -37,7 +37,8 @@ Rules = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE|SET,SET",
-        help="Injection rules: a file, or shipped ones (int4, gpu ...) before the architecture's.",
+        help="Injection rules: a file, or shipped ones (int4, gpu ...) before the architecture's."
+        " KTransformers' names of classes and arguments are accepted.",
         show_default="those of the architecture",
     ),
 ]
@@ -98,13 +99,14 @@ Eager = Annotated[
     ),
 ]
 
-Defer = Annotated[
-    str,
-    typer.Option(
-        metavar="N|auto|off",
-        help="Experts of a written token, the least-weighted, whose output joins one layer later."
-        " Another text, but the same beside any others; prompts reuse no cached pages of answers.",
-    ),
+_DEFER = (
+    "Experts of a written token, the least-weighted, whose output joins one layer later."
+    " Another text, but the same beside any others; prompts reuse no cached pages of answers."
+)
+Defer = Annotated[str, typer.Option(metavar="N|auto|off", help=_DEFER)]
+DeferOrRules = Annotated[
+    str | None,
+    typer.Option(metavar="N|auto|off", help=_DEFER, show_default="what rules say, else off"),
 ]
 
 
@@ -259,7 +261,7 @@ class Session:
         numa: str,
         eager: bool,
         prompt: str | None = None,
-        defer: str = "off",
+        defer: str | None = None,
         kv_dtype: str = "bf16",
         gpu_experts: str | None = None,
         experts: str = "auto",
@@ -312,7 +314,7 @@ class Session:
             )
         if gpu_experts is not None and not beside_gpu:
             raise PykernelsError("--gpu-experts without a GPU", "Add --device cuda:0")
-        if eager and defer != "off":
+        if eager and defer not in (None, "off"):
             raise PykernelsError("--defer is for the engine", "Leave out --eager and its kin")
         if eager and kv_dtype != "bf16":
             raise PykernelsError("--kv-dtype is for the engine", "Leave out --eager and its kin")

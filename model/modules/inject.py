@@ -63,12 +63,15 @@ def inject(
                 originals.append(child)
                 applied[index] += 1
                 child = new
+                if not rule.recursive:
+                    continue
             walk(child, name)
 
     walk(model, "")
     for rule, count in zip(rules, applied, strict=True):
         if not count:
-            raise _unused(rule, present) if rule.match.holds is None else _none_hold(rule, model)
+            by_parts = rule.match.holds == "experts"
+            raise _none_hold(rule, model) if by_parts else _unused(rule, present)
     return replaced
 
 

@@ -33,7 +33,9 @@ class FusedMoE(Operator):
 
     Rule's kwargs: `kernel` auto | amx | avx512 | avx2 | generic (default: the caller's choice);
     `format` auto (as stored), or one of `pykernels.quant.FORMATS` to convert to while loading;
-    `activations` bf16 (exact), or int8 for integer formats, about 1 % off and faster. Rule's
+    `activations` bf16 (exact), or int8 for integer formats, about 1 % off and faster; `defer`: of a
+    token's experts, how many join one layer later in the engine, if its caller does not say;
+    `stay`: on the CPU even where a GPU has room for them, if its caller does not say. Rule's
     device: `cpu` only.
 
     Source: KTransformers (SOSP 2025), section 3.3 (asynchronous scheduling) and Listing 1.
@@ -47,6 +49,8 @@ class FusedMoE(Operator):
         kernel: str | None = None,
         format: str = "auto",
         activations: str = "bf16",
+        defer: int = 0,
+        stay: bool = False,
     ) -> None:
         super().__init__(original, context)
         if format not in FORMATS:
@@ -59,6 +63,10 @@ class FusedMoE(Operator):
                 f"{context.name}: there are no {activations!r} activations",
                 f"Use {' or '.join(ACTIVATIONS)}",
             )
+        if type(defer) is not int or defer < 0:
+            raise PykernelsError(f"{context.name}: {defer!r} experts deferred", "Give a number")
+        if type(stay) is not bool:
+            raise PykernelsError(f"{context.name}: stay is {stay!r}", "Use true or false")
         if context.device not in (None, "cpu"):
             raise PykernelsError(
                 f"{context.name}: routed experts cannot run on {context.device!r}",
@@ -68,6 +76,7 @@ class FusedMoE(Operator):
         self.kernel = kernel or context.kernel
         self.format = format
         self.activations = activations
+        self.defer, self.stay = defer, stay
         self.shape = self._take(original, context)
         self.routed: RoutedExperts | None = None
 
@@ -233,3 +242,25 @@ def routed_experts(model: nn.Module) -> list[RoutedExperts]:
     """The packed experts of a model, in the order of its layers."""
     found = (module for module in model.modules() if isinstance(module, FusedMoE))
     return [module.routed for module in found if module.routed is not None]
+
+
+def deferred_by_rules(model: nn.Module) -> int:
+    """How many experts of a token rules defer.
+
+    Raises:
+        PykernelsError: not the same number in all layers.
+    """
+    blocks = (module for module in model.modules() if isinstance(module, FusedMoE))
+    found = {block.defer: block.name for block in blocks}
+    if len(found) > 1:
+        (one, here), (other, there), *_ = found.items()
+        raise PykernelsError(
+            f"rules defer {one} experts in {here} and {other} in {there}",
+            "Defer as many in all layers",
+        )
+    return next(iter(found), 0)
+
+
+def stay_on_cpu(model: nn.Module) -> bool:
+    """Whether a rule keeps routed experts on the CPU."""
+    return any(module.stay for module in model.modules() if isinstance(module, FusedMoE))

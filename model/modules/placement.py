@@ -102,4 +102,6 @@ def matches(rule: Rule, name: str, module: nn.Module) -> bool:
         return False
     if match.holds == "experts" and why_not_fused(module) is not None:
         return False
+    if match.holds == "mla" and not hasattr(module, "kv_b_proj"):
+        return False
     return match.cls is None or is_class(type(module), match.cls)

@@ -25,6 +25,7 @@ from typing import Any
 
 from pykernels.errors import PykernelsError
 
+from .ktransformers import accepted
 from .read import load_rules, parse_rules
 from .schema import Match, Replace, Rule
 
@@ -53,20 +54,22 @@ def default_rules(model_type: str) -> list[Rule]:
 
 
 def resolve_rules(rules: Rules, model_type: str) -> list[Rule]:
-    """Rules as given, from a file, of sets and the architecture, or of the architecture alone.
+    """Rules as given, from a file, of sets and the architecture, or of the architecture alone; in
+    our names, where they have KTransformers'.
 
     Raises:
-        PykernelsError: what is neither a file nor a set; a rule that is none.
+        PykernelsError: what is neither a file nor a set; a rule that is none; a name of
+            KTransformers' that has no counterpart.
     """
     if rules is None:
         return default_rules(model_type)
     if not isinstance(rules, (str, Path)):
-        return parse_rules(rules, "the given rules")
+        return accepted(parse_rules(rules, "the given rules"))
     names = [name.strip() for name in str(rules).split(",")]
     if Path(rules).exists() or not set(names) & set(known_sets()):
         if not Path(rules).exists() and Path(rules).suffix not in (".yaml", ".yml"):
             raise _no_such(str(rules))
-        return load_rules(Path(rules))
+        return accepted(load_rules(Path(rules)))
     for name in names:
         if name not in known_sets():
             raise _no_such(name)

@@ -20,7 +20,7 @@ class Match(BaseModel):
 
     cls: str | None = Field(default=None, alias="class")
     name: str | None = None
-    holds: Literal["experts"] | None = None
+    holds: Literal["experts", "mla"] | None = None
 
     @field_validator("name")
     @classmethod
@@ -77,12 +77,16 @@ class Replace(BaseModel):
 
 
 class Rule(BaseModel):
-    """One match clause with its replace clause."""
+    """One match clause with its replace clause.
+
+    With ``recursive`` false no rule replaces what is in the module that it puts there.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     match: Match
     replace: Replace
+    recursive: bool = True
     _origin: str = PrivateAttr(default="a rule")
 
     @property
@@ -105,7 +109,7 @@ class Rule(BaseModel):
 
 
 KEYS: dict[tuple[str, ...], tuple[str, ...]] = {
-    (): ("match", "replace"),
+    (): ("match", "replace", "recursive"),
     ("match",): ("class", "name", "holds"),
     ("replace",): ("class", "device", "kwargs"),
 }

@@ -30,7 +30,7 @@ from ..common import (
 )
 from ..session import (
     CachePolicyName,
-    Defer,
+    DeferOrRules,
     DenseGib,
     Device,
     DualBatch,
@@ -162,7 +162,7 @@ def serve(
     threads: Threads = None,
     kernel: Kernel = None,
     numa: Numa = "auto",
-    defer: Defer = "off",
+    defer: DeferOrRules = None,
     dual_batch: DualBatch = "off",
     kv_dtype: KvDtype = "bf16",
     debug: Debug = False,

@@ -19,45 +19,6 @@ def written(folder: Path, text: str) -> Path:
     return file
 
 
-LISTING = r"""
-- match:
-    class: modeling_deepseek_v3.DeepseekV3MoE
-  replace:
-    class: operators.experts.FusedMoE
-    device: "cpu"
-    kwargs:
-      backend: "hybrid_AMX_AVX512"
-      data_type: "Int4"
-      n_deferred_experts: 6
-
-- match:
-    name: "^model\\.layers\\..*\\.self_attn$"
-  replace:
-    class: operators.attention.FlashInferMLA
-    device: "cuda:0"
-
-- match:
-    name: "^(?!lm_head$).*$"
-    class: torch.nn.Linear
-  replace:
-    class: operators.linear.MarlinLinear
-    device: "cuda:0"
-    kwargs:
-      data_type: "Int4"
-"""
-"""Listing 1 of KTransformers (SOSP 2025)."""
-
-
-def test_the_papers_listing_is_understood(tmp_path: Path) -> None:
-    first, second, third = load_rules(written(tmp_path, LISTING))
-    assert first.match.cls == "modeling_deepseek_v3.DeepseekV3MoE"
-    assert first.match.name is None
-    assert first.replace.kwargs["n_deferred_experts"] == 6
-    assert second.match.name == r"^model\.layers\..*\.self_attn$"
-    assert (third.match.name, third.devices) == ("^(?!lm_head$).*$", ("cuda:0",))
-    assert [r.origin.rpartition(":")[2] for r in (first, second, third)] == ["2", "12", "18"]
-
-
 def test_sets_go_before_the_architectures_own() -> None:
     own = default_rules("qwen2_moe")
     rules = resolve_rules("int4,gpu", "qwen2_moe")
