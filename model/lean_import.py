@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -19,8 +19,12 @@ from typing import Any
 from .transformers_index import kept_index
 
 _COMPILER = "torch._dynamo"
-_MASKS = f"{_COMPILER}._trace_wrapped_higher_order_op"
-_MASK = "TransformGetItemToIndex"
+_LATE = {
+    f"{_COMPILER}._trace_wrapped_higher_order_op": "TransformGetItemToIndex",
+    f"{_COMPILER}.utils": "is_compile_supported",
+}
+"""What is no mark, by its module: imported when it is first called. torch's attention masks enter
+the first; torchvision, which transformers imports where it is installed, asks the second."""
 _MODULES = (
     "transformers.modeling_utils",
     "transformers.masking_utils",
@@ -82,21 +86,26 @@ def _say_that_nothing_is_sharded() -> None:
 def _without_compiler() -> Iterator[None]:
     import torch.compiler
 
-    compiler, masks = ModuleType(_COMPILER), ModuleType(_MASKS)
+    compiler = ModuleType(_COMPILER)
     marks = ("allow_in_graph", "assume_constant_result", "disable")
     compiler.__dict__.update(dict.fromkeys(marks, _unchanged))
-    masks.__dict__[_MASK] = _mask
+    made = {_COMPILER: compiler}
+    for module, name in _LATE.items():
+        made[module] = ModuleType(module)
+        made[module].__dict__[name] = _late(module, name)
     public = {name: getattr(torch.compiler, name) for name in ("disable", "allow_in_graph")}
     for name in public:
         setattr(torch.compiler, name, _unchanged)
-    sys.modules[_COMPILER] = torch.__dict__["_dynamo"] = compiler
-    sys.modules[_MASKS] = masks
+    sys.modules.update(made)
+    torch.__dict__["_dynamo"] = compiler
     try:
         yield
     finally:
         for name, function in public.items():
             setattr(torch.compiler, name, function)
-        del sys.modules[_COMPILER], sys.modules[_MASKS], torch.__dict__["_dynamo"]
+        for module in made:
+            del sys.modules[module]
+        del torch.__dict__["_dynamo"]
 
 
 def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
@@ -104,6 +113,8 @@ def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
     return _unchanged if function is None else function
 
 
-def _mask() -> Any:
-    """The one thing that is no mark: what attention masks enter, imported when one is made."""
-    return getattr(importlib.import_module(_MASKS), _MASK)()
+def _late(module: str, name: str) -> Callable[..., Any]:
+    def call(*args: Any, **keywords: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args, **keywords)
+
+    return call

@@ -79,7 +79,7 @@ def test_logprobs_are_those_of_transformers(row: str, place: str, checkpoint: Ch
     away = truth.gap > torch.where(turned.cumsum(0) > 0, 2 * GAP, GAP)
     median, worst = max(of_prompt.median(), of_drawn.median()), error[away].max()
     print(f"{row}, {place}: median {median:.5f}, maximum {worst:.5f}")  # pytest -rP
-    assert away.float().mean() > 0.4
+    assert away.float().mean() > 0.3  # else the maximum says little
     assert median <= (EXACT if place == "ref" else MEDIAN)
     assert worst <= (EXACT if place == "ref" else MOST)
 
