@@ -29,10 +29,10 @@ from runtime.experts.cache import CacheStats
 from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.machine.topology import Topology
-from runtime.matrix import packer
 from runtime.passes.layers import check_topk, moe_layers
 from runtime.placement import CPU, Placement, place
 from runtime.program import Program
+from runtime.workers.matrix import packer
 from runtime.workers.numa import nodes_to_use
 from runtime.workers.pool import WorkerPool, make_pool
 from runtime.workers.threads import threads_here

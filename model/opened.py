@@ -12,9 +12,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from runtime.machine.nodes import ONE_NODE, MemoryNodes
-from runtime.matrix import Pack
 from runtime.placement import CPU, Placement
-from runtime.weights import WeightStore
+from runtime.program.weights import WeightStore
+from runtime.workers.matrix import Pack
 
 from .architectures.decoder import Decoder, make_decoder
 from .architectures.moe import check_experts

@@ -18,10 +18,10 @@ from runtime.devices.ref.runner import RefRunner
 from runtime.devices.runner import PagedRunner, Pass
 from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE, Pages
-from runtime.matrix import packer
 from runtime.profiling.engine_speed import EngineTimer, Load
 from runtime.tracing.recorder import Recorder
 from runtime.tracing.timeline import Timeline
+from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from . import EMBEDDED

@@ -19,8 +19,8 @@ from pykernels.errors import PykernelsError
 from .devices.cpu.step import BINDERS as CPU_BINDERS
 from .devices.ref.ops import OPS as REF_OPS
 from .devices.runner import Pass
-from .ops import OPS, Op
 from .program import Program
+from .program.ops import OPS, Op
 
 _registered: set[str] = set()
 
@@ -40,7 +40,7 @@ def register_op(
 
     Args:
         name: as nodes have it in ``op``.
-        row: its inputs, outputs, weights and attributes (``runtime.ops.Port``, ``Attr``).
+        row: its inputs, outputs, weights and attributes (``runtime.program.ops.Port``, ``Attr``).
         ref: ``(memory, node) -> None``, as the functions of ``devices/ref/ops.py``.
         cpu: ``(context, node) -> jobs``, as the binders of ``devices/cpu/expert_ops.py``.
         cuda: ``(memory, node) -> launch``, as the binders of ``devices/cuda/launches``. The device

@@ -25,9 +25,9 @@ from runtime.devices.runner import PagedRunner
 from runtime.engine.config import STEP_TOKENS
 from runtime.experts.cache import CachePolicy
 from runtime.kv_cache.layout import PAGE, Pages
-from runtime.matrix import packer
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
+from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool, make_pool
 from runtime.workers.threads import spin_budget
 

@@ -77,7 +77,7 @@ def load(folder: Path, threads: int, fmt: str | None) -> dict[str, Any]:
     from pykernels.cpu import make_pack
     from pykernels.quant import FORMATS
     from runtime.devices.cpu.weights import layouts
-    from runtime.matrix import packer
+    from runtime.workers.matrix import packer
     from runtime.workers.pool import WorkerPool
 
     config = read_config(folder)

@@ -15,9 +15,9 @@ from transformers import PretrainedConfig
 from pykernels.errors import PykernelsError
 from pykernels.quant import Biases, Weight, get_format
 from runtime.machine.nodes import ONE_NODE, MemoryNodes
-from runtime.matrix import Pack
-from runtime.weight_spec import WeightSpec
-from runtime.weights import Expert, WeightStore
+from runtime.program.weight_spec import WeightSpec
+from runtime.program.weights import Expert, WeightStore
+from runtime.workers.matrix import Pack
 
 from ..checkpoint.memory import available, size
 from ..modules.inject import inject

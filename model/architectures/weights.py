@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from pykernels.quant import Biases, Weight, get_format
-from runtime.weight_spec import Part, WeightSpec
-from runtime.weights import Expert, Ready, WeightSource
+from runtime.program.weight_spec import Part, WeightSpec
+from runtime.program.weights import Expert, Ready, WeightSource
 
 from ..checkpoint.floats import floats
 from ..checkpoint.matrix import Matrix

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ..lanes import LANES, lane_name, lane_tokens
-from ..step_inputs import IS_PROMPT
+from ..program.lanes import LANES, lane_name, lane_tokens
+from ..program.step_inputs import IS_PROMPT
 
 _BY_TOKEN = ("tokens", "positions", IS_PROMPT, "slot_mapping", "sequences")
 _BY_SEQUENCE = ("query_starts", "query_lengths", "lengths", "page_rows")

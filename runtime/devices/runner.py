@@ -14,8 +14,6 @@ from pykernels.errors import PykernelsError
 from ..engine.batch import DeviceLost, PrefillRunner, StepBatch, StepResult
 from ..engine.routing import LayerRouting, RoutedLayer
 from ..kv_cache.layout import PAGE, CachePart
-from ..lanes import lane_tokens
-from ..node import STEP_SIZES
 from ..passes import defer
 from ..passes import dual_batch as in_two_lanes
 from ..passes.keep_routing import routers
@@ -23,9 +21,11 @@ from ..passes.numa import split_over_nodes
 from ..placement import CPU
 from ..profiling.step_bytes import expert_bytes, weight_bytes
 from ..program import Program
-from ..step_inputs import IS_PROMPT
+from ..program.lanes import lane_tokens
+from ..program.node import STEP_SIZES
+from ..program.step_inputs import IS_PROMPT
+from ..program.weights import LayoutOf, WeightStore
 from ..tracing.active import phase
-from ..weights import LayoutOf, WeightStore
 from ..workers.pool import WorkerPool
 from .lane_inputs import LaneInputs
 from .sampling import SamplingInputs

@@ -9,7 +9,7 @@ import torch
 
 from ..engine.batch import SequenceSampling, StepBatch
 from ..engine.counts import TokenCounts
-from ..step_inputs import allocate_columns, sampling_dtype, sampling_tables
+from ..program.step_inputs import allocate_columns, sampling_dtype, sampling_tables
 
 _PARAMS = {
     "temperature": "temperature",

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from ..experts.cache import CachePolicy, CacheStats, ExpertCache, Filler
 from ..experts.cache.cache import Chosen
-from ..node import STEP_SIZES, Node
 from ..passes.keep_routing import routers
 from ..program import Program
-from ..weight_spec import WeightSpec
+from ..program.node import STEP_SIZES, Node
+from ..program.weight_spec import WeightSpec
 
 COUNTED = 1024
 """Tokens of a step whose choices are counted, at most: its last ones. Of a long prompt they say

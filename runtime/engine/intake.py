@@ -10,7 +10,7 @@ from typing import Protocol
 
 from pykernels.errors import PykernelsError
 
-from ..step_inputs import MAX_BIASES
+from ..program.step_inputs import MAX_BIASES
 from .batch import NEVER
 from .request import Request, Sink, failed, fork_seed
 from .routing import RoutedLayer

@@ -15,7 +15,7 @@ import torch
 
 from ..devices.runner import Executable
 from ..kv_cache.layout import PAGE
-from ..step_inputs import IS_PROMPT
+from ..program.step_inputs import IS_PROMPT
 
 MEASURED = 64, 256, 1024
 """Tokens of the steps that say what the CPU takes, alone and with a part of the experts."""

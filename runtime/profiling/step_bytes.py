@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..analysis import experts_per_token, share_of_experts
 from ..kv_cache.layout import cache_inputs
 from ..program import Node, Program
+from ..program.analysis import experts_per_token, share_of_experts
 
 
 def weight_bytes(program: Program, tokens: int = 1, device: str | None = None) -> int:

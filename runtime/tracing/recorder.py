@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 from pykernels.errors import PykernelsError
 
 from ..devices.runner import PagedRunner
-from ..node import Node
-from ..partition import partition
 from ..program import Program
+from ..program.node import Node
+from ..program.partition import partition
 from ..workers.spans import SETUP
 from ..workers.spans import WAIT as WAITED
 from ..workers.trace import TaskSpan

@@ -21,7 +21,7 @@ from runtime.engine import Engine, SamplingParams
 from runtime.engine.config import EngineConfig
 from runtime.passes import defer, dual_batch, offload, skip
 from runtime.program import Node
-from runtime.step_inputs import allocate_inputs
+from runtime.program.step_inputs import allocate_inputs
 
 from ..model import tiny
 

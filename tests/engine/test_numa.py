@@ -27,7 +27,7 @@ from runtime.passes import defer, offload
 from runtime.passes.numa import split_over_nodes
 from runtime.profiling.step_bytes import crossing_bytes, weight_bytes
 from runtime.program import Program
-from runtime.step_inputs import allocate_inputs
+from runtime.program.step_inputs import allocate_inputs
 from runtime.workers.pool import WorkerPool
 
 from ..cpu.routed import TWO_CORES

@@ -14,7 +14,6 @@ import torch
 import model
 from pykernels.errors import PykernelsError
 from pykernels.ref.router import split_routing
-from runtime.analysis import on_streams
 from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
@@ -32,7 +31,8 @@ from runtime.passes.gpu_experts import slot_tables
 from runtime.passes.layers import moe_layers
 from runtime.passes.stream_weights import Ring
 from runtime.program import Program
-from runtime.step_inputs import allocate_inputs
+from runtime.program.analysis import on_streams
+from runtime.program.step_inputs import allocate_inputs
 
 from ..model import tiny
 

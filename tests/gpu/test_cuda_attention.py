@@ -23,8 +23,8 @@ from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.program import Builder, Program
-from runtime.step_inputs import allocate_inputs, step_inputs
-from runtime.weights import WeightStore
+from runtime.program.step_inputs import allocate_inputs, step_inputs
+from runtime.program.weights import WeightStore
 from runtime.workers.pool import WorkerPool
 
 from ..engine import test_expanded as mla

@@ -22,8 +22,8 @@ from runtime.devices.ref.runner import RefRunner
 from runtime.devices.slots import Slots
 from runtime.engine import Engine, SamplingParams
 from runtime.experts.cache import CachePolicy
-from runtime.matrix import packer
 from runtime.placement import Placement
+from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny

@@ -14,7 +14,7 @@ from runtime.devices.cuda.launches.sampling import sample_requests
 from runtime.devices.cuda.memory import Arena, Memory
 from runtime.devices.cuda.outputs import StepOutputs
 from runtime.devices.sampling import SamplingInputs
-from runtime.weights import WeightStore
+from runtime.program.weights import WeightStore
 
 from ..engine.programs.sampling_rows import V, check, program
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from pykernels.gpu.gemm.unpack import SCRATCH
 
-from ...analysis import experts_per_token
-from ...node import Node
-from ...partition import partition
 from ...passes.defer import defer
 from ...placement import CPU, Placement
 from ...program import Program
-from ...weight_spec import WeightSpec
+from ...program.analysis import experts_per_token
+from ...program.node import Node
+from ...program.partition import partition
+from ...program.weight_spec import WeightSpec
 from ..gpus import HEADROOM, Gpus, free_bytes, interpreted
 from ..runner import Lowerable
 from .launches.latents import EXPANDED_BYTES

@@ -13,12 +13,12 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.precompile import compiled_together
 
-from ...node import Node
-from ...ops import OPS
-from ...partition import partition
 from ...placement import CPU
 from ...program import Program
-from ...weights import WeightStore
+from ...program.node import Node
+from ...program.ops import OPS
+from ...program.partition import partition
+from ...program.weights import WeightStore
 from ...workers.pool import WorkerPool
 from ...workers.worker_pool import InFlight
 from ..cpu.step import CpuExecutable

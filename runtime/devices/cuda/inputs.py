@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from ...kv_cache.layout import PAGE
-from ...lanes import LANES, lane_name, lane_tokens
-from ...step_inputs import IS_PROMPT
+from ...program.lanes import LANES, lane_name, lane_tokens
+from ...program.step_inputs import IS_PROMPT
 from ..gpus import Gpus
 from ..sampling import SamplingInputs
 from .sampling_inputs import SamplingColumns, SamplingTables

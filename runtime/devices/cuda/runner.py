@@ -21,7 +21,6 @@ from ...engine.batch import DeviceLost, StepBatch, StepResult
 from ...experts.cache import CachePolicy
 from ...kv_cache.layout import PAGE
 from ...machine.pinned import Pinned
-from ...partition import partition
 from ...passes import defer, keep_routing
 from ...passes.gpu_experts import slot_tables
 from ...passes.layers import check_routed, moe_layers
@@ -29,7 +28,8 @@ from ...placement import CPU, Placement, place
 from ...profiling.kept_rates import kept_rates
 from ...profiling.prefill_rates import Rates, measured_rates
 from ...program import Program
-from ...weights import LayoutOf
+from ...program.partition import partition
+from ...program.weights import LayoutOf
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
 from ..gpus import HEADROOM, Gpus, check_device, free_bytes, gpus_of, interpreted, several_refused

@@ -9,8 +9,8 @@ import torch
 
 from pykernels.gpu.common.stream_memory import supports as why_no_flags
 
-from ...ops import SAMPLING
-from ...step_inputs import sampling_dtype
+from ...program.ops import SAMPLING
+from ...program.step_inputs import sampling_dtype
 from ..sampling import SamplingInputs
 
 _LONG = ("seed", "draws")

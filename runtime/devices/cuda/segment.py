@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ...analysis import on_streams
-from ...ops import COPIES, OPS
 from ...program import Program
+from ...program.analysis import on_streams
+from ...program.ops import COPIES, OPS
 from .launches.dense import Launch
 
 _INTERPRETER = threading.Lock()

@@ -23,8 +23,8 @@ from ...engine.batch import DeviceLost
 from ...experts.cache import CachePolicy, Move
 from ...machine.pinned import Pinned
 from ...program import Program
-from ...weight_spec import WeightSpec
-from ...weights import WeightStore
+from ...program.weight_spec import WeightSpec
+from ...program.weights import WeightStore
 from ..cpu import weights as cpu
 from ..slots import Slots, slot_specs
 from .weights import experts, place_expert

@@ -14,7 +14,7 @@ from runtime.engine.batch import SequenceSampling
 from runtime.engine.counts import TokenCounts
 from runtime.engine.sampling_params import SamplingParams
 from runtime.program import Builder, Program
-from runtime.step_inputs import lower_sampling
+from runtime.program.step_inputs import lower_sampling
 
 V = 300
 WORDS = -(-V // 32)

@@ -15,7 +15,7 @@ from pykernels.gpu.attention.mla_prefill import mla_prefill
 from pykernels.gpu.attention.mla_read import mla_read
 from pykernels.gpu.per_head_linear import per_head_linear
 
-from ....node import Node
+from ....program.node import Node
 from ..memory import Memory
 from .dense import Launch, void
 

@@ -16,8 +16,8 @@ from pykernels.gpu.moe.tiles.gather import gather_experts
 from pykernels.quant import PackedExperts
 from pykernels.quant.split import SplitExperts
 
-from ....node import Node
-from ....weight_spec import WeightSpec
+from ....program.node import Node
+from ....program.weight_spec import WeightSpec
 from ..memory import Memory
 from ..weights import expert_format
 from .dense import Launch

@@ -9,7 +9,7 @@ import torch
 
 from ....placement import Placement
 from ....program import Program
-from ....weights import WeightStore
+from ....program.weights import WeightStore
 from ....workers.pool import WorkerPool
 from ...gpus import Gpus
 from ...runner import Lowerable

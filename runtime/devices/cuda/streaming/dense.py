@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from pykernels.errors import PykernelsError
 
 from ....machine.pinned import Pinned
-from ....node import Node
-from ....partition import partition
 from ....passes.stream_dense import SLOTS, dense_weights
 from ....placement import CPU, Placement
 from ....program import Program
-from ....weights import LayoutOf, WeightStore
+from ....program.node import Node
+from ....program.partition import partition
+from ....program.weights import LayoutOf, WeightStore
 from ...gpus import Gpus, interpreted
 from ...runner import Lowerable
 from ..capacity import STEP_TOKENS, room_for_steps, step_bytes

@@ -19,16 +19,16 @@ from pykernels.quant.split import Experts
 from ....kv_cache.layout import PAGE
 from ....machine.nodes import ONE_NODE, MemoryNodes
 from ....machine.pinned import Pinned
-from ....node import Node
-from ....partition import partition
 from ....passes.defer import defer
 from ....passes.layers import check_routed, moe_layers
 from ....passes.split_experts import split_experts
 from ....passes.stream_weights import PIECES, Ring, resident, stream_weights
 from ....placement import CPU, Placement
 from ....program import Program
-from ....weight_spec import WeightSpec
-from ....weights import WeightStore
+from ....program.node import Node
+from ....program.partition import partition
+from ....program.weight_spec import WeightSpec
+from ....program.weights import WeightStore
 from ...cpu import weights as cpu
 from ...gpus import Gpus, interpreted
 from ...runner import Lowerable

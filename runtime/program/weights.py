@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.quant import Biases, PackedExperts, PackedHeads, PackedMatrix, Weight
+from pykernels.quant import Biases, PackedExperts, PackedHeads, PackedMatrix, Packer, Weight
 from pykernels.quant.layout import N_BLOCK
 from pykernels.quant.matrix import pack_alone
 from pykernels.quant.split import SplitExperts
 
-from .machine.nodes import ONE_NODE, MemoryNodes
-from .matrix import Pack
+from ..machine.nodes import ONE_NODE, MemoryNodes
 from .node import Node
 from .program import Program
 from .weight_spec import Part, WeightSpec
@@ -66,7 +65,7 @@ class WeightStore:
     def __init__(
         self,
         source: WeightSource | None = None,
-        pack: Pack = pack_alone,
+        pack: Packer = pack_alone,
         nodes: MemoryNodes = ONE_NODE,
     ) -> None:
         self.pack, self.nodes = pack, nodes
@@ -74,7 +73,7 @@ class WeightStore:
         self._given: dict[str, Ready] = {}
         self._made: dict[tuple[str, str, str], Any] = {}
 
-    def read_from(self, source: WeightSource, pack: Pack, nodes: MemoryNodes = ONE_NODE) -> None:
+    def read_from(self, source: WeightSource, pack: Packer, nodes: MemoryNodes = ONE_NODE) -> None:
         """Sets where weights are read from from now on; the arguments as the class's."""
         self._source, self.pack, self.nodes = source, pack, nodes
 

@@ -8,10 +8,10 @@ from pykernels.cpu import make_pack, pack_job, packs_scales
 from pykernels.quant import Format, Packer, Weight
 from pykernels.quant.matrix import Allocate
 
-from .machine.memory import collapse
-from .machine.nodes import MemoryNodes
-from .workers.job import Job, Jobs
-from .workers.pool import WorkerPool
+from ..machine.memory import collapse
+from ..machine.nodes import MemoryNodes
+from .job import Job, Jobs
+from .pool import WorkerPool
 
 Pack = Packer
 """``Format.pack``, or on the workers of a pool: ``packer``."""
