@@ -22,7 +22,6 @@ from pykernels.errors import PykernelsError
 from runtime.devices.cpu import precompile
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.ref.runner import RefRunner
-from runtime.devices.runner import PagedRunner, Pass
 from runtime.engine import Engine, EngineConfig, RequestHandle, Result, SamplingParams
 from runtime.engine.config import STEP_TOKENS, check_whole
 from runtime.experts.cache import CacheStats
@@ -32,6 +31,7 @@ from runtime.machine.topology import Topology
 from runtime.passes.layers import check_topk, moe_layers
 from runtime.placement import CPU, Placement, place
 from runtime.program import Program
+from runtime.runner.paged_runner import PagedRunner, Pass
 from runtime.workers.matrix import packer
 from runtime.workers.numa import nodes_to_use
 from runtime.workers.pool import WorkerPool, make_pool

@@ -15,10 +15,10 @@ from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.ref.runner import RefRunner
-from runtime.devices.runner import PagedRunner, Pass
 from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.profiling.engine_speed import EngineTimer, Load
+from runtime.runner.paged_runner import PagedRunner, Pass
 from runtime.tracing.recorder import Recorder
 from runtime.tracing.timeline import Timeline
 from runtime.workers.matrix import packer

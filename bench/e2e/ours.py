@@ -21,12 +21,12 @@ from pykernels.errors import PykernelsError
 from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
-from runtime.devices.runner import PagedRunner
 from runtime.engine.config import STEP_TOKENS
 from runtime.experts.cache import CachePolicy
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
+from runtime.runner.paged_runner import PagedRunner
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool, make_pool
 from runtime.workers.threads import spin_budget

@@ -15,10 +15,10 @@ from runtime.devices.cuda.streaming.dense import staged_weights
 from runtime.devices.cuda.streaming.experts import Sizes, streaming_bytes
 from runtime.devices.cuda.weights import gpu_bytes
 from runtime.devices.gpus import Gpus, gpus_of, several_refused
-from runtime.devices.runner import Lowerable
 from runtime.passes.layers import check_routed, moe_layers
 from runtime.placement import CPU, Placement
 from runtime.program import Program
+from runtime.runner.paged_runner import Lowerable
 
 from .choose import Block, choose
 from .profile import Profile

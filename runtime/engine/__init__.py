@@ -1,8 +1,10 @@
 """Continuous batching on any runner: requests, scheduler, engine. It knows no model."""
 
-from .batch import DeviceLost, Runner, SequenceSampling, StepBatch, StepResult
+from ..runner.batch import DeviceLost, Runner, SequenceSampling, StepBatch, StepResult
+from ..runner.constraint import Constraint, TokenFilter
+from ..runner.routing import RoutedExperts, RoutedLayer
+from ..runner.sampling_params import SamplingParams
 from .config import EngineConfig
-from .constraint import Constraint, TokenFilter
 from .engine import Engine, EngineBusy
 from .handle import AsyncRequestHandle, RequestHandle
 from .outputs import (
@@ -14,8 +16,6 @@ from .outputs import (
     Result,
     TokenLogprob,
 )
-from .routing import RoutedExperts, RoutedLayer
-from .sampling_params import SamplingParams
 from .text import Detokenizer
 
 __all__ = [

@@ -31,9 +31,9 @@ from contextlib import suppress
 
 from pykernels.errors import PykernelsError
 
-from ..tracing.active import phase
+from ..runner.active import phase
+from ..runner.batch import DeviceLost, PrefillRunner, Runner, StepResult
 from ..tracing.observation import Observation
-from .batch import DeviceLost, PrefillRunner, Runner, StepResult
 from .config import EngineConfig
 from .outputs import EngineStats, FinishReason, TokenLogprob
 from .request import Request, State

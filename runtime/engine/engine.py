@@ -16,16 +16,16 @@ from types import TracebackType
 
 from pykernels.errors import PykernelsError
 
+from ..runner.batch import DeviceLost, Runner
+from ..runner.sampling_params import SamplingParams
 from ..tracing.observation import Observation, Observer
 from ..workers.fork import refuse_in_child
-from .batch import DeviceLost, Runner
 from .config import EngineConfig
 from .core import Core
 from .handle import AsyncRequestHandle, RequestHandle
 from .intake import Intake
 from .outputs import Chunk, EngineStats, Result
 from .request import Event, Request, Sink
-from .sampling_params import SamplingParams
 from .text import MakeDetokenizer
 from .threads.delivery import LoopBridge
 from .threads.loop import Loop

@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Sequence
 from pykernels.errors import PykernelsError
 
 from ..kv_cache import PageTable
-from .batch import NEVER, SequenceSampling
-from .constraint import MaskedOutput
-from .counts import TokenCounts
+from ..runner.batch import NEVER, SequenceSampling
+from ..runner.constraint import MaskedOutput
+from ..runner.counts import TokenCounts
+from ..runner.routing import RoutedLayer, RoutingLog
+from ..runner.sampling_params import MAX_SEED, SamplingParams
 from .outputs import FinishReason, RequestStats, TokenLogprob
-from .routing import RoutedLayer, RoutingLog
-from .sampling_params import MAX_SEED, SamplingParams
 from .text import TextStream
 
 

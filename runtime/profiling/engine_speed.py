@@ -19,10 +19,10 @@ import numpy as np
 from pykernels.errors import PykernelsError
 
 from ..devices.cpu.step import CpuExecutable
-from ..devices.runner import PagedRunner
 from ..engine import Engine, EngineConfig, RequestHandle, SamplingParams, StepResult
 from ..kv_cache.layout import PAGE
 from ..program import Program
+from ..runner.paged_runner import PagedRunner
 from ..tracing.observation import Observer
 from ..workers.busy import BusyTimes
 from .step_bytes import cache_bytes, weight_bytes

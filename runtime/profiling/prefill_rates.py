@@ -13,9 +13,9 @@ from statistics import median
 
 import torch
 
-from ..devices.runner import Executable
 from ..kv_cache.layout import PAGE
 from ..program.step_inputs import IS_PROMPT
+from ..runner.paged_runner import Executable
 
 MEASURED = 64, 256, 1024
 """Tokens of the steps that say what the CPU takes, alone and with a part of the experts."""

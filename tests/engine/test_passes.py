@@ -17,7 +17,6 @@ from pykernels.ref.router import split_routing
 from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
-from runtime.devices.runner import Pass
 from runtime.passes import (
     defer,
     fewest_deferred,
@@ -33,6 +32,7 @@ from runtime.passes.stream_weights import Ring
 from runtime.program import Program
 from runtime.program.analysis import on_streams
 from runtime.program.step_inputs import allocate_inputs
+from runtime.runner.paged_runner import Pass
 
 from ..model import tiny
 

@@ -13,8 +13,8 @@ from runtime.devices.cuda.inputs import StepInputs
 from runtime.devices.cuda.launches.sampling import sample_requests
 from runtime.devices.cuda.memory import Arena, Memory
 from runtime.devices.cuda.outputs import StepOutputs
-from runtime.devices.sampling import SamplingInputs
 from runtime.program.weights import WeightStore
+from runtime.runner.sampling import SamplingInputs
 
 from ..engine.programs.sampling_rows import V, check, program
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from runtime.engine import FinishReason, RequestStats, SamplingParams, TokenLogprob
-from runtime.engine.routing import RoutedExperts
+from runtime.runner.routing import RoutedExperts
 
 from ..settings import ServerSettings
 from .interface import ModelFacts

@@ -17,7 +17,7 @@ from pykernels.errors import PykernelsError
 from runtime.engine import AsyncRequestHandle, SamplingParams
 from runtime.engine.intake import Intake
 from runtime.engine.request import Event, Request, State
-from runtime.engine.sampling_params import MAX_SEED
+from runtime.runner.sampling_params import MAX_SEED
 
 from ...text.detokenize import Detokenizer
 from ..structured import GrammarConstraint

@@ -14,8 +14,8 @@ from ...program.analysis import experts_per_token
 from ...program.node import Node
 from ...program.partition import partition
 from ...program.weight_spec import WeightSpec
+from ...runner.paged_runner import Lowerable
 from ..gpus import HEADROOM, Gpus, free_bytes, interpreted
-from ..runner import Lowerable
 from .launches.latents import EXPANDED_BYTES
 from .memory import dtypes, planned
 from .weights import gpu_bytes

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from ...kv_cache.layout import PAGE
 from ...program.lanes import LANES, lane_name, lane_tokens
 from ...program.step_inputs import IS_PROMPT
+from ...runner.sampling import SamplingInputs
 from ..gpus import Gpus
-from ..sampling import SamplingInputs
 from .sampling_inputs import SamplingColumns, SamplingTables
 from .sequences import Expansion, Sequences
 

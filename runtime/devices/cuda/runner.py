@@ -17,7 +17,6 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.stream_memory import supports as why_no_flags
 
-from ...engine.batch import DeviceLost, StepBatch, StepResult
 from ...experts.cache import CachePolicy
 from ...kv_cache.layout import PAGE
 from ...machine.pinned import Pinned
@@ -30,11 +29,12 @@ from ...profiling.prefill_rates import Rates, measured_rates
 from ...program import Program
 from ...program.partition import partition
 from ...program.weights import LayoutOf
+from ...runner.batch import DeviceLost, StepBatch, StepResult
+from ...runner.paged_runner import Executable, Lowerable, PagedRunner, Pass
+from ...runner.slots import Slots
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
 from ..gpus import HEADROOM, Gpus, check_device, free_bytes, gpus_of, interpreted, several_refused
-from ..runner import Executable, Lowerable, PagedRunner, Pass
-from ..slots import Slots
 from .capacity import step_bytes, step_tokens
 from .deferral import measured_deferral
 from .executable import CudaExecutable
@@ -93,7 +93,7 @@ class CudaOptions:
 
 
 class CudaRunner(PagedRunner):
-    """See ``engine.batch.Runner``.
+    """See ``runner.batch.Runner``.
 
     Args:
         device: "cuda:N", or several of them, "cuda:0,cuda:1", which have the layers in this order;

@@ -11,7 +11,7 @@ from pykernels.gpu.common.stream_memory import supports as why_no_flags
 
 from ...program.ops import SAMPLING
 from ...program.step_inputs import sampling_dtype
-from ..sampling import SamplingInputs
+from ...runner.sampling import SamplingInputs
 
 _LONG = ("seed", "draws")
 _DTYPES = {

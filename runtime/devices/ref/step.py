@@ -19,7 +19,7 @@ from ...program import Node, Program
 from ...program.analysis import on_streams
 from ...program.partition import partition
 from ...program.weights import WeightStore
-from ...tracing import active
+from ...runner import active
 from ...workers.pool import TaskError, WorkerPool
 from ..cpu.step import CpuExecutable
 from ..link import Launching, Link, carried

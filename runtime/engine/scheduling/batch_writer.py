@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ...kv_cache import BlockManager
-from ..batch import Ints, SequenceSampling, StepBatch, StepRunner, forced
+from ...runner.batch import Ints, SequenceSampling, StepBatch, StepRunner, forced
 from ..request import Request
 from .step import PrefillChunk
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from ...kv_cache import BlockManager
-from ..batch import Runner
+from ...runner.batch import Runner
 from ..config import EngineConfig
 from ..outputs import EngineStats
 from ..request import Request, State

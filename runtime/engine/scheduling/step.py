@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...kv_cache.prefix import PrefixNode
-from ..batch import StepBatch
+from ...runner.batch import StepBatch
 from ..request import Request
 
 

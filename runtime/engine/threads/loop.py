@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from ..batch import DeviceLost
+from ...runner.batch import DeviceLost
 from ..core import Core
 
 

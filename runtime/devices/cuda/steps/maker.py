@@ -11,7 +11,7 @@ import torch
 from pykernels.ref.sampling import Sampled
 
 from ....program import Program
-from ...sampling import SamplingInputs
+from ....runner.sampling import SamplingInputs
 from ..executable import CudaExecutable, GpuMemory
 from ..handshake import PinnedSlots
 from ..inputs import NEVER, PIECE, Bucket, StepInputs

@@ -10,10 +10,10 @@ import torch
 from ....placement import Placement
 from ....program import Program
 from ....program.weights import WeightStore
+from ....runner.paged_runner import Lowerable
+from ....runner.slots import Slots
 from ....workers.pool import WorkerPool
 from ...gpus import Gpus
-from ...runner import Lowerable
-from ...slots import Slots
 
 
 class Owner(Protocol):

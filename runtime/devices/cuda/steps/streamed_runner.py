@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from ....engine.batch import StepBatch, StepResult
 from ....program import Program
-from ...runner import Executable, PagedRunner
+from ....runner.batch import StepBatch, StepResult
+from ....runner.paged_runner import Executable, PagedRunner
 from ..executable import CudaExecutable
 from ..streaming.experts import Streaming
 from .maker import StepMaker
@@ -22,7 +22,7 @@ from .prompt_sizes import PromptSizes
 
 
 class StreamedRunner(PagedRunner):
-    """See ``engine.batch.PrefillRunner``.
+    """See ``runner.batch.PrefillRunner``.
 
     Args:
         owner: whose weights and caches the steps use; they are there.

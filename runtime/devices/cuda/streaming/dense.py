@@ -13,8 +13,8 @@ from ....program import Program
 from ....program.node import Node
 from ....program.partition import partition
 from ....program.weights import LayoutOf, WeightStore
+from ....runner.paged_runner import Lowerable
 from ...gpus import Gpus, interpreted
-from ...runner import Lowerable
 from ..capacity import STEP_TOKENS, room_for_steps, step_bytes
 from ..memory import dtypes
 from ..staged import Staged

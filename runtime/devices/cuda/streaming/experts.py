@@ -29,9 +29,9 @@ from ....program.node import Node
 from ....program.partition import partition
 from ....program.weight_spec import WeightSpec
 from ....program.weights import WeightStore
+from ....runner.paged_runner import Lowerable
 from ...cpu import weights as cpu
 from ...gpus import Gpus, interpreted
-from ...runner import Lowerable
 from ..capacity import room_for_steps, step_bytes
 from ..launches.streamed import resident_bytes
 from ..weights import expert_format

@@ -11,8 +11,6 @@ import torch
 
 from pykernels.errors import PykernelsError
 
-from ..engine.batch import DeviceLost, PrefillRunner, StepBatch, StepResult
-from ..engine.routing import LayerRouting, RoutedLayer
 from ..kv_cache.layout import PAGE, CachePart
 from ..passes import defer
 from ..passes import dual_batch as in_two_lanes
@@ -25,9 +23,11 @@ from ..program.lanes import lane_tokens
 from ..program.node import STEP_SIZES
 from ..program.step_inputs import IS_PROMPT
 from ..program.weights import LayoutOf, WeightStore
-from ..tracing.active import phase
 from ..workers.pool import WorkerPool
+from .active import phase
+from .batch import DeviceLost, PrefillRunner, StepBatch, StepResult
 from .lane_inputs import LaneInputs
+from .routing import LayerRouting, RoutedLayer
 from .sampling import SamplingInputs
 from .slots import Slots
 
@@ -124,7 +124,7 @@ class PagedRunner(ABC):
     late_masks = False
     """Whether masks are written while a step runs (``write_masks``)."""
     next_runs = False
-    """See ``engine.batch.Runner``."""
+    """See ``runner.batch.Runner``."""
     decisions: Sequence[str] = ()
     """What sizes and measurements have decided when the model was loaded, and why, a line each."""
     last_sizes = (0, 0)
@@ -343,15 +343,15 @@ class PagedRunner(ABC):
             self.slots.plan()
 
     def launch_behind(self, batch: StepBatch, ends: Set[int]) -> bool:
-        """See ``engine.batch.Runner``; a device whose steps cannot follow each other declines."""
+        """See ``runner.batch.Runner``; a device whose steps cannot follow each other declines."""
         return False
 
     def give_up_next(self) -> None:
-        """See ``engine.batch.Runner``."""
+        """See ``runner.batch.Runner``."""
         return
 
     def write_masks(self) -> None:
-        """See ``engine.batch.Runner``."""
+        """See ``runner.batch.Runner``."""
         self._sampling.write_masks()
 
     def result(self) -> StepResult:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..engine.batch import SequenceSampling, StepBatch
-from ..engine.counts import TokenCounts
 from ..program.step_inputs import allocate_columns, sampling_dtype, sampling_tables
+from .batch import SequenceSampling, StepBatch
+from .counts import TokenCounts
 
 _PARAMS = {
     "temperature": "temperature",
