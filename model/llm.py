@@ -29,7 +29,7 @@ from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.machine.topology import Topology
 from runtime.passes.layers import check_topk, moe_layers
-from runtime.placement import CPU, Placement, place
+from runtime.planning.placement import CPU, Placement, place
 from runtime.program import Program
 from runtime.runner.paged_runner import PagedRunner, Pass
 from runtime.workers.matrix import packer

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from runtime.machine.nodes import ONE_NODE, MemoryNodes
-from runtime.placement import CPU, Placement
+from runtime.planning.placement import CPU, Placement
 from runtime.program.weights import WeightStore
 from runtime.workers.matrix import Pack
 

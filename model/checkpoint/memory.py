@@ -16,7 +16,7 @@ from runtime.experts.routed import RoutedExperts
 from runtime.kv_cache.layout import PAGE
 from runtime.machine.nodes import MemoryNodes
 from runtime.machine.topology import Topology
-from runtime.placement import Placement
+from runtime.planning.placement import Placement
 
 from ..modules.linear import Linear, linears
 from ..modules.moe import FusedMoE

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pykernels.errors import PykernelsError
 from runtime.devices.gpus import gpus_of, several_refused
-from runtime.placement import CPU
+from runtime.planning.placement import CPU
 
 from ..architectures.decoder import cache_token_bytes
 from ..architectures.families import why_not

@@ -16,7 +16,7 @@ from runtime.devices.cuda.streaming.experts import Sizes, streaming_bytes
 from runtime.devices.cuda.weights import gpu_bytes
 from runtime.devices.gpus import Gpus, gpus_of, several_refused
 from runtime.passes.layers import check_routed, moe_layers
-from runtime.placement import CPU, Placement
+from runtime.planning.placement import CPU, Placement
 from runtime.program import Program
 from runtime.runner.paged_runner import Lowerable
 

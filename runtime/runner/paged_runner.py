@@ -16,8 +16,8 @@ from ..passes import defer
 from ..passes import dual_batch as in_two_lanes
 from ..passes.keep_routing import routers
 from ..passes.numa import split_over_nodes
-from ..placement import CPU
-from ..profiling.step_bytes import expert_bytes, weight_bytes
+from ..planning.placement import CPU
+from ..planning.step_bytes import expert_bytes, weight_bytes
 from ..program import Program
 from ..program.lanes import lane_tokens
 from ..program.node import STEP_SIZES

@@ -20,7 +20,7 @@ from runtime.experts.cache import CachePolicy, ExpertCache, Move, Swap, plan
 from runtime.experts.cache.cache import Chosen
 from runtime.experts.cache.simulate import Recording, best_fixed, simulate
 from runtime.passes import offload
-from runtime.placement import Placement
+from runtime.planning.placement import Placement
 from runtime.runner.paged_runner import Pass
 
 from ..model import tiny

@@ -21,7 +21,7 @@ from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Engine, SamplingParams
 from runtime.experts.cache import CachePolicy
-from runtime.placement import Placement
+from runtime.planning.placement import Placement
 from runtime.runner.slots import Slots
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool

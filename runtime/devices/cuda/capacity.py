@@ -8,7 +8,7 @@ from dataclasses import replace
 from pykernels.gpu.gemm.unpack import SCRATCH
 
 from ...passes.defer import defer
-from ...placement import CPU, Placement
+from ...planning.placement import CPU, Placement
 from ...program import Program
 from ...program.analysis import experts_per_token
 from ...program.node import Node

@@ -13,7 +13,7 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.precompile import compiled_together
 
-from ...placement import CPU
+from ...planning.placement import CPU
 from ...program import Program
 from ...program.node import Node
 from ...program.ops import OPS

@@ -18,7 +18,7 @@ import torch
 from pykernels.gpu.common.stream_memory import wait_value, write_value
 from pykernels.gpu.handshake import MAX_ROWS, copy_rows
 
-from ...placement import CPU
+from ...planning.placement import CPU
 from ...program import Program
 from ...program.node import Node
 from ..link import Link

@@ -23,13 +23,14 @@ from ...machine.pinned import Pinned
 from ...passes import defer, keep_routing
 from ...passes.gpu_experts import slot_tables
 from ...passes.layers import check_routed, moe_layers
-from ...placement import CPU, Placement, place
-from ...profiling.kept_rates import kept_rates
-from ...profiling.prefill_rates import Rates, measured_rates
+from ...planning.kept_rates import kept_rates
+from ...planning.placement import CPU, Placement, place
+from ...planning.prefill_rates import Rates
 from ...program import Program
 from ...program.partition import partition
 from ...program.weights import LayoutOf
 from ...runner.batch import DeviceLost, StepBatch, StepResult
+from ...runner.measured_rates import measured_rates
 from ...runner.paged_runner import Executable, Lowerable, PagedRunner, Pass
 from ...runner.slots import Slots
 from ...workers.pool import WorkerPool

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ....placement import Placement
+from ....planning.placement import Placement
 from ....program import Program
 from ....program.weights import WeightStore
 from ....runner.paged_runner import Lowerable

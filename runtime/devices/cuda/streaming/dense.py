@@ -8,7 +8,7 @@ from pykernels.errors import PykernelsError
 
 from ....machine.pinned import Pinned
 from ....passes.stream_dense import SLOTS, dense_weights
-from ....placement import CPU, Placement
+from ....planning.placement import CPU, Placement
 from ....program import Program
 from ....program.node import Node
 from ....program.partition import partition

@@ -23,7 +23,7 @@ from ....passes.defer import defer
 from ....passes.layers import check_routed, moe_layers
 from ....passes.split_experts import split_experts
 from ....passes.stream_weights import PIECES, Ring, resident, stream_weights
-from ....placement import CPU, Placement
+from ....planning.placement import CPU, Placement
 from ....program import Program
 from ....program.node import Node
 from ....program.partition import partition

@@ -14,12 +14,12 @@ from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
 
-from .passes.expert_cache import expert_cache
-from .passes.gpu_experts import gpu_experts
-from .passes.stream_dense import stream_dense
-from .program import Program
-from .program.node import Node
-from .program.weight_spec import WeightSpec
+from ..passes.expert_cache import expert_cache
+from ..passes.gpu_experts import gpu_experts
+from ..passes.stream_dense import stream_dense
+from ..program import Program
+from ..program.node import Node
+from ..program.weight_spec import WeightSpec
 
 EXPERTS = ("auto", "cpu", "gpu")
 """Where routed experts may be beside a GPU; "auto": there if all fit, else on the CPU."""
