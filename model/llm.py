@@ -23,7 +23,7 @@ from runtime.devices.cpu import precompile
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Engine, EngineConfig, RequestHandle, Result, SamplingParams
-from runtime.engine.config import STEP_TOKENS, check_whole
+from runtime.engine.scheduling.config import STEP_TOKENS, check_whole
 from runtime.experts.cache import CacheStats
 from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE, Pages

@@ -21,7 +21,7 @@ from pykernels.errors import PykernelsError
 from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
-from runtime.engine.config import STEP_TOKENS
+from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.experts.cache import CachePolicy
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed

@@ -13,7 +13,7 @@ import torch
 
 from runtime.devices.cuda.executable import CudaExecutable
 from runtime.devices.cuda.runner import CudaRunner
-from runtime.engine.config import PREFILL
+from runtime.engine.scheduling.config import PREFILL
 from runtime.profiling.engine_speed import EngineTimer, Load
 from runtime.program import Program
 from runtime.runner.paged_runner import Executable

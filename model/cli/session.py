@@ -142,7 +142,7 @@ Prefill = Annotated[
 
 def check_prefill(choice: str, device: str, eager: bool = False) -> None:
     """`PykernelsError` for a choice that there is not, or not here."""
-    from runtime.engine.config import PREFILL
+    from runtime.engine.scheduling.config import PREFILL
 
     if choice not in PREFILL:
         raise PykernelsError(f"--prefill {choice}", f"Give {', '.join(PREFILL)}")

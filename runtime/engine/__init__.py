@@ -4,10 +4,9 @@ from ..runner.batch import DeviceLost, Runner, SequenceSampling, StepBatch, Step
 from ..runner.constraint import Constraint, TokenFilter
 from ..runner.routing import RoutedExperts, RoutedLayer
 from ..runner.sampling_params import SamplingParams
-from .config import EngineConfig
 from .engine import Engine, EngineBusy
-from .handle import AsyncRequestHandle, RequestHandle
-from .outputs import (
+from .requests.handle import AsyncRequestHandle, RequestHandle
+from .requests.outputs import (
     Chunk,
     Completion,
     EngineStats,
@@ -16,7 +15,8 @@ from .outputs import (
     Result,
     TokenLogprob,
 )
-from .text import Detokenizer
+from .requests.text import Detokenizer
+from .scheduling.config import EngineConfig
 
 __all__ = [
     "AsyncRequestHandle",

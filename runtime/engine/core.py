@@ -33,10 +33,10 @@ from pykernels.errors import PykernelsError
 
 from ..runner.active import phase
 from ..runner.batch import DeviceLost, PrefillRunner, Runner, StepResult
-from ..tracing.observation import Observation
-from .config import EngineConfig
-from .outputs import EngineStats, FinishReason, TokenLogprob
-from .request import Request, State
+from .observation import Observation
+from .requests.outputs import EngineStats, FinishReason, TokenLogprob
+from .requests.request import Request, State
+from .scheduling.config import EngineConfig
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
 

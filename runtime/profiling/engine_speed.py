@@ -20,11 +20,11 @@ from pykernels.errors import PykernelsError
 
 from ..devices.cpu.step import CpuExecutable
 from ..engine import Engine, EngineConfig, RequestHandle, SamplingParams, StepResult
+from ..engine.observation import Observer
 from ..kv_cache.layout import PAGE
 from ..planning.step_bytes import cache_bytes, weight_bytes
 from ..program import Program
 from ..runner.paged_runner import PagedRunner
-from ..tracing.observation import Observer
 from ..workers.busy import BusyTimes
 
 TEMPERATURE = 1.0

@@ -16,7 +16,7 @@ from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.ref.runner import RefRunner, on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.engine import Engine, SamplingParams
-from runtime.engine.config import EngineConfig
+from runtime.engine.scheduling.config import EngineConfig
 from runtime.passes import defer, dual_batch, offload, skip
 from runtime.program import Node
 from runtime.program.step_inputs import allocate_inputs

@@ -37,7 +37,7 @@ class Failure(NamedTuple):
 
 
 class Told(NamedTuple):
-    """A token of an output, its end, or both; as ``runtime.engine.request.Event``.
+    """A token of an output, its end, or both; as ``runtime.engine.requests.request.Event``.
 
     Attributes:
         key: of the request's ``Submit``; ``output``: which of its ``n``.

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...kv_cache import BlockManager
 from ...runner.batch import Ints, SequenceSampling, StepBatch, StepRunner, forced
-from ..request import Request
+from ..requests.request import Request
 from .step import PrefillChunk
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from ...kv_cache import BlockManager
 from ...kv_cache.block_manager import PageTable
 from ...runner.batch import PrefillRunner
-from ..request import Request
+from ..requests.request import Request
 from .batch_writer import BatchWriter
 from .step import PrefillChunk, ScheduledStep
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...kv_cache.prefix import PrefixNode
 from ...runner.batch import StepBatch
-from ..request import Request
+from ..requests.request import Request
 
 
 class PrefillChunk(NamedTuple):

@@ -10,10 +10,10 @@ from typing import Protocol
 
 from pykernels.errors import PykernelsError
 
-from ..program.step_inputs import MAX_BIASES
-from ..runner.batch import NEVER
-from ..runner.routing import RoutedLayer
-from ..runner.sampling_params import MAX_SEED, SamplingParams
+from ...program.step_inputs import MAX_BIASES
+from ...runner.batch import NEVER
+from ...runner.routing import RoutedLayer
+from ...runner.sampling_params import MAX_SEED, SamplingParams
 from .request import Request, Sink, failed, fork_seed
 from .text import MakeDetokenizer, TextStream
 

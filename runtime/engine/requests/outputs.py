@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from ..runner.routing import RoutedExperts
+from ...runner.routing import RoutedExperts
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 """stop: an end token or a stop string; length: max_tokens."""

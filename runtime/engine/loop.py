@@ -13,8 +13,8 @@ import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from ...runner.batch import DeviceLost
-from ..core import Core
+from ..runner.batch import DeviceLost
+from .core import Core
 
 
 class Loop:

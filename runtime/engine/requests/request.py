@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Sequence
 
 from pykernels.errors import PykernelsError
 
-from ..kv_cache import PageTable
-from ..runner.batch import NEVER, SequenceSampling
-from ..runner.constraint import MaskedOutput
-from ..runner.counts import TokenCounts
-from ..runner.routing import RoutedLayer, RoutingLog
-from ..runner.sampling_params import MAX_SEED, SamplingParams
+from ...kv_cache import PageTable
+from ...runner.batch import NEVER, SequenceSampling
+from ...runner.constraint import MaskedOutput
+from ...runner.counts import TokenCounts
+from ...runner.routing import RoutedLayer, RoutingLog
+from ...runner.sampling_params import MAX_SEED, SamplingParams
 from .outputs import FinishReason, RequestStats, TokenLogprob
 from .text import TextStream
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from pykernels.errors import PykernelsError
 
-from ..experts.cache import CachePolicy
-from ..workers.numa import AUTO, check_numa
+from ...experts.cache import CachePolicy
+from ...workers.numa import AUTO, check_numa
 
 PREFILL_CAP_FLOOR = 8
 """Fewest prompt tokens of a step: one tile of the kernels. Below it a prompt would never end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from ..request import Event
+from .requests.request import Event
 
 INTERVAL = 0.004
 """Seconds between two deliveries. Waking an event loop and sending a piece costs some 100 us of
