@@ -414,7 +414,7 @@ def placed_program(
             if experts == "gpu":
                 raise PykernelsError("experts on a GPU without one", "Add --device cuda:0")
             return program
-        from runtime.devices.cuda.weights import gpu_bytes
+        from runtime.devices.cuda.memory.weights import gpu_bytes
         from runtime.devices.gpus import gpus_of, several_refused
 
         gpus = gpus_of(device)

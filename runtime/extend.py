@@ -53,7 +53,7 @@ def register_op(
         raise PykernelsError(f"there is an op {name!r} already", "Give yours another name")
     tables: list[tuple[MutableMapping[str, Any], Any]] = [(REF_OPS, ref), (CPU_BINDERS, cpu)]
     if cuda is not None:
-        from .devices.cuda.executable import BINDERS as CUDA_BINDERS
+        from .devices.cuda.steps.executable import BINDERS as CUDA_BINDERS
 
         tables.append((CUDA_BINDERS, cuda))
     OPS[name] = row

@@ -36,19 +36,19 @@ from ...runner.slots import Slots
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
 from ..gpus import HEADROOM, Gpus, check_device, free_bytes, gpus_of, interpreted, several_refused
-from .capacity import step_bytes, step_tokens
 from .deferral import measured_deferral
-from .executable import CudaExecutable
 from .launches.heads import check_heads
-from .memory import dtypes
-from .sampling_inputs import waits_for_masks
-from .slots import on_gpu
+from .memory.buffers import dtypes
+from .memory.capacity import step_bytes, step_tokens
+from .memory.slots import on_gpu
+from .memory.weights import gpu_bytes, layouts
+from .steps.executable import CudaExecutable
 from .steps.maker import StepMaker
 from .steps.prompt_sizes import HOST_BUCKETS, SPLIT_BUCKETS, PromptSizes
+from .steps.sampling_inputs import waits_for_masks
 from .steps.streamed_runner import StreamedRunner
 from .streaming.dense import described, pin_staged
 from .streaming.experts import Sizes, Streaming, wanted_streaming
-from .weights import gpu_bytes, layouts
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)

@@ -17,7 +17,7 @@ from pykernels.gpu.rope_cache_write.gqa import gqa_rope_cache_write as write_key
 from pykernels.gpu.rope_cache_write.mla import mla_rope_cache_write as write_latents
 
 from ....program.node import Node
-from ..memory import Memory
+from ..memory.buffers import Memory
 from . import latents
 from .dense import Launch, void
 

@@ -13,7 +13,7 @@ from pykernels.gpu.moe.router_logits import router_logits
 from pykernels.gpu.norm import rms_norm as norm
 
 from ....program.node import Node
-from ..memory import Memory
+from ..memory.buffers import Memory
 
 Launch = Callable[[], None]
 

@@ -17,7 +17,7 @@ from pykernels.shapes import Routing
 
 from ....program.lanes import lane_name
 from ....program.node import Node
-from ..memory import Memory
+from ..memory.buffers import Memory
 from .dense import Launch, void
 from .streamed import experts_within
 

@@ -10,7 +10,7 @@ from pykernels.ref.sampling.inputs import SamplingInputs
 
 from ....program.node import Node
 from ....program.ops import SAMPLING, SAMPLING_TABLES
-from ..memory import Memory
+from ..memory.buffers import Memory
 from .dense import Launch
 
 ROWS = 64

@@ -18,8 +18,8 @@ from pykernels.quant.split import SplitExperts
 
 from ....program.node import Node
 from ....program.weight_spec import WeightSpec
-from ..memory import Memory
-from ..weights import expert_format
+from ..memory.buffers import Memory
+from ..memory.weights import expert_format
 from .dense import Launch
 
 _ALIGN = 256

@@ -12,11 +12,11 @@ from pykernels.ref.sampling import Sampled
 
 from ....program import Program
 from ....runner.sampling import SamplingInputs
-from ..executable import CudaExecutable, GpuMemory
-from ..handshake import PinnedSlots
-from ..inputs import NEVER, PIECE, Bucket, StepInputs
-from ..memory import Arena
-from ..outputs import ProgramOutputs, StepOutputs, kept_bytes, kept_routing
+from ..memory.buffers import Arena
+from .executable import CudaExecutable, GpuMemory
+from .handshake import PinnedSlots
+from .inputs import NEVER, PIECE, Bucket, StepInputs
+from .outputs import ProgramOutputs, StepOutputs, kept_bytes, kept_routing
 from .owner import Owner
 
 

@@ -14,8 +14,8 @@ import torch
 from ....program import Program
 from ....runner.batch import StepBatch, StepResult
 from ....runner.paged_runner import Executable, PagedRunner
-from ..executable import CudaExecutable
 from ..streaming.experts import Streaming
+from .executable import CudaExecutable
 from .maker import StepMaker
 from .owner import Owner
 from .prompt_sizes import PromptSizes

@@ -15,10 +15,10 @@ from ....program.partition import partition
 from ....program.weights import LayoutOf, WeightStore
 from ....runner.paged_runner import Lowerable
 from ...gpus import Gpus, interpreted
-from ..capacity import STEP_TOKENS, room_for_steps, step_bytes
-from ..memory import dtypes
-from ..staged import Staged
-from ..weights import layout_bytes
+from ..memory.buffers import dtypes
+from ..memory.capacity import STEP_TOKENS, room_for_steps, step_bytes
+from ..memory.staged import Staged
+from ..memory.weights import layout_bytes
 from .experts import Sizes
 
 

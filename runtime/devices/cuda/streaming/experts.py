@@ -32,9 +32,9 @@ from ....program.weights import WeightStore
 from ....runner.paged_runner import Lowerable
 from ...cpu import weights as cpu
 from ...gpus import Gpus, interpreted
-from ..capacity import room_for_steps, step_bytes
 from ..launches.streamed import resident_bytes
-from ..weights import expert_format
+from ..memory.capacity import room_for_steps, step_bytes
+from ..memory.weights import expert_format
 
 STREAM_TOKENS = (32768, 16384, 8192, 4096, 2048, 1024, 512)
 """What a step may have, if nobody says: all experts cross once a step, so as many as fit, up to

@@ -18,11 +18,11 @@ import torch
 from pykernels.gpu.common.stream_memory import wait_value, write_value
 from pykernels.gpu.handshake import MAX_ROWS, copy_rows
 
-from ...planning.placement import CPU
-from ...program import Program
-from ...program.node import Node
-from ..link import Link
-from .memory import Memory
+from ....planning.placement import CPU
+from ....program import Program
+from ....program.node import Node
+from ...link import Link
+from ..memory.buffers import Memory
 from .segment import in_turn
 
 Launch = Callable[[], None]

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ...program import Program
-from ...program.analysis import on_streams
-from ...program.ops import COPIES, OPS
-from .launches.dense import Launch
+from ....program import Program
+from ....program.analysis import on_streams
+from ....program.ops import COPIES, OPS
+from ..launches.dense import Launch
 
 _INTERPRETER = threading.Lock()
 

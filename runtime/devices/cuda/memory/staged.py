@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ...passes.stream_dense import ALIGN
-from ...program.weight_spec import WeightSpec
-from ...program.weights import Layout, WeightStore
+from ....passes.stream_dense import ALIGN
+from ....program.weight_spec import WeightSpec
+from ....program.weights import Layout, WeightStore
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch
 
 from pykernels.shapes import SortedPairs
 
-from ...program import Program
-from ...program.analysis import MemoryPlan, on_streams, plan_memory
-from ...program.node import Node
-from ...program.ops import OPS
-from ...program.weights import WeightStore
+from ....program import Program
+from ....program.analysis import MemoryPlan, on_streams, plan_memory
+from ....program.node import Node
+from ....program.ops import OPS
+from ....program.weights import WeightStore
 from .sequences import Sequences
 from .staged import Staged
 from .weights import layouts

@@ -7,22 +7,23 @@ from dataclasses import replace
 
 from pykernels.gpu.gemm.unpack import SCRATCH
 
-from ...passes.defer import defer
-from ...planning.placement import CPU, Placement
-from ...program import Program
-from ...program.analysis import experts_per_token
-from ...program.node import Node
-from ...program.partition import partition
-from ...program.weight_spec import WeightSpec
-from ...runner.paged_runner import Lowerable
-from ..gpus import HEADROOM, Gpus, free_bytes, interpreted
-from .launches.latents import EXPANDED_BYTES
-from .memory import dtypes, planned
+from ....passes.defer import defer
+from ....planning.placement import CPU, Placement
+from ....program import Program
+from ....program.analysis import experts_per_token
+from ....program.node import Node
+from ....program.partition import partition
+from ....program.weight_spec import WeightSpec
+from ....runner.paged_runner import Lowerable
+from ...gpus import HEADROOM, Gpus, free_bytes, interpreted
+from .buffers import dtypes, planned
 from .weights import gpu_bytes
 
 STEP_TOKENS = (4096, 2048, 1024, 512)
 """What a step may have, if nobody says: as many as fit, so that weights are read seldom. Beside
 experts on the CPU, and at the least, the last one."""
+EXPANDED_BYTES = 512 << 20
+"""Expanded keys and values take so many at a time, unless one head's are more by themselves."""
 LowerSizes = tuple[int, int, int, int, int]
 """Arguments of a model's ``lower``."""
 _UNPACKED_KEYS = 2 << 30  # ``worth_unpacking``'s most

@@ -9,9 +9,9 @@ import torch
 
 from pykernels.gpu.common.stream_memory import supports as why_no_flags
 
-from ...program.ops import SAMPLING
-from ...program.step_inputs import sampling_dtype
-from ...runner.sampling import SamplingInputs
+from ....program.ops import SAMPLING
+from ....program.step_inputs import sampling_dtype
+from ....runner.sampling import SamplingInputs
 
 _LONG = ("seed", "draws")
 _DTYPES = {

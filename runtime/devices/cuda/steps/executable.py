@@ -13,25 +13,25 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.precompile import compiled_together
 
-from ...planning.placement import CPU
-from ...program import Program
-from ...program.node import Node
-from ...program.ops import OPS
-from ...program.partition import partition
-from ...program.weights import WeightStore
-from ...workers.pool import WorkerPool
-from ...workers.worker_pool import InFlight
-from ..cpu.step import CpuExecutable
-from ..link import Launching, Link
+from ....planning.placement import CPU
+from ....program import Program
+from ....program.node import Node
+from ....program.ops import OPS
+from ....program.partition import partition
+from ....program.weights import WeightStore
+from ....workers.pool import WorkerPool
+from ....workers.worker_pool import InFlight
+from ...cpu.step import CpuExecutable
+from ...link import Launching, Link
+from ..launches import attention, dense, experts, latents, sampling, streamed
+from ..launches.dense import Launch
+from ..memory.buffers import Arena, Caches, Memory
+from ..memory.sequences import Sequences
 from . import handshake
 from .handshake import PinnedSlots
-from .launches import attention, dense, experts, latents, sampling, streamed
-from .launches.dense import Launch
-from .memory import Arena, Caches, Memory
 from .outputs import ProgramOutputs
 from .sampling_inputs import MASKS_WRITTEN
 from .segment import Segment, beside, in_turn
-from .sequences import Sequences
 
 COMPILERS = 16
 """Kernels that are compiled at a time."""

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...kv_cache.layout import PAGE
-from ...program.lanes import LANES, lane_name, lane_tokens
-from ...program.step_inputs import IS_PROMPT
-from ...runner.sampling import SamplingInputs
-from ..gpus import Gpus
+from ....kv_cache.layout import PAGE
+from ....program.lanes import LANES, lane_name, lane_tokens
+from ....program.step_inputs import IS_PROMPT
+from ....runner.sampling import SamplingInputs
+from ...gpus import Gpus
+from ..memory.sequences import Expansion, Sequences
 from .sampling_inputs import SamplingColumns, SamplingTables
-from .sequences import Expansion, Sequences
 
 BY_TOKEN = {"tokens": 0, "positions": 0, IS_PROMPT: 0, "slot_mapping": -1}
 """Inputs [T] that nodes read by name, and what padding has."""

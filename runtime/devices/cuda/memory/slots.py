@@ -19,14 +19,14 @@ from pykernels.gpu.moe.from_tiles import ExpertTiles, copy_expert, unpack_tiles
 from pykernels.quant import PackedExperts
 from pykernels.quant.split import SplitExperts
 
-from ...experts.cache import CachePolicy, Move
-from ...machine.pinned import Pinned
-from ...program import Program
-from ...program.weight_spec import WeightSpec
-from ...program.weights import WeightStore
-from ...runner.batch import DeviceLost
-from ...runner.slots import Slots, slot_specs
-from ..cpu import weights as cpu
+from ....experts.cache import CachePolicy, Move
+from ....machine.pinned import Pinned
+from ....program import Program
+from ....program.weight_spec import WeightSpec
+from ....program.weights import WeightStore
+from ....runner.batch import DeviceLost
+from ....runner.slots import Slots, slot_specs
+from ...cpu import weights as cpu
 from .weights import experts, place_expert
 
 STAGED = 16

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...passes.keep_routing import routers
-from ...program import Program
-from .memory import dtypes
+from ....passes.keep_routing import routers
+from ....program import Program
+from ..memory.buffers import dtypes
 
 ALIGNED = 16
 """Bytes: a result begins at a multiple, as Triton's vectors want."""

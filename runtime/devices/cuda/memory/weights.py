@@ -17,11 +17,11 @@ from pykernels.gpu.moe.experts import Experts
 from pykernels.quant import Format, Weight, get_format
 from pykernels.quant.experts import check_expert
 
-from ...program import Program
-from ...program.node import Node
-from ...program.weight_spec import WeightSpec
-from ...program.weights import Expert, Layout, LayoutOf, WeightStore, naming
-from ..cpu import weights as cpu
+from ....program import Program
+from ....program.node import Node
+from ....program.weight_spec import WeightSpec
+from ....program.weights import Expert, Layout, LayoutOf, WeightStore, naming
+from ...cpu import weights as cpu
 from .staged import staged, stored_bytes
 
 FP8_ROWS = 128
