@@ -44,7 +44,7 @@ from .checkpoint.packed.write import write_file
 from .checkpoint.plan import Plan, make_plan
 from .checkpoint.progress import Adder, Callback, reporting
 from .checkpoint.read import nbytes
-from .checkpoint.safetensors import Checkpoint
+from .checkpoint.tensors.safetensors import Checkpoint
 from .hub import local
 from .opened import followed, injected
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config

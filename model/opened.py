@@ -32,7 +32,7 @@ from .checkpoint.packed.populate import populate, resident
 from .checkpoint.plan import Plan, make_plan
 from .checkpoint.progress import Adder, Callback
 from .checkpoint.read import nbytes
-from .checkpoint.safetensors import Checkpoint
+from .checkpoint.tensors.safetensors import Checkpoint
 from .modules.inject import inject
 from .modules.linear import linears
 from .modules.moe import FusedMoE

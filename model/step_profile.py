@@ -26,10 +26,10 @@ from runtime.workers.pool import WorkerPool
 
 from . import EMBEDDED
 from .architectures.named import make_config
-from .architectures.random_model import check_memory, random_decoder
 from .checkpoint.config import read_config
 from .hub import name_of
 from .llm import DEVICES, _deferred, load_engine
+from .random_model import check_memory, random_decoder
 
 WARM_STEPS = 8
 """Decode steps before those that are recorded: they compile, and say what tracing costs."""

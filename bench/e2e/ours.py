@@ -14,9 +14,9 @@ import model
 from model.architectures.decoder import Decoder
 from model.architectures.moe import MoE
 from model.architectures.named import make_config
-from model.architectures.random_model import check_memory, random_decoder
 from model.hub import name_of
 from model.pinning.choose import parse
+from model.random_model import check_memory, random_decoder
 from pykernels.errors import PykernelsError
 from pykernels.registry import resolve
 from pykernels.target import detect

@@ -29,7 +29,7 @@ def read(folder: Path, kept: bool) -> dict[str, Any]:
     Args:
         kept: into new memory for all of it, as whoever loads must; else each chunk is dropped.
     """
-    from model.checkpoint.ahead import READERS, ahead
+    from model.checkpoint.tensors.ahead import READERS, ahead
     from runtime.machine.memory import allocate
 
     files = files_of(folder)

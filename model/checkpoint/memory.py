@@ -22,7 +22,7 @@ from ..modules.linear import Linear, linears
 from ..modules.moe import FusedMoE
 from .plan import Dense, Plan
 from .read import nbytes
-from .safetensors import Checkpoint
+from .tensors.safetensors import Checkpoint
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from runtime.engine import SamplingParams
 
-from ..llm import LLM
-from .generate import GenerationStats, check_options
+from .llm import LLM
+from .text.generate import GenerationStats, check_options
 
 
 class EngineStream:

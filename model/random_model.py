@@ -19,13 +19,13 @@ from runtime.program.weight_spec import WeightSpec
 from runtime.program.weights import Expert, WeightStore
 from runtime.workers.matrix import Pack
 
-from ..checkpoint.memory import available, size
-from ..modules.inject import inject
-from ..modules.moe import FusedMoE
-from ..rules import default_rules
-from .decoder import Decoder, make_decoder
-from .schema import Schema, Tensor, loaded_schema
-from .weights import MatrixSource
+from .architectures.decoder import Decoder, make_decoder
+from .architectures.schema import Schema, Tensor, loaded_schema
+from .architectures.weights import MatrixSource
+from .checkpoint.memory import available, size
+from .modules.inject import inject
+from .modules.moe import FusedMoE
+from .rules import default_rules
 
 _ROWS = 128
 
@@ -41,7 +41,7 @@ def random_decoder(
     """A decoder of those shapes, its matrices in ``fmt``; where that cannot be (K-quants of narrow
     matrices) in bfloat16, as routers and the embedding are. A device makes the weights when it
     loads them."""
-    from ..pretrained import build_meta
+    from .pretrained import build_meta
 
     get_format(fmt)
     model = build_meta(config, torch.bfloat16)
@@ -94,7 +94,7 @@ def check_memory(name: str, config: PretrainedConfig, fmt: str) -> None:
     Raises:
         PykernelsError: they do not; it says how many layers would.
     """
-    from ..pretrained import build_meta
+    from .pretrained import build_meta
 
     meta: Any = build_meta(config, torch.bfloat16)
     a_weight = weight_bytes(fmt)

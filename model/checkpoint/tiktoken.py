@@ -19,9 +19,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from pykernels.errors import PykernelsError
 
-from ..checkpoint.gguf.pretokenizers import SPLITS
-from ..checkpoint.safetensors import read_json
-from .merges import merges_of
+from ..text.merges import merges_of
+from .gguf.pretokenizers import SPLITS
+from .tensors.safetensors import read_json
 
 FILE = "tiktoken.model"
 _CLASS = "TikTokenTokenizer"
