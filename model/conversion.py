@@ -19,10 +19,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from runtime.devices.cpu.weights import HERE, layouts
-from runtime.matrix import Pack, packer
 from runtime.program import Program
-from runtime.weight_spec import WeightSpec
-from runtime.weights import Layout, WeightStore
+from runtime.program.weight_spec import WeightSpec
+from runtime.program.weights import Layout, WeightStore
+from runtime.workers.matrix import Pack, packer
 from runtime.workers.pool import WorkerPool
 
 from .architectures.decoder import make_decoder
@@ -44,7 +44,7 @@ from .checkpoint.packed.write import write_file
 from .checkpoint.plan import Plan, make_plan
 from .checkpoint.progress import Adder, Callback, reporting
 from .checkpoint.read import nbytes
-from .checkpoint.safetensors import Checkpoint
+from .checkpoint.tensors.safetensors import Checkpoint
 from .hub import local
 from .opened import followed, injected
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config

@@ -16,8 +16,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.engine import SamplingParams
-from runtime.matrix import packer
-from runtime.weights import WeightStore
+from runtime.program.weights import WeightStore
+from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from .architectures.decoder import make_decoder

@@ -22,17 +22,17 @@ from pykernels.errors import PykernelsError
 from runtime.devices.cpu import precompile
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.ref.runner import RefRunner
-from runtime.devices.runner import PagedRunner, Pass
 from runtime.engine import Engine, EngineConfig, RequestHandle, Result, SamplingParams
-from runtime.engine.config import STEP_TOKENS, check_whole
+from runtime.engine.scheduling.config import STEP_TOKENS, check_whole
 from runtime.experts.cache import CacheStats
 from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.machine.topology import Topology
-from runtime.matrix import packer
 from runtime.passes.layers import check_topk, moe_layers
-from runtime.placement import CPU, Placement, place
+from runtime.planning.placement import CPU, Placement, place
 from runtime.program import Program
+from runtime.runner.paged_runner import PagedRunner, Pass
+from runtime.workers.matrix import packer
 from runtime.workers.numa import nodes_to_use
 from runtime.workers.pool import WorkerPool, make_pool
 from runtime.workers.threads import threads_here
@@ -419,7 +419,7 @@ def placed_program(
             if experts == "gpu":
                 raise PykernelsError("experts on a GPU without one", "Add --device cuda:0")
             return program
-        from runtime.devices.cuda.weights import gpu_bytes
+        from runtime.devices.cuda.memory.weights import gpu_bytes
         from runtime.devices.gpus import gpus_of, several_refused
 
         gpus = gpus_of(device)

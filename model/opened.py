@@ -12,9 +12,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from runtime.machine.nodes import ONE_NODE, MemoryNodes
-from runtime.matrix import Pack
-from runtime.placement import CPU, Placement
-from runtime.weights import WeightStore
+from runtime.planning.placement import CPU, Placement
+from runtime.program.weights import WeightStore
+from runtime.workers.matrix import Pack
 
 from .architectures.decoder import Decoder, make_decoder
 from .architectures.moe import check_experts
@@ -32,7 +32,7 @@ from .checkpoint.packed.populate import populate, resident
 from .checkpoint.plan import Plan, make_plan
 from .checkpoint.progress import Adder, Callback
 from .checkpoint.read import nbytes
-from .checkpoint.safetensors import Checkpoint
+from .checkpoint.tensors.safetensors import Checkpoint
 from .modules.inject import inject
 from .modules.linear import linears
 from .modules.moe import FusedMoE

@@ -26,7 +26,7 @@ from runtime.devices.gpus import gpus_of
 from runtime.workers.numa import AUTO, check_numa
 from runtime.workers.pool import configure_default_pool, default_pool
 
-from .checkpoint import memory
+from .checkpoint import memory, tiktoken
 from .checkpoint.config import check_ends, read_config, resolve_dtype
 from .checkpoint.gguf import GGUF, find_gguf
 from .checkpoint.gguf.sampling import sampling_of
@@ -36,13 +36,12 @@ from .checkpoint.load import check_kernels, load
 from .checkpoint.open import open_checkpoint
 from .checkpoint.plan import make_plan
 from .checkpoint.progress import Callback, reporting
-from .checkpoint.safetensors import read_json
+from .checkpoint.tensors.safetensors import read_json
 from .hub import local
 from .modules.inject import inject
 from .modules.moe import FusedMoE, deferred_by_rules
 from .modules.placement import place
 from .rules import Rule, Rules, resolve_rules
-from .text import tiktoken
 
 
 def from_pretrained(

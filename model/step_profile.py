@@ -15,21 +15,21 @@ from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.ref.runner import RefRunner
-from runtime.devices.runner import PagedRunner, Pass
 from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE, Pages
-from runtime.matrix import packer
 from runtime.profiling.engine_speed import EngineTimer, Load
+from runtime.runner.paged_runner import PagedRunner, Pass
 from runtime.tracing.recorder import Recorder
 from runtime.tracing.timeline import Timeline
+from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from . import EMBEDDED
 from .architectures.named import make_config
-from .architectures.random_model import check_memory, random_decoder
 from .checkpoint.config import read_config
 from .hub import name_of
 from .llm import DEVICES, _deferred, load_engine
+from .random_model import check_memory, random_decoder
 
 WARM_STEPS = 8
 """Decode steps before those that are recorded: they compile, and say what tracing costs."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from runtime.profiling.kept import kept
+from runtime.machine.kept import kept
 
 _MAKER = "transformers.utils.import_utils"
 _FUNCTION = "define_import_structure"

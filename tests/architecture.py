@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Collection, Iterator, Mapping
 
 PACKAGES = {"pykernels": 0, "runtime": 1, "model": 2, "bench": 3, "tests": 4}
 """Rank of each top-level package: a module imports packages of a lower rank, and its own."""
@@ -83,16 +84,49 @@ def violations(source: str, name: str, is_package: bool = False) -> list[str]:
     return found
 
 
-def circle(sources: Mapping[str, tuple[str, bool]]) -> list[str]:
-    """The modules of one circle of imports, imports inside functions too; empty if there is none.
+Sources = Mapping[str, tuple[str, bool]]
+"""Dotted name of each module -> its text, and whether it is an `__init__.py`."""
+
+
+def circle(sources: Sources) -> list[str]:
+    """The modules of one circle of imports, those inside functions too; empty if there is none."""
+    return _cycle(_graph(sources))
+
+
+def folder_circle(sources: Sources, but: Collection[str] = ()) -> list[str]:
+    """The folders of one circle of imports, those for types alone too; empty if there is none.
+
+    An import is an arrow between two children of the innermost folder that holds both ends: a child
+    stands for all that lies below it, and the folder's own files are one more child. So neither two
+    folders import each other nor a folder and what it holds, at any depth.
 
     Args:
-        sources: dotted name of each module -> its text, and whether it is an `__init__.py`.
+        but: folders that hold such circles still; seen from outside each is a folder as any other.
     """
+    graphs: dict[tuple[str, ...], dict[str, set[str]]] = {}
+    for name, targets in _graph(sources).items():
+        here = _folder(sources, name)
+        for there in {_folder(sources, target) for target in targets if target in sources}:
+            depth = len(os.path.commonprefix([here, there]))
+            first, second = (".".join(folder[: depth + 1]) for folder in (here, there))
+            if first != second and ".".join(here[:depth]) not in but:
+                graphs.setdefault(here[:depth], {}).setdefault(first, set()).add(second)
+    return next(filter(None, map(_cycle, graphs.values())), [])
+
+
+def _folder(sources: Sources, name: str) -> tuple[str, ...]:
+    parts = tuple(name.split("."))
+    return parts if sources[name][1] else parts[:-1]
+
+
+def _graph(sources: Sources) -> dict[str, set[str]]:
+    """By module, what it imports: a module of `sources`, or a name that is none."""
     graph: dict[str, set[str]] = {}
     for name, (source, is_package) in sources.items():
         graph[name] = set()
         for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                graph[name] |= {alias.name for alias in node.names}
             if not isinstance(node, ast.ImportFrom):
                 continue
             base = node.module or ""
@@ -102,6 +136,10 @@ def circle(sources: Mapping[str, tuple[str, bool]]) -> list[str]:
             for alias in node.names:
                 target = f"{base}.{alias.name}"
                 graph[name].add(target if target in sources else base)
+    return graph
+
+
+def _cycle(graph: Mapping[str, set[str]]) -> list[str]:
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture import PACKAGES, PYKERNELS, circle, violations
+from tests.architecture import PACKAGES, PYKERNELS, circle, folder_circle, violations
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,13 +38,30 @@ def test_the_table_of_parts_names_only_parts_that_the_map_has() -> None:
         assert part in readme, f"pykernels/{part} is missing on the map of pykernels/README.md"
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    sources = {
+def sources_of(*packages: str) -> dict[str, tuple[str, bool]]:
+    """Text of each module of these packages, and whether it is an `__init__.py`."""
+    return {
         name: (path.read_text(), path.name == "__init__.py")
         for name, path in modules()
-        if not name.startswith("tests")
+        if name.split(".")[0] in packages
     }
-    assert circle(sources) == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circle(sources_of(*PACKAGES.keys() - {"tests"})) == []
+
+
+FOLDERS_IN_LAYERS: dict[str, tuple[str, ...]] = {
+    "runtime": (),
+    "model": ("model.cli", "model.server"),
+}
+"""Packages whose folders do not import each other in a circle -> folders of it that hold one still.
+Entries of the right column are removed, never added."""
+
+
+@pytest.mark.parametrize("package", FOLDERS_IN_LAYERS)
+def test_no_folders_import_each_other_in_a_circle(package: str) -> None:
+    assert folder_circle(sources_of(package), FOLDERS_IN_LAYERS[package]) == []
 
 
 def test_a_circle_is_caught() -> None:
@@ -54,6 +71,33 @@ def test_a_circle_is_caught() -> None:
         "a.c": ("def f():\n    from . import b", False),
     }
     assert set(circle(sources)) == {"a.b", "a.c"}
+
+
+FOLDER_CIRCLES = [
+    ({"a.b.x": "from ..c.y import f", "a.c.y": "", "a.c.z": "from a.b import x"}, {"a.b", "a.c"}),
+    (
+        {"a.x": "from .b.y import f", "a.b.y": "", "a.b.z": "from ..v import g", "a.v": ""},
+        {"a", "a.b"},
+    ),
+    (
+        {
+            "a.b.x": "if TYPE_CHECKING:\n    from ..c.d.y import T",
+            "a.b.e.w": "",
+            "a.c.d.y": "",
+            "a.c.z": "from ..b.e.w import f",
+        },
+        {"a.b", "a.c"},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("texts", "folders"), FOLDER_CIRCLES, ids=["side by side", "a subfolder", "types, deep below"]
+)
+def test_a_circle_of_folders_is_caught(texts: dict[str, str], folders: set[str]) -> None:
+    sources = {name: (text, False) for name, text in texts.items()}
+    assert circle(sources) == []
+    assert set(folder_circle(sources)) == folders
 
 
 MOST_FILES = 15

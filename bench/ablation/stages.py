@@ -10,10 +10,10 @@ import torch
 from bench.e2e.ours import Ours
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.cpu.step import CpuExecutable
-from runtime.devices.runner import PagedRunner
-from runtime.engine.batch import StepBatch
 from runtime.profiling.engine_speed import EngineTimer, Load
 from runtime.program import Program
+from runtime.runner.batch import StepBatch
+from runtime.runner.paged_runner import PagedRunner
 from runtime.workers.job import Jobs
 from runtime.workers.worker_pool import InFlight
 

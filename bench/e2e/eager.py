@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from model.architectures.random_model import check_memory
 from model.pretrained import build_meta
+from model.random_model import check_memory
 from pykernels.errors import PykernelsError
 
 from .ours import Shape

@@ -14,20 +14,20 @@ import model
 from model.architectures.decoder import Decoder
 from model.architectures.moe import MoE
 from model.architectures.named import make_config
-from model.architectures.random_model import check_memory, random_decoder
 from model.hub import name_of
 from model.pinning.choose import parse
+from model.random_model import check_memory, random_decoder
 from pykernels.errors import PykernelsError
 from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
-from runtime.devices.runner import PagedRunner
-from runtime.engine.config import STEP_TOKENS
+from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.experts.cache import CachePolicy
 from runtime.kv_cache.layout import PAGE, Pages
-from runtime.matrix import packer
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
+from runtime.runner.paged_runner import PagedRunner
+from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool, make_pool
 from runtime.workers.threads import spin_budget
 

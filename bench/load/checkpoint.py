@@ -1,6 +1,6 @@
 """Random checkpoints of well-known shapes, in files as the hub has them: one shard a layer.
 
-As in ``model.architectures.random_model``, a matrix is 128 random rows again and again.
+As in ``model.random_model``, a matrix is 128 random rows again and again.
 """
 
 from __future__ import annotations

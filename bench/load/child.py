@@ -29,7 +29,7 @@ def read(folder: Path, kept: bool) -> dict[str, Any]:
     Args:
         kept: into new memory for all of it, as whoever loads must; else each chunk is dropped.
     """
-    from model.checkpoint.ahead import READERS, ahead
+    from model.checkpoint.tensors.ahead import READERS, ahead
     from runtime.machine.memory import allocate
 
     files = files_of(folder)
@@ -77,7 +77,7 @@ def load(folder: Path, threads: int, fmt: str | None) -> dict[str, Any]:
     from pykernels.cpu import make_pack
     from pykernels.quant import FORMATS
     from runtime.devices.cpu.weights import layouts
-    from runtime.matrix import packer
+    from runtime.workers.matrix import packer
     from runtime.workers.pool import WorkerPool
 
     config = read_config(folder)

@@ -1,6 +1,6 @@
 """Random models of well-known shapes as GGUF files, for llama.cpp's programs.
 
-As in ours (``model.architectures.random_model``), a matrix is 128 random rows again and again: only
+As in ours (``model.random_model``), a matrix is 128 random rows again and again: only
 shapes and bytes count. So a file of any type takes seconds: these rows are quantized, by our own
 formats, which store them as GGUF does. All matrices have that type (`llama-quantize --pure`). There
 is no tokenizer in it, only a size of the vocabulary; or, for servers, one of bytes and numbers.

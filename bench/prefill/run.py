@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from runtime.devices.cuda.executable import CudaExecutable
 from runtime.devices.cuda.runner import CudaRunner
-from runtime.devices.runner import Executable
-from runtime.engine.config import PREFILL
+from runtime.devices.cuda.steps.executable import CudaExecutable
+from runtime.engine.scheduling.config import PREFILL
 from runtime.profiling.engine_speed import EngineTimer, Load
 from runtime.program import Program
+from runtime.runner.paged_runner import Executable
 
 from ..e2e.ours import Ours
 

@@ -26,10 +26,10 @@ import model
 from model.llm import LLM
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.runner import check_device
-from runtime.devices.runner import PagedRunner
 from runtime.engine import Engine
-from runtime.engine.config import check_whole
+from runtime.engine.scheduling.config import check_whole
 from runtime.kv_cache.layout import PAGE
+from runtime.runner.paged_runner import PagedRunner
 from runtime.workers.pool import WorkerPool
 
 from .check import AT_ONCE, Counts, Wrong, answers, end, soak

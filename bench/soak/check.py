@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pykernels.errors import PykernelsError
 from runtime.engine import Engine, RequestHandle, SamplingParams
-from runtime.engine.batch import DeviceLost
+from runtime.runner.batch import DeviceLost
 from runtime.workers.pool import TaskError, WorkerPool
 
 AT_ONCE = 8

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from pykernels.cpu.attention.expanded import expand_from
 from runtime.kv_cache.layout import CachePart, Pages
 from runtime.program import Builder
-from runtime.weight_spec import WeightSpec
+from runtime.program.weight_spec import WeightSpec
 
 from .families import Family
 from .linear import Linear

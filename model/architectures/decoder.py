@@ -17,9 +17,9 @@ from pykernels.cpu.attention.expanded import Expanded, expand_from
 from pykernels.errors import PykernelsError
 from runtime.kv_cache.layout import CachePart, Pages, token_bytes
 from runtime.program import Builder, Program, repeated
-from runtime.step_inputs import lower_sampling, step_inputs
-from runtime.weight_spec import WeightSpec
-from runtime.weights import WeightStore
+from runtime.program.step_inputs import lower_sampling, step_inputs
+from runtime.program.weight_spec import WeightSpec
+from runtime.program.weights import WeightStore
 
 from .attention import MLA, Attention, kind_of
 from .families import FAMILIES, check_lowered

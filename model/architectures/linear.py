@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pykernels.quant.layout import N_BLOCK, ceil_to
 from runtime.program import Builder
-from runtime.weight_spec import WeightSpec
+from runtime.program.weight_spec import WeightSpec
 
 
 @dataclass(frozen=True)

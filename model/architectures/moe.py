@@ -10,7 +10,7 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.shapes import RouterSpec
 from runtime.program import Builder
-from runtime.weight_spec import WeightSpec
+from runtime.program.weight_spec import WeightSpec
 
 from ..modules.moe import FusedMoE
 from .families import Family

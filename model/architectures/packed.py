@@ -15,8 +15,8 @@ from pykernels.quant.matrix import pack_alone
 from pykernels.quant.split import SplitExperts
 from pykernels.registry import resolve
 from pykernels.target import detect
-from runtime.weight_spec import WeightSpec
-from runtime.weights import Expert, Ready, WeightSource, unpacked, unpacked_experts
+from runtime.program.weight_spec import WeightSpec
+from runtime.program.weights import Expert, Ready, WeightSource, unpacked, unpacked_experts
 
 from ..checkpoint.packed.manifest import AGAIN
 from ..checkpoint.packed.mapped import MappedFile, PackedFolder

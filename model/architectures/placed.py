@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pykernels.errors import PykernelsError
-from runtime.placement import CPU
+from runtime.planning.placement import CPU
 from runtime.program import Node, Program
 
 from ..modules.placement import Placement

@@ -14,7 +14,7 @@ from typing import Any
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from pykernels.shapes import ExpertSpec, MoEShape
-from runtime.weight_spec import Part, WeightSpec
+from runtime.program.weight_spec import Part, WeightSpec
 
 from ..modules.moe import FusedMoE
 from .linear import Linear

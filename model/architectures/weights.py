@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from pykernels.quant import Biases, Weight, get_format
-from runtime.weight_spec import Part, WeightSpec
-from runtime.weights import Expert, Ready, WeightSource
+from runtime.program.weight_spec import Part, WeightSpec
+from runtime.program.weights import Expert, Ready, WeightSource
 
-from ..checkpoint.floats import floats
-from ..checkpoint.matrix import Matrix
 from ..checkpoint.plan import Dense, Experts, Plan
 from ..checkpoint.read import Changed, expert_weights, nbytes, stored_weight
 from ..checkpoint.read import matrix as read_matrix
-from ..checkpoint.safetensors import Checkpoint
-from ..checkpoint.safetensors import Part as StoredPart
+from ..checkpoint.tensors.floats import floats
+from ..checkpoint.tensors.matrix import Matrix
+from ..checkpoint.tensors.safetensors import Checkpoint
+from ..checkpoint.tensors.safetensors import Part as StoredPart
 from ..modules.moe import FusedMoE
 from .schema import Schema
 from .specs import BLOCK

@@ -16,7 +16,7 @@ from .gguf import GGUF, find_gguf
 from .gguf.config import config_of
 from .gguf.tokenizer import special_ids
 from .quantized import awq, compressed_tensors, gptq, mxfp4
-from .safetensors import read_json
+from .tensors.safetensors import read_json
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """Architectures that are another one under a new name.

@@ -19,7 +19,7 @@ from ..modules.moe import FusedMoE, routed_experts
 from .plan import Dense, Experts, Plan
 from .progress import Callback
 from .read import expert_weights, matrix, naming, nbytes, weight_in
-from .safetensors import Checkpoint
+from .tensors.safetensors import Checkpoint
 
 
 def load(

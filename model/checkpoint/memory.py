@@ -16,13 +16,13 @@ from runtime.experts.routed import RoutedExperts
 from runtime.kv_cache.layout import PAGE
 from runtime.machine.nodes import MemoryNodes
 from runtime.machine.topology import Topology
-from runtime.placement import Placement
+from runtime.planning.placement import Placement
 
 from ..modules.linear import Linear, linears
 from ..modules.moe import FusedMoE
 from .plan import Dense, Plan
 from .read import nbytes
-from .safetensors import Checkpoint
+from .tensors.safetensors import Checkpoint
 
 GIB = 1 << 30
 MIB = 1 << 20

@@ -14,9 +14,9 @@ from transformers.core_model_loading import WeightRenaming
 from pykernels.errors import PykernelsError
 
 from .gguf.types import format_of
-from .matrix import Matrix
 from .quantized import compressed_tensors, zero_points
-from .safetensors import DTYPES, Checkpoint, Part, read_json
+from .tensors.matrix import Matrix
+from .tensors.safetensors import DTYPES, Checkpoint, Part, read_json
 from .unneeded import Unneeded, notes_of
 
 FLOATS = ("BF16", "F16", "F32")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .gguf import GGUF, find_gguf
-from .safetensors import Checkpoint
+from .tensors.safetensors import Checkpoint
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -39,7 +39,7 @@ from . import stored_experts
 from .names import FLOATS, Matrix, Names, tied
 from .quantized import mxfp4
 from .quantized.compressed_tensors import HINT
-from .safetensors import Checkpoint
+from .tensors.safetensors import Checkpoint
 
 BIAS = "e_score_correction_bias"
 """A router's bias: it decides between scores that differ by less than bfloat16 keeps of it."""

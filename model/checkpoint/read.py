@@ -11,14 +11,14 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import Biases, Weight, get_format
 
 from ..modules.moe import FusedMoE
-from .ahead import ahead
-from .floats import floats
 from .gguf.types import as_weight
-from .matrix import Matrix
 from .plan import Dense, Experts
 from .quantized import mxfp4, zero_points
 from .quantized.compressed_tensors import as_q4_0, unpack_int4
-from .safetensors import Checkpoint
+from .tensors.ahead import ahead
+from .tensors.floats import floats
+from .tensors.matrix import Matrix
+from .tensors.safetensors import Checkpoint
 
 Changed = Callable[[torch.Tensor, torch.Tensor], None]
 """Called with the values of a matrix, and with those that it has in another format (float32)."""

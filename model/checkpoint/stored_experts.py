@@ -9,9 +9,9 @@ from __future__ import annotations
 from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
 
-from .matrix import Matrix
 from .names import BLOCK, Names
-from .safetensors import Part
+from .tensors.matrix import Matrix
+from .tensors.safetensors import Part
 
 
 def separate(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedModel
 
-from .matrix import Lookup
 from .quantized import compressed_tensors
-from .safetensors import Part
+from .tensors.matrix import Lookup
+from .tensors.safetensors import Part
 
 _MATRIX = {".bias": ".qweight", ".weight_zero_point": ".weight_scale"}
 """Companions that some writers add to a quantized matrix though they are zeros, and the tensor by

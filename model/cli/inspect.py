@@ -75,7 +75,7 @@ def inspect(
         raise PykernelsError("--program has no JSON", "Leave one of them out")
     with status("reading headers"):
         import_transformers()
-        from runtime.placement import EXPERTS
+        from runtime.planning.placement import EXPERTS
 
         from .. import EMBEDDED
         from ..hub import NAME, local

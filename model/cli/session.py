@@ -21,8 +21,8 @@ from ..lean_import import import_transformers
 from .common import err, note, prepare_threads
 
 if TYPE_CHECKING:
+    from ..engine_stream import EngineStream
     from ..llm import LLM
-    from ..text.engine_stream import EngineStream
     from ..text.generate import GenerationStats, GenerationStream
 
 Model = Annotated[
@@ -144,7 +144,7 @@ Prefill = Annotated[
 
 def check_prefill(choice: str, device: str, eager: bool = False) -> None:
     """`PykernelsError` for a choice that there is not, or not here."""
-    from runtime.engine.config import PREFILL
+    from runtime.engine.scheduling.config import PREFILL
 
     if choice not in PREFILL:
         raise PykernelsError(f"--prefill {choice}", f"Give {', '.join(PREFILL)}")
@@ -416,7 +416,7 @@ class Session:
             from ..text.generate import generate_stream
 
             return generate_stream(self.model, self.tokenizer, prompt, **self.sampling)
-        from ..text.engine_stream import engine_stream
+        from ..engine_stream import engine_stream
 
         return engine_stream(self.llm, prompt, **self.sampling)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from runtime.devices.cpu.step import CpuExecutable
 from runtime.program import Program
-from runtime.step_inputs import allocate_inputs
+from runtime.program.step_inputs import allocate_inputs
 
 from ..llm import LLM
 

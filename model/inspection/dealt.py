@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from runtime.placement import CPU, deal
+from runtime.planning.placement import CPU, deal
 
 from .entries import Entry
 

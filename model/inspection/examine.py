@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pykernels.errors import PykernelsError
 from runtime.devices.gpus import gpus_of, several_refused
-from runtime.placement import CPU
+from runtime.planning.placement import CPU
 
 from ..architectures.decoder import cache_token_bytes
 from ..architectures.families import why_not
@@ -24,7 +24,7 @@ from ..checkpoint.open import open_checkpoint
 from ..checkpoint.packed.manifest import is_packed
 from ..checkpoint.packed.mapped import PackedFolder
 from ..checkpoint.plan import make_plan
-from ..checkpoint.safetensors import INDEX
+from ..checkpoint.tensors.safetensors import INDEX
 from ..modules.inject import inject
 from ..opened import engine_device, followed
 from ..pinning.choose import Wanted, parse

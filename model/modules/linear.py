@@ -13,7 +13,7 @@ from pykernels.gpu.gemm.weights import supports_format
 from pykernels.quant import PackedMatrix, Weight, get_format
 from pykernels.quant.layout import padded
 from runtime.devices.cpu.one_linear import OneLinear
-from runtime.matrix import packer, weights_on
+from runtime.workers.matrix import packer, weights_on
 from runtime.workers.pool import default_pool
 
 from .registry import ModuleContext, Operator, operator

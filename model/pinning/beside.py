@@ -8,17 +8,17 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.capacity import LowerSizes, room_for_experts
+from runtime.devices.cuda.memory.capacity import LowerSizes, room_for_experts
+from runtime.devices.cuda.memory.slots import staging_bytes
+from runtime.devices.cuda.memory.weights import gpu_bytes
 from runtime.devices.cuda.runner import place_on
-from runtime.devices.cuda.slots import staging_bytes
 from runtime.devices.cuda.streaming.dense import staged_weights
 from runtime.devices.cuda.streaming.experts import Sizes, streaming_bytes
-from runtime.devices.cuda.weights import gpu_bytes
 from runtime.devices.gpus import Gpus, gpus_of, several_refused
-from runtime.devices.runner import Lowerable
 from runtime.passes.layers import check_routed, moe_layers
-from runtime.placement import CPU, Placement
+from runtime.planning.placement import CPU, Placement
 from runtime.program import Program
+from runtime.runner.paged_runner import Lowerable
 
 from .choose import Block, choose
 from .profile import Profile

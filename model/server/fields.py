@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from runtime.engine.sampling_params import MAX_LOGPROBS
+from runtime.runner.sampling_params import MAX_LOGPROBS
 
 MOST = 1 << 31
 """The limit of whole numbers that count something."""

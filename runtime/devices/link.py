@@ -11,8 +11,8 @@ import torch
 
 from pykernels.errors import PykernelsError
 
-from ..node import Node
 from ..program import Program
+from ..program.node import Node
 
 _WORDS = 8
 """int64 words from one flag to the next: a cache line."""

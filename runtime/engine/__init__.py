@@ -1,11 +1,12 @@
 """Continuous batching on any runner: requests, scheduler, engine. It knows no model."""
 
-from .batch import DeviceLost, Runner, SequenceSampling, StepBatch, StepResult
-from .config import EngineConfig
-from .constraint import Constraint, TokenFilter
+from ..runner.batch import DeviceLost, Runner, SequenceSampling, StepBatch, StepResult
+from ..runner.constraint import Constraint, TokenFilter
+from ..runner.routing import RoutedExperts, RoutedLayer
+from ..runner.sampling_params import SamplingParams
 from .engine import Engine, EngineBusy
-from .handle import AsyncRequestHandle, RequestHandle
-from .outputs import (
+from .requests.handle import AsyncRequestHandle, RequestHandle
+from .requests.outputs import (
     Chunk,
     Completion,
     EngineStats,
@@ -14,9 +15,8 @@ from .outputs import (
     Result,
     TokenLogprob,
 )
-from .routing import RoutedExperts, RoutedLayer
-from .sampling_params import SamplingParams
-from .text import Detokenizer
+from .requests.text import Detokenizer
+from .scheduling.config import EngineConfig
 
 __all__ = [
     "AsyncRequestHandle",

@@ -31,12 +31,12 @@ from contextlib import suppress
 
 from pykernels.errors import PykernelsError
 
-from ..tracing.active import phase
-from ..tracing.observation import Observation
-from .batch import DeviceLost, PrefillRunner, Runner, StepResult
-from .config import EngineConfig
-from .outputs import EngineStats, FinishReason, TokenLogprob
-from .request import Request, State
+from ..runner.active import phase
+from ..runner.batch import DeviceLost, PrefillRunner, Runner, StepResult
+from .observation import Observation
+from .requests.outputs import EngineStats, FinishReason, TokenLogprob
+from .requests.request import Request, State
+from .scheduling.config import EngineConfig
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
 

@@ -16,19 +16,19 @@ from types import TracebackType
 
 from pykernels.errors import PykernelsError
 
-from ..tracing.observation import Observation, Observer
+from ..runner.batch import DeviceLost, Runner
+from ..runner.sampling_params import SamplingParams
 from ..workers.fork import refuse_in_child
-from .batch import DeviceLost, Runner
-from .config import EngineConfig
 from .core import Core
-from .handle import AsyncRequestHandle, RequestHandle
-from .intake import Intake
-from .outputs import Chunk, EngineStats, Result
-from .request import Event, Request, Sink
-from .sampling_params import SamplingParams
-from .text import MakeDetokenizer
-from .threads.delivery import LoopBridge
-from .threads.loop import Loop
+from .delivery import LoopBridge
+from .loop import Loop
+from .observation import Observation, Observer
+from .requests.handle import AsyncRequestHandle, RequestHandle
+from .requests.intake import Intake
+from .requests.outputs import Chunk, EngineStats, Result
+from .requests.request import Event, Request, Sink
+from .requests.text import MakeDetokenizer
+from .scheduling.config import EngineConfig
 
 _DRAIN_POLL_SECONDS = 0.01
 

@@ -10,9 +10,9 @@ from pykernels.quant import Format, PackedExperts, Packer, Weight
 from pykernels.quant.split import Experts, SplitExperts, most_parts
 from pykernels.shapes import MoEShape
 
-from .. import matrix
 from ..machine.memory import allocate
 from ..machine.nodes import MemoryNodes
+from ..workers import matrix
 from ..workers.pool import WorkerPool, default_pool
 
 

@@ -12,7 +12,7 @@ from pykernels.quant.split import SplitExperts
 from pykernels.shapes import MoEShape
 
 from ..machine.nodes import ONE_NODE, MemoryNodes
-from ..weight_spec import WeightSpec
+from ..program.weight_spec import WeightSpec
 from .sharding import slices_on
 
 

@@ -22,7 +22,7 @@ from itertools import pairwise
 from pykernels.errors import PykernelsError
 
 from ..program import Buffer, Node, Program, repeated
-from ..step_inputs import IS_PROMPT
+from ..program.step_inputs import IS_PROMPT
 from .layers import LEAST, check_count, moe_layers, rebuilt, split
 
 

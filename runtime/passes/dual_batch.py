@@ -16,8 +16,8 @@ from dataclasses import replace
 
 from pykernels.errors import PykernelsError
 
-from ..lanes import LANES, lane_dim, lane_name, lane_tokens
 from ..program import Buffer, Node, Program
+from ..program.lanes import LANES, lane_dim, lane_name, lane_tokens
 from .layers import moe_layers, rebuilt, refuse_streamed
 from .offload import OFFLOADED
 

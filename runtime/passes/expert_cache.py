@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..program import Program
-from ..weight_spec import WeightSpec
+from ..program.weight_spec import WeightSpec
 from .gpu_experts import in_slots
 
 

@@ -17,7 +17,7 @@ import torch
 from pykernels.errors import PykernelsError
 
 from ..program import Buffer, Node, Program, repeated
-from ..weight_spec import WeightSpec
+from ..program.weight_spec import WeightSpec
 from .layers import MoELayer, moe_layers, rebuilt, refuse_streamed
 
 

@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
 
-from ..analysis import experts_per_token, share_of_experts
 from ..program import Buffer, Node, Program
+from ..program.analysis import experts_per_token, share_of_experts
 
 LEAST = 2
 """Experts of a token that stay as they are, at the least (SOSP'25 4.2)."""

@@ -17,9 +17,9 @@ from pykernels.quant.layout import N_BLOCK
 
 from ..experts.sharding import slices_on
 from ..machine.nodes import MemoryNodes, slice_cuts
-from ..node import Node, repeated
 from ..program import Program
-from ..weight_spec import WeightSpec
+from ..program.node import Node, repeated
+from ..program.weight_spec import WeightSpec
 from .layers import rebuilt
 
 

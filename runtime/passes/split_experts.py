@@ -17,7 +17,7 @@ import torch
 
 from ..machine.nodes import ONE_NODE, MemoryNodes
 from ..program import Buffer, Node, Program
-from ..weight_spec import WeightSpec
+from ..program.weight_spec import WeightSpec
 from .gpu_experts import in_slots
 from .layers import moe_layers, rebuilt
 from .stream_weights import Ring, streamed

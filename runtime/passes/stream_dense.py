@@ -21,8 +21,8 @@ import torch
 
 from pykernels.errors import PykernelsError
 
-from ..ops import OPS
 from ..program import Buffer, Node, Program
+from ..program.ops import OPS
 from .layers import rebuilt
 
 SLOTS = 2

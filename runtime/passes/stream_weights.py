@@ -25,7 +25,7 @@ from pykernels.errors import PykernelsError
 from ..experts.staged import staged_bytes
 from ..machine.nodes import ONE_NODE, MemoryNodes
 from ..program import Buffer, Node, Program
-from ..weight_spec import WeightSpec
+from ..program.weight_spec import WeightSpec
 from .layers import moe_layers, rebuilt, refuse_deferred, refuse_streamed
 
 PIECES = 8

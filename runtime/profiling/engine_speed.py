@@ -19,13 +19,13 @@ import numpy as np
 from pykernels.errors import PykernelsError
 
 from ..devices.cpu.step import CpuExecutable
-from ..devices.runner import PagedRunner
 from ..engine import Engine, EngineConfig, RequestHandle, SamplingParams, StepResult
+from ..engine.observation import Observer
 from ..kv_cache.layout import PAGE
+from ..planning.step_bytes import cache_bytes, weight_bytes
 from ..program import Program
-from ..tracing.observation import Observer
+from ..runner.paged_runner import PagedRunner
 from ..workers.busy import BusyTimes
-from .step_bytes import cache_bytes, weight_bytes
 
 TEMPERATURE = 1.0
 """Tokens are drawn, not the likeliest: each step then routes to other experts."""

@@ -26,12 +26,12 @@ from pykernels.cpu.roofline import (
 from pykernels.errors import PykernelsError
 from pykernels.target import Target, detect
 
+from ..machine.kept import kept
 from ..machine.memory import allocate
 from ..machine.topology import Topology
 from ..machine.tuning import slug
 from ..workers.job import Job, Jobs, beside
 from ..workers.pool import WorkerPool
-from .kept import kept
 
 _CHUNK = 4 << 20  # of one task: shorter ones lost up to 9 % to finding their stream
 

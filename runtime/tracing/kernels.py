@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..node import Node
+from ..program.node import Node
 from .gpu import idle
 from .timeline import COPY, STREAM, Span, op_of
 

@@ -8,14 +8,14 @@ from contextlib import ExitStack, contextmanager
 
 from pykernels.errors import PykernelsError
 
-from ..devices.runner import PagedRunner
-from ..node import Node
-from ..partition import partition
 from ..program import Program
+from ..program.node import Node
+from ..program.partition import partition
+from ..runner import active
+from ..runner.paged_runner import PagedRunner
 from ..workers.spans import SETUP
 from ..workers.spans import WAIT as WAITED
 from ..workers.trace import TaskSpan
-from . import active
 from .gpu import GpuActivity, gpu_spans
 from .kernels import assigned
 from .timeline import COPY, ENGINE, STREAM, WAIT, WORKER, Lane, Span, Step, Timeline, op_of

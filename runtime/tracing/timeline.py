@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..node import Node
+from ..program.node import Node
 
 ENGINE, CALLS, STREAM, COPIES, WORKER = "engine", "calls", "stream", "copies", "worker"
 """Kinds of lanes: the engine's thread, its calls of CUDA, a stream, copies of one direction, a

@@ -17,8 +17,8 @@ from bench.harness.session import measure_and_keep
 from bench.peers.client import PeerMissing
 from pykernels.errors import PykernelsError
 from pykernels.target import detect
+from runtime.planning.step_bytes import expected_experts, weight_bytes
 from runtime.profiling.engine_speed import Load
-from runtime.profiling.step_bytes import expected_experts, weight_bytes
 
 pytest.importorskip("matplotlib")
 

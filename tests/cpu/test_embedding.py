@@ -7,9 +7,9 @@ import torch
 
 from pykernels.quant import PackedMatrix, get_format
 from runtime.devices.cpu.step import CpuExecutable
-from runtime.matrix import packer
 from runtime.program import Builder
-from runtime.weights import WeightStore
+from runtime.program.weights import WeightStore
+from runtime.workers.matrix import packer
 from runtime.workers.worker_pool import WorkerPool
 
 from .kernels import formats

@@ -19,11 +19,11 @@ from pykernels.shapes import MoEShape
 from pykernels.target import detect
 from runtime.experts.routed import RoutedExperts
 from runtime.machine import tuning
+from runtime.machine.kept import DAY
 from runtime.machine.topology import Topology
+from runtime.planning.kept_rates import kept_rates
+from runtime.planning.prefill_rates import Rates
 from runtime.profiling import roofline, workload
-from runtime.profiling.kept import DAY
-from runtime.profiling.kept_rates import kept_rates
-from runtime.profiling.prefill_rates import Rates
 from runtime.profiling.roofline import LOOPS, ReadRoof
 from runtime.program import Program
 from runtime.workers.pool import make_pool

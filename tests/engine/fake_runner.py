@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from runtime.engine import SequenceSampling, StepBatch, StepResult
-from runtime.engine.batch import NEVER
 from runtime.kv_cache import BlockManager, PageTable
+from runtime.runner.batch import NEVER
 
 
 def draw(history: Sequence[int] | np.ndarray, seed: int, draws: int, vocab: int) -> int:

@@ -18,7 +18,7 @@ from runtime.engine import (
     StepBatch,
     StepResult,
 )
-from runtime.engine.constraint import Mask
+from runtime.runner.constraint import Mask
 
 from .fake_runner import FakeRunner, Words, check_pages, expected
 

@@ -13,15 +13,15 @@ import torch
 import model
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu.step import CpuExecutable
-from runtime.devices.lane_inputs import LaneInputs
 from runtime.devices.ref.runner import RefRunner, on_ref
 from runtime.devices.ref.step import RefExecutable
-from runtime.devices.runner import Pass
 from runtime.engine import Engine, SamplingParams
-from runtime.engine.config import EngineConfig
+from runtime.engine.scheduling.config import EngineConfig
 from runtime.passes import defer, dual_batch, offload, skip
 from runtime.program import Node
-from runtime.step_inputs import allocate_inputs
+from runtime.program.step_inputs import allocate_inputs
+from runtime.runner.lane_inputs import LaneInputs
+from runtime.runner.paged_runner import Pass
 
 from ..model import tiny
 

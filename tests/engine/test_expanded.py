@@ -14,9 +14,9 @@ from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.kv_cache.layout import Pages
-from runtime.matrix import packer
 from runtime.program import Builder, Program
-from runtime.weights import WeightStore
+from runtime.program.weights import WeightStore
+from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from ..cpu.kernels import only_with_all

@@ -15,13 +15,13 @@ from model.llm import meta_decoder
 from model.pinning.beside import experts_beside, place_beside
 from pykernels.errors import PykernelsError
 from runtime.devices.ref.runner import RefRunner
-from runtime.devices.runner import Pass
 from runtime.engine import Engine, EngineConfig, SamplingParams
 from runtime.experts.cache import CachePolicy, ExpertCache, Move, Swap, plan
 from runtime.experts.cache.cache import Chosen
 from runtime.experts.cache.simulate import Recording, best_fixed, simulate
 from runtime.passes import offload
-from runtime.placement import Placement
+from runtime.planning.placement import Placement
+from runtime.runner.paged_runner import Pass
 
 from ..model import tiny
 

@@ -12,8 +12,8 @@ from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.program import Builder, Program
-from runtime.step_inputs import allocate_inputs
-from runtime.weights import WeightStore
+from runtime.program.step_inputs import allocate_inputs
+from runtime.program.weights import WeightStore
 from runtime.workers.pool import WorkerPool
 
 GPT_OSS = MoEShape(E=6, H=128, I=256, topk=2, spec=ExpertSpec(1.702, 7.0, 1.0, bias=True))

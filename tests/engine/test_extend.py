@@ -15,10 +15,10 @@ import model
 from pykernels.errors import PykernelsError
 from runtime.devices.ref.ops import OPS as REF_OPS
 from runtime.extend import checked, read_pass, register_op
-from runtime.node import Node
-from runtime.ops import OPS, Op, Port
 from runtime.passes.layers import moe_layers
 from runtime.program import Program
+from runtime.program.node import Node
+from runtime.program.ops import OPS, Op, Port
 
 from ..model import tiny
 

@@ -14,7 +14,7 @@ from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.kv_cache.layout import CachePart, Pages, token_bytes
 from runtime.program import Builder, Program
-from runtime.weights import WeightStore
+from runtime.program.weights import WeightStore
 from runtime.workers.pool import WorkerPool
 
 T, NH, KVH, D, L, R = 70, 4, 2, 16, 32, 16  # heads of the tiny models: compiled once

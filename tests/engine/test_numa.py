@@ -25,9 +25,9 @@ from runtime.machine.nodes import MemoryNodes
 from runtime.machine.topology import NumaNode, Topology
 from runtime.passes import defer, offload
 from runtime.passes.numa import split_over_nodes
-from runtime.profiling.step_bytes import crossing_bytes, weight_bytes
+from runtime.planning.step_bytes import crossing_bytes, weight_bytes
 from runtime.program import Program
-from runtime.step_inputs import allocate_inputs
+from runtime.program.step_inputs import allocate_inputs
 from runtime.workers.pool import WorkerPool
 
 from ..cpu.routed import TWO_CORES

@@ -14,11 +14,9 @@ import torch
 import model
 from pykernels.errors import PykernelsError
 from pykernels.ref.router import split_routing
-from runtime.analysis import on_streams
 from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
-from runtime.devices.runner import Pass
 from runtime.passes import (
     defer,
     fewest_deferred,
@@ -32,7 +30,9 @@ from runtime.passes.gpu_experts import slot_tables
 from runtime.passes.layers import moe_layers
 from runtime.passes.stream_weights import Ring
 from runtime.program import Program
-from runtime.step_inputs import allocate_inputs
+from runtime.program.analysis import on_streams
+from runtime.program.step_inputs import allocate_inputs
+from runtime.runner.paged_runner import Pass
 
 from ..model import tiny
 

@@ -15,7 +15,7 @@ from runtime.devices.ref.step import RefExecutable
 from runtime.engine import Engine, SamplingParams
 from runtime.passes import defer, offload
 from runtime.program import Node
-from runtime.step_inputs import allocate_inputs
+from runtime.program.step_inputs import allocate_inputs
 from runtime.workers.job import TaskError
 from runtime.workers.pool import WorkerPool
 

@@ -11,7 +11,7 @@ import pytest
 
 from pykernels.errors import PykernelsError
 from runtime.engine import Engine, SamplingParams, StepBatch, StepResult
-from runtime.engine.routing import NOT_HERE, LayerRouting, RoutedLayer
+from runtime.runner.routing import NOT_HERE, LayerRouting, RoutedLayer
 
 from .fake_runner import FakeRunner
 

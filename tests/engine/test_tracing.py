@@ -18,9 +18,9 @@ from pykernels.cpu.jit import task
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.ref.runner import RefRunner
-from runtime.devices.runner import PagedRunner
 from runtime.passes import defer, offload
 from runtime.profiling.engine_speed import EngineTimer
+from runtime.runner.paged_runner import PagedRunner
 from runtime.tracing import usage as used
 from runtime.tracing.gpu import gpu_spans, kineto_events
 from runtime.tracing.perfetto import write_trace

@@ -10,9 +10,9 @@ from model.llm import meta_decoder
 from pykernels.errors import PykernelsError
 from pykernels.gpu.gemm.weights import unpack_from_gpu
 from pykernels.quant import PackedMatrix, get_format
-from runtime.devices.cuda.weights import dense, gpu_bytes, gpu_format, matrix
-from runtime.placement import place
-from runtime.weights import WeightStore
+from runtime.devices.cuda.memory.weights import dense, gpu_bytes, gpu_format, matrix
+from runtime.planning.placement import place
+from runtime.program.weights import WeightStore
 
 CPU = torch.device("cpu")
 

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.devices.cuda.executable import CudaExecutable, GpuMemory
-from runtime.devices.cuda.handshake import PinnedSlots
-from runtime.devices.cuda.inputs import StepInputs
-from runtime.devices.cuda.memory import Arena
-from runtime.devices.cuda.outputs import StepOutputs
+from runtime.devices.cuda.memory.buffers import Arena
 from runtime.devices.cuda.runner import part_latents
+from runtime.devices.cuda.steps.executable import CudaExecutable, GpuMemory
+from runtime.devices.cuda.steps.handshake import PinnedSlots
+from runtime.devices.cuda.steps.inputs import StepInputs
 from runtime.devices.cuda.steps.maker import expansion
+from runtime.devices.cuda.steps.outputs import StepOutputs
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.kv_cache.layout import PAGE, Pages
 from runtime.program import Builder, Program
-from runtime.step_inputs import allocate_inputs, step_inputs
-from runtime.weights import WeightStore
+from runtime.program.step_inputs import allocate_inputs, step_inputs
+from runtime.program.weights import WeightStore
 from runtime.workers.pool import WorkerPool
 
 from ..engine import test_expanded as mla

@@ -19,11 +19,11 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import Format
 from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.devices.ref.runner import RefRunner
-from runtime.devices.slots import Slots
 from runtime.engine import Engine, SamplingParams
 from runtime.experts.cache import CachePolicy
-from runtime.matrix import packer
-from runtime.placement import Placement
+from runtime.planning.placement import Placement
+from runtime.runner.slots import Slots
+from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny

@@ -12,7 +12,7 @@ from model.checkpoint.config import read_config
 from model.opened import open_weights
 from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.engine import Engine, SamplingParams
-from runtime.matrix import packer
+from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from model.llm import meta_decoder
-from runtime.analysis import dependencies
-from runtime.devices.cuda import segment
-from runtime.devices.cuda.segment import Segment, beside
+from runtime.devices.cuda.steps import segment
+from runtime.devices.cuda.steps.segment import Segment, beside
 from runtime.passes import stream_weights
 from runtime.passes.stream_weights import Ring
+from runtime.program.analysis import dependencies
 
 from ..model import tiny
 

@@ -14,7 +14,7 @@ from pykernels.errors import PykernelsError
 from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.devices.gpus import check_device
 from runtime.engine import Engine, SamplingParams
-from runtime.matrix import packer
+from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny

@@ -16,8 +16,8 @@ from runtime.devices.cuda.streaming.dense import crossing_layers, staged_weights
 from runtime.devices.cuda.streaming.experts import Sizes
 from runtime.devices.gpus import gpus_of
 from runtime.engine import Engine, EngineConfig, SamplingParams
-from runtime.matrix import packer
 from runtime.passes import stream_dense
+from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny

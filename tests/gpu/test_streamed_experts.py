@@ -20,14 +20,8 @@ from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.devices.cuda.steps.prompt_sizes import PromptSizes
 from runtime.devices.cuda.streaming.experts import balanced_tokens
 from runtime.engine import Engine, SamplingParams
-from runtime.matrix import packer
-from runtime.profiling.prefill_rates import (
-    Rates,
-    balanced_share,
-    choose,
-    split_range,
-    turning_point,
-)
+from runtime.planning.prefill_rates import Rates, balanced_share, choose, split_range, turning_point
+from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool, make_pool
 
 from ..cpu.routed import TWO_CORES

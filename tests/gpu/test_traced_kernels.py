@@ -9,13 +9,13 @@ import torch
 
 from model.checkpoint.config import read_config
 from model.opened import open_weights
-from runtime.devices.cuda import executable, handshake
 from runtime.devices.cuda.runner import CudaOptions, CudaRunner
+from runtime.devices.cuda.steps import executable, handshake
 from runtime.engine import Engine, SamplingParams
-from runtime.matrix import packer
-from runtime.partition import partition
+from runtime.program.partition import partition
 from runtime.tracing.kernels import TORCH, assigned
 from runtime.tracing.timeline import COPY, STREAM, WAIT, Lane, Span, op_of
+from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny

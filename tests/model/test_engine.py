@@ -16,7 +16,7 @@ from model.llm import LLM
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu.step import CpuExecutable
 from runtime.engine import SamplingParams
-from runtime.step_inputs import allocate_inputs
+from runtime.program.step_inputs import allocate_inputs
 
 from ..cpu.kernels import fastest
 from ..cpu.routed import TWO_CORES

@@ -15,8 +15,8 @@ from model.pinning.beside import experts_beside
 from model.pinning.choose import Block, choose
 from model.pinning.profile import Profile
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.weights import gpu_bytes
-from runtime.placement import Placement
+from runtime.devices.cuda.memory.weights import gpu_bytes
+from runtime.planning.placement import Placement
 
 from .conftest import Run, failed
 

@@ -30,7 +30,7 @@ from pykernels.registry import Backend, get_backend
 from runtime.devices.cpu import step
 from runtime.devices.ref import ops
 from runtime.engine import EngineConfig
-from runtime.ops import OPS
+from runtime.program.ops import OPS
 
 from ..cpu.kernels import variants
 from .conftest import Run

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pykernels.errors import PykernelsError
 
-from ..floats import floats
-from ..safetensors import Part
+from ..tensors.floats import floats
+from ..tensors.safetensors import Part
 from . import hyperparameters
 from .families import FAMILIES, Config
 from .files import GGUF

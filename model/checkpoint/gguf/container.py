@@ -24,7 +24,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from pykernels.errors import PykernelsError
 
-from ..safetensors import TensorInfo
+from ..tensors.safetensors import TensorInfo
 
 _AGAIN = "Download the file again"
 _VERSIONS = (2, 3)

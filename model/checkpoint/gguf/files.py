@@ -16,7 +16,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pykernels.errors import PykernelsError
 
-from ..safetensors import DTYPES, Checkpoint, Part, TensorInfo
+from ..tensors.safetensors import DTYPES, Checkpoint, Part, TensorInfo
 from .container import Header, read_header
 from .fused import split_qkv
 from .metadata import Metadata

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..safetensors import TensorInfo
+from ..tensors.safetensors import TensorInfo
 from .metadata import Metadata
 
 _FUSED = ".attn_qkv."

@@ -12,7 +12,7 @@ from typing import Any
 from pykernels import __version__
 from pykernels.errors import PykernelsError
 
-from ..safetensors import Checkpoint, read_json
+from ..tensors.safetensors import Checkpoint, read_json
 from .write import replace_file
 
 PACKED = "packed.json"

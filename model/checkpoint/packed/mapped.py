@@ -14,7 +14,7 @@ import torch
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 
-from ..safetensors import DTYPES, header
+from ..tensors.safetensors import DTYPES, header
 from .manifest import AGAIN, Manifest, read_manifest
 
 _LINE = 64

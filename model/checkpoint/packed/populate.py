@@ -11,7 +11,7 @@ import torch
 
 from pykernels.env import env
 
-from ..ahead import ahead
+from ..tensors.ahead import ahead
 from .mapped import MappedFile
 
 _CHUNK = 8 << 20

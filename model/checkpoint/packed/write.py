@@ -16,7 +16,7 @@ import torch
 
 from pykernels.errors import PykernelsError
 
-from ..safetensors import DTYPES
+from ..tensors.safetensors import DTYPES
 
 ALIGN = 4096
 """Tensors begin at multiples of it, so that they lie at page boundaries when a file is mapped."""

@@ -20,8 +20,8 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.quant import Weight
 
-from ..matrix import Lookup, Matrix
-from ..safetensors import Checkpoint, Part
+from ..tensors.matrix import Lookup, Matrix
+from ..tensors.safetensors import Checkpoint, Part
 
 GROUP = 32
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import cached_property, partial
 
 from pykernels.errors import PykernelsError
-from runtime.engine.request import Event, Request
-from runtime.engine.threads.delivery import INTERVAL
+from runtime.engine.delivery import INTERVAL
+from runtime.engine.requests.request import Event, Request
 
 from ...llm import LLM
 from ...text.detokenize import Detokenizer

@@ -10,7 +10,7 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from runtime.engine import AsyncRequestHandle, EngineStats, SamplingParams
-from runtime.engine.routing import RoutedLayer
+from runtime.runner.routing import RoutedLayer
 
 from ...text.settings import EngineSettings
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from runtime.engine import FinishReason, RequestStats, SamplingParams, TokenLogprob
-from runtime.engine.routing import RoutedExperts
+from runtime.runner.routing import RoutedExperts
 
 from ..settings import ServerSettings
 from .interface import ModelFacts
@@ -37,7 +37,7 @@ class Failure(NamedTuple):
 
 
 class Told(NamedTuple):
-    """A token of an output, its end, or both; as ``runtime.engine.request.Event``.
+    """A token of an output, its end, or both; as ``runtime.engine.requests.request.Event``.
 
     Attributes:
         key: of the request's ``Submit``; ``output``: which of its ``n``.

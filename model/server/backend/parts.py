@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from runtime.devices.slots import Slots
 from runtime.passes.keep_routing import routers
 from runtime.program import Program
+from runtime.runner.slots import Slots
 
 from .interface import DevicePart
 

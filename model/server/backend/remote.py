@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
 from runtime.engine import AsyncRequestHandle, SamplingParams
-from runtime.engine.intake import Intake
-from runtime.engine.request import Event, Request, State
-from runtime.engine.sampling_params import MAX_SEED
+from runtime.engine.requests.intake import Intake
+from runtime.engine.requests.request import Event, Request, State
+from runtime.runner.sampling_params import MAX_SEED
 
 from ...text.detokenize import Detokenizer
 from ..structured import GrammarConstraint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import llguidance
 
 from pykernels.errors import PykernelsError
-from runtime.engine.constraint import Mask
+from runtime.runner.constraint import Mask
 
 from .trial import SIMPLER, first_line
 from .vocabulary import Vocabulary

@@ -20,9 +20,9 @@ from pykernels.quant.layout import K_BLOCK, ceil_to
 from pykernels.registry import resolve
 from pykernels.target import detect
 
-from ...analysis import ALIGN
 from ...machine import tuning
 from ...program import Node, Program
+from ...program.analysis import ALIGN
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from pykernels.cpu.norm import ADD, LAYOUT, NORM, make_norm
 from pykernels.errors import PykernelsError
 from pykernels.quant.layout import ceil_to
 
-from ...analysis import ALIGN, buffer_bytes, dependencies, ordered, plan_memory
 from ...machine.memory import allocate, allocate_side_by_side
-from ...node import STEP_SIZES
-from ...ops import OPS
 from ...program import Node, Program
-from ...weights import WeightStore
+from ...program.analysis import ALIGN, buffer_bytes, dependencies, ordered, plan_memory
+from ...program.node import STEP_SIZES
+from ...program.ops import OPS
+from ...program.weights import WeightStore
 from ...workers.job import Job, float_bits
 from ...workers.pool import WorkerPool
 from ..link import Link
@@ -424,7 +424,7 @@ class Context:
             if name not in given:
                 raise PykernelsError(
                     f"the {declared.kind} {name!r} of {self.program.name!r} is not given",
-                    "See runtime.step_inputs.allocate_inputs",
+                    "See runtime.program.step_inputs.allocate_inputs",
                 )
             if given[name].dtype != declared.dtype:
                 raise PykernelsError(

@@ -14,8 +14,8 @@ from pykernels.cpu.sampling import make_ops, sizes
 from pykernels.quant import PackedHeads, PackedMatrix
 from pykernels.quant.layout import K_BLOCK, ceil_to
 
-from ...ops import SAMPLING, SAMPLING_TABLES
 from ...program import Node
+from ...program.ops import SAMPLING, SAMPLING_TABLES
 from ...workers.job import Job
 from .context import Context
 

@@ -7,7 +7,7 @@ import torch
 from pykernels.quant import PackedMatrix
 
 from ...program import Builder
-from ...weights import WeightStore
+from ...program.weights import WeightStore
 from ...workers.pool import WorkerPool
 from .step import CpuExecutable
 

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence, Set
 import numpy as np
 import torch
 
-from ...engine.batch import StepBatch, StepResult
 from ...program import Program
+from ...runner.batch import StepBatch, StepResult
+from ...runner.paged_runner import Lowerable, PagedRunner, Pass
 from ...workers.fence import make_fence
 from ...workers.pool import WorkerPool
-from ..runner import Lowerable, PagedRunner, Pass
 from .step import CpuExecutable
 from .weights import layouts
 
 
 class CpuRunner(PagedRunner):
-    """See ``engine.batch.Runner``.
+    """See ``runner.batch.Runner``.
 
     Args:
         max_model_len: positions that the model was made for, or fewer.

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Set
 import numpy as np
 import torch
 
-from ...analysis import refuse_devices
 from ...passes.numa import split_over_nodes
 from ...program import Program
-from ...weights import WeightStore
+from ...program.analysis import refuse_devices
+from ...program.weights import WeightStore
 from ...workers.fence import FencedJobs
 from ...workers.job import Jobs
 from ...workers.pool import WorkerPool

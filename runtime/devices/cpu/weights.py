@@ -13,11 +13,11 @@ from pykernels.quant.split import Experts, SplitExperts
 
 from ...experts.sharding import make_room
 from ...machine.nodes import ONE_NODE, MemoryNodes
-from ...matrix import weights_on
-from ...node import Node
 from ...program import Program
-from ...weight_spec import WeightSpec
-from ...weights import Expert, Layout, LayoutOf, Packed, WeightStore, naming
+from ...program.node import Node
+from ...program.weight_spec import WeightSpec
+from ...program.weights import Expert, Layout, LayoutOf, Packed, WeightStore, naming
+from ...workers.matrix import weights_on
 
 HERE = torch.device("cpu")
 

@@ -17,37 +17,38 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.stream_memory import supports as why_no_flags
 
-from ...engine.batch import DeviceLost, StepBatch, StepResult
 from ...experts.cache import CachePolicy
 from ...kv_cache.layout import PAGE
 from ...machine.pinned import Pinned
-from ...partition import partition
 from ...passes import defer
 from ...passes.gpu_experts import slot_tables
 from ...passes.layers import check_routed, moe_layers
-from ...placement import CPU, Placement, place
-from ...profiling.kept_rates import kept_rates
-from ...profiling.prefill_rates import Rates, measured_rates
+from ...planning.kept_rates import kept_rates
+from ...planning.placement import CPU, Placement, place
+from ...planning.prefill_rates import Rates
 from ...program import Program
-from ...weights import LayoutOf
+from ...program.partition import partition
+from ...program.weights import LayoutOf
+from ...runner.batch import DeviceLost, StepBatch, StepResult
+from ...runner.measured_rates import measured_rates
+from ...runner.paged_runner import Executable, Lowerable, PagedRunner, Pass
+from ...runner.slots import Slots
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
 from ..gpus import HEADROOM, Gpus, check_device, free_bytes, gpus_of, interpreted, several_refused
-from ..runner import Executable, Lowerable, PagedRunner, Pass
-from ..slots import Slots
-from .capacity import step_bytes, step_tokens
 from .deferral import measured_deferral
-from .executable import CudaExecutable
 from .launches.heads import check_heads
-from .memory import dtypes
-from .sampling_inputs import waits_for_masks
-from .slots import on_gpu
+from .memory.buffers import dtypes
+from .memory.capacity import step_bytes, step_tokens
+from .memory.slots import on_gpu
+from .memory.weights import gpu_bytes, layouts
+from .steps.executable import CudaExecutable
 from .steps.maker import StepMaker
 from .steps.prompt_sizes import HOST_BUCKETS, SPLIT_BUCKETS, PromptSizes
+from .steps.sampling_inputs import waits_for_masks
 from .steps.streamed_runner import StreamedRunner
 from .streaming.dense import described, pin_staged
 from .streaming.experts import Sizes, Streaming, wanted_streaming
-from .weights import gpu_bytes, layouts
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
@@ -93,7 +94,7 @@ class CudaOptions:
 
 
 class CudaRunner(PagedRunner):
-    """See ``engine.batch.Runner``.
+    """See ``runner.batch.Runner``.
 
     Args:
         device: "cuda:N", or several of them, "cuda:0,cuda:1", which have the layers in this order;

@@ -10,10 +10,10 @@ import torch
 
 from pykernels.errors import PykernelsError
 
-from ...analysis import Order, buffer_bytes, plan_memory
-from ...node import STEP_SIZES
 from ...program import Node, Program
-from ...weights import WeightStore
+from ...program.analysis import Order, buffer_bytes, plan_memory
+from ...program.node import STEP_SIZES
+from ...program.weights import WeightStore
 from .weights import layouts
 
 
@@ -58,7 +58,7 @@ class Memory:
                 if name not in fixed:
                     raise PykernelsError(
                         f"the {buffer.kind} {name!r} of {program.name!r} is not given",
-                        "See runtime.step_inputs.allocate_inputs",
+                        "See runtime.program.step_inputs.allocate_inputs",
                     )
                 self._tensors[name] = fixed[name]
             elif name in offsets:

@@ -14,8 +14,8 @@ from pykernels.ref.sampling.inputs import SamplingInputs
 
 from ...experts.staged import copy_experts, staged
 from ...kv_cache.layout import cache_inputs
-from ...ops import SAMPLING, SAMPLING_TABLES
 from ...program import Node
+from ...program.ops import SAMPLING, SAMPLING_TABLES
 from .memory import Memory
 from .weights import Dequantized
 

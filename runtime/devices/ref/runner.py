@@ -13,10 +13,10 @@ from pykernels.errors import PykernelsError
 from ...experts.cache import BetweenSteps, CachePolicy
 from ...passes import expert_cache, stream_weights
 from ...program import Program
+from ...runner.paged_runner import Executable, Lowerable, PagedRunner, Pass
+from ...runner.slots import Slots, slot_specs
 from ...workers.pool import WorkerPool
 from ..cpu import weights as cpu
-from ..runner import Executable, Lowerable, PagedRunner, Pass
-from ..slots import Slots, slot_specs
 from .step import RefExecutable
 from .weights import exact_experts, layouts
 
@@ -35,7 +35,7 @@ def on_ref(program: Program) -> Program:
 
 
 class RefRunner(PagedRunner):
-    """See ``engine.batch.Runner``: the reference ops in float32, the cache too where it would be
+    """See ``runner.batch.Runner``: the reference ops in float32, the cache too where it would be
     bfloat16.
 
     Args:

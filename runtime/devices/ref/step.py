@@ -15,11 +15,11 @@ import torch
 
 from pykernels.errors import PykernelsError
 
-from ...analysis import on_streams
-from ...partition import partition
 from ...program import Node, Program
-from ...tracing import active
-from ...weights import WeightStore
+from ...program.analysis import on_streams
+from ...program.partition import partition
+from ...program.weights import WeightStore
+from ...runner import active
 from ...workers.pool import TaskError, WorkerPool
 from ..cpu.step import CpuExecutable
 from ..link import Launching, Link, carried

@@ -8,10 +8,10 @@ import torch
 
 from pykernels.quant import Biases, Format, PackedExperts, get_format
 
-from ...node import Node
 from ...program import Program
-from ...weight_spec import WeightSpec
-from ...weights import Layout, LayoutOf, WeightStore
+from ...program.node import Node
+from ...program.weight_spec import WeightSpec
+from ...program.weights import Layout, LayoutOf, WeightStore
 from ..cpu import weights as cpu
 
 

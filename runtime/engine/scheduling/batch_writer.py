@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ...kv_cache import BlockManager
-from ..batch import Ints, SequenceSampling, StepBatch, StepRunner, forced
-from ..request import Request
+from ...runner.batch import Ints, SequenceSampling, StepBatch, StepRunner, forced
+from ..requests.request import Request
 from .step import PrefillChunk
 
 

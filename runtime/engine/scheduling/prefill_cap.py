@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..config import PREFILL_CAP_FLOOR
+from .config import PREFILL_CAP_FLOOR
 
 _FIRST = 64
 """Prompt tokens of the first such step, of which nothing is known yet."""

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from ...kv_cache import BlockManager
 from ...kv_cache.block_manager import PageTable
-from ..batch import PrefillRunner
-from ..request import Request
+from ...runner.batch import PrefillRunner
+from ..requests.request import Request
 from .batch_writer import BatchWriter
 from .step import PrefillChunk, ScheduledStep
 

@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from ...kv_cache import BlockManager
-from ..batch import Runner
-from ..config import EngineConfig
-from ..outputs import EngineStats
-from ..request import Request, State
+from ...runner.batch import Runner
+from ..requests.outputs import EngineStats
+from ..requests.request import Request, State
 from .batch_writer import BatchWriter
+from .config import EngineConfig
 from .prefill_cap import PrefillCap
 from .prefill_lane import PrefillLane
 from .step import PrefillChunk, ScheduledStep

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...kv_cache.prefix import PrefixNode
-from ..batch import StepBatch
-from ..request import Request
+from ...runner.batch import StepBatch
+from ..requests.request import Request
 
 
 class PrefillChunk(NamedTuple):

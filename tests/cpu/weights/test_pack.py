@@ -9,7 +9,7 @@ from pykernels.quant import PackedExperts, Weight, get_format
 from pykernels.quant.gguf import GGUF
 from pykernels.quant.layout import ceil_to
 from pykernels.shapes import MoEShape
-from runtime.matrix import packer
+from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from ..kernels import formats

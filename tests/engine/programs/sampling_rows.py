@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from pykernels.ref.sampling import SamplingRequest, sample_requests
-from runtime.devices.sampling import SamplingInputs
-from runtime.engine.batch import SequenceSampling
-from runtime.engine.counts import TokenCounts
-from runtime.engine.sampling_params import SamplingParams
 from runtime.program import Builder, Program
-from runtime.step_inputs import lower_sampling
+from runtime.program.step_inputs import lower_sampling
+from runtime.runner.batch import SequenceSampling
+from runtime.runner.counts import TokenCounts
+from runtime.runner.sampling import SamplingInputs
+from runtime.runner.sampling_params import SamplingParams
 
 V = 300
 WORDS = -(-V // 32)

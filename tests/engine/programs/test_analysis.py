@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pykernels.errors import PykernelsError
-from runtime.analysis import (
+from runtime.program import Builder, Program, repeated
+from runtime.program.analysis import (
     ALIGN,
     buffer_bytes,
     critical_path,
@@ -15,9 +16,8 @@ from runtime.analysis import (
     liveness,
     plan_memory,
 )
-from runtime.partition import partition
-from runtime.program import Builder, Program, repeated
-from runtime.weight_spec import WeightSpec
+from runtime.program.partition import partition
+from runtime.program.weight_spec import WeightSpec
 
 T, H = 4, 32
 NBYTES = 4 * T * H

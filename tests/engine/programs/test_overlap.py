@@ -14,10 +14,10 @@ from pykernels.shapes import RouterSpec
 from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
-from runtime.matrix import packer
 from runtime.program import Builder, Program, repeated
-from runtime.step_inputs import allocate_inputs
-from runtime.weights import WeightStore
+from runtime.program.step_inputs import allocate_inputs
+from runtime.program.weights import WeightStore
+from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from ...model import tiny

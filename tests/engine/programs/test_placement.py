@@ -15,8 +15,8 @@ from model.opened import engine_device, open_weights
 from model.pinning.beside import place_beside
 from model.rules import default_rules
 from pykernels.errors import PykernelsError
-from runtime.partition import partition
-from runtime.placement import Placement, deal, place
+from runtime.planning.placement import Placement, deal, place
+from runtime.program.partition import partition
 
 from ...model import tiny
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pykernels.errors import PykernelsError
-from runtime.ops import OPS
 from runtime.program import Builder, Node, Program, repeated
-from runtime.weight_spec import WeightSpec
+from runtime.program.ops import OPS
+from runtime.program.weight_spec import WeightSpec
 
 
 def tiny_program() -> Program:

@@ -13,8 +13,8 @@ import torch
 from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
-from runtime.devices.sampling import SamplingInputs
-from runtime.weights import WeightStore
+from runtime.program.weights import WeightStore
+from runtime.runner.sampling import SamplingInputs
 from runtime.workers.pool import WorkerPool
 
 from .sampling_rows import V, check, program, rows

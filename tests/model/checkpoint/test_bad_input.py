@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import model
-from model.checkpoint.safetensors import Checkpoint
+from model.checkpoint.tensors.safetensors import Checkpoint
 from pykernels.errors import PykernelsError
 
 from ..checks import Own, Tensors, change_config, change_tensors, drop, fused_moe, put, refused

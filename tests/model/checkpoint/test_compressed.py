@@ -13,7 +13,7 @@ import torch
 
 import model
 from model.checkpoint.config import read_config
-from model.checkpoint.safetensors import Checkpoint, Part
+from model.checkpoint.tensors.safetensors import Checkpoint, Part
 from model.modules.moe import routed_experts
 from pykernels.errors import PykernelsError
 

@@ -10,7 +10,7 @@ import pytest
 
 import model
 from model.checkpoint import memory
-from model.checkpoint.safetensors import Checkpoint
+from model.checkpoint.tensors.safetensors import Checkpoint
 from model.modules.moe import routed_experts
 from pykernels.errors import PykernelsError
 from runtime.engine import EngineConfig

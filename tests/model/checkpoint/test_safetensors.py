@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from model.checkpoint.safetensors import Checkpoint, Part
+from model.checkpoint.tensors.safetensors import Checkpoint, Part
 from pykernels.errors import PykernelsError
 
 from ..checks import Own
@@ -37,7 +37,9 @@ def test_reads_what_the_library_wrote(tmp_path: Path, monkeypatch: pytest.Monkey
         "flags": torch.tensor([True, False]),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    monkeypatch.setattr("model.checkpoint.safetensors._READ", 77)  # the ints take several reads
+    monkeypatch.setattr(
+        "model.checkpoint.tensors.safetensors._READ", 77
+    )  # the ints take several reads
     with Checkpoint(tmp_path) as checkpoint:
         assert set(checkpoint.tensors) == set(tensors)
         for name, want in tensors.items():

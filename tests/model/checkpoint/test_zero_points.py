@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import model
 from model.checkpoint.quantized import mxfp4
 from model.checkpoint.read import stored_weight
-from model.checkpoint.safetensors import Checkpoint, Part
+from model.checkpoint.tensors.safetensors import Checkpoint, Part
 from model.llm import meta_decoder
 from model.modules.moe import routed_experts
 from pykernels.quant import get_format

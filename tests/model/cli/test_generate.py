@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import model
+from model.engine_stream import EngineStream, engine_stream
 from model.llm import LLM
-from model.text.engine_stream import EngineStream, engine_stream
 from model.text.generate import generate_stream
 from pykernels import __version__
 from pykernels.env import env
@@ -165,7 +165,7 @@ def test_chat_keeps_the_conversation_until_reset(
         prompts.append(llm.tokenizer.decode(prompt))
         return engine_stream(llm, prompt, **options)
 
-    monkeypatch.setattr("model.text.engine_stream.engine_stream", spy)
+    monkeypatch.setattr("model.engine_stream.engine_stream", spy)
     stdin(monkeypatch, f"first\nsecond\n/reset\n{'x' * 600}\nthird\n/exit\nnever\n")
     result = run("chat", "--model", writer, "--max-new-tokens", 3, "--system", "Be brief.")
     assert result.code == 0

@@ -20,7 +20,7 @@ from pykernels.registry import kernels
 from pykernels.target import detect
 from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.engine import Engine
-from runtime.matrix import packer
+from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 KERNELS = tuple(each.name for each in kernels() if each.supports("bf16", detect()) is None)

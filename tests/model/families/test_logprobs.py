@@ -15,7 +15,7 @@ import torch
 
 from pykernels.errors import PykernelsError
 from runtime.engine import SamplingParams
-from runtime.engine.outputs import TokenLogprob
+from runtime.engine.requests.outputs import TokenLogprob
 
 from ...cpu.kernels import only_with_all
 from .. import tiny

@@ -10,7 +10,7 @@ import torch
 
 import model
 from pykernels.errors import PykernelsError
-from runtime.engine.outputs import TokenLogprob
+from runtime.engine.requests.outputs import TokenLogprob
 
 APART = 0.05
 """Log-probabilities of a token by the CPU and by a GPU, in nats: activations are bfloat16 there."""

@@ -17,7 +17,7 @@ from model.llm import LLM
 from pykernels.errors import PykernelsError
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
-from runtime.step_inputs import allocate_inputs
+from runtime.program.step_inputs import allocate_inputs
 
 from .. import tiny
 from ..checkpoint.gguf import tiny_gguf

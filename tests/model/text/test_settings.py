@@ -13,8 +13,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 import model
+from model.engine_stream import engine_stream
 from model.llm import LLM
-from model.text.engine_stream import engine_stream
 from model.text.settings import engine_settings, with_defaults
 from pykernels.errors import PykernelsError
 from runtime.engine import SamplingParams

@@ -16,8 +16,8 @@ from pykernels.gpu.rope import rope_table as make_rope_table
 from pykernels.gpu.rope_cache_write.gqa import gqa_rope_cache_write as write_keys_values
 from pykernels.gpu.rope_cache_write.mla import mla_rope_cache_write as write_latents
 
-from ....node import Node
-from ..memory import Memory
+from ....program.node import Node
+from ..memory.buffers import Memory
 from . import latents
 from .dense import Launch, void
 

@@ -12,8 +12,8 @@ from pykernels.gpu.handshake import combine
 from pykernels.gpu.moe.router_logits import router_logits
 from pykernels.gpu.norm import rms_norm as norm
 
-from ....node import Node
-from ..memory import Memory
+from ....program.node import Node
+from ..memory.buffers import Memory
 
 Launch = Callable[[], None]
 

@@ -15,9 +15,9 @@ from pykernels.gpu.moe.router import router as choose
 from pykernels.gpu.moe.split_routing import split_routing as split_by_weight
 from pykernels.shapes import Routing
 
-from ....lanes import lane_name
-from ....node import Node
-from ..memory import Memory
+from ....program.lanes import lane_name
+from ....program.node import Node
+from ..memory.buffers import Memory
 from .dense import Launch, void
 from .streamed import experts_within
 

@@ -8,9 +8,9 @@ from pykernels.gpu.sampling import count_tokens, sample
 from pykernels.ref.sampling import Sampled
 from pykernels.ref.sampling.inputs import SamplingInputs
 
-from ....node import Node
-from ....ops import SAMPLING, SAMPLING_TABLES
-from ..memory import Memory
+from ....program.node import Node
+from ....program.ops import SAMPLING, SAMPLING_TABLES
+from ..memory.buffers import Memory
 from .dense import Launch
 
 ROWS = 64

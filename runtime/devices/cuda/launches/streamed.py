@@ -16,10 +16,10 @@ from pykernels.gpu.moe.tiles.gather import gather_experts
 from pykernels.quant import PackedExperts
 from pykernels.quant.split import SplitExperts
 
-from ....node import Node
-from ....weight_spec import WeightSpec
-from ..memory import Memory
-from ..weights import expert_format
+from ....program.node import Node
+from ....program.weight_spec import WeightSpec
+from ..memory.buffers import Memory
+from ..memory.weights import expert_format
 from .dense import Launch
 
 _ALIGN = 256

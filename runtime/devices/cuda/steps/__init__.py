@@ -1,1 +1,1 @@
-"""Steps of a runner on GPUs: made ready to run, and run beside others."""
+"""Steps of a runner on GPUs: programs bound to launches and graphs, and run beside others."""

@@ -11,12 +11,12 @@ import torch
 from pykernels.ref.sampling import Sampled
 
 from ....program import Program
-from ...sampling import SamplingInputs
-from ..executable import CudaExecutable, GpuMemory
-from ..handshake import PinnedSlots
-from ..inputs import NEVER, PIECE, Bucket, StepInputs
-from ..memory import Arena
-from ..outputs import ProgramOutputs, StepOutputs, kept_bytes, kept_routing
+from ....runner.sampling import SamplingInputs
+from ..memory.buffers import Arena
+from .executable import CudaExecutable, GpuMemory
+from .handshake import PinnedSlots
+from .inputs import NEVER, PIECE, Bucket, StepInputs
+from .outputs import ProgramOutputs, StepOutputs, kept_bytes, kept_routing
 from .owner import Owner
 
 

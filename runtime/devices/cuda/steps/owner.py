@@ -7,13 +7,13 @@ from typing import Protocol
 
 import torch
 
-from ....placement import Placement
+from ....planning.placement import Placement
 from ....program import Program
-from ....weights import WeightStore
+from ....program.weights import WeightStore
+from ....runner.paged_runner import Lowerable
+from ....runner.slots import Slots
 from ....workers.pool import WorkerPool
 from ...gpus import Gpus
-from ...runner import Lowerable
-from ...slots import Slots
 
 
 class Owner(Protocol):

@@ -11,18 +11,18 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from ....engine.batch import StepBatch, StepResult
 from ....program import Program
-from ...runner import Executable, PagedRunner
-from ..executable import CudaExecutable
+from ....runner.batch import StepBatch, StepResult
+from ....runner.paged_runner import Executable, PagedRunner
 from ..streaming.experts import Streaming
+from .executable import CudaExecutable
 from .maker import StepMaker
 from .owner import Owner
 from .prompt_sizes import PromptSizes
 
 
 class StreamedRunner(PagedRunner):
-    """See ``engine.batch.PrefillRunner``.
+    """See ``runner.batch.PrefillRunner``.
 
     Args:
         owner: whose weights and caches the steps use; they are there.

@@ -7,18 +7,18 @@ from collections.abc import Iterator, Sequence
 from pykernels.errors import PykernelsError
 
 from ....machine.pinned import Pinned
-from ....node import Node
-from ....partition import partition
 from ....passes.stream_dense import SLOTS, dense_weights
-from ....placement import CPU, Placement
+from ....planning.placement import CPU, Placement
 from ....program import Program
-from ....weights import LayoutOf, WeightStore
+from ....program.node import Node
+from ....program.partition import partition
+from ....program.weights import LayoutOf, WeightStore
+from ....runner.paged_runner import Lowerable
 from ...gpus import Gpus, interpreted
-from ...runner import Lowerable
-from ..capacity import STEP_TOKENS, room_for_steps, step_bytes
-from ..memory import dtypes
-from ..staged import Staged
-from ..weights import layout_bytes
+from ..memory.buffers import dtypes
+from ..memory.capacity import STEP_TOKENS, room_for_steps, step_bytes
+from ..memory.staged import Staged
+from ..memory.weights import layout_bytes
 from .experts import Sizes
 
 

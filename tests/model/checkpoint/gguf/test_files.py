@@ -14,7 +14,7 @@ import model
 from model.checkpoint.config import read_config
 from model.checkpoint.gguf import GGUF, find_gguf
 from model.checkpoint.open import open_checkpoint
-from model.checkpoint.safetensors import Part
+from model.checkpoint.tensors.safetensors import Part
 from model.pretrained import load_tokenizer
 from pykernels.errors import PykernelsError
 

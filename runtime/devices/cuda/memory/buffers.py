@@ -1,0 +1,186 @@
+"""A program's buffers in GPU memory, and what its launches read of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pykernels.shapes import SortedPairs
+
+from ....program import Program
+from ....program.analysis import MemoryPlan, on_streams, plan_memory
+from ....program.node import Node
+from ....program.ops import OPS
+from ....program.weights import WeightStore
+from .sequences import Sequences
+from .staged import Staged
+from .weights import layouts
+
+Caches = Mapping[str, torch.Tensor]
+
+
+def dtypes(program: Program) -> dict[str, torch.dtype]:
+    """The dtype of each scratch buffer on a GPU: activations are bfloat16 unless a node wants them
+    in float32 (residual stream, logits, routing weights); indices are int32."""
+    kinds: dict[str, set[str]] = {}
+    for node in program.nodes:
+        op = OPS[node.op]
+        for ports, names in ((op.inputs, node.inputs), (op.outputs, node.outputs)):
+            for port, buffer in names.items():
+                row = ports.get(port) or ports[port.rstrip("0123456789")]
+                kinds.setdefault(buffer, set()).add(row.kind)
+    for node in program.nodes:  # sums of experts come from the CPU in float32
+        if node.op == "wait":
+            for name in node.writes:
+                if program.buffers[name].dtype.is_floating_point:
+                    kinds[name].add("float32")
+    for name, found in kinds.items():  # logits, which a sampler elsewhere reads
+        declared = program.buffers[name]
+        if declared.kind == "output" and declared.dtype.is_floating_point:
+            found.add("float32")
+    return {
+        name: _dtype(program.buffers[name].dtype, found)
+        for name, found in kinds.items()
+        if program.buffers[name].kind in ("scratch", "output")
+    }
+
+
+def _dtype(declared: torch.dtype, kinds: set[str]) -> torch.dtype:
+    if "index" in kinds:
+        return torch.int32
+    if "float32" in kinds:
+        return torch.float32
+    return torch.bfloat16 if declared.is_floating_point else declared
+
+
+def planned(program: Program, kinds: Mapping[str, torch.dtype]) -> MemoryPlan:
+    """Where the buffers lie that have a dtype in ``kinds``; launches of a stream run in order."""
+    sizes = {name: math.prod(program.shape(name)) * kinds[name].itemsize for name in kinds}
+    return plan_memory(program, on_streams(program), sizes)
+
+
+class Arena:
+    """GPU memory that programs share, since none runs while another one does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._block = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes or more]; it lives as long as its views, so the largest program should be
+        the first to ask."""
+        if len(self._block) < nbytes:
+            self._block = self._block[:0].clone()  # the smaller one goes first
+            self._block = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        return self._block
+
+
+@dataclass
+class Memory:
+    """Tensors of one program on one device, each in its largest shape.
+
+    Buffers that are not in use at once lie over each other: what a launch leaves unwritten (rows
+    of padding) holds any numbers.
+
+    Attributes:
+        weights: of the program's model.
+        inputs: by name, tensors that are written before a step.
+        caches: by name, those of the "cache" buffers.
+        outputs: by name, those of results that the host reads.
+        sequences: which tokens are of which sequence.
+        arena: room for all other buffers.
+        masks_written: pinned int64 [1] that is 1 when the masks are there, for which sampling
+            waits; None: they are there before a step begins.
+        token_table: see ``tokens_table``.
+        orders: by the ids' buffer, of tokens that a launch has sorted by expert.
+        same_orders: by their number, of tokens that take one expert, once a launch has asked for
+            them.
+    """
+
+    program: Program
+    weights: WeightStore
+    device: torch.device
+    inputs: Mapping[str, torch.Tensor]
+    caches: Caches
+    outputs: Mapping[str, torch.Tensor]
+    sequences: Sequences
+    arena: Arena
+    masks_written: torch.Tensor | None = None
+    scratch: dict[str, torch.Tensor] = field(default_factory=dict)
+    token_table: torch.Tensor | None = None
+    orders: dict[str, SortedPairs] = field(default_factory=dict)
+    same_orders: dict[int, SortedPairs] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        kinds = dtypes(self.program)
+        gpus = {node.device: self.device for node in self.program.nodes}
+        self._layout_of = layouts(self.program, gpus, kinds)
+        self._loads = {
+            name: node
+            for node in self.program.nodes
+            if node.op == "load_weights"
+            for name in node.weights.values()
+        }
+        own = {name: dtype for name, dtype in kinds.items() if name not in self.outputs}
+        plan = planned(self.program, own)
+        block = self.arena.take(plan.nbytes)
+        for name, offset in plan.offsets.items():
+            shape, dtype = self.program.shape(name), kinds[name]
+            part = block[offset : offset + math.prod(shape) * dtype.itemsize]
+            self.scratch[name] = part.view(dtype).view(shape)
+
+    def tokens_table(self) -> torch.Tensor:
+        """int32 [T, pages] for the pages of each token; the launch that asks first fills it."""
+        if self.token_table is None:
+            shape = self.program.sizes["T"], self.sequences.table.shape[1]
+            self.token_table = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        return self.token_table
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A buffer."""
+        for tensors in (self.scratch, self.inputs, self.caches, self.outputs):
+            if name in tensors:
+                return tensors[name]
+        raise KeyError(name)
+
+    def weight(self, node: Node, port: str) -> Any:
+        """A weight in the layout in which the node reads it, in a slot if it crosses to one."""
+        spec = self.program.weight(node, port)
+        value = self.weights.get(spec, *self._layout_of(node, port))
+        if not isinstance(value, Staged):
+            return value
+        slots = self.in_slot(self._loads[spec.name])
+        return next(value.within(slot) for name, _, slot in slots if name == spec.name)
+
+    def in_slot(self, load: Node) -> Iterator[tuple[str, Staged, torch.Tensor]]:
+        """By name, the weights that a node loads, and the part of its slot for each."""
+        slot = self.written(load, "out")
+        for port, name in load.weights.items():
+            weight = self.weights.get(self.program.weights[name], *self._layout_of(load, port))
+            yield name, weight, slot[: weight.memory.nbytes]
+            slot = slot[weight.memory.nbytes :]
+
+    def whole_weight(self, node: Node, port: str) -> Any:
+        """The experts of a layer of which the node takes some."""
+        spec = self.program.weight(node, port)
+        return self.weights.get(spec.whole or spec, *self._layout_of(node, port))
+
+    def optional_weight(self, node: Node, port: str) -> Any | None:
+        """A weight that a node may have or not."""
+        return self.weight(node, port) if port in node.weights else None
+
+    def read(self, node: Node, port: str) -> torch.Tensor:
+        """The buffer of an input."""
+        return self.tensor(node.inputs[port])
+
+    def optional(self, node: Node, port: str) -> torch.Tensor | None:
+        """The buffer of an input that may be missing."""
+        return self.tensor(node.inputs[port]) if port in node.inputs else None
+
+    def written(self, node: Node, port: str) -> torch.Tensor:
+        """The buffer of an output."""
+        return self.tensor(node.outputs[port])

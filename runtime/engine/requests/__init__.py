@@ -1,0 +1,1 @@
+"""Requests: how they come in and are checked, what is known of each, and what their clients get."""

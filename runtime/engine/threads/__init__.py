@@ -1,1 +1,0 @@
-"""The engine's thread, and how what it draws reaches event loops."""

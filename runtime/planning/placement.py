@@ -1,0 +1,220 @@
+"""On which device each node of a model's programs runs, and so where its weights lie.
+
+It follows from sizes and the machine alone, before a weight is read: what is on a GPU is then made
+in the GPU's layout, and nothing is packed for a device that does not read it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from types import MappingProxyType
+
+from pykernels.errors import PykernelsError
+
+from ..passes.expert_cache import expert_cache
+from ..passes.gpu_experts import gpu_experts
+from ..passes.stream_dense import stream_dense
+from ..program import Program
+from ..program.node import Node
+from ..program.weight_spec import WeightSpec
+
+EXPERTS = ("auto", "cpu", "gpu")
+"""Where routed experts may be beside a GPU; "auto": there if all fit, else on the CPU."""
+CPU = "cpu"
+_NONE: Mapping[str, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The device of every node.
+
+    Attributes:
+        device: of all that no other attribute names; the first of several GPUs.
+        experts: of the routed experts; on a GPU they are on that of their layer.
+        placed: weights whose nodes run elsewhere, by name.
+        cached: by layer, those of its experts that its GPU has besides, in slots.
+        by_layer: GPUs of layers that are not on ``device``. What is in no layer is on the GPU of
+            the layer before it: the head on the last one.
+        slots: by layer, slots of its GPU for experts that change from step to step; not beside
+            ``cached``.
+        staged: dense weights that lie in main memory and cross to their GPU in each step
+            (``passes.stream_dense``): by name, bytes in its layout.
+    """
+
+    device: str = CPU
+    experts: str = CPU
+    placed: Mapping[str, str] = field(default_factory=dict)
+    cached: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    by_layer: Mapping[int, str] = field(default_factory=dict)
+    slots: Mapping[int, int] = field(default_factory=dict)
+    staged: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, program: Program) -> Iterator[tuple[Node, str]]:
+        """Every node of a program, with its device."""
+        here = self.device
+        for node in program.nodes:
+            if node.layer is not None:
+                here = self.by_layer.get(node.layer, self.device)
+            yield node, self._of(node, here)
+
+    def _of(self, node: Node, here: str) -> str:
+        """The device of a node whose layer is ``here``."""
+        if node.op == "moe_ffn" and node.role == "routed":
+            return CPU if self.experts == CPU else here
+        return next((self.placed[n] for n in node.weights.values() if n in self.placed), here)
+
+    def apply(self, program: Program) -> Program:
+        """The program with its nodes where they run.
+
+        Raises:
+            PykernelsError: it has no such experts.
+        """
+        nodes = tuple(replace(node, device=device) for node, device in self.of(program))
+        placed = replace(program, nodes=nodes).check()
+        device = None if self.by_layer else self.device
+        if self.slots:
+            return expert_cache(placed, self.slots, device)
+        return gpu_experts(placed, self.cached, device) if self.cached else placed
+
+    def stage(self, program: Program) -> Program:
+        """The program, after all other passes, with its staged weights loaded."""
+        return stream_dense(program, self.staged) if self.staged else program
+
+    def weights(self, program: Program) -> Mapping[str, frozenset[str]]:
+        """By weight, the devices whose nodes read it."""
+        devices: dict[str, frozenset[str]] = {}
+        for node, device in self.of(program):
+            for name in node.weights.values():
+                devices[name] = devices.get(name, frozenset()) | {device}
+        return devices
+
+    def nbytes(
+        self,
+        program: Program,
+        device: str,
+        size: Callable[[WeightSpec], int],
+        caches: Mapping[str, int] = _NONE,
+    ) -> int:
+        """Bytes of the weights that a device reads, each of ``size``, and of its ``caches``."""
+        devices = self.weights(program)
+        own = {name for node, at in self.of(program) if at == device for name in node.reads}
+        return sum(
+            size(spec) for name, spec in program.weights.items() if device in devices[name]
+        ) + sum(nbytes for name, nbytes in caches.items() if name in own)
+
+
+def place(
+    program: Program,
+    experts: str,
+    free: Mapping[str, int],
+    size: Callable[[WeightSpec], int],
+    placed: Mapping[str, str] = MappingProxyType({}),
+    caches: Mapping[str, int] = _NONE,
+    by_layer: Mapping[int, str] | None = None,
+) -> Placement:
+    """Where a model's nodes run on a machine with GPUs.
+
+    Args:
+        program: any of the model's.
+        experts: one of ``EXPERTS``; of a model that has none, no device waits for the CPU.
+        free: bytes of each GPU that weights and caches may take, in the order in which the GPUs
+            have layers; ``size``: bytes of a weight there.
+        placed: weights that rules place on another device, by name.
+        caches: bytes of the "cache" buffers, by name.
+        by_layer: GPUs of layers that rules place; None: they are dealt by size.
+
+    Raises:
+        PykernelsError: ``experts`` is none of them; fewer layers than GPUs, a GPU without a layer,
+            or layers that go back to a GPU in front.
+    """
+    if experts not in EXPERTS:
+        raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
+
+    def beside(at: str) -> Placement:
+        one = Placement(next(iter(free)), at, placed)
+        if by_layer is not None:
+            return replace(one, by_layer=_checked(program, one.device, by_layer, list(free)))
+        return replace(one, by_layer=_dealt(program, one, free, size, caches))
+
+    whole = beside(next(iter(free)))
+    fits = experts == "auto" and all(
+        whole.nbytes(program, gpu, size, caches) <= room for gpu, room in free.items()
+    )
+    dense = not any(node.op == "moe_ffn" and node.role == "routed" for node in program.nodes)
+    return whole if fits or dense or experts == "gpu" else beside(CPU)
+
+
+def _dealt(
+    program: Program,
+    on_first: Placement,
+    free: Mapping[str, int],
+    size: Callable[[WeightSpec], int],
+    caches: Mapping[str, int],
+) -> dict[int, str]:
+    """GPUs of the layers that are not on the first one; ``on_first`` has all of them there."""
+    if len(free) == 1:
+        return {}
+    layer = next((node.layer for node in program.nodes if node.layer is not None), 0)
+    parts: dict[int, dict[str, int]] = {}  # by layer, with what is in none behind it
+    for node, device in on_first.of(program):
+        layer = layer if node.layer is None else node.layer
+        part = parts.setdefault(layer, {})
+        if device != CPU:
+            part |= {name: size(program.weights[name]) for name in node.weights.values()}
+            part |= {name: caches[name] for name in node.reads if name in caches}
+    names = list(free)
+    numbers = deal([sum(part.values()) for part in parts.values()], list(free.values()))
+    dealt = zip(parts, numbers, strict=True)
+    return {layer: names[number] for layer, number in dealt if number}
+
+
+def deal(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
+    """Deals layers over GPUs, in order, so that the fullest GPU is as empty as can be.
+
+    Args:
+        sizes: bytes of each layer; ``room``: of each GPU.
+
+    Returns:
+        The number of each layer's GPU; every GPU has one at least.
+
+    Raises:
+        PykernelsError: fewer layers than GPUs.
+    """
+    if len(sizes) < len(room):
+        raise PykernelsError(
+            f"{len(sizes)} layer{'s' * (len(sizes) > 1)} for {len(room)} GPUs",
+            f"Give {len(sizes)} at most",
+        )
+    upto = list(accumulate(sizes, initial=0))
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by layers that are dealt
+    for each in room:
+        best = {
+            end: min(
+                (max(full, (upto[end] - upto[start]) / max(1, each)), (*ends, end))
+                for start, (full, ends) in best.items()
+                if start < end
+            )
+            for end in range(1, len(upto))
+            if any(start < end for start in best)
+        }
+    return [bisect_right(best[len(sizes)][1], i) for i in range(len(sizes))]
+
+
+def _checked(
+    program: Program, device: str, by_layer: Mapping[int, str], gpus: Sequence[str]
+) -> Mapping[int, str]:
+    layers = sorted({node.layer for node in program.nodes if node.layer is not None})
+    order = [by_layer.get(layer, device) for layer in layers]
+    for gpu in gpus:
+        if gpu not in order:
+            raise PykernelsError(f"no layer is on {gpu}", "Leave it out, or give it some")
+    for i, (before, behind) in enumerate(pairwise(map(gpus.index, order))):
+        if behind < before:
+            raise PykernelsError(
+                f"layer {layers[i + 1]} is on {gpus[behind]}, behind layers of {gpus[before]}",
+                "Place layers on GPUs in their order",
+            )
+    return by_layer

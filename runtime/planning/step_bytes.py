@@ -1,0 +1,104 @@
+"""What a step of a program reads from memory: the roof of a decode step is these bytes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..kv_cache.layout import cache_inputs
+from ..program import Node, Program
+from ..program.analysis import experts_per_token, share_of_experts
+
+
+def weight_bytes(program: Program, tokens: int = 1, device: str | None = None) -> int:
+    """Packed weights and scales that a step reads: every matrix once; of the routed experts as
+    many as ``tokens`` tokens take if each chooses its own at random (exact for one token)."""
+    nodes = [node for node in program.nodes if device is None or node.device == device]
+    return round(sum(_weight_bytes(program, node, tokens) for node in nodes))
+
+
+def expert_bytes(program: Program, tokens: int = 1, device: str | None = None) -> int:
+    """As ``weight_bytes``, of the routed experts alone."""
+    routed = [
+        node
+        for node in program.nodes
+        if "experts" in node.weights and "ids" in node.inputs and device in (None, node.device)
+    ]
+    return round(sum(_weight_bytes(program, node, tokens) for node in routed))
+
+
+def _weight_bytes(program: Program, node: Node, tokens: int) -> float:
+    total = 0.0
+    for name in node.weights:
+        weight = program.weight(node, name)
+        if name in ("weight", "heads") and node.op in ("linear", "per_head_linear"):
+            total += weight.nbytes
+        elif name == "experts":
+            share, ids = share_of_experts(program, node), node.inputs.get("ids")
+            E = (weight.whole or weight).shape[0] * share
+            topk = E if ids is None else experts_per_token(program, ids) * share
+            if not E:
+                continue
+            total += weight.bytes_per_expert * expected_experts(E, topk, tokens)
+    return total
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Bytes of a step that NUMA nodes read from each other's memory.
+
+    Attributes:
+        weights: of matrices and experts that are not sliced: interleaved, so that of n nodes each
+            reads 1 / n in its own memory.
+        cache: keys and values, interleaved too.
+        activations: what one node's workers read that others may have written; at most.
+    """
+
+    weights: int
+    cache: int
+    activations: int
+
+
+def crossing_bytes(program: Program, nodes: int, tokens: int = 1, context: int = 0) -> Crossing:
+    """What crosses nodes in a step of a program (``passes.numa`` has sliced it, or not).
+
+    Args:
+        tokens: of the step, all of one sequence; ``context``: keys that each reads.
+    """
+    elsewhere = (nodes - 1) / nodes
+    shared = [node for node in program.nodes if node.numa is None]
+    writers: dict[str, set[int | None]] = {}
+    activations = 0
+    for node in program.nodes:
+        for name in node.reads:
+            buffer = program.buffers[name]
+            in_place = name in node.writes  # its own columns or rows alone
+            own = node.numa is not None and writers.get(name) == {node.numa}
+            if buffer.kind == "scratch" and not in_place and not own:
+                inner = math.prod(program.shape(name)[1:]) * buffer.dtype.itemsize
+                activations += inner * min(tokens, program.shape(name)[0])
+        for name in node.writes:
+            writers.setdefault(name, set()).add(node.numa)
+    return Crossing(
+        round(elsewhere * sum(_weight_bytes(program, node, tokens) for node in shared)),
+        round(elsewhere * tokens * cache_bytes(program, context)),
+        activations,
+    )
+
+
+def expected_experts(E: float, topk: float, tokens: int) -> float:
+    """Distinct experts of E that ``tokens`` tokens take, ``topk`` each, drawn independently."""
+    return E * (1 - (1 - topk / E) ** tokens)
+
+
+def cache_bytes(program: Program, context: int) -> int:
+    """Keys and values that one token reads at a context of so many."""
+    total = 0
+    for node in program.nodes:
+        if node.op == "attention":
+            keys = min(context, node.attr("window") or context)
+            parts = (program.buffers[name] for name in cache_inputs(node).values())
+            total += keys * sum(
+                math.prod(program.shape(part.name)[2:]) * part.dtype.itemsize for part in parts
+            )
+    return total

@@ -1,0 +1,197 @@
+"""The weights of a model on its devices: each is made once for a device, in the device's layout.
+
+A ``WeightSource`` reads what is stored, a ``Layout`` is a function of a device that makes of it
+what the device's kernels read, and the ``WeightStore`` keeps what was made.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pykernels.errors import PykernelsError
+from pykernels.quant import Biases, PackedExperts, PackedHeads, PackedMatrix, Packer, Weight
+from pykernels.quant.layout import N_BLOCK
+from pykernels.quant.matrix import pack_alone
+from pykernels.quant.split import SplitExperts
+
+from ..machine.nodes import ONE_NODE, MemoryNodes
+from .node import Node
+from .program import Program
+from .weight_spec import Part, WeightSpec
+
+Packed = PackedMatrix | PackedHeads | PackedExperts | SplitExperts
+"""A weight in the CPU's tiles."""
+Ready = Packed | torch.Tensor
+"""A weight in one of the CPU's layouts: in tiles, or as rows of numbers."""
+Expert = tuple[tuple[Weight, Weight, Weight], Biases | None]
+"""(gate [I, H], up [I, H], down [H, I]) and their biases."""
+
+
+class WeightSource(ABC):
+    """A model as it is stored: the one interface through which weights are read."""
+
+    @abstractmethod
+    def tensor(self, spec: WeightSpec) -> torch.Tensor:
+        """A tensor, in any float dtype, on the CPU."""
+
+    @abstractmethod
+    def matrices(self, spec: WeightSpec) -> Iterator[Weight]:
+        """The parts of a matrix, or the matrices of all heads, in the spec's format."""
+
+    @abstractmethod
+    def experts(self, spec: WeightSpec) -> Iterator[Expert]:
+        """All experts of a layer in order, in the spec's formats."""
+
+    def ready(self, spec: WeightSpec, layout: str) -> Ready | None:
+        """The weight as it lies in main memory or in a mapped file already, in one of the CPU's
+        layouts; None: it has to be read."""
+        return None
+
+
+class WeightStore:
+    """The weights of one model.
+
+    Args:
+        source: of those that are not given by ``add``.
+        pack: packs into the CPU's layout, see ``matrix.packer``.
+        nodes: NUMA nodes: one slice of each matrix and of each expert lies on each.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource | None = None,
+        pack: Packer = pack_alone,
+        nodes: MemoryNodes = ONE_NODE,
+    ) -> None:
+        self.pack, self.nodes = pack, nodes
+        self._source = source
+        self._given: dict[str, Ready] = {}
+        self._made: dict[tuple[str, str, str], Any] = {}
+
+    def read_from(self, source: WeightSource, pack: Packer, nodes: MemoryNodes = ONE_NODE) -> None:
+        """Sets where weights are read from from now on; the arguments as the class's."""
+        self._source, self.pack, self.nodes = source, pack, nodes
+
+    def add(self, name: str, value: Ready) -> WeightSpec:
+        """Gives a weight that is in memory; returns its spec."""
+        self._given[name] = value
+        return spec_of(name, value)
+
+    def get(self, spec: WeightSpec, device: torch.device, layout: Layout) -> Any:
+        """A weight on a device in a layout; it is made when it is first asked for.
+
+        Raises:
+            PykernelsError: it cannot be read, or has no such layout.
+        """
+        key = spec.name, str(device), layout.__name__
+        if key not in self._made:
+            self._made[key] = layout(spec, self, device)
+        return self._made[key]
+
+    def is_made(self, spec: WeightSpec, device: torch.device) -> bool:
+        """Whether a weight lies on a device already, in some layout."""
+        return any(key[:2] == (spec.name, str(device)) for key in self._made)
+
+    def load(self, program: Program, layout_of: LayoutOf) -> None:
+        """Makes all that a program needs: first what is outside the layers, then layer by layer the
+        experts and the rest, since what is large takes more for a moment."""
+        layers = {node.name: -1 if node.layer is None else node.layer for node in program.nodes}
+        for node in sorted(program.nodes, key=lambda n: (layers[n.name], n.op != "moe_ffn")):
+            for port, name in node.weights.items():
+                device, layout = layout_of(node, port)
+                self.get(program.weights[name], device, layout)
+
+    def is_given(self, spec: WeightSpec) -> bool:
+        """Whether ``add`` gave it."""
+        return spec.name in self._given
+
+    # What layouts are made from.
+
+    def tensor(self, spec: WeightSpec) -> torch.Tensor:
+        """A tensor, float32 and contiguous, on the CPU."""
+        given = self._given.get(spec.name)
+        value = given if isinstance(given, torch.Tensor) else self._reader(spec).tensor(spec)
+        return value.detach().float().contiguous()
+
+    def matrices(self, spec: WeightSpec) -> Iterator[Weight]:
+        """The parts of a matrix, or the matrices of all heads, in the spec's format."""
+        given = self._given.get(spec.name)
+        if isinstance(given, torch.Tensor):
+            return iter([Weight(given)])
+        if given is not None:
+            return unpacked(given, spec)
+        return self._reader(spec).matrices(spec)
+
+    def experts(self, spec: WeightSpec) -> Iterator[Expert]:
+        """All experts of a layer, in order."""
+        given = self._given.get(spec.name)
+        if isinstance(given, PackedExperts | SplitExperts):
+            return unpacked_experts(given)
+        return self._reader(spec).experts(spec)
+
+    def ready(self, spec: WeightSpec, layout: str) -> Ready | None:
+        """The weight in one of the CPU's layouts, where it exists so already."""
+        given = self._given.get(spec.name)
+        if given is not None:
+            return given if isinstance(given, torch.Tensor) == (layout == "rows") else None
+        return None if self._source is None else self._source.ready(spec, layout)
+
+    def _reader(self, spec: WeightSpec) -> WeightSource:
+        if self._source is None:
+            raise PykernelsError(f"the weight {spec.name!r} is not given", "See WeightStore.add")
+        return self._source
+
+
+Layout = Callable[[WeightSpec, WeightStore, torch.device], Any]
+"""Makes what kernels read of a weight, of the store's ``tensor``, ``matrices`` or ``experts``; its
+name tells it from the device's other layouts."""
+LayoutOf = Callable[[Node, str], tuple[torch.device, Layout]]
+"""(node of a program, the op's name for a weight) -> where it reads it, and in which layout."""
+
+
+def spec_of(name: str, value: Ready) -> WeightSpec:
+    """The spec of a weight that is in memory."""
+    if isinstance(value, PackedMatrix):
+        parts = tuple(
+            Part(name, shape, at) for at, shape in zip(value.starts, value.shapes, strict=True)
+        )
+        return WeightSpec(name, "matrix", value.fmt.name, value.shape, parts)
+    if isinstance(value, PackedHeads):
+        parts = tuple(Part(name, (value.N, value.K)) for _ in range(value.G))
+        return WeightSpec(name, "heads", value.fmt.name, value.shape, parts)
+    if isinstance(value, PackedExperts | SplitExperts):
+        return WeightSpec.experts(name, value.shape, value.fmt.name, value.down_fmt.name)
+    return WeightSpec.tensor(name, *value.shape)
+
+
+def unpacked(packed: Packed, spec: WeightSpec) -> Iterator[Weight]:
+    """The matrices of a weight that lies in the CPU's layout."""
+    fmt = packed.fmt
+    if isinstance(packed, PackedHeads):
+        for blocks, scales in zip(packed.blocks, packed.scales, strict=True):
+            yield fmt.unpack(blocks, scales, packed.N, packed.K)
+        return
+    assert isinstance(packed, PackedMatrix)
+    for part in spec.parts:
+        at = slice(part.at // N_BLOCK, -(-(part.at + part.shape[0]) // N_BLOCK))
+        yield fmt.unpack(packed.blocks[at], packed.scales[at], part.shape[0], packed.K)
+
+
+def unpacked_experts(packed: PackedExperts | SplitExperts) -> Iterator[Expert]:
+    """The experts of a layer that lie in the CPU's layout."""
+    for e in range(packed.shape.E):
+        yield packed.unpack(e), packed.biases(e)
+
+
+@contextmanager
+def naming(spec: WeightSpec, expert: int) -> Iterator[None]:
+    """Puts the weight and the expert before what is wrong with one of its matrices."""
+    try:
+        yield
+    except PykernelsError as error:  # its message has the expert's number at most
+        raise PykernelsError(f"{spec.name}.{expert}: {error.cause}", error.hint) from None
