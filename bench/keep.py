@@ -69,6 +69,8 @@ def printed(text: str) -> dict[str, Any]:
         except ValueError:
             continue
         alone = values[0] if len(values) == 1 else values
+        if isinstance(alone, dict) and "rows" in alone:
+            return alone
         return {"rows": alone if isinstance(alone, list) else [alone]}
     return {"lines": lines}
 
