@@ -17,6 +17,7 @@ PAGES += [ROOT / name for name in ("model/large_models.md", "model/server/README
 MEASURED = re.compile(
     r"\d ?(%|x\b|tok/s|tokens/s|ms\b|us\b|GB/s|TFLOP/s|GFLOP/s)"
     r"|(tok/s|GB/s|TFLOP/s|times faster|share of the|\bus\b|\bms\b)[^|]*\|"  # a column's head
+    r"|\| *\**[\d.,; /-]*\d[\d.,; /-]*\** *(\(|\|)"  # a cell of numbers
 )
 """What a measured figure looks like."""
 LINK = re.compile(r"results/[\w./-]+\.(?:md|jsonl?)\)")
