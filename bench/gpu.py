@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.harness.ending import end_on_signals
 from bench.harness.files import check_folder
 from bench.harness.report import line
-from bench.harness.session import EXIT_FAILED, end_on_signals, exit_code, measure_and_keep
+from bench.harness.session import EXIT_FAILED, exit_code, measure_and_keep
 from bench.peers.catalog import RESULTS
 from pykernels.errors import PykernelsError
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.harness.session import add_run_options, end_on_signals, measure_and_keep, run_command
+from bench.harness.ending import end_on_signals
+from bench.harness.session import add_run_options, measure_and_keep, run_command
 from pykernels.env import env
 
 from .options import add_model_options, prepared
