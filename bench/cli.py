@@ -25,6 +25,7 @@ from pykernels.registry import requested
 from .cache.cli import cache
 from .e2e.cli import e2e
 from .e2e.mixed import mixed
+from .harness.provenance import provenance
 from .load.cli import load
 from .prefill.cli import prefill
 from .serving.cli import serve
@@ -170,7 +171,7 @@ def moe(
             progress=lambda share: status.update(f"timing, {share:.0%}"),
         )
     if as_json:
-        print(json.dumps(checked | measured.as_dict()))
+        print(json.dumps(provenance() | checked | measured.as_dict()))
     else:
         _show(measured)
 
@@ -293,7 +294,7 @@ def run_case(op: str, device: str, as_json: bool, flags: dict[str, int | str]) -
     from .cases.gpu_run import one_case  # needs Triton, which is where a GPU is
 
     row = one_case(op, flags, gpu, SECONDS)
-    print(json.dumps(row) if as_json else line(row), flush=True)
+    print(json.dumps(provenance() | row) if as_json else line(row), flush=True)
 
 
 def _check(fmt: str, kernel: str, activations: str, as_json: bool) -> dict[str, float]:
@@ -316,7 +317,7 @@ def _tell_checked(found: Checked, as_json: bool) -> dict[str, float]:
         where = calls if found.right else f"{calls}; this one of {found.tokens}"
         out().print(f"[{style}]{word}[/]  {text} ({where}; against pykernels.ref)", highlight=False)
     elif not found.right:
-        print(json.dumps(row))
+        print(json.dumps(provenance() | row))
     if not found.right:
         raise typer.Exit(1)
     return row
@@ -334,7 +335,7 @@ def _time_against(revision: str, case: dict[str, object], check: bool, as_json: 
     with err().status("starting …", spinner_style="dim") as status:
         both = run(revision, case, tell if check else None, status.update)
     if as_json:
-        print(json.dumps(checked | both.as_dict()))
+        print(json.dumps(provenance() | checked | both.as_dict()))
         return
     before, now = (
         f"{gbps:.2f} GB/s, {tflops:.3f} TFLOP/s"

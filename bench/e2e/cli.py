@@ -28,6 +28,7 @@ from model.hub import local
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
+from ..harness.provenance import provenance
 from .model_options import Arch, Checkpoint, ExpertDevice, Format, Layers, NumExperts, Vocab, count
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def e2e(
             status.update("timing the eager model …")
             row |= eager_row(model, arch, given, load, chosen_threads, chosen_kernel)
     if as_json:
-        print(json.dumps(row))
+        print(json.dumps(provenance() | row))
     else:
         _show(row)
 

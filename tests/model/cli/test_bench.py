@@ -119,7 +119,7 @@ def test_a_gpus_case_is_one_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("bench.harness.machine.check_gpu", torch.device)
     monkeypatch.setattr("bench.cases.gpu_run.one_case", lambda op, flags, device, seconds: row)
     result = run("bench", "router", "--json")
-    assert (result.code, json.loads(result.out)) == (0, row)
+    assert result.code == 0 and json.loads(result.out).items() >= row.items()
 
 
 def raising(error: BaseException) -> Any:
