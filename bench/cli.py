@@ -25,6 +25,7 @@ from pykernels.registry import requested
 from .against.cli import Against, Check, check_case, time_against, time_on_cpu
 from .cache.cli import cache
 from .e2e.cli import e2e
+from .e2e.command import OneOrSeveral
 from .e2e.mixed import mixed
 from .harness.provenance import provenance
 from .load.cli import load
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from runtime.profiling.measure import MoEMeasurement
 
 app = typer.Typer(no_args_is_help=True, help="Time the kernels on this machine.")
-app.command(cls=ListsFormats)(e2e)
+app.command(cls=OneOrSeveral)(e2e)
 app.command(cls=ListsFormats)(mixed)
 app.command(cls=ListsFormats)(load)
 app.command(cls=ListsFormats)(cache)

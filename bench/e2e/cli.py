@@ -81,7 +81,8 @@ def e2e(
 ) -> None:
     """Time prompts and decode of a whole model through the engine, against the read roof.
 
-    With a GPU, bytes and roof are those of the experts on the CPU.
+    With a GPU, bytes and roof are those of the experts on the CPU. Several models, and peers in
+    turns with ours: --archs, --formats, --peers and others, shown below.
     """
     given = {
         "format": format,

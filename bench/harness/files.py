@@ -60,16 +60,32 @@ def write(results: Results, out: Path) -> list[Path]:
     """
     folder = out / results["machine"]["slug"]
     name = _unused(folder, stem(results))
+    drawn = _draw(results, folder, name)
+    return [*_write_texts(results, folder, name, [path.name for path in drawn]), *drawn]
+
+
+def again(results: Results, file: Path) -> list[Path]:
+    """The page and the plots of results in a file, beside it; the paths written.
+
+    Raises:
+        PykernelsError: they cannot be written.
+    """
+    drawn = _draw(results, file.parent, file.stem)
+    page = file.with_suffix(".md")
+    write_whole(page, markdown(results, [path.name for path in drawn]))
+    return [page, *drawn]
+
+
+def _draw(results: Results, folder: Path, name: str) -> list[Path]:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             from .plots import draw
 
-            drawn = draw(results, folder, name)
+            return draw(results, folder, name)
         except ImportError:
             print("note: no plots without matplotlib: pip install matplotlib", file=sys.stderr)
-            drawn = []
-    return [*_write_texts(results, folder, name, [path.name for path in drawn]), *drawn]
+            return []
 
 
 def _write_texts(results: Results, folder: Path, name: str, plots: list[str]) -> list[Path]:

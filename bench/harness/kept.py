@@ -140,6 +140,8 @@ def tell(results: Results, as_json: bool, plot: Path | None) -> None:
     """Prints results, and draws those that have figures."""
     timed = {**results, "rows": [row for row in results["rows"] if "why" not in row]}
     table = table_of(results["bench"])
+    if plot is not None and not hasattr(table, "draw"):
+        raise PykernelsError(f"bench {results['bench']} has no plot", "Leave --plot out")
     if plot is not None and timed["rows"]:
         table.draw(timed, plot)
     if as_json:

@@ -39,9 +39,10 @@ def _of_process() -> dict[str, Any]:
 
 def command() -> str:
     """The command line of this process, without the folder of its program."""
+    program = [Path(sys.argv[0]).name]
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    name = spec.name.removesuffix(".__main__") if spec else ""
-    program = ["python", "-m", name] if name else [Path(sys.argv[0]).name]
+    if spec and program[0].endswith(".py"):  # else a script, or a module that is one (as_module)
+        program = ["python", "-m", spec.name.removesuffix(".__main__")]
     return shlex.join([*program, *sys.argv[1:]])
 
 
