@@ -26,9 +26,9 @@ from .against.cli import Against, Check, check_case, time_against, time_on_cpu
 from .cache.cli import cache
 from .e2e.cli import e2e
 from .e2e.command import OneOrSeveral
-from .e2e.mixed import mixed
-from .harness.provenance import provenance
+from .harness.keeping.provenance import provenance
 from .load.cli import load
+from .mixed.cli import mixed
 from .prefill.cli import prefill
 from .serving.cli import serve
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench.harness.ending import end_on_signals
+from bench.harness.keeping.ending import end_on_signals
 from bench.harness.report import line
 from bench.harness.session import add_run_options, measure_and_keep, run_command
 from bench.peers.catalog import ENGINES

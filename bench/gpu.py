@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.harness.ending import end_on_signals
 from bench.harness.files import check_folder
-from bench.harness.provenance import provenance
+from bench.harness.keeping.ending import end_on_signals
+from bench.harness.keeping.provenance import provenance
 from bench.harness.report import line
 from bench.harness.session import EXIT_FAILED, exit_code, measure_and_keep
 from bench.peers.catalog import RESULTS

@@ -19,7 +19,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from bench.harness.provenance import provenance
+from bench.harness.keeping.provenance import provenance
 from model.architectures.named import ARCHS
 from pykernels.errors import PykernelsError
 from runtime.devices.gpus import check_device

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numba import njit, types
 
-from bench.harness.provenance import provenance
+from bench.harness.keeping.provenance import provenance
 from pykernels.cpu.intrin.sync import atomic_load, atomic_store, pause
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.stream_memory import supports, wait_value, write_value

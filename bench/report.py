@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 
 from bench.harness.files import again
-from bench.harness.kept import TABLES, tell
+from bench.harness.keeping.kept import TABLES, tell
 from bench.harness.session import exit_code
 from pykernels.errors import PykernelsError
 
 
-def report(file: Path, plot: Path | None) -> None:
-    """Shows the results in a file.
+def report(file: Path, plot: Path | None) -> int:
+    """Shows the results in a file; the exit code.
 
     Raises:
         PykernelsError: it has none that this can show.
@@ -38,6 +38,7 @@ def report(file: Path, plot: Path | None) -> None:
             print(path)
     else:
         raise PykernelsError(f"{file} is of no benchmark with a table", hint)
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -201,7 +201,7 @@ def router(kind: str, tokens: int, experts: int, topk: int, cached: bool = False
     """A router's choice of experts, from logits."""
     import torch
 
-    from bench.cases.router_kinds import router_of
+    from bench.against.routers import router_of
     from pykernels import cpu, ref
 
     spec = router_of(kind, topk, experts)

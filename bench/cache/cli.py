@@ -16,7 +16,7 @@ from pykernels.registry import requested
 
 from ..e2e.cli import check_gpu, check_options, open_model
 from ..e2e.model_options import Arch, Checkpoint, Format, Layers, Vocab, count
-from ..harness.kept import AsJson, Save, keeping
+from ..harness.keeping.kept import AsJson, Save, keeping
 
 if TYPE_CHECKING:
     from runtime.experts.cache.simulate import Recording

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import model
-from bench.harness.provenance import provenance
+from bench.harness.keeping.provenance import provenance
 
 from .record import source_texts
 

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 import torch
 
+from bench.against.routers import router_of
 from bench.harness.case import Case, built, rotating, sets_for
 from pykernels.gpu.moe.permute import permute, sort_pairs, unpermute
 from pykernels.gpu.moe.router import route, router
 from pykernels.gpu.moe.router_logits import router_logits
 from pykernels.shapes import RouterSpec
-
-from .router_kinds import router_of
 
 V3 = RouterSpec(8, "sigmoid", True, groups=8, group_topk=4, group_score="top2", scale=2.5)
 V2 = RouterSpec(6, "softmax", False, groups=8, group_topk=3, scale=16.0)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.harness.as_module import run
-from bench.harness.ending import ending_on_signals
+from bench.harness.keeping.as_module import run
+from bench.harness.keeping.ending import ending_on_signals
 from bench.harness.session import add_run_options, measure_and_keep, run_command
 from pykernels.env import env
 

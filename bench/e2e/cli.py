@@ -28,7 +28,7 @@ from model.hub import local
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
-from ..harness.provenance import provenance
+from ..harness.keeping.provenance import provenance
 from .model_options import Arch, Checkpoint, ExpertDevice, Format, Layers, NumExperts, Vocab, count
 
 if TYPE_CHECKING:

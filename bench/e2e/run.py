@@ -173,15 +173,15 @@ class E2ERun:
             heads = [(case, at.name, self._head(arch, fmt, case, at.name)) for case, at in cases]
             for mine, theirs, roof_gbps in self._turns(f"{arch} {fmt}", engines, players, whys):
                 rows = list[Row]()
-                for case, place, row in heads:
-                    if place in failed:
-                        rows.append(row | {"why": failed[place]})
+                for case, name, row in heads:
+                    if name in failed:
+                        rows.append(row | {"why": failed[name]})
                         continue
-                    rates = [turn[case] for turn in mine[place]]
+                    rates = [turn[case] for turn in mine[name]]
                     row = row | {"kernel": ours.backend(s.kernel), "rounds": len(rates)}
                     row["tok_s"] = round(median(rates), 2)
                     if case.op == "decode":
-                        row |= self._decode(engines[place], case, ours.layers, roof_gbps)
+                        row |= self._decode(engines[name], case, ours.layers, roof_gbps)
                     rows.append(row | _peers_of(case, rates, theirs, whys))
                 self._under_way = rows
             return self._under_way

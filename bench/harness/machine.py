@@ -17,7 +17,7 @@ from pykernels.target import Target
 from runtime.machine import tuning
 from runtime.machine.topology import Topology
 
-from .provenance import commit, dirty
+from .keeping.provenance import commit, dirty
 
 if TYPE_CHECKING:
     import torch

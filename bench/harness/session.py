@@ -13,9 +13,9 @@ from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
 from model.extras import how_to_install
 from pykernels.errors import PykernelsError
 
-from .ending import KILLED, ending, why_ended
 from .files import Partial, Results, check_folder, write
-from .provenance import provenance
+from .keeping.ending import KILLED, ending, why_ended
+from .keeping.provenance import provenance
 from .rows import Row
 
 EXIT_FAILED = 1

@@ -15,7 +15,7 @@ from pykernels.env import env
 
 from ..e2e.cli import check_options
 from ..e2e.model_options import ARCHS, Checkpoint, Layers, NumExperts, Vocab, count
-from ..harness.kept import AsJson, Save, keeping
+from ..harness.keeping.kept import AsJson, Save, keeping
 
 
 @command

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench.harness.provenance import provenance
+from bench.harness.keeping.provenance import provenance
 from bench.peers.gguf_model import FAMILIES, TYPES, model_file
 from model.architectures.named import make_config
 from pykernels.errors import PykernelsError

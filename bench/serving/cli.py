@@ -15,7 +15,7 @@ from model.cli.common import Debug, command, err, note, out, read_key
 from pykernels.errors import PykernelsError
 
 from ..e2e.model_options import count
-from ..harness.provenance import provenance
+from ..harness.keeping.provenance import provenance
 
 if TYPE_CHECKING:
     from .client import Outcome

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import model
-from bench.harness.provenance import provenance
+from bench.harness.keeping.provenance import provenance
 from model.llm import LLM
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.runner import check_device

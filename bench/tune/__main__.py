@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from bench.harness.keeping.provenance import provenance
 from bench.harness.machine import check_gpu
-from bench.harness.provenance import provenance
 from bench.harness.session import exit_code
 from pykernels.errors import PykernelsError
 from pykernels.gpu.plans.attention_lines import OPS as ATTENTION

@@ -28,10 +28,9 @@ pytest.importorskip("matplotlib")
 class FakePeer:
     """Half as fast as nothing in particular; fails from the second turn on if asked to."""
 
-    def __init__(
-        self, fails: bool = False, error: BaseException = PeerMissing("out of luck")
-    ) -> None:
-        self.fails, self.error, self.turns = fails, error, 0
+    def __init__(self, fails: bool = False, error: BaseException | None = None) -> None:
+        self.fails, self.turns = fails, 0
+        self.error = error or PeerMissing("out of luck")
 
     def turn(self, cases: list[Case]) -> Rates:
         self.turns += 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness.kept import keeping
+from bench.harness.keeping.kept import keeping
 
 PLAN = [{"way": "cpu", "tokens": n} for n in (64, 512, 4096)]
 HEAD = {"model": "a model", "format": "fp8", "layers": 1, "gpu": "a GPU"}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from .rows import Row, reason
+from ..rows import Row, reason
 
 KILLED = "the run was killed"
 """What results in a file say unless they are written again."""

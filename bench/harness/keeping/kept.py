@@ -20,10 +20,10 @@ import typer
 from model.cli.common import EXIT_PROBLEM, err, out
 from pykernels.errors import PykernelsError
 
+from ..files import Results, write_whole
+from ..rows import Row
 from .ending import KILLED, ending, ending_on_signals, not_measured, why_ended
-from .files import Results, write_whole
 from .provenance import gpus, provenance
-from .rows import Row
 
 AsJson = Annotated[
     bool,
@@ -47,7 +47,7 @@ Save = Annotated[
 TABLES = {
     "prefill": "bench.prefill.table",
     "cache": "bench.cache.table",
-    "mixed": "bench.e2e.mixed_table",
+    "mixed": "bench.mixed.table",
     "load": "bench.load.table",
 }
 """By the command: ``line(row)`` for the terminal, ``tables(results)`` to print at the end, and,

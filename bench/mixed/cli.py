@@ -19,15 +19,24 @@ from model.cli.session import Defer, Device, GpuExperts, KvDtype, Prefill, check
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
-from ..harness.kept import AsJson, Save, keeping
+from ..e2e.cli import check_defer, check_gpu, check_options, open_model
+from ..e2e.model_options import (
+    Arch,
+    Checkpoint,
+    ExpertDevice,
+    Format,
+    Layers,
+    NumExperts,
+    Vocab,
+    count,
+)
+from ..harness.keeping.kept import AsJson, Save, keeping
 from ..harness.rows import Row
-from .cli import check_defer, check_gpu, check_options, open_model
-from .model_options import Arch, Checkpoint, ExpertDevice, Format, Layers, NumExperts, Vocab, count
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
 
-    from .ours import Ours
+    from ..e2e.ours import Ours
 
 ALONE = 48
 """Tokens of each stream before the prompt arrives, which are timed too."""
@@ -80,9 +89,9 @@ def mixed(
         "gpu_experts": gpu_experts,
         "prefill": prefill,
     }
-    from .mixed_table import NAMED
+    from .table import NAMED
 
-    caps = ("", target_itl_ms)
+    caps: list[float | None] = [None, target_itl_ms]
     with keeping("mixed", save, as_json) as kept, err().status("", spinner_style="dim") as status:
         status.update("filling random weights …" if arch else "reading, packing …")
         ours = open_model(model, arch, given, chosen_threads, chosen_kernel, kv_dtype)
@@ -97,12 +106,11 @@ def mixed(
                 "context": context,
                 "prompt": prompt,
             }
-            kept.plan = [{NAMED: cap} for cap in caps]
+            kept.plan = [{NAMED: cap or ""} for cap in caps]
             for cap in caps:
                 status.update(f"compiling, timing {f'with {cap:g} ms' if cap else 'no cap'} …")
-                target = cap or None
                 load = streams, context, prompt
-                kept.add({NAMED: cap} | measured(ours, chosen_kernel, *load, target, where))
+                kept.add({NAMED: cap or ""} | measured(ours, chosen_kernel, *load, cap, where))
         finally:
             ours.close()
 
