@@ -12,6 +12,7 @@ from typing import Any
 
 from pykernels.errors import PykernelsError
 
+from .keeping.whole import replace, write_whole
 from .report import markdown
 
 Results = dict[str, Any]
@@ -95,29 +96,9 @@ def _write_texts(results: Results, folder: Path, name: str, plots: list[str]) ->
         folder.mkdir(parents=True, exist_ok=True)
         for ending, text in texts.items():
             path = folder / f"{name}.{ending}"
-            _replace(path, text)
+            replace(path, text)
             paths.append(path)
     return paths
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Puts a text in the place of a file, which is whole at any moment.
-
-    Raises:
-        PykernelsError: it cannot be written.
-    """
-    try:
-        _replace(path, text)
-    except OSError as error:
-        raise PykernelsError(
-            f"{path} cannot be written: {error.strerror}", "Free some space, or name another file"
-        ) from None
-
-
-def _replace(path: Path, text: str) -> None:
-    new = path.with_name(f"{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(path)
 
 
 def _unused(folder: Path, name: str) -> str:

@@ -31,12 +31,12 @@ from ..e2e.model_options import (
     count,
 )
 from ..harness.keeping.kept import AsJson, Save, keeping
-from ..harness.rows import Row
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
 
     from ..e2e.ours import Ours
+    from ..harness.rows import Row
 
 ALONE = 48
 """Tokens of each stream before the prompt arrives, which are timed too."""

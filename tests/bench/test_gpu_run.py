@@ -208,5 +208,5 @@ def test_the_flags_of_the_command_line_are_the_cases() -> None:
     words = ("kind", "format", "activations", "keys")
     for op in ("attention", "linear", "router"):
         names = inspect.signature(getattr(cli, op)).parameters
-        own = ("device", "as_json", "debug")
+        own = ("device", "check", "against", "as_json", "debug")
         check_flags(op, {n: "x" if n in words else 1 for n in names if n not in own})

@@ -6,9 +6,10 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..rows import Row, reason
+if TYPE_CHECKING:  # it imports torch, which a start of any command would wait for
+    from ..rows import Row
 
 KILLED = "the run was killed"
 """What results in a file say unless they are written again."""
@@ -22,6 +23,8 @@ def ending(missing: Sequence[Any], why: str = "") -> dict[str, Any]:
 
 def why_ended(error: BaseException) -> str:
     """An exception that ended a run as one line."""
+    from ..rows import reason
+
     return "it was interrupted" if isinstance(error, KeyboardInterrupt) else reason(error)
 
 

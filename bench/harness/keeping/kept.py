@@ -13,18 +13,21 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from model.cli.common import EXIT_PROBLEM, err, out
 from pykernels.errors import PykernelsError
 
-from ..files import Results, write_whole
-from ..rows import Row
 from .ending import KILLED, ending, ending_on_signals, not_measured, why_ended
 from .provenance import gpus, provenance
+from .whole import write_whole
 
+if TYPE_CHECKING:  # it imports torch, which a start of any command would wait for
+    from ..rows import Row
+
+Results = dict[str, Any]
 AsJson = Annotated[
     bool,
     typer.Option(
@@ -43,6 +46,9 @@ Save = Annotated[
     ),
 ]
 
+
+_NAMED = 8
+"""Rows that are not there are named up to so many."""
 
 TABLES = {
     "prefill": "bench.prefill.table",
@@ -150,7 +156,9 @@ def tell(results: Results, as_json: bool, plot: Path | None) -> None:
     for shown in table.tables(timed) if timed["rows"] else []:
         out().print(shown)
     if not results["complete"]:
-        names = ", ".join(name_of([], row) for row in results["missing"])
+        names = ", ".join(name_of([], row) for row in results["missing"][:_NAMED])
+        if (more := len(results["missing"]) - _NAMED) > 0:
+            names += f" and {more} more"
         why = f", {results['why']}" if results["why"] else ""
         err().print(f"not measured{why}: {names}", markup=False)
 
