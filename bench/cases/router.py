@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from bench.against.routers import router_of
 from bench.harness.case import Case, Entry, rotating, sets_for
-from pykernels.errors import PykernelsError
 from pykernels.gpu.moe.permute import permute, sort_pairs, unpermute
 from pykernels.gpu.moe.router import route, router
 from pykernels.gpu.moe.router_logits import router_logits
@@ -24,13 +24,6 @@ from .peers.router_torch import torch_router, torch_sort
 
 V3 = RouterSpec(8, "sigmoid", True, groups=8, group_topk=4, group_score="top2", scale=2.5)
 V2 = RouterSpec(6, "softmax", False, groups=8, group_topk=3, scale=16.0)
-KINDS: dict[str, Callable[[int], RouterSpec]] = {
-    "v3": lambda topk: RouterSpec(topk, "sigmoid", True, 8, 4, "top2", 2.5),
-    "v2": lambda topk: RouterSpec(topk, "softmax", False, 8, 3),
-    "softmax": RouterSpec,
-    "sigmoid": lambda topk: RouterSpec(topk, "sigmoid"),
-}
-"""``--kind`` of the command line."""
 
 
 def _logits(T: int, E: int, sets: int, device: torch.device) -> list[torch.Tensor]:
@@ -270,10 +263,7 @@ def case(
     kind: str = "v3",
 ) -> Case:
     """One case of the command line: router and sort, up to 512 tokens the rows' gather too."""
-    if kind not in KINDS:
-        raise PykernelsError(f"There is no router {kind!r}", f"Use one of {', '.join(KINDS)}")
-    spec = KINDS[kind](topk)
-    spec.check(experts)
+    spec = router_of(kind, topk, experts)
     return route_case(
         tokens, experts, hidden, spec, spec.scoring == "sigmoid", tokens <= 512, device
     )

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from model.cli.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
+from model.cli.common import Debug, Kernel, Threads, command, err, note, prepare_threads
 from model.cli.session import Device
 from model.extras import check_plot
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
 from ..e2e.cli import check_gpu, check_options, open_model
-from ..e2e.model_options import Arch, AsJson, Checkpoint, Format, Layers, Vocab, count
+from ..e2e.model_options import Arch, Checkpoint, Format, Layers, Vocab, count
+from ..harness.keeping.kept import AsJson, Save, keeping
 
 if TYPE_CHECKING:
     from .run import Row
@@ -45,6 +46,7 @@ def prefill(
     ] = None,
     threads: Threads = None,
     kernel: Kernel = None,
+    save: Save = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -61,38 +63,34 @@ def prefill(
     tokens = _parsed(lengths)
     check_gpu(device, "auto")
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
-    from .run import rows
+    from ..peers.llama_bench import ON_THE_GPU
+    from .run import MODES, plan, rows
 
-    with err().status("", spinner_style="dim") as status:
+    with (
+        keeping("prefill", save, as_json, plot) as kept,
+        err().status("", spinner_style="dim") as status,
+    ):
         status.update("filling random weights …" if arch else "reading, packing …")
         ours = open_model(model, arch, given, chosen_threads, chosen_kernel, "bf16")
         try:
             step = lambda name: status.update(f"{name} …")  # noqa: E731
-            found = [*rows(ours, tokens, device, chosen_kernel, budget, rounds, step)]
-            row = {
+            kept.head = {
                 "model": ours.name,
                 "format": ours.fmt,
                 "layers": ours.layers,
                 "threads": ours.pool.threads,
                 "gpu": gpu_name(device),
             }
+            kept.plan = plan(tokens, [*MODES, *([ON_THE_GPU[0].name] if llama else [])])
+            for row in rows(ours, tokens, device, chosen_kernel, budget, rounds, step):
+                kept.add(row)
         finally:
             ours.close()
         if llama:
             assert arch is not None
             status.update("llama.cpp …")
-            found += llama_rows(arch, given, tokens, ours.pool.threads)
-    if plot is not None:
-        from .table import draw
-
-        draw(found, f"{row['model']} {row['format']}, {row['gpu']}", plot)
-    if as_json:
-        print(json.dumps({**row, "rows": found}))
-    else:
-        from .table import table
-
-        out().print(f"{row['model']}, {row['layers']} layers, {row['format']}; {row['gpu']}")
-        out().print(table(found))
+            for row in llama_rows(arch, given, tokens, ours.pool.threads):
+                kept.add(row)
 
 
 def _parsed(lengths: str) -> tuple[int, ...]:
@@ -112,28 +110,26 @@ def gpu_name(device: str) -> str:
 
 def llama_rows(
     arch: str, given: dict[str, Any], lengths: tuple[int, ...], threads: int
-) -> list[Row]:
-    """llama.cpp's prompts; none, and a note why, where it is not there."""
+) -> Iterator[Row]:
+    """llama.cpp's prompts; where it is not there, a note why."""
     from ..e2e.ours import Shape
     from ..peers.client import PeerMissing
     from ..peers.gguf_model import FAMILIES, TYPES, model_file
     from ..peers.llama_bench import ON_THE_GPU, prefill
     from ..peers.llama_tools import ToolMissing, find
+    from .run import plan
 
     offload = ON_THE_GPU[0]
     config, fmt = Shape(arch, given["layers"], None, given["vocab"]).config(), given["format"]
     fmt = fmt or "q4_k"
     if config.model_type not in FAMILIES or fmt not in TYPES:
         note(f"no llama.cpp: it has no {arch} in {fmt} here")
-        return []
+        return
     try:
         find("llama-bench", offload.tools)
         with tempfile.TemporaryDirectory() as folder:
             file = model_file(config, fmt, Path(folder), arch)
-            return [
-                {"way": offload.name, "tokens": n, "tok_s": prefill(file, n, threads, 3, offload)}
-                for n in lengths
-            ]
+            for named in plan(lengths, [offload.name]):
+                yield named | {"tok_s": prefill(file, named["tokens"], threads, 3, offload)}
     except (PeerMissing, ToolMissing) as error:
         note(f"no llama.cpp: {error}")
-        return []

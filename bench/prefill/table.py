@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .run import Row
+from bench.harness.rows import Row
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+Results = dict[str, Any]
 SHARES = {"link_share": "of the link", "overlap": "overlap"}
+
+
+def line(row: Row) -> str:
+    """A row for the terminal."""
+    shares = "".join(f", {row[key]:.0%} {name}" for key, name in SHARES.items() if key in row)
+    return f"{row['tok_s']:.0f} tokens/s{shares}"
+
+
+def tables(results: Results) -> list[str | Table]:
+    """What was timed, and the table of it."""
+    r = results
+    return [f"{r['model']}, {r['layers']} layers, {r['format']}; {r['gpu']}", table(r["rows"])]
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -32,8 +45,9 @@ def table(rows: Sequence[Row]) -> Table:
     return made
 
 
-def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+def draw(results: Results, path: Path) -> None:
     """Writes the plot. Needs matplotlib."""
+    rows = results["rows"]
     import matplotlib
 
     matplotlib.use("Agg")
@@ -44,7 +58,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         own = [row for row in rows if row["way"] == way]
         axes.plot([r["tokens"] for r in own], [r["tok_s"] for r in own], marker="o", label=way)
     axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel="tokens/s")
-    axes.set_title(title, fontsize=9)
+    axes.set_title("{model} {format}, {gpu}".format_map(results), fontsize=9)
     axes.grid(True, which="both", alpha=0.2)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=100, metadata={"Software": None} if path.suffix == ".png" else None)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.against.routers import KINDS
 from bench.cases import attention, linear, moe, router, small_ops
 from bench.cases.attention import build
 from bench.cases.attention_size import Size
@@ -19,7 +20,7 @@ from pykernels.testing import relative_error
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 
 CPU = torch.device("cpu")
-V3, PLAIN = router.KINDS["v3"](4), router.KINDS["softmax"](2)
+V3, PLAIN = KINDS["v3"](4), KINDS["softmax"](2)
 
 
 @pytest.fixture(autouse=True)

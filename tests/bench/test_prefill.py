@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from bench.prefill.run import overlap
+from bench.prefill.run import overlap, plan, rows
 from bench.prefill.table import draw, table
+from pykernels.errors import PykernelsError
 
 ROWS = [
     {"way": "cpu", "tokens": 64, "tok_s": 1000.0},
@@ -31,5 +34,41 @@ def test_a_line_for_each_length(tmp_path: Path) -> None:
     console.print(table(ROWS))
     words = [line.split() for line in console.export_text().splitlines()]
     assert words[1:] == [["64", "1000", "400", "95%", "50%"], ["4096", "2132", "24000", "88%"]]
-    draw(ROWS, "a model", tmp_path / "plot.png")
+    results = {"model": "a model", "format": "fp8", "gpu": "a GPU", "rows": ROWS}
+    draw(results, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+class Timer:
+    """An engine that has no room for long prompts."""
+
+    runner = SimpleNamespace(close=lambda: None)
+
+    def prefill(self, tokens: int) -> float:
+        if tokens > 64:
+            raise MemoryError("too long")
+        return tokens / 1000
+
+    def close(self) -> None:
+        pass
+
+
+class Engines:
+    """What makes them; one way there is not."""
+
+    def timer(self, *_: Any, prefill: str, **__: Any) -> Timer:
+        if prefill == "split":
+            raise PykernelsError("no split", "Use stream")
+        return Timer()
+
+
+def test_a_row_that_fails_says_why_and_the_others_go_on() -> None:
+    ours: Any = Engines()
+    found = list(rows(ours, (64, 4096), "cuda:0", "auto", rounds=1))
+    named = [{key: row[key] for key in ("way", "tokens")} for row in found]
+    assert named == plan((64, 4096))
+    timed = {row["way"] for row in found if row.get("tok_s") == 1000}
+    assert timed == {"cpu", "stream", "auto"}
+    whys = {(row["way"], row["tokens"]): row["why"] for row in found if "why" in row}
+    assert whys["cpu", 4096] == "MemoryError: too long"
+    assert whys["split", 64] == whys["split", 4096] == "no split. Use stream."
