@@ -24,7 +24,7 @@ from runtime.profiling.engine_speed import decode_speed
 
 from .ours import Ours, roof
 from .places import places
-from .players import Case, Engines, LlamaCpp, Player, Rates, Transformers
+from .players import Case, Engines, Player, Rates, Transformers, llama_players
 from .settings import Settings
 from .table import Row
 
@@ -117,7 +117,7 @@ class E2ERun:
             try:
                 find("llama-bench", offload.tools)
                 file = file or self._file(arch, fmt)
-                players[offload.name] = LlamaCpp(file, s.threads, offload)
+                players |= llama_players(file, s.threads, offload)
             except (PeerMissing, ToolMissing) as error:
                 whys[offload.name] = str(error)
             except (OSError, PykernelsError) as error:
@@ -170,9 +170,10 @@ class E2ERun:
                 row |= {"kernel": ours.backend(s.kernel), "tok_s": round(median(rates), 2)}
                 if case.op == "decode":
                     row |= self._decode(engines[place.name], case, ours.layers, roof_gbps)
-                for name in players:
-                    if name not in whys:
+                for name, player in players.items():
+                    if name not in whys and case in theirs[name][0]:
                         row |= against(name, rates, [turn[case] for turn in theirs[name]])
+                        row |= {f"settings_{name}": player.settings.get(case, "")}
                 rows.append(row | {f"why_{name}": why for name, why in whys.items()})
             return rows
         finally:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from model.cli.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
+from model.cli.common import Debug, Kernel, Threads, command, err, out, prepare_threads
 from model.cli.session import Device
 from model.extras import check_plot
 from pykernels.errors import PykernelsError
@@ -17,9 +16,6 @@ from pykernels.registry import requested
 
 from ..e2e.cli import check_gpu, check_options, open_model
 from ..e2e.model_options import Arch, AsJson, Checkpoint, Format, Layers, Vocab, count
-
-if TYPE_CHECKING:
-    from .run import Row
 
 
 @command
@@ -38,7 +34,10 @@ def prefill(
     rounds: Annotated[int, count("Of each, after one that warms up.")] = 3,
     device: Device = "cuda:0",
     llama: Annotated[
-        bool, typer.Option("--llama", help="Also llama.cpp's CUDA build, experts on the CPU.")
+        bool,
+        typer.Option(
+            "--llama", help="Also llama.cpp's CUDA build, experts on the CPU: default, best."
+        ),
     ] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Tokens a second by length, drawn.")
@@ -79,6 +78,8 @@ def prefill(
         finally:
             ours.close()
         if llama:
+            from .peer import llama_rows
+
             assert arch is not None
             status.update("llama.cpp …")
             found += llama_rows(arch, given, tokens, ours.pool.threads)
@@ -89,10 +90,12 @@ def prefill(
     if as_json:
         print(json.dumps({**row, "rows": found}))
     else:
-        from .table import table
+        from .table import settings, table
 
         out().print(f"{row['model']}, {row['layers']} layers, {row['format']}; {row['gpu']}")
         out().print(table(found))
+        for line in settings(found):
+            out().print(line)
 
 
 def _parsed(lengths: str) -> tuple[int, ...]:
@@ -108,32 +111,3 @@ def gpu_name(device: str) -> str:
 
     cuda = torch.device(device).type == "cuda"
     return torch.cuda.get_device_name(device) if cuda else "interpreter"
-
-
-def llama_rows(
-    arch: str, given: dict[str, Any], lengths: tuple[int, ...], threads: int
-) -> list[Row]:
-    """llama.cpp's prompts; none, and a note why, where it is not there."""
-    from ..e2e.ours import Shape
-    from ..peers.client import PeerMissing
-    from ..peers.gguf_model import FAMILIES, TYPES, model_file
-    from ..peers.llama_bench import ON_THE_GPU, prefill
-    from ..peers.llama_tools import ToolMissing, find
-
-    offload = ON_THE_GPU[0]
-    config, fmt = Shape(arch, given["layers"], None, given["vocab"]).config(), given["format"]
-    fmt = fmt or "q4_k"
-    if config.model_type not in FAMILIES or fmt not in TYPES:
-        note(f"no llama.cpp: it has no {arch} in {fmt} here")
-        return []
-    try:
-        find("llama-bench", offload.tools)
-        with tempfile.TemporaryDirectory() as folder:
-            file = model_file(config, fmt, Path(folder), arch)
-            return [
-                {"way": offload.name, "tokens": n, "tok_s": prefill(file, n, threads, 3, offload)}
-                for n in lengths
-            ]
-    except (PeerMissing, ToolMissing) as error:
-        note(f"no llama.cpp: {error}")
-        return []

@@ -28,6 +28,7 @@ class FakePeer:
 
     def __init__(self, fails: bool = False) -> None:
         self.fails, self.turns = fails, 0
+        self.settings: dict[Case, str] = {}
 
     def turn(self, cases: list[Case]) -> Rates:
         self.turns += 1
@@ -68,7 +69,8 @@ def test_rows_have_our_figures_and_the_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(e2e_run, "find", lambda name, tools: Path(name))
-    monkeypatch.setattr(e2e_run, "LlamaCpp", lambda file, threads, offload: FakePeer())
+    only = {"llama.cpp": FakePeer()}
+    monkeypatch.setattr(e2e_run, "llama_players", lambda *_: only)
     run = E2ERun(settings(tmp_path), detect())
     results = measure_and_keep(run, tmp_path / "out", lambda row: None)
     prefill, one, two = results["rows"]
@@ -87,7 +89,7 @@ def test_rows_have_our_figures_and_the_peers(
 @pytest.mark.all
 def test_a_peer_that_fails_later_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(e2e_run, "find", lambda name, tools: Path(name))
-    monkeypatch.setattr(e2e_run, "LlamaCpp", lambda file, threads, offload: FakePeer(fails=True))
+    monkeypatch.setattr(e2e_run, "llama_players", lambda *_: {"llama.cpp": FakePeer(fails=True)})
     run = E2ERun(settings(tmp_path, batches=(1,)), detect())
     results = measure_and_keep(run, None, lambda row: None)
     assert all(row["why_llama.cpp"] == "out of luck" for row in results["rows"])
