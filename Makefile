@@ -71,7 +71,7 @@ bench-cpu: $(VENV)/.installed-bench
 bench-e2e: $(VENV)/.installed-bench
 	@$(BIN)/python -m bench.e2e --check $(BENCH)
 	-$(BIN)/python -m bench.peers.install $(if $(SOURCE),--source "$(SOURCE)") $(if $(findstring cuda,$(BENCH)),llama.cpp-cuda,llama.cpp-tools)
-	$(BIN)/python -m bench.e2e $(BENCH)
+	$(BIN)/python -m bench.e2e --archs qwen3-30b $(BENCH)
 
 # The first time llama.cpp's server is compiled. SOURCE: as above.
 bench-serve: $(VENV)/.installed-bench

@@ -22,20 +22,21 @@ from model.cli.formats import ListsFormats
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
+from .against.cli import Against, Check, check_case, time_against, time_on_cpu
 from .cache.cli import cache
 from .e2e.cli import e2e
-from .e2e.mixed import mixed
+from .e2e.command import OneOrSeveral
+from .harness.keeping.provenance import provenance
 from .load.cli import load
+from .mixed.cli import mixed
 from .prefill.cli import prefill
 from .serving.cli import serve
 
 if TYPE_CHECKING:
     from runtime.profiling.measure import MoEMeasurement
 
-    from .against.checked import Checked
-
 app = typer.Typer(no_args_is_help=True, help="Time the kernels on this machine.")
-app.command(cls=ListsFormats)(e2e)
+app.command(cls=OneOrSeveral)(e2e)
 app.command(cls=ListsFormats)(mixed)
 app.command(cls=ListsFormats)(load)
 app.command(cls=ListsFormats)(cache)
@@ -45,8 +46,16 @@ app.command()(serve)
 AsJson = Annotated[
     bool, typer.Option("--json", help="One flat JSON object on stdout, nothing else.")
 ]
-Device = Annotated[str, typer.Option("--device", metavar="cuda:N", help="Which GPU.")]
 
+CpuOrGpu = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="cpu|cuda:N",
+        help="Which GPU; cpu: the CPU's kernel on one thread, with --check or --against.",
+        show_default="cuda:0; with --check or --against cpu",
+    ),
+]
 SECONDS = 0.1
 """How long a GPU's case, and each of its peers, is timed."""
 
@@ -93,21 +102,8 @@ def moe(
     device: Annotated[
         str, typer.Option("--device", metavar="cpu|cuda:N", help="The CPU's kernels or a GPU's.")
     ] = "cpu",
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check", help="First compare a small layer with the reference; exit code 1 if wrong."
-        ),
-    ] = False,
-    against: Annotated[
-        str | None,
-        typer.Option(
-            "--against",
-            metavar="COMMIT",
-            help="Time a commit's kernel (HEAD, say) in turns with the one of this source tree,"
-            " instead of the roofs.",
-        ),
-    ] = None,
+    check: Check = False,
+    against: Against = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -143,6 +139,7 @@ def moe(
     shape = MoEShape(E=experts, H=hidden, I=inter, topk=topk)
     if against:
         case = {
+            "op": "moe",
             "fmt": format,
             "tokens": tokens,
             "shape": {"E": experts, "H": hidden, "I": inter, "topk": topk},
@@ -152,10 +149,11 @@ def moe(
             "activations": activations or "bf16",
             "numa": numa,
         }
-        return _time_against(against, case, check, as_json)
+        return time_against(against, case, check, as_json)
     from runtime.profiling.measure import measure_moe
 
-    checked = _check(format, chosen_kernel, activations or "bf16", as_json) if check else {}
+    small = {"fmt": format, "kernel": chosen_kernel, "activations": activations or "bf16"}
+    checked = check_case({"op": "moe", **small}, as_json) if check else {}
     with err().status("filling random experts, compiling …", spinner_style="dim") as status:
         measured = measure_moe(
             format,
@@ -170,7 +168,7 @@ def moe(
             progress=lambda share: status.update(f"timing, {share:.0%}"),
         )
     if as_json:
-        print(json.dumps(checked | measured.as_dict()))
+        print(json.dumps(provenance() | checked | measured.as_dict()))
     else:
         _show(measured)
 
@@ -200,11 +198,14 @@ def attention(
     keys: Annotated[
         str, _text("rows|pages", "Where a gqa_prefill's keys lie; those of fp8 are in pages.")
     ] = "rows",
-    device: Device = "cuda:0",
+    device: CpuOrGpu = None,
+    check: Check = False,
+    against: Against = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Time attention over a paged cache on the GPU, against its roofs and torch."""
+    """Time attention over a paged cache on a GPU, against its roofs and torch; or the CPU's,
+    against a commit's."""
     flags: dict[str, int | str] = {
         "kind": kind,
         "batch": batch,
@@ -217,7 +218,7 @@ def attention(
         "new": new,
         "keys": keys,
     }
-    run_case("attention", device, as_json, flags)
+    time_op("attention", device, check, against, as_json, flags)
 
 
 @app.command()
@@ -227,15 +228,22 @@ def linear(
     tokens: Annotated[int, _count("Rows of the input.")] = 1,
     activations: Annotated[
         str,
-        _text("auto|bf16|fp8", "Inputs of the product; auto: fp8 for many rows of fp8 weights."),
+        _text(
+            "auto|bf16|fp8|int8",
+            "Inputs of the product; auto: fp8 for many rows of fp8 weights on a GPU; int8: the"
+            " CPU's.",
+        ),
     ] = "auto",
     inputs: Annotated[int, _count("Width of the input.")] = 7168,
     outputs: Annotated[int, _count("Width of the output.")] = 7168,
-    device: Device = "cuda:0",
+    device: CpuOrGpu = None,
+    check: Check = False,
+    against: Against = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Time a quantized linear layer on the GPU, against its roofs and torch."""
+    """Time a quantized linear layer on a GPU, against its roofs and torch; or the CPU's, against a
+    commit's."""
     flags: dict[str, int | str] = {
         "format": format,
         "tokens": tokens,
@@ -243,7 +251,7 @@ def linear(
         "inputs": inputs,
         "outputs": outputs,
     }
-    run_case("linear", device, as_json, flags)
+    time_op("linear", device, check, against, as_json, flags)
 
 
 @app.command()
@@ -256,11 +264,14 @@ def router(
     experts: Annotated[int, _count("Experts in the layer.")] = 256,
     topk: Annotated[int, _count("Experts a token uses.")] = 8,
     hidden: Annotated[int, _count("Width of the model.")] = 7168,
-    device: Device = "cuda:0",
+    device: CpuOrGpu = None,
+    check: Check = False,
+    against: Against = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Time the router and the tokens' sort by expert on the GPU, against torch."""
+    """Time the router and the tokens' sort by expert on a GPU, against torch; or the CPU's router
+    alone, against a commit's."""
     flags: dict[str, int | str] = {
         "kind": kind,
         "tokens": tokens,
@@ -268,7 +279,30 @@ def router(
         "topk": topk,
         "hidden": hidden,
     }
-    run_case("router", device, as_json, flags)
+    time_op("router", device, check, against, as_json, flags)
+
+
+def time_op(
+    op: str,
+    device: str | None,
+    check: bool,
+    against: str | None,
+    as_json: bool,
+    flags: dict[str, int | str],
+) -> None:
+    """One case on a GPU, or the CPU's kernel compared with the reference and with a commit's.
+
+    Raises:
+        PykernelsError: options that contradict each other, or there is no such case.
+    """
+    if not check and against is None:
+        return run_case(op, device or "cuda:0", as_json, flags)
+    if device not in (None, "cpu"):
+        raise PykernelsError(
+            "--check and --against are the CPU's",
+            f"Leave them out with --device {device}; tests/gpu compare with the reference",
+        )
+    return time_on_cpu(op, check, against, as_json, flags)
 
 
 def run_case(op: str, device: str, as_json: bool, flags: dict[str, int | str]) -> None:
@@ -285,7 +319,10 @@ def run_case(op: str, device: str, as_json: bool, flags: dict[str, int | str]) -
             "Install a CUDA build of PyTorch and the driver, or run it where there is a GPU",
         )
     if not device.startswith("cuda"):
-        raise PykernelsError(f"bench {op} has no kernel for {device}", "Give it --device cuda:0")
+        raise PykernelsError(
+            f"bench {op} has no kernel for {device}",
+            "Give it --device cuda:0; or --against HEAD, which times the CPU's in turns",
+        )
     from .harness.machine import check_gpu
     from .harness.report import line
 
@@ -293,59 +330,7 @@ def run_case(op: str, device: str, as_json: bool, flags: dict[str, int | str]) -
     from .cases.gpu_run import one_case  # needs Triton, which is where a GPU is
 
     row = one_case(op, flags, gpu, SECONDS)
-    print(json.dumps(row) if as_json else line(row), flush=True)
-
-
-def _check(fmt: str, kernel: str, activations: str, as_json: bool) -> dict[str, float]:
-    """Compares a kernel with the reference and says so; exit code 1 where it is wrong."""
-    from .against.check import check_moe
-
-    with err().status("comparing with the reference …", spinner_style="dim"):
-        found = check_moe(fmt, kernel, activations)
-    return _tell_checked(found, as_json)
-
-
-def _tell_checked(found: Checked, as_json: bool) -> dict[str, float]:
-    from .against.checked import TOKENS
-
-    row: dict[str, float] = {"error": found.error, "error_bound": found.bound}
-    if not as_json:
-        word, style = ("right", "green") if found.right else ("wrong", "bold red")
-        text = f"relative error {found.error:.2g}, {found.bound:.2g} allowed"
-        calls = f"calls of {', '.join(map(str, TOKENS))} tokens"
-        where = calls if found.right else f"{calls}; this one of {found.tokens}"
-        out().print(f"[{style}]{word}[/]  {text} ({where}; against pykernels.ref)", highlight=False)
-    elif not found.right:
-        print(json.dumps(row))
-    if not found.right:
-        raise typer.Exit(1)
-    return row
-
-
-def _time_against(revision: str, case: dict[str, object], check: bool, as_json: bool) -> None:
-    """Times a case here and in a commit, and prints both."""
-    from .against.run import ROUNDS, run
-
-    checked: dict[str, float] = {}
-
-    def tell(found: Checked) -> None:
-        checked.update(_tell_checked(found, as_json))
-
-    with err().status("starting …", spinner_style="dim") as status:
-        both = run(revision, case, tell if check else None, status.update)
-    if as_json:
-        print(json.dumps(checked | both.as_dict()))
-        return
-    before, now = (
-        f"{gbps:.2f} GB/s, {tflops:.3f} TFLOP/s"
-        for gbps, tflops in ((both.gbps_before, both.tflops_before), (both.gbps, both.tflops))
-    )
-    out().print(
-        f"before {before} ({both.revision})\nnow    {now} ({both.kernel},"
-        f" {both.threads} thread{'s' * (both.threads > 1)})\nratio  {both.ratio:.3f},"
-        f" {both.ratio_low:.3f} to {both.ratio_high:.3f} in {ROUNDS} rounds in turns",
-        highlight=False,
-    )
+    print(json.dumps(provenance() | row) if as_json else line(row), flush=True)
 
 
 def _show(measured: MoEMeasurement) -> None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from bench.harness.keeping.ending import end_on_signals
 from bench.harness.report import line
-from bench.harness.session import add_run_options, end_on_signals, measure_and_keep, run_command
+from bench.harness.session import add_run_options, measure_and_keep, run_command
 from bench.peers.catalog import ENGINES
 from model.cli.common import prepare_threads
 from pykernels.env import env

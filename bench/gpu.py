@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.files import check_folder
+from bench.harness.keeping.ending import end_on_signals
+from bench.harness.keeping.provenance import provenance
 from bench.harness.report import line
-from bench.harness.session import EXIT_FAILED, end_on_signals, exit_code, measure_and_keep
+from bench.harness.session import EXIT_FAILED, exit_code, measure_and_keep
 from bench.peers.catalog import RESULTS
 from pykernels.errors import PykernelsError
 
@@ -89,7 +91,8 @@ def measure(chosen: argparse.Namespace) -> int:
         raise PykernelsError(f"There is no op {unknown[0]!r}", f"Use one of {', '.join(OPS)}")
     device = check_gpu(chosen.device)
     if chosen.case is not None:
-        show(one_case(ops[0], flags(chosen.case), device, chosen.seconds), chosen.json)
+        row = one_case(ops[0], flags(chosen.case), device, chosen.seconds)
+        show(provenance() | row if chosen.json else row, chosen.json)
         return 0
     if not chosen.no_ahead:
         limit = 30 * chosen.minutes or None
@@ -111,7 +114,7 @@ def measure(chosen: argparse.Namespace) -> int:
     passed = ["--no-ahead", "--seconds", str(chosen.seconds), "--device", chosen.device]
     run.go_on = in_a_new_process(ops, passed + ["--quick"] * chosen.quick, run.until)
     head = run.head()
-    roofs = {"op": "roofs", "name": head["headline"], **head["roofs"]}
+    roofs = {"op": "roofs", "name": head["headline"], **head["roofs"]} | provenance()
     print(json.dumps(roofs), flush=True, file=sys.stdout if chosen.json else sys.stderr)
     out = None if chosen.no_files else chosen.out
     results = measure_and_keep(run, out, lambda row: show(row, chosen.json))

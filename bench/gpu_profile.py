@@ -19,6 +19,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from bench.harness.keeping.provenance import provenance
 from model.architectures.named import ARCHS
 from pykernels.errors import PykernelsError
 from runtime.devices.gpus import check_device
@@ -97,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
             row = {"op": "start", "seconds": round(time.perf_counter() - start, 1)}
             row |= {"step_tokens": timer.runner.max_num_batched_tokens}
             row |= {"gib": round(torch.cuda.memory_reserved() / 2**30, 2)}
-            print(json.dumps(row), flush=True)
+            print(json.dumps(provenance() | row), flush=True)
             for row in profiled(ours, timer, load, given.prompt, given.top):
                 print(json.dumps(row), flush=True)
             timer.close()

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numba import njit, types
 
+from bench.harness.keeping.provenance import provenance
 from pykernels.cpu.intrin.sync import atomic_load, atomic_store, pause
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.stream_memory import supports, wait_value, write_value
@@ -243,7 +244,10 @@ def main(arguments: list[str] | None = None) -> int:
         if chosen.hops < 2 or chosen.replays < 1:
             raise PykernelsError("too few hops or replays", "Give 2 hops and 1 replay at least")
         hops = Hops(chosen.hops, chosen.replays)
-        head: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "hidden": chosen.hidden}
+        head: dict[str, Any] = provenance() | {
+            "gpu": torch.cuda.get_device_name(),
+            "hidden": chosen.hidden,
+        }
         for name, (body, asks) in cases(hops, chosen.hidden, chosen.topk).items():
             print(json.dumps(head | {"case": name} | hops.time(body, asks)), flush=True)
     except PykernelsError as error:

@@ -14,7 +14,8 @@ from pathlib import Path
 from rich.console import Console
 
 from bench.e2e.options import add_model_options, prepared
-from bench.harness.session import add_run_options, end_on_signals, measure_and_keep, run_command
+from bench.harness.keeping.ending import end_on_signals
+from bench.harness.session import add_run_options, measure_and_keep, run_command
 
 from .run import AblationRun, Settings
 from .table import line

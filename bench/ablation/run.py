@@ -98,7 +98,8 @@ class AblationRun:
             "quick": False,
             "part": (OP,),
             "notes": [f"Not measured: batch {left}."] if left else [],
-            "missing": "",
+            "missing": [f"batch {batch}" for batch in self._left],
+            "why": "",
         }
 
     def _case(self, ours: Ours, shape: Shape, case: Case) -> list[Row]:

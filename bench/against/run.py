@@ -1,4 +1,4 @@
-"""The kernel of this source tree and that of a commit, in turns."""
+"""A kernel of this source tree and that of a commit, in turns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pykernels.errors import PykernelsError
 
 from .checked import Checked
 
-ROOT = Path(__file__).parents[2]
+ROOT = BENCH = Path(__file__).parents[2]
 PACKAGES = "pykernels", "runtime"
 """What a player imports."""
 
@@ -33,7 +33,8 @@ class Against:
 
     Attributes:
         revision: the commit's short name.
-        gbps_before, gbps: medians over the calls, of the distinct experts' bytes; in 1e9.
+        gbps_before, gbps: medians over the calls, of the bytes that they must read (of the
+            distinct experts, for one); in 1e9.
         tflops_before, tflops: by the median call.
         ratio: new over old rate, the median of rounds a fraction of a second long.
         ratio_low, ratio_high: of the rounds.
@@ -125,7 +126,7 @@ def run(
     commit = _git("rev-parse", "--short", "--verify", f"{revision}^{{commit}}").decode().strip()
     with ExitStack() as stack:
         before_tree = stack.enter_context(_checked_out(commit))
-        progress("filling random experts, compiling …")
+        progress("filling random weights, compiling …")
         ours, theirs = case | {"check": check is not None}, case | {"check": False}
         now = stack.enter_context(_playing(ROOT, "the kernel here", ours))
         before = stack.enter_context(_playing(before_tree, f"that of {commit}", theirs))
@@ -155,7 +156,7 @@ def _playing(tree: Path, name: str, case: dict[str, Any]) -> Iterator[_Player]:
     with subprocess.Popen(
         # -P: else the folder of this file, and the one we are in, would be looked into first.
         [sys.executable, "-P", str(Path(__file__).with_name("player.py"))],
-        env={**os.environ, "PYTHONPATH": str(tree)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), str(BENCH)])},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

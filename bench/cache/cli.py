@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from model.cli.common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from model.cli.common import Debug, Kernel, Threads, command, err, prepare_threads
 from model.cli.session import Prefill, check_prefill
 from model.extras import check_plot
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
 from ..e2e.cli import check_gpu, check_options, open_model
-from ..e2e.model_options import Arch, AsJson, Checkpoint, Format, Layers, Vocab, count
+from ..e2e.model_options import Arch, Checkpoint, Format, Layers, Vocab, count
+from ..harness.keeping.kept import AsJson, Save, keeping
 
 if TYPE_CHECKING:
     from runtime.experts.cache.simulate import Recording
@@ -50,6 +50,7 @@ def cache(
     ] = None,
     threads: Threads = None,
     kernel: Kernel = None,
+    save: Save = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -70,9 +71,12 @@ def cache(
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     from runtime.experts.cache import CachePolicy
 
-    from .run import SWAPS, OnGpu, simulated, slots_of
+    from .run import SWAPS, OnGpu, simulated, simulated_plan, slots_of
 
-    with err().status("", spinner_style="dim") as status:
+    with (
+        keeping("cache", save, as_json, plot) as kept,
+        err().status("", spinner_style="dim") as status,
+    ):
         status.update("filling random weights …" if arch else "reading, packing …")
         ours = open_model(model, arch, given, chosen_threads, chosen_kernel, "bf16")
         try:
@@ -81,13 +85,7 @@ def cache(
             experts = _experts_of(ours)
             slots = slots_of(sizes, experts)
             status.update("simulating …")
-            rows = [*simulated(recordings, experts, slots, SWAPS)]
-            if device != "cpu":
-                on_gpu = OnGpu(device, prompts, tokens, chosen_kernel, chosen_threads, prefill)
-                policies = [CachePolicy(swaps=0), CachePolicy(), CachePolicy("lru-fixed", 2)]
-                step = lambda name: status.update(f"{name} …")  # noqa: E731
-                rows += on_gpu.rows(ours, experts, slots, policies, step)
-            head = {
+            kept.head = {
                 "model": ours.name,
                 "format": ours.fmt,
                 "layers": ours.layers,
@@ -95,24 +93,22 @@ def cache(
                 "topk": int(recordings[0].ids.shape[2]),
                 "threads": ours.pool.threads,
                 "device": device,
+                "texts": texts,
+                "prompt": prompt,
+                "tokens": tokens,
             }
+            policies = [CachePolicy(swaps=0), CachePolicy(), CachePolicy("lru-fixed", 2)]
+            on_gpu = OnGpu(device, prompts, tokens, chosen_kernel, chosen_threads, prefill)
+            kept.plan = simulated_plan(slots, SWAPS)
+            kept.plan += on_gpu.plan(slots, policies) if device != "cpu" else []
+            for row in simulated(recordings, experts, slots, SWAPS):
+                kept.add(row)
+            if device != "cpu":
+                step = lambda name: status.update(f"{name} …")  # noqa: E731
+                for row in on_gpu.rows(ours, experts, slots, policies, step):
+                    kept.add(row)
         finally:
             ours.close()
-    if plot is not None:
-        from .table import draw
-
-        draw(rows, f"{head['model']} {head['format']}, {experts} experts a layer", plot)
-    if as_json:
-        print(json.dumps({**head, "rows": rows}))
-        return
-    from .table import tables
-
-    out().print(
-        f"{head['model']}, {head['layers']} layers, {experts} experts, top-{head['topk']};"
-        f" {texts} texts of {prompt} + {tokens} tokens"
-    )
-    for table in tables(rows):
-        out().print(table)
 
 
 def _recorded(

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 import model
+from bench.harness.keeping.provenance import provenance
 
 from .record import source_texts
 
@@ -189,7 +190,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tokens = (Tokens(network, some) for some in (texts[:half], texts[half:]))
         found = [*next_token(learnt, tried, *tokens)]
     if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        results = provenance() | {"ahead": options.ahead, "rows": found}
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
     print(f"{'layer':5} {'predicted by':26} " + " ".join(f"{n:>5}" for n in COUNTS))
     for row in found:
         cells = " ".join(f"{value:5.0%}" for value in row["precision"].values())

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
 from statistics import mean, median
-from typing import Any
 
+from bench.harness.rows import Row, attempt
 from runtime.experts.cache import POLICIES, CachePolicy, CacheStats
 from runtime.experts.cache.simulate import Recording, best_fixed, simulate
 from runtime.profiling.engine_speed import EngineTimer, Load, decode_speed
 
 from ..e2e.ours import Ours, cache_figures, roof
 
-Row = dict[str, Any]
 Step = Callable[[str], None]
 """Called before each part with its name."""
 SWAPS = (0, 1, 2, 3)
@@ -41,14 +42,21 @@ def simulated(
             for N in swaps:
                 stats = simulate(recordings, experts, size, CachePolicy(name, N))
                 yield {
-                    "kind": "simulated",
-                    "policy": name,
-                    "slots": size,
+                    **_named("simulated", size, name, N),
                     "share": round(size / experts, 4),
-                    "swaps": N,
                     **hits(stats, tokens),
                     "best_fixed": round(known, 4),
                 }
+
+
+def simulated_plan(slots: Sequence[int], swaps: Sequence[int]) -> list[Row]:
+    """Of each row the columns that name it."""
+    cases = product(slots, POLICIES, swaps)
+    return [_named("simulated", size, name, N) for size, name, N in cases]
+
+
+def _named(kind: str, slots: int, policy: str, swaps: int) -> Row:
+    return {"kind": kind, "policy": policy, "slots": slots, "swaps": swaps}
 
 
 def hits(stats: CacheStats, steps: int) -> Row:
@@ -86,13 +94,31 @@ class OnGpu:
         policies: Sequence[CachePolicy],
         step: Step = lambda name: None,
     ) -> Iterator[Row]:
-        """A row without a cache, and one for each size and policy."""
-        yield self._row(ours, experts, 0, CachePolicy(), step)
-        for size in slots:
-            for policy in policies:
-                yield self._row(ours, experts, size, policy, step)
+        """A row without a cache, and one for each size and policy; of these one that fails has
+        ``why``."""
+        for named, (size, policy) in zip(
+            self.plan(slots, policies), self._cases(slots, policies), strict=True
+        ):
+            share = {"share": round(size / experts, 4)}
+            part = partial(self._row, ours, size, policy, step)
+            yield named | share | (attempt(part) if size else part())
 
-    def _row(self, ours: Ours, experts: int, slots: int, policy: CachePolicy, step: Step) -> Row:
+    def plan(self, slots: Sequence[int], policies: Sequence[CachePolicy]) -> list[Row]:
+        """Of each row the columns that name it."""
+        return [
+            _named("measured", size, policy.name, policy.swaps)
+            if size
+            else _named("measured", 0, "", 0)
+            for size, policy in self._cases(slots, policies)
+        ]
+
+    @staticmethod
+    def _cases(
+        slots: Sequence[int], policies: Sequence[CachePolicy]
+    ) -> list[tuple[int, CachePolicy]]:
+        return [(0, CachePolicy()), *((size, policy) for size in slots for policy in policies)]
+
+    def _row(self, ours: Ours, slots: int, policy: CachePolicy, step: Step) -> Row:
         name = f"{slots} slots, {policy.name}, {policy.swaps} swaps"
         step(f"{name}: compiling")
         load = Load(max(self.lengths), self.tokens, 1, self.lengths[0])
@@ -104,14 +130,7 @@ class OnGpu:
             step(name)
             timer.prefill(self.lengths[0])
             timer.decode(1, self.lengths[0], 4)
-            row = {
-                "kind": "measured",
-                "policy": policy.name if slots else "",
-                "slots": slots,
-                "share": round(slots / experts, 4),
-                "swaps": policy.swaps if slots else 0,
-            }
-            return {**row, **self._figures(timer, ours)}
+            return self._figures(timer, ours)
         finally:
             timer.close()
             timer.runner.close()

@@ -6,16 +6,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .run import Row
+from bench.harness.rows import Row
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+Results = dict[str, Any]
 TTFT = "ttft_ms_"
 
 
-def tables(rows: Sequence[Row]) -> list[Table]:
-    """The simulated hits, then what an engine was timed at."""
+def line(row: Row) -> str:
+    """A row for the terminal."""
+    cells = _cells(row)
+    return ", ".join(f"{name} {text}" for name, text in cells.items() if name not in _NAMES)
+
+
+def tables(results: Results) -> list[str | Table]:
+    """What was recorded, the simulated hits, then what an engine was timed at."""
+    head = (
+        "{model}, {layers} layers, {experts} experts, top-{topk};"
+        " {texts} texts of {prompt} + {tokens} tokens"
+    )
+    return [head.format_map(results), *_tables(results["rows"])]
+
+
+def _tables(rows: Sequence[Row]) -> list[Table]:
     from rich.table import Table
 
     found = list[Table]()
@@ -32,6 +47,9 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             made.add_row(*(row.get(name, "") for name in heads))
         found.append(made)
     return found
+
+
+_NAMES = ("slots", "policy", "swaps")
 
 
 def _cells(row: Row) -> dict[str, str]:
@@ -60,7 +78,7 @@ def _cells(row: Row) -> dict[str, str]:
     return cells
 
 
-def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+def draw(results: Results, path: Path) -> None:
     """Hits against swaps by policy, a panel for each size; where an engine was timed, decode by
     size, and the time to the first token by the prompt's length. Needs matplotlib."""
     import matplotlib
@@ -68,6 +86,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    rows = results["rows"]
     simulated = [row for row in rows if row["kind"] == "simulated"]
     measured = [row for row in rows if row["kind"] == "measured"]
     sizes = list(dict.fromkeys(row["slots"] for row in simulated))
@@ -82,7 +101,8 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         _first_token(panels[0][-1], measured)
     for axes in panels[0]:
         axes.grid(True, alpha=0.2)
-    figure.suptitle(title, fontsize=10)
+    title = "{model} {format}, {experts} experts a layer"
+    figure.suptitle(title.format_map(results), fontsize=10)
     figure.savefig(path, dpi=100, metadata={"Software": None} if path.suffix == ".png" else None)
     plt.close(figure)
 

@@ -125,7 +125,8 @@ class CpuRun:
             "quick": settings.quick,
             "part": some,
             "notes": self._notes(),
-            "missing": f"{settings.minutes:g} minutes were over" if self._left else "",
+            "missing": self._left,
+            "why": f"{settings.minutes:g} minutes were over" if self._left else "",
         }
 
     def _notes(self) -> list[str]:

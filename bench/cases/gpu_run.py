@@ -129,6 +129,9 @@ class GpuRun:
 
     def __post_init__(self) -> None:
         self._machine = describe_gpu(self.device)
+        passes = [True] if self.quick else [True, False]
+        self._passes = [(op, few) for few in passes for op in self.ops]
+        self._left = [f"{op}: {'main' if few else 'other'} cases" for op, few in self._passes]
 
     @property
     def until(self) -> float | None:
@@ -138,20 +141,23 @@ class GpuRun:
     def rows(self) -> Iterator[list[Row]]:
         """Case by case."""
         cases = Cases(self.device, self.skip, self.until)
-        passes = (True,) if self.quick else (True, False)
-        for op, few in [(op, few) for few in passes for op in self.ops]:
+        for op, few in self._passes:
             if cases.over:
                 return
             try:
                 given = cases.of(op, few)
                 for row in measure_all(op, given, self.device, self.seconds, self.roofs):
                     yield [row]
+                if not cases.over:
+                    del self._left[0]
             except PykernelsError as error:  # the context is lost
                 if self.go_on is None:
                     raise
                 yield [{"op": op, "name": "(a new process goes on)", "why": str(error)}]
                 for row in self.go_on(cases.count):
                     yield [row]
+                if not cases.over:
+                    self._left.clear()
                 return  # the new process went through all that is left
 
     def head(self) -> dict[str, Any]:
@@ -169,5 +175,6 @@ class GpuRun:
                 f" GB/s (both directions counted), 8192^3 bf16 matmul {roofs.matmul_tflops:.0f}"
                 " TFLOP/s (FP8: twice that)."
             ],
-            "missing": f"{self.minutes:g} minutes were over" if over else "",
+            "missing": self._left,
+            "why": f"{self.minutes:g} minutes were over" if over else "",
         }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
+from bench.against.routers import router_of
 from bench.harness.case import Case, built, rotating, sets_for
-from pykernels.errors import PykernelsError
 from pykernels.gpu.moe.permute import permute, sort_pairs, unpermute
 from pykernels.gpu.moe.router import route, router
 from pykernels.gpu.moe.router_logits import router_logits
@@ -15,13 +15,6 @@ from pykernels.shapes import RouterSpec
 
 V3 = RouterSpec(8, "sigmoid", True, groups=8, group_topk=4, group_score="top2", scale=2.5)
 V2 = RouterSpec(6, "softmax", False, groups=8, group_topk=3, scale=16.0)
-KINDS: dict[str, Callable[[int], RouterSpec]] = {
-    "v3": lambda topk: RouterSpec(topk, "sigmoid", True, 8, 4, "top2", 2.5),
-    "v2": lambda topk: RouterSpec(topk, "softmax", False, 8, 3),
-    "softmax": RouterSpec,
-    "sigmoid": lambda topk: RouterSpec(topk, "sigmoid"),
-}
-"""``--kind`` of the command line."""
 
 
 def _torch_router(
@@ -267,10 +260,7 @@ def case(
     kind: str = "v3",
 ) -> Case:
     """One case of the command line: router and sort, up to 512 tokens the rows' gather too."""
-    if kind not in KINDS:
-        raise PykernelsError(f"There is no router {kind!r}", f"Use one of {', '.join(KINDS)}")
-    spec = KINDS[kind](topk)
-    spec.check(experts)
+    spec = router_of(kind, topk, experts)
     return route_case(
         tokens, experts, hidden, spec, spec.scoring == "sigmoid", tokens <= 512, device
     )

@@ -1,4 +1,4 @@
-"""python -m bench.e2e: whole models, ours beside llama.cpp and transformers, in turns.
+"""pykernels bench e2e --archs A,B: whole models, ours beside llama.cpp and transformers, in turns.
 
 Random weights of real shapes, so many layers of them; writes bench/results/<machine>/<date>-e2e.*.
 With --device cuda:0 ours plays on the CPU alone, with the experts on the CPU (with deferral and
@@ -8,14 +8,15 @@ without) and whole on the GPU, and llama.cpp with its experts on the CPU and who
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.harness.session import add_run_options, end_on_signals, measure_and_keep, run_command
+from bench.harness.keeping.as_module import run
+from bench.harness.keeping.ending import ending_on_signals
+from bench.harness.session import add_run_options, measure_and_keep, run_command
 from pykernels.env import env
 
 from .options import add_model_options, prepared
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
 _COUNTS = "N,M"
 
 
-def options(arguments: list[str] | None = None) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.e2e", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="pykernels bench e2e", description=__doc__, allow_abbrev=False
+    )
     add_model_options(parser)
     add = parser.add_argument
     add("--quick", action="store_true", help="one format, one turn: a first look")
@@ -44,7 +47,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--no-peers", action="store_true", help="our engine alone")
     add("--keep", action="store_true", help="leave the GGUF files in PYKERNELS_CACHE_DIR")
     add_run_options(parser)
-    return parser.parse_args(arguments)
+    return parser
 
 
 def prepare(chosen: argparse.Namespace) -> E2ERun:
@@ -94,9 +97,9 @@ def measure(run: E2ERun, out: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run_command(options(arguments), prepare, measure)
+    with ending_on_signals():
+        return run_command(parser().parse_args(arguments), prepare, measure)
 
 
 if __name__ == "__main__":
-    end_on_signals()
-    sys.exit(main())
+    run("e2e")

@@ -28,6 +28,7 @@ from model.hub import local
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
+from ..harness.keeping.provenance import provenance
 from .model_options import Arch, Checkpoint, ExpertDevice, Format, Layers, NumExperts, Vocab, count
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def e2e(
 ) -> None:
     """Time prompts and decode of a whole model through the engine, against the read roof.
 
-    With a GPU, bytes and roof are those of the experts on the CPU.
+    With a GPU, bytes and roof are those of the experts on the CPU. Several models, and peers in
+    turns with ours: --archs, --formats, --peers and others, shown below.
     """
     given = {
         "format": format,
@@ -114,7 +116,7 @@ def e2e(
             status.update("timing the eager model …")
             row |= eager_row(model, arch, given, load, chosen_threads, chosen_kernel)
     if as_json:
-        print(json.dumps(row))
+        print(json.dumps(provenance() | row))
     else:
         _show(row)
 

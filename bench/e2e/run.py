@@ -43,16 +43,22 @@ class E2ERun:
         self._all = len(settings.archs) * len(settings.formats) * (settings.rounds + 1)
         self._left = [f"{arch} {fmt}" for arch in settings.archs for fmt in settings.formats]
         self._watch = Watch(0.0)
+        self._under_way: list[Row] = []
 
     def rows(self) -> Iterator[list[Row]]:
-        """The rows of each model and format."""
+        """The rows of each model and format; of one that is ended early those of its rounds."""
         self._machine = describe_machine(self.target, self.settings.device)
         self._start = time.monotonic()
         for arch in self.settings.archs:
             for fmt in self.settings.formats:
                 name = f"{arch} {fmt}"
                 part = partial(self._model, arch, fmt)
-                found = self._watch.run(name, part, tries=1)
+                self._under_way = []
+                try:
+                    found = self._watch.run(name, part, tries=1)
+                except BaseException:
+                    yield self._under_way
+                    raise
                 self._left.remove(name)
                 yield found
 
@@ -75,7 +81,8 @@ class E2ERun:
             "quick": s.quick,
             "part": ("e2e",),
             "notes": notes,
-            "missing": "",
+            "missing": self._left,
+            "why": "",
         }
 
     @property
@@ -96,6 +103,9 @@ class E2ERun:
             finally:
                 ours.close()
         except PykernelsError as error:
+            if self._under_way:
+                ended = {"why_further rounds": reason(error)}
+                return [row | ended for row in self._under_way]
             why = {"why": reason(error)}
             return [
                 self._head(arch, fmt, case, place.name) | why
@@ -159,23 +169,22 @@ class E2ERun:
                     engines[place.name] = Engines(make, s.cases)
                 except PykernelsError as error:
                     failed[place.name] = reason(error)
-            mine, theirs, roof_gbps = self._turns(f"{arch} {fmt}", engines, players, whys)
-            rows = []
-            for case, place in product(s.cases, places(s.device)):
-                row = self._head(arch, fmt, case, place.name)
-                if place.name in failed:
-                    rows.append(row | {"why": failed[place.name]})
-                    continue
-                rates = [turn[case] for turn in mine[place.name]]
-                row |= {"kernel": ours.backend(s.kernel), "tok_s": round(median(rates), 2)}
-                if case.op == "decode":
-                    row |= self._decode(engines[place.name], case, ours.layers, roof_gbps)
-                for name, player in players.items():
-                    if name not in whys and case in theirs[name][0]:
-                        row |= against(name, rates, [turn[case] for turn in theirs[name]])
-                        row |= {f"settings_{name}": player.settings.get(case, "")}
-                rows.append(row | {f"why_{name}": why for name, why in whys.items()})
-            return rows
+            cases = [*product(s.cases, places(s.device))]
+            heads = [(case, at.name, self._head(arch, fmt, case, at.name)) for case, at in cases]
+            for mine, theirs, roof_gbps in self._turns(f"{arch} {fmt}", engines, players, whys):
+                rows = list[Row]()
+                for case, name, row in heads:
+                    if name in failed:
+                        rows.append(row | {"why": failed[name]})
+                        continue
+                    rates = [turn[case] for turn in mine[name]]
+                    row = row | {"kernel": ours.backend(s.kernel), "rounds": len(rates)}
+                    row["tok_s"] = round(median(rates), 2)
+                    if case.op == "decode":
+                        row |= self._decode(engines[name], case, ours.layers, roof_gbps)
+                    rows.append(row | _peers_of(case, rates, theirs, players, whys))
+                self._under_way = rows
+            return self._under_way
         finally:
             for engine in engines.values():
                 engine.close()
@@ -186,9 +195,9 @@ class E2ERun:
         engines: dict[str, Engines],
         players: dict[str, Player],
         whys: dict[str, str],
-    ) -> tuple[dict[str, list[Rates]], dict[str, list[Rates]], float]:
-        """``rounds`` times a turn of each, and the read roof between them; a peer that fails drops
-        out with its reason."""
+    ) -> Iterator[tuple[dict[str, list[Rates]], dict[str, list[Rates]], float]]:
+        """``rounds`` times a turn of each, and the read roof between them: after each, all turns
+        so far. A peer that fails drops out with its reason."""
         s = self.settings
         mine: dict[str, list[Rates]] = {place: [] for place in engines}
         theirs: dict[str, list[Rates]] = {player: [] for player in players}
@@ -206,8 +215,10 @@ class E2ERun:
                 except PeerMissing as error:
                     whys[player] = str(error)
             roofs.append(roof(s.threads))
+            yield mine, theirs, mean(roofs)
+        if not engines:
+            yield mine, theirs, mean(roofs)
         self._done += 1
-        return mine, theirs, mean(roofs)
 
     def _decode(self, engines: Engines, case: Case, layers: int, roof_gbps: float) -> Row:
         """The figures of a step; ``tok_s`` stands for ``decode_tok_s``."""
@@ -231,6 +242,22 @@ class E2ERun:
             "batch": case.batch,
             "context": case.context,
         }
+
+
+def _peers_of(
+    case: Case,
+    mine: list[float],
+    theirs: dict[str, list[Rates]],
+    players: dict[str, Player],
+    whys: dict[str, str],
+) -> Row:
+    """The columns of all peers that play this case, or why one has none."""
+    row: Row = {}
+    for name, turns in theirs.items():
+        if name not in whys and case in turns[0]:
+            row |= against(name, mine, [turn[case] for turn in turns])
+            row |= {f"settings_{name}": players[name].settings.get(case, "")}
+    return row | {f"why_{name}": why for name, why in whys.items()}
 
 
 def against(name: str, mine: list[float], theirs: list[float]) -> Row:

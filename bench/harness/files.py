@@ -15,8 +15,9 @@ from pykernels.errors import PykernelsError
 from .report import markdown
 
 Results = dict[str, Any]
-"""``machine``, ``settings``, ``quick``, ``part`` (ops or sections, if not all), ``headline``,
-``notes`` (sentences for the page), ``missing`` (why rows are; "" if none), ``rows``."""
+"""What ``provenance`` says; ``machine``, ``settings``, ``quick``, ``part`` (ops or sections, if not
+all), ``headline``, ``notes`` (sentences for the page); ``complete``, ``missing`` and ``why`` as
+``ending`` has them; ``rows``."""
 
 
 def check_folder(out: Path) -> None:
@@ -59,16 +60,32 @@ def write(results: Results, out: Path) -> list[Path]:
     """
     folder = out / results["machine"]["slug"]
     name = _unused(folder, stem(results))
+    drawn = _draw(results, folder, name)
+    return [*_write_texts(results, folder, name, [path.name for path in drawn]), *drawn]
+
+
+def again(results: Results, file: Path) -> list[Path]:
+    """The page and the plots of results in a file, beside it; the paths written.
+
+    Raises:
+        PykernelsError: they cannot be written.
+    """
+    drawn = _draw(results, file.parent, file.stem)
+    page = file.with_suffix(".md")
+    write_whole(page, markdown(results, [path.name for path in drawn]))
+    return [page, *drawn]
+
+
+def _draw(results: Results, folder: Path, name: str) -> list[Path]:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             from .plots import draw
 
-            drawn = draw(results, folder, name)
+            return draw(results, folder, name)
         except ImportError:
             print("note: no plots without matplotlib: pip install matplotlib", file=sys.stderr)
-            drawn = []
-    return [*_write_texts(results, folder, name, [path.name for path in drawn]), *drawn]
+            return []
 
 
 def _write_texts(results: Results, folder: Path, name: str, plots: list[str]) -> list[Path]:
@@ -77,11 +94,30 @@ def _write_texts(results: Results, folder: Path, name: str, plots: list[str]) ->
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for ending, text in texts.items():
-            path, new = folder / f"{name}.{ending}", folder / f"{name}.{ending}.new"
-            new.write_text(text, encoding="utf-8")
-            new.replace(path)  # whole at any moment
+            path = folder / f"{name}.{ending}"
+            _replace(path, text)
             paths.append(path)
     return paths
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Puts a text in the place of a file, which is whole at any moment.
+
+    Raises:
+        PykernelsError: it cannot be written.
+    """
+    try:
+        _replace(path, text)
+    except OSError as error:
+        raise PykernelsError(
+            f"{path} cannot be written: {error.strerror}", "Free some space, or name another file"
+        ) from None
+
+
+def _replace(path: Path, text: str) -> None:
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def _unused(folder: Path, name: str) -> str:

@@ -6,18 +6,18 @@ import importlib.util
 import os
 import platform
 import re
-import subprocess
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from bench.peers.catalog import ROOT
 from pykernels import __version__
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.target import Target
 from runtime.machine import tuning
 from runtime.machine.topology import Topology
+
+from .keeping.provenance import commit, dirty
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ def _describe(name: str, folder: str, about: str, versions: dict[str, str]) -> M
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "about": about,
         "versions": {
-            "pykernels": commit() or __version__,
+            "pykernels": f"{found}{'+' * dirty()}" if (found := commit()) else __version__,
             "python": platform.python_version(),
             **versions,
         },
@@ -132,16 +132,3 @@ def describe_machine(target: Target, device: str) -> Machine:
         "about": f"{gpu['about']} {cpu['about']}",
         "versions": cpu["versions"] | gpu["versions"],
     }
-
-
-def commit() -> str | None:
-    """The checkout's commit, with a + if kernels or machinery differ from it."""
-    git = ["git", "-C", str(ROOT)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True)
-        if head.returncode:
-            return None
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "pykernels", "runtime"])
-    except OSError:
-        return None
-    return head.stdout.decode().strip() + ("+" if changed.returncode else "")

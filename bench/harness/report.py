@@ -56,11 +56,13 @@ def markdown(results: Results, plots: list[str]) -> str:
     machine = results["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     quick = " Quick run: few cases." if results["quick"] else ""
-    missing = f" Rows are missing: {why}." if (why := results["missing"]) else ""
+    missing = f" Rows are missing: {why}." if (why := results["why"]) else ""
     lines = [
         f"# {results['headline']}",
         "",
         f"{machine['date']}.{quick}{missing} {versions}. {machine['about']}",
+        "",
+        f"`{results['command']}`",
         "",
         *(f"{note}\n" for note in results["notes"]),
         "\n\n".join(

@@ -8,7 +8,7 @@ The row of a peer that is timed for itself (it stores other bytes) has its ``eng
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median, quantiles
 from typing import Any
 
@@ -115,6 +115,14 @@ def title(row: Row) -> str:
     """Its name and sizes."""
     sizes = " ".join(f"{key}={value}" for key, value in params(row).items())
     return f"{row['name']} {sizes}".strip()
+
+
+def attempt(part: Callable[[], Row]) -> Row:
+    """A part's columns; where it fails ``why``, so that other rows go on."""
+    try:
+        return part()
+    except Exception as error:
+        return {"why": reason(error)}
 
 
 def reason(error: BaseException) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from bench.peers.catalog import RESULTS
 from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
@@ -15,10 +14,11 @@ from model.extras import how_to_install
 from pykernels.errors import PykernelsError
 
 from .files import Partial, Results, check_folder, write
-from .rows import Row, reason
+from .keeping.ending import KILLED, ending, why_ended
+from .keeping.provenance import provenance
+from .rows import Row
 
 EXIT_FAILED = 1
-_KILLED = "the run was killed"  # what a partial file says unless it is written again
 
 
 class Run(Protocol):
@@ -29,7 +29,7 @@ class Run(Protocol):
         ...
 
     def head(self) -> Results:
-        """All of the results but the rows; of ``missing`` that the time limit was met."""
+        """All of the results but the rows; of ``missing`` and ``why`` those of the time limit."""
         ...
 
 
@@ -47,25 +47,29 @@ def measure_and_keep(run: Run, out: Path | None, show: Callable[[Row], None]) ->
     """
     rows: list[Row] = []
     partial = Partial(out) if out else None
+
+    def results(why: str = "") -> Results:
+        head = run.head()
+        end = ending(head["missing"], why or head["why"])
+        return {**provenance(), **head, **end, "rows": rows}
+
     try:
         for some in run.rows():
             rows += some
             if partial and rows:
-                partial.keep({**run.head(), "missing": _KILLED, "rows": rows})
+                partial.keep(results(KILLED))
             for row in some:
                 show(row)
     except BaseException as error:
         if partial and rows:
-            why = "it was interrupted" if isinstance(error, KeyboardInterrupt) else reason(error)
-            partial.keep({**run.head(), "missing": why, "rows": rows})
+            partial.keep(results(why_ended(error)))
             print("what was measured:", *partial.paths, file=sys.stderr)
         raise
-    results = {**run.head(), "rows": rows}
     if out and partial and rows:
-        for path in write(results, out):
+        for path in write(results(), out):
             print(path, file=sys.stderr)
         partial.drop()
-    return results
+    return results()
 
 
 def exit_code(command: Callable[[], int], debug: bool = False) -> int:
@@ -115,14 +119,3 @@ def run_command(
         return 0
 
     return exit_code(command, chosen.debug)
-
-
-def end_on_signals() -> None:
-    """Ctrl-C and SIGTERM end a run in the same way: peers are ended, rows are kept."""
-
-    def end(number: int, frame: Any) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one would end the writing
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, end)
-    signal.signal(signal.SIGTERM, end)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import model
+from bench.harness.rows import Row
 from bench.peers.client import PeerMissing
 from bench.peers.gguf_model import FAMILIES, TYPES, model_file
 from bench.peers.llama_tools import ToolMissing, find
@@ -23,8 +24,9 @@ from pykernels.errors import PykernelsError
 
 from .child import files_of
 
-Row = dict[str, Any]
 Step = Callable[[str], None]
+CONVERT, _PACKED = "convert, written and synced", "packed cache"
+PEER = "llama.cpp, process and one token"
 CACHES = ("cold", "warm")
 """None of the files' pages are in memory, or all are."""
 
@@ -45,7 +47,24 @@ class Loads:
     convert: str | None = None
     rounds: int = 1
 
-    def rows(self, step: Step) -> list[Row]:
+    @property
+    def plan(self) -> list[Row]:
+        """Of each row the columns that name it."""
+        names = [
+            CONVERT,
+            f"read {self._stored}",
+            f"read {self._stored} into new memory",
+            f"load {self._stored}",
+            f"read {_PACKED}",
+            f"load {_PACKED}",
+        ]
+        return [{"what": name} for name in names]
+
+    @property
+    def _stored(self) -> str:
+        return "GGUF" if files_of(self.source)[0].suffix == ".gguf" else "safetensors"
+
+    def rows(self, step: Step) -> Iterator[Row]:
         """Reading and loading of the checkpoint, then of its cache."""
         step("converting")
         start = time.perf_counter()
@@ -53,26 +72,25 @@ class Loads:
             self.source, self.packed, self.convert, threads=self.threads, progress=False
         )
         written = sum(part.nbytes for part in parts)
-        row = {"what": "convert, written and synced", "bytes": written}
-        rows = [row | {"warm_s": round(time.perf_counter() - start, 2)}]
+        seconds = round(time.perf_counter() - start, 2)
+        yield {"what": CONVERT, "bytes": written, "warm_s": seconds}
         fmt = [] if self.convert is None else [self.convert]
-        stored = "GGUF" if files_of(self.source)[0].suffix == ".gguf" else "safetensors"
+        stored = self._stored
         for name, folder, options in (
             (stored, self.source, fmt),
-            ("packed cache", self.packed, []),
+            (_PACKED, self.packed, []),
         ):
             plain = self._row(f"read {name}", "read", folder, [], step)
-            rows.append(plain)
+            yield plain
             if name == stored:  # what is loaded from it takes new memory; a cache is mapped
                 plain = self._row(f"read {name} into new memory", "keep", folder, [], step)
-                rows.append(plain)
+                yield plain
             loaded = self._row(f"load {name}", "load", folder, options, step)
             for cache in CACHES:
                 if f"{cache}_s" in loaded:
                     ratio = loaded[f"{cache}_s"] / plain[f"{cache}_s"]
                     loaded[f"{cache}_over_reading"] = round(ratio, 2)
-            rows.append(loaded)
-        return rows
+            yield loaded
 
     def _row(self, what: str, kind: str, folder: Path, options: list[str], step: Step) -> Row:
         row: Row = {"what": what}
@@ -134,7 +152,7 @@ def llama_cpp(config: Any, fmt: str, folder: Path, name: str, threads: int, step
     step("writing the GGUF file")
     file = model_file(config, fmt, folder, name)
     words = [str(program), "-m", str(file), "-t", str(threads), "-p", "1", "-n", "0", "-r", "1"]
-    row: Row = {"what": "llama.cpp, process and one token", "bytes": file.stat().st_size}
+    row: Row = {"what": PEER, "bytes": file.stat().st_size}
     for cache in CACHES:
         step(f"llama.cpp, {cache}")
         if not prepare([file], cache):

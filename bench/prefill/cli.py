@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from model.cli.common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from model.cli.common import Debug, Kernel, Threads, command, err, prepare_threads
 from model.cli.session import Device
 from model.extras import check_plot
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
 from ..e2e.cli import check_gpu, check_options, open_model
-from ..e2e.model_options import Arch, AsJson, Checkpoint, Format, Layers, Vocab, count
+from ..e2e.model_options import Arch, Checkpoint, Format, Layers, Vocab, count
+from ..harness.keeping.kept import AsJson, Save, keeping
 
 
 @command
@@ -44,6 +44,7 @@ def prefill(
     ] = None,
     threads: Threads = None,
     kernel: Kernel = None,
+    save: Save = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -60,42 +61,34 @@ def prefill(
     tokens = _parsed(lengths)
     check_gpu(device, "auto")
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
-    from .run import rows
+    from .peer import WAYS, llama_rows
+    from .run import MODES, plan, rows
 
-    with err().status("", spinner_style="dim") as status:
+    with (
+        keeping("prefill", save, as_json, plot) as kept,
+        err().status("", spinner_style="dim") as status,
+    ):
         status.update("filling random weights …" if arch else "reading, packing …")
         ours = open_model(model, arch, given, chosen_threads, chosen_kernel, "bf16")
         try:
             step = lambda name: status.update(f"{name} …")  # noqa: E731
-            found = [*rows(ours, tokens, device, chosen_kernel, budget, rounds, step)]
-            row = {
+            kept.head = {
                 "model": ours.name,
                 "format": ours.fmt,
                 "layers": ours.layers,
                 "threads": ours.pool.threads,
                 "gpu": gpu_name(device),
             }
+            kept.plan = plan(tokens, [*MODES, *(WAYS if llama else ())])
+            for row in rows(ours, tokens, device, chosen_kernel, budget, rounds, step):
+                kept.add(row)
         finally:
             ours.close()
         if llama:
-            from .peer import llama_rows
-
             assert arch is not None
             status.update("llama.cpp …")
-            found += llama_rows(arch, given, tokens, ours.pool.threads)
-    if plot is not None:
-        from .table import draw
-
-        draw(found, f"{row['model']} {row['format']}, {row['gpu']}", plot)
-    if as_json:
-        print(json.dumps({**row, "rows": found}))
-    else:
-        from .table import settings, table
-
-        out().print(f"{row['model']}, {row['layers']} layers, {row['format']}; {row['gpu']}")
-        out().print(table(found))
-        for line in settings(found):
-            out().print(line)
+            for row in llama_rows(arch, given, tokens, ours.pool.threads):
+                kept.add(row)
 
 
 def _parsed(lengths: str) -> tuple[int, ...]:

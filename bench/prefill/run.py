@@ -6,11 +6,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
+from bench.harness.rows import attempt, reason
 from runtime.devices.cuda.executable import CudaExecutable
 from runtime.devices.cuda.runner import CudaRunner
 from runtime.devices.runner import Executable
@@ -50,7 +52,7 @@ def rows(
     rounds: int = _ROUNDS,
     step: Step = lambda name: None,
 ) -> Iterator[Row]:
-    """A row for each way and each length.
+    """A row for each way and each length (``plan``); one that fails has ``why``.
 
     Args:
         budget: tokens of a step; None: as the device has it.
@@ -58,16 +60,31 @@ def rows(
     for mode in MODES:
         step(f"{mode}: compiling")
         load = Load(max(lengths), 2)
-        timer = ours.timer(load, kernel, budget, device, "cpu", prefill=mode)
         try:
-            for tokens in lengths:
-                step(f"{mode}: {tokens} tokens")
-                timer.prefill(tokens)
-                seconds = median(timer.prefill(tokens) for _ in range(rounds))
-                yield {"way": mode, "tokens": tokens, **_figures(timer, tokens, seconds)}
+            timer = ours.timer(load, kernel, budget, device, "cpu", prefill=mode)
+        except Exception as error:
+            if mode == MODES[0]:  # what the first one refuses the others do, too
+                raise
+            yield from ({**named, "why": reason(error)} for named in plan(lengths, [mode]))
+            continue
+        try:
+            for named in plan(lengths, [mode]):
+                step(f"{mode}: {named['tokens']} tokens")
+                yield named | attempt(partial(_row, timer, named["tokens"], rounds))
         finally:
             timer.close()
             timer.runner.close()
+
+
+def plan(lengths: Sequence[int], ways: Sequence[str] = MODES) -> list[Row]:
+    """Of each row the columns that name it."""
+    return [{"way": way, "tokens": tokens} for way in ways for tokens in lengths]
+
+
+def _row(timer: EngineTimer, tokens: int, rounds: int) -> Row:
+    timer.prefill(tokens)
+    seconds = median(timer.prefill(tokens) for _ in range(rounds))
+    return _figures(timer, tokens, seconds)
 
 
 def _figures(timer: EngineTimer, tokens: int, seconds: float) -> Row:

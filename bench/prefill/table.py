@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .run import Row
+from bench.harness.rows import Row
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+Results = dict[str, Any]
 SHARES = {"link_share": "of the link", "overlap": "overlap"}
+
+
+def line(row: Row) -> str:
+    """A row for the terminal."""
+    shares = "".join(f", {row[key]:.0%} {name}" for key, name in SHARES.items() if key in row)
+    return f"{row['tok_s']:.0f} tokens/s{shares}"
+
+
+def tables(results: Results) -> list[str | Table]:
+    """What was timed, the table of it, and the options of its peer."""
+    r = results
+    head = f"{r['model']}, {r['layers']} layers, {r['format']}; {r['gpu']}"
+    return [head, table(r["rows"]), *settings(r["rows"])]
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -28,8 +42,9 @@ def table(rows: Sequence[Row]) -> Table:
     for tokens in dict.fromkeys(row["tokens"] for row in rows):
         found = {row["way"]: row for row in rows if row["tokens"] == tokens}
         rates = [f"{found[way]['tok_s']:.0f}" if way in found else "" for way in ways]
-        ours = found.get("auto", {}).get("tok_s", 0)
-        times = [f"{ours / found[way]['tok_s']:.1f}" if way in found else "" for way in peers]
+        ours = found["auto"]["tok_s"] if "auto" in found else 0
+        timed = [way if ours and way in found else None for way in peers]
+        times = [f"{ours / found[way]['tok_s']:.1f}" if way else "" for way in timed]
         streamed = found.get("stream", {})
         shares = [f"{streamed[key]:.0%}" if key in streamed else "" for key in SHARES]
         made.add_row(str(tokens), *rates, *times, *shares)
@@ -41,8 +56,9 @@ def settings(rows: Sequence[Row]) -> list[str]:
     return [f"{r['way']}, {r['tokens']} tokens: {r['settings']}" for r in rows if "settings" in r]
 
 
-def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+def draw(results: Results, path: Path) -> None:
     """Writes the plot. Needs matplotlib."""
+    rows = results["rows"]
     import matplotlib
 
     matplotlib.use("Agg")
@@ -53,7 +69,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
         own = [row for row in rows if row["way"] == way]
         axes.plot([r["tokens"] for r in own], [r["tok_s"] for r in own], marker="o", label=way)
     axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel="tokens/s")
-    axes.set_title(title, fontsize=9)
+    axes.set_title("{model} {format}, {gpu}".format_map(results), fontsize=9)
     axes.grid(True, which="both", alpha=0.2)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=100, metadata={"Software": None} if path.suffix == ".png" else None)

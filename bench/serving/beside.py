@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from bench.harness.keeping.provenance import provenance
 from bench.peers.gguf_model import FAMILIES, TYPES, model_file
 from model.architectures.named import make_config
 from pykernels.errors import PykernelsError
@@ -63,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (PykernelsError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(rows) if options.json else _told(rows))
+    print(json.dumps(provenance() | rows) if options.json else _told(rows))
     return 0
 
 

@@ -15,6 +15,7 @@ from model.cli.common import Debug, command, err, note, out, read_key
 from pykernels.errors import PykernelsError
 
 from ..e2e.model_options import count
+from ..harness.keeping.provenance import provenance
 
 if TYPE_CHECKING:
     from .client import Outcome
@@ -99,7 +100,7 @@ def serve(
     load = Load(requests, rate, clients, prompt, tokens, shared_prefix, cancel, chosen)
     row = asyncio.run(_run(url, read_key(api_key_file), load, ttft_limit, itl_limit))
     if as_json:
-        print(json.dumps(row))
+        print(json.dumps(provenance() | row))
     else:
         _show(row)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import model
+from bench.harness.keeping.provenance import provenance
 from model.llm import LLM
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.runner import check_device
@@ -117,7 +118,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1 if isinstance(error, Wrong) else 2
     finally:
         faulthandler.cancel_dump_traceback_later()
-    print(json.dumps({"device": chosen.device, "seed": chosen.seed, **asdict(counts)}))
+    row = {"device": chosen.device, "seed": chosen.seed, **asdict(counts)}
+    print(json.dumps(provenance() | row))
     return 0
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from bench.harness.keeping.provenance import provenance
 from bench.harness.machine import check_gpu
 from bench.harness.session import exit_code
 from pykernels.errors import PykernelsError
@@ -83,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         raise PykernelsError("there is no CUDA GPU here", "Run it on the GPU that is to be tuned")
     for row in tune(wanted, check_gpu(chosen.device), not chosen.no_save):
-        print(json.dumps(row), flush=True)
+        print(json.dumps(provenance() | row), flush=True)
     return 0
 
 

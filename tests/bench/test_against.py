@@ -1,15 +1,17 @@
-"""`pykernels bench moe --check --against`: a wrong kernel is told, an edit is timed as such."""
+"""`--check --against` of `pykernels bench`: a wrong kernel is told, an edit is timed as such."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.against import run as against
-from bench.against.check import check_moe
+from bench.against.check import check, check_moe
 from pykernels import cpu
 from pykernels.errors import PykernelsError
 
@@ -36,6 +38,7 @@ def make_pool(threads, numa): return nullcontext(SimpleNamespace(threads=threads
 """,
 }
 CASE = {
+    "op": "moe",
     "fmt": "bf16",
     "tokens": 1,
     "shape": {"E": 4},
@@ -75,3 +78,35 @@ def test_a_kernel_that_is_a_little_off_is_wrong(monkeypatch) -> None:
     exact = cpu.moe_ffn
     monkeypatch.setattr(cpu, "moe_ffn", lambda *given, **how: 1.001 * exact(*given, **how))
     assert not check_moe("bf16", "generic").right
+
+
+CASES = {
+    "linear": {"format": "q8_0", "tokens": 1, "inputs": 512, "outputs": 70, "kernel": "generic"},
+    "gqa_decode": {
+        "kind": "gqa_decode",
+        "batch": 1,
+        "context": 700,
+        "heads": 8,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "format": "bf16",
+    },
+    "router": {"kind": "v3", "tokens": 1, "experts": 16, "topk": 4},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_other_operations_are_checked_as_the_experts_are(name: str, monkeypatch) -> None:
+    op = "attention" if name == "gqa_decode" else name
+    case = {"op": op, **CASES[name]}
+    assert check(case).right
+    exact = getattr(cpu, name)
+
+    def off(*given: Any, **how: Any) -> Any:
+        found = exact(*given, **how)
+        if name == "router":
+            return replace(found, weights=1.001 * found.weights)
+        return 1.001 * found
+
+    monkeypatch.setattr(cpu, name, off)
+    assert not check(case).right

@@ -86,7 +86,7 @@ def test_a_run_has_its_parts_in_order_up_to_its_minutes(
     paths = {path.name.partition("-quick-latency")[2]: path for path in tmp_path.rglob("*.*")}
     assert set(paths) == {"-latency.png", ".json", ".md"}  # and no partial ones
     results = json.loads(paths[".json"].read_text())
-    assert len(results["rows"]) == 4 and results["missing"] == "2.5 minutes were over"
+    assert len(results["rows"]) == 4 and results["why"] == "2.5 minutes were over"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_run_that_ends_early_keeps_its_rows(
         return found
 
     def look() -> list[Row]:  # a crash of the process here would cost one part only
-        assert kept()["missing"] == "the run was killed"
+        assert kept()["why"] == "the run was killed"
         raise error
 
     run = planned({"fp8: a": rows(1, 2), "fp8: b": look, "bf16: b": rows(3)})
@@ -117,7 +117,8 @@ def test_a_run_that_ends_early_keeps_its_rows(
     assert command.main(["--out", str(tmp_path)]) == code
     results = kept()
     assert [row["tokens"] for row in results["rows"]] == [1, 2]
-    assert results["missing"].startswith(why) and ended == [True]
+    assert results["why"].startswith(why) and ended == [True]
+    assert (results["complete"], results["missing"]) == (False, ["fp8: b", "bf16: b"])
     assert "Not measured: fp8: b, bf16: b." in results["notes"]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench import report
 from bench.e2e import run as e2e_run
 from bench.e2e.ours import Ours, Shape
 from bench.e2e.places import Place
@@ -26,14 +28,15 @@ pytest.importorskip("matplotlib")
 class FakePeer:
     """Half as fast as nothing in particular; fails from the second turn on if asked to."""
 
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self, fails: bool = False, error: BaseException | None = None) -> None:
         self.fails, self.turns = fails, 0
         self.settings: dict[Case, str] = {}
+        self.error = error or PeerMissing("out of luck")
 
     def turn(self, cases: list[Case]) -> Rates:
         self.turns += 1
         if self.fails and self.turns > 1:
-            raise PeerMissing("out of luck")
+            raise self.error
         return dict.fromkeys(cases, 10.0)
 
 
@@ -94,6 +97,28 @@ def test_a_peer_that_fails_later_says_so(tmp_path: Path, monkeypatch: pytest.Mon
     results = measure_and_keep(run, None, lambda row: None)
     assert all(row["why_llama.cpp"] == "out of luck" for row in results["rows"])
     assert all(row["tok_s"] > 0 and "x_llama.cpp" not in row for row in results["rows"])
+
+
+@pytest.mark.all
+def test_rounds_of_a_model_that_is_interrupted_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = FakePeer(fails=True, error=KeyboardInterrupt())
+    monkeypatch.setattr(e2e_run, "find", lambda name, tools: Path(name))
+    monkeypatch.setattr(e2e_run, "llama_players", lambda *_: {"llama.cpp": peer})
+    run = E2ERun(settings(tmp_path, batches=(1,), rounds=3), detect())
+    with pytest.raises(KeyboardInterrupt):
+        measure_and_keep(run, tmp_path, lambda row: None)
+    (file,) = tmp_path.rglob("*-e2e-partial.json")
+    found = json.loads(file.read_text())
+    assert (found["complete"], found["missing"]) == (False, ["qwen3-30b q8_0"])
+    assert [(row["op"], row["rounds"]) for row in found["rows"]] == [
+        ("e2e prefill", 1),
+        ("e2e decode", 1),
+    ]
+    assert report.main([str(file)]) == 0
+    assert "it was interrupted" in file.with_suffix(".md").read_text()
+    assert list(file.parent.glob("*-partial-speeds.png"))
 
 
 @pytest.mark.all

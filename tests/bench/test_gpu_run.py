@@ -166,7 +166,8 @@ def test_a_run_writes_json_lines_and_files_interrupted_or_not(
     (data,) = tmp_path.rglob("*.json")
     assert data.stem.endswith("-moe-linear-partial")
     found = json.loads(data.read_text())
-    assert len(found["rows"]) == 4 and found["missing"] == "it was interrupted"
+    assert len(found["rows"]) == 4 and found["why"] == "it was interrupted"
+    assert (found["complete"], found["missing"]) == (False, ["linear: other cases"])
     ops_of_three(monkeypatch)
     capsys.readouterr()
     assert program.main([*options, "--quick"]) == 0

@@ -31,5 +31,6 @@ def test_a_line_for_each_length(tmp_path: Path) -> None:
     console.print(table(ROWS))
     words = [line.split() for line in console.export_text().splitlines()]
     assert words[1:] == [["64", "1000", "400", "95%", "50%"], ["4096", "2132", "24000", "88%"]]
-    draw(ROWS, "a model", tmp_path / "plot.png")
+    results = {"model": "a model", "format": "fp8", "gpu": "a GPU", "rows": ROWS}
+    draw(results, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000

@@ -76,7 +76,8 @@ def test_the_page_says_what_is_missing() -> None:
         "machine": {"name": "a CPU", "date": "2031-02-03", "about": "", "versions": {}},
         "headline": "a CPU",
         "quick": True,
-        "missing": "it was interrupted",
+        "command": "make bench-cpu",
+        "why": "it was interrupted",
         "notes": [],
         "rows": [{**row, "x_torch": 3.0}, {**row, "why_torch": "not installed"}],
     }

@@ -64,7 +64,9 @@ def test_a_prompt_beside_streams_with_a_cap_and_without(run: Run) -> None:
     sizes = ("--prompt", 700, "--streams", 2, "--context", 9, "--target-itl-ms", 5)
     result = run("bench", "mixed", *sizes, "--json")
     assert (result.code, result.err) == (0, "")
-    free, capped = map(json.loads, result.out.splitlines())
+    found = json.loads(result.out)
+    free, capped = found["rows"]
+    assert (found["complete"], found["streams"]) == (True, 2)
     assert (free["target_itl_ms"], capped["target_itl_ms"]) == ("", 5)
     for row in (free, capped):
         assert 0 < row["itl_mixed_p50_ms"] <= row["itl_mixed_p99_ms"] <= row["itl_mixed_max_ms"]
@@ -117,7 +119,7 @@ def test_a_gpus_case_is_one_row(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("bench.harness.machine.check_gpu", torch.device)
     monkeypatch.setattr("bench.cases.gpu_run.one_case", lambda op, flags, device, seconds: row)
     result = run("bench", "router", "--json")
-    assert (result.code, json.loads(result.out)) == (0, row)
+    assert result.code == 0 and json.loads(result.out).items() >= row.items()
 
 
 def raising(error: BaseException) -> Any:

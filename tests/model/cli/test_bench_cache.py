@@ -49,8 +49,11 @@ def test_rows_of_the_embedded_model(run: Run, tmp_path: Path) -> None:
     few, many = (max(r["hit_rate"] for r in rows if r["slots"] == n) for n in (8, 16))
     assert 0 < few < many < 1
     assert (tmp_path / "hits.png").stat().st_size > 1000
-    draw([*rows, {**MEASURED, "slots": 0, "share": 0.0}, MEASURED], "both", tmp_path / "both.png")
-    assert [table.row_count for table in tables([*rows, MEASURED])] == [32, 1]
+    assert (found["complete"], found["missing"]) == (True, [])
+    both = {**found, "rows": [*rows, {**MEASURED, "slots": 0, "share": 0.0}, MEASURED]}
+    draw(both, tmp_path / "both.png")
+    _, simulated, measured = tables(both)
+    assert (simulated.row_count, measured.row_count) == (32, 2)
     failed(run("bench", "cache", "--shares", "0,50"), "numbers from 1 to 99")
 
 

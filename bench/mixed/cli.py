@@ -7,7 +7,6 @@ a cap and once with ``target_itl_ms``, each on an engine of its own over the sam
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from statistics import quantiles
@@ -15,18 +14,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from model.cli.common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from model.cli.common import Debug, Kernel, Threads, command, err, prepare_threads
 from model.cli.session import Defer, Device, GpuExperts, KvDtype, Prefill, check_prefill
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
-from .cli import check_defer, check_gpu, check_options, open_model
-from .model_options import Arch, Checkpoint, ExpertDevice, Format, Layers, NumExperts, Vocab, count
+from ..e2e.cli import check_defer, check_gpu, check_options, open_model
+from ..e2e.model_options import (
+    Arch,
+    Checkpoint,
+    ExpertDevice,
+    Format,
+    Layers,
+    NumExperts,
+    Vocab,
+    count,
+)
+from ..harness.keeping.kept import AsJson, Save, keeping
+from ..harness.rows import Row
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
 
-    from .ours import Ours
+    from ..e2e.ours import Ours
 
 ALONE = 48
 """Tokens of each stream before the prompt arrives, which are timed too."""
@@ -56,9 +66,8 @@ def mixed(
     defer: Defer = "off",
     threads: Threads = None,
     kernel: Kernel = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object an engine on stdout, nothing else.")
-    ] = False,
+    save: Save = None,
+    as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Time the streams of sequences that decode while a prompt is read, and that prompt.
@@ -80,23 +89,30 @@ def mixed(
         "gpu_experts": gpu_experts,
         "prefill": prefill,
     }
-    rows = []
-    with err().status("", spinner_style="dim") as status:
+    from .table import NAMED
+
+    caps: list[float | None] = [None, target_itl_ms]
+    with keeping("mixed", save, as_json) as kept, err().status("", spinner_style="dim") as status:
         status.update("filling random weights …" if arch else "reading, packing …")
         ours = open_model(model, arch, given, chosen_threads, chosen_kernel, kv_dtype)
         try:
-            for target in (None, target_itl_ms):
-                capped = "without a cap" if target is None else f"with {target:g} ms"
-                status.update(f"compiling, timing {capped} …")
-                row = measured(ours, chosen_kernel, streams, context, prompt, target, where)
-                rows.append(row)
+            kept.head = {
+                "model": ours.name,
+                "format": ours.fmt,
+                "layers": ours.layers,
+                "threads": ours.pool.threads,
+                **{key: "" if value is None else value for key, value in where.items()},
+                "streams": streams,
+                "context": context,
+                "prompt": prompt,
+            }
+            kept.plan = [{NAMED: cap or ""} for cap in caps]
+            for cap in caps:
+                status.update(f"compiling, timing {f'with {cap:g} ms' if cap else 'no cap'} …")
+                load = streams, context, prompt
+                kept.add({NAMED: cap or ""} | measured(ours, chosen_kernel, *load, cap, where))
         finally:
             ours.close()
-    if as_json:
-        for row in rows:
-            print(json.dumps(row))
-    else:
-        _show(rows)
 
 
 def measured(
@@ -107,8 +123,8 @@ def measured(
     prompt: int,
     target_itl_ms: float | None,
     where: dict[str, Any],
-) -> dict[str, Any]:
-    """The flat row of one engine.
+) -> Row:
+    """The figures of one engine.
 
     Args:
         where: device, expert_device, defer, gpu_experts and prefill of ``Ours.timer``.
@@ -132,17 +148,7 @@ def measured(
         asyncio.run(run.all(streams, context, prompt))
     finally:
         timer.close()
-    row = {
-        "model": ours.name,
-        "format": ours.fmt,
-        "layers": ours.layers,
-        "threads": ours.pool.threads,
-        **where,
-        "streams": streams,
-        "context": context,
-        "prompt": prompt,
-        "target_itl_ms": target_itl_ms,
-    }
+    row: Row = {}
     for name, gaps in (("alone", run.gaps(before=True)), ("mixed", run.gaps(before=False))):
         if len(gaps) < 2:
             raise PykernelsError(
@@ -153,8 +159,7 @@ def measured(
         figures = {"p50": p50, "p99": p99, "max": max(gaps)}
         row |= {f"itl_{name}_{key}_ms": round(1e3 * value, 2) for key, value in figures.items()}
         row[f"itl_{name}_count"] = len(gaps)
-    row |= {"ttft_s": round(run.first - run.arrived, 4), "ttft_alone_s": round(alone_s, 4)}
-    return {key: "" if value is None else value for key, value in row.items()}
+    return row | {"ttft_s": round(run.first - run.arrived, 4), "ttft_alone_s": round(alone_s, 4)}
 
 
 class _Run:
@@ -213,31 +218,3 @@ class _Run:
         from runtime.engine import SamplingParams
 
         return SamplingParams(max_tokens=tokens, ignore_eos=True, seed=1)
-
-
-def _show(rows: list[dict[str, Any]]) -> None:
-    from rich.table import Column, Table
-
-    first = rows[0]
-    out().print(
-        f"{first['model']}, {first['layers']} layers, {first['format']}, {first['threads']} threads"
-        f" on {first['device']}: {first['streams']} streams at {first['context']} tokens, then a"
-        f" prompt of {first['prompt']}",
-        markup=False,
-    )
-    table = Table(Column("engine", no_wrap=True), box=None, pad_edge=False)
-    for title in ("p50 ms", "p99 ms", "p50 beside", "p99 beside", "max", "TTFT s", "alone"):
-        table.add_column(title, justify="right")
-    for row in rows:
-        target = row["target_itl_ms"]
-        times = [
-            row[f"itl_{name}_ms"]
-            for name in ("alone_p50", "alone_p99", "mixed_p50", "mixed_p99", "mixed_max")
-        ]
-        table.add_row(
-            f"target {target:g} ms" if target else "no cap",
-            *(f"{value:.1f}" for value in times),
-            f"{row['ttft_s']:.2f}",
-            f"{row['ttft_alone_s']:.2f}",
-        )
-    out().print(table)

@@ -1,0 +1,1 @@
+"""`pykernels bench mixed`: a prompt that arrives while other sequences decode."""
