@@ -17,7 +17,8 @@ from typing import Protocol
 from bench.peers import llama_bench
 from bench.peers.catalog import ROOT
 from bench.peers.client import PeerMissing
-from bench.peers.llama_bench import CPU_ONLY, Offload
+from bench.peers.llama_bench import CPU_ONLY, DEFAULT, Batching, Offload
+from bench.peers.llama_fit import fitted
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime
 
@@ -47,10 +48,16 @@ Rates = dict[Case, float]
 
 
 class Player(Protocol):
-    """One of those who are timed."""
+    """One of those who are timed.
+
+    Attributes:
+        settings: options with which it played a case, for those that have a choice.
+    """
+
+    settings: dict[Case, str]
 
     def turn(self, cases: Sequence[Case]) -> Rates:
-        """Each case once. Raises PeerMissing where it cannot."""
+        """Each case that it plays once. Raises PeerMissing where it cannot."""
         ...
 
 
@@ -114,20 +121,49 @@ def load_of(cases: Sequence[Case]) -> Load:
 
 
 class LlamaCpp:
-    """llama.cpp on a GGUF file of the same shapes and type."""
+    """llama.cpp on a GGUF file of the same shapes and type.
 
-    def __init__(self, file: Path, threads: int, offload: Offload = CPU_ONLY) -> None:
-        self.file, self.threads, self.offload = file, threads, offload
+    Args:
+        prompts: "" to play decodes, else prompts: "default" as its program takes them, "best" with
+            the fastest of ``llama_bench.batchings``, which are tried in the first turn.
+    """
+
+    def __init__(
+        self, file: Path, threads: int, offload: Offload = CPU_ONLY, prompts: str = ""
+    ) -> None:
+        self.file, self.threads, self.offload, self.prompts = file, threads, offload, prompts
+        self.settings: dict[Case, str] = {}
+        self._batchings: dict[Case, Batching] = {}
 
     def turn(self, cases: Sequence[Case]) -> Rates:
-        return {case: self._rate(case) for case in cases}
+        self.offload = fitted(self.offload, self.file)
+        op = "prefill" if self.prompts else "decode"
+        return {case: self._rate(case) for case in cases if case.op == op}
 
     def _rate(self, case: Case) -> float:
         file, threads, offload = self.file, self.threads, self.offload
-        if case.op == "prefill":
-            return llama_bench.prefill(file, case.tokens, threads, offload=offload)
-        sizes = case.tokens, case.batch, case.context
-        return llama_bench.decode(file, *sizes, threads, offload=offload)
+        words = [*offload.options, "-t", str(threads)]
+        if case.op == "decode":
+            self.settings[case] = " ".join(words)
+            sizes = case.tokens, case.batch, case.context
+            return llama_bench.decode(file, *sizes, threads, offload=offload)
+        if case not in self._batchings:
+            best = self.prompts == "best"
+            self._batchings[case] = (
+                llama_bench.best_batching(file, case.tokens, threads, offload) if best else DEFAULT
+            )
+        batching = self._batchings[case]
+        self.settings[case] = " ".join([*words, *batching.options])
+        return llama_bench.prefill(file, case.tokens, threads, offload=offload, batching=batching)
+
+
+def llama_players(file: Path, threads: int, offload: Offload) -> dict[str, Player]:
+    """llama.cpp's players by name: its decodes, its prompts by default and at its best."""
+    return {
+        offload.name: LlamaCpp(file, threads, offload),
+        f"{offload.name} default": LlamaCpp(file, threads, offload, "default"),
+        f"{offload.name} best": LlamaCpp(file, threads, offload, "best"),
+    }
 
 
 class Transformers:
@@ -135,6 +171,7 @@ class Transformers:
 
     def __init__(self, shape: Shape, threads: int) -> None:
         self.shape, self.threads = shape, threads
+        self.settings: dict[Case, str] = {}
 
     def turn(self, cases: Sequence[Case]) -> Rates:
         s = self.shape

@@ -13,7 +13,8 @@ def speeds(plt: Any, rows: list[Row]) -> Any:
     panels_cases = [
         list(dict.fromkeys(case_title(row) for row in rows if row["op"] == op)) for op in ops
     ]
-    bars = len({row.get("place", "") for row in rows}) + len(_peers(rows))
+    places = len({row.get("place", "") for row in rows})
+    bars = places + max(len(_peers([row for row in rows if row["op"] == op])) for op in ops)
     most = max(map(len, panels_cases))
     size = 4.5 + max(1.2, 0.45 * bars) * len(ops) * most, 4.6
     figure, panels = plt.subplots(1, len(ops), figsize=size, layout="constrained", squeeze=False)
@@ -21,7 +22,8 @@ def speeds(plt: Any, rows: list[Row]) -> Any:
         _bars(axes, [row for row in rows if row["op"] == op], cases, rows)
         axes.set(ylabel="tokens/s", title=op.removeprefix("e2e "))
         axes.set_ylim(bottom=0)
-    panels[0][-1].legend(fontsize=7)
+    for axes in panels[0]:  # llama.cpp's prompts have other bars than its decodes
+        axes.legend(fontsize=7)
     return figure
 
 
@@ -32,7 +34,7 @@ def _peers(rows: list[Row]) -> list[str]:
 def _bars(axes: Any, rows: list[Row], cases: list[str], every: list[Row]) -> None:
     """The bars of ``rows``; the same colours in all panels, those of ``every`` row."""
     places = list(dict.fromkeys(row.get("place", "") for row in every))
-    peers = _peers(every)
+    peers, colours = _peers(rows), [*places, *_peers(every)]
     width = 0.8 / (len(places) + len(peers))
     bars = dict[str, list[tuple[int, float]]]()  # by name
     for row in rows:
@@ -40,11 +42,11 @@ def _bars(axes: Any, rows: list[Row], cases: list[str], every: list[Row]) -> Non
         bars.setdefault(_name(row.get("place", "")), []).append((group, row["tok_s"]))
         for peer in peers_of(row):  # the same turns beside each of our places
             bars.setdefault(peer, []).append((group, row[f"tok_s_{peer}"]))
-    names = [*map(_name, places), *peers]
-    for i, name in enumerate(names):
+    for i, key in enumerate([*places, *peers]):
+        name = _name(key) if key in places else key
         found = dict(bars.get(name, []))
         at = [group + i * width for group in found]
-        axes.bar(at, list(found.values()), width, label=name)
+        axes.bar(at, list(found.values()), width, label=name, color=f"C{colours.index(key)}")
     label: str | None = "read roof"
     for row in rows:
         if row.get("bytes_per_step"):

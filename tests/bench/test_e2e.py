@@ -30,6 +30,7 @@ class FakePeer:
 
     def __init__(self, fails: bool = False, error: BaseException | None = None) -> None:
         self.fails, self.turns = fails, 0
+        self.settings: dict[Case, str] = {}
         self.error = error or PeerMissing("out of luck")
 
     def turn(self, cases: list[Case]) -> Rates:
@@ -71,7 +72,8 @@ def test_rows_have_our_figures_and_the_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(e2e_run, "find", lambda name, tools: Path(name))
-    monkeypatch.setattr(e2e_run, "LlamaCpp", lambda file, threads, offload: FakePeer())
+    only = {"llama.cpp": FakePeer()}
+    monkeypatch.setattr(e2e_run, "llama_players", lambda *_: only)
     run = E2ERun(settings(tmp_path), detect())
     results = measure_and_keep(run, tmp_path / "out", lambda row: None)
     prefill, one, two = results["rows"]
@@ -90,7 +92,7 @@ def test_rows_have_our_figures_and_the_peers(
 @pytest.mark.all
 def test_a_peer_that_fails_later_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(e2e_run, "find", lambda name, tools: Path(name))
-    monkeypatch.setattr(e2e_run, "LlamaCpp", lambda file, threads, offload: FakePeer(fails=True))
+    monkeypatch.setattr(e2e_run, "llama_players", lambda *_: {"llama.cpp": FakePeer(fails=True)})
     run = E2ERun(settings(tmp_path, batches=(1,)), detect())
     results = measure_and_keep(run, None, lambda row: None)
     assert all(row["why_llama.cpp"] == "out of luck" for row in results["rows"])
@@ -103,7 +105,7 @@ def test_rounds_of_a_model_that_is_interrupted_are_kept(
 ) -> None:
     peer = FakePeer(fails=True, error=KeyboardInterrupt())
     monkeypatch.setattr(e2e_run, "find", lambda name, tools: Path(name))
-    monkeypatch.setattr(e2e_run, "LlamaCpp", lambda file, threads, offload: peer)
+    monkeypatch.setattr(e2e_run, "llama_players", lambda *_: {"llama.cpp": peer})
     run = E2ERun(settings(tmp_path, batches=(1,), rounds=3), detect())
     with pytest.raises(KeyboardInterrupt):
         measure_and_keep(run, tmp_path, lambda row: None)

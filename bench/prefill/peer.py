@@ -1,0 +1,49 @@
+"""llama.cpp's prompts beside ours: as its program takes them, and at its best."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from model.cli.common import note
+
+from ..peers.client import PeerMissing
+from ..peers.llama_bench import DEFAULT, ON_THE_GPU, best_batching, prefill
+from ..peers.llama_tools import ToolMissing, find
+
+Row = dict[str, Any]
+OFFLOAD = ON_THE_GPU[0]
+"""All its experts in main memory, as ours."""
+WAYS = tuple(f"{OFFLOAD.name} {kind}" for kind in ("default", "best"))
+_REPEAT = 3
+
+
+def llama_rows(
+    arch: str, given: dict[str, Any], lengths: tuple[int, ...], threads: int
+) -> Iterator[Row]:
+    """Its prompts, of each length a row by default and a row with the fastest of ``batchings``,
+    ``settings`` in both; none, and a note why, where it is not there."""
+    from ..e2e.ours import Shape
+    from ..peers.gguf_model import FAMILIES, TYPES, model_file
+
+    config, fmt = Shape(arch, given["layers"], None, given["vocab"]).config(), given["format"]
+    fmt = fmt or "q4_k"
+    if config.model_type not in FAMILIES or fmt not in TYPES:
+        note(f"no llama.cpp: it has no {arch} in {fmt} here")
+        return
+    try:
+        find("llama-bench", OFFLOAD.tools)
+        with tempfile.TemporaryDirectory() as folder:
+            file = model_file(config, fmt, Path(folder), arch)
+            for n in lengths:
+                for way in WAYS:
+                    batching = DEFAULT
+                    if way.endswith("best"):
+                        batching = best_batching(file, n, threads, OFFLOAD)
+                    rate = prefill(file, n, threads, _REPEAT, OFFLOAD, batching)
+                    words = [*OFFLOAD.options, "-t", str(threads), *batching.options]
+                    yield {"way": way, "tokens": n, "tok_s": rate, "settings": " ".join(words)}
+    except (PeerMissing, ToolMissing) as error:
+        note(f"no llama.cpp: {error}")
