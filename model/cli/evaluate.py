@@ -11,7 +11,7 @@ import typer
 
 from pykernels.errors import PykernelsError
 
-from . import evaluate_tasks
+from . import evaluate_lossless, evaluate_tasks
 from .common import Debug, Kernel, Threads, command, err, out, prepare_threads
 from .session import Model, model_path
 
@@ -31,6 +31,7 @@ def group() -> None:
 
 
 app.command("tasks")(evaluate_tasks.tasks)
+app.command("lossless")(evaluate_lossless.lossless)
 
 
 @app.command("deferral")

@@ -1,10 +1,10 @@
 """Runs a program in a process of its own: limits, an empty folder, and what else the system grants.
 
-Always: a limit of time, of memory, of files' size and of open files, an empty environment, Python's
-isolated mode, no input, and a folder that is deleted. Where the kernel lets a user do so: namespaces
-(no network; every process that the program began ends with it) and Landlock (no file outside the
-folder is made, written or removed). ``confinement`` tells which of these this machine grants. Files
-can be read, so this is for the mistakes of a model, not for an attacker.
+Always: a limit of time, of memory, of files' size and of open files, an empty environment,
+Python's isolated mode, no input, and a folder that is deleted. Where the kernel lets a user do so:
+namespaces (no network; every process that the program began ends with it) and Landlock (no file
+outside the folder is made, written or removed). ``confinement`` tells which of these this machine
+grants. Files can be read, so this is for the mistakes of a model, not for an attacker.
 """
 
 from __future__ import annotations
