@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from ..evaluation.lossless import Result
 
 
+SHOWN, DIGITS = 5, 12
+"""Columns and digits that a terminal has room for; a page has all."""
+
+
 @command
 def lossless(
     model: Model = None,
@@ -79,9 +83,9 @@ def _table(result: Result) -> Table:
     from ..evaluation.lossless_report import TITLES, cells
 
     table = Table(box=None, pad_edge=False)
-    for title in TITLES:
+    for title in TITLES[:SHOWN]:
         table.add_column(title, no_wrap=True)
-    table.add_row("plainest", f"{result.perplexity:.15g}")
+    table.add_row("plainest", f"{result.perplexity:.{DIGITS}g}")
     for row in result.rows:
-        table.add_row(*cells(row))
+        table.add_row(*cells(row, DIGITS)[:SHOWN])
     return table

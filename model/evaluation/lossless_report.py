@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .lossless import Result, Row
 
-TITLES = ("way", "perplexity", "plainest's", "rms", "largest", "the same", "at work")
+TITLES = ("way", "perplexity", "plainest's", "rms", "the same", "largest", "at work")
 
 
 def write(result: Result, folder: Path, date: str) -> list[Path]:
@@ -20,17 +20,17 @@ def write(result: Result, folder: Path, date: str) -> list[Path]:
     return [page, numbers]
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """A row of the table, in the order of ``TITLES``."""
+def cells(row: Row, digits: int = 15) -> tuple[str, ...]:
+    """A row of the table, in the order of ``TITLES``; perplexities to so many digits."""
     if row.refused:
-        return row.name, "", "", "", "", "not here", ""
+        return row.name, "", "", "", "not here", "", ""
     return (
         row.name,
-        f"{row.perplexity:.15g}",
-        f"{row.plain:.15g}",
+        f"{row.perplexity:.{digits}g}",
+        f"{row.plain:.{digits}g}",
         f"{row.rms:.1e}",
-        f"{row.largest:.1e}",
         verdict(row),
+        f"{row.largest:.1e}",
         row.shown,
     )
 
@@ -42,7 +42,7 @@ def verdict(row: Row) -> str:
     if row.equal:
         return "bit for bit"
     if row.within:
-        return f"{_digits(row)} digits, rounding"
+        return f"{_digits(row)} digits"
     return "ANOTHER MODEL" if row.lossless else "another model"
 
 
@@ -80,12 +80,13 @@ def markdown(result: Result) -> str:
         "",
         f"{result.model} on {result.cpu}, kernel {result.kernel}; the first {result.length} tokens"
         f" of {result.documents} held-out files of Python {result.python}'s library,"
-        f" {result.prompt} of each as a prompt, the others as if the model wrote them. The plainest way, one request"
-        " after another and every pass off, gives"
+        f" {result.prompt} of each as a prompt, the others as if the model wrote them. The plainest"
+        " way, one request after another and every pass off, gives"
         f" {result.perplexity:.15g}. rms and largest: of the differences of single tokens' natural"
-        f" log-probabilities to the plainest way's. Allowed: {result.allowed:.2e}, {allowed}. The"
-        " last two ways do change the model, and show what the measure sees. SMOE's Table II has"
-        " the perplexities of five answers in these places.",
+        " log-probabilities to the plainest way's; the same: digits of both perplexities that are."
+        f" Allowed rms: {result.allowed:.2e}, {allowed}. The last two ways do change the model, and"
+        " show what the measure sees. SMOE's Table II has the perplexities of five answers in these"
+        " places.",
         "",
         f"| {' | '.join(TITLES)} |",
         "|---" * len(TITLES) + "|",
