@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pykernels.errors import PykernelsError
-
-from . import evaluate_lossless, evaluate_tasks
+from . import evaluate_compare, evaluate_lossless, evaluate_tasks
 from .common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from .evaluate_compare import numbers_of
 from .session import Model, model_path
 
 if TYPE_CHECKING:
@@ -31,6 +30,7 @@ def group() -> None:
 
 
 app.command("tasks")(evaluate_tasks.tasks)
+app.command("compare")(evaluate_compare.compare)
 app.command("lossless")(evaluate_lossless.lossless)
 
 
@@ -59,7 +59,7 @@ def deferral(
     debug: Debug = False,
 ) -> None:
     """Hold Expert Deferral against Expert Skipping on text that training never saw."""
-    numbers = _numbers(experts)
+    numbers = numbers_of("--experts", experts)
     path, chosen = model_path(model), prepare_threads(threads)
     from rich.progress import Progress
 
@@ -95,15 +95,6 @@ def deferral(
     if write is not None:
         for file in deferral_report.write(result, write, datetime.date.today().isoformat()):
             err().print(f"wrote {file}", style="dim", markup=False)
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise PykernelsError(
-            f"--experts {text!r} is no list of numbers", "Give one like 0,1,2"
-        ) from None
 
 
 def _table(result: Result) -> Table:
