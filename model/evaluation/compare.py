@@ -13,9 +13,10 @@ from runtime.passes import skip
 from runtime.passes.layers import moe_layers
 
 from ..llm import load_engine
-from .harness import Progress, Score, Tasks, evaluate
+from .harness import Score, Tasks, evaluate
 from .humaneval import Draws
 from .likelihood import ROWS
+from .progress import Progress
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,7 @@ from pykernels.errors import PykernelsError
 from ..extras import how_to_install, is_installed
 from ..llm import LLM
 from . import humaneval
-
-Progress = Callable[[str, int], Callable[[int], None]]
-"""Told what begins and of how many requests; returns what is told of those that are done."""
+from .progress import Progress
 
 TASKS = Path(__file__).parent / "tasks"
 """Our own, in lm-eval's format, over a few questions of each set."""

@@ -12,8 +12,8 @@ from pykernels.errors import PykernelsError
 from runtime.engine import RequestHandle, SamplingParams
 
 from ..llm import LLM
-from .harness import Progress
 from .likelihood import Likelihood, Pair, likelihoods
+from .progress import Progress
 
 MAX_NEW_TOKENS = 256
 """The limit of an answer whose task sets none, as in lm-eval's own models."""

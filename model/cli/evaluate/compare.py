@@ -11,9 +11,10 @@ import typer
 
 from pykernels.errors import PykernelsError
 
-from .common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from .engine_options import engine_options
-from .evaluate_tasks import (
+from ..common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from ..engine_options import engine_options
+from ..session import Device, ExpertCache, Experts, KvDtype, Model, Prefill, model_path
+from .tasks import (
     AsJson,
     Data,
     DrawnAt,
@@ -25,12 +26,11 @@ from .evaluate_tasks import (
     progress,
     tell_sandbox,
 )
-from .session import Device, ExpertCache, Experts, KvDtype, Model, Prefill, model_path
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..evaluation.compare import Comparison
+    from ...evaluation.compare import Comparison
 
 
 @command
@@ -73,9 +73,9 @@ def compare(
     )
     del options["defer"]
     path, chosen = model_path(model), prepare_threads(threads)
-    from ..evaluation import compare as compared
-    from ..evaluation.harness import find_tasks
-    from ..evaluation.humaneval import Draws
+    from ...evaluation import compare as compared
+    from ...evaluation.harness import find_tasks
+    from ...evaluation.humaneval import Draws
 
     found = find_tasks(which, data)
     tell_sandbox(bool(found.problems))
@@ -113,7 +113,7 @@ def numbers_of(option: str, text: str) -> list[int]:
 def _table(result: Comparison) -> Table:
     from rich.table import Table
 
-    from ..evaluation.compare import cells
+    from ...evaluation.compare import cells
 
     head, *rows = zip(*cells(result), strict=True)  # a column's experts are a row here
     table = Table(*head, box=None, pad_edge=False)

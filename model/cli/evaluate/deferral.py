@@ -1,4 +1,4 @@
-"""`pykernels eval`: what a change to a step costs the model; what the model knows."""
+"""`pykernels eval deferral`: bits a byte with experts deferred, and skipped."""
 
 from __future__ import annotations
 
@@ -9,32 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import evaluate_compare, evaluate_lossless, evaluate_tasks
-from .common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from .evaluate_compare import numbers_of
-from .session import Model, model_path
+from ..common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from ..session import Model, model_path
+from .compare import numbers_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..evaluation.deferral import Result
-
-app = typer.Typer(
-    help="Measure what a model knows, and what a change costs it.", no_args_is_help=True
-)
+    from ...evaluation.deferral import Result
 
 
-@app.callback()
-def group() -> None:
-    """Measure what a model knows, and what a change costs it."""
-
-
-app.command("tasks")(evaluate_tasks.tasks)
-app.command("compare")(evaluate_compare.compare)
-app.command("lossless")(evaluate_lossless.lossless)
-
-
-@app.command("deferral")
 @command
 def deferral(
     model: Model = None,
@@ -63,9 +47,9 @@ def deferral(
     path, chosen = model_path(model), prepare_threads(threads)
     from rich.progress import Progress
 
-    from .. import load_engine
-    from ..evaluation import deferral_report
-    from ..evaluation.deferral import evaluate
+    from ... import load_engine
+    from ...evaluation import deferral_report
+    from ...evaluation.deferral import evaluate
 
     console = err()
     with (

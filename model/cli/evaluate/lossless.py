@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import EXIT_PROBLEM, Debug, Kernel, Threads, command, err, out, prepare_threads
-from .engine_options import engine_options
-from .session import Device, Model, Rules, model_path
+from ..common import EXIT_PROBLEM, Debug, Kernel, Threads, command, err, out, prepare_threads
+from ..engine_options import engine_options
+from ..session import Device, Model, Rules, model_path
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..evaluation.lossless import Result
+    from ...evaluation.lossless import Result
 
 
 SHOWN, DIGITS = 5, 12
@@ -50,8 +50,8 @@ def lossless(
     """
     options = engine_options(device=device, rules=rules)
     path, chosen = model_path(model), prepare_threads(threads)
-    from ..evaluation import lossless_report
-    from ..evaluation.lossless import evaluate
+    from ...evaluation import lossless_report
+    from ...evaluation.lossless import evaluate
 
     with err().status("importing …", spinner_style="dim") as shown:
         result = evaluate(
@@ -80,7 +80,7 @@ def lossless(
 def _table(result: Result) -> Table:
     from rich.table import Table
 
-    from ..evaluation.lossless_report import TITLES, cells
+    from ...evaluation.lossless_report import TITLES, cells
 
     table = Table(box=None, pad_edge=False)
     for title in TITLES[:SHOWN]:

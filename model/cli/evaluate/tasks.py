@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
-from .engine_options import engine_options
-from .session import (
+from ..common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
+from ..engine_options import engine_options
+from ..session import (
     Defer,
     Device,
     DualBatch,
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
-    from ..evaluation.harness import Progress as Told
-    from ..evaluation.harness import Scores
+    from ...evaluation.harness import Scores
+    from ...evaluation.progress import Progress as Told
 
 
 Which = Annotated[
@@ -106,15 +106,15 @@ def tasks(
         kv_dtype=kv_dtype,
     )
     path, chosen = model_path(model), prepare_threads(threads)
-    from .. import load_engine
-    from ..evaluation.harness import evaluate, find_tasks
-    from ..evaluation.humaneval import Draws
-    from ..evaluation.likelihood import ROWS
+    from ... import load_engine
+    from ...evaluation.harness import evaluate, find_tasks
+    from ...evaluation.humaneval import Draws
+    from ...evaluation.likelihood import ROWS
 
     found = find_tasks(which, data)
     tell_sandbox(bool(found.problems))
-    sizes = {"threads": chosen, "kernel": kernel or "auto", "max_num_logits": ROWS}
-    with load_engine(path, **sizes, **options) as llm, progress() as told:
+    options |= {"threads": chosen, "kernel": kernel or "auto", "max_num_logits": ROWS}
+    with load_engine(path, **options) as llm, progress() as told:
         for line in llm.runner.decisions:
             note(line)
         draws = Draws(samples, temperature, max_tokens)
@@ -135,7 +135,7 @@ def tell_sandbox(used: bool) -> None:
     """A note where programs that the model writes are run with less around them than can be."""
     if not used:
         return
-    from ..evaluation.sandbox import confinement
+    from ...evaluation.sandbox import confinement
 
     if "namespaces" not in (granted := confinement()):
         note("this machine grants no namespaces: the model's programs could use the network")
