@@ -7,13 +7,13 @@ request, prompts and decode steps alike, and what is measured is what a request 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engine import RequestHandle, SamplingParams
+from runtime.engine import SamplingParams
 
 from ..llm import LLM
 
@@ -50,7 +50,6 @@ def score(
     prompt: int,
     start: int = 1,
     at_once: bool = False,
-    done: Callable[[int], None] = lambda count: None,
 ) -> NDArray[np.float64]:
     """Natural log-probabilities of documents' tokens behind those before them.
 
@@ -60,15 +59,12 @@ def score(
         start: first position that is scored; 1: all but the first. What lies before may come from
             the cache.
         at_once: all documents side by side, else one after another.
-        done: called with 1 after each document.
 
     Returns:
         float64 [D, L - start]
     """
-    handles: list[RequestHandle] = []
-
-    def submit(document: Sequence[int]) -> None:
-        params = SamplingParams(
+    params = [
+        SamplingParams(
             temperature=0,
             max_tokens=len(document) - prompt,
             ignore_eos=True,
@@ -76,23 +72,17 @@ def score(
             logprob_start=start if start < prompt else None,
             constraint=Forced(document[prompt:]),
         )
-        handles.append(llm.engine.submit(document[:prompt], params))
-
+        for document in documents
+    ]
+    prompts = [document[:prompt] for document in documents]
+    if at_once:
+        results = llm.engine.generate(prompts, params)
+    else:
+        pairs = zip(prompts, params, strict=True)
+        results = [llm.engine.generate([each], how)[0] for each, how in pairs]
     found = []
-    try:
-        if at_once:
-            for document in documents:
-                submit(document)
-        for at, document in enumerate(documents):
-            if not at_once:
-                submit(document)
-            [output] = handles[at].result().completions
-            assert list(output.token_ids) == list(document[prompt:])
-            each = (*output.prompt_logprobs, *output.logprobs)
-            found.append([token.logprob for token in each])
-            done(1)
-    except BaseException:
-        for handle in handles:
-            handle.cancel()
-        raise
+    for document, result in zip(documents, results, strict=True):
+        [output] = result.completions
+        assert list(output.token_ids) == list(document[prompt:])
+        found.append([token.logprob for token in (*output.prompt_logprobs, *output.logprobs)])
     return np.array(found, np.float64)

@@ -37,8 +37,8 @@ FLOAT32 = 64 * 2.0**-24
 """Root mean square of the differences of float32's own log-probabilities: some roundings."""
 OF_ROUNDING = 2.0
 """Two ways may each be as far from the exact value as the plainest is: twice that between them."""
-LEAST = 160
-"""Tokens of a document: its prompt has a whole page, and what follows takes another one."""
+LEAST = 256
+"""Tokens of a document: what follows its prompt takes two pages more, so that some do not fit."""
 TAIL = 16
 """Tokens of a prompt that are scored behind what comes from the cache of prefixes."""
 
@@ -177,7 +177,7 @@ def evaluate(
     path: Path,
     device: str = "cpu",
     tokens: int = 1500,
-    length: int = 192,
+    length: int = 256,
     stdlib: Path | None = None,
     rules: Rules = None,
     told: Callable[[str], None] = lambda name: None,
@@ -186,19 +186,20 @@ def evaluate(
     """Scores held-out files in every way that the device has.
 
     Args:
-        tokens: of the text, at least; ``length`` of each file's beginning, two thirds of it as a
-            prompt.
+        tokens: of the text, at least; ``length`` of each file's beginning, half of it as a prompt.
         told: called with the name of each way before it is run.
         settings: of ``load_engine``, of all ways.
 
     Raises:
-        PykernelsError: what the plainest way is refused with.
+        PykernelsError: texts shorter than ``LEAST``, or what the plainest way is refused with.
     """
     from pykernels.target import detect
 
+    if length < LEAST:
+        raise PykernelsError(f"texts of {length} tokens", f"Give --length {LEAST} or more")
     text = heldout(load_tokenizer(path), tokens, length, stdlib)
     documents = text.tokens.tolist()
-    D, prompt = len(documents), 2 * length // 3
+    D, prompt = len(documents), length // 2
     if device.startswith("cuda"):
         settings = {"experts": "cpu", "prefill": "cpu", **settings}
     plain = {

@@ -32,8 +32,8 @@ def lossless(
         int, typer.Option(min=1, metavar="N", help="Tokens of text that are scored, at least.")
     ] = 1500,
     length: Annotated[
-        int, typer.Option(min=160, metavar="L", help="Tokens of one text; two thirds: a prompt.")
-    ] = 192,
+        int, typer.Option(min=2, metavar="L", help="Tokens of one text; half of it is a prompt.")
+    ] = 256,
     threads: Threads = None,
     kernel: Kernel = None,
     as_json: Annotated[
