@@ -241,6 +241,16 @@ def expert_cache_of(choice: str, device: str, eager: bool = False) -> int | str:
     return int(choice) if choice.isdecimal() else choice
 
 
+def check_experts(experts: str, gpu_experts: str | None, beside_gpu: bool) -> None:
+    """`PykernelsError` for experts on a GPU where there is none."""
+    if experts != "auto" and not beside_gpu:
+        raise PykernelsError(
+            f"--experts {experts} is for the engine with a GPU", "Add --device cuda:0"
+        )
+    if gpu_experts is not None and not beside_gpu:
+        raise PykernelsError("--gpu-experts without a GPU", "Add --device cuda:0")
+
+
 def model_path(model: Path | None) -> Path:
     """Where the model is, see ``hub.local``; call it before torch is imported, so that a mistyped
     name is refused at once, and before `prepare_threads`, which hides the bars of a download."""
@@ -307,13 +317,7 @@ class Session:
                 f"--eager, and --dtype with it, runs on the CPU, not on {device}",
                 "Leave it out, or --device and rules that name a GPU",
             )
-        if experts != "auto" and not beside_gpu:
-            raise PykernelsError(
-                f"--experts {experts} is for the engine with a GPU",
-                "Add --device cuda:0",
-            )
-        if gpu_experts is not None and not beside_gpu:
-            raise PykernelsError("--gpu-experts without a GPU", "Add --device cuda:0")
+        check_experts(experts, gpu_experts, beside_gpu)
         if eager and defer not in (None, "off"):
             raise PykernelsError("--defer is for the engine", "Leave out --eager and its kin")
         if eager and kv_dtype != "bf16":

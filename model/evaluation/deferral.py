@@ -19,8 +19,8 @@ from pykernels.errors import PykernelsError
 from runtime.passes import defer, skip
 from runtime.passes.layers import moe_layers
 
-from ..embedded.corpus import default_stdlib, find_sources, fingerprint, split
 from ..llm import LLM
+from .heldout import heldout
 from .teacher import Scores, Teacher
 
 METHODS = {"skipping": skip, "deferral": defer}
@@ -95,8 +95,8 @@ def evaluate(
         raise PykernelsError("this model has no tokenizer", "Use a checkpoint with tokenizer.json")
     from pykernels.target import detect
 
-    files = split(find_sources(stdlib or default_stdlib())).heldout
-    documents, nbytes = _documents(llm.tokenizer, [f.text for f in files], tokens, length)
+    text = heldout(llm.tokenizer, tokens or TOKENS, length, stdlib, tokens or 1)
+    documents, nbytes = text.tokens, text.nbytes
     teacher = Teacher(llm, documents)
     numbers = sorted(set(affected) - {0})
     program = teacher.program()
@@ -119,41 +119,12 @@ def evaluate(
         documents=D,
         length=L,
         tokens=D * (L - 1),
-        heldout_sha256=fingerprint(files),
+        heldout_sha256=text.sha256,
         python=platform.python_version(),
         cpu=detect().cpu,
         kernel=llm.kernel,
         rows=tuple(rows),
     )
-
-
-def _documents(
-    tokenizer: Any, texts: Sequence[str], tokens: int | None, length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [D, length] of the beginnings of as many texts as are needed, and the bytes [D]
-    that each row's tokens but the first stand for."""
-    rows, nbytes = [], []
-    for text in texts:
-        encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
-        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-        if len(ids) < length:
-            continue
-        begin, end = offsets[0][1], offsets[length - 1][1]
-        rows.append(ids[:length])
-        nbytes.append(len(text[begin:end].encode()))
-        if len(rows) * (length - 1) >= (tokens or TOKENS):
-            break
-    there = len(rows) * (length - 1)
-    if there < (tokens or 1):
-        raise PykernelsError(
-            f"{tokens or 1} tokens asked for, the held-out files have {there} in pieces"
-            f" of {length}",
-            "Ask for fewer with --tokens, or for shorter ones with --length",
-        )
-    tokens_of, bytes_of = (
-        torch.tensor(values, dtype=torch.int64, device="cpu") for values in (rows, nbytes)
-    )
-    return tokens_of, bytes_of
 
 
 def _row(

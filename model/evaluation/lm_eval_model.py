@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from pykernels.errors import PykernelsError
-from runtime.engine import SamplingParams
+from runtime.engine import RequestHandle, SamplingParams
 
 from ..llm import LLM
 from .likelihood import Likelihood, Pair, likelihoods
-
-Progress = Callable[[str, int], Callable[[int], None]]
-"""Told what begins and of how many requests; returns what is told of those that are done."""
+from .progress import Progress
 
 MAX_NEW_TOKENS = 256
 """The limit of an answer whose task sets none, as in lm-eval's own models."""
@@ -26,15 +24,20 @@ class EngineLM(TemplateLM):
 
     Args:
         llm: with a tokenizer; with many rows (``likelihood.ROWS``) it scores faster.
+        in_turn: begin an answer when the one before has ended.
     """
 
     def __init__(
-        self, llm: LLM, progress: Progress = lambda what, total: lambda count: None
+        self,
+        llm: LLM,
+        progress: Progress = lambda what, total: lambda count: None,
+        in_turn: bool = False,
     ) -> None:
         super().__init__()
         if llm.tokenizer is None:
             raise PykernelsError("this model has no tokenizer", "Use a checkpoint with one")
         self.llm, self.tokenizer, self._progress = llm, llm.tokenizer, progress
+        self._in_turn = in_turn
 
     @property
     def eot_token_id(self) -> int:
@@ -98,7 +101,13 @@ class EngineLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         done = self._progress("writing", len(requests))
-        handles = []
+        handles: list[RequestHandle] = []
+        texts: list[str] = []
+
+        def take() -> None:
+            texts.append(handles[len(texts)].result().text)
+            done(1)
+
         try:
             for request in requests:
                 context, how = request.args
@@ -106,10 +115,10 @@ class EngineLM(TemplateLM):
                 assert params.max_tokens is not None
                 room = self.max_length - params.max_tokens
                 handles.append(self.llm.engine.submit(self.tok_encode(context)[-room:], params))
-            texts = []
-            for handle in handles:
-                texts.append(handle.result().text)
-                done(1)
+                if self._in_turn:
+                    take()
+            while len(texts) < len(handles):
+                take()
             return texts
         except BaseException:
             for handle in handles:

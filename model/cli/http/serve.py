@@ -28,6 +28,7 @@ from ..common import (
     prepare_threads,
     read_key,
 )
+from ..engine_options import engine_options
 from ..session import (
     CachePolicyName,
     DeferOrRules,
@@ -41,10 +42,6 @@ from ..session import (
     Model,
     Prefill,
     Rules,
-    check_prefill,
-    dense_gib_of,
-    dual_batch_of,
-    expert_cache_of,
     model_path,
     status,
 )
@@ -168,10 +165,19 @@ def serve(
     debug: Debug = False,
 ) -> None:
     """Serve a model over HTTP until Ctrl-C or SIGTERM."""
-    lanes = dual_batch_of(dual_batch, device)
-    check_prefill(prefill, device)
-    slots = expert_cache_of(expert_cache, device)
-    dense = dense_gib_of(dense_gib, device)
+    options = engine_options(
+        device=device,
+        rules=rules,
+        experts=experts,
+        gpu_experts=gpu_experts,
+        prefill=prefill,
+        dense_gib=dense_gib,
+        expert_cache=expert_cache,
+        expert_cache_policy=expert_cache_policy,
+        dual_batch=dual_batch,
+        defer=defer,
+        kv_dtype=kv_dtype,
+    )
     path = model_path(model)
     chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
     level = logging.DEBUG if State.debug else logging.INFO if log_requests else logging.WARNING
@@ -214,20 +220,10 @@ def serve(
                 of_transformers.disable_progress_bar()
             llm = load_engine(
                 path,
-                rules=rules,
                 threads=chosen_threads,
                 kernel=chosen_kernel,
-                defer=defer,
-                device=device,
-                experts=experts,
-                gpu_experts=gpu_experts,
-                prefill=prefill,
-                dense_gib=dense,
-                expert_cache=slots,
-                expert_cache_policy=expert_cache_policy,
-                kv_dtype=kv_dtype,
-                dual_batch=lanes,
                 numa=numa,
+                **options,
                 max_num_seqs=max_batch,
                 max_model_len=max_model_len,
                 kv_tokens=kv_tokens,

@@ -1,4 +1,4 @@
-"""`pykernels eval`: what a change to a step costs the model; what the model knows."""
+"""`pykernels eval deferral`: bits a byte with experts deferred, and skipped."""
 
 from __future__ import annotations
 
@@ -9,31 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pykernels.errors import PykernelsError
-
-from . import evaluate_tasks
-from .common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from .session import Model, model_path
+from ..common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from ..session import Model, model_path
+from .compare import numbers_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..evaluation.deferral import Result
-
-app = typer.Typer(
-    help="Measure what a model knows, and what a change costs it.", no_args_is_help=True
-)
+    from ...evaluation.deferral import Result
 
 
-@app.callback()
-def group() -> None:
-    """Measure what a model knows, and what a change costs it."""
-
-
-app.command("tasks")(evaluate_tasks.tasks)
-
-
-@app.command("deferral")
 @command
 def deferral(
     model: Model = None,
@@ -58,13 +43,13 @@ def deferral(
     debug: Debug = False,
 ) -> None:
     """Hold Expert Deferral against Expert Skipping on text that training never saw."""
-    numbers = _numbers(experts)
+    numbers = numbers_of("--experts", experts)
     path, chosen = model_path(model), prepare_threads(threads)
     from rich.progress import Progress
 
-    from .. import load_engine
-    from ..evaluation import deferral_report
-    from ..evaluation.deferral import evaluate
+    from ... import load_engine
+    from ...evaluation import deferral_report
+    from ...evaluation.deferral import evaluate
 
     console = err()
     with (
@@ -94,15 +79,6 @@ def deferral(
     if write is not None:
         for file in deferral_report.write(result, write, datetime.date.today().isoformat()):
             err().print(f"wrote {file}", style="dim", markup=False)
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise PykernelsError(
-            f"--experts {text!r} is no list of numbers", "Give one like 0,1,2"
-        ) from None
 
 
 def _table(result: Result) -> Table:

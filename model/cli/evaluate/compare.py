@@ -1,0 +1,122 @@
+"""`pykernels eval compare`: tasks with experts deferred, and skipped."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pykernels.errors import PykernelsError
+
+from ..common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from ..engine_options import engine_options
+from ..session import Device, ExpertCache, Experts, KvDtype, Model, Prefill, model_path
+from .tasks import (
+    AsJson,
+    Data,
+    DrawnAt,
+    Limit,
+    MaxTokens,
+    Samples,
+    Which,
+    go_offline,
+    progress,
+    tell_sandbox,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ...evaluation.compare import Comparison
+
+
+@command
+def compare(
+    model: Model = None,
+    which: Which = "humaneval,gsm8k",
+    affected: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Affected experts of a token.")
+    ] = "0,2,3",
+    data: Data = None,
+    limit: Limit = None,
+    samples: Samples = 10,
+    temperature: DrawnAt = 0.3,
+    max_tokens: MaxTokens = 512,
+    device: Device = "cpu",
+    experts: Experts = "auto",
+    prefill: Prefill = "auto",
+    expert_cache: ExpertCache = "off",
+    kv_dtype: KvDtype = "bf16",
+    threads: Threads = None,
+    kernel: Kernel = None,
+    as_json: AsJson = False,
+    write: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Write a page and its numbers.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Ask tasks with N experts of each written token deferred, and with N skipped.
+
+    Scores of answers that are chosen, not written, are those of prompts, where neither is done.
+    """
+    go_offline()
+    numbers = numbers_of("--affected", affected)
+    options = engine_options(
+        device=device,
+        experts=experts,
+        prefill=prefill,
+        expert_cache=expert_cache,
+        kv_dtype=kv_dtype,
+    )
+    del options["defer"]
+    path, chosen = model_path(model), prepare_threads(threads)
+    from ...evaluation import compare as compared
+    from ...evaluation.harness import find_tasks
+    from ...evaluation.humaneval import Draws
+
+    found = find_tasks(which, data)
+    tell_sandbox(bool(found.problems))
+    with progress() as told:
+        result = compared.compare(
+            path,
+            found,
+            numbers,
+            limit,
+            Draws(samples, temperature, max_tokens),
+            told,
+            threads=chosen,
+            kernel=kernel or "auto",
+            **options,
+        )
+    if as_json:
+        print(json.dumps(result.as_dict(), indent=2))
+    else:
+        out().print(_table(result))
+    if write is not None:
+        for file in compared.write(result, write, datetime.date.today().isoformat()):
+            err().print(f"wrote {file}", style="dim", markup=False)
+
+
+def numbers_of(option: str, text: str) -> list[int]:
+    """A list of numbers as an option has it."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise PykernelsError(
+            f"{option} {text!r} is no list of numbers", "Give one like 0,1,2"
+        ) from None
+
+
+def _table(result: Comparison) -> Table:
+    from rich.table import Table
+
+    from ...evaluation.compare import cells
+
+    head, *rows = zip(*cells(result), strict=True)  # a column's experts are a row here
+    table = Table(*head, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,91 @@
+"""`pykernels eval lossless`: perplexity with every lossless pass on and off."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..common import EXIT_PROBLEM, Debug, Kernel, Threads, command, err, out, prepare_threads
+from ..engine_options import engine_options
+from ..session import Device, Model, Rules, model_path
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ...evaluation.lossless import Result
+
+
+SHOWN, DIGITS = 5, 12
+"""Columns and digits that a terminal has room for; a page has all."""
+
+
+@command
+def lossless(
+    model: Model = None,
+    rules: Rules = None,
+    device: Device = "cpu",
+    tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of text that are scored, at least.")
+    ] = 1500,
+    length: Annotated[
+        int, typer.Option(min=2, metavar="L", help="Tokens of one text; half of it is a prompt.")
+    ] = 256,
+    threads: Threads = None,
+    kernel: Kernel = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")
+    ] = False,
+    write: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Write a page and its numbers.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Perplexity of held-out text with every pass that must not change it on and off.
+
+    Ends with 1 if one of them does. The device ref is the reference, in float32.
+    """
+    options = engine_options(device=device, rules=rules)
+    path, chosen = model_path(model), prepare_threads(threads)
+    from ...evaluation import lossless_report
+    from ...evaluation.lossless import evaluate
+
+    with err().status("importing …", spinner_style="dim") as shown:
+        result = evaluate(
+            path,
+            options["device"],
+            tokens,
+            length,
+            rules=options["rules"],
+            told=lambda name: shown.update(f"{name} …"),
+            threads=chosen,
+            kernel=kernel or "auto",
+        )
+    if as_json:
+        print(json.dumps(result.as_dict(), indent=2))
+    else:
+        out().print(_table(result))
+        for line in lossless_report.summary(result):
+            out().print(line, markup=False)
+    if write is not None:
+        for file in lossless_report.write(result, write, datetime.date.today().isoformat()):
+            err().print(f"wrote {file}", style="dim", markup=False)
+    if not result.right:
+        raise typer.Exit(EXIT_PROBLEM)
+
+
+def _table(result: Result) -> Table:
+    from rich.table import Table
+
+    from ...evaluation.lossless_report import TITLES, cells
+
+    table = Table(box=None, pad_edge=False)
+    for title in TITLES[:SHOWN]:
+        table.add_column(title, no_wrap=True)
+    table.add_row("plainest", f"{result.perplexity:.{DIGITS}g}")
+    for row in result.rows:
+        table.add_row(*cells(row, DIGITS)[:SHOWN])
+    return table
