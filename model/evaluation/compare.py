@@ -16,6 +16,7 @@ from ..llm import load_engine
 from .harness import Score, Tasks, evaluate
 from .humaneval import Draws
 from .likelihood import ROWS
+from .made import made_by
 from .progress import Progress
 
 
@@ -120,7 +121,7 @@ def write(table: Comparison, folder: Path, date: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{date}-tasks-{table.device.replace(':', '').replace(',', '-')}"
     page, numbers = folder / f"{stem}.md", folder / f"{stem}.json"
-    numbers.write_text(json.dumps(table.as_dict(), indent=1) + "\n")
+    numbers.write_text(json.dumps(made_by() | table.as_dict(), indent=1) + "\n")
     page.write_text(markdown(table))
     return [page, numbers]
 

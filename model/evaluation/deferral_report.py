@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from .deferral import METHODS, Result, Row
+from .made import made_by
 
 
 def write(result: Result, folder: Path, date: str) -> list[Path]:
@@ -13,7 +14,7 @@ def write(result: Result, folder: Path, date: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{date}-deferral"
     page, numbers = folder / f"{stem}.md", folder / f"{stem}.json"
-    numbers.write_text(json.dumps(result.as_dict(), indent=1) + "\n")
+    numbers.write_text(json.dumps(made_by() | result.as_dict(), indent=1) + "\n")
     plot = _draw(result, folder / f"{stem}.png")
     page.write_text(markdown(result, plot.name if plot else None))
     return [page, numbers, *([plot] if plot else [])]

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from .lossless import Result, Row
+from .made import made_by
 
 TITLES = ("way", "perplexity", "plainest's", "rms", "the same", "largest", "at work")
 
@@ -15,7 +16,7 @@ def write(result: Result, folder: Path, date: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{date}-lossless-{result.device.replace(':', '').replace(',', '-')}"
     page, numbers = folder / f"{stem}.md", folder / f"{stem}.json"
-    numbers.write_text(json.dumps(result.as_dict(), indent=1) + "\n")
+    numbers.write_text(json.dumps(made_by() | result.as_dict(), indent=1) + "\n")
     page.write_text(markdown(result))
     return [page, numbers]
 

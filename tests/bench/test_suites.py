@@ -26,6 +26,8 @@ def run(*options: str) -> pytest.ExitCode | int:
 
 @pytest.fixture(autouse=True)
 def quick_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_ADDOPTS"):
+        monkeypatch.delenv(name, raising=False)  # pytest-benchmark times nothing in a worker
     monkeypatch.setattr(linear, "sets_for", lambda nbytes, device: 1)
     monkeypatch.setattr(bench_gpu, "measure_roofs", lambda device: roofs.Roofs(0.1, 0.1, 0.1))
 

@@ -138,6 +138,7 @@ TABLE: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "shift_left_words": ("i5", "i", lambda a: a.view(U16) << 5),
     "shift_right_words": ("i5", "i", lambda a: a.view(I16) >> 5),
     "shift_right_u16": ("i5", "i", lambda a: a.view(U16) >> 5),
+    "shift_right_u16_by": ("i5", "i", lambda a: a.view(U16) >> 5),
     "dot_u8i8": ("ii", "i", _dot_bytes),
     "dpbusd": ("iii", "i", _add_fours),
     "dot_words": ("ii", "i", lambda a, b: (_words(a) * _words(b)).reshape(-1, 2).sum(1, dtype=I32)),

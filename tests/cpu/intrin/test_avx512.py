@@ -376,6 +376,7 @@ CASES = [
     ),
     Case(P.add_where, "u@u", "u", lambda a, p, m: np.where(_mask(p), a + m, a), 8),
     Case(P.low_nibbles, "u", "u", lambda a: a & 15),
+    Case(P.low_crumbs, "u", "u", lambda a: a & 3),
     *_twice("high_nibbles", "u", "u", lambda a: a >> 4),
     *_twice("high_nibbles_flipped", "u", "u", lambda a: (a >> 4) ^ 8),
     *_twice("set_planes", "u@", "u", _planes, 8),
