@@ -35,7 +35,7 @@ def test_eval_deferral_writes_what_it_prints(run: Run, tmp_path: Path) -> None:
     options = ("--experts", "0,2", "--tokens", "100", "--length", "40", "--out", str(tmp_path))
     printed = json.loads(run("eval", "deferral", "--json", *options).out)
     (numbers,), (page,) = tmp_path.glob("*.json"), tmp_path.glob("*.md")
-    assert json.loads(numbers.read_text()) == printed
+    assert json.loads(numbers.read_text()).items() >= printed.items()
     rows = {(row["method"], row["affected"]): row for row in printed["rows"]}
     assert set(rows) == {("none", 0), ("skipping", 2), ("deferral", 2)}
     assert rows["none", 0]["agreement"] == 1 and rows["none", 0]["change"] == 0
