@@ -16,7 +16,11 @@ KINDS: dict[str, Callable[[int], RouterSpec]] = {
 
 
 def router_of(kind: str, topk: int, experts: int) -> RouterSpec:
-    """That router. Raises PykernelsError where there is none, or none of so many experts."""
+    """Returns the router that ``--kind`` names.
+
+    Raises:
+        PykernelsError: there is no such kind, or none of so many experts.
+    """
     if kind not in KINDS:
         raise PykernelsError(f"There is no router {kind!r}", f"Use one of {', '.join(KINDS)}")
     spec = KINDS[kind](topk)

@@ -50,7 +50,7 @@ def simulated(
 
 
 def simulated_plan(slots: Sequence[int], swaps: Sequence[int]) -> list[Row]:
-    """Of each row the columns that name it."""
+    """Lists, for each row, the columns that name it."""
     cases = product(slots, POLICIES, swaps)
     return [_named("simulated", size, name, N) for size, name, N in cases]
 
@@ -104,7 +104,7 @@ class OnGpu:
             yield named | share | (attempt(part) if size else part())
 
     def plan(self, slots: Sequence[int], policies: Sequence[CachePolicy]) -> list[Row]:
-        """Of each row the columns that name it."""
+        """Lists, for each row, the columns that name it."""
         return [
             _named("measured", size, policy.name, policy.swaps)
             if size

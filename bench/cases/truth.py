@@ -139,7 +139,11 @@ def quantize_error(run: Callable[[], Any], x: torch.Tensor, order: SortedPairs) 
 def decode_error(
     found: torch.Tensor, given: Sequence[Any], scale: float, window: int | None
 ) -> float:
-    """Of all its queries; ``given``: queries, pages, table, lengths, the pages' scales, ``out``."""
+    """Returns the error of all queries.
+
+    Args:
+        given: queries, pages, table, lengths, the pages' scales, ``out``.
+    """
     *tensors, (first, second), _ = given
     if len(tensors) == 6:  # MLA: queries and pages are two parts each
         return relative_error(found, ref.mla_decode(*tensors, scale=scale, latent_scale=first))
@@ -154,7 +158,11 @@ def prefill_error(
     scale: float,
     **options: Any,
 ) -> float:
-    """Of each sequence's last queries; ``given``: queries, keys and values, of MLA in parts."""
+    """Returns the error of each sequence's last queries.
+
+    Args:
+        given: queries, keys and values, of MLA in parts.
+    """
     n = min(QUERIES, batch.max_queries)
     starts = batch.q_starts + (batch.q_lengths - n)
     last = replace(batch, q_starts=starts, q_lengths=torch.full_like(starts, n), max_queries=n)
@@ -167,7 +175,7 @@ def prefill_error(
 def router_error(
     routing: Routing, logits: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None
 ) -> float:
-    """Of the weights at the experts that were chosen, in whatever order."""
+    """Returns the error of the weights at the chosen experts, in whatever order."""
 
     def spread(one: Routing) -> torch.Tensor:
         ids, weights = one.ids.long(), one.weights.float()

@@ -49,7 +49,7 @@ class Loads:
 
     @property
     def plan(self) -> list[Row]:
-        """Of each row the columns that name it."""
+        """Lists, for each row, the columns that name it."""
         names = [
             CONVERT,
             f"read {self._stored}",

@@ -53,7 +53,7 @@ class Batching:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Of `llama-bench`."""
+        """Returns the options of `llama-bench`."""
         return ("-ub", str(self.ub), "-b", str(self.b), "-fa", self.fa)
 
 

@@ -77,7 +77,7 @@ def rows(
 
 
 def plan(lengths: Sequence[int], ways: Sequence[str] = MODES) -> list[Row]:
-    """Of each row the columns that name it."""
+    """Lists, for each row, the columns that name it."""
     return [{"way": way, "tokens": tokens} for way in ways for tokens in lengths]
 
 

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.benchmark(timer=gpu.CLOCK)
 
 
 def entries(name: str, config: pytest.Config) -> list[Entry]:
-    """What is timed of ``bench_gpu_NAME``: its given shapes, or else the op's table.
+    """Lists what ``bench_gpu_NAME`` times: the given shapes, or else the op's table.
 
     Raises:
         pytest.UsageError: there is no such op, or it has no such flag.

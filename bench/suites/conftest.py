@@ -73,7 +73,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Of ``--device``; "cpu", in Triton's interpreter, is for trying a case of one's own."""
+    """Returns the device of ``--device``; "cpu", in Triton's interpreter, is for trying one's own
+    case."""
     name = request.config.getoption("device")
     if name == "cpu":
         return torch.device("cpu")

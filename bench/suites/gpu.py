@@ -31,5 +31,5 @@ CLOCK = Clock()
 
 
 def name(device: torch.device) -> str:
-    """Of the table's title."""
+    """Returns the device's name for the table's title."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the interpreter"

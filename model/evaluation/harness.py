@@ -57,7 +57,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Tasks:
-    """What is asked.
+    """The questions that a model is asked.
 
     Attributes:
         problems: of HumanEval; none: it is not asked.

@@ -1,2 +1,2 @@
-"""What is decided before a step runs: where its nodes are, which way the experts of a prompt take;
-and what it reads from memory."""
+"""Decides before a step runs where its nodes are and which way a prompt's experts take, and counts
+what it reads from memory."""

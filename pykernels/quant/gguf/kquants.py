@@ -5,6 +5,8 @@ Source: ``block_q4_K``, ``block_q5_K``, ``block_q6_K`` of ggml (``ggml-common.h`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .base import GGUF, Blocks
@@ -13,7 +15,48 @@ from .search import fit_affine, fit_symmetric
 _SHIFTS = torch.arange(8, dtype=torch.uint8, device="cpu")
 
 
-class AffineK(GGUF):
+class Affine(GGUF):
+    """Superblocks of 256 inputs: ``w = d * sc * code - dmin * m``; ``small`` is sc and m in turns.
+
+    Attributes:
+        groups: of a superblock, each with an ``sc`` and an ``m``.
+        most: the largest of these.
+        levels: the largest code.
+        grids: of ``search.fit_affine``.
+    """
+
+    k_multiple = k_block = 256
+    int8_kind = "q8_k"
+    floor = 6e-5
+    groups: int
+    most: int
+    levels: int
+    grids: Sequence[float]
+
+    def values(self, blocks: Blocks) -> torch.Tensor:
+        scale, low = self._scales(blocks)
+        return (scale * blocks.codes.view(-1, self.groups, 256 // self.groups) - low).view(-1, 256)
+
+    def fit(self, x: torch.Tensor) -> Blocks:
+        groups = x.view(-1, self.groups, 256 // self.groups)
+        fitted = fit_affine(groups, self.levels, self.grids)  # scale, low: [B, groups]
+        halves = torch.stack([s.amax(1) / self.most for s in fitted], dim=1).to(torch.float16)
+        steps = [
+            torch.where(d > 0, s / d, 0).round().clamp(0, self.most).to(torch.uint8)
+            for s, d in zip(fitted, halves.float().T[..., None], strict=True)
+        ]
+        small = torch.stack(steps, dim=2).view(-1, 2 * self.groups)
+        scale, low = self._scales(Blocks(x, halves, small))
+        codes = torch.where(scale > 0, (groups + low) / scale, 0).round().clamp(0, self.levels)
+        return Blocks(codes.to(torch.uint8).view(-1, 256), halves, small)
+
+    def _scales(self, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scale, low) of every group, float32 [B, groups, 1]."""
+        small = blocks.small.view(-1, self.groups, 2) * blocks.halves.float()[:, None]
+        return small[..., :1], small[..., 1:]
+
+
+class AffineK(Affine):
     """Q4_K and Q5_K: ``w = d * sc * code - dmin * m``, ``sc`` and ``m`` of 6 bits for 32 inputs.
 
     A stored superblock: fp16 ``d``, ``dmin``; 12 bytes with 8 ``sc`` and 8 ``m``; for 5 bits, 32
@@ -24,10 +67,8 @@ class AffineK(GGUF):
         bits: 4 or 5.
     """
 
-    k_multiple = k_block = 256
-    int8_kind = "q8_k"
+    groups, most = 8, 63
     halves_at, halves, small = slice(0, 4), 2, 16
-    floor = 6e-5
 
     def __init__(self, bits: int) -> None:
         self.name, self.bits, self.levels = f"q{bits}_k", bits, (1 << bits) - 1
@@ -60,28 +101,6 @@ class AffineK(GGUF):
             parts.append((codes.transpose(1, 2) >> 4 << _SHIFTS).sum(2, dtype=torch.uint8))
         parts.append((codes[:, 0::2] & 15 | (codes[:, 1::2] & 15) << 4).reshape(-1, 128))
         return torch.cat(parts, dim=1)
-
-    def values(self, blocks: Blocks) -> torch.Tensor:
-        scale, low = self._scales(blocks)
-        return (scale * blocks.codes.view(-1, 8, 32) - low).view(-1, 256)
-
-    def fit(self, x: torch.Tensor) -> Blocks:
-        groups = x.view(-1, 8, 32)
-        fitted = fit_affine(groups, self.levels, self.grids)  # scale, low: [B, 8]
-        halves = torch.stack([s.amax(1) / 63 for s in fitted], dim=1).to(torch.float16)
-        steps = [
-            torch.where(d > 0, s / d, 0).round().clamp(0, 63).to(torch.uint8)
-            for s, d in zip(fitted, halves.float().T[..., None], strict=True)
-        ]
-        small = torch.stack(steps, dim=2).view(-1, 16)
-        scale, low = self._scales(Blocks(x, halves, small))
-        codes = torch.where(scale > 0, (groups + low) / scale, 0).round().clamp(0, self.levels)
-        return Blocks(codes.to(torch.uint8).view(-1, 256), halves, small)
-
-    def _scales(self, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scale, low) of every group, float32 [B, 8, 1]."""
-        small = blocks.small.view(-1, 8, 2) * blocks.halves.float()[:, None]
-        return small[..., :1], small[..., 1:]
 
 
 class Q6K(GGUF):

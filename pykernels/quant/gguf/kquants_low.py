@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from .base import GGUF, Blocks
-from .search import fit_affine, fit_symmetric
+from .kquants import Affine
+from .search import fit_symmetric
 
 _SHIFTS = torch.arange(8, dtype=torch.uint8, device="cpu")
 _TWOS = _SHIFTS[0:4, None] * 2
@@ -25,7 +26,7 @@ def _pack_twos(codes: torch.Tensor) -> torch.Tensor:
     return ((codes.view(-1, 2, 4, 32) & 3) << _TWOS).sum(2, dtype=torch.uint8).view(-1, 64)
 
 
-class Q2K(GGUF):
+class Q2K(Affine):
     """Q2_K: ``w = d * sc * code - dmin * m``, ``sc`` and ``m`` of 4 bits for 16 inputs.
 
     A stored superblock: 16 bytes, ``sc`` in their low halves and ``m`` in the high ones; 64 bytes
@@ -34,9 +35,8 @@ class Q2K(GGUF):
 
     name, bits, levels = "q2_k", 2, 3
     error = "0.5 of the widest range (0 included) of a superblock's groups, and 6e-5 (fp16 scales)"
-    share, floor = 0.5, 6e-5
-    k_multiple = k_block = 256
-    int8_kind = "q8_k"
+    groups, most = 16, 15
+    share = 0.5
     stored_bytes, halves_at, halves, small = 84, slice(80, 84), 2, 32
     grids = tuple(i / 10 for i in range(-5, 11))
 
@@ -49,29 +49,6 @@ class Q2K(GGUF):
         sc, m = blocks.small.view(-1, 16, 2).unbind(2)
         parts = (sc | m << 4, _pack_twos(blocks.codes), blocks.halves.view(torch.uint8))
         return torch.cat(parts, dim=1)
-
-    def values(self, blocks: Blocks) -> torch.Tensor:
-        scale, low = self._scales(blocks)
-        return (scale * blocks.codes.view(-1, 16, 16) - low).view(-1, 256)
-
-    def fit(self, x: torch.Tensor) -> Blocks:
-        groups = x.view(-1, 16, 16)
-        fitted = fit_affine(groups, self.levels, self.grids)  # scale, low: [B, 16]
-        halves = torch.stack([s.amax(1) / 15 for s in fitted], dim=1).to(torch.float16)
-        steps = [
-            torch.where(d > 0, s / d, 0).round().clamp(0, 15).to(torch.uint8)
-            for s, d in zip(fitted, halves.float().T[..., None], strict=True)
-        ]
-        small = torch.stack(steps, dim=2).view(-1, 32)
-        scale, low = self._scales(Blocks(x, halves, small))
-        codes = torch.where(scale > 0, (groups + low) / scale, 0).round().clamp(0, self.levels)
-        return Blocks(codes.to(torch.uint8).view(-1, 256), halves, small)
-
-    @staticmethod
-    def _scales(blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scale, low) of every group, float32 [B, 16, 1]."""
-        small = blocks.small.view(-1, 16, 2) * blocks.halves.float()[:, None]
-        return small[..., :1], small[..., 1:]
 
 
 class Q3K(GGUF):

@@ -52,7 +52,7 @@ class Staged:
 
 
 def staged(layout: Layout) -> Layout:
-    """That layout in main memory, as ``Staged``."""
+    """Returns a layout that makes the same in main memory, as ``Staged``."""
 
     def make(spec: WeightSpec, store: WeightStore, device: torch.device) -> Staged:
         return Staged.of(layout(spec, store, device))
