@@ -207,7 +207,7 @@ def _write(
     errors = Errors()
     source = CheckpointWeights(model, plan, checkpoint, schema, add, errors.add)
     store = WeightStore(source, pack)
-    weights = _weights(make_decoder(model, schema, store).lower(1, 1, 1, 1, 1))
+    weights = _weights(make_decoder(model, schema, store).lower())
     for part in left:
         about: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}

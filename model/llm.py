@@ -31,6 +31,7 @@ from runtime.machine.topology import Topology
 from runtime.passes.layers import check_topk, moe_layers
 from runtime.planning.placement import CPU, Placement, place
 from runtime.program import Program
+from runtime.program.sizes import StepSizes
 from runtime.runner.paged_runner import PagedRunner, Pass
 from runtime.workers.matrix import packer
 from runtime.workers.numa import nodes_to_use
@@ -306,7 +307,8 @@ def load_engine(
             from .pinning.beside import place_beside
 
             seqs, rows = chosen.max_num_seqs, chosen.max_num_logits or 0
-            largest = budget, seqs, min(budget, max(rows, seqs)), pages, -(-longest // PAGE)
+            table_pages, rows = -(-longest // PAGE), min(budget, max(rows, seqs))
+            largest = StepSizes(budget, seqs, rows, pages, table_pages)
             where = experts, *weights.placed, cache, chosen.prefill, chosen.dense_gib
             placement = place_beside(asked, weights.decoder, device, largest, *where)
             needed, smaller = weights.needed(placement), weights.smaller(placement)
@@ -414,7 +416,7 @@ def placed_program(
     config = read_config(path)
     device = engine_device(device, rules, config.model_type)
     with open_weights(path, config, rules, device=device) as weights:
-        program = weights.decoder.lower(tokens, tokens, tokens, 1, 1)
+        program = weights.decoder.lower(StepSizes(tokens, tokens, tokens, 1, 1))
         if device == CPU:
             if experts == "gpu":
                 raise PykernelsError("experts on a GPU without one", "Add --device cuda:0")

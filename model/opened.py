@@ -88,7 +88,7 @@ class Packable:
         self.model, self._plan, self._checkpoint = model, plan, checkpoint
         self._schema = stored_schema(model, plan)
         self.decoder = make_decoder(model, self._schema, WeightStore(), kv_dtype)
-        program = self.decoder.lower(1, 1, 1, 1, 1)
+        program = self.decoder.lower()
         self.placed = placed_nodes(program, rules)
         self._packed = memory.needed_by_engine(plan, model, checkpoint)
         on_cpu = [name for name, device in self.placed.weights.items() if device == CPU]
@@ -134,7 +134,7 @@ class Mapped:
         schema = Schema.from_json(folder.manifest.schema)
         check_cache(folder, model, schema)
         self.decoder = make_decoder(model, schema, WeightStore(CacheWeights(folder)), kv_dtype)
-        self.placed = placed_nodes(self.decoder.lower(1, 1, 1, 1, 1), rules)
+        self.placed = placed_nodes(self.decoder.lower(), rules)
 
     def needed(self, placement: Placement) -> int:
         """What others have in memory takes none, nor what goes to a GPU whole."""

@@ -133,7 +133,7 @@ def _recorded(
 def _experts_of(ours: Ours) -> int:
     from runtime.passes.layers import moe_layers
 
-    program = ours.decoder.lower(1, 1, 1, 1, 1)
+    program = ours.decoder.lower()
     return max(program.weight(layer.experts, "experts").shape[0] for layer in moe_layers(program))
 
 

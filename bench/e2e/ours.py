@@ -177,10 +177,11 @@ class Ours:
         else:
             from model.pinning.beside import place_beside
             from runtime.devices.cuda.runner import CudaOptions, CudaRunner
+            from runtime.program.sizes import StepSizes
 
             given = max_num_batched_tokens and budget
             table_pages = -(-positions // PAGE)
-            largest = budget, load.batch, load.batch, pages, table_pages
+            largest = StepSizes(budget, load.batch, load.batch, pages, table_pages)
             asked = parse(gpu_experts)
             placed = place_beside(
                 asked,

@@ -91,7 +91,7 @@ def load(folder: Path, threads: int, fmt: str | None) -> dict[str, Any]:
         before, start = memory("VmRSS"), time.perf_counter()
         with open_weights(folder, config, rules) as weights:
             decoder = weights.readable(packer(pool), lambda done, total: None)
-            program = decoder.lower(1, 1, 1, 1, 1)
+            program = decoder.lower()
             decoder.store.load(program, layouts(program))
         seconds = time.perf_counter() - start
         final = memory("VmRSS") - before

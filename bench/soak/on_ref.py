@@ -7,14 +7,15 @@ from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Engine
 from runtime.passes import offload
 from runtime.program import Program
+from runtime.program.sizes import ONE_TOKEN, StepSizes
 from runtime.workers.pool import WorkerPool
 
 
 class OnRef(RefRunner):
     """On the ref device, but for routed experts: those are on the CPU in every step."""
 
-    def lowered(self, *sizes: int) -> Program:
-        return offload(super().lowered(*sizes))
+    def lowered(self, sizes: StepSizes = ONE_TOKEN) -> Program:
+        return offload(super().lowered(sizes))
 
 
 def on_ref(llm: LLM, tokens: int, sequences: int) -> tuple[Engine, OnRef, WorkerPool]:

@@ -17,6 +17,7 @@ from pykernels.cpu.attention.expanded import Expanded, expand_from
 from pykernels.errors import PykernelsError
 from runtime.kv_cache.layout import CachePart, Pages, token_bytes
 from runtime.program import Builder, Program, repeated
+from runtime.program.sizes import ONE_TOKEN, StepSizes
 from runtime.program.step_inputs import lower_sampling, step_inputs
 from runtime.program.weight_spec import WeightSpec
 from runtime.program.weights import WeightStore
@@ -74,15 +75,12 @@ class Decoder:
             for name, part in layer.attention.caches(Pages(pages, self.kv_dtype)).items()
         }
 
-    def lower(self, T: int, S: int, R: int, pages: int, table_pages: int) -> Program:
-        """The program of a step of at most T tokens of S sequences, R of them sampled.
-
-        Args:
-            pages: of the cache; ``table_pages``: of one sequence, at most.
-        """
+    def lower(self, sizes: StepSizes = ONE_TOKEN) -> Program:
+        """The program of a step of these sizes."""
         H, V = self.table.shape[1], self.table.shape[0]
+        T, S, R = sizes.tokens, sizes.sequences, sizes.logits
         b = Builder(f"{self.name} T={T}", {"T": T, "S": S, "R": R})
-        step_inputs(b, table_pages)
+        step_inputs(b, sizes.table_pages)
         x = b.buffer("embedded", "T", H)
         b.node("embed", "embed", {"ids": "tokens"}, {"out": x}, {"table": self.table})
         b.buffer("angles", "T", 2, *self.frequencies.shape)
@@ -100,7 +98,7 @@ class Decoder:
             with b.marked(layer=i):
                 x, normed = self._norm(b, f"{name}.input_norm", layer.input_norm, x, add)
                 with b.marked(role="attention"):
-                    pages_of = Pages(pages, self.kv_dtype)
+                    pages_of = Pages(sizes.pages, self.kv_dtype)
                     add = [layer.attention.lower(b, name, normed, pages_of)]
                 x, normed = self._norm(b, f"{name}.post_norm", layer.post_norm, x, add)
                 add = layer.mlp.lower(b, name, normed)

@@ -88,7 +88,7 @@ def compare(
         sizes = {"max_num_logits": ROWS, **settings, **how}
         with load_engine(path, device=device, **sizes) as llm:
             scores = evaluate(llm, tasks, limit, False, begin, draws, in_turn=True)
-            layers = moe_layers(llm.runner.model.lower(1, 1, 1, 1, 1))
+            layers = moe_layers(llm.runner.model.lower())
             model, topk = scores.model, min(layer.topk for layer in layers)
         seconds += scores.seconds
         columns.append(Column(method, N, scores.rows))

@@ -216,7 +216,7 @@ def evaluate(
     with _loaded(path, device, plain, plainest) as llm:
         base = score(llm, documents, prompt)
         kernel, model = llm.kernel, llm.config.model_type
-        program = llm.runner.model.lower(1, 1, 1, 1, 1)
+        program = llm.runner.model.lower()
         slots = max(1, min((node.attr("experts") for node in routers(program)), default=2) // 2)
     allowed = FLOAT32
     if device != "ref":

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from runtime.devices.cpu.step import CpuExecutable
 from runtime.program import Program
+from runtime.program.sizes import StepSizes
 from runtime.program.step_inputs import allocate_inputs
 
 from ..llm import LLM
@@ -51,7 +52,7 @@ class Teacher:
     def program(self) -> Program:
         """A decode step of ``LANES`` sequences."""
         model = self._llm.runner.model
-        return model.lower(LANES, LANES, LANES, LANES * self._pages, self._pages)
+        return model.lower(StepSizes(LANES, LANES, LANES, LANES * self._pages, self._pages))
 
     def score(self, program: Program, progress: Callable[[int], None] = lambda _: None) -> Scores:
         """All documents through a program, made by a pass from ``program()``.

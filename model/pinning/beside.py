@@ -8,16 +8,17 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.memory.capacity import LowerSizes, room_for_experts
+from runtime.devices.cuda.memory.capacity import room_for_experts
 from runtime.devices.cuda.memory.slots import staging_bytes
 from runtime.devices.cuda.memory.weights import gpu_bytes
 from runtime.devices.cuda.runner import place_on
 from runtime.devices.cuda.streaming.dense import staged_weights
-from runtime.devices.cuda.streaming.experts import Sizes, streaming_bytes
+from runtime.devices.cuda.streaming.experts import streaming_bytes
 from runtime.devices.gpus import Gpus, gpus_of, several_refused
 from runtime.passes.layers import check_routed, moe_layers
 from runtime.planning.placement import CPU, Placement
 from runtime.program import Program
+from runtime.program.sizes import StepSizes
 from runtime.runner.paged_runner import Lowerable
 
 from .choose import Block, choose
@@ -28,7 +29,7 @@ def place_beside(
     asked: int | str | Profile | None,
     model: Lowerable,
     device: str,
-    sizes: LowerSizes,
+    sizes: StepSizes,
     experts: str,
     placed: Mapping[str, str] = MappingProxyType({}),
     by_layer: Mapping[int, str] | None = None,
@@ -42,7 +43,7 @@ def place_beside(
     Args:
         asked: see ``choose``; None or 0: none.
         device: one GPU or several, as ``gpus_of`` reads them.
-        sizes: of the largest step, arguments of ``lower``.
+        sizes: of the largest step.
         experts: "auto", "cpu" or "gpu"; "auto" with a number or a profile is "cpu".
         placed, by_layer: as ``placement.place``.
         cache: slots of each layer, "auto": as many as fit, or 0; ``prefill``: of ``EngineConfig``,
@@ -56,12 +57,11 @@ def place_beside(
     gpus = gpus_of(device)
     for option, wanted in (("gpu_experts", asked), ("expert_cache", cache)):
         if wanted and wanted != "auto":
-            check_routed(model.lower(1, 1, 1, 1, 1), option)
+            check_routed(model.lower(), option)
 
     def on_gpus(experts: str) -> Placement:
-        found = place_on(gpus, model, sizes[3], experts, placed, by_layer)
-        own = Sizes(sizes[3], sizes[4], sizes[1], sizes[2])
-        return replace(found, staged=staged_weights(model, gpus, found, own, dense, sizes[0]))
+        found = place_on(gpus, model, sizes.pages, experts, placed, by_layer)
+        return replace(found, staged=staged_weights(model, gpus, found, sizes, dense, sizes.tokens))
 
     if cache:
         if asked:
@@ -78,7 +78,7 @@ def place_beside(
     if placement.experts != CPU:  # all fit
         return placement
     room = room_for_experts(model, gpus, sizes, placement)
-    chosen = experts_beside(asked, model.lower(*sizes), placement, room)
+    chosen = experts_beside(asked, model.lower(sizes), placement, room)
     return replace(placement, cached=chosen)
 
 
@@ -86,7 +86,7 @@ def _place_slots(
     cache: int | str,
     model: Lowerable,
     gpus: Gpus,
-    sizes: LowerSizes,
+    sizes: StepSizes,
     experts: str,
     on_gpus: Callable[[str], Placement],
     prefill: str,
@@ -100,15 +100,14 @@ def _place_slots(
     placement = on_gpus(experts if cache == "auto" else CPU)
     if placement.experts != CPU:  # all fit
         return placement
-    program = placement.apply(model.lower(*sizes))
+    program = placement.apply(model.lower(sizes))
     room = room_for_experts(model, gpus, sizes, placement)[placement.device]
     layers = moe_layers(program)
     room -= max(
         (staging_bytes(program.weight(layer.experts, "experts")) for layer in layers), default=0
     )
     if prefill in ("split", "stream") or (prefill == "auto" and cache == "auto"):
-        own = Sizes(sizes[3], sizes[4], sizes[1], sizes[2])
-        room -= streaming_bytes(model, placement, own)[placement.device]
+        room -= streaming_bytes(model, placement, sizes)[placement.device]
     rooms = {placement.device: room}
     chosen = experts_beside(cache, program, placement, rooms, "expert_cache")
     return replace(placement, slots={layer: len(own) for layer, own in chosen.items()})
@@ -116,7 +115,7 @@ def _place_slots(
 
 def slots_of(model: Lowerable, cache: int | str) -> dict[int, int]:
     """By layer, slots on a device that has room for any number of them. Raises as ``choose``."""
-    program, room = model.lower(1, 1, 1, 1, 1), {CPU: 1 << 62}
+    program, room = model.lower(), {CPU: 1 << 62}
     found = experts_beside(cache, program, Placement(), room, "expert_cache")
     return {layer: len(own) for layer, own in found.items()}
 

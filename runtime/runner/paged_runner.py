@@ -20,6 +20,7 @@ from ..planning.step_bytes import expert_bytes, weight_bytes
 from ..program import Program
 from ..program.lanes import lane_tokens
 from ..program.node import STEP_SIZES
+from ..program.sizes import ONE_TOKEN, StepSizes
 from ..program.step_inputs import IS_PROMPT
 from ..program.weights import LayoutOf, WeightStore
 from ..workers.pool import WorkerPool
@@ -56,8 +57,8 @@ class Lowerable(Protocol):
     def caches(self, pages: int) -> Mapping[str, CachePart]:
         """The cache's buffers."""
 
-    def lower(self, T: int, S: int, R: int, pages: int, table_pages: int) -> Program:
-        """The program of a step of at most T tokens of S sequences, R of them sampled."""
+    def lower(self, sizes: StepSizes = ONE_TOKEN) -> Program:
+        """The program of a step of these sizes."""
 
 
 class Executable(Protocol):
@@ -163,9 +164,14 @@ class PagedRunner(ABC):
         self._results: dict[int, StepResult] = {}
         self._read_bytes: dict[int, tuple[int, int]] = {}
 
-    def lowered(self, *sizes: int) -> Program:
+    def lowered(self, sizes: StepSizes = ONE_TOKEN) -> Program:
         """The model's program of these sizes for this device."""
-        return keep_routing(self.model.lower(*sizes))
+        return keep_routing(self.model.lower(sizes))
+
+    def step_sizes(self, table_pages: int = 1) -> StepSizes:
+        """The largest step's, of sequences of so many pages at most."""
+        tokens, logits = self.max_num_batched_tokens, self.max_num_logits
+        return StepSizes(tokens, self.max_num_seqs, logits, self.num_pages, table_pages)
 
     def load(self) -> None:
         """Reads every weight, and makes of it what the nodes on its device read.
@@ -173,9 +179,7 @@ class PagedRunner(ABC):
         Raises:
             PykernelsError: what is wrong with the weights.
         """
-        rows = min(self.max_num_batched_tokens, self.max_num_logits)
-        sizes = self.max_num_batched_tokens, self.max_num_seqs, rows, self.num_pages
-        program = self.lowered(*sizes, 1)
+        program = self.lowered(self.step_sizes())
         if self.pool is not None:
             program = split_over_nodes(program, self.pool.memory)
         self.weights.load(program, self.layouts(program))
@@ -270,10 +274,8 @@ class PagedRunner(ABC):
         make: Callable[[Program, Mapping[str, torch.Tensor]], Executable],
         lowered: Callable[..., Program] | None = None,
     ) -> Executable:
-        rows = min(T, self.max_num_logits)
-        pages = inputs["page_table"].shape[1]
-        lower = lowered or self.lowered
-        program = lower(T, self.max_num_seqs, rows, self.num_pages, pages)
+        sizes = self.step_sizes(inputs["page_table"].shape[1])
+        program = (lowered or self.lowered)(sizes.of(T))
         for rewrite in passes:
             program = rewrite(program)
         program = defer(program, self.deferred)  # behind all others but lanes

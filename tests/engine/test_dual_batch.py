@@ -19,6 +19,7 @@ from runtime.engine import Engine, SamplingParams
 from runtime.engine.scheduling.config import EngineConfig
 from runtime.passes import defer, dual_batch, offload, skip
 from runtime.program import Node
+from runtime.program.sizes import StepSizes
 from runtime.program.step_inputs import allocate_inputs
 from runtime.runner.lane_inputs import LaneInputs
 from runtime.runner.paged_runner import Pass
@@ -65,11 +66,11 @@ def test_tokens_are_those_of_one_lane(family: str, deferred: int, tmp_path: Path
 def _decode_step(llm: model.LLM, kind: type, passes: list[Pass]) -> Any:
     """A step of five sequences of one token, each with a page of its own; three are sampled."""
     lowered, on_cpu = llm.runner.model, kind is CpuExecutable
-    program = lowered.lower(6, 6, 6, 6, 1)
+    program = lowered.lower(StepSizes(6, 6, 6, 6, 1))
     program = program if on_cpu else on_ref(program)
     for rewrite in passes:
         program = rewrite(program)
-    whole = allocate_inputs(lowered.lower(6, 6, 6, 6, 1)) | {
+    whole = allocate_inputs(lowered.lower(StepSizes(6, 6, 6, 6, 1))) | {
         "tokens": torch.tensor([5, 6, 7, 8, 9, 0]),
         "slot_mapping": 64 * torch.arange(6),
         "sequences": torch.arange(6),
@@ -128,9 +129,9 @@ def test_one_lane_is_on_the_cpu_while_the_other_attends(llm: model.LLM) -> None:
 
 
 def test_what_has_no_lanes(llm: model.LLM) -> None:
-    one = llm.runner.model.lower(1, 1, 1, 1, 1)
+    one = llm.runner.model.lower()
     assert dual_batch(one) is one
-    two = dual_batch(llm.runner.model.lower(2, 2, 2, 1, 1))
+    two = dual_batch(llm.runner.model.lower(StepSizes(2, 2, 2, 1, 1)))
     for rewrite in (lambda p: defer(p, 1), lambda p: skip(p, 1), offload):
         with pytest.raises(PykernelsError, match="two nodes of routed experts"):
             rewrite(two)

@@ -21,6 +21,7 @@ from runtime.experts.cache.cache import Chosen
 from runtime.experts.cache.simulate import Recording, best_fixed, simulate
 from runtime.passes import offload
 from runtime.planning.placement import Placement
+from runtime.program.sizes import StepSizes
 from runtime.runner.paged_runner import Pass
 
 from ..model import tiny
@@ -180,8 +181,8 @@ def test_tokens_are_the_same_while_slots_change(
 
 def test_where_there_is_no_room_for_slots() -> None:
     decoder = meta_decoder(model.EMBEDDED)
-    program = decoder.lower(1, 1, 1, 1, 1)
-    sizes = 16, 1, 1, 1, 1
+    program = decoder.lower()
+    sizes = StepSizes(16)
     with pytest.raises(PykernelsError, match="8 experts of each layer need .* are left for them"):
         experts_beside(8, program, Placement("cuda:0"), {"cuda:0": 1 << 20}, "expert_cache")
     with pytest.raises(PykernelsError, match="an expert cache with all experts on the GPU"):

@@ -27,6 +27,7 @@ from runtime.passes import defer, offload
 from runtime.passes.numa import split_over_nodes
 from runtime.planning.step_bytes import crossing_bytes, weight_bytes
 from runtime.program import Program
+from runtime.program.sizes import StepSizes
 from runtime.program.step_inputs import allocate_inputs
 from runtime.workers.pool import WorkerPool
 
@@ -96,7 +97,7 @@ def test_a_split_model_is_transformers_whatever_the_threads(family: str, tmp_pat
     with model.load_engine(tmp_path, max_model_len=64, kernel="generic", numa="auto") as llm:
         half = llm.pool.threads // 2
         assert [(node.first, node.count) for node in llm.pool.nodes] == [(0, half), (half, half)]
-        whole = llm.runner.model.lower(T, 1, T, 1, 1)
+        whole = llm.runner.model.lower(StepSizes(T, 1, T, 1, 1))
         split = split_over_nodes(whole, TWO)
         sliced = {node.op for node in split.nodes if node.numa == 1}
         assert sliced == MATRICES & {node.op for node in whole.nodes}
@@ -114,7 +115,7 @@ def test_the_cpus_half_of_a_program_is_split_too(tmp_path: Path) -> None:
     """What it submits is a sum of several, deferred or not."""
     tiny.make(tmp_path, "deepseek_v3", num_hidden_layers=3, **WIDE["deepseek_v3"])
     with model.load_engine(tmp_path, max_model_len=64, kernel="generic") as llm:
-        whole = on_ref(defer(llm.runner.model.lower(T, 1, T, 1, 1), 1))
+        whole = on_ref(defer(llm.runner.model.lower(StepSizes(T, 1, T, 1, 1)), 1))
         found = run(llm, offload(whole), "ref", pool=llm.pool)
         assert error(found, run(llm, whole, "ref")) < BF16
 
@@ -124,7 +125,7 @@ def test_what_crosses_nodes_is_counted(tmp_path: Path) -> None:
     settings = {"num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
     tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=1, **settings)
     with model.load_engine(tmp_path, max_model_len=64, kernel="generic") as llm:
-        whole = llm.runner.model.lower(8, 1, 1, 1, 1)
+        whole = llm.runner.model.lower(StepSizes(8, 1, 1, 1, 1))
     split = split_over_nodes(whole, TWO)
     before, after = crossing_bytes(whole, 2, context=64), crossing_bytes(split, 2, context=64)
     assert before.weights == weight_bytes(whole) // 2  # half of what is interleaved
@@ -203,7 +204,7 @@ def test_a_packed_cache_is_copied_into_slices(tmp_path: Path) -> None:
     logits, stores = [], []
     for numa in ("off", "auto"):
         with model.load_engine(packed, max_model_len=64, kernel="generic", numa=numa) as llm:
-            program = llm.runner.model.lower(T, 1, T, 1, 1)
+            program = llm.runner.model.lower(StepSizes(T, 1, T, 1, 1))
             logits.append(run(llm, program))
             stores.append(llm.runner.weights)
     assert error(logits[1], logits[0]) < 1e-2

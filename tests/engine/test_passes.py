@@ -31,6 +31,7 @@ from runtime.passes.layers import moe_layers
 from runtime.passes.stream_weights import Ring
 from runtime.program import Program
 from runtime.program.analysis import on_streams
+from runtime.program.sizes import StepSizes
 from runtime.program.step_inputs import allocate_inputs
 from runtime.runner.paged_runner import Pass
 
@@ -130,7 +131,7 @@ def test_programs_do_what_a_plain_forward_does(family: str, tmp_path: Path) -> N
 
     plain = truth()
     with model.load_engine(tmp_path, max_model_len=64, threads=1) as llm:
-        program = llm.runner.model.lower(T, 1, T, 1, 1)
+        program = llm.runner.model.lower(StepSizes(T, 1, T, 1, 1))
         here = on_ref(program)
         for rewrite, name, prompt in (
             (defer, "deferred", 0),
@@ -225,7 +226,7 @@ def four_experts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any
 def test_two_passes_in_a_row(pair: tuple[str, str], four_experts: tuple[Any, Any]) -> None:
     llm, lm = four_experts
     first, second = (PASSES[name] for name in pair)
-    program, wanted = on_ref(llm.runner.model.lower(T, 1, T, 1, 1)), PAIRS[pair]
+    program, wanted = on_ref(llm.runner.model.lower(StepSizes(T, 1, T, 1, 1))), PAIRS[pair]
     if isinstance(wanted, str):
         with pytest.raises(PykernelsError, match=wanted):
             second(first(program))
@@ -244,7 +245,7 @@ def test_what_is_in_slots_may_change_between_steps(
     device: str, bound: float, four_experts: tuple[Any, Any]
 ) -> None:
     llm, lm = four_experts
-    program = in_slots(llm.runner.model.lower(T, 1, T, 1, 1))
+    program = in_slots(llm.runner.model.lower(StepSizes(T, 1, T, 1, 1)))
     with torch.no_grad():
         truth = lm(torch.arange(20, 20 + T)[None]).logits[0]
     tables = slot_tables(program)
@@ -264,7 +265,7 @@ def test_what_is_in_slots_may_change_between_steps(
 def test_loads_run_ahead_of_what_they_are_for(ring: Ring, four_experts: tuple[Any, Any]) -> None:
     """As early as the order of nodes that share a buffer allows, over the memory of that plan."""
     llm, lm = four_experts
-    program = on_ref(llm.runner.model.lower(T, 1, T, 1, 1))
+    program = on_ref(llm.runner.model.lower(StepSizes(T, 1, T, 1, 1)))
     with torch.no_grad():
         truth = lm(torch.arange(20, 20 + T)[None]).logits[0]
     program = stream_weights(program, lambda spec: spec.nbytes, ring)
@@ -287,7 +288,7 @@ def test_one_layer_is_streamed_and_the_others_are_on_the_cpu(
     four_experts: tuple[Any, Any],
 ) -> None:
     llm, lm = four_experts
-    program = offload(on_ref(llm.runner.model.lower(T, 1, T, 1, 1)))
+    program = offload(on_ref(llm.runner.model.lower(StepSizes(T, 1, T, 1, 1))))
     program = stream_weights(program, lambda spec: spec.nbytes, Ring(3, 2), layers={2})
     devices = [node.device for node in program.nodes if node.role == "routed"]
     assert devices == ["cpu", "ref", "cpu"]
@@ -298,7 +299,7 @@ def test_one_layer_is_streamed_and_the_others_are_on_the_cpu(
 
 
 def test_experts_that_there_are_not(four_experts: tuple[Any, Any]) -> None:
-    program = four_experts[0].runner.model.lower(T, 1, T, 1, 1)
+    program = four_experts[0].runner.model.lower(StepSizes(T, 1, T, 1, 1))
     for wrong in ((1, 8), (2, 2)):
         with pytest.raises(PykernelsError, match="Give each of 0 to 7 once at most"):
             gpu_experts(program, {1: wrong})
@@ -308,7 +309,7 @@ def test_experts_that_there_are_not(four_experts: tuple[Any, Any]) -> None:
 
 def test_what_is_deferred_and_what_is_not(tmp_path: Path) -> None:
     tiny.make(tmp_path, "deepseek_v3", num_hidden_layers=5, num_experts_per_tok=4)
-    program = model.llm.meta_decoder(tmp_path).lower(T, 1, T, 1, 1)
+    program = model.llm.meta_decoder(tmp_path).lower(StepSizes(T, 1, T, 1, 1))
     assert defer(program, 0) is program and skip(program, 0) is program
     late = defer(program, 2)
     names = [node.name for node in late.nodes if node.role == "deferred"]

@@ -15,6 +15,7 @@ from runtime.devices.ref.step import RefExecutable
 from runtime.engine import Engine, SamplingParams
 from runtime.passes import defer, offload
 from runtime.program import Node
+from runtime.program.sizes import StepSizes
 from runtime.program.step_inputs import allocate_inputs
 from runtime.workers.job import TaskError
 from runtime.workers.pool import WorkerPool
@@ -61,7 +62,7 @@ def _ref_step(
     llm: model.LLM, passes: list, reuse: bool = True, pool: WorkerPool | None = None
 ) -> RefExecutable:
     lowered = llm.runner.model
-    program = on_ref(lowered.lower(4, 1, 4, 1, 1))
+    program = on_ref(lowered.lower(StepSizes(4, 1, 4, 1, 1)))
     for rewrite in passes:
         program = rewrite(program)
     inputs = allocate_inputs(program) | {

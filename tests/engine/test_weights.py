@@ -12,13 +12,14 @@ from pykernels.gpu.gemm.weights import unpack_from_gpu
 from pykernels.quant import PackedMatrix, get_format
 from runtime.devices.cuda.memory.weights import dense, gpu_bytes, gpu_format, matrix
 from runtime.planning.placement import place
+from runtime.program.sizes import StepSizes
 from runtime.program.weights import WeightStore
 
 CPU = torch.device("cpu")
 
 
 def test_experts_go_to_a_gpu_if_all_fit() -> None:
-    program = meta_decoder(EMBEDDED).lower(8, 8, 8, 1, 1)
+    program = meta_decoder(EMBEDDED).lower(StepSizes(8, 8, 8, 1, 1))
     total = sum(gpu_bytes(spec) for spec in program.weights.values())
     whole = place(program, "auto", {"cuda:0": total}, gpu_bytes)
     split = place(program, "auto", {"cuda:0": total - 1}, gpu_bytes)

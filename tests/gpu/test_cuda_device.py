@@ -22,6 +22,7 @@ from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Engine, SamplingParams
 from runtime.experts.cache import CachePolicy
 from runtime.planning.placement import Placement
+from runtime.program.sizes import StepSizes
 from runtime.runner.slots import Slots
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
@@ -118,7 +119,7 @@ def test_some_experts_of_a_layer_beside_those_of_the_cpu(
     with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
-            program = decoder.lower(1, 1, 1, 1, 1)
+            program = decoder.lower()
             beside = experts_beside(1, program, Placement("cuda:0"), {"cuda:0": 1 << 30})
             assert beside == {0: (0,), 1: (0,)}
             beside = {0: (2, 5), 1: (1,)}
@@ -210,7 +211,9 @@ def test_rules_keep_weights_beside_the_gpu(tmp_path: Path, device: torch.device)
                 decoder = weights.readable(packer(pool), lambda *_: None)
             options = CudaOptions("gpu", placed=weights.placed.weights)
             runner = CudaRunner(decoder, where, pool, 64, None, 4, 2, "generic", options=options)
-            devices = {node.name: node.device for node in runner.lowered(4, 2, 2, 1, 1).nodes}
+            devices = {
+                node.name: node.device for node in runner.lowered(StepSizes(4, 2, 2, 1, 1)).nodes
+            }
             on_cpu = {name for name, at in devices.items() if at == "cpu"} - {"sample"}
             assert on_cpu == ({"embed", "layer1.shared"} if each else set())
             with Engine(runner) as engine:

@@ -16,6 +16,7 @@ from runtime.devices.cuda.steps.segment import Segment, beside
 from runtime.passes import stream_weights
 from runtime.passes.stream_weights import Ring
 from runtime.program.analysis import dependencies
+from runtime.program.sizes import StepSizes
 
 from ..model import tiny
 
@@ -47,7 +48,7 @@ def test_each_launch_begins_behind_those_that_share_its_buffers(
     ring: Ring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=4)
-    program = meta_decoder(tmp_path).lower(8, 2, 2, 1, 1).on("cuda:0")
+    program = meta_decoder(tmp_path).lower(StepSizes(8, 2, 2, 1, 1)).on("cuda:0")
     program = stream_weights(program, lambda spec: spec.nbytes, ring)
     first, second = Stream(), Stream()
     current, found = [first], dict[int, set[int]]()

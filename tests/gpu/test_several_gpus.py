@@ -59,7 +59,7 @@ def test_several_gpus_draw_what_one_draws(
             with Engine(runner) as engine:
                 found.append(engine.generate(PROMPTS, params))
             runner.close()
-    nodes = runner.lowered(1, 1, 1, 1, 1).nodes
+    nodes = runner.lowered().nodes
     layers = [{node.device for node in nodes if node.layer == i} - {"cpu"} for i in range(gpus)]
     assert layers == [{gpu} for gpu in runner.gpus]
     for a, b in zip(*found, strict=True):

@@ -13,10 +13,10 @@ from model.opened import open_weights
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.runner import CudaOptions, CudaRunner, place_on
 from runtime.devices.cuda.streaming.dense import crossing_layers, staged_weights
-from runtime.devices.cuda.streaming.experts import Sizes
 from runtime.devices.gpus import gpus_of
 from runtime.engine import Engine, EngineConfig, SamplingParams
-from runtime.passes import stream_dense
+from runtime.passes import keep_routing, stream_dense
+from runtime.program.sizes import StepSizes
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
@@ -53,7 +53,7 @@ def test_logprobs_are_transformers(
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
             placement = place_on(gpus, decoder, 8, options.experts)
-            every = staged_weights(decoder, gpus, placement, Sizes(8, 4, 2, 4), 0)
+            every = staged_weights(decoder, gpus, placement, StepSizes(1, 2, 4, 8, 4), 0)
             options = CudaOptions(**{**vars(options), "staged": every})
             runner = CudaRunner(
                 decoder, where, pool, 64, None, 4, 2, "generic", max_num_logits=4, options=options
@@ -81,12 +81,12 @@ def test_a_budget_is_kept(tmp_path: Path) -> None:
     tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=6)
     gpus = gpus_of("cpu")
     with open_weights(tmp_path, read_config(tmp_path)) as weights:
-        decoder, sizes = weights.decoder, Sizes(8, 4, 2, 4)
+        decoder, sizes = weights.decoder, StepSizes(1, 2, 4, 8, 4)
         placement = place_on(gpus, decoder, 8, "cpu")
         every = staged_weights(decoder, gpus, placement, sizes, 0)
         layer = sum(every.values()) // 6
         some = staged_weights(decoder, gpus, placement, sizes, 5 * layer / 2**30)
-        program = placement.apply(sizes.lower(decoder, 4))
+        program = placement.apply(keep_routing(decoder.lower(sizes.of(4))))
     assert sum(some.values()) == 3 * layer
     assert staged_weights(decoder, gpus, placement, sizes, "auto") == {}
     once = stream_dense(program, some)

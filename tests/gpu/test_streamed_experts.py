@@ -21,6 +21,7 @@ from runtime.devices.cuda.steps.prompt_sizes import PromptSizes
 from runtime.devices.cuda.streaming.experts import balanced_tokens
 from runtime.engine import Engine, SamplingParams
 from runtime.planning.prefill_rates import Rates, balanced_share, choose, split_range, turning_point
+from runtime.program.sizes import StepSizes
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool, make_pool
 
@@ -200,7 +201,7 @@ def test_layers_that_cannot_be_pinned_stay_on_the_cpu(tmp_path: Path, device: to
                 "generic",
                 options=CudaOptions(experts="cpu", prefill="stream"),
             )
-            program, system = runner.lowered(4, 2, 2, 1, 1), OneLayer()
+            program, system = runner.lowered(StepSizes(4, 2, 2, 1, 1)), OneLayer()
             assert runner.streaming is not None
             found, reason = runner.streaming.pin(program, decoder.store, cast(Any, system))
     assert reason == "no more than that"

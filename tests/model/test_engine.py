@@ -16,6 +16,7 @@ from model.llm import LLM
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu.step import CpuExecutable
 from runtime.engine import SamplingParams
+from runtime.program.sizes import StepSizes
 from runtime.program.step_inputs import allocate_inputs
 
 from ..cpu.kernels import fastest
@@ -43,7 +44,7 @@ def logits(llm: LLM, ids: torch.Tensor) -> torch.Tensor:
     """[T, V] of one sequence, in one step."""
     T, pages = len(ids), 1 + len(ids) // 64
     lowered = llm.runner.model
-    program = lowered.lower(T, 1, T, pages, pages)
+    program = lowered.lower(StepSizes(T, 1, T, pages, pages))
     inputs = allocate_inputs(program) | {
         "tokens": ids,
         "positions": torch.arange(T),

@@ -41,7 +41,7 @@ def test_which_experts_are_kept() -> None:
 
 
 def test_which_experts_the_engine_has_on_a_gpu_besides() -> None:
-    program = meta_decoder(model.EMBEDDED).lower(1, 1, 1, 1, 1)
+    program = meta_decoder(model.EMBEDDED).lower()
     layers = range(1, 6)  # 32 experts each
     one = next(spec for spec in program.weights.values() if spec.shape[0] == 32 and spec.moe)
     each = gpu_bytes(one.some([0]))

@@ -28,6 +28,7 @@ from ...planning.placement import CPU, Placement, place
 from ...planning.prefill_rates import Rates
 from ...program import Program
 from ...program.partition import partition
+from ...program.sizes import ONE_TOKEN, StepSizes
 from ...program.weights import LayoutOf
 from ...runner.batch import DeviceLost, StepBatch, StepResult
 from ...runner.measured_rates import measured_rates
@@ -48,7 +49,7 @@ from .steps.prompt_sizes import HOST_BUCKETS, SPLIT_BUCKETS, PromptSizes
 from .steps.sampling_inputs import waits_for_masks
 from .steps.streamed_runner import StreamedRunner
 from .streaming.dense import described, pin_staged
-from .streaming.experts import Sizes, Streaming, wanted_streaming
+from .streaming.experts import Streaming, wanted_streaming
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
@@ -134,7 +135,7 @@ class CudaRunner(PagedRunner):
         options: CudaOptions = CudaOptions(),  # noqa: B008 - frozen
     ) -> None:
         check_device(device)
-        check_heads(model.lower(1, 1, 1, 1, 1))
+        check_heads(model.lower())
         self.gpus: Gpus = gpus_of(device)
         self.device = list(self.gpus.values())[-1]
         pages = num_pages or 2 * -(-max_model_len // PAGE)
@@ -152,7 +153,7 @@ class CudaRunner(PagedRunner):
             raise PykernelsError(*several_refused("an expert cache"))
         on_cpu = self.placement.experts == CPU
         if options.dual_batch is True and not on_cpu:
-            check_routed(model.lower(1, 1, 1, 1, 1), "dual_batch")
+            check_routed(model.lower(), "dual_batch")
             raise PykernelsError(
                 "dual_batch with the experts on the GPU: there is nothing beside which the other"
                 " lane could run",
@@ -174,16 +175,17 @@ class CudaRunner(PagedRunner):
         tokens, deferred = max_num_batched_tokens, options.deferred or 0
         # What is deferred takes memory; of how many experts it is makes no difference.
         some = deferred or (1 if options.deferred is None and on_cpu else 0)
-        sizes = pages, -(-max_model_len // PAGE), max_num_seqs, max_num_logits or 0
+        rows, table_pages = max(max_num_logits or 0, max_num_seqs), -(-max_model_len // PAGE)
+        sizes = StepSizes(1, max_num_seqs, rows, pages, table_pages)
         self.prefill, self.link_bytes_per_s = options.prefill, 0.0
         self.rates: Rates | None = None
         self.streaming = wanted_streaming(
-            options.prefill, model, self.gpus, self.placement, Sizes(*sizes, some), tokens
+            options.prefill, model, self.gpus, self.placement, sizes, some, tokens
         )
         if tokens is None and self.streaming is not None:
             tokens = self.streaming.tokens
         if tokens is None:
-            tokens = step_tokens(model, self.gpus, self.placement, *sizes, some)
+            tokens = step_tokens(model, self.gpus, self.placement, sizes, some)
         super().__init__(
             model,
             max_model_len,
@@ -209,25 +211,25 @@ class CudaRunner(PagedRunner):
         """Whether there is a GPU, and not Triton's interpreter."""
         return not interpreted(self.gpus)
 
-    def lowered(self, *sizes: int) -> Program:
+    def lowered(self, sizes: StepSizes = ONE_TOKEN) -> Program:
         """The model's program: routed experts on the CPU or a GPU, all else on GPUs."""
         return self._placed(self.placement, sizes)
 
-    def lowered_streamed(self, *sizes: int) -> Program:
+    def lowered_streamed(self, sizes: StepSizes = ONE_TOKEN) -> Program:
         """The same without slots whose experts change: they do so beside streamed steps."""
         return self._placed(replace(self.placement, slots={}), sizes)
 
-    def _lowered_split(self, *sizes: int) -> Program:
+    def _lowered_split(self, sizes: StepSizes = ONE_TOKEN) -> Program:
         """The same without any experts on the GPU: a split step brings those that it takes most."""
         return self._placed(replace(self.placement, slots={}, cached={}), sizes)
 
-    def _placed(self, placement: Placement, sizes: Sequence[int]) -> Program:
-        return placement.apply(super().lowered(*sizes))
+    def _placed(self, placement: Placement, sizes: StepSizes) -> Program:
+        return placement.apply(super().lowered(sizes))
 
     def make_slots(self) -> Slots | None:
         if not self.placement.slots:
             return None
-        program = self.lowered(1, 1, 1, 1, 1)
+        program = self.lowered()
         slots, self._table = on_gpu(program, self.weights, self.device, self._policy, self.pinned)
         self.caches.update(zip(slots.tables, self._table, strict=True))
         return slots
@@ -259,7 +261,7 @@ class CudaRunner(PagedRunner):
         if self.streaming is None:
             return super().prompt_steps(inputs)
         self._host_inputs = inputs
-        program = self.lowered(1, 1, 1, 1, 1)
+        program = self.lowered()
         # One GPU waits for the other: what crosses to both takes as long as to one of them.
         rate = partial(self.streaming.link_rate, program, self.weights)
         self.link_bytes_per_s = min(map(rate, self.gpus.values()))
@@ -318,7 +320,7 @@ class CudaRunner(PagedRunner):
         """Whether there are kernels for split steps, and memory beside that of streamed ones."""
         streaming = self.streaming
         assert streaming is not None
-        if not streaming.gathers(self.lowered(1, 1, 1, 1, 1)):
+        if not streaming.gathers(self.lowered()):
             return False
         if not self.real:
             return True
@@ -330,9 +332,8 @@ class CudaRunner(PagedRunner):
             (min(most, SPLIT_BUCKETS[-1]), self._lowered_split, split),
         )
         for T, lower, rewrite in ways:
-            rows = min(T, self.max_num_logits)
-            pages = inputs["page_table"].shape[1]
-            program = rewrite(lower(T, self.max_num_seqs, rows, self.num_pages, pages))
+            sizes = self.step_sizes(inputs["page_table"].shape[1])
+            program = rewrite(lower(sizes.of(T)))
             program = defer(program, self.deferred)
             for name, part in partition(self.placement.stage(program)).items():
                 needed[name] += step_bytes(part) if name in self.gpus else 0
@@ -352,7 +353,7 @@ class CudaRunner(PagedRunner):
     def _pin(self, streaming: Streaming) -> Streaming | None:
         """With as many layers as can be pinned; None if there is none."""
         with torch.cuda.device(self.device):
-            program = self.lowered(1, 1, 1, 1, 1)
+            program = self.lowered()
             found, reason = streaming.pin(program, self.weights, self.pinned)
         if not reason:
             return found
@@ -421,7 +422,7 @@ class CudaRunner(PagedRunner):
         if self.real:  # a layer of the GPU is shorter than waking a sleeper
             self.pool.spin_for(spin_budget(driver_works=False))
         with self.enough_memory():
-            program = self.lowered(1, 1, 1, 1, 1)
+            program = self.lowered()
             if self.placement.staged:
                 self.decisions = [*self.decisions, described(self.placement, program)]
             if self.placement.staged and self.real:
@@ -485,5 +486,5 @@ def place_on(
     the CPU, all else on GPUs. The other arguments: see ``placement.place``."""
     caches = {name: part.nbytes for name, part in model.caches(num_pages).items()}
     free = {name: n - HEADROOM for name, n in free_bytes(gpus).items()}
-    program = model.lower(1, 1, 1, 1, 1)
+    program = model.lower()
     return place(program, experts, free, gpu_bytes, placed, caches, by_layer)

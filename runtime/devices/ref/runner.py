@@ -13,6 +13,7 @@ from pykernels.errors import PykernelsError
 from ...experts.cache import BetweenSteps, CachePolicy
 from ...passes import expert_cache, stream_weights
 from ...program import Program
+from ...program.sizes import ONE_TOKEN, StepSizes
 from ...runner.paged_runner import Executable, Lowerable, PagedRunner, Pass
 from ...runner.slots import Slots, slot_specs
 from ...workers.pool import WorkerPool
@@ -88,14 +89,14 @@ class RefRunner(PagedRunner):
             for name, part in model.caches(self.num_pages).items()
         }
 
-    def lowered(self, *sizes: int) -> Program:
-        program = on_ref(super().lowered(*sizes))
+    def lowered(self, sizes: StepSizes = ONE_TOKEN) -> Program:
+        program = on_ref(super().lowered(sizes))
         return expert_cache(program, self._room) if self._room else program
 
     def make_slots(self) -> Slots | None:
         if not self._room:
             return None
-        program = self.lowered(1, 1, 1, 1, 1)
+        program = self.lowered()
         layers = [self.weights.get(s, cpu.HERE, exact_experts) for s in slot_specs(program)]
         filler = BetweenSteps(lambda move: layers[move.layer].put(move.slot, move.expert))
         slots = Slots(program, self._policy, filler)

@@ -15,6 +15,7 @@ from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.program import Builder, Program, repeated
+from runtime.program.sizes import StepSizes
 from runtime.program.step_inputs import allocate_inputs
 from runtime.program.weights import WeightStore
 from runtime.workers.matrix import packer
@@ -30,7 +31,7 @@ def test_a_step_is_the_same_bits_in_any_order(family: str, tmp_path: Path) -> No
     tiny.make(tmp_path, family)
     with model.load_engine(tmp_path, max_model_len=64, kernel="generic") as llm:
         lowered = llm.runner.model
-        program = lowered.lower(T, 1, T, 1, 1)
+        program = lowered.lower(StepSizes(T, 1, T, 1, 1))
         steps = []
         for in_order in (True, False):
             inputs = allocate_inputs(program) | {

@@ -17,6 +17,7 @@ from model.rules import default_rules
 from pykernels.errors import PykernelsError
 from runtime.planning.placement import Placement, deal, place
 from runtime.program.partition import partition
+from runtime.program.sizes import StepSizes
 
 from ...model import tiny
 
@@ -40,16 +41,16 @@ def test_layers_are_dealt_so_that_no_gpu_is_fuller_than_needed(gpus: int) -> Non
 def test_a_model_without_experts_has_none_on_the_cpu(experts: str, tmp_path: Path) -> None:
     """Whether its weights fit or not: no GPU then waits for the CPU, and nothing is streamed."""
     tiny.make(tmp_path, "llama", num_hidden_layers=2)
-    program = meta_decoder(tmp_path).lower(8, 8, 8, 1, 1)
+    program = meta_decoder(tmp_path).lower(StepSizes(8, 8, 8, 1, 1))
     for free in {"cuda:0": 0}, {"cuda:0": 0, "cuda:1": 0}:
         found = place(program, experts, free, lambda spec: spec.nbytes)
         assert found.experts != "cpu" and set(partition(found.apply(program))) == set(free)
     with pytest.raises(PykernelsError, match="no routed experts. Leave out gpu_experts"):
-        place_beside(2, meta_decoder(tmp_path), "cuda:0", (8, 8, 8, 1, 1), experts)
+        place_beside(2, meta_decoder(tmp_path), "cuda:0", StepSizes(8, 8, 8, 1, 1), experts)
 
 
 def test_three_devices_meet_where_one_reads_what_another_wrote() -> None:
-    program = meta_decoder(model.EMBEDDED).lower(8, 8, 8, 1, 1)
+    program = meta_decoder(model.EMBEDDED).lower(StepSizes(8, 8, 8, 1, 1))
     two = Placement("cuda:0", by_layer=dict.fromkeys((3, 4, 5), "cuda:1"))
     parts = partition(two.apply(program))
     assert set(parts) == {"cuda:0", "cpu", "cuda:1"}
@@ -98,7 +99,7 @@ def test_rules_say_which_gpu_has_a_layer() -> None:
     ],
 )
 def test_layers_that_gpus_cannot_have(by_layer: dict[int, str], message: str) -> None:
-    program = meta_decoder(model.EMBEDDED).lower(1, 1, 1, 1, 1)
+    program = meta_decoder(model.EMBEDDED).lower()
     free = {"cuda:0": 1, "cuda:1": 1}
     with pytest.raises(PykernelsError, match=message):
         place(program, "cpu", free, lambda spec: spec.nbytes, by_layer=by_layer)

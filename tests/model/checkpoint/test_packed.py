@@ -26,6 +26,7 @@ from pykernels.quant import PackedExperts, Weight, get_format
 from pykernels.quant.matrix import pack_alone
 from pykernels.shapes import MoEShape
 from runtime.devices.cpu.weights import HERE, rows
+from runtime.program.sizes import StepSizes
 
 from ..checks import Checkpoints
 from ..test_engine import logits
@@ -98,8 +99,8 @@ def test_a_cache_keeps_to_its_rules(checkpoint: Checkpoints, tmp_path: Path) -> 
     assert 0.001 < rows[-1].errors["attention"] < 0.02
     assert torch.equal(logits_of(int8), logits_of(source, rules=rules))
     model.convert(source, int4, "int4", "int4", rules, threads=1)  # the last word
-    assert "int4 1 x" not in str(meta_decoder(int8).lower(4, 4, 4, 1, 1))
-    assert "int4" in str(meta_decoder(int4).lower(4, 4, 4, 1, 1))
+    assert "int4 1 x" not in str(meta_decoder(int8).lower(StepSizes(4, 4, 4, 1, 1)))
+    assert "int4" in str(meta_decoder(int4).lower(StepSizes(4, 4, 4, 1, 1)))
     with pytest.raises(PykernelsError, match="q_proj.weight in int4, a rule wants int8"):
         model.load_engine(int4, rules=rules, threads=1)
     with pytest.raises(PykernelsError, match="experts of model.layers.0.mlp have no kernel"):
@@ -134,7 +135,7 @@ def test_what_conversion_changes_is_told_layer_by_layer(
     assert {"int4", "int8", "bf16"} == set(moe.formats)  # single heads and the router stay
     again = model.convert(source, target, experts="int4", linears="int8", threads=1)
     assert again == rows
-    program = str(meta_decoder(target).lower(4, 4, 4, 1, 1))
+    program = str(meta_decoder(target).lower(StepSizes(4, 4, 4, 1, 1)))
     assert program.count("int4 8 x [32, 64]") == 2 and "int8 1 x [96, 64]" in program
 
 
@@ -272,7 +273,7 @@ def test_a_folder_of_something_else_is_left_alone(
 
 def test_a_cache_has_a_program(cache: Path, checkpoint: Checkpoints) -> None:
     programs = [
-        str(meta_decoder(folder).lower(4, 4, 4, 1, 1))
+        str(meta_decoder(folder).lower(StepSizes(4, 4, 4, 1, 1)))
         for folder in (cache, checkpoint("deepseek_v3").path)
     ]
     assert programs[0] == programs[1]
@@ -285,7 +286,7 @@ def test_a_cache_gives_back_what_was_stored(cache: Path, checkpoint: Checkpoints
         with open_weights(folder, read_config(folder)) as weights:
             decoders.append(weights.readable(pack_alone, lambda *_: None))
     cached, stored = (decoder.store for decoder in decoders)
-    specs = decoders[0].lower(1, 1, 1, 1, 1).weights.values()
+    specs = decoders[0].lower().weights.values()
     assert {spec.kind for spec in specs} == {"tensor", "matrix", "heads", "experts"}
     for spec in specs:
         if spec.kind == "tensor":

@@ -20,6 +20,7 @@ from model.checkpoint.tensors.safetensors import Checkpoint, Part
 from model.llm import meta_decoder
 from model.modules.moe import routed_experts
 from pykernels.quant import get_format
+from runtime.program.sizes import StepSizes
 
 from .. import tiny_quantized
 from ..checks import Checkpoints, Own, change_tensors, drop, refused
@@ -64,7 +65,7 @@ def test_dense_matrices_stay_packed(
     checkpoint: Checkpoints,
 ) -> None:
     made = checkpoint("deepseek_v3", **options("gptq"))
-    program = meta_decoder(made.path).lower(8, 8, 8, 1, 1)
+    program = meta_decoder(made.path).lower(StepSizes(8, 8, 8, 1, 1))
     [matrix] = [w for w in program.weights.values() if DENSE in {part.name for part in w.parts}]
     assert matrix.fmt == "int4-zp"
 

@@ -17,6 +17,7 @@ from model.llm import LLM
 from pykernels.errors import PykernelsError
 from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
+from runtime.program.sizes import StepSizes
 from runtime.program.step_inputs import allocate_inputs
 
 from .. import tiny
@@ -31,7 +32,7 @@ ONE_KEY_HEAD = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 
 def host_logits(llm: LLM, ids: torch.Tensor) -> torch.Tensor:
     """[T, V] of one sequence, in one step."""
     T, lowered = len(ids), llm.runner.model
-    program = on_ref(lowered.lower(T, 1, T, 1, 1))
+    program = on_ref(lowered.lower(StepSizes(T, 1, T, 1, 1)))
     inputs = allocate_inputs(program) | {
         "tokens": ids,
         "positions": torch.arange(T),

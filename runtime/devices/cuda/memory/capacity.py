@@ -14,6 +14,7 @@ from ....program import Program
 from ....program.analysis import experts_per_token
 from ....program.node import Node
 from ....program.partition import partition
+from ....program.sizes import StepSizes
 from ....program.weight_spec import WeightSpec
 from ....runner.paged_runner import Lowerable
 from ...gpus import HEADROOM, Gpus, free_bytes, interpreted
@@ -25,8 +26,6 @@ STEP_TOKENS = (4096, 2048, 1024, 512)
 experts on the CPU, and at the least, the last one."""
 EXPANDED_BYTES = 512 << 20
 """Expanded keys and values take so many at a time, unless one head's are more by themselves."""
-LowerSizes = tuple[int, int, int, int, int]
-"""Arguments of a model's ``lower``."""
 _UNPACKED_KEYS = 2 << 30  # ``worth_unpacking``'s most
 
 
@@ -34,10 +33,7 @@ def step_tokens(
     model: Lowerable,
     gpus: Gpus,
     placement: Placement,
-    pages: int,
-    table_pages: int,
-    sequences: int,
-    logits: int,
+    sizes: StepSizes,
     deferred: int = 0,
 ) -> int:
     """The token budget of a step.
@@ -45,31 +41,27 @@ def step_tokens(
     Args:
         gpus: in the interpreter the fewest.
         placement: of the model's nodes.
-        pages: of the cache; ``table_pages``: of one sequence.
-        sequences, logits: most of a step.
+        sizes: of any step.
         deferred: experts of a token that are.
     """
     if interpreted(gpus) or placement.experts == CPU:
         return STEP_TOKENS[-1]
     for T in STEP_TOKENS[:-1]:
-        rows = min(T, max(logits, sequences))
-        sizes = T, sequences, rows, pages, table_pages
-        rooms = _rooms(model, gpus, placement, sizes, deferred)
+        rooms = _rooms(model, gpus, placement, sizes.of(T), deferred)
         if all(room >= 0 for room in rooms.values()):
             return T
     return STEP_TOKENS[-1]
 
 
 def room_for_experts(
-    model: Lowerable, gpus: Gpus, sizes: LowerSizes, placement: Placement
+    model: Lowerable, gpus: Gpus, sizes: StepSizes, placement: Placement
 ) -> dict[str, int]:
     """Bytes of each GPU that experts may take beside the rest of a model, its cache and its steps;
     below 0 where these alone are too much.
 
     Args:
         gpus: in Triton's interpreter any number fit.
-        sizes: arguments of the model's ``lower``: T, S and R of the largest step, pages of the
-            cache and of a sequence.
+        sizes: of the largest step.
         placement: of all that is no routed expert.
     """
     if interpreted(gpus):
@@ -78,11 +70,11 @@ def room_for_experts(
 
 
 def _rooms(
-    model: Lowerable, gpus: Gpus, placement: Placement, sizes: LowerSizes, deferred: int = 0
+    model: Lowerable, gpus: Gpus, placement: Placement, sizes: StepSizes, deferred: int = 0
 ) -> dict[str, int]:
     """Bytes that are free on each GPU beside weights, cache and steps."""
-    program = keep_routing(model.lower(*sizes))
-    rooms = room_for_steps(model, gpus, placement, program, sizes[3])
+    program = keep_routing(model.lower(sizes))
+    rooms = room_for_steps(model, gpus, placement, program, sizes.pages)
     # Steps have room for experts wherever these are: some may be on a GPU besides.
     whole = replace(placement, experts=placement.device)
     parts = partition(whole.stage(defer(whole.apply(program), deferred)))

@@ -11,6 +11,7 @@ import torch
 from pykernels.ref.sampling import Sampled
 
 from ....program import Program
+from ....program.sizes import StepSizes
 from ....runner.sampling import SamplingInputs
 from ..memory.buffers import Arena
 from .executable import CudaExecutable, GpuMemory
@@ -47,7 +48,7 @@ class StepMaker:
         self._pool = torch.cuda.graph_pool_handle() if owner.real else None
         # E4M3 becomes rows of bfloat16 before a prefill: once a sequence, not once a piece.
         coded = any(part.dtype == torch.float8_e4m3fn for part in owner.caches.values())
-        whole = coded or expansion(owner.lowered(1, 1, 1, 1, 1)) is not None
+        whole = coded or expansion(owner.lowered()) is not None
         self._inputs = StepInputs(inputs, sampling, owner.gpus, None if whole else PIECE)
         self._results: dict[str, StepOutputs] = {}
         self.host_inputs = dict(inputs)
@@ -104,7 +105,7 @@ class StepMaker:
 
     def _allocated(self, program: Program) -> dict[str, StepOutputs]:
         owner = self._owner
-        largest = owner.lowered(owner.max_num_batched_tokens, 1, 1, 1, 1)
+        largest = owner.lowered(StepSizes(owner.max_num_batched_tokens))
         found: dict[str, StepOutputs] = {}
         for gpu, device in owner.gpus.items():
             own = [node for node in program.nodes if node.device == gpu]

@@ -9,6 +9,7 @@ import torch
 
 from ....planning.placement import Placement
 from ....program import Program
+from ....program.sizes import ONE_TOKEN, StepSizes
 from ....program.weights import WeightStore
 from ....runner.paged_runner import Lowerable
 from ....runner.slots import Slots
@@ -41,10 +42,10 @@ class Owner(Protocol):
     def real(self) -> bool:
         """Whether there is a GPU, and not Triton's interpreter."""
 
-    def lowered(self, *sizes: int) -> Program:
+    def lowered(self, sizes: StepSizes = ONE_TOKEN) -> Program:
         """The model's program of these sizes, placed."""
 
-    def lowered_streamed(self, *sizes: int) -> Program:
+    def lowered_streamed(self, sizes: StepSizes = ONE_TOKEN) -> Program:
         """The same without slots whose experts change."""
 
     def watched(self) -> AbstractContextManager[None]:

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from ....program import Program
+from ....program.sizes import ONE_TOKEN, StepSizes
 from ....runner.batch import StepBatch, StepResult
 from ....runner.paged_runner import Executable, PagedRunner
 from ..streaming.experts import Streaming
@@ -52,8 +53,8 @@ class StreamedRunner(PagedRunner):
         devices = owner.gpus.values() if owner.real else ()
         self._streams = [torch.cuda.Stream(device) for device in devices]
 
-    def lowered(self, *sizes: int) -> Program:
-        return self._owner.lowered_streamed(*sizes)
+    def lowered(self, sizes: StepSizes = ONE_TOKEN) -> Program:
+        return self._owner.lowered_streamed(sizes)
 
     def bind(self, batch: StepBatch) -> None:
         for stream in self._streams:  # weights and caches are on their way

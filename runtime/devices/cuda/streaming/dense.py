@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from pykernels.errors import PykernelsError
 
 from ....machine.pinned import Pinned
+from ....passes.keep_routing import keep_routing
 from ....passes.stream_dense import SLOTS, dense_weights
 from ....planning.placement import CPU, Placement
 from ....program import Program
 from ....program.node import Node
 from ....program.partition import partition
+from ....program.sizes import StepSizes
 from ....program.weights import LayoutOf, WeightStore
 from ....runner.paged_runner import Lowerable
 from ...gpus import Gpus, interpreted
@@ -19,14 +21,13 @@ from ..memory.buffers import dtypes
 from ..memory.capacity import STEP_TOKENS, room_for_steps, step_bytes
 from ..memory.staged import Staged
 from ..memory.weights import layout_bytes
-from .experts import Sizes
 
 
 def staged_weights(
     model: Lowerable,
     gpus: Gpus,
     placement: Placement,
-    sizes: Sizes,
+    sizes: StepSizes,
     asked: float | str,
     tokens: int | None = None,
 ) -> dict[str, int]:
@@ -37,7 +38,7 @@ def staged_weights(
         asked: ``EngineConfig.dense_gib``.
         tokens: budget of a step; None: the fewest of ``STEP_TOKENS``.
     """
-    program = placement.apply(sizes.lower(model, tokens or STEP_TOKENS[-1]))
+    program = placement.apply(keep_routing(model.lower(sizes.of(tokens or STEP_TOKENS[-1]))))
     kinds, found = dtypes(program), dict[str, int]()
     rooms = dict[str, int]()
     if asked == "auto" and not interpreted(gpus):

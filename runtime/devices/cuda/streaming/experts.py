@@ -28,6 +28,7 @@ from ....planning.placement import CPU, Placement
 from ....program import Program
 from ....program.node import Node
 from ....program.partition import partition
+from ....program.sizes import StepSizes
 from ....program.weight_spec import WeightSpec
 from ....program.weights import WeightStore
 from ....runner.paged_runner import Lowerable
@@ -135,28 +136,12 @@ class Streaming:
                 yield node, program.weight(node, "experts")
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a runner's steps: pages of the cache and of a sequence, sequences, logits; and the
-    experts of a token that are deferred."""
-
-    pages: int
-    table_pages: int
-    sequences: int
-    logits: int
-    deferred: int = 0
-
-    def lower(self, model: Lowerable, T: int) -> Program:
-        rows = min(T, max(self.logits, self.sequences))
-        sizes = T, self.sequences, rows, self.pages, self.table_pages
-        return keep_routing(model.lower(*sizes))
-
-
 def plan_streaming(
     model: Lowerable,
     gpus: Gpus,
     placement: Placement,
-    sizes: Sizes,
+    sizes: StepSizes,
+    deferred: int = 0,
     tokens: int | None = None,
 ) -> Streaming:
     """How a model's experts are streamed from main memory to the GPUs of their layers.
@@ -164,12 +149,13 @@ def plan_streaming(
     Args:
         gpus: in Triton's interpreter there is always room.
         placement: of the model's nodes, experts on the CPU.
+        sizes: of any step; ``deferred``: experts of a token that are.
         tokens: budget of a step; None: as many of ``STREAM_TOKENS`` as fit.
 
     Raises:
         PykernelsError: experts that cannot be streamed, and why.
     """
-    program = sizes.lower(model, 1)
+    program = keep_routing(model.lower(sizes.of(1)))
     if reason := _why_not(program):
         raise PykernelsError(f"experts cannot be streamed: {reason}", "Leave prefill at cpu")
     if interpreted(gpus):
@@ -179,7 +165,7 @@ def plan_streaming(
     for ring in RINGS:
         for T in (tokens,) if tokens else (T for T in STREAM_TOKENS if most >= T):
             found = Streaming(ring, T, model.store.nodes)
-            needed = _step_bytes(found, model, placement, sizes, T)
+            needed = _step_bytes(found, model, placement, sizes, deferred, T)
             full = [name for name in free if needed[name] > free[name]]
             if not full:
                 return found
@@ -218,7 +204,8 @@ def wanted_streaming(
     model: Lowerable,
     gpus: Gpus,
     placement: Placement,
-    sizes: Sizes,
+    sizes: StepSizes,
+    deferred: int = 0,
     tokens: int | None = None,
 ) -> Streaming | None:
     """``plan_streaming`` as far as ``EngineConfig.prefill`` asks for it; None: nothing is streamed,
@@ -229,7 +216,7 @@ def wanted_streaming(
     """
     if prefill == "cpu" or placement.experts != CPU:
         if prefill in ("stream", "split"):
-            check_routed(sizes.lower(model, 1), f"prefill {prefill}")
+            check_routed(keep_routing(model.lower(sizes.of(1))), f"prefill {prefill}")
             raise PykernelsError(
                 f"prefill {prefill} with the experts on the GPU: nothing has to cross",
                 "Keep the experts on the CPU (experts cpu), or leave prefill at auto",
@@ -238,7 +225,7 @@ def wanted_streaming(
     if prefill == "auto" and interpreted(gpus):  # no link whose rate there is to measure
         return None
     try:
-        return plan_streaming(model, gpus, placement, sizes, tokens)
+        return plan_streaming(model, gpus, placement, sizes, deferred, tokens)
     except PykernelsError as error:
         if prefill != "auto":
             raise
@@ -247,7 +234,7 @@ def wanted_streaming(
 
 
 def streaming_bytes(
-    model: Lowerable, placement: Placement, sizes: Sizes, tokens: int | None = None
+    model: Lowerable, placement: Placement, sizes: StepSizes, tokens: int | None = None
 ) -> dict[str, int]:
     """Memory of each GPU that streamed steps take where there is room.
 
@@ -255,14 +242,19 @@ def streaming_bytes(
         tokens: budget of a step; None: ``RESERVED`` of them.
     """
     found = Streaming(RINGS[0], tokens or RESERVED)
-    return _step_bytes(found, model, placement, sizes, found.tokens)
+    return _step_bytes(found, model, placement, sizes, 0, found.tokens)
 
 
 def _step_bytes(
-    streaming: Streaming, model: Lowerable, placement: Placement, sizes: Sizes, T: int
+    streaming: Streaming,
+    model: Lowerable,
+    placement: Placement,
+    sizes: StepSizes,
+    deferred: int,
+    T: int,
 ) -> dict[str, int]:
-    program = streaming.apply(placement.apply(sizes.lower(model, T)))
-    program = defer(program, sizes.deferred)
+    program = streaming.apply(placement.apply(keep_routing(model.lower(sizes.of(T)))))
+    program = defer(program, deferred)
     parts = partition(placement.stage(program))
     return {name: step_bytes(part) for name, part in parts.items() if name != CPU}
 
