@@ -28,6 +28,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain, repeat
 
 from pykernels.errors import PykernelsError
 
@@ -37,6 +38,7 @@ from .observation import Observation
 from .requests.outputs import EngineStats, FinishReason, TokenLogprob
 from .requests.request import Request, State
 from .scheduling.config import EngineConfig
+from .scheduling.drafts import Drafter
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
 
@@ -57,11 +59,12 @@ class Core:
         config: EngineConfig,
         clock: Callable[[], float] = time.perf_counter,
         news: Callable[[], bool] = lambda: False,
+        drafter: Drafter | None = None,
     ) -> None:
         self.runner, self.clock, self.news = runner, clock, news
         self.overlap = self._overlap = config.overlap
         self.stats = EngineStats()
-        self.scheduler = Scheduler(runner, self.stats, config)
+        self.scheduler = Scheduler(runner, self.stats, config, drafter)
         runner.bind(self.scheduler.writer.batch)
         self.scheduler.add_lane(runner)
         self._running: ScheduledStep | None = None
@@ -163,7 +166,7 @@ class Core:
         assert running is not None
         alive = any(request.state is State.RUNNING for request in running.requests)
         ahead = None
-        if self.overlap:
+        if self.overlap and not self.scheduler.awaits(running):
             phase("schedule")
             ahead = self.scheduler.schedule(now, running)
             phase("run")
@@ -181,6 +184,7 @@ class Core:
             self._fail(running, error)
             return True
         seconds = self.clock() - self._launched_at
+        running.accept(sampled_token_ids)
         self.scheduler.writer.set_tokens(result.sampled_token_ids)
         ended = self._count(running, sampled_token_ids)
         if not self.runner.late_masks:
@@ -307,7 +311,8 @@ class Core:
                 request.sampling.counts.add(sampled_token_ids[row])
         if step.ends.isdisjoint(sampled_token_ids):
             return False
-        return any(map(_ends, step.sampled, sampled_token_ids))
+        pairs = zip(step.sampled, step.rows, strict=True)
+        return any(_ends(request, sampled_token_ids[row]) for request, row in pairs)
 
     def _mask(self, step: ScheduledStep, sampled_token_ids: list[int]) -> bool:
         """Constraints say what may follow.
@@ -341,19 +346,24 @@ class Core:
         if not step.chunks:
             stats.decode_steps[step.T] += 1
             stats.decode_seconds += seconds
-        for i, request in enumerate(step.logprob_requests, len(sampled)):
+        for i, request in enumerate(step.logprob_requests, step.drawn):
             if request.state is State.RUNNING:
                 top = request.params.logprobs or 0
                 request.prompt_logprobs.append(_logprob(sampled_token_ids[i], top, i, result))
         now = self.clock()
-        for i, request in enumerate(sampled):
-            if request.state is not State.RUNNING:  # it has ended while the step ran
-                continue
-            stats.new_tokens += 1
-            try:
-                self._append(request, sampled_token_ids[i], i, result, now)
-            except Exception as error:  # of its detokenizer, constraint or consumer: it fails alone
-                self._end(request, "error", error)
+        accepted = chain(step.num_accepted, repeat(0))
+        for request, first, more in zip(sampled, step.rows, accepted, strict=False):
+            for row in range(first, first + 1 + more):
+                if request.state is not State.RUNNING:  # it has ended, here or while the step ran
+                    break
+                stats.new_tokens += 1
+                try:
+                    if row > first and request.routing is not None:  # of an accepted draft
+                        at = len(request.tokens) - 1
+                        request.routing.write(at, row, row + 1, result.routing)
+                    self._append(request, sampled_token_ids[row], row, result, now)
+                except Exception as error:  # of its detokenizer, constraint or consumer: it alone
+                    self._end(request, "error", error)
 
     def _check(self, sampled_token_ids: list[int], R: int) -> None:
         # An id out of range would be an address out of range in the next step.
@@ -437,8 +447,11 @@ def _write_routing(step: ScheduledStep, result: StepResult) -> None:
     """Before the next step is launched, which writes over it."""
     at = 0
     # What a decoding request computes is its last token, until this step's is appended.
-    parts = [(request, len(request.tokens) - 1, 1) for request in step.decoding]
-    for request, first, size in [*parts, *step.chunks]:
+    for request, count in zip(step.decoding, step.num_scheduled, strict=True):
+        if request.routing is not None and request.state is State.RUNNING:
+            request.routing.write(len(request.tokens) - 1, at, at + 1, result.routing)
+        at += count
+    for request, first, size in step.chunks:
         if request.routing is not None and request.state is State.RUNNING:
             request.routing.write(first, at, at + size, result.routing)
         at += size

@@ -152,6 +152,15 @@ class Request:
         return self.early if self.drawn < self.min_tokens else self.sampling
 
     @property
+    def most_drafts(self) -> int:
+        """Drafts that its next step may have: all its tokens are drawn in one way, and none lies
+        behind ``max_tokens``. None where penalties or a constraint go by the token before."""
+        if self.sampling.counts is not None or self.masked is not None:
+            return 0
+        early = self.drawn < self.min_tokens
+        return (self.min_tokens if early else self.max_tokens) - self.drawn - 1
+
+    @property
     def first_row(self) -> int:
         """Position of the first token that is to be computed for its logits: the last, or the one
         before the first prompt token whose log-probability is asked for and not there yet."""

@@ -11,7 +11,7 @@ from ....planning.placement import Placement
 from ....program import Program
 from ....program.sizes import ONE_TOKEN, StepSizes
 from ....program.weights import WeightStore
-from ....runner.paged_runner import Lowerable
+from ....runner.paged_runner import LastStep, Lowerable
 from ....runner.slots import Slots
 from ....workers.pool import WorkerPool
 from ...gpus import Gpus
@@ -35,7 +35,7 @@ class Owner(Protocol):
     max_num_batched_tokens: int
     deferred: int
     placement: Placement
-    last_sizes: tuple[int, int]
+    last_step: LastStep | None
     slots: Slots | None
 
     @property
