@@ -343,6 +343,9 @@ class Core:
         self.scheduler.finished(step)
         stats, sampled = self.stats, step.sampled
         stats.computed_tokens += step.T
+        if step.drafts:
+            stats.draft_tokens += sum(map(len, step.drafts))
+            stats.accepted_tokens += sum(step.num_accepted)
         if not step.chunks:
             stats.decode_steps[step.T] += 1
             stats.decode_seconds += seconds

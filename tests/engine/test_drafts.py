@@ -5,41 +5,115 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-import pytest
+from runtime.engine import Engine, EngineStats, Result, SamplingParams
+from runtime.runner.constraint import Mask
 
-from runtime.engine import Completion, Engine, EngineConfig, SamplingParams
+from .fake_runner import FakeRunner, Words, check_pages, expected
+from .test_ahead import WORDS, random_params
 
-from .fake_runner import FakeRunner, Words, check_pages, draw, expected
-
-VOCAB, WORDS = 97, ("a", "b", "ab", "c", "ba", "caa", "bb")
+VOCAB = 97
 
 
-class Forced:
-    """Drafts that a test knows: of each prompt, what its output will be.
+class Known:
+    """Drafts from what a run without them has drawn.
 
     Args:
         change: makes other drafts of the right ones.
     """
 
     def __init__(self, change: Callable[[list[int]], list[int]] = list) -> None:
-        self._outputs: list[tuple[list[int], list[int]]] = []
+        self._rest: dict[tuple[int, ...], list[int]] = {}
         self._change = change
 
     def add(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        self._outputs.append((list(prompt), [*prompt, *output]))
+        for size in range(len(output)):
+            self._rest[(*prompt, *output[:size])] = list(output[size:])
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        for prompt, whole in self._outputs:
-            if list(tokens) == whole[: len(tokens)] and len(tokens) > len(prompt):
-                return self._change(whole[len(tokens) :])
-        return []
+        right = self._rest.get(tuple(tokens))
+        return [] if right is None else self._change(right)
 
 
 def test_right_drafts_save_steps() -> None:
-    runner, drafter = FakeRunner(), Forced(lambda right: right[:3])
+    runner, drafter = FakeRunner(), Known(lambda right: right[:3])
     engine = Engine(runner, threaded=False, drafter=drafter)
     drafter.add([1, 2, 3], expected([1, 2, 3], 5, 21))
     [result] = engine.generate([[1, 2, 3]], SamplingParams(seed=5, max_tokens=21))
     assert result.token_ids == expected([1, 2, 3], 5, 21)
     assert runner.sizes == [3, *[4] * 5], "each step brings what it has checked, and one more"
     check_pages(engine._core.scheduler.manager, [])
+
+
+class Odd:
+    """A constraint: tokens of one parity, then of the other."""
+
+    def begin(self) -> Odd:
+        self._parity = 0
+        return self
+
+    def allowed(self, mask: Mask) -> None:
+        mask[:] = 0x55555555 if self._parity else -0x55555556
+        mask[-1] &= (1 << VOCAB % 32) - 1
+
+    def accept(self, token: int) -> None:
+        self._parity = token % 2
+
+
+def serve(requests: int, drafter: Known | None) -> tuple[list[Result], EngineStats]:
+    """Requests that come while others run, with too few pages for all."""
+    rng = random.Random(5)
+    runner = FakeRunner(num_pages=24, vocab_size=VOCAB, max_num_batched_tokens=32)
+    runner.max_num_logits = 32
+    engine = Engine(
+        runner,
+        threaded=False,
+        eos_token_ids=[5],
+        detokenizer=lambda: Words(WORDS),
+        drafter=drafter,
+    )
+    trunk = [rng.randrange(VOCAB) for _ in range(30)]
+    handles = []
+    for seed in range(requests):
+        own = [rng.randrange(VOCAB) for _ in range(1 + seed % 9)]
+        params = random_params(rng, 1000 * seed)
+        if rng.random() < 0.1:
+            params = SamplingParams(seed=1000 * seed, max_tokens=9, constraint=Odd())
+        handles.append(engine.submit(trunk[: rng.choice((0, 9, 25))] + own, params))
+        for _ in range(rng.randrange(8)):
+            engine.step()
+    while engine.step():
+        pass
+    check_pages(engine._core.scheduler.manager, [])
+    return [handle.result() for handle in handles], engine.stats
+
+
+def told(result: Result) -> list[tuple[object, ...]]:
+    """All that a consumer sees, besides times."""
+    return [
+        (o.token_ids, o.text, o.finish_reason, o.logprobs, o.prompt_logprobs)
+        for o in result.completions
+    ]
+
+
+def test_two_thousand_requests_draw_the_same_with_any_drafts() -> None:
+    """Right and wrong ones, too many, and ids that no token has; beside prompts, penalties and
+    constraints, over ends, shared pages and preemptions."""
+    rng = random.Random(1)
+
+    def change(right: list[int]) -> list[int]:
+        cut = rng.randrange(len(right) + 1)
+        wrong = [rng.randrange(-1, VOCAB + 1) for _ in range(rng.randrange(4))]
+        return rng.choice((right, right[:cut], right[:cut] + wrong + right[cut:], wrong, []))
+
+    plain, before = serve(2000, None)
+    drafter = Known(change)
+    for result in plain:
+        for output in result.completions:
+            drafter.add(result.prompt_ids, output.token_ids)
+    drafted, stats = serve(2000, drafter)
+    for one, other in zip(plain, drafted, strict=True):
+        assert told(one) == told(other)
+    assert stats.preemptions > 20 and stats.cached_tokens > 1000
+    assert stats.failed_steps == 0 and stats.steps < before.steps
+    assert 0.3 < stats.accepted_tokens / stats.draft_tokens < 0.9
+    assert stats.accepted_tokens > stats.new_tokens / 4

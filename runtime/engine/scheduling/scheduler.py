@@ -72,7 +72,7 @@ class Scheduler:
         self.drafts = None if drafter is None else Drafts(drafter, runner.vocab_size)
         self._last: ScheduledStep
         self._changed = True  # since the last step: the batch must be written again
-        self._until_page = 0  # steps until a decoding request fills its last page
+        self._until_page = 0  # steps until a decoding request fills a page
 
     def add_lane(self, runner: Runner) -> None:
         """Called once the runner is bound."""
@@ -188,10 +188,10 @@ class Scheduler:
         return fitting
 
     def awaits(self, step: ScheduledStep) -> bool:
-        """Whether the next step depends on what this one draws, besides its tokens: drafts follow
-        from these."""
-        if self.drafts is None:
-            return False
+        """Whether the next step cannot be scheduled before this one has ended: how far its drafts
+        are accepted says where requests are, and new drafts follow from what it draws."""
+        if self.drafts is None or step.drafts:
+            return bool(step.drafts)
         return any(r.state is State.RUNNING and r.most_drafts > 0 for r in step.sampled)
 
     def _advance(self, step: ScheduledStep) -> ScheduledStep:
@@ -303,8 +303,9 @@ class Scheduler:
         self._until_page = page_size
         for request in decoding:
             while request.state is State.RUNNING:
-                if free_places := len(request.table.pages) * page_size - request.computed:
-                    self._until_page = min(self._until_page, free_places)
+                if request.computed < len(request.table.pages) * page_size:
+                    left = page_size - request.computed % page_size
+                    self._until_page = min(self._until_page, left)
                     break
                 if not self.manager.extend(request.table):
                     self._changed = True
