@@ -306,7 +306,7 @@ def load_engine(
         if on_gpu is not None:
             from .pinning.beside import place_beside
 
-            seqs, rows = chosen.max_num_seqs, chosen.max_num_logits or 0
+            seqs, rows = chosen.max_num_seqs, chosen.num_logits or 0
             table_pages, rows = -(-longest // PAGE), min(budget, max(rows, seqs))
             largest = StepSizes(budget, seqs, rows, pages, table_pages)
             where = experts, *weights.placed, cache, chosen.prefill, chosen.dense_gib
@@ -325,7 +325,7 @@ def load_engine(
         try:
             rewrites = [checked(each) for each in passes]
             sizes = longest, pages, budget, chosen.max_num_seqs
-            logits = chosen.max_num_logits
+            logits = chosen.num_logits
             runner: PagedRunner
             with reporting(progress) as report:
                 decoder = weights.readable(packer(pool), report, pool.memory)

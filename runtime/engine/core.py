@@ -35,10 +35,10 @@ from pykernels.errors import PykernelsError
 from ..runner.active import phase
 from ..runner.batch import DeviceLost, PrefillRunner, Runner, StepResult
 from .observation import Observation
+from .requests.drafters import MakeDrafter
 from .requests.outputs import EngineStats, FinishReason, TokenLogprob
 from .requests.request import Request, State
 from .scheduling.config import EngineConfig
-from .scheduling.drafts import Drafter
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
 
@@ -59,12 +59,12 @@ class Core:
         config: EngineConfig,
         clock: Callable[[], float] = time.perf_counter,
         news: Callable[[], bool] = lambda: False,
-        drafter: Drafter | None = None,
+        make_drafter: MakeDrafter | None = None,
     ) -> None:
         self.runner, self.clock, self.news = runner, clock, news
         self.overlap = self._overlap = config.overlap
         self.stats = EngineStats()
-        self.scheduler = Scheduler(runner, self.stats, config, drafter)
+        self.scheduler = Scheduler(runner, self.stats, config, make_drafter)
         runner.bind(self.scheduler.writer.batch)
         self.scheduler.add_lane(runner)
         self._running: ScheduledStep | None = None

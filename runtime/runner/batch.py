@@ -295,6 +295,9 @@ class Runner(StepRunner, Protocol):
         """Runs long prompts beside this one's steps, once this one is bound; None: nothing does."""
         ...
 
+    takes_drafts: bool
+    """Whether a sequence that decodes may have drafts: keys and values of those that are not
+    accepted are written over, a state of a sequence would have to be restored."""
     late_masks: bool
     """Whether a step with masks may be launched before they are written."""
     next_runs: bool

@@ -136,6 +136,8 @@ class PagedRunner(ABC):
     """Whether experts of steps with chunks of prompts are streamed to the device."""
     prefill_runner: PrefillRunner | None = None
     """Runs long prompts beside this one's steps; its programs are among ``steps``, too."""
+    takes_drafts = True
+    """See ``runner.batch.Runner``."""
     late_masks = False
     """Whether masks are written while a step runs (``write_masks``)."""
     next_runs = False

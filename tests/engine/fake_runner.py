@@ -44,6 +44,7 @@ class FakeRunner:
     deferred = 0
     routed_layers = ()
     prefill_runner = None
+    takes_drafts = True
     late_masks = True
     cache: np.ndarray = field(init=False)
     drawn: dict[int, list[int]] = field(default_factory=dict)

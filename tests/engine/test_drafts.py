@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from runtime.engine import Engine, EngineStats, Result, SamplingParams
+from runtime.engine import Engine, EngineConfig, EngineStats, Result, SamplingParams
 from runtime.runner.constraint import Mask
 
 from .fake_runner import FakeRunner, Words, check_pages, expected
@@ -36,7 +36,7 @@ class Known:
 
 def test_right_drafts_save_steps() -> None:
     runner, drafter = FakeRunner(), Known(lambda right: right[:3])
-    engine = Engine(runner, threaded=False, drafter=drafter)
+    engine = Engine(runner, threaded=False, drafter=lambda: drafter)
     drafter.add([1, 2, 3], expected([1, 2, 3], 5, 21))
     [result] = engine.generate([[1, 2, 3]], SamplingParams(seed=5, max_tokens=21))
     assert result.token_ids == expected([1, 2, 3], 5, 21)
@@ -69,7 +69,8 @@ def serve(requests: int, drafter: Known | None) -> tuple[list[Result], EngineSta
         threaded=False,
         eos_token_ids=[5],
         detokenizer=lambda: Words(WORDS),
-        drafter=drafter,
+        drafter=None if drafter is None else lambda: drafter,
+        config=EngineConfig(draft_tokens=30),
     )
     trunk = [rng.randrange(VOCAB) for _ in range(30)]
     handles = []

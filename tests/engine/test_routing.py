@@ -49,7 +49,7 @@ def test_each_token_has_its_own_experts(drafts: bool) -> None:
         for prompt, output in zip(prompts, outputs, strict=True):
             drafter.add(prompt, output)
         params[0] = replace(params[0], stop_token_ids=[outputs[0][6]])
-    with Engine(runner, threaded=False, drafter=drafter) as engine:
+    with Engine(runner, threaded=False, drafter=lambda: drafter) as engine:
         results = engine.generate(prompts, params)
         assert engine.stats.preemptions
         assert bool(engine.stats.accepted_tokens) == drafts

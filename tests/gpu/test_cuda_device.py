@@ -312,7 +312,7 @@ def test_drafts_draw_what_is_drawn_without(
         sizes = 64, 8, 16, 3, "generic"
         runner = CudaRunner(decoder, where, pool, *sizes, max_num_logits=16, options=options)
         runner.buckets, runner.decode_buckets = (16,), (1,)
-        with Engine(runner, threaded=False, drafter=drafter) as engine:
+        with Engine(runner, threaded=False, drafter=lambda: drafter) as engine:
             plain = engine.generate(prompts, params)
             assert engine.stats.steps == 4
             for result in plain:

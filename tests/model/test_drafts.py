@@ -13,7 +13,7 @@ import model
 from model.llm import LLM
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.ref.runner import RefRunner
-from runtime.engine import Engine, Result, SamplingParams
+from runtime.engine import Engine, EngineConfig, Result, SamplingParams
 from runtime.runner.paged_runner import PagedRunner
 
 from ..cpu.kernels import fastest
@@ -51,7 +51,9 @@ def make_runner(llm: LLM, device: str) -> PagedRunner:
 
 
 def serve(llm: LLM, runner: PagedRunner, drafter: Known | None) -> tuple[list[Result], int]:
-    with Engine(runner, threaded=False, drafter=drafter) as engine:
+    make = None if drafter is None else lambda: drafter
+    config = EngineConfig(draft_tokens=24)
+    with Engine(runner, threaded=False, config=config, drafter=make) as engine:
         found = engine.generate([llm.encode(prompt) for prompt in PROMPTS], PARAMS)
         return found, engine.stats.steps
 

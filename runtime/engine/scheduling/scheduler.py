@@ -25,11 +25,12 @@ from operator import attrgetter
 
 from ...kv_cache import BlockManager
 from ...runner.batch import Runner
+from ..requests.drafters import MakeDrafter
 from ..requests.outputs import EngineStats
 from ..requests.request import Request, State
 from .batch_writer import BatchWriter
 from .config import EngineConfig
-from .drafts import Drafter, Drafts
+from .drafts import Drafts
 from .prefill_cap import PrefillCap
 from .prefill_lane import PrefillLane
 from .step import PrefillChunk, ScheduledStep
@@ -52,7 +53,7 @@ class Scheduler:
         runner: Runner,
         stats: EngineStats,
         config: EngineConfig,
-        drafter: Drafter | None = None,
+        make_drafter: MakeDrafter | None = None,
     ) -> None:
         self.page_size = runner.page_size
         # Every decoding request must fit in a step.
@@ -69,7 +70,10 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
-        self.drafts = None if drafter is None else Drafts(drafter, runner.vocab_size)
+        self.make_drafter = make_drafter
+        self._drafts: Drafts | None = None
+        if make_drafter is not None:
+            self._drafts = Drafts(config.draft_tokens, runner, self.manager)
         self._last: ScheduledStep
         self._changed = True  # since the last step: the batch must be written again
         self._until_page = 0  # steps until a decoding request fills a page
@@ -84,6 +88,8 @@ class Scheduler:
         return bool(self.decoding or self.prefilling or self.waiting)
 
     def add(self, request: Request) -> None:
+        if self.make_drafter is not None and request.drafter is None:
+            request.drafter = self.make_drafter()
         insort(self.waiting, request, key=ORDER)
         self._changed = True
 
@@ -119,8 +125,8 @@ class Scheduler:
         """
         ahead = before is not None
         proposed: dict[Request, list[int]] = {}
-        if self.drafts is not None and not ahead:
-            proposed = self.drafts.propose(self.decoding)
+        if self._drafts is not None and not ahead:
+            proposed = self._drafts.propose(self.decoding)
             self._changed |= bool(proposed)
         if not self._changed:
             self._until_page -= 1
@@ -148,14 +154,14 @@ class Scheduler:
             self._changed = True  # one has come from the step beside: its token is known
             return None
         drafts: list[list[int]] = []
-        if proposed:
+        if self._drafts is not None and proposed:  # they have what prompts leave
             tokens = most - len(decoding) - sum(chunk.size for chunk in chunks)
             logits = self.max_num_logits - len(decoding)
             logits -= sum(chunk.completes + len(chunk.logprob_positions) for chunk in chunks)
-            proposed = self._fitting(decoding, proposed, min(tokens, logits))
-        if proposed:
-            decoding = sorted(decoding, key=lambda request: request in proposed)
-            drafts = [proposed.get(request, []) for request in decoding]
+            fits = self._drafts.fitting(decoding, proposed, min(tokens, logits))
+            if fits:
+                decoding = sorted(decoding, key=lambda request: request in fits)
+                drafts = [fits.get(request, []) for request in decoding]
         batch = self.writer.write(decoding, chunks, rows, drafts)
         self._last = ScheduledStep(
             batch,
@@ -170,27 +176,10 @@ class Scheduler:
         self._changed = bool(chunks or drafts)
         return self._advance(self._last)
 
-    def _fitting(
-        self, decoding: list[Request], proposed: dict[Request, list[int]], most: int
-    ) -> dict[Request, list[int]]:
-        """What fits of the drafts: ``most`` in all, and pages that nobody waits for."""
-        fitting: dict[Request, list[int]] = {}
-        running = len(self.decoding) + len(self.prefilling)
-        for request in decoding:
-            draft = proposed.get(request, [])[: max(0, most)]
-            places = len(request.table.pages) * self.page_size - request.computed - 1
-            while places < len(draft) and self.manager.available > running:
-                self.manager.extend(request.table)
-                places += self.page_size
-            if draft := draft[:places]:
-                fitting[request] = draft
-                most -= len(draft)
-        return fitting
-
     def awaits(self, step: ScheduledStep) -> bool:
         """Whether the next step cannot be scheduled before this one has ended: how far its drafts
         are accepted says where requests are, and new drafts follow from what it draws."""
-        if self.drafts is None or step.drafts:
+        if self._drafts is None or step.drafts:
             return bool(step.drafts)
         return any(r.state is State.RUNNING and r.most_drafts > 0 for r in step.sampled)
 
