@@ -14,7 +14,9 @@ What the next step draws must not depend on that:
   steps, before the next one is launched.
 - Where an end token was drawn, or somebody has asked for something meanwhile, the step that was
   scheduled ahead is given up for one that knows of it: a row for nothing, or a request that waits
-  for one step more, costs more than the overlap brings. So is it where pages are short.
+  for one step more, costs more than the overlap brings. So is it where pages are short, and where
+  there are drafts behind what was drawn. Nothing is scheduled behind a step with drafts: how far
+  they are accepted says where its requests are.
 - A request that ends for a reason which shows later (a stop string, a deadline, an error of its
   consumer) has one row more, which nobody reads.
 
@@ -39,6 +41,7 @@ from .requests.drafters import MakeDrafter
 from .requests.outputs import EngineStats, FinishReason, TokenLogprob
 from .requests.request import Request, State
 from .scheduling.config import EngineConfig
+from .scheduling.drafts import Drafts
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
 
@@ -64,7 +67,11 @@ class Core:
         self.runner, self.clock, self.news = runner, clock, news
         self.overlap = self._overlap = config.overlap
         self.stats = EngineStats()
-        self.scheduler = Scheduler(runner, self.stats, config, make_drafter)
+        self._lost: dict[Request, Exception] = {}  # to constraints and drafters
+        self._drafts: Drafts | None = None
+        if make_drafter is not None:
+            self._drafts = Drafts(make_drafter, config.draft_tokens, runner, self._lost)
+        self.scheduler = Scheduler(runner, self.stats, config, self._drafts)
         runner.bind(self.scheduler.writer.batch)
         self.scheduler.add_lane(runner)
         self._running: ScheduledStep | None = None
@@ -72,7 +79,6 @@ class Core:
         self._launched_at = self._beside_at = math.nan
         self._timed: set[Request] = set()
         self._routed: set[Request] = set()
-        self._lost: dict[Request, Exception] = {}  # to their constraints, in this step
         self._observation: Observation | None = None
         self._next_deadline = math.inf
 
@@ -86,6 +92,8 @@ class Core:
         request.state = State.WAITING
         if self.runner.deferred:
             request.table.output_from = request.prompt_size
+        if self._drafts is not None:
+            self._drafts.add(request)
         self.scheduler.add(request)
         if request.deadline < math.inf:
             self._timed.add(request)
@@ -166,7 +174,7 @@ class Core:
         assert running is not None
         alive = any(request.state is State.RUNNING for request in running.requests)
         ahead = None
-        if self.overlap and not self.scheduler.awaits(running):
+        if self.overlap and not running.drafts:
             phase("schedule")
             ahead = self.scheduler.schedule(now, running)
             phase("run")
@@ -196,7 +204,8 @@ class Core:
             self.stats.steps += 1
             self._launched(running)
         elif ahead is not None:
-            if ended or self.news():
+            drafts = self.scheduler.has_drafts(running, sampled_token_ids)
+            if ended or drafts or self.news():
                 self.scheduler.undo(ahead)
             else:
                 if running.scored:
@@ -237,6 +246,8 @@ class Core:
         """Launch a step's successor, which has the same requests, while it runs; False if that must
         wait for its end."""
         if step.scored or step.counted or step.masked or self._routed or self.news():
+            return False
+        if self.scheduler.may_draft(step):
             return False
         if not self.runner.launch_behind(step.batch, step.ends):
             return False
@@ -357,7 +368,7 @@ class Core:
         accepted = chain(step.num_accepted, repeat(0))
         for request, first, more in zip(sampled, step.rows, accepted, strict=False):
             for row in range(first, first + 1 + more):
-                if request.state is not State.RUNNING:  # it has ended, here or while the step ran
+                if request.state is not State.RUNNING:  # it has ended, here or meanwhile
                     break
                 stats.new_tokens += 1
                 try:
@@ -430,6 +441,7 @@ class Core:
         self.scheduler.remove(request)
         self._timed.discard(request)
         self._routed.discard(request)
+        self._lost.pop(request, None)
         request.state, request.reason, request.error = State.FINISHED, reason, error
         self.stats.finished += 1
         with suppress(RuntimeError):  # a consumer's event loop that is closed

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import pytest
+
+from pykernels.errors import PykernelsError
 from runtime.engine import Engine, EngineConfig, EngineStats, Result, SamplingParams
 from runtime.runner.constraint import Mask
 
@@ -118,3 +122,39 @@ def test_two_thousand_requests_draw_the_same_with_any_drafts() -> None:
     assert stats.failed_steps == 0 and stats.steps < before.steps
     assert 0.3 < stats.accepted_tokens / stats.draft_tokens < 0.9
     assert stats.accepted_tokens > stats.new_tokens / 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"max_num_logits": 16, "draft_tokens": 16}, "draft_tokens=16: .* max_num_logits is 16"),
+        ({"max_num_batched_tokens": 4}, "draft_tokens=4: .* max_num_batched_tokens is 4"),
+        ({"prefill": "stream"}, "draft='ngram' and prefill='stream'"),
+    ],
+)
+def test_drafts_for_which_a_step_has_no_room(settings: dict[str, Any], line: str) -> None:
+    with pytest.raises(PykernelsError, match=line):
+        EngineConfig(draft="ngram", **settings)
+
+
+def test_a_runner_with_too_few_rows_is_refused() -> None:
+    with pytest.raises(PykernelsError, match="draft_tokens=10: .* max_num_logits is 10"):
+        Engine(FakeRunner(), config=EngineConfig(draft="ngram", draft_tokens=10))
+    with pytest.raises(PykernelsError, match="a state"):
+        runner = FakeRunner()
+        runner.takes_drafts = False
+        Engine(runner, config=EngineConfig(draft="ngram"))
+
+
+def test_a_drafter_that_fails_ends_its_request_alone() -> None:
+    class Broken:
+        def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+            if tokens[0] == 7 and len(tokens) > 3:
+                raise ValueError("no such page")
+            return []
+
+    engine = Engine(FakeRunner(), threaded=False, drafter=Broken)
+    broken, other = (engine.submit([t], SamplingParams(seed=t, max_tokens=9)) for t in (7, 8))
+    with pytest.raises(PykernelsError, match="no such page"):
+        broken.result()
+    assert other.result().token_ids == expected([8], 8, 9)

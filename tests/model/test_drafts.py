@@ -77,3 +77,14 @@ def test_drafts_change_nothing_but_the_number_of_steps(llm: LLM, device: str) ->
     assert steps.get("wrong", before) == before
     most, middle = APART[device]
     assert max(apart) < most and median(apart) < middle
+
+
+def test_prompt_lookup_saves_steps_of_a_text_that_repeats_itself(llm: LLM) -> None:
+    ids = llm.encode("x = [1, 2, 3]\n" * 12)
+    plain = llm.generate(ids, temperature=0, max_tokens=48, ignore_eos=True)
+    settings = {"max_model_len": 256, "draft": "ngram", "draft_tokens": 5}
+    with model.load_engine(model.EMBEDDED, kernel=fastest(), **settings) as drafting:
+        found = drafting.generate(ids, temperature=0, max_tokens=48, ignore_eos=True)
+        stats = drafting.engine.stats
+    assert found.token_ids == plain.token_ids
+    assert stats.steps < 24 and stats.accepted_tokens > 24

@@ -25,7 +25,6 @@ from operator import attrgetter
 
 from ...kv_cache import BlockManager
 from ...runner.batch import Runner
-from ..requests.drafters import MakeDrafter
 from ..requests.outputs import EngineStats
 from ..requests.request import Request, State
 from .batch_writer import BatchWriter
@@ -53,7 +52,7 @@ class Scheduler:
         runner: Runner,
         stats: EngineStats,
         config: EngineConfig,
-        make_drafter: MakeDrafter | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         self.page_size = runner.page_size
         # Every decoding request must fit in a step.
@@ -70,10 +69,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
-        self.make_drafter = make_drafter
-        self._drafts: Drafts | None = None
-        if make_drafter is not None:
-            self._drafts = Drafts(config.draft_tokens, runner, self.manager)
+        self._drafts = drafts
         self._last: ScheduledStep
         self._changed = True  # since the last step: the batch must be written again
         self._until_page = 0  # steps until a decoding request fills a page
@@ -88,8 +84,6 @@ class Scheduler:
         return bool(self.decoding or self.prefilling or self.waiting)
 
     def add(self, request: Request) -> None:
-        if self.make_drafter is not None and request.drafter is None:
-            request.drafter = self.make_drafter()
         insort(self.waiting, request, key=ORDER)
         self._changed = True
 
@@ -158,7 +152,7 @@ class Scheduler:
             tokens = most - len(decoding) - sum(chunk.size for chunk in chunks)
             logits = self.max_num_logits - len(decoding)
             logits -= sum(chunk.completes + len(chunk.logprob_positions) for chunk in chunks)
-            fits = self._drafts.fitting(decoding, proposed, min(tokens, logits))
+            fits = self._drafts.fitting(self.manager, decoding, proposed, min(tokens, logits))
             if fits:
                 decoding = sorted(decoding, key=lambda request: request in fits)
                 drafts = [fits.get(request, []) for request in decoding]
@@ -176,12 +170,14 @@ class Scheduler:
         self._changed = bool(chunks or drafts)
         return self._advance(self._last)
 
-    def awaits(self, step: ScheduledStep) -> bool:
-        """Whether the next step cannot be scheduled before this one has ended: how far its drafts
-        are accepted says where requests are, and new drafts follow from what it draws."""
-        if self._drafts is None or step.drafts:
-            return bool(step.drafts)
-        return any(r.state is State.RUNNING and r.most_drafts > 0 for r in step.sampled)
+    def may_draft(self, step: ScheduledStep) -> bool:
+        """Whether the next step may have drafts, which follow from what this one draws."""
+        return self._drafts is not None and any(r.most_drafts > 0 for r in step.sampled)
+
+    def has_drafts(self, step: ScheduledStep, sampled_token_ids: Sequence[int]) -> bool:
+        """Whether there are drafts behind what a step has drawn, and the next one, which is
+        scheduled, has none."""
+        return self._drafts is not None and self._drafts.any_behind(step, sampled_token_ids)
 
     def _advance(self, step: ScheduledStep) -> ScheduledStep:
         """Its requests are where the step will have brought them."""
