@@ -133,9 +133,9 @@ def test_what_has_no_lanes(llm: model.LLM) -> None:
     assert dual_batch(one) is one
     two = dual_batch(llm.runner.model.lower(StepSizes(2, 2, 2, 1, 1)))
     for rewrite in (lambda p: defer(p, 1), lambda p: skip(p, 1), offload):
-        with pytest.raises(PykernelsError, match="two nodes of routed experts"):
+        with pytest.raises(PykernelsError, match="before dual_batch"):
             rewrite(two)
-    with pytest.raises(PykernelsError, match="two lanes already"):
+    with pytest.raises(PykernelsError, match="Apply it once"):
         dual_batch(two)
     with pytest.raises(PykernelsError, match="dual_batch='both'"):
         EngineConfig(dual_batch="both")

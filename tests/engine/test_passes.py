@@ -183,7 +183,7 @@ PAIRS: dict[tuple[str, str], dict[str, Any] | str] = {
     ("gpu_experts", "defer"): {"deferred": 1},  # wherever an expert is
     ("gpu_experts", "skip"): "Apply skip before gpu_experts",
     ("gpu_experts", "offload"): {},
-    ("gpu_experts", "gpu_experts"): "Apply gpu_experts once",
+    ("gpu_experts", "gpu_experts"): "once",
     ("defer", "gpu_experts"): "before defer",
     ("skip", "gpu_experts"): {"skipped": 1},
     ("offload", "gpu_experts"): {},
@@ -191,13 +191,13 @@ PAIRS: dict[tuple[str, str], dict[str, Any] | str] = {
     ("stream_weights", "skip"): {"skipped": 1},
     ("stream_weights", "offload"): "Apply offload before",
     ("stream_weights", "gpu_experts"): "Apply gpu_experts before",
-    ("stream_weights", "stream_weights"): "Apply it once",
+    ("stream_weights", "stream_weights"): "once",
     ("defer", "stream_weights"): "Apply stream_weights before defer",
     ("skip", "stream_weights"): {"skipped": 1},
     ("gpu_experts", "stream_weights"): {},
     ("offload", "stream_weights"): {},
     ("split_experts", "defer"): {"deferred": 1},
-    ("split_experts", "skip"): "Apply skip before gpu_experts",
+    ("split_experts", "skip"): "Apply skip before split_experts",
     ("split_experts", "offload"): "Apply offload before",
     ("split_experts", "gpu_experts"): "once",
     ("split_experts", "stream_weights"): "once",
@@ -206,7 +206,7 @@ PAIRS: dict[tuple[str, str], dict[str, Any] | str] = {
     ("skip", "split_experts"): {"skipped": 1},
     ("gpu_experts", "split_experts"): "once",
     ("offload", "split_experts"): {},
-    ("stream_weights", "split_experts"): "before",
+    ("stream_weights", "split_experts"): "once",
 }
 """What two passes in a row are, or why they are refused."""
 
