@@ -15,7 +15,6 @@ import model
 from pykernels.errors import PykernelsError
 from pykernels.ref.router import split_routing
 from runtime.devices.cpu.step import CpuExecutable
-from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.passes import (
     defer,
@@ -28,12 +27,14 @@ from runtime.passes import (
 )
 from runtime.passes.gpu_experts import slot_tables
 from runtime.passes.layers import moe_layers
+from runtime.passes.on_ref import on_ref
 from runtime.passes.stream_weights import Ring
+from runtime.planning.compile import Compiled
+from runtime.planning.lowerable import Pass
 from runtime.program import Program
 from runtime.program.analysis import on_streams
 from runtime.program.sizes import StepSizes
 from runtime.program.step_inputs import allocate_inputs
-from runtime.runner.paged_runner import Pass
 
 from ..model import tiny
 
@@ -110,7 +111,7 @@ def executable(
     caches |= tables or slot_tables(program)
     step: Any
     step = (
-        RefExecutable(program, llm.runner.weights, inputs, caches, **options)
+        RefExecutable(Compiled.of(program), llm.runner.weights, inputs, caches, **options)
         if reference
         else CpuExecutable(program, llm.runner.weights, llm.pool, inputs, caches)
     )

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Set
 import numpy as np
 import torch
 
-from ...passes.numa import split_over_nodes
 from ...program import Program
 from ...program.analysis import refuse_devices
 from ...program.weights import WeightStore
@@ -50,7 +49,8 @@ class CpuExecutable:
     """A program that is ready to run on a pool.
 
     Args:
-        program: with ops of ``BINDERS`` only, all on this device.
+        program: with ops of ``BINDERS`` only, all on this device; in slices where the workers are
+            dealt over NUMA nodes (``Compiled.parts``).
         weights: of its model.
         inputs: by name, tensors of the program's input buffers, in their largest shape.
         caches: by name, tensors of the "cache" buffers.
@@ -62,7 +62,6 @@ class CpuExecutable:
             waits; 0: they are there before a step begins.
 
     Attributes:
-        program: in slices, where the pool's workers are dealt over NUMA nodes.
         sizes: T, S and R of the step to come; set it before ``run``.
         outputs: by name, tensors of the "output" buffers.
 
@@ -84,7 +83,7 @@ class CpuExecutable:
         link: Link | None = None,
         masks_written: int = 0,
     ) -> None:
-        self.program, self.pool = split_over_nodes(program, pool.memory), pool
+        self.program, self.pool = program, pool
         self.sizes = self.program.step_sizes() if sizes is None else sizes
         refuse_devices(program, "cpu")
         self._context = Context(
