@@ -26,7 +26,7 @@ from runtime.engine import Engine, EngineConfig, RequestHandle, Result, Sampling
 from runtime.engine.scheduling.config import STEP_TOKENS, check_whole
 from runtime.experts.cache import CacheStats
 from runtime.extend import checked
-from runtime.kv_cache.layout import PAGE, Pages
+from runtime.kv_cache.layout import PAGE, check_kv_dtype
 from runtime.machine.topology import Topology
 from runtime.passes.layers import check_topk, moe_layers
 from runtime.planning.placement import CPU, Placement, place
@@ -269,7 +269,7 @@ def load_engine(
     if asked and on_gpu is None:
         raise PykernelsError("gpu_experts without a GPU", 'Add device="cuda:0"')
     chosen = _chosen(engine, settings)
-    Pages(0, chosen.kv_dtype)  # refused before anything is read
+    check_kv_dtype(chosen.kv_dtype)  # refused before anything is read
     if chosen.dual_batch is True and device == "cpu":
         raise PykernelsError("dual_batch without a GPU", 'Add device="cuda:0"')
     if chosen.prefill in ("split", "stream") and device == "cpu":
@@ -302,7 +302,8 @@ def load_engine(
             precompile.begin(heads, expansions(model, chosen.kv_dtype, budget))
         token, placement = cache_token_bytes(model, chosen.kv_dtype), Placement()
         needed, smaller = weights.needed(placement), weights.smaller(placement)
-        pages = memory.cache_pages(chosen, longest, token, needed, smaller, on_gpu)
+        states = weights.decoder.state_bytes * chosen.state_slots
+        pages = memory.cache_pages(chosen, longest, token, needed, smaller, on_gpu, states)
         if on_gpu is not None:
             from .pinning.beside import place_beside
 
@@ -330,7 +331,10 @@ def load_engine(
             with reporting(progress) as report:
                 decoder = weights.readable(packer(pool), report, pool.memory)
                 if device == "cpu":
-                    runner = CpuRunner(decoder, pool, *sizes, kernel, rewrites, logits, deferred)
+                    slots = chosen.state_slots
+                    runner = CpuRunner(
+                        decoder, pool, *sizes, kernel, rewrites, logits, deferred, slots
+                    )
                 elif device == "ref":
                     from .pinning.beside import slots_of
 
@@ -345,6 +349,7 @@ def load_engine(
                         slots_of(decoder, cache) if cache else None,
                         chosen.cache_policy,
                         deferred,
+                        chosen.state_slots,
                     )
                 else:
                     from runtime.devices.cuda.runner import CudaOptions, CudaRunner

@@ -16,7 +16,7 @@ from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.ref.runner import RefRunner
 from runtime.extend import checked
-from runtime.kv_cache.layout import PAGE, Pages
+from runtime.kv_cache.layout import PAGE, check_kv_dtype
 from runtime.profiling.engine_speed import EngineTimer, Load
 from runtime.runner.paged_runner import PagedRunner, Pass
 from runtime.tracing.recorder import Recorder
@@ -140,7 +140,7 @@ def _random(
     if device not in DEVICES and not device.startswith("cuda"):
         raise PykernelsError(f"no device {device!r}", f"Use {', '.join(DEVICES)} or cuda:0")
     resolve(kernel, fmt, detect())
-    Pages(0, subject.kv_dtype)  # refused before weights are filled
+    check_kv_dtype(subject.kv_dtype)  # refused before weights are filled
     config = make_config(subject.arch, num_hidden_layers=subject.layers)
     _check_positions(subject.arch, positions, config.max_position_embeddings)
     check_memory(subject.arch, config, fmt)

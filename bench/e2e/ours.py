@@ -23,7 +23,7 @@ from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.experts.cache import CachePolicy
-from runtime.kv_cache.layout import PAGE, Pages
+from runtime.kv_cache.layout import PAGE, check_kv_dtype
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
 from runtime.runner.paged_runner import PagedRunner
@@ -99,7 +99,7 @@ class Ours:
             PykernelsError: no memory for them, a format or a kernel that there is not.
         """
         resolve(kernel, fmt, detect(), activations)
-        Pages(0, kv_dtype)  # refused before weights are filled
+        check_kv_dtype(kv_dtype)  # refused before weights are filled
         config = shape.config()
         check_memory(shape.arch, config, fmt)
         pool = make_pool(threads)

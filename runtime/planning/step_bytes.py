@@ -97,7 +97,7 @@ def cache_bytes(program: Program, context: int) -> int:
     for node in program.nodes:
         if node.op == "attention":
             keys = min(context, node.attr("window") or context)
-            parts = (program.buffers[name] for name in cache_inputs(node).values())
+            parts = (program.buffers[name] for name in cache_inputs(program, node).values())
             total += keys * sum(
                 math.prod(program.shape(part.name)[2:]) * part.dtype.itemsize for part in parts
             )

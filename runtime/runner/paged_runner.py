@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +21,7 @@ from ..program import Program
 from ..program.lanes import lane_tokens
 from ..program.node import STEP_SIZES
 from ..program.sizes import ONE_TOKEN, StepSizes
-from ..program.step_inputs import IS_PROMPT
+from ..program.step_inputs import IS_PROMPT, STATE_SLOTS
 from ..program.weights import LayoutOf, WeightStore
 from ..workers.pool import WorkerPool
 from .active import phase
@@ -54,8 +54,12 @@ class Lowerable(Protocol):
     def vocab_size(self) -> int:
         """Token ids are below this."""
 
-    def caches(self, pages: int) -> Mapping[str, CachePart]:
-        """The cache's buffers."""
+    @property
+    def states(self) -> Collection[str]:
+        """The cache's buffers that are states of sequences, [state_slots, ...]."""
+
+    def caches(self, pages: int, state_slots: int = 1) -> Mapping[str, CachePart]:
+        """The cache's buffers: of so many pages, and slots of states."""
 
     def lower(self, sizes: StepSizes = ONE_TOKEN) -> Program:
         """The program of a step of these sizes."""
@@ -102,6 +106,11 @@ class PagedRunner(ABC):
         dual_batch: whether decode steps of two sequences or more have two lanes.
         deferred: experts of a token of an output that join one layer later, in steps of every kind:
             what a token is does not depend on what else is in its step.
+        state_slots: of states, if layers have some; None: one a sequence, and as many for
+            snapshots.
+
+    Raises:
+        PykernelsError: layers have states, and the device keeps none.
     """
 
     page_size = PAGE
@@ -126,6 +135,10 @@ class PagedRunner(ABC):
     """Whether masks are written while a step runs (``write_masks``)."""
     next_runs = False
     """See ``runner.batch.Runner``."""
+    has_states = True
+    """Whether the device keeps states of sequences."""
+    caches: dict[str, torch.Tensor]
+    """By name, the tensors of the "cache" buffers."""
     decisions: Sequence[str] = ()
     """What sizes and measurements have decided when the model was loaded, and why, a line each."""
     last_sizes = (0, 0)
@@ -142,7 +155,15 @@ class PagedRunner(ABC):
         max_num_logits: int | None = None,
         dual_batch: bool = False,
         deferred: int = 0,
+        state_slots: int | None = None,
     ) -> None:
+        if model.states and not self.has_states:
+            raise PykernelsError(
+                f"{model.name} has layers with a state of each sequence, which a GPU does not keep"
+                " yet",
+                'Use device="cpu"',
+            )
+        self.state_slots = (state_slots or 2 * max_num_seqs) if model.states else 0
         self.model, self.weights, self.passes = model, model.store, tuple(passes)
         self.dual_batch, self.deferred = dual_batch, deferred
         self.max_model_len = max_model_len
@@ -171,7 +192,8 @@ class PagedRunner(ABC):
     def step_sizes(self, table_pages: int = 1) -> StepSizes:
         """The largest step's, of sequences of so many pages at most."""
         tokens, logits = self.max_num_batched_tokens, self.max_num_logits
-        return StepSizes(tokens, self.max_num_seqs, logits, self.num_pages, table_pages)
+        pages, slots = self.num_pages, max(1, self.state_slots)
+        return StepSizes(tokens, self.max_num_seqs, logits, pages, table_pages, slots)
 
     def load(self) -> None:
         """Reads every weight, and makes of it what the nodes on its device read.
@@ -195,6 +217,15 @@ class PagedRunner(ABC):
     def before_slots(self, slots: Slots) -> None:
         """Before each step: brings the tables that it reads up to date."""
         slots.before_step()
+
+    # Where the model was loaded in it, tensors can be changed in it only.
+    @torch.inference_mode()
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """See ``runner.batch.Runner``."""
+        for name in self.model.states:
+            state = self.caches[name]
+            for source, target in copies:
+                state[target] = state[source]
 
     def make_slots(self) -> Slots | None:
         """The cache of experts, if there is one; called once, when weights are there."""
@@ -227,6 +258,7 @@ class PagedRunner(ABC):
             "query_lengths": self._query_lengths,
             "lengths": batch.seq_lens,
             "page_rows": batch.page_table_rows,
+            STATE_SLOTS: batch.state_slots,
         }
         self._sampling = SamplingInputs(batch, self.vocab_size, self.max_num_seqs, self.device)
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -25,8 +25,8 @@ class CpuRunner(PagedRunner):
         max_num_batched_tokens: the token budget of a step.
         max_num_logits: rows of logits of a step; None: one per sequence.
         kernel: a backend of ``pykernels.registry``, or "auto".
-        passes: of ``runtime.passes``, for the programs of decode steps; ``deferred``: see
-            ``PagedRunner``.
+        passes: of ``runtime.passes``, for the programs of decode steps; ``deferred`` and
+            ``state_slots``: see ``PagedRunner``.
 
     Raises:
         PykernelsError: no memory for the cache, or a kernel that cannot run here.
@@ -49,6 +49,7 @@ class CpuRunner(PagedRunner):
         passes: Sequence[Pass] = (),
         max_num_logits: int | None = None,
         deferred: int = 0,
+        state_slots: int | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -59,6 +60,7 @@ class CpuRunner(PagedRunner):
             passes,
             max_num_logits,
             deferred=deferred,
+            state_slots=state_slots,
         )
         self.pool, self.kernel = pool, kernel
         self._give_up = np.zeros(1, np.int64)
@@ -66,7 +68,7 @@ class CpuRunner(PagedRunner):
         # worker reads any page; none has a node of its own, and no memory controller is idle.
         self.caches = {
             name: pool.memory.allocate(part.nbytes).view(part.dtype).view(part.shape)
-            for name, part in model.caches(self.num_pages).items()
+            for name, part in model.caches(self.num_pages, self.state_slots).items()
         }
 
     def bind(self, batch: StepBatch) -> None:

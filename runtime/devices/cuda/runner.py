@@ -118,6 +118,7 @@ class CudaRunner(PagedRunner):
 
     decode_buckets = DECODE_BUCKETS
     copies_inputs = True
+    has_states = False
     pool: WorkerPool
 
     def __init__(

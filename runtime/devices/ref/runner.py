@@ -44,7 +44,7 @@ class RefRunner(PagedRunner):
         passes: of ``runtime.passes``, for the programs of decode steps; ``offload`` is one.
         dual_batch: whether decode steps of two sequences or more have two lanes.
         slots: by layer, slots for experts, as beside a GPU; ``policy``: of what is in them.
-        deferred: see ``PagedRunner``.
+        deferred, state_slots: see ``PagedRunner``.
         prefill: "stream": steps with chunks of prompts copy their experts first, as beside a GPU.
     """
 
@@ -65,6 +65,7 @@ class RefRunner(PagedRunner):
         slots: Mapping[int, int] | None = None,
         policy: CachePolicy | None = None,
         deferred: int = 0,
+        state_slots: int | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -76,6 +77,7 @@ class RefRunner(PagedRunner):
             max_num_logits,
             dual_batch,
             deferred,
+            state_slots,
         )
         self.pool = pool
         self.streams = prefill == "stream"
@@ -86,7 +88,7 @@ class RefRunner(PagedRunner):
             )
         self.caches = {
             name: replace(part, dtype=_EXACT.get(part.dtype, part.dtype)).zeros()
-            for name, part in model.caches(self.num_pages).items()
+            for name, part in model.caches(self.num_pages, self.state_slots).items()
         }
 
     def lowered(self, sizes: StepSizes = ONE_TOKEN) -> Program:
