@@ -15,8 +15,8 @@ from runtime.engine import Result, SamplingParams
 from ..model import tiny
 from .recurrent import make_recurrent, recurrent_layers
 
-ERROR = {"ref": 1e-3, "cpu": 0.1}
-"""Of log-probabilities: float32, and inputs of matrices, keys and values in bfloat16."""
+ERROR = {"ref": 1e-5, "cpu": 0.06}
+"""Of log-probabilities, which spread by 1.5: float32, and bfloat16 inputs, keys and values."""
 SIZES: dict[str, Any] = {
     "max_model_len": 448,
     "max_num_seqs": 3,
@@ -54,8 +54,15 @@ def check(made: tiny.Tiny, prompt: list[int], result: Result, device: str) -> No
         own = torch.tensor([each.logprob for each in output.logprobs])
         drawn = truth.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
         assert (own - drawn).abs().median() < ERROR[device] / 4
+        # A near-tie of experts may move a token of the cpu's further.
         assert ((own - drawn).abs() < ERROR[device]).float().mean() > 0.9
         assert (truth.max(-1).values - drawn < 2 * ERROR[device]).float().mean() > 0.9
+
+
+def read_again(llm: model.LLM, prompt: list[int], count: int) -> tuple[Result, int]:
+    """The answer, and how many tokens of the prompt came from the cache."""
+    (result,) = llm.engine.generate([prompt], greedy(count))
+    return result, result.completions[0].stats.cached_tokens
 
 
 @pytest.mark.parametrize("device", ["ref", "cpu"])
@@ -65,3 +72,46 @@ def test_chunks_and_neighbours_leave_states_alone(device: str, made: tiny.Tiny) 
         found = llm.engine.generate(prompts, greedy(12))
     for prompt, result in zip(prompts, found, strict=True):
         check(made, prompt, result, device)
+
+
+@pytest.mark.parametrize("device", ["ref", "cpu"])
+def test_a_prefix_is_taken_up_at_snapshots(device: str, made: tiny.Tiny) -> None:
+    """At the end of a prompt, of a turn, and where prompts part."""
+    prompt = tokens(150, 1)
+    with model.load_engine(made.path, device=device, **SIZES) as llm:
+        first, cached = read_again(llm, prompt, 60)
+        assert cached == 0
+        turn = [*prompt, *first.token_ids, *tokens(20, 2)]
+        second, cached = read_again(llm, turn, 8)
+        assert cached == 192, "the last full page of the first answer"
+        check(made, turn, second, device)
+        again, cached = read_again(llm, prompt, 60)
+        assert cached == 128 and again.token_ids == first.token_ids
+        for wanted in (0, 64):  # the first of them leaves the prompt behind its first page
+            other = [*prompt[:100], *tokens(30, 3 + wanted)]
+            result, cached = read_again(llm, other, 4)
+            assert cached == wanted
+            check(made, other, result, device)
+
+
+@pytest.mark.parametrize("device", ["ref", "cpu"])
+def test_forks_and_preempted_requests_copy_states(device: str, made: tiny.Tiny) -> None:
+    with model.load_engine(made.path, device=device, kv_tokens=9 * 64, **SIZES) as llm:
+        prompt = tokens(100, 4)
+        (forked,) = llm.engine.generate([prompt], greedy(4, n=2))
+        assert [c.stats.cached_tokens for c in forked.completions] == [0, 64]
+        check(made, prompt, forked, device)
+        prompts = [tokens(120, seed) for seed in (5, 6, 7)]
+        found = llm.engine.generate(prompts, greedy(90))
+        assert llm.engine.stats.preemptions > 0
+    for prompt, result in zip(prompts, found, strict=True):
+        check(made, prompt, result, device)
+
+
+def test_states_in_two_lanes(made: tiny.Tiny) -> None:
+    prompts = [tokens(n, n) for n in (5, 70, 30)]
+    with model.load_engine(made.path, device="ref", dual_batch=True, **SIZES) as llm:
+        assert any(node.lane for node in llm.runner.decode_steps[-1].program.nodes)
+        found = llm.engine.generate(prompts, greedy(6))
+    for prompt, result in zip(prompts, found, strict=True):
+        check(made, prompt, result, "ref")
