@@ -40,7 +40,6 @@ from runtime.workers.threads import threads_here
 
 from .architectures.decoder import (
     Decoder,
-    cache_token_bytes,
     check_heads,
     expansions,
     head_sizes,
@@ -300,9 +299,14 @@ def load_engine(
             heads = head_sizes(model, chosen.kv_dtype)
             check_heads(heads)
             precompile.begin(heads, expansions(model, chosen.kv_dtype, budget))
-        token, placement = cache_token_bytes(model, chosen.kv_dtype), Placement()
+        token, placement = weights.decoder.token_bytes, Placement()
         needed, smaller = weights.needed(placement), weights.smaller(placement)
         states = weights.decoder.state_bytes * chosen.state_slots
+        if not states and (chosen.snapshots, chosen.snapshot_tokens) != (None, None):
+            raise PykernelsError(
+                f"snapshots of states, and {config.model_type} has no layer with a state",
+                "Leave out snapshots and snapshot_tokens",
+            )
         pages = memory.cache_pages(chosen, longest, token, needed, smaller, on_gpu, states)
         if on_gpu is not None:
             from .pinning.beside import place_beside

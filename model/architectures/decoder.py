@@ -79,6 +79,11 @@ class Decoder:
         return tuple(f"layer{i}.{name}" for i, spec in specs for name in spec.state)
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes in pages."""
+        return sum(spec.token_bytes for spec in self.cache_specs)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of one sequence's state."""
         return sum(spec.state_bytes for spec in self.cache_specs)

@@ -157,12 +157,7 @@ class PagedRunner(ABC):
         deferred: int = 0,
         state_slots: int | None = None,
     ) -> None:
-        if model.states and not self.has_states:
-            raise PykernelsError(
-                f"{model.name} has layers with a state of each sequence, which a GPU does not keep"
-                " yet",
-                'Use device="cpu"',
-            )
+        self.check_states(model)
         self.state_slots = (state_slots or 2 * max_num_seqs) if model.states else 0
         self.model, self.weights, self.passes = model, model.store, tuple(passes)
         self.dual_batch, self.deferred = dual_batch, deferred
@@ -184,6 +179,16 @@ class PagedRunner(ABC):
         self._running = False
         self._results: dict[int, StepResult] = {}
         self._read_bytes: dict[int, tuple[int, int]] = {}
+
+    @classmethod
+    def check_states(cls, model: Lowerable) -> None:
+        """Raises PykernelsError if layers have states, and the device keeps none."""
+        if model.states and not cls.has_states:
+            raise PykernelsError(
+                f"{model.name} has layers with a state of each sequence, which a GPU does not keep"
+                " yet",
+                'Use device="cpu"',
+            )
 
     def lowered(self, sizes: StepSizes = ONE_TOKEN) -> Program:
         """The model's program of these sizes for this device."""

@@ -162,16 +162,16 @@ def make_recurrent(reference: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def recurrent_layers() -> Iterator[None]:
-    """Models that are loaded meanwhile have the same layers changed."""
+    """Models with grouped queries that are loaded meanwhile have the same layers changed."""
 
     def changed(*args: Any) -> Decoder:
         decoder = make_decoder(*args)
         layers = list(decoder.layers)
         for i in RECURRENT:
             attention = layers[i].attention
-            assert isinstance(attention, GQA)
-            toy = Recurrent(attention.qkv, attention.o, attention.NH * attention.D)
-            layers[i] = replace(layers[i], attention=toy)
+            if isinstance(attention, GQA):
+                toy = Recurrent(attention.qkv, attention.o, attention.NH * attention.D)
+                layers[i] = replace(layers[i], attention=toy)
         return replace(decoder, layers=tuple(layers))
 
     with patch.dict(OPS), patch.dict(REF_OPS), patch.dict(BINDERS):

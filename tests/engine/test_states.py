@@ -4,13 +4,20 @@ in plain torch."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import model
+from model.checkpoint.config import read_config
+from model.opened import open_weights
+from pykernels.errors import PykernelsError
+from runtime.devices.cuda.runner import CudaRunner
 from runtime.engine import Result, SamplingParams
+from runtime.planning.step_bytes import cache_bytes
+from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
 from .recurrent import make_recurrent, recurrent_layers
@@ -115,3 +122,25 @@ def test_states_in_two_lanes(made: tiny.Tiny) -> None:
         found = llm.engine.generate(prompts, greedy(6))
     for prompt, result in zip(prompts, found, strict=True):
         check(made, prompt, result, "ref")
+
+
+def test_what_states_cost_is_counted(made: tiny.Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers of 64 channels with three float32 each, and one with two heads of 16 numbers."""
+    state, token = 2 * 64 * 3 * 4, 2 * 2 * 16 * 2
+    with model.load_engine(made.path, **{**SIZES, "snapshots": 5}) as llm:
+        assert llm.runner.state_slots == 3 + 5
+        assert sum(llm.runner.caches[name].nbytes for name in llm.runner.model.states) == 8 * state
+        assert cache_bytes(llm.runner.model.lower(), 70) == 70 * token + state
+    monkeypatch.setattr("model.checkpoint.memory.available", lambda: 4 << 20)
+    with pytest.raises(PykernelsError, match="states of sequences of 4.4 MiB.*fewer snapshots"):
+        model.load_engine(made.path, **{**SIZES, "snapshots": 3000})
+
+
+def test_what_keeps_no_states_refuses_them(made: tiny.Tiny, tmp_path: Path) -> None:
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    with WorkerPool(1) as pool, open_weights(made.path, read_config(made.path)) as weights:
+        with pytest.raises(PykernelsError, match="qwen3_moe has layers with a state"):
+            CudaRunner(weights.decoder, device, pool, 64)
+    tiny.make(tmp_path, "deepseek_v3")
+    with pytest.raises(PykernelsError, match="deepseek_v3 has no layer with a state"):
+        model.load_engine(tmp_path, snapshots=4)

@@ -136,6 +136,7 @@ class CudaRunner(PagedRunner):
         options: CudaOptions = CudaOptions(),  # noqa: B008 - frozen
     ) -> None:
         check_device(device)
+        self.check_states(model)
         check_heads(model.lower())
         self.gpus: Gpus = gpus_of(device)
         self.device = list(self.gpus.values())[-1]

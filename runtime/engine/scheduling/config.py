@@ -16,6 +16,10 @@ PREFILL_CAP_FLOOR = 8
 STEP_TOKENS = 512
 """Token budget of a step where weights lie in main memory."""
 
+SNAPSHOT_TOKENS = 1024
+"""From one snapshot of a prompt's state to the next. Each takes as much memory as the keys and
+values of some thousand tokens, and makes one step more of the prompt."""
+
 PREFILL = ("auto", "cpu", "split", "stream")
 """Where experts of prompts are computed, if they lie in main memory beside a GPU."""
 
@@ -58,8 +62,8 @@ class EngineConfig:
         kv_dtype: "bf16", or "fp8" (E4M3 with a scale per token and head): half the memory.
         snapshot_tokens: of a model whose layers have a state of each sequence: tokens of a prompt
             from one snapshot of its state to the next; with another at its end and at the end of
-            the output. A prompt that begins like an earlier one is read from a snapshot on. 0:
-            none.
+            the output. A prompt that begins like an earlier one is read from a snapshot on. None:
+            1,024; 0: no snapshots.
         snapshots: that are kept besides the states of running sequences, the most recently used
             ones; None: as many as ``max_num_seqs``.
         dual_batch: whether decode steps of two sequences or more are two lanes, so that a GPU
@@ -100,7 +104,7 @@ class EngineConfig:
     kv_tokens: int | None = None
     kv_bytes: int | None = None
     kv_dtype: str = "bf16"
-    snapshot_tokens: int = 1024
+    snapshot_tokens: int | None = None
     snapshots: int | None = None
     dual_batch: bool | str = False
     prefill: str = "auto"
@@ -118,7 +122,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, most in MOST.items():
             value = getattr(self, name)
-            if value is not None or name in ("max_num_seqs", "snapshot_tokens"):
+            if value is not None or name == "max_num_seqs":
                 check_whole(name, value, 0 if name in _OR_NONE else 1, most)
         for name in ("target_itl_ms", "ageing_seconds"):
             value = getattr(self, name)
@@ -151,7 +155,12 @@ class EngineConfig:
     def state_slots(self) -> int:
         """Slots of states: of sequences that run, and of snapshots."""
         more = self.max_num_seqs if self.snapshots is None else self.snapshots
-        return self.max_num_seqs + (more if self.snapshot_tokens else 0)
+        return self.max_num_seqs + (more if self.snapshot_spacing else 0)
+
+    @property
+    def snapshot_spacing(self) -> int:
+        """``snapshot_tokens`` as it is meant."""
+        return SNAPSHOT_TOKENS if self.snapshot_tokens is None else self.snapshot_tokens
 
     @property
     def cache_policy(self) -> CachePolicy:

@@ -62,7 +62,7 @@ class Scheduler:
             self.capacity,
             max_pages,
             runner.state_slots,
-            -(-config.snapshot_tokens // self.page_size),
+            -(-config.snapshot_spacing // self.page_size),
         )
         self.writer = BatchWriter(runner, self.manager)
         self.lane: PrefillLane | None = None
