@@ -24,7 +24,7 @@ from runtime.engine import Engine, EngineConfig, RequestHandle, Result, Sampling
 from runtime.engine.scheduling.config import STEP_TOKENS, check_whole
 from runtime.experts.cache import CacheStats
 from runtime.extend import checked
-from runtime.kv_cache.layout import PAGE, Pages
+from runtime.kv_cache.layout import PAGE, check_kv_dtype
 from runtime.machine.topology import Topology
 from runtime.make import make_plan, make_runner
 from runtime.passes.layers import check_topk, moe_layers
@@ -42,7 +42,6 @@ from runtime.workers.threads import threads_here
 
 from .architectures.decoder import (
     Decoder,
-    cache_token_bytes,
     check_heads,
     expansions,
     head_sizes,
@@ -271,7 +270,7 @@ def load_engine(
     if asked and on_gpu is None:
         raise PykernelsError("gpu_experts without a GPU", 'Add device="cuda:0"')
     chosen = _chosen(engine, settings)
-    Pages(0, chosen.kv_dtype)  # refused before anything is read
+    check_kv_dtype(chosen.kv_dtype)  # refused before anything is read
     if chosen.dual_batch is True and device == "cpu":
         raise PykernelsError("dual_batch without a GPU", 'Add device="cuda:0"')
     if chosen.prefill in ("split", "stream") and device == "cpu":
@@ -302,9 +301,15 @@ def load_engine(
             heads = head_sizes(model, chosen.kv_dtype)
             check_heads(heads)
             precompile.begin(heads, expansions(model, chosen.kv_dtype, budget))
-        token, placement = cache_token_bytes(model, chosen.kv_dtype), Placement()
+        token, placement = weights.decoder.token_bytes, Placement()
         needed, smaller = weights.needed(placement), weights.smaller(placement)
-        pages = memory.cache_pages(chosen, longest, token, needed, smaller, on_gpu)
+        states = weights.decoder.state_bytes * chosen.state_slots
+        if not states and (chosen.snapshots, chosen.snapshot_tokens) != (None, None):
+            raise PykernelsError(
+                f"snapshots of states, and {config.model_type} has no layer with a state",
+                "Leave out snapshots and snapshot_tokens",
+            )
+        pages = memory.cache_pages(chosen, longest, token, needed, smaller, on_gpu, states)
         if on_gpu is not None:
             from .pinning.beside import place_beside
 
@@ -327,7 +332,14 @@ def load_engine(
         try:
             rewrites = [checked(each) for each in passes]
             given = chosen.max_num_batched_tokens
-            sizes = largest_step(longest, pages, given, chosen.max_num_seqs, chosen.max_num_logits)
+            sizes = largest_step(
+                longest,
+                pages,
+                given,
+                chosen.max_num_seqs,
+                chosen.max_num_logits,
+                chosen.state_slots,
+            )
             options = PlanOptions(
                 experts,
                 None if defer == "auto" and on_gpu is not None else deferred,

@@ -14,7 +14,7 @@ from pykernels.errors import PykernelsError
 from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.extend import checked
-from runtime.kv_cache.layout import PAGE, Pages
+from runtime.kv_cache.layout import PAGE, check_kv_dtype
 from runtime.make import make_plan, make_runner
 from runtime.planning.execution import largest_step
 from runtime.planning.lowerable import Pass
@@ -142,7 +142,7 @@ def _random(
     if device not in DEVICES and not device.startswith("cuda"):
         raise PykernelsError(f"no device {device!r}", f"Use {', '.join(DEVICES)} or cuda:0")
     resolve(kernel, fmt, detect())
-    Pages(0, subject.kv_dtype)  # refused before weights are filled
+    check_kv_dtype(subject.kv_dtype)  # refused before weights are filled
     config = make_config(subject.arch, num_hidden_layers=subject.layers)
     _check_positions(subject.arch, positions, config.max_position_embeddings)
     check_memory(subject.arch, config, fmt)

@@ -22,7 +22,7 @@ from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.experts.cache import CachePolicy
-from runtime.kv_cache.layout import Pages
+from runtime.kv_cache.layout import check_kv_dtype
 from runtime.make import make_plan, make_runner
 from runtime.planning.execution import largest_step
 from runtime.planning.options import PlanOptions
@@ -101,7 +101,7 @@ class Ours:
             PykernelsError: no memory for them, a format or a kernel that there is not.
         """
         resolve(kernel, fmt, detect(), activations)
-        Pages(0, kv_dtype)  # refused before weights are filled
+        check_kv_dtype(kv_dtype)  # refused before weights are filled
         config = shape.config()
         check_memory(shape.arch, config, fmt)
         pool = make_pool(threads)

@@ -216,6 +216,8 @@ class Core:
     def _launch(self, step: ScheduledStep, masked: bool = True) -> BaseException | None:
         """Start a step, whose masks are there if it is ``masked``; its error if that fails."""
         self.stats.steps += 1
+        if copies := self.scheduler.take_state_copies():
+            self.runner.copy_states(copies)
         try:
             self.runner.launch(step.batch)
         except BaseException as error:
@@ -233,6 +235,8 @@ class Core:
         """Launch a step's successor, which has the same requests, while it runs; False if that must
         wait for its end."""
         if step.scored or step.counted or step.masked or self._routed or self.news():
+            return False
+        if self.scheduler.copies_states:
             return False
         if not self.runner.launch_behind(step.batch, step.ends):
             return False

@@ -81,6 +81,7 @@ def largest_step(
     max_num_batched_tokens: int | None = 512,
     max_num_seqs: int = 16,
     max_num_logits: int | None = None,
+    state_slots: int | None = None,
 ) -> StepSizes:
     """The sizes of a runner's largest step.
 
@@ -91,9 +92,12 @@ def largest_step(
             None: 0 tokens, for a plan that chooses them.
         max_num_logits: rows of logits of a step; None: one per sequence. Prompt logprobs take one
             per token.
+        state_slots: of states, if layers have some; None: one a sequence, and as many for
+            snapshots.
     """
     table_pages, logits = -(-max_model_len // PAGE), max(max_num_logits or 0, max_num_seqs)
-    sizes = StepSizes(0, max_num_seqs, logits, num_pages or 2 * table_pages, table_pages)
+    pages, slots = num_pages or 2 * table_pages, state_slots or 2 * max_num_seqs
+    sizes = StepSizes(0, max_num_seqs, logits, pages, table_pages, slots)
     if max_num_batched_tokens is None:
         return sizes
     return sizes.of(max(max_num_batched_tokens, max_num_seqs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from ..kv_cache.layout import CachePart
@@ -29,8 +29,12 @@ class Lowerable(Protocol):
     def vocab_size(self) -> int:
         """Token ids are below this."""
 
-    def caches(self, pages: int) -> Mapping[str, CachePart]:
-        """The cache's buffers."""
+    @property
+    def states(self) -> Collection[str]:
+        """The cache's buffers that are states of sequences, [state_slots, ...]."""
+
+    def caches(self, pages: int, state_slots: int = 1) -> Mapping[str, CachePart]:
+        """The cache's buffers: of so many pages, and slots of states."""
 
     def lower(self, sizes: StepSizes = ONE_TOKEN) -> Program:
         """The program of a step of these sizes."""

@@ -20,7 +20,7 @@ from ..planning.step_bytes import expert_bytes, weight_bytes
 from ..program import Program
 from ..program.lanes import lane_tokens
 from ..program.node import STEP_SIZES
-from ..program.step_inputs import IS_PROMPT
+from ..program.step_inputs import IS_PROMPT, STATE_SLOTS
 from ..program.weights import LayoutOf
 from ..workers.pool import WorkerPool
 from .active import phase
@@ -65,6 +65,9 @@ class PagedRunner(ABC):
 
     Attributes:
         plan: how the model runs; measurements may replace it before programs are made.
+
+    Raises:
+        PykernelsError: layers have states, and the device keeps none.
     """
 
     page_size = PAGE
@@ -87,17 +90,23 @@ class PagedRunner(ABC):
     """Whether masks are written while a step runs (``write_masks``)."""
     next_runs = False
     """See ``runner.batch.Runner``."""
+    has_states = True
+    """Whether the device keeps states of sequences."""
+    caches: dict[str, torch.Tensor]
+    """By name, the tensors of the "cache" buffers."""
     decisions: Sequence[str] = ()
     """What sizes and measurements have decided when the model was loaded, and why, a line each."""
     last_sizes = (0, 0)
     """T and S of the step that ended last."""
 
     def __init__(self, model: Lowerable, plan: ExecutionPlan) -> None:
+        self.check_states(model)
         self.model, self.weights, self.plan = model, model.store, plan
         self.max_model_len, self.vocab_size = plan.max_model_len, model.vocab_size
         sizes = plan.sizes
         self.max_num_batched_tokens, self.max_num_seqs = sizes.tokens, sizes.sequences
         self.max_num_logits, self.num_pages = sizes.logits, sizes.pages
+        self.state_slots = sizes.state_slots if model.states else 0
         self.steps: list[Executable] = []
         self.decode_steps: list[Executable] = []
         self.sizes = torch.zeros(len(STEP_SIZES), dtype=torch.int64, device="cpu")
@@ -109,6 +118,16 @@ class PagedRunner(ABC):
         self._running = False
         self._results: dict[int, StepResult] = {}
         self._read_bytes: dict[int, tuple[int, int]] = {}
+
+    @classmethod
+    def check_states(cls, model: Lowerable) -> None:
+        """Raises PykernelsError if layers have states, and the device keeps none."""
+        if model.states and not cls.has_states:
+            raise PykernelsError(
+                f"{model.name} has layers with a state of each sequence, which a GPU does not keep"
+                " yet",
+                'Use device="cpu"',
+            )
 
     @property
     def deferred(self) -> int:
@@ -150,6 +169,15 @@ class PagedRunner(ABC):
         """Before each step: brings the tables that it reads up to date."""
         slots.before_step()
 
+    # Where the model was loaded in it, tensors can be changed in it only.
+    @torch.inference_mode()
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """See ``runner.batch.Runner``."""
+        for name in self.model.states:
+            state = self.caches[name]
+            for source, target in copies:
+                state[target] = state[source]
+
     def make_slots(self) -> Slots | None:
         """The cache of experts, if there is one; called once, when weights are there."""
         return None
@@ -177,6 +205,7 @@ class PagedRunner(ABC):
             "query_lengths": self._query_lengths,
             "lengths": batch.seq_lens,
             "page_rows": batch.page_table_rows,
+            STATE_SLOTS: batch.state_slots,
         }
         self._sampling = SamplingInputs(batch, self.vocab_size, self.max_num_seqs, self.device)
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}

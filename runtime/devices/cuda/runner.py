@@ -84,12 +84,14 @@ class CudaRunner(PagedRunner):
 
     decode_buckets = DECODE_BUCKETS
     copies_inputs = True
+    has_states = False
     pool: WorkerPool
 
     def __init__(
         self, model: Lowerable, plan: ExecutionPlan, device: str, pool: WorkerPool
     ) -> None:
         check_device(device)
+        self.check_states(model)
         check_heads(model.lower())
         self.gpus: Gpus = gpus_of(device)
         self.device = list(self.gpus.values())[-1]

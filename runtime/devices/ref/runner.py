@@ -52,7 +52,7 @@ class RefRunner(PagedRunner):
             )
         self.caches = {
             name: replace(part, dtype=exact(part.dtype)).zeros()
-            for name, part in model.caches(self.num_pages).items()
+            for name, part in model.caches(self.num_pages, self.state_slots).items()
         }
 
     def make_slots(self) -> Slots | None:

@@ -126,7 +126,7 @@ class Request:
         if self.min_tokens:
             bias = {**params.logit_bias, **dict.fromkeys(self.end_ids, -math.inf)}
             self.early = SequenceSampling(params, seed, counts, bias, mask)
-        self.table = PageTable()
+        self.table = PageTable(forks=params.n > 1)
         self.state = State.NEW
         self.reason: FinishReason | None = None
         self.error: BaseException | None = None

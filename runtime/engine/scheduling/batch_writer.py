@@ -76,6 +76,7 @@ class BatchWriter:
             batch.query_start_loc[len(requests)] = T
         batch.S, batch.T, batch.R = len(requests), T, R + len(forced_sampling)
         batch.page_table_rows[: batch.S] = [request.table.row for request in requests]
+        batch.state_slots[: batch.S] = [request.table.slot for request in requests]
         batch.logits_indices[:R] = batch.query_start_loc[1 : R + 1] - 1
         batch.logits_indices[R : batch.R] = logprob_rows
         batch.sampling = [request.next_sampling for request in requests[:R]] + forced_sampling
@@ -85,6 +86,7 @@ class BatchWriter:
         # Padding: a step that runs a whole bucket writes no page for it and attends to nothing.
         batch.slot_mapping[T:] = -1
         batch.seq_lens[batch.S :] = 0
+        batch.state_slots[batch.S :] = -1
         batch.query_start_loc[batch.S + 1 :] = T
         batch.logits_indices[batch.R :] = 0
         self._live = self._counters[:, :S]
