@@ -229,6 +229,8 @@ class Core:
     def _launch(self, step: ScheduledStep, masked: bool = True) -> BaseException | None:
         """Start a step, whose masks are there if it is ``masked``; its error if that fails."""
         self.stats.steps += 1
+        if copies := self.scheduler.take_state_copies():
+            self.runner.copy_states(copies)
         try:
             self.runner.launch(step.batch)
         except BaseException as error:
@@ -247,7 +249,7 @@ class Core:
         wait for its end."""
         if step.scored or step.counted or step.masked or self._routed or self.news():
             return False
-        if self.scheduler.may_draft(step):
+        if self.scheduler.may_draft(step) or self.scheduler.copies_states:
             return False
         if not self.runner.launch_behind(step.batch, step.ends):
             return False

@@ -85,8 +85,8 @@ class StepBatch:
     last tokens of the chunks that end a prompt; rows for prompt logprobs follow.
 
     Padding, so that a device may run a whole bucket: behind T ``slot_mapping`` are -1 (nothing is
-    written), behind S ``seq_lens`` are 0 and ``query_start_loc`` are T, behind R ``logits_indices``
-    are 0. Other entries there are old, but always valid ids.
+    written), behind S ``seq_lens`` are 0, ``state_slots`` -1 and ``query_start_loc`` T, behind R
+    ``logits_indices`` are 0. Other entries there are old, but always valid ids.
 
     Attributes:
         S: sequences of this step; ``D``: those of them that decode.
@@ -109,6 +109,8 @@ class StepBatch:
             ``query_start_loc[s + 1]``.
         seq_lens: [max_num_seqs] positions that sequence s attends to, this step's included.
         page_table_rows: [max_num_seqs] the row of ``page_tables`` that belongs to sequence s.
+        state_slots: [max_num_seqs] where the state of sequence s is, if layers have states; one of
+            whose keys are all of this step starts from nothing, whatever is there.
         page_tables: [max_num_seqs, max_pages]; position p of sequence s lies in page
             ``page_tables[page_table_rows[s], p // page_size]``.
         table_pages: columns of ``page_tables`` that the step reads.
@@ -128,6 +130,7 @@ class StepBatch:
     query_start_loc: Ints
     seq_lens: Ints
     page_table_rows: Ints
+    state_slots: Ints
     page_tables: Ints
     logits_indices: Ints
     seeds: Ints
@@ -161,6 +164,7 @@ class StepBatch:
             query_start_loc=np.zeros(S + 1, np.int64),
             seq_lens=seq_lens[:S],
             page_table_rows=np.zeros(S, np.int64),
+            state_slots=np.full(S, -1, np.int64),
             page_tables=page_tables,
             logits_indices=np.zeros(R, np.int64),
             seeds=np.zeros(R, np.int64),
@@ -186,6 +190,7 @@ class StepBatch:
             other.is_prompt[: self.T] = self.is_prompt[: self.T]
             other.query_start_loc[:] = self.query_start_loc
             other.page_table_rows[: self.S] = self.page_table_rows[: self.S]
+            other.state_slots[:] = self.state_slots
             R = max(self.R, other.R)
             other.logits_indices[:R] = self.logits_indices[:R]
             other.seeds[:R] = self.seeds[:R]
@@ -242,6 +247,8 @@ class StepRunner(Protocol):
     """Tokens per page."""
     num_pages: int
     """Pages of the cache, 0 to num_pages - 1."""
+    state_slots: int
+    """Slots of states, one a sequence and others for snapshots; 0: no layer has a state."""
     max_num_batched_tokens: int
     """Most tokens in one step."""
     max_num_seqs: int
@@ -251,11 +258,13 @@ class StepRunner(Protocol):
     max_model_len: int
     """Positions that the model was made for."""
     vocab_size: int
-    deferred: int
-    """Experts of a token of an output that join a layer later, once it is bound: then its keys and
-    values are others than those of the same token in a prompt."""
     routed_layers: Sequence[RoutedLayer]
     """The layers whose choices of experts a step gives back, once it is bound; none: it cannot."""
+
+    @property
+    def deferred(self) -> int:
+        """Experts of a token of an output that join a layer later, once the runner is bound: then
+        its keys and values are others than those of the same token in a prompt."""
 
     def launch(self, batch: StepBatch) -> None:
         """Start a step: write keys and values of all T tokens, draw one token for each of R rows.
@@ -267,6 +276,11 @@ class StepRunner(Protocol):
 
     def result(self) -> StepResult:
         """Wait for the step that was launched, and give what it drew."""
+        ...
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy the states of slots to other slots, (from, to), one after the other. No step runs;
+        the next one is launched behind it. An error ends the engine."""
         ...
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from ..program.lanes import LANES, lane_name, lane_tokens
-from ..program.step_inputs import IS_PROMPT
+from ..program.step_inputs import IS_PROMPT, STATE_SLOTS
 
 _BY_TOKEN = ("tokens", "positions", IS_PROMPT, "slot_mapping", "sequences")
-_BY_SEQUENCE = ("query_starts", "query_lengths", "lengths", "page_rows")
+_BY_SEQUENCE = ("query_starts", "query_lengths", "lengths", "page_rows", STATE_SLOTS)
 
 
 class LaneInputs:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import model
-from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Completion, Engine, SamplingParams
 from runtime.engine.requests.drafters import MakeDrafter
 from runtime.experts.cache import CachePolicy
 
 from ..model import tiny
+from ..runners import ref_runner
 from .test_drafts import Known
 
 PROMPT = [7 * i % 90 + 3 for i in range(40)]
@@ -36,14 +37,9 @@ def make(
     with model.load_engine(path, max_model_len=64, threads=1, device="ref") as llm:
 
         def made(pages: int, drafter: MakeDrafter | None = None) -> Engine:
-            runner = RefRunner(
-                llm.runner.model,
-                *(192, pages, 16, 3),
-                deferred=1,
-                slots=slots,
-                policy=policy,
-                max_num_logits=16,
-            )
+            sizes = 192, pages, 16, 3
+            how: dict[str, Any] = {"deferred": 1, "slots": slots, "policy": policy}
+            runner = ref_runner(llm.runner.model, *sizes, max_num_logits=16, **how)
             return Engine(runner, threaded=False, drafter=drafter)
 
         yield made

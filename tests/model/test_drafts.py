@@ -13,13 +13,12 @@ import pytest
 
 import model
 from model.llm import LLM
-from runtime.devices.cpu.runner import CpuRunner
-from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Engine, EngineConfig, Result, SamplingParams
 from runtime.runner.paged_runner import PagedRunner
 
 from ..cpu.kernels import fastest
 from ..engine.test_drafts import Known
+from ..runners import cpu_runner, ref_runner
 
 PROMPTS = ("def quicksort(xs):", "class Stack:\n    def __init__(self):", "    raise ValueError(")
 PARAMS = (
@@ -46,10 +45,10 @@ def llm() -> Iterator[LLM]:
 
 
 def make_runner(llm: LLM, device: str) -> PagedRunner:
-    sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_num_logits": 64}
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_num_logits": 64}
     if device == "ref":
-        return RefRunner(llm.runner.model, 128, 12, **sizes)
-    return CpuRunner(llm.runner.model, llm.pool, 128, 12, **sizes, kernel=llm.kernel)
+        return ref_runner(llm.runner.model, 128, 12, **sizes)
+    return cpu_runner(llm.runner.model, llm.pool, 128, 12, **sizes, kernel=llm.kernel)
 
 
 def serve(llm: LLM, runner: PagedRunner, drafter: Known | None) -> tuple[list[Result], int]:

@@ -130,7 +130,7 @@ class Request:
             bias = {**params.logit_bias, **dict.fromkeys(self.end_ids, -math.inf)}
             self.early = SequenceSampling(params, seed, counts, bias, mask)
         self.drafter: Drafter | None = None
-        self.table = PageTable()
+        self.table = PageTable(forks=params.n > 1)
         self.state = State.NEW
         self.reason: FinishReason | None = None
         self.error: BaseException | None = None

@@ -72,12 +72,14 @@ class BatchWriter:
         batch.sampling = sampling + forced_sampling
         batch.S, batch.T, batch.R = len(requests), T, len(batch.sampling)
         batch.page_table_rows[: batch.S] = [request.table.row for request in requests]
+        batch.state_slots[: batch.S] = [request.table.slot for request in requests]
         batch.logits_indices[R : batch.R] = logprob_rows
         batch.draws[R : batch.R] = 0
         batch.seeds[: batch.R] = [sampling.seed for sampling in batch.sampling]
         # Padding: a step that runs a whole bucket writes no page for it and attends to nothing.
         batch.slot_mapping[T:] = -1
         batch.seq_lens[batch.S :] = 0
+        batch.state_slots[batch.S :] = -1
         batch.query_start_loc[batch.S + 1 :] = T
         batch.logits_indices[batch.R :] = 0
         batch.version += 1

@@ -17,6 +17,10 @@ PREFILL_CAP_FLOOR = 8
 STEP_TOKENS = 512
 """Token budget of a step where weights lie in main memory."""
 
+SNAPSHOT_TOKENS = 1024
+"""From one snapshot of a prompt's state to the next. Each takes as much memory as the keys and
+values of some thousand tokens, and makes one step more of the prompt."""
+
 PREFILL = ("auto", "cpu", "split", "stream")
 """Where experts of prompts are computed, if they lie in main memory beside a GPU."""
 
@@ -38,8 +42,13 @@ MOST = {
     "kv_bytes": 1 << 50,
     "max_partial_prefills": 1 << 12,
     "max_waiting": 1 << 31,
+    "snapshot_tokens": 1 << 31,
+    "snapshots": 1 << 16,
 }
 """Largest values of whole numbers."""
+
+_OR_NONE = ("max_waiting", "snapshot_tokens", "snapshots")
+"""Of these, those that may be 0."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,12 @@ class EngineConfig:
         kv_bytes: size of the KV cache in bytes; None with ``kv_tokens`` None: as many sequences
             of ``max_model_len`` as fit into an eighth of the free memory, two at least.
         kv_dtype: "bf16", or "fp8" (E4M3 with a scale per token and head): half the memory.
+        snapshot_tokens: of a model whose layers have a state of each sequence: tokens of a prompt
+            from one snapshot of its state to the next; with another at its end and at the end of
+            the output. A prompt that begins like an earlier one is read from a snapshot on. None:
+            1,024; 0: no snapshots.
+        snapshots: that are kept besides the states of running sequences, the most recently used
+            ones; None: as many as ``max_num_seqs``.
         dual_batch: whether decode steps of two sequences or more are two lanes, so that a GPU
             computes the attention of one while the CPU computes the experts of the other; "auto":
             beside experts on the CPU.
@@ -100,6 +115,8 @@ class EngineConfig:
     kv_tokens: int | None = None
     kv_bytes: int | None = None
     kv_dtype: str = "bf16"
+    snapshot_tokens: int | None = None
+    snapshots: int | None = None
     dual_batch: bool | str = False
     prefill: str = "auto"
     expert_cache: int | str = "off"
@@ -119,7 +136,7 @@ class EngineConfig:
         for name, most in MOST.items():
             value = getattr(self, name)
             if value is not None or name == "max_num_seqs":
-                check_whole(name, value, 0 if name == "max_waiting" else 1, most)
+                check_whole(name, value, 0 if name in _OR_NONE else 1, most)
         check_whole("draft_tokens", self.draft_tokens, 1, MOST_DRAFTS)
         if self.draft not in ("off", *DRAFTERS):
             given = ", ".join(DRAFTERS)
@@ -170,6 +187,17 @@ class EngineConfig:
         if self.max_num_logits is not None or self.draft == "off":
             return self.max_num_logits
         return self.max_num_seqs * (1 + self.draft_tokens)
+
+    @property
+    def state_slots(self) -> int:
+        """Slots of states: of sequences that run, and of snapshots."""
+        more = self.max_num_seqs if self.snapshots is None else self.snapshots
+        return self.max_num_seqs + (more if self.snapshot_spacing else 0)
+
+    @property
+    def snapshot_spacing(self) -> int:
+        """``snapshot_tokens`` as it is meant."""
+        return SNAPSHOT_TOKENS if self.snapshot_tokens is None else self.snapshot_tokens
 
     @property
     def cache_policy(self) -> CachePolicy:

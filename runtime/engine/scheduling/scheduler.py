@@ -64,7 +64,14 @@ class Scheduler:
         self.max_partial = config.max_partial_prefills
         self.stats = stats
         max_pages = -(-runner.max_model_len // self.page_size)
-        self.manager = BlockManager(runner.num_pages, self.page_size, self.capacity, max_pages)
+        self.manager = BlockManager(
+            runner.num_pages,
+            self.page_size,
+            self.capacity,
+            max_pages,
+            runner.state_slots,
+            -(-config.snapshot_spacing // self.page_size),
+        )
         self.writer = BatchWriter(runner, self.manager)
         self.lane: PrefillLane | None = None
         self.waiting: list[Request] = []
@@ -257,6 +264,24 @@ class Scheduler:
         """Later steps may share the pages of the step's prompts: they run behind it."""
         for request, first, size in step.chunks:
             step.inserted += self.manager.commit(request.table, request.tokens, first + size)
+        if (snapshots := self.manager.snapshots) is not None:
+            for chunk in step.chunks:
+                node = snapshots.reached(chunk.request.table, chunk.last, chunk.completes)
+                if node is not None:
+                    step.snapshots.append(node)
+            for request in step.decoding:
+                snapshots.decoded(request.table, request.computed)
+
+    def take_state_copies(self) -> list[tuple[int, int]]:
+        """(from, to) of the states that are to be copied before the next step."""
+        snapshots = self.manager.snapshots
+        return [] if snapshots is None else snapshots.states.take_copies()
+
+    @property
+    def copies_states(self) -> bool:
+        """Whether states are to be copied before the next step."""
+        snapshots = self.manager.snapshots
+        return snapshots is not None and bool(snapshots.states.copies)
 
     def finished(self, step: ScheduledStep) -> None:
         """Called before what the step drew is appended: pages that it has filled are shared. Drafts
@@ -269,6 +294,8 @@ class Scheduler:
             if (size + accepted[i]) // self.page_size > (size - 1) // self.page_size:
                 drafts = step.drafts[i][: accepted[i]] if accepted[i] else []
                 self.manager.commit(request.table, request.tokens + drafts, size + accepted[i])
+                if self.manager.snapshots is not None:  # then there are no drafts
+                    self.manager.snapshots.finished(request.table, size)
             rejected = step.num_scheduled[i] - 1 - accepted[i]
             request.computed -= rejected
             request.drawn -= rejected
@@ -276,8 +303,10 @@ class Scheduler:
     def failed(self, step: ScheduledStep) -> None:
         """The pages that it should have filled hold nothing; its requests have ended."""
         lost = self.manager.forget(step.inserted)
+        self.manager.forget_snapshots(step.snapshots)
         for request in self.decoding + self.prefilling:
-            if not lost.isdisjoint(request.table.pages):
+            table = request.table
+            if not lost.isdisjoint(table.pages) or table.source in step.snapshots:
                 self._preempt(request)
 
     def _grow(self, decoding: list[Request], ahead: bool) -> bool:
@@ -349,6 +378,8 @@ class Scheduler:
                 # Every token from the first row on needs a row of logits.
                 first_row = max(start, request.first_row)
                 end = min(start + left, len(request.tokens), first_row + rows)
+                if (mark := self.manager.chunk_end(request.table)) is not None:
+                    end = min(end, mark)
                 if end <= start:
                     continue
                 ends[request] = end

@@ -56,7 +56,8 @@ class ScheduledStep:
         counted: those with penalties, each behind its row.
         masked: those with a constraint, likewise.
         scored: whether any row gives logprobs.
-        inserted: the pages that it fills and others may share already.
+        inserted: the pages that it fills and others may share already; ``snapshots``: likewise,
+            those at whose ends it leaves states.
     """
 
     batch: StepBatch
@@ -76,6 +77,7 @@ class ScheduledStep:
     T: int = field(init=False)
     R: int = field(init=False)
     inserted: list[PrefixNode] = field(default_factory=list)
+    snapshots: list[PrefixNode] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.T, self.R = self.batch.T, self.batch.R
