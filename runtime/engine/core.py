@@ -249,7 +249,7 @@ class Core:
         wait for its end."""
         if step.scored or step.counted or step.masked or self._routed or self.news():
             return False
-        if self.scheduler.may_draft(step) or self.scheduler.copies_states:
+        if self.scheduler.copies_states or self.scheduler.may_draft(step):
             return False
         if not self.runner.launch_behind(step.batch, step.ends):
             return False

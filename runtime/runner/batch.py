@@ -266,6 +266,11 @@ class StepRunner(Protocol):
         """Experts of a token of an output that join a layer later, once the runner is bound: then
         its keys and values are others than those of the same token in a prompt."""
 
+    @property
+    def why_no_drafts(self) -> str:
+        """Why no sequence that decodes may have drafts, as a clause; "": each may. Keys and values
+        of drafts that are not accepted are written over."""
+
     def launch(self, batch: StepBatch) -> None:
         """Start a step: write keys and values of all T tokens, draw one token for each of R rows.
 
@@ -309,9 +314,6 @@ class Runner(StepRunner, Protocol):
         """Runs long prompts beside this one's steps, once this one is bound; None: nothing does."""
         ...
 
-    takes_drafts: bool
-    """Whether a sequence that decodes may have drafts: keys and values of those that are not
-    accepted are written over, a state of a sequence would have to be restored."""
     late_masks: bool
     """Whether a step with masks may be launched before they are written."""
     next_runs: bool

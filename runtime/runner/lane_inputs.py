@@ -25,7 +25,8 @@ class LaneInputs:
     """
 
     def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        self._whole = {name: inputs[name].numpy() for name in (*_BY_TOKEN, *_BY_SEQUENCE)}
+        names = [name for name in (*_BY_TOKEN, *_BY_SEQUENCE) if name in inputs]
+        self._whole = {name: inputs[name].numpy() for name in names}
         self._own = {
             lane_name(lane, name): np.zeros_like(array)
             for lane in LANES

@@ -123,7 +123,6 @@ class PagedRunner(ABC):
         self.max_num_batched_tokens, self.max_num_seqs = sizes.tokens, sizes.sequences
         self.max_num_logits, self.num_pages = sizes.logits, sizes.pages
         self.state_slots = sizes.state_slots if model.states else 0
-        self.takes_drafts = not model.states  # which cannot be taken back to the last right token
         self.steps: list[Executable] = []
         self.decode_steps: list[Executable] = []
         self.sizes = torch.zeros(len(STEP_SIZES), dtype=torch.int64, device="cpu")
@@ -145,6 +144,17 @@ class PagedRunner(ABC):
                 " yet",
                 'Use device="cpu"',
             )
+
+    @property
+    def why_no_drafts(self) -> str:
+        """See ``runner.batch.Runner``."""
+        if self.model.states:
+            return (
+                f"layers of {self.model.name} keep a state, from which no token can be taken back"
+            )
+        if self.plan.passes:
+            return "passes rewrite decode steps, and drafts are checked by the steps of prompts"
+        return ""
 
     @property
     def deferred(self) -> int:

@@ -53,7 +53,7 @@ class FakeRunner:
     deferred = 0
     routed_layers = ()
     prefill_runner = None
-    takes_drafts = True
+    why_no_drafts = ""
     late_masks = True
     cache: np.ndarray = field(init=False)
     states: list[tuple[int, int]] = field(init=False)

@@ -142,7 +142,7 @@ def test_a_runner_with_too_few_rows_is_refused() -> None:
         Engine(FakeRunner(), config=EngineConfig(draft="ngram", draft_tokens=10))
     with pytest.raises(PykernelsError, match="a state"):
         runner = FakeRunner()
-        runner.takes_drafts = False
+        runner.why_no_drafts = "its layers keep a state"
         Engine(runner, config=EngineConfig(draft="ngram"))
 
 

@@ -177,6 +177,17 @@ class EngineConfig:
             )
 
     @property
+    def state_slots(self) -> int:
+        """Slots of states: of sequences that run, and of snapshots."""
+        more = self.max_num_seqs if self.snapshots is None else self.snapshots
+        return self.max_num_seqs + (more if self.snapshot_spacing else 0)
+
+    @property
+    def snapshot_spacing(self) -> int:
+        """``snapshot_tokens`` as it is meant."""
+        return SNAPSHOT_TOKENS if self.snapshot_tokens is None else self.snapshot_tokens
+
+    @property
     def drafter(self) -> MakeDrafter | None:
         """Makes what ``draft`` is, for one output."""
         return DRAFTERS.get(self.draft)
@@ -187,17 +198,6 @@ class EngineConfig:
         if self.max_num_logits is not None or self.draft == "off":
             return self.max_num_logits
         return self.max_num_seqs * (1 + self.draft_tokens)
-
-    @property
-    def state_slots(self) -> int:
-        """Slots of states: of sequences that run, and of snapshots."""
-        more = self.max_num_seqs if self.snapshots is None else self.snapshots
-        return self.max_num_seqs + (more if self.snapshot_spacing else 0)
-
-    @property
-    def snapshot_spacing(self) -> int:
-        """``snapshot_tokens`` as it is meant."""
-        return SNAPSHOT_TOKENS if self.snapshot_tokens is None else self.snapshot_tokens
 
     @property
     def cache_policy(self) -> CachePolicy:

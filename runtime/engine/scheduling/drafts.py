@@ -37,12 +37,8 @@ class Drafts:
     ) -> None:
         self._make, self._most, self._vocab_size = make, most, runner.vocab_size
         self._lost = lost
-        if not runner.takes_drafts:
-            raise PykernelsError(
-                "drafts for a model whose layers keep a state, from which no token can be taken"
-                " back",
-                "Leave draft at off",
-            )
+        if reason := runner.why_no_drafts:
+            raise PykernelsError(f"no drafts: {reason}", "Leave draft at off")
         check_drafts(most, runner)
 
     def add(self, request: Request) -> None:

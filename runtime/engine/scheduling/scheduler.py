@@ -294,7 +294,7 @@ class Scheduler:
             if (size + accepted[i]) // self.page_size > (size - 1) // self.page_size:
                 drafts = step.drafts[i][: accepted[i]] if accepted[i] else []
                 self.manager.commit(request.table, request.tokens + drafts, size + accepted[i])
-                if self.manager.snapshots is not None:  # then there are no drafts
+                if self.manager.snapshots is not None:
                     self.manager.snapshots.finished(request.table, size)
             rejected = step.num_scheduled[i] - 1 - accepted[i]
             request.computed -= rejected
