@@ -10,6 +10,7 @@ import torch
 from bench.e2e.ours import Ours
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.cpu.step import CpuExecutable
+from runtime.planning.config import ExecutionConfig
 from runtime.profiling.engine_speed import EngineTimer, Load
 from runtime.program import Program
 from runtime.runner.batch import StepBatch
@@ -138,21 +139,18 @@ def _on_gpu(
     defer: bool = False,
     dual_batch: bool = False,
 ) -> Callable[[Ours, Load], EngineTimer]:
-    def make(ours: Ours, load: Load) -> EngineTimer:
-        from runtime.devices.cuda.runner import CudaOptions, CudaRunner
+    execution = ExecutionConfig(
+        device=device,
+        experts="cpu",
+        prefill="cpu",
+        kernel=kernel,
+        defer="auto" if defer else "off",
+        dual_batch=dual_batch,
+    )
 
-        sizes = _sizes(load)
-        runner = CudaRunner(
-            ours.decoder,
-            device,
-            ours.pool,
-            *sizes,
-            kernel=kernel,
-            options=CudaOptions(
-                experts="cpu", deferred=None if defer else 0, dual_batch=dual_batch
-            ),
-        )
-        timer = _timer(runner)
+    def make(ours: Ours, load: Load) -> EngineTimer:
+        timer = ours.timer(load, execution, STEP_TOKENS)
+        runner = timer.runner
         if not graph:
             for step in {id(step): step for step in (*runner.steps, *runner.decode_steps)}.values():
                 step.drop_graph()  # type: ignore[attr-defined]

@@ -14,8 +14,9 @@ from pykernels.errors import PykernelsError
 from runtime.devices.cuda.runner import CudaOptions, CudaRunner, place_on
 from runtime.devices.cuda.streaming.dense import crossing_layers, staged_weights
 from runtime.devices.gpus import gpus_of
-from runtime.engine import Engine, EngineConfig, SamplingParams
+from runtime.engine import Engine, SamplingParams
 from runtime.passes import keep_routing, stream_dense
+from runtime.planning.config import ExecutionConfig
 from runtime.program.sizes import StepSizes
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
@@ -93,4 +94,4 @@ def test_a_budget_is_kept(tmp_path: Path) -> None:
     with pytest.raises(PykernelsError, match="Apply it once"):
         stream_dense(once, some)
     with pytest.raises(PykernelsError, match="dense_gib='much'"):
-        EngineConfig(dense_gib="much")
+        ExecutionConfig(dense_gib="much")

@@ -30,6 +30,7 @@ from pykernels.registry import Backend, get_backend
 from runtime.devices.cpu import step
 from runtime.devices.ref import ops
 from runtime.engine import EngineConfig
+from runtime.planning.config import ExecutionConfig
 from runtime.program.ops import OPS
 
 from ..cpu.kernels import variants
@@ -255,9 +256,10 @@ def test_ops_are_those_of_the_table() -> None:
 
 
 def test_settings_are_those_of_the_table() -> None:
-    table = rows(PAGES["runtime/README.md"], "setting")
-    found = [(*quoted(row[:1]), *quoted(row[1:2])) for row in table]
-    assert found == [(field.name, str(field.default)) for field in fields(EngineConfig)]
+    for heading, config in (("option", ExecutionConfig), ("setting", EngineConfig)):
+        table = rows(PAGES["runtime/README.md"], heading)
+        found = [(*quoted(row[:1]), *quoted(row[1:2])) for row in table]
+        assert found == [(field.name, str(field.default)) for field in fields(config)]
 
 
 def test_speeds_are_those_of_the_results() -> None:

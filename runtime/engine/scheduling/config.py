@@ -1,4 +1,7 @@
-"""What a user of the engine chooses: sizes of a step, the KV cache, and how requests share both."""
+"""What a user of the engine chooses: sizes of a step, the KV cache, and how requests share both.
+
+On which devices a model runs, and how, is ``planning.config.ExecutionConfig``.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,13 @@ from dataclasses import dataclass
 
 from pykernels.errors import PykernelsError
 
-from ...experts.cache import CachePolicy
-from ...workers.numa import AUTO, check_numa
+from ...planning.option import SettingError, check_whole, option
 
 PREFILL_CAP_FLOOR = 8
 """Fewest prompt tokens of a step: one tile of the kernels. Below it a prompt would never end."""
 
 STEP_TOKENS = 512
 """Token budget of a step where weights lie in main memory."""
-
-PREFILL = ("auto", "cpu", "split", "stream")
-"""Where experts of prompts are computed, if they lie in main memory beside a GPU."""
-
-MOST_EXPERTS = 1 << 16
-"""Of a layer, and so of its slots."""
 
 MOST = {
     "max_num_batched_tokens": 1 << 16,  # each buffer of a step has room for all
@@ -50,57 +46,47 @@ class EngineConfig:
         kv_tokens: size of the KV cache in tokens, rounded up to pages; None: see ``kv_bytes``.
         kv_bytes: size of the KV cache in bytes; None with ``kv_tokens`` None: as many sequences
             of ``max_model_len`` as fit into an eighth of the free memory, two at least.
-        kv_dtype: "bf16", or "fp8" (E4M3 with a scale per token and head): half the memory.
-        dual_batch: whether decode steps of two sequences or more are two lanes, so that a GPU
-            computes the attention of one while the CPU computes the experts of the other; "auto":
-            beside experts on the CPU.
-        prefill: where experts that lie in main memory beside a GPU are computed in steps with
-            chunks of prompts: "cpu"; "stream": on the GPU, to which all of them cross in such a
-            step; "split": some there, the others on the CPU; "auto": by the way that takes the
-            least time for so many tokens, as measured.
-        expert_cache: slots of each layer for experts that a GPU computes beside the others on the
-            CPU, and that change from step to step by what the routers choose; "auto": as many as
-            fit; "off".
-        expert_cache_policy: which experts they hold, see ``experts.cache.CachePolicy``;
-            ``expert_cache_swaps``: experts that are exchanged in each layer a step, at most.
-        dense_gib: GiB of GPU memory for the dense weights of a model's layers. Those of as few
-            layers as can be lie in main memory besides, and cross to the GPU in every step; "auto":
-            of none, if all fit.
         target_itl_ms: inter-token time to keep while a prompt is read beside running decodes; the
             prompt tokens of such a step are capped by measured step times. None: no cap.
         max_partial_prefills: prompts that may be under way in one step.
         max_waiting: requests that may wait to be admitted; more are refused with ``EngineBusy``.
             None: no limit.
-        numa: "auto": weights in one slice on each NUMA node, read by its own cores, where there are
-            several; "off": no; or how many nodes there must be.
         ageing_seconds: a request that has waited so much longer than another is served as if its
             priority were better by one.
         overlap: schedule a step, and deliver the tokens of the one before, while a step runs. What
             is drawn is the same.
 
     Raises:
-        PykernelsError: a value out of its range, by name.
+        SettingError: a value out of its range, by name.
     """
 
     max_num_batched_tokens: int | None = None
-    max_num_seqs: int = 16
+    max_num_seqs: int = option(16, "Outputs run at once.", "N", kind=int, least=1)
     max_num_logits: int | None = None
-    max_model_len: int | None = None
-    kv_tokens: int | None = None
+    max_model_len: int | None = option(
+        None,
+        "Longest prompt with its answer.",
+        "N",
+        kind=int,
+        shown="the model's, at most 8192",
+        least=1,
+    )
+    kv_tokens: int | None = option(
+        None,
+        "Tokens in the KV cache.",
+        "N",
+        kind=int,
+        shown="what an eighth of the memory holds",
+        least=1,
+    )
     kv_bytes: int | None = None
-    kv_dtype: str = "bf16"
-    dual_batch: bool | str = False
-    prefill: str = "auto"
-    expert_cache: int | str = "off"
-    expert_cache_policy: str = CachePolicy.name
-    expert_cache_swaps: int = CachePolicy.swaps
-    dense_gib: float | str = "auto"
-    target_itl_ms: float | None = None
+    target_itl_ms: float | None = option(
+        None, "Between two tokens, kept while prompts are read.", "MS", kind=float
+    )
     max_partial_prefills: int = 4
     max_waiting: int | None = None
     ageing_seconds: float = 30.0
     overlap: bool = True
-    numa: str | int = AUTO
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -111,37 +97,10 @@ class EngineConfig:
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if value is not None and not (number and 0 < value < math.inf):
-                raise PykernelsError(f"{name}={value!r}", "Give a positive number")
-        if self.dual_batch not in (True, False, "auto"):
-            raise PykernelsError(f"dual_batch={self.dual_batch!r}", "Give True, False or 'auto'")
-        if self.prefill not in PREFILL:
-            raise PykernelsError(f"prefill={self.prefill!r}", f"Give {', '.join(PREFILL)}")
-        dense = self.dense_gib
-        if dense != "auto" and (isinstance(dense, (str, bool)) or not 0 <= dense < math.inf):
-            raise PykernelsError(f"dense_gib={dense!r}", "Give a number of GiB or 'auto'")
-        cache = self.expert_cache
-        if cache not in ("auto", "off"):
-            if isinstance(cache, str):
-                raise PykernelsError(f"expert_cache={cache!r}", "Give a number, 'auto' or 'off'")
-            check_whole("expert_cache", cache, 0, MOST_EXPERTS)
-        check_whole("expert_cache_swaps", self.expert_cache_swaps, 0, MOST_EXPERTS)
-        _ = self.cache_policy
+                raise SettingError(name, value, "Give a positive number")
         if not isinstance(self.overlap, bool):
-            raise PykernelsError(f"overlap={self.overlap!r}", "Give True or False")
-        check_numa(self.numa)
+            raise SettingError("overlap", self.overlap, "Give True or False")
         if self.kv_tokens is not None and self.kv_bytes is not None:
             raise PykernelsError(
                 "kv_tokens and kv_bytes both give the size of the KV cache", "Give one of them"
             )
-
-    @property
-    def cache_policy(self) -> CachePolicy:
-        """What ``expert_cache_policy`` and ``expert_cache_swaps`` are."""
-        return CachePolicy(self.expert_cache_policy, self.expert_cache_swaps)
-
-
-def check_whole(name: str, value: object, least: int, most: int) -> None:
-    """Raises PykernelsError unless a setting is a whole number from ``least`` to ``most``."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or not least <= value <= most:  # type: ignore[operator]
-        raise PykernelsError(f"{name}={value!r}", f"Give a whole number from {least} to {most}")
