@@ -14,6 +14,8 @@ from typing import Any
 
 from pykernels.errors import PykernelsError
 
+_WORDS = {"N": "a number", "GIB": "a number of GiB"}
+"""Of a metavar, as a sentence has them."""
 SAME: Any = object()
 """As text the default of a field is the field's own."""
 
@@ -49,8 +51,8 @@ class Option:
     @property
     def hint(self) -> str:
         """What may be given, in a sentence."""
-        *some, last = (self.metavar or "another one").split("|")
-        return f"Give {', '.join(some)} or {last}" if some else f"Give {last}"
+        words = (_WORDS.get(word, word) for word in (self.metavar or "another one").split("|"))
+        return f"Give {', '.join(words)}"
 
 
 def option(default: Any, help: str, metavar: str | None = None, **others: Any) -> Any:
@@ -114,5 +116,4 @@ def check_number(name: str, value: object, wanted: str, least: float = 0.0) -> N
 def check_one_of(name: str, value: object, choices: Sequence[object]) -> None:
     """Raises SettingError unless a setting is one of the choices."""
     if value not in choices:
-        *some, last = map(str, choices)
-        raise SettingError(name, value, f"Give {', '.join(some)} or {last}")
+        raise SettingError(name, value, f"Give {', '.join(map(str, choices))}")

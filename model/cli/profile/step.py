@@ -17,7 +17,7 @@ from ...extras import check_plot, is_installed
 from ...startup.lean_import import import_transformers
 from ..shared.common import Debug, command, err, note, out
 from ..shared.execution import settled
-from ..shared.model_options import Model, Rules, model_path
+from ..shared.model_options import MODEL_HELP, MODEL_METAVAR, Rules, model_path
 from ..shared.options import Choose
 
 if TYPE_CHECKING:
@@ -35,16 +35,19 @@ def _count(help: str) -> typer.models.OptionInfo:
 
 
 @dataclass(frozen=True)
-class Random:
-    """Random weights in place of a checkpoint."""
+class Which:
+    """A checkpoint, or random weights in its place."""
 
+    model: Path | None = option(
+        None, MODEL_HELP, MODEL_METAVAR, kind=Path, shown="the embedded model"
+    )
     arch: str | None = option(None, "Random weights of that shape instead.", ARCHS)
     layers: int | None = option(None, "Of --arch: so many of its layers.", "N", kind=int, least=1)
     format: str | None = option(None, "Of --arch: weight format:", "NAME", shown="q4_k")
 
-    def check(self, model: Path | None, rules: Path | None) -> None:
+    def check(self, rules: Path | None) -> None:
         """Raises PykernelsError for options that contradict each other."""
-        for name, value in (("--model", model), ("--rules", rules)):
+        for name, value in (("--model", self.model), ("--rules", rules)):
             if self.arch is not None and value is not None:
                 raise PykernelsError(f"{name} and --arch are both given", "Leave one of them out")
         for name, given in (("--layers", self.layers), ("--format", self.format)):
@@ -57,9 +60,8 @@ class Random:
 
 @command
 def step(
-    random: Random,
+    which: Which,
     execution: Annotated[ExecutionConfig, Choose(but=("prefill",), defaults={"defer": "off"})],
-    model: Model = None,
     rules: Rules = None,
     steps: Annotated[int, _count("Decode steps that are recorded.")] = 5,
     prefill: Annotated[
@@ -94,7 +96,7 @@ def step(
     debug: Debug = False,
 ) -> None:
     """Record some steps: what each worker, stream and copy does when, and how busy they are."""
-    random.check(model, rules)
+    which.check(rules)
     if rules is None:
         execution.check_device()
     if execution.on_gpu:
@@ -108,7 +110,7 @@ def step(
         files.pop()
     for file in files:
         _check_writable(file)
-    path = None if random.arch else model_path(model)
+    path = None if which.arch else model_path(which.model)
     execution = settled(execution)
     with err().status("loading, compiling, recording …", spinner_style="dim"):
         import_transformers()
@@ -122,9 +124,9 @@ def step(
 
         subject = Subject(
             path=path,
-            arch=random.arch,
-            layers=random.layers,
-            fmt=random.format or "q4_k",
+            arch=which.arch,
+            layers=which.layers,
+            fmt=which.format or "q4_k",
             rules=rules,
             execution=execution,
             passes=tuple(read_pass(each) for each in own or ()),

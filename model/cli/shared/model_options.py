@@ -13,11 +13,13 @@ from runtime.planning.option import option
 from ... import EMBEDDED
 from ...hub import local
 
+MODEL_METAVAR = "DIR|FILE.gguf|OWNER/NAME"
+MODEL_HELP = "Checkpoint, or its name on the Hugging Face hub (a GGUF file's: OWNER/NAME:Q4_K_M)."
 Model = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR|FILE.gguf|OWNER/NAME",
-        help="Checkpoint, or its name on the Hugging Face hub (a GGUF file's: OWNER/NAME:Q4_K_M).",
+        metavar=MODEL_METAVAR,
+        help=MODEL_HELP,
         show_default="the embedded model",
     ),
 ]
