@@ -70,8 +70,7 @@ def load_engine(
             packed cache, which is mapped and shared with other processes; or a name on the hub, see
             ``hub.local``.
         rules: as in ``from_pretrained``; None for a packed cache: those that it was made with.
-        passes: of one's own, ``Program -> Program``, in this order: they rewrite
-            the programs of decode steps (``runtime.extend`` registers ops for them).
+        passes: of one's own, in this order, for decode steps (see ``runtime.extend``).
         at_least: tokens of the longest sequence, where ``max_model_len`` is not given.
         progress: as in ``from_pretrained``.
         execution: on which devices, and how; ``engine``: sizes and scheduling.
@@ -79,22 +78,18 @@ def load_engine(
             ...) and of ``EngineConfig`` (max_model_len, max_num_seqs, kv_tokens ...) that differ.
 
     Raises:
-        PykernelsError: a model that the engine cannot run, fewer than two immediate experts, a
-            setting out of its range, no such device, more experts than fit there, or what
-            ``from_pretrained`` raises.
+        PykernelsError: a model that the engine cannot run, a setting out of its range, no such
+            device, more experts than fit there, or what ``from_pretrained`` raises.
     """
     execution, engine = _chosen(execution or ExecutionConfig(), engine or EngineConfig(), settings)
-    parse(execution.gpu_experts)  # a file that is no profile: refused before anything is read
     folder = local(path)
     config = read_config(folder)
     execution = on_device(execution, rules, config.model_type)
-    threads_here(execution.threads, True, Topology.detect())
     check_lowered(config)
     longest = _longest(engine, config, at_least)
     with _opened(folder, config, rules, execution) as weights:
         execution = _by_rules(execution, weights, config.model_type)
-        if execution.device == "cpu":  # first, because a second process compiles in parallel
-            _begin_compiling(execution, engine, weights)
+        _begin_compiling(execution, engine, weights)
         placement, sizes = _fitted(execution, engine, weights, longest)
         generation, tokenizer, eos = _texts(folder, config)
         pool = make_pool(execution.threads, numa=execution.numa)
@@ -110,8 +105,8 @@ def load_engine(
                 )
                 runner.load()
             with compiling(progress):
-                text = tokenizer, eos, pool, execution.kernel, generation
-                return LLM(runner, config, *text, engine)
+                kernel = execution.kernel
+                return LLM(runner, config, tokenizer, eos, pool, kernel, generation, engine)
         except BaseException:
             pool.close()
             raise
@@ -135,9 +130,12 @@ def on_device(execution: ExecutionConfig, rules: Rules, model_type: str) -> Exec
     """The configuration with the device that it, or rules, name.
 
     Raises:
-        PykernelsError: there is no such GPU, or a setting is for one and there is none.
+        PykernelsError: there is no such GPU, or a setting is for one and there is none; no such
+            profile; more threads than cores.
     """
     execution = replace(execution, device=engine_device(execution.device, rules, model_type))
+    parse(execution.gpu_experts)  # a file that is no profile: before anything is read
+    threads_here(execution.threads, True, Topology.detect())
     if execution.on_gpu:
         from runtime.devices.gpus import check_device, gpus_of
 
@@ -181,7 +179,10 @@ def _by_rules(execution: ExecutionConfig, weights: Opened, model_type: str) -> E
 
 
 def _begin_compiling(execution: ExecutionConfig, engine: EngineConfig, weights: Opened) -> None:
-    """Lets another process compile the kernels of attention. Raises for heads it has none of."""
+    """Lets another process compile the CPU's kernels of attention, in parallel to all that follows.
+    Raises PykernelsError for heads that they do not take."""
+    if execution.device != "cpu":
+        return
     heads = head_sizes(weights.model, execution.kv_dtype)
     check_heads(heads)
     budget = engine.max_num_batched_tokens or STEP_TOKENS

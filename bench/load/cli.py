@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from model.cli.shared.common import Debug, Threads, command, err, note, prepare_threads
+from model.cli.shared.common import Debug, command, err, note, prepare_threads
+from model.cli.shared.execution import Workers
 from model.cli.shared.options import Choose
 from model.hub import local
 from pykernels.env import env
@@ -30,6 +31,7 @@ _MODEL = Choose(
 @command
 def load(
     chosen: Annotated[ModelOptions, _MODEL],
+    execution: Workers,
     convert: Annotated[
         str | None,
         typer.Option(
@@ -37,7 +39,6 @@ def load(
         ),
     ] = None,
     rounds: Annotated[int, count("Turns, of which the fastest counts.")] = 1,
-    threads: Threads = None,
     keep: Annotated[
         bool, typer.Option("--keep", help="Leave the files in PYKERNELS_CACHE_DIR/load.")
     ] = False,
@@ -51,7 +52,7 @@ def load(
     have a cache of its own. Weights alone count: headers, reading, packing.
     """
     chosen.check()
-    count_ = prepare_threads(threads)
+    count_ = prepare_threads(execution.threads)
     from model import EMBEDDED
     from runtime.machine.topology import Topology
 

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from pykernels.env import check_temporary_folder, env
 from pykernels.errors import PykernelsError
-from pykernels.registry import names, requested
+from pykernels.registry import requested
 
 from .options import with_options
 
@@ -52,23 +52,6 @@ def _set_debug(value: bool) -> bool:
 
 Debug = Annotated[
     bool, typer.Option("--debug", help="Show tracebacks and library warnings.", callback=_set_debug)
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        min=1, metavar="N", help="Worker threads.", show_default="one on each physical core"
-    ),
-]
-Numa = Annotated[
-    str,
-    typer.Option(
-        metavar="auto|off|N",
-        help="Split the weights across NUMA nodes: where there are several, never, or across N.",
-    ),
-]
-Kernel = Annotated[
-    str | None,
-    typer.Option(metavar="|".join(names()), help="Expert kernel.", show_default="PYKERNELS_KERNEL"),
 ]
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 from pykernels.registry import requested
 from runtime.planning.config import ExecutionConfig
 
 from .common import prepare_threads
 from .model_options import model_path
+from .options import Choose
+
+Workers = Annotated[ExecutionConfig, Choose(only=("threads",))]
+"""Of a command that packs or reads matrices; ``WorkersKernel``: and computes experts."""
+WorkersKernel = Annotated[ExecutionConfig, Choose(only=("threads", "kernel"))]
 
 
 def opened_with(
