@@ -142,7 +142,14 @@ class ExecutionConfig:
         " layer.",
         "lfu|lru|lfu-fixed|lru-fixed",
     )
-    expert_cache_swaps: int = 1
+    expert_cache_swaps: int = option(
+        1,
+        "Experts that a layer exchanges in a step, at most; on average where the policy is not"
+        " fixed. 0: those that the prompt took stay.",
+        "N",
+        kind=int,
+        least=0,
+    )
     defer: int | str | None = option(
         None,
         "Experts of a written token, the least-weighted, whose output joins one layer later."
@@ -205,6 +212,10 @@ class ExecutionConfig:
         check_numa(self.numa)
         if self.expert_cache_policy != "lfu":
             _ = self.cache_policy
+        if not self.slots:
+            for name in ("expert_cache_policy", "expert_cache_swaps"):
+                same = (getattr(type(self), name),)
+                self._check(name, same, "without an expert cache", 'Add expert_cache="auto"')
 
     @property
     def on_gpu(self) -> bool:
