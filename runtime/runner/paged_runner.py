@@ -378,7 +378,8 @@ class PagedRunner(ABC):
             raise PykernelsError(
                 f"a step of {T} tokens of {S} sequences, {R} rows of logits", "Make a larger runner"
             )
-        self.sizes[:] = torch.tensor((T, S, R, *lane_tokens(T)), dtype=torch.int64, device="cpu")
+        sizes = T, S, R, *lane_tokens(T)
+        self.sizes[: len(sizes)] = torch.tensor(sizes, dtype=torch.int64, device="cpu")
         counts = self._query_lengths[:S]
         counts[:] = np.diff(batch.query_start_loc[: S + 1])
         self._sequences[:T] = np.repeat(batch.page_table_rows[:S], counts)

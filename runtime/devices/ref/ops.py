@@ -16,6 +16,7 @@ from ...experts.staged import copy_experts, staged
 from ...kv_cache.layout import cache_inputs
 from ...program import Node
 from ...program.ops import SAMPLING, SAMPLING_TABLES
+from .collective_ops import COLLECTIVES
 from .memory import Memory
 from .weights import Dequantized
 
@@ -267,7 +268,7 @@ def sample_requests(m: Memory, node: Node) -> None:
         m.write(node.outputs[name], value)
 
 
-OPS: dict[str, Op] = {
+OPS: dict[str, Op] = COLLECTIVES | {
     op.__name__: op
     for op in (
         embed,

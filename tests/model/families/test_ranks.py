@@ -1,0 +1,113 @@
+"""Several ranks on the ref device, against transformers' log-probabilities in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import model
+from pykernels.errors import PykernelsError
+from runtime.devices.ref.ranks import RanksExecutable, RanksRunner
+from runtime.engine import DeviceLost, Engine, Result, SamplingParams
+from runtime.passes.shard import shard
+from runtime.program import Node
+
+from .. import tiny
+from ..checks import Checkpoints
+from .reference import truth_of
+
+LENGTHS, DRAWN = (3, 17, 41), 6
+EXACT = 1e-4
+"""Nats by which a log-probability may be off in float32, in any order of sums."""
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(2, 96, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@contextmanager
+def engine_of(path: Path, ranks: int, **options: Any) -> Iterator[tuple[Engine, RanksRunner]]:
+    """An engine on so many ranks, which reads prompts in chunks of 16 tokens."""
+    sizes = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "max_num_logits": 16}
+    with model.load_engine(path, max_model_len=64, threads=1, device="ref") as llm:
+        runner = RanksRunner(llm.runner.model, ranks, 64, **sizes, **options)
+        runner.load()
+        yield Engine(runner, threaded=False), runner
+
+
+def generated(engine: Engine) -> list[Result]:
+    how: Any = {"temperature": 0, "ignore_eos": True, "logprobs": 20, "logprob_start": 1}
+    return engine.generate(prompts(), SamplingParams(max_tokens=DRAWN, **how))
+
+
+def error(made: tiny.Tiny, results: list[Result]) -> float:
+    """The worst of all positions."""
+    worst = 0.0
+    for prompt, result in zip(prompts(), results, strict=True):
+        truth = truth_of(made.reference, [*prompt, *result.token_ids[:-1]]).logprobs
+        [found] = result.completions
+        assert len(found.prompt_logprobs) + len(found.logprobs) == len(truth)
+        for one, wanted in zip((*found.prompt_logprobs, *found.logprobs), truth, strict=True):
+            tokens, logprobs = zip((one.token, one.logprob), *one.top, strict=True)
+            worst = max(worst, float((torch.tensor(logprobs) - wanted[list(tokens)]).abs().max()))
+    return worst
+
+
+# Four heads, two of them of keys, and eight experts: three ranks have unequal shares.
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [("qwen3_moe", 2), ("qwen3_moe", 3), ("deepseek_v3", 2), ("deepseek_v3", 3), ("gpt_oss", 4)],
+)
+def test_logprobs_are_those_of_transformers(
+    family: str, ranks: int, checkpoint: Checkpoints
+) -> None:
+    made = checkpoint(family)
+    with engine_of(made.path, ranks) as (engine, _):
+        assert error(made, generated(engine)) < EXACT
+
+
+def test_two_lanes_on_two_ranks(checkpoint: Checkpoints) -> None:
+    made = checkpoint("qwen3_moe")
+    with engine_of(made.path, 2, dual_batch=True) as (engine, _):
+        assert error(made, generated(engine)) < EXACT
+
+
+def test_a_rank_that_fails_ends_the_engine_with_one_line(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_of(checkpoint("qwen3_moe").path, 3) as (engine, runner):
+        step = runner.steps[0]
+        assert isinstance(step, RanksExecutable)
+        execute = step.ranks[1].execute
+
+        def fails(node: Node) -> None:
+            if node.name == "layer1.experts":
+                raise RuntimeError("the device is gone")
+            execute(node)
+
+        monkeypatch.setattr(step.ranks[1], "execute", fails)
+        with pytest.raises(PykernelsError, match="rank 1 has failed: the device is gone. Load the"):
+            generated(engine)
+        with pytest.raises(DeviceLost, match="rank 1 has failed"):
+            generated(engine)
+
+
+REFUSED = {
+    ("olmoe", 2): "q_norm.weight is a norm over all heads",
+    ("qwen3_moe", 5): "5 ranks for 4 heads",
+    ("mixtral", 4): "4 ranks for 3 experts",
+}
+
+
+@pytest.mark.parametrize(("family", "ranks"), REFUSED)
+def test_what_cannot_be_cut_is_refused(family: str, ranks: int, checkpoint: Checkpoints) -> None:
+    config = {"num_local_experts": 3} if family == "mixtral" else {}
+    decoder = model.llm.meta_decoder(checkpoint(family, **config).path)
+    with pytest.raises(PykernelsError, match=REFUSED[family, ranks]):
+        shard(decoder.lower(), ranks)
