@@ -13,7 +13,7 @@ import torch
 import model
 from pykernels.errors import PykernelsError
 from runtime.devices.ref.ranks import RanksExecutable, RanksRunner
-from runtime.engine import DeviceLost, Engine, Result, SamplingParams
+from runtime.engine import Engine, Result, SamplingParams
 from runtime.passes.shard import shard
 from runtime.program import Node
 
@@ -94,7 +94,7 @@ def test_a_rank_that_fails_ends_the_engine_with_one_line(
         monkeypatch.setattr(step.ranks[1], "execute", fails)
         with pytest.raises(PykernelsError, match="rank 1 has failed: the device is gone. Load the"):
             generated(engine)
-        with pytest.raises(DeviceLost, match="rank 1 has failed"):
+        with pytest.raises(PykernelsError, match="The engine has failed: rank 1 has failed"):
             generated(engine)
 
 
