@@ -84,6 +84,7 @@ PARTS = ("k", "v", "k_scale", "v_scale", "latent", "rope", "latent_scale")
 
 
 def cache_inputs(node: Node) -> dict[str, str]:
-    """The buffers of the cache that an attention node reads, by the names of their parts; the
-    first part is "k" or "latent"."""
-    return {part: node.inputs[part] for part in PARTS if part in node.inputs}
+    """The buffers of the cache that an attention node reads or writes, by the names of their parts;
+    the first part is "k" or "latent"."""
+    ports = {**node.outputs, **node.inputs}
+    return {part: ports[part] for part in PARTS if part in ports}

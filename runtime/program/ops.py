@@ -102,6 +102,17 @@ _SAMPLING_TABLES = {
 }
 
 
+def _optional(ports: Mapping[str, Port]) -> dict[str, Port]:
+    return {name: Port(port.kind, port.dims, True) for name, port in ports.items()}
+
+
+_ANY_CACHE = {name: Port(port.kind, None, True) for name, port in {**_GROUPED, **_LATENT}.items()}
+_HEADS = {"heads": Attr(int), "kv_heads": Attr(int), "dk": Attr(int), "dv": Attr(int)}
+# The result for some of the keys, and the logarithm of the sum of their exponentials; where both
+# are inputs, those keys join the ones before.
+_PARTIAL = {"out": _activation("T", "heads*dv"), "lse": _float32("T", "heads")}
+
+
 def _rms_norm_rule(node: Mapping[str, Any]) -> str | None:
     if "rows" not in node and node["M"] != node["T"]:
         return f"x has {node['M']} rows, out {node['T']}, and no `rows` says which"
@@ -203,14 +214,15 @@ OPS: dict[str, Op] = {
         attrs={"scale": Attr(float, 1.0)},
     ),
     # Norm of the latent, rope of it and of the queries, and the latent into its cache slots. The
-    # queries go to numbers L .. of each head of `rotated`.
+    # queries go to numbers L .. of each head of `rotated`. A cache that is no input is new memory,
+    # of which nothing but these slots is read.
     "mla_rope_cache_write": Op(
         inputs={
             "q": _activation("T", ">heads*nope + 2*heads*half"),
             "kv": _activation("T", ">kv_start + L + 2*half"),
             "angles": _float32("T", "2", "half"),
             "slot_mapping": _index("T"),
-            **_LATENT,
+            **_optional(_LATENT),
         },
         outputs={"rotated": _activation("T", "heads*L + 2*heads*half"), **_LATENT},
         weights={"kv_norm": _weight("L")},
@@ -229,7 +241,7 @@ OPS: dict[str, Op] = {
             "qkv": _activation("T", ">v_start + kv_heads*D"),
             "angles": _float32("T", "2", "half"),
             "slot_mapping": _index("T"),
-            **_GROUPED,
+            **_optional(_GROUPED),
         },
         outputs={"rotated": _activation("T", "heads*D"), **_GROUPED},
         weights={"q_norm": _weight(optional=True), "k_norm": _weight(optional=True)},
@@ -247,22 +259,60 @@ OPS: dict[str, Op] = {
         inputs={
             "q": _activation("T", "heads*dk"),
             **_RAGGED,
-            **{name: Port(port.kind, None, True) for name, port in {**_GROUPED, **_LATENT}.items()},
+            **_ANY_CACHE,
         },
         outputs={"out": _activation("T", "heads*dv")},
         weights={"sinks": _weight("heads", optional=True)},
         attrs={
-            "heads": Attr(int),
-            "kv_heads": Attr(int),
-            "dk": Attr(int),
-            "dv": Attr(int),
+            **_HEADS,
             "scale": Attr(float),
             "window": Attr(int, 0),
             "expand_from": Attr(int, 0),
         },
         rule=_attention_rule,
     ),
-    # Latent attention of the sequences that the one above leaves out, with the keys and values of
+    # The same over the keys of a step's tokens, which lie one behind the other in pages, those of
+    # this rank or of another one; -1 is no sequence.
+    "attention_block": Op(
+        inputs={
+            "q": _activation("T", "heads*dk"),
+            "positions": _index("T"),
+            "sequences": _index("T"),
+            "key_positions": _index("keys"),
+            "key_sequences": _index("keys"),
+            **_ANY_CACHE,
+            **_optional(_PARTIAL),
+        },
+        outputs=_PARTIAL,
+        attrs={**_HEADS, "scale": Attr(float), "window": Attr(int, 0)},
+        rule=_attention_rule,
+    ),
+    # The same over the keys that a sequence has had before the step, of which each token says how
+    # many there are.
+    "attention_prefix": Op(
+        inputs={
+            "q": _activation("T", "heads*dk"),
+            "positions": _index("T"),
+            "sequences": _index("T"),
+            "prefix_lengths": _index("T"),
+            "page_table": _RAGGED["page_table"],
+            **_ANY_CACHE,
+        },
+        outputs=_PARTIAL,
+        weights={"sinks": _weight("heads", optional=True)},
+        attrs={**_HEADS, "scale": Attr(float), "window": Attr(int, 0)},
+        rule=_attention_rule,
+    ),
+    # Rows of a step's tokens, as they lie one behind the other in pages, to their cache slots.
+    "cache_write": Op(
+        inputs={
+            "rows": Port("kv", None, repeated=True),
+            "cache": Port("kv", None, repeated=True),
+            "slot_mapping": _index("T"),
+        },
+        outputs={"cache": Port("kv", None, repeated=True)},
+    ),
+    # Latent attention of the sequences that `attention` leaves out, with the keys and values of
     # each head expanded.
     "attention_expanded": Op(
         inputs={

@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ...passes.shard import expert_tables, shard
+from ...passes.shard import expert_tables, shard, stripe
+from ...passes.shard.stripes import places, stripes
 from ...program import Program
+from ...program.collective_ops import ALL_TOKENS
+from ...program.step_inputs import allocate_inputs
 from ...program.weights import WeightStore
 from ...runner.paged_runner import Lowerable
 from ..collectives import LIMIT_S, ThreadGroup
+from ..stripe_inputs import deal_inputs
 from .runner import RefRunner
 from .step import RefExecutable
 
@@ -75,11 +79,63 @@ class RanksExecutable:
             raise errors[0]
 
 
+class StripedExecutable(RanksExecutable):
+    """A step whose tokens are dealt over the ranks.
+
+    Args:
+        program: of the whole step; ``programs``: by rank (``passes.shard.stripe``).
+        inputs: by name, tensors of the whole step's inputs.
+        sizes: T, S and R of the whole step. Other arguments: see ``RanksExecutable``.
+
+    Attributes:
+        outputs: by name, of the whole step.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        programs: Sequence[Program],
+        weights: WeightStore,
+        inputs: Mapping[str, torch.Tensor],
+        caches: Sequence[Mapping[str, torch.Tensor]],
+        sizes: torch.Tensor,
+    ) -> None:
+        self._step, self._whole = sizes, dict(inputs)
+        own = {name: value for one in programs for name, value in allocate_inputs(one).items()}
+        super().__init__(programs, weights, own | self._whole, caches)
+        self.program, self._own = program, own
+        self._dealt = {
+            name: torch.zeros(program.shape(name), dtype=value.dtype, device="cpu")
+            for name, value in self.outputs.items()
+            if programs[0].buffers[name].shape[0] == ALL_TOKENS
+        }
+        self._gathered = {name: self.outputs[name] for name in self._dealt}
+        self.outputs = {**self.outputs, **self._dealt}
+        self._places = torch.zeros(0, dtype=torch.int64, device="cpu")
+
+    def launch(self) -> None:
+        T, S, R = self._step[:3].tolist()
+        own = stripes(T, len(self.ranks))
+        self._places = places(own, T)
+        sizes = own.shape[1], S, R, 0, 0, own.numel()
+        self.sizes[:] = torch.tensor(sizes, dtype=torch.int64, device="cpu")
+        deal_inputs(self._whole, self._own, own, T, R)
+        super().launch()
+
+    def result(self) -> None:
+        super().result()
+        for name, rows in self._gathered.items():
+            self._dealt[name][: len(self._places)] = rows[self._places]
+
+
 class RanksRunner(RefRunner):
     """A model on several ranks of the ref device: each has some heads and some experts.
 
     Args:
-        ranks: how many. Other arguments: see ``RefRunner``.
+        ranks: how many.
+        striped: whether steps with chunks of prompts deal their tokens over the ranks; every rank
+            then has keys and values of all heads.
+        Other arguments: see ``RefRunner``.
 
     Raises:
         PykernelsError: in ``load``, more ranks than there are heads or experts.
@@ -96,6 +152,7 @@ class RanksRunner(RefRunner):
         max_num_logits: int | None = None,
         dual_batch: bool = False,
         deferred: int = 0,
+        striped: bool = False,
     ) -> None:
         super().__init__(
             model,
@@ -107,20 +164,34 @@ class RanksRunner(RefRunner):
             dual_batch=dual_batch,
             deferred=deferred,
         )
-        self.ranks = ranks
+        self.ranks, self.striped = ranks, striped and ranks > 1
+        if self.striped:  # decode steps are others
+            self.decode_buckets = self.buckets
         self.caches = {}
-        self._caches = [caches_of(own) for own in shard(self.lowered(self.step_sizes()), ranks)]
+        self._caches = [caches_of(own) for own in self._sharded(self.lowered(self.step_sizes()))]
 
     def load(self) -> None:
-        for program in shard(self.lowered(self.step_sizes()), self.ranks):
+        for program in self._sharded(self.lowered(self.step_sizes())):
             self.weights.load(program, self.layouts(program))
 
     def make_step(  # type: ignore[override]
         self, program: Program, inputs: Mapping[str, torch.Tensor]
     ) -> RanksExecutable:
-        programs = shard(program, self.ranks)
-        caches = [own | expert_tables(one) for own, one in zip(self._caches, programs, strict=True)]
-        return RanksExecutable(programs, self.weights, inputs, caches, self.sizes)
+        if not self.striped:
+            return self.make_decode_step(program, inputs)
+        programs, caches = stripe(program, self.ranks), self._caches
+        own = [each | expert_tables(one) for each, one in zip(caches, programs, strict=True)]
+        return StripedExecutable(program, programs, self.weights, inputs, own, self.sizes)
+
+    def make_decode_step(
+        self, program: Program, inputs: Mapping[str, torch.Tensor]
+    ) -> RanksExecutable:
+        programs, caches = self._sharded(program), self._caches
+        own = [each | expert_tables(one) for each, one in zip(caches, programs, strict=True)]
+        return RanksExecutable(programs, self.weights, inputs, own, self.sizes)
+
+    def _sharded(self, program: Program) -> tuple[Program, ...]:
+        return shard(program, self.ranks, heads=not self.striped)
 
 
 def caches_of(program: Program) -> dict[str, torch.Tensor]:

@@ -1,4 +1,5 @@
-"""A program for each of several ranks: tensor-parallel attention, expert-parallel experts."""
+"""A program for each of several ranks: tensor-parallel attention and expert-parallel experts, or
+stripes of a prompt."""
 
 from __future__ import annotations
 
@@ -9,24 +10,50 @@ from pykernels.errors import PykernelsError
 from ...program import Node, Program
 from .experts import expert_tables, local_experts
 from .heads import cut_heads
+from .small_ep import small_ep
+from .striped import striped
 
-__all__ = ["expert_tables", "shard"]
+__all__ = ["expert_tables", "shard", "stripe"]
 
 
-def shard(program: Program, ranks: int) -> tuple[Program, ...]:
-    """A program for each rank: all have all tokens, some heads of attention, and some experts of
-    each layer. Rank 0 has the outputs.
+def shard(program: Program, ranks: int, heads: bool = True) -> tuple[Program, ...]:
+    """A program for each rank, all of which have all tokens: each has some heads of attention, and
+    some experts of each layer. Rank 0 has the outputs.
+
+    Args:
+        heads: False: every rank has all heads, and keys and values of all.
 
     Raises:
         PykernelsError: fewer than one rank; more than there are heads or experts; what
             ``cut_heads`` and ``local_experts`` refuse.
     """
+    if _alone(ranks):
+        return (program,)
+    cut = [cut_heads(program, r, ranks) if heads else program for r in range(ranks)]
+    return _with_one_output([local_experts(own, r, ranks) for r, own in enumerate(cut)])
+
+
+def stripe(program: Program, ranks: int) -> tuple[Program, ...]:
+    """A program for each rank, each of which has some of the tokens, for all layers; and some
+    experts of each layer, for all tokens. Rank 0 has the outputs.
+
+    Raises:
+        PykernelsError: fewer than one rank; more than there are experts; what ``striped`` and
+            ``small_ep`` refuse.
+    """
+    if _alone(ranks):
+        return (program,)
+    return _with_one_output([small_ep(striped(program, r, ranks), r, ranks) for r in range(ranks)])
+
+
+def _alone(ranks: int) -> bool:
     if ranks < 1:
         raise PykernelsError(f"{ranks} ranks", "Use one or more")
-    if ranks == 1:
-        return (program,)
-    found = [local_experts(cut_heads(program, r, ranks), r, ranks) for r in range(ranks)]
-    return tuple(one if one.rank == 0 else without_outputs(one) for one in found)
+    return ranks == 1
+
+
+def _with_one_output(programs: list[Program]) -> tuple[Program, ...]:
+    return tuple(own if own.rank == 0 else without_outputs(own) for own in programs)
 
 
 def without_outputs(program: Program) -> Program:

@@ -12,7 +12,7 @@ import torch
 
 import model
 from pykernels.errors import PykernelsError
-from runtime.devices.ref.ranks import RanksExecutable, RanksRunner
+from runtime.devices.ref.ranks import RanksExecutable, RanksRunner, StripedExecutable
 from runtime.engine import Engine, Result, SamplingParams
 from runtime.passes.shard import shard
 from runtime.program import Node
@@ -32,11 +32,14 @@ def prompts() -> list[list[int]]:
 
 
 @contextmanager
-def engine_of(path: Path, ranks: int, **options: Any) -> Iterator[tuple[Engine, RanksRunner]]:
-    """An engine on so many ranks, which reads prompts in chunks of 16 tokens."""
-    sizes = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "max_num_logits": 16}
+def engine_of(
+    path: Path, ranks: int, chunk: int = 16, **options: Any
+) -> Iterator[tuple[Engine, RanksRunner]]:
+    """An engine on so many ranks, whose steps have at most ``chunk`` tokens."""
+    sizes = {"max_num_batched_tokens": chunk, "max_num_seqs": 4, "max_num_logits": chunk}
     with model.load_engine(path, max_model_len=64, threads=1, device="ref") as llm:
         runner = RanksRunner(llm.runner.model, ranks, 64, **sizes, **options)
+        runner.buckets = (8,)
         runner.load()
         yield Engine(runner, threaded=False), runner
 
@@ -111,3 +114,21 @@ def test_what_cannot_be_cut_is_refused(family: str, ranks: int, checkpoint: Chec
     decoder = model.llm.meta_decoder(checkpoint(family, **config).path)
     with pytest.raises(PykernelsError, match=REFUSED[family, ranks]):
         shard(decoder.lower(), ranks)
+
+
+# Most prompts are longer than 16 tokens: so they have keys from steps before. A step of 72 tokens
+# would have latents expanded, were it not striped.
+@pytest.mark.parametrize(
+    ("family", "ranks", "chunk"),
+    [
+        ("qwen3_moe", 2, 16),
+        ("deepseek_v3", 3, 16),
+        ("deepseek_v3", 2, 72),
+        ("gpt_oss", 4, 16),
+    ],
+)
+def test_stripes_of_prompts(family: str, ranks: int, chunk: int, checkpoint: Checkpoints) -> None:
+    made = checkpoint(family)
+    with engine_of(made.path, ranks, chunk, striped=True) as (engine, runner):
+        assert error(made, generated(engine)) < EXACT
+    assert all(isinstance(step, StripedExecutable) for step in runner.steps)
