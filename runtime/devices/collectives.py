@@ -43,6 +43,12 @@ class Communicator(ABC):
         """out [N, ..] = this member's rows of the sum of all members' x [members * N, ..]."""
 
     @abstractmethod
+    def all_to_all(
+        self, out: Sequence[torch.Tensor], x: Sequence[torch.Tensor], ranks: Sequence[int]
+    ) -> None:
+        """out[i] = what member i has sent to this one; x[i]: for member i."""
+
+    @abstractmethod
     def send(self, x: Sequence[torch.Tensor], peer: int) -> None:
         """Sends tensors to a rank, which need not receive them yet."""
 
@@ -130,6 +136,12 @@ class _Thread(Communicator):
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, ranks: Sequence[int]) -> None:
         out.copy_(_sum(self._exchange(x.chunk(len(ranks)), ranks)))
+
+    def all_to_all(
+        self, out: Sequence[torch.Tensor], x: Sequence[torch.Tensor], ranks: Sequence[int]
+    ) -> None:
+        for own, came in zip(out, self._exchange(x, ranks), strict=True):
+            own.copy_(came)
 
     def send(self, x: Sequence[torch.Tensor], peer: int) -> None:
         self._group.put(x, ("send", self.rank, peer))

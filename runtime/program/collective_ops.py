@@ -59,6 +59,35 @@ COLLECTIVES: dict[str, Op] = {
         attrs=_RANKS,
         rule=_gathered,
     ),
+    # A token's row to the rank of each of its experts, of which the r-th member has `starts[r]` up
+    # to `starts[r + 1]`. Rows come sorted by the rank that sent them, and by expert; with them the
+    # expert among this rank's, -1 behind the last row, and its factor. `counts`: rows of each rank.
+    "dispatch": Op(
+        inputs={
+            "x": Port("activation", ("T", "H")),
+            "ids": Port("index", ("T", "topk")),
+            "weights": Port("float32", ("T", "topk")),
+        },
+        outputs={
+            "rows": Port("activation", ("rows", "H")),
+            "own_ids": Port("index", ("rows", "1")),
+            "factors": Port("float32", ("rows", "1")),
+            "counts": Port("index", ("members",)),
+        },
+        attrs={**_RANKS, "starts": Attr(tuple)},
+        rule=_members,
+    ),
+    # What experts have made of those rows back to their tokens, and its sum.
+    "combine": Op(
+        inputs={
+            "rows": Port("activation", ("rows", "H")),
+            "ids": Port("index", ("T", "topk")),
+            "counts": Port("index", ("members",)),
+        },
+        outputs={"out": Port("activation", ("T", "H"))},
+        attrs={**_RANKS, "starts": Attr(tuple)},
+        rule=_members,
+    ),
     # Buffers to another rank, and from it: the n-th receive from a peer gets what its n-th send to
     # this rank has sent.
     "send": Op(

@@ -135,6 +135,7 @@ class RanksRunner(RefRunner):
         ranks: how many.
         striped: whether steps with chunks of prompts deal their tokens over the ranks; every rank
             then has keys and values of all heads.
+        experts: of ``passes.shard.EXPERTS``, in these steps.
         Other arguments: see ``RefRunner``.
 
     Raises:
@@ -153,6 +154,7 @@ class RanksRunner(RefRunner):
         dual_batch: bool = False,
         deferred: int = 0,
         striped: bool = False,
+        experts: str = "small_ep",
     ) -> None:
         super().__init__(
             model,
@@ -164,7 +166,7 @@ class RanksRunner(RefRunner):
             dual_batch=dual_batch,
             deferred=deferred,
         )
-        self.ranks, self.striped = ranks, striped and ranks > 1
+        self.ranks, self.striped, self.experts = ranks, striped and ranks > 1, experts
         if self.striped:  # decode steps are others
             self.decode_buckets = self.buckets
         self.caches = {}
@@ -179,7 +181,7 @@ class RanksRunner(RefRunner):
     ) -> RanksExecutable:
         if not self.striped:
             return self.make_decode_step(program, inputs)
-        programs, caches = stripe(program, self.ranks), self._caches
+        programs, caches = stripe(program, self.ranks, self.experts), self._caches
         own = [each | expert_tables(one) for each, one in zip(caches, programs, strict=True)]
         return StripedExecutable(program, programs, self.weights, inputs, own, self.sizes)
 

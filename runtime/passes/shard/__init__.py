@@ -3,17 +3,20 @@ stripes of a prompt."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from pykernels.errors import PykernelsError
 
 from ...program import Node, Program
+from .all_to_all import all_to_all
 from .experts import expert_tables, local_experts
 from .heads import cut_heads
+from .meetings import check_meetings, sent_bytes
 from .small_ep import small_ep
 from .striped import striped
 
-__all__ = ["expert_tables", "shard", "stripe"]
+__all__ = ["EXPERTS", "expert_tables", "sent_bytes", "shard", "stripe"]
 
 
 def shard(program: Program, ranks: int, heads: bool = True) -> tuple[Program, ...]:
@@ -33,17 +36,30 @@ def shard(program: Program, ranks: int, heads: bool = True) -> tuple[Program, ..
     return _with_one_output([local_experts(own, r, ranks) for r, own in enumerate(cut)])
 
 
-def stripe(program: Program, ranks: int) -> tuple[Program, ...]:
+EXPERTS: Mapping[str, Callable[[Program, int, int], Program]] = {
+    "small_ep": small_ep,
+    "all_to_all": all_to_all,
+}
+"""How ranks with tokens of their own share experts."""
+
+
+def stripe(program: Program, ranks: int, experts: str = "small_ep") -> tuple[Program, ...]:
     """A program for each rank, each of which has some of the tokens, for all layers; and some
     experts of each layer, for all tokens. Rank 0 has the outputs.
 
+    Args:
+        experts: of ``EXPERTS``.
+
     Raises:
-        PykernelsError: fewer than one rank; more than there are experts; what ``striped`` and
-            ``small_ep`` refuse.
+        PykernelsError: fewer than one rank; more than there are experts; what ``striped`` and the
+            form of ``experts`` refuse.
     """
+    if experts not in EXPERTS:
+        raise PykernelsError(f"no experts {experts!r}", f"Use {' or '.join(EXPERTS)}")
     if _alone(ranks):
         return (program,)
-    return _with_one_output([small_ep(striped(program, r, ranks), r, ranks) for r in range(ranks)])
+    rewrite = EXPERTS[experts]
+    return _with_one_output([rewrite(striped(program, r, ranks), r, ranks) for r in range(ranks)])
 
 
 def _alone(ranks: int) -> bool:
@@ -53,7 +69,9 @@ def _alone(ranks: int) -> bool:
 
 
 def _with_one_output(programs: list[Program]) -> tuple[Program, ...]:
-    return tuple(own if own.rank == 0 else without_outputs(own) for own in programs)
+    found = tuple(own if own.rank == 0 else without_outputs(own) for own in programs)
+    check_meetings(found)
+    return found
 
 
 def without_outputs(program: Program) -> Program:

@@ -19,7 +19,7 @@ from ...program.weight_spec import WeightSpec
 from ..layers import rebuilt, refuse_streamed
 from .heads import all_reduced
 
-_ROUTED = ("routed", "deferred")
+ROUTED = ("routed", "deferred")
 
 
 def experts_of_rank(rank: int, ranks: int, E: int) -> range:
@@ -39,22 +39,27 @@ def local_experts(program: Program, rank: int, ranks: int) -> Program:
     Raises:
         PykernelsError: more ranks than experts; experts that are streamed, or in slots.
     """
-    refuse_streamed(program, "local_experts", "Shard a program before its experts are streamed")
-    if any(node.role == "cached" for node in program.nodes):
-        raise PykernelsError(
-            f"{program.name!r} has experts in slots of another device",
-            "Shard a program before gpu_experts",
-        )
+    refuse_placed(program)
     nodes: list[Node] = []
     weights = dict(program.weights)
     buffers: dict[str, Buffer] = {}
     for node in program.nodes:
-        if node.op != "moe_ffn" or node.role not in _ROUTED:
+        if node.op != "moe_ffn" or node.role not in ROUTED:
             nodes.append(node)
             continue
         own, part = local(program, node, rank, ranks, weights, buffers)
         nodes += [*own, all_reduced(node, part, node.outputs["out"], ranks)]
     return rebuilt(replace(program, weights=weights, rank=rank), nodes, buffers)
+
+
+def refuse_placed(program: Program) -> None:
+    """Raises PykernelsError for experts that are streamed, or in slots."""
+    refuse_streamed(program, "shard", "Shard a program before its experts are streamed")
+    if any(node.role == "cached" for node in program.nodes):
+        raise PykernelsError(
+            f"{program.name!r} has experts in slots of another device",
+            "Shard a program before gpu_experts",
+        )
 
 
 def local(

@@ -16,7 +16,7 @@ from ...program import Buffer, Node, Program
 from ...program.collective_ops import ALL_TOKENS
 from ...program.weight_spec import WeightSpec
 from ..layers import rebuilt
-from .experts import local
+from .experts import local, refuse_placed
 from .striped import gathered
 from .stripes import of_all
 
@@ -27,8 +27,9 @@ def small_ep(program: Program, rank: int, ranks: int) -> Program:
     """The program of a rank's tokens with its experts for all ranks' tokens.
 
     Raises:
-        PykernelsError: more ranks than experts.
+        PykernelsError: more ranks than experts; experts that are streamed, or in slots.
     """
+    refuse_placed(program)
     nodes: list[Node] = []
     weights: dict[str, WeightSpec] = dict(program.weights)
     buffers: dict[str, Buffer] = {}

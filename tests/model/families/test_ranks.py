@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import model
 from pykernels.errors import PykernelsError
 from runtime.devices.ref.ranks import RanksExecutable, RanksRunner, StripedExecutable
 from runtime.engine import Engine, Result, SamplingParams
-from runtime.passes.shard import shard
+from runtime.passes.shard import EXPERTS, sent_bytes, shard, stripe
+from runtime.passes.shard.meetings import check_meetings
 from runtime.program import Node
+from runtime.program.sizes import StepSizes
 
 from .. import tiny
 from ..checks import Checkpoints
@@ -119,16 +122,46 @@ def test_what_cannot_be_cut_is_refused(family: str, ranks: int, checkpoint: Chec
 # Most prompts are longer than 16 tokens: so they have keys from steps before. A step of 72 tokens
 # would have latents expanded, were it not striped.
 @pytest.mark.parametrize(
-    ("family", "ranks", "chunk"),
+    ("family", "ranks", "chunk", "experts"),
     [
-        ("qwen3_moe", 2, 16),
-        ("deepseek_v3", 3, 16),
-        ("deepseek_v3", 2, 72),
-        ("gpt_oss", 4, 16),
+        ("qwen3_moe", 2, 16, "small_ep"),
+        ("qwen3_moe", 3, 16, "all_to_all"),
+        ("deepseek_v3", 3, 16, "small_ep"),
+        ("deepseek_v3", 2, 72, "small_ep"),
+        ("gpt_oss", 4, 16, "small_ep"),
     ],
 )
-def test_stripes_of_prompts(family: str, ranks: int, chunk: int, checkpoint: Checkpoints) -> None:
+def test_stripes_of_prompts(
+    family: str, ranks: int, chunk: int, experts: str, checkpoint: Checkpoints
+) -> None:
     made = checkpoint(family)
-    with engine_of(made.path, ranks, chunk, striped=True) as (engine, runner):
+    options = {"striped": True, "experts": experts}
+    with engine_of(made.path, ranks, chunk, **options) as (engine, runner):
         assert error(made, generated(engine)) < EXACT
     assert all(isinstance(step, StripedExecutable) for step in runner.steps)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_of_small_ep_and_of_all_to_all(ranks: int, checkpoint: Checkpoints) -> None:
+    """The paper's N D for the gathered tokens and for their sums, and N A D / S a pair of ranks;
+    here of the N / S tokens that a rank sends."""
+    decoder = model.llm.meta_decoder(checkpoint("qwen3_moe").path)
+    program = decoder.lower(StepSizes(tokens=96))
+    N, H, layers, A, others = 96, 64, 3, 3, ranks - 1
+    own = 4 * N // ranks * H  # float32
+    small, standard = (sent_bytes(stripe(program, ranks, form)[0]) for form in EXPERTS)
+    assert small["reduce_scatter"] == layers * others * own
+    assert small["all_gather"] == (layers + 1) * others * own  # and once in front of the head
+    assert standard["combine"] == layers * A * own * others // ranks
+    beside_rows = layers * 12 * N // ranks * A * others // ranks  # an id and a factor each
+    assert standard["dispatch"] == standard["combine"] + beside_rows
+    assert small["send"] == standard["send"]
+
+
+def test_ranks_that_do_not_meet_are_refused(checkpoint: Checkpoints) -> None:
+    decoder = model.llm.meta_decoder(checkpoint("qwen3_moe").path)
+    for cut, left_out in ((shard, "layer1.o.all_reduce"), (stripe, "layer1.attention.recv0")):
+        first, second = cut(decoder.lower(StepSizes(tokens=8)), 2)
+        nodes = tuple(node for node in second.nodes if node.name != left_out)
+        with pytest.raises(PykernelsError, match="rank .* comes to layer1.* comes to"):
+            check_meetings((first, replace(second, nodes=nodes)))
