@@ -75,7 +75,7 @@ class ThreadGroup:
         self._limit_s = limit_s
         self._changed = threading.Condition()
         self._mail: dict[tuple[object, ...], deque[list[torch.Tensor]]] = {}
-        self._failed: tuple[int, str] | None = None
+        self._failed: tuple[int, BaseException] | None = None
         self.ranks = [_Thread(self, rank, size) for rank in range(size)]
 
     def put(self, x: Sequence[torch.Tensor], key: tuple[object, ...]) -> None:
@@ -96,7 +96,7 @@ class ThreadGroup:
                 lambda: self._failed is not None or bool(self._mail.get(key)), self._limit_s
             )
             if self._failed is not None:
-                raise DeviceLost(*_lost(*self._failed))
+                raise DeviceLost(*lost(*self._failed))
             if not came:
                 raise DeviceLost(
                     f"rank {source} has sent nothing for {self._limit_s:g} s",
@@ -106,19 +106,15 @@ class ThreadGroup:
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Ends the waiting of all ranks, now and later; the first failure counts."""
-        cause = error.cause if isinstance(error, PykernelsError) else str(error)
         with self._changed:
-            self._failed = self._failed or (rank, cause or type(error).__name__)
+            self._failed = self._failed or (rank, error)
             self._changed.notify_all()
 
-    @property
-    def failure(self) -> DeviceLost | None:
-        """What has ended the group, if anything has."""
-        return None if self._failed is None else DeviceLost(*_lost(*self._failed))
 
-
-def _lost(rank: int, cause: str) -> tuple[str, str]:
-    return f"rank {rank} has failed: {cause}", "Load the model again"
+def lost(rank: int, error: BaseException) -> tuple[str, str]:
+    """Cause and hint for the ranks that were to meet one that has failed."""
+    cause = error.cause if isinstance(error, PykernelsError) else str(error)
+    return f"rank {rank} has failed: {cause or type(error).__name__}", "Load the model again"
 
 
 class _Thread(Communicator):

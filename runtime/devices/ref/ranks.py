@@ -12,8 +12,9 @@ from ...program import Program
 from ...program.collective_ops import ALL_TOKENS
 from ...program.step_inputs import allocate_inputs
 from ...program.weights import WeightStore
+from ...runner.batch import DeviceLost
 from ...runner.paged_runner import Lowerable
-from ..collectives import LIMIT_S, ThreadGroup
+from ..collectives import Communicator, ThreadGroup, lost
 from ..stripe_inputs import deal_inputs
 from .runner import RefRunner
 from .step import RefExecutable
@@ -26,11 +27,11 @@ class RanksExecutable:
         programs: by rank (``passes.shard``).
         inputs: by name, tensors of the programs' inputs, which all ranks read.
         caches: by rank and name, tensors of the "cache" buffers.
+        ends: by rank, where it meets the others.
         sizes: as ``Program.step_sizes``; None for its own.
-        limit_s: how long a rank waits for another one.
 
     Attributes:
-        outputs: by name, of rank 0.
+        ranks: by rank, the step of each. outputs: by name, of rank 0.
     """
 
     def __init__(
@@ -39,15 +40,14 @@ class RanksExecutable:
         weights: WeightStore,
         inputs: Mapping[str, torch.Tensor],
         caches: Sequence[Mapping[str, torch.Tensor]],
+        ends: Sequence[Communicator],
         sizes: torch.Tensor | None = None,
-        limit_s: float = LIMIT_S,
     ) -> None:
         self.program, self.inputs = programs[0], dict(inputs)
         self.sizes = programs[0].step_sizes() if sizes is None else sizes
-        self._group = ThreadGroup(len(programs), limit_s)
         self.ranks = [
             RefExecutable(program, weights, inputs, own, sizes=self.sizes, ranks=end)
-            for program, own, end in zip(programs, caches, self._group.ranks, strict=True)
+            for program, own, end in zip(programs, caches, ends, strict=True)
         ]
         self.outputs = self.ranks[0].outputs
 
@@ -67,16 +67,20 @@ class RanksExecutable:
         Raises:
             DeviceLost: a rank has failed, and with it all of them.
         """
-        errors = list[BaseException]()
-        for rank in self.ranks:
+        errors: dict[int, BaseException] = {}
+        for rank, step in enumerate(self.ranks):
             try:
-                rank.result()
+                step.result()
             except BaseException as error:
-                errors.append(error)
-        if self._group.failure is not None:
-            raise self._group.failure from None
-        if errors:
-            raise errors[0]
+                errors[rank] = error
+        if not errors:
+            return
+        # Those that only lost another one come after it.
+        first = next((r for r, e in errors.items() if not isinstance(e, DeviceLost)), min(errors))
+        failure = errors[first]
+        if isinstance(failure, DeviceLost) or not isinstance(failure, Exception):
+            raise failure
+        raise DeviceLost(*lost(first, failure)) from failure
 
 
 class StripedExecutable(RanksExecutable):
@@ -98,11 +102,12 @@ class StripedExecutable(RanksExecutable):
         weights: WeightStore,
         inputs: Mapping[str, torch.Tensor],
         caches: Sequence[Mapping[str, torch.Tensor]],
+        ends: Sequence[Communicator],
         sizes: torch.Tensor,
     ) -> None:
         self._step, self._whole = sizes, dict(inputs)
         own = {name: value for one in programs for name, value in allocate_inputs(one).items()}
-        super().__init__(programs, weights, own | self._whole, caches)
+        super().__init__(programs, weights, own | self._whole, caches, ends)
         self.program, self._own = program, own
         self._dealt = {
             name: torch.zeros(program.shape(name), dtype=value.dtype, device="cpu")
@@ -136,6 +141,7 @@ class RanksRunner(RefRunner):
         striped: whether steps with chunks of prompts deal their tokens over the ranks; every rank
             then has keys and values of all heads.
         experts: of ``passes.shard.EXPERTS``, in these steps.
+        ends: by rank, where it meets the others; None: threads meet in this process's memory.
         Other arguments: see ``RefRunner``.
 
     Raises:
@@ -155,6 +161,7 @@ class RanksRunner(RefRunner):
         deferred: int = 0,
         striped: bool = False,
         experts: str = "small_ep",
+        ends: Sequence[Communicator] | None = None,
     ) -> None:
         super().__init__(
             model,
@@ -167,6 +174,7 @@ class RanksRunner(RefRunner):
             deferred=deferred,
         )
         self.ranks, self.striped, self.experts = ranks, striped and ranks > 1, experts
+        self._ends = ThreadGroup(ranks).ranks if ends is None else ends
         if self.striped:  # decode steps are others
             self.decode_buckets = self.buckets
         self.caches = {}
@@ -183,14 +191,16 @@ class RanksRunner(RefRunner):
             return self.make_decode_step(program, inputs)
         programs, caches = stripe(program, self.ranks, self.experts), self._caches
         own = [each | expert_tables(one) for each, one in zip(caches, programs, strict=True)]
-        return StripedExecutable(program, programs, self.weights, inputs, own, self.sizes)
+        return StripedExecutable(
+            program, programs, self.weights, inputs, own, self._ends, self.sizes
+        )
 
     def make_decode_step(
         self, program: Program, inputs: Mapping[str, torch.Tensor]
     ) -> RanksExecutable:
         programs, caches = self._sharded(program), self._caches
         own = [each | expert_tables(one) for each, one in zip(caches, programs, strict=True)]
-        return RanksExecutable(programs, self.weights, inputs, own, self.sizes)
+        return RanksExecutable(programs, self.weights, inputs, own, self._ends, self.sizes)
 
     def _sharded(self, program: Program) -> tuple[Program, ...]:
         return shard(program, self.ranks, heads=not self.striped)

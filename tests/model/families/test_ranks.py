@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import model
 from pykernels.errors import PykernelsError
+from runtime.devices.process_groups import ProcessGroups
 from runtime.devices.ref.ranks import RanksExecutable, RanksRunner, StripedExecutable
 from runtime.engine import Engine, Result, SamplingParams
 from runtime.passes.shard import EXPERTS, sent_bytes, shard, stripe
@@ -90,18 +93,38 @@ def test_a_rank_that_fails_ends_the_engine_with_one_line(
     with engine_of(checkpoint("qwen3_moe").path, 3) as (engine, runner):
         step = runner.steps[0]
         assert isinstance(step, RanksExecutable)
-        execute = step.ranks[1].execute
-
-        def fails(node: Node) -> None:
-            if node.name == "layer1.experts":
-                raise RuntimeError("the device is gone")
-            execute(node)
-
-        monkeypatch.setattr(step.ranks[1], "execute", fails)
+        monkeypatch.setattr(step.ranks[1], "execute", failing)
         with pytest.raises(PykernelsError, match="rank 1 has failed: the device is gone. Load the"):
             generated(engine)
         with pytest.raises(PykernelsError, match="The engine has failed: rank 1 has failed"):
             generated(engine)
+
+
+@pytest.mark.parametrize("striped", [False, True], ids=["heads", "stripes"])
+def test_ranks_meet_through_gloo(striped: bool, checkpoint: Checkpoints) -> None:
+    made, ranks = checkpoint("qwen3_moe"), 2
+    with gloo(ranks) as ends:
+        options = {"striped": striped, "experts": "all_to_all", "ends": ends}
+        with engine_of(made.path, ranks, **options) as (engine, runner):
+            assert error(made, generated(engine)) < EXACT
+            step = runner.steps[0]
+            assert isinstance(step, RanksExecutable)
+            step.ranks[1].execute = failing  # type: ignore[method-assign]
+            with pytest.raises(PykernelsError, match="rank 1 has failed: the device is gone"):
+                generated(engine)
+
+
+@contextmanager
+def gloo(ranks: int) -> Iterator[list[ProcessGroups]]:
+    """The ends of ranks in threads of this process, over sockets."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(ranks) as threads:
+        made = [threads.submit(ProcessGroups, store, rank, ranks) for rank in range(ranks)]
+        yield [each.result() for each in made]
+
+
+def failing(node: Node) -> None:
+    raise RuntimeError("the device is gone")
 
 
 REFUSED = {
@@ -163,5 +186,5 @@ def test_ranks_that_do_not_meet_are_refused(checkpoint: Checkpoints) -> None:
     for cut, left_out in ((shard, "layer1.o.all_reduce"), (stripe, "layer1.attention.recv0")):
         first, second = cut(decoder.lower(StepSizes(tokens=8)), 2)
         nodes = tuple(node for node in second.nodes if node.name != left_out)
-        with pytest.raises(PykernelsError, match="rank .* comes to layer1.* comes to"):
+        with pytest.raises(PykernelsError, match="rank .* comes to .*, where rank .* comes to"):
             check_meetings((first, replace(second, nodes=nodes)))
