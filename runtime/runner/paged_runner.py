@@ -364,7 +364,8 @@ class PagedRunner(ABC):
             raise PykernelsError(
                 f"a step of {T} tokens of {S} sequences, {R} rows of logits", "Make a larger runner"
             )
-        self.sizes[:] = torch.tensor((T, S, R, *lane_tokens(T)), dtype=torch.int64, device="cpu")
+        sizes = T, S, R, *lane_tokens(T)
+        self.sizes[: len(sizes)] = torch.tensor(sizes, dtype=torch.int64, device="cpu")
         counts = self._query_lengths[:S]
         counts[:] = batch.num_scheduled
         self._sequences[:T] = np.repeat(batch.page_table_rows[:S], counts)
