@@ -12,9 +12,10 @@ import typer
 from pykernels.errors import PykernelsError
 
 from ..hub import local
-from ..lean_import import import_transformers
+from ..startup.lean_import import import_transformers
 from .shared.common import Debug, Threads, command, err, out, prepare_threads
-from .shared.session import Rules, status
+from .shared.model_options import Rules
+from .shared.session import status
 
 if TYPE_CHECKING:
     from rich.table import Table

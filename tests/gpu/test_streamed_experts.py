@@ -12,7 +12,7 @@ import torch
 
 from bench.prefill.run import crossing
 from model.checkpoint.config import read_config
-from model.llm import load_engine
+from model.load import load_engine
 from model.opened import open_weights
 from pykernels.env import env
 from pykernels.errors import PykernelsError

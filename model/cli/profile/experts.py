@@ -11,7 +11,7 @@ from pykernels.errors import PykernelsError
 
 from ...extras import check_plot
 from ..shared.common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from ..shared.session import Model, Rules, model_path
+from ..shared.model_options import Model, Rules, model_path
 
 
 @command

@@ -24,6 +24,8 @@ from pykernels.env import check_temporary_folder, env
 from pykernels.errors import PykernelsError
 from pykernels.registry import names, requested
 
+from .options import with_options
+
 P = ParamSpec("P")
 
 EXIT_PROBLEM = 1
@@ -85,11 +87,13 @@ def note(text: str) -> None:
     err().print(f"note: {text}", style="dim", markup=False)
 
 
-def command(function: Callable[P, None]) -> Callable[P, None]:
-    """Turn what a command raises into one line on stderr and an exit code."""
+def command(function: Callable[P, None]) -> Callable[..., None]:
+    """Turn what a command raises into one line on stderr and an exit code, and its parameters that
+    are dataclasses into options (``options``)."""
+    function = with_options(function)
 
     @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+    def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
             with warnings.catch_warnings():
                 _show_our_warnings_as_notes()
@@ -112,7 +116,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
     return wrapped
 
 
-def _run(function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+def _run(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Call it; a stdout that cannot be written to is an error of one line, not a bug."""
     if sys.stdout is None:
         raise PykernelsError("stdout is closed", "Send it to a file or to /dev/null")

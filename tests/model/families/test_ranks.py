@@ -21,8 +21,8 @@ from runtime.engine import Engine, Result, SamplingParams
 from runtime.make import make_plan
 from runtime.passes.shard import EXPERTS, sent_bytes, shard, stripe
 from runtime.passes.shard.meetings import check_meetings
+from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import largest_step
-from runtime.planning.options import PlanOptions
 from runtime.program import Node
 from runtime.program.sizes import StepSizes
 
@@ -46,11 +46,14 @@ def engine_of(
 ) -> Iterator[tuple[Engine, RanksRunner]]:
     """An engine on so many ranks, whose steps have at most ``chunk`` tokens."""
     with model.load_engine(path, max_model_len=64, threads=1, device="ref") as llm:
-        asked = PlanOptions(
-            deferred=options.pop("deferred", 0), dual_batch=options.pop("dual_batch", False)
+        config = ExecutionConfig(
+            "ref",
+            defer=options.pop("deferred", 0),
+            dual_batch=options.pop("dual_batch", False),
+            prefill="cpu",
         )
         sizes = largest_step(64, None, chunk, 4, chunk)
-        plan = make_plan(llm.runner.model, "ref", 64, sizes, asked)
+        plan = make_plan(config, llm.runner.model, 64, sizes)
         runner = RanksRunner(llm.runner.model, plan, ranks, **options)
         runner.buckets = (8,)
         runner.load()
