@@ -18,7 +18,7 @@ from pykernels.errors import PykernelsError
 from runtime.devices.process_groups import ProcessGroups
 from runtime.devices.ref.ranks import RanksExecutable, RanksRunner, StripedExecutable
 from runtime.engine import Engine, Result, SamplingParams
-from runtime.make import make_plan
+from runtime.make_runner import make_plan
 from runtime.passes.shard import EXPERTS, sent_bytes, shard, stripe
 from runtime.passes.shard.meetings import check_meetings
 from runtime.planning.config import ExecutionConfig
