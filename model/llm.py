@@ -192,7 +192,8 @@ def placed_program(
                 raise PykernelsError("experts on a GPU without one", "Add --device cuda:0")
             return program
         from runtime.devices.cuda.memory.weights import gpu_bytes
-        from runtime.devices.gpus import gpus_of, several_refused
+        from runtime.devices.gpus import gpus_of
+        from runtime.planning.gpu.plan import several_refused
 
         gpus = gpus_of(device)
         if slots and len(gpus) > 1:
@@ -202,7 +203,8 @@ def placed_program(
         room = {layer.experts.layer or 0: slots for layer in moe_layers(program) if slots}
         placed, by_layer = weights.placed
         found = place(program, experts, same, gpu_bytes, placed, caches, by_layer)
-        return replace(found, slots=room).apply(program)
+        placed_on = replace(found, slots=room)
+        return placed_on.fill(placed_on.place(program))
 
 
 def meta_decoder(path: Path, rules: Rules = None) -> Decoder:

@@ -22,21 +22,21 @@ from runtime.devices.cpu import precompile
 from runtime.engine import EngineConfig
 from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.extend import checked
-from runtime.kv_cache.layout import PAGE
 from runtime.machine.topology import Topology
-from runtime.make_runner import RunnerSizes, make_runner
+from runtime.make_runner import make_plan, make_runner
 from runtime.passes.layers import check_topk
 from runtime.planning.config import ExecutionConfig
+from runtime.planning.execution import largest_step
+from runtime.planning.lowerable import Pass
 from runtime.planning.option import check_whole
 from runtime.planning.placement import Placement
 from runtime.program.sizes import StepSizes
-from runtime.runner.paged_runner import Pass
 from runtime.workers.matrix import packer
 from runtime.workers.numa import nodes_to_use
 from runtime.workers.pool import make_pool
 from runtime.workers.threads import threads_here
 
-from .architectures.decoder import cache_token_bytes, check_heads, expansions, head_sizes
+from .architectures.decoder import check_heads, expansions, head_sizes
 from .architectures.families import check_lowered
 from .checkpoint import memory
 from .checkpoint.config import read_config
@@ -95,14 +95,10 @@ def load_engine(
         pool = make_pool(execution.threads, numa=execution.numa)
         try:
             with reporting(progress) as report:
-                runner = make_runner(
-                    config=execution,
-                    model=weights.readable(packer(pool), report, pool.memory),
-                    pool=pool,
-                    sizes=sizes,
-                    placement=placement,
-                    passes=[checked(each) for each in passes],
-                )
+                decoder = weights.readable(packer(pool), report, pool.memory)
+                own = [checked(each) for each in passes]
+                plan = make_plan(execution, decoder, longest, sizes, placement, own)
+                runner = make_runner(plan, execution.device, decoder, pool)
                 runner.load()
             with compiling(progress):
                 kernel = execution.kernel
@@ -123,7 +119,14 @@ def _chosen(
             hint = f"Did you mean {close[0]}?" if close else f"Use {', '.join(sorted(known))}"
             raise PykernelsError(f"load_engine has no setting {name!r}", hint)
     own, others = ({n: v for n, v in settings.items() if n in some} for some in names)
-    return replace(execution, **own), replace(engine, **others)
+    execution, engine = replace(execution, **own), replace(engine, **others)
+    if engine.draft != "off" and execution.prefill == "stream":
+        raise PykernelsError(
+            f"draft={engine.draft!r} and prefill='stream': drafts are checked as prompts are read,"
+            " and each such step would bring all experts to the GPU",
+            "Leave prefill at auto, or draft at off",
+        )
+    return execution, engine
 
 
 def on_device(execution: ExecutionConfig, rules: Rules, model_type: str) -> ExecutionConfig:
@@ -191,7 +194,7 @@ def _begin_compiling(execution: ExecutionConfig, engine: EngineConfig, weights: 
 
 def _fitted(
     execution: ExecutionConfig, engine: EngineConfig, weights: Opened, longest: int
-) -> tuple[Placement, RunnerSizes]:
+) -> tuple[Placement, StepSizes]:
     """Where weights go, and the sizes for which there is memory then.
 
     Raises:
@@ -202,19 +205,24 @@ def _fitted(
         from runtime.devices.gpus import free_bytes, gpus_of
 
         free = sum(free_bytes(gpus_of(execution.device)).values())
-    token, placement = cache_token_bytes(weights.model, execution.kv_dtype), Placement()
+    token, placement = weights.decoder.token_bytes, Placement()
     needed, smaller = weights.needed(placement), weights.smaller(placement)
-    pages = memory.cache_pages(engine, longest, token, needed, smaller, free)
-    seqs, budget = engine.max_num_seqs, engine.max_num_batched_tokens or STEP_TOKENS
-    rows = min(budget, max(engine.max_num_logits or 0, seqs))
-    largest = StepSizes(budget, seqs, rows, pages, -(-longest // PAGE))
+    states = weights.decoder.state_bytes * engine.state_slots
+    if not states and (engine.snapshots, engine.snapshot_tokens) != (None, None):
+        raise PykernelsError(
+            f"snapshots of states, and {weights.decoder.name} has no layer with a state",
+            "Leave out snapshots and snapshot_tokens",
+        )
+    pages = memory.cache_pages(engine, longest, token, needed, smaller, free, states)
+    given = engine.max_num_batched_tokens
+    most = engine.max_num_seqs, engine.num_logits, engine.state_slots
+    largest = largest_step(longest, pages, given or STEP_TOKENS, *most)
     placement = placement_of(execution, weights.decoder, largest, *weights.placed)
     if execution.on_gpu:
         needed, smaller = weights.needed(placement), weights.smaller(placement)
         needed += sum(placement.staged.values())
         memory.check_engine(needed, 0, 0, 0, smaller)
-    given = engine.max_num_batched_tokens, seqs, engine.max_num_logits
-    return placement, RunnerSizes(longest, pages, *given)
+    return placement, largest_step(longest, pages, given, *most)
 
 
 def _texts(

@@ -15,11 +15,11 @@ from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE
-from runtime.make_runner import RunnerSizes, make_runner
+from runtime.make_runner import make_plan, make_runner
 from runtime.planning.config import ExecutionConfig
+from runtime.planning.execution import largest_step
+from runtime.planning.lowerable import Pass
 from runtime.profiling.engine_speed import EngineTimer, Load
-from runtime.program.sizes import StepSizes
-from runtime.runner.paged_runner import Pass
 from runtime.tracing.recorder import Recorder
 from runtime.tracing.timeline import Timeline
 from runtime.workers.matrix import packer
@@ -134,15 +134,11 @@ def _random(
     with make_pool(execution.threads, numa=execution.numa) as pool:
         decoder = random_decoder(config, fmt, packer(pool), execution.kernel, nodes=pool.memory)
         decoder = replace(decoder, kv_dtype=execution.kv_dtype)
-        largest = StepSizes(budget, batch, batch, pages, -(-positions // PAGE))
-        runner = make_runner(
-            config=execution,
-            model=decoder,
-            pool=pool,
-            sizes=RunnerSizes(positions, pages, budget, batch),
-            placement=placement_of(execution, decoder, largest),
-            passes=[checked(each) for each in subject.passes],
-        )
+        sizes = largest_step(positions, pages, budget, batch)
+        placement = placement_of(execution, decoder, sizes)
+        passes = [checked(each) for each in subject.passes]
+        plan = make_plan(execution, decoder, positions, sizes, placement, passes)
+        runner = make_runner(plan, execution.device, decoder, pool)
         runner.load()
         timer = EngineTimer(runner, overlap=False)
         try:
@@ -164,8 +160,8 @@ def _title(name: str, subject: Subject, timer: EngineTimer) -> str:
     pool = timer.runner.pool
     threads = "" if pool is None else f", {pool.threads} worker{'s' * (pool.threads > 1)}"
     where = subject.execution.device
-    placement = getattr(timer.runner, "placement", None)  # beside a GPU
-    if placement is not None:
+    if subject.execution.on_gpu:
+        placement = timer.runner.plan.placement
         where += f", experts on the {'CPU' if placement.experts == 'cpu' else 'GPU'}"
     off = subject.execution.defer in (None, "off", 0)
     deferred = "" if off else f", experts deferred: {timer.runner.deferred}"

@@ -1,103 +1,88 @@
-"""The runner of a model on the device that a configuration names."""
+"""From a configuration to the plan of a model on its device, and to what runs the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 from .devices.cpu.runner import CpuRunner
 from .devices.ref.runner import RefRunner
 from .engine.scheduling.config import STEP_TOKENS
+from .passes.on_ref import REF
+from .passes.stream_weights import Ring
 from .planning.config import ExecutionConfig
+from .planning.execution import ExecutionPlan
+from .planning.lowerable import Lowerable, Pass
 from .planning.placement import CPU, Placement
-from .runner.paged_runner import Lowerable, PagedRunner, Pass
+from .planning.streaming import Streaming
+from .program.sizes import StepSizes
+from .runner.paged_runner import PagedRunner
 from .workers.pool import WorkerPool
 
 
-class RunnerSizes(NamedTuple):
-    """What a runner is made for.
-
-    Attributes:
-        max_model_len: positions of a sequence.
-        num_pages: of the cache; None: ``max_model_len`` for one sequence, and as much again.
-        max_num_batched_tokens: of a step; None: ``STEP_TOKENS``, or what a GPU takes at best.
-        max_num_seqs: of a step; ``max_num_logits``: rows of logits, None: one per sequence.
-    """
-
-    max_model_len: int
-    num_pages: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_num_seqs: int = 16
-    max_num_logits: int | None = None
-
-
-def make_runner(
-    *,
+def make_plan(
     config: ExecutionConfig,
     model: Lowerable,
-    pool: WorkerPool,
-    sizes: RunnerSizes,
-    placement: Placement,
+    max_model_len: int,
+    sizes: StepSizes,
+    placement: Placement | None = None,
     passes: Sequence[Pass] = (),
-) -> PagedRunner:
-    """A runner that is not loaded yet.
+) -> ExecutionPlan:
+    """How a model runs on the device that a configuration names.
 
     Args:
-        placement: of the model's nodes and experts; of ``config`` what was decided about them.
+        max_model_len: positions that the model was made for, or fewer.
+        sizes: see ``largest_step``; of 0 tokens: as many as pay on the device.
+        placement: of the model's nodes and experts; None: as ``config`` has them.
         passes: of the user, for the programs of decode steps.
 
     Raises:
-        PykernelsError: as the runner of that device.
+        PykernelsError: what the device cannot do.
     """
-    longest, pages, tokens, seqs, logits = sizes
     if config.on_gpu:
-        from .devices.cuda.runner import CudaOptions, CudaRunner
+        from .devices.cuda.layouts import machine_of
+        from .devices.gpus import gpus_of
+        from .planning.gpu.plan import plan_on_gpus
 
-        options = CudaOptions(
-            experts="cpu" if placement.experts == CPU else "gpu",
-            deferred=None if config.defer == "auto" else config.deferred,
-            dual_batch=config.dual_batch,
-            placed=placement.placed,
-            gpu_experts=placement.cached,
-            by_layer=placement.by_layer or None,
-            prefill=config.prefill,
-            slots=placement.slots,
-            policy=config.cache_policy,
-            staged=placement.staged,
-        )
-        return CudaRunner(
-            model,
-            config.device,
-            pool,
-            longest,
-            pages,
-            tokens,
-            seqs,
-            kernel=config.kernel,
-            passes=passes,
-            max_num_logits=logits,
-            options=options,
-        )
-    at_most = longest, pages, tokens or STEP_TOKENS, seqs
-    if config.device == CPU:
-        return CpuRunner(
-            model,
-            pool,
-            *at_most,
-            kernel=config.kernel,
-            passes=passes,
-            max_num_logits=logits,
-            deferred=config.deferred,
-        )
-    return RefRunner(
-        model,
-        *at_most,
-        passes=passes,
-        pool=pool,
-        max_num_logits=logits,
-        dual_batch=config.dual_batch is True,
-        prefill=config.prefill,
-        slots=placement.slots,
-        policy=config.cache_policy,
+        machine = machine_of(gpus_of(config.device), model.store)
+        return plan_on_gpus(config, model, machine, max_model_len, sizes, placement, passes)
+    if not sizes.tokens:
+        sizes = sizes.of(max(STEP_TOKENS, sizes.sequences))
+    plan = ExecutionPlan(
+        sizes,
         deferred=config.deferred,
+        passes=tuple(passes),
+        max_model_len=max_model_len,
+        kernel=config.kernel,
+        policy=config.cache_policy,
     )
+    if config.device == CPU:
+        return plan
+    streams = config.prefill == "stream"
+    return replace(
+        plan,
+        placement=replace(
+            placement or Placement(),
+            device=REF,
+            experts=CPU if config.experts == CPU else REF,
+        ),
+        dual_batch=config.dual_batch is True,
+        streaming=Streaming(Ring(), sizes.tokens, model.store.nodes) if streams else None,
+    )
+
+
+def make_runner(
+    plan: ExecutionPlan, device: str, model: Lowerable, pool: WorkerPool
+) -> PagedRunner:
+    """What runs a model by a plan that was made for the device; it is not loaded yet.
+
+    Raises:
+        PykernelsError: what the device cannot do, or has no memory for.
+    """
+    if device == CPU:
+        return CpuRunner(model, plan, pool)
+    if device == REF:
+        return RefRunner(model, plan, pool)
+    from .devices.cuda.runner import CudaRunner
+
+    return CudaRunner(model, plan, device, pool)

@@ -21,12 +21,11 @@ from pykernels.errors import PykernelsError
 from pykernels.registry import resolve
 from pykernels.target import detect
 from runtime.engine.scheduling.config import STEP_TOKENS
-from runtime.kv_cache.layout import PAGE
-from runtime.make_runner import RunnerSizes, make_runner
+from runtime.make_runner import make_plan, make_runner
 from runtime.planning.config import ExecutionConfig
+from runtime.planning.execution import largest_step
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
-from runtime.program.sizes import StepSizes
 from runtime.runner.paged_runner import PagedRunner
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool, make_pool
@@ -152,15 +151,13 @@ class Ours:
                 "Give a smaller --context, --prompt or --tokens",
             )
         pages, batch = load.pages(budget), load.batch
-        largest = StepSizes(budget, batch, batch, pages, -(-positions // PAGE))
-        given = max_num_batched_tokens and budget
-        runner = make_runner(
-            config=execution,
-            model=self.decoder,
-            pool=self.pool,
-            sizes=RunnerSizes(positions, pages, given if execution.on_gpu else budget, batch),
-            placement=placement_of(execution, self.decoder, largest),
-        )
+        largest = largest_step(positions, pages, budget, batch)
+        placement = placement_of(execution, self.decoder, largest)
+        sizes = largest
+        if execution.on_gpu and not max_num_batched_tokens:  # as many tokens as pay there
+            sizes = largest_step(positions, pages, None, batch)
+        plan = make_plan(execution, self.decoder, positions, sizes, placement)
+        runner = make_runner(plan, execution.device, self.decoder, self.pool)
         start = time.perf_counter()
         spin(self.pool, "cpu")  # not while they pack
         runner.load()

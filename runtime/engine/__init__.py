@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ..runner.routing import RoutedExperts, RoutedLayer
     from ..runner.sampling_params import SamplingParams
     from .engine import Engine, EngineBusy
+    from .requests.drafters import Drafter, PromptLookup
     from .requests.handle import AsyncRequestHandle, RequestHandle
     from .requests.outputs import (
         Chunk,
@@ -33,6 +34,7 @@ _PLACES = {
     "..runner.routing": ("RoutedExperts", "RoutedLayer"),
     "..runner.sampling_params": ("SamplingParams",),
     ".engine": ("Engine", "EngineBusy"),
+    ".requests.drafters": ("Drafter", "PromptLookup"),
     ".requests.handle": ("AsyncRequestHandle", "RequestHandle"),
     ".requests.outputs": (
         *("Chunk", "Completion", "EngineStats", "FinishReason", "RequestStats", "Result"),
@@ -51,11 +53,13 @@ __all__ = [
     "Constraint",
     "Detokenizer",
     "DeviceLost",
+    "Drafter",
     "Engine",
     "EngineBusy",
     "EngineConfig",
     "EngineStats",
     "FinishReason",
+    "PromptLookup",
     "RequestHandle",
     "RequestStats",
     "Result",

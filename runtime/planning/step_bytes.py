@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..kv_cache.layout import cache_inputs
 from ..program import Node, Program
 from ..program.analysis import experts_per_token, share_of_experts
+from ..program.step_inputs import STATE_SLOTS
 
 
 def weight_bytes(program: Program, tokens: int = 1, device: str | None = None) -> int:
@@ -92,13 +93,19 @@ def expected_experts(E: float, topk: float, tokens: int) -> float:
 
 
 def cache_bytes(program: Program, context: int) -> int:
-    """Keys and values that one token reads at a context of so many."""
+    """Keys, values and states that one token reads at a context of so many."""
     total = 0
     for node in program.nodes:
         if node.op == "attention":
-            keys = min(context, node.attr("window") or context)
-            parts = (program.buffers[name] for name in cache_inputs(node).values())
-            total += keys * sum(
-                math.prod(program.shape(part.name)[2:]) * part.dtype.itemsize for part in parts
-            )
+            keys, leading = min(context, node.attr("window") or context), 2  # pages, tokens
+            names = list(cache_inputs(node).values())
+        elif STATE_SLOTS in node.inputs:
+            keys, leading = 1, 1  # slots
+            names = [name for name in node.reads if program.buffers[name].kind == "cache"]
+        else:
+            continue
+        total += keys * sum(
+            math.prod(program.shape(name)[leading:]) * program.buffers[name].dtype.itemsize
+            for name in names
+        )
     return total

@@ -12,6 +12,7 @@ class StepSizes:
     Attributes:
         tokens: T; ``sequences``: S; ``logits``: R, the rows of logits.
         pages: of the cache; ``table_pages``: of one sequence.
+        state_slots: states of sequences, snapshots of them included, where layers have states.
     """
 
     tokens: int = 1
@@ -19,6 +20,7 @@ class StepSizes:
     logits: int = 1
     pages: int = 1
     table_pages: int = 1
+    state_slots: int = 1
 
     def of(self, tokens: int) -> StepSizes:
         """The sizes of a step of fewer tokens, which has as many rows of logits at most."""

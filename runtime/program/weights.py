@@ -22,6 +22,7 @@ from pykernels.quant.split import SplitExperts
 from ..machine.nodes import ONE_NODE, MemoryNodes
 from .node import Node
 from .program import Program
+from .weight_shard import matrix_shards, tensor_shard
 from .weight_spec import Part, WeightSpec
 
 Packed = PackedMatrix | PackedHeads | PackedExperts | SplitExperts
@@ -97,14 +98,18 @@ class WeightStore:
         """Whether a weight lies on a device already, in some layout."""
         return any(key[:2] == (spec.name, str(device)) for key in self._made)
 
-    def load(self, program: Program, layout_of: LayoutOf) -> None:
-        """Makes all that a program needs: first what is outside the layers, then layer by layer the
+    def load(self, *programs: tuple[Program, LayoutOf]) -> None:
+        """Makes all that programs need: first what is outside the layers, then layer by layer the
         experts and the rest, since what is large takes more for a moment."""
-        layers = {node.name: -1 if node.layer is None else node.layer for node in program.nodes}
-        for node in sorted(program.nodes, key=lambda n: (layers[n.name], n.op != "moe_ffn")):
+        nodes = [
+            (-1 if node.layer is None else node.layer, node.op != "moe_ffn", i, node)
+            for i, (program, _) in enumerate(programs)
+            for node in program.nodes
+        ]
+        for _, _, i, node in sorted(nodes, key=lambda entry: entry[:2]):
+            program, layout_of = programs[i]
             for port, name in node.weights.items():
-                device, layout = layout_of(node, port)
-                self.get(program.weights[name], device, layout)
+                self.get(program.weights[name], *layout_of(node, port))
 
     def is_given(self, spec: WeightSpec) -> bool:
         """Whether ``add`` gave it."""
@@ -114,12 +119,16 @@ class WeightStore:
 
     def tensor(self, spec: WeightSpec) -> torch.Tensor:
         """A tensor, float32 and contiguous, on the CPU."""
+        if spec.shard is not None:
+            return tensor_shard(spec, self.tensor(spec.shard.whole))
         given = self._given.get(spec.name)
         value = given if isinstance(given, torch.Tensor) else self._reader(spec).tensor(spec)
         return value.detach().float().contiguous()
 
     def matrices(self, spec: WeightSpec) -> Iterator[Weight]:
         """The parts of a matrix, or the matrices of all heads, in the spec's format."""
+        if spec.shard is not None:
+            return matrix_shards(spec, self.matrices(spec.shard.whole))
         given = self._given.get(spec.name)
         if isinstance(given, torch.Tensor):
             return iter([Weight(given)])
@@ -136,6 +145,8 @@ class WeightStore:
 
     def ready(self, spec: WeightSpec, layout: str) -> Ready | None:
         """The weight in one of the CPU's layouts, where it exists so already."""
+        if spec.shard is not None:
+            return None
         given = self._given.get(spec.name)
         if given is not None:
             return given if isinstance(given, torch.Tensor) == (layout == "rows") else None

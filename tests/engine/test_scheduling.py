@@ -7,9 +7,9 @@ import random
 import pytest
 
 from pykernels.errors import PykernelsError
-from runtime.engine import Engine, RequestHandle, SamplingParams
+from runtime.engine import Engine, EngineConfig, RequestHandle, SamplingParams
 
-from .fake_runner import FakeRunner, check_pages, expected, score
+from .fake_runner import FakeRunner, check_pages, check_states, expected, score
 
 
 def owned(runner: FakeRunner, **how: object) -> Engine:
@@ -180,10 +180,18 @@ def test_more_biases_than_a_sequence_may_have_are_refused() -> None:
             )
 
 
-def test_no_page_leaks_from_2000_random_requests() -> None:
+@pytest.mark.parametrize("state_slots", [0, 9, 20])
+def test_nothing_leaks_from_2000_random_requests(state_slots: int) -> None:
+    """Of models with states too; once there are fewer slots than sequences that might run."""
     rng = random.Random(7)
-    runner = FakeRunner(page_size=8, num_pages=48, max_num_batched_tokens=40, max_num_seqs=12)
-    engine = owned(runner, eos_token_ids=[3])
+    runner = FakeRunner(
+        page_size=8,
+        num_pages=48,
+        max_num_batched_tokens=40,
+        max_num_seqs=12,
+        state_slots=state_slots,
+    )
+    engine = owned(runner, eos_token_ids=[3], config=EngineConfig(snapshot_tokens=16))
     trunk = [rng.randrange(900) for _ in range(60)]
     live: list[tuple[RequestHandle, list[int], int, int]] = []
     done, seed = 0, 0
@@ -213,10 +221,11 @@ def test_no_page_leaks_from_2000_random_requests() -> None:
                 assert completion.token_ids[-1] in ends
             assert not ends.intersection(completion.token_ids[:-1])
         if done % 100 == 0:
-            check_pages(
-                engine._core.scheduler.manager,
-                [r.table for r in engine._core.scheduler.requests()],
-            )
+            manager = engine._core.scheduler.manager
+            tables = [r.table for r in engine._core.scheduler.requests()]
+            check_pages(manager, tables)
+            if state_slots:
+                check_states(runner, manager, tables)
     stats = engine.stats
     assert stats.finished == 2000 and stats.preemptions > 10 and stats.cached_tokens > 1000
     check_all_free(engine)
