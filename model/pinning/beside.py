@@ -8,12 +8,11 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.memory.capacity import room_for_experts
-from runtime.devices.cuda.memory.slots import staging_bytes
+from runtime.devices.cuda.memory.capacity import place_on, room_for_experts
+from runtime.devices.cuda.memory.dense import staged_weights
+from runtime.devices.cuda.memory.experts import staging_bytes
 from runtime.devices.cuda.memory.weights import gpu_bytes
-from runtime.devices.cuda.runner import place_on
-from runtime.devices.cuda.streaming.dense import staged_weights
-from runtime.devices.cuda.streaming.experts import streaming_bytes
+from runtime.devices.cuda.streaming import streaming_bytes
 from runtime.devices.gpus import Gpus, gpus_of, several_refused
 from runtime.passes.layers import check_routed, moe_layers
 from runtime.planning.placement import CPU, Placement

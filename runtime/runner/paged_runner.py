@@ -128,8 +128,6 @@ class PagedRunner(ABC):
     """See ``runner.batch.Runner``."""
     decisions: Sequence[str] = ()
     """What sizes and measurements have decided when the model was loaded, and why, a line each."""
-    last_sizes = (0, 0)
-    """T and S of the step that ended last."""
 
     def __init__(
         self,
@@ -152,6 +150,7 @@ class PagedRunner(ABC):
             max(max_num_logits or 0, max_num_seqs), self.max_num_batched_tokens
         )
         self.num_pages = num_pages or 2 * -(-max_model_len // PAGE)
+        self.last_sizes = [0, 0]  # T and S of the step that ended last
         self.steps: list[Executable] = []
         self.decode_steps: list[Executable] = []
         self.sizes = torch.zeros(len(STEP_SIZES), dtype=torch.int64, device="cpu")
@@ -363,7 +362,7 @@ class PagedRunner(ABC):
         assert self._running, "no step was launched"
         self._running = False
         self._executable.result()
-        self.last_sizes = self._batch.T, self._batch.S
+        self.last_sizes[:] = self._batch.T, self._batch.S
         if self.slots is not None:
             own = self._batch
             self.slots.ended(self._executable, self.sizes.tolist(), own.T == own.S)

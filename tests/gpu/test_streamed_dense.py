@@ -11,8 +11,9 @@ import torch
 from model.checkpoint.config import read_config
 from model.opened import open_weights
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.runner import CudaOptions, CudaRunner, place_on
-from runtime.devices.cuda.streaming.dense import crossing_layers, staged_weights
+from runtime.devices.cuda.memory.capacity import place_on
+from runtime.devices.cuda.memory.dense import crossing_layers, staged_weights
+from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.devices.gpus import gpus_of
 from runtime.engine import Engine, EngineConfig, SamplingParams
 from runtime.passes import keep_routing, stream_dense

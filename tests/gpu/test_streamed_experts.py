@@ -17,10 +17,10 @@ from model.opened import open_weights
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.runner import CudaOptions, CudaRunner
-from runtime.devices.cuda.steps.prompt_sizes import PromptSizes
-from runtime.devices.cuda.streaming.experts import balanced_tokens
+from runtime.devices.cuda.streaming import balanced_tokens
 from runtime.engine import Engine, SamplingParams
 from runtime.planning.prefill_rates import Rates, balanced_share, choose, split_range, turning_point
+from runtime.planning.prompt_sizes import PromptSizes
 from runtime.program.sizes import StepSizes
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool, make_pool

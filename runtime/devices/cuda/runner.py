@@ -4,13 +4,11 @@ they do not fit."""
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 
 import torch
 
@@ -21,35 +19,35 @@ from ...experts.cache import CachePolicy
 from ...kv_cache.layout import PAGE
 from ...machine.pinned import Pinned
 from ...passes import defer
-from ...passes.gpu_experts import slot_tables
 from ...passes.layers import check_routed, moe_layers
 from ...planning.kept_rates import kept_rates
-from ...planning.placement import CPU, Placement, place
+from ...planning.placement import CPU, Placement
 from ...planning.prefill_rates import Rates
+from ...planning.prompt_sizes import HOST_BUCKETS, SPLIT_BUCKETS, PromptSizes
 from ...program import Program
 from ...program.partition import partition
 from ...program.sizes import ONE_TOKEN, StepSizes
 from ...program.weights import LayoutOf
-from ...runner.batch import DeviceLost, StepBatch, StepResult
+from ...runner.batch import StepBatch, StepResult
+from ...runner.measured_deferral import measured_deferral
 from ...runner.measured_rates import measured_rates
 from ...runner.paged_runner import Executable, Lowerable, PagedRunner, Pass
 from ...runner.slots import Slots
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
 from ..gpus import HEADROOM, Gpus, check_device, free_bytes, gpus_of, interpreted, several_refused
-from .deferral import measured_deferral
-from .launches.heads import check_heads
-from .memory.buffers import dtypes
-from .memory.capacity import step_bytes, step_tokens
-from .memory.slots import on_gpu
-from .memory.weights import gpu_bytes, layouts
-from .steps.executable import CudaExecutable
-from .steps.maker import StepMaker
-from .steps.prompt_sizes import HOST_BUCKETS, SPLIT_BUCKETS, PromptSizes
-from .steps.sampling_inputs import waits_for_masks
-from .steps.streamed_runner import StreamedRunner
-from .streaming.dense import described, pin_staged
-from .streaming.experts import Streaming, wanted_streaming
+from .binders.attention import check_heads
+from .binders.sampling import waits_for_masks
+from .executable import CudaExecutable
+from .memory.buffers import allocated_caches, dtypes
+from .memory.capacity import place_on, step_bytes, step_tokens
+from .memory.dense import described, pin_staged
+from .memory.experts import on_gpu
+from .memory.weights import layouts
+from .resources import CudaResources
+from .step_maker import StepMaker
+from .streamed_runner import StreamedRunner
+from .streaming import Streaming, wanted_streaming
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
@@ -202,6 +200,17 @@ class CudaRunner(PagedRunner):
         self._auto_defer = on_cpu and options.deferred is None
         self.buckets = HOST_BUCKETS if on_cpu else PROMPT_BUCKETS
         self.caches: dict[str, torch.Tensor] = {}
+        self._resources = CudaResources(
+            model,
+            self.gpus,
+            self.placement,
+            pool,
+            kernel,
+            self.step_sizes(table_pages),
+            max_model_len,
+            self.caches,
+            self.last_sizes,
+        )
         self._maker: StepMaker | None = None
         self._host_inputs: Mapping[str, torch.Tensor] = {}
         self.pinned = Pinned()
@@ -271,7 +280,9 @@ class CudaRunner(PagedRunner):
         own += [self._prompt_step(T, self._share(T)) for T in sizes.split]
         if whole and sizes.streamed:
             self._prepare(inputs)
-            self.prefill_runner = StreamedRunner(weakref.proxy(self), sizes, self.streaming)
+            self.prefill_runner = StreamedRunner(
+                self._resources, sizes, self.streaming, self.deferred, self.slots
+            )
             self.prefill_runner.bind(self._batch)
             streamed = self.prefill_runner.steps
         else:
@@ -381,24 +392,12 @@ class CudaRunner(PagedRunner):
         self.deferred = measured_deferral(step.program, step.cpu.jobs.jobs, step.run)
 
     def launch(self, batch: StepBatch) -> None:
-        with self.watched():
+        with self._resources.watched():
             super().launch(batch)
 
     def result(self) -> StepResult:
-        with self.watched():
+        with self._resources.watched():
             return super().result()
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within it what a GPU fails with says that the device is lost."""
-        try:
-            with torch.inference_mode():  # in which the model may have been loaded
-                yield
-        except torch.AcceleratorError as error:  # no later call on this device works either
-            raise DeviceLost(
-                f"{', '.join(self.gpus)} failed: {str(error).splitlines()[0]}",
-                "Load the model again",
-            ) from error
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
         return self._made(program, inputs, False)
@@ -421,70 +420,20 @@ class CudaRunner(PagedRunner):
             return
         if self.real:  # a layer of the GPU is shorter than waking a sleeper
             self.pool.spin_for(spin_budget(driver_works=False))
-        with self.enough_memory():
+        with self._resources.enough_memory():
             program = self.lowered()
             if self.placement.staged:
                 self.decisions = [*self.decisions, described(self.placement, program)]
             if self.placement.staged and self.real:
                 staged = self._staged(program)
                 pin_staged(staged, self.weights, self.layouts(staged), self.pinned)
-            self._allocate_caches(program)
+            allocated = allocated_caches(program, self.model.caches(self.num_pages), self.gpus)
+            self.caches.update({**allocated, **self.caches})  # tables of ``make_slots`` stay
             self._maker = StepMaker(
-                weakref.proxy(self), inputs, self._sampling, self.sizes, urgent=True
+                self._resources,
+                self.lowered(StepSizes(self.max_num_batched_tokens)),
+                inputs,
+                self._sampling,
+                self.sizes,
+                high_priority=True,
             )
-
-    @contextmanager
-    def enough_memory(self) -> Iterator[None]:
-        """Within it too little memory is an error that says how to ask for less."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            free = ", ".join(f"{n >> 20} MiB of {gpu}" for gpu, n in free_bytes(self.gpus).items())
-            raise PykernelsError(
-                f"too little GPU memory: {free} are free, the weights there, a KV cache of"
-                f" {self.num_pages * self.page_size} tokens and steps of"
-                f" {self.max_num_batched_tokens} need more",
-                "Keep the experts on the CPU (experts cpu), or ask for fewer kv_tokens or"
-                " max_num_batched_tokens",
-            ) from error
-
-    def _allocate_caches(self, program: Program) -> None:
-        where = {
-            name: self.gpus[n.device]
-            for n in program.nodes
-            for name in n.reads
-            if n.device in self.gpus
-        }
-        for name, part in self.model.caches(self.num_pages).items():
-            self.caches[name] = torch.zeros(part.shape, dtype=part.dtype, device=where[name])
-        for name, table in slot_tables(program).items():
-            if name not in self.caches:
-                self.caches[name] = table.to(where[name])
-        part_latents(program, self.caches)
-
-
-def part_latents(program: Program, caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The caches, with bfloat16 latents and their rotated parts apart, as kernels read them."""
-    for node in program.nodes:
-        name = node.inputs.get("latent", "")
-        if node.op == "mla_rope_cache_write" and "rope" not in node.inputs:
-            whole, L = caches.pop(name), program.weight(node, "kv_norm").shape[0]
-            caches[name] = whole[..., :L].contiguous()
-            caches[f"{name}.rope"] = whole[..., L:].contiguous()
-    return caches
-
-
-def place_on(
-    gpus: Gpus,
-    model: Lowerable,
-    num_pages: int,
-    experts: str,
-    placed: Mapping[str, str] = MappingProxyType({}),
-    by_layer: Mapping[int, str] | None = None,
-) -> Placement:
-    """Where a model's nodes run beside a cache of so many pages: unless they fit, routed experts on
-    the CPU, all else on GPUs. The other arguments: see ``placement.place``."""
-    caches = {name: part.nbytes for name, part in model.caches(num_pages).items()}
-    free = {name: n - HEADROOM for name, n in free_bytes(gpus).items()}
-    program = model.lower()
-    return place(program, experts, free, gpu_bytes, placed, caches, by_layer)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from pykernels.gpu.gemm.unpack import SCRATCH
 
 from ....passes.defer import defer
 from ....passes.keep_routing import keep_routing
-from ....planning.placement import CPU, Placement
+from ....planning.placement import CPU, Placement, place
 from ....program import Program
 from ....program.analysis import experts_per_token
 from ....program.node import Node
@@ -27,6 +28,22 @@ experts on the CPU, and at the least, the last one."""
 EXPANDED_BYTES = 512 << 20
 """Expanded keys and values take so many at a time, unless one head's are more by themselves."""
 _UNPACKED_KEYS = 2 << 30  # ``worth_unpacking``'s most
+
+
+def place_on(
+    gpus: Gpus,
+    model: Lowerable,
+    num_pages: int,
+    experts: str,
+    placed: Mapping[str, str] = MappingProxyType({}),
+    by_layer: Mapping[int, str] | None = None,
+) -> Placement:
+    """Where a model's nodes run beside a cache of so many pages: unless they fit, routed experts on
+    the CPU, all else on GPUs. The other arguments: see ``placement.place``."""
+    caches = {name: part.nbytes for name, part in model.caches(num_pages).items()}
+    free = {name: n - HEADROOM for name, n in free_bytes(gpus).items()}
+    program = model.lower()
+    return place(program, experts, free, gpu_bytes, placed, caches, by_layer)
 
 
 def step_tokens(

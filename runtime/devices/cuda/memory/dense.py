@@ -17,10 +17,10 @@ from ....program.sizes import StepSizes
 from ....program.weights import LayoutOf, WeightStore
 from ....runner.paged_runner import Lowerable
 from ...gpus import Gpus, interpreted
-from ..memory.buffers import dtypes
-from ..memory.capacity import STEP_TOKENS, room_for_steps, step_bytes
-from ..memory.staged import Staged
-from ..memory.weights import layout_bytes
+from .blocks import Staged
+from .buffers import dtypes
+from .capacity import STEP_TOKENS, room_for_steps, step_bytes
+from .weights import layout_bytes
 
 
 def staged_weights(

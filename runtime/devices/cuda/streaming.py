@@ -16,27 +16,26 @@ from pykernels.gpu.moe.tiles.gather import gatherable
 from pykernels.quant import get_format
 from pykernels.quant.split import Experts
 
-from ....kv_cache.layout import PAGE
-from ....machine.nodes import ONE_NODE, MemoryNodes
-from ....machine.pinned import Pinned
-from ....passes.defer import defer
-from ....passes.keep_routing import keep_routing
-from ....passes.layers import check_routed, moe_layers
-from ....passes.split_experts import split_experts
-from ....passes.stream_weights import PIECES, Ring, resident, stream_weights
-from ....planning.placement import CPU, Placement
-from ....program import Program
-from ....program.node import Node
-from ....program.partition import partition
-from ....program.sizes import StepSizes
-from ....program.weight_spec import WeightSpec
-from ....program.weights import WeightStore
-from ....runner.paged_runner import Lowerable
-from ...cpu import weights as cpu
-from ...gpus import Gpus, interpreted
-from ..launches.streamed import resident_bytes
-from ..memory.capacity import room_for_steps, step_bytes
-from ..memory.weights import expert_format
+from ...kv_cache.layout import PAGE
+from ...machine.nodes import ONE_NODE, MemoryNodes
+from ...machine.pinned import Pinned
+from ...passes.defer import defer
+from ...passes.keep_routing import keep_routing
+from ...passes.layers import check_routed, moe_layers
+from ...passes.split_experts import split_experts
+from ...passes.stream_weights import PIECES, Ring, resident, stream_weights
+from ...planning.placement import CPU, Placement
+from ...program import Program
+from ...program.node import Node
+from ...program.partition import partition
+from ...program.sizes import StepSizes
+from ...program.weight_spec import WeightSpec
+from ...program.weights import WeightStore
+from ...runner.paged_runner import Lowerable
+from ..cpu import weights as cpu
+from ..gpus import Gpus, interpreted
+from .memory.capacity import room_for_steps, step_bytes
+from .memory.weights import expert_format, resident_bytes
 
 STREAM_TOKENS = (32768, 16384, 8192, 4096, 2048, 1024, 512)
 """What a step may have, if nobody says: all experts cross once a step, so as many as fit, up to

@@ -8,53 +8,68 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 
-from ....program import Program
-from ....program.sizes import ONE_TOKEN, StepSizes
-from ....runner.batch import StepBatch, StepResult
-from ....runner.paged_runner import Executable, PagedRunner
-from ..streaming.experts import Streaming
+from ...planning.prompt_sizes import PromptSizes
+from ...program import Program
+from ...program.sizes import ONE_TOKEN, StepSizes
+from ...runner.batch import StepBatch, StepResult
+from ...runner.paged_runner import Executable, PagedRunner
+from ...runner.slots import Slots
 from .executable import CudaExecutable
-from .maker import StepMaker
-from .owner import Owner
-from .prompt_sizes import PromptSizes
+from .resources import CudaResources
+from .step_maker import StepMaker
+from .streaming import Streaming
 
 
 class StreamedRunner(PagedRunner):
     """See ``runner.batch.PrefillRunner``.
 
     Args:
-        owner: whose weights and caches the steps use; they are there.
+        resources: the caches are there.
         sizes: of its steps, and from which on they are for it.
+        deferred: experts of a token of an output that join one layer later.
+        slots: of decode steps, whose experts are to be those that prompts take; None: none are.
     """
 
     copies_inputs = True
 
-    def __init__(self, owner: Owner, sizes: PromptSizes, streaming: Streaming) -> None:
+    def __init__(
+        self,
+        resources: CudaResources,
+        sizes: PromptSizes,
+        streaming: Streaming,
+        deferred: int,
+        slots: Slots | None,
+    ) -> None:
+        largest = resources.sizes
         super().__init__(
-            owner.model,
-            owner.max_model_len,
-            owner.num_pages,
-            owner.max_num_batched_tokens,
-            owner.max_num_seqs,
+            resources.model,
+            resources.max_model_len,
+            largest.pages,
+            largest.tokens,
+            largest.sequences,
             (),
-            owner.max_num_logits,
-            deferred=owner.deferred,
+            largest.logits,
+            deferred=deferred,
         )
         self.min_tokens, self.min_alone = sizes.beside, sizes.alone
         self.max_others = sizes.not_streamed
-        self.buckets, self.pool = sizes.streamed, owner.pool
-        self.device = owner.device
-        self._owner, self._streaming = owner, streaming
+        self.buckets, self.pool = sizes.streamed, resources.pool
+        self.device = resources.device
+        # Slots change beside streamed steps, which do without them.
+        self._placement = replace(resources.placement, slots={})
+        self._resources, self._streaming, self._decode_slots = resources, streaming, slots
+        self.last_sizes = resources.last_sizes
         self._maker: StepMaker | None = None
-        # Not the stream of the owner's steps, which would wait for these.
-        devices = owner.gpus.values() if owner.real else ()
+        # Not the stream of decode steps, which would wait for these.
+        devices = resources.gpus.values() if resources.real else ()
         self._streams = [torch.cuda.Stream(device) for device in devices]
 
     def lowered(self, sizes: StepSizes = ONE_TOKEN) -> Program:
-        return self._owner.lowered_streamed(sizes)
+        return self._placement.apply(super().lowered(sizes))
 
     def bind(self, batch: StepBatch) -> None:
         for stream in self._streams:  # weights and caches are on their way
@@ -65,22 +80,27 @@ class StreamedRunner(PagedRunner):
     def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
         passes = (self._streaming.apply,)
         steps = self._bind_all(self._sizes(self.buckets), inputs, passes, self.make_step)
-        if self._owner.slots is not None:
+        if self._decode_slots is not None:
             for step in steps:
                 choices = {name: tensor.numpy() for name, tensor in step.outputs.items()}
-                self._owner.slots.add(step, step.program, choices)
+                self._decode_slots.add(step, step.program, choices)
         return steps
 
     def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
         if self._maker is None:
-            with self._owner.enough_memory():
+            with self._resources.enough_memory():
                 self._maker = StepMaker(
-                    self._owner, inputs, self._sampling, self.sizes, urgent=False
+                    self._resources,
+                    self.lowered(StepSizes(self.max_num_batched_tokens)),
+                    inputs,
+                    self._sampling,
+                    self.sizes,
+                    high_priority=False,
                 )
         return self._maker.make(program, False)
 
     def launch(self, batch: StepBatch) -> None:
-        with self._owner.watched(), self._own_streams():
+        with self._resources.watched(), self._own_streams():
             super().launch(batch)
 
     def ready(self) -> bool:
@@ -90,16 +110,15 @@ class StreamedRunner(PagedRunner):
         return step.ready()
 
     def result(self) -> StepResult:
-        with self._owner.watched():
+        with self._resources.watched():
             found = super().result()
-        self._owner.last_sizes = self.last_sizes
-        if self._owner.slots is not None:  # what prompts take says what decode steps will
-            self._owner.slots.ended(self._executable, self.sizes.tolist(), False)
+        if self._decode_slots is not None:  # what prompts take says what decode steps will
+            self._decode_slots.ended(self._executable, self.sizes.tolist(), False)
         return found
 
     @contextmanager
     def _own_streams(self) -> Iterator[None]:
-        """Launches within it do not wait for the owner's steps."""
+        """Launches within it do not wait for decode steps."""
         with ExitStack() as around:
             for stream in self._streams:
                 around.enter_context(torch.cuda.stream(stream))
