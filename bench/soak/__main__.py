@@ -26,7 +26,7 @@ import model
 from bench.harness.keeping.provenance import provenance
 from model.llm import LLM
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.runner import check_device
+from runtime.devices.gpus import check_device
 from runtime.engine import Engine
 from runtime.kv_cache.layout import PAGE
 from runtime.planning.option import check_whole

@@ -16,7 +16,7 @@ from model.load import load_engine
 from model.opened import open_weights
 from pykernels.env import env
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.streaming.experts import pin_experts
+from runtime.devices.cuda.streaming import pin_experts
 from runtime.engine import Engine, SamplingParams
 from runtime.planning.gpu.prefill_rates import (
     Rates,

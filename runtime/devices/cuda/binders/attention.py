@@ -10,16 +10,44 @@ from __future__ import annotations
 
 from typing import Any
 
+from pykernels.errors import PykernelsError
 from pykernels.gpu.attention.gqa_decode import gqa_decode
 from pykernels.gpu.attention.gqa_prefill import gqa_prefill
 from pykernels.gpu.rope import rope_table as make_rope_table
 from pykernels.gpu.rope_cache_write.gqa import gqa_rope_cache_write as write_keys_values
 from pykernels.gpu.rope_cache_write.mla import mla_rope_cache_write as write_latents
 
+from ....program import Program
 from ....program.node import Node
 from ..memory.buffers import Memory
 from . import latents
 from .dense import Launch, void
+
+_HINT = "Use device cpu, or --eager"
+
+
+def check_heads(program: Program) -> None:
+    """Raises PykernelsError for attention whose heads no GPU kernel can have.
+
+    The kernels themselves say the same of their arguments: latents are read in blocks of a power
+    of two, heads of other attention are padded to one.
+    """
+    for node in program.nodes:
+        if node.op != "attention":
+            continue
+        dk, dv = node.attr("dk"), node.attr("dv")
+        if dk != dv:
+            latent = dv, dk - dv
+            if any(size < 16 or size & (size - 1) for size in latent):
+                raise PykernelsError(
+                    "attention on a GPU has no latents of {} numbers with {} that are rotated, only"
+                    " of powers of two from 16 on".format(*latent),
+                    _HINT,
+                )
+        elif not 16 <= dk <= 256:
+            raise PykernelsError(
+                f"attention on a GPU has no heads of {dk} numbers, only of 16 to 256", _HINT
+            )
 
 
 def rope_table(m: Memory, node: Node) -> Launch:

@@ -8,30 +8,33 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from ....kv_cache.layout import PAGE
-from ....program.lanes import LANES, lane_name, lane_tokens
-from ....program.step_inputs import IS_PROMPT
-from ....runner.sampling import SamplingInputs
-from ...gpus import Gpus
-from ..memory.sequences import Expansion, Sequences
-from .sampling_inputs import SamplingColumns, SamplingTables
+from ...kv_cache.layout import PAGE
+from ...program.lanes import LANES, lane_name, lane_tokens
+from ...program.step_inputs import IS_PROMPT
+from ...runner.sampling import SamplingInputs
+from ..gpus import Gpus
+from .binders.sampling import SamplingColumns, SamplingTables
+from .memory.blocks import Shape, block_bytes, views
+from .memory.metadata import (
+    Expansion,
+    HostMetadata,
+    Sequences,
+    metadata_shapes,
+    most_chunks,
+    pad,
+)
 
 BY_TOKEN = {"tokens": 0, "positions": 0, IS_PROMPT: 0, "slot_mapping": -1}
 """Inputs [T] that nodes read by name, and what padding has."""
-_BY_CHUNK = ("query_starts", "query_lengths", "key_lengths", "key_starts")
-_ALIGNED = 4  # int32 numbers: 16 bytes
-NEVER = 1 << 40
-"""Tokens of a sequence in one step: more than any has."""
 PIECE = 128
 """Tokens of a chunk's piece: a block of the prefill kernels, so that a launch which has room for
 any mix of sequences has few blocks too many."""
 
 
 class StepInputs:
-    """Memory for the inputs of any bucket: copies of the engine's arrays, as words of 32 bits. How
-    rows are sampled comes first, at one place for all buckets.
+    """Memory for the inputs of any bucket: copies of the engine's arrays, int32 where nodes read
+    numbers of tokens. How rows are sampled comes first, at one place for all buckets.
 
     Args:
         arrays: by name, int64 CPU tensors that the engine writes before each step.
@@ -39,7 +42,7 @@ class StepInputs:
         piece: chunks of more tokens are cut into pieces; None: none is.
 
     Attributes:
-        first: words of the block in front of a bucket's own.
+        first: bytes of the block in front of a bucket's own.
         blocks: by GPU, its copy of the block ``host``; ``last``: the GPU that samples.
         tensors: by name, views on the last GPU of how rows are sampled, in their largest shape.
     """
@@ -56,26 +59,26 @@ class StepInputs:
             name: tensor.numpy() for name, tensor in arrays.items() if tensor.dtype == torch.int64
         }
         T, S, R = (len(arrays[name]) for name in ("tokens", "lengths", "logits_indices"))
-        chunks = _chunks(T, S, piece or T)
+        chunks = most_chunks(T, S, piece or T)
         columns = None if sampling is None else SamplingColumns(sampling, R)
         self._tables = None if sampling is None else SamplingTables(sampling, gpus[self.last])
         self._columns, self._rows = columns, {} if columns is None else columns.shapes
-        self.first = _size(self._rows)
+        self.first = block_bytes(self._rows)
         pages = arrays["page_table"].shape[1]
         # Lanes have room for a sequence a token.
-        size = max(_size(_shapes(T, S, R, pages, chunks)), _size(_shapes(T, T, R, pages, None)))
-        size += self.first
+        shapes = _shapes(T, S, R, pages, chunks), _shapes(T, T, R, pages, None)
+        size = self.first + max(map(block_bytes, shapes))
         pinned = gpus[self.last].type == "cuda"
-        self.host = torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
+        self.host = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self.blocks = {
-            name: torch.zeros(size, dtype=torch.int32, device=device)
+            name: torch.zeros(size, dtype=torch.uint8, device=device)
             for name, device in gpus.items()
         }
-        self._staged = {n: x.numpy() for n, x in views_of(self.host, self._rows).items()}
+        self._staged = {n: x.numpy() for n, x in views(self.host, self._rows).items()}
         self.tensors: dict[str, torch.Tensor] = {}
         if columns is not None and self._tables is not None:
-            words = views_of(self.blocks[self.last], self._rows)
-            self.tensors = {**columns.views(words), **self._tables.tensors}
+            columns_there = views(self.blocks[self.last], self._rows)
+            self.tensors = {**columns_there, **self._tables.tensors}
 
     def stage_sampling(self) -> None:
         """Stages how the rows of the step to come are sampled, and sends its tables."""
@@ -100,13 +103,10 @@ class OnGpu(NamedTuple):
 class Bucket:
     """The inputs of a bucket; those of a short step are little to copy.
 
-    By the prefill kernels attend all sequences behind the leading ones of one token each; where
-    there are latents, those with ``expand_from`` tokens or more.
-
     Args:
         T, R: tokens and rows of logits.
         decode: every sequence of its steps has one token.
-        expand_from: None where there are no latents; ``NEVER`` where none are expanded.
+        expand_from: see ``HostMetadata``.
         lanes: whether its steps have two lanes: the second one's tokens and sequences begin at a
             row of their own, so that both are parts of the block.
 
@@ -123,35 +123,36 @@ class Bucket:
         expand_from: int | None,
         lanes: bool = False,
     ) -> None:
-        self._arrays, self.T, self.decode, self._expand_from = owner.arrays, T, decode, expand_from
+        self._arrays, self.T, self.decode = owner.arrays, T, decode
         S = T if lanes else min(T, len(owner.arrays["lengths"]))
         pages = owner.arrays["page_table"].shape[1]
         self._piece = min(T, owner.piece or T)
-        shapes = _shapes(T, S, R, pages, None if decode else _chunks(T, S, self._piece))
-        self._owner, end = owner, owner.first + _size(shapes)
+        shapes = _shapes(T, S, R, pages, None if decode else most_chunks(T, S, self._piece))
+        self._owner, end = owner, owner.first + block_bytes(shapes)
         self._host = owner.host[:end]
-        staged = views_of(self._host[owner.first :], shapes)
+        staged = views(self._host[owner.first :], shapes)
         self._staged = {name: view.numpy() for name, view in staged.items()}
         self._expansion = Expansion()
+        self._metadata = HostMetadata(self._staged, self._piece, expand_from, self._expansion)
         self._second = lane_tokens(T)[0] if lanes else None
         self._blocks = {name: block[:end] for name, block in owner.blocks.items()}
         self.on = {
-            name: self._views(views_of(block[owner.first :], shapes))
+            name: self._views(views(block[owner.first :], shapes))
             for name, block in self._blocks.items()
         }
         self.on[owner.last].tensors.update(owner.tensors)
 
-    def _views(self, views: Mapping[str, torch.Tensor]) -> OnGpu:
+    def _views(self, tensors: Mapping[str, torch.Tensor]) -> OnGpu:
         """A GPU's inputs, as parts of its block."""
         own = {field.name for field in fields(Sequences)}
         lanes: dict[str, Sequences] = {}
         sequences = Sequences(
-            **{name: view for name, view in views.items() if name in own},
+            **{name: tensor for name, tensor in tensors.items() if name in own},
             max_queries=self._piece,
             expansion=self._expansion,
             lanes=lanes,
         )
-        tensors = {name: view for name, view in views.items() if name not in own}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in own}
         if self._second is not None:  # the second lane begins at that row
             for lane, rows in zip(
                 LANES, (slice(0, self._second), slice(self._second, None)), strict=True
@@ -181,7 +182,7 @@ class Bucket:
             rows[rows >= first] += start - first
         if not self.decode:
             starts, counts = arrays["query_starts"][:S], arrays["query_lengths"][:S]
-            self._arrange(starts, counts, lengths, arrays["positions"][:T])
+            self._metadata.arrange(starts, counts, lengths, arrays["positions"][:T])
         self._copy()
 
     def _place(self, rows: slice, tokens: slice, sequences: slice, used: int) -> None:
@@ -193,14 +194,14 @@ class Bucket:
         """
         staged, arrays = self._staged, self._arrays
         for name, padding in BY_TOKEN.items():  # what another bucket left here may be no id
-            _pad(staged[name][rows], arrays[name][tokens], padding)
+            pad(staged[name][rows], arrays[name][tokens], padding)
         table = staged["table"][rows]
         S = sequences.stop - sequences.start
         table[:S, :used] = arrays["page_table"][arrays["page_rows"][sequences], :used]
         table[:S, used:] = 0
         table[S:] = 0
         if self.decode:
-            _pad(staged["decode_lengths"][rows], arrays["lengths"][sequences])
+            pad(staged["decode_lengths"][rows], arrays["lengths"][sequences])
 
     def _copy(self) -> None:
         """To every GPU, on the current stream of each."""
@@ -219,91 +220,13 @@ class Bucket:
         if not self.decode:
             n = min(T, staged["table"].shape[1] * PAGE)
             lengths = np.array([n], np.int64)
-            self._arrange(np.zeros(1, np.int64), lengths, lengths, np.zeros(n, np.int64))
+            self._metadata.arrange(np.zeros(1, np.int64), lengths, lengths, np.zeros(n, np.int64))
         self._copy()
 
-    def _arrange(
-        self,
-        starts: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        positions: NDArray[np.int64],
-    ) -> None:
-        """Fills in who attends how; the arguments are those of the step's sequences and tokens."""
-        staged, T, S = self._staged, len(positions), len(counts)
-        if self._expand_from is None:
-            others = counts != 1
-            chunk = np.arange(S) >= (int(np.argmax(others)) if others.any() else S)
-        else:
-            chunk = counts >= self._expand_from
-        _pad(staged["decode_lengths"], np.where(chunk, 0, lengths))
-        _pad(staged["token_rows"], np.repeat(np.arange(S), counts)[:T])
-        _pad(staged["token_lengths"], np.where(np.repeat(chunk, counts)[:T], 0, positions + 1))
-        self._cut(np.flatnonzero(chunk), starts, counts, lengths)
-        rest = np.flatnonzero(~chunk)
-        tokens = int(starts[rest[-1]] + counts[rest[-1]]) if len(rest) else 0
-        self._expansion.tokens = tokens
 
-    def _cut(
-        self,
-        chunks: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        counts: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-    ) -> None:
-        """Fills in the pieces of these sequences. A piece's tokens are the last of its keys."""
-        staged = self._staged
-        starts, counts, lengths = starts[chunks], counts[chunks], lengths[chunks]
-        pieces = -(-counts // self._piece)
-        of = np.repeat(np.arange(len(chunks)), pieces)
-        first = (np.arange(len(of)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * self._piece
-        queries = np.minimum(counts[of] - first, self._piece)
-        keys = lengths[of] - counts[of] + first + queries
-        order = np.argsort(-keys, kind="stable")
-        of, queries, keys = of[order], queries[order], keys[order]
-        _pad(staged["query_starts"], starts[of] + first[order])
-        _pad(staged["query_lengths"], queries)
-        _pad(staged["key_lengths"], keys)
-        _pad(staged["key_starts"], np.cumsum(keys) - keys)
-        table = staged["chunk_table"]
-        table[: len(of)] = staged["table"][chunks[of]]
-        table[len(of) :] = 0
-        self._expansion.queries, self._expansion.keys = int(queries.max(initial=0)), int(keys.sum())
-
-
-def _pad(staged: NDArray[np.int32], values: NDArray[np.int64], padding: int = 0) -> None:
-    """``values``, then ``padding``."""
-    staged[: len(values)] = values
-    staged[len(values) :] = padding
-
-
-def _chunks(T: int, S: int, piece: int) -> int:
-    """The most pieces of S sequences of T tokens together."""
-    return min(T, S + (T // piece if piece < T else 0))
-
-
-def _shapes(T: int, S: int, R: int, pages: int, chunks: int | None) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(BY_TOKEN, (T,))
-    shapes |= {"logits_indices": (R,), "decode_lengths": (S,), "table": (S, pages)}
-    if chunks is not None:
-        shapes |= dict.fromkeys(_BY_CHUNK, (chunks,))
-        shapes |= {"token_rows": (T,), "token_lengths": (T,), "chunk_table": (chunks, pages)}
-    return shapes
-
-
-def views_of(block: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Parts of a block one behind the other, by name."""
-    found, at = dict[str, torch.Tensor](), 0
-    for name, shape in shapes.items():
-        count = int(np.prod(shape))
-        found[name] = block[at : at + count].view(shape)
-        at += _aligned(count)
-    return found
-
-
-def _aligned(count: int) -> int:
-    return -(-count // _ALIGNED) * _ALIGNED
-
-
-def _size(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return sum(_aligned(int(np.prod(shape))) for shape in shapes.values())
+def _shapes(T: int, S: int, R: int, pages: int, chunks: int | None) -> dict[str, Shape]:
+    shapes: dict[str, tuple[int, ...]] = {**dict.fromkeys(BY_TOKEN, (T,)), "logits_indices": (R,)}
+    return {
+        **{name: (shape, torch.int32) for name, shape in shapes.items()},
+        **metadata_shapes(T, S, pages, chunks),
+    }

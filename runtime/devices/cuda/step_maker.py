@@ -10,25 +10,26 @@ import torch
 
 from pykernels.ref.sampling import Sampled
 
-from ....planning.compile import Compiled
-from ....program import Program
-from ....runner.sampling import SamplingInputs
-from ..memory.buffers import Arena
+from ...planning.compile import Compiled
+from ...program import Program
+from ...runner.sampling import SamplingInputs
 from .executable import CudaExecutable, GpuMemory
 from .handshake import PinnedSlots
-from .inputs import NEVER, PIECE, Bucket, StepInputs
-from .outputs import ProgramOutputs, StepOutputs, kept_bytes, kept_routing
-from .owner import Owner
+from .inputs import PIECE, Bucket, StepInputs
+from .memory.blocks import Shape
+from .memory.buffers import Arena, ProgramOutputs, StepOutputs, kept_bytes, kept_routing
+from .memory.metadata import NEVER
+from .resources import CudaResources
 
 
 class StepMaker:
     """Makes the steps of one lane: none of them runs while another one does.
 
     Args:
-        owner: whose weights and caches they read; the caches are there.
+        largest: program of the largest step; its caches are there.
         inputs: by name, CPU tensors that are written before each step; ``sampling``: how its rows
             are sampled; ``sizes``: see ``PagedRunner``.
-        urgent: whether kernels of these steps go before those of others on a GPU.
+        high_priority: whether kernels of these steps go before those of others on a GPU.
 
     Attributes:
         host_inputs: ``inputs``, for nodes of the CPU.
@@ -36,20 +37,22 @@ class StepMaker:
 
     def __init__(
         self,
-        owner: Owner,
+        resources: CudaResources,
+        largest: Program,
         inputs: Mapping[str, torch.Tensor],
         sampling: SamplingInputs,
         sizes: torch.Tensor,
-        urgent: bool,
+        high_priority: bool,
     ) -> None:
-        self._owner, self._sizes, self._urgent = owner, sizes, urgent
-        self._arenas = {name: Arena(device) for name, device in owner.gpus.items()}
-        self._slots = PinnedSlots(owner.real)
-        self._pool = torch.cuda.graph_pool_handle() if owner.real else None
+        self._resources, self._largest = resources, largest
+        self._sizes, self._high_priority = sizes, high_priority
+        self._arenas = {name: Arena(device) for name, device in resources.gpus.items()}
+        self._slots = PinnedSlots(resources.real)
+        self._pool = torch.cuda.graph_pool_handle() if resources.real else None
         # E4M3 becomes rows of bfloat16 before a prefill: once a sequence, not once a piece.
-        coded = any(part.dtype == torch.float8_e4m3fn for part in owner.caches.values())
-        whole = coded or expansion(owner.compiled().program) is not None
-        self._inputs = StepInputs(inputs, sampling, owner.gpus, None if whole else PIECE)
+        coded = any(part.dtype == torch.float8_e4m3fn for part in resources.caches.values())
+        whole = coded or expansion(largest) is not None
+        self._inputs = StepInputs(inputs, sampling, resources.gpus, None if whole else PIECE)
         self._results: dict[str, StepOutputs] = {}
         self.host_inputs = dict(inputs)
 
@@ -59,30 +62,30 @@ class StepMaker:
         Raises:
             PykernelsError: too little memory of a GPU.
         """
-        with self._owner.enough_memory():
+        with self._resources.enough_memory():
             return self._made(compiled)
 
     def _made(self, compiled: Compiled) -> CudaExecutable:
-        owner, program, decode = self._owner, compiled.program, compiled.decodes
+        resources, program, decode = self._resources, compiled.program, compiled.decodes
         T, R, expand_from = program.sizes["T"], program.sizes["R"], expansion(program)
         bucket = self._inputs.bucket(T, R, decode, expand_from, has_lanes(program))
         executable = CudaExecutable(
             compiled,
-            owner.weights,
+            resources.model.store,
             {
-                name: GpuMemory(device, *bucket.on[name], self._arenas[name], self._urgent)
-                for name, device in owner.gpus.items()
+                name: GpuMemory(device, *bucket.on[name], self._arenas[name], self._high_priority)
+                for name, device in self._resources.gpus.items()
             },
-            owner.pool,
-            owner.kernel,
+            resources.pool,
+            resources.kernel,
             self.host_inputs,
-            owner.caches,
+            resources.caches,
             self._sizes,
             self._slots,
             self._results_of(program),
         )
         executable.before = partial(self._send, bucket)
-        if owner.real:
+        if resources.real:
             # What is launched for expanded sequences depends on how many keys they have.
             self._warm(executable, bucket, captured=decode or (expand_from or NEVER) == NEVER)
         return executable
@@ -100,10 +103,8 @@ class StepMaker:
         }
 
     def _allocated(self, program: Program) -> dict[str, StepOutputs]:
-        owner = self._owner
-        largest = owner.compiled(tokens=owner.max_num_batched_tokens).program
         found: dict[str, StepOutputs] = {}
-        for gpu, device in owner.gpus.items():
+        for gpu, device in self._resources.gpus.items():
             own = [node for node in program.nodes if node.device == gpu]
             buffers = [
                 program.buffers[node.outputs[name]]
@@ -111,9 +112,11 @@ class StepMaker:
                 if node.op == "sample_requests"
                 for name in Sampled._fields
             ]
-            rows = owner.max_num_logits
-            shapes = {b.name: ((rows, *program.shape(b.name)[1:]), b.dtype) for b in buffers}
-            found[gpu] = StepOutputs(shapes, device, kept_bytes(largest, gpu))
+            rows = self._resources.sizes.logits
+            shapes: dict[str, Shape] = {
+                b.name: ((rows, *program.shape(b.name)[1:]), b.dtype) for b in buffers
+            }
+            found[gpu] = StepOutputs(shapes, device, kept_bytes(self._largest, gpu))
         return found
 
     def _warm(self, executable: CudaExecutable, bucket: Bucket, captured: bool) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ....program import Program
-from ....program.analysis import on_streams
-from ....program.ops import COPIES, OPS
-from ..launches.dense import Launch
+from ...program import Program
+from ...program.analysis import on_streams
+from ...program.ops import COPIES, OPS
+from .binders.dense import Launch
 
 _INTERPRETER = threading.Lock()
 
@@ -34,10 +34,10 @@ def in_turn(launch: Launch, device: torch.device) -> Launch:
 
 
 @functools.cache
-def _capturing(device: torch.device, urgent: bool) -> torch.cuda.Stream:
+def _capturing(device: torch.device, high_priority: bool) -> torch.cuda.Stream:
     """The stream on which a GPU's launches are captured: one, since graphs share memory only within
     a stream. torch's own belongs to the GPU that captured first. Launches keep its priority."""
-    return torch.cuda.Stream(device, priority=-1 if urgent else 0)
+    return torch.cuda.Stream(device, priority=-1 if high_priority else 0)
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def _copying(device: torch.device) -> torch.cuda.Stream:
 
 
 @dataclass(frozen=True)
-class Beside:
+class CopyStream:
     """Which launches of a program are in a stream of their own, by their numbers.
 
     Attributes:
@@ -60,40 +60,40 @@ class Beside:
     waits: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
-def beside(program: Program) -> Beside:
+def copy_stream(program: Program) -> CopyStream:
     """The nodes that only copy (``ops.COPIES``), and where they meet the others."""
     copies = frozenset(i for i, n in enumerate(program.nodes) if OPS[n.op].stream == COPIES)
     if not copies:
-        return Beside()
+        return CopyStream()
     direct = on_streams(program).direct
     waits = {
         i: tuple(j for j in before if (j in copies) != (i in copies))
         for i, before in enumerate(direct)
     }
-    return Beside(copies, {i: others for i, others in waits.items() if others})
+    return CopyStream(copies, {i: others for i, others in waits.items() if others})
 
 
-class Segment:
+class CapturedGraph:
     """Launches in order; once captured, a replay is one call.
 
     Args:
         device: "cuda:N"; launches on a "cpu" (Triton's interpreter) are never captured, and follow
             each other whatever their stream.
-        beside: those that run in a second stream.
-        urgent: whether its kernels go before those of other graphs, once captured.
+        copies: those that run in a second stream.
+        high_priority: whether its kernels go before those of other graphs, once captured.
     """
 
     def __init__(
         self,
         launches: Sequence[Launch],
         device: torch.device,
-        beside: Beside | None = None,
-        urgent: bool = False,
+        copies: CopyStream | None = None,
+        high_priority: bool = False,
     ) -> None:
         self.launches, self.device = tuple(launches), device
-        self._beside, self._urgent = beside or Beside(), urgent
+        self._copies, self._high_priority = copies or CopyStream(), high_priority
         self._second: torch.cuda.Stream | None = None
-        if self._beside.launches and device.type == "cuda":
+        if self._copies.launches and device.type == "cuda":
             self._second = _copying(device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -114,7 +114,9 @@ class Segment:
         if self.device.type != "cuda" or not self.launches:
             return
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=_capturing(self.device, self._urgent)):
+        with torch.cuda.graph(
+            graph, pool=pool, stream=_capturing(self.device, self._high_priority)
+        ):
             self._launch()
         self._graph = graph
 
@@ -122,11 +124,11 @@ class Segment:
         """From now on every launch is a call again."""
         self._graph = None
 
-    def first_stream(self) -> Segment:
+    def first_stream(self) -> CapturedGraph:
         """Without what runs in the second stream: what the others take alone can be measured."""
-        others = self._beside.launches
+        others = self._copies.launches
         own = [launch for i, launch in enumerate(self.launches) if i not in others]
-        return Segment(own, self.device)
+        return CapturedGraph(own, self.device)
 
     def _launch(self) -> None:
         second = self._second
@@ -136,10 +138,10 @@ class Segment:
             return
         first = torch.cuda.current_stream(self.device)
         second.wait_stream(first)  # a step begins when the one before has ended
-        ends = {j: torch.cuda.Event() for others in self._beside.waits.values() for j in others}
+        ends = {j: torch.cuda.Event() for others in self._copies.waits.values() for j in others}
         for i, launch in enumerate(self.launches):
-            stream = second if i in self._beside.launches else first
-            for j in self._beside.waits.get(i, ()):
+            stream = second if i in self._copies.launches else first
+            for j in self._copies.waits.get(i, ()):
                 stream.wait_event(ends[j])
             with torch.cuda.stream(second) if stream is second else nullcontext():
                 launch()

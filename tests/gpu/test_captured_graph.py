@@ -1,4 +1,4 @@
-"""The two streams of a segment, by streams and events that only keep book of what is done."""
+"""The two streams of a captured graph: streams and events here only keep book of what is done."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from model.llm import meta_decoder
-from runtime.devices.cuda.steps import segment
-from runtime.devices.cuda.steps.segment import Segment, beside
+from runtime.devices.cuda import graph
+from runtime.devices.cuda.graph import CapturedGraph, copy_stream
 from runtime.passes import stream_weights
 from runtime.passes.stream_weights import Ring
 from runtime.program.analysis import dependencies
@@ -63,12 +63,14 @@ def test_each_launch_begins_behind_those_that_share_its_buffers(
         found[i] = set(current[-1].done)
         current[-1].done.add(i)
 
-    monkeypatch.setattr(segment, "_copying", lambda device: second)
+    monkeypatch.setattr(graph, "_copying", lambda device: second)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: first)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", within)
     numbers = range(len(program.nodes))
-    Segment([partial(launch, i) for i in numbers], torch.device("cuda"), beside(program)).run()
+    CapturedGraph(
+        [partial(launch, i) for i in numbers], torch.device("cuda"), copy_stream(program)
+    ).run()
     for i, needed in enumerate(dependencies(program).direct):
         assert found[i].issuperset(needed), program.nodes[i].name
     assert first.done == set(numbers)

@@ -11,7 +11,7 @@ from ....planning.placement import CPU
 from ....program import Program
 from ....program.node import Node
 from ....program.weights import LayoutOf, WeightStore
-from ..memory.staged import Staged
+from .blocks import Staged
 
 
 def pin_staged(program: Program, store: WeightStore, layout_of: LayoutOf, pinned: Pinned) -> None:

@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import prod
 
 import torch
 
 from pykernels.gpu.common.stream_memory import wait_value, write_value
 from pykernels.gpu.handshake import MAX_ROWS, copy_rows
 
-from ....planning.placement import CPU
-from ....program import Program
-from ....program.node import Node
-from ...link import Link
-from ..memory.buffers import Memory
-from .segment import in_turn
+from ...planning.placement import CPU
+from ...program import Program
+from ...program.node import Node
+from ..link import Link
+from .graph import in_turn
+from .memory.blocks import Shape, block_bytes, view, views
+from .memory.buffers import Memory
 
 Launch = Callable[[], None]
 
@@ -76,16 +76,13 @@ def link(parts: Mapping[str, Program], pool: PinnedSlots) -> Link | None:
         for life in sorted(_lives(part), key=lambda life: life.first):
             names = dict.fromkeys((*life.node.reads, *life.node.writes))
             for name in shared.intersection(names).difference(buffers):  # in use to the end
-                slot = pool.take(name, 0, _nbytes(part, name))
-                buffers[name] = _view(slot, part, name)
+                shape = _shape(part, name)
+                buffers[name] = view(pool.take(name, 0, block_bytes({name: shape})), shape)
             own = [name for name in names if name not in shared]
             number = next((i for i, end in enumerate(ends) if end < life.first), len(ends))
             ends[number:] = [life.last, *ends[number + 1 :]]
-            start, sizes = 0, {name: _nbytes(part, name) for name in own}
-            slot = pool.take(device, number, sum(sizes.values()))
-            for name, nbytes in sizes.items():
-                buffers[name] = _view(slot[start:], part, name)
-                start += nbytes
+            shapes = {name: _shape(part, name) for name in own}
+            buffers |= views(pool.take(device, number, block_bytes(shapes)), shapes)
     return Link(parts, buffers, pool.pinned) if _channels(parts) else None
 
 
@@ -95,14 +92,8 @@ def _channels(parts: Mapping[str, Program]) -> Counter[str]:
     return Counter(name for node in submits for name in node.reads)
 
 
-def _view(slot: torch.Tensor, program: Program, name: str) -> torch.Tensor:
-    shape, dtype = program.shape(name), program.buffers[name].dtype
-    return slot[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
-
-
-def _nbytes(program: Program, name: str) -> int:
-    nbytes = prod(program.shape(name)) * program.buffers[name].dtype.itemsize
-    return -(-nbytes // 64) * 64
+def _shape(program: Program, name: str) -> Shape:
+    return program.shape(name), program.buffers[name].dtype
 
 
 def _lives(gpu: Program) -> list[_Life]:

@@ -1,4 +1,5 @@
-"""How rows are sampled, on the GPU: columns in the block of the step's inputs, tables beside it."""
+"""Sampling as launches, and how rows are sampled: columns in the block of the step's inputs, tables
+apart from it. Results go where the step's other results are, and stay there for the next step."""
 
 from __future__ import annotations
 
@@ -8,11 +9,21 @@ import numpy as np
 import torch
 
 from pykernels.gpu.common.stream_memory import supports as why_no_flags
+from pykernels.gpu.common.stream_memory import wait_value
+from pykernels.gpu.sampling import count_tokens, sample
+from pykernels.ref.sampling import Sampled
+from pykernels.ref.sampling.inputs import SamplingInputs
 
-from ....program.ops import SAMPLING
+from ....program.node import Node
+from ....program.ops import SAMPLING, SAMPLING_TABLES
 from ....program.step_inputs import sampling_dtype
-from ....runner.sampling import SamplingInputs
+from ....runner.sampling import SamplingInputs as Parameters
+from ..memory.blocks import Shape
+from ..memory.buffers import Memory
+from .dense import Launch
 
+ROWS = 64
+"""Rows that are sampled at once: scratch is twice as large as their logits."""
 _LONG = ("seed", "draws")
 _DTYPES = {
     name: torch.int64
@@ -23,12 +34,38 @@ _DTYPES = {
     for name in SAMPLING
 }
 """The dtypes of the columns on a GPU."""
-_WORDS = {name: dtype.itemsize // 4 for name, dtype in _DTYPES.items()}
-_NUMPY = {torch.int64: np.int64, torch.float32: np.float32, torch.int32: np.int32}
-
-
 MASKS_WRITTEN = "sampling.masks_written"
 """Among a GPU's inputs, the flag for which its sampler waits; missing where no stream can."""
+
+
+def sample_requests(m: Memory, node: Node) -> Launch:
+    """The same launches whatever the rows ask for: a row that has no penalties, biases or mask, or
+    is greedy, leaves out what it does not need. Masks may come while what is before this runs."""
+    logits = m.read(node, "logits")  # float32 [R, V]
+    inputs = SamplingInputs(
+        **{
+            "logprobs" if name == "num_logprobs" else name: m.read(node, name)
+            for name in (*SAMPLING, *SAMPLING_TABLES)
+        }
+    )
+    out = Sampled(*(m.written(node, name) for name in Sampled._fields))
+    seen, seen_row = inputs.seen, inputs.seen_row
+    assert seen is not None and seen_row is not None
+    parts = [
+        (logits[at], inputs.rows(at), Sampled(*(result[at] for result in out)))
+        for at in (slice(first, first + ROWS) for first in range(0, len(logits), ROWS))
+    ]
+
+    written = m.masks_written
+
+    def launch() -> None:
+        if written is not None:
+            wait_value(written.data_ptr(), 1)
+        for part in parts:
+            sample(*part)
+        count_tokens(out.tokens, seen_row, seen)
+
+    return launch
 
 
 def waits_for_masks(device: torch.device) -> bool:
@@ -37,35 +74,29 @@ def waits_for_masks(device: torch.device) -> bool:
 
 
 class SamplingColumns:
-    """The columns of up to R rows, in a block of words of 32 bits that is staged for each step.
+    """The columns of up to R rows, in a block that is staged for each step.
 
     Attributes:
-        shapes: by buffer, the words that the block must have.
+        shapes: by buffer, the columns [R].
     """
 
-    def __init__(self, sampling: SamplingInputs, R: int) -> None:
+    def __init__(self, sampling: Parameters, R: int) -> None:
         self._sampling, self._R, self._version = sampling, R, -1
-        self.shapes = {f"sampling.{name}": (R * words,) for name, words in _WORDS.items()}
-
-    def views(self, block: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The columns [R] in their dtypes, of the words in a block on the GPU."""
-        return {
-            f"sampling.{name}": block[f"sampling.{name}"].view(dtype)
-            for name, dtype in _DTYPES.items()
+        self.shapes: dict[str, Shape] = {
+            f"sampling.{name}": ((R,), dtype) for name, dtype in _DTYPES.items()
         }
 
     def stage(self, block: Mapping[str, np.ndarray], kept: bool = True) -> None:
         """Writes what has changed since the last step.
 
         Args:
-            block: int32 words on the host.
+            block: the columns on the host.
             kept: nothing else was written there since.
         """
         sampling = self._sampling
         changed = SAMPLING if not kept or self._version != sampling.version else ("draws",)
         for name in changed:
-            words = block[f"sampling.{name}"].view(_NUMPY[_DTYPES[name]])
-            words[:] = sampling.columns[name][: self._R]
+            block[f"sampling.{name}"][:] = sampling.columns[name][: self._R]
         self._version = sampling.version
 
 
@@ -78,7 +109,7 @@ class SamplingTables:
         tensors: by buffer.
     """
 
-    def __init__(self, sampling: SamplingInputs, device: torch.device) -> None:
+    def __init__(self, sampling: Parameters, device: torch.device) -> None:
         self._sampling, self._version = sampling, -1
         self.tensors = {
             f"sampling.{name}": torch.zeros_like(table, device=device)

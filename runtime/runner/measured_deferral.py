@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from ...passes.defer import fewest_deferred
-from ...passes.layers import moe_layers
-from ...program import Program
-from ...workers.busy import BusyTimes
-from ...workers.job import Job
+from ..passes.defer import fewest_deferred
+from ..passes.layers import moe_layers
+from ..program import Program
+from ..workers.busy import BusyTimes
+from ..workers.job import Job
 
 _STEPS = 8
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,51 +13,27 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.precompile import compiled_together
 
-from ....planning.compile import Compiled
-from ....planning.placement import CPU
-from ....program import Program
-from ....program.node import Node
-from ....program.ops import OPS
-from ....program.weights import WeightStore
-from ....workers.pool import WorkerPool
-from ....workers.worker_pool import InFlight
-from ...cpu.step import CpuExecutable
-from ...link import Launching, Link
-from ..launches import attention, dense, experts, latents, sampling, streamed
-from ..launches.dense import Launch
-from ..memory.buffers import Arena, Caches, Memory
-from ..memory.sequences import Sequences
+from ...planning.compile import Compiled
+from ...planning.placement import CPU
+from ...program import Program
+from ...program.node import Node
+from ...program.ops import OPS
+from ...program.weights import WeightStore
+from ...workers.pool import WorkerPool
+from ...workers.worker_pool import InFlight
+from ..cpu.step import CpuExecutable
+from ..link import Launching, Link
 from . import handshake
+from .binders import BINDERS
+from .binders.dense import Launch
+from .binders.sampling import MASKS_WRITTEN
+from .graph import CapturedGraph, copy_stream, in_turn
 from .handshake import PinnedSlots
-from .outputs import ProgramOutputs
-from .sampling_inputs import MASKS_WRITTEN
-from .segment import Segment, beside, in_turn
+from .memory.buffers import Arena, Caches, Memory, ProgramOutputs
+from .memory.metadata import Sequences
 
 COMPILERS = 16
 """Kernels that are compiled at a time."""
-
-BINDERS: dict[str, Callable[[Memory, Node], Launch]] = {
-    "embed": dense.embed,
-    "rms_norm": dense.rms_norm,
-    "linear": dense.linear,
-    "per_head_linear": latents.per_head,
-    "rope_table": attention.rope_table,
-    "mla_rope_cache_write": attention.mla_rope_cache_write,
-    "gqa_rope_cache_write": attention.gqa_rope_cache_write,
-    "attention": attention.attention,
-    "attention_expanded": latents.attention_expanded,
-    "router": experts.router,
-    "split_routing": experts.split_routing,
-    "place_routing": experts.place_routing,
-    "rank_experts": experts.rank_experts,
-    "load_experts": streamed.load_experts,
-    "unpack_experts": streamed.unpack_experts,
-    "load_weights": streamed.load_weights,
-    "moe_ffn": experts.moe_ffn,
-    "join_rows": dense.join_rows,
-    "sample_requests": sampling.sample_requests,
-}
-"""The ops of this device."""
 
 
 class GpuPart:
@@ -67,7 +43,7 @@ class GpuPart:
         memory: of the part.
         link: to the other parts, if there are any.
         last: what is launched behind it.
-        urgent: see ``Segment``.
+        high_priority: see ``CapturedGraph``.
 
     Raises:
         PykernelsError: an op that this device does not have.
@@ -78,13 +54,14 @@ class GpuPart:
         memory: Memory,
         link: Link | None,
         last: Sequence[Launch] = (),
-        urgent: bool = False,
+        high_priority: bool = False,
     ) -> None:
         self.memory, self.device, self._link = memory, memory.device, link
         self._ended = torch.cuda.Event() if self.device.type == "cuda" else None
         with self.current():
             launches = [self._bind(node) for node in memory.program.nodes]
-            self.graph = Segment([*launches, *last], self.device, beside(memory.program), urgent)
+            copies = copy_stream(memory.program)
+            self.graph = CapturedGraph([*launches, *last], self.device, copies, high_priority)
         self._thread: Launching | None = None
 
     def launch(self) -> None:
@@ -144,14 +121,14 @@ class GpuMemory:
     Attributes:
         inputs: by name, tensors of the step's inputs.
         sequences, arena: see ``Memory``.
-        urgent: see ``Segment``.
+        high_priority: see ``CapturedGraph``.
     """
 
     device: torch.device
     inputs: Mapping[str, torch.Tensor]
     sequences: Sequences
     arena: Arena
-    urgent: bool = False
+    high_priority: bool = False
 
 
 class CudaExecutable:
@@ -210,7 +187,7 @@ class CudaExecutable:
             own = parts[name], weights, on.device, inputs, caches, _within(program, found.tensors)
             memory = Memory(*own, on.sequences, on.arena, on.inputs.get(MASKS_WRITTEN))
             last = [found.receive] if found.host else []
-            self.gpus.append(GpuPart(memory, self._link, last, on.urgent))
+            self.gpus.append(GpuPart(memory, self._link, last, on.high_priority))
             self.outputs |= _within(program, found.host)
         self.memory = self.gpus[-1].memory
         self._in_flight: InFlight | None = None
@@ -281,7 +258,7 @@ class CudaExecutable:
         for part in self.gpus:
             part.graph.drop()
 
-    def without_copies(self) -> Segment:
+    def without_copies(self) -> CapturedGraph:
         """The launches of the only GPU without those that bring experts to it."""
         [part] = self.gpus
         return part.graph.first_stream()

@@ -10,11 +10,11 @@ import torch
 from pykernels.gpu.moe.from_tiles import ExpertTiles, copy_experts
 from pykernels.quant.split import Experts
 
-from ....machine.pinned import Pinned
-from ....planning.streaming import Streaming
-from ....program import Program
-from ....program.weights import WeightStore
-from ...cpu import weights as cpu
+from ...machine.pinned import Pinned
+from ...planning.streaming import Streaming
+from ...program import Program
+from ...program.weights import WeightStore
+from ..cpu import weights as cpu
 
 _LINK_BYTES = 64 << 20
 _ROUNDS = 3

@@ -1,10 +1,15 @@
-"""Routing and experts that are on the GPU, as launches."""
+"""Routing, experts that are on the GPU, and what crosses to it from main memory in each step, as
+launches: copies of weights and of experts, and the unpacking of these."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from pykernels.gpu.moe.experts import Experts
+from pykernels.gpu.moe.from_tiles import ExpertTiles, copy_experts, unpack_tiles
 from pykernels.gpu.moe.fused_moe import down, gate_up
 from pykernels.gpu.moe.fused_moe import moe_ffn as run_experts
 from pykernels.gpu.moe.permute import empty_order, sort_pairs
@@ -13,13 +18,16 @@ from pykernels.gpu.moe.rank_experts import rank_experts as rank
 from pykernels.gpu.moe.router import route
 from pykernels.gpu.moe.router import router as choose
 from pykernels.gpu.moe.split_routing import split_routing as split_by_weight
+from pykernels.gpu.moe.tiles.gather import gather_experts
+from pykernels.quant import PackedExperts
+from pykernels.quant.split import SplitExperts
 from pykernels.shapes import Routing
 
 from ....program.lanes import lane_name
 from ....program.node import Node
 from ..memory.buffers import Memory
+from ..memory.weights import experts_within
 from .dense import Launch, void
-from .streamed import experts_within
 
 
 def router(m: Memory, node: Node) -> Launch:
@@ -82,3 +90,71 @@ def _one_expert(m: Memory, x: torch.Tensor, experts: Experts, out: torch.Tensor)
 
     bf16 = out.dtype == torch.bfloat16
     return launch
+
+
+def load_experts(m: Memory, node: Node) -> Launch:
+    first, count = node.attr("first"), node.attr("count")
+    runs, held = list(_runs(first, count, node.attr("without"))), m.whole_weight(node, "experts")
+    slices = _slices(held, count, m.written(node, "out"))
+    order = m.optional(node, "order")
+
+    def launch() -> None:
+        for part in slices:
+            if order is not None:
+                gather_experts(part.packed, order, first, part.tiles)
+                continue
+            for run in runs:
+                copy_experts(part.packed, run, part.tiles, run.start - first)
+
+    return launch
+
+
+def _runs(first: int, count: int, without: tuple[int, ...]) -> Iterator[range]:
+    """``count`` numbers from ``first`` on without some, as runs of neighbours."""
+    start = first
+    for end in (*sorted(without), first + count):
+        if start < end:
+            yield range(start, end)
+        start = end + 1
+
+
+def load_weights(m: Memory, node: Node) -> Launch:
+    pairs = [(weight.memory, slot) for _, weight, slot in m.in_slot(node)]
+
+    def launch() -> None:
+        for memory, slot in pairs:
+            slot.copy_(memory, non_blocking=True)
+
+    return launch
+
+
+def unpack_experts(m: Memory, node: Node) -> Launch:
+    spec, first, count = m.program.weight(node, "experts"), node.attr("first"), node.attr("count")
+    slices = _slices(m.whole_weight(node, "experts"), count, m.read(node, "tiles"))
+    out = experts_within(spec, m.written(node, "out"))
+    slots = torch.arange(first, first + count, dtype=torch.int32, device=m.device)
+
+    def launch() -> None:
+        for part in slices:
+            unpack_tiles(part.tiles, out, slots, part.start)
+
+    return launch
+
+
+class _Slice(NamedTuple):
+    """Experts on one NUMA node, room for a few of them, and their first intermediate row."""
+
+    packed: PackedExperts
+    tiles: ExpertTiles
+    start: int
+
+
+def _slices(held: PackedExperts | SplitExperts, count: int, memory: torch.Tensor) -> list[_Slice]:
+    """One behind the other in ``memory``."""
+    starts = [rows.start for rows in held.rows] if isinstance(held, SplitExperts) else [0]
+    at, found = 0, list[_Slice]()
+    for start, packed in zip(starts, held.slices, strict=True):
+        sizes = packed.shape, packed.fmt, packed.down_fmt, count
+        found.append(_Slice(packed, ExpertTiles.within(memory[at:], *sizes), start))
+        at += ExpertTiles.bytes_needed(*sizes)
+    return found
