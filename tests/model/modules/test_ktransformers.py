@@ -12,10 +12,12 @@ import yaml
 import model
 from model.modules.inject import inject
 from model.modules.placement import place
+from model.opened import followed
 from model.rules import parse_rules, resolve_rules
 from pykernels.errors import PykernelsError
 
 from ..checks import Checkpoints
+from . import ktransformers_rules as shipped
 from .test_inject import meta
 
 LISTING = r"""
@@ -179,6 +181,21 @@ REFUSED = [
     ("attention.FlashInferMLA", {"generate_device": "cpu", "prefill_device": "cuda"}, "name one"),
     ("attention.Unheard", {}, "there is no operator 'operators.attention.Unheard'. Of KTrans"),
     ("models.KModel", {"per_layer_prefill_intput_threshold": 9}, "give --prefill stream"),
+    ("models.KModel", {"transfer_map": {"one": "cuda:1"}}, "Write numbers of layers and their dev"),
+    ("models.KModel", {"transfer_map": {1: "npu"}}, "no transfer_map 'npu'. Write cpu, cuda"),
+    ("attention.KDeepseekV2Attention", {"absorb_for_prefill": True}, "Write false: keys and val"),
+    ("linear.MarlinLinear", {"prefill_op": "KLinearQ8"}, "no prefill_op 'KLinearQ8'. Use KLinearT"),
+    ("linear.MarlinLinear", {"data_type": "Int4", "num_bits": 8}, "to be int4 and int8. Drop one"),
+    ("linear.MarlinLinear", {"generate_op": "KLinearFP8", "num_bits": 4}, "to be fp8 and int4"),
+    (
+        "linear.MarlinLinear",
+        {"generate_op": "KLinearCPUInfer", "generate_device": "cuda"},
+        "It is for the CPU, and the linear on cuda:0",
+    ),
+    ("experts.FusedMoE", {"prefill_device": "cuda:1", "out_device": "cuda"}, "Write cuda:0"),
+    ("RoPE.RotaryEmbedding", {"generate_device": "cpu", "prefill_device": "cuda"}, "name one"),
+    ("gate.KMoEGate", {"topk": 2}, "KMoEGate has no topk. It has generate_device, prefill_dev"),
+    ("gate.Unheard", {}, "there is no operator 'operators.gate.Unheard'"),
 ]
 
 
@@ -188,6 +205,68 @@ def test_what_has_no_counterpart_is_named(cls: str, kwargs: Any, message: str) -
     with pytest.raises(PykernelsError) as raised:
         resolve_rules([MOE | {"replace": replace}], "deepseek_v3")
     assert message in str(raised.value)
+
+
+def as_its_files_say(operator: str, kwargs: Any) -> list[dict[str, Any]]:
+    name = shipped.NAMES.get(operator.partition(".")[0], r"\.self_attn$")
+    path = operator if operator == "default" else f"ktransformers.operators.{operator}"
+    return [{"match": {"name": name}, "replace": {"class": path, "kwargs": kwargs}}]
+
+
+@pytest.mark.parametrize(("operator", "kwargs", "becomes"), shipped.ACCEPTED)
+def test_operators_of_its_files_become(operator: str, kwargs: Any, becomes: str) -> None:
+    said = []
+    for rule in resolve_rules(as_its_files_say(operator, kwargs), "deepseek_v3"):
+        what = rule.match.part if rule.check else rule.replace.kwargs.get("format", "placed")
+        said.append(f"{what} on {rule.replace.device}")
+    assert ", ".join(said) == becomes
+
+
+@pytest.mark.parametrize(("operator", "kwargs", "message"), shipped.REFUSED)
+def test_operators_of_its_files_are_refused(operator: str, kwargs: Any, message: str) -> None:
+    with pytest.raises(PykernelsError) as raised:
+        resolve_rules(as_its_files_say(operator, kwargs), "deepseek_v3")
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("operator", "kwargs", "part"),
+    [
+        ("RoPE.RotaryEmbedding", shipped.at("cuda:1"), "self_attn.rotary_emb"),
+        ("gate.KMoEGate", shipped.at("cuda:1"), "mlp.gate"),
+        ("layernorm.RMSNorm", shipped.at("cuda:1"), "norm"),
+        ("experts.KDeepseekV3MoE", shipped.at("cuda:1"), "mlp"),
+        ("experts.KTransformersExperts", shipped.experts("cuda:1"), "mlp.experts"),
+        ("mlp.kDeepseekV3MLP", shipped.at("cuda:1"), "mlp"),
+        ("models.KLlamaModel", shipped.at("cuda:1"), "model"),
+        ("models.KDeepseekV2Model", {"transfer_map": {1: "cuda:1"}}, "layers.1.self_attn"),
+    ],
+)
+def test_a_place_that_only_the_layer_has_is_checked(operator: str, kwargs: Any, part: str) -> None:
+    """The same rule, its layer on one GPU, then on the other."""
+    [rule] = as_its_files_say(operator, kwargs)
+    if not operator.startswith("experts.KT"):
+        del rule["match"]["name"]
+        rule["match"]["class"] = "ktransformers.models.modeling.OfItsOwn"
+    everything = {"match": {"name": "^$"}, "replace": {"device": "cuda:1"}}
+    lm = meta(**SIZES)
+    for rules in ([rule], [rule, everything]):
+        found = resolve_rules(rules, "deepseek_v3")
+        if len(rules) == 2:
+            followed(lm, found, "cuda:0,cuda:1")
+            continue
+        inject(lm, found)
+        with pytest.raises(
+            PykernelsError, match=rf"wants \S*{part} on cuda:1, .* on cuda:0\. Name"
+        ):
+            followed(lm, found, "cuda:0,cuda:1")
+
+
+def test_a_check_that_matches_nothing_is_an_error() -> None:
+    [rule] = as_its_files_say("gate.KMoEGate", shipped.at("cuda"))
+    rules = resolve_rules([rule], "llama")
+    with pytest.raises(PykernelsError, match="part 'router'.* matches no module"):
+        followed(meta("llama"), rules, "cuda:0")
 
 
 def test_flashinfers_mla_is_for_mla_alone() -> None:
