@@ -7,10 +7,10 @@ what it computes in (``dtype``) and what a packed weight knows by itself (``fmt`
 
 from .activation import silu_mul
 from .attention import gqa_decode, gqa_prefill, mla_decode, mla_prefill
-from .causal_conv1d import causal_conv1d
-from .delta_rule import delta_gates, gated_delta_rule
+from .delta_net.causal_conv1d import causal_conv1d
+from .delta_net.delta_rule import delta_gates, gated_delta_rule
+from .delta_net.gate import gated_rms_norm, sigmoid_mul
 from .embedding import embed
-from .gate import gated_rms_norm, sigmoid_mul
 from .kv_write import kv_write, mla_read, mla_write
 from .linear import linear, per_head_linear, quantize_fp8
 from .moe import combine, copy_rows, moe_ffn

@@ -132,7 +132,7 @@ def test_gates(dtype: torch.dtype, device: torch.device) -> None:
         torch.testing.assert_close(found.double(), wanted, rtol=3e-6, atol=1e-12)
 
 
-def test_a_zero_centred_norm_is_one_of_weights_that_are_one_larger(device: torch.device) -> None:
+def test_zero_centred_norms_are_norms_of_weight_plus_one(device: torch.device) -> None:
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
     x, norm = torch.randn(3, 48, device=device), Qwen3NextRMSNorm(48, eps=1e-5).to(device)

@@ -120,7 +120,7 @@ def test_gates_are_transformers() -> None:
         assert_rows(ops.sigmoid_mul(x, gate[..., :1]), x * torch.sigmoid(gate[..., :1]))
 
 
-def test_a_zero_centred_norm_is_one_of_weights_that_are_one_larger() -> None:
+def test_zero_centred_norms_are_norms_of_weight_plus_one() -> None:
     x, norm = torch.randn(3, 48), Qwen3NextRMSNorm(48, eps=1e-5)
     norm.weight.data = torch.randn(48).bfloat16().float()
     truth = norm(x).detach()

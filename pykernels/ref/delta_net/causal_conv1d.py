@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..shapes import StateBatch
+from ...shapes import StateBatch
 
 
 def sequences(batch: StateBatch) -> list[tuple[int, int, int, int]]:

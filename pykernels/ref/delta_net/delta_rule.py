@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..shapes import StateBatch
+from ...shapes import StateBatch
 from .causal_conv1d import sequences
 
 

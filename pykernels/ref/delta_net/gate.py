@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .norm import rms_norm
+from ..norm import rms_norm
 
 
 def gated_rms_norm(
