@@ -52,6 +52,8 @@ PRINTERS = ("model.cli.", "model.doctor.", "model.embedded.", "bench", "tests")
 
 MAX_LINES = 500
 MAX_TEST_NAME = 60
+MAX_PARAMETERS = 12
+"""Of a command; several options that belong together are one dataclass."""
 
 
 def violations(source: str, name: str, is_package: bool = False) -> list[str]:
@@ -78,6 +80,13 @@ def violations(source: str, name: str, is_package: bool = False) -> list[str]:
         if isinstance(node, ast.FunctionDef)
         and node.name.startswith("test_")
         and len(node.name) > MAX_TEST_NAME
+    ]
+    found += [
+        f"{name}:{node.lineno}: {node.name} has {count} parameters: make a dataclass of options"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(each, ast.Name) and each.id == "command" for each in node.decorator_list)
+        and (count := len(node.args.args) + len(node.args.kwonlyargs)) > MAX_PARAMETERS
     ]
     if (lines := len(source.splitlines())) >= MAX_LINES:
         found.append(f"{name}: {lines} lines: split it, one concept a file")

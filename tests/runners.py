@@ -10,10 +10,10 @@ from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.gpus import gpus_of
 from runtime.devices.ref.runner import RefRunner
 from runtime.experts.cache import CachePolicy
-from runtime.make import make_plan
+from runtime.make_runner import make_plan
+from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import largest_step
 from runtime.planning.lowerable import Pass
-from runtime.planning.options import PlanOptions
 from runtime.planning.placement import Placement
 from runtime.workers.pool import WorkerPool
 
@@ -33,8 +33,9 @@ def cpu_runner(
     sizes = largest_step(
         max_model_len, num_pages, max_num_batched_tokens, max_num_seqs, max_num_logits
     )
-    options = PlanOptions(deferred=deferred, kernel=kernel, passes=passes)
-    return CpuRunner(model, make_plan(model, "cpu", max_model_len, sizes, options), pool)
+    config = ExecutionConfig(kernel=kernel, defer=deferred)
+    plan = make_plan(config, model, max_model_len, sizes, passes=passes)
+    return CpuRunner(model, plan, pool)
 
 
 def ref_runner(
@@ -55,11 +56,10 @@ def ref_runner(
     sizes = largest_step(
         max_model_len, num_pages, max_num_batched_tokens, max_num_seqs, max_num_logits
     )
-    placement = Placement("ref", "ref", slots=slots or {})
-    options = PlanOptions(
-        "auto", deferred, dual_batch, prefill, placement, policy, "auto", tuple(passes)
-    )
-    return RefRunner(model, make_plan(model, "ref", max_model_len, sizes, options), pool)
+    config = ExecutionConfig("ref", defer=deferred, dual_batch=dual_batch, prefill=prefill)
+    placement = Placement(slots=slots or {})
+    plan = make_plan(config, model, max_model_len, sizes, placement, passes)
+    return RefRunner(model, replace(plan, policy=policy), pool)
 
 
 @dataclass(frozen=True)
@@ -109,15 +109,13 @@ def cuda_runner(
         slots=options.slots or {},
         staged=options.staged,
     )
-    asked = PlanOptions(
-        options.experts,
-        options.deferred,
-        options.dual_batch,
-        options.prefill,
-        placement,
-        options.policy,
-        kernel,
-        tuple(passes),
+    config = ExecutionConfig(
+        "cuda:0",
+        experts=options.experts,
+        defer="auto" if options.deferred is None else options.deferred,
+        dual_batch=options.dual_batch,
+        prefill=options.prefill,
+        kernel=kernel,
     )
-    plan = plan_on_gpus(model, machine, max_model_len, sizes, asked)
-    return CudaRunner(model, plan, device, pool)
+    plan = plan_on_gpus(config, model, machine, max_model_len, sizes, placement, passes)
+    return CudaRunner(model, replace(plan, policy=options.policy), device, pool)

@@ -136,6 +136,12 @@ CAUGHT = [
     ("pykernels.sorcery", "x = 1", "unknown part 'sorcery'", "a module without a rank"),
     ("runtime.workers.pool", "def f():\n    print('hello')", "print in a library", "print"),
     ("runtime.workers.pool", "x = 1\n" * 500, "500 lines", "a long file"),
+    (
+        "model.cli.chat",
+        f"@command\ndef chat({', '.join(f'a{i}' for i in range(13))}): ...",
+        "13 parameters",
+        "a command of many options",
+    ),
 ]
 
 

@@ -19,6 +19,7 @@ from model.architectures.named import ARCHS
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from pykernels.target import Target
+from runtime.planning.config import ExecutionConfig
 
 from .stages import stages
 
@@ -77,7 +78,8 @@ class AblationRun:
         self._machine, self._start = describe_machine(self.target, s.device), time.monotonic()
         self.step("weights", 0, s.rounds)
         shape = Shape(s.arch, s.layers, s.experts, s.vocab)
-        ours = Ours.random(shape, s.fmt, s.threads, s.kernel)
+        execution = ExecutionConfig(threads=s.threads, kernel=s.kernel)
+        ours = Ours.random(shape, s.fmt, execution)
         try:
             for batch in s.batches:
                 found = self._case(ours, shape, Case("decode", s.tokens, batch, s.context))

@@ -10,10 +10,10 @@ import torch
 from bench.e2e.ours import Ours
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.cpu.step import CpuExecutable
-from runtime.make import make_plan, make_runner
+from runtime.make_runner import make_plan
 from runtime.planning.compile import Compiled
-from runtime.planning.execution import ExecutionPlan, largest_step
-from runtime.planning.options import PlanOptions
+from runtime.planning.config import ExecutionConfig
+from runtime.planning.execution import largest_step
 from runtime.planning.placement import CPU
 from runtime.profiling.engine_speed import EngineTimer, Load
 from runtime.runner.batch import StepBatch
@@ -130,7 +130,9 @@ class _Calls(CpuExecutable):
 
 def _on_cpu(runner: type[CpuRunner], kernel: str) -> Callable[[Ours, Load], EngineTimer]:
     def make(ours: Ours, load: Load) -> EngineTimer:
-        plan = _plan(ours, load, CPU, PlanOptions(kernel=kernel))
+        positions, pages = load.positions(STEP_TOKENS), load.pages(STEP_TOKENS)
+        sizes = largest_step(positions, pages, STEP_TOKENS, load.batch)
+        plan = make_plan(ExecutionConfig(kernel=kernel), ours.decoder, positions, sizes)
         return _timer(runner(ours.decoder, plan, ours.pool))
 
     return make
@@ -143,24 +145,24 @@ def _on_gpu(
     defer: bool = False,
     dual_batch: bool = False,
 ) -> Callable[[Ours, Load], EngineTimer]:
+    execution = ExecutionConfig(
+        device=device,
+        experts="cpu",
+        prefill="cpu",
+        kernel=kernel,
+        defer="auto" if defer else "off",
+        dual_batch=dual_batch,
+    )
+
     def make(ours: Ours, load: Load) -> EngineTimer:
-        deferred = None if defer else 0
-        options = PlanOptions("cpu", deferred, dual_batch, kernel=kernel)
-        plan = _plan(ours, load, device, options)
-        runner = make_runner(ours.decoder, plan, device, ours.pool)
-        timer = _timer(runner)
+        timer = ours.timer(load, execution, STEP_TOKENS)
+        runner = timer.runner
         if not graph:
             for step in {id(step): step for step in (*runner.steps, *runner.decode_steps)}.values():
                 step.drop_graph()  # type: ignore[attr-defined]
         return timer
 
     return make
-
-
-def _plan(ours: Ours, load: Load, device: str, options: PlanOptions) -> ExecutionPlan:
-    positions, pages = load.positions(STEP_TOKENS), load.pages(STEP_TOKENS)
-    sizes = largest_step(positions, pages, STEP_TOKENS, load.batch)
-    return make_plan(ours.decoder, device, positions, sizes, options)
 
 
 def _timer(runner: PagedRunner) -> EngineTimer:

@@ -12,7 +12,7 @@ import typer
 
 from pykernels import __version__
 
-from ..standard_streams import settle_standard_streams
+from ..startup.standard_streams import settle_standard_streams
 from . import calibrate, chat, convert, doctor, evaluate, generate, inspect, profile, upcycle
 from .http import serve
 from .shared.common import Debug, State, out

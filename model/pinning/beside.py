@@ -48,9 +48,8 @@ def place_beside(
         sizes: of the largest step.
         experts: "auto", "cpu" or "gpu"; "auto" with a number or a profile is "cpu".
         placed, by_layer: as ``placement.place``.
-        cache: slots of each layer, "auto": as many as fit, or 0; ``prefill``: of ``EngineConfig``,
-            which takes room too.
-        dense: ``EngineConfig.dense_gib``.
+        cache: slots of each layer, "auto": as many as fit, or 0.
+        prefill, dense: of ``ExecutionConfig``; both take room.
 
     Raises:
         PykernelsError: as ``experts_beside``; some experts, or slots for them, beside all of them;

@@ -12,8 +12,8 @@ import socket
 import sys
 from pathlib import Path
 
-from ..lean_import import import_transformers
-from ..standard_streams import settle_standard_streams
+from ..startup.lean_import import import_transformers
+from ..startup.standard_streams import settle_standard_streams
 from .backend.channel import Channel
 
 _NO_ENGINE = 1

@@ -10,7 +10,9 @@ from .moe.call import MoECall, MoEWorkspace
 from .moe.kernel import make_kernel, make_routines
 from .moe.plan import MoEPlan, plan
 from .ops.attention import gqa_decode, gqa_prefill, mla_decode
+from .ops.delta_net import causal_conv1d, gated_delta_rule
 from .ops.embedding import embed
+from .ops.gate import delta_gates, gated_rms_norm, sigmoid_mul
 from .ops.linear import linear
 from .ops.moe import moe_ffn, run_serially
 from .ops.norm import rms_norm
@@ -23,7 +25,11 @@ __all__ = [
     "MoECall",
     "MoEPlan",
     "MoEWorkspace",
+    "causal_conv1d",
+    "delta_gates",
     "embed",
+    "gated_delta_rule",
+    "gated_rms_norm",
     "gqa_decode",
     "gqa_prefill",
     "gqa_rope_cache_write",
@@ -43,4 +49,5 @@ __all__ = [
     "run_serially",
     "sample",
     "sample_requests",
+    "sigmoid_mul",
 ]

@@ -22,7 +22,8 @@ import torch
 
 from pykernels.errors import PykernelsError
 
-from ..program import Node, Program
+from ..program import Node
+from ..program.ops import OPS
 
 PAGE = 64
 KV_DTYPES = ("bf16", "fp8")
@@ -113,8 +114,9 @@ def check_kv_dtype(kv_dtype: str) -> None:
         raise PykernelsError(f"a KV cache in {kv_dtype!r}", f"Give {' or '.join(KV_DTYPES)}")
 
 
-def cache_inputs(program: Program, node: Node) -> dict[str, str]:
-    """The buffers of the cache that a node reads, by the names of their parts."""
-    return {
-        part: name for part, name in node.inputs.items() if program.buffers[name].kind == "cache"
-    }
+def cache_inputs(node: Node) -> dict[str, str]:
+    """The buffers of a layer's cache, or in its pages, that a node reads or writes: by its ports,
+    which are the names of the parts."""
+    row, buffers = OPS[node.op], {**node.outputs, **node.inputs}
+    ports = {**row.outputs, **row.inputs}
+    return {part: buffers[part] for part, port in ports.items() if port.paged and part in buffers}

@@ -37,6 +37,8 @@ NOT_AFTER: dict[str, tuple[str, ...]] = {
     "split_experts": ("defer", "dual_batch"),
     # A deferred expert would cross a second time; a slice on a NUMA node is no expert.
     "stream_weights": ("defer", "dual_batch", "split_over_nodes"),
+    # A rank has experts of its own, wherever they lie then.
+    "shard": ("gpu_experts", "expert_cache", "split_experts", "stream_weights"),
     # Experts are streamed for prompts, whose steps have no lanes.
     "dual_batch": ("stream_weights", "split_experts"),
 }

@@ -6,7 +6,7 @@ once, into one of a few slots that the layers take in turns:
     load 0, load 1, (layer 0), load 2, (layer 1), load 3, ..
 
 A load waits until the layer that had its slot before is computed, and for nothing else: it runs in
-a stream of its own (``Op.stream``) beside the layers in front. That order is the ordinary one of
+a stream of its own (``Node.stream``) beside the layers in front. That order is the ordinary one of
 nodes that share a buffer. Layers whose weights stay on the GPU give it time, so those that cross
 are best spread over the model.
 """

@@ -8,7 +8,7 @@ will say, and the load need not wait for it. They come in pieces:
 
 A piece lies in one of R buffers that pieces take in turns, until ``unpack_experts`` has brought it
 into the layout that the GPU's kernels read; so a load waits for the unpacking of R pieces before,
-and for nothing else: it runs in a stream of its own (``Op.stream``) beside the attention and the
+and for nothing else: it runs in a stream of its own (``Node.stream``) beside the attention and the
 experts of the layers in front. That order is the ordinary one of nodes that share a buffer.
 """
 

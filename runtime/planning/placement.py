@@ -19,9 +19,8 @@ from ..passes.gpu_experts import gpu_experts
 from ..program import Program
 from ..program.node import Node
 from ..program.weight_spec import WeightSpec
+from .config import EXPERTS
 
-EXPERTS = ("auto", "cpu", "gpu")
-"""Where routed experts may be beside a GPU; "auto": there if all fit, else on the CPU."""
 CPU = "cpu"
 _NONE: Mapping[str, int] = MappingProxyType({})
 

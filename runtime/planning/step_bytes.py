@@ -96,14 +96,16 @@ def cache_bytes(program: Program, context: int) -> int:
     """Keys, values and states that one token reads at a context of so many."""
     total = 0
     for node in program.nodes:
-        parts = [program.buffers[name] for name in cache_inputs(program, node).values()]
         if node.op == "attention":
             keys, leading = min(context, node.attr("window") or context), 2  # pages, tokens
+            names = list(cache_inputs(node).values())
         elif STATE_SLOTS in node.inputs:
             keys, leading = 1, 1  # slots
+            names = [name for name in node.reads if program.buffers[name].kind == "cache"]
         else:
             continue
         total += keys * sum(
-            math.prod(program.shape(part.name)[leading:]) * part.dtype.itemsize for part in parts
+            math.prod(program.shape(name)[leading:]) * program.buffers[name].dtype.itemsize
+            for name in names
         )
     return total

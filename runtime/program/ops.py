@@ -12,93 +12,17 @@ An op that updates a buffer in place has it under one name in its inputs and its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 from pykernels.ref.sampling import MAX_LOGPROBS
 
-_INDEX = frozenset({torch.int32, torch.int64})
-DTYPES: Mapping[str, frozenset[torch.dtype] | None] = {
-    "activation": frozenset({torch.float32, torch.bfloat16, torch.float16}),
-    "float32": frozenset({torch.float32}),
-    "index": _INDEX,
-    "int32": frozenset({torch.int32}),
-    "bytes": frozenset({torch.uint8}),
-    "kv": frozenset({torch.float32, torch.bfloat16, torch.float8_e4m3fn}),
-    "any": None,
-}
-"""Classes of dtype. "activation": a device chooses its precision; "float32": kept in float32 on
-every device (the residual stream, logits, routing, scales); "index": token ids, positions, slots;
-"int32": tables of token ids, counts or bits; "bytes": weights in a layout of the device's; "kv": as
-``kv_cache.layout`` says."""
-
-ROLES = ("", "attention", "router", "routed", "cached", "deferred", "shared", "dense", "load")
-"""What a node does in its layer: "router" from the gate to the choice of experts, "routed" the
-experts that are chosen, "cached" those of them that another device has in slots, "deferred" those
-whose sum joins a layer later, "shared" the experts that every token passes, "dense" the MLP of a
-layer without experts, "load" what brings experts to the device."""
+from .collective_ops import COLLECTIVES
+from .op import Attr, Op, Port
 
 COPIES = "copies"
 """The stream of nodes that only move bytes to a device, which it does beside all other nodes."""
-
-
-@dataclass(frozen=True)
-class Port:
-    """An input, an output or a weight.
-
-    Attributes:
-        kind: of dtype, a key of ``DTYPES``; "" of weights, whose formats the devices know.
-        dims: None: any.
-        repeated: any number of them, called ``name0``, ``name1`` and so on.
-    """
-
-    kind: str
-    dims: tuple[str, ...] | None
-    optional: bool = False
-    repeated: bool = False
-
-
-class _Required:
-    def __repr__(self) -> str:
-        return "required"
-
-
-REQUIRED = _Required()
-
-
-@dataclass(frozen=True)
-class Attr:
-    """A constant of a node. An int's name is a dimension, too."""
-
-    kind: type
-    default: Any = REQUIRED
-
-
-Rule = Callable[[Mapping[str, Any]], str | None]
-"""(attributes, dimensions, inputs and outputs of a node, by name) -> what is wrong with it."""
-
-
-@dataclass(frozen=True)
-class Op:
-    """A row of the table.
-
-    Attributes:
-        rule: what dimensions do not say.
-        asynchronous: a peer goes on reading what it reads when the node itself is over.
-        stream: a device that runs nodes one after the other does so in each stream by itself; what
-            shares a buffer is ordered across streams.
-    """
-
-    inputs: Mapping[str, Port]
-    outputs: Mapping[str, Port]
-    weights: Mapping[str, Port] = field(default_factory=dict)
-    attrs: Mapping[str, Attr] = field(default_factory=dict)
-    rule: Rule = lambda node: None
-    asynchronous: bool = False
-    stream: str = ""
 
 
 def _activation(*dims: str, optional: bool = False, repeated: bool = False) -> Port:
@@ -126,20 +50,24 @@ _STAGED = {"staged": Port("bytes", ("slot_bytes",), True)}
 
 
 def _kv(*dims: str, optional: bool = False) -> Port:
-    return Port("kv", dims, optional)
+    return Port("kv", ("pages", "page", *dims), optional, paged=True)
+
+
+def _scale(*dims: str) -> Port:
+    return Port("float32", ("pages", "page", *dims), True, paged=True)
 
 
 _LATENT = {
     # bfloat16 [.., L + R] in one, or E4M3 with the rotated part and the scales apart
-    "latent": _kv("pages", "page", ">L"),
-    "rope": _kv("pages", "page", "2*half", optional=True),
-    "latent_scale": _float32("pages", "page", optional=True),
+    "latent": _kv(">L"),
+    "rope": _kv("2*half", optional=True),
+    "latent_scale": _scale(),
 }
 _GROUPED = {
-    "k": _kv("pages", "page", "kv_heads", "D"),
-    "v": _kv("pages", "page", "kv_heads", "D"),
-    "k_scale": _float32("pages", "page", "kv_heads", optional=True),
-    "v_scale": _float32("pages", "page", "kv_heads", optional=True),
+    "k": _kv("kv_heads", "D"),
+    "v": _kv("kv_heads", "D"),
+    "k_scale": _scale("kv_heads"),
+    "v_scale": _scale("kv_heads"),
 }
 _RAGGED = {
     "positions": _index("T"),
@@ -177,6 +105,19 @@ _SAMPLING_TABLES = {
     "bias": _float32("biases"),
     "mask": Port("int32", ("mask_rows", "words")),  # token v: bit v % 32 of word v / 32
 }
+
+
+def _optional(ports: Mapping[str, Port]) -> dict[str, Port]:
+    return {name: replace(port, optional=True) for name, port in ports.items()}
+
+
+_ANY_CACHE = _optional(
+    {name: replace(port, dims=None) for name, port in {**_GROUPED, **_LATENT}.items()}
+)
+_HEADS = {"heads": Attr(int), "kv_heads": Attr(int), "dk": Attr(int), "dv": Attr(int)}
+# The result for some of the keys, and the logarithm of the sum of their exponentials; where both
+# are inputs, those keys join the ones before.
+_PARTIAL = {"out": _activation("T", "heads*dv"), "lse": _float32("T", "heads")}
 
 
 def _rms_norm_rule(node: Mapping[str, Any]) -> str | None:
@@ -280,14 +221,15 @@ OPS: dict[str, Op] = {
         attrs={"scale": Attr(float, 1.0)},
     ),
     # Norm of the latent, rope of it and of the queries, and the latent into its cache slots. The
-    # queries go to numbers L .. of each head of `rotated`.
+    # queries go to numbers L .. of each head of `rotated`. A cache that is no input is new memory,
+    # of which nothing but these slots is read.
     "mla_rope_cache_write": Op(
         inputs={
             "q": _activation("T", ">heads*nope + 2*heads*half"),
             "kv": _activation("T", ">kv_start + L + 2*half"),
             "angles": _float32("T", "2", "half"),
             "slot_mapping": _index("T"),
-            **_LATENT,
+            **_optional(_LATENT),
         },
         outputs={"rotated": _activation("T", "heads*L + 2*heads*half"), **_LATENT},
         weights={"kv_norm": _weight("L")},
@@ -306,7 +248,7 @@ OPS: dict[str, Op] = {
             "qkv": _activation("T", ">v_start + kv_heads*D"),
             "angles": _float32("T", "2", "half"),
             "slot_mapping": _index("T"),
-            **_GROUPED,
+            **_optional(_GROUPED),
         },
         outputs={"rotated": _activation("T", "heads*D"), **_GROUPED},
         weights={"q_norm": _weight(optional=True), "k_norm": _weight(optional=True)},
@@ -324,22 +266,60 @@ OPS: dict[str, Op] = {
         inputs={
             "q": _activation("T", "heads*dk"),
             **_RAGGED,
-            **{name: Port(port.kind, None, True) for name, port in {**_GROUPED, **_LATENT}.items()},
+            **_ANY_CACHE,
         },
         outputs={"out": _activation("T", "heads*dv")},
         weights={"sinks": _weight("heads", optional=True)},
         attrs={
-            "heads": Attr(int),
-            "kv_heads": Attr(int),
-            "dk": Attr(int),
-            "dv": Attr(int),
+            **_HEADS,
             "scale": Attr(float),
             "window": Attr(int, 0),
             "expand_from": Attr(int, 0),
         },
         rule=_attention_rule,
     ),
-    # Latent attention of the sequences that the one above leaves out, with the keys and values of
+    # The same over the keys of a step's tokens, which lie one behind the other in pages, those of
+    # this rank or of another one; -1 is no sequence.
+    "attention_block": Op(
+        inputs={
+            "q": _activation("T", "heads*dk"),
+            "positions": _index("T"),
+            "sequences": _index("T"),
+            "key_positions": _index("keys"),
+            "key_sequences": _index("keys"),
+            **_ANY_CACHE,
+            **_optional(_PARTIAL),
+        },
+        outputs=_PARTIAL,
+        attrs={**_HEADS, "scale": Attr(float), "window": Attr(int, 0)},
+        rule=_attention_rule,
+    ),
+    # The same over the keys that a sequence has had before the step, of which each token says how
+    # many there are.
+    "attention_prefix": Op(
+        inputs={
+            "q": _activation("T", "heads*dk"),
+            "positions": _index("T"),
+            "sequences": _index("T"),
+            "prefix_lengths": _index("T"),
+            "page_table": _RAGGED["page_table"],
+            **_ANY_CACHE,
+        },
+        outputs=_PARTIAL,
+        weights={"sinks": _weight("heads", optional=True)},
+        attrs={**_HEADS, "scale": Attr(float), "window": Attr(int, 0)},
+        rule=_attention_rule,
+    ),
+    # Rows of a step's tokens, as they lie one behind the other in pages, to their cache slots.
+    "cache_write": Op(
+        inputs={
+            "rows": Port("kv", None, repeated=True),
+            "cache": Port("kv", None, repeated=True),
+            "slot_mapping": _index("T"),
+        },
+        outputs={"cache": Port("kv", None, repeated=True)},
+    ),
+    # Latent attention of the sequences that `attention` leaves out, with the keys and values of
     # each head expanded.
     "attention_expanded": Op(
         inputs={
@@ -348,7 +328,7 @@ OPS: dict[str, Op] = {
             "out": _activation("T", "heads*dv"),
             **_RAGGED,
             "latent": _LATENT["latent"],
-            "rope": Port("kv", ("pages", "page", "R"), True),
+            "rope": _kv("R", optional=True),
             "latent_scale": _LATENT["latent_scale"],
             **_STAGED,
         },
@@ -482,6 +462,7 @@ OPS: dict[str, Op] = {
         attrs={"channel": Attr(int), "source": Attr(str), "since": Attr(str, "")},
         asynchronous=True,
     ),
+    **COLLECTIVES,
 }
 """By name. An op means the same function in ``pykernels.ref`` and on every device."""
 

@@ -22,6 +22,7 @@ from pykernels.quant.split import SplitExperts
 from ..machine.nodes import ONE_NODE, MemoryNodes
 from .node import Node
 from .program import Program
+from .weight_shard import matrix_shards, tensor_shard
 from .weight_spec import Part, WeightSpec
 
 Packed = PackedMatrix | PackedHeads | PackedExperts | SplitExperts
@@ -118,12 +119,16 @@ class WeightStore:
 
     def tensor(self, spec: WeightSpec) -> torch.Tensor:
         """A tensor, float32 and contiguous, on the CPU."""
+        if spec.shard is not None:
+            return tensor_shard(spec, self.tensor(spec.shard.whole))
         given = self._given.get(spec.name)
         value = given if isinstance(given, torch.Tensor) else self._reader(spec).tensor(spec)
         return value.detach().float().contiguous()
 
     def matrices(self, spec: WeightSpec) -> Iterator[Weight]:
         """The parts of a matrix, or the matrices of all heads, in the spec's format."""
+        if spec.shard is not None:
+            return matrix_shards(spec, self.matrices(spec.shard.whole))
         given = self._given.get(spec.name)
         if isinstance(given, torch.Tensor):
             return iter([Weight(given)])
@@ -140,6 +145,8 @@ class WeightStore:
 
     def ready(self, spec: WeightSpec, layout: str) -> Ready | None:
         """The weight in one of the CPU's layouts, where it exists so already."""
+        if spec.shard is not None:
+            return None
         given = self._given.get(spec.name)
         if given is not None:
             return given if isinstance(given, torch.Tensor) == (layout == "rows") else None

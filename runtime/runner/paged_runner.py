@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple, Protocol
 
@@ -112,8 +113,6 @@ class PagedRunner(ABC):
     decode_queries = 1
     """Tokens of a sequence that programs of decode steps take; steps in which any has more run
     those of prompts."""
-    last_step: LastStep | None = None
-    """The step that ended last."""
 
     def __init__(self, model: Lowerable, plan: ExecutionPlan) -> None:
         self.check_states(model)
@@ -123,6 +122,7 @@ class PagedRunner(ABC):
         self.max_num_batched_tokens, self.max_num_seqs = sizes.tokens, sizes.sequences
         self.max_num_logits, self.num_pages = sizes.logits, sizes.pages
         self.state_slots = sizes.state_slots if model.states else 0
+        self.last_steps: deque[LastStep] = deque(maxlen=1)  # shared with who runs beside
         self.steps: list[Executable] = []
         self.decode_steps: list[Executable] = []
         self.sizes = torch.zeros(len(STEP_SIZES), dtype=torch.int64, device="cpu")
@@ -144,6 +144,11 @@ class PagedRunner(ABC):
                 " yet",
                 'Use device="cpu"',
             )
+
+    @property
+    def last_step(self) -> LastStep | None:
+        """The step that ended last."""
+        return self.last_steps[-1] if self.last_steps else None
 
     @property
     def why_no_drafts(self) -> str:
@@ -350,7 +355,8 @@ class PagedRunner(ABC):
         self._running = False
         self._executable.result()
         own = self._batch
-        self.last_step = LastStep(own.T, own.S, own.D == own.S, self._executable.program)
+        last = LastStep(own.T, own.S, own.D == own.S, self._executable.program)
+        self.last_steps.append(last)
         if self.slots is not None:
             self.slots.ended(self._executable, self.sizes.tolist(), own.D == own.S)
         return self._results[id(self._executable)]
@@ -364,7 +370,8 @@ class PagedRunner(ABC):
             raise PykernelsError(
                 f"a step of {T} tokens of {S} sequences, {R} rows of logits", "Make a larger runner"
             )
-        self.sizes[:] = torch.tensor((T, S, R, *lane_tokens(T)), dtype=torch.int64, device="cpu")
+        sizes = T, S, R, *lane_tokens(T)
+        self.sizes[: len(sizes)] = torch.tensor(sizes, dtype=torch.int64, device="cpu")
         counts = self._query_lengths[:S]
         counts[:] = batch.num_scheduled
         self._sequences[:T] = np.repeat(batch.page_table_rows[:S], counts)

@@ -15,10 +15,10 @@ from pykernels.errors import PykernelsError
 from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.ref.step import RefExecutable
 from runtime.engine import Engine, SamplingParams
-from runtime.engine.scheduling.config import EngineConfig
 from runtime.passes import defer, dual_batch, offload, skip
 from runtime.passes.on_ref import on_ref
 from runtime.planning.compile import Compiled
+from runtime.planning.config import ExecutionConfig
 from runtime.planning.lowerable import Pass
 from runtime.program import Node
 from runtime.program.sizes import StepSizes
@@ -144,6 +144,6 @@ def test_what_has_no_lanes(llm: model.LLM) -> None:
     with pytest.raises(PykernelsError, match="Apply it once"):
         dual_batch(two)
     with pytest.raises(PykernelsError, match="dual_batch='both'"):
-        EngineConfig(dual_batch="both")
-    with pytest.raises(PykernelsError, match="dual_batch without a GPU"):
+        ExecutionConfig(dual_batch="both")
+    with pytest.raises(PykernelsError, match="dual_batch=True without a GPU"):
         model.load_engine(model.EMBEDDED, dual_batch=True)

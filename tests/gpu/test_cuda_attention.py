@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.devices.cuda.memory.buffers import Arena
-from runtime.devices.cuda.runner import part_latents
-from runtime.devices.cuda.steps.executable import CudaExecutable, GpuMemory
-from runtime.devices.cuda.steps.handshake import PinnedSlots
-from runtime.devices.cuda.steps.inputs import StepInputs
-from runtime.devices.cuda.steps.maker import expansion
-from runtime.devices.cuda.steps.outputs import StepOutputs
+from runtime.devices.cuda.executable import CudaExecutable, GpuMemory
+from runtime.devices.cuda.handshake import PinnedSlots
+from runtime.devices.cuda.inputs import StepInputs
+from runtime.devices.cuda.memory.buffers import Arena, StepOutputs, part_latents
+from runtime.devices.cuda.step_maker import expansion
 from runtime.devices.ref.step import RefExecutable
 from runtime.kv_cache.layout import PAGE, CacheSpec
 from runtime.passes.on_ref import on_ref
@@ -191,7 +189,7 @@ def test_grouped_queries(
 def test_latents(
     kv_dtype: str, pool: WorkerPool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from runtime.devices.cuda.launches import latents
+    from runtime.devices.cuda.binders import latents
 
     # One head's keys and values at a time, as where a context is long.
     monkeypatch.setattr(latents, "EXPANDED_BYTES", 1)

@@ -13,8 +13,9 @@ from model.opened import open_weights
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.layouts import machine_of
 from runtime.devices.gpus import gpus_of
-from runtime.engine import Engine, EngineConfig, SamplingParams
+from runtime.engine import Engine, SamplingParams
 from runtime.passes import keep_routing, stream_dense
+from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import ExecutionPlan
 from runtime.planning.gpu.dense import crossing_layers, staged_weights
 from runtime.planning.gpu.plan import place_on
@@ -100,4 +101,4 @@ def test_a_budget_is_kept(tmp_path: Path) -> None:
     with pytest.raises(PykernelsError, match="Apply it once"):
         stream_dense(once, some)
     with pytest.raises(PykernelsError, match="dense_gib='much'"):
-        EngineConfig(dense_gib="much")
+        ExecutionConfig(dense_gib="much")

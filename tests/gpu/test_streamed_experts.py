@@ -12,11 +12,11 @@ import torch
 
 from bench.prefill.run import crossing
 from model.checkpoint.config import read_config
-from model.llm import load_engine
+from model.load import load_engine
 from model.opened import open_weights
 from pykernels.env import env
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.streaming.experts import pin_experts
+from runtime.devices.cuda.streaming import pin_experts
 from runtime.engine import Engine, SamplingParams
 from runtime.planning.gpu.prefill_rates import (
     Rates,

@@ -22,7 +22,9 @@ from rich.console import Console
 
 from pykernels.env import check_temporary_folder, env
 from pykernels.errors import PykernelsError
-from pykernels.registry import names, requested
+from pykernels.registry import requested
+
+from .options import with_options
 
 P = ParamSpec("P")
 
@@ -51,23 +53,6 @@ def _set_debug(value: bool) -> bool:
 Debug = Annotated[
     bool, typer.Option("--debug", help="Show tracebacks and library warnings.", callback=_set_debug)
 ]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        min=1, metavar="N", help="Worker threads.", show_default="one on each physical core"
-    ),
-]
-Numa = Annotated[
-    str,
-    typer.Option(
-        metavar="auto|off|N",
-        help="Split the weights across NUMA nodes: where there are several, never, or across N.",
-    ),
-]
-Kernel = Annotated[
-    str | None,
-    typer.Option(metavar="|".join(names()), help="Expert kernel.", show_default="PYKERNELS_KERNEL"),
-]
 
 
 def out() -> Console:
@@ -85,11 +70,13 @@ def note(text: str) -> None:
     err().print(f"note: {text}", style="dim", markup=False)
 
 
-def command(function: Callable[P, None]) -> Callable[P, None]:
-    """Turn what a command raises into one line on stderr and an exit code."""
+def command(function: Callable[P, None]) -> Callable[..., None]:
+    """Turn what a command raises into one line on stderr and an exit code, and its parameters that
+    are dataclasses into options (``options``)."""
+    function = with_options(function)
 
     @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+    def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
             with warnings.catch_warnings():
                 _show_our_warnings_as_notes()
@@ -112,7 +99,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
     return wrapped
 
 
-def _run(function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+def _run(function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Call it; a stdout that cannot be written to is an error of one line, not a bug."""
     if sys.stdout is None:
         raise PykernelsError("stdout is closed", "Send it to a file or to /dev/null")

@@ -6,6 +6,11 @@ import math
 from dataclasses import dataclass
 
 from pykernels.errors import PykernelsError
+from runtime.planning.option import SettingError, option
+
+
+def _megabytes(given: int) -> int:
+    return given << 20
 
 
 @dataclass(frozen=True)
@@ -37,23 +42,31 @@ class ServerSettings:
         PykernelsError: a value out of its range, by name.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8080
+    host: str = option("127.0.0.1", "0.0.0.0 lets other machines in.", "ADDRESS")
+    port: int = option(8080, "0: any free one.", kind=int, least=0, most=65535)
     api_key: str | None = None
     names: tuple[str, ...] = ("model",)
-    max_waiting: int = 64
-    max_seconds: float | None = None
-    max_ttft: float | None = None
+    max_waiting: int = option(64, "Outputs that may wait; further ones get 429.", kind=int, least=0)
+    max_ttft: float | None = option(
+        None, "429 where the first token is expected later.", "S", kind=float
+    )
+    max_seconds: float | None = option(None, "After which an output ends.", "S", kind=float)
     max_outputs: int = 64
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: int = option(
+        16 << 20, "Of a request.", "MB", kind=int, text=16, least=1, most=4096, read=_megabytes
+    )
     body_seconds: float = 30.0
     send_seconds: float = 60.0
     silence_seconds: float = 15.0
-    drain_seconds: float = 30.0
+    drain_seconds: float = option(
+        30.0, "To end running requests at SIGTERM.", "S", kind=float, least=0
+    )
     max_requests: int = 1000
     head_seconds: float = 15.0
     max_head_bytes: int = 64 << 10
-    log_requests: bool = False
+    log_requests: bool = option(
+        False, "Log method, path, status and seconds; never a text.", kind=bool
+    )
     cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -84,4 +97,4 @@ class ServerSettings:
 
 
 def _bad(name: str, value: object, wanted: str) -> PykernelsError:
-    return PykernelsError(f"{name}={value!r} cannot be used", f"Give {wanted}")
+    return SettingError(name, value, f"Give {wanted}", "cannot be used")

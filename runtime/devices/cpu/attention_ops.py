@@ -220,7 +220,7 @@ def _keys(ctx: Context, node: Node) -> torch.Tensor:
 
 def _cache(ctx: Context, node: Node) -> dict[str, torch.Tensor]:
     """The parts of the cache that a node reads, by their names."""
-    return {part: ctx.tensor(name) for part, name in cache_inputs(ctx.program, node).items()}
+    return {part: ctx.tensor(name) for part, name in cache_inputs(node).items()}
 
 
 def _coded(pages: torch.Tensor) -> bool:

@@ -15,11 +15,10 @@ from ...program.node import Node
 from ...program.weight_spec import WeightSpec
 from ...program.weights import WeightStore
 from ..gpus import HEADROOM, Gpus, free_bytes, interpreted
-from .launches.latents import EXPANDED_BYTES
-from .launches.streamed import resident_bytes
+from .binders.latents import EXPANDED_BYTES
 from .memory.buffers import dtypes, planned
-from .memory.slots import staging_bytes
-from .memory.weights import expert_format, gpu_bytes, layout_bytes
+from .memory.experts import staging_bytes
+from .memory.weights import expert_format, gpu_bytes, layout_bytes, resident_bytes
 
 _UNPACKED_KEYS = 2 << 30  # ``worth_unpacking``'s most
 

@@ -4,10 +4,9 @@ they do not fit."""
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +17,6 @@ from pykernels.gpu.common.stream_memory import supports as why_no_flags
 
 from ...experts.cache import CachePolicy
 from ...machine.pinned import Pinned
-from ...passes.gpu_experts import slot_tables
 from ...passes.layers import moe_layers
 from ...planning.compile import Compiled
 from ...planning.execution import ExecutionPlan, Phase
@@ -32,25 +30,26 @@ from ...planning.placement import CPU
 from ...planning.streaming import Streaming
 from ...program import Program
 from ...program.weights import LayoutOf
-from ...runner.batch import DeviceLost, StepBatch, StepResult
+from ...runner.batch import StepBatch, StepResult
+from ...runner.measured_deferral import measured_deferral
 from ...runner.measured_rates import measured_rates
 from ...runner.paged_runner import Executable, PagedRunner
 from ...runner.slots import Slots
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
-from ..gpus import Gpus, check_device, free_bytes, gpus_of, interpreted
-from .deferral import measured_deferral
-from .launches.heads import check_heads
+from ..gpus import Gpus, check_device, gpus_of, interpreted
+from .binders.attention import check_heads
+from .binders.sampling import waits_for_masks
+from .executable import CudaExecutable
 from .layouts import machine_of
-from .memory.buffers import dtypes
-from .memory.slots import on_gpu
+from .memory.buffers import allocated_caches, dtypes
+from .memory.dense import pin_staged
+from .memory.experts import on_gpu
 from .memory.weights import layouts
-from .steps.executable import CudaExecutable
-from .steps.maker import StepMaker
-from .steps.sampling_inputs import waits_for_masks
-from .steps.streamed_runner import StreamedRunner
-from .streaming.dense import pin_staged
-from .streaming.experts import link_rate, pin_experts
+from .resources import CudaResources
+from .step_maker import StepMaker
+from .streamed_runner import StreamedRunner
+from .streaming import link_rate, pin_experts
 
 DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
 PROMPT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
@@ -116,6 +115,9 @@ class CudaRunner(PagedRunner):
         self.late_masks = waits_for_masks(self.device)
         self.buckets = HOST_BUCKETS if on_cpu else PROMPT_BUCKETS
         self.caches: dict[str, torch.Tensor] = {}
+        self._resources = CudaResources(
+            model, self.gpus, pool, plan.kernel, plan.sizes, self.caches, self.last_steps
+        )
         self._maker: StepMaker | None = None
         self._host_inputs: Mapping[str, torch.Tensor] = {}
         self.pinned = Pinned()
@@ -169,7 +171,8 @@ class CudaRunner(PagedRunner):
         own += [self._prompt_step(T, self._share(T)) for T in sizes.split]
         if whole and sizes.streamed:
             self._prepare(inputs)
-            self.prefill_runner = runner = StreamedRunner(weakref.proxy(self), sizes)
+            runner = StreamedRunner(self._resources, self.plan, sizes, self.slots)
+            self.prefill_runner = runner
             runner.bind(self._batch)
             streamed = runner.steps
         else:
@@ -270,24 +273,12 @@ class CudaRunner(PagedRunner):
         self.plan = replace(self.plan, deferred=deferred)
 
     def launch(self, batch: StepBatch) -> None:
-        with self.watched():
+        with self._resources.watched():
             super().launch(batch)
 
     def result(self) -> StepResult:
-        with self.watched():
+        with self._resources.watched():
             return super().result()
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within it what a GPU fails with says that the device is lost."""
-        try:
-            with torch.inference_mode():  # in which the model may have been loaded
-                yield
-        except torch.AcceleratorError as error:  # no later call on this device works either
-            raise DeviceLost(
-                f"{', '.join(self.gpus)} failed: {str(error).splitlines()[0]}",
-                "Load the model again",
-            ) from error
 
     def make_step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
         self._prepare(inputs)
@@ -300,53 +291,20 @@ class CudaRunner(PagedRunner):
             return
         if self.real:  # a layer of the GPU is shorter than waking a sleeper
             self.pool.spin_for(spin_budget(driver_works=False))
-        with self.enough_memory():
+        with self._resources.enough_memory():
             compiled = self.compiled()
             if self.plan.placement.staged:
                 self.decisions = [*self.decisions, described(self.plan.placement, compiled.program)]
                 for part in on_gpus(compiled.parts).values() if self.real else ():
                     pin_staged(part, self.weights, self.layouts(part), self.pinned)
-            self._allocate_caches(compiled.program)
+            parts = self.model.caches(self.num_pages)
+            allocated = allocated_caches(compiled.program, parts, self.gpus)
+            self.caches.update({**allocated, **self.caches})  # tables of ``make_slots`` stay
             self._maker = StepMaker(
-                weakref.proxy(self), inputs, self._sampling, self.sizes, urgent=True
+                self._resources,
+                self.compiled(tokens=self.max_num_batched_tokens).program,
+                inputs,
+                self._sampling,
+                self.sizes,
+                high_priority=True,
             )
-
-    @contextmanager
-    def enough_memory(self) -> Iterator[None]:
-        """Within it too little memory is an error that says how to ask for less."""
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            free = ", ".join(f"{n >> 20} MiB of {gpu}" for gpu, n in free_bytes(self.gpus).items())
-            raise PykernelsError(
-                f"too little GPU memory: {free} are free, the weights there, a KV cache of"
-                f" {self.num_pages * self.page_size} tokens and steps of"
-                f" {self.max_num_batched_tokens} need more",
-                "Keep the experts on the CPU (experts cpu), or ask for fewer kv_tokens or"
-                " max_num_batched_tokens",
-            ) from error
-
-    def _allocate_caches(self, program: Program) -> None:
-        where = {
-            name: self.gpus[n.device]
-            for n in program.nodes
-            for name in n.reads
-            if n.device in self.gpus
-        }
-        for name, part in self.model.caches(self.num_pages).items():
-            self.caches[name] = torch.zeros(part.shape, dtype=part.dtype, device=where[name])
-        for name, table in slot_tables(program).items():
-            if name not in self.caches:
-                self.caches[name] = table.to(where[name])
-        part_latents(program, self.caches)
-
-
-def part_latents(program: Program, caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The caches, with bfloat16 latents and their rotated parts apart, as kernels read them."""
-    for node in program.nodes:
-        name = node.inputs.get("latent", "")
-        if node.op == "mla_rope_cache_write" and "rope" not in node.inputs:
-            whole, L = caches.pop(name), program.weight(node, "kv_norm").shape[0]
-            caches[name] = whole[..., :L].contiguous()
-            caches[f"{name}.rope"] = whole[..., L:].contiguous()
-    return caches

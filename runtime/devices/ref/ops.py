@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pykernels import ref
-from pykernels.ref.attention import attend, read_pages
+from pykernels.ref.attention import attend
 from pykernels.ref.router import split_routing as split_by_weight
 from pykernels.ref.sampling.inputs import SamplingInputs
 
@@ -16,7 +16,9 @@ from ...experts.staged import copy_experts, staged
 from ...kv_cache.layout import cache_inputs
 from ...program import Node
 from ...program.ops import SAMPLING, SAMPLING_TABLES
+from .collective_ops import COLLECTIVES
 from .memory import Memory
+from .partial_ops import PARTIAL, keys_values
 from .weights import Dequantized
 
 Op = Callable[[Memory, Node], None]
@@ -120,12 +122,11 @@ def gqa_rope_cache_write(m: Memory, node: Node) -> None:
 
 def attention(m: Memory, node: Node) -> None:
     """Each sequence's tokens, which follow each other, over its pages."""
-    cache = _cache(m, node)
     NH, dk, dv = node.attr("heads"), node.attr("dk"), node.attr("dv")
     q = m.read(node.inputs["q"]).flatten(1).unflatten(1, (NH, dk))
     out = q.new_zeros(len(q), NH, dv)
     for at, pages, length in _sequences(m, node):
-        keys, values = _keys_values(cache, pages, length)
+        keys, values = keys_values(m, node, pages, length)
         out[at] = attend(
             q[at],
             keys,
@@ -139,7 +140,6 @@ def attention(m: Memory, node: Node) -> None:
 
 def attention_expanded(m: Memory, node: Node) -> None:
     """Latent attention of sequences with many tokens, by the keys and values of each head."""
-    cache = _cache(m, node)
     rotated, q = (m.read(node.inputs[name]) for name in ("q", "q_nope"))
     NH, dv, nope = node.attr("heads"), node.attr("dv"), node.attr("nope")
     rotated = rotated.flatten(1).unflatten(1, (NH, -1))
@@ -151,7 +151,7 @@ def attention_expanded(m: Memory, node: Node) -> None:
     for at, pages, length in _sequences(m, node):
         if len(at) < node.attr("expand_from"):
             continue
-        latents = _keys_values(cache, pages, length)[0][:, 0]  # [length, L + R]
+        latents = keys_values(m, node, pages, length)[0][:, 0]  # [length, L + R]
         keys = torch.einsum("kl,hln->khn", latents[:, :L], uk)
         keys = torch.cat([keys, latents[:, None, L:].expand(-1, NH, -1)], -1)
         values = torch.einsum("kl,hvl->khv", latents[:, :L], uv)
@@ -170,23 +170,7 @@ def _sequences(m: Memory, node: Node) -> Iterator[tuple[torch.Tensor, torch.Tens
 
 def _cache(m: Memory, node: Node) -> dict[str, torch.Tensor]:
     """The parts of the cache that a node reads, by their names."""
-    return {part: m.whole(name) for part, name in cache_inputs(m.program, node).items()}
-
-
-def _keys_values(
-    cache: dict[str, torch.Tensor], table: torch.Tensor, length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sequence's, float32 [length, KVH, D]; a latent's values are the first part of its keys."""
-
-    def rows(part: str) -> torch.Tensor:
-        scales = cache.get(f"{part}_scale")
-        return read_pages(cache[part], table, length, scales, torch.float32)
-
-    if "k" in cache:
-        return rows("k"), rows("v")
-    latent = rows("latent")
-    keys = torch.cat([latent, rows("rope")], -1) if "rope" in cache else latent
-    return keys[:, None], keys[:, None]
+    return {part: m.whole(name) for part, name in cache_inputs(node).items()}
 
 
 def router(m: Memory, node: Node) -> None:
@@ -274,7 +258,7 @@ def sample_requests(m: Memory, node: Node) -> None:
         m.write(node.outputs[name], value)
 
 
-OPS: dict[str, Op] = {
+OPS: dict[str, Op] = {**COLLECTIVES, **PARTIAL} | {
     op.__name__: op
     for op in (
         embed,

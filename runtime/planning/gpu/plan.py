@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -10,9 +10,9 @@ from pykernels.errors import PykernelsError
 
 from ...passes.layers import check_routed
 from ...program.sizes import StepSizes
+from ..config import ExecutionConfig
 from ..execution import ExecutionPlan
-from ..lowerable import Lowerable
-from ..options import PlanOptions
+from ..lowerable import Lowerable, Pass
 from ..placement import CPU, Placement, place
 from .capacity import step_tokens
 from .machine import Machine
@@ -20,56 +20,59 @@ from .stream_budget import wanted_streaming
 
 
 def plan_on_gpus(
+    config: ExecutionConfig,
     model: Lowerable,
     machine: Machine,
     max_model_len: int,
     sizes: StepSizes,
-    options: PlanOptions = PlanOptions(),  # noqa: B008 - frozen
+    placement: Placement | None = None,
+    passes: Sequence[Pass] = (),
 ) -> ExecutionPlan:
     """The plan of a model on GPUs, its experts on the CPU where they do not fit.
 
     Args:
         sizes: of the largest step; of 0 tokens: as many as ``capacity.STEP_TOKENS`` says, or as
             streamed experts want.
+        placement: of the model's nodes, where it is chosen already.
 
     Raises:
-        PykernelsError: options that exclude each other; experts that cannot be streamed as asked
+        PykernelsError: settings that exclude each other; experts that cannot be streamed as asked
             for.
     """
-    placement = options.placement or place_on(machine, model, sizes.pages, options.experts)
+    placement = placement or place_on(machine, model, sizes.pages, config.experts)
     if placement.slots and len(machine.free) > 1:
         raise PykernelsError(*several_refused("an expert cache"))
     on_cpu = placement.experts == CPU
-    if options.dual_batch is True and not on_cpu:
+    if config.dual_batch is True and not on_cpu:
         check_routed(model.lower(), "dual_batch")
         raise PykernelsError(
             "dual_batch with the experts on the GPU: there is nothing beside which the other"
             " lane could run",
             "Keep the experts on the CPU (experts cpu), or leave dual_batch off",
         )
-    measured = options.deferred is None and on_cpu
+    measured = config.defer == "auto" and on_cpu
     plan = ExecutionPlan(
         sizes,
         placement,
         # What is deferred takes memory; of how many experts it is makes no difference.
-        options.deferred or int(measured),
-        on_cpu and bool(options.dual_batch),
+        config.deferred or int(measured),
+        on_cpu and bool(config.dual_batch),
         nodes=model.store.nodes,
-        passes=tuple(options.passes),
+        passes=tuple(passes),
         max_model_len=max_model_len,
-        kernel=options.kernel,
-        prefill=options.prefill,
-        policy=options.policy,
+        kernel=config.kernel,
+        prefill=config.prefill,
+        policy=config.cache_policy,
     )
     tokens = sizes.tokens
-    streaming = wanted_streaming(options.prefill, model, machine, plan, tokens or None)
+    streaming = wanted_streaming(config.prefill, model, machine, plan, tokens or None)
     if not tokens:
         tokens = streaming.tokens if streaming else step_tokens(model, machine, plan)
     return replace(
         plan,
         sizes=sizes.of(max(tokens, sizes.sequences)),
         streaming=streaming,
-        deferred=options.deferred or 0,
+        deferred=config.deferred,
         measures_deferral=measured,
     )
 
