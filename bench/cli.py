@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from model.cli.common import Debug, Kernel, Numa, Threads, command, err, out, prepare_threads
-from model.cli.formats import ListsFormats
+from model.cli.shared.common import Debug, Kernel, Numa, Threads, command, err, out, prepare_threads
+from model.cli.shared.formats import ListsFormats
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 

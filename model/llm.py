@@ -20,19 +20,21 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu import precompile
-from runtime.devices.cpu.runner import CpuRunner
-from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Engine, EngineConfig, RequestHandle, Result, SamplingParams
 from runtime.engine.scheduling.config import STEP_TOKENS, check_whole
 from runtime.experts.cache import CacheStats
 from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE, check_kv_dtype
 from runtime.machine.topology import Topology
+from runtime.make import make_plan, make_runner
 from runtime.passes.layers import check_topk, moe_layers
+from runtime.planning.execution import largest_step
+from runtime.planning.lowerable import Pass
+from runtime.planning.options import PlanOptions
 from runtime.planning.placement import CPU, Placement, place
 from runtime.program import Program
 from runtime.program.sizes import StepSizes
-from runtime.runner.paged_runner import PagedRunner, Pass
+from runtime.runner.paged_runner import PagedRunner
 from runtime.workers.matrix import packer
 from runtime.workers.numa import nodes_to_use
 from runtime.workers.pool import WorkerPool, make_pool
@@ -329,58 +331,34 @@ def load_engine(
         pool = make_pool(threads, numa=chosen.numa)
         try:
             rewrites = [checked(each) for each in passes]
-            sizes = longest, pages, budget, chosen.max_num_seqs
-            logits = chosen.max_num_logits
-            runner: PagedRunner
+            given = chosen.max_num_batched_tokens
+            sizes = largest_step(
+                longest,
+                pages,
+                given,
+                chosen.max_num_seqs,
+                chosen.max_num_logits,
+                chosen.state_slots,
+            )
+            options = PlanOptions(
+                experts,
+                None if defer == "auto" and on_gpu is not None else deferred,
+                chosen.dual_batch,
+                chosen.prefill,
+                placement if on_gpu is not None else None,
+                chosen.cache_policy,
+                kernel,
+                rewrites,
+            )
             with reporting(progress) as report:
                 decoder = weights.readable(packer(pool), report, pool.memory)
-                if device == "cpu":
-                    slots = chosen.state_slots
-                    runner = CpuRunner(
-                        decoder, pool, *sizes, kernel, rewrites, logits, deferred, slots
-                    )
-                elif device == "ref":
+                if device == "ref" and cache:
                     from .pinning.beside import slots_of
 
-                    runner = RefRunner(
-                        decoder,
-                        *sizes,
-                        rewrites,
-                        pool,
-                        logits,
-                        chosen.dual_batch is True,
-                        chosen.prefill,
-                        slots_of(decoder, cache) if cache else None,
-                        chosen.cache_policy,
-                        deferred,
-                        chosen.state_slots,
-                    )
-                else:
-                    from runtime.devices.cuda.runner import CudaOptions, CudaRunner
-
-                    experts = "cpu" if placement.experts == "cpu" else "gpu"
-                    given = longest, pages, chosen.max_num_batched_tokens, chosen.max_num_seqs
-                    runner = CudaRunner(
-                        decoder,
-                        device,
-                        pool,
-                        *given,
-                        kernel,
-                        rewrites,
-                        logits,
-                        CudaOptions(
-                            experts,
-                            None if defer == "auto" else deferred,
-                            chosen.dual_batch,
-                            placement.placed,
-                            placement.cached,
-                            placement.by_layer or None,
-                            chosen.prefill,
-                            placement.slots,
-                            chosen.cache_policy,
-                            placement.staged,
-                        ),
-                    )
+                    slots = slots_of(decoder, cache)
+                    options = replace(options, placement=Placement(device, device, slots=slots))
+                plan = make_plan(decoder, device, longest, sizes, options)
+                runner = make_runner(decoder, plan, device, pool)
                 runner.load()
             with compiling(progress):
                 return LLM(runner, config, tokenizer, eos, pool, kernel, generation, chosen)
@@ -431,7 +409,8 @@ def placed_program(
                 raise PykernelsError("experts on a GPU without one", "Add --device cuda:0")
             return program
         from runtime.devices.cuda.memory.weights import gpu_bytes
-        from runtime.devices.gpus import gpus_of, several_refused
+        from runtime.devices.gpus import gpus_of
+        from runtime.planning.gpu.plan import several_refused
 
         gpus = gpus_of(device)
         if slots and len(gpus) > 1:
@@ -441,7 +420,8 @@ def placed_program(
         room = {layer.experts.layer or 0: slots for layer in moe_layers(program) if slots}
         placed, by_layer = weights.placed
         found = place(program, experts, same, gpu_bytes, placed, caches, by_layer)
-        return replace(found, slots=room).apply(program)
+        placed_on = replace(found, slots=room)
+        return placed_on.fill(placed_on.place(program))
 
 
 def meta_decoder(path: Path, rules: Rules = None) -> Decoder:

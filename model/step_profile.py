@@ -13,12 +13,14 @@ from typing import Any
 from pykernels.errors import PykernelsError
 from pykernels.registry import resolve
 from pykernels.target import detect
-from runtime.devices.cpu.runner import CpuRunner
-from runtime.devices.ref.runner import RefRunner
 from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE, check_kv_dtype
+from runtime.make import make_plan, make_runner
+from runtime.planning.execution import largest_step
+from runtime.planning.lowerable import Pass
+from runtime.planning.options import PlanOptions
 from runtime.profiling.engine_speed import EngineTimer, Load
-from runtime.runner.paged_runner import PagedRunner, Pass
+from runtime.runner.paged_runner import PagedRunner
 from runtime.tracing.recorder import Recorder
 from runtime.tracing.timeline import Timeline
 from runtime.workers.matrix import packer
@@ -173,28 +175,19 @@ def _runner(
     sizes: tuple[int, int, int, int],
     deferred: int,
 ) -> PagedRunner:
-    passes = [checked(each) for each in subject.passes]
-    if subject.device == "cpu":
-        return CpuRunner(decoder, pool, *sizes, subject.kernel, passes, deferred=deferred)
-    if subject.device == "ref":
-        lanes = subject.dual_batch is True
-        return RefRunner(decoder, *sizes, passes, pool, dual_batch=lanes, deferred=deferred)
-    from runtime.devices.cuda.runner import CudaOptions, CudaRunner
-
-    return CudaRunner(
-        decoder,
-        subject.device,
-        pool,
-        *sizes,
-        subject.kernel,
-        passes,
-        options=CudaOptions(
-            experts=subject.experts,
-            deferred=None if subject.defer == "auto" else deferred,
-            dual_batch=subject.dual_batch,
-            prefill="auto",
-        ),
+    longest, pages, tokens, sequences = sizes
+    on_gpu = subject.device not in ("cpu", "ref")
+    options = PlanOptions(
+        subject.experts,
+        None if subject.defer == "auto" and on_gpu else deferred,
+        subject.dual_batch,
+        "auto" if on_gpu else "cpu",
+        kernel=subject.kernel,
+        passes=[checked(each) for each in subject.passes],
     )
+    largest = largest_step(longest, pages, tokens, sequences)
+    plan = make_plan(decoder, subject.device, longest, largest, options)
+    return make_runner(decoder, plan, subject.device, pool)
 
 
 def _title(name: str, subject: Subject, timer: EngineTimer) -> str:
@@ -202,8 +195,8 @@ def _title(name: str, subject: Subject, timer: EngineTimer) -> str:
     pool = timer.runner.pool
     threads = "" if pool is None else f", {pool.threads} worker{'s' * (pool.threads > 1)}"
     where = subject.device
-    placement = getattr(timer.runner, "placement", None)  # beside a GPU
-    if placement is not None:
+    if subject.device not in ("cpu", "ref"):
+        placement = timer.runner.plan.placement
         where += f", experts on the {'CPU' if placement.experts == 'cpu' else 'GPU'}"
     off = subject.defer in ("off", "0", 0)
     deferred = "" if off else f", experts deferred: {timer.runner.deferred}"

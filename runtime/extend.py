@@ -18,9 +18,9 @@ from pykernels.errors import PykernelsError
 
 from .devices.cpu.step import BINDERS as CPU_BINDERS
 from .devices.ref.ops import OPS as REF_OPS
+from .planning.lowerable import Pass
 from .program import Program
 from .program.ops import OPS, Op
-from .runner.paged_runner import Pass
 
 _registered: set[str] = set()
 

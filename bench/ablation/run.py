@@ -12,15 +12,15 @@ from typing import Any
 from bench.e2e.ours import Ours, Shape
 from bench.e2e.players import Case, Engines, Rates, Transformers
 from bench.harness.machine import describe_machine
-from bench.harness.rows import reason
+from bench.harness.timing.rows import reason
 from bench.peers.client import PeerMissing
+from bench.tables.ablation import OP, Row
 from model.architectures.named import ARCHS
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from pykernels.target import Target
 
 from .stages import stages
-from .table import OP, Row
 
 EAGER = "transformers, bf16, on the CPU"
 

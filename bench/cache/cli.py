@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from model.cli.common import Debug, Kernel, Threads, command, err, prepare_threads
-from model.cli.session import Prefill, check_prefill
+from model.cli.shared.common import Debug, Kernel, Threads, command, err, prepare_threads
+from model.cli.shared.session import Prefill, check_prefill
 from model.extras import check_plot
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested

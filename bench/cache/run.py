@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 from statistics import mean, median
 
-from bench.harness.rows import Row, attempt
+from bench.harness.timing.rows import Row, attempt
 from runtime.experts.cache import POLICIES, CachePolicy, CacheStats
 from runtime.experts.cache.simulate import Recording, best_fixed, simulate
 from runtime.profiling.engine_speed import EngineTimer, Load, decode_speed

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from bench.cases.step import ops as step_ops
-from bench.harness.case import Case, built, rotating, sets_for
+from bench.harness.timing.case import Case, built, rotating, sets_for
 from pykernels.errors import PykernelsError
 from pykernels.gpu.activation import silu_mul
 from pykernels.gpu.attention.kv_write import kv_write, mla_write

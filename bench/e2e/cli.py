@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from model.cli.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
-from model.cli.session import (
+from model.cli.shared.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
+from model.cli.shared.session import (
     Defer,
     DenseGib,
     Device,

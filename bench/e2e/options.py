@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from model.cli.common import prepare_threads
+from model.cli.shared.common import prepare_threads
 from pykernels.env import env
 from pykernels.registry import requested
 

@@ -20,10 +20,12 @@ from model.random_model import check_memory, random_decoder
 from pykernels.errors import PykernelsError
 from pykernels.registry import resolve
 from pykernels.target import detect
-from runtime.devices.cpu.runner import CpuRunner
 from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.experts.cache import CachePolicy
-from runtime.kv_cache.layout import PAGE, check_kv_dtype
+from runtime.kv_cache.layout import check_kv_dtype
+from runtime.make import make_plan, make_runner
+from runtime.planning.execution import largest_step
+from runtime.planning.options import PlanOptions
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
 from runtime.runner.paged_runner import PagedRunner
@@ -170,49 +172,32 @@ class Ours:
             )
         pages = load.pages(budget)
         deferred = int(defer) if defer.isdecimal() else 0
-        runner: PagedRunner
-        if device == "cpu":
-            sizes = positions, pages, budget, load.batch
-            runner = CpuRunner(self.decoder, self.pool, *sizes, kernel, deferred=deferred)
-        else:
+        options = PlanOptions(expert_device, deferred, prefill=prefill, kernel=kernel)
+        sizes = largest_step(positions, pages, budget, load.batch)
+        if device != "cpu":
             from model.pinning.beside import place_beside
-            from runtime.devices.cuda.runner import CudaOptions, CudaRunner
-            from runtime.program.sizes import StepSizes
 
-            given = max_num_batched_tokens and budget
-            table_pages = -(-positions // PAGE)
-            largest = StepSizes(budget, load.batch, load.batch, pages, table_pages)
-            asked = parse(gpu_experts)
             placed = place_beside(
-                asked,
+                parse(gpu_experts),
                 self.decoder,
                 device,
-                largest,
+                sizes,
                 expert_device,
                 cache=expert_cache,
                 prefill=prefill,
                 dense=dense_gib,
             )
-            where = "cpu" if placed.experts == "cpu" else "gpu"
-            at_most = positions, pages, given, load.batch
-            runner = CudaRunner(
-                self.decoder,
-                device,
-                self.pool,
-                *at_most,
-                kernel,
-                options=CudaOptions(
-                    where,
-                    None if defer == "auto" else deferred,
-                    dual_batch,
-                    gpu_experts=placed.cached,
-                    by_layer=placed.by_layer or None,
-                    prefill=prefill,
-                    slots=placed.slots,
-                    policy=policy,
-                    staged=placed.staged,
-                ),
+            options = replace(
+                options,
+                deferred=None if defer == "auto" else deferred,
+                dual_batch=dual_batch,
+                placement=placed,
+                policy=policy,
             )
+            given = max_num_batched_tokens and budget
+            sizes = largest_step(positions, pages, given, load.batch)
+        plan = make_plan(self.decoder, device, positions, sizes, options)
+        runner = make_runner(self.decoder, plan, device, self.pool)
         start = time.perf_counter()
         spin(self.pool, "cpu")  # not while they pack
         runner.load()

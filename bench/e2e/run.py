@@ -13,11 +13,12 @@ from typing import Any
 
 from bench.harness.machine import describe_machine
 from bench.harness.quiet import LIMIT, Watch
-from bench.harness.rows import reason
+from bench.harness.timing.rows import reason
 from bench.peers.client import PeerMissing
 from bench.peers.gguf_model import FAMILIES, TYPES, model_file
 from bench.peers.llama_bench import CPU_ONLY, ON_THE_GPU, Offload
 from bench.peers.llama_tools import ToolMissing, find, source_of
+from bench.tables.e2e import Row
 from pykernels.errors import PykernelsError
 from pykernels.target import Target
 from runtime.profiling.engine_speed import decode_speed
@@ -26,7 +27,6 @@ from .ours import Ours, roof
 from .places import places
 from .players import Case, Engines, Player, Rates, Transformers, llama_players
 from .settings import Settings
-from .table import Row
 
 TRANSFORMERS = "transformers bf16"
 Step = Callable[[str, int, int], None]

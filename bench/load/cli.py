@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from model.cli.common import Debug, Threads, command, err, note, prepare_threads
+from model.cli.shared.common import Debug, Threads, command, err, note, prepare_threads
 from model.hub import local
 from pykernels.env import env
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from model.cli.common import Debug, Kernel, Threads, command, err, prepare_threads
-from model.cli.session import Defer, Device, GpuExperts, KvDtype, Prefill, check_prefill
+from model.cli.shared.common import Debug, Kernel, Threads, command, err, prepare_threads
+from model.cli.shared.session import Defer, Device, GpuExperts, KvDtype, Prefill, check_prefill
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
@@ -33,10 +33,10 @@ from ..e2e.model_options import (
 from ..harness.keeping.kept import AsJson, Save, keeping
 
 if TYPE_CHECKING:
+    from bench.harness.timing.rows import Row
     from runtime.engine import Engine
 
     from ..e2e.ours import Ours
-    from ..harness.rows import Row
 
 ALONE = 48
 """Tokens of each stream before the prompt arrives, which are timed too."""

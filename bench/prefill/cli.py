@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from model.cli.common import Debug, Kernel, Threads, command, err, prepare_threads
-from model.cli.session import Device
+from model.cli.shared.common import Debug, Kernel, Threads, command, err, prepare_threads
+from model.cli.shared.session import Device
 from model.extras import check_plot
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested

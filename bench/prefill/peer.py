@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from model.cli.common import note
+from model.cli.shared.common import note
 
 from ..peers.client import PeerMissing
 from ..peers.llama_bench import DEFAULT, ON_THE_GPU, best_batching, prefill

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench.harness.rows import attempt, reason
+from bench.harness.timing.rows import attempt, reason
 from runtime.devices.cuda.runner import CudaRunner
 from runtime.devices.cuda.steps.executable import CudaExecutable
 from runtime.engine.scheduling.config import PREFILL

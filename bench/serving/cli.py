@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from model.cli.common import Debug, command, err, note, out, read_key
+from model.cli.shared.common import Debug, command, err, note, out, read_key
 from pykernels.errors import PykernelsError
 
 from ..e2e.model_options import count

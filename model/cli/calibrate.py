@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import Debug, Threads, command, err, note, out, prepare_threads
+from .shared.common import Debug, Threads, command, err, note, out, prepare_threads
 
 if TYPE_CHECKING:
     from rich.table import Table

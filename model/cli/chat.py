@@ -13,9 +13,9 @@ import typer
 from pykernels.errors import PykernelsError
 
 from ..standard_streams import argument_text
-from .common import Debug, Kernel, Numa, Threads, command, err, note, read_key
 from .http.remote import Remote
-from .session import (
+from .shared.common import Debug, Kernel, Numa, Threads, command, err, note, read_key
+from .shared.session import (
     CachePolicyName,
     DeferOrRules,
     DenseGib,

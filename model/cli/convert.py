@@ -13,8 +13,8 @@ from pykernels.errors import PykernelsError
 
 from ..hub import local
 from ..lean_import import import_transformers
-from .common import Debug, Threads, command, err, out, prepare_threads
-from .session import Rules, status
+from .shared.common import Debug, Threads, command, err, out, prepare_threads
+from .shared.session import Rules, status
 
 if TYPE_CHECKING:
     from rich.table import Table

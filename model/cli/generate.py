@@ -10,8 +10,8 @@ import typer
 from pykernels.errors import PykernelsError
 
 from ..standard_streams import argument_text
-from .common import Debug, Kernel, Numa, Threads, command, err, note
-from .session import (
+from .shared.common import Debug, Kernel, Numa, Threads, command, err, note
+from .shared.session import (
     CachePolicyName,
     DeferOrRules,
     DenseGib,

@@ -11,8 +11,8 @@ import typer
 from pykernels.errors import PykernelsError
 
 from ..lean_import import import_transformers
-from .common import Debug, command, out
-from .session import Device, Eager, Experts, GpuExperts, Rules, status
+from .shared.common import Debug, command, out
+from .shared.session import Device, Eager, Experts, GpuExperts, Rules, status
 
 _WIDE = 160
 """Columns of a table that goes to a pipe or a file: none is cut off."""

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from runtime.devices.cpu.step import CpuExecutable
+from runtime.planning.compile import Compiled
+from runtime.planning.placement import CPU
 from runtime.program import Program
 from runtime.program.sizes import StepSizes
 from runtime.program.step_inputs import STATE_SLOTS, allocate_inputs
@@ -70,8 +72,9 @@ class Teacher:
         inputs["query_lengths"][:] = 1
         parts = self._llm.runner.model.caches(LANES * self._pages, LANES)
         caches = {name: part.zeros() for name, part in parts.items()}
+        part = Compiled.of(program, self._llm.pool.memory).parts[CPU]
         step = CpuExecutable(
-            program, self._llm.runner.weights, self._llm.pool, inputs, caches, self._llm.kernel
+            part, self._llm.runner.weights, self._llm.pool, inputs, caches, self._llm.kernel
         )
         D, L = self.documents.shape
         bits = torch.zeros(D, L - 1, dtype=torch.float64, device="cpu")

@@ -12,7 +12,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pykernels.errors import PykernelsError
-from runtime.devices.gpus import gpus_of, several_refused
+from runtime.devices.gpus import gpus_of
+from runtime.planning.gpu.plan import several_refused
 from runtime.planning.placement import CPU
 
 from ..architectures.decoder import cache_token_bytes

@@ -81,22 +81,6 @@ def check_topk(name: str, topks: Sequence[int], N: int, least: int = LEAST) -> N
         )
 
 
-def refuse_deferred(program: Program, name: str) -> None:
-    """Raises PykernelsError for a program whose smallest experts are deferred already."""
-    if any(node.role == "deferred" for node in program.nodes):
-        raise PykernelsError(
-            f"{name} after defer would take other experts than those of the smallest weights, "
-            f"which {program.name!r} defers",
-            f"Apply {name} before defer",
-        )
-
-
-def refuse_streamed(program: Program, name: str, hint: str) -> None:
-    """Raises PykernelsError for a program whose experts are streamed already."""
-    if any(node.role == "load" for node in program.nodes):
-        raise PykernelsError(f"{name} after stream_weights of {program.name!r}", hint)
-
-
 @dataclass(frozen=True)
 class RoutingSplit:
     """A layer's choice in two parts.

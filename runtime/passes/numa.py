@@ -21,6 +21,7 @@ from ..program import Program
 from ..program.node import Node, repeated
 from ..program.weight_spec import WeightSpec
 from .layers import rebuilt
+from .order import ordered
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class _Slices:
     sums: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+@ordered
 def split_over_nodes(program: Program, nodes: MemoryNodes) -> Program:
     """The program with the CPU's linears and experts in slices, one a NUMA node.
 

@@ -97,14 +97,18 @@ class WeightStore:
         """Whether a weight lies on a device already, in some layout."""
         return any(key[:2] == (spec.name, str(device)) for key in self._made)
 
-    def load(self, program: Program, layout_of: LayoutOf) -> None:
-        """Makes all that a program needs: first what is outside the layers, then layer by layer the
+    def load(self, *programs: tuple[Program, LayoutOf]) -> None:
+        """Makes all that programs need: first what is outside the layers, then layer by layer the
         experts and the rest, since what is large takes more for a moment."""
-        layers = {node.name: -1 if node.layer is None else node.layer for node in program.nodes}
-        for node in sorted(program.nodes, key=lambda n: (layers[n.name], n.op != "moe_ffn")):
+        nodes = [
+            (-1 if node.layer is None else node.layer, node.op != "moe_ffn", i, node)
+            for i, (program, _) in enumerate(programs)
+            for node in program.nodes
+        ]
+        for _, _, i, node in sorted(nodes, key=lambda entry: entry[:2]):
+            program, layout_of = programs[i]
             for port, name in node.weights.items():
-                device, layout = layout_of(node, port)
-                self.get(program.weights[name], device, layout)
+                self.get(program.weights[name], *layout_of(node, port))
 
     def is_given(self, spec: WeightSpec) -> bool:
         """Whether ``add`` gave it."""

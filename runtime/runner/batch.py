@@ -248,11 +248,13 @@ class StepRunner(Protocol):
     max_model_len: int
     """Positions that the model was made for."""
     vocab_size: int
-    deferred: int
-    """Experts of a token of an output that join a layer later, once it is bound: then its keys and
-    values are others than those of the same token in a prompt."""
     routed_layers: Sequence[RoutedLayer]
     """The layers whose choices of experts a step gives back, once it is bound; none: it cannot."""
+
+    @property
+    def deferred(self) -> int:
+        """Experts of a token of an output that join a layer later, once the runner is bound: then
+        its keys and values are others than those of the same token in a prompt."""
 
     def launch(self, batch: StepBatch) -> None:
         """Start a step: write keys and values of all T tokens, draw one token for each of R rows.

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 import model
-from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Completion, Engine, SamplingParams
 from runtime.experts.cache import CachePolicy
 
 from ..model import tiny
+from ..runners import ref_runner
 
 PROMPT = [7 * i % 90 + 3 for i in range(40)]
 PARAMS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=0)
@@ -35,7 +35,7 @@ def make(
 
         def made(pages: int) -> Engine:
             sizes = 192, pages, 16, 3
-            runner = RefRunner(llm.runner.model, *sizes, deferred=1, slots=slots, policy=policy)
+            runner = ref_runner(llm.runner.model, *sizes, deferred=1, slots=slots, policy=policy)
             return Engine(runner, threaded=False)
 
         yield made

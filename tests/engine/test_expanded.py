@@ -11,9 +11,10 @@ import torch
 from pykernels.cpu.attention.expanded import Expanded
 from pykernels.quant import PackedHeads, get_format
 from runtime.devices.cpu.step import CpuExecutable
-from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.kv_cache.layout import CacheSpec
+from runtime.passes.on_ref import on_ref
+from runtime.planning.compile import Compiled
 from runtime.program import Builder, Program
 from runtime.program.weights import WeightStore
 from runtime.workers.matrix import packer
@@ -139,7 +140,7 @@ def run(
         step = CpuExecutable(made, store, pool, inputs, caches)
     else:
         caches = {n: x.float() if x.dtype == torch.bfloat16 else x for n, x in caches.items()}
-        step = RefExecutable(on_ref(made), store, inputs, caches)
+        step = RefExecutable(Compiled.of(on_ref(made)), store, inputs, caches)
     found = []
     for sequences, seed in zip(steps, seeds, strict=True):
         t = 0

@@ -14,17 +14,17 @@ import model
 from model.llm import meta_decoder
 from model.pinning.beside import experts_beside, place_beside
 from pykernels.errors import PykernelsError
-from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Engine, EngineConfig, SamplingParams
 from runtime.experts.cache import CachePolicy, ExpertCache, Move, Swap, plan
 from runtime.experts.cache.cache import Chosen
 from runtime.experts.cache.simulate import Recording, best_fixed, simulate
 from runtime.passes import offload
+from runtime.planning.lowerable import Pass
 from runtime.planning.placement import Placement
 from runtime.program.sizes import StepSizes
-from runtime.runner.paged_runner import Pass
 
 from ..model import tiny
+from ..runners import ref_runner
 
 
 def test_plan_gains_as_much_as_any_swaps_could() -> None:
@@ -157,7 +157,7 @@ def test_tokens_are_the_same_while_slots_change(
     chosen = CachePolicy(policy, swaps=2, half_life=4, margin=0)
     with model.load_engine(tmp_path, max_model_len=64, threads=1, device="ref") as llm:
         for slots in ({}, {1: 3, 2: 3}):
-            runner = RefRunner(
+            runner = ref_runner(
                 llm.runner.model, 64, None, 16, 2, passes, llm.pool, slots=slots, policy=chosen
             )
             engine = Engine(runner, threaded=False)
@@ -193,7 +193,7 @@ def test_where_there_is_no_room_for_slots() -> None:
         model.load_engine(model.EMBEDDED, expert_cache=4)
     placed = place_beside(None, decoder, "cpu", sizes, "auto", cache=4)
     assert placed.experts == "cpu" and set(placed.slots.values()) == {4}
-    nodes = placed.apply(program).nodes
+    nodes = placed.fill(placed.place(program)).nodes
     assert sum(node.role == "cached" for node in nodes) == len(placed.slots) == 5
 
 

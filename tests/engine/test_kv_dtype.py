@@ -10,9 +10,10 @@ import torch
 
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu.step import CpuExecutable
-from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.kv_cache.layout import CachePart, CacheSpec
+from runtime.passes.on_ref import on_ref
+from runtime.planning.compile import Compiled
 from runtime.program import Builder, Program
 from runtime.program.weights import WeightStore
 from runtime.workers.pool import WorkerPool
@@ -109,7 +110,7 @@ def run(kind: str, kv_dtype: str, device: str, pool: WorkerPool) -> tuple[torch.
     else:
         exact = {torch.bfloat16: torch.float32}
         caches = {name: x.to(exact.get(x.dtype, x.dtype)) for name, x in caches.items()}
-        step = RefExecutable(on_ref(made), store, inputs, caches)
+        step = RefExecutable(Compiled.of(on_ref(made)), store, inputs, caches)
     step.sizes[:] = torch.tensor([T, 1, 1])
     step.run()
     return step.outputs["out"].clone(), caches

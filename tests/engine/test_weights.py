@@ -31,7 +31,7 @@ def test_experts_go_to_a_gpu_if_all_fit() -> None:
     sizes = [sum(gpu_bytes(program.weights[name]) for name in on_cpu)]
     sizes += [split.nbytes(program, "cuda:0", gpu_bytes)]
     assert sum(sizes) == total
-    others = [node for node in split.apply(program).nodes if node.role != "routed"]
+    others = [node for node in split.place(program).nodes if node.role != "routed"]
     assert {node.device for node in others} == {"cuda:0"}
     with pytest.raises(PykernelsError, match="experts on 'some'. Give auto, cpu, gpu"):
         place(program, "some", {"cuda:0": total}, gpu_bytes)

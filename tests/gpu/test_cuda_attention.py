@@ -19,9 +19,10 @@ from runtime.devices.cuda.steps.handshake import PinnedSlots
 from runtime.devices.cuda.steps.inputs import StepInputs
 from runtime.devices.cuda.steps.maker import expansion
 from runtime.devices.cuda.steps.outputs import StepOutputs
-from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.kv_cache.layout import PAGE, CacheSpec
+from runtime.passes.on_ref import on_ref
+from runtime.planning.compile import Compiled
 from runtime.program import Builder, Program
 from runtime.program.step_inputs import allocate_inputs, step_inputs
 from runtime.program.weights import WeightStore
@@ -87,7 +88,7 @@ def results(
     inputs["page_table"][:] = places[: program.sizes["S"]]
     exact = {name: part.zeros() for name, part in parts.items()}
     exact = {n: x.float() if x.dtype == torch.bfloat16 else x for n, x in exact.items()}
-    truth = RefExecutable(on_ref(program), weights, inputs, exact)
+    truth = RefExecutable(Compiled.of(on_ref(program)), weights, inputs, exact)
     staged = StepInputs(inputs, None, {"cuda": device}, piece)
     bucket = staged.bucket(program.sizes["T"], 1, False, expansion(program))
     views, sequences = bucket.on["cuda"]
@@ -102,7 +103,7 @@ def results(
     nodes = tuple(replace(node, device="cuda") for node in program.nodes)
     within = replace(program.buffers["attn_out"], kind="scratch")  # as in a model: bfloat16
     found = CudaExecutable(
-        replace(program, nodes=nodes, buffers={**program.buffers, "attn_out": within}),
+        Compiled.of(replace(program, nodes=nodes, buffers={**program.buffers, "attn_out": within})),
         weights,
         {"cuda": GpuMemory(device, views | floats, sequences, Arena(device))},
         pool,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bench.harness.case import Case, rotating, sets_for
+from bench.harness.timing.case import Case, rotating, sets_for
 from pykernels.gpu.attention.kv_write import kv_write, mla_write
 from pykernels.gpu.handshake import combine
 from pykernels.gpu.norm import rms_norm

@@ -11,9 +11,9 @@ import typer
 
 from pykernels.errors import PykernelsError
 
-from ..common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from ..engine_options import engine_options
-from ..session import Device, ExpertCache, Experts, KvDtype, Model, Prefill, model_path
+from ..shared.common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from ..shared.engine_options import engine_options
+from ..shared.session import Device, ExpertCache, Experts, KvDtype, Model, Prefill, model_path
 from .tasks import (
     AsJson,
     Data,

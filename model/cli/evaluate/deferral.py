@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from ..session import Model, model_path
+from ..shared.common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from ..shared.session import Model, model_path
 from .compare import numbers_of
 
 if TYPE_CHECKING:

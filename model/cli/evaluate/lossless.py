@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common import EXIT_PROBLEM, Debug, Kernel, Threads, command, err, out, prepare_threads
-from ..engine_options import engine_options
-from ..session import Device, Model, Rules, model_path
+from ..shared.common import EXIT_PROBLEM, Debug, Kernel, Threads, command, err, out, prepare_threads
+from ..shared.engine_options import engine_options
+from ..shared.session import Device, Model, Rules, model_path
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
-from ..engine_options import engine_options
-from ..session import (
+from ..shared.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
+from ..shared.engine_options import engine_options
+from ..shared.session import (
     Defer,
     Device,
     DualBatch,

@@ -13,10 +13,10 @@ from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 
 from ...lean_import import import_transformers
-from ...server.backend.start import HttpProcess
+from ...server.http.settings import ServerSettings
 from ...server.loading import bound_socket, told_to_wait
-from ...server.settings import ServerSettings
-from ..common import (
+from ...server.start import HttpProcess
+from ..shared.common import (
     Debug,
     Kernel,
     Numa,
@@ -28,8 +28,8 @@ from ..common import (
     prepare_threads,
     read_key,
 )
-from ..engine_options import engine_options
-from ..session import (
+from ..shared.engine_options import engine_options
+from ..shared.session import (
     CachePolicyName,
     DeferOrRules,
     DenseGib,
@@ -209,12 +209,12 @@ def serve(
                 from transformers.utils import logging as of_transformers
 
                 from ...llm import load_engine
-                from ...server.admission import AGEING_SECONDS
                 from ...server.app import create_app
                 from ...server.backend.host import Host
                 from ...server.backend.local import LocalModel, facts_of
                 from ...server.backend.messages import Begin
                 from ...server.run import serve as run
+                from ...server.serving.admission import AGEING_SECONDS
 
                 of_transformers.set_verbosity_error()
                 of_transformers.disable_progress_bar()

@@ -10,8 +10,8 @@ import typer
 from pykernels.errors import PykernelsError
 
 from ...extras import check_plot
-from ..common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from ..session import Model, Rules, model_path
+from ..shared.common import Debug, Kernel, Threads, command, err, out, prepare_threads
+from ..shared.session import Model, Rules, model_path
 
 
 @command

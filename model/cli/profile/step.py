@@ -14,8 +14,8 @@ from pykernels.registry import requested
 
 from ...extras import check_plot, is_installed
 from ...lean_import import import_transformers
-from ..common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
-from ..session import (
+from ..shared.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
+from ..shared.session import (
     Defer,
     Device,
     DualBatch,

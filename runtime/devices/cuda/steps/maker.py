@@ -10,8 +10,8 @@ import torch
 
 from pykernels.ref.sampling import Sampled
 
+from ....planning.compile import Compiled
 from ....program import Program
-from ....program.sizes import StepSizes
 from ....runner.sampling import SamplingInputs
 from ..memory.buffers import Arena
 from .executable import CudaExecutable, GpuMemory
@@ -48,30 +48,26 @@ class StepMaker:
         self._pool = torch.cuda.graph_pool_handle() if owner.real else None
         # E4M3 becomes rows of bfloat16 before a prefill: once a sequence, not once a piece.
         coded = any(part.dtype == torch.float8_e4m3fn for part in owner.caches.values())
-        whole = coded or expansion(owner.lowered()) is not None
+        whole = coded or expansion(owner.compiled().program) is not None
         self._inputs = StepInputs(inputs, sampling, owner.gpus, None if whole else PIECE)
         self._results: dict[str, StepOutputs] = {}
         self.host_inputs = dict(inputs)
 
-    def make(self, program: Program, decode: bool) -> CudaExecutable:
-        """The program, compiled and captured.
-
-        Args:
-            decode: every sequence of its steps has one token.
+    def make(self, compiled: Compiled) -> CudaExecutable:
+        """What was compiled, bound and captured.
 
         Raises:
             PykernelsError: too little memory of a GPU.
         """
         with self._owner.enough_memory():
-            return self._made(program, decode)
+            return self._made(compiled)
 
-    def _made(self, program: Program, decode: bool) -> CudaExecutable:
-        owner = self._owner
-        program = owner.placement.stage(program)
+    def _made(self, compiled: Compiled) -> CudaExecutable:
+        owner, program, decode = self._owner, compiled.program, compiled.decodes
         T, R, expand_from = program.sizes["T"], program.sizes["R"], expansion(program)
         bucket = self._inputs.bucket(T, R, decode, expand_from, has_lanes(program))
         executable = CudaExecutable(
-            program,
+            compiled,
             owner.weights,
             {
                 name: GpuMemory(device, *bucket.on[name], self._arenas[name], self._urgent)
@@ -105,7 +101,7 @@ class StepMaker:
 
     def _allocated(self, program: Program) -> dict[str, StepOutputs]:
         owner = self._owner
-        largest = owner.lowered(StepSizes(owner.max_num_batched_tokens))
+        largest = owner.compiled(tokens=owner.max_num_batched_tokens).program
         found: dict[str, StepOutputs] = {}
         for gpu, device in owner.gpus.items():
             own = [node for node in program.nodes if node.device == gpu]

@@ -7,11 +7,10 @@ from typing import Protocol
 
 import torch
 
-from ....planning.placement import Placement
-from ....program import Program
-from ....program.sizes import ONE_TOKEN, StepSizes
+from ....planning.compile import Compiled
+from ....planning.execution import ExecutionPlan, Phase
+from ....planning.lowerable import Lowerable
 from ....program.weights import WeightStore
-from ....runner.paged_runner import Lowerable
 from ....runner.slots import Slots
 from ....workers.pool import WorkerPool
 from ...gpus import Gpus
@@ -28,13 +27,9 @@ class Owner(Protocol):
     kernel: str
     gpus: Gpus
     device: torch.device
-    num_pages: int
-    max_model_len: int
-    max_num_seqs: int
+    plan: ExecutionPlan
     max_num_logits: int
     max_num_batched_tokens: int
-    deferred: int
-    placement: Placement
     last_sizes: tuple[int, int]
     slots: Slots | None
 
@@ -42,11 +37,8 @@ class Owner(Protocol):
     def real(self) -> bool:
         """Whether there is a GPU, and not Triton's interpreter."""
 
-    def lowered(self, sizes: StepSizes = ONE_TOKEN) -> Program:
-        """The model's program of these sizes, placed."""
-
-    def lowered_streamed(self, sizes: StepSizes = ONE_TOKEN) -> Program:
-        """The same without slots whose experts change."""
+    def compiled(self, phase: Phase = Phase.PROMPT, tokens: int = 1, share: float = 0) -> Compiled:
+        """See ``planning.compile``."""
 
     def watched(self) -> AbstractContextManager[None]:
         """Within it what a GPU fails with says that the device is lost."""

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 
-from ....program import Program
-from ....program.sizes import ONE_TOKEN, StepSizes
+from ....planning.compile import Compiled
+from ....planning.execution import Phase
+from ....planning.gpu.prompt_sizes import PromptSizes
 from ....runner.batch import StepBatch, StepResult
 from ....runner.paged_runner import Executable, PagedRunner
-from ..streaming.experts import Streaming
 from .executable import CudaExecutable
 from .maker import StepMaker
 from .owner import Owner
-from .prompt_sizes import PromptSizes
 
 
 class StreamedRunner(PagedRunner):
@@ -32,29 +32,17 @@ class StreamedRunner(PagedRunner):
 
     copies_inputs = True
 
-    def __init__(self, owner: Owner, sizes: PromptSizes, streaming: Streaming) -> None:
-        super().__init__(
-            owner.model,
-            owner.max_model_len,
-            owner.num_pages,
-            owner.max_num_batched_tokens,
-            owner.max_num_seqs,
-            (),
-            owner.max_num_logits,
-            deferred=owner.deferred,
-        )
+    def __init__(self, owner: Owner, sizes: PromptSizes) -> None:
+        super().__init__(owner.model, replace(owner.plan, passes=(), dual_batch=False))
         self.min_tokens, self.min_alone = sizes.beside, sizes.alone
         self.max_others = sizes.not_streamed
         self.buckets, self.pool = sizes.streamed, owner.pool
         self.device = owner.device
-        self._owner, self._streaming = owner, streaming
+        self._owner = owner
         self._maker: StepMaker | None = None
         # Not the stream of the owner's steps, which would wait for these.
         devices = owner.gpus.values() if owner.real else ()
         self._streams = [torch.cuda.Stream(device) for device in devices]
-
-    def lowered(self, sizes: StepSizes = ONE_TOKEN) -> Program:
-        return self._owner.lowered_streamed(sizes)
 
     def bind(self, batch: StepBatch) -> None:
         for stream in self._streams:  # weights and caches are on their way
@@ -63,21 +51,23 @@ class StreamedRunner(PagedRunner):
             super().bind(batch)
 
     def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
-        passes = (self._streaming.apply,)
-        steps = self._bind_all(self._sizes(self.buckets), inputs, passes, self.make_step)
+        steps = self._bind_all(Phase.STREAMED, self._sizes(self.buckets), inputs)
         if self._owner.slots is not None:
             for step in steps:
                 choices = {name: tensor.numpy() for name, tensor in step.outputs.items()}
                 self._owner.slots.add(step, step.program, choices)
         return steps
 
-    def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
+    def has_decode_steps(self) -> bool:
+        return False
+
+    def make_step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
         if self._maker is None:
             with self._owner.enough_memory():
                 self._maker = StepMaker(
                     self._owner, inputs, self._sampling, self.sizes, urgent=False
                 )
-        return self._maker.make(program, False)
+        return self._maker.make(compiled)
 
     def launch(self, batch: StepBatch) -> None:
         with self._owner.watched(), self._own_streams():

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
 
-from ..text.prompt import chat_prompt, encode, encode_bare, encode_written
-from .backend.interface import ServedModel
-from .http.errors import ApiError, bad_request
+from ...text.prompt import chat_prompt, encode, encode_bare, encode_written
+from ..backend.interface import ServedModel
+from ..http.errors import ApiError, bad_request
 
 CONTEXT_CODE = "context_length_exceeded"
 _MOST_PER_TOKEN = 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .table import Row, case_title, peers_of
+from .e2e import Row, case_title, peers_of
 
 
 def speeds(plt: Any, rows: list[Row]) -> Any:

@@ -14,11 +14,10 @@ from bench.harness.estimate import TRIAL
 from bench.harness.settings import ROUTINGS, Settings
 from bench.peers.catalog import Peer
 from bench.peers.client import PeerMissing, PeerProcess, python_of
+from bench.peers.memory import held_by, peer_layers
 from pykernels.shapes import MoEShape
 from pykernels.target import Target
 from runtime.profiling.workload import routings
-
-from .memory import held_by, peer_layers
 
 
 def check(peer: Peer, target: Target) -> None:

@@ -16,15 +16,15 @@ from transformers import PreTrainedTokenizerBase
 from pykernels.errors import PykernelsError
 from runtime.engine import EngineBusy, SamplingParams
 
+from ..backend.interface import ServedModel
+from ..http.errors import ApiError, bad_request, of_ours
+from ..http.settings import ServerSettings
+from ..parsers import parser_for
+from ..structured import Vocabulary, constraint_for
 from .admission import Admission
-from .backend.interface import ServedModel
 from .generation import Generation
-from .http.errors import ApiError, bad_request, of_ours
 from .metrics import Metrics
-from .parsers import parser_for
 from .prompts import CONTEXT_CODE, Prompt, Prompts
-from .settings import ServerSettings
-from .structured import Vocabulary, constraint_for
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ import torch
 from pykernels.env import Env, env
 from pykernels.target import detect
 
-from ..machine.kept import kept
-from ..machine.tuning import slug
-from ..program import Program
+from ...machine.kept import kept
+from ...machine.tuning import slug
+from ...program import Program
 from .prefill_rates import Rates
 
 _VERSION = 1  # part of the file's name: raise it when kernels change so much that it is outdated

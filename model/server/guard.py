@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..health import HEALTH, READY
-from ..page.routes import FILES
-from ..served import ENTERED, Served
-from .errors import ApiError, as_api_error, error_response
+from .health import HEALTH, READY
+from .http.errors import ApiError, as_api_error, error_response
+from .page.routes import FILES
+from .serving.served import ENTERED, Served
 
 LOG = logging.getLogger("pykernels.server.requests")
 

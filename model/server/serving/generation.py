@@ -18,9 +18,9 @@ from runtime.engine import (
     TokenLogprob,
 )
 
-from .http.errors import LOG, ApiError
+from ..http.errors import LOG, ApiError
+from ..parsers import Event, Reasoning, StreamParser, ToolCallEnd, ToolCallStart
 from .metrics import Metrics
-from .parsers import Event, Reasoning, StreamParser, ToolCallEnd, ToolCallStart
 
 
 @dataclass(frozen=True, slots=True)

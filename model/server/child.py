@@ -12,9 +12,9 @@ import socket
 import sys
 from pathlib import Path
 
-from ...lean_import import import_transformers
-from ...standard_streams import settle_standard_streams
-from .channel import Channel
+from ..lean_import import import_transformers
+from ..standard_streams import settle_standard_streams
+from .backend.channel import Channel
 
 _NO_ENGINE = 1
 
@@ -33,11 +33,11 @@ def main(channel_fd: int, listening_fd: int, level: int, path: str) -> int:
     from transformers.utils import logging as of_transformers
 
     of_transformers.set_verbosity_error()
-    from ...pretrained import has_tokenizer, load_tokenizer
-    from ..app import create_app
-    from ..run import serve
-    from .messages import Begin, Ready
-    from .remote import RemoteModel
+    from ..pretrained import has_tokenizer, load_tokenizer
+    from .app import create_app
+    from .backend.messages import Begin, Ready
+    from .backend.remote import RemoteModel
+    from .run import serve
 
     channel, bound = Channel(channel_fd), socket.socket(fileno=listening_fd)
     tokenizer = load_tokenizer(path) if has_tokenizer(Path(path)) else None

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from .http.errors import ApiError
-from .settings import ServerSettings
+from ..http.errors import ApiError
+from ..http.settings import ServerSettings
 
 AGEING_SECONDS = 1.0
 """What a step of priority is worth in an engine behind a server: see ``Turns``."""

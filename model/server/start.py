@@ -12,7 +12,7 @@ from types import FrameType
 
 from pykernels.errors import PykernelsError
 
-from .channel import Channel, pair
+from .backend.channel import Channel, pair
 
 _MODULE = f"{__package__}.child"
 _END_SECONDS = 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....planning.prefill_rates import Rates, split_range, turning_point
+from .prefill_rates import Rates, split_range, turning_point
 
 HOST_BUCKETS = (8, 64, 256)
 """Buckets of steps whose experts are on the CPU, which computes nothing for padding."""

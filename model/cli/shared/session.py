@@ -15,15 +15,15 @@ from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 from runtime.workers.numa import check_numa
 
-from .. import EMBEDDED
-from ..hub import local
-from ..lean_import import import_transformers
+from ... import EMBEDDED
+from ...hub import local
+from ...lean_import import import_transformers
 from .common import err, note, prepare_threads
 
 if TYPE_CHECKING:
-    from ..engine_stream import EngineStream
-    from ..llm import LLM
-    from ..text.generate import GenerationStats, GenerationStream
+    from ...engine_stream import EngineStream
+    from ...llm import LLM
+    from ...text.generate import GenerationStats, GenerationStream
 
 Model = Annotated[
     Path | None,
@@ -293,14 +293,14 @@ class Session:
             import_transformers()
             from transformers.utils import logging
 
-            from .. import load_tokenizer
-            from ..architectures.families import why_not
-            from ..checkpoint.config import read_config
-            from ..opened import engine_device
-            from ..pretrained import read_generation_config
-            from ..rules import resolve_rules
-            from ..text.generate import check_options
-            from ..text.settings import with_defaults
+            from ... import load_tokenizer
+            from ...architectures.families import why_not
+            from ...checkpoint.config import read_config
+            from ...opened import engine_device
+            from ...pretrained import read_generation_config
+            from ...rules import resolve_rules
+            from ...text.generate import check_options
+            from ...text.settings import with_defaults
 
             logging.set_verbosity_error()
             logging.disable_progress_bar()
@@ -330,7 +330,7 @@ class Session:
             eager = True
         self.llm: LLM | None = None
         if eager:
-            from .. import from_pretrained
+            from ... import from_pretrained
 
             self.model = from_pretrained(
                 path,
@@ -341,7 +341,7 @@ class Session:
                 numa=numa,
             )
         else:
-            from ..llm import load_engine
+            from ...llm import load_engine
 
             self.llm = load_engine(
                 path,
@@ -376,9 +376,9 @@ class Session:
         it and its continuation."""
         import torch
 
-        from ..checkpoint.config import read_config
-        from ..pretrained import build_meta
-        from ..text.prompt import check_context, encode
+        from ...checkpoint.config import read_config
+        from ...pretrained import build_meta
+        from ...text.prompt import check_context, encode
 
         shapes = build_meta(read_config(path), torch.bfloat16)
         tokens = len(encode(shapes, self.tokenizer, prompt))
@@ -387,7 +387,7 @@ class Session:
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation."""
-        from ..text.prompt import encode_chat
+        from ...text.prompt import encode_chat
 
         return encode_chat(self.llm or self.model, self.tokenizer, messages)
 
@@ -417,10 +417,10 @@ class Session:
 
     def _stream(self, prompt: str | list[int]) -> GenerationStream | EngineStream:
         if self.llm is None:
-            from ..text.generate import generate_stream
+            from ...text.generate import generate_stream
 
             return generate_stream(self.model, self.tokenizer, prompt, **self.sampling)
-        from ..engine_stream import engine_stream
+        from ...engine_stream import engine_stream
 
         return engine_stream(self.llm, prompt, **self.sampling)
 
@@ -464,6 +464,6 @@ def read_stdin(read: Callable[[], str]) -> str:
     try:
         return read()
     except UnicodeDecodeError as error:
-        from ..text.prompt import NOT_UTF8
+        from ...text.prompt import NOT_UTF8
 
         raise PykernelsError(f"stdin is no {error.encoding} text", NOT_UTF8) from None
