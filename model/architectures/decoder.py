@@ -101,7 +101,7 @@ class Decoder:
         H, V = self.table.shape[1], self.table.shape[0]
         T, S, R = sizes.tokens, sizes.sequences, sizes.logits
         b = Builder(f"{self.name} T={T}", {"T": T, "S": S, "R": R})
-        step_inputs(b, sizes.table_pages, has_state=bool(self.states))
+        step_inputs(b, sizes.table_pages, states=bool(self.states))
         x = b.buffer("embedded", "T", H)
         b.node("embed", "embed", {"ids": "tokens"}, {"out": x}, {"table": self.table})
         b.buffer("angles", "T", 2, *self.frequencies.shape)

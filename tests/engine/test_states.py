@@ -14,12 +14,12 @@ import model
 from model.checkpoint.config import read_config
 from model.opened import open_weights
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.runner import CudaRunner
 from runtime.engine import Result, SamplingParams
 from runtime.planning.step_bytes import cache_bytes
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
+from ..runners import cuda_runner
 from .recurrent import make_recurrent, recurrent_layers
 
 ERROR = {"ref": 1e-5, "cpu": 0.06}
@@ -140,7 +140,7 @@ def test_what_keeps_no_states_refuses_them(made: tiny.Tiny, tmp_path: Path) -> N
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     with WorkerPool(1) as pool, open_weights(made.path, read_config(made.path)) as weights:
         with pytest.raises(PykernelsError, match="qwen3_moe has layers with a state"):
-            CudaRunner(weights.decoder, device, pool, 64)
+            cuda_runner(weights.decoder, device, pool, 64)
     tiny.make(tmp_path, "deepseek_v3")
     with pytest.raises(PykernelsError, match="deepseek_v3 has no layer with a state"):
         model.load_engine(tmp_path, snapshots=4)
