@@ -40,12 +40,7 @@ from runtime.workers.numa import nodes_to_use
 from runtime.workers.pool import WorkerPool, make_pool
 from runtime.workers.threads import threads_here
 
-from .architectures.decoder import (
-    Decoder,
-    check_heads,
-    expansions,
-    head_sizes,
-)
+from .architectures.decoder import Decoder, check_heads
 from .architectures.families import check_lowered
 from .checkpoint import memory
 from .checkpoint.config import read_config
@@ -298,9 +293,9 @@ def load_engine(
             blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
             check_topk(config.model_type, [block.shape.topk for block in blocks], deferred)
         if device == "cpu":  # first, because a second process compiles in parallel
-            heads = head_sizes(model, chosen.kv_dtype)
-            check_heads(heads)
-            precompile.begin(heads, expansions(model, chosen.kv_dtype, budget))
+            decoder = weights.decoder
+            check_heads(decoder.head_sizes)
+            precompile.begin(decoder.head_sizes, decoder.expansions(budget))
         token, placement = weights.decoder.token_bytes, Placement()
         needed, smaller = weights.needed(placement), weights.smaller(placement)
         states = weights.decoder.state_bytes * chosen.state_slots

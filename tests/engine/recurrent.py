@@ -65,6 +65,7 @@ class Recurrent:
     first: Linear
     o: Linear
     C: int
+    head = None
 
     def cache(self, kv_dtype: str) -> CacheSpec:
         return CacheSpec(state={"taps": CachePart((self.C, 2)), "mean": CachePart((self.C,))})
