@@ -308,7 +308,7 @@ def load_engine(
         if on_gpu is not None:
             from .pinning.beside import place_beside
 
-            seqs, rows = chosen.max_num_seqs, chosen.max_num_logits or 0
+            seqs, rows = chosen.max_num_seqs, chosen.num_logits or 0
             table_pages, rows = -(-longest // PAGE), min(budget, max(rows, seqs))
             largest = StepSizes(budget, seqs, rows, pages, table_pages)
             where = experts, *weights.placed, cache, chosen.prefill, chosen.dense_gib
@@ -332,7 +332,7 @@ def load_engine(
                 pages,
                 given,
                 chosen.max_num_seqs,
-                chosen.max_num_logits,
+                chosen.num_logits,
                 chosen.state_slots,
             )
             options = PlanOptions(

@@ -5,6 +5,7 @@ from ..runner.constraint import Constraint, TokenFilter
 from ..runner.routing import RoutedExperts, RoutedLayer
 from ..runner.sampling_params import SamplingParams
 from .engine import Engine, EngineBusy
+from .requests.drafters import Drafter, PromptLookup
 from .requests.handle import AsyncRequestHandle, RequestHandle
 from .requests.outputs import (
     Chunk,
@@ -25,11 +26,13 @@ __all__ = [
     "Constraint",
     "Detokenizer",
     "DeviceLost",
+    "Drafter",
     "Engine",
     "EngineBusy",
     "EngineConfig",
     "EngineStats",
     "FinishReason",
+    "PromptLookup",
     "RequestHandle",
     "RequestStats",
     "Result",

@@ -11,14 +11,8 @@ from ..program.lanes import LANES, lane_name, lane_tokens
 from ..program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
 
 _BY_TOKEN = ("tokens", "positions", IS_PROMPT, "slot_mapping", "sequences")
-_BY_SEQUENCE = (
-    "query_starts",
-    "query_lengths",
-    "lengths",
-    "page_rows",
-    STATE_SLOTS,
-    HAS_STATE,
-)
+_STATES = STATE_SLOTS, HAS_STATE
+_BY_SEQUENCE = ("query_starts", "query_lengths", "lengths", "page_rows", *_STATES)
 
 
 class LaneInputs:
@@ -32,8 +26,8 @@ class LaneInputs:
     """
 
     def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        names = (*_BY_TOKEN, *_BY_SEQUENCE)
-        self._whole = {name: inputs[name].numpy() for name in names if name in inputs}
+        names = [name for name in (*_BY_TOKEN, *_BY_SEQUENCE) if name in inputs]
+        self._whole = {name: inputs[name].numpy() for name in names}
         self._own = {
             lane_name(lane, name): np.zeros_like(array)
             for lane in LANES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -56,6 +56,19 @@ class Executable(Protocol):
         """Both in one."""
 
 
+class LastStep(NamedTuple):
+    """A step that has ended."""
+
+    T: int
+    """Its tokens."""
+    S: int
+    """Its sequences."""
+    decode: bool
+    """Whether all of them decode: none reads its prompt."""
+    program: Program
+    """What ran."""
+
+
 class PagedRunner(ABC):
     """What the runners of all devices share: programs per bucket, and which one runs a batch.
 
@@ -96,8 +109,11 @@ class PagedRunner(ABC):
     """By name, the tensors of the "cache" buffers."""
     decisions: Sequence[str] = ()
     """What sizes and measurements have decided when the model was loaded, and why, a line each."""
-    last_sizes = (0, 0)
-    """T and S of the step that ended last."""
+    decode_queries = 1
+    """Tokens of a sequence that programs of decode steps take; steps in which any has more run
+    those of prompts."""
+    last_step: LastStep | None = None
+    """The step that ended last."""
 
     def __init__(self, model: Lowerable, plan: ExecutionPlan) -> None:
         self.check_states(model)
@@ -129,6 +145,17 @@ class PagedRunner(ABC):
                 " yet",
                 'Use device="cpu"',
             )
+
+    @property
+    def why_no_drafts(self) -> str:
+        """See ``runner.batch.Runner``."""
+        if self.model.states:
+            return (
+                f"layers of {self.model.name} keep a state, from which no token can be taken back"
+            )
+        if self.plan.passes:
+            return "passes rewrite decode steps, and drafts are checked by the steps of prompts"
+        return ""
 
     @property
     def deferred(self) -> int:
@@ -288,7 +315,7 @@ class PagedRunner(ABC):
             self._sampling.delay_masks()
         else:
             self._sampling.write_masks()
-        if self._lanes is not None and own.T == own.S:
+        if self._lanes is not None and self._takes_decode(own):
             self._lanes.send(own.T)
         if self.slots is not None:
             self.before_slots(self.slots)
@@ -324,10 +351,10 @@ class PagedRunner(ABC):
         assert self._running, "no step was launched"
         self._running = False
         self._executable.result()
-        self.last_sizes = self._batch.T, self._batch.S
+        own = self._batch
+        self.last_step = LastStep(own.T, own.S, own.D == own.S, self._executable.program)
         if self.slots is not None:
-            own = self._batch
-            self.slots.ended(self._executable, self.sizes.tolist(), own.T == own.S)
+            self.slots.ended(self._executable, self.sizes.tolist(), own.D == own.S)
         return self._results[id(self._executable)]
 
     # Where the model was loaded in it, tensors can be changed in it only.
@@ -341,10 +368,15 @@ class PagedRunner(ABC):
             )
         self.sizes[:] = torch.tensor((T, S, R, *lane_tokens(T)), dtype=torch.int64, device="cpu")
         counts = self._query_lengths[:S]
-        counts[:] = np.diff(batch.query_start_loc[: S + 1])
+        counts[:] = batch.num_scheduled
         # The same as long as the version is: only a prompt starts from nothing.
         self._has_state[:S] = batch.seq_lens[:S] > counts
         self._sequences[:T] = np.repeat(batch.page_table_rows[:S], counts)
         self._sampling.arrange(batch.sampling[:R])
-        steps = self.decode_steps if T == S else self.steps
+        steps = self.decode_steps if self._takes_decode(batch) else self.steps
         self._executable = next(step for step in steps if T <= step.program.sizes["T"])
+
+    def _takes_decode(self, batch: StepBatch) -> bool:
+        """Whether a step runs a program of decode steps."""
+        most = self._query_lengths[: batch.S].max(initial=0)
+        return bool(most <= self.decode_queries)

@@ -24,6 +24,7 @@ from runtime.runner.slots import Slots
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
+from ..engine.test_drafts import Known
 from ..model import tiny
 from ..model.checks import logprob_error
 from ..runners import CudaOptions, cuda_runner, ref_runner
@@ -285,6 +286,36 @@ def test_two_lanes_draw_what_one_draws(tmp_path: Path, device: torch.device) -> 
                 decoder, where, pool, *sizes, options=CudaOptions(experts="gpu", dual_batch=True)
             )
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "lanes"), [("deepseek_v3", False), ("qwen3_moe", "auto")], ids=["latents", "lanes"]
+)
+def test_drafts_draw_what_is_drawn_without(
+    family: str, lanes: bool | str, tmp_path: Path, device: torch.device
+) -> None:
+    """Right ones, and where there is room a wrong one, in a step of three sequences."""
+    tiny.make(tmp_path, family, num_hidden_layers=2)
+    prompts = [[5], [33, 8], [41]]
+    params = [
+        SamplingParams(temperature=i % 2, seed=i, max_tokens=4, ignore_eos=True) for i in range(3)
+    ]
+    where, drafter = "cuda:0" if device.type == "cuda" else "cpu", Known(lambda right: [*right, 7])
+    with WorkerPool(1, driver_works=False) as pool:
+        with open_weights(tmp_path, read_config(tmp_path)) as weights:
+            decoder = weights.readable(packer(pool), lambda *_: None)
+        options = CudaOptions(experts="cpu", dual_batch=lanes)
+        sizes = 64, 8, 16, 3, "generic"
+        runner = cuda_runner(decoder, where, pool, *sizes, max_num_logits=16, options=options)
+        runner.buckets, runner.decode_buckets = (16,), (1,)
+        with Engine(runner, threaded=False, drafter=lambda: drafter) as engine:
+            plain = engine.generate(prompts, params)
+            assert engine.stats.steps == 4
+            for result in plain:
+                drafter.add(result.prompt_ids, result.token_ids[:3])
+            drafted = engine.generate(prompts, params)
+            assert engine.stats.steps == 4 + 2
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
 
 
 def test_activations_that_the_gpu_has_not_are_refused(tmp_path: Path, device: torch.device) -> None:

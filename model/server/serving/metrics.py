@@ -118,6 +118,8 @@ _COUNTERS = {
     "prompt_tokens": "Prompt tokens of admitted requests",
     "cached_tokens": "Prompt tokens that were found in the prefix cache",
     "new_tokens": "Generated tokens",
+    "draft_tokens": "Drafts of next tokens that steps have checked",
+    "accepted_tokens": "Drafts that were what was drawn",
     "preemptions": "Requests that gave their pages back and were computed again",
     "finished": "Outputs that have ended",
     "failed_steps": "Steps that failed",

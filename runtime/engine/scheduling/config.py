@@ -9,6 +9,7 @@ from pykernels.errors import PykernelsError
 
 from ...experts.cache import CachePolicy
 from ...workers.numa import AUTO, check_numa
+from ..requests.drafters import MakeDrafter, PromptLookup
 
 PREFILL_CAP_FLOOR = 8
 """Fewest prompt tokens of a step: one tile of the kernels. Below it a prompt would never end."""
@@ -22,6 +23,12 @@ values of some thousand tokens, and makes one step more of the prompt."""
 
 PREFILL = ("auto", "cpu", "split", "stream")
 """Where experts of prompts are computed, if they lie in main memory beside a GPU."""
+
+DRAFTERS: dict[str, MakeDrafter] = {"ngram": PromptLookup}
+"""Where drafts come from, by name."""
+
+MOST_DRAFTS = 256
+"""Of an output in a step."""
 
 MOST_EXPERTS = 1 << 16
 """Of a layer, and so of its slots."""
@@ -53,8 +60,8 @@ class EngineConfig:
             holds all experts, or to which they are streamed, as many as its memory allows, up to
             4,096, and 32,768 where the link takes so long.
         max_num_seqs: most sequences that run at once.
-        max_num_logits: rows of logits that a step may compute; None: one per sequence. Logprobs
-            of prompt tokens take one row each.
+        max_num_logits: rows of logits that a step may compute; None: one per sequence, and one
+            for each draft. Logprobs of prompt tokens take one row each.
         max_model_len: longest sequence in tokens; None: the model's, at most 8,192.
         kv_tokens: size of the KV cache in tokens, rounded up to pages; None: see ``kv_bytes``.
         kv_bytes: size of the KV cache in bytes; None with ``kv_tokens`` None: as many sequences
@@ -90,6 +97,10 @@ class EngineConfig:
             several; "off": no; or how many nodes there must be.
         ageing_seconds: a request that has waited so much longer than another is served as if its
             priority were better by one.
+        draft: where drafts of an output's next tokens come from, all of which one step checks:
+            "ngram": what came behind the same tokens before (prompt lookup); "off": there are
+            none. What is drawn is the same.
+        draft_tokens: drafts of an output in a step, at most.
         overlap: schedule a step, and deliver the tokens of the one before, while a step runs. What
             is drawn is the same.
 
@@ -116,6 +127,8 @@ class EngineConfig:
     max_partial_prefills: int = 4
     max_waiting: int | None = None
     ageing_seconds: float = 30.0
+    draft: str = "off"
+    draft_tokens: int = 4
     overlap: bool = True
     numa: str | int = AUTO
 
@@ -124,6 +137,18 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None or name == "max_num_seqs":
                 check_whole(name, value, 0 if name in _OR_NONE else 1, most)
+        check_whole("draft_tokens", self.draft_tokens, 1, MOST_DRAFTS)
+        if self.draft not in ("off", *DRAFTERS):
+            given = ", ".join(DRAFTERS)
+            raise PykernelsError(f"draft={self.draft!r}", f"Give {given} or off")
+        if self.draft != "off":
+            check_drafts(self.draft_tokens, self)
+        if self.draft != "off" and self.prefill == "stream":
+            raise PykernelsError(
+                f"draft={self.draft!r} and prefill='stream': drafts are checked as prompts are"
+                " read, and each such step would bring all experts to the GPU",
+                "Leave prefill at auto, or draft at off",
+            )
         for name in ("target_itl_ms", "ageing_seconds"):
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -163,9 +188,36 @@ class EngineConfig:
         return SNAPSHOT_TOKENS if self.snapshot_tokens is None else self.snapshot_tokens
 
     @property
+    def drafter(self) -> MakeDrafter | None:
+        """Makes what ``draft`` is, for one output."""
+        return DRAFTERS.get(self.draft)
+
+    @property
+    def num_logits(self) -> int | None:
+        """``max_num_logits``, or as many as drafts take; None: one per sequence."""
+        if self.max_num_logits is not None or self.draft == "off":
+            return self.max_num_logits
+        return self.max_num_seqs * (1 + self.draft_tokens)
+
+    @property
     def cache_policy(self) -> CachePolicy:
         """What ``expert_cache_policy`` and ``expert_cache_swaps`` are."""
         return CachePolicy(self.expert_cache_policy, self.expert_cache_swaps)
+
+
+def check_drafts(most: int, sizes: object) -> None:
+    """Raises PykernelsError if a step of these sizes, those that are given, has no room for one
+    sequence with so many drafts."""
+    for name in ("max_num_batched_tokens", "max_num_logits"):
+        room = getattr(sizes, name)
+        if room is not None and most >= room:
+            raise PykernelsError(
+                f"draft_tokens={most}: a step must have room for them and the token before them,"
+                f" and {name} is {room}",
+                f"Give {room - 1} drafts or fewer, or a larger {name}"
+                if room > 1
+                else f"Give a larger {name}",
+            )
 
 
 def check_whole(name: str, value: object, least: int, most: int) -> None:

@@ -11,6 +11,7 @@ from ....planning.compile import Compiled
 from ....planning.execution import ExecutionPlan, Phase
 from ....planning.lowerable import Lowerable
 from ....program.weights import WeightStore
+from ....runner.paged_runner import LastStep
 from ....runner.slots import Slots
 from ....workers.pool import WorkerPool
 from ...gpus import Gpus
@@ -30,7 +31,7 @@ class Owner(Protocol):
     plan: ExecutionPlan
     max_num_logits: int
     max_num_batched_tokens: int
-    last_sizes: tuple[int, int]
+    last_step: LastStep | None
     slots: Slots | None
 
     @property

@@ -82,7 +82,7 @@ class StreamedRunner(PagedRunner):
     def result(self) -> StepResult:
         with self._owner.watched():
             found = super().result()
-        self._owner.last_sizes = self.last_sizes
+        self._owner.last_step = self.last_step
         if self._owner.slots is not None:  # what prompts take says what decode steps will
             self._owner.slots.ended(self._executable, self.sizes.tolist(), False)
         return found
