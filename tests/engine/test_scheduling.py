@@ -184,9 +184,9 @@ def test_a_failed_step_leaves_no_snapshot() -> None:
     """The second request fails where it leaves what the first one has computed; the third one is
     scheduled behind its snapshot already."""
     runner = FakeRunner(state_slots=12, max_num_batched_tokens=64)
-    engine = owned(runner, config=EngineConfig(snapshot_tokens=64))
-    trunk = list(range(8))
-    engine.generate([[*trunk, 1]], params(1, 2))
+    engine = owned(runner, config=EngineConfig(snapshot_tokens=32))
+    engine.generate([[5]], params(1, 14))
+    trunk = [5, *expected([5], 1, 7)]  # in the middle of the answer, where no snapshot is
     second = engine.submit([*trunk, 2], params(2, 3))
     third = engine.submit([*trunk, 3], params(3, 3))
     runner.fail_next = RuntimeError("lost")
