@@ -21,9 +21,7 @@ from runtime.program.sizes import StepSizes
 from runtime.runner.paged_runner import PagedRunner
 from runtime.workers.pool import WorkerPool
 
-from .architectures.decoder import (
-    Decoder,
-)
+from .architectures.decoder import Decoder
 from .checkpoint.config import read_config
 from .opened import engine_device, open_weights
 from .rules import Rules
