@@ -24,9 +24,9 @@ class Phase(StrEnum):
     """What a step is for, by which its passes are chosen."""
 
     DECODE = "decode"
-    """Every sequence has one token."""
+    """No sequence has more than one token."""
     PROMPT = "prompt"
-    """With chunks of prompts, experts computed where they lie."""
+    """With chunks of prompts, or drafts; experts are computed where they lie."""
     STREAMED = "streamed"
     """With chunks of prompts, all experts cross to a GPU (OSDI'26 3.1)."""
     SPLIT = "split"

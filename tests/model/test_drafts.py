@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from statistics import median
+from typing import Any
 
 import pytest
 
 import model
 from model.llm import LLM
-from runtime.devices.cpu.runner import CpuRunner
-from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Engine, EngineConfig, Result, SamplingParams
 from runtime.runner.paged_runner import PagedRunner
 
 from ..cpu.kernels import fastest
 from ..engine.test_drafts import Known
+from ..runners import cpu_runner, ref_runner
 
 PROMPTS = ("def quicksort(xs):", "class Stack:\n    def __init__(self):", "    raise ValueError(")
 PARAMS = (
@@ -44,10 +45,10 @@ def llm() -> Iterator[LLM]:
 
 
 def make_runner(llm: LLM, device: str) -> PagedRunner:
-    sizes = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_num_logits": 64}
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_num_logits": 64}
     if device == "ref":
-        return RefRunner(llm.runner.model, 128, 12, **sizes)
-    return CpuRunner(llm.runner.model, llm.pool, 128, 12, **sizes, kernel=llm.kernel)
+        return ref_runner(llm.runner.model, 128, 12, **sizes)
+    return cpu_runner(llm.runner.model, llm.pool, 128, 12, **sizes, kernel=llm.kernel)
 
 
 def serve(llm: LLM, runner: PagedRunner, drafter: Known | None) -> tuple[list[Result], int]:
@@ -80,11 +81,17 @@ def test_drafts_change_nothing_but_the_number_of_steps(llm: LLM, device: str) ->
 
 
 def test_prompt_lookup_saves_steps_of_a_text_that_repeats_itself(llm: LLM) -> None:
+    """The second one with as many biased tokens as a sequence may have, or nearly."""
     ids = llm.encode("x = [1, 2, 3]\n" * 12)
-    plain = llm.generate(ids, temperature=0, max_tokens=48, ignore_eos=True)
-    settings = {"max_model_len": 256, "draft": "ngram", "draft_tokens": 5}
-    with model.load_engine(model.EMBEDDED, kernel=fastest(), **settings) as drafting:
-        found = drafting.generate(ids, temperature=0, max_tokens=48, ignore_eos=True)
-        stats = drafting.engine.stats
-    assert found.token_ids == plain.token_ids
-    assert stats.steps < 24 and stats.accepted_tokens > 24
+    greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    biased = replace(greedy, logit_bias=dict.fromkeys(range(4000), 1.0))
+    settings: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 1, "draft_tokens": 5}
+    with model.load_engine(model.EMBEDDED, kernel=fastest(), draft="ngram", **settings) as drafting:
+        for params in (greedy, biased):
+            [plain] = llm.engine.generate([ids], params)
+            before = drafting.engine.stats
+            [found] = drafting.engine.generate([ids], params)
+            after = drafting.engine.stats
+            assert found.token_ids == plain.token_ids
+            assert after.steps - before.steps < 24
+            assert after.accepted_tokens - before.accepted_tokens > 24

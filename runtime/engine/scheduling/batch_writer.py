@@ -122,7 +122,8 @@ class BatchWriter:
         else:
             batch.tokens[:T] = [request.tokens[-1] for request in decoding]
         self._write_slot_mapping(batch.page_table_rows[of])
-        return T, [decoding[int(s)].next_sampling for s in of]
+        sampling = [request.next_sampling for request in decoding]
+        return T, [sampling[s] for s in of.tolist()]
 
     def advance(self, decoding: Sequence[Request], new_pages: bool) -> None:
         """The same sequences one token later; ``set_tokens`` is given the tokens before or after.

@@ -1,9 +1,10 @@
 """Continuous batching: which tokens of which requests make up the next step.
 
 Every step computes one token of each decoding request and fills the rest of the token budget with
-prefill chunks (chunked prefill, Sarathi-Serve, OSDI 2024), by priority and arrival. While other
-requests decode, ``PrefillCap`` bounds the prompt tokens, so that their inter-token time stays near
-its target. A prompt that is longer than a step leaves half of the budget to shorter ones behind it.
+prefill chunks (chunked prefill, Sarathi-Serve, OSDI 2024), by priority and arrival; what these
+leave is for drafts of the tokens that follow (``Drafts``). While other requests decode,
+``PrefillCap`` bounds the prompt tokens, so that their inter-token time stays near its target. A
+prompt that is longer than a step leaves half of the budget to shorter ones behind it.
 
 A request gets the pages of its whole prompt when it is admitted; a decoding one gets a page when
 its last is full. If there is none, the request that is served last is preempted: it gives its pages
