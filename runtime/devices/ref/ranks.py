@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ...passes import stream_weights
 from ...passes.shard import expert_tables, shard, stripe
 from ...passes.shard.stripes import places, stripes
 from ...program import Program
@@ -13,7 +14,7 @@ from ...program.collective_ops import ALL_TOKENS
 from ...program.step_inputs import allocate_inputs
 from ...program.weights import WeightStore
 from ...runner.batch import DeviceLost
-from ...runner.paged_runner import Lowerable
+from ...runner.paged_runner import Executable, Lowerable
 from ..collectives import Communicator, ThreadGroup, lost
 from ..stripe_inputs import deal_inputs
 from .runner import RefRunner
@@ -141,6 +142,7 @@ class RanksRunner(RefRunner):
         striped: whether steps with chunks of prompts deal their tokens over the ranks; every rank
             then has keys and values of all heads.
         experts: of ``passes.shard.EXPERTS``, in these steps.
+        prefill: "stream": in steps with chunks of prompts a rank copies its own experts first.
         ends: by rank, where it meets the others; None: threads meet in this process's memory.
         Other arguments: see ``RefRunner``.
 
@@ -161,6 +163,7 @@ class RanksRunner(RefRunner):
         deferred: int = 0,
         striped: bool = False,
         experts: str = "small_ep",
+        prefill: str = "cpu",
         ends: Sequence[Communicator] | None = None,
     ) -> None:
         super().__init__(
@@ -172,6 +175,7 @@ class RanksRunner(RefRunner):
             max_num_logits=max_num_logits,
             dual_batch=dual_batch,
             deferred=deferred,
+            prefill=prefill,
         )
         self.ranks, self.striped, self.experts = ranks, striped and ranks > 1, experts
         self._ends = ThreadGroup(ranks).ranks if ends is None else ends
@@ -184,23 +188,40 @@ class RanksRunner(RefRunner):
         for program in self._sharded(self.lowered(self.step_sizes())):
             self.weights.load(program, self.layouts(program))
 
+    def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
+        return self._bind_all(self._sizes(self.buckets), inputs, (), self.make_step)
+
     def make_step(  # type: ignore[override]
         self, program: Program, inputs: Mapping[str, torch.Tensor]
     ) -> RanksExecutable:
+        if self.striped:
+            programs = stripe(program, self.ranks, self.experts)
+        else:
+            programs = self._sharded(program)
+        if self.streams:
+            programs = tuple(stream_weights(each, lambda spec: spec.nbytes) for each in programs)
         if not self.striped:
-            return self.make_decode_step(program, inputs)
-        programs, caches = stripe(program, self.ranks, self.experts), self._caches
-        own = [each | expert_tables(one) for each, one in zip(caches, programs, strict=True)]
-        return StripedExecutable(
-            program, programs, self.weights, inputs, own, self._ends, self.sizes
-        )
+            return self._bound(programs, inputs)
+        bound = self.weights, inputs, self._caches_of(programs), self._ends, self.sizes
+        return StripedExecutable(program, programs, *bound)
 
     def make_decode_step(
         self, program: Program, inputs: Mapping[str, torch.Tensor]
     ) -> RanksExecutable:
-        programs, caches = self._sharded(program), self._caches
-        own = [each | expert_tables(one) for each, one in zip(caches, programs, strict=True)]
-        return RanksExecutable(programs, self.weights, inputs, own, self._ends, self.sizes)
+        return self._bound(self._sharded(program), inputs)
+
+    def _bound(
+        self, programs: Sequence[Program], inputs: Mapping[str, torch.Tensor]
+    ) -> RanksExecutable:
+        caches = self._caches_of(programs)
+        return RanksExecutable(programs, self.weights, inputs, caches, self._ends, self.sizes)
+
+    def _caches_of(self, programs: Sequence[Program]) -> list[dict[str, torch.Tensor]]:
+        """By rank, keys and values, and which experts it has."""
+        return [
+            own | expert_tables(program)
+            for own, program in zip(self._caches, programs, strict=True)
+        ]
 
     def _sharded(self, program: Program) -> tuple[Program, ...]:
         return shard(program, self.ranks, heads=not self.striped)

@@ -81,6 +81,19 @@ def test_logprobs_are_those_of_transformers(
         assert error(made, generated(engine)) < EXACT
 
 
+@pytest.mark.parametrize("striped", [False, True], ids=["heads", "stripes"])
+def test_each_rank_streams_its_own_experts(striped: bool, checkpoint: Checkpoints) -> None:
+    made = checkpoint("qwen3_moe")
+    with engine_of(made.path, 3, striped=striped, prefill="stream") as (engine, runner):
+        assert error(made, generated(engine)) < EXACT
+    step = runner.steps[0]
+    assert isinstance(step, RanksExecutable)
+    loads = [[n for n in rank.program.nodes if n.op == "load_experts"] for rank in step.ranks]
+    runs = [[(n.attr("first"), n.attr("count")) for n in own if n.layer == 0] for own in loads]
+    experts = [e for own in runs for first, count in own for e in range(first, first + count)]
+    assert experts == list(range(8))  # each crosses once, to one rank
+
+
 def test_two_lanes_on_two_ranks(checkpoint: Checkpoints) -> None:
     made = checkpoint("qwen3_moe")
     with engine_of(made.path, 2, dual_batch=True) as (engine, _):
