@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ..program.lanes import LANES, lane_name, lane_tokens
+from ..program.sizes import LANES, lane_name, lane_tokens
 from ..program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
 
 _BY_TOKEN = ("tokens", "positions", IS_PROMPT, "slot_mapping", "sequences")

@@ -19,8 +19,8 @@ from ..planning.lowerable import Lowerable
 from ..planning.placement import CPU
 from ..planning.step_bytes import expert_bytes, weight_bytes
 from ..program import Program
-from ..program.lanes import lane_tokens
 from ..program.node import STEP_SIZES
+from ..program.sizes import lane_tokens
 from ..program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
 from ..program.weights import LayoutOf
 from ..workers.pool import WorkerPool
