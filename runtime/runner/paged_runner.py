@@ -17,7 +17,7 @@ from ..planning.compile import Compiled, compile
 from ..planning.execution import ExecutionPlan, Phase
 from ..planning.lowerable import Lowerable
 from ..planning.placement import CPU
-from ..planning.step_bytes import expert_bytes, weight_bytes
+from ..planning.work import expert_bytes, weight_bytes
 from ..program import Program
 from ..program.node import STEP_SIZES
 from ..program.sizes import lane_tokens

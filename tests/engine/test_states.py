@@ -15,7 +15,7 @@ from model.checkpoint.config import read_config
 from model.opened import open_weights
 from pykernels.errors import PykernelsError
 from runtime.engine import Result, SamplingParams
-from runtime.planning.step_bytes import cache_bytes
+from runtime.planning.work import cache_bytes
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
