@@ -15,15 +15,15 @@ from pykernels.errors import PykernelsError
 from runtime.engine import Engine, EngineConfig, RequestHandle, Result, SamplingParams
 from runtime.experts.cache import CacheStats
 from runtime.passes.layers import moe_layers
-from runtime.planning.placement import CPU, Placement, place
+from runtime.planning.compile import compile
+from runtime.planning.execution import ExecutionPlan
+from runtime.planning.placement import CPU, Placement
 from runtime.program import Program
 from runtime.program.sizes import StepSizes
 from runtime.runner.paged_runner import PagedRunner
 from runtime.workers.pool import WorkerPool
 
-from .architectures.decoder import (
-    Decoder,
-)
+from .architectures.decoder import Decoder
 from .checkpoint.config import read_config
 from .opened import engine_device, open_weights
 from .rules import Rules
@@ -186,25 +186,26 @@ def placed_program(
     config = read_config(path)
     device = engine_device(device, rules, config.model_type)
     with open_weights(path, config, rules, device=device) as weights:
-        program = weights.decoder.lower(StepSizes(tokens, tokens, tokens, 1, 1))
+        sizes = StepSizes(tokens, tokens, tokens)
+        program = weights.decoder.lower(sizes)
         if device == CPU:
             if experts == "gpu":
                 raise PykernelsError("experts on a GPU without one", "Add --device cuda:0")
             return program
-        from runtime.devices.cuda.memory.weights import gpu_bytes
+        from runtime.devices.cuda.layouts import CudaLayouts
         from runtime.devices.gpus import gpus_of
-        from runtime.planning.gpu.plan import several_refused
+        from runtime.planning.gpu.machine import Machine
+        from runtime.planning.gpu.plan import place_on, several_refused
 
         gpus = gpus_of(device)
         if slots and len(gpus) > 1:
             raise PykernelsError(*several_refused("an expert cache"))
-        caches = {name: part.nbytes for name, part in weights.decoder.caches(1).items()}
-        same = dict.fromkeys(gpus, 1 << 40)  # bytes: GPUs that need not be there
-        room = {layer.experts.layer or 0: slots for layer in moe_layers(program) if slots}
-        placed, by_layer = weights.placed
-        found = place(program, experts, same, gpu_bytes, placed, caches, by_layer)
-        placed_on = replace(found, slots=room)
-        return placed_on.fill(placed_on.place(program))
+        free = dict.fromkeys(gpus, 1 << 40)  # bytes: GPUs that need not be there
+        machine = Machine(free, CudaLayouts())
+        placement = place_on(machine, weights.decoder, 1, experts, *weights.placed)
+        layers = {layer.experts.layer or 0: slots for layer in moe_layers(program) if slots}
+        plan = ExecutionPlan(sizes, replace(placement, slots=layers))
+        return compile(weights.decoder, plan, tokens=tokens).program
 
 
 def meta_decoder(path: Path, rules: Rules = None) -> Decoder:

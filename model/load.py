@@ -36,7 +36,7 @@ from runtime.workers.numa import nodes_to_use
 from runtime.workers.pool import make_pool
 from runtime.workers.threads import threads_here
 
-from .architectures.decoder import check_heads, expansions, head_sizes
+from .architectures.decoder import check_heads
 from .architectures.families import check_lowered
 from .checkpoint import memory
 from .checkpoint.config import read_config
@@ -186,10 +186,10 @@ def _begin_compiling(execution: ExecutionConfig, engine: EngineConfig, weights: 
     Raises PykernelsError for heads that they do not take."""
     if execution.device != "cpu":
         return
-    heads = head_sizes(weights.model, execution.kv_dtype)
-    check_heads(heads)
+    decoder = weights.decoder
+    check_heads(decoder.head_sizes)
     budget = engine.max_num_batched_tokens or STEP_TOKENS
-    precompile.begin(heads, expansions(weights.model, execution.kv_dtype, budget))
+    precompile.begin(decoder.head_sizes, decoder.expansions(budget))
 
 
 def _fitted(

@@ -110,7 +110,10 @@ def measured(
         alone_s = timer.prefill(prompt)
         timer.engine.threaded = True  # from here on clients drive it
         run = _Run(timer.engine, timer.runner.vocab_size, most)
-        asyncio.run(run.all(streams, context, prompt))
+        try:
+            asyncio.run(run.all(streams, context, prompt))
+        except ExceptionGroup as group:  # all streams end for one reason
+            raise group.exceptions[0] from None
     finally:
         timer.close()
     row: Row = {}

@@ -31,7 +31,11 @@ RAGGED = {
 
 
 class Attention(Protocol):
-    """What a layer's attention is to the program."""
+    """What a layer's attention, or what is in its place, is to the program."""
+
+    @property
+    def head(self) -> tuple[int, int] | None:
+        """Numbers of a key and of a value of a head; None: it attends to no keys."""
 
     def cache(self, kv_dtype: str) -> CacheSpec:
         """What it keeps of a sequence, with keys and values in that dtype."""
@@ -109,16 +113,14 @@ class MLA:
         """What such a module keeps of a sequence."""
         return CacheSpec.latent(kv_dtype, module.kv_lora_rank, module.qk_rope_head_dim)
 
-    @staticmethod
-    def head(module: Any) -> tuple[int, int]:
-        """Numbers of a key and of a value, as attention sees them."""
-        return module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank
+    @property
+    def head(self) -> tuple[int, int]:
+        return self.L + self.R, self.L
 
-    @staticmethod
-    def expansion(module: Any) -> tuple[int, int, int, int]:
-        """L, R, nope and dv of such a module: what ``expand_from`` takes."""
-        of_key = module.qk_rope_head_dim, module.qk_nope_head_dim
-        return module.kv_lora_rank, *of_key, module.v_head_dim
+    @property
+    def expansion(self) -> tuple[int, int, int, int]:
+        """What ``expand_from`` takes."""
+        return self.L, self.R, self.nope, self.dv
 
     def cache(self, kv_dtype: str) -> CacheSpec:
         return CacheSpec.latent(kv_dtype, self.L, self.R)
@@ -139,7 +141,7 @@ class MLA:
             )
             q = self.q_b.lower(b, f"{layer}.q_b", normed, f"{layer}.q")
         rotated = b.buffer(f"{layer}.rotated", "T", self.NH, width)
-        many = expand_from(self.L, self.R, self.nope, self.dv)
+        many = expand_from(*self.expansion)
         expanded: dict[str, Any] = {"expand_from": many} if many <= b.size("T") else {}
         sequences = {"sequences": "sequences"} if expanded else {}
         b.node(
@@ -244,10 +246,9 @@ class GQA:
         D = module.head_dim
         return CacheSpec.grouped(kv_dtype, module.k_proj.out_features // D, D)
 
-    @staticmethod
-    def head(module: Any) -> tuple[int, int]:
-        """Numbers of a key and of a value, as attention sees them."""
-        return module.head_dim, module.head_dim
+    @property
+    def head(self) -> tuple[int, int]:
+        return self.D, self.D
 
     def cache(self, kv_dtype: str) -> CacheSpec:
         return CacheSpec.grouped(kv_dtype, self.KVH, self.D)

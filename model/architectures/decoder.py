@@ -68,6 +68,21 @@ class Decoder:
         return self.table.shape[0]
 
     @property
+    def head_sizes(self) -> set[tuple[int, int, int]]:
+        """Numbers of a key and of a value of each kind of head, and of the key's those in E4M3:
+        what attention is compiled for."""
+        heads = {layer.attention.head for layer in self.layers}
+        return {(dk, dv, dv if self.kv_dtype == "fp8" else 0) for dk, dv in filter(None, heads)}
+
+    def expansions(self, T: int) -> set[Expanded]:
+        """What attention with keys and values expanded is compiled for, if steps of at most T
+        tokens have any."""
+        latent = [each.attention for each in self.layers if isinstance(each.attention, MLA)]
+        sizes = {attention.expansion for attention in latent}
+        codes = self.kv_dtype == "fp8"
+        return {Expanded(*each, codes) for each in sizes if expand_from(*each) <= T}
+
+    @property
     def cache_specs(self) -> tuple[CacheSpec, ...]:
         """What each layer keeps of a sequence."""
         return tuple(layer.attention.cache(self.kv_dtype) for layer in self.layers)
@@ -101,7 +116,7 @@ class Decoder:
         H, V = self.table.shape[1], self.table.shape[0]
         T, S, R = sizes.tokens, sizes.sequences, sizes.logits
         b = Builder(f"{self.name} T={T}", {"T": T, "S": S, "R": R})
-        step_inputs(b, sizes.table_pages, has_state=bool(self.states))
+        step_inputs(b, sizes.table_pages, states=bool(self.states))
         x = b.buffer("embedded", "T", H)
         b.node("embed", "embed", {"ids": "tokens"}, {"out": x}, {"table": self.table})
         b.buffer("angles", "T", 2, *self.frequencies.shape)
@@ -170,16 +185,8 @@ def cache_token_bytes(model: PreTrainedModel, kv_dtype: str = "bf16") -> int:
     return sum(kind_of(module).cached(module, kv_dtype).token_bytes for module in modules)
 
 
-def head_sizes(model: PreTrainedModel, kv_dtype: str = "bf16") -> set[tuple[int, int, int]]:
-    """Numbers of a key and of a value of each kind of head, and of the key's those in E4M3: what
-    attention is compiled for."""
-    inner: Any = model.model
-    heads = {kind_of(layer.self_attn).head(layer.self_attn) for layer in inner.layers}
-    return {(dk, dv, dv if kv_dtype == "fp8" else 0) for dk, dv in heads}
-
-
 def check_heads(sizes: Iterable[tuple[int, int, int]]) -> None:
-    """Raises PykernelsError for ``head_sizes`` that the CPU's attention cannot have."""
+    """Raises PykernelsError for ``Decoder.head_sizes`` that the CPU's attention cannot have."""
     for dk, dv, _ in sizes:
         if dk % 16 or dv % 16:
             raise PykernelsError(
@@ -187,15 +194,6 @@ def check_heads(sizes: Iterable[tuple[int, int, int]]) -> None:
                 " of multiples of 16",
                 "Use --eager",
             )
-
-
-def expansions(model: PreTrainedModel, kv_dtype: str, T: int) -> set[Expanded]:
-    """What attention with keys and values expanded is compiled for, if steps of at most T tokens
-    have any."""
-    inner: Any = model.model
-    latent = [layer.self_attn for layer in inner.layers if kind_of(layer.self_attn) is MLA]
-    sizes = {MLA.expansion(module) for module in latent}
-    return {Expanded(*each, kv_dtype == "fp8") for each in sizes if expand_from(*each) <= T}
 
 
 def make_decoder(

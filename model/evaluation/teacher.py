@@ -18,7 +18,7 @@ from runtime.planning.compile import Compiled
 from runtime.planning.placement import CPU
 from runtime.program import Program
 from runtime.program.sizes import StepSizes
-from runtime.program.step_inputs import STATE_SLOTS, allocate_inputs
+from runtime.program.step_inputs import HAS_STATE, STATE_SLOTS, allocate_inputs
 
 from ..llm import LLM
 
@@ -86,6 +86,8 @@ class Teacher:
             for at in range(L - 1):
                 inputs["tokens"][:n] = rows[:, at]
                 inputs["positions"][:], inputs["lengths"][:] = at, at + 1
+                if HAS_STATE in inputs:
+                    inputs[HAS_STATE][:] = at > 0
                 inputs["slot_mapping"][:] = tables[:, at // PAGE] * PAGE + at % PAGE
                 step.run()
                 logits = step.outputs["logits"][:n].double()

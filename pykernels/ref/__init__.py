@@ -5,7 +5,6 @@ the fast one takes is how it is launched and where its result goes; what only th
 what it computes in (``dtype``) and what a packed weight knows by itself (``fmt``).
 """
 
-from .activation import silu_mul
 from .attention import gqa_decode, gqa_prefill, mla_decode, mla_prefill
 from .delta_net.causal_conv1d import causal_conv1d
 from .delta_net.delta_rule import delta_gates, gated_delta_rule
@@ -56,7 +55,6 @@ __all__ = [
     "router_logits",
     "sample",
     "sigmoid_mul",
-    "silu_mul",
     "sort_pairs",
     "unpermute",
     "yarn_frequencies",

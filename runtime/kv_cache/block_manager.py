@@ -73,19 +73,16 @@ class BlockManager:
         Then the request waits and shares that, instead of computing it a second time.
         """
         known = self._match(table, tokens, reusable)
-        next_page = len(known)
+        last = self._shareable(tokens, reusable)
         if self.snapshots is not None:
-            keys, first = table.keys, len(self.snapshots.deepest(known))
-            last = self._shareable(tokens, reusable)
-            return any(
-                first < mark <= min(last, len(o.keys)) and o.keys[mark - 1] == keys[mark - 1]
-                for o in others
-                for mark in o.marks
-            )
-        if next_page == self._shareable(tokens, reusable):
-            return False
-        key = table.keys[next_page]
-        return any(next_page < len(o.keys) and o.keys[next_page] == key for o in others)
+            first = len(self.snapshots.deepest(known))
+            coming = [(mark, other) for other in others for mark in other.marks if mark > first]
+        else:
+            coming = [(len(known) + 1, other) for other in others]
+        return any(
+            pages <= min(last, len(other.keys)) and other.keys[pages - 1] == table.keys[pages - 1]
+            for pages, other in coming
+        )
 
     def admit(
         self,

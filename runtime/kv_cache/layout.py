@@ -7,9 +7,8 @@ back within 1/16 of themselves (a scale's smallest steps apart), where bfloat16 
 latent's rotated part stays bfloat16. The bytes are the same on every device.
 
 A state is of the whole sequence, as recurrent layers have it, in float32: each step reads and
-replaces it. The ops that do so name the slots of the step's sequences ``state_slots``; a sequence
-whose keys are all of this step (``lengths`` equal to ``query_lengths``) starts from zeros, whatever
-is in its slot.
+replaces it. The ops that do so read the slots of the step's sequences as ``state_slots``, and as
+``has_state`` which of them go on from there: the others start from zeros, whatever is in the slot.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """When a sequence's state is copied for those that come later, and for itself after a preemption.
 
-- At marks in a prompt, at which its chunks end: every ``spacing`` pages; at its last full page, if
-  that is far enough from the mark before, or outputs fork there; and where it leaves what the tree
-  knows, since another one may leave it there, too.
+- At marks in a prompt, at which its chunks end: every ``spacing`` pages; where it leaves what the
+  tree knows, since another one may leave it there, too; and at its last full page. The last two,
+  if they are not near another mark, but always where outputs fork.
 - At each full page of an output, where it takes the place of the one before: at the end of a turn
   the last one stays.
 
@@ -17,8 +17,8 @@ from .prefix import PrefixNode
 from .states import NO_SLOT, StateSlots
 
 _NEAR = 4
-"""The last full page of a prompt gets a snapshot if it lies a ``_NEAR``-th of the spacing behind
-the mark before: each one makes one step more of the prompt."""
+"""What lies less than a ``_NEAR``-th of the spacing behind another mark is near it, and computed
+again: each mark makes one step more of a prompt."""
 
 
 class Snapshots:
@@ -53,11 +53,12 @@ class Snapshots:
         spacing = self.spacing
         while full // spacing > self.most:
             spacing *= 2
-        marks = {*range(spacing, full + 1, spacing), known}
-        before = max((mark for mark in marks if mark < full), default=0)
-        if table.forks or full - max(before, cached) >= -(-self.spacing // _NEAR):
-            marks.add(full)
-        table.marks += sorted(mark for mark in marks if cached < mark <= full)
+        marks = {cached, *range(spacing, full + 1, spacing)}
+        for mark in (known, full):
+            before = max((other for other in marks if other < mark), default=mark)
+            if mark - before >= -(-self.spacing // _NEAR) or (table.forks and mark == full):
+                marks.add(mark)
+        table.marks += sorted(mark for mark in marks if mark > cached)
 
     def chunk_end(self, table: PageTable) -> int | None:
         """The token in front of which a sequence's next chunk must end; None: anywhere."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pykernels.errors import PykernelsError
 
 from ..program import Buffer, Node, Program
-from ..program.lanes import LANES, lane_dim, lane_name, lane_tokens
+from ..program.sizes import LANES, lane_dim, lane_name, lane_tokens
 from .layers import moe_layers, rebuilt
 from .offload import OFFLOADED
 from .order import ordered

@@ -102,6 +102,12 @@ def streamed(
         ahead += stream.ahead
         streams |= stream.nodes()
         buffers |= stream.buffers(room)
+    whole = {
+        spec.whole.name: spec.whole
+        for node in moved
+        if (spec := program.weight(node, "experts")).whole is not None
+    }
+    program = replace(program, weights={**program.weights, **whole})
     every = [*ahead, *(new for node in program.nodes for new in streams.get(node.name, [node]))]
     return rebuilt(program, every, buffers)
 
@@ -117,6 +123,16 @@ def resident(program: Program, layer: int | None) -> frozenset[int]:
     return frozenset(expert for spec in specs for expert in spec.chosen)
 
 
+def _stored(spec: WeightSpec) -> tuple[WeightSpec, int]:
+    """As what a layer's experts lie in main memory, and the first of them there: those of a rank
+    are a run of the layer's."""
+    if spec.whole is None:
+        return spec, 0
+    first = spec.chosen[0]
+    assert spec.chosen == tuple(range(first, first + len(spec.chosen)))
+    return spec.whole, first
+
+
 def _router(program: Program, node: Node) -> Node:
     ids = node.inputs["ids"]
     return next(other for other in program.nodes if ids in other.writes)
@@ -124,11 +140,12 @@ def _router(program: Program, node: Node) -> Node:
 
 @dataclass(frozen=True)
 class _Load:
-    """Piece ``number`` of a layer, and the node that loads it."""
+    """Piece ``number`` of a layer, its first expert, and the node that loads it."""
 
     layer: Node
     spec: WeightSpec
     number: int
+    first: int
     node: Node
 
 
@@ -160,7 +177,8 @@ class _Stream:
         self._loads: list[_Load] = []
         for layer in layers:
             spec = self._specs[layer.name]
-            E, step = spec.shape[0], -(-(spec.whole or spec).shape[0] // ring.pieces)
+            E, of = spec.shape[0], (spec.whole or spec).shape[0] if orders else spec.shape[0]
+            step = -(-of // ring.pieces)
             for first in range(0, E, step):
                 self._loads.append(self._load(layer, first, min(step, E - first), first // step))
 
@@ -208,6 +226,7 @@ class _Stream:
     def _load(self, layer: Node, first: int, count: int, number: int) -> _Load:
         turn, at = divmod(len(self._loads), self._ring.buffers)
         name, spec = f"{self._label}.tiles{at}", self._specs[layer.name]
+        source, start = _stored(spec) if not self._orders else (spec, 0)
         order = {"order": self._orders[layer.name]} if self._orders else {}
         kept = tuple(
             sorted(self._here_already[layer.name].intersection(range(first, first + count)))
@@ -216,20 +235,23 @@ class _Stream:
             "load_experts",
             {"out": name, **order} if turn else order,
             {"out": name},
-            MappingProxyType({"experts": spec.name}),
-            MappingProxyType({"first": first, "count": count, "without": kept}),
+            MappingProxyType({"experts": source.name}),
+            MappingProxyType({"first": start + first, "count": count, "without": kept}),
             self._device,
             f"{layer.name}.load{number}",
             layer.layer,
             "load",
         )
-        return _Load(layer, spec, number, node)
+        return _Load(layer, spec, number, first, node)
 
     def _unpack(self, load: _Load, is_first: bool) -> Node:
         tiles = {"tiles": load.node.outputs["out"]}
+        attrs = {**load.node.attrs, "first": load.first}
         return replace(
             load.node,
             op="unpack_experts",
+            weights=MappingProxyType({"experts": load.spec.name}),
+            attrs=MappingProxyType(attrs),
             inputs=tiles if is_first else {**tiles, "out": self._here},
             outputs={"out": self._here},
             name=f"{load.layer.name}.unpack{load.number}",

@@ -23,6 +23,7 @@ from ..program.partition import partition
 from .execution import ExecutionPlan, Phase
 from .lowerable import Lowerable
 from .placement import CPU
+from .work import Work, work
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,14 @@ class Compiled:
     program: Program
     parts: Mapping[str, Program]
     step: Step | None = None
+
+    def work(self, tokens: int = 1, context: int = 0) -> dict[str, Work]:
+        """By node, the bytes that a step reads and what it computes (``planning.work``)."""
+        return {
+            name: each
+            for part in self.parts.values()
+            for name, each in work(part, tokens, context).items()
+        }
 
     @property
     def decodes(self) -> bool:

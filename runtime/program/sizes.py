@@ -1,4 +1,9 @@
-"""The sizes for which a model is lowered."""
+"""The sizes for which a model is lowered, and those of the two lanes of a decode step.
+
+With dual batch (OSDI'26 3.3.1) each lane has half of a step's sequences. They have one token each,
+so that the tokens of a lane are its sequences, too. Lane A has the first ones, and one more if
+their number is odd.
+"""
 
 from __future__ import annotations
 
@@ -29,3 +34,20 @@ class StepSizes:
 
 ONE_TOKEN = StepSizes()
 """For what is the same in every program of a model: its nodes and weights."""
+
+LANES = ("A", "B")
+
+
+def lane_name(lane: str, name: str) -> str:
+    """What a lane calls its own of a node or a buffer; "" is no lane."""
+    return f"{lane}.{name}" if lane else name
+
+
+def lane_dim(lane: str) -> str:
+    """The dimension of a lane's tokens."""
+    return f"T{lane}"
+
+
+def lane_tokens(T: int) -> tuple[int, int]:
+    """The tokens of each lane of a step of T."""
+    return T - T // 2, T // 2

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ..program.lanes import LANES, lane_name, lane_tokens
-from ..program.step_inputs import IS_PROMPT, STATE_SLOTS
+from ..program.sizes import LANES, lane_name, lane_tokens
+from ..program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
 
 _BY_TOKEN = ("tokens", "positions", IS_PROMPT, "slot_mapping", "sequences")
-_BY_SEQUENCE = ("query_starts", "query_lengths", "lengths", "page_rows", STATE_SLOTS)
+_STATES = STATE_SLOTS, HAS_STATE
+_BY_SEQUENCE = ("query_starts", "query_lengths", "lengths", "page_rows", *_STATES)
 
 
 class LaneInputs:

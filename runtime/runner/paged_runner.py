@@ -17,11 +17,11 @@ from ..planning.compile import Compiled, compile
 from ..planning.execution import ExecutionPlan, Phase
 from ..planning.lowerable import Lowerable
 from ..planning.placement import CPU
-from ..planning.step_bytes import expert_bytes, weight_bytes
+from ..planning.work import expert_bytes, weight_bytes
 from ..program import Program
-from ..program.lanes import lane_tokens
 from ..program.node import STEP_SIZES
-from ..program.step_inputs import IS_PROMPT, STATE_SLOTS
+from ..program.sizes import lane_tokens
+from ..program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
 from ..program.weights import LayoutOf
 from ..workers.pool import WorkerPool
 from .active import phase
@@ -104,7 +104,7 @@ class PagedRunner(ABC):
     """Whether masks are written while a step runs (``write_masks``)."""
     next_runs = False
     """See ``runner.batch.Runner``."""
-    has_states = True
+    keeps_states = True
     """Whether the device keeps states of sequences."""
     caches: dict[str, torch.Tensor]
     """By name, the tensors of the "cache" buffers."""
@@ -128,6 +128,7 @@ class PagedRunner(ABC):
         self.sizes = torch.zeros(len(STEP_SIZES), dtype=torch.int64, device="cpu")
         self._sequences = np.zeros(self.max_num_batched_tokens, np.int64)
         self._query_lengths = np.zeros(self.max_num_seqs, np.int64)
+        self._has_state = np.zeros(self.max_num_seqs, np.int64)
         self._lanes: LaneInputs | None = None
         self._batch: StepBatch  # what the device reads, while the engine writes the next
         self._executable: Executable  # of the last step
@@ -138,7 +139,7 @@ class PagedRunner(ABC):
     @classmethod
     def check_states(cls, model: Lowerable) -> None:
         """Raises PykernelsError if layers have states, and the device keeps none."""
-        if model.states and not cls.has_states:
+        if model.states and not cls.keeps_states:
             raise PykernelsError(
                 f"{model.name} has layers with a state of each sequence, which a GPU does not keep"
                 " yet",
@@ -238,6 +239,7 @@ class PagedRunner(ABC):
             "lengths": batch.seq_lens,
             "page_rows": batch.page_table_rows,
             STATE_SLOTS: batch.state_slots,
+            HAS_STATE: self._has_state,
         }
         self._sampling = SamplingInputs(batch, self.vocab_size, self.max_num_seqs, self.device)
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -374,6 +376,8 @@ class PagedRunner(ABC):
         self.sizes[: len(sizes)] = torch.tensor(sizes, dtype=torch.int64, device="cpu")
         counts = self._query_lengths[:S]
         counts[:] = batch.num_scheduled
+        # The same as long as the version is: only a prompt starts from nothing.
+        self._has_state[:S] = batch.seq_lens[:S] > counts
         self._sequences[:T] = np.repeat(batch.page_table_rows[:S], counts)
         self._sampling.arrange(batch.sampling[:R])
         steps = self.decode_steps if self._takes_decode(batch) else self.steps

@@ -20,7 +20,7 @@ from bench.peers.client import PeerMissing
 from pykernels.errors import PykernelsError
 from pykernels.target import detect
 from runtime.planning.config import ExecutionConfig
-from runtime.planning.step_bytes import expected_experts, weight_bytes
+from runtime.planning.work import expected_experts, weight_bytes
 from runtime.profiling.engine_speed import Load
 
 pytest.importorskip("matplotlib")

@@ -47,7 +47,7 @@ _STATE = {
     "taps": Port("float32", ("slots", "C", "2")),
     "mean": Port("float32", ("slots", "C")),
 }
-_BY_SEQUENCE = ("state_slots", "query_starts", "query_lengths", "lengths")
+_BY_SEQUENCE = ("state_slots", "has_state", "query_starts", "query_lengths")
 ROW = Op(
     inputs={
         "x": Port("float32", ("T", ">C")),
@@ -65,6 +65,7 @@ class Recurrent:
     first: Linear
     o: Linear
     C: int
+    head = None
 
     def cache(self, kv_dtype: str) -> CacheSpec:
         return CacheSpec(state={"taps": CachePart((self.C, 2)), "mean": CachePart((self.C,))})
@@ -78,12 +79,12 @@ class Recurrent:
 
 
 def on_ref(m: Memory, node: Node) -> None:
-    slots, starts, counts, lengths = (m.read(node.inputs[name]).tolist() for name in _BY_SEQUENCE)
+    slots, goes_on, starts, counts = (m.read(node.inputs[name]).tolist() for name in _BY_SEQUENCE)
     taps, mean = m.whole(node.inputs["taps"]), m.whole(node.inputs["mean"])
     out = m.read(node.outputs["out"])
     x = m.read(node.inputs["x"])[:, : out.shape[1]]
-    for slot, start, count, length in zip(slots, starts, counts, lengths, strict=True):
-        if count == length:
+    for slot, past, start, count in zip(slots, goes_on, starts, counts, strict=True):
+        if not past:
             taps[slot], mean[slot] = 0, 0
         for t in range(start, start + count):
             mean[slot] = float(KEPT) * mean[slot] + (1 - float(KEPT)) * x[t]
@@ -110,7 +111,7 @@ def on_cpu(ctx: Context, node: Node) -> list[Job]:
         C, slot, count = args.C, i64(args.state_slots, s), i64(args.query_lengths, s)
         mean = carray(as_pointer(args.mean + 4 * C * slot), (C,), types.float32)
         taps = carray(as_pointer(args.taps + 8 * C * slot), (C, 2), types.float32)
-        if count == i64(args.lengths, s):
+        if i64(args.has_state, s) == 0:
             mean[:] = 0
             taps[:] = 0
         for t in range(i64(args.query_starts, s), i64(args.query_starts, s) + count):

@@ -26,7 +26,7 @@ from runtime.passes import defer, offload
 from runtime.passes.numa import split_over_nodes
 from runtime.passes.on_ref import on_ref
 from runtime.planning.compile import Compiled
-from runtime.planning.step_bytes import crossing_bytes, weight_bytes
+from runtime.planning.work import crossing_bytes, weight_bytes
 from runtime.program import Program
 from runtime.program.sizes import StepSizes
 from runtime.program.step_inputs import allocate_inputs

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...kv_cache.layout import PAGE
-from ...program.lanes import LANES, lane_name, lane_tokens
+from ...program.sizes import LANES, lane_name, lane_tokens
 from ...program.step_inputs import IS_PROMPT
 from ...runner.sampling import SamplingInputs
 from ..gpus import Gpus

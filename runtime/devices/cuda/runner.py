@@ -83,7 +83,7 @@ class CudaRunner(PagedRunner):
 
     decode_buckets = DECODE_BUCKETS
     copies_inputs = True
-    has_states = False
+    keeps_states = False
     pool: WorkerPool
 
     def __init__(

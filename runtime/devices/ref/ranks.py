@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -139,7 +140,8 @@ class RanksRunner(RefRunner):
     """A model on several ranks of the ref device: each has some heads and some experts.
 
     Args:
-        plan: all on the ref device, of the whole model.
+        plan: all on the ref device, of the whole model; where it streams, a rank copies its own
+            experts first in steps with chunks of prompts.
         ranks: how many.
         striped: whether steps with chunks of prompts deal their tokens over the ranks; every rank
             then has keys and values of all heads.
@@ -159,7 +161,8 @@ class RanksRunner(RefRunner):
         experts: str = "small_ep",
         ends: Sequence[Communicator] | None = None,
     ) -> None:
-        super().__init__(model, plan)
+        super().__init__(model, replace(plan, streaming=None))
+        self._streaming = plan.streaming
         self.ranks, self.striped, self.experts = ranks, striped and ranks > 1, experts
         self._ends = ThreadGroup(ranks).ranks if ends is None else ends
         if self.striped:  # decode steps are others
@@ -174,17 +177,30 @@ class RanksRunner(RefRunner):
     def make_step(  # type: ignore[override]
         self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]
     ) -> RanksExecutable:
-        program, caches = compiled.program, self._caches
-        dealt = self.striped and not compiled.decodes
-        programs = stripe(program, self.ranks, self.experts) if dealt else self._sharded(program)
-        own = [each | expert_tables(one) for each, one in zip(caches, programs, strict=True)]
-        given = self.weights, inputs, own, self._ends, self.sizes
-        if dealt:
-            return StripedExecutable(program, programs, *given)
-        return RanksExecutable(programs, *given)
+        program = compiled.program
+        if compiled.decodes or not self.striped:
+            programs = self._sharded(program)
+        else:
+            programs = stripe(program, self.ranks, self.experts)
+        if self._streaming is not None and not compiled.decodes:
+            programs = tuple(map(self._streaming.apply, programs))
+        bound = self.weights, inputs, self._caches_of(programs), self._ends, self.sizes
+        if self.striped and not compiled.decodes:
+            return StripedExecutable(program, programs, *bound)
+        return RanksExecutable(programs, *bound)
+
+    def has_decode_steps(self) -> bool:
+        return self._streaming is not None or super().has_decode_steps()
 
     def _largest(self) -> Program:
         return self.compiled(tokens=self.max_num_batched_tokens).program
+
+    def _caches_of(self, programs: Sequence[Program]) -> list[dict[str, torch.Tensor]]:
+        """By rank, keys and values, and which experts it has."""
+        return [
+            own | expert_tables(program)
+            for own, program in zip(self._caches, programs, strict=True)
+        ]
 
     def _sharded(self, program: Program) -> tuple[Program, ...]:
         return shard(program, self.ranks, heads=not self.striped)

@@ -85,6 +85,7 @@ class Scheduler:
     def add_lane(self, runner: Runner) -> None:
         """Called once the runner is bound."""
         if runner.prefill_runner is not None:
+            assert self.manager.snapshots is None, "no states are copied beside a running step"
             self.lane = PrefillLane(runner.prefill_runner, self.manager)
 
     @property

@@ -26,7 +26,7 @@ def staged_weights(
     Args:
         machine: in Triton's interpreter there is always room.
         plan: in which none cross yet.
-        asked: ``EngineConfig.dense_gib``.
+        asked: ``ExecutionConfig.dense_gib``.
         tokens: budget of a step; None: the fewest of ``STEP_TOKENS``.
     """
     compiled = compile(model, plan, Phase.PROMPT, tokens or STEP_TOKENS[-1])

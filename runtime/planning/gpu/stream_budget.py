@@ -38,8 +38,8 @@ def wanted_streaming(
     plan: ExecutionPlan,
     tokens: int | None = None,
 ) -> Streaming | None:
-    """``plan_streaming`` as far as ``EngineConfig.prefill`` asks for it; None: nothing is streamed,
-    with a warning where it could not be.
+    """``plan_streaming`` as far as ``ExecutionConfig.prefill`` asks for it; None: nothing is
+    streamed, with a warning where it could not be.
 
     Raises:
         PykernelsError: what is asked for cannot be.

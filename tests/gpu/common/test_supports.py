@@ -12,8 +12,8 @@ import torch
 import triton
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu import activation, embedding, norm, rope, sampling
-from pykernels.gpu.attention import kv_write, mla_read
+from pykernels.gpu import embedding, norm, sampling
+from pykernels.gpu.attention import mla_read
 from pykernels.gpu.common import launch
 from pykernels.gpu.delta_net import causal_conv1d, gate, gated_delta_rule
 from pykernels.gpu.gemm import linear
@@ -50,12 +50,6 @@ FLOAT = torch.float32
 # op, what it takes, what it does not, and a word of the reason
 ROWS = [
     (
-        "silu_mul",
-        lambda d: activation.supports(_zeros(d, 2, 8)),
-        lambda d: activation.supports(_zeros(d, 2, 7)),
-        "2I",
-    ),
-    (
         "embed",
         lambda d: embedding.supports(_zeros(d, 2, dtype=torch.int64), _zeros(d, 9, 8)),
         lambda d: embedding.supports(_zeros(d, 2, dtype=FLOAT), _zeros(d, 9, 8)),
@@ -68,12 +62,6 @@ ROWS = [
         "float16",
     ),
     (
-        "kv_write",
-        lambda d: kv_write.supports(_zeros(d, 2, 1, 8), _zeros(d, 3, 4, 1, 8), None, "k"),
-        lambda d: kv_write.supports(_zeros(d, 2, 1, 8), _zeros(d, 3, 4, 1, 8).to(FP8), None, "k"),
-        "without scales",
-    ),
-    (
         "rms_norm",
         lambda d: norm.supports(_zeros(d, 2, 8), _zeros(d, 8)),
         lambda d: norm.supports(_zeros(d, 2, 40000), _zeros(d, 40000)),
@@ -84,12 +72,6 @@ ROWS = [
         lambda d: permute.supports(_zeros(d, 2, 8, dtype=torch.int32)),
         lambda d: permute.supports(_zeros(d, 2, 8)),
         "ids are",
-    ),
-    (
-        "rope",
-        lambda d: rope.supports(_zeros(d, 2, 3, 8), _zeros(d, 4, dtype=FLOAT)),
-        lambda d: rope.supports(_zeros(d, 2, 3, 8), _zeros(d, 5, dtype=FLOAT)),
-        "5 frequencies",
     ),
     (
         "router",
@@ -192,7 +174,7 @@ def test_a_cpu_is_no_gpu(compiled: pytest.MonkeyPatch) -> None:
     for op, good, *_ in ROWS:
         assert "CUDA GPU, not on cpu" in good(torch.device("cpu")), op
     with pytest.raises(PykernelsError, match="no GPU kernel runs here"):
-        activation.silu_mul(torch.zeros(2, 8))
+        norm.rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6)
 
 
 def test_without_a_c_compiler(compiled: pytest.MonkeyPatch) -> None:
@@ -242,10 +224,7 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
     def routing(rows: int, dtype: torch.dtype) -> Routing:
         return Routing(_zeros(d, rows, 2, dtype=dtype), _zeros(d, rows, 2, dtype=FLOAT))
 
-    def rotated(q: torch.Tensor, positions: torch.Tensor, n: int = 4):
-        return lambda: rope.rope(q, None, positions, _zeros(d, n, dtype=FLOAT))
-
-    heads, at = _zeros(d, 2, 4, 8), torch.arange(2, device=d)
+    at = torch.arange(2, device=d)
     return {
         "gate_up, few rows": lambda: gate_up(x, experts, order, out=_zeros(d, 5, 32)),
         "gate_up, into float32": lambda: gate_up(
@@ -317,13 +296,7 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
             *(_zeros(d, 2, 3, 16) for _ in "qk"), *_rule(d, 16, FLOAT)[2:], _decode(d)
         ),
         "delta_gates, rows for heads": lambda: gate.delta_gates(x, x, x, x),
-        "silu_mul, no row": lambda: activation.silu_mul(_zeros(d)),
-        "silu_mul, another out": lambda: activation.silu_mul(x, x),
         "embed, an empty table": lambda: embedding.embed(ids, _zeros(d, 0, 8)),
-        "rope, more frequencies than dims": rotated(heads, at, 5),
-        "rope, too few positions": rotated(heads, at[:1]),
-        "rope, float positions": rotated(heads, _zeros(d, 2)),
-        "rope, heads that overlap": rotated(_zeros(d, 2, 99).as_strided((2, 4, 8), (99, 4, 1)), at),
         "greedy, integers": lambda: sampling.greedy(x.int()),
         "greedy, into int32": lambda: sampling.greedy(x, _zeros(d, 3, dtype=torch.int32)),
         "count_tokens, a table of int64": lambda: sampling.count_tokens(
@@ -335,9 +308,6 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
             order.starts[0],
             order.starts[0],
             4,
-        ),
-        "mla_write, rows for pages": lambda: kv_write.mla_write(
-            x, x, ids[:, 0].contiguous(), _zeros(d, 4, 64), _zeros(d, 4, 64)
         ),
     }
 

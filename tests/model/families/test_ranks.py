@@ -50,7 +50,7 @@ def engine_of(
             "ref",
             defer=options.pop("deferred", 0),
             dual_batch=options.pop("dual_batch", False),
-            prefill="cpu",
+            prefill=options.pop("prefill", "cpu"),
         )
         sizes = largest_step(64, None, chunk, 4, chunk)
         plan = make_plan(config, llm.runner.model, 64, sizes)
@@ -81,7 +81,14 @@ def error(made: tiny.Tiny, results: list[Result]) -> float:
 # Four heads, two of them of keys, and eight experts: three ranks have unequal shares.
 @pytest.mark.parametrize(
     ("family", "ranks"),
-    [("qwen3_moe", 2), ("qwen3_moe", 3), ("deepseek_v3", 2), ("deepseek_v3", 3), ("gpt_oss", 4)],
+    [
+        ("qwen3_moe", 2),
+        ("qwen3_moe", 3),
+        ("deepseek_v3", 2),
+        ("deepseek_v3", 3),
+        ("gpt_oss", 4),
+        ("qwen2_moe", 2),
+    ],
 )
 def test_logprobs_are_those_of_transformers(
     family: str, ranks: int, checkpoint: Checkpoints
@@ -89,6 +96,19 @@ def test_logprobs_are_those_of_transformers(
     made = checkpoint(family)
     with engine_of(made.path, ranks) as (engine, _):
         assert error(made, generated(engine)) < EXACT
+
+
+@pytest.mark.parametrize("striped", [False, True], ids=["heads", "stripes"])
+def test_each_rank_streams_its_own_experts(striped: bool, checkpoint: Checkpoints) -> None:
+    made = checkpoint("qwen3_moe")
+    with engine_of(made.path, 3, striped=striped, prefill="stream") as (engine, runner):
+        assert error(made, generated(engine)) < EXACT
+    step = runner.steps[0]
+    assert isinstance(step, RanksExecutable)
+    loads = [[n for n in rank.program.nodes if n.op == "load_experts"] for rank in step.ranks]
+    runs = [[(n.attr("first"), n.attr("count")) for n in own if n.layer == 0] for own in loads]
+    experts = [e for own in runs for first, count in own for e in range(first, first + count)]
+    assert experts == list(range(8))  # each crosses once, to one rank
 
 
 def test_two_lanes_on_two_ranks(checkpoint: Checkpoints) -> None:
@@ -172,6 +192,19 @@ def test_stripes_of_prompts(
     with engine_of(made.path, ranks, chunk, **options) as (engine, runner):
         assert error(made, generated(engine)) < EXACT
     assert all(isinstance(step, StripedExecutable) for step in runner.steps)
+
+
+def test_a_rank_reads_its_share_of_the_weights(checkpoint: Checkpoints) -> None:
+    """And meets the others twice in a layer, where routed and shared experts are added together."""
+    decoder = model.llm.meta_decoder(checkpoint("qwen2_moe").path)
+    for program in shard(decoder.lower(), 2):
+        shapes = {n.name: program.weight(n, p).shape for n in program.nodes for p in n.weights}
+        assert shapes["layer1.o"] == (64, 32)
+        assert shapes["layer1.experts"] == (4, 64, 32)
+        assert shapes["layer1.shared"] in ((1, 64, 32), (1, 64, 16))  # 48 in blocks of 32
+        assert shapes["lm_head"] in ((32, 64), (64, 64))
+        layer = [n.name for n in program.nodes if n.op == "all_reduce" and n.layer == 1]
+        assert len(layer) == 2
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

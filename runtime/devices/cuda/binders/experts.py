@@ -23,8 +23,8 @@ from pykernels.quant import PackedExperts
 from pykernels.quant.split import SplitExperts
 from pykernels.shapes import Routing
 
-from ....program.lanes import lane_name
 from ....program.node import Node
+from ....program.sizes import lane_name
 from ..memory.buffers import Memory
 from ..memory.weights import experts_within
 from .dense import Launch, void

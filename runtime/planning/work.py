@@ -1,4 +1,5 @@
-"""What a step of a program reads from memory: the roof of a decode step is these bytes."""
+"""What a step of a program reads from memory and computes, node by node: the roof of a decode step
+is these bytes, that of a long prompt these operations."""
 
 from __future__ import annotations
 
@@ -42,6 +43,53 @@ def _weight_bytes(program: Program, node: Node, tokens: int) -> float:
                 continue
             total += weight.bytes_per_expert * expected_experts(E, topk, tokens)
     return total
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a node does in a step.
+
+    Attributes:
+        nbytes: of weights and of the cache that it reads.
+        flops: multiplications and additions of its matrix products.
+    """
+
+    nbytes: int
+    flops: int
+
+
+def work(program: Program, tokens: int = 1, context: int = 0) -> dict[str, Work]:
+    """By node, what a step does.
+
+    Args:
+        tokens: of the step, all of one sequence; ``context``: keys that each of them reads.
+    """
+    return {
+        node.name: Work(
+            round(_weight_bytes(program, node, tokens)) + _cache_bytes(program, node, context),
+            round(_flops(program, node, tokens, context)),
+        )
+        for node in program.nodes
+    }
+
+
+def _flops(program: Program, node: Node, tokens: int, context: int) -> float:
+    if node.op == "linear":
+        N, K = program.weight(node, "weight").shape
+        rows = program.shape(node.outputs["out"])[0]  # of a head: those of logits alone
+        return 2 * N * K * min(tokens, rows)
+    if node.op == "per_head_linear":
+        return 2 * math.prod(program.weight(node, "heads").shape) * tokens
+    if node.op == "moe_ffn":
+        _, H, I = program.weight(node, "experts").shape  # noqa: E741
+        ids, share = node.inputs.get("ids"), share_of_experts(program, node)
+        each = 1.0 if ids is None else experts_per_token(program, ids) * share
+        return 3 * 2 * H * I * each * tokens
+    if node.op == "attention":
+        keys = min(context, node.attr("window") or context)
+        heads, dk, dv = (node.attr(name) for name in ("heads", "dk", "dv"))
+        return 2 * heads * (dk + dv) * keys * tokens
+    return 0
 
 
 @dataclass(frozen=True)
@@ -94,18 +142,19 @@ def expected_experts(E: float, topk: float, tokens: int) -> float:
 
 def cache_bytes(program: Program, context: int) -> int:
     """Keys, values and states that one token reads at a context of so many."""
-    total = 0
-    for node in program.nodes:
-        if node.op == "attention":
-            keys, leading = min(context, node.attr("window") or context), 2  # pages, tokens
-            names = list(cache_inputs(node).values())
-        elif STATE_SLOTS in node.inputs:
-            keys, leading = 1, 1  # slots
-            names = [name for name in node.reads if program.buffers[name].kind == "cache"]
-        else:
-            continue
-        total += keys * sum(
-            math.prod(program.shape(name)[leading:]) * program.buffers[name].dtype.itemsize
-            for name in names
-        )
-    return total
+    return sum(_cache_bytes(program, node, context) for node in program.nodes)
+
+
+def _cache_bytes(program: Program, node: Node, context: int) -> int:
+    if node.op == "attention":
+        keys, leading = min(context, node.attr("window") or context), 2  # pages, tokens
+        names = list(cache_inputs(node).values())
+    elif STATE_SLOTS in node.inputs:
+        keys, leading = 1, 1  # slots
+        names = [name for name in node.reads if program.buffers[name].kind == "cache"]
+    else:
+        return 0
+    return keys * sum(
+        math.prod(program.shape(name)[leading:]) * program.buffers[name].dtype.itemsize
+        for name in names
+    )
