@@ -16,7 +16,9 @@ from .moe.call import MoECall, MoEWorkspace, contiguous_rows
 from .moe.kernel import kernel_of, make_kernel, make_routines
 from .moe.plan import MoEPlan, plan
 from .ops.attention import gqa_decode, gqa_prefill, mla_decode
+from .ops.delta_net import causal_conv1d, gated_delta_rule
 from .ops.embedding import embed
+from .ops.gate import delta_gates, gated_rms_norm, sigmoid_mul
 from .ops.linear import linear
 from .ops.norm import rms_norm
 from .ops.rope import gqa_rope_cache_write, mla_rope_cache_write, rope_table
@@ -99,8 +101,12 @@ __all__ = [
     "MoECall",
     "MoEPlan",
     "MoEWorkspace",
+    "causal_conv1d",
     "contiguous_rows",
+    "delta_gates",
     "embed",
+    "gated_delta_rule",
+    "gated_rms_norm",
     "gqa_decode",
     "gqa_prefill",
     "gqa_rope_cache_write",
@@ -120,4 +126,5 @@ __all__ = [
     "run_serially",
     "sample",
     "sample_requests",
+    "sigmoid_mul",
 ]

@@ -2,7 +2,8 @@
 
 An op is imported from its module: ``from pykernels.gpu.attention.gqa_decode import gqa_decode``.
 This package exports none, so that it can be imported where there is no Triton, and most modules are
-called as their op is. The others: ``activation`` has ``silu_mul``, ``embedding`` ``embed``,
+called as their op is. The others: ``activation`` has ``silu_mul``, ``delta_net.gate``
+``delta_gates``, ``gated_rms_norm`` and ``sigmoid_mul``, ``embedding`` ``embed``,
 ``attention.kv_write`` ``mla_write`` too, ``handshake`` ``copy_rows`` and ``combine``,
 ``moe.from_tiles`` ``unpack_tiles``, ``moe.fused_moe`` ``moe_ffn``, ``norm`` ``rms_norm``,
 ``moe.permute`` ``sort_pairs`` and ``unpermute`` too, ``quantize`` ``quantize_fp8``,

@@ -15,13 +15,14 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu import activation, embedding, norm, rope, sampling
 from pykernels.gpu.attention import kv_write, mla_read
 from pykernels.gpu.common import launch
+from pykernels.gpu.delta_net import causal_conv1d, gate, gated_delta_rule
 from pykernels.gpu.gemm import linear
 from pykernels.gpu.gemm import weights as gemm_weights
 from pykernels.gpu.moe import fused_moe, permute, router, router_logits
 from pykernels.gpu.plans.gemm import SkinnyExpertsPlan
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import get_format
-from pykernels.shapes import ExpertSpec, MoEShape, RouterSpec, Routing
+from pykernels.shapes import ExpertSpec, MoEShape, RouterSpec, Routing, StateBatch
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 LAYER = MoEShape(E=4, H=256, I=256, topk=2)
@@ -29,6 +30,20 @@ LAYER = MoEShape(E=4, H=256, I=256, topk=2)
 
 def _zeros(d: torch.device, *shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.zeros(shape, device=d, dtype=dtype)
+
+
+def _decode(d: torch.device) -> StateBatch:
+    return StateBatch.decode(*torch.ones(2, 2, dtype=torch.int32, device=d))
+
+
+def _rule(d: torch.device, D: int, state: torch.dtype) -> list[torch.Tensor]:
+    heads = [_zeros(d, 2, n, D) for n in (1, 1, 2)]
+    gates = [_zeros(d, 2, 2, dtype=FLOAT) for _ in "gb"]
+    return [*heads, *gates, _zeros(d, 3, 2, D, D, dtype=state)]
+
+
+def _conv(d: torch.device, K: int) -> list[torch.Tensor]:
+    return [_zeros(d, 2, 8), _zeros(d, 8, K), _zeros(d, 3, K - 1, 8, dtype=FLOAT)]
 
 
 FLOAT = torch.float32
@@ -117,6 +132,36 @@ ROWS = [
         lambda d: mla_read.supports(_zeros(d, 2, 4, 8), _zeros(d, 2, 4, 2), None),
         lambda d: mla_read.supports(_zeros(d, 2, 4, 8).to(FP8), _zeros(d, 2, 4, 2), None),
         "without scales",
+    ),
+    (
+        "gated_delta_rule",
+        lambda d: gated_delta_rule.supports(*_rule(d, 32, FLOAT), _decode(d)),
+        lambda d: gated_delta_rule.supports(*_rule(d, 32, BF16), _decode(d)),
+        "state is torch.bfloat16",
+    ),
+    (
+        "gated_delta_rule's heads",
+        lambda d: gated_delta_rule.supports(*_rule(d, 256, FLOAT), _decode(d)),
+        lambda d: gated_delta_rule.supports(*_rule(d, 512, FLOAT), _decode(d)),
+        "heads of 512",
+    ),
+    (
+        "causal_conv1d",
+        lambda d: causal_conv1d.supports(*_conv(d, 4), _decode(d)),
+        lambda d: causal_conv1d.supports(*_conv(d, 17), _decode(d)),
+        "weight is (8, 17)",
+    ),
+    (
+        "sigmoid_mul",
+        lambda d: gate.supports(_zeros(d, 2, 3, 8), _zeros(d, 2, 3, 1)),
+        lambda d: gate.supports(_zeros(d, 2, 3, 8), _zeros(d, 2, 3, 2)),
+        "gate is",
+    ),
+    (
+        "gated_rms_norm",
+        lambda d: gate.supports(_zeros(d, 2, 3, 8), _zeros(d, 2, 3, 8), _zeros(d, 8)),
+        lambda d: gate.supports(_zeros(d, 2, 3, 8), _zeros(d, 2, 3, 1), _zeros(d, 8)),
+        "gate is",
     ),
 ]
 
@@ -265,6 +310,13 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
         ),
         "rms_norm, another width": lambda: norm.rms_norm(x, _zeros(d, 63), 1e-6),
         "rms_norm, integers": lambda: norm.rms_norm(x.int(), _zeros(d, 64), 1e-6),
+        "causal_conv1d, in place": lambda: causal_conv1d.causal_conv1d(
+            (conv := _conv(d, 4))[0], *conv[1:], _decode(d), out=conv[0]
+        ),
+        "gated_delta_rule, 2 value heads on 3": lambda: gated_delta_rule.gated_delta_rule(
+            *(_zeros(d, 2, 3, 16) for _ in "qk"), *_rule(d, 16, FLOAT)[2:], _decode(d)
+        ),
+        "delta_gates, rows for heads": lambda: gate.delta_gates(x, x, x, x),
         "silu_mul, no row": lambda: activation.silu_mul(_zeros(d)),
         "silu_mul, another out": lambda: activation.silu_mul(x, x),
         "embed, an empty table": lambda: embedding.embed(ids, _zeros(d, 0, 8)),
