@@ -163,7 +163,7 @@ KEPT = [
     ("pykernels.cpu", "from .moe import moe_ffn", True),
     ("pykernels.target", "from .errors import PykernelsError\nfrom . import __version__", False),
     (
-        "runtime.experts.routed",
+        "runtime.devices.cpu.routed",
         "from pykernels.cpu import moe_ffn\nfrom .pool import WorkerPool",
         False,
     ),

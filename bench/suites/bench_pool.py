@@ -14,7 +14,7 @@ import torch
 
 from pykernels.quant.split import repeat_first
 from pykernels.shapes import MoEShape
-from runtime.experts.routed import RoutedExperts
+from runtime.devices.cpu.routed import RoutedExperts
 from runtime.machine.topology import Topology
 from runtime.workers.job import Job, Jobs
 from runtime.workers.pool import WorkerPool, make_pool

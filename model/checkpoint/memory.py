@@ -11,8 +11,8 @@ from torch import nn
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
+from runtime.devices.cpu.routed import RoutedExperts
 from runtime.engine import EngineConfig
-from runtime.experts.routed import RoutedExperts
 from runtime.kv_cache.layout import PAGE
 from runtime.machine.nodes import MemoryNodes
 from runtime.machine.topology import Topology
