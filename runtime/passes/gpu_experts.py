@@ -164,7 +164,7 @@ def _part(program: Program, layer: MoELayer, weight: WeightSpec, device: str | N
         node,
         inputs={**node.inputs, "ids": here},
         outputs={"out": total},
-        weights=MappingProxyType({"experts": weight.name}),
+        weights=MappingProxyType({**node.weights, "experts": weight.name}),
         device=device or router.device,
         name=f"{node.name}.cached",
         role="cached",

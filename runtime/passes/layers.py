@@ -46,7 +46,7 @@ def moe_layers(program: Program) -> tuple[MoELayer, ...]:
             share_of_experts(program, node),
         )
         for node in program.nodes
-        if node.op == "moe_ffn" and node.role == "routed"
+        if node.role == "routed" and "experts" in node.weights
     )
     numbers = [layer.experts.layer for layer in layers]
     if len(set(numbers)) < len(numbers):

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from pykernels.quant.layout import N_BLOCK
 
@@ -88,6 +89,11 @@ def _experts(program: Program, node: Node, nodes: MemoryNodes) -> _Slices:
     count = slices_on(spec.moe, get_format(spec.down_fmt), nodes)
     if count == 1:
         return _Slices([node])
+    if others := sorted(node.weights.keys() - {"experts"}):
+        raise PykernelsError(
+            f"{node.name} has weights that are not sliced with its experts: {', '.join(others)}",
+            "Run it on one NUMA node (--numa off)",
+        )
     specs, out = spec.expert_slices(count), node.outputs["out"]
     parts = tuple(f"{out}.node{i}" for i in range(count))
     split = [
