@@ -5,7 +5,6 @@ the fast one takes is how it is launched and where its result goes; what only th
 what it computes in (``dtype``) and what a packed weight knows by itself (``fmt``).
 """
 
-from .activation import silu_mul
 from .attention import gqa_decode, gqa_prefill, mla_decode, mla_prefill
 from .embedding import embed
 from .kv_write import kv_write, mla_read, mla_write
@@ -48,7 +47,6 @@ __all__ = [
     "router",
     "router_logits",
     "sample",
-    "silu_mul",
     "sort_pairs",
     "unpermute",
     "yarn_frequencies",

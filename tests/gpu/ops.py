@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from pykernels.gpu.activation import silu_mul
-from pykernels.gpu.attention.kv_write import kv_write, mla_write
 from pykernels.gpu.common.bandwidth import read
 from pykernels.gpu.embedding import embed
 from pykernels.gpu.moe.permute import permute, sort_pairs, unpermute
@@ -261,41 +259,6 @@ def _rope(interleaved: bool) -> Op:
     return Op(f"rope, {'pairs' if interleaved else 'halves'}", make, run, ("q", "k"))
 
 
-def _places(device: torch.device, T: int, places: int) -> torch.Tensor:
-    slots = torch.randperm(places, device=device)[:T]
-    slots[0] = places  # right behind the cache: nowhere
-    return slots.masked_fill(slots % 5 == 0, -1)  # some nowhere
-
-
-def _mla_write() -> Op:
-    def make(device: torch.device) -> Tensors:
-        return {
-            "x": normal(device, 9, 576),
-            "places": _places(device, 9, 64),
-            "latent": empty(device, 4, 16, 512, dtype=torch.uint8),
-            "rope": empty(device, 4, 16, 64),
-            "scale": empty(device, 4, 16, dtype=FP32),
-        }
-
-    def run(t: Tensors) -> None:
-        x = t["x"]
-        mla_write(x[:, :512], x[:, 512:], t["places"], t["latent"], t["rope"], t["scale"])
-
-    return Op("mla_write, E4M3", make, run, ("latent", "rope", "scale"))
-
-
-def _kv_write() -> Op:
-    def make(device: torch.device) -> Tensors:
-        caches = {name: empty(device, 4, 8, 3, 96) for name in ("k_cache", "v_cache")}
-        rows = {name: normal(device, 7, 3, 96) for name in ("k", "v")}
-        return {**rows, "places": _places(device, 7, 32), **caches}
-
-    def run(t: Tensors) -> None:
-        kv_write(t["k"], t["v"], t["places"], t["k_cache"], t["v_cache"])
-
-    return Op("kv_write", make, run, ("k_cache", "v_cache"))
-
-
 AROUND = (
     _route(1),
     _route(7),
@@ -316,8 +279,6 @@ AROUND = (
     _norm(100),
     _rope(False),
     _rope(True),
-    _mla_write(),
-    _kv_write(),
     Op(
         "embed",
         lambda d: {
@@ -334,11 +295,6 @@ AROUND = (
             "out": empty(d, 4, dtype=torch.int64),
         },
         lambda t: greedy(t["logits"], t["out"]),
-    ),
-    Op(
-        "silu_mul",
-        lambda d: {"x": normal(d, 5, 5000), "out": empty(d, 5, 2500)},
-        lambda t: silu_mul(t["x"], t["out"]),
     ),
     Op("quantize_fp8", lambda d: {"x": normal(d, 21, 320)}, lambda t: quantize_fp8(t["x"]), ()),
     Op(

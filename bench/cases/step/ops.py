@@ -1,6 +1,6 @@
 """What a step has around its products, at the sizes of DeepSeek-V3 and Qwen3-30B: one launch each.
 
-Peers named "one by one" are our own kernels, a launch for each part.
+Peers named "one by one" are a launch for each part: our own kernels, and torch's copies.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from bench.harness.case import Case, rotating, sets_for
-from pykernels.gpu.attention.kv_write import kv_write, mla_write
 from pykernels.gpu.handshake import combine
 from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.per_head_linear import per_head_linear
@@ -54,7 +53,8 @@ def gqa_write_case(T: int, heads: int, kv: int, D: int, device: torch.device) ->
         q, k, v = qkv.unflatten(1, (-1, D)).split([heads, kv, kv], 1)
         q, k = (rms_norm(x.contiguous(), w, 1e-6)[0] for x, w in ((q, q_norm), (k, k_norm)))
         rope(q, k, positions, frequencies)
-        kv_write(k, v, slots, k_cache, v_cache)
+        for rows, cache in ((k, k_cache), (v, v_cache)):
+            cache.flatten(0, 1).index_copy_(0, slots, rows)
         return q
 
     sets = _sets(make, nbytes, device)
@@ -91,7 +91,8 @@ def mla_write_case(T: int, heads: int, device: torch.device) -> Case:
 
     def peer(q: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> object:
         rope(q, kv[:, None, L:], positions, frequencies, True)
-        mla_write(rms_norm(kv[:, :L], weight, 1e-6)[0], kv[:, L:], slots, latent, keys)
+        latent.flatten(0, 1).index_copy_(0, slots, rms_norm(kv[:, :L], weight, 1e-6)[0])
+        keys.flatten(0, 1).index_copy_(0, slots, kv[:, L:])
         return out.copy_(q)
 
     sets = _sets(make, nbytes, device)

@@ -12,8 +12,8 @@ import torch
 import triton
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu import activation, embedding, norm, rope, sampling
-from pykernels.gpu.attention import kv_write, mla_read
+from pykernels.gpu import embedding, norm, rope, sampling
+from pykernels.gpu.attention import mla_read
 from pykernels.gpu.common import launch
 from pykernels.gpu.gemm import linear
 from pykernels.gpu.gemm import weights as gemm_weights
@@ -35,12 +35,6 @@ FLOAT = torch.float32
 # op, what it takes, what it does not, and a word of the reason
 ROWS = [
     (
-        "silu_mul",
-        lambda d: activation.supports(_zeros(d, 2, 8)),
-        lambda d: activation.supports(_zeros(d, 2, 7)),
-        "2I",
-    ),
-    (
         "embed",
         lambda d: embedding.supports(_zeros(d, 2, dtype=torch.int64), _zeros(d, 9, 8)),
         lambda d: embedding.supports(_zeros(d, 2, dtype=FLOAT), _zeros(d, 9, 8)),
@@ -51,12 +45,6 @@ ROWS = [
         lambda d: router_logits.supports(_zeros(d, 2, 8), _zeros(d, 4, 8)),
         lambda d: router_logits.supports(_zeros(d, 2, 8).half(), _zeros(d, 4, 8)),
         "float16",
-    ),
-    (
-        "kv_write",
-        lambda d: kv_write.supports(_zeros(d, 2, 1, 8), _zeros(d, 3, 4, 1, 8), None, "k"),
-        lambda d: kv_write.supports(_zeros(d, 2, 1, 8), _zeros(d, 3, 4, 1, 8).to(FP8), None, "k"),
-        "without scales",
     ),
     (
         "rms_norm",
@@ -147,7 +135,7 @@ def test_a_cpu_is_no_gpu(compiled: pytest.MonkeyPatch) -> None:
     for op, good, *_ in ROWS:
         assert "CUDA GPU, not on cpu" in good(torch.device("cpu")), op
     with pytest.raises(PykernelsError, match="no GPU kernel runs here"):
-        activation.silu_mul(torch.zeros(2, 8))
+        norm.rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6)
 
 
 def test_without_a_c_compiler(compiled: pytest.MonkeyPatch) -> None:
@@ -265,8 +253,6 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
         ),
         "rms_norm, another width": lambda: norm.rms_norm(x, _zeros(d, 63), 1e-6),
         "rms_norm, integers": lambda: norm.rms_norm(x.int(), _zeros(d, 64), 1e-6),
-        "silu_mul, no row": lambda: activation.silu_mul(_zeros(d)),
-        "silu_mul, another out": lambda: activation.silu_mul(x, x),
         "embed, an empty table": lambda: embedding.embed(ids, _zeros(d, 0, 8)),
         "rope, more frequencies than dims": rotated(heads, at, 5),
         "rope, too few positions": rotated(heads, at[:1]),
@@ -283,9 +269,6 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
             order.starts[0],
             order.starts[0],
             4,
-        ),
-        "mla_write, rows for pages": lambda: kv_write.mla_write(
-            x, x, ids[:, 0].contiguous(), _zeros(d, 4, 64), _zeros(d, 4, 64)
         ),
     }
 
