@@ -14,7 +14,6 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu.attention.mla_read import mla_read
 from pykernels.gpu.embedding import embed
 from pykernels.gpu.norm import rms_norm
-from pykernels.gpu.rope import rope, rope_frequencies
 from pykernels.gpu.sampling import greedy, sample
 from pykernels.ref.sampling.inputs import SamplingInputs
 
@@ -48,44 +47,6 @@ def norm_case(T: int, H: int, device: torch.device) -> Case:
         nbytes,
         0,
         {"torch": rotating(peer, sets)},
-        len(sets),
-    )
-
-
-def rope_case(T: int, heads: int, kv: int, D: int, interleaved: bool, device: torch.device) -> Case:
-    """In place: read and written."""
-    nbytes = 2 * 2 * T * (heads + kv) * D
-    positions = torch.arange(T, device=device) + 5000
-    frequencies = rope_frequencies(D).to(device)
-
-    def make() -> tuple[torch.Tensor, torch.Tensor]:
-        q, k = (torch.randn(T, n, D, device=device).to(BF16) for n in (heads, kv))
-        return q, k
-
-    angles = positions.float().unsqueeze(1) * frequencies
-    cos, sin = (
-        f(torch.cat([angles] * 2, -1)).to(BF16).unsqueeze(1) for f in (torch.cos, torch.sin)
-    )
-
-    def rotated(x: torch.Tensor) -> torch.Tensor:
-        a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-        return torch.cat([a, b], -1) * cos + torch.cat([-b, a], -1) * sin
-
-    sets = _sets(make, nbytes, device)
-    return Case(
-        "small_ops",
-        "rope",
-        {
-            "tokens": T,
-            "heads": heads,
-            "kv_heads": kv,
-            "head_dim": D,
-            "pairs": "interleaved" if interleaved else "half-split",
-        },
-        rotating(lambda q, k: rope(q, k, positions, frequencies, interleaved), sets),
-        nbytes,
-        0,
-        {"torch": rotating(lambda q, k: (rotated(q), rotated(k)), sets)},
         len(sets),
     )
 
@@ -205,9 +166,7 @@ def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:
     """One token and a prompt of each."""
     made: list[tuple[Any, ...]] = []
     for T in (1, 8192) if quick else (1, 8, 8192):
-        made += [(norm_case, T, 7168), (rope_case, T, 128, 1, 64, True)]
-    for T in () if quick else (1, 8192):
-        made += [(rope_case, T, 32, 4, 128, False)]
+        made += [(norm_case, T, 7168)]
     made += [(mla_read_case, 1, 32768, eight) for eight in ((False,) if quick else (False, True))]
     for T in (1,) if quick else (1, 8192):
         made += [(embed_case, T, 129_280, 7168)]

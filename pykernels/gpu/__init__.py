@@ -5,7 +5,7 @@ This package exports none, so that it can be imported where there is no Triton, 
 called as their op is. The others: ``embedding`` has ``embed``, ``handshake`` ``copy_rows`` and
 ``combine``, ``moe.from_tiles`` ``unpack_tiles``, ``moe.fused_moe`` ``moe_ffn``, ``norm``
 ``rms_norm``, ``moe.permute`` ``sort_pairs`` and ``unpermute`` too, ``quantize`` ``quantize_fp8``,
-``rope`` ``rope_table`` too, ``rope_cache_write.gqa`` and ``.mla`` ``gqa_rope_cache_write`` and
+``rope`` ``rope_table``, ``rope_cache_write.gqa`` and ``.mla`` ``gqa_rope_cache_write`` and
 ``mla_rope_cache_write``, ``sampling`` ``greedy``, ``sample`` and ``count_tokens``.
 
 They run compiled on a CUDA GPU, and on any CPU through Triton's interpreter: slowly, at small

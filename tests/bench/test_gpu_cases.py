@@ -49,8 +49,6 @@ SMALL: dict[str, tuple[Any, Any, int]] = {
     "unpermute": (router.rows_case, (9, 32, 16, V3, True), 2 * 45 * 16 + 8 * 36),
     # x, residual and both results; the weight once
     "norm": (small_ops.norm_case, (3, 64), 4 * 3 * 64 * 2 + 64 * 2),
-    # in place: each value is read and written
-    "rope": (small_ops.rope_case, (3, 4, 2, 64, False), 2 * 3 * 6 * 64 * 2),
     "embed": (small_ops.embed_case, (3, 50, 64), 2 * 3 * 64 * 2 + 3 * 8),
     "mla_read": (small_ops.mla_read_case, (2, 128, False), 256 * 576 * 2 * 2),
     "mla_read fp8": (small_ops.mla_read_case, (2, 128, True), 256 * (512 + 4 + 128 + 576 * 2)),

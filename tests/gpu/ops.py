@@ -24,7 +24,6 @@ from pykernels.gpu.moe.split_routing import split_routing
 from pykernels.gpu.moe.tiles.gather import gather_rows
 from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.quantize import quantize_fp8
-from pykernels.gpu.rope import rope
 from pykernels.gpu.sampling import greedy
 from pykernels.shapes import RouterSpec, Routing, SortedPairs
 
@@ -246,19 +245,6 @@ def _norm(H: int) -> Op:
     return Op(f"rms_norm of {H}", make, run, ("out", "total"))
 
 
-def _rope(interleaved: bool) -> Op:
-    def make(device: torch.device) -> Tensors:
-        T, D = large(device, 40, 3), 64
-        given = {"q": normal(device, T, 6, D + 8), "k": normal(device, T, 1, D)}
-        given["positions"] = integers(device, 9000, T, dtype=torch.int64)
-        return given | {"frequencies": torch.rand(D // 2, device=device)}
-
-    def run(t: Tensors) -> None:
-        rope(t["q"], t["k"], t["positions"], t["frequencies"], interleaved)
-
-    return Op(f"rope, {'pairs' if interleaved else 'halves'}", make, run, ("q", "k"))
-
-
 AROUND = (
     _route(1),
     _route(7),
@@ -277,8 +263,6 @@ AROUND = (
     _rows("unpermute", 2500),
     _norm(7168),
     _norm(100),
-    _rope(False),
-    _rope(True),
     Op(
         "embed",
         lambda d: {

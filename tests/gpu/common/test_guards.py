@@ -76,7 +76,6 @@ _GAPS = {
     "sort 13 tokens",
     "rms_norm of 100",
     "embed",
-    "rope, pairs",
     "mla_read, bf16",
     "greedy",
     "sample, all inputs",

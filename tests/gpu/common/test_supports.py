@@ -12,7 +12,7 @@ import torch
 import triton
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu import embedding, norm, rope, sampling
+from pykernels.gpu import embedding, norm, sampling
 from pykernels.gpu.attention import mla_read
 from pykernels.gpu.common import launch
 from pykernels.gpu.gemm import linear
@@ -57,12 +57,6 @@ ROWS = [
         lambda d: permute.supports(_zeros(d, 2, 8, dtype=torch.int32)),
         lambda d: permute.supports(_zeros(d, 2, 8)),
         "ids are",
-    ),
-    (
-        "rope",
-        lambda d: rope.supports(_zeros(d, 2, 3, 8), _zeros(d, 4, dtype=FLOAT)),
-        lambda d: rope.supports(_zeros(d, 2, 3, 8), _zeros(d, 5, dtype=FLOAT)),
-        "5 frequencies",
     ),
     (
         "router",
@@ -185,10 +179,7 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
     def routing(rows: int, dtype: torch.dtype) -> Routing:
         return Routing(_zeros(d, rows, 2, dtype=dtype), _zeros(d, rows, 2, dtype=FLOAT))
 
-    def rotated(q: torch.Tensor, positions: torch.Tensor, n: int = 4):
-        return lambda: rope.rope(q, None, positions, _zeros(d, n, dtype=FLOAT))
-
-    heads, at = _zeros(d, 2, 4, 8), torch.arange(2, device=d)
+    at = torch.arange(2, device=d)
     return {
         "gate_up, few rows": lambda: gate_up(x, experts, order, out=_zeros(d, 5, 32)),
         "gate_up, into float32": lambda: gate_up(
@@ -254,10 +245,6 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
         "rms_norm, another width": lambda: norm.rms_norm(x, _zeros(d, 63), 1e-6),
         "rms_norm, integers": lambda: norm.rms_norm(x.int(), _zeros(d, 64), 1e-6),
         "embed, an empty table": lambda: embedding.embed(ids, _zeros(d, 0, 8)),
-        "rope, more frequencies than dims": rotated(heads, at, 5),
-        "rope, too few positions": rotated(heads, at[:1]),
-        "rope, float positions": rotated(heads, _zeros(d, 2)),
-        "rope, heads that overlap": rotated(_zeros(d, 2, 99).as_strided((2, 4, 8), (99, 4, 1)), at),
         "greedy, integers": lambda: sampling.greedy(x.int()),
         "greedy, into int32": lambda: sampling.greedy(x, _zeros(d, 3, dtype=torch.int32)),
         "count_tokens, a table of int64": lambda: sampling.count_tokens(

@@ -23,8 +23,8 @@ from ..moe.test_moe_ffn import random_experts
 
 HOST = {"rope_frequencies", "yarn_frequencies", "yarn_scale"}
 """Made once, on the host."""
-FUSED = {"kv_write", "mla_write"}
-"""On a GPU in one launch with rope and norms: ``rope_cache_write``."""
+FUSED = {"kv_write", "mla_write", "rope"}
+"""On a GPU in one launch with norms: ``rope_cache_write``."""
 LAUNCH = {"out", "order", "plan", "plans", "max_length", "kernel", "moe_plan"}
 """What only a fast op takes: where its result goes, and how it is launched."""
 TRUTH = {"dtype", "h_dtype", "nudge", "fmt"}
