@@ -1,4 +1,4 @@
-"""Which layouts are rows at one distance, or elements of which some lie in one place."""
+"""Which layouts are rows at one distance."""
 
 from __future__ import annotations
 
