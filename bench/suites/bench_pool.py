@@ -1,4 +1,4 @@
-"""What a call costs beside its arithmetic: from ``submit`` to ``sync``, again and again.
+"""What a call of a layer's experts costs beside its arithmetic, again and again.
 
 A layer of a real model takes some 100 us to a few ms a token, and there are dozens of them, so tens
 of microseconds each are lost speed; and a worker that the kernel takes off its core for a slice of
