@@ -75,11 +75,12 @@ class ProcessGroups(Communicator):
         self, out: Sequence[torch.Tensor], x: Sequence[torch.Tensor], ranks: Sequence[int]
     ) -> None:
         with self._meeting(ranks):
-            came, sent = torch.cat([*out]), torch.cat([*x])
-            counts = ([len(each) for each in parts] for parts in (out, x))
+            counts = [[each.numel() for each in parts] for parts in (out, x)]
+            sent = torch.cat([each.flatten() for each in x])
+            came = sent.new_empty(sum(counts[0]))
             self._all.alltoall_base(came, sent, *counts).wait()
-            for own, part in zip(out, came.split([len(each) for each in out]), strict=True):
-                own.copy_(part)
+            for own, part in zip(out, came.split(counts[0]), strict=True):
+                own.copy_(part.view(own.shape))
 
     def send(self, x: Sequence[torch.Tensor], peer: int) -> None:
         with self._meeting():

@@ -8,6 +8,7 @@ order (``analysis`` keeps it), and the order of sums is that of the ranks: all g
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from .op import Attr, Op, Port
@@ -37,6 +38,14 @@ def _gathered(node: Mapping[str, Any]) -> str | None:
     return _members(node)
 
 
+def _columns(node: Mapping[str, Any]) -> str | None:
+    starts, own = node["starts"], node["own"]
+    widths = [last - first for first, last in pairwise(starts)]
+    if len(widths) != len(node["ranks"]) or starts[-1] != node["every"] or own not in widths:
+        return f"{own} columns are none of the parts {starts} of {node['every']}"
+    return _members(node)
+
+
 COLLECTIVES: dict[str, Op] = {
     # The sum of all members' x, which each of them gets.
     "all_reduce": Op(
@@ -51,6 +60,14 @@ COLLECTIVES: dict[str, Op] = {
         outputs={"out": Port("any", ("every", "H"))},
         attrs=_RANKS,
         rule=_gathered,
+    ),
+    # The columns of all members beside each other; the r-th one has `starts[r]` up to
+    # `starts[r + 1]`.
+    "gather_columns": Op(
+        inputs={"x": Port("activation", ("T", "own"))},
+        outputs={"out": Port("activation", ("T", "every"))},
+        attrs={**_RANKS, "starts": Attr(tuple)},
+        rule=_columns,
     ),
     # The sum of all members' x, of which each gets its own rows.
     "reduce_scatter": Op(

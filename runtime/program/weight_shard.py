@@ -1,4 +1,5 @@
-"""Rows, columns, heads or numbers of a weight as a weight of its own: what one rank has of it.
+"""Rows, columns, heads or numbers of a weight as a weight of its own: what one rank has of it; of
+experts a run of their intermediate size.
 
 A shard is read from where the whole is stored, in its format and with its scales, so that each
 device makes its own layout of it.
@@ -13,10 +14,13 @@ from itertools import islice
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.quant import Format, Weight, get_format
+from pykernels.quant import Biases, Format, Weight, get_format
+from pykernels.quant.layout import N_BLOCK
 
 from .weight_spec import Part, Piece, Shard, WeightSpec
 
+Expert = tuple[tuple[Weight, Weight, Weight], Biases | None]
+"""(gate [I, H], up [I, H], down [H, I]) and their biases."""
 _BLOCKS = (32, 64, 128, 256)
 """Rows or inputs that may share a scale."""
 
@@ -32,13 +36,20 @@ def shard_of(
     Raises:
         PykernelsError: a matrix would be cut inside a block of its format.
     """
-    assert spec.kind != "experts" and spec.cut is None and spec.shard is None
+    assert spec.cut is None and spec.whole is None and spec.shard is None
     label = ",".join(f"{piece.first}:{piece.last}" for piece in pieces)
     if columns is not None:
         label += f"; {columns[0]}:{columns[1]}"
     end = max(piece.at + piece.last - piece.first for piece in pieces)
     shard = Shard(spec, tuple(pieces), columns)
     found = replace(spec, name=f"{spec.name}[{label}]", parts=(), shard=shard)
+    if spec.moe is not None:
+        assert columns is None and len(pieces) == 1
+        E, H, I = spec.shape  # noqa: E741
+        span = pieces[0].first, pieces[0].last
+        _check_cut(spec.fmt, f"gate and up of {spec.name}", span, (0, H))
+        _check_cut(spec.down_fmt, f"down of {spec.name}", (0, H), span)
+        return replace(found, shape=(E, H, end), moe=replace(spec.moe, I=end))
     if spec.kind != "matrix":
         parts = [part for p in pieces for part in spec.parts[p.first : p.last]]
         shape = end, *spec.shape[1:]
@@ -47,7 +58,7 @@ def shard_of(
     own = [(piece, _part(spec, piece)) for piece in pieces]
     for piece, part in own:
         rows = piece.first - part.at, piece.last - part.at
-        _check_cut(spec, part, rows, (first, last))
+        _check_cut(spec.fmt, part.name, rows, (first, last))
     made = (Part(part.name, (p.last - p.first, last - first), p.at) for p, part in own)
     return replace(found, shape=(end, last - first), parts=tuple(made))
 
@@ -105,10 +116,39 @@ def _taken(fmt: Format, weight: Weight, rows: tuple[int, int], columns: tuple[in
     return Weight(data, scale.contiguous())
 
 
-def _check_cut(
-    spec: WeightSpec, part: Part, rows: tuple[int, int], columns: tuple[int, int]
-) -> None:
-    fmt = get_format(spec.fmt)
+def expert_shards(spec: WeightSpec, whole: Iterable[Expert]) -> Iterator[Expert]:
+    """A run of each expert's intermediate numbers; the first run has the bias of down."""
+    assert spec.shard is not None and spec.shard.whole.moe is not None
+    ((first, last),) = ((piece.first, piece.last) for piece in spec.shard.pieces)
+    H, fmt, down_fmt = spec.shape[1], get_format(spec.fmt), get_format(spec.down_fmt)
+    for (gate, up, down), biases in whole:
+        own = (
+            _taken(fmt, gate, (first, last), (0, H)),
+            _taken(fmt, up, (first, last), (0, H)),
+            _taken(down_fmt, down, (0, H), (first, last)),
+        )
+        if biases is not None:
+            down_bias = torch.zeros_like(biases.down) if first else biases.down
+            biases = Biases(biases.gate[first:last], biases.up[first:last], down_bias)
+        yield own, biases
+
+
+def row_unit(name: str) -> int:
+    """Rows of a matrix of that format to a multiple of which it is cut: blocks of the tiles, and of
+    scales."""
+    fmt = get_format(name)
+    return max(N_BLOCK, 1 if fmt.scale_shape(1, 256) is None else _scale_blocks(fmt)[0])
+
+
+def input_unit(name: str) -> int:
+    """The same of inputs."""
+    fmt = get_format(name)
+    shared = 0 if fmt.scale_shape(1, 256) is None else _scale_blocks(fmt)[1]
+    return max(N_BLOCK, fmt.k_multiple, shared)
+
+
+def _check_cut(name: str, what_of: str, rows: tuple[int, int], columns: tuple[int, int]) -> None:
+    fmt = get_format(name)
     n_block, k_block = (1, 0) if fmt.scale_shape(1, 256) is None else _scale_blocks(fmt)
     fits = _in_blocks(rows, n_block) and _in_blocks(columns, k_block)
     if not fits or any(k % fmt.k_multiple for k in columns):
@@ -116,7 +156,7 @@ def _check_cut(
         what = "rows" if not _in_blocks(rows, n_block) else "inputs"
         first, last = rows if what == "rows" else columns
         raise PykernelsError(
-            f"{what} {first} to {last} of {part.name} cut through a block of {block} in {spec.fmt}",
+            f"{what} {first} to {last} of {what_of} cut through a block of {block} in {name}",
             "Use fewer ranks, or weights in another format",
         )
 

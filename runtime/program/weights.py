@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.quant import Biases, PackedExperts, PackedHeads, PackedMatrix, Packer, Weight
+from pykernels.quant import PackedExperts, PackedHeads, PackedMatrix, Packer, Weight
 from pykernels.quant.layout import N_BLOCK
 from pykernels.quant.matrix import pack_alone
 from pykernels.quant.split import SplitExperts
@@ -22,15 +22,13 @@ from pykernels.quant.split import SplitExperts
 from ..machine.nodes import ONE_NODE, MemoryNodes
 from .node import Node
 from .program import Program
-from .weight_shard import matrix_shards, tensor_shard
+from .weight_shard import Expert, expert_shards, matrix_shards, tensor_shard
 from .weight_spec import Part, WeightSpec
 
 Packed = PackedMatrix | PackedHeads | PackedExperts | SplitExperts
 """A weight in the CPU's tiles."""
 Ready = Packed | torch.Tensor
 """A weight in one of the CPU's layouts: in tiles, or as rows of numbers."""
-Expert = tuple[tuple[Weight, Weight, Weight], Biases | None]
-"""(gate [I, H], up [I, H], down [H, I]) and their biases."""
 
 
 class WeightSource(ABC):
@@ -134,6 +132,8 @@ class WeightStore:
 
     def experts(self, spec: WeightSpec) -> Iterator[Expert]:
         """All experts of a layer, in order."""
+        if spec.shard is not None:
+            return expert_shards(spec, self.experts(spec.shard.whole))
         given = self._given.get(spec.name)
         if isinstance(given, PackedExperts | SplitExperts):
             return unpacked_experts(given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -16,6 +17,14 @@ def all_reduce(m: Memory, node: Node) -> None:
 
 def all_gather(m: Memory, node: Node) -> None:
     m.ranks.all_gather(*_out_and_x(m, node), node.attr("ranks"))
+
+
+def gather_columns(m: Memory, node: Node) -> None:
+    out, x = _out_and_x(m, node)
+    widths = [last - first for first, last in pairwise(node.attr("starts"))]
+    came = [x.new_empty(len(x), width) for width in widths]
+    m.ranks.all_to_all(came, [x] * len(widths), node.attr("ranks"))
+    out.copy_(torch.cat(came, 1))
 
 
 def reduce_scatter(m: Memory, node: Node) -> None:
@@ -67,10 +76,17 @@ def recv(m: Memory, node: Node) -> None:
     m.ranks.recv([m.read(name) for name in node.writes], node.attr("peer"))
 
 
-COLLECTIVES: dict[str, Callable[[Memory, Node], None]] = {
-    op.__name__: op
-    for op in (all_reduce, all_gather, reduce_scatter, dispatch, combine, send, recv)
-}
+_OPS: tuple[Callable[[Memory, Node], None], ...] = (
+    all_reduce,
+    all_gather,
+    gather_columns,
+    reduce_scatter,
+    dispatch,
+    combine,
+    send,
+    recv,
+)
+COLLECTIVES = {op.__name__: op for op in _OPS}
 """By the names of nodes."""
 
 

@@ -13,15 +13,18 @@ from .all_to_all import all_to_all
 from .experts import expert_tables, local_experts
 from .heads import cut_heads
 from .meetings import check_meetings, sent_bytes
+from .merge import merge_sums
+from .mlp import cut_mlps
 from .small_ep import small_ep
 from .striped import striped
+from .vocabulary import cut_vocabulary
 
 __all__ = ["EXPERTS", "expert_tables", "sent_bytes", "shard", "stripe"]
 
 
 def shard(program: Program, ranks: int, heads: bool = True) -> tuple[Program, ...]:
-    """A program for each rank, all of which have all tokens: each has some heads of attention, and
-    some experts of each layer. Rank 0 has the outputs.
+    """A program for each rank, all of which have all tokens: each has some heads of attention,
+    some experts and a part of the MLPs of each layer, and some logits. Rank 0 has the outputs.
 
     Args:
         heads: False: every rank has all heads, and keys and values of all.
@@ -32,8 +35,16 @@ def shard(program: Program, ranks: int, heads: bool = True) -> tuple[Program, ..
     """
     if _alone(ranks):
         return (program,)
-    cut = [cut_heads(program, r, ranks) if heads else program for r in range(ranks)]
-    return _with_one_output([local_experts(own, r, ranks) for r, own in enumerate(cut)])
+    return _with_one_output([_shard(program, r, ranks, heads) for r in range(ranks)])
+
+
+def _shard(program: Program, rank: int, ranks: int, heads: bool) -> Program:
+    """Every pass that cuts something, then one sum where several are added."""
+    if heads:
+        program = cut_heads(program, rank, ranks)
+    for cut in (cut_mlps, local_experts, cut_vocabulary):
+        program = cut(program, rank, ranks)
+    return merge_sums(program)
 
 
 EXPERTS: Mapping[str, Callable[[Program, int, int], Program]] = {

@@ -43,7 +43,8 @@ def _at(meetings: Sequence[tuple[str, _Meeting]], i: int) -> tuple[str, _Meeting
 def _meeting(program: Program, node: Node) -> tuple[_Line, _Meeting] | None:
     """With whom a node meets, and what the others must have there, too."""
     if "ranks" in node.attrs:
-        sizes = (_size(program, name) for name in (*node.reads, *node.writes))
+        reads = () if node.op == "gather_columns" else node.reads  # each has its own width
+        sizes = (_size(program, name) for name in (*reads, *node.writes))
         return ("ranks", node.attr("ranks")), (node.op, *sizes)
     if "peer" not in node.attrs:
         return None
@@ -116,6 +117,7 @@ def _combine(program: Program, node: Node) -> int:
 _BYTES: dict[str, Callable[[Program, Node], int]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
+    "gather_columns": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "send": _send,
     "dispatch": _dispatch,

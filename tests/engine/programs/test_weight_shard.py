@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import linear, silu
 
 from pykernels.errors import PykernelsError
-from pykernels.quant import FORMATS, get_format
-from runtime.program.weight_shard import matrix_shards, shard_of, tensor_shard
+from pykernels.quant import FORMATS, Biases, get_format
+from pykernels.shapes import ExpertSpec, MoEShape
+from runtime.program.weight_shard import expert_shards, matrix_shards, shard_of, tensor_shard
 from runtime.program.weight_spec import Piece, WeightSpec
 
 K = 1024
@@ -31,6 +33,28 @@ def test_a_shard_has_the_numbers_of_the_whole(name: str) -> None:
             fmt.check(weight, *part.shape)
             wanted = whole[piece.first : piece.last, at]
             assert torch.equal(fmt.dequantize(weight), wanted)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parts_of_an_expert_add_up_to_it(name: str) -> None:
+    H, I = 256, 1024  # noqa: E741
+    fmt, generator = get_format(name), torch.Generator().manual_seed(0)
+    sizes = (I, H), (I, H), (H, I)
+    gate, up, down = (fmt.quantize(torch.randn(*size, generator=generator) / 16) for size in sizes)
+    biases = Biases(*(torch.randn(N, generator=generator) for N in (I, I, H)))
+    moe = MoEShape(E=1, H=H, I=I, topk=1, spec=ExpertSpec(bias=True))
+    spec = WeightSpec.experts("mlp", moe, name, name)
+    x = torch.randn(3, H, generator=generator)
+    total = torch.zeros(3, H)
+    for first, last in ((0, 256), (256, 1024)):
+        shard = shard_of(spec, [Piece(first, last)])
+        [(matrices, bias)] = expert_shards(shard, [((gate, up, down), biases)])
+        g, u, d = (fmt.dequantize(weight) for weight in matrices)
+        assert bias is not None and shard.moe is not None and shard.moe.I == len(g)
+        total += (silu(linear(x, g, bias.gate)) * linear(x, u, bias.up)) @ d.T + bias.down
+    g, u, d = (fmt.dequantize(weight) for weight in (gate, up, down))
+    wanted = (silu(linear(x, g, biases.gate)) * linear(x, u, biases.up)) @ d.T + biases.down
+    torch.testing.assert_close(total, wanted)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,14 @@ def error(made: tiny.Tiny, results: list[Result]) -> float:
 # Four heads, two of them of keys, and eight experts: three ranks have unequal shares.
 @pytest.mark.parametrize(
     ("family", "ranks"),
-    [("qwen3_moe", 2), ("qwen3_moe", 3), ("deepseek_v3", 2), ("deepseek_v3", 3), ("gpt_oss", 4)],
+    [
+        ("qwen3_moe", 2),
+        ("qwen3_moe", 3),
+        ("deepseek_v3", 2),
+        ("deepseek_v3", 3),
+        ("gpt_oss", 4),
+        ("qwen2_moe", 2),
+    ],
 )
 def test_logprobs_are_those_of_transformers(
     family: str, ranks: int, checkpoint: Checkpoints
@@ -175,6 +182,19 @@ def test_stripes_of_prompts(
     with engine_of(made.path, ranks, chunk, **options) as (engine, runner):
         assert error(made, generated(engine)) < EXACT
     assert all(isinstance(step, StripedExecutable) for step in runner.steps)
+
+
+def test_a_rank_reads_its_share_of_the_weights(checkpoint: Checkpoints) -> None:
+    """And meets the others twice in a layer, where routed and shared experts are added together."""
+    decoder = model.llm.meta_decoder(checkpoint("qwen2_moe").path)
+    for program in shard(decoder.lower(), 2):
+        shapes = {n.name: program.weight(n, p).shape for n in program.nodes for p in n.weights}
+        assert shapes["layer1.o"] == (64, 32)
+        assert shapes["layer1.experts"] == (4, 64, 32)
+        assert shapes["layer1.shared"] in ((1, 64, 32), (1, 64, 16))  # 48 in blocks of 32
+        assert shapes["lm_head"] in ((32, 64), (64, 64))
+        layer = [n.name for n in program.nodes if n.op == "all_reduce" and n.layer == 1]
+        assert len(layer) == 2
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
