@@ -378,8 +378,7 @@ class PagedRunner(ABC):
             raise PykernelsError(
                 f"a step of {T} tokens of {S} sequences, {R} rows of logits", "Make a larger runner"
             )
-        sizes = T, S, R, *lane_tokens(T)
-        self.sizes[: len(sizes)] = torch.tensor(sizes, dtype=torch.int64, device="cpu")
+        self.sizes[:] = torch.tensor((T, S, R, *lane_tokens(T)), dtype=torch.int64, device="cpu")
         counts = self._query_lengths[:S]
         counts[:] = np.diff(batch.query_start_loc[: S + 1])
         self._sequences[:T] = np.repeat(batch.page_table_rows[:S], counts)

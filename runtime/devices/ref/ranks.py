@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from pykernels.errors import PykernelsError
+
 from ...passes import stream_weights
 from ...passes.shard import expert_tables, shard, stripe
 from ...passes.shard.stripes import places, stripes
@@ -147,7 +149,8 @@ class RanksRunner(RefRunner):
         Other arguments: see ``RefRunner``.
 
     Raises:
-        PykernelsError: in ``load``, more ranks than there are heads or experts.
+        PykernelsError: more ranks than there are heads or experts; what ``shard`` refuses; deferred
+            experts where prompts are streamed.
     """
 
     def __init__(
@@ -177,6 +180,10 @@ class RanksRunner(RefRunner):
             deferred=deferred,
             prefill=prefill,
         )
+        if self.streams and deferred:
+            raise PykernelsError(
+                f"{ranks} ranks that stream prompts and defer experts", "Leave out one of both"
+            )
         self.ranks, self.striped, self.experts = ranks, striped and ranks > 1, experts
         self._ends = ThreadGroup(ranks).ranks if ends is None else ends
         if self.striped:  # decode steps are others
