@@ -18,10 +18,10 @@ from pykernels.errors import PykernelsError
 
 from .devices.cpu.step import BINDERS as CPU_BINDERS
 from .devices.ref.ops import OPS as REF_OPS
+from .planning.lowerable import Pass
 from .program import Program
 from .program.op import Op
 from .program.ops import OPS
-from .runner.paged_runner import Pass
 
 _registered: set[str] = set()
 
@@ -44,7 +44,7 @@ def register_op(
         row: its inputs, outputs, weights and attributes (``runtime.program.ops.Port``, ``Attr``).
         ref: ``(memory, node) -> None``, as the functions of ``devices/ref/ops.py``.
         cpu: ``(context, node) -> jobs``, as the binders of ``devices/cpu/expert_ops.py``.
-        cuda: ``(memory, node) -> launch``, as the binders of ``devices/cuda/launches``. The device
+        cuda: ``(memory, node) -> launch``, as the binders of ``devices/cuda/binders``. The device
             without a function refuses programs with that op.
 
     Raises:
@@ -54,7 +54,7 @@ def register_op(
         raise PykernelsError(f"there is an op {name!r} already", "Give yours another name")
     tables: list[tuple[MutableMapping[str, Any], Any]] = [(REF_OPS, ref), (CPU_BINDERS, cpu)]
     if cuda is not None:
-        from .devices.cuda.steps.executable import BINDERS as CUDA_BINDERS
+        from .devices.cuda.binders import BINDERS as CUDA_BINDERS
 
         tables.append((CUDA_BINDERS, cuda))
     OPS[name] = row

@@ -24,6 +24,7 @@ from pykernels.errors import PykernelsError
 from ..program import Buffer, Node, Program
 from ..program.ops import OPS
 from .layers import rebuilt
+from .order import ordered
 
 SLOTS = 2
 """Of each GPU: one layer is computed while the next one crosses."""
@@ -63,6 +64,7 @@ def dense_weights(program: Program, node: Node) -> Iterator[tuple[str, str]]:
             yield port, name
 
 
+@ordered
 def stream_dense(program: Program, sizes: Mapping[str, int], slots: int = SLOTS) -> Program:
     """The program with these weights loaded in each step.
 
@@ -75,10 +77,6 @@ def stream_dense(program: Program, sizes: Mapping[str, int], slots: int = SLOTS)
         PykernelsError: a program that loads its dense weights already, or whose layers are not one
             behind the other.
     """
-    if any(node.op == "load_weights" for node in program.nodes):
-        raise PykernelsError(
-            f"stream_dense after stream_dense of {program.name!r}", "Apply it once"
-        )
     layers: dict[tuple[str, int], _Layer] = {}
     for i, node in enumerate(program.nodes):
         names = [name for _, name in dense_weights(program, node) if name in sizes]

@@ -26,7 +26,8 @@ from ..experts.staged import staged_bytes
 from ..machine.nodes import ONE_NODE, MemoryNodes
 from ..program import Buffer, Node, Program
 from ..program.weight_spec import WeightSpec
-from .layers import moe_layers, rebuilt, refuse_deferred, refuse_streamed
+from .layers import moe_layers, rebuilt
+from .order import ordered
 
 PIECES = 8
 """Pieces of a layer's experts."""
@@ -45,6 +46,7 @@ class Ring:
     buffers: int = PIECES + 1
 
 
+@ordered
 def stream_weights(
     program: Program,
     room: Callable[[WeightSpec], int],
@@ -64,8 +66,6 @@ def stream_weights(
         PykernelsError: no routed experts, deferred ones, or streamed already; a layer whose experts
             lie in slices, one a NUMA node.
     """
-    refuse_deferred(program, "stream_weights")
-    refuse_streamed(program, "stream_weights", "Apply it once")
     moved = [
         layer.experts
         for layer in moe_layers(program)
@@ -73,12 +73,6 @@ def stream_weights(
     ]
     if not moved:
         raise PykernelsError(f"{program.name!r} has no routed experts", "Use it as it is")
-    for node in moved:
-        if (spec := program.weight(node, "experts")).cut is not None:
-            raise PykernelsError(
-                f"{spec.name} is a slice on a NUMA node",
-                "Apply stream_weights before split_over_nodes",
-            )
     return streamed(program, moved, room, ring or Ring(), nodes)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .collective_ops import ALL_TOKENS
-from .lanes import LANES, lane_dim
 from .ops import OPS
+from .sizes import LANES, lane_dim
 from .weight_spec import WeightSpec
 
 Dim = int | str

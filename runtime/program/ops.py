@@ -13,6 +13,7 @@ An op that updates a buffer in place has it under one name in its inputs and its
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pykernels.ref.sampling import MAX_LOGPROBS
@@ -49,20 +50,24 @@ _STAGED = {"staged": Port("bytes", ("slot_bytes",), True)}
 
 
 def _kv(*dims: str, optional: bool = False) -> Port:
-    return Port("kv", dims, optional)
+    return Port("kv", ("pages", "page", *dims), optional, paged=True)
+
+
+def _scale(*dims: str) -> Port:
+    return Port("float32", ("pages", "page", *dims), True, paged=True)
 
 
 _LATENT = {
     # bfloat16 [.., L + R] in one, or E4M3 with the rotated part and the scales apart
-    "latent": _kv("pages", "page", ">L"),
-    "rope": _kv("pages", "page", "2*half", optional=True),
-    "latent_scale": _float32("pages", "page", optional=True),
+    "latent": _kv(">L"),
+    "rope": _kv("2*half", optional=True),
+    "latent_scale": _scale(),
 }
 _GROUPED = {
-    "k": _kv("pages", "page", "kv_heads", "D"),
-    "v": _kv("pages", "page", "kv_heads", "D"),
-    "k_scale": _float32("pages", "page", "kv_heads", optional=True),
-    "v_scale": _float32("pages", "page", "kv_heads", optional=True),
+    "k": _kv("kv_heads", "D"),
+    "v": _kv("kv_heads", "D"),
+    "k_scale": _scale("kv_heads"),
+    "v_scale": _scale("kv_heads"),
 }
 _RAGGED = {
     "positions": _index("T"),
@@ -103,10 +108,12 @@ _SAMPLING_TABLES = {
 
 
 def _optional(ports: Mapping[str, Port]) -> dict[str, Port]:
-    return {name: Port(port.kind, port.dims, True) for name, port in ports.items()}
+    return {name: replace(port, optional=True) for name, port in ports.items()}
 
 
-_ANY_CACHE = {name: Port(port.kind, None, True) for name, port in {**_GROUPED, **_LATENT}.items()}
+_ANY_CACHE = _optional(
+    {name: replace(port, dims=None) for name, port in {**_GROUPED, **_LATENT}.items()}
+)
 _HEADS = {"heads": Attr(int), "kv_heads": Attr(int), "dk": Attr(int), "dv": Attr(int)}
 # The result for some of the keys, and the logarithm of the sum of their exponentials; where both
 # are inputs, those keys join the ones before.
@@ -321,7 +328,7 @@ OPS: dict[str, Op] = {
             "out": _activation("T", "heads*dv"),
             **_RAGGED,
             "latent": _LATENT["latent"],
-            "rope": Port("kv", ("pages", "page", "R"), True),
+            "rope": _kv("R", optional=True),
             "latent_scale": _LATENT["latent_scale"],
             **_STAGED,
         },

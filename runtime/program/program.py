@@ -38,6 +38,7 @@ class Program:
         name: of the model and the bucket.
         sizes: the bucket: the most "T", "S" and "R" of a step, and of its lanes if it has any.
         weights: what each weight is; a ``WeightStore`` has them.
+        passes: names of those that have rewritten it, in order.
         rank: which of its ranks runs it; its collectives name the others.
     """
 
@@ -46,7 +47,12 @@ class Program:
     buffers: Mapping[str, Buffer]
     sizes: Mapping[str, int]
     weights: Mapping[str, WeightSpec] = field(default_factory=dict)
+    passes: tuple[str, ...] = ()
     rank: int = 0
+
+    def rewritten_by(self, name: str) -> Program:
+        """The program after a pass of that name."""
+        return replace(self, passes=(*self.passes, name))
 
     def check(self) -> Program:
         """Returns the program itself if it is valid.
@@ -87,7 +93,8 @@ class Program:
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{key} <= {value}" for key, value in self.sizes.items())
-        lines = [f"{self.name} ({sizes}), {len(self.nodes)} nodes"]
+        after = f", after {', '.join(self.passes)}" if self.passes else ""
+        lines = [f"{self.name} ({sizes}), {len(self.nodes)} nodes{after}"]
         width = max((len(node.name) for node in self.nodes), default=0)
         lines += [
             f"  {node.name:<{width}}  {node.device:<4}  {node.text(self.weights)}"

@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.devices.cuda.memory.buffers import Arena
-from runtime.devices.cuda.runner import part_latents
-from runtime.devices.cuda.steps.executable import CudaExecutable, GpuMemory
-from runtime.devices.cuda.steps.handshake import PinnedSlots
-from runtime.devices.cuda.steps.inputs import StepInputs
-from runtime.devices.cuda.steps.maker import expansion
-from runtime.devices.cuda.steps.outputs import StepOutputs
-from runtime.devices.ref.runner import on_ref
+from runtime.devices.cuda.executable import CudaExecutable, GpuMemory
+from runtime.devices.cuda.handshake import PinnedSlots
+from runtime.devices.cuda.inputs import StepInputs
+from runtime.devices.cuda.memory.buffers import Arena, StepOutputs, part_latents
+from runtime.devices.cuda.step_maker import expansion
 from runtime.devices.ref.step import RefExecutable
-from runtime.kv_cache.layout import PAGE, Pages
+from runtime.kv_cache.layout import PAGE, CacheSpec
+from runtime.passes.on_ref import on_ref
+from runtime.planning.compile import Compiled
 from runtime.program import Builder, Program
 from runtime.program.step_inputs import allocate_inputs, step_inputs
 from runtime.program.weights import WeightStore
@@ -87,7 +86,7 @@ def results(
     inputs["page_table"][:] = places[: program.sizes["S"]]
     exact = {name: part.zeros() for name, part in parts.items()}
     exact = {n: x.float() if x.dtype == torch.bfloat16 else x for n, x in exact.items()}
-    truth = RefExecutable(on_ref(program), weights, inputs, exact)
+    truth = RefExecutable(Compiled.of(on_ref(program)), weights, inputs, exact)
     staged = StepInputs(inputs, None, {"cuda": device}, piece)
     bucket = staged.bucket(program.sizes["T"], 1, False, expansion(program))
     views, sequences = bucket.on["cuda"]
@@ -102,7 +101,7 @@ def results(
     nodes = tuple(replace(node, device="cuda") for node in program.nodes)
     within = replace(program.buffers["attn_out"], kind="scratch")  # as in a model: bfloat16
     found = CudaExecutable(
-        replace(program, nodes=nodes, buffers={**program.buffers, "attn_out": within}),
+        Compiled.of(replace(program, nodes=nodes, buffers={**program.buffers, "attn_out": within})),
         weights,
         {"cuda": GpuMemory(device, views | floats, sequences, Arena(device))},
         pool,
@@ -180,7 +179,7 @@ def test_grouped_queries(
         Step({1: (1, 2), 0: (5, 6), 3: (17, 30), 4: (0, 9)}),
         Step({0: (6, 7), 1: (2, 3)}),  # decodes alone, of a bucket that has room for chunks
     ]
-    parts = Pages(S * PAGES, kv_dtype).grouped(KVH, D)
+    parts = CacheSpec.grouped(kv_dtype, KVH, D).buffers(S * PAGES)
     made = grouped(max(step.T for step in steps) + 3, parts, window, sinks)
     for found, wanted in results(*made, parts, steps, pool, device, piece):
         assert (found - wanted).norm() < BF16 * wanted.norm()
@@ -190,12 +189,12 @@ def test_grouped_queries(
 def test_latents(
     kv_dtype: str, pool: WorkerPool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from runtime.devices.cuda.launches import latents
+    from runtime.devices.cuda.binders import latents
 
     # One head's keys and values at a time, as where a context is long.
     monkeypatch.setattr(latents, "EXPANDED_BYTES", 1)
     steps = [Step({2: (0, 12)}), Step({0: (0, 3), 2: (12, 30), 1: (0, 5)}), Step({1: (5, 6)})]
-    parts = Pages(S * PAGES, kv_dtype).latent(mla.L, mla.R)
+    parts = CacheSpec.latent(kv_dtype, mla.L, mla.R).buffers(S * PAGES)
     made = mla.program(kv_dtype, 12, pool)
     for found, wanted in results(*made, parts, steps, pool, device, None):
         assert (found - wanted).norm() < BF16 * wanted.norm()

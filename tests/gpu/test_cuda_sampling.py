@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from pykernels.ref.sampling import MAX_LOGPROBS
-from runtime.devices.cuda.launches.sampling import sample_requests
-from runtime.devices.cuda.memory.buffers import Arena, Memory
-from runtime.devices.cuda.steps.inputs import StepInputs
-from runtime.devices.cuda.steps.outputs import StepOutputs
+from runtime.devices.cuda.binders.sampling import sample_requests
+from runtime.devices.cuda.inputs import StepInputs
+from runtime.devices.cuda.memory.buffers import Arena, Memory, StepOutputs
 from runtime.program.weights import WeightStore
 from runtime.runner.sampling import SamplingInputs
 

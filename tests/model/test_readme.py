@@ -31,6 +31,7 @@ from runtime.devices.cpu import step
 from runtime.devices.ref import ops
 from runtime.devices.ref.partial_ops import PARTIAL
 from runtime.engine import EngineConfig
+from runtime.planning.config import ExecutionConfig
 from runtime.program.collective_ops import COLLECTIVES
 from runtime.program.ops import OPS
 
@@ -257,9 +258,10 @@ def test_ops_are_those_of_the_table() -> None:
 
 
 def test_settings_are_those_of_the_table() -> None:
-    table = rows(PAGES["runtime/README.md"], "setting")
-    found = [(*quoted(row[:1]), *quoted(row[1:2])) for row in table]
-    assert found == [(field.name, str(field.default)) for field in fields(EngineConfig)]
+    for heading, config in (("option", ExecutionConfig), ("setting", EngineConfig)):
+        table = rows(PAGES["runtime/README.md"], heading)
+        found = [(*quoted(row[:1]), *quoted(row[1:2])) for row in table]
+        assert found == [(field.name, str(field.default)) for field in fields(config)]
 
 
 def test_speeds_are_those_of_the_results() -> None:

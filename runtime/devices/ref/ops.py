@@ -87,11 +87,12 @@ def mla_rope_cache_write(m: Memory, node: Node) -> None:
     latent, rope = kv[:, start : start + L + R].split([L, R], 1)
     latent = ref.rms_norm(latent, weight, node.attr("eps"))[0]
     rope = _rotated(rope[:, None], table, interleaved)[:, 0]
-    cache, *rest = (m.whole(name) for name in cache_inputs(node).values())
-    if rest:  # E4M3
-        ref.mla_write(latent, rope, slot_mapping, cache, *rest)
+    cache = _cache(m, node)
+    latents = cache["latent"]
+    if "rope" in cache:  # E4M3
+        ref.mla_write(latent, rope, slot_mapping, latents, cache["rope"], cache["latent_scale"])
     else:
-        ref.mla_write(latent, rope, slot_mapping, cache[..., :L], cache[..., L:])
+        ref.mla_write(latent, rope, slot_mapping, latents[..., :L], latents[..., L:])
     q = q.flatten(1)[:, : NH * (nope + R)].unflatten(1, (NH, nope + R))[..., nope:]
     rotated = _rotated(q, table, interleaved)
     m.write(node.outputs["rotated"], torch.cat([rotated.new_zeros(len(q), NH, L), rotated], -1))
@@ -101,8 +102,8 @@ def gqa_rope_cache_write(m: Memory, node: Node) -> None:
     qkv, table, slot_mapping = (
         m.read(node.inputs[name]) for name in ("qkv", "angles", "slot_mapping")
     )
-    caches = [m.whole(name) for name in cache_inputs(node).values()]
-    NH, (KVH, D) = node.attr("heads"), caches[0].shape[2:]
+    cache = _cache(m, node)
+    NH, (KVH, D) = node.attr("heads"), cache["k"].shape[2:]
     qkv = qkv.flatten(1)
     parts = ((NH, 0), (KVH, node.attr("k_start")), (KVH, node.attr("v_start")))
     q, k, v = (qkv[:, start : start + n * D].unflatten(1, (n, D)) for n, start in parts)
@@ -114,7 +115,8 @@ def gqa_rope_cache_write(m: Memory, node: Node) -> None:
         else x
         for name, x in (("q_norm", q), ("k_norm", k))
     )
-    ref.kv_write(_rotated(k, table, interleaved), v, slot_mapping, *caches)
+    pages, scales = (cache["k"], cache["v"]), (cache.get("k_scale"), cache.get("v_scale"))
+    ref.kv_write(_rotated(k, table, interleaved), v, slot_mapping, *pages, *scales)
     m.write(node.outputs["rotated"], _rotated(q, table, interleaved))
 
 
@@ -164,6 +166,11 @@ def _sequences(m: Memory, node: Node) -> Iterator[tuple[torch.Tensor, torch.Tens
         (at,) = torch.where(sequences == sequence)
         at = at[positions[at].argsort()]
         yield at, table[sequence], int(positions[at[-1]]) + 1
+
+
+def _cache(m: Memory, node: Node) -> dict[str, torch.Tensor]:
+    """The parts of the cache that a node reads, by their names."""
+    return {part: m.whole(name) for part, name in cache_inputs(node).items()}
 
 
 def router(m: Memory, node: Node) -> None:

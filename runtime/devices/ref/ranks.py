@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from pykernels.errors import PykernelsError
 
-from ...passes import stream_weights
 from ...passes.shard import expert_tables, shard, stripe
 from ...passes.shard.stripes import places, stripes
+from ...planning.compile import Compiled
+from ...planning.execution import ExecutionPlan
+from ...planning.lowerable import Lowerable
 from ...program import Program
 from ...program.collective_ops import ALL_TOKENS
 from ...program.step_inputs import allocate_inputs
 from ...program.weights import WeightStore
 from ...runner.batch import DeviceLost
-from ...runner.paged_runner import Executable, Lowerable
 from ..collectives import Communicator, ThreadGroup, lost
 from ..stripe_inputs import deal_inputs
 from .runner import RefRunner
@@ -49,7 +51,7 @@ class RanksExecutable:
         self.program, self.inputs = programs[0], dict(inputs)
         self.sizes = programs[0].step_sizes() if sizes is None else sizes
         self.ranks = [
-            RefExecutable(program, weights, inputs, own, sizes=self.sizes, ranks=end)
+            RefExecutable(Compiled.of(program), weights, inputs, own, sizes=self.sizes, ranks=end)
             for program, own, end in zip(programs, caches, ends, strict=True)
         ]
         self.outputs = self.ranks[0].outputs
@@ -140,13 +142,13 @@ class RanksRunner(RefRunner):
     """A model on several ranks of the ref device: each has some heads and some experts.
 
     Args:
+        plan: all on the ref device, of the whole model; where it streams, a rank copies its own
+            experts first in steps with chunks of prompts.
         ranks: how many.
         striped: whether steps with chunks of prompts deal their tokens over the ranks; every rank
             then has keys and values of all heads.
         experts: of ``passes.shard.EXPERTS``, in these steps.
-        prefill: "stream": in steps with chunks of prompts a rank copies its own experts first.
         ends: by rank, where it meets the others; None: threads meet in this process's memory.
-        Other arguments: see ``RefRunner``.
 
     Raises:
         PykernelsError: more ranks than there are heads or experts; what ``shard`` refuses; deferred
@@ -156,72 +158,49 @@ class RanksRunner(RefRunner):
     def __init__(
         self,
         model: Lowerable,
+        plan: ExecutionPlan,
         ranks: int,
-        max_model_len: int,
-        num_pages: int | None = None,
-        max_num_batched_tokens: int = 512,
-        max_num_seqs: int = 16,
-        max_num_logits: int | None = None,
-        dual_batch: bool = False,
-        deferred: int = 0,
         striped: bool = False,
         experts: str = "small_ep",
-        prefill: str = "cpu",
         ends: Sequence[Communicator] | None = None,
     ) -> None:
-        super().__init__(
-            model,
-            max_model_len,
-            num_pages,
-            max_num_batched_tokens,
-            max_num_seqs,
-            max_num_logits=max_num_logits,
-            dual_batch=dual_batch,
-            deferred=deferred,
-            prefill=prefill,
-        )
-        if self.streams and deferred:
+        if plan.streaming is not None and plan.deferred:
             raise PykernelsError(
                 f"{ranks} ranks that stream prompts and defer experts", "Leave out one of both"
             )
+        super().__init__(model, replace(plan, streaming=None))
+        self._streaming = plan.streaming
         self.ranks, self.striped, self.experts = ranks, striped and ranks > 1, experts
         self._ends = ThreadGroup(ranks).ranks if ends is None else ends
         if self.striped:  # decode steps are others
             self.decode_buckets = self.buckets
         self.caches = {}
-        self._caches = [caches_of(own) for own in self._sharded(self.lowered(self.step_sizes()))]
+        self._caches = [caches_of(own) for own in self._sharded(self._largest())]
 
     def load(self) -> None:
-        for program in self._sharded(self.lowered(self.step_sizes())):
-            self.weights.load(program, self.layouts(program))
-
-    def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
-        return self._bind_all(self._sizes(self.buckets), inputs, (), self.make_step)
+        programs = self._sharded(self._largest())
+        self.weights.load(*((program, self.layouts(program)) for program in programs))
 
     def make_step(  # type: ignore[override]
-        self, program: Program, inputs: Mapping[str, torch.Tensor]
+        self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]
     ) -> RanksExecutable:
-        if self.striped:
-            programs = stripe(program, self.ranks, self.experts)
-        else:
+        program = compiled.program
+        if compiled.decodes or not self.striped:
             programs = self._sharded(program)
-        if self.streams:
-            programs = tuple(stream_weights(each, lambda spec: spec.nbytes) for each in programs)
-        if not self.striped:
-            return self._bound(programs, inputs)
+        else:
+            programs = stripe(program, self.ranks, self.experts)
+        if self._streaming is not None and not compiled.decodes:
+            programs = tuple(map(self._streaming.apply, programs))
         bound = self.weights, inputs, self._caches_of(programs), self._ends, self.sizes
-        return StripedExecutable(program, programs, *bound)
+        if self.striped and not compiled.decodes:
+            return StripedExecutable(program, programs, *bound)
+        return RanksExecutable(programs, *bound)
 
-    def make_decode_step(
-        self, program: Program, inputs: Mapping[str, torch.Tensor]
-    ) -> RanksExecutable:
-        return self._bound(self._sharded(program), inputs)
+    def has_decode_steps(self) -> bool:
+        return self._streaming is not None or super().has_decode_steps()
 
-    def _bound(
-        self, programs: Sequence[Program], inputs: Mapping[str, torch.Tensor]
-    ) -> RanksExecutable:
-        caches = self._caches_of(programs)
-        return RanksExecutable(programs, self.weights, inputs, caches, self._ends, self.sizes)
+    def _largest(self) -> Program:
+        return self.compiled(tokens=self.max_num_batched_tokens).program
 
     def _caches_of(self, programs: Sequence[Program]) -> list[dict[str, torch.Tensor]]:
         """By rank, keys and values, and which experts it has."""

@@ -15,9 +15,9 @@ import torch
 
 from pykernels.errors import PykernelsError
 
-from ...program import Node, Program
+from ...planning.compile import Compiled
+from ...program import Node
 from ...program.analysis import on_streams
-from ...program.partition import partition
 from ...program.weights import WeightStore
 from ...runner import active
 from ...workers.pool import TaskError, WorkerPool
@@ -58,7 +58,7 @@ class RefExecutable:
 
     def __init__(
         self,
-        program: Program,
+        compiled: Compiled,
         weights: WeightStore,
         inputs: Mapping[str, torch.Tensor],
         caches: Mapping[str, torch.Tensor],
@@ -68,11 +68,10 @@ class RefExecutable:
         reuse: bool = True,
         ranks: Communicator | None = None,
     ) -> None:
-        self.program = program
-        self._ranks = ranks
-        self.sizes = program.step_sizes() if sizes is None else sizes
+        self.program, self._ranks = compiled.program, ranks
+        self.sizes = self.program.step_sizes() if sizes is None else sizes
         self.inputs = dict(inputs)
-        self._parts = partition(program)
+        self._parts = compiled.parts
         self._refuse(pool)
         self.here = here = self._parts[HERE]
         order = on_streams(here) if reuse else None

@@ -88,6 +88,10 @@ class Dequantized:
         self._chosen[slot] = expert
         self._found.pop(slot, None)
 
+    def forget(self) -> None:
+        """Drops what was dequantized: the tiles have changed."""
+        self._found.clear()
+
     def unpack(self, expert: int) -> tuple[torch.Tensor, ...]:
         """float32 gate, up [I, H] and down [H, I]."""
         if expert not in self._found:

@@ -16,7 +16,8 @@ from pykernels.errors import PykernelsError
 
 from ...program import Buffer, Node, Program
 from ...program.weight_spec import WeightSpec
-from ..layers import rebuilt, refuse_streamed
+from ..layers import rebuilt
+from ..order import out_of_order
 from .heads import all_reduced
 
 ROUTED = ("routed", "deferred")
@@ -54,12 +55,8 @@ def local_experts(program: Program, rank: int, ranks: int) -> Program:
 
 def refuse_placed(program: Program) -> None:
     """Raises PykernelsError for experts that are streamed, or in slots."""
-    refuse_streamed(program, "shard", "Shard a program before its experts are streamed")
-    if any(node.role == "cached" for node in program.nodes):
-        raise PykernelsError(
-            f"{program.name!r} has experts in slots of another device",
-            "Shard a program before gpu_experts",
-        )
+    if fault := out_of_order("shard", program.passes):
+        raise PykernelsError(f"{program.name!r}: {fault[0]}", fault[1])
 
 
 def local(

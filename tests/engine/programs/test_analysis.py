@@ -199,7 +199,7 @@ def test_a_cut_through_updates_is_refused(node: str, cause: str) -> None:
         partition(replace(program, nodes=nodes))
 
 
-def test_ranks_meet_in_the_order_of_the_program() -> None:
+def test_ranks_meet_in_order_and_sends_run_in_parallel() -> None:
     """Whatever runs beside: the other members wait in that order."""
     b = Builder("ranks", {"T": T, "S": 1, "R": 1})
     for name in ("x", "y"):

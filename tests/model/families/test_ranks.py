@@ -18,8 +18,11 @@ from pykernels.errors import PykernelsError
 from runtime.devices.process_groups import ProcessGroups
 from runtime.devices.ref.ranks import RanksExecutable, RanksRunner, StripedExecutable
 from runtime.engine import Engine, Result, SamplingParams
+from runtime.make_runner import make_plan
 from runtime.passes.shard import EXPERTS, sent_bytes, shard, stripe
 from runtime.passes.shard.meetings import check_meetings
+from runtime.planning.config import ExecutionConfig
+from runtime.planning.execution import largest_step
 from runtime.program import Node
 from runtime.program.sizes import StepSizes
 
@@ -42,9 +45,16 @@ def engine_of(
     path: Path, ranks: int, chunk: int = 16, **options: Any
 ) -> Iterator[tuple[Engine, RanksRunner]]:
     """An engine on so many ranks, whose steps have at most ``chunk`` tokens."""
-    sizes = {"max_num_batched_tokens": chunk, "max_num_seqs": 4, "max_num_logits": chunk}
     with model.load_engine(path, max_model_len=64, threads=1, device="ref") as llm:
-        runner = RanksRunner(llm.runner.model, ranks, 64, **sizes, **options)
+        config = ExecutionConfig(
+            "ref",
+            defer=options.pop("deferred", 0),
+            dual_batch=options.pop("dual_batch", False),
+            prefill=options.pop("prefill", "cpu"),
+        )
+        sizes = largest_step(64, None, chunk, 4, chunk)
+        plan = make_plan(config, llm.runner.model, 64, sizes)
+        runner = RanksRunner(llm.runner.model, plan, ranks, **options)
         runner.buckets = (8,)
         runner.load()
         yield Engine(runner, threaded=False), runner

@@ -1,4 +1,4 @@
-"""A program's buffers in GPU memory, and what its launches read of it."""
+"""A program's buffers in GPU memory, what its launches read of it, and its results for the host."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ import torch
 
 from pykernels.shapes import SortedPairs
 
+from ....kv_cache.layout import CachePart
+from ....passes.gpu_experts import slot_tables
+from ....passes.keep_routing import routers
+from ....passes.stream_dense import ALIGN
 from ....program import Program
 from ....program.analysis import MemoryPlan, on_streams, plan_memory
 from ....program.node import Node
 from ....program.ops import OPS
 from ....program.weights import WeightStore
-from .sequences import Sequences
-from .staged import Staged
+from ...gpus import Gpus
+from .blocks import Shape, Staged, block_bytes, view, views
+from .metadata import Sequences
 from .weights import layouts
 
 Caches = Mapping[str, torch.Tensor]
@@ -129,9 +134,7 @@ class Memory:
         plan = planned(self.program, own)
         block = self.arena.take(plan.nbytes)
         for name, offset in plan.offsets.items():
-            shape, dtype = self.program.shape(name), kinds[name]
-            part = block[offset : offset + math.prod(shape) * dtype.itemsize]
-            self.scratch[name] = part.view(dtype).view(shape)
+            self.scratch[name] = view(block, (self.program.shape(name), kinds[name]), offset)
 
     def tokens_table(self) -> torch.Tensor:
         """int32 [T, pages] for the pages of each token; the launch that asks first fills it."""
@@ -184,3 +187,101 @@ class Memory:
     def written(self, node: Node, port: str) -> torch.Tensor:
         """The buffer of an output."""
         return self.tensor(node.outputs[port])
+
+
+@dataclass(frozen=True)
+class ProgramOutputs:
+    """Results of one program on one GPU.
+
+    Attributes:
+        tensors: by buffer, on the GPU; ``host``: the same on the CPU, valid when ``receive`` has
+            run.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    host: Mapping[str, torch.Tensor]
+    _from: torch.Tensor
+    _to: torch.Tensor
+
+    def receive(self) -> None:
+        """A launch, the last of the GPU's in a step: copies the results to the host."""
+        self._to.copy_(self._from, non_blocking=True)
+
+
+class StepOutputs:
+    """Results of one GPU: of sampling, which all programs of a runner share, on the last GPU, and
+    behind them a program's own.
+
+    Those of sampling stay until the next step has written its own, so a step may read the tokens
+    that the one before has drawn.
+
+    Args:
+        shapes: of what is shared, by buffer in their largest shapes.
+        own: most bytes of one program's own.
+    """
+
+    def __init__(self, shapes: Mapping[str, Shape], device: torch.device, own: int = 0) -> None:
+        self._shapes, self._shared = shapes, block_bytes(shapes)
+        size = self._shared + own
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._host = torch.zeros(
+            size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda"
+        )
+
+    def of(self, own: Mapping[str, Shape]) -> ProgramOutputs:
+        """The shared results and a program's own ones."""
+        end = self._shared + block_bytes(own)
+        assert end <= len(self._device), "the program's results are larger than was said"
+        every = {**self._shapes, **own}
+        on_gpu, on_host = self._device[:end], self._host[:end]
+        return ProgramOutputs(views(on_gpu, every), views(on_host, every), on_gpu, on_host)
+
+
+def kept_routing(program: Program, device: str) -> dict[str, Shape]:
+    """What a program keeps of the choices of a device's routers (``passes.keep_routing``)."""
+    kinds = dtypes(program)
+    return {
+        name: (program.shape(name), kinds[name])
+        for node in routers(program)
+        if node.device == device
+        for name in node.outputs.values()
+    }
+
+
+def kept_bytes(program: Program, device: str) -> int:
+    """Bytes of that, in two lanes too, where there are twice as many results of half the rows."""
+    shapes = kept_routing(program, device)
+    return block_bytes(shapes) + 2 * ALIGN * len(shapes)
+
+
+def allocated_caches(
+    program: Program, parts: Mapping[str, CachePart], gpus: Gpus
+) -> dict[str, torch.Tensor]:
+    """The caches of a model on its GPUs, and tables of its experts' slots.
+
+    Args:
+        program: any of the model's, placed; ``parts``: of its cache.
+    """
+    where = {
+        name: gpus[node.device]
+        for node in program.nodes
+        for name in node.reads
+        if node.device in gpus
+    }
+    caches = {
+        name: torch.zeros(part.shape, dtype=part.dtype, device=where[name])
+        for name, part in parts.items()
+    }
+    caches |= {name: table.to(where[name]) for name, table in slot_tables(program).items()}
+    return part_latents(program, caches)
+
+
+def part_latents(program: Program, caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The caches, with bfloat16 latents and their rotated parts apart, as kernels read them."""
+    for node in program.nodes:
+        name = node.inputs.get("latent", "")
+        if node.op == "mla_rope_cache_write" and "rope" not in node.inputs:
+            whole, L = caches.pop(name), program.weight(node, "kv_norm").shape[0]
+            caches[name] = whole[..., :L].contiguous()
+            caches[f"{name}.rope"] = whole[..., L:].contiguous()
+    return caches

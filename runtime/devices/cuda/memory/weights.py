@@ -22,7 +22,7 @@ from ....program.node import Node
 from ....program.weight_spec import WeightSpec
 from ....program.weights import Expert, Layout, LayoutOf, WeightStore, naming
 from ...cpu import weights as cpu
-from .staged import staged, stored_bytes
+from .blocks import staged, stored_bytes, within
 
 FP8_ROWS = 128
 """Rows of one E4M3 scale: matrices below each other share it only from a multiple of these on."""
@@ -169,15 +169,31 @@ def layout_bytes(program: Program, node: Node, port: str, dtypes: Mapping[str, t
     layout = _layout(spec, node, port, dtypes)
     meta = torch.device("meta")
     if layout is experts:
-        assert spec.moe is not None
-        E, H, I = spec.shape  # noqa: E741
-        return stored_bytes(Experts.empty(expert_format(spec), E, H, I, meta, spec.moe.spec))
+        return resident_bytes(spec)
     if layout is not matrix:
         return stored_bytes(torch.empty(spec.shape, dtype=torch.bfloat16, device=meta))
     N, K = spec.shape
     fmt = gpu_format(get_format(spec.fmt), K)
     apart = tuple(empty_for_gpu(fmt, 1, part.shape[0], K, meta) for part in spec.parts)
     return max(stored_bytes(empty_for_gpu(fmt, 1, N, K, meta)), stored_bytes(apart))
+
+
+def experts_within(spec: WeightSpec, memory: torch.Tensor) -> Experts:
+    """A layer's experts over the first bytes of ``memory``, uint8 [``resident_bytes`` or more]."""
+    found: Experts = within(_alike(spec), memory)
+    return found
+
+
+def resident_bytes(spec: WeightSpec) -> int:
+    """Bytes of a layer's experts as the GPU's kernels read them."""
+    return stored_bytes(_alike(spec))
+
+
+def _alike(spec: WeightSpec) -> Experts:
+    """Experts of that layout without memory."""
+    assert spec.moe is not None
+    E, H, I = spec.shape  # noqa: E741
+    return Experts.empty(expert_format(spec), E, H, I, torch.device("meta"), spec.moe.spec)
 
 
 def _stacked(parts: Sequence[tuple[int, Weight]]) -> Weight:

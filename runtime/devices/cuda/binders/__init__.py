@@ -1,0 +1,33 @@
+"""The ops of the ``cuda`` device: a function for each that binds a node to memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ....program.node import Node
+from ..memory.buffers import Memory
+from . import attention, dense, experts, latents, sampling
+from .dense import Launch
+
+BINDERS: dict[str, Callable[[Memory, Node], Launch]] = {
+    "embed": dense.embed,
+    "rms_norm": dense.rms_norm,
+    "linear": dense.linear,
+    "per_head_linear": latents.per_head,
+    "rope_table": attention.rope_table,
+    "mla_rope_cache_write": attention.mla_rope_cache_write,
+    "gqa_rope_cache_write": attention.gqa_rope_cache_write,
+    "attention": attention.attention,
+    "attention_expanded": latents.attention_expanded,
+    "router": experts.router,
+    "split_routing": experts.split_routing,
+    "place_routing": experts.place_routing,
+    "rank_experts": experts.rank_experts,
+    "load_experts": experts.load_experts,
+    "unpack_experts": experts.unpack_experts,
+    "load_weights": experts.load_weights,
+    "moe_ffn": experts.moe_ffn,
+    "join_rows": dense.join_rows,
+    "sample_requests": sampling.sample_requests,
+}
+"""The ops of this device."""

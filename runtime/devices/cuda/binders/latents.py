@@ -1,0 +1,137 @@
+"""Latent attention as launches.
+
+Tokens attend to the latents by the decode kernel, each as a sequence of its own, but for sequences
+of many tokens in the step: their keys and values are expanded from the latents, a few heads at a
+time where there are many keys, and attend by the prefill kernel. How many keys there are is known
+on the host alone, so programs that expand are not captured.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pykernels.gpu.attention.mla_decode import mla_decode
+from pykernels.gpu.attention.mla_prefill import mla_prefill
+from pykernels.gpu.attention.mla_read import mla_read
+from pykernels.gpu.per_head_linear import per_head_linear
+
+from ....program.node import Node
+from ..memory.buffers import Memory
+from .dense import Launch, void
+
+EXPANDED_BYTES = 512 << 20
+"""Expanded keys and values take so many at a time, unless one head's are more by themselves."""
+
+
+def attention(m: Memory, node: Node) -> Launch:
+    heads, dk, dv = node.attr("heads"), node.attr("dk"), node.attr("dv")
+    q = m.read(node, "q").view(-1, heads, dk)  # [T, NH, L + R]
+    out = m.written(node, "out").view(-1, heads, dv)
+    latent, rope, *rest = caches(m, node)
+    scale, latent_scale = node.attr("scale"), rest[0] if rest else None
+
+    def attend(rows: int, table: torch.Tensor, lengths: torch.Tensor) -> None:
+        mla_decode(
+            q[:rows, :, :dv],
+            q[:rows, :, dv:],
+            latent,
+            rope,
+            table[:rows],
+            lengths[:rows],
+            scale=scale,
+            latent_scale=latent_scale,
+            out=out[:rows],
+        )
+
+    sequences = m.sequences.of(node.lane)
+    lengths = sequences.token_lengths
+    if lengths is None:  # a decode step
+        return lambda: attend(sequences.S, sequences.table, sequences.decode_lengths)
+    first, table = m.token_table is None, m.tokens_table()
+    rows_of, T = sequences.token_rows, len(q)
+    assert rows_of is not None
+    expands = bool(node.attr("expand_from"))
+
+    def launch() -> None:
+        if first:  # of the step: the table serves all layers
+            torch.index_select(sequences.table, 0, rows_of, out=table)
+        if rows := absorbed(m, T) if expands else T:
+            attend(rows, table, lengths)
+
+    return launch
+
+
+def absorbed(m: Memory, T: int) -> int:
+    """The first tokens of this step, those that are not expanded among them; a power of two or T,
+    so that few sizes are compiled."""
+    tokens = m.sequences.expansion.tokens
+    return min(T, 1 << (tokens - 1).bit_length()) if tokens else 0
+
+
+def attention_expanded(m: Memory, node: Node) -> Launch:
+    heads, nope, dv = node.attr("heads"), node.attr("nope"), node.attr("dv")
+    uk = m.weight(node, "uk")  # [NH, L, nope]
+    uv = m.weight(node, "uv")  # [NH, dv, L]
+    L = uv.shape[2]
+    q_rope = m.read(node, "q").view(len(m.read(node, "q")), heads, -1)[..., L:]  # [T, NH, R]
+    each = nope + q_rope.shape[2]
+    q = m.read(node, "q_nope").flatten(1)[:, : heads * each].unflatten(1, (heads, each))
+    q_nope, out = q[..., :nope], m.written(node, "out").view(-1, heads, dv)
+    latent, rope, *rest = caches(m, node)
+    scale, latent_scale = node.attr("scale"), rest[0] if rest else None
+
+    def launch() -> None:
+        batch, keys = m.sequences.expanded(), m.sequences.expansion.keys
+        if batch is None:
+            return
+        assert batch.k_starts is not None and m.sequences.chunk_table is not None
+        where = (m.sequences.chunk_table, batch.k_starts, batch.k_lengths)
+        latents, ropes = mla_read(latent, rope, *where, keys, latent_scale)  # [keys, L], [keys, R]
+        some = at_a_time(heads, keys * (nope + dv) * 2)
+        for h in range(0, heads, some):
+            of_heads = slice(h, h + some)
+            rows = latents[:, None].expand(-1, some, -1)
+            k = per_head_linear(rows, uk[of_heads].transpose(1, 2).contiguous())
+            v = per_head_linear(rows, uv[of_heads])
+            own = (q_nope[:, of_heads], q_rope[:, of_heads], k, ropes, v, batch)
+            if some == heads:
+                mla_prefill(*own, scale=scale, out=out)
+            else:  # rows of other sequences stay as they are
+                y = out[:, of_heads].contiguous()
+                out[:, of_heads] = mla_prefill(*own, scale=scale, out=y)
+
+    return launch
+
+
+def at_a_time(heads: int, head_bytes: int) -> int:
+    """Heads that are expanded together: a divisor of ``heads``, so that sizes are alike."""
+    fits = max(1, EXPANDED_BYTES // head_bytes)
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= fits)
+
+
+def per_head(m: Memory, node: Node) -> Launch:
+    """``per_head_linear``: of tokens that are not expanded."""
+    matrices = m.weight(node, "heads")  # [G, N, K]
+    G, N, K = matrices.shape
+    x_head, out_head = node.attr("x_head"), node.attr("out_head")
+    heads = slice(node.attr("first"), node.attr("first") + G)
+    x = m.read(node, "x").flatten(1)[:, : heads.stop * x_head].unflatten(1, (-1, x_head))
+    out = m.written(node, "out").flatten(1)[:, : heads.stop * out_head].unflatten(1, (-1, out_head))
+    x, out = x[:, heads, :K], out[:, heads, :N]
+    if not node.attr("expand_from") or m.sequences.token_lengths is None:
+        return lambda: void(per_head_linear(x, matrices, out))
+
+    def launch() -> None:
+        if rows := absorbed(m, len(x)):
+            per_head_linear(x[:rows], matrices, out[:rows])
+
+    return launch
+
+
+def caches(m: Memory, node: Node) -> tuple[torch.Tensor, ...]:
+    """(latents, their rotated parts, scales where they are E4M3) of a node's cache; in bfloat16
+    the runner keeps both parts under one buffer's name."""
+    name = node.inputs["latent"]
+    if "rope" in node.inputs:
+        return tuple(m.read(node, port) for port in ("latent", "rope", "latent_scale"))
+    return m.caches[name], m.caches[f"{name}.rope"]

@@ -1,0 +1,150 @@
+"""Launches that follow each other without the host in between: one CUDA graph, of one stream or
+two."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...program import Program
+from ...program.analysis import on_streams
+from ...program.ops import COPIES, OPS
+from .binders.dense import Launch
+
+_INTERPRETER = threading.Lock()
+
+
+def in_turn(launch: Launch, device: torch.device) -> Launch:
+    """The launch, which in Triton's interpreter waits for those of other threads: it runs one
+    kernel at a time."""
+    if device.type == "cuda":
+        return launch
+
+    def alone() -> None:
+        with _INTERPRETER:
+            launch()
+
+    return alone
+
+
+@functools.cache
+def _capturing(device: torch.device, high_priority: bool) -> torch.cuda.Stream:
+    """The stream on which a GPU's launches are captured: one, since graphs share memory only within
+    a stream. torch's own belongs to the GPU that captured first. Launches keep its priority."""
+    return torch.cuda.Stream(device, priority=-1 if high_priority else 0)
+
+
+@functools.cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    """The second stream of all segments of a GPU, none of which runs beside another: torch has but
+    32, and gives them out in turns."""
+    return torch.cuda.Stream(device)
+
+
+@dataclass(frozen=True)
+class CopyStream:
+    """Which launches of a program are in a stream of their own, by their numbers.
+
+    Attributes:
+        launches: those.
+        waits: by launch, the launches of the other stream that it waits for.
+    """
+
+    launches: frozenset[int] = frozenset()
+    waits: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+def copy_stream(program: Program) -> CopyStream:
+    """The nodes that only copy (``ops.COPIES``), and where they meet the others."""
+    copies = frozenset(i for i, n in enumerate(program.nodes) if OPS[n.op].stream == COPIES)
+    if not copies:
+        return CopyStream()
+    direct = on_streams(program).direct
+    waits = {
+        i: tuple(j for j in before if (j in copies) != (i in copies))
+        for i, before in enumerate(direct)
+    }
+    return CopyStream(copies, {i: others for i, others in waits.items() if others})
+
+
+class CapturedGraph:
+    """Launches in order; once captured, a replay is one call.
+
+    Args:
+        device: "cuda:N"; launches on a "cpu" (Triton's interpreter) are never captured, and follow
+            each other whatever their stream.
+        copies: those that run in a second stream.
+        high_priority: whether its kernels go before those of other graphs, once captured.
+    """
+
+    def __init__(
+        self,
+        launches: Sequence[Launch],
+        device: torch.device,
+        copies: CopyStream | None = None,
+        high_priority: bool = False,
+    ) -> None:
+        self.launches, self.device = tuple(launches), device
+        self._copies, self._high_priority = copies or CopyStream(), high_priority
+        self._second: torch.cuda.Stream | None = None
+        if self._copies.launches and device.type == "cuda":
+            self._second = _copying(device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        """Launches everything; returns before it has run."""
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        self._launch()
+
+    def capture(self, pool: Any) -> None:
+        """Captures the launches, which have run before: what they compile is compiled.
+
+        Args:
+            pool: handle of memory for what they allocate. Graphs that never run at once may share
+                one, since nothing that is allocated within a graph outlives it.
+        """
+        if self.device.type != "cuda" or not self.launches:
+            return
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(
+            graph, pool=pool, stream=_capturing(self.device, self._high_priority)
+        ):
+            self._launch()
+        self._graph = graph
+
+    def drop(self) -> None:
+        """From now on every launch is a call again."""
+        self._graph = None
+
+    def first_stream(self) -> CapturedGraph:
+        """Without what runs in the second stream: what the others take alone can be measured."""
+        others = self._copies.launches
+        own = [launch for i, launch in enumerate(self.launches) if i not in others]
+        return CapturedGraph(own, self.device)
+
+    def _launch(self) -> None:
+        second = self._second
+        if second is None:
+            for launch in self.launches:
+                launch()
+            return
+        first = torch.cuda.current_stream(self.device)
+        second.wait_stream(first)  # a step begins when the one before has ended
+        ends = {j: torch.cuda.Event() for others in self._copies.waits.values() for j in others}
+        for i, launch in enumerate(self.launches):
+            stream = second if i in self._copies.launches else first
+            for j in self._copies.waits.get(i, ()):
+                stream.wait_event(ends[j])
+            with torch.cuda.stream(second) if stream is second else nullcontext():
+                launch()
+            if i in ends:
+                ends[i].record(stream)
+        first.wait_stream(second)

@@ -1,0 +1,145 @@
+"""Makes programs ready to run: those that never run at the same time share inputs, results and
+memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from pykernels.ref.sampling import Sampled
+
+from ...planning.compile import Compiled
+from ...program import Program
+from ...runner.sampling import SamplingInputs
+from .executable import CudaExecutable, GpuMemory
+from .handshake import PinnedSlots
+from .inputs import PIECE, Bucket, StepInputs
+from .memory.blocks import Shape
+from .memory.buffers import Arena, ProgramOutputs, StepOutputs, kept_bytes, kept_routing
+from .memory.metadata import NEVER
+from .resources import CudaResources
+
+
+class StepMaker:
+    """Makes the steps of one lane: none of them runs while another one does.
+
+    Args:
+        largest: program of the largest step; its caches are there.
+        inputs: by name, CPU tensors that are written before each step; ``sampling``: how its rows
+            are sampled; ``sizes``: see ``PagedRunner``.
+        high_priority: whether kernels of these steps go before those of others on a GPU.
+
+    Attributes:
+        host_inputs: ``inputs``, for nodes of the CPU.
+    """
+
+    def __init__(
+        self,
+        resources: CudaResources,
+        largest: Program,
+        inputs: Mapping[str, torch.Tensor],
+        sampling: SamplingInputs,
+        sizes: torch.Tensor,
+        high_priority: bool,
+    ) -> None:
+        self._resources, self._largest = resources, largest
+        self._sizes, self._high_priority = sizes, high_priority
+        self._arenas = {name: Arena(device) for name, device in resources.gpus.items()}
+        self._slots = PinnedSlots(resources.real)
+        self._pool = torch.cuda.graph_pool_handle() if resources.real else None
+        # E4M3 becomes rows of bfloat16 before a prefill: once a sequence, not once a piece.
+        coded = any(part.dtype == torch.float8_e4m3fn for part in resources.caches.values())
+        whole = coded or expansion(largest) is not None
+        self._inputs = StepInputs(inputs, sampling, resources.gpus, None if whole else PIECE)
+        self._results: dict[str, StepOutputs] = {}
+        self.host_inputs = dict(inputs)
+
+    def make(self, compiled: Compiled) -> CudaExecutable:
+        """What was compiled, bound and captured.
+
+        Raises:
+            PykernelsError: too little memory of a GPU.
+        """
+        with self._resources.enough_memory():
+            return self._made(compiled)
+
+    def _made(self, compiled: Compiled) -> CudaExecutable:
+        resources, program, decode = self._resources, compiled.program, compiled.decodes
+        T, R, expand_from = program.sizes["T"], program.sizes["R"], expansion(program)
+        bucket = self._inputs.bucket(T, R, decode, expand_from, has_lanes(program))
+        executable = CudaExecutable(
+            compiled,
+            resources.model.store,
+            {
+                name: GpuMemory(device, *bucket.on[name], self._arenas[name], self._high_priority)
+                for name, device in self._resources.gpus.items()
+            },
+            resources.pool,
+            resources.kernel,
+            self.host_inputs,
+            resources.caches,
+            self._sizes,
+            self._slots,
+            self._results_of(program),
+        )
+        executable.before = partial(self._send, bucket)
+        if resources.real:
+            # What is launched for expanded sequences depends on how many keys they have.
+            self._warm(executable, bucket, captured=decode or (expand_from or NEVER) == NEVER)
+        return executable
+
+    def _send(self, bucket: Bucket) -> None:
+        T, S, R, *_ = self._sizes.tolist()
+        bucket.send(T, S, R)
+
+    def _results_of(self, program: Program) -> dict[str, ProgramOutputs]:
+        """By GPU, where all programs put what they sample, and a program the choices of its
+        routers."""
+        self._results = self._results or self._allocated(program)
+        return {
+            gpu: results.of(kept_routing(program, gpu)) for gpu, results in self._results.items()
+        }
+
+    def _allocated(self, program: Program) -> dict[str, StepOutputs]:
+        found: dict[str, StepOutputs] = {}
+        for gpu, device in self._resources.gpus.items():
+            own = [node for node in program.nodes if node.device == gpu]
+            buffers = [
+                program.buffers[node.outputs[name]]
+                for node in own
+                if node.op == "sample_requests"
+                for name in Sampled._fields
+            ]
+            rows = self._resources.sizes.logits
+            shapes: dict[str, Shape] = {
+                b.name: ((rows, *program.shape(b.name)[1:]), b.dtype) for b in buffers
+            }
+            found[gpu] = StepOutputs(shapes, device, kept_bytes(self._largest, gpu))
+        return found
+
+    def _warm(self, executable: CudaExecutable, bucket: Bucket, captured: bool) -> None:
+        """Runs a step that writes nothing, which compiles everything, then captures it."""
+        self._sizes[:] = 0
+        before, executable.before = executable.before, bucket.pretend
+        executable.compile()
+        executable.run()
+        if captured:
+            assert self._pool is not None
+            executable.capture(self._pool)
+        executable.before = before
+
+
+def expansion(program: Program) -> int | None:
+    """Tokens of a sequence in a step from which its keys and values are expanded, ``NEVER`` if none
+    are; None where there are no latents."""
+    for node in program.nodes:
+        if node.op == "attention" and "latent" in node.inputs:
+            return node.attr("expand_from") or NEVER
+    return None
+
+
+def has_lanes(program: Program) -> bool:
+    """Whether a program has two lanes."""
+    return any(node.lane for node in program.nodes)

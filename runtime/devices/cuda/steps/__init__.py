@@ -1,1 +1,0 @@
-"""Steps of a runner on GPUs: programs bound to launches and graphs, and run beside others."""

@@ -1,1 +1,0 @@
-"""Weights that lie in main memory and cross to GPUs in every step: experts, and dense ones."""

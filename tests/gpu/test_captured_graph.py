@@ -1,0 +1,79 @@
+"""The two streams of a captured graph: streams and events here only keep book of what is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.llm import meta_decoder
+from runtime.devices.cuda import graph
+from runtime.devices.cuda.graph import CapturedGraph, copy_stream
+from runtime.passes import stream_weights
+from runtime.passes.stream_weights import Ring
+from runtime.program.analysis import dependencies
+from runtime.program.sizes import StepSizes
+
+from ..model import tiny
+
+
+class Stream:
+    """Knows which launches are done when its next one begins."""
+
+    def __init__(self) -> None:
+        self.done: set[int] = set()
+
+    def wait_event(self, event: Event) -> None:
+        assert event.done is not None, "it was not recorded yet"
+        self.done |= event.done
+
+    def wait_stream(self, other: Stream) -> None:
+        self.done |= other.done
+
+
+class Event:
+    def __init__(self) -> None:
+        self.done: set[int] | None = None
+
+    def record(self, stream: Stream) -> None:
+        self.done = set(stream.done)
+
+
+@pytest.mark.parametrize("ring", [Ring(3, 2), Ring(4, 5)], ids=str)
+def test_each_launch_begins_behind_those_that_share_its_buffers(
+    ring: Ring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=4)
+    program = meta_decoder(tmp_path).lower(StepSizes(8, 2, 2, 1, 1)).on("cuda:0")
+    program = stream_weights(program, lambda spec: spec.nbytes, ring)
+    first, second = Stream(), Stream()
+    current, found = [first], dict[int, set[int]]()
+
+    @contextmanager
+    def within(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    def launch(i: int) -> None:
+        found[i] = set(current[-1].done)
+        current[-1].done.add(i)
+
+    monkeypatch.setattr(graph, "_copying", lambda device: second)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: first)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    numbers = range(len(program.nodes))
+    CapturedGraph(
+        [partial(launch, i) for i in numbers], torch.device("cuda"), copy_stream(program)
+    ).run()
+    for i, needed in enumerate(dependencies(program).direct):
+        assert found[i].issuperset(needed), program.nodes[i].name
+    assert first.done == set(numbers)
+    at = {node.name: i for i, node in enumerate(program.nodes)}
+    loaded_ahead = at["layer1.experts"] not in found[at[f"layer2.experts.load{ring.pieces - 1}"]]
+    assert loaded_ahead == (ring.buffers > ring.pieces)
