@@ -115,7 +115,9 @@ class DeltaStep:
         out, state = torch.full(self.v.shape, torch.nan), self.state.cpu().clone()
         for s in real(self.batch):
             rows, slot = rows_of(self.batch, s), int(self.batch.slots[s])
-            given = (x[rows].cpu().float()[None] for x in self.inputs[:5])
+            given = [x[rows].cpu().float()[None] for x in self.inputs[:5]]
+            groups = given[2].shape[2] // given[0].shape[2]  # not every version repeats heads
+            given[:2] = (x.repeat_interleave(groups, 2) for x in given[:2])
             before = state[slot][None] if self.batch.past[s] > 0 else None
             found, after = function(
                 *given,

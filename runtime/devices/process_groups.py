@@ -143,7 +143,7 @@ def _nccl(store: dist.Store, rank: int, size: int, limit: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
-    group.allreduce([torch.zeros(1, device="cuda")]).wait()
+    group.allreduce([torch.zeros(1, dtype=torch.float32, device="cuda")]).wait()
     return group
 
 

@@ -30,7 +30,7 @@ def deal_inputs(
     for name, value in ranks.items():
         kind, _, of = name.partition(".")
         if name == BLOCK_SLOTS:
-            value.copy_(torch.arange(len(value), device="cpu"))
+            value.copy_(torch.arange(len(value), dtype=torch.int64, device="cpu"))
         elif name == of_all("logits_indices"):
             value[:R] = places(own, T)[whole["logits_indices"][:R]]
         elif name == of_all(of):
@@ -45,7 +45,12 @@ def prefix_lengths(whole: Mapping[str, torch.Tensor], T: int) -> torch.Tensor:
     """int64 [T]: keys that each token's sequence has had before the step: the position of its first
     token there."""
     sequences, positions = whole["sequences"][:T], whole["positions"][:T]
-    least = torch.full((len(whole["page_table"]),), torch.iinfo(torch.int64).max, device="cpu")
+    least = torch.full(
+        (len(whole["page_table"]),),
+        torch.iinfo(torch.int64).max,
+        dtype=torch.int64,
+        device="cpu",
+    )
     least.scatter_reduce_(0, sequences, positions, "amin")
     return least[sequences]
 

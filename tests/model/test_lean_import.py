@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import sys
-from model.lean_import import import_transformers
+from model.startup.lean_import import import_transformers
 import_transformers()
 import torch
 from model import EMBEDDED
@@ -29,7 +29,7 @@ assert double(torch.ones(1)).item() == 2
 """
 
 INDEX = """
-from model.transformers_index import kept_index
+from model.startup.transformers_index import kept_index
 with kept_index():
     import transformers
 from transformers.utils import import_utils

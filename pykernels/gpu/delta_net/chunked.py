@@ -20,13 +20,14 @@ CHUNK = 64
 
 @triton.jit
 def _product(a, b, HALF: tl.constexpr, WIDE: tl.constexpr):
-    """``a @ b``; WIDE: in float32, for the interpreter, which multiplies bf16 as integers."""
+    """``a @ b``: float32 exactly, bf16 with HALF; WIDE: in float32, for the interpreter, which
+    multiplies bf16 as integers."""
     if WIDE:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     elif HALF:
         return tl.dot(a, b.to(a.dtype))
     else:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="tf32")
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
 
 
 @triton.jit
@@ -36,7 +37,7 @@ def _inverse_norms(x, eps):
 
 
 @triton.jit
-def _inverse(A):
+def _inverse(A, PRECISION: tl.constexpr):
     """(I + A)^-1 of a strictly lower [64, 64]: by rows in blocks of 16, then pairs of blocks.
 
     With B the inverses of diagonal blocks and A2 what lies left of them, that of both together is
@@ -55,9 +56,9 @@ def _inverse(A):
     B = tl.reshape(wide, [64, 64])
     i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
     between = tl.where((i // 16 != j // 16) & (i // 32 == j // 32), A, 0.0)
-    B -= tl.dot(tl.dot(B, between, input_precision="tf32"), B, input_precision="tf32")
+    B -= tl.dot(tl.dot(B, between, input_precision=PRECISION), B, input_precision=PRECISION)
     between = tl.where(i // 32 != j // 32, A, 0.0)
-    B -= tl.dot(tl.dot(B, between, input_precision="tf32"), B, input_precision="tf32")
+    B -= tl.dot(tl.dot(B, between, input_precision=PRECISION), B, input_precision=PRECISION)
     return B
 
 

@@ -64,7 +64,7 @@ def _sorted_pairs(m: Memory, node: Node) -> tuple[torch.Tensor, torch.Tensor]:
     """Numbers of the pairs of a token and an expert by expert, and how many go to each rank."""
     ids = m.read(node.inputs["ids"]).flatten()
     order = ids.argsort(stable=True)[int((ids < 0).sum()) :]
-    edges = torch.tensor(node.attr("starts"), device="cpu")
+    edges = torch.tensor(node.attr("starts"), dtype=torch.int64, device="cpu")
     return order, torch.searchsorted(ids[order], edges).diff()
 
 

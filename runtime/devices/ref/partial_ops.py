@@ -24,7 +24,7 @@ def attention_block(m: Memory, node: Node) -> None:
     names = "positions", "sequences", "key_positions", "key_sequences"
     positions, sequences, key_positions, key_sequences = (m.read(node.inputs[n]) for n in names)
     mask = (sequences[:, None] == key_sequences) & (key_positions <= positions[:, None])
-    table = torch.arange(-(-len(key_positions) // _page(m, node)), device="cpu")
+    table = torch.arange(-(-len(key_positions) // _page(m, node)), dtype=torch.int64, device="cpu")
     keys, values = keys_values(m, node, table, len(key_positions))
     part = _attend(
         m, node, slice(None), keys, values, mask & _in_window(node, positions, key_positions)
@@ -39,8 +39,10 @@ def attention_prefix(m: Memory, node: Node) -> None:
     """Each token's sequence as far as it was before the step."""
     names = "positions", "sequences", "prefix_lengths"
     positions, sequences, lengths = (m.read(node.inputs[n]) for n in names)
-    out = torch.zeros(len(positions), node.attr("heads"), node.attr("dv"), device="cpu")
-    lse = torch.full(out.shape[:2], float("-inf"), device="cpu")
+    out = torch.zeros(
+        len(positions), node.attr("heads"), node.attr("dv"), dtype=torch.float32, device="cpu"
+    )
+    lse = torch.full(out.shape[:2], float("-inf"), dtype=torch.float32, device="cpu")
     for sequence in sequences[sequences >= 0].unique().tolist():
         (at,) = torch.where(sequences == sequence)
         length = int(lengths[at[0]])
@@ -48,7 +50,9 @@ def attention_prefix(m: Memory, node: Node) -> None:
             continue
         table = m.whole(node.inputs["page_table"])[sequence]
         keys, values = keys_values(m, node, table, length)
-        mask = _in_window(node, positions[at], torch.arange(length, device="cpu"))
+        mask = _in_window(
+            node, positions[at], torch.arange(length, dtype=torch.int64, device="cpu")
+        )
         out[at], lse[at] = _attend(m, node, at, keys, values, mask)
     part = out, lse
     if "sinks" in node.weights:
