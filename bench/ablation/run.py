@@ -71,9 +71,10 @@ class AblationRun:
         self.settings, self.target = settings.check(), target
         self.step: Callable[[str, int, int], None] = lambda *_: None
         self._left = list(settings.batches)
+        self._under_way: list[Row] = []
 
     def rows(self) -> Iterator[list[Row]]:
-        """The rows of each batch size."""
+        """The rows of each batch size; of one that is ended early those of its whole rounds."""
         s = self.settings
         self._machine, self._start = describe_machine(self.target, s.device), time.monotonic()
         self.step("weights", 0, s.rounds)
@@ -82,9 +83,14 @@ class AblationRun:
         ours = Ours.random(shape, s.fmt, execution)
         try:
             for batch in s.batches:
-                found = self._case(ours, shape, Case("decode", s.tokens, batch, s.context))
+                self._under_way = []
+                try:
+                    self._case(ours, shape, Case("decode", s.tokens, batch, s.context))
+                except BaseException:
+                    yield self._under_way
+                    raise
                 self._left.remove(batch)
-                yield found
+                yield self._under_way
         finally:
             ours.close()
 
@@ -104,8 +110,8 @@ class AblationRun:
             "why": "",
         }
 
-    def _case(self, ours: Ours, shape: Shape, case: Case) -> list[Row]:
-        """The rows of one batch size: a turn of each stage, ``rounds`` times."""
+    def _case(self, ours: Ours, shape: Shape, case: Case) -> None:
+        """Rows of one batch size, anew after each of ``rounds`` rounds: a turn of each stage."""
         s = self.settings
         every = stages(s.device, s.kernel, case.batch)
         names = [*([EAGER] if s.eager else []), *(stage.name for stage in every)]
@@ -129,15 +135,16 @@ class AblationRun:
                         turns[EAGER].append(eager.turn([case]))
                     except PeerMissing as error:
                         whys[EAGER] = str(error)
+                rates = {n: [turn[case] for turn in turns[n]] for n in names if n not in whys}
+                rows = self._rows(ours, case, names, rates, whys)
+                for row in rows:
+                    if row["stage"] in engines and s.device != "cpu":
+                        runner = engines[row["stage"]].timer(case).runner
+                        row["deferred"] = runner.deferred
+                self._under_way = rows
         finally:
             for engine in engines.values():
                 engine.close()
-        rates = {n: [turn[case] for turn in turns[n]] for n in names if n not in whys}
-        rows = self._rows(ours, case, names, rates, whys)
-        for row in rows:
-            if row["stage"] in engines and self.settings.device != "cpu":
-                row["deferred"] = getattr(engines[row["stage"]].timer(case).runner, "deferred", 0)
-        return rows
 
     def _rows(
         self,
@@ -161,6 +168,7 @@ class AblationRun:
                 "tokens": case.tokens,
                 "batch": case.batch,
                 "context": case.context,
+                "rounds": max(map(len, rates.values()), default=0),
                 "stage": name,
             }
             if name in whys:

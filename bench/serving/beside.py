@@ -2,7 +2,7 @@
 
 Both serve the same GGUF file: random weights of a well-known shape. Both get the same prompts, as
 token ids, and write as many tokens. In each round each server is started, driven and ended, so that
-neither takes a core from the other.
+neither takes a core from the other. A run that is stopped tells its whole rounds.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from bench.harness.keeping.ending import end_on_signals, ending, why_ended
 from bench.harness.keeping.provenance import provenance
 from bench.peers.gguf_model import FAMILIES, TYPES, model_file
 from model.architectures.named import make_config
@@ -59,17 +60,49 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, default=Path("build/gguf"), help="of the file")
     parser.add_argument("--json", action="store_true", help="one object on stdout, nothing else")
     options = parser.parse_args(arguments)
+    rounds = Rounds(options.rounds)
+    code, why = 0, ""
     try:
-        rows = compare(options)
+        compare(options, rounds)
+    except KeyboardInterrupt as error:
+        code, why = 130, why_ended(error)
     except (PykernelsError, OSError) as error:
+        code, why = 2, str(error)
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(provenance() | rows) if options.json else _told(rows))
-    return 0
+    if rounds.whole:
+        print(json.dumps(provenance() | rounds.results(why)) if options.json else rounds.told())
+    return code
 
 
-def compare(options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """By server, the medians of its rounds.
+class Rounds:
+    """What was measured so far, by server."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.rows: dict[str, list[dict[str, Any]]] = {OURS: [], PEER: []}
+
+    @property
+    def whole(self) -> int:
+        """Rounds in which both servers had their turn."""
+        return min(map(len, self.rows.values()))
+
+    def medians(self) -> dict[str, dict[str, float]]:
+        """By server, those of its whole rounds."""
+        return {name: _medians(rows[: self.whole]) for name, rows in self.rows.items()}
+
+    def results(self, why: str) -> dict[str, Any]:
+        """``medians`` and how the run ended, for JSON."""
+        missing = [f"round {number + 1}" for number in range(self.whole, self.count)]
+        return {**self.medians(), "rounds": self.rows, **ending(missing, why)}
+
+    def told(self) -> str:
+        """``medians`` as a table."""
+        few = f"\n{self.whole} of {self.count} rounds" if self.whole < self.count else ""
+        return _told(self.medians()) + few
+
+
+def compare(options: argparse.Namespace, rounds: Rounds) -> None:
+    """Adds each server's turn of each round to the rounds, as it is measured.
 
     Raises:
         PykernelsError: a shape that cannot be had, a server that does not start or fails.
@@ -90,12 +123,10 @@ def compare(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         OURS: partial(ServerProcess, ours),
         PEER: partial(LlamaServer, file, threads, options.clients, places),
     }
-    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
     for seed in range(options.rounds):
         for name, start in servers.items():
             with start() as server:
-                rows[name].append(asyncio.run(_driven(server.url, options, seed)))
-    return {name: _medians(several) for name, several in rows.items()}
+                rounds.rows[name].append(asyncio.run(_driven(server.url, options, seed)))
 
 
 async def _driven(url: str, options: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -136,7 +167,5 @@ def _told(rows: dict[str, dict[str, float]]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    end_on_signals()
+    sys.exit(main())

@@ -241,6 +241,9 @@ class ExecutionConfig:
 
     def check_device(self) -> ExecutionConfig:
         """Itself. Raises SettingError for a setting that is for a GPU, where there is none."""
+        if self.device == "ref" and self.prefill == "split":
+            hint = 'Give prefill="stream" or prefill="cpu"'
+            raise SettingError("prefill", self.prefill, hint, "is for a GPU")
         for name, each in options_of(type(self)).items():
             elsewhere = self.on_gpu or (each.on_ref and self.device == "ref")
             if each.no_gpu is not None and not elsewhere:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,31 @@ def test_each_stage_is_compared_with_the_one_before_that_ran(
     page = next(tmp_path.rglob("*-ablation.md")).read_text()
     assert "| + AMX or AVX kernels | **20.0**" in page and "Not timed: + one call a step" in page
     assert list(tmp_path.rglob("*-ablation-stages.png"))
+
+
+class Stopped(FakeEngines):
+    """Ctrl-C in the second round, once a stage has had its turn."""
+
+    turns = 0
+
+    def turn(self, cases: Any) -> Any:
+        Stopped.turns += 1
+        if Stopped.turns > FakeEngines.made:
+            raise KeyboardInterrupt
+        return super().turn(cases)
+
+
+def test_a_run_that_is_stopped_keeps_its_whole_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ablation_run, "Engines", Stopped)
+    monkeypatch.setattr(FakeEngines, "made", 0)
+    with pytest.raises(KeyboardInterrupt):
+        measure_and_keep(AblationRun(settings(), detect()), tmp_path, lambda row: None)
+    kept = json.loads(next(tmp_path.rglob("*-partial.json")).read_text())
+    assert not kept["complete"] and kept["missing"] == ["batch 1"]
+    assert {row["rounds"] for row in kept["rows"]} == {1}
+    assert [row["tok_s"] for row in kept["rows"][:2]] == [10, 20]
 
 
 @pytest.mark.all  # it compiles a model's kernels

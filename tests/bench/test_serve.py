@@ -7,6 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from bench.serving import beside
 from bench.serving.client import Outcome
 from bench.serving.figures import figures
 from bench.serving.workload import Load, plan
@@ -236,3 +238,29 @@ def test_the_server_s_key(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("secret\n")
     assert bench(Script(key="secret"), *SIZE, "--api-key-file", str(file))["completed"] == 6
+
+
+def test_servers_in_turns_that_are_stopped_tell_whole_rounds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = iter([10.0, 5.0, 20.0])
+
+    async def driven(*_: Any) -> dict[str, float]:
+        rate = next(turns, None)
+        if rate is None:
+            raise KeyboardInterrupt
+        times = dict.fromkeys(("ttft_ms_p50", "ttft_ms_p90", "tpot_ms_p50"), 1.0)
+        return {"output_tok_s": rate, **times}
+
+    monkeypatch.setattr(beside, "_driven", driven)
+    monkeypatch.setattr(beside, "model_file", lambda *_, **__: Path("model.gguf"))
+    for server in ("ServerProcess", "LlamaServer"):
+        monkeypatch.setattr(beside, server, lambda *_: nullcontext(Running()))
+    assert beside.main(["--json", "--rounds", "3"]) == 130
+    found = json.loads(capsys.readouterr().out)
+    assert (found["complete"], found["missing"]) == (False, ["round 2", "round 3"])
+    assert [found[name]["output_tok_s"] for name in (beside.OURS, beside.PEER)] == [10, 5]
+
+
+class Running:
+    url = "http://127.0.0.1:1"

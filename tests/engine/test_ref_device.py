@@ -179,3 +179,8 @@ def test_load_engine_on_ref_and_too_many_deferred(tmp_path: Path) -> None:
             for _ in range(4):
                 ids.append(int(made.reference(torch.tensor([ids])).logits[0, -1].argmax()))
     assert list(found) == ids[3:]
+
+
+def test_a_share_of_the_experts_is_not_streamed_on_ref() -> None:
+    with pytest.raises(PykernelsError, match=r"prefill='split' is for a GPU\. Give prefill="):
+        model.load_engine(model.EMBEDDED, device="ref", prefill="split")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,11 +11,12 @@ import typer
 from pykernels.errors import PykernelsError
 from runtime.planning.config import ExecutionConfig
 
-from ..shared.common import Debug, command, err, out
+from ..shared.common import Debug, command, out
 from ..shared.execution import opened_with
 from ..shared.model_options import Model
 from ..shared.options import Choose
-from .tasks import AsJson, Data, Drawn, Limit, Which, go_offline, progress, tell_sandbox
+from .results import AsJson, Write, wrote
+from .tasks import Data, Drawn, Limit, Which, go_offline, progress, tell_sandbox
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,9 +36,7 @@ def compare(
     data: Data = None,
     limit: Limit = None,
     as_json: AsJson = False,
-    write: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Write a page and its numbers.")
-    ] = None,
+    write: Write = None,
     debug: Debug = False,
 ) -> None:
     """Ask tasks with N experts of each written token deferred, and with N skipped.
@@ -70,8 +68,7 @@ def compare(
     else:
         out().print(_table(result))
     if write is not None:
-        for file in compared.write(result, write, datetime.date.today().isoformat()):
-            err().print(f"wrote {file}", style="dim", markup=False)
+        wrote(compared.write(result, write, datetime.date.today().isoformat()))
 
 
 def numbers_of(option: str, text: str) -> list[int]:

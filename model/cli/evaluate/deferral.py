@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +12,7 @@ from ..shared.common import Debug, command, err, out
 from ..shared.execution import WorkersKernel, opened_with
 from ..shared.model_options import Model
 from .compare import numbers_of
+from .results import AsJson, Write, wrote
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,12 +34,8 @@ def deferral(
         ),
     ] = None,
     length: Annotated[int, typer.Option(min=2, metavar="L", help="Tokens of one sequence.")] = 512,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")
-    ] = False,
-    write: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Write a page, numbers and a plot.")
-    ] = None,
+    as_json: AsJson = False,
+    write: Write = None,
     debug: Debug = False,
 ) -> None:
     """Hold Expert Deferral against Expert Skipping on text that training never saw."""
@@ -76,8 +72,7 @@ def deferral(
         for line in deferral_report.summary(result):
             out().print(line, markup=False)
     if write is not None:
-        for file in deferral_report.write(result, write, datetime.date.today().isoformat()):
-            err().print(f"wrote {file}", style="dim", markup=False)
+        wrote(deferral_report.write(result, write, datetime.date.today().isoformat()))
 
 
 def _table(result: Result) -> Table:

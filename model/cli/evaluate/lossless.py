@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,6 +14,7 @@ from ..shared.common import EXIT_PROBLEM, Debug, command, err, out
 from ..shared.execution import opened_with
 from ..shared.model_options import Model, Rules
 from ..shared.options import Choose
+from .results import AsJson, Write, wrote
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,12 +37,8 @@ def lossless(
     length: Annotated[
         int, typer.Option(min=2, metavar="L", help="Tokens of one text; half of it is a prompt.")
     ] = 256,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")
-    ] = False,
-    write: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Write a page and its numbers.")
-    ] = None,
+    as_json: AsJson = False,
+    write: Write = None,
     debug: Debug = False,
 ) -> None:
     """Perplexity of held-out text with every pass that must not change it on and off.
@@ -71,8 +67,7 @@ def lossless(
         for line in lossless_report.summary(result):
             out().print(line, markup=False)
     if write is not None:
-        for file in lossless_report.write(result, write, datetime.date.today().isoformat()):
-            err().print(f"wrote {file}", style="dim", markup=False)
+        wrote(lossless_report.write(result, write, datetime.date.today().isoformat()))
     if not result.right:
         raise typer.Exit(EXIT_PROBLEM)
 

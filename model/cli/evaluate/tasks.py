@@ -19,6 +19,7 @@ from ..shared.common import Debug, command, err, note, out
 from ..shared.execution import opened_with
 from ..shared.model_options import Model
 from ..shared.options import Choose
+from .results import AsJson
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -49,7 +50,6 @@ Limit = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Questions of each task.", show_default="all"),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
 
 
 @dataclass(frozen=True)
