@@ -113,7 +113,7 @@ def within_chunks(
     corrected = tl.load(beta + t * beta_t + head, mask=here, other=0.0) * k_norm
     products = _product(keys, keys_too, HALF, WIDE) * decay * corrected[:, None]
     A = tl.where(i[:, None] > i[None, :], products, 0.0)
-    tl.store(inverses + at, _inverse(A), mask=here[:, None])
+    tl.store(inverses + at, _inverse(A, "tf32" if HALF else "ieee"), mask=here[:, None])
 
 
 @triton.jit
