@@ -19,7 +19,8 @@ from pykernels.errors import PykernelsError
 from .devices.cpu.step import BINDERS as CPU_BINDERS
 from .devices.ref.ops import OPS as REF_OPS
 from .program import Program
-from .program.ops import OPS, Op
+from .program.op import Op
+from .program.ops import OPS
 from .runner.paged_runner import Pass
 
 _registered: set[str] = set()

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .node import Buffer, Dim, Node
-from .ops import DTYPES, OPS, REQUIRED, ROLES, Op, Port
+from .op import DTYPES, REQUIRED, ROLES, Op, Port
+from .ops import OPS
 from .weight_spec import WeightSpec
 
 

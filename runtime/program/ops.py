@@ -12,93 +12,23 @@ An op that updates a buffer in place has it under one name in its inputs and its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from pykernels.ref.sampling import MAX_LOGPROBS
 
-_INDEX = frozenset({torch.int32, torch.int64})
-DTYPES: Mapping[str, frozenset[torch.dtype] | None] = {
-    "activation": frozenset({torch.float32, torch.bfloat16, torch.float16}),
-    "float32": frozenset({torch.float32}),
-    "index": _INDEX,
-    "int32": frozenset({torch.int32}),
-    "bytes": frozenset({torch.uint8}),
-    "kv": frozenset({torch.float32, torch.bfloat16, torch.float8_e4m3fn}),
-    "any": None,
-}
-"""Classes of dtype. "activation": a device chooses its precision; "float32": kept in float32 on
-every device (the residual stream, logits, routing, scales); "index": token ids, positions, slots;
-"int32": tables of token ids, counts or bits; "bytes": weights in a layout of the device's; "kv": as
-``kv_cache.layout`` says."""
-
-ROLES = ("", "attention", "router", "routed", "cached", "deferred", "shared", "dense", "load")
-"""What a node does in its layer: "router" from the gate to the choice of experts, "routed" the
-experts that are chosen, "cached" those of them that another device has in slots, "deferred" those
-whose sum joins a layer later, "shared" the experts that every token passes, "dense" the MLP of a
-layer without experts, "load" what brings experts to the device."""
+from .metadata_ops import (
+    METADATA,
+    METADATA_OPS,
+    ORDER,
+    SEQUENCES,
+    order_rule,
+    sequences_rule,
+)
+from .op import Attr, Op, Port
 
 COPIES = "copies"
 """The stream of nodes that only move bytes to a device, which it does beside all other nodes."""
-
-
-@dataclass(frozen=True)
-class Port:
-    """An input, an output or a weight.
-
-    Attributes:
-        kind: of dtype, a key of ``DTYPES``; "" of weights, whose formats the devices know.
-        dims: None: any.
-        repeated: any number of them, called ``name0``, ``name1`` and so on.
-    """
-
-    kind: str
-    dims: tuple[str, ...] | None
-    optional: bool = False
-    repeated: bool = False
-
-
-class _Required:
-    def __repr__(self) -> str:
-        return "required"
-
-
-REQUIRED = _Required()
-
-
-@dataclass(frozen=True)
-class Attr:
-    """A constant of a node. An int's name is a dimension, too."""
-
-    kind: type
-    default: Any = REQUIRED
-
-
-Rule = Callable[[Mapping[str, Any]], str | None]
-"""(attributes, dimensions, inputs and outputs of a node, by name) -> what is wrong with it."""
-
-
-@dataclass(frozen=True)
-class Op:
-    """A row of the table.
-
-    Attributes:
-        rule: what dimensions do not say.
-        asynchronous: a peer goes on reading what it reads when the node itself is over.
-        stream: a device that runs nodes one after the other does so in each stream by itself; what
-            shares a buffer is ordered across streams.
-    """
-
-    inputs: Mapping[str, Port]
-    outputs: Mapping[str, Port]
-    weights: Mapping[str, Port] = field(default_factory=dict)
-    attrs: Mapping[str, Attr] = field(default_factory=dict)
-    rule: Rule = lambda node: None
-    asynchronous: bool = False
-    stream: str = ""
 
 
 def _activation(*dims: str, optional: bool = False, repeated: bool = False) -> Port:
@@ -141,16 +71,6 @@ _GROUPED = {
     "k_scale": _float32("pages", "page", "kv_heads", optional=True),
     "v_scale": _float32("pages", "page", "kv_heads", optional=True),
 }
-_RAGGED = {
-    "positions": _index("T"),
-    "sequences": _index("T"),  # row of the page table of each token's sequence
-    "page_table": _index("tables", "table_pages"),
-    # The same by sequences: first token and tokens in the step, keys, row of the page table.
-    "query_starts": _index("S", optional=True),
-    "query_lengths": _index("S", optional=True),
-    "lengths": _index("S", optional=True),
-    "page_rows": _index("S", optional=True),
-}
 # What each row of logits asks for, a column a parameter. What is as long as the vocabulary or a
 # list lies in tables that all rows share and that stay where they are from step to step; a row
 # has a row of a table, or a part of a list.
@@ -186,7 +106,7 @@ def _rms_norm_rule(node: Mapping[str, Any]) -> str | None:
 
 
 def _per_head_rule(node: Mapping[str, Any]) -> str | None:
-    if node.get("expand_from", 0) and "sequences" not in node:
+    if node.get("expand_from", 0) and "sequences" not in node and "expansion" not in node:
         return "`expand_from` needs the input `sequences`"
     if node["K"] > node["x_head"] or node["N"] > node["out_head"]:
         return f"heads of [{node['N']}, {node['K']}] are wider than x_head or out_head"
@@ -198,13 +118,13 @@ def _attention_rule(node: Mapping[str, Any]) -> str | None:
         return "it reads either keys and values or latents"
     if ("k" in node) != ("v" in node):
         return "`k` and `v` come together"
-    return None
+    return sequences_rule(node)
 
 
 def _router_rule(node: Mapping[str, Any]) -> str | None:
     if node["topk"] != node["spec"].topk:
         return f"its ids hold {node['topk']} experts of a token, its spec {node['spec'].topk}"
-    return None
+    return order_rule(node)
 
 
 def _experts_rule(node: Mapping[str, Any]) -> str | None:
@@ -219,10 +139,11 @@ def _moe_rule(node: Mapping[str, Any]) -> str | None:
         return "`ids` and `weights` come together"
     if "ids" not in node and node["E"] != 1:
         return f"{node['E']} experts and no routing"
-    return None
+    return order_rule(node)
 
 
 OPS: dict[str, Op] = {
+    **METADATA_OPS,
     # Rows of the table of embeddings.
     "embed": Op(
         inputs={"ids": _index("T")},
@@ -260,6 +181,7 @@ OPS: dict[str, Op] = {
             "x": _activation("T", ">first*x_head + G*x_head"),
             "out": _activation("T", ">first*out_head + G*out_head", optional=True),
             "sequences": _index("T", optional=True),
+            "expansion": METADATA["expansion"],
             **_STAGED,
         },
         outputs={"out": _activation("T", ">first*out_head + G*out_head")},
@@ -323,7 +245,7 @@ OPS: dict[str, Op] = {
     "attention": Op(
         inputs={
             "q": _activation("T", "heads*dk"),
-            **_RAGGED,
+            **SEQUENCES,
             **{name: Port(port.kind, None, True) for name, port in {**_GROUPED, **_LATENT}.items()},
         },
         outputs={"out": _activation("T", "heads*dv")},
@@ -336,6 +258,7 @@ OPS: dict[str, Op] = {
             "scale": Attr(float),
             "window": Attr(int, 0),
             "expand_from": Attr(int, 0),
+            "chunk": Attr(int, 0),  # tokens of a chunk at most
         },
         rule=_attention_rule,
     ),
@@ -346,7 +269,7 @@ OPS: dict[str, Op] = {
             "q": _activation("T", ">heads*L"),
             "q_nope": _activation("T", ">heads*nope"),
             "out": _activation("T", "heads*dv"),
-            **_RAGGED,
+            **SEQUENCES,
             "latent": _LATENT["latent"],
             "rope": Port("kv", ("pages", "page", "R"), True),
             "latent_scale": _LATENT["latent_scale"],
@@ -361,11 +284,16 @@ OPS: dict[str, Op] = {
             "scale": Attr(float),
             "expand_from": Attr(int),
         },
+        rule=sequences_rule,
     ),
-    # The topk experts of each token and their weights.
+    # The topk experts of each token and their weights; none (-1) of tokens whose slot is -1, where
+    # slots are given. Of one token their order too.
     "router": Op(
-        inputs={"logits": _float32("T", ">experts")},
-        outputs={"ids": _index("T", "topk"), "weights": _float32("T", "topk")},
+        inputs={
+            "logits": _float32("T", ">experts"),
+            "slot_mapping": _index("T", optional=True),
+        },
+        outputs={"ids": _index("T", "topk"), "weights": _float32("T", "topk"), **ORDER},
         weights={"bias": _weight("experts", optional=True)},
         attrs={"spec": Attr(object), "experts": Attr(int)},
         rule=_router_rule,
@@ -436,6 +364,7 @@ OPS: dict[str, Op] = {
             "x": _activation("T", "H"),
             "ids": _index("T", "topk", optional=True),
             "weights": _float32("T", "topk", optional=True),
+            **ORDER,
             "resident": _bytes("bytes", optional=True),
             **_STAGED,
         },
@@ -456,9 +385,14 @@ OPS: dict[str, Op] = {
     ),
     # One token of each row of logits, by the row's own parameters (``SamplingInputs`` of
     # ``ref.sampling.inputs``), which is then counted in the row of `seen` that it has, if any: so a
-    # next step's penalties know it before the host does.
+    # next step's penalties know it before the host does. It waits until `masks_written` is 1.
     "sample_requests": Op(
-        inputs={"logits": _float32("R", "V"), **_SAMPLING, **_SAMPLING_TABLES},
+        inputs={
+            "logits": _float32("R", "V"),
+            **_SAMPLING,
+            **_SAMPLING_TABLES,
+            "masks_written": _index("1", optional=True),
+        },
         outputs={
             "seen": _SAMPLING_TABLES["seen"],
             "tokens": _index("R"),

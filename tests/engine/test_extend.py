@@ -18,7 +18,8 @@ from runtime.extend import checked, read_pass, register_op
 from runtime.passes.layers import moe_layers
 from runtime.program import Program
 from runtime.program.node import Node
-from runtime.program.ops import OPS, Op, Port
+from runtime.program.op import Op, Port
+from runtime.program.ops import OPS
 
 from ..model import tiny
 

@@ -105,7 +105,6 @@ class Context:
         link: Link | None = None,
     ) -> None:
         self.program, self.pool, self.sizes, self.link = program, pool, sizes, link
-        self.masks_written = 0  # see CpuExecutable
         self._weights, self._layout_of = weights, layouts(program)
         self.calls = list[MoECall]()
         self.outputs: dict[str, torch.Tensor] = {}

@@ -58,8 +58,6 @@ class CpuExecutable:
         sizes: as ``Program.step_sizes``; None for its own.
         in_order: whether each node waits for the whole of the one before, whatever it reads.
         link: to the device that has the other half of the program, if it is half of one.
-        masks_written: address of an int64 that is 1 when the masks are there, for which sampling
-            waits; 0: they are there before a step begins.
 
     Attributes:
         program: in slices, where the pool's workers are dealt over NUMA nodes.
@@ -82,7 +80,6 @@ class CpuExecutable:
         sizes: torch.Tensor | None = None,
         in_order: bool = False,
         link: Link | None = None,
-        masks_written: int = 0,
     ) -> None:
         self.program, self.pool = split_over_nodes(program, pool.memory), pool
         self.sizes = self.program.step_sizes() if sizes is None else sizes
@@ -90,7 +87,6 @@ class CpuExecutable:
         self._context = Context(
             self.program, weights, pool, inputs, caches, kernel, self.sizes, in_order, link
         )
-        self._context.masks_written = masks_written
         self.jobs = Jobs(self._context.bind(BINDERS))
         self.outputs = self._context.outputs
         self._in_flight: InFlight | None = None

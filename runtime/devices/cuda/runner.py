@@ -13,12 +13,12 @@ from functools import partial
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu.common.stream_memory import supports as why_no_flags
 
 from ...experts.cache import CachePolicy
 from ...kv_cache.layout import PAGE
 from ...machine.pinned import Pinned
 from ...passes import defer
+from ...passes.gpu_metadata import gpu_metadata
 from ...passes.layers import check_routed, moe_layers
 from ...planning.kept_rates import kept_rates
 from ...planning.placement import CPU, Placement
@@ -44,7 +44,7 @@ from .memory.capacity import place_on, step_bytes, step_tokens
 from .memory.dense import described, pin_staged
 from .memory.experts import on_gpu
 from .memory.weights import layouts
-from .resources import CudaResources
+from .resources import CudaResources, check_waits
 from .step_maker import StepMaker
 from .streamed_runner import StreamedRunner
 from .streaming import Streaming, wanted_streaming
@@ -157,19 +157,7 @@ class CudaRunner(PagedRunner):
                 " lane could run",
                 "Keep the experts on the CPU (experts cpu), or leave dual_batch off",
             )
-        crosses = on_cpu or len(self.gpus) > 1
-        if self.real and crosses and (reason := why_no_flags()):
-            raise PykernelsError(
-                f"{device} cannot wait for another device: {reason}",
-                "Update the NVIDIA driver, or keep all on one GPU (experts gpu)",
-            )
-        if self.real and on_cpu and pool.threads == 1 and pool.driver_works:
-            # The driver loads a kernel when all that was launched before has run; some of it may
-            # wait for this worker.
-            raise PykernelsError(
-                "the only worker of the experts is the thread that launches the GPU's kernels",
-                "Take 2 threads or more, or keep the experts on the GPU (experts gpu)",
-            )
+        check_waits(self.gpus, pool if on_cpu else None)
         tokens, deferred = max_num_batched_tokens, options.deferred or 0
         # What is deferred takes memory; of how many experts it is makes no difference.
         some = deferred or (1 if options.deferred is None and on_cpu else 0)
@@ -427,7 +415,8 @@ class CudaRunner(PagedRunner):
             if self.placement.staged and self.real:
                 staged = self._staged(program)
                 pin_staged(staged, self.weights, self.layouts(staged), self.pinned)
-            allocated = allocated_caches(program, self.model.caches(self.num_pages), self.gpus)
+            whole = gpu_metadata(self.lowered(self.step_sizes().of(1)))
+            allocated = allocated_caches(whole, self.gpus)
             self.caches.update({**allocated, **self.caches})  # tables of ``make_slots`` stay
             self._maker = StepMaker(
                 self._resources,
