@@ -13,20 +13,24 @@ measurement of `bench/cpu`; on a GPU all four time one case of `bench/gpu`, of w
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from model.cli.common import Debug, Kernel, Numa, Threads, command, err, out, prepare_threads
-from model.cli.formats import ListsFormats
+from model.cli.shared.common import Debug, command, err, out
+from model.cli.shared.execution import settled
+from model.cli.shared.formats import ListsFormats
+from model.cli.shared.options import Choose
 from pykernels.errors import PykernelsError
-from pykernels.registry import requested
+from runtime.planning.config import ExecutionConfig
 
 from .against.cli import Against, Check, check_case, time_against, time_on_cpu
 from .cache.cli import cache
 from .e2e.cli import e2e
 from .e2e.command import OneOrSeveral
 from .harness.keeping.provenance import provenance
+from .kernel_options import Attention, Flags, Linear, MoELayer, Router
 from .load.cli import load
 from .mixed.cli import mixed
 from .prefill.cli import prefill
@@ -60,45 +64,11 @@ SECONDS = 0.1
 """How long a GPU's case, and each of its peers, is timed."""
 
 
-def _count(help: str, default: str | bool = True) -> typer.models.OptionInfo:
-    return typer.Option(min=1, metavar="N", help=help, show_default=default)
-
-
-def _text(choices: str, help: str) -> typer.models.OptionInfo:
-    return typer.Option(metavar=choices, help=help)
-
-
 @app.command(cls=ListsFormats)
 @command
 def moe(
-    format: Annotated[str, _text("NAME", "Weight format:")] = "fp8",
-    tokens: Annotated[int, _count("Tokens in one call.")] = 1,
-    hidden: Annotated[
-        int | None, _count("Width of the model.", "7168; with --against 2048")
-    ] = None,
-    inter: Annotated[int | None, _count("Width of an expert.", "2048; with --against 1024")] = None,
-    experts: Annotated[int, _count("Experts in the layer.")] = 32,
-    topk: Annotated[int, _count("Experts a token uses.")] = 8,
-    routing: Annotated[
-        str,
-        _text(
-            "balanced|zipf|one",
-            "Tokens over experts, the same FLOPs: as many for each; rank r drawn with weight"
-            " 1/(r+1); all the same.",
-        ),
-    ] = "balanced",
-    activations: Annotated[
-        str | None,
-        _text(
-            "bf16|int8|fp8",
-            "Inputs of the products: as they are (default), or quantized for each token: on the CPU"
-            " int8 (integer formats only; about 1 % off), on a GPU fp8 (fp8 weights only, and the"
-            " default there with many tokens an expert).",
-        ),
-    ] = None,
-    threads: Threads = None,
-    kernel: Kernel = None,
-    numa: Numa = "auto",
+    layer: MoELayer,
+    execution: Annotated[ExecutionConfig, Choose(only=("threads", "kernel", "numa"))],
     device: Annotated[
         str, typer.Option("--device", metavar="cpu|cuda:N", help="The CPU's kernels or a GPU's.")
     ] = "cpu",
@@ -108,62 +78,54 @@ def moe(
     debug: Debug = False,
 ) -> None:
     """Time the routed experts of one MoE layer on random weights and routing."""
-    hidden, inter = hidden or (2048 if against else 7168), inter or (1024 if against else 2048)
+    hidden = layer.hidden or (2048 if against else 7168)
+    inter = layer.inter or (1024 if against else 2048)
     if device != "cpu":
         if check or against:
             raise PykernelsError(
                 "--check and --against are the CPU's",
                 f"Leave them out with --device {device}; tests/gpu compare with the reference",
             )
-        if threads or kernel is not None or numa != "auto" or activations == "int8":
+        if execution != ExecutionConfig() or layer.activations == "int8":
             raise PykernelsError(
                 "--threads, --kernel, --numa and --activations int8 are the CPU's",
                 f"Leave them out with --device {device}",
             )
-        flags: dict[str, int | str] = {
-            "format": format,
-            "tokens": tokens,
-            "hidden": hidden,
-            "inter": inter,
-            "experts": experts,
-            "topk": topk,
-            "routing": routing,
-            "activations": "auto" if activations is None else activations,
-        }
-        return run_case("moe", device, as_json, flags)
-    if activations == "fp8":
+        return run_case("moe", device, as_json, replace(layer, hidden=hidden, inter=inter).flags())
+    if layer.activations == "fp8":
         raise PykernelsError("--activations fp8 are a GPU's", "Add --device cuda:0, or use bf16")
-    chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
+    execution = settled(execution)
     from pykernels.shapes import MoEShape
 
-    shape = MoEShape(E=experts, H=hidden, I=inter, topk=topk)
+    shape = MoEShape(E=layer.experts, H=hidden, I=inter, topk=layer.topk)
+    fmt, activations = layer.format, layer.activations or "bf16"
     if against:
         case = {
             "op": "moe",
-            "fmt": format,
-            "tokens": tokens,
-            "shape": {"E": experts, "H": hidden, "I": inter, "topk": topk},
-            "threads": chosen_threads,
-            "kernel": chosen_kernel,
-            "routing": routing,
-            "activations": activations or "bf16",
-            "numa": numa,
+            "fmt": fmt,
+            "tokens": layer.tokens,
+            "shape": {"E": shape.E, "H": hidden, "I": inter, "topk": shape.topk},
+            "threads": execution.threads,
+            "kernel": execution.kernel,
+            "routing": layer.routing,
+            "activations": activations,
+            "numa": str(execution.numa),
         }
         return time_against(against, case, check, as_json)
     from runtime.profiling.measure import measure_moe
 
-    small = {"fmt": format, "kernel": chosen_kernel, "activations": activations or "bf16"}
+    small = {"fmt": fmt, "kernel": execution.kernel, "activations": activations}
     checked = check_case({"op": "moe", **small}, as_json) if check else {}
     with err().status("filling random experts, compiling …", spinner_style="dim") as status:
         measured = measure_moe(
-            format,
-            tokens,
+            fmt,
+            layer.tokens,
             shape,
-            chosen_threads,
-            chosen_kernel,
-            routing,
-            "bf16" if activations is None else activations,
-            numa,
+            execution.threads,
+            execution.kernel,
+            layer.routing,
+            activations,
+            str(execution.numa),
             filling=lambda share: status.update(f"filling random experts, {share:.0%}"),
             progress=lambda share: status.update(f"timing, {share:.0%}"),
         )
@@ -176,28 +138,7 @@ def moe(
 @app.command()
 @command
 def attention(
-    kind: Annotated[
-        str,
-        _text(
-            "mla_decode|mla_prefill|gqa_decode|gqa_prefill", "Latent or grouped-query attention."
-        ),
-    ] = "mla_decode",
-    batch: Annotated[int, _count("Sequences.")] = 1,
-    context: Annotated[int, _count("Tokens in the cache of each.")] = 8192,
-    heads: Annotated[int, _count("Query heads.")] = 128,
-    kv_heads: Annotated[int, _count("Key and value heads (gqa).")] = 8,
-    head_dim: Annotated[int, _count("Width of a head (gqa).")] = 128,
-    format: Annotated[str, _text("bf16|fp8", "Of the cache.")] = "bf16",
-    window: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Sliding window (gqa); 0: none.")
-    ] = 0,
-    new: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", help="New tokens; 0: one of a decode, all of a prefill."),
-    ] = 0,
-    keys: Annotated[
-        str, _text("rows|pages", "Where a gqa_prefill's keys lie; those of fp8 are in pages.")
-    ] = "rows",
+    case: Attention,
     device: CpuOrGpu = None,
     check: Check = False,
     against: Against = None,
@@ -206,36 +147,13 @@ def attention(
 ) -> None:
     """Time attention over a paged cache on a GPU, against its roofs and torch; or the CPU's,
     against a commit's."""
-    flags: dict[str, int | str] = {
-        "kind": kind,
-        "batch": batch,
-        "context": context,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "format": format,
-        "window": window,
-        "new": new,
-        "keys": keys,
-    }
-    time_op("attention", device, check, against, as_json, flags)
+    time_op("attention", device, check, against, as_json, asdict(case))
 
 
 @app.command()
 @command
 def linear(
-    format: Annotated[str, _text("NAME", "Weight format, as `bench moe` names them.")] = "int4",
-    tokens: Annotated[int, _count("Rows of the input.")] = 1,
-    activations: Annotated[
-        str,
-        _text(
-            "auto|bf16|fp8|int8",
-            "Inputs of the product; auto: fp8 for many rows of fp8 weights on a GPU; int8: the"
-            " CPU's.",
-        ),
-    ] = "auto",
-    inputs: Annotated[int, _count("Width of the input.")] = 7168,
-    outputs: Annotated[int, _count("Width of the output.")] = 7168,
+    case: Linear,
     device: CpuOrGpu = None,
     check: Check = False,
     against: Against = None,
@@ -244,26 +162,13 @@ def linear(
 ) -> None:
     """Time a quantized linear layer on a GPU, against its roofs and torch; or the CPU's, against a
     commit's."""
-    flags: dict[str, int | str] = {
-        "format": format,
-        "tokens": tokens,
-        "activations": activations,
-        "inputs": inputs,
-        "outputs": outputs,
-    }
-    time_op("linear", device, check, against, as_json, flags)
+    time_op("linear", device, check, against, as_json, asdict(case))
 
 
 @app.command()
 @command
 def router(
-    kind: Annotated[
-        str, _text("v3|v2|softmax|sigmoid", "DeepSeek's grouped routers, or one group.")
-    ] = "v3",
-    tokens: Annotated[int, _count("Tokens in one call.")] = 1,
-    experts: Annotated[int, _count("Experts in the layer.")] = 256,
-    topk: Annotated[int, _count("Experts a token uses.")] = 8,
-    hidden: Annotated[int, _count("Width of the model.")] = 7168,
+    case: Router,
     device: CpuOrGpu = None,
     check: Check = False,
     against: Against = None,
@@ -272,14 +177,7 @@ def router(
 ) -> None:
     """Time the router and the tokens' sort by expert on a GPU, against torch; or the CPU's router
     alone, against a commit's."""
-    flags: dict[str, int | str] = {
-        "kind": kind,
-        "tokens": tokens,
-        "experts": experts,
-        "topk": topk,
-        "hidden": hidden,
-    }
-    time_op("router", device, check, against, as_json, flags)
+    time_op("router", device, check, against, as_json, asdict(case))
 
 
 def time_op(
@@ -288,7 +186,7 @@ def time_op(
     check: bool,
     against: str | None,
     as_json: bool,
-    flags: dict[str, int | str],
+    flags: Flags,
 ) -> None:
     """One case on a GPU, or the CPU's kernel compared with the reference and with a commit's.
 
@@ -305,7 +203,7 @@ def time_op(
     return time_on_cpu(op, check, against, as_json, flags)
 
 
-def run_case(op: str, device: str, as_json: bool, flags: dict[str, int | str]) -> None:
+def run_case(op: str, device: str, as_json: bool, flags: Flags) -> None:
     """Time one case of `bench/cases` and print its row.
 
     Raises:

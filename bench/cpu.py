@@ -14,7 +14,7 @@ from bench.harness.keeping.ending import end_on_signals
 from bench.harness.report import line
 from bench.harness.session import add_run_options, measure_and_keep, run_command
 from bench.peers.catalog import ENGINES
-from model.cli.common import prepare_threads
+from model.cli.shared.common import prepare_threads
 from pykernels.env import env
 from pykernels.registry import requested
 

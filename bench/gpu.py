@@ -84,7 +84,7 @@ def measure(chosen: argparse.Namespace) -> int:
     from bench.cases.gpu_run import OPS, GpuRun, one_case
     from bench.cases.processes import compile_ahead, in_a_new_process
     from bench.harness.machine import check_gpu
-    from bench.harness.roofs import measure_roofs
+    from bench.harness.timing.roofs import measure_roofs
 
     ops = OPS if chosen.op == "all" else tuple(chosen.op.split(","))
     if unknown := [op for op in ops if op not in OPS]:

@@ -23,6 +23,7 @@ from bench.harness.keeping.provenance import provenance
 from model.architectures.named import ARCHS
 from pykernels.errors import PykernelsError
 from runtime.devices.gpus import check_device
+from runtime.planning.config import ExecutionConfig
 from runtime.profiling.engine_speed import EngineTimer, Load
 
 from .e2e.ours import Ours, Shape
@@ -89,12 +90,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_device(given.device)
         shape = Shape(given.arch, given.layers, None, None)
-        ours = Ours.random(shape, given.format, None, "auto", kv_dtype=given.kv_dtype)
+        execution = ExecutionConfig(
+            device=given.device, experts=given.expert_device, kv_dtype=given.kv_dtype
+        )
+        ours = Ours.random(shape, given.format, execution)
         try:
             load = Load(max(given.prompt), 64, given.batch, 512)
             start = time.perf_counter()
-            where = given.device, given.expert_device
-            timer = ours.timer(load, "auto", given.step_tokens, *where)
+            timer = ours.timer(load, execution, given.step_tokens)
             row = {"op": "start", "seconds": round(time.perf_counter() - start, 1)}
             row |= {"step_tokens": timer.runner.max_num_batched_tokens}
             row |= {"gib": round(torch.cuda.memory_reserved() / 2**30, 2)}

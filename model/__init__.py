@@ -21,7 +21,7 @@ from pykernels.env import check_temporary_folder
 if TYPE_CHECKING:
     from .conversion import convert
     from .custom_generate import custom_generate
-    from .llm import load_engine
+    from .load import load_engine
     from .pretrained import from_pretrained, load_tokenizer
     from .quantizer import PykernelsConfig
 
@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(pretrained, name)
     if name == "load_engine":
-        from .llm import load_engine
+        from .load import load_engine
 
         return load_engine
     if name == "convert":

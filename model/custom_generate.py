@@ -14,8 +14,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from pykernels.errors import PykernelsError
-from runtime.devices.cpu.runner import CpuRunner
 from runtime.engine import SamplingParams
+from runtime.make_runner import make_plan, make_runner
+from runtime.planning.config import ExecutionConfig
+from runtime.planning.execution import largest_step
 from runtime.program.weights import WeightStore
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
@@ -40,7 +42,8 @@ def engine_of(lm: PreTrainedModel, threads: int | None = None) -> LLM:
             store = WeightStore(LoadedWeights(lm), packer(pool))
             decoder = make_decoder(lm, loaded_schema(lm), store)
             context = min(CONTEXT, int(lm.config.max_position_embeddings))
-            found = LLM(CpuRunner(decoder, pool, context), lm.config, None, (), pool)
+            plan = make_plan(ExecutionConfig(), decoder, context, largest_step(context))
+            found = LLM(make_runner(plan, "cpu", decoder, pool), lm.config, None, (), pool)
         except BaseException:
             pool.close()
             raise

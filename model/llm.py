@@ -1,17 +1,10 @@
-"""`load_engine`: from a checkpoint folder to an engine that serves it, in one call.
-
-llm = model.load_engine(model.EMBEDDED)
-print(llm.generate("def quicksort(xs):", max_tokens=64).text)
-for piece in llm.stream("class Stack:"):
-    print(piece, end="")
-"""
+"""A model that an engine serves: text in, text out."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from difflib import get_close_matches
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,54 +12,29 @@ from typing import Any
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
-from runtime.devices.cpu import precompile
-from runtime.devices.cpu.runner import CpuRunner
-from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Engine, EngineConfig, RequestHandle, Result, SamplingParams
-from runtime.engine.scheduling.config import STEP_TOKENS, check_whole
 from runtime.experts.cache import CacheStats
-from runtime.extend import checked
-from runtime.kv_cache.layout import PAGE, Pages
-from runtime.machine.topology import Topology
-from runtime.passes.layers import check_topk, moe_layers
-from runtime.planning.placement import CPU, Placement, place
+from runtime.passes.layers import moe_layers
+from runtime.planning.compile import compile
+from runtime.planning.execution import ExecutionPlan
+from runtime.planning.placement import CPU, Placement
 from runtime.program import Program
 from runtime.program.sizes import StepSizes
-from runtime.runner.paged_runner import PagedRunner, Pass
-from runtime.workers.matrix import packer
-from runtime.workers.numa import nodes_to_use
-from runtime.workers.pool import WorkerPool, make_pool
-from runtime.workers.threads import threads_here
+from runtime.runner.paged_runner import PagedRunner
+from runtime.workers.pool import WorkerPool
 
-from .architectures.decoder import (
-    Decoder,
-    cache_token_bytes,
-    check_heads,
-    expansions,
-    head_sizes,
-)
-from .architectures.families import check_lowered
-from .checkpoint import memory
+from .architectures.decoder import Decoder
 from .checkpoint.config import read_config
-from .checkpoint.progress import Callback, compiling, reporting
-from .hub import local
-from .modules.moe import FusedMoE, deferred_by_rules, stay_on_cpu
 from .opened import engine_device, open_weights
-from .pinning.choose import Wanted, parse
-from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
 from .rules import Rules
 from .text.detokenize import Detokenizer
 from .text.prompt import encode, encode_chat
-from .text.settings import engine_settings, note_of
+from .text.settings import engine_settings
 
 CONTEXT = 8192
 """Default ``max_model_len``, if the model has as many positions."""
 
-DEVICES = ("cpu", "ref")
-
 Prompt = str | Sequence[int]
-Defer = int | str
-"""A number of experts, "auto" or "off"."""
 
 
 class LLM:
@@ -203,204 +171,6 @@ class LLM:
         self.close()
 
 
-def load_engine(
-    path: str | Path,
-    rules: Rules = None,
-    threads: int | None = None,
-    kernel: str = "auto",
-    defer: Defer | None = None,
-    passes: Sequence[Pass] = (),
-    device: str = "cpu",
-    experts: str = "auto",
-    gpu_experts: Wanted = None,
-    at_least: int = 0,
-    progress: bool | Callback | None = None,
-    engine: EngineConfig | None = None,
-    **settings: Any,
-) -> LLM:
-    """Loads a checkpoint for the engine: every matrix packed in the format that it is stored in.
-
-    Args:
-        path: folder with config.json, safetensors and their index; a GGUF file, or its folder; a
-            packed cache, which is mapped and shared with other processes; or a name on the hub, see
-            ``hub.local``.
-        rules: as in ``from_pretrained``; None for a packed cache: those that it was made with.
-        threads: workers; None: one on each physical core.
-        kernel: auto, amx, avx512, avx2 or generic.
-        defer: experts of each token of an output, the least-weighted, that join one layer later
-            (Expert Deferral); None: what rules say, else "off"; "auto": as many as keep the CPU
-            busy, which is none where it is alone. The text is another one, and does not depend on
-            neighbours, on what is cached or preempted, nor on where experts lie; pages of an output
-            are not reused by prompts.
-        passes: of one's own, ``Program -> Program``, in this order: they rewrite
-            the programs of decode steps (``runtime.extend`` registers ops for them).
-        device: "cpu"; "cuda:0": attention, dense layers and shared experts on that GPU;
-            "cuda:0,cuda:1": the layers dealt over these GPUs, in order, by size or as rules say; or
-            "ref": the reference ops in float32, exact and slow, the cache too.
-        experts: where routed experts are beside a GPU: "cpu", "gpu", or "auto": on the GPU if all
-            fit.
-        gpu_experts: experts of each layer that the GPU has besides, where the others are on the
-            CPU: a number (the first ones), "auto": as many as fit, or a file of `pykernels profile
-            experts`: the most used of all layers, as many as fit.
-        at_least: tokens of the longest sequence, where ``max_model_len`` is not given.
-        progress: as in ``from_pretrained``.
-        engine: sizes and scheduling; ``settings``: fields of ``EngineConfig`` that differ from it
-            (max_model_len, max_num_seqs, max_num_batched_tokens, kv_tokens, kv_dtype ...).
-
-    Raises:
-        PykernelsError: a model that the engine cannot run, fewer than two immediate experts, a
-            setting out of its range, no such device, more experts than fit there, or what
-            ``from_pretrained`` raises.
-    """
-    folder, deferred, asked = local(path), _deferred(defer), parse(gpu_experts)
-    if device not in DEVICES and not device.startswith("cuda"):
-        raise PykernelsError(f"no device {device!r}", f"Use {', '.join(DEVICES)} or cuda:0")
-    config = read_config(folder)
-    device = engine_device(device, rules, config.model_type)
-    on_gpu = None
-    if device.startswith("cuda"):
-        from runtime.devices.gpus import check_device, free_bytes, gpus_of
-
-        check_device(device)
-        gpus = gpus_of(device)
-        device, on_gpu = ",".join(gpus), sum(free_bytes(gpus).values())
-    elif experts != "auto":
-        raise PykernelsError(f"experts={experts!r} without a GPU", 'Add device="cuda:0"')
-    if asked and on_gpu is None:
-        raise PykernelsError("gpu_experts without a GPU", 'Add device="cuda:0"')
-    chosen = _chosen(engine, settings)
-    Pages(0, chosen.kv_dtype)  # refused before anything is read
-    if chosen.dual_batch is True and device == "cpu":
-        raise PykernelsError("dual_batch without a GPU", 'Add device="cuda:0"')
-    if chosen.prefill in ("split", "stream") and device == "cpu":
-        raise PykernelsError(f'prefill="{chosen.prefill}" without a GPU', 'Add device="cuda:0"')
-    if chosen.dense_gib != "auto" and not device.startswith("cuda"):
-        raise PykernelsError("dense_gib without a GPU", 'Add device="cuda:0"')
-    cache = 0 if chosen.expert_cache == "off" else chosen.expert_cache
-    if cache and device == "cpu":
-        raise PykernelsError("expert_cache without a GPU", 'Add device="cuda:0"')
-    threads_here(threads, True, Topology.detect())
-    sliced = len(nodes_to_use(Topology.detect(), chosen.numa, threads)) > 1
-    check_lowered(config)
-    positions = config.max_position_embeddings
-    if chosen.max_model_len is not None:
-        check_whole("max_model_len", chosen.max_model_len, 1, positions)
-    budget = chosen.max_num_batched_tokens or STEP_TOKENS
-    longest = chosen.max_model_len or min(max(CONTEXT, at_least), positions)
-    with open_weights(folder, config, rules, kernel, chosen.kv_dtype, device, sliced) as weights:
-        model = weights.model
-        if defer is None:
-            deferred = deferred_by_rules(model)
-        if on_gpu is not None and experts == "auto" and stay_on_cpu(model):
-            experts = "cpu"
-        if deferred:
-            blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
-            check_topk(config.model_type, [block.shape.topk for block in blocks], deferred)
-        if device == "cpu":  # first, because a second process compiles in parallel
-            heads = head_sizes(model, chosen.kv_dtype)
-            check_heads(heads)
-            precompile.begin(heads, expansions(model, chosen.kv_dtype, budget))
-        token, placement = cache_token_bytes(model, chosen.kv_dtype), Placement()
-        needed, smaller = weights.needed(placement), weights.smaller(placement)
-        pages = memory.cache_pages(chosen, longest, token, needed, smaller, on_gpu)
-        if on_gpu is not None:
-            from .pinning.beside import place_beside
-
-            seqs, rows = chosen.max_num_seqs, chosen.max_num_logits or 0
-            table_pages, rows = -(-longest // PAGE), min(budget, max(rows, seqs))
-            largest = StepSizes(budget, seqs, rows, pages, table_pages)
-            where = experts, *weights.placed, cache, chosen.prefill, chosen.dense_gib
-            placement = place_beside(asked, weights.decoder, device, largest, *where)
-            needed, smaller = weights.needed(placement), weights.smaller(placement)
-            needed += sum(placement.staged.values())
-            memory.check_engine(needed, 0, 0, 0, smaller)
-        generation = read_generation_config(folder)
-        eos = _eos(config, generation)
-        tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
-        # Before the weights are read: a value out of range is an error.
-        defaults = engine_settings(generation, eos, config.vocab_size, tokenizer is not None)
-        if defaults.not_done:
-            warnings.warn(note_of(defaults.not_done), stacklevel=2)
-        pool = make_pool(threads, numa=chosen.numa)
-        try:
-            rewrites = [checked(each) for each in passes]
-            sizes = longest, pages, budget, chosen.max_num_seqs
-            logits = chosen.max_num_logits
-            runner: PagedRunner
-            with reporting(progress) as report:
-                decoder = weights.readable(packer(pool), report, pool.memory)
-                if device == "cpu":
-                    runner = CpuRunner(decoder, pool, *sizes, kernel, rewrites, logits, deferred)
-                elif device == "ref":
-                    from .pinning.beside import slots_of
-
-                    runner = RefRunner(
-                        decoder,
-                        *sizes,
-                        rewrites,
-                        pool,
-                        logits,
-                        chosen.dual_batch is True,
-                        chosen.prefill,
-                        slots_of(decoder, cache) if cache else None,
-                        chosen.cache_policy,
-                        deferred,
-                    )
-                else:
-                    from runtime.devices.cuda.runner import CudaOptions, CudaRunner
-
-                    experts = "cpu" if placement.experts == "cpu" else "gpu"
-                    given = longest, pages, chosen.max_num_batched_tokens, chosen.max_num_seqs
-                    runner = CudaRunner(
-                        decoder,
-                        device,
-                        pool,
-                        *given,
-                        kernel,
-                        rewrites,
-                        logits,
-                        CudaOptions(
-                            experts,
-                            None if defer == "auto" else deferred,
-                            chosen.dual_batch,
-                            placement.placed,
-                            placement.cached,
-                            placement.by_layer or None,
-                            chosen.prefill,
-                            placement.slots,
-                            chosen.cache_policy,
-                            placement.staged,
-                        ),
-                    )
-                runner.load()
-            with compiling(progress):
-                return LLM(runner, config, tokenizer, eos, pool, kernel, generation, chosen)
-        except BaseException:
-            pool.close()
-            raise
-
-
-def _chosen(engine: EngineConfig | None, settings: dict[str, Any]) -> EngineConfig:
-    """The engine's settings, those given by name in place of ``engine``'s."""
-    names = {field.name for field in fields(EngineConfig)}
-    for name in settings:
-        if name not in names:
-            close = get_close_matches(name, names, 1)
-            hint = f"Did you mean {close[0]}?" if close else f"Use {', '.join(sorted(names))}"
-            raise PykernelsError(f"load_engine has no setting {name!r}", hint)
-    return replace(engine or EngineConfig(), **settings)
-
-
-def _deferred(defer: Defer | None) -> int:
-    """Experts of a token that are deferred, as asked for. "auto" is none where no GPU is beside the
-    CPU, else what the runner finds."""
-    if defer in (None, "off", "auto"):
-        return 0
-    if not str(defer).isdecimal():
-        raise PykernelsError(f"{defer!r} experts deferred", "Give a number, auto or off")
-    return int(defer)
-
-
 def placed_program(
     path: Path, rules: Rules, device: str, experts: str, tokens: int, slots: int = 0
 ) -> Program:
@@ -416,23 +186,26 @@ def placed_program(
     config = read_config(path)
     device = engine_device(device, rules, config.model_type)
     with open_weights(path, config, rules, device=device) as weights:
-        program = weights.decoder.lower(StepSizes(tokens, tokens, tokens, 1, 1))
+        sizes = StepSizes(tokens, tokens, tokens)
+        program = weights.decoder.lower(sizes)
         if device == CPU:
             if experts == "gpu":
                 raise PykernelsError("experts on a GPU without one", "Add --device cuda:0")
             return program
-        from runtime.devices.cuda.memory.weights import gpu_bytes
-        from runtime.devices.gpus import gpus_of, several_refused
+        from runtime.devices.cuda.layouts import CudaLayouts
+        from runtime.devices.gpus import gpus_of
+        from runtime.planning.gpu.machine import Machine
+        from runtime.planning.gpu.plan import place_on, several_refused
 
         gpus = gpus_of(device)
         if slots and len(gpus) > 1:
             raise PykernelsError(*several_refused("an expert cache"))
-        caches = {name: part.nbytes for name, part in weights.decoder.caches(1).items()}
-        same = dict.fromkeys(gpus, 1 << 40)  # bytes: GPUs that need not be there
-        room = {layer.experts.layer or 0: slots for layer in moe_layers(program) if slots}
-        placed, by_layer = weights.placed
-        found = place(program, experts, same, gpu_bytes, placed, caches, by_layer)
-        return replace(found, slots=room).apply(program)
+        free = dict.fromkeys(gpus, 1 << 40)  # bytes: GPUs that need not be there
+        machine = Machine(free, CudaLayouts())
+        placement = place_on(machine, weights.decoder, 1, experts, *weights.placed)
+        layers = {layer.experts.layer or 0: slots for layer in moe_layers(program) if slots}
+        plan = ExecutionPlan(sizes, replace(placement, slots=layers))
+        return compile(weights.decoder, plan, tokens=tokens).program
 
 
 def meta_decoder(path: Path, rules: Rules = None) -> Decoder:
@@ -443,11 +216,3 @@ def meta_decoder(path: Path, rules: Rules = None) -> Decoder:
     """
     with open_weights(path, read_config(path), rules) as weights:
         return weights.decoder
-
-
-def _eos(config: PretrainedConfig, generation: Any) -> list[int]:
-    """The end-of-sequence tokens."""
-    eos = getattr(generation, "eos_token_id", None)
-    if eos is None:
-        eos = config.eos_token_id
-    return [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]

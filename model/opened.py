@@ -37,7 +37,7 @@ from .modules.inject import inject
 from .modules.linear import linears
 from .modules.moe import FusedMoE
 from .modules.placement import Placement as RulePlacement
-from .modules.placement import place
+from .modules.placement import check_places, place
 from .pretrained import build_meta
 from .rules import Rule, Rules, resolve_rules
 
@@ -210,6 +210,7 @@ def followed(model: PreTrainedModel, rules: Sequence[Rule], device: str = CPU) -
             f"a rule places modules on {others[0]}, and the engine is on {device}",
             f"Name {others[0]} in --device too, or leave out that rule",
         )
+    check_places(model, rules, placement)
     return placement
 
 

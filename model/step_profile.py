@@ -13,22 +13,24 @@ from typing import Any
 from pykernels.errors import PykernelsError
 from pykernels.registry import resolve
 from pykernels.target import detect
-from runtime.devices.cpu.runner import CpuRunner
-from runtime.devices.ref.runner import RefRunner
 from runtime.extend import checked
-from runtime.kv_cache.layout import PAGE, Pages
+from runtime.kv_cache.layout import PAGE
+from runtime.make_runner import make_plan, make_runner
+from runtime.planning.config import ExecutionConfig
+from runtime.planning.execution import largest_step
+from runtime.planning.lowerable import Pass
 from runtime.profiling.engine_speed import EngineTimer, Load
-from runtime.runner.paged_runner import PagedRunner, Pass
 from runtime.tracing.recorder import Recorder
 from runtime.tracing.timeline import Timeline
 from runtime.workers.matrix import packer
-from runtime.workers.pool import WorkerPool
+from runtime.workers.pool import make_pool
 
 from . import EMBEDDED
 from .architectures.named import make_config
 from .checkpoint.config import read_config
 from .hub import name_of
-from .llm import DEVICES, _deferred, load_engine
+from .load import load_engine
+from .pinning.place import placement_of
 from .random_model import check_memory, random_decoder
 
 WARM_STEPS = 8
@@ -43,7 +45,7 @@ class Subject:
         path: a checkpoint; None: the embedded one, or ``arch``.
         arch: a name of ``architectures.named``: random weights in ``fmt``, ``layers`` of its
             layers (None: all).
-        others: as in ``load_engine``.
+        rules, execution, passes: as in ``load_engine``.
     """
 
     path: Path | None = None
@@ -51,13 +53,7 @@ class Subject:
     layers: int | None = None
     fmt: str = "q4_k"
     rules: Any = None
-    device: str = "cpu"
-    experts: str = "auto"
-    defer: int | str = "off"
-    dual_batch: bool | str = False
-    kv_dtype: str = "bf16"
-    threads: int | None = None
-    kernel: str = "auto"
+    execution: ExecutionConfig = ExecutionConfig()
     passes: tuple[Pass, ...] = ()
 
 
@@ -111,18 +107,12 @@ def _opened(subject: Subject, load: Load) -> Iterator[tuple[EngineTimer, str]]:
     with load_engine(
         path,
         rules=subject.rules,
-        threads=subject.threads,
-        kernel=subject.kernel,
-        defer=subject.defer,
         passes=subject.passes,
-        device=subject.device,
-        experts=subject.experts,
+        execution=subject.execution,
         max_model_len=positions,
         max_num_seqs=load.batch,
         max_num_batched_tokens=budget,
         kv_tokens=pages * PAGE,
-        kv_dtype=subject.kv_dtype,
-        dual_batch=subject.dual_batch,
         overlap=False,  # each step is recorded on its own
     ) as llm:
         llm.engine.threaded = False  # it has had no request yet, so it has no thread
@@ -135,21 +125,20 @@ def _random(
     subject: Subject, positions: int, pages: int, budget: int, batch: int
 ) -> Iterator[EngineTimer]:
     """The same with random weights."""
-    device, fmt, kernel = subject.device, subject.fmt, subject.kernel
+    execution, fmt = subject.execution, subject.fmt
     assert subject.arch is not None
-    if device not in DEVICES and not device.startswith("cuda"):
-        raise PykernelsError(f"no device {device!r}", f"Use {', '.join(DEVICES)} or cuda:0")
-    resolve(kernel, fmt, detect())
-    Pages(0, subject.kv_dtype)  # refused before weights are filled
+    resolve(execution.kernel, fmt, detect())
     config = make_config(subject.arch, num_hidden_layers=subject.layers)
     _check_positions(subject.arch, positions, config.max_position_embeddings)
     check_memory(subject.arch, config, fmt)
-    deferred = _deferred(subject.defer)
-    with WorkerPool(subject.threads) as pool:
-        decoder = random_decoder(config, fmt, packer(pool), kernel)
-        decoder = replace(decoder, kv_dtype=subject.kv_dtype)
-        sizes = positions, pages, budget, batch
-        runner = _runner(subject, decoder, pool, sizes, deferred)
+    with make_pool(execution.threads, numa=execution.numa) as pool:
+        decoder = random_decoder(config, fmt, packer(pool), execution.kernel, nodes=pool.memory)
+        decoder = replace(decoder, kv_dtype=execution.kv_dtype)
+        sizes = largest_step(positions, pages, budget, batch)
+        placement = placement_of(execution, decoder, sizes)
+        passes = [checked(each) for each in subject.passes]
+        plan = make_plan(execution, decoder, positions, sizes, placement, passes)
+        runner = make_runner(plan, execution.device, decoder, pool)
         runner.load()
         timer = EngineTimer(runner, overlap=False)
         try:
@@ -166,46 +155,15 @@ def _check_positions(name: str, positions: int, most: int) -> None:
         )
 
 
-def _runner(
-    subject: Subject,
-    decoder: Any,
-    pool: WorkerPool,
-    sizes: tuple[int, int, int, int],
-    deferred: int,
-) -> PagedRunner:
-    passes = [checked(each) for each in subject.passes]
-    if subject.device == "cpu":
-        return CpuRunner(decoder, pool, *sizes, subject.kernel, passes, deferred=deferred)
-    if subject.device == "ref":
-        lanes = subject.dual_batch is True
-        return RefRunner(decoder, *sizes, passes, pool, dual_batch=lanes, deferred=deferred)
-    from runtime.devices.cuda.runner import CudaOptions, CudaRunner
-
-    return CudaRunner(
-        decoder,
-        subject.device,
-        pool,
-        *sizes,
-        subject.kernel,
-        passes,
-        options=CudaOptions(
-            experts=subject.experts,
-            deferred=None if subject.defer == "auto" else deferred,
-            dual_batch=subject.dual_batch,
-            prefill="auto",
-        ),
-    )
-
-
 def _title(name: str, subject: Subject, timer: EngineTimer) -> str:
     """Names what is profiled, for the picture and the trace."""
     pool = timer.runner.pool
     threads = "" if pool is None else f", {pool.threads} worker{'s' * (pool.threads > 1)}"
-    where = subject.device
-    placement = getattr(timer.runner, "placement", None)  # beside a GPU
-    if placement is not None:
+    where = subject.execution.device
+    if subject.execution.on_gpu:
+        placement = timer.runner.plan.placement
         where += f", experts on the {'CPU' if placement.experts == 'cpu' else 'GPU'}"
-    off = subject.defer in ("off", "0", 0)
+    off = subject.execution.defer in (None, "off", 0)
     deferred = "" if off else f", experts deferred: {timer.runner.deferred}"
     lanes = ", two lanes" if timer.runner.dual_batch else ""
     own = "".join(f", pass {each.__name__}" for each in subject.passes)

@@ -274,3 +274,43 @@ class Ragged:
     @property
     def B(self) -> int:
         return self.q_starts.shape[0]
+
+
+@dataclass(frozen=True)
+class StateBatch:
+    """Where the tokens of sequences lie that have a state each; all contiguous int32 [S].
+
+    Sequence ``s`` has the rows ``starts[s] .. + lengths[s]`` of the tokens given beside it, and the
+    state in slot ``slots[s]`` of the buffer given beside that. No two have the same slot. Nothing
+    is read from the device to check that.
+
+    Attributes:
+        slots: negative: padding, of which nothing is read or written, its rows included.
+        past: tokens that the state has seen; 0: it begins as zeros, whatever the slot holds.
+        max_length: no ``lengths`` is larger; the launch grid has room for this many.
+    """
+
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    slots: torch.Tensor
+    past: torch.Tensor
+    max_length: int
+
+    def __post_init__(self) -> None:
+        S = self.starts.numel()
+        vectors = (self.starts, self.lengths, self.slots, self.past)
+        if any(x.shape != (S,) or x.dtype != torch.int32 or not x.is_contiguous() for x in vectors):
+            raise PykernelsError(
+                "starts, lengths, slots and past do not match",
+                f"all must be contiguous int32 [{S}]",
+            )
+
+    @classmethod
+    def decode(cls, slots: torch.Tensor, past: torch.Tensor) -> StateBatch:
+        """One token of each sequence, in the order of their rows."""
+        rows = torch.arange(slots.numel(), dtype=torch.int32, device=slots.device)
+        return cls(rows, torch.ones_like(rows), slots, past, 1)
+
+    @property
+    def S(self) -> int:
+        return self.starts.shape[0]

@@ -18,10 +18,10 @@ from pykernels.errors import PykernelsError
 
 from .devices.cpu.step import BINDERS as CPU_BINDERS
 from .devices.ref.ops import OPS as REF_OPS
+from .planning.lowerable import Pass
 from .program import Program
 from .program.op import Op
 from .program.ops import OPS
-from .runner.paged_runner import Pass
 
 _registered: set[str] = set()
 

@@ -10,7 +10,7 @@ import ast
 import graphlib
 import importlib.util
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 PACKAGES = {"pykernels": 0, "runtime": 1, "model": 2, "bench": 3, "tests": 4}
 """Rank of each top-level package: a module imports packages of a lower rank, and its own."""
@@ -52,6 +52,8 @@ PRINTERS = ("model.cli.", "model.doctor.", "model.embedded.", "bench", "tests")
 
 MAX_LINES = 500
 MAX_TEST_NAME = 60
+MAX_PARAMETERS = 12
+"""Of a command; several options that belong together are one dataclass."""
 
 
 def violations(source: str, name: str, is_package: bool = False) -> list[str]:
@@ -79,6 +81,13 @@ def violations(source: str, name: str, is_package: bool = False) -> list[str]:
         and node.name.startswith("test_")
         and len(node.name) > MAX_TEST_NAME
     ]
+    found += [
+        f"{name}:{node.lineno}: {node.name} has {count} parameters: make a dataclass of options"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(each, ast.Name) and each.id == "command" for each in node.decorator_list)
+        and (count := len(node.args.args) + len(node.args.kwonlyargs)) > MAX_PARAMETERS
+    ]
     if (lines := len(source.splitlines())) >= MAX_LINES:
         found.append(f"{name}: {lines} lines: split it, one concept a file")
     return found
@@ -93,15 +102,12 @@ def circle(sources: Sources) -> list[str]:
     return _cycle(_graph(sources))
 
 
-def folder_circle(sources: Sources, but: Collection[str] = ()) -> list[str]:
+def folder_circle(sources: Sources) -> list[str]:
     """The folders of one circle of imports, those for types alone too; empty if there is none.
 
     An import is an arrow between two children of the innermost folder that holds both ends: a child
     stands for all that lies below it, and the folder's own files are one more child. So neither two
     folders import each other nor a folder and what it holds, at any depth.
-
-    Args:
-        but: folders that hold such circles still; seen from outside each is a folder as any other.
     """
     graphs: dict[tuple[str, ...], dict[str, set[str]]] = {}
     for name, targets in _graph(sources).items():
@@ -109,7 +115,7 @@ def folder_circle(sources: Sources, but: Collection[str] = ()) -> list[str]:
         for there in {_folder(sources, target) for target in targets if target in sources}:
             depth = len(os.path.commonprefix([here, there]))
             first, second = (".".join(folder[: depth + 1]) for folder in (here, there))
-            if first != second and ".".join(here[:depth]) not in but:
+            if first != second:
                 graphs.setdefault(here[:depth], {}).setdefault(first, set()).add(second)
     return next(filter(None, map(_cycle, graphs.values())), [])
 

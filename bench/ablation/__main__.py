@@ -16,9 +16,9 @@ from rich.console import Console
 from bench.e2e.options import add_model_options, prepared
 from bench.harness.keeping.ending import end_on_signals
 from bench.harness.session import add_run_options, measure_and_keep, run_command
+from bench.tables.ablation import line
 
 from .run import AblationRun, Settings
-from .table import line
 
 
 def options(arguments: list[str] | None = None) -> argparse.Namespace:

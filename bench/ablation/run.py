@@ -12,15 +12,16 @@ from typing import Any
 from bench.e2e.ours import Ours, Shape
 from bench.e2e.players import Case, Engines, Rates, Transformers
 from bench.harness.machine import describe_machine
-from bench.harness.rows import reason
+from bench.harness.timing.rows import reason
 from bench.peers.client import PeerMissing
+from bench.tables.ablation import OP, Row
 from model.architectures.named import ARCHS
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from pykernels.target import Target
+from runtime.planning.config import ExecutionConfig
 
 from .stages import stages
-from .table import OP, Row
 
 EAGER = "transformers, bf16, on the CPU"
 
@@ -77,7 +78,8 @@ class AblationRun:
         self._machine, self._start = describe_machine(self.target, s.device), time.monotonic()
         self.step("weights", 0, s.rounds)
         shape = Shape(s.arch, s.layers, s.experts, s.vocab)
-        ours = Ours.random(shape, s.fmt, s.threads, s.kernel)
+        execution = ExecutionConfig(threads=s.threads, kernel=s.kernel)
+        ours = Ours.random(shape, s.fmt, execution)
         try:
             for batch in s.batches:
                 found = self._case(ours, shape, Case("decode", s.tokens, batch, s.context))

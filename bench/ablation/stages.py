@@ -10,8 +10,12 @@ import torch
 from bench.e2e.ours import Ours
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.cpu.step import CpuExecutable
+from runtime.make_runner import make_plan
+from runtime.planning.compile import Compiled
+from runtime.planning.config import ExecutionConfig
+from runtime.planning.execution import largest_step
+from runtime.planning.placement import CPU
 from runtime.profiling.engine_speed import EngineTimer, Load
-from runtime.program import Program
 from runtime.runner.batch import StepBatch
 from runtime.runner.paged_runner import PagedRunner
 from runtime.workers.job import Jobs
@@ -73,14 +77,14 @@ class InOrder(OneByOne):
 
     late_masks = False
 
-    def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CpuExecutable:
+    def make_step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> CpuExecutable:
         return CpuExecutable(
-            program,
+            compiled.parts[CPU],
             self.weights,
             self.pool,
             inputs,
             self.caches,
-            self.kernel,
+            self.plan.kernel,
             self.sizes,
             in_order=True,
         )
@@ -89,14 +93,14 @@ class InOrder(OneByOne):
 class NodeByNode(OneByOne):
     """Python calls one node after the other."""
 
-    def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CpuExecutable:
+    def make_step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> CpuExecutable:
         return _Calls(
-            program,
+            compiled.parts[CPU],
             self.weights,
             self.pool,
             inputs,
             self.caches,
-            self.kernel,
+            self.plan.kernel,
             self.sizes,
             in_order=True,
         )
@@ -126,7 +130,10 @@ class _Calls(CpuExecutable):
 
 def _on_cpu(runner: type[CpuRunner], kernel: str) -> Callable[[Ours, Load], EngineTimer]:
     def make(ours: Ours, load: Load) -> EngineTimer:
-        return _timer(runner(ours.decoder, ours.pool, *_sizes(load), kernel))
+        positions, pages = load.positions(STEP_TOKENS), load.pages(STEP_TOKENS)
+        sizes = largest_step(positions, pages, STEP_TOKENS, load.batch)
+        plan = make_plan(ExecutionConfig(kernel=kernel), ours.decoder, positions, sizes)
+        return _timer(runner(ours.decoder, plan, ours.pool))
 
     return make
 
@@ -138,33 +145,24 @@ def _on_gpu(
     defer: bool = False,
     dual_batch: bool = False,
 ) -> Callable[[Ours, Load], EngineTimer]:
-    def make(ours: Ours, load: Load) -> EngineTimer:
-        from runtime.devices.cuda.runner import CudaOptions, CudaRunner
+    execution = ExecutionConfig(
+        device=device,
+        experts="cpu",
+        prefill="cpu",
+        kernel=kernel,
+        defer="auto" if defer else "off",
+        dual_batch=dual_batch,
+    )
 
-        sizes = _sizes(load)
-        runner = CudaRunner(
-            ours.decoder,
-            device,
-            ours.pool,
-            *sizes,
-            kernel=kernel,
-            options=CudaOptions(
-                experts="cpu", deferred=None if defer else 0, dual_batch=dual_batch
-            ),
-        )
-        timer = _timer(runner)
+    def make(ours: Ours, load: Load) -> EngineTimer:
+        timer = ours.timer(load, execution, STEP_TOKENS)
+        runner = timer.runner
         if not graph:
             for step in {id(step): step for step in (*runner.steps, *runner.decode_steps)}.values():
                 step.drop_graph()  # type: ignore[attr-defined]
         return timer
 
     return make
-
-
-def _sizes(load: Load) -> tuple[int, int, int, int]:
-    """Positions, pages, tokens of a step, sequences."""
-    tokens = max(STEP_TOKENS, load.batch)
-    return load.positions(tokens), load.pages(tokens), tokens, load.batch
 
 
 def _timer(runner: PagedRunner) -> EngineTimer:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bench.harness.keeping.provenance import provenance
-from model.cli.common import err, out, prepare_threads
+from model.cli.shared.common import err, out, prepare_threads
 from pykernels.errors import PykernelsError
 from pykernels.registry import requested
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from model.cli.common import Debug, Kernel, Threads, command, err, prepare_threads
-from model.cli.session import Prefill, check_prefill
+from model.cli.shared.common import Debug, command, err
+from model.cli.shared.execution import settled
+from model.cli.shared.options import Choose
 from model.extras import check_plot
 from pykernels.errors import PykernelsError
-from pykernels.registry import requested
+from runtime.planning.config import ExecutionConfig
 
-from ..e2e.cli import check_gpu, check_options, open_model
-from ..e2e.model_options import Arch, Checkpoint, Format, Layers, Vocab, count
+from ..e2e.cli import check_gpu, open_model
+from ..e2e.model_options import ModelOptions, count
 from ..harness.keeping.kept import AsJson, Save, keeping
 
 if TYPE_CHECKING:
@@ -24,32 +26,28 @@ if TYPE_CHECKING:
     from ..e2e.ours import Ours
 
 
+_EXECUTION = Choose(
+    only=("device", "prefill", "threads", "kernel"),
+    help={"device": "cuda:0: also time the engine with such caches."},
+)
+
+
 @command
 def cache(
-    model: Checkpoint = None,
-    arch: Arch = None,
-    layers: Layers = None,
-    format: Format = None,
-    vocab: Vocab = None,
+    chosen: Annotated[ModelOptions, Choose(but=("activations", "experts"))],
+    execution: Annotated[ExecutionConfig, _EXECUTION],
     shares: Annotated[
         str, typer.Option(metavar="P,P", help="Slots of a layer, in % of its experts.")
     ] = "10,25,50",
     texts: Annotated[int, count("Sequences that are recorded.")] = 8,
     prompt: Annotated[int, count("Tokens of each that are read at once.")] = 256,
     tokens: Annotated[int, count("Tokens of each behind that, decoded one by one.")] = 256,
-    device: Annotated[
-        str,
-        typer.Option(metavar="cpu|cuda:0", help="cuda:0: also time the engine with such caches."),
-    ] = "cpu",
     lengths: Annotated[
         str, typer.Option(metavar="N,M", help="With a GPU: tokens of the prompts.")
     ] = "512",
-    prefill: Prefill = "auto",
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Hits and speeds, drawn.")
     ] = None,
-    threads: Threads = None,
-    kernel: Kernel = None,
     save: Save = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -60,15 +58,12 @@ def cache(
     The embedded model and checkpoints read files of Python's library, models of random weights
     random tokens. With --device cuda:0 the engine is timed with such caches, too.
     """
-    given = {"format": format, "layers": layers, "vocab": vocab, "experts": None}
-    given["activations"] = None
-    check_options(model, arch, given)
+    chosen.check()
     check_plot(plot)
     sizes = [number / 100 for number in _numbers("shares", shares, 99)]
     prompts = _numbers("lengths", lengths)
-    check_gpu(device, "auto")
-    check_prefill(prefill, device)
-    chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
+    check_gpu(execution)
+    execution = settled(execution)
     from runtime.experts.cache import CachePolicy
 
     from .run import SWAPS, OnGpu, simulated, simulated_plan, slots_of
@@ -77,11 +72,11 @@ def cache(
         keeping("cache", save, as_json, plot) as kept,
         err().status("", spinner_style="dim") as status,
     ):
-        status.update("filling random weights …" if arch else "reading, packing …")
-        ours = open_model(model, arch, given, chosen_threads, chosen_kernel, "bf16")
+        status.update(chosen.doing)
+        ours = open_model(chosen, execution)
         try:
             status.update("recording what routers choose …")
-            recordings = [*_recorded(ours, model, arch, (texts, prompt, tokens), chosen_kernel)]
+            recordings = [*_recorded(ours, chosen, (texts, prompt, tokens), execution)]
             experts = _experts_of(ours)
             slots = slots_of(sizes, experts)
             status.update("simulating …")
@@ -92,18 +87,18 @@ def cache(
                 "experts": experts,
                 "topk": int(recordings[0].ids.shape[2]),
                 "threads": ours.pool.threads,
-                "device": device,
+                "device": execution.device,
                 "texts": texts,
                 "prompt": prompt,
                 "tokens": tokens,
             }
             policies = [CachePolicy(swaps=0), CachePolicy(), CachePolicy("lru-fixed", 2)]
-            on_gpu = OnGpu(device, prompts, tokens, chosen_kernel, chosen_threads, prefill)
+            on_gpu = OnGpu(replace(execution, experts="cpu"), prompts, tokens)
             kept.plan = simulated_plan(slots, SWAPS)
-            kept.plan += on_gpu.plan(slots, policies) if device != "cpu" else []
+            kept.plan += on_gpu.plan(slots, policies) if execution.on_gpu else []
             for row in simulated(recordings, experts, slots, SWAPS):
                 kept.add(row)
-            if device != "cpu":
+            if execution.on_gpu:
                 step = lambda name: status.update(f"{name} …")  # noqa: E731
                 for row in on_gpu.rows(ours, experts, slots, policies, step):
                     kept.add(row)
@@ -113,21 +108,20 @@ def cache(
 
 def _recorded(
     ours: Ours,
-    model: Path | None,
-    arch: str | None,
+    chosen: ModelOptions,
     sizes: tuple[int, int, int],
-    kernel: str,
+    execution: ExecutionConfig,
 ) -> Iterator[Recording]:
     from .record import random_texts, record, source_texts
 
     count, prompt, tokens = sizes
-    if arch is not None:
+    if chosen.arch is not None:
         texts = random_texts(ours.decoder.vocab_size, count, prompt + tokens)
     else:
         import model as package
 
-        texts = source_texts(model or package.EMBEDDED, count, prompt + tokens)
-    return record(ours, texts, prompt, kernel)
+        texts = source_texts(chosen.model or package.EMBEDDED, count, prompt + tokens)
+    return record(ours, texts, prompt, replace(execution, device="cpu", prefill="auto"))
 
 
 def _experts_of(ours: Ours) -> int:

@@ -12,6 +12,7 @@ from model.embedded.corpus import default_stdlib, find_sources, split
 from pykernels.errors import PykernelsError
 from runtime.engine import Engine, SamplingParams
 from runtime.experts.cache.simulate import Recording
+from runtime.planning.config import ExecutionConfig
 from runtime.profiling.engine_speed import Load
 
 from ..e2e.ours import Ours
@@ -46,7 +47,7 @@ def random_texts(vocab: int, count: int, tokens: int) -> list[list[int]]:
 
 
 def record(
-    ours: Ours, texts: Sequence[Sequence[int]], prompt: int, kernel: str
+    ours: Ours, texts: Sequence[Sequence[int]], prompt: int, execution: ExecutionConfig
 ) -> Iterator[Recording]:
     """The choices of each text, of which ``prompt`` tokens are read at once, the others one by one.
 
@@ -56,7 +57,7 @@ def record(
         PykernelsError: a model without routed experts, or with too few positions.
     """
     longest = max(map(len, texts))
-    timer = ours.timer(Load(longest, 1), kernel)
+    timer = ours.timer(Load(longest, 1), execution)
     try:
         timer.close()
         with Engine(timer.runner, threaded=False) as engine:

@@ -8,9 +8,10 @@ from functools import partial
 from itertools import product
 from statistics import mean, median
 
-from bench.harness.rows import Row, attempt
+from bench.harness.timing.rows import Row, attempt
 from runtime.experts.cache import POLICIES, CachePolicy, CacheStats
 from runtime.experts.cache.simulate import Recording, best_fixed, simulate
+from runtime.planning.config import ExecutionConfig
 from runtime.profiling.engine_speed import EngineTimer, Load, decode_speed
 
 from ..e2e.ours import Ours, cache_figures, roof
@@ -73,18 +74,14 @@ class OnGpu:
     """How an engine is timed.
 
     Attributes:
+        execution: on a GPU, with the experts on the CPU.
         lengths: of prompts; the first one's context is decoded behind.
         tokens: decode steps.
-        threads: workers; None: one on each physical core.
-        prefill: of ``EngineConfig``.
     """
 
-    device: str
+    execution: ExecutionConfig
     lengths: tuple[int, ...] = (512,)
     tokens: int = 128
-    kernel: str = "auto"
-    threads: int | None = None
-    prefill: str = "auto"
 
     def rows(
         self,
@@ -122,10 +119,13 @@ class OnGpu:
         name = f"{slots} slots, {policy.name}, {policy.swaps} swaps"
         step(f"{name}: compiling")
         load = Load(max(self.lengths), self.tokens, 1, self.lengths[0])
-        where = self.device, "cpu"
-        timer = ours.timer(
-            load, self.kernel, None, *where, prefill=self.prefill, expert_cache=slots, policy=policy
+        execution = replace(
+            self.execution,
+            expert_cache=slots,
+            expert_cache_policy=policy.name,
+            expert_cache_swaps=policy.swaps,
         )
+        timer = ours.timer(load, execution)
         try:
             step(name)
             timer.prefill(self.lengths[0])
@@ -137,10 +137,10 @@ class OnGpu:
 
     def _figures(self, timer: EngineTimer, ours: Ours) -> Row:
         before = replace(timer.runner.slots.stats) if timer.runner.slots is not None else None
-        roofs, steps = [roof(self.threads)], []
+        roofs, steps = [roof(self.execution.threads)], []
         for _ in range(_ROUNDS):
             steps += timer.decode(1, self.lengths[0], self.tokens)
-        roofs.append(roof(self.threads))
+        roofs.append(roof(self.execution.threads))
         program = timer.runner.decode_steps[0].program
         speed = decode_speed(steps, program, 1, ours.layers, mean(roofs))
         row: Row = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench.harness.case import Call, Case, Entry, rotating, sets_for
+from bench.harness.timing.case import Call, Case, Entry, rotating, sets_for
 from pykernels.gpu.attention.gqa_decode import gqa_decode
 from pykernels.gpu.attention.gqa_prefill import gqa_prefill
 from pykernels.gpu.attention.mla_decode import mla_decode

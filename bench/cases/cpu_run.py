@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from bench.cases.peers.table import PeerTable, can_start
 from bench.harness import estimate
 from bench.harness.machine import describe_cpu
 from bench.harness.quiet import LIMIT, Watch
-from bench.harness.rows import Row
 from bench.harness.settings import ROUTINGS, SECTIONS, Settings
+from bench.harness.timing.rows import Row
 from bench.peers.catalog import Peer
 from bench.peers.memory import EXPERTS, layer_shape
-from bench.peers.table import PeerTable, can_start
 from pykernels.target import Target
 from runtime.machine.topology import Topology
 from runtime.profiling.workload import RandomLayers, check_calls, routings

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from bench.harness.rows import Row, against, figures
+from bench.cases.peers.table import PeerTable
 from bench.harness.settings import ROUTINGS, Settings, Tokens, thread_counts
-from bench.harness.turns import Times, alternate
+from bench.harness.timing.rows import Row, against, figures
+from bench.harness.timing.turns import Times, alternate
 from bench.peers.catalog import Peer
 from bench.peers.client import PeerMissing
-from bench.peers.table import PeerTable
 from pykernels.quant import get_format
 from pykernels.registry import kernels
 from pykernels.shapes import MoEShape

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from bench.harness.case import Case
 from bench.harness.machine import describe_gpu
-from bench.harness.measure import measure, measure_all
-from bench.harness.roofs import Roofs, measure_roofs
-from bench.harness.rows import Row
+from bench.harness.timing.case import Case
+from bench.harness.timing.measure import measure, measure_all
+from bench.harness.timing.roofs import Roofs, measure_roofs
+from bench.harness.timing.rows import Row
 from pykernels.errors import PykernelsError
 
 OPS = ("attention", "moe", "linear", "router", "small_ops", "unpack_tiles")

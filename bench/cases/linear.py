@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from bench.harness.case import Case, Entry, rotating, sets_for
+from bench.harness.timing.case import Case, Entry, rotating, sets_for
 from pykernels.gpu.gemm.linear import linear
 from pykernels.gpu.gemm.weights import Matrices
 

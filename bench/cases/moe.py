@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench.harness.case import Case, Entry
+from bench.harness.timing.case import Case, Entry
 from pykernels.errors import PykernelsError
 from pykernels.gpu.moe.fused_moe import Experts, down, gate_up, gate_up_quantized, moe_ffn
 from pykernels.gpu.moe.permute import sort_pairs

@@ -2,7 +2,8 @@
 
 The static schedule shows what dealing out tasks is worth: each stage is cut into one contiguous
 share a thread and ends in a barrier for all, as a plain parallel loop would run it. The pool sees
-one task a thread and stage, which runs its whole share.
+one task a thread and stage, which runs its whole share. The calling thread alone converts the
+inputs and sorts the routing.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import numpy as np
 import torch
 from numba import carray, types
 
-from pykernels.cpu import MoECall, make_kernel
+from pykernels.cpu import MoECall, MoEWorkspace, make_kernel
 from pykernels.cpu.intrin.sync import as_pointer, call_task
 from pykernels.cpu.jit import task
 from pykernels.cpu.moe.plan import plan
+from pykernels.cpu.ops.moe import take_serially
 from runtime.profiling.workload import RandomLayers, call_of
 from runtime.workers.job import Job, Jobs
 
@@ -73,7 +75,7 @@ class Ours:
         return self.layers[layer](self.x, self.ids[routing], self.weights)
 
 
-_STAGES = ("rows", "pack", "gate_up", "down")
+_STAGES = ("pack", "gate_up", "down")
 _FIELDS = [f"{stage}_{what}" for stage in _STAGES for what in ("at", "units", "unit")]
 SHARES = np.dtype([(name, np.int64) for name in ("job", "threads", *_FIELDS)])
 """A call's shares: the real job, then of each stage its task, how many units, tasks of a unit."""
@@ -111,7 +113,7 @@ class StaticOurs(Ours):
         compiled = make_kernel(self.layers[0].backend.name, weights.fmt)
         self._stages = compiled.stages
         self._compiled, self._packed = compiled, [packed.slices[0] for packed in weights.packed]
-        self._shares = np.zeros(1, SHARES)
+        self._workspace, self._shares = MoEWorkspace(), np.zeros(1, SHARES)
 
     def prepare(self, T: int, ids: list[torch.Tensor]) -> None:
         """As ``Ours``; down tasks are alike, as many for every thread."""
@@ -121,7 +123,7 @@ class StaticOurs(Ours):
         parts = -(-share // moe_plan.h_chunk)
         moe_plan = replace(moe_plan, h_chunk=-(-share // parts), h_share=0)
         self._calls = [
-            MoECall(packed, self._compiled, self._pool.workspaces[0], threads, moe_plan)
+            MoECall(packed, self._compiled, self._workspace, threads, moe_plan)
             for packed in self._packed
         ]
         super().prepare(T, ids)
@@ -129,14 +131,14 @@ class StaticOurs(Ours):
     def run(self, layer: int, routing: int) -> torch.Tensor:
         """One call; its [T, H] result."""
         call, ids = self._calls[layer], self.ids[routing]
-        y, threads, stages = torch.empty_like(self.x), self._pool.threads, self._stages
-        tasks = call.prepare(self.x, ids, self.weights, y)
+        y, threads, stages = torch.empty(self.x.shape), self._pool.threads, self._stages
+        held = take_serially(call, self.x, ids, self.weights, y)
+        tasks = call.tasks
         # A run of outputs sums its experts in order: it stays with one thread.
         self._shares[0] = (
             *(call.address, threads),
-            *(stages.rows.address, tasks.row_tasks, 1),
-            *(stages.pack.address, tasks.pack_tasks, 1),
-            *(stages.gate_up.address, tasks.gate_up_tasks, 1),
+            *(stages.pack.address, tasks.pack, 1),
+            *(stages.gate_up.address, tasks.gate_up, 1),
             *(stages.down.address, tasks.down_chunks, tasks.active),
         )
         record = self._shares.ctypes.data
@@ -145,4 +147,5 @@ class StaticOurs(Ours):
             for i, stage in enumerate(_STAGES)
         ]
         self._pool.run(Jobs(shares))
-        return y
+        del held
+        return y.to(self.x.dtype)

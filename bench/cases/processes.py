@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from bench.harness.machine import check_gpu
-from bench.harness.measure import quick_collections
-from bench.harness.rows import Row
+from bench.harness.timing.measure import quick_collections
+from bench.harness.timing.rows import Row
 from bench.peers.catalog import ROOT
 
 from .gpu_run import GoOn, module_of

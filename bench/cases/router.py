@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bench.against.routers import router_of
-from bench.harness.case import Case, Entry, rotating, sets_for
+from bench.harness.timing.case import Case, Entry, rotating, sets_for
 from pykernels.gpu.moe.permute import permute, sort_pairs, unpermute
 from pykernels.gpu.moe.router import route, router
 from pykernels.gpu.moe.router_logits import router_logits

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from bench.harness.rows import Row, against, figures
 from bench.harness.settings import Settings
-from bench.harness.turns import alternate
+from bench.harness.timing.rows import Row, against, figures
+from bench.harness.timing.turns import alternate
 from pykernels.shapes import MoEShape
 from pykernels.target import Target
 from runtime.profiling.roofline import Roofs

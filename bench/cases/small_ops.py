@@ -9,14 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from bench.cases.step import ops as step_ops
-from bench.harness.case import Case, built, rotating, sets_for
+from bench.harness.timing.case import Case, built, rotating, sets_for
 from pykernels.errors import PykernelsError
-from pykernels.gpu.activation import silu_mul
-from pykernels.gpu.attention.kv_write import kv_write, mla_write
 from pykernels.gpu.attention.mla_read import mla_read
 from pykernels.gpu.embedding import embed
 from pykernels.gpu.norm import rms_norm
-from pykernels.gpu.rope import rope, rope_frequencies
 from pykernels.gpu.sampling import greedy, sample
 from pykernels.ref.sampling.inputs import SamplingInputs
 
@@ -54,65 +51,6 @@ def norm_case(T: int, H: int, device: torch.device) -> Case:
     )
 
 
-def silu_case(T: int, inter: int, device: torch.device) -> Case:
-    nbytes = 2 * T * inter * 3
-    sets = _sets(lambda: (torch.randn(T, 2 * inter, device=device).to(BF16),), nbytes, device)
-    out = torch.empty(T, inter, device=device, dtype=BF16)
-
-    def peer(x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, -1)
-        return F.silu(gate) * up
-
-    return Case(
-        "small_ops",
-        "silu_mul",
-        {"tokens": T, "inter": inter},
-        rotating(lambda x: silu_mul(x, out), sets),
-        nbytes,
-        0,
-        {"torch": rotating(peer, sets)},
-        len(sets),
-    )
-
-
-def rope_case(T: int, heads: int, kv: int, D: int, interleaved: bool, device: torch.device) -> Case:
-    """In place: read and written."""
-    nbytes = 2 * 2 * T * (heads + kv) * D
-    positions = torch.arange(T, device=device) + 5000
-    frequencies = rope_frequencies(D).to(device)
-
-    def make() -> tuple[torch.Tensor, torch.Tensor]:
-        q, k = (torch.randn(T, n, D, device=device).to(BF16) for n in (heads, kv))
-        return q, k
-
-    angles = positions.float().unsqueeze(1) * frequencies
-    cos, sin = (
-        f(torch.cat([angles] * 2, -1)).to(BF16).unsqueeze(1) for f in (torch.cos, torch.sin)
-    )
-
-    def rotated(x: torch.Tensor) -> torch.Tensor:
-        a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-        return torch.cat([a, b], -1) * cos + torch.cat([-b, a], -1) * sin
-
-    sets = _sets(make, nbytes, device)
-    return Case(
-        "small_ops",
-        "rope",
-        {
-            "tokens": T,
-            "heads": heads,
-            "kv_heads": kv,
-            "head_dim": D,
-            "pairs": "interleaved" if interleaved else "half-split",
-        },
-        rotating(lambda q, k: rope(q, k, positions, frequencies, interleaved), sets),
-        nbytes,
-        0,
-        {"torch": rotating(lambda q, k: (rotated(q), rotated(k)), sets)},
-        len(sets),
-    )
-
-
 def embed_case(T: int, V: int, H: int, device: torch.device) -> Case:
     table = torch.randn(V, H, device=device, dtype=BF16)
     sets = [(torch.randint(0, V, (T,), device=device),) for _ in range(32)]
@@ -126,72 +64,6 @@ def embed_case(T: int, V: int, H: int, device: torch.device) -> Case:
         0,
         {"torch": rotating(lambda ids: F.embedding(ids, table), sets)},
         32,
-    )
-
-
-def mla_write_case(T: int, eight: bool, device: torch.device) -> Case:
-    pages, page, L, R = 2048, 64, 512, 64
-    dtype = torch.float8_e4m3fn if eight else BF16
-    latent = torch.zeros(pages, page, L, device=device, dtype=BF16).to(dtype)
-    rotated = torch.zeros(pages, page, R, device=device, dtype=BF16)
-    scale = torch.zeros(pages, page, device=device) if eight else None
-    nbytes = T * (2 * (L + R) + L * dtype.itemsize + 2 * R + 4 * eight + 8)
-
-    def make() -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randn(T, L + R, device=device, dtype=BF16)
-        return x, torch.randperm(pages * page, device=device)[:T]
-
-    sets = _sets(make, nbytes, device)
-
-    def peer(x: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        rows = x[:, :L]
-        if scale is not None:
-            top = rows.abs().amax(-1).float().clamp_min(1e-30) / 448
-            scale.view(-1).index_copy_(0, slot_mapping, top)
-            rows = (rows / top.unsqueeze(1)).to(dtype).view(torch.uint8)
-        flat = latent.view(-1, L)
-        (flat.view(torch.uint8) if eight else flat).index_copy_(0, slot_mapping, rows)
-        rotated.view(-1, R).index_copy_(0, slot_mapping, x[:, L:])
-
-    def ours(x: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        mla_write(x[:, :L], x[:, L:], slot_mapping, latent, rotated, scale)
-
-    return Case(
-        "small_ops",
-        "mla_write",
-        {"tokens": T, "cache": "fp8" if eight else "bf16"},
-        rotating(ours, sets),
-        nbytes,
-        0,
-        {"torch": rotating(peer, sets)},
-        len(sets),
-    )
-
-
-def kv_write_case(T: int, KVH: int, D: int, device: torch.device) -> Case:
-    pages, page = 512, 64
-    k_cache, v_cache = (torch.zeros(pages, page, KVH, D, device=device, dtype=BF16) for _ in "kv")
-    nbytes = T * (4 * 2 * KVH * D + 8)
-
-    def make() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        k, v = (torch.randn(T, KVH, D, device=device, dtype=BF16) for _ in "kv")
-        return k, v, torch.randperm(pages * page, device=device)[:T]
-
-    sets = _sets(make, nbytes, device)
-
-    def peer(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        for x, cache in ((k, k_cache), (v, v_cache)):
-            cache.view(-1, KVH, D).index_copy_(0, slot_mapping, x)
-
-    return Case(
-        "small_ops",
-        "kv_write",
-        {"tokens": T, "kv_heads": KVH, "head_dim": D, "cache": "bf16"},
-        rotating(lambda k, v, slot_mapping: kv_write(k, v, slot_mapping, k_cache, v_cache), sets),
-        nbytes,
-        0,
-        {"torch": rotating(peer, sets)},
-        len(sets),
     )
 
 
@@ -294,11 +166,7 @@ def cases(device: torch.device, quick: bool = False) -> Iterator[Case]:
     """One token and a prompt of each."""
     made: list[tuple[Any, ...]] = []
     for T in (1, 8192) if quick else (1, 8, 8192):
-        made += [(norm_case, T, 7168), (silu_case, T, 2048)]
-        made += [(rope_case, T, 128, 1, 64, True), (mla_write_case, T, True)]
-    for T in () if quick else (1, 8192):
-        made += [(rope_case, T, 32, 4, 128, False), (mla_write_case, T, False)]
-        made += [(kv_write_case, T, 8, 128)]
+        made += [(norm_case, T, 7168)]
     made += [(mla_read_case, 1, 32768, eight) for eight in ((False,) if quick else (False, True))]
     for T in (1,) if quick else (1, 8192):
         made += [(embed_case, T, 129_280, 7168)]
@@ -314,7 +182,6 @@ def case(device: torch.device, what: str = "norm", tokens: int = 1, hidden: int 
     """One case by name."""
     made: dict[str, Callable[[], Case]] = {
         "norm": lambda: norm_case(tokens, hidden, device),
-        "silu": lambda: silu_case(tokens, hidden, device),
         "embed": lambda: embed_case(tokens, 129_280, hidden, device),
         "sample": lambda: sample_case(tokens, 129_280, "top-k, top-p", device),
     }

@@ -17,10 +17,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from bench.harness.keeping.as_module import run
 from bench.harness.keeping.ending import ending_on_signals
 from bench.harness.session import add_run_options, measure_and_keep, run_command
+from bench.tables.e2e import line
 from pykernels.env import env
 
 from .options import add_model_options, prepared
-from .table import line
 
 if TYPE_CHECKING:
     from .run import E2ERun

@@ -4,46 +4,29 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from model.cli.common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
-from model.cli.session import (
-    Defer,
-    DenseGib,
-    Device,
-    DualBatch,
-    ExpertCache,
-    GpuExperts,
-    KvDtype,
-    Prefill,
-    check_prefill,
-    dense_gib_of,
-    dual_batch_of,
-    expert_cache_of,
-)
+from model.cli.shared.common import Debug, command, err, note, out
+from model.cli.shared.execution import settled
 from model.hub import local
 from pykernels.errors import PykernelsError
-from pykernels.registry import requested
+from runtime.planning.config import ExecutionConfig
 
 from ..harness.keeping.provenance import provenance
-from .model_options import Arch, Checkpoint, ExpertDevice, Format, Layers, NumExperts, Vocab, count
+from .model_options import HOW_EXPERTS, ModelOptions, count
 
 if TYPE_CHECKING:
     from .ours import Ours
 
 Row = dict[str, Any]
-_RANDOM_ONLY = ("format", "layers", "experts", "vocab", "activations")
 
 
 @command
 def e2e(
-    model: Checkpoint = None,
-    arch: Arch = None,
-    layers: Layers = None,
-    format: Format = None,
+    chosen: ModelOptions,
+    execution: Annotated[ExecutionConfig, HOW_EXPERTS],
     prompt: Annotated[int, count("Tokens of a prompt.")] = 512,
     tokens: Annotated[int, count("Decode steps.")] = 64,
     batch: Annotated[int, count("Sequences at once.")] = 1,
@@ -53,23 +36,6 @@ def e2e(
             min=1, metavar="N", help="Tokens in each one's cache before.", show_default="--prompt"
         ),
     ] = None,
-    activations: Annotated[
-        str | None,
-        typer.Option(metavar="bf16|int8", help="Inputs of the experts.", show_default="bf16"),
-    ] = None,
-    kv_dtype: KvDtype = "bf16",
-    experts: NumExperts = None,
-    vocab: Vocab = None,
-    device: Device = "cpu",
-    expert_device: ExpertDevice = "auto",
-    gpu_experts: GpuExperts = None,
-    prefill: Prefill = "auto",
-    dense_gib: DenseGib = "auto",
-    expert_cache: ExpertCache = "off",
-    defer: Defer = "off",
-    dual_batch: DualBatch = "off",
-    threads: Threads = None,
-    kernel: Kernel = None,
     eager: Annotated[
         bool,
         typer.Option("--eager", help="Also time the eager model, in transformers' own loop."),
@@ -84,113 +50,67 @@ def e2e(
     With a GPU, bytes and roof are those of the experts on the CPU. Several models, and peers in
     turns with ours: --archs, --formats, --peers and others, shown below.
     """
-    given = {
-        "format": format,
-        "layers": layers,
-        "experts": experts,
-        "vocab": vocab,
-        "activations": activations,
-    }
-    check_options(model, arch, given)
-    check_gpu(device, expert_device, gpu_experts)
-    check_defer(defer)
-    check_prefill(prefill, device)
-    slots = expert_cache_of(expert_cache, device)
-    dense = dense_gib_of(dense_gib, device)
-    lanes = dual_batch_of(dual_batch, device)
-    chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
+    chosen.check()
+    check_gpu(execution)
+    execution = settled(execution)
     from runtime.profiling.engine_speed import Load
 
     load = Load(prompt, tokens, batch, context or prompt)
     with err().status("", spinner_style="dim") as status:
-        status.update("filling random weights …" if arch else "reading, packing …")
-        ours = open_model(model, arch, given, chosen_threads, chosen_kernel, kv_dtype)
+        status.update(chosen.doing)
+        ours = open_model(chosen, execution)
         try:
             status.update("compiling, timing the engine …")
-            where = device, expert_device, defer, lanes, gpu_experts, prefill, slots, dense
-            row = measured(ours, load, chosen_kernel, chosen_threads, *where)
+            row = measured(ours, load, execution)
         finally:
             ours.close()
         del ours  # before the eager model takes its memory
         if eager:
             status.update("timing the eager model …")
-            row |= eager_row(model, arch, given, load, chosen_threads, chosen_kernel)
+            row |= eager_row(chosen, load, execution)
     if as_json:
         print(json.dumps(provenance() | row))
     else:
         _show(row)
 
 
-def check_options(model: Path | None, arch: str | None, given: dict[str, Any]) -> None:
-    """Raises PykernelsError for options that contradict each other."""
-    if model is not None and arch is not None:
-        raise PykernelsError("--model and --arch are both given", "Leave one of them out")
-    if arch is None and (extra := [name for name in _RANDOM_ONLY if given.get(name) is not None]):
-        raise PykernelsError(
-            f"--{extra[0]} is for random weights; a checkpoint has its own",
-            "Add --arch qwen3-30b, or leave it out",
-        )
-    if model is not None:
-        local(model)  # before torch is imported and the bars of a download are hidden
-
-
-def check_defer(defer: str) -> None:
-    """Raises PykernelsError for what is no choice of ``--defer``."""
-    if defer not in ("auto", "off") and not defer.isdecimal():
-        raise PykernelsError(f"--defer {defer}", "Give a number of experts, auto or off")
-
-
-def check_gpu(device: str, expert_device: str, gpu_experts: str | None = None) -> None:
+def check_gpu(execution: ExecutionConfig) -> None:
     """Raises PykernelsError for a GPU that is not there, or a choice that needs one."""
-    from model.pinning.choose import parse
-
-    if parse(gpu_experts) and device == "cpu":
-        raise PykernelsError("--gpu-experts without a GPU", "Add --device cuda:0")
-    if device != "cpu":
+    execution.check_device()
+    if execution.device != "cpu":
         from runtime.devices.gpus import check_device
 
-        check_device(device)
-    elif expert_device != "auto":
-        raise PykernelsError(
-            f"--expert-device {expert_device} without a GPU", "Add --device cuda:0"
-        )
+        check_device(execution.device)
 
 
-def open_model(
-    folder: Path | None,
-    arch: str | None,
-    given: dict[str, Any],
-    threads: int | None,
-    kernel: str,
-    kv_dtype: str,
-) -> Ours:
+def open_model(chosen: ModelOptions, execution: ExecutionConfig) -> Ours:
     """A checkpoint, or random weights, ready to be timed. Raises what loading does."""
     import model
 
     from .ours import Ours, Shape
 
-    if arch is None:
-        folder = model.EMBEDDED if folder is None else local(folder)
-        return Ours.checkpoint(folder, threads, kernel, kv_dtype)
-    shape = Shape(arch, given["layers"], given["experts"], given["vocab"])
-    fmt, activations = given["format"] or "q4_k", given["activations"] or "bf16"
-    return Ours.random(shape, fmt, threads, kernel, activations, kv_dtype)
+    if chosen.arch is None:
+        folder = model.EMBEDDED if chosen.model is None else local(chosen.model)
+        return Ours.checkpoint(folder, execution)
+    shape = Shape(chosen.arch, chosen.layers, chosen.experts, chosen.vocab)
+    fmt, activations = chosen.format or "q4_k", chosen.activations or "bf16"
+    return Ours.random(shape, fmt, execution, activations)
 
 
-def measured(
-    ours: Ours,
-    load: Any,
-    kernel: str,
-    threads: int | None,
-    device: str = "cpu",
-    expert_device: str = "auto",
-    defer: str = "off",
-    dual_batch: bool | str = False,
-    gpu_experts: str | None = None,
-    prefill: str = "auto",
-    expert_cache: int | str = "off",
-    dense_gib: float | str = "auto",
-) -> Row:
+def described(execution: ExecutionConfig) -> Row:
+    """Where nodes are, and how, in a row."""
+    return {
+        "device": execution.device,
+        "expert_device": execution.experts,
+        "defer": str(execution.defer),
+        "gpu_experts": "" if execution.gpu_experts is None else execution.gpu_experts,
+        "prefill": execution.prefill,
+        "expert_cache": execution.expert_cache,
+        "dense_gib": execution.dense_gib,
+    }
+
+
+def measured(ours: Ours, load: Any, execution: ExecutionConfig) -> Row:
     """The flat row of one run."""
     from pykernels.target import detect
 
@@ -204,41 +124,15 @@ def measured(
         "layers": ours.layers,
         "threads": ours.pool.threads,
         "cpu": detect().cpu,
-        "kernel": ours.backend(kernel),
+        "kernel": ours.backend(execution.kernel),
         **asdict(load),
-        "device": device,
-        "expert_device": expert_device,
-        "defer": defer,
-        "gpu_experts": gpu_experts or "",
-        "prefill": prefill,
-        "expert_cache": expert_cache,
-        "dense_gib": dense_gib,
-        **measure(
-            ours,
-            load,
-            kernel,
-            threads,
-            device=device,
-            expert_device=expert_device,
-            defer=defer,
-            dual_batch=dual_batch,
-            gpu_experts=gpu_experts,
-            prefill=prefill,
-            expert_cache=0 if expert_cache == "off" else expert_cache,
-            dense_gib=dense_gib,
-        ),
+        **described(execution),
+        **measure(ours, load, execution),
         "load_seconds": ours.load_seconds,
     }
 
 
-def eager_row(
-    folder: Path | None,
-    arch: str | None,
-    given: dict[str, Any],
-    load: Any,
-    threads: int | None,
-    kernel: str,
-) -> Row:
+def eager_row(chosen: ModelOptions, load: Any, execution: ExecutionConfig) -> Row:
     """The eager model's figures; for a checkpoint with our experts inside, for an architecture
     transformers' own in bfloat16, or why it is not timed."""
     import model
@@ -246,15 +140,14 @@ def eager_row(
     from .eager import eager_speed, random_eager
     from .ours import Shape
 
-    if arch is None:
-        lm = model.from_pretrained(
-            model.EMBEDDED if folder is None else local(folder), threads=threads, kernel=kernel
-        )
+    if chosen.arch is None:
+        folder = model.EMBEDDED if chosen.model is None else local(chosen.model)
+        lm = model.from_pretrained(folder, threads=execution.threads, kernel=execution.kernel)
         name = "transformers' loop, our experts"
     else:
-        shape = Shape(arch, given["layers"], given["experts"], given["vocab"])
+        shape = Shape(chosen.arch, chosen.layers, chosen.experts, chosen.vocab)
         try:
-            lm, name = random_eager(arch, shape.config()), "transformers, bf16"
+            lm, name = random_eager(chosen.arch, shape.config()), "transformers, bf16"
         except PykernelsError as error:
             note(f"no eager model: {error}")
             return {"eager": "", "why_eager": str(error)}

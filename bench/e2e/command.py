@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from model.cli.formats import ListsFormats
+from model.cli.shared.formats import ListsFormats
 
 
 class OneOrSeveral(ListsFormats):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from model.cli.common import prepare_threads
+from model.cli.shared.common import prepare_threads
 from pykernels.env import env
 from pykernels.registry import requested
+from runtime.planning.config import ExecutionConfig
 
 SHARED = ("device", "layers", "experts", "vocab")
 
@@ -36,6 +37,6 @@ def prepared(chosen: argparse.Namespace) -> dict[str, Any]:
 
     from .cli import check_gpu
 
-    check_gpu(chosen.device, "auto")
+    check_gpu(ExecutionConfig(device=chosen.device))
     fields = {name: getattr(chosen, name) for name in SHARED}
     return fields | {"kernel": kernel, "threads": threads or Topology.detect().default_threads()}

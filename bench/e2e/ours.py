@@ -15,15 +15,15 @@ from model.architectures.decoder import Decoder
 from model.architectures.moe import MoE
 from model.architectures.named import make_config
 from model.hub import name_of
-from model.pinning.choose import parse
+from model.pinning.place import placement_of
 from model.random_model import check_memory, random_decoder
 from pykernels.errors import PykernelsError
 from pykernels.registry import resolve
 from pykernels.target import detect
-from runtime.devices.cpu.runner import CpuRunner
 from runtime.engine.scheduling.config import STEP_TOKENS
-from runtime.experts.cache import CachePolicy
-from runtime.kv_cache.layout import PAGE, Pages
+from runtime.make_runner import make_plan, make_runner
+from runtime.planning.config import ExecutionConfig
+from runtime.planning.execution import largest_step
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
 from runtime.runner.paged_runner import PagedRunner
@@ -85,29 +85,23 @@ class Ours:
 
     @classmethod
     def random(
-        cls,
-        shape: Shape,
-        fmt: str,
-        threads: int | None,
-        kernel: str,
-        activations: str = "bf16",
-        kv_dtype: str = "bf16",
+        cls, shape: Shape, fmt: str, execution: ExecutionConfig, activations: str = "bf16"
     ) -> Ours:
         """Random weights.
 
         Raises:
             PykernelsError: no memory for them, a format or a kernel that there is not.
         """
+        kernel = execution.kernel
         resolve(kernel, fmt, detect(), activations)
-        Pages(0, kv_dtype)  # refused before weights are filled
         config = shape.config()
         check_memory(shape.arch, config, fmt)
-        pool = make_pool(threads)
+        pool = make_pool(execution.threads, numa=execution.numa)
         try:
             start = time.perf_counter()
             pack, nodes = packer(pool), pool.memory
             decoder = random_decoder(config, fmt, pack, kernel, activations, nodes)
-            decoder = replace(decoder, kv_dtype=kv_dtype)
+            decoder = replace(decoder, kv_dtype=execution.kv_dtype)
             took = time.perf_counter() - start
             return cls(shape.arch, decoder, pool, config.max_position_embeddings, took)
         except BaseException:
@@ -115,19 +109,18 @@ class Ours:
             raise
 
     @classmethod
-    def checkpoint(
-        cls, folder: str | Path, threads: int | None, kernel: str, kv_dtype: str = "bf16"
-    ) -> Ours:
+    def checkpoint(cls, folder: str | Path, execution: ExecutionConfig) -> Ours:
         """A checkpoint. Raises what ``model.load_engine`` does."""
         start = time.perf_counter()
         loaded = model.load_engine(
             folder,
-            threads=threads,
-            kernel=kernel,
+            threads=execution.threads,
+            kernel=execution.kernel,
+            kv_dtype=execution.kv_dtype,
+            numa=execution.numa,
             max_model_len=1,
             max_num_seqs=1,
             max_num_batched_tokens=1,
-            kv_dtype=kv_dtype,
         )
         took = time.perf_counter() - start
         positions = loaded.config.max_position_embeddings
@@ -137,27 +130,16 @@ class Ours:
     def timer(
         self,
         load: Load,
-        kernel: str,
+        execution: ExecutionConfig,
         max_num_batched_tokens: int | None = None,
-        device: str = "cpu",
-        expert_device: str = "auto",
-        defer: str = "off",
-        dual_batch: bool | str = False,
-        gpu_experts: str | None = None,
-        prefill: str = "auto",
-        expert_cache: int | str = 0,
-        dense_gib: float | str = "auto",
-        policy: CachePolicy | None = None,
         target_itl_ms: float | None = None,
     ) -> EngineTimer:
         """An engine with room for a load.
 
         Args:
-            device, expert_device, defer, gpu_experts: ``device``, ``experts``, ``defer`` and
-                ``gpu_experts`` of ``load_engine``.
-            dual_batch, prefill, target_itl_ms: of ``EngineConfig``.
-            expert_cache: likewise, 0: off; ``policy``: of it. dense_gib: of ``EngineConfig``.
+            execution: as of ``load_engine``, on this model's workers.
             max_num_batched_tokens: of a step; None: as ``EngineConfig`` has it.
+            target_itl_ms: of ``EngineConfig``.
 
         Raises:
             PykernelsError: more positions than the model has, or no memory for the cache.
@@ -168,51 +150,14 @@ class Ours:
                 f"a sequence of {positions} tokens; {self.name} has {self.max_model_len} positions",
                 "Give a smaller --context, --prompt or --tokens",
             )
-        pages = load.pages(budget)
-        deferred = int(defer) if defer.isdecimal() else 0
-        runner: PagedRunner
-        if device == "cpu":
-            sizes = positions, pages, budget, load.batch
-            runner = CpuRunner(self.decoder, self.pool, *sizes, kernel, deferred=deferred)
-        else:
-            from model.pinning.beside import place_beside
-            from runtime.devices.cuda.runner import CudaOptions, CudaRunner
-            from runtime.program.sizes import StepSizes
-
-            given = max_num_batched_tokens and budget
-            table_pages = -(-positions // PAGE)
-            largest = StepSizes(budget, load.batch, load.batch, pages, table_pages)
-            asked = parse(gpu_experts)
-            placed = place_beside(
-                asked,
-                self.decoder,
-                device,
-                largest,
-                expert_device,
-                cache=expert_cache,
-                prefill=prefill,
-                dense=dense_gib,
-            )
-            where = "cpu" if placed.experts == "cpu" else "gpu"
-            at_most = positions, pages, given, load.batch
-            runner = CudaRunner(
-                self.decoder,
-                device,
-                self.pool,
-                *at_most,
-                kernel,
-                options=CudaOptions(
-                    where,
-                    None if defer == "auto" else deferred,
-                    dual_batch,
-                    gpu_experts=placed.cached,
-                    by_layer=placed.by_layer or None,
-                    prefill=prefill,
-                    slots=placed.slots,
-                    policy=policy,
-                    staged=placed.staged,
-                ),
-            )
+        pages, batch = load.pages(budget), load.batch
+        largest = largest_step(positions, pages, budget, batch)
+        placement = placement_of(execution, self.decoder, largest)
+        sizes = largest
+        if execution.on_gpu and not max_num_batched_tokens:  # as many tokens as pay there
+            sizes = largest_step(positions, pages, None, batch)
+        plan = make_plan(execution, self.decoder, positions, sizes, placement)
+        runner = make_runner(plan, execution.device, self.decoder, self.pool)
         start = time.perf_counter()
         spin(self.pool, "cpu")  # not while they pack
         runner.load()
@@ -229,35 +174,12 @@ class Ours:
 
 
 def measure(
-    ours: Ours,
-    load: Load,
-    kernel: str,
-    threads: int | None,
-    rounds: int = 3,
-    device: str = "cpu",
-    expert_device: str = "auto",
-    defer: str = "off",
-    dual_batch: bool | str = False,
-    gpu_experts: str | None = None,
-    prefill: str = "auto",
-    expert_cache: int | str = 0,
-    dense_gib: float | str = "auto",
+    ours: Ours, load: Load, execution: ExecutionConfig, rounds: int = 3
 ) -> dict[str, float]:
     """The speed of prompts and of decode steps, the roof taken before and after, and the seconds
     that compiling and warming up took."""
-    start = time.perf_counter()
-    timer = ours.timer(
-        load,
-        kernel,
-        device=device,
-        expert_device=expert_device,
-        defer=defer,
-        dual_batch=dual_batch,
-        gpu_experts=gpu_experts,
-        prefill=prefill,
-        expert_cache=expert_cache,
-        dense_gib=dense_gib,
-    )
+    start, threads = time.perf_counter(), execution.threads
+    timer = ours.timer(load, execution)
     try:
         timer.prefill(load.prompt)
         timer.decode(load.batch, min(load.context, 64), 4)

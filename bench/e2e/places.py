@@ -13,7 +13,7 @@ class Place:
 
     Attributes:
         name: in the table and the plot; "" where there is only one.
-        options: of ``Ours.timer``.
+        options: of ``ExecutionConfig``.
     """
 
     name: str = ""
@@ -24,10 +24,10 @@ def places(device: str) -> tuple[Place, ...]:
     """The places that are compared on a device: "cpu" or "cuda:N"."""
     if device == "cpu":
         return (Place(),)
-    hybrid = {"device": device, "expert_device": "cpu"}
+    hybrid = {"device": device, "experts": "cpu"}
     return (
         Place("CPU alone"),
         Place("experts on the CPU", hybrid),
         Place("experts on the CPU, deferral", hybrid | {"defer": "auto"}),
-        Place("GPU alone", {"device": device, "expert_device": "gpu"}),
+        Place("GPU alone", {"device": device, "experts": "gpu"}),
     )

@@ -13,20 +13,21 @@ from typing import Any
 
 from bench.harness.machine import describe_machine
 from bench.harness.quiet import LIMIT, Watch
-from bench.harness.rows import reason
+from bench.harness.timing.rows import reason
 from bench.peers.client import PeerMissing
 from bench.peers.gguf_model import FAMILIES, TYPES, model_file
 from bench.peers.llama_bench import CPU_ONLY, ON_THE_GPU, Offload
 from bench.peers.llama_tools import ToolMissing, find, source_of
+from bench.tables.e2e import Row
 from pykernels.errors import PykernelsError
 from pykernels.target import Target
+from runtime.planning.config import ExecutionConfig
 from runtime.profiling.engine_speed import decode_speed
 
 from .ours import Ours, roof
 from .places import places
 from .players import Case, Engines, Player, Rates, Transformers, llama_players
 from .settings import Settings
-from .table import Row
 
 TRANSFORMERS = "transformers bf16"
 Step = Callable[[str, int, int], None]
@@ -97,7 +98,8 @@ class E2ERun:
         self.step(f"{arch} {fmt}: weights", self._done, self._all)
         try:
             players, file = self._peers(arch, fmt, whys)
-            ours = Ours.random(s.shape(arch), fmt, s.threads, s.kernel)
+            execution = ExecutionConfig(threads=s.threads, kernel=s.kernel)
+            ours = Ours.random(s.shape(arch), fmt, execution)
             try:
                 return self._rows(arch, fmt, ours, players, whys)
             finally:
@@ -165,7 +167,8 @@ class E2ERun:
             for place in places(s.device):
                 self.step(f"{arch} {fmt}: {place.name or 'compiling'}", self._done, self._all)
                 try:
-                    make = partial(ours.timer, kernel=s.kernel, **place.options)
+                    execution = ExecutionConfig(kernel=s.kernel, **place.options)
+                    make = partial(ours.timer, execution=execution)
                     engines[place.name] = Engines(make, s.cases)
                 except PykernelsError as error:
                     failed[place.name] = reason(error)

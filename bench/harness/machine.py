@@ -68,7 +68,7 @@ def describe_gpu(device: torch.device) -> Machine:
     """The GPU and versions; "interpreter" where there is none."""
     import torch
 
-    from .timer import l2_bytes
+    from .timing.timer import l2_bytes
 
     cuda = device.type == "cuda"
     found = torch.cuda.get_device_properties(device) if cuda else None

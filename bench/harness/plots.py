@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.ablation.table import OP, bars
-from bench.e2e.plots import speeds
-from bench.e2e.table import is_whole
+from bench.tables.ablation import OP, bars
+from bench.tables.e2e import is_whole
+from bench.tables.e2e_plot import speeds
 
-from .rows import Row, title
+from .timing.rows import Row, title
 
 Results = dict[str, Any]
 _MARKS = {"kt-kernel": "s", "llama.cpp": "D", "torch": "^", "numpy": "v"}

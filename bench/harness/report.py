@@ -5,10 +5,9 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from bench.ablation import table as ablation
-from bench.e2e import table as e2e
+from bench.tables import ablation, e2e
 
-from .rows import Row, peers_of, title
+from .timing.rows import Row, peers_of, title
 
 Results = dict[str, Any]
 OWN = {"e2e": e2e, "ablation": ablation}

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from bench.peers.catalog import RESULTS
-from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
+from model.cli.shared.common import EXIT_ERROR, EXIT_INTERRUPTED
 from model.extras import how_to_install
 from pykernels.errors import PykernelsError
 
 from .files import Partial, Results, check_folder, write
 from .keeping.ending import KILLED, ending, why_ended
 from .keeping.provenance import provenance
-from .rows import Row
+from .timing.rows import Row
 
 EXIT_FAILED = 1
 

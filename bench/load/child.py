@@ -92,7 +92,7 @@ def load(folder: Path, threads: int, fmt: str | None) -> dict[str, Any]:
         with open_weights(folder, config, rules) as weights:
             decoder = weights.readable(packer(pool), lambda done, total: None)
             program = decoder.lower()
-            decoder.store.load(program, layouts(program))
+            decoder.store.load((program, layouts(program)))
         seconds = time.perf_counter() - start
         final = memory("VmRSS") - before
         del decoder

@@ -9,32 +9,29 @@ from typing import Annotated
 
 import typer
 
-from model.cli.common import Debug, Threads, command, err, note, prepare_threads
+from model.cli.shared.common import Debug, command, err, note, prepare_threads
+from model.cli.shared.execution import Workers
+from model.cli.shared.options import Choose
 from model.hub import local
 from pykernels.env import env
 
-from ..e2e.cli import check_options
-from ..e2e.model_options import ARCHS, Checkpoint, Layers, NumExperts, Vocab, count
+from ..e2e.model_options import ModelOptions, count
 from ..harness.keeping.kept import AsJson, Save, keeping
+
+_MODEL = Choose(
+    but=("activations",),
+    help={
+        "arch": "A random checkpoint of that shape instead.",
+        "format": "Of --arch's files: bf16 or fp8 safetensors, else GGUF (q8_0, q4_k ...).",
+    },
+    shown={"format": "bf16"},
+)
 
 
 @command
 def load(
-    model: Checkpoint = None,
-    arch: Annotated[
-        str | None, typer.Option(metavar=ARCHS, help="A random checkpoint of that shape instead.")
-    ] = None,
-    layers: Layers = None,
-    experts: NumExperts = None,
-    vocab: Vocab = None,
-    format: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Of --arch's files: bf16 or fp8 safetensors, else GGUF (q8_0, q4_k ...).",
-            show_default="bf16",
-        ),
-    ] = None,
+    chosen: Annotated[ModelOptions, _MODEL],
+    execution: Workers,
     convert: Annotated[
         str | None,
         typer.Option(
@@ -42,7 +39,6 @@ def load(
         ),
     ] = None,
     rounds: Annotated[int, count("Turns, of which the fastest counts.")] = 1,
-    threads: Threads = None,
     keep: Annotated[
         bool, typer.Option("--keep", help="Leave the files in PYKERNELS_CACHE_DIR/load.")
     ] = False,
@@ -55,9 +51,8 @@ def load(
     Cold: the files' pages were put out of memory (posix_fadvise); a disk or a hypervisor may still
     have a cache of its own. Weights alone count: headers, reading, packing.
     """
-    given = {"format": format, "layers": layers, "experts": experts, "vocab": vocab}
-    check_options(model, arch, given)
-    chosen = prepare_threads(threads)
+    chosen.check()
+    count_ = prepare_threads(execution.threads)
     from model import EMBEDDED
     from runtime.machine.topology import Topology
 
@@ -65,7 +60,7 @@ def load(
     from .checkpoint import write_checkpoint
     from .run import PEER, Loads, PeerMissing, ToolMissing, llama_cpp
 
-    count_ = chosen or Topology.detect().default_threads()
+    count_ = count_ or Topology.detect().default_threads()
     home = env.cache_dir / "load"
     home.mkdir(parents=True, exist_ok=True)
     folder = home if keep else Path(tempfile.mkdtemp(dir=home))
@@ -74,12 +69,14 @@ def load(
             keeping("load", save, as_json) as kept,
             err().status("", spinner_style="dim") as status,
         ):
-            source, fmt = EMBEDDED if model is None else local(model), format or "bf16"
+            arch, fmt = chosen.arch, chosen.format or "bf16"
+            source = EMBEDDED if chosen.model is None else local(chosen.model)
+            given = {k: getattr(chosen, k) for k in ("format", "layers", "experts", "vocab")}
             name = "-".join([arch or source.name, *(f"{k[0]}{v}" for k, v in given.items() if v)])
             config = None
             if arch is not None:
                 status.update("writing the checkpoint …")
-                config = Shape(arch, layers, experts, vocab).config()
+                config = Shape(arch, chosen.layers, chosen.experts, chosen.vocab).config()
                 source = write_checkpoint(config, fmt, folder, name)
             packed = folder / f"{name}.{convert or 'stored'}.packed"
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import model
-from bench.harness.rows import Row
+from bench.harness.timing.rows import Row
 from bench.peers.client import PeerMissing
 from bench.peers.gguf_model import FAMILIES, TYPES, model_file
 from bench.peers.llama_tools import ToolMissing, find

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from bench.harness.rows import Row
+from bench.harness.timing.rows import Row
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -14,29 +14,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from model.cli.common import Debug, Kernel, Threads, command, err, prepare_threads
-from model.cli.session import Defer, Device, GpuExperts, KvDtype, Prefill, check_prefill
+from model.cli.shared.common import Debug, command, err
+from model.cli.shared.execution import settled
+from model.cli.shared.options import Choose
 from pykernels.errors import PykernelsError
-from pykernels.registry import requested
+from runtime.planning.config import ExecutionConfig
 
-from ..e2e.cli import check_defer, check_gpu, check_options, open_model
-from ..e2e.model_options import (
-    Arch,
-    Checkpoint,
-    ExpertDevice,
-    Format,
-    Layers,
-    NumExperts,
-    Vocab,
-    count,
-)
+from ..e2e.cli import check_gpu, described, open_model
+from ..e2e.model_options import HOW_EXPERTS, ModelOptions, count
 from ..harness.keeping.kept import AsJson, Save, keeping
 
 if TYPE_CHECKING:
+    from bench.harness.timing.rows import Row
     from runtime.engine import Engine
 
     from ..e2e.ours import Ours
-    from ..harness.rows import Row
 
 ALONE = 48
 """Tokens of each stream before the prompt arrives, which are timed too."""
@@ -46,26 +38,14 @@ WARM = 8
 
 @command
 def mixed(
-    model: Checkpoint = None,
-    arch: Arch = None,
-    layers: Layers = None,
-    format: Format = None,
-    experts: NumExperts = None,
-    vocab: Vocab = None,
+    chosen: Annotated[ModelOptions, Choose(but=("activations",))],
+    execution: Annotated[ExecutionConfig, HOW_EXPERTS],
     streams: Annotated[int, count("Sequences that decode.")] = 4,
     context: Annotated[int, count("Tokens in each one's cache before.")] = 128,
     prompt: Annotated[int, count("Tokens of the prompt that arrives.")] = 1024,
     target_itl_ms: Annotated[
         float, typer.Option(metavar="MS", help="Of the engine with a cap.")
     ] = 100.0,
-    kv_dtype: KvDtype = "bf16",
-    device: Device = "cpu",
-    expert_device: ExpertDevice = "auto",
-    gpu_experts: GpuExperts = None,
-    prefill: Prefill = "auto",
-    defer: Defer = "off",
-    threads: Threads = None,
-    kernel: Kernel = None,
     save: Save = None,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -75,33 +55,22 @@ def mixed(
     Milliseconds from token to token of all streams: before the prompt, and from its arrival to its
     first token; of the prompt the time to that.
     """
-    given = {"format": format, "layers": layers, "experts": experts, "vocab": vocab}
-    given["activations"] = None
-    check_options(model, arch, given)
-    check_gpu(device, expert_device, gpu_experts)
-    check_prefill(prefill, device)
-    check_defer(defer)
-    chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
-    where = {
-        "device": device,
-        "expert_device": expert_device,
-        "defer": defer,
-        "gpu_experts": gpu_experts,
-        "prefill": prefill,
-    }
+    chosen.check()
+    check_gpu(execution)
+    execution = settled(execution)
     from .table import NAMED
 
     caps: list[float | None] = [None, target_itl_ms]
     with keeping("mixed", save, as_json) as kept, err().status("", spinner_style="dim") as status:
-        status.update("filling random weights …" if arch else "reading, packing …")
-        ours = open_model(model, arch, given, chosen_threads, chosen_kernel, kv_dtype)
+        status.update(chosen.doing)
+        ours = open_model(chosen, execution)
         try:
             kept.head = {
                 "model": ours.name,
                 "format": ours.fmt,
                 "layers": ours.layers,
                 "threads": ours.pool.threads,
-                **{key: "" if value is None else value for key, value in where.items()},
+                **described(execution),
                 "streams": streams,
                 "context": context,
                 "prompt": prompt,
@@ -110,24 +79,20 @@ def mixed(
             for cap in caps:
                 status.update(f"compiling, timing {f'with {cap:g} ms' if cap else 'no cap'} …")
                 load = streams, context, prompt
-                kept.add({NAMED: cap or ""} | measured(ours, chosen_kernel, *load, cap, where))
+                kept.add({NAMED: cap or ""} | measured(ours, execution, *load, cap))
         finally:
             ours.close()
 
 
 def measured(
     ours: Ours,
-    kernel: str,
+    execution: ExecutionConfig,
     streams: int,
     context: int,
     prompt: int,
     target_itl_ms: float | None,
-    where: dict[str, Any],
 ) -> Row:
     """The figures of one engine.
-
-    Args:
-        where: device, expert_device, defer, gpu_experts and prefill of ``Ours.timer``.
 
     Raises:
         PykernelsError: more positions than the model has; a stream ended before the prompt's first
@@ -138,14 +103,17 @@ def measured(
 
     most = WARM + ALONE + 2 * (-(-prompt // PREFILL_CAP_FLOOR)) + 64
     load = Load(prompt, most, streams + 1, context)
-    timer = ours.timer(load, kernel, target_itl_ms=target_itl_ms, **where)
+    timer = ours.timer(load, execution, target_itl_ms=target_itl_ms)
     try:
         timer.prefill(prompt)  # compiles what long prompts need
         timer.decode(streams, min(context, 64), 4)
         alone_s = timer.prefill(prompt)
         timer.engine.threaded = True  # from here on clients drive it
         run = _Run(timer.engine, timer.runner.vocab_size, most)
-        asyncio.run(run.all(streams, context, prompt))
+        try:
+            asyncio.run(run.all(streams, context, prompt))
+        except ExceptionGroup as group:  # all streams end for one reason
+            raise group.exceptions[0] from None
     finally:
         timer.close()
     row: Row = {}

@@ -8,7 +8,7 @@ from dataclasses import replace
 from bench.peers.catalog import Peer
 from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
-from runtime.experts.routed import RoutedExperts
+from runtime.devices.cpu.routed import RoutedExperts
 from runtime.profiling.roofline import roof_bytes
 from runtime.profiling.workload import layers_out_of_cache
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from model.cli.common import note
+from model.cli.shared.common import note
 
+from ..e2e.model_options import ModelOptions
 from ..peers.client import PeerMissing
 from ..peers.llama_bench import DEFAULT, ON_THE_GPU, best_batching, prefill
 from ..peers.llama_tools import ToolMissing, find
@@ -20,16 +21,14 @@ WAYS = tuple(f"{OFFLOAD.name} {kind}" for kind in ("default", "best"))
 _REPEAT = 3
 
 
-def llama_rows(
-    arch: str, given: dict[str, Any], lengths: tuple[int, ...], threads: int
-) -> Iterator[Row]:
+def llama_rows(chosen: ModelOptions, lengths: tuple[int, ...], threads: int) -> Iterator[Row]:
     """Its prompts, of each length a row by default and a row with the fastest of ``batchings``,
     ``settings`` in both; none, and a note why, where it is not there."""
     from ..e2e.ours import Shape
     from ..peers.gguf_model import FAMILIES, TYPES, model_file
 
-    config, fmt = Shape(arch, given["layers"], None, given["vocab"]).config(), given["format"]
-    fmt = fmt or "q4_k"
+    arch, fmt = chosen.arch or "", chosen.format or "q4_k"
+    config = Shape(arch, chosen.layers, None, chosen.vocab).config()
     if config.model_type not in FAMILIES or fmt not in TYPES:
         note(f"no llama.cpp: it has no {arch} in {fmt} here")
         return

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
-from bench.harness.rows import attempt, reason
+from bench.harness.timing.rows import attempt, reason
 from runtime.devices.cuda.executable import CudaExecutable
 from runtime.devices.cuda.runner import CudaRunner
-from runtime.engine.scheduling.config import PREFILL
+from runtime.planning.config import PREFILL, ExecutionConfig
 from runtime.profiling.engine_speed import EngineTimer, Load
 from runtime.program import Program
 from runtime.runner.paged_runner import Executable
@@ -46,8 +46,7 @@ class Crossing:
 def rows(
     ours: Ours,
     lengths: Sequence[int],
-    device: str,
-    kernel: str,
+    execution: ExecutionConfig,
     budget: int | None = None,
     rounds: int = _ROUNDS,
     step: Step = lambda name: None,
@@ -55,13 +54,14 @@ def rows(
     """A row for each way and each length (``plan``); one that fails has ``why``.
 
     Args:
+        execution: on a GPU with the experts on the CPU.
         budget: tokens of a step; None: as the device has it.
     """
     for mode in MODES:
         step(f"{mode}: compiling")
         load = Load(max(lengths), 2)
         try:
-            timer = ours.timer(load, kernel, budget, device, "cpu", prefill=mode)
+            timer = ours.timer(load, replace(execution, prefill=mode), budget)
         except Exception as error:
             if mode == MODES[0]:  # what the first one refuses the others do, too
                 raise

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.harness.rows import Row
+from bench.harness.timing.rows import Row
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -29,7 +29,7 @@ from .client import Accepted, Server
 from .drive import drive
 from .figures import figures
 from .llama_server import LlamaServer
-from .soak.process import ServerProcess
+from .process import ServerProcess
 from .workload import Load, plan
 
 OURS, PEER = "pykernels", "llama-server"

@@ -6,59 +6,29 @@ import asyncio
 import json
 import math
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from model.cli.common import Debug, command, err, note, out, read_key
+from model.cli.shared.common import Debug, command, err, note, out, read_key
 from pykernels.errors import PykernelsError
 
-from ..e2e.model_options import count
 from ..harness.keeping.provenance import provenance
+from .workload import CLIENTS, Load
 
 if TYPE_CHECKING:
     from .client import Outcome
-    from .workload import Load
-
-CLIENTS = 8
 
 
 @command
 def serve(
+    load: Load,
     url: Annotated[
         str | None,
         typer.Option("--url", metavar="URL", help="Of the server, with or without /v1."),
     ] = None,
-    requests: Annotated[int, count("How many, after one that warms up.")] = 64,
-    rate: Annotated[
-        float,
-        typer.Option(
-            metavar="R",
-            help="Poisson arrivals a second; inf: a client asks again as soon as it is answered.",
-        ),
-    ] = math.inf,
-    clients: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Most requests at once.",
-            show_default=f"{CLIENTS}; with --rate no bound",
-        ),
-    ] = None,
-    prompt: Annotated[int, count("Tokens of a prompt.")] = 512,
-    tokens: Annotated[int, count("Tokens of an answer.")] = 64,
-    shared_prefix: Annotated[
-        int,
-        typer.Option(
-            min=0, metavar="N", help="Tokens at the start of a prompt that all have in common."
-        ),
-    ] = 0,
-    cancel: Annotated[
-        float,
-        typer.Option(metavar="SHARE", help="0 to 1: of clients that go away in the middle."),
-    ] = 0.0,
     ttft_limit: Annotated[
         float | None,
         typer.Option(metavar="S", help="Goodput: answers whose first token comes in time,"),
@@ -91,40 +61,17 @@ def serve(
             "bench serve drives a server that runs, and no --url is given",
             "Start one with pykernels serve, then add --url http://127.0.0.1:8080",
         )
-    _check(rate, cancel, shared_prefix, prompt, ttft_limit, itl_limit)
-    from .workload import Load
-
-    if clients is None and math.isinf(rate):
-        clients = CLIENTS
-    chosen = secrets.randbelow(1 << 31) if seed is None else seed
-    load = Load(requests, rate, clients, prompt, tokens, shared_prefix, cancel, chosen)
+    for flag, limit in (("--ttft-limit", ttft_limit), ("--itl-limit", itl_limit)):
+        if limit is not None and not limit > 0:
+            raise PykernelsError(f"{flag} {limit:g}", "Give a limit above 0")
+    if load.clients is None and math.isinf(load.rate):
+        load = replace(load, clients=CLIENTS)
+    load = replace(load, seed=secrets.randbelow(1 << 31) if seed is None else seed)
     row = asyncio.run(_run(url, read_key(api_key_file), load, ttft_limit, itl_limit))
     if as_json:
         print(json.dumps(provenance() | row))
     else:
         _show(row)
-
-
-def _check(
-    rate: float,
-    cancel: float,
-    shared_prefix: int,
-    prompt: int,
-    ttft_limit: float | None,
-    itl_limit: float | None,
-) -> None:
-    if not rate > 0:
-        raise PykernelsError(f"--rate {rate:g}", "Give arrivals a second above 0, or inf")
-    if not 0 <= cancel <= 1:
-        raise PykernelsError(f"--cancel {cancel:g}", "Give a share from 0 to 1")
-    if shared_prefix > prompt:
-        raise PykernelsError(
-            f"--shared-prefix {shared_prefix} is longer than --prompt {prompt}",
-            f"Give it {prompt} or fewer",
-        )
-    for flag, limit in (("--ttft-limit", ttft_limit), ("--itl-limit", itl_limit)):
-        if limit is not None and not limit > 0:
-            raise PykernelsError(f"{flag} {limit:g}", "Give a limit above 0")
 
 
 async def _run(

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from runtime.planning.option import SettingError, option
+
+CLIENTS = 8
+"""At once, where they ask as soon as they are answered."""
 
 Piece = int | str
 """What prompts are made of: a token id, or a word with the space before it."""
@@ -24,16 +30,44 @@ class Load:
         shared_prefix: so many tokens at the start of a prompt are the same in all of them.
         cancel: share of requests, from 0 to 1, whose client goes away in the middle.
         seed: of arrivals, prompts and cancels.
+
+    Raises:
+        SettingError: a number out of its range.
     """
 
-    requests: int
-    rate: float
-    clients: int | None
-    prompt: int
-    tokens: int
-    shared_prefix: int
-    cancel: float
-    seed: int
+    requests: int = option(64, "How many, after one that warms up.", "N", kind=int, least=1)
+    rate: float = option(
+        math.inf,
+        "Poisson arrivals a second; inf: a client asks again as soon as it is answered.",
+        "R",
+        kind=float,
+    )
+    clients: int | None = option(
+        None,
+        "Most requests at once.",
+        "N",
+        kind=int,
+        shown=f"{CLIENTS}; with --rate no bound",
+        least=1,
+    )
+    prompt: int = option(512, "Tokens of a prompt.", "N", kind=int, least=1)
+    tokens: int = option(64, "Tokens of an answer.", "N", kind=int, least=1)
+    shared_prefix: int = option(
+        0, "Tokens at the start of a prompt that all have in common.", "N", kind=int, least=0
+    )
+    cancel: float = option(
+        0.0, "0 to 1: of clients that go away in the middle.", "SHARE", kind=float
+    )
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.rate > 0:
+            raise SettingError("rate", self.rate, "Give arrivals a second above 0, or inf")
+        if not 0 <= self.cancel <= 1:
+            raise SettingError("cancel", self.cancel, "Give a share from 0 to 1")
+        if self.shared_prefix > self.prompt:
+            why = f"is longer than prompts of {self.prompt}"
+            raise SettingError("shared_prefix", self.shared_prefix, "Give fewer tokens", why)
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from model.llm import LLM
 from pykernels.errors import PykernelsError
 from runtime.devices.gpus import check_device
 from runtime.engine import Engine
-from runtime.engine.scheduling.config import check_whole
 from runtime.kv_cache.layout import PAGE
+from runtime.planning.option import check_whole
 from runtime.runner.paged_runner import PagedRunner
 from runtime.workers.pool import WorkerPool
 

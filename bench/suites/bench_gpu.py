@@ -20,11 +20,11 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 from bench.cases import truth  # noqa: E402
 from bench.cases.gpu_run import check_flags, module_of  # noqa: E402
 from bench.gpu import flags  # noqa: E402
-from bench.harness.case import Case, Entry  # noqa: E402
-from bench.harness.roofs import measure_roofs  # noqa: E402
-from bench.harness.rows import figures  # noqa: E402
-from bench.harness.timer import make_timer  # noqa: E402
-from bench.harness.turns import Times  # noqa: E402
+from bench.harness.timing.case import Case, Entry  # noqa: E402
+from bench.harness.timing.roofs import measure_roofs  # noqa: E402
+from bench.harness.timing.rows import figures  # noqa: E402
+from bench.harness.timing.timer import make_timer  # noqa: E402
+from bench.harness.timing.turns import Times  # noqa: E402
 from bench.suites import gpu  # noqa: E402
 from pykernels.errors import PykernelsError  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""What a call costs beside its arithmetic: from ``submit`` to ``sync``, again and again.
+"""What a call of a layer's experts costs beside its arithmetic, again and again.
 
 A layer of a real model takes some 100 us to a few ms a token, and there are dozens of them, so tens
 of microseconds each are lost speed; and a worker that the kernel takes off its core for a slice of
@@ -14,7 +14,7 @@ import torch
 
 from pykernels.quant.split import repeat_first
 from pykernels.shapes import MoEShape
-from runtime.experts.routed import RoutedExperts
+from runtime.devices.cpu.routed import RoutedExperts
 from runtime.machine.topology import Topology
 from runtime.workers.job import Job, Jobs
 from runtime.workers.pool import WorkerPool, make_pool

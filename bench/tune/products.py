@@ -12,7 +12,7 @@ import torch
 
 from bench.cases.moe import INTER, TOPK, E, H, route
 from bench.cases.weights import random_experts, random_stack
-from bench.harness.case import sets_for
+from bench.harness.timing.case import sets_for
 from pykernels.gpu.common.launch import H200_SMS
 from pykernels.gpu.gemm.hopper.dequant import EXPERT_KINDS
 from pykernels.gpu.gemm.hopper.dequant import KINDS as DEQUANT_KINDS

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from bench.harness.rows import reason
-from bench.harness.timer import make_timer
+from bench.harness.timing.rows import reason
+from bench.harness.timing.timer import make_timer
 from pykernels.gpu.common.precompile import only_compile
 
 from .job import Job

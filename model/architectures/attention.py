@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pykernels.cpu.attention.expanded import expand_from
-from runtime.kv_cache.layout import CachePart, Pages
+from runtime.kv_cache.layout import CacheSpec
 from runtime.program import Builder
 from runtime.program.weight_spec import WeightSpec
 
@@ -30,13 +31,21 @@ RAGGED = {
 
 
 class Attention(Protocol):
-    """What a layer's attention is to the program."""
+    """What a layer's attention, or what is in its place, is to the program."""
 
-    def caches(self, pages: Pages) -> dict[str, CachePart]:
-        """Its parts of the cache, by their endings."""
+    @property
+    def head(self) -> tuple[int, int] | None:
+        """Numbers of a key and of a value of a head; None: it attends to no keys."""
 
-    def lower(self, b: Builder, layer: str, x: str, pages: Pages) -> str:
-        """Adds its nodes; returns the buffer [T, H] of what it adds to the residual stream."""
+    def cache(self, kv_dtype: str) -> CacheSpec:
+        """What it keeps of a sequence, with keys and values in that dtype."""
+
+    def lower(self, b: Builder, layer: str, x: str, cache: Mapping[str, str]) -> str:
+        """Adds its nodes; returns the buffer [T, H] of what it adds to the residual stream.
+
+        Args:
+            cache: the buffers of what it keeps, by the names of the parts.
+        """
 
 
 @dataclass(frozen=True)
@@ -100,25 +109,23 @@ class MLA:
         )
 
     @staticmethod
-    def cached(module: Any, pages: Pages) -> dict[str, CachePart]:
-        """The parts of such a module's cache."""
-        return pages.latent(module.kv_lora_rank, module.qk_rope_head_dim)
+    def cached(module: Any, kv_dtype: str) -> CacheSpec:
+        """What such a module keeps of a sequence."""
+        return CacheSpec.latent(kv_dtype, module.kv_lora_rank, module.qk_rope_head_dim)
 
-    @staticmethod
-    def head(module: Any) -> tuple[int, int]:
-        """Numbers of a key and of a value, as attention sees them."""
-        return module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank
+    @property
+    def head(self) -> tuple[int, int]:
+        return self.L + self.R, self.L
 
-    @staticmethod
-    def expansion(module: Any) -> tuple[int, int, int, int]:
-        """L, R, nope and dv of such a module: what ``expand_from`` takes."""
-        of_key = module.qk_rope_head_dim, module.qk_nope_head_dim
-        return module.kv_lora_rank, *of_key, module.v_head_dim
+    @property
+    def expansion(self) -> tuple[int, int, int, int]:
+        """What ``expand_from`` takes."""
+        return self.L, self.R, self.nope, self.dv
 
-    def caches(self, pages: Pages) -> dict[str, CachePart]:
-        return pages.latent(self.L, self.R)
+    def cache(self, kv_dtype: str) -> CacheSpec:
+        return CacheSpec.latent(kv_dtype, self.L, self.R)
 
-    def lower(self, b: Builder, layer: str, x: str, pages: Pages) -> str:
+    def lower(self, b: Builder, layer: str, x: str, cache: Mapping[str, str]) -> str:
         width, D = self.L + self.R, self.nope + self.R
         q = a = self.first.lower(b, f"{layer}.q_kv_a", x, f"{layer}.a")
         if self.q_b is not None:
@@ -133,9 +140,8 @@ class MLA:
                 eps=self.q_eps,
             )
             q = self.q_b.lower(b, f"{layer}.q_b", normed, f"{layer}.q")
-        cache = _buffers(b, layer, self.caches(pages))
         rotated = b.buffer(f"{layer}.rotated", "T", self.NH, width)
-        many = expand_from(self.L, self.R, self.nope, self.dv)
+        many = expand_from(*self.expansion)
         expanded: dict[str, Any] = {"expand_from": many} if many <= b.size("T") else {}
         sequences = {"sequences": "sequences"} if expanded else {}
         b.node(
@@ -235,22 +241,20 @@ class GQA:
         )
 
     @staticmethod
-    def cached(module: Any, pages: Pages) -> dict[str, CachePart]:
-        """The parts of such a module's cache."""
+    def cached(module: Any, kv_dtype: str) -> CacheSpec:
+        """What such a module keeps of a sequence."""
         D = module.head_dim
-        return pages.grouped(module.k_proj.out_features // D, D)
+        return CacheSpec.grouped(kv_dtype, module.k_proj.out_features // D, D)
 
-    @staticmethod
-    def head(module: Any) -> tuple[int, int]:
-        """Numbers of a key and of a value, as attention sees them."""
-        return module.head_dim, module.head_dim
+    @property
+    def head(self) -> tuple[int, int]:
+        return self.D, self.D
 
-    def caches(self, pages: Pages) -> dict[str, CachePart]:
-        return pages.grouped(self.KVH, self.D)
+    def cache(self, kv_dtype: str) -> CacheSpec:
+        return CacheSpec.grouped(kv_dtype, self.KVH, self.D)
 
-    def lower(self, b: Builder, layer: str, x: str, pages: Pages) -> str:
+    def lower(self, b: Builder, layer: str, x: str, cache: Mapping[str, str]) -> str:
         qkv = self.qkv.lower(b, f"{layer}.qkv", x, f"{layer}.qkv")
-        cache = _buffers(b, layer, self.caches(pages))
         q = b.buffer(f"{layer}.rotated", "T", self.NH, self.D)
         _, k_start, v_start = self.qkv.starts  # each at a 32-row block, so there may be gaps
         b.node(
@@ -285,11 +289,3 @@ class GQA:
 def kind_of(module: Any) -> type[MLA] | type[GQA]:
     """Which attention a module of Hugging Face's is."""
     return MLA if hasattr(module, "kv_a_proj_with_mqa") else GQA
-
-
-def _buffers(b: Builder, layer: str, parts: dict[str, CachePart]) -> dict[str, str]:
-    """Buffers of a layer's cache, by its parts."""
-    return {
-        name: b.buffer(f"{layer}.{name}", *part.shape, dtype=part.dtype, kind="cache")
-        for name, part in parts.items()
-    }

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from pykernels.cpu.attention.expanded import Expanded, expand_from
 from pykernels.errors import PykernelsError
-from runtime.kv_cache.layout import CachePart, Pages, token_bytes
+from runtime.kv_cache.layout import CachePart, CacheSpec
 from runtime.program import Builder, Program, repeated
 from runtime.program.sizes import ONE_TOKEN, StepSizes
 from runtime.program.step_inputs import lower_sampling, step_inputs
@@ -67,12 +67,48 @@ class Decoder:
         """Token ids are below."""
         return self.table.shape[0]
 
-    def caches(self, pages: int) -> dict[str, CachePart]:
-        """The cache's buffers, ``pages`` of 64 tokens."""
+    @property
+    def head_sizes(self) -> set[tuple[int, int, int]]:
+        """Numbers of a key and of a value of each kind of head, and of the key's those in E4M3:
+        what attention is compiled for."""
+        heads = {layer.attention.head for layer in self.layers}
+        return {(dk, dv, dv if self.kv_dtype == "fp8" else 0) for dk, dv in filter(None, heads)}
+
+    def expansions(self, T: int) -> set[Expanded]:
+        """What attention with keys and values expanded is compiled for, if steps of at most T
+        tokens have any."""
+        latent = [each.attention for each in self.layers if isinstance(each.attention, MLA)]
+        sizes = {attention.expansion for attention in latent}
+        codes = self.kv_dtype == "fp8"
+        return {Expanded(*each, codes) for each in sizes if expand_from(*each) <= T}
+
+    @property
+    def cache_specs(self) -> tuple[CacheSpec, ...]:
+        """What each layer keeps of a sequence."""
+        return tuple(layer.attention.cache(self.kv_dtype) for layer in self.layers)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The cache's buffers that are states of sequences."""
+        specs = enumerate(self.cache_specs)
+        return tuple(f"layer{i}.{name}" for i, spec in specs for name in spec.state)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes in pages."""
+        return sum(spec.token_bytes for spec in self.cache_specs)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's state."""
+        return sum(spec.state_bytes for spec in self.cache_specs)
+
+    def caches(self, pages: int, state_slots: int = 1) -> dict[str, CachePart]:
+        """The cache's buffers, of so many pages of 64 tokens and slots of states."""
         return {
             f"layer{i}.{name}": part
-            for i, layer in enumerate(self.layers)
-            for name, part in layer.attention.caches(Pages(pages, self.kv_dtype)).items()
+            for i, spec in enumerate(self.cache_specs)
+            for name, part in spec.buffers(pages, state_slots).items()
         }
 
     def lower(self, sizes: StepSizes = ONE_TOKEN) -> Program:
@@ -80,7 +116,7 @@ class Decoder:
         H, V = self.table.shape[1], self.table.shape[0]
         T, S, R = sizes.tokens, sizes.sequences, sizes.logits
         b = Builder(f"{self.name} T={T}", {"T": T, "S": S, "R": R})
-        step_inputs(b, sizes.table_pages)
+        step_inputs(b, sizes.table_pages, states=bool(self.states))
         x = b.buffer("embedded", "T", H)
         b.node("embed", "embed", {"ids": "tokens"}, {"out": x}, {"table": self.table})
         b.buffer("angles", "T", 2, *self.frequencies.shape)
@@ -98,8 +134,12 @@ class Decoder:
             with b.marked(layer=i):
                 x, normed = self._norm(b, f"{name}.input_norm", layer.input_norm, x, add)
                 with b.marked(role="attention"):
-                    pages_of = Pages(sizes.pages, self.kv_dtype)
-                    add = [layer.attention.lower(b, name, normed, pages_of)]
+                    parts = layer.attention.cache(self.kv_dtype)
+                    cache = {
+                        part: b.buffer(f"{name}.{part}", *of.shape, dtype=of.dtype, kind="cache")
+                        for part, of in parts.buffers(sizes.pages, sizes.state_slots).items()
+                    }
+                    add = [layer.attention.lower(b, name, normed, cache)]
                 x, normed = self._norm(b, f"{name}.post_norm", layer.post_norm, x, add)
                 add = layer.mlp.lower(b, name, normed)
         last = b.buffer("normed", "R", H)
@@ -141,20 +181,12 @@ def cache_token_bytes(model: PreTrainedModel, kv_dtype: str = "bf16") -> int:
         PykernelsError: no such ``kv_dtype``.
     """
     inner: Any = model.model
-    modules, pages = [layer.self_attn for layer in inner.layers], Pages(1, kv_dtype)
-    return sum(token_bytes(kind_of(module).cached(module, pages)) for module in modules)
-
-
-def head_sizes(model: PreTrainedModel, kv_dtype: str = "bf16") -> set[tuple[int, int, int]]:
-    """Numbers of a key and of a value of each kind of head, and of the key's those in E4M3: what
-    attention is compiled for."""
-    inner: Any = model.model
-    heads = {kind_of(layer.self_attn).head(layer.self_attn) for layer in inner.layers}
-    return {(dk, dv, dv if kv_dtype == "fp8" else 0) for dk, dv in heads}
+    modules = [layer.self_attn for layer in inner.layers]
+    return sum(kind_of(module).cached(module, kv_dtype).token_bytes for module in modules)
 
 
 def check_heads(sizes: Iterable[tuple[int, int, int]]) -> None:
-    """Raises PykernelsError for ``head_sizes`` that the CPU's attention cannot have."""
+    """Raises PykernelsError for ``Decoder.head_sizes`` that the CPU's attention cannot have."""
     for dk, dv, _ in sizes:
         if dk % 16 or dv % 16:
             raise PykernelsError(
@@ -162,15 +194,6 @@ def check_heads(sizes: Iterable[tuple[int, int, int]]) -> None:
                 " of multiples of 16",
                 "Use --eager",
             )
-
-
-def expansions(model: PreTrainedModel, kv_dtype: str, T: int) -> set[Expanded]:
-    """What attention with keys and values expanded is compiled for, if steps of at most T tokens
-    have any."""
-    inner: Any = model.model
-    latent = [layer.self_attn for layer in inner.layers if kind_of(layer.self_attn) is MLA]
-    sizes = {MLA.expansion(module) for module in latent}
-    return {Expanded(*each, kv_dtype == "fp8") for each in sizes if expand_from(*each) <= T}
 
 
 def make_decoder(

@@ -55,6 +55,10 @@ class CacheWeights(WeightSource):
     ) -> None:
         self._folder, self._report = folder, report
 
+    @property
+    def is_mapped(self) -> bool:
+        return True
+
     def tensor(self, spec: WeightSpec) -> torch.Tensor:
         return self._numbers(spec, "vector")
 

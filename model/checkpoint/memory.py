@@ -11,8 +11,8 @@ from torch import nn
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
+from runtime.devices.cpu.routed import RoutedExperts
 from runtime.engine import EngineConfig
-from runtime.experts.routed import RoutedExperts
 from runtime.kv_cache.layout import PAGE
 from runtime.machine.nodes import MemoryNodes
 from runtime.machine.topology import Topology
@@ -143,6 +143,7 @@ def cache_pages(
     weights: int,
     smaller: Mapping[str, int],
     on_gpu: int | None = None,
+    states: int = 0,
 ) -> int:
     """Pages of the KV cache: what ``config`` asks for, else an eighth of the memory that is left,
     and two sequences of ``longest`` tokens at least.
@@ -152,17 +153,25 @@ def cache_pages(
         weights: bytes that loading takes; ``smaller``: with the experts converted, by format.
         on_gpu: bytes that are free on the GPU that holds the cache, where ``check_engine`` is to
             follow for the weights; None: it is in main memory.
+        states: bytes of the states of sequences and of their snapshots, besides.
 
     Raises:
-        PykernelsError: weights and cache need more memory than is free, or the cache is smaller
-            than a page.
+        PykernelsError: weights, states and cache need more memory than is free, or the cache is
+            smaller than a page.
     """
-    free, page = available(), token * PAGE
+    free, token = available() - states, max(token, 1)
+    page = token * PAGE
+    if on_gpu is None and states and weights > free:
+        raise PykernelsError(
+            f"The model's {size(weights)} and states of sequences of {size(states)} need more than"
+            f" the {size(free + states)} that are free",
+            "Ask for fewer snapshots or max_num_seqs",
+        )
     sequences = min(2, config.max_num_seqs)
     asked = config.kv_tokens, config.kv_bytes
     if asked == (None, None):
         if on_gpu is None:
-            check_engine(weights, token, longest, sequences, smaller)
+            check_engine(weights + states, token, longest, sequences, smaller)
         share = (free - weights) // 8 if on_gpu is None else on_gpu // 4
         fit = share // (token * longest)
         return -(-longest // PAGE) * max(sequences, min(fit, config.max_num_seqs)) + 1
@@ -174,7 +183,7 @@ def cache_pages(
             f"Give {page} or more",
         )
     if on_gpu is None:
-        check_engine(weights, token, PAGE, 1, smaller)
+        check_engine(weights + states, token, PAGE, 1, smaller)
     if on_gpu is not None and pages * page > on_gpu:
         raise PykernelsError(
             f"A KV cache of {size(pages * page)} for {pages * PAGE} tokens, and the GPU has"

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import Debug, Threads, command, err, note, out, prepare_threads
+from .shared.common import Debug, command, err, note, out, prepare_threads
+from .shared.execution import Workers
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 @command
 def calibrate(
+    execution: Workers,
     format: Annotated[
         list[str] | None,
         typer.Option(
@@ -27,7 +29,6 @@ def calibrate(
     activations: Annotated[
         str, typer.Option(metavar="bf16|int8", help="What inputs are multiplied as.")
     ] = "bf16",
-    threads: Threads = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")
     ] = False,
@@ -37,7 +38,7 @@ def calibrate(
 
     Seconds a format. The result is kept in the cache folder, where the experts look for it.
     """
-    chosen_threads = prepare_threads(threads)
+    chosen_threads = prepare_threads(execution.threads)
     from pykernels.quant import FORMATS, get_format
     from pykernels.registry import resolve
     from pykernels.target import detect

@@ -6,44 +6,22 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from pykernels.errors import PykernelsError
+from runtime.planning.config import ExecutionConfig
+from runtime.planning.option import options_of
 
-from ..standard_streams import argument_text
-from .common import Debug, Kernel, Numa, Threads, command, err, note, read_key
+from ..startup.standard_streams import argument_text
 from .http.remote import Remote
-from .session import (
-    CachePolicyName,
-    DeferOrRules,
-    DenseGib,
-    Device,
-    Dtype,
-    Eager,
-    ExpertCache,
-    Experts,
-    GpuExperts,
-    KvDtype,
-    MaxNewTokens,
-    Model,
-    Prefill,
-    Rules,
-    Seed,
-    Session,
-    Temperature,
-    TopK,
-    TopP,
-    check_stdin,
-    read_stdin,
-    summary,
-)
+from .shared.common import Debug, command, err, note, read_key
+from .shared.model_options import Dtype, Eager, Model, Rules, Sampling
+from .shared.options import Choose
+from .shared.session import Session, check_stdin, read_stdin, summary
 
-LOADING = (
-    *("model", "rules", "device", "dtype", "threads", "kernel", "numa", "eager", "defer"),
-    *("kv_dtype", "experts", "gpu_experts", "prefill", "expert_cache", "expert_cache_policy"),
-)
+LOADING = ("model", "rules", "dtype", "eager", *options_of(ExecutionConfig))
 """Options that say how a model is loaded."""
 
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -52,27 +30,12 @@ COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stop
 @command
 def chat(
     context: typer.Context,
+    sampling: Annotated[Sampling, Choose(defaults={"max_new_tokens": 256})],
+    execution: Annotated[ExecutionConfig, Choose(but=("dual_batch",))],
     model: Model = None,
     rules: Rules = None,
-    device: Device = "cpu",
     dtype: Dtype = None,
-    max_new_tokens: MaxNewTokens = 256,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    seed: Seed = 0,
-    threads: Threads = None,
-    kernel: Kernel = None,
-    numa: Numa = "auto",
     eager: Eager = False,
-    defer: DeferOrRules = None,
-    kv_dtype: KvDtype = "bf16",
-    experts: Experts = "auto",
-    gpu_experts: GpuExperts = None,
-    prefill: Prefill = "auto",
-    dense_gib: DenseGib = "auto",
-    expert_cache: ExpertCache = "off",
-    expert_cache_policy: CachePolicyName = "lfu",
     system: Annotated[str, typer.Option(help="System message, put before the conversation.")] = "",
     url: Annotated[
         str | None,
@@ -86,40 +49,17 @@ def chat(
     """Talk with the model, turn by turn; /reset forgets, /exit or Ctrl-D leaves."""
     check_stdin()
     system = argument_text(system)
-    sampling: dict[str, Any] = {
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "seed": seed,
-    }
     if url is not None:
         _refuse_with_url(context)
-        remote = Remote(url, read_key(api_key_file), {**sampling, "max_tokens": max_new_tokens})
+        asked = sampling.as_dict()
+        asked["max_tokens"] = asked.pop("max_new_tokens")
+        remote = Remote(url, read_key(api_key_file), asked)
         name = remote.model()
         _talk(lambda messages: remote.write(name, messages), system)
         return
     if api_key_file is not None:
         raise PykernelsError("--api-key-file is for a server", "Add --url")
-    session = Session(
-        model,
-        rules,
-        device,
-        dtype,
-        threads,
-        kernel,
-        numa,
-        eager,
-        defer=defer,
-        kv_dtype=kv_dtype,
-        gpu_experts=gpu_experts,
-        experts=experts,
-        prefill=prefill,
-        dense_gib=dense_gib,
-        expert_cache=expert_cache,
-        expert_cache_policy=expert_cache_policy,
-        max_new_tokens=max_new_tokens,
-        **sampling,
-    )
+    session = Session(model, rules, dtype, eager, execution, sampling)
 
     def answer(messages: list[dict[str, str]]) -> tuple[str, str]:
         text, stats = session.write(session.encode_chat(messages))

@@ -12,9 +12,11 @@ import typer
 from pykernels.errors import PykernelsError
 
 from ..hub import local
-from ..lean_import import import_transformers
-from .common import Debug, Threads, command, err, out, prepare_threads
-from .session import Rules, status
+from ..startup.lean_import import import_transformers
+from .shared.common import Debug, command, err, out, prepare_threads
+from .shared.execution import Workers
+from .shared.model_options import Rules
+from .shared.session import status
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,6 +34,7 @@ def convert(
             metavar="SRC", help="Checkpoint, or its name on the hub; with --verify the cache."
         ),
     ],
+    execution: Workers,
     target: Annotated[
         Path | None, typer.Argument(metavar="DST", help="Folder of the packed cache.")
     ] = None,
@@ -50,7 +53,6 @@ def convert(
         ),
     ] = None,
     rules: Rules = None,
-    threads: Threads = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare a cache with its checksums instead.")
     ] = False,
@@ -70,7 +72,7 @@ def convert(
     if target is None:
         raise PykernelsError("there is no DST", "Give the folder that the packed cache goes to")
     source = local(source)
-    chosen = prepare_threads(threads)
+    chosen = prepare_threads(execution.threads)
     with status("importing torch and transformers"):
         import_transformers()
         from ..checkpoint.memory import size

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import EXIT_PROBLEM, Debug, command, err, out, prepare_threads
+from .shared.common import EXIT_PROBLEM, Debug, command, err, out, prepare_threads
 
 if TYPE_CHECKING:
     from rich.status import Status

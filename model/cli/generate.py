@@ -8,34 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pykernels.errors import PykernelsError
+from runtime.planning.config import ExecutionConfig
 
-from ..standard_streams import argument_text
-from .common import Debug, Kernel, Numa, Threads, command, err, note
-from .session import (
-    CachePolicyName,
-    DeferOrRules,
-    DenseGib,
-    Device,
-    Dtype,
-    Eager,
-    ExpertCache,
-    Experts,
-    GpuExperts,
-    KvDtype,
-    MaxNewTokens,
-    Model,
-    Prefill,
-    Rules,
-    Seed,
-    Session,
-    Temperature,
-    TopK,
-    TopP,
-    check_stdin,
-    read_stdin,
-    status,
-    summary,
-)
+from ..startup.standard_streams import argument_text
+from .shared.common import Debug, command, err, note
+from .shared.model_options import Dtype, Eager, Model, Rules, Sampling
+from .shared.options import Choose
+from .shared.session import Session, check_stdin, read_stdin, status, summary
 
 if TYPE_CHECKING:
     from ..text.generate import GenerationStats
@@ -46,27 +25,12 @@ def generate(
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="The text to go on from; - reads it from stdin.")
     ],
+    sampling: Sampling,
+    execution: Annotated[ExecutionConfig, Choose(but=("dual_batch",))],
     model: Model = None,
     rules: Rules = None,
-    device: Device = "cpu",
     dtype: Dtype = None,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    seed: Seed = 0,
-    threads: Threads = None,
-    kernel: Kernel = None,
-    numa: Numa = "auto",
     eager: Eager = False,
-    defer: DeferOrRules = None,
-    kv_dtype: KvDtype = "bf16",
-    experts: Experts = "auto",
-    gpu_experts: GpuExperts = None,
-    prefill: Prefill = "auto",
-    dense_gib: DenseGib = "auto",
-    expert_cache: ExpertCache = "off",
-    expert_cache_policy: CachePolicyName = "lfu",
     echo: Annotated[bool, typer.Option(help="Write the prompt before its continuation.")] = True,
     debug: Debug = False,
 ) -> None:
@@ -76,30 +40,7 @@ def generate(
         prompt = read_stdin(sys.stdin.read)
     else:
         prompt = argument_text(prompt)
-    session = Session(
-        model,
-        rules,
-        device,
-        dtype,
-        threads,
-        kernel,
-        numa,
-        eager,
-        prompt,
-        defer=defer,
-        kv_dtype=kv_dtype,
-        gpu_experts=gpu_experts,
-        experts=experts,
-        prefill=prefill,
-        dense_gib=dense_gib,
-        expert_cache=expert_cache,
-        expert_cache_policy=expert_cache_policy,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-    )
+    session = Session(model, rules, dtype, eager, execution, sampling, prompt)
     _, stats = session.write(prompt, echo)
     err().print(summary(stats, _read_roof(session, stats)), style="dim", markup=False)
     if session.llm is not None and (cache := session.llm.expert_cache) is not None:

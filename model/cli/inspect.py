@@ -9,10 +9,13 @@ from typing import Annotated
 import typer
 
 from pykernels.errors import PykernelsError
+from runtime.planning.config import ExecutionConfig
 
-from ..lean_import import import_transformers
-from .common import Debug, command, out
-from .session import Device, Eager, Experts, GpuExperts, Rules, status
+from ..startup.lean_import import import_transformers
+from .shared.common import Debug, command, out
+from .shared.model_options import Eager, Rules
+from .shared.options import Choose
+from .shared.session import status
 
 _WIDE = 160
 """Columns of a table that goes to a pipe or a file: none is cut off."""
@@ -20,6 +23,7 @@ _WIDE = 160
 
 @command
 def inspect(
+    execution: Annotated[ExecutionConfig, Choose(only=("device", "experts", "gpu_experts"))],
     model: Annotated[
         str | None,
         typer.Argument(
@@ -30,13 +34,10 @@ def inspect(
         ),
     ] = None,
     rules: Rules = None,
-    device: Device = "cpu",
-    experts: Experts = "auto",
     expert_cache: Annotated[
         int,
         typer.Option(min=0, metavar="N", help="Slots of each layer for experts on the GPU, too."),
     ] = 0,
-    gpu_experts: GpuExperts = None,
     gpu_memory: Annotated[
         float | None,
         typer.Option(
@@ -64,9 +65,10 @@ def inspect(
     tells how it would be there, with the routed experts on the CPU unless --experts says gpu: no
     GPU is needed to ask.
     """
-    if experts != "auto" and device == "cpu" and rules is None:
-        raise PykernelsError(f"--experts {experts} without a GPU", "Add --device cuda:0")
-    where = "cpu" if experts == "auto" else experts
+    if rules is None:
+        execution.check_device()
+    device, gpu_experts = execution.device, execution.gpu_experts
+    where = "cpu" if execution.experts == "auto" else execution.experts
     if program and gpu_experts is not None:
         raise PykernelsError("--program has no --gpu-experts", "Leave one of them out")
     if gpu_memory is not None and gpu_experts is None:
@@ -75,15 +77,11 @@ def inspect(
         raise PykernelsError("--program has no JSON", "Leave one of them out")
     with status("reading headers"):
         import_transformers()
-        from runtime.planning.placement import EXPERTS
-
         from .. import EMBEDDED
         from ..hub import NAME, local
         from ..inspection.examine import examine
         from ..inspection.report import summary, table
 
-        if experts not in EXPERTS:
-            raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
         which = model or str(EMBEDDED)
         if NAME.fullmatch(which):  # a shape has no slash in its name
             which = str(local(which, weights=program))

@@ -12,11 +12,11 @@ import typer
 
 from pykernels import __version__
 
-from ..standard_streams import settle_standard_streams
+from ..startup.standard_streams import settle_standard_streams
 from . import calibrate, chat, convert, doctor, evaluate, generate, inspect, profile, upcycle
-from .common import Debug, State, out
-from .formats import ListsFormats
 from .http import serve
+from .shared.common import Debug, State, out
+from .shared.formats import ListsFormats
 from .usage import Commands
 
 app = typer.Typer(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .common import Debug, command, err, out, prepare_threads
+from .shared.common import Debug, command, err, out, prepare_threads
 
 
 @command

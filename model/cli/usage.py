@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from pykernels.errors import PykernelsError
 
-from .common import EXIT_ERROR, EXIT_PROBLEM, refused
+from .shared.common import EXIT_ERROR, EXIT_PROBLEM, refused
 
 _BASES: Any = typer.BadParameter.__mro__
 UsageError: type[Exception] = _BASES[1]

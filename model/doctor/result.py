@@ -17,7 +17,7 @@ def result_fact(fmt: str, kernel: str) -> Fact:
     from pykernels import ref
     from pykernels.quant import get_format
     from pykernels.shapes import MoEShape
-    from runtime.experts.routed import RoutedExperts
+    from runtime.devices.cpu.routed import RoutedExperts
 
     shape = MoEShape(E=4, H=256, I=256, topk=2)  # expert 3 gets no token
     random = torch.Generator().manual_seed(0)

@@ -12,7 +12,7 @@ from typing import Any
 from runtime.passes import skip
 from runtime.passes.layers import moe_layers
 
-from ..llm import load_engine
+from ..load import load_engine
 from .harness import Score, Tasks, evaluate
 from .humaneval import Draws
 from .likelihood import ROWS

@@ -27,7 +27,8 @@ from runtime.engine import SamplingParams
 from runtime.kv_cache.layout import PAGE
 from runtime.passes.keep_routing import routers
 
-from ..llm import LLM, load_engine
+from ..llm import LLM
+from ..load import load_engine
 from ..pretrained import load_tokenizer
 from ..rules import Rules
 from .forced import score

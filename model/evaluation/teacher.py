@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from runtime.devices.cpu.step import CpuExecutable
+from runtime.planning.compile import Compiled
+from runtime.planning.placement import CPU
 from runtime.program import Program
 from runtime.program.sizes import StepSizes
-from runtime.program.step_inputs import allocate_inputs
+from runtime.program.step_inputs import HAS_STATE, STATE_SLOTS, allocate_inputs
 
 from ..llm import LLM
 
@@ -52,7 +54,8 @@ class Teacher:
     def program(self) -> Program:
         """A decode step of ``LANES`` sequences."""
         model = self._llm.runner.model
-        return model.lower(StepSizes(LANES, LANES, LANES, LANES * self._pages, self._pages))
+        pages = LANES * self._pages, self._pages
+        return model.lower(StepSizes(LANES, LANES, LANES, *pages, state_slots=LANES))
 
     def score(self, program: Program, progress: Callable[[int], None] = lambda _: None) -> Scores:
         """All documents through a program, made by a pass from ``program()``.
@@ -63,13 +66,15 @@ class Teacher:
         tables = torch.arange(LANES * self._pages, dtype=torch.int64, device="cpu")
         tables = tables.view(LANES, self._pages)
         inputs = allocate_inputs(program) | {"page_table": tables}
-        for name in ("sequences", "logits_indices", "query_starts", "page_rows"):
+        numbered = ("sequences", "logits_indices", "query_starts", "page_rows", STATE_SLOTS)
+        for name in inputs.keys() & numbered:
             inputs[name][:] = torch.arange(LANES, dtype=torch.int64, device="cpu")
         inputs["query_lengths"][:] = 1
-        parts = self._llm.runner.model.caches(LANES * self._pages)
+        parts = self._llm.runner.model.caches(LANES * self._pages, LANES)
         caches = {name: part.zeros() for name, part in parts.items()}
+        part = Compiled.of(program, self._llm.pool.memory).parts[CPU]
         step = CpuExecutable(
-            program, self._llm.runner.weights, self._llm.pool, inputs, caches, self._llm.kernel
+            part, self._llm.runner.weights, self._llm.pool, inputs, caches, self._llm.kernel
         )
         D, L = self.documents.shape
         bits = torch.zeros(D, L - 1, dtype=torch.float64, device="cpu")
@@ -81,6 +86,8 @@ class Teacher:
             for at in range(L - 1):
                 inputs["tokens"][:n] = rows[:, at]
                 inputs["positions"][:], inputs["lengths"][:] = at, at + 1
+                if HAS_STATE in inputs:
+                    inputs[HAS_STATE][:] = at > 0
                 inputs["slot_mapping"][:] = tables[:, at // PAGE] * PAGE + at % PAGE
                 step.run()
                 logits = step.outputs["logits"][:n].double()

@@ -15,7 +15,7 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu.gemm.weights import supports_format
 from pykernels.quant import get_format
 from pykernels.quant.layout import padded
-from runtime.experts.routed import RoutedExperts
+from runtime.devices.cpu.routed import RoutedExperts
 
 from ..architectures.schema import ROUTERS
 from ..checkpoint.config import EXPERT_COUNTS

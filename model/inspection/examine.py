@@ -12,7 +12,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from pykernels.errors import PykernelsError
-from runtime.devices.gpus import gpus_of, several_refused
+from runtime.devices.gpus import gpus_of
+from runtime.planning.gpu.plan import several_refused
 from runtime.planning.placement import CPU
 
 from ..architectures.decoder import cache_token_bytes
@@ -137,39 +138,21 @@ def examine(
     inject(model, parsed)
     device = engine_device(device, parsed, config.model_type)
     gpus = [CPU] if device == CPU else list(gpus_of(device))
+    wanted = parse(gpu_experts)
     placement = followed(model, parsed, ",".join(gpus))
     if cache is not None:
         formats = cached(cache)
     elif folder is not None:
         with open_checkpoint(folder) as checkpoint:
             formats = planned(make_plan(model, checkpoint, dtype))
-    reason = why_not(config)
-    if eager:
-        reason = "--eager asks for it"
-    if reason is not None and gpus != [CPU]:
-        raise PykernelsError(
-            f"on {', '.join(gpus)} only the engine runs models: {reason}", "Leave out --device"
-        )
-    if experts == "gpu" and gpus == [CPU]:
-        raise PykernelsError("experts on a GPU without one", "Add --device cuda:0")
+    reason = "--eager asks for it" if eager else why_not(config)
+    _refuse(gpus, reason, experts, slots, wanted)
     routed = gpus[0] if experts == "gpu" else CPU
-    if slots and (gpus == [CPU] or routed != CPU):
-        raise PykernelsError(
-            "an expert cache without experts on the CPU beside a GPU, in the engine",
-            "Use --device cuda:0 with --experts cpu",
-        )
-    if slots and len(gpus) > 1:
-        raise PykernelsError(*several_refused("an expert cache"))
     found = list(entries(model, placement, formats, reason is None, dtype, routed, slots))
     cache_bytes, beside = _cache_bytes(model, reason is None), None
-    if asked := parse(gpu_experts):
-        if gpus == [CPU] or routed != CPU or slots:
-            raise PykernelsError(
-                "some experts on a GPU without the others on the CPU, or beside an expert cache",
-                "Use --gpu-experts with --device cuda:0 and --experts cpu alone",
-            )
+    if wanted:
         room = room_beside(found, cache_bytes["bf16"], gpus, gpu_gib)
-        found, beside = with_experts_beside(found, asked, model, placement, formats, room)
+        found, beside = with_experts_beside(found, wanted, model, placement, formats, room)
     if len(gpus) > 1:
         found = dealt(found, gpus)
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
@@ -184,6 +167,33 @@ def examine(
         cache_bytes,
         beside,
     )
+
+
+def _refuse(gpus: list[str], reason: str | None, experts: str, slots: int, wanted: object) -> None:
+    """Raises PykernelsError for places that do not go together.
+
+    Args:
+        reason: why the engine does not run the model, or None; the others as of ``examine``.
+    """
+    if reason is not None and gpus != [CPU]:
+        raise PykernelsError(
+            f"on {', '.join(gpus)} only the engine runs models: {reason}", "Leave out --device"
+        )
+    if experts == "gpu" and gpus == [CPU]:
+        raise PykernelsError("experts on a GPU without one", "Add --device cuda:0")
+    beside = gpus != [CPU] and experts != "gpu"
+    if slots and not beside:
+        raise PykernelsError(
+            "an expert cache without experts on the CPU beside a GPU, in the engine",
+            "Use --device cuda:0 with --experts cpu",
+        )
+    if slots and len(gpus) > 1:
+        raise PykernelsError(*several_refused("an expert cache"))
+    if wanted and (not beside or slots):
+        raise PykernelsError(
+            "some experts on a GPU without the others on the CPU, or beside an expert cache",
+            "Use --gpu-experts with --device cuda:0 and --experts cpu alone",
+        )
 
 
 def _open(which: str | Path) -> tuple[PretrainedConfig, Formats, str, Path | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu.gemm.weights import supports_format
 from pykernels.quant import PackedMatrix, Weight, get_format
 from pykernels.quant.layout import padded
-from runtime.devices.cpu.one_linear import OneLinear
+from runtime.devices.cpu.one_node import OneNode, one_linear
 from runtime.workers.matrix import packer, weights_on
 from runtime.workers.pool import default_pool
 
@@ -56,7 +57,8 @@ class Linear(Operator):
         self.in_features, self.out_features = original.in_features, original.out_features
         self.weight, self.bias = original.weight, original.bias
         self._packed: PackedMatrix | None = None
-        self._few: OneLinear | None = None
+        self._few: OneNode | None = None
+        self._turn = threading.Lock()  # several threads may run a model
         if format != "auto":
             self.check(format)
 
@@ -99,22 +101,24 @@ class Linear(Operator):
         if self._packed is None:
             raise PykernelsError(f"{self.name} is not loaded", "Load with model.from_pretrained")
         out = self._multiply(self._packed, rows)
-        return out.to(x.dtype).reshape(*x.shape[:-1], self.out_features)
+        return out.reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         packed = "not loaded" if self._packed is None else str(self._packed)
         return f"{self.out_features} x {self.in_features}, format={self.format}, {packed}"
 
     def _multiply(self, matrix: PackedMatrix, rows: torch.Tensor) -> torch.Tensor:
-        """float32 [T, N] on the CPU, as the engine multiplies."""
+        """[T, N] on the CPU, as the engine multiplies."""
         pool, T = default_pool(), len(rows)
         if T == 0:
             return rows.new_zeros(0, self.out_features)
-        if T > _FEW:
-            return OneLinear(matrix, self.bias, pool, T)(rows)
-        if self._few is None or self._few.pool is not pool:
-            self._few = OneLinear(matrix, self.bias, pool, _FEW)
-        return self._few(rows).clone()
+        with self._turn:
+            node = self._few
+            if T > _FEW or node is None or node.pool is not pool:
+                node = one_linear(matrix, self.bias, pool, max(T, _FEW))
+                self._few = node if T <= _FEW else self._few
+            node.begin(rows)
+            return node.result(rows.dtype)
 
     def _save_to_state_dict(self, *_: object) -> None:
         raise PykernelsError(

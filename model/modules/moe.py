@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,10 +14,12 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import Biases, Weight
 from pykernels.registry import ACTIVATIONS
 from pykernels.shapes import MoEShape
-from runtime.experts.routed import RoutedExperts, Ticket
+from runtime.devices.cpu.routed import RoutedExperts
 
 from .recognise import experts_shape, in_turns
 from .registry import ModuleContext, Operator, operator
+
+R = TypeVar("R")
 
 FORMATS = ("auto", *quant.FORMATS)
 SHARED = ("shared_experts", "shared_expert", "shared_expert_gate")
@@ -125,27 +128,21 @@ class FusedMoE(Operator):
         self._ready(hidden_states)
         x = hidden_states.reshape(-1, self.shape.H)  # [T, H]
         _, weights, ids = self.gate(x)  # [T, topk] both
-        ticket = self.submit(x, ids, weights)
-        try:
-            shared = self._shared(x)  # the workers are busy with the routed experts meanwhile
-        finally:
-            out = self.sync(ticket, x)  # [T, H]; also on an error: one call at a time
+        # The workers are busy with the routed experts meanwhile.
+        out, shared = self._run(x, ids, weights, lambda: self._shared(x))
         if shared is not None:
             out = out + shared
         return out.reshape(hidden_states.shape)
 
-    def submit(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Ticket:
-        """Start the experts; raises as `forward`."""
+    def _run(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, meanwhile: Callable[[], R]
+    ) -> tuple[torch.Tensor, R]:
+        """The routed experts' result, in the shape and dtype of `x`, and that of `meanwhile`."""
         routed, rows = self._ready(x), x.reshape(-1, self.shape.H)  # [T, H]
         # float16 has no expert kernel: its values fit float32 exactly.
         rows = rows.float() if x.dtype == torch.float16 else rows
-        taken = ids.to(torch.int64).contiguous(), weights.to(torch.float32).contiguous()
-        return routed.submit(rows.contiguous(), *taken)
-
-    def sync(self, ticket: Ticket, x: torch.Tensor) -> torch.Tensor:
-        """Wait for them; their result in the shape and dtype of `x`."""
-        assert self.routed is not None
-        return self.routed.sync(ticket).to(x.dtype).reshape(x.shape)
+        y, other = routed.run(rows, ids.to(torch.int64), weights, meanwhile)
+        return y.to(x.dtype).reshape(x.shape), other
 
     def extra_repr(self) -> str:
         packed = "not loaded" if self.routed is None else "on the CPU"
@@ -209,8 +206,7 @@ class FusedExperts(FusedMoE):
         Raises `PykernelsError` in training mode, on inputs that need gradients, and before the
         weights are loaded.
         """
-        ticket = self.submit(hidden_states, top_k_index, top_k_weights)
-        return self.sync(ticket, hidden_states)
+        return self._run(hidden_states, top_k_index, top_k_weights, lambda: None)[0]
 
 
 def block_shape(block: Any, context: ModuleContext) -> MoEShape:

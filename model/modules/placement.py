@@ -9,14 +9,14 @@ Source: KTransformers (SOSP 2025), section 5 (several GPUs: layers are split ove
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from pykernels.errors import PykernelsError
 
-from ..rules import Rule
+from ..rules import Part, Rule
 from .recognise import why_not_fused
 from .registry import Operator, is_class
 
@@ -56,7 +56,7 @@ def place(model: nn.Module, rules: Sequence[Rule], root: str = "cpu") -> Placeme
     names = [name for name, _ in model.named_modules()]
     placed: dict[str, str] = {}
     for rule in rules:
-        if rule.replace.cls is not None:
+        if rule.replace.cls is not None or rule.check:
             continue
         found = [name for name, module in model.named_modules() if matches(rule, name, module)]
         # What is in a module goes with it: only the outermost ones are dealt out.
@@ -88,6 +88,59 @@ def place(model: nn.Module, rules: Sequence[Rule], root: str = "cpu") -> Placeme
                 "Place both on one device",
             )
     return placement
+
+
+def check_places(model: nn.Module, rules: Sequence[Rule], placement: Placement) -> None:
+    """Holds a placement against the rules that only check one.
+
+    Raises:
+        PykernelsError: a part that is elsewhere; a rule that matches none.
+    """
+    for rule in rules:
+        if not rule.check:
+            continue
+        device, name = rule.devices[0], rule.match.name or ""
+        found = {
+            part: module for part, module in _parts(model, rule.match.part) if re.search(name, part)
+        }
+        if not found:
+            raise PykernelsError(
+                f"{rule.origin} ({rule.clauses}) matches no module", "Correct it or drop it"
+            )
+        for part, module in found.items():
+            if (there := placement.of(module)) != device:
+                raise PykernelsError(
+                    f"{rule.origin} wants {part} on {device}, and its layer is on {there}",
+                    f"Name {there} there too, or place the layer on {device}",
+                )
+
+
+def _parts(model: nn.Module, part: Part | None) -> Iterator[tuple[str, str]]:
+    """Names of a kind of part as KTransformers' models have them, each with that of the module
+    whose place is its place."""
+    for name, module in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        if part in ("attention", "rotary") and leaf in _ATTENTION:
+            yield (f"{name}.rotary_emb" if part == "rotary" else name), name
+        elif part in ("block", "experts", "router") and _is_block(module):
+            if part == "router":
+                yield f"{name}.gate", f"{name}.gate"
+            else:
+                yield (f"{name}.experts" if part == "experts" else name), name
+        elif part == "mlp" and leaf in _MLPS and not _is_block(module):
+            yield name, name
+        elif part == "norm" and type(module).__name__.endswith("Norm"):
+            yield name, name
+        elif part == "model" and name == "model":
+            yield name, name
+
+
+_ATTENTION = ("self_attn", "linear_attn")
+_MLPS = ("mlp", "shared_experts", "shared_expert")
+
+
+def _is_block(module: nn.Module) -> bool:
+    return hasattr(module, "experts") or (isinstance(module, Operator) and hasattr(module, "gate"))
 
 
 def within(name: str, other: str) -> bool:

@@ -8,17 +8,20 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.memory.capacity import place_on, room_for_experts
-from runtime.devices.cuda.memory.dense import staged_weights
-from runtime.devices.cuda.memory.experts import staging_bytes
+from runtime.devices.cuda.layouts import machine_of
 from runtime.devices.cuda.memory.weights import gpu_bytes
-from runtime.devices.cuda.streaming import streaming_bytes
-from runtime.devices.gpus import Gpus, gpus_of, several_refused
+from runtime.devices.gpus import gpus_of
 from runtime.passes.layers import check_routed, moe_layers
+from runtime.planning.execution import ExecutionPlan
+from runtime.planning.gpu.capacity import free_for_experts
+from runtime.planning.gpu.dense import staged_weights
+from runtime.planning.gpu.machine import Machine
+from runtime.planning.gpu.plan import place_on, several_refused
+from runtime.planning.gpu.stream_budget import streaming_bytes
+from runtime.planning.lowerable import Lowerable
 from runtime.planning.placement import CPU, Placement
 from runtime.program import Program
 from runtime.program.sizes import StepSizes
-from runtime.runner.paged_runner import Lowerable
 
 from .choose import Block, choose
 from .profile import Profile
@@ -45,22 +48,23 @@ def place_beside(
         sizes: of the largest step.
         experts: "auto", "cpu" or "gpu"; "auto" with a number or a profile is "cpu".
         placed, by_layer: as ``placement.place``.
-        cache: slots of each layer, "auto": as many as fit, or 0; ``prefill``: of ``EngineConfig``,
-            which takes room too.
-        dense: ``EngineConfig.dense_gib``.
+        cache: slots of each layer, "auto": as many as fit, or 0.
+        prefill, dense: of ``ExecutionConfig``; both take room.
 
     Raises:
         PykernelsError: as ``experts_beside``; some experts, or slots for them, beside all of them;
             experts that stay beside slots for others.
     """
-    gpus = gpus_of(device)
     for option, wanted in (("gpu_experts", asked), ("expert_cache", cache)):
         if wanted and wanted != "auto":
             check_routed(model.lower(), option)
+    machine = machine_of(gpus_of(device), model.store)
 
-    def on_gpus(experts: str) -> Placement:
-        found = place_on(gpus, model, sizes.pages, experts, placed, by_layer)
-        return replace(found, staged=staged_weights(model, gpus, found, sizes, dense, sizes.tokens))
+    def plan_with(experts: str) -> ExecutionPlan:
+        placement = place_on(machine, model, sizes.pages, experts, placed, by_layer)
+        plan = ExecutionPlan(sizes, placement)
+        staged = staged_weights(model, machine, plan, dense, sizes.tokens)
+        return replace(plan, placement=replace(placement, staged=staged))
 
     if cache:
         if asked:
@@ -68,46 +72,44 @@ def place_beside(
                 "an expert cache beside gpu_experts, which keep their places on the GPU",
                 "Give one of both; the cache finds the most used ones by itself",
             )
-        return _place_slots(cache, model, gpus, sizes, experts, on_gpus, prefill)
+        return _place_slots(cache, model, machine, experts, plan_with, prefill)
     if not asked:
-        return on_gpus(experts)
+        return plan_with(experts).placement
     if experts == "gpu":
         raise PykernelsError("some experts on the GPU beside all of them", "Give one of both")
-    placement = on_gpus(experts if asked == "auto" else CPU)
+    plan = plan_with(experts if asked == "auto" else CPU)
+    placement = plan.placement
     if placement.experts != CPU:  # all fit
         return placement
-    room = room_for_experts(model, gpus, sizes, placement)
-    chosen = experts_beside(asked, model.lower(sizes), placement, room)
-    return replace(placement, cached=chosen)
+    free = free_for_experts(model, machine, plan)
+    return replace(placement, cached=experts_beside(asked, model.lower(sizes), placement, free))
 
 
 def _place_slots(
     cache: int | str,
     model: Lowerable,
-    gpus: Gpus,
-    sizes: StepSizes,
+    machine: Machine,
     experts: str,
-    on_gpus: Callable[[str], Placement],
+    plan_with: Callable[[str], ExecutionPlan],
     prefill: str,
 ) -> Placement:
     if experts == "gpu":
         raise PykernelsError(
             "an expert cache with all experts on the GPU", "Leave it out, or use experts cpu"
         )
-    if len(gpus) > 1:
+    if len(machine.free) > 1:
         raise PykernelsError(*several_refused("an expert cache"))
-    placement = on_gpus(experts if cache == "auto" else CPU)
+    plan = plan_with(experts if cache == "auto" else CPU)
+    placement = plan.placement
     if placement.experts != CPU:  # all fit
         return placement
-    program = placement.apply(model.lower(sizes))
-    room = room_for_experts(model, gpus, sizes, placement)[placement.device]
-    layers = moe_layers(program)
-    room -= max(
-        (staging_bytes(program.weight(layer.experts, "experts")) for layer in layers), default=0
-    )
+    program = model.lower(plan.sizes)
+    free = free_for_experts(model, machine, plan)[placement.device]
+    specs = [program.weight(layer.experts, "experts") for layer in moe_layers(program)]
+    free -= max(map(machine.layouts.filling_bytes, specs), default=0)
     if prefill in ("split", "stream") or (prefill == "auto" and cache == "auto"):
-        room -= streaming_bytes(model, placement, sizes)[placement.device]
-    rooms = {placement.device: room}
+        free -= streaming_bytes(model, machine, plan)[placement.device]
+    rooms = {placement.device: free}
     chosen = experts_beside(cache, program, placement, rooms, "expert_cache")
     return replace(placement, slots={layer: len(own) for layer, own in chosen.items()})
 

@@ -10,7 +10,10 @@
         kwargs: {kernel: generic}
 
 Of the rules with a class, the first that matches a module replaces it; of those with a device
-alone, the first that matches places it. Source: KTransformers (SOSP 2025), section 5, Listing 1.
+alone, the first that matches places it. A rule with ``check: true`` and a ``part`` (such as router
+or norm) places nothing: it is an error if that part is elsewhere.
+
+Source: KTransformers (SOSP 2025), section 5, Listing 1.
 
 A file of this folder for each architecture, named after ``config.model_type``, holds the rules used
 when none are given, ``any.yaml`` those of every other one; one of ``sets/`` holds some that go
@@ -27,7 +30,7 @@ from pykernels.errors import PykernelsError
 
 from .ktransformers import accepted
 from .read import load_rules, parse_rules
-from .schema import Match, Replace, Rule
+from .schema import Match, Part, Replace, Rule
 
 _FOLDER = Path(__file__).parent
 _ANY = _FOLDER / "any.yaml"
@@ -86,6 +89,7 @@ def _no_such(name: str) -> PykernelsError:
 
 __all__ = [
     "Match",
+    "Part",
     "Replace",
     "Rule",
     "Rules",

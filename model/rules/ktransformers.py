@@ -1,19 +1,25 @@
 """KTransformers' names in rules, and what each becomes: its listing and rule files run as they are.
 
 A rule whose class is one of ``ALIASES`` is written anew with our operator, device and arguments; an
-argument that has no counterpart is refused by name. All other rules stay as they are.
+argument that has no counterpart is refused by name. Of a rule for what is the engine's own it is
+left to check the place. All other rules stay as they are.
+
+Its ``prefill_op`` computes prompts longer than ``per_layer_prefill_intput_threshold``, layer by
+layer; that has to be 0 (never), so which one it is makes no difference there either.
 
 Source: KTransformers (SOSP 2025), Listing 1; the arguments of its published rule files.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from pykernels.errors import PykernelsError
 
-from .schema import Match, Replace, Rule, is_device
+from .arguments import Arguments
+from .schema import Match, Part, Replace, Rule
 
 MOE = "model.modules.moe.FusedMoE"
 EXPERTS = "model.modules.moe.FusedExperts"
@@ -40,54 +46,14 @@ LINEAR_OPS = {
 }
 """What multiplies a linear -> its format. Prompts and answers read the same matrix."""
 
+Becomes = Callable[[Rule, Arguments], list[Rule]]
+"""A rule of its own -> ours; none where it asks for what happens anyway."""
+
 _PLACES = ("generate_device", "prefill_device", "out_device")
 
 
-class _Arguments:
-    """A rule's kwargs, taken one by one; what is left over is refused."""
-
-    def __init__(self, rule: Rule) -> None:
-        self.origin, self.cls = rule.origin, str(rule.replace.cls).rpartition(".")[2]
-        self._left, self._known = dict(rule.replace.kwargs), list[str]()
-
-    def has(self, name: str) -> bool:
-        return name in self._left
-
-    def take(self, name: str) -> Any:
-        """The value; None where there is none."""
-        self._known.append(name)
-        return self._left.pop(name, None)
-
-    def choose(self, name: str, values: dict[Any, str]) -> str | None:
-        """What the value stands for; names in any case."""
-        value = self.take(name)
-        if value is None:
-            return None
-        for known, meaning in values.items():
-            if str(known).lower() == str(value).lower():
-                return meaning
-        raise self.refused(name, value, f"Use {', '.join(map(str, values))}")
-
-    def device(self, name: str) -> str | None:
-        value = self.take(name)
-        if value is None or value == "cuda":
-            return None if value is None else "cuda:0"
-        if not is_device(value):
-            raise self.refused(name, value, "Write cpu, cuda, or cuda:0 and so on")
-        return str(value)
-
-    def refused(self, name: str, value: Any, hint: str) -> PykernelsError:
-        return PykernelsError(f"{self.origin}: {self.cls} has no {name} {value!r}", hint)
-
-    def rest(self) -> None:
-        """Raises PykernelsError if an argument was not taken."""
-        for name in self._left:
-            known = ", ".join(self._known)
-            raise PykernelsError(f"{self.origin}: {self.cls} has no {name}", f"It has {known}")
-
-
-def _experts(operator: str) -> Callable[[Rule, _Arguments], Rule]:
-    def becomes(rule: Rule, given: _Arguments) -> Rule:
+def _experts(operator: str) -> Becomes:
+    def becomes(rule: Rule, given: Arguments) -> list[Rule]:
         backend = given.choose("backend", BACKENDS)
         fmt = given.choose("data_type", DATA_TYPES) or backend or "auto"
         if backend not in (None, "auto", fmt):
@@ -97,16 +63,28 @@ def _experts(operator: str) -> Callable[[Rule, _Arguments], Rule]:
         if deferred := _number(given, "n_deferred_experts"):
             kwargs["defer"] = deferred
         device = given.device("generate_device") or rule.replace.device or "cpu"
-        for name in ("prefill_device", "out_device"):
-            given.device(name)
+        if device != "cpu":
+            hint = "Drop the rule and give --experts gpu, or write cpu"
+            raise given.refused("generate_device", device, hint)
         given.choose("generate_op", {"KExpertsCPU": ""})
         given.choose("prefill_op", {"KExpertsTorch": "", "KExpertsCPU": "", "None": ""})
-        return _written(rule, operator, device, kwargs)
+        written = [_written(rule, operator, device, kwargs)]
+        layer = _layer_of_experts(given)
+        return written if layer is None else [*written, _check(rule, "experts", layer)]
 
     return becomes
 
 
-def _number(given: _Arguments, name: str) -> int:
+def _layer_of_experts(given: Arguments) -> str | None:
+    """Where the layer around experts has to be for what a rule says of prompts and of the sums."""
+    prompts, out = given.device("prefill_device"), given.device("out_device")
+    if prompts is None or out is None or prompts == out:
+        return prompts or out
+    hint = "Drop it and give --prefill cpu" if prompts == "cpu" else f"Write {out}"
+    raise given.refused("prefill_device", prompts, f"Its out_device is {out}. {hint}")
+
+
+def _number(given: Arguments, name: str) -> int:
     """A count, or a list of one."""
     value = given.take(name)
     one = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -117,17 +95,33 @@ def _number(given: _Arguments, name: str) -> int:
     return one
 
 
-def _linear(rule: Rule, given: _Arguments) -> Rule:
-    fmt = given.choose("data_type", DATA_TYPES)
-    op = given.choose("generate_op", LINEAR_OPS)
-    given.choose("prefill_op", {**LINEAR_OPS, "None": ""})
-    bits = given.choose("num_bits", {4: "int4", 8: "int8"})
-    marlin = "Marlin" in given.cls
-    fmt = fmt or (bits if op == "int4" else op) or bits or op or ("int4" if marlin else "auto")
-    return _written(rule, LINEAR, _one_device(rule, given), {"format": fmt})
+def _linear(rule: Rule, given: Arguments) -> list[Rule]:
+    asked = {
+        "data_type": given.choose("data_type", DATA_TYPES),
+        "num_bits": given.choose("num_bits", {4: "int4", 8: "int8"}),
+        "generate_op": given.choose("generate_op", LINEAR_OPS),
+    }
+    if asked["num_bits"] and asked["generate_op"] == "int4":  # Marlin's, which has both
+        asked["generate_op"] = None
+    formats = {fmt for fmt in asked.values() if fmt not in (None, "auto")}
+    if len(formats) > 1:
+        names = " and ".join(name for name, fmt in asked.items() if fmt in formats)
+        raise PykernelsError(
+            f"{given.origin}: {given.cls} is to be {' and '.join(sorted(map(str, formats)))}",
+            f"Drop one of {names}",
+        )
+    device = _one_device(rule, given)
+    op = rule.replace.kwargs.get("generate_op")
+    if op == "KLinearCPUInfer" and device not in (None, "cpu"):
+        raise given.refused("generate_op", op, f"It is for the CPU, and the linear on {device}")
+    # Of prompts layer by layer, which are refused: its value says nothing of any other prompt.
+    prompts = {"KLinearTorch": "", "None": ""} | ({} if op is None else {op: ""})
+    given.choose("prefill_op", prompts)
+    fmt = next(iter(formats), None) or ("int4" if "Marlin" in given.cls else "auto")
+    return [_written(rule, LINEAR, device, {"format": fmt})]
 
 
-def _one_device(rule: Rule, given: _Arguments) -> str | None:
+def _one_device(rule: Rule, given: Arguments) -> str | None:
     """The device of a module whose weights are read by prompts and answers alike."""
     found = [given.device(name) for name in _PLACES]
     known = {each for each in (*found, *rule.devices) if each is not None}
@@ -139,28 +133,52 @@ def _one_device(rule: Rule, given: _Arguments) -> str | None:
     return next(iter(known), None)
 
 
-def _placed(holds: str | None = None) -> Callable[[Rule, _Arguments], Rule | None]:
+def _placed(holds: str | None = None) -> Becomes:
     """The engine has its own of that: of the rule its place is left."""
 
-    def becomes(rule: Rule, given: _Arguments) -> Rule | None:
+    def becomes(rule: Rule, given: Arguments) -> list[Rule]:
         device = _one_device(rule, given)
-        given.choose("absorb_for_prefill", {True: "", False: ""})
-        return None if device is None else _written(rule, None, device, {}, holds)
+        hint = "Write false: keys and values of long prompts are expanded"
+        if (absorbed := given.take("absorb_for_prefill")) not in (None, False):
+            raise given.refused("absorb_for_prefill", absorbed, hint)
+        return [] if device is None else [_written(rule, None, device, {}, holds)]
 
     return becomes
 
 
-def _own(rule: Rule, given: _Arguments) -> None:
-    """The engine has its own of that, where what is around it is."""
-    for name in _PLACES:
-        given.device(name)
-    if _number(given, "per_layer_prefill_intput_threshold"):
-        raise given.refused(
-            "per_layer_prefill_intput_threshold",
-            rule.replace.kwargs["per_layer_prefill_intput_threshold"],
-            "Write 0, and give --prefill stream",
-        )
-    given.take("transfer_map")  # follows from where the layers are
+def _own(part: Part) -> Becomes:
+    """The engine has its own of that, where the layer is: of the rule it is left to check that."""
+
+    def becomes(rule: Rule, given: Arguments) -> list[Rule]:
+        device = _one_device(rule, given)
+        return [] if device is None else [_check(rule, part, device)]
+
+    return becomes
+
+
+def _model(rule: Rule, given: Arguments) -> list[Rule]:
+    """The whole model: prompts layer by layer, and where layers begin on the next device."""
+    name = "per_layer_prefill_intput_threshold"
+    if threshold := _number(given, name):
+        raise given.refused(name, threshold, "Write 0, and give --prefill stream")
+    found = [given.device("device"), _one_device(rule, given)]
+    checks = [_check(rule, "model", device) for device in found if device is not None]
+    layers = given.take("transfer_map") or {}
+    if not isinstance(layers, dict) or not all(type(layer) is int for layer in layers):
+        raise given.refused("transfer_map", layers, "Write numbers of layers and their devices")
+    for layer, value in layers.items():
+        device = given.as_device("transfer_map", value)
+        checks.append(_check(rule, "attention", device, rf"\.layers\.{layer}\."))
+    return checks
+
+
+def _check(rule: Rule, part: Part, device: str, name: str | None = None) -> Rule:
+    # Without a class: those of its own models, which transformers has by other names.
+    match = Match.model_validate({"name": name or rule.match.name, "part": part})
+    replace = Replace.model_validate({"device": device})
+    found = Rule(match=match, replace=replace, check=True)
+    found._origin = rule.origin
+    return found
 
 
 def _written(
@@ -188,27 +206,36 @@ def _leaf(path: str | None) -> str | None:
     return path.rpartition(".")[2] if path is not None and copied else path
 
 
-Becomes = Callable[[Rule, _Arguments], Rule | None]
-
 ALIASES: dict[str, Becomes] = {
     "experts.FusedMoE": _experts(MOE),
     "experts.KTransformersExperts": _experts(EXPERTS),
     "experts.KTransformersExpertsV2": _experts(EXPERTS),
+    "experts.KGlm4Experts": _experts(EXPERTS),
     "linear.MarlinLinear": _linear,
     "linear.KTransformersLinear": _linear,
     "attention.FlashInferMLA": _placed("mla"),
     "attention.KDeepseekV2Attention": _placed("mla"),
     "attention.KDeepseekV3Attention": _placed("mla"),
+    "attention.KLlamaAttention": _placed(),
+    "attention.KQwen3MoeAttention": _placed(),
     "balance_serve_attention.flashinfer_attn": _placed("mla"),
     "balance_serve_attention.KQwen2MoeAttention": _placed(),
     "balance_serve_attention.KQwen3MoeAttention": _placed(),
+    "balance_serve_attention.KGlm4MoeAttention": _placed(),
     "default": _placed(),
 }
 """The end of a class's path -> what becomes of its rule."""
 
-_OWN = ("RoPE.", "gate.", "layernorm.", "mlp.", "models.", "experts.K")
-"""What begins the names of the rest of its operators: embeddings of positions, routers, norms,
-MLPs, the model, and MoE blocks around their experts."""
+_OWN: tuple[tuple[str, Becomes], ...] = (
+    (r"RoPE\..*RotaryEmbedding(V\d)?", _own("rotary")),
+    (r"gate\.K\w*Gate", _own("router")),
+    (r"layernorm\.\w*RMSNorm", _own("norm")),
+    (r"mlp\.[Kk]\w*MLP", _own("mlp")),
+    (r"models\.K\w*Model", _model),
+    (r"experts\.K\w*(MoE|Mo[eE]Block)(V2)?", _own("block")),
+)
+"""Ends of the paths of the rest of its operators: embeddings of positions, routers, norms, MLPs,
+the model, and MoE blocks around their experts."""
 
 
 def accepted(rules: Iterable[Rule]) -> list[Rule]:
@@ -217,27 +244,26 @@ def accepted(rules: Iterable[Rule]) -> list[Rule]:
     Raises:
         PykernelsError: one of KTransformers' operators or arguments that has no counterpart.
     """
-    found = (_accept(rule) for rule in rules)
-    return [rule for rule in found if rule is not None]
+    return [found for rule in rules for found in _accept(rule)]
 
 
-def _accept(rule: Rule) -> Rule | None:
+def _accept(rule: Rule) -> list[Rule]:
     path = rule.replace.cls
     if path is None:
-        return rule
+        return [rule]
     theirs = path.startswith(("ktransformers.", "operators."))
     end = path.removeprefix("ktransformers.").removeprefix("operators.")
     becomes = ALIASES.get(end) if theirs or end == "default" else _bare(path)
-    if becomes is None and theirs and end.startswith(_OWN):
-        becomes = _own
+    if becomes is None and theirs:
+        becomes = next((own for pattern, own in _OWN if re.fullmatch(pattern, end)), None)
     if becomes is None:
         if not theirs:
-            return rule
+            return [rule]
         raise PykernelsError(
             f"{rule.origin}: there is no operator {path!r}",
             f"Of KTransformers' there are {', '.join(ALIASES)}",
         )
-    given = _Arguments(rule)
+    given = Arguments(rule)
     written = becomes(rule, given)
     given.rest()
     return written

@@ -13,14 +13,22 @@ def is_device(name: Any) -> bool:
     return isinstance(name, str) and re.fullmatch(r"cpu|cuda:\d+", name) is not None
 
 
+Part = Literal["attention", "rotary", "router", "experts", "block", "mlp", "norm", "model"]
+"""What a module does in a model, whatever it is called there."""
+
+
 class Match(BaseModel):
-    """Which modules: all given clauses must hold."""
+    """Which modules: all given clauses must hold.
+
+    ``part`` is for rules that check a place (``Rule.check``).
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     cls: str | None = Field(default=None, alias="class")
     name: str | None = None
     holds: Literal["experts", "mla"] | None = None
+    part: Part | None = None
 
     @field_validator("name")
     @classmethod
@@ -33,7 +41,7 @@ class Match(BaseModel):
 
     @model_validator(mode="after")
     def _has_a_clause(self) -> Match:
-        if self.cls is None and self.name is None and self.holds is None:
+        if (self.cls, self.name, self.holds, self.part) == (None,) * 4:
             raise ValueError("match needs a class, a name or both, or what it holds")
         return self
 
@@ -79,7 +87,9 @@ class Replace(BaseModel):
 class Rule(BaseModel):
     """One match clause with its replace clause.
 
-    With ``recursive`` false no rule replaces what is in the module that it puts there.
+    With ``recursive`` false no rule replaces what is in the module that it puts there. With
+    ``check`` it places nothing: the engine refuses to start unless the parts of the model that it
+    matches are on its device already.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -87,7 +97,17 @@ class Rule(BaseModel):
     match: Match
     replace: Replace
     recursive: bool = True
+    check: bool = False
     _origin: str = PrivateAttr(default="a rule")
+
+    @model_validator(mode="after")
+    def _checks_a_part(self) -> Rule:
+        alone = self.replace.cls is None and isinstance(self.replace.device, str)
+        if self.check and not (alone and self.match.part):
+            raise ValueError("check is for a part and one device, without a class")
+        if self.match.part and not self.check:
+            raise ValueError("part is for a rule with check: true")
+        return self
 
     @property
     def origin(self) -> str:
@@ -98,7 +118,12 @@ class Rule(BaseModel):
     def clauses(self) -> str:
         """What it matches, in words."""
         match = self.match
-        given = {"class": match.cls, "name": match.name, "holds": match.holds}
+        given = {
+            "class": match.cls,
+            "name": match.name,
+            "holds": match.holds,
+            "part": match.part,
+        }
         return " and ".join(f"{key} {value!r}" for key, value in given.items() if value is not None)
 
     @property
@@ -109,8 +134,8 @@ class Rule(BaseModel):
 
 
 KEYS: dict[tuple[str, ...], tuple[str, ...]] = {
-    (): ("match", "replace", "recursive"),
-    ("match",): ("class", "name", "holds"),
+    (): ("match", "replace", "recursive", "check"),
+    ("match",): ("class", "name", "holds", "part"),
     ("replace",): ("class", "device", "kwargs"),
 }
 """What each mapping of a rule may hold, by where it stands."""

@@ -13,17 +13,17 @@ from pykernels import __version__
 
 from .anthropic.messages import message_routes
 from .backend.interface import ServedModel
+from .guard import Guard
 from .health import health_routes
 from .http.errors import add_handlers
-from .http.guard import Guard
+from .http.settings import ServerSettings
 from .insight.routes import insight_routes
 from .openai.chat import chat_routes
 from .openai.completions import completion_routes
 from .openai.models import model_routes
 from .page.routes import page_routes
 from .responses.routes import response_routes
-from .served import Served
-from .settings import ServerSettings
+from .serving.served import Served
 from .tokens import token_routes
 
 

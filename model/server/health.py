@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from .http.frames import json_bytes
-from .served import Served
+from .serving.served import Served
 
 HEALTH = "/health"
 """A path that needs no key."""

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from pykernels.errors import PykernelsError
 
-from .settings import ServerSettings
+from .http.settings import ServerSettings
 
 _BACKLOG = 128
 _POLL_SECONDS = 0.05

@@ -12,8 +12,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from .http.connection import connections
-from .served import Served
-from .settings import ServerSettings
+from .http.settings import ServerSettings
+from .serving.served import Served
 
 _SWITCH_SECONDS = 0.0005
 """That the engine waits at most for Python threads that render a template or read JSON; 5 ms is

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field, model_validator
 
-from .fields import Body, Count
 from .http.errors import bad_request
 from .openai.chat_schema import check_continued
 from .openai.messages import Message, Tool, plain
-from .served import Served
+from .serving.fields import Body, Count
+from .serving.served import Served
 
 
 class TokenizeRequest(Body):

@@ -180,7 +180,7 @@ class GenerationStream:
 
 
 class _Tokens(BaseStreamer):
-    """Streamer that queues the tokens of `generate`, and notes times and the experts' counters."""
+    """Streamer that queues the tokens of `generate`, and notes times and what experts have read."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.tokens: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
@@ -197,7 +197,7 @@ class _Tokens(BaseStreamer):
         self.last = time.perf_counter()
         if not self.first:
             self.first = self.last
-            self.bytes, self.seconds = self._counters()
+            self.bytes, self.seconds = self._read()
         for token in value.flatten().tolist():
             self.tokens.put(token)
 
@@ -206,7 +206,7 @@ class _Tokens(BaseStreamer):
 
     def stats(self, prompt_tokens: int, new_tokens: int) -> GenerationStats:
         first = self.first or time.perf_counter()
-        now_bytes, now_seconds = self._counters()
+        now_bytes, now_seconds = self._read()
         return GenerationStats(
             prompt_tokens=prompt_tokens,
             new_tokens=new_tokens,
@@ -216,9 +216,8 @@ class _Tokens(BaseStreamer):
             read_seconds=now_seconds - self.seconds if self.first else 0.0,
         )
 
-    def _counters(self) -> tuple[float, float]:
-        counters = [experts.counters for experts in self.experts]
-        return sum(c.bytes for c in counters), sum(c.seconds for c in counters)
+    def _read(self) -> tuple[float, float]:
+        return sum(e.read_bytes for e in self.experts), sum(e.read_seconds for e in self.experts)
 
 
 class _Stop(StoppingCriteria):

@@ -19,7 +19,7 @@ from pykernels.errors import PykernelsError
 from ..checkpoint.packed.one_writer import one_writer
 from ..custom_generate import engine_of
 from ..evaluation.likelihood import ROWS
-from ..llm import load_engine
+from ..load import load_engine
 from ..pretrained import from_pretrained, load_tokenizer
 from .experts import Recipe, mixtral_config, upcycle
 from .perplexity import perplexity

@@ -5,8 +5,10 @@ the fast one takes is how it is launched and where its result goes; what only th
 what it computes in (``dtype``) and what a packed weight knows by itself (``fmt``).
 """
 
-from .activation import silu_mul
 from .attention import gqa_decode, gqa_prefill, mla_decode, mla_prefill
+from .delta_net.causal_conv1d import causal_conv1d
+from .delta_net.delta_rule import delta_gates, gated_delta_rule
+from .delta_net.gate import gated_rms_norm, sigmoid_mul
 from .embedding import embed
 from .kv_write import kv_write, mla_read, mla_write
 from .linear import linear, per_head_linear, quantize_fp8
@@ -20,10 +22,14 @@ from .sampling import greedy
 from .sampling.inputs import count_tokens, sample
 
 __all__ = [
+    "causal_conv1d",
     "combine",
     "copy_rows",
     "count_tokens",
+    "delta_gates",
     "embed",
+    "gated_delta_rule",
+    "gated_rms_norm",
     "gqa_decode",
     "gqa_prefill",
     "gqa_rope_cache_write",
@@ -48,7 +54,7 @@ __all__ = [
     "router",
     "router_logits",
     "sample",
-    "silu_mul",
+    "sigmoid_mul",
     "sort_pairs",
     "unpermute",
     "yarn_frequencies",

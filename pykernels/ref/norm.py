@@ -16,7 +16,8 @@ def rms_norm(
 
     Args:
         x: [..., H].
-        weight: [H].
+        weight: [H]; of a zero-centred norm (Qwen3-Next), which has ``1 + weight``, that sum, made
+            in float32 when it is loaded.
         eps: beside the mean.
         residual: [..., H], added to ``x`` first; the sum is rounded to x's dtype, as it is stored.
         dtype: of the arithmetic and of the result.

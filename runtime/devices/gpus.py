@@ -74,11 +74,6 @@ def check_device(devices: str) -> None:
             raise PykernelsError(f"no GPU kernel runs on {device}: {reason}", "Use --device cpu")
 
 
-def several_refused(what: str) -> tuple[str, str]:
-    """The error of what only one GPU can do yet."""
-    return f"{what} on several GPUs is not there yet", "Name one GPU, or leave it out"
-
-
 def interpreted(gpus: Gpus) -> bool:
     """Whether Triton's interpreter plays the GPUs."""
     return any(device.type != "cuda" for device in gpus.values())

@@ -14,7 +14,9 @@ What the next step draws must not depend on that:
   steps, before the next one is launched.
 - Where an end token was drawn, or somebody has asked for something meanwhile, the step that was
   scheduled ahead is given up for one that knows of it: a row for nothing, or a request that waits
-  for one step more, costs more than the overlap brings. So is it where pages are short.
+  for one step more, costs more than the overlap brings. So is it where pages are short, and where
+  there are drafts behind what was drawn. Nothing is scheduled behind a step with drafts: how far
+  they are accepted says where its requests are.
 - A request that ends for a reason which shows later (a stop string, a deadline, an error of its
   consumer) has one row more, which nobody reads.
 
@@ -28,15 +30,18 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain, repeat
 
 from pykernels.errors import PykernelsError
 
 from ..runner.active import phase
 from ..runner.batch import DeviceLost, PrefillRunner, Runner, StepResult
 from .observation import Observation
+from .requests.drafters import MakeDrafter
 from .requests.outputs import EngineStats, FinishReason, TokenLogprob
 from .requests.request import Request, State
 from .scheduling.config import EngineConfig
+from .scheduling.drafts import Drafts
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
 
@@ -57,11 +62,16 @@ class Core:
         config: EngineConfig,
         clock: Callable[[], float] = time.perf_counter,
         news: Callable[[], bool] = lambda: False,
+        make_drafter: MakeDrafter | None = None,
     ) -> None:
         self.runner, self.clock, self.news = runner, clock, news
         self.overlap = self._overlap = config.overlap
         self.stats = EngineStats()
-        self.scheduler = Scheduler(runner, self.stats, config)
+        self._lost: dict[Request, Exception] = {}  # to constraints and drafters
+        self._drafts: Drafts | None = None
+        if make_drafter is not None:
+            self._drafts = Drafts(make_drafter, config.draft_tokens, runner, self._lost)
+        self.scheduler = Scheduler(runner, self.stats, config, self._drafts)
         runner.bind(self.scheduler.writer.batch)
         self.scheduler.add_lane(runner)
         self._running: ScheduledStep | None = None
@@ -69,7 +79,6 @@ class Core:
         self._launched_at = self._beside_at = math.nan
         self._timed: set[Request] = set()
         self._routed: set[Request] = set()
-        self._lost: dict[Request, Exception] = {}  # to their constraints, in this step
         self._observation: Observation | None = None
         self._next_deadline = math.inf
 
@@ -83,6 +92,8 @@ class Core:
         request.state = State.WAITING
         if self.runner.deferred:
             request.table.output_from = request.prompt_size
+        if self._drafts is not None:
+            self._drafts.add(request)
         self.scheduler.add(request)
         if request.deadline < math.inf:
             self._timed.add(request)
@@ -163,7 +174,7 @@ class Core:
         assert running is not None
         alive = any(request.state is State.RUNNING for request in running.requests)
         ahead = None
-        if self.overlap:
+        if self.overlap and not running.drafts:
             phase("schedule")
             ahead = self.scheduler.schedule(now, running)
             phase("run")
@@ -181,6 +192,7 @@ class Core:
             self._fail(running, error)
             return True
         seconds = self.clock() - self._launched_at
+        running.accept(sampled_token_ids)
         self.scheduler.writer.set_tokens(result.sampled_token_ids)
         ended = self._count(running, sampled_token_ids)
         if not self.runner.late_masks:
@@ -192,7 +204,8 @@ class Core:
             self.stats.steps += 1
             self._launched(running)
         elif ahead is not None:
-            if ended or self.news():
+            drafts = self.scheduler.has_drafts(running, sampled_token_ids)
+            if ended or drafts or self.news():
                 self.scheduler.undo(ahead)
             else:
                 if running.scored:
@@ -216,6 +229,8 @@ class Core:
     def _launch(self, step: ScheduledStep, masked: bool = True) -> BaseException | None:
         """Start a step, whose masks are there if it is ``masked``; its error if that fails."""
         self.stats.steps += 1
+        if copies := self.scheduler.take_state_copies():
+            self.runner.copy_states(copies)
         try:
             self.runner.launch(step.batch)
         except BaseException as error:
@@ -233,6 +248,8 @@ class Core:
         """Launch a step's successor, which has the same requests, while it runs; False if that must
         wait for its end."""
         if step.scored or step.counted or step.masked or self._routed or self.news():
+            return False
+        if self.scheduler.copies_states or self.scheduler.may_draft(step):
             return False
         if not self.runner.launch_behind(step.batch, step.ends):
             return False
@@ -307,7 +324,8 @@ class Core:
                 request.sampling.counts.add(sampled_token_ids[row])
         if step.ends.isdisjoint(sampled_token_ids):
             return False
-        return any(map(_ends, step.sampled, sampled_token_ids))
+        pairs = zip(step.sampled, step.rows, strict=True)
+        return any(_ends(request, sampled_token_ids[row]) for request, row in pairs)
 
     def _mask(self, step: ScheduledStep, sampled_token_ids: list[int]) -> bool:
         """Constraints say what may follow.
@@ -338,22 +356,30 @@ class Core:
         self.scheduler.finished(step)
         stats, sampled = self.stats, step.sampled
         stats.computed_tokens += step.T
+        if step.drafts:
+            stats.draft_tokens += sum(map(len, step.drafts))
+            stats.accepted_tokens += sum(step.num_accepted)
         if not step.chunks:
             stats.decode_steps[step.T] += 1
             stats.decode_seconds += seconds
-        for i, request in enumerate(step.logprob_requests, len(sampled)):
+        for i, request in enumerate(step.logprob_requests, step.drawn):
             if request.state is State.RUNNING:
                 top = request.params.logprobs or 0
                 request.prompt_logprobs.append(_logprob(sampled_token_ids[i], top, i, result))
         now = self.clock()
-        for i, request in enumerate(sampled):
-            if request.state is not State.RUNNING:  # it has ended while the step ran
-                continue
-            stats.new_tokens += 1
-            try:
-                self._append(request, sampled_token_ids[i], i, result, now)
-            except Exception as error:  # of its detokenizer, constraint or consumer: it fails alone
-                self._end(request, "error", error)
+        accepted = chain(step.num_accepted, repeat(0))
+        for request, first, more in zip(sampled, step.rows, accepted, strict=False):
+            for row in range(first, first + 1 + more):
+                if request.state is not State.RUNNING:  # it has ended, here or meanwhile
+                    break
+                stats.new_tokens += 1
+                try:
+                    if row > first and request.routing is not None:  # of an accepted draft
+                        at = len(request.tokens) - 1
+                        request.routing.write(at, row, row + 1, result.routing)
+                    self._append(request, sampled_token_ids[row], row, result, now)
+                except Exception as error:  # of its detokenizer, constraint or consumer: it alone
+                    self._end(request, "error", error)
 
     def _check(self, sampled_token_ids: list[int], R: int) -> None:
         # An id out of range would be an address out of range in the next step.
@@ -417,6 +443,7 @@ class Core:
         self.scheduler.remove(request)
         self._timed.discard(request)
         self._routed.discard(request)
+        self._lost.pop(request, None)
         request.state, request.reason, request.error = State.FINISHED, reason, error
         self.stats.finished += 1
         with suppress(RuntimeError):  # a consumer's event loop that is closed
@@ -437,8 +464,11 @@ def _write_routing(step: ScheduledStep, result: StepResult) -> None:
     """Before the next step is launched, which writes over it."""
     at = 0
     # What a decoding request computes is its last token, until this step's is appended.
-    parts = [(request, len(request.tokens) - 1, 1) for request in step.decoding]
-    for request, first, size in [*parts, *step.chunks]:
+    for request, count in zip(step.decoding, step.num_scheduled, strict=True):
+        if request.routing is not None and request.state is State.RUNNING:
+            request.routing.write(len(request.tokens) - 1, at, at + 1, result.routing)
+        at += count
+    for request, first, size in step.chunks:
         if request.routing is not None and request.state is State.RUNNING:
             request.routing.write(first, at, at + size, result.routing)
         at += size

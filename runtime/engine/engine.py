@@ -23,6 +23,7 @@ from .core import Core
 from .delivery import LoopBridge
 from .loop import Loop
 from .observation import Observation, Observer
+from .requests.drafters import MakeDrafter
 from .requests.handle import AsyncRequestHandle, RequestHandle
 from .requests.intake import Intake
 from .requests.outputs import Chunk, EngineStats, Result
@@ -53,6 +54,8 @@ class Engine:
         threaded: False: no thread; the caller owns the engine, and ``step`` or waiting for a
             chunk or a result drives it.
         clock: seconds, for tests.
+        drafter: makes one ``Drafter`` an output; None: as ``config`` says. What is drawn is the
+            same.
 
     Attributes:
         eos_token_ids: as given.
@@ -67,12 +70,14 @@ class Engine:
         config: EngineConfig | None = None,
         threaded: bool = True,
         clock: Callable[[], float] = time.perf_counter,
+        drafter: MakeDrafter | None = None,
     ) -> None:
         self.threaded, self._pid = threaded, os.getpid()
         self.config = config or EngineConfig()
         self.eos_token_ids = frozenset(eos_token_ids)
         self._loop = Loop()
-        self._core = Core(runner, self.config, clock, self._loop.has_news)
+        drafter = drafter or self.config.drafter
+        self._core = Core(runner, self.config, clock, self._loop.has_news, drafter)
         self._intake = Intake(runner, eos_token_ids, self.config.ageing_seconds, clock)
         self._detokenizer = detokenizer
         self._bridges: dict[asyncio.AbstractEventLoop, LoopBridge] = {}

@@ -1,4 +1,4 @@
-"""Page tables of the running sequences: admission, growth, sharing and release of pages."""
+"""What running sequences have of the cache: admission, growth, sharing and release."""
 
 from __future__ import annotations
 
@@ -6,55 +6,53 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from .page_table import PageTable
 from .pages import PagePool
-from .prefix import PageKey, PrefixNode, PrefixTree, extend_keys
-
-
-class PageTable:
-    """The pages of one sequence, position p at ``pages[p // page_size]``.
-
-    It lives as long as its request: the keys of its tokens outlast a preemption.
-
-    Attributes:
-        output_from: the first token whose keys and values are others in an output than in a prompt;
-            None: there is no difference.
-    """
-
-    __slots__ = ("cached", "keys", "node", "output_from", "pages", "row")
-
-    def __init__(self) -> None:
-        self.output_from: int | None = None
-        self.pages: list[int] = []
-        self.row = -1  # of BlockManager.tables; -1: holds no pages
-        self.keys: list[PageKey] = []
-        self.cached = 0  # leading pages that are in the tree
-        self.node: PrefixNode | None = None  # of the last of these
+from .prefix import PrefixNode, PrefixTree, extend_keys
+from .snapshots import Snapshots
+from .states import StateSlots
 
 
 class BlockManager:
     """Deals pages to sequences; full pages are shared through the prefix tree.
 
     A page in the tree is full and is never written again. So sequences share whole pages without
-    copies, and what they write lies behind, in pages of their own.
+    copies, and what they write lies behind, in pages of their own. Where layers have states, a
+    sequence has a slot for its own, and a prefix is shared as far as there is a snapshot.
 
     Args:
         num_pages: pages of the cache.
         page_size: tokens a page.
         max_num_seqs: rows of ``tables``: sequences that hold pages at the same time.
         max_pages: columns of ``tables``: pages of the longest sequence.
+        state_slots: of states; 0: layers have none.
+        spacing: pages from one snapshot in a prompt to the next; 0: no snapshots.
 
     Attributes:
+        snapshots: None: layers have no states.
         tables: int64 [max_num_seqs, max_pages]; row ``table.row`` holds ``table.pages``. Entries
             behind them are old, but always page ids.
         version: grows with every change of ``tables``.
     """
 
-    def __init__(self, num_pages: int, page_size: int, max_num_seqs: int, max_pages: int) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        max_pages: int,
+        state_slots: int = 0,
+        spacing: int = 0,
+    ) -> None:
         self.page_size = page_size
         self.pool = PagePool(num_pages)
         self.tree = PrefixTree()
         self.tables = np.zeros((max_num_seqs, max_pages), np.int64)
         self.version = 0
+        self.snapshots: Snapshots | None = None
+        if state_slots:
+            most = (state_slots - max_num_seqs) // 2
+            self.snapshots = Snapshots(StateSlots(state_slots), page_size, spacing, most)
         self._rows = list(range(max_num_seqs - 1, -1, -1))
 
     @property
@@ -69,15 +67,22 @@ class BlockManager:
         others: Iterable[PageTable],
         reusable: int | None = None,
     ) -> bool:
-        """True if a running prefill is computing this request's next page.
+        """True if a running prefill is computing this request's next page, or the next state that
+        it can go on from.
 
-        Then the request waits and shares that page, instead of computing it a second time.
+        Then the request waits and shares that, instead of computing it a second time.
         """
-        next_page = len(self._match(table, tokens, reusable))
-        if next_page == self._shareable(tokens, reusable):
-            return False
-        key = table.keys[next_page]
-        return any(next_page < len(o.keys) and o.keys[next_page] == key for o in others)
+        known = self._match(table, tokens, reusable)
+        last = self._shareable(tokens, reusable)
+        if self.snapshots is not None:
+            first = len(self.snapshots.deepest(known))
+            coming = [(mark, other) for other in others for mark in other.marks if mark > first]
+        else:
+            coming = [(len(known) + 1, other) for other in others]
+        return any(
+            pages <= min(last, len(other.keys)) and other.keys[pages - 1] == table.keys[pages - 1]
+            for pages, other in coming
+        )
 
     def admit(
         self,
@@ -100,7 +105,11 @@ class BlockManager:
         Returns:
             Whether the pages were there; if not, nothing has changed.
         """
-        hits = self._match(table, tokens, reusable)
+        hits = known = self._match(table, tokens, reusable)
+        if self.snapshots is not None:
+            hits = self.snapshots.deepest(known)
+            if not self.snapshots.states.available:
+                return False
         fresh = -(-len(tokens) // self.page_size) - len(hits)
         # Idle pages that are hit stop being available as well.
         idle = sum(not self.pool.references[node.page] for node in hits)
@@ -112,6 +121,10 @@ class BlockManager:
         pages = [node.page for node in hits] + [self._take() for _ in range(fresh)]
         table.pages, table.row = pages, self._rows.pop()
         table.cached, table.node = len(hits), hits[-1] if hits else None
+        if self.snapshots is not None:
+            self.snapshots.mark(table, len(hits), len(known), len(tokens))
+            table.source = table.node
+            table.slot = self.snapshots.states.begin(table.source)
         self.tables[table.row, : len(pages)] = pages
         self.version += 1
         return True
@@ -162,9 +175,19 @@ class BlockManager:
         for node in nodes:
             if self.tree.remove(node):
                 pages.add(node.page)
+                self._drop_snapshot(node)
                 if not self.pool.references[node.page]:
                     self.pool.free(node.page)
         return pages
+
+    def chunk_end(self, table: PageTable) -> int | None:
+        """The token in front of which a sequence's next chunk must end; None: anywhere."""
+        return None if self.snapshots is None else self.snapshots.chunk_end(table)
+
+    def forget_snapshots(self, nodes: Iterable[PrefixNode]) -> None:
+        """Take away snapshots whose contents turned out wrong."""
+        for node in nodes:
+            self._drop_snapshot(node)
 
     def release(self, table: PageTable) -> None:
         """Take all pages back; full ones stay in the tree until they are evicted."""
@@ -172,6 +195,8 @@ class BlockManager:
             return
         for page in reversed(table.pages):  # deepest first: see PrefixTree
             self._drop(page)
+        if self.snapshots is not None:
+            self.snapshots.release(table)
         self._rows.append(table.row)
         table.pages, table.row, table.cached, table.node = [], -1, 0, None
 
@@ -188,8 +213,14 @@ class BlockManager:
 
     def _take(self) -> int:
         if not len(self.pool):
-            self.pool.free(self.tree.evict())
+            node = self.tree.evict()
+            self._drop_snapshot(node)
+            self.pool.free(node.page)
         return self.pool.allocate()
+
+    def _drop_snapshot(self, node: PrefixNode) -> None:
+        if self.snapshots is not None:
+            self.snapshots.states.drop(node)
 
     def _hold(self, page: int) -> None:
         self.pool.share(page)

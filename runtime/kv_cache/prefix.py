@@ -124,8 +124,8 @@ class PrefixTree:
         self._idle.pop(node.page, None)
         return True
 
-    def evict(self) -> int:
+    def evict(self) -> PrefixNode:
         """Forget the least recently used page and return it. Raises KeyError if all are held."""
         page, node = self._idle.popitem(last=False)
         del self._nodes[node.key], self._of_page[page]
-        return page
+        return node

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import math
 import mmap
 import os
 import platform
@@ -33,6 +34,8 @@ HUGE_PAGE = 2 << 20
 _SYSCALLS = {"x86_64": (237, 239, 279), "aarch64": (235, 236, 239)}
 """Numbers of mbind, get_mempolicy and move_pages."""
 _MADV_COLLAPSE = 25
+_SERIAL = 1 << 15
+"""Numbers below which torch works on the calling thread alone."""
 _MPOL_BIND, _MPOL_INTERLEAVE = 2, 3
 _MPOL_F_ADDR = 2
 _MAX_NODES = 1024
@@ -95,6 +98,14 @@ def allocate_side_by_side(sizes: Sequence[int], nodes: Sequence[int | None]) -> 
             _bind(start, end - start, _MPOL_BIND, [node])
         start = max(start, end)
     return whole
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU, made on this thread: torch clears large ones with threads of its own, which
+    would wait for the cores of a pool's workers."""
+    if (count := math.prod(shape)) < _SERIAL:
+        return torch.zeros(shape, dtype=dtype, device="cpu")
+    return allocate(count * dtype.itemsize).view(dtype).view(*shape)
 
 
 def collapse(memory: torch.Tensor) -> None:

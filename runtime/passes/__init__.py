@@ -4,7 +4,6 @@ from .defer import defer, fewest_deferred
 from .dual_batch import dual_batch
 from .expert_cache import expert_cache
 from .gpu_experts import gpu_experts
-from .gpu_metadata import gpu_metadata
 from .keep_routing import keep_routing
 from .offload import offload
 from .skip import skip
@@ -18,7 +17,6 @@ __all__ = [
     "expert_cache",
     "fewest_deferred",
     "gpu_experts",
-    "gpu_metadata",
     "keep_routing",
     "offload",
     "skip",

@@ -24,8 +24,10 @@ from pykernels.errors import PykernelsError
 from ..program import Buffer, Node, Program, repeated
 from ..program.step_inputs import IS_PROMPT
 from .layers import LEAST, check_count, moe_layers, rebuilt, split
+from .order import ordered
 
 
+@ordered
 def defer(program: Program, N: int, least: int = LEAST) -> Program:
     """The program with N of each token's experts deferred, if it is not of a prompt.
 

@@ -17,15 +17,17 @@ from dataclasses import replace
 from pykernels.errors import PykernelsError
 
 from ..program import Buffer, Node, Program
-from ..program.lanes import LANES, lane_dim, lane_name, lane_tokens
-from .layers import moe_layers, rebuilt, refuse_streamed
+from ..program.sizes import LANES, lane_dim, lane_name, lane_tokens
+from .layers import moe_layers, rebuilt
 from .offload import OFFLOADED
+from .order import ordered
 
 _ROWS = ("T", "S")
 _SHARED = ("page_table",)
 """Inputs that both lanes read whole: a token says which row is its own."""
 
 
+@ordered
 def dual_batch(program: Program) -> Program:
     """The program of a decode step in two lanes; of one token: the program itself.
 
@@ -36,12 +38,8 @@ def dual_batch(program: Program) -> Program:
     """
     if program.sizes["T"] < 2:
         return program
-    if any(node.lane for node in program.nodes):
-        raise PykernelsError(f"{program.name!r} has two lanes already", "Apply dual_batch once")
     if not moe_layers(program):
         raise PykernelsError(f"{program.name!r} has no routed experts", "Use it as it is")
-    hint = "Stream the experts of prompts, and have two lanes in decode steps"
-    refuse_streamed(program, "dual_batch", hint)
     own = [node for node in program.nodes if _is_of_a_lane(program, node)]
     buffers: dict[str, Buffer] = {}
     lanes = [[_of_lane(program, node, lane, buffers) for node in own] for lane in LANES]

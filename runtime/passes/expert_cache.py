@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from ..program import Program
 from ..program.weight_spec import WeightSpec
 from .gpu_experts import in_slots
+from .order import ordered
 
 
+@ordered
 def expert_cache(program: Program, slots: Mapping[int, int], device: str | None = None) -> Program:
     """The program with slots for experts on another device.
 

@@ -18,9 +18,11 @@ from pykernels.errors import PykernelsError
 
 from ..program import Buffer, Node, Program, repeated
 from ..program.weight_spec import WeightSpec
-from .layers import MoELayer, moe_layers, rebuilt, refuse_streamed
+from .layers import MoELayer, moe_layers, rebuilt
+from .order import ordered
 
 
+@ordered
 def gpu_experts(
     program: Program, chosen: Mapping[int, Sequence[int]], device: str | None = None
 ) -> Program:
@@ -56,13 +58,6 @@ def in_slots(
     Raises:
         PykernelsError: as ``gpu_experts``.
     """
-    for role in ("deferred", "cached"):
-        if any(node.role == role for node in program.nodes):
-            raise PykernelsError(
-                f"experts of {program.name!r} are {role} already",
-                "Apply gpu_experts once, before defer",
-            )
-    refuse_streamed(program, "gpu_experts", "Apply gpu_experts before stream_weights")
     routed = {layer.experts.layer: layer for layer in moe_layers(program)}
     if unknown := [number for number in layers if number not in routed]:
         raise PykernelsError(
@@ -164,7 +159,7 @@ def _part(program: Program, layer: MoELayer, weight: WeightSpec, device: str | N
         node,
         inputs={**node.inputs, "ids": here},
         outputs={"out": total},
-        weights=MappingProxyType({"experts": weight.name}),
+        weights=MappingProxyType({**node.weights, "experts": weight.name}),
         device=device or router.device,
         name=f"{node.name}.cached",
         role="cached",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..program import Node, Program
+from .order import ordered
 
 
+@ordered
 def keep_routing(program: Program) -> Program:
     """The program with the choices of all its routers as further outputs."""
     kept = [name for node in routers(program) for name in node.outputs.values()]

@@ -46,7 +46,7 @@ def moe_layers(program: Program) -> tuple[MoELayer, ...]:
             share_of_experts(program, node),
         )
         for node in program.nodes
-        if node.op == "moe_ffn" and node.role == "routed"
+        if node.role == "routed" and "experts" in node.weights
     )
     numbers = [layer.experts.layer for layer in layers]
     if len(set(numbers)) < len(numbers):
@@ -79,22 +79,6 @@ def check_topk(name: str, topks: Sequence[int], N: int, least: int = LEAST) -> N
             f"{N} experts: a token has {topk}, and {least} of them must stay",
             f"Use 0 to {most}",
         )
-
-
-def refuse_deferred(program: Program, name: str) -> None:
-    """Raises PykernelsError for a program whose smallest experts are deferred already."""
-    if any(node.role == "deferred" for node in program.nodes):
-        raise PykernelsError(
-            f"{name} after defer would take other experts than those of the smallest weights, "
-            f"which {program.name!r} defers",
-            f"Apply {name} before defer",
-        )
-
-
-def refuse_streamed(program: Program, name: str, hint: str) -> None:
-    """Raises PykernelsError for a program whose experts are streamed already."""
-    if any(node.role == "load" for node in program.nodes):
-        raise PykernelsError(f"{name} after stream_weights of {program.name!r}", hint)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from pykernels.quant.layout import N_BLOCK
 
@@ -21,6 +22,7 @@ from ..program import Program
 from ..program.node import Node, repeated
 from ..program.weight_spec import WeightSpec
 from .layers import rebuilt
+from .order import ordered
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class _Slices:
     sums: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+@ordered
 def split_over_nodes(program: Program, nodes: MemoryNodes) -> Program:
     """The program with the CPU's linears and experts in slices, one a NUMA node.
 
@@ -88,6 +91,11 @@ def _experts(program: Program, node: Node, nodes: MemoryNodes) -> _Slices:
     count = slices_on(spec.moe, get_format(spec.down_fmt), nodes)
     if count == 1:
         return _Slices([node])
+    if others := sorted(node.weights.keys() - {"experts"}):
+        raise PykernelsError(
+            f"{node.name} has weights that are not sliced with its experts: {', '.join(others)}",
+            "Run it on one NUMA node (--numa off)",
+        )
     specs, out = spec.expert_slices(count), node.outputs["out"]
     parts = tuple(f"{out}.node{i}" for i in range(count))
     split = [

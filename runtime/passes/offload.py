@@ -12,11 +12,13 @@ from dataclasses import replace
 from pykernels.errors import PykernelsError
 
 from ..program import Program
-from .layers import moe_layers, refuse_streamed
+from .layers import moe_layers
+from .order import ordered
 
 OFFLOADED = ("routed", "deferred")
 
 
+@ordered
 def offload(program: Program, device: str = "cpu") -> Program:
     """The program with its routed experts on ``device``.
 
@@ -25,7 +27,6 @@ def offload(program: Program, device: str = "cpu") -> Program:
     """
     if not moe_layers(program):
         raise PykernelsError(f"{program.name!r} has no routed experts", "Use it as it is")
-    refuse_streamed(program, "offload", "Apply offload before stream_weights")
     nodes = tuple(
         replace(node, device=device) if node.op == "moe_ffn" and node.role in OFFLOADED else node
         for node in program.nodes

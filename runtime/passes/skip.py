@@ -7,12 +7,12 @@ layer skips as well.
 
 from __future__ import annotations
 
-from pykernels.errors import PykernelsError
-
 from ..program import Buffer, Node, Program
-from .layers import LEAST, check_count, moe_layers, rebuilt, refuse_deferred, split
+from .layers import LEAST, check_count, moe_layers, rebuilt, split
+from .order import ordered
 
 
+@ordered
 def skip(program: Program, N: int, least: int = LEAST) -> Program:
     """The program without N of each token's experts.
 
@@ -26,12 +26,6 @@ def skip(program: Program, N: int, least: int = LEAST) -> Program:
     """
     if N == 0:
         return program
-    refuse_deferred(program, "skip")
-    if any(node.role == "cached" for node in program.nodes):
-        raise PykernelsError(
-            f"skip after gpu_experts would not see the experts that {program.name!r} has in slots",
-            "Apply skip before gpu_experts",
-        )
     layers = moe_layers(program)
     check_count(program, layers, N, least)
     replaced: dict[str, tuple[Node, ...]] = {}

@@ -20,9 +20,11 @@ from ..program import Buffer, Node, Program
 from ..program.weight_spec import WeightSpec
 from .gpu_experts import in_slots
 from .layers import moe_layers, rebuilt
+from .order import ordered
 from .stream_weights import Ring, streamed
 
 
+@ordered
 def split_experts(
     program: Program,
     share: float,

@@ -6,7 +6,7 @@ once, into one of a few slots that the layers take in turns:
     load 0, load 1, (layer 0), load 2, (layer 1), load 3, ..
 
 A load waits until the layer that had its slot before is computed, and for nothing else: it runs in
-a stream of its own (``Op.stream``) beside the layers in front. That order is the ordinary one of
+a stream of its own (``Node.stream``) beside the layers in front. That order is the ordinary one of
 nodes that share a buffer. Layers whose weights stay on the GPU give it time, so those that cross
 are best spread over the model.
 """
@@ -24,6 +24,7 @@ from pykernels.errors import PykernelsError
 from ..program import Buffer, Node, Program
 from ..program.ops import OPS
 from .layers import rebuilt
+from .order import ordered
 
 SLOTS = 2
 """Of each GPU: one layer is computed while the next one crosses."""
@@ -63,6 +64,7 @@ def dense_weights(program: Program, node: Node) -> Iterator[tuple[str, str]]:
             yield port, name
 
 
+@ordered
 def stream_dense(program: Program, sizes: Mapping[str, int], slots: int = SLOTS) -> Program:
     """The program with these weights loaded in each step.
 
@@ -75,10 +77,6 @@ def stream_dense(program: Program, sizes: Mapping[str, int], slots: int = SLOTS)
         PykernelsError: a program that loads its dense weights already, or whose layers are not one
             behind the other.
     """
-    if any(node.op == "load_weights" for node in program.nodes):
-        raise PykernelsError(
-            f"stream_dense after stream_dense of {program.name!r}", "Apply it once"
-        )
     layers: dict[tuple[str, int], _Layer] = {}
     for i, node in enumerate(program.nodes):
         names = [name for _, name in dense_weights(program, node) if name in sizes]

@@ -8,7 +8,7 @@ will say, and the load need not wait for it. They come in pieces:
 
 A piece lies in one of R buffers that pieces take in turns, until ``unpack_experts`` has brought it
 into the layout that the GPU's kernels read; so a load waits for the unpacking of R pieces before,
-and for nothing else: it runs in a stream of its own (``Op.stream``) beside the attention and the
+and for nothing else: it runs in a stream of its own (``Node.stream``) beside the attention and the
 experts of the layers in front. That order is the ordinary one of nodes that share a buffer.
 """
 
@@ -26,7 +26,8 @@ from ..experts.staged import staged_bytes
 from ..machine.nodes import ONE_NODE, MemoryNodes
 from ..program import Buffer, Node, Program
 from ..program.weight_spec import WeightSpec
-from .layers import moe_layers, rebuilt, refuse_deferred, refuse_streamed
+from .layers import moe_layers, rebuilt
+from .order import ordered
 
 PIECES = 8
 """Pieces of a layer's experts."""
@@ -45,6 +46,7 @@ class Ring:
     buffers: int = PIECES + 1
 
 
+@ordered
 def stream_weights(
     program: Program,
     room: Callable[[WeightSpec], int],
@@ -64,8 +66,6 @@ def stream_weights(
         PykernelsError: no routed experts, deferred ones, or streamed already; a layer whose experts
             lie in slices, one a NUMA node.
     """
-    refuse_deferred(program, "stream_weights")
-    refuse_streamed(program, "stream_weights", "Apply it once")
     moved = [
         layer.experts
         for layer in moe_layers(program)
@@ -73,12 +73,6 @@ def stream_weights(
     ]
     if not moved:
         raise PykernelsError(f"{program.name!r} has no routed experts", "Use it as it is")
-    for node in moved:
-        if (spec := program.weight(node, "experts")).cut is not None:
-            raise PykernelsError(
-                f"{spec.name} is a slice on a NUMA node",
-                "Apply stream_weights before split_over_nodes",
-            )
     return streamed(program, moved, room, ring or Ring(), nodes)
 
 
@@ -108,6 +102,12 @@ def streamed(
         ahead += stream.ahead
         streams |= stream.nodes()
         buffers |= stream.buffers(room)
+    whole = {
+        spec.whole.name: spec.whole
+        for node in moved
+        if (spec := program.weight(node, "experts")).whole is not None
+    }
+    program = replace(program, weights={**program.weights, **whole})
     every = [*ahead, *(new for node in program.nodes for new in streams.get(node.name, [node]))]
     return rebuilt(program, every, buffers)
 
@@ -123,6 +123,16 @@ def resident(program: Program, layer: int | None) -> frozenset[int]:
     return frozenset(expert for spec in specs for expert in spec.chosen)
 
 
+def _stored(spec: WeightSpec) -> tuple[WeightSpec, int]:
+    """As what a layer's experts lie in main memory, and the first of them there: those of a rank
+    are a run of the layer's."""
+    if spec.whole is None:
+        return spec, 0
+    first = spec.chosen[0]
+    assert spec.chosen == tuple(range(first, first + len(spec.chosen)))
+    return spec.whole, first
+
+
 def _router(program: Program, node: Node) -> Node:
     ids = node.inputs["ids"]
     return next(other for other in program.nodes if ids in other.writes)
@@ -130,11 +140,12 @@ def _router(program: Program, node: Node) -> Node:
 
 @dataclass(frozen=True)
 class _Load:
-    """Piece ``number`` of a layer, and the node that loads it."""
+    """Piece ``number`` of a layer, its first expert, and the node that loads it."""
 
     layer: Node
     spec: WeightSpec
     number: int
+    first: int
     node: Node
 
 
@@ -166,7 +177,8 @@ class _Stream:
         self._loads: list[_Load] = []
         for layer in layers:
             spec = self._specs[layer.name]
-            E, step = spec.shape[0], -(-(spec.whole or spec).shape[0] // ring.pieces)
+            E, of = spec.shape[0], (spec.whole or spec).shape[0] if orders else spec.shape[0]
+            step = -(-of // ring.pieces)
             for first in range(0, E, step):
                 self._loads.append(self._load(layer, first, min(step, E - first), first // step))
 
@@ -214,6 +226,7 @@ class _Stream:
     def _load(self, layer: Node, first: int, count: int, number: int) -> _Load:
         turn, at = divmod(len(self._loads), self._ring.buffers)
         name, spec = f"{self._label}.tiles{at}", self._specs[layer.name]
+        source, start = _stored(spec) if not self._orders else (spec, 0)
         order = {"order": self._orders[layer.name]} if self._orders else {}
         kept = tuple(
             sorted(self._here_already[layer.name].intersection(range(first, first + count)))
@@ -222,20 +235,23 @@ class _Stream:
             "load_experts",
             {"out": name, **order} if turn else order,
             {"out": name},
-            MappingProxyType({"experts": spec.name}),
-            MappingProxyType({"first": first, "count": count, "without": kept}),
+            MappingProxyType({"experts": source.name}),
+            MappingProxyType({"first": start + first, "count": count, "without": kept}),
             self._device,
             f"{layer.name}.load{number}",
             layer.layer,
             "load",
         )
-        return _Load(layer, spec, number, node)
+        return _Load(layer, spec, number, first, node)
 
     def _unpack(self, load: _Load, is_first: bool) -> Node:
         tiles = {"tiles": load.node.outputs["out"]}
+        attrs = {**load.node.attrs, "first": load.first}
         return replace(
             load.node,
             op="unpack_experts",
+            weights=MappingProxyType({"experts": load.spec.name}),
+            attrs=MappingProxyType(attrs),
             inputs=tiles if is_first else {**tiles, "out": self._here},
             outputs={"out": self._here},
             name=f"{load.layer.name}.unpack{load.number}",

@@ -16,13 +16,11 @@ from pykernels.errors import PykernelsError
 
 from ..passes.expert_cache import expert_cache
 from ..passes.gpu_experts import gpu_experts
-from ..passes.stream_dense import stream_dense
 from ..program import Program
 from ..program.node import Node
 from ..program.weight_spec import WeightSpec
+from .config import EXPERTS
 
-EXPERTS = ("auto", "cpu", "gpu")
-"""Where routed experts may be beside a GPU; "auto": there if all fit, else on the CPU."""
 CPU = "cpu"
 _NONE: Mapping[str, int] = MappingProxyType({})
 
@@ -66,22 +64,21 @@ class Placement:
             return CPU if self.experts == CPU else here
         return next((self.placed[n] for n in node.weights.values() if n in self.placed), here)
 
-    def apply(self, program: Program) -> Program:
-        """The program with its nodes where they run.
+    def place(self, program: Program) -> Program:
+        """The program with its nodes where they run."""
+        nodes = tuple(replace(node, device=device) for node, device in self.of(program))
+        return replace(program, nodes=nodes).check()
+
+    def fill(self, program: Program) -> Program:
+        """The placed program with the experts that its GPUs have in slots.
 
         Raises:
             PykernelsError: it has no such experts.
         """
-        nodes = tuple(replace(node, device=device) for node, device in self.of(program))
-        placed = replace(program, nodes=nodes).check()
         device = None if self.by_layer else self.device
         if self.slots:
-            return expert_cache(placed, self.slots, device)
-        return gpu_experts(placed, self.cached, device) if self.cached else placed
-
-    def stage(self, program: Program) -> Program:
-        """The program, after all other passes, with its staged weights loaded."""
-        return stream_dense(program, self.staged) if self.staged else program
+            return expert_cache(program, self.slots, device)
+        return gpu_experts(program, self.cached, device) if self.cached else program
 
     def weights(self, program: Program) -> Mapping[str, frozenset[str]]:
         """By weight, the devices whose nodes read it."""

@@ -22,7 +22,7 @@ from ..devices.cpu.step import CpuExecutable
 from ..engine import Engine, EngineConfig, RequestHandle, SamplingParams, StepResult
 from ..engine.observation import Observer
 from ..kv_cache.layout import PAGE
-from ..planning.step_bytes import cache_bytes, weight_bytes
+from ..planning.work import cache_bytes, weight_bytes
 from ..program import Program
 from ..runner.paged_runner import PagedRunner
 from ..workers.busy import BusyTimes

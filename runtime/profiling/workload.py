@@ -12,7 +12,7 @@ from pykernels.quant.split import Experts, repeat_first
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
-from ..experts.routed import RoutedExperts
+from ..devices.cpu.routed import RoutedExperts
 from ..machine.memory import HUGE_PAGE
 from ..machine.topology import Topology
 from ..workers.pool import WorkerPool

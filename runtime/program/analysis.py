@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pykernels.errors import PykernelsError
 
 from .node import Node
-from .ops import OPS
 from .program import Program
 
 ALIGN = 64
@@ -51,15 +50,14 @@ def dependencies(program: Program, in_order: bool = False) -> Order:
 
 
 def on_streams(program: Program) -> Order:
-    """The order on a device that runs the nodes of each stream (``Op.stream``) one after the other;
-    across streams only what shares a buffer waits."""
+    """The order on a device that runs the nodes of each stream (``Node.stream``) one after the
+    other; across streams only what shares a buffer waits."""
     waits = _hazards(program.nodes)
     last: dict[str, int] = {}
     for i, node in enumerate(program.nodes):
-        stream = OPS[node.op].stream
-        if stream in last:
-            waits[i].append(last[stream])
-        last[stream] = i
+        if node.stream in last:
+            waits[i].append(last[node.stream])
+        last[node.stream] = i
     return ordered(waits)
 
 
@@ -80,9 +78,12 @@ def ordered(waits: Sequence[Sequence[int]]) -> Order:
 def _hazards(nodes: Sequence[Node]) -> list[list[int]]:
     """By node, the nodes that a shared buffer makes it wait for: the writers of what it reads, and
     the writers and the readers of what it overwrites. Slices of one linear, which write other
-    columns of the same buffer, do not wait for each other."""
+    columns of the same buffer, do not wait for each other. The collectives of one group, and the
+    sends to a peer or the receives from it, follow each other: its other members run them in that
+    order, too."""
     writers: dict[str, list[int]] = {}
     readers: dict[str, list[int]] = {}
+    meetings: dict[tuple[object, ...], int] = {}
     numbers = {node.name: i for i, node in enumerate(nodes)}
     waits: list[list[int]] = []
     for i, node in enumerate(nodes):
@@ -99,6 +100,10 @@ def _hazards(nodes: Sequence[Node]) -> list[list[int]]:
             found += readers.get(name, [])
         if node.op == "wait" and node.attr("since"):
             found.append(numbers[node.attr("since")])
+        if (meeting := _meeting(node)) is not None:
+            if meeting in meetings:
+                found.append(meetings[meeting])
+            meetings[meeting] = i
         for name in node.reads:
             if name != beside:
                 readers.setdefault(name, []).append(i)
@@ -109,6 +114,13 @@ def _hazards(nodes: Sequence[Node]) -> list[list[int]]:
                 writers[name], readers[name] = [i], []
         waits.append(found)
     return waits
+
+
+def _meeting(node: Node) -> tuple[object, ...] | None:
+    """What a node of several ranks has in common with those that it must not pass."""
+    if "ranks" in node.attrs:
+        return ("ranks", *node.attr("ranks"))
+    return (node.op, node.attr("peer")) if "peer" in node.attrs else None
 
 
 def _writes_beside(

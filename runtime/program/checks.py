@@ -17,8 +17,9 @@ def fault(
     buffers: Mapping[str, Buffer],
     sizes: Mapping[str, int],
     weights: Mapping[str, WeightSpec],
+    rank: int = 0,
 ) -> str | None:
-    """What keeps these nodes from running, in words; None if nothing does."""
+    """What keeps these nodes from running on a rank, in words; None if nothing does."""
     for buffer in buffers.values():
         for dim in buffer.shape:
             if isinstance(dim, str) and dim not in sizes:
@@ -31,7 +32,7 @@ def fault(
         if node.name in names:
             return f"two nodes are called {node.name!r}"
         names.add(node.name)
-        wrong = node_fault(node, buffers, weights) or _order(node, written)
+        wrong = node_fault(node, buffers, weights) or _peers(node, rank) or _order(node, written)
         if wrong:
             return f"{node.name}: {wrong}"
         written.update(node.writes)
@@ -65,6 +66,14 @@ def node_fault(
         if name not in weights:
             return f"it names {name!r}, which is no weight of the program"
     return _dtypes(node, op, buffers) or _dimensions(node, op, buffers, weights)
+
+
+def _peers(node: Node, rank: int) -> str | None:
+    if "ranks" in node.attrs and rank not in node.attr("ranks"):
+        return f"rank {rank}, which runs it, is not in its group {node.attr('ranks')}"
+    if node.attrs.get("peer") == rank:
+        return f"its peer is rank {rank} itself"
+    return None
 
 
 def _order(node: Node, written: set[str]) -> str | None:

@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 
-from .lanes import LANES, lane_dim
+from .added_ops import ALL_TOKENS
 from .ops import OPS
+from .sizes import LANES, lane_dim
 from .weight_spec import WeightSpec
 
 Dim = int | str
 """A size, or the name of one that differs from step to step, one of ``STEP_SIZES``."""
 
-STEP_SIZES = ("T", "S", "R", *map(lane_dim, LANES))
-"""Tokens, sequences and sampled rows of a step, then the tokens of each of its lanes; in this order
-devices have them."""
+STEP_SIZES = ("T", "S", "R", *map(lane_dim, LANES), ALL_TOKENS)
+"""Tokens, sequences and sampled rows of a step, then the tokens of each of its lanes, and those of
+all ranks; in this order devices have them."""
 
 
 def _none() -> Mapping[str, Any]:
@@ -59,6 +60,7 @@ class Node:
         lane: one of ``lanes.LANES``; "" where a program has none, or both are joined.
         numa: index of the NUMA node whose workers run it, from memory of its own; None: all
             workers.
+        on_stream: the stream of its device that runs it; None: that of its op.
     """
 
     op: str
@@ -72,6 +74,13 @@ class Node:
     role: str = ""
     lane: str = ""
     numa: int | None = None
+    on_stream: str | None = None
+
+    @property
+    def stream(self) -> str:
+        """The stream of its device that runs it. Nodes of one stream run in order; across streams
+        only what shares a buffer waits."""
+        return OPS[self.op].stream if self.on_stream is None else self.on_stream
 
     def attr(self, name: str) -> Any:
         """An attribute, or the op's default for it."""

@@ -38,12 +38,14 @@ class Port:
         kind: of dtype, a key of ``DTYPES``; "" of weights, whose formats the devices know.
         dims: None: any.
         repeated: any number of them, called ``name0``, ``name1`` and so on.
+        paged: a part of a layer's cache, in pages.
     """
 
     kind: str
     dims: tuple[str, ...] | None
     optional: bool = False
     repeated: bool = False
+    paged: bool = False
 
 
 class _Required:

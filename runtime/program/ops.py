@@ -13,14 +13,17 @@ An op that updates a buffer in place has it under one name in its inputs and its
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pykernels.ref.sampling import MAX_LOGPROBS
 
-from .metadata_ops import (
+from .added_ops import (
+    COLLECTIVES,
     METADATA,
     METADATA_OPS,
     ORDER,
+    RAGGED,
     SEQUENCES,
     order_rule,
     sequences_rule,
@@ -56,20 +59,24 @@ _STAGED = {"staged": Port("bytes", ("slot_bytes",), True)}
 
 
 def _kv(*dims: str, optional: bool = False) -> Port:
-    return Port("kv", dims, optional)
+    return Port("kv", ("pages", "page", *dims), optional, paged=True)
+
+
+def _scale(*dims: str) -> Port:
+    return Port("float32", ("pages", "page", *dims), True, paged=True)
 
 
 _LATENT = {
     # bfloat16 [.., L + R] in one, or E4M3 with the rotated part and the scales apart
-    "latent": _kv("pages", "page", ">L"),
-    "rope": _kv("pages", "page", "2*half", optional=True),
-    "latent_scale": _float32("pages", "page", optional=True),
+    "latent": _kv(">L"),
+    "rope": _kv("2*half", optional=True),
+    "latent_scale": _scale(),
 }
 _GROUPED = {
-    "k": _kv("pages", "page", "kv_heads", "D"),
-    "v": _kv("pages", "page", "kv_heads", "D"),
-    "k_scale": _float32("pages", "page", "kv_heads", optional=True),
-    "v_scale": _float32("pages", "page", "kv_heads", optional=True),
+    "k": _kv("kv_heads", "D"),
+    "v": _kv("kv_heads", "D"),
+    "k_scale": _scale("kv_heads"),
+    "v_scale": _scale("kv_heads"),
 }
 # What each row of logits asks for, a column a parameter. What is as long as the vocabulary or a
 # list lies in tables that all rows share and that stay where they are from step to step; a row
@@ -97,6 +104,19 @@ _SAMPLING_TABLES = {
     "bias": _float32("biases"),
     "mask": Port("int32", ("mask_rows", "words")),  # token v: bit v % 32 of word v / 32
 }
+
+
+def _optional(ports: Mapping[str, Port]) -> dict[str, Port]:
+    return {name: replace(port, optional=True) for name, port in ports.items()}
+
+
+_ANY_CACHE = _optional(
+    {name: replace(port, dims=None) for name, port in {**_GROUPED, **_LATENT}.items()}
+)
+_HEADS = {"heads": Attr(int), "kv_heads": Attr(int), "dk": Attr(int), "dv": Attr(int)}
+# The result for some of the keys, and the logarithm of the sum of their exponentials; where both
+# are inputs, those keys join the ones before.
+_PARTIAL = {"out": _activation("T", "heads*dv"), "lse": _float32("T", "heads")}
 
 
 def _rms_norm_rule(node: Mapping[str, Any]) -> str | None:
@@ -202,14 +222,15 @@ OPS: dict[str, Op] = {
         attrs={"scale": Attr(float, 1.0)},
     ),
     # Norm of the latent, rope of it and of the queries, and the latent into its cache slots. The
-    # queries go to numbers L .. of each head of `rotated`.
+    # queries go to numbers L .. of each head of `rotated`. A cache that is no input is new memory,
+    # of which nothing but these slots is read.
     "mla_rope_cache_write": Op(
         inputs={
             "q": _activation("T", ">heads*nope + 2*heads*half"),
             "kv": _activation("T", ">kv_start + L + 2*half"),
             "angles": _float32("T", "2", "half"),
             "slot_mapping": _index("T"),
-            **_LATENT,
+            **_optional(_LATENT),
         },
         outputs={"rotated": _activation("T", "heads*L + 2*heads*half"), **_LATENT},
         weights={"kv_norm": _weight("L")},
@@ -228,7 +249,7 @@ OPS: dict[str, Op] = {
             "qkv": _activation("T", ">v_start + kv_heads*D"),
             "angles": _float32("T", "2", "half"),
             "slot_mapping": _index("T"),
-            **_GROUPED,
+            **_optional(_GROUPED),
         },
         outputs={"rotated": _activation("T", "heads*D"), **_GROUPED},
         weights={"q_norm": _weight(optional=True), "k_norm": _weight(optional=True)},
@@ -246,15 +267,12 @@ OPS: dict[str, Op] = {
         inputs={
             "q": _activation("T", "heads*dk"),
             **SEQUENCES,
-            **{name: Port(port.kind, None, True) for name, port in {**_GROUPED, **_LATENT}.items()},
+            **_ANY_CACHE,
         },
         outputs={"out": _activation("T", "heads*dv")},
         weights={"sinks": _weight("heads", optional=True)},
         attrs={
-            "heads": Attr(int),
-            "kv_heads": Attr(int),
-            "dk": Attr(int),
-            "dv": Attr(int),
+            **_HEADS,
             "scale": Attr(float),
             "window": Attr(int, 0),
             "expand_from": Attr(int, 0),
@@ -262,7 +280,48 @@ OPS: dict[str, Op] = {
         },
         rule=_attention_rule,
     ),
-    # Latent attention of the sequences that the one above leaves out, with the keys and values of
+    # The same over the keys of a step's tokens, which lie one behind the other in pages, those of
+    # this rank or of another one; -1 is no sequence.
+    "attention_block": Op(
+        inputs={
+            "q": _activation("T", "heads*dk"),
+            "positions": _index("T"),
+            "sequences": _index("T"),
+            "key_positions": _index("keys"),
+            "key_sequences": _index("keys"),
+            **_ANY_CACHE,
+            **_optional(_PARTIAL),
+        },
+        outputs=_PARTIAL,
+        attrs={**_HEADS, "scale": Attr(float), "window": Attr(int, 0)},
+        rule=_attention_rule,
+    ),
+    # The same over the keys that a sequence has had before the step, of which each token says how
+    # many there are.
+    "attention_prefix": Op(
+        inputs={
+            "q": _activation("T", "heads*dk"),
+            "positions": _index("T"),
+            "sequences": _index("T"),
+            "prefix_lengths": _index("T"),
+            "page_table": RAGGED["page_table"],
+            **_ANY_CACHE,
+        },
+        outputs=_PARTIAL,
+        weights={"sinks": _weight("heads", optional=True)},
+        attrs={**_HEADS, "scale": Attr(float), "window": Attr(int, 0)},
+        rule=_attention_rule,
+    ),
+    # Rows of a step's tokens, as they lie one behind the other in pages, to their cache slots.
+    "cache_write": Op(
+        inputs={
+            "rows": Port("kv", None, repeated=True),
+            "cache": Port("kv", None, repeated=True),
+            "slot_mapping": _index("T"),
+        },
+        outputs={"cache": Port("kv", None, repeated=True)},
+    ),
+    # Latent attention of the sequences that `attention` leaves out, with the keys and values of
     # each head expanded.
     "attention_expanded": Op(
         inputs={
@@ -271,7 +330,7 @@ OPS: dict[str, Op] = {
             "out": _activation("T", "heads*dv"),
             **SEQUENCES,
             "latent": _LATENT["latent"],
-            "rope": Port("kv", ("pages", "page", "R"), True),
+            "rope": _kv("R", optional=True),
             "latent_scale": _LATENT["latent_scale"],
             **_STAGED,
         },
@@ -416,6 +475,7 @@ OPS: dict[str, Op] = {
         attrs={"channel": Attr(int), "source": Attr(str), "since": Attr(str, "")},
         asynchronous=True,
     ),
+    **COLLECTIVES,
 }
 """By name. An op means the same function in ``pykernels.ref`` and on every device."""
 

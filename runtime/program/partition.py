@@ -200,4 +200,5 @@ def _part(program: Program, device: str, nodes: Sequence[Node]) -> Program:
         is_copy = buffer.kind == "output" and name not in written
         buffers[name] = replace(buffer, kind="scratch") if is_copy else buffer
     name = f"{program.name} on {device}"
-    return Program(name, own, buffers, program.sizes, program.weights).check()
+    part = replace(program, name=name, nodes=own, buffers=buffers)
+    return part.check()

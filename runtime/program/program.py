@@ -7,8 +7,8 @@ often as there are steps. ``ops`` says what each op reads and writes; nothing he
 or transformers.
 
 Dims: ``T`` tokens of the step, ``S`` sequences, ``R`` rows of logits that are sampled; ``TA`` and
-``TB`` tokens of each lane, where there are two. A dimension is a number or one of these names: its
-size differs from step to step, up to the bucket's.
+``TB`` tokens of each lane, where there are two; ``TW`` tokens of all ranks. A dimension is a number
+or one of these names: its size differs from step to step, up to the bucket's.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Program:
         name: of the model and the bucket.
         sizes: the bucket: the most "T", "S" and "R" of a step, and of its lanes if it has any.
         weights: what each weight is; a ``WeightStore`` has them.
+        passes: names of those that have rewritten it, in order.
+        rank: which of its ranks runs it; its collectives name the others.
     """
 
     name: str
@@ -45,6 +47,12 @@ class Program:
     buffers: Mapping[str, Buffer]
     sizes: Mapping[str, int]
     weights: Mapping[str, WeightSpec] = field(default_factory=dict)
+    passes: tuple[str, ...] = ()
+    rank: int = 0
+
+    def rewritten_by(self, name: str) -> Program:
+        """The program after a pass of that name."""
+        return replace(self, passes=(*self.passes, name))
 
     def check(self) -> Program:
         """Returns the program itself if it is valid.
@@ -54,7 +62,7 @@ class Program:
                 not have, or that is missing; dimensions or dtypes that do not agree; two nodes of
                 one name; an undeclared buffer, a read before the first write, a second write.
         """
-        cause = fault(self.nodes, self.buffers, self.sizes, self.weights)
+        cause = fault(self.nodes, self.buffers, self.sizes, self.weights, self.rank)
         if cause is not None:
             raise PykernelsError(
                 f"the program {self.name!r} cannot run: {cause}", "Look at the pass that made it"
@@ -67,7 +75,7 @@ class Program:
         return tuple(self.sizes[dim] if isinstance(dim, str) else dim for dim in dims)
 
     def step_sizes(self) -> torch.Tensor:
-        """int64 [3], or [5] where there are lanes: zeros for the sizes of a step."""
+        """int64 [3], or [6] where there are lanes or ranks: zeros for the sizes of a step."""
         count = 3 if self.sizes.keys() <= {*STEP_SIZES[:3]} else len(STEP_SIZES)
         return torch.zeros(count, dtype=torch.int64, device="cpu")
 
@@ -85,7 +93,8 @@ class Program:
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{key} <= {value}" for key, value in self.sizes.items())
-        lines = [f"{self.name} ({sizes}), {len(self.nodes)} nodes"]
+        after = f", after {', '.join(self.passes)}" if self.passes else ""
+        lines = [f"{self.name} ({sizes}), {len(self.nodes)} nodes{after}"]
         width = max((len(node.name) for node in self.nodes), default=0)
         lines += [
             f"  {node.name:<{width}}  {node.device:<4}  {node.text(self.weights)}"

@@ -1,4 +1,9 @@
-"""The sizes for which a model is lowered."""
+"""The sizes for which a model is lowered, and those of the two lanes of a decode step.
+
+With dual batch (OSDI'26 3.3.1) each lane has half of a step's sequences. They have one token each,
+so that the tokens of a lane are its sequences, too. Lane A has the first ones, and one more if
+their number is odd.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ class StepSizes:
     Attributes:
         tokens: T; ``sequences``: S; ``logits``: R, the rows of logits.
         pages: of the cache; ``table_pages``: of one sequence.
+        state_slots: states of sequences, snapshots of them included, where layers have states.
     """
 
     tokens: int = 1
@@ -19,6 +25,7 @@ class StepSizes:
     logits: int = 1
     pages: int = 1
     table_pages: int = 1
+    state_slots: int = 1
 
     def of(self, tokens: int) -> StepSizes:
         """The sizes of a step of fewer tokens, which has as many rows of logits at most."""
@@ -27,3 +34,20 @@ class StepSizes:
 
 ONE_TOKEN = StepSizes()
 """For what is the same in every program of a model: its nodes and weights."""
+
+LANES = ("A", "B")
+
+
+def lane_name(lane: str, name: str) -> str:
+    """What a lane calls its own of a node or a buffer; "" is no lane."""
+    return f"{lane}.{name}" if lane else name
+
+
+def lane_dim(lane: str) -> str:
+    """The dimension of a lane's tokens."""
+    return f"T{lane}"
+
+
+def lane_tokens(T: int) -> tuple[int, int]:
+    """The tokens of each lane of a step of T."""
+    return T - T // 2, T // 2

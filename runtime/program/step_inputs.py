@@ -5,7 +5,9 @@ sequence; "slot_mapping", where its keys and values go (page * 64 + offset, -1 n
 "is_prompt", 0 for tokens of an output, of which ``passes.defer`` may defer experts.
 int64 [S, pages]: "page_table". int64 [R]: "logits_indices", tokens whose logits are wanted.
 int64 [S], by sequence: "query_starts", its first token in the step; "query_lengths", its tokens
-there; "lengths", its keys with those of this step; "page_rows", its row of the page table.
+there; "lengths", its keys with those of this step; "page_rows", its row of the page table; where
+layers have states, "state_slots", the slot of its own, and "has_state", 0 where that starts from
+zeros.
 "sampling.*": [R], each row's parameters; tables that rows share (``ops``).
 """
 
@@ -19,6 +21,7 @@ from .ops import OPS, SAMPLING, SAMPLING_TABLES
 from .program import Builder, Program
 
 IS_PROMPT = "is_prompt"
+STATE_SLOTS, HAS_STATE = "state_slots", "has_state"
 _BY_SEQUENCE = ("query_starts", "query_lengths", "lengths", "page_rows")
 _NEUTRAL = {
     "slot_mapping": -1,
@@ -63,15 +66,16 @@ def allocate_columns(R: int) -> dict[str, torch.Tensor]:
     }
 
 
-def step_inputs(b: Builder, table_pages: int) -> None:
+def step_inputs(b: Builder, table_pages: int, states: bool = False) -> None:
     """Declares the inputs of a step but the parameters of sampling.
 
     Args:
         table_pages: pages of one sequence at most.
+        states: whether layers keep a state of each sequence.
     """
     for name in ("tokens", "positions", "sequences", "slot_mapping", IS_PROMPT):
         b.buffer(name, "T", dtype=torch.int64, kind="input")
-    for name in _BY_SEQUENCE:
+    for name in (*_BY_SEQUENCE, *((STATE_SLOTS, HAS_STATE) if states else ())):
         b.buffer(name, "S", dtype=torch.int64, kind="input")
     b.buffer("page_table", "S", table_pages, dtype=torch.int64, kind="input")
     b.buffer("logits_indices", "R", dtype=torch.int64, kind="input")

@@ -51,6 +51,30 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of a matrix, numbers of a tensor or heads ``first .. last - 1``, which a shard has from
+    ``at`` on."""
+
+    first: int
+    last: int
+    at: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Says what a rank has of a weight, as a weight of its own (``weight_shard``).
+
+    Attributes:
+        pieces: in order; of a matrix each is of one part.
+        columns: the inputs ``first .. last - 1`` of a matrix; None: all.
+    """
+
+    whole: WeightSpec
+    pieces: tuple[Piece, ...]
+    columns: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class WeightSpec:
     """A weight of a program.
 
@@ -66,6 +90,7 @@ class WeightSpec:
         whole: where it is some of a layer's experts, those of the layer; ``chosen``: the number of
             each among them, in order; none where it is slots that are filled later.
         cut: what it is a slice of, in that one's memory; None: it is whole.
+        shard: what it is read from as a rank's own; None: it is all of it.
     """
 
     name: str
@@ -78,6 +103,7 @@ class WeightSpec:
     whole: WeightSpec | None = None
     chosen: tuple[int, ...] = ()
     cut: Cut | None = None
+    shard: Shard | None = None
 
     @classmethod
     def tensor(cls, name: str, *shape: int, parts: Sequence[Part] = ()) -> WeightSpec:

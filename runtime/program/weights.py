@@ -6,6 +6,7 @@ what the device's kernels read, and the ``WeightStore`` keeps what was made.
 
 from __future__ import annotations
 
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.quant import Biases, PackedExperts, PackedHeads, PackedMatrix, Packer, Weight
+from pykernels.quant import PackedExperts, PackedHeads, PackedMatrix, Packer, Weight
 from pykernels.quant.layout import N_BLOCK
 from pykernels.quant.matrix import pack_alone
 from pykernels.quant.split import SplitExperts
@@ -22,14 +23,14 @@ from pykernels.quant.split import SplitExperts
 from ..machine.nodes import ONE_NODE, MemoryNodes
 from .node import Node
 from .program import Program
+from .replaced import base, holds, shape_of, writer
+from .weight_shard import Expert, expert_shards, matrix_shards, tensor_shard
 from .weight_spec import Part, WeightSpec
 
 Packed = PackedMatrix | PackedHeads | PackedExperts | SplitExperts
 """A weight in the CPU's tiles."""
 Ready = Packed | torch.Tensor
 """A weight in one of the CPU's layouts: in tiles, or as rows of numbers."""
-Expert = tuple[tuple[Weight, Weight, Weight], Biases | None]
-"""(gate [I, H], up [I, H], down [H, I]) and their biases."""
 
 
 class WeightSource(ABC):
@@ -52,6 +53,11 @@ class WeightSource(ABC):
         layouts; None: it has to be read."""
         return None
 
+    @property
+    def is_mapped(self) -> bool:
+        """Whether weights may lie in mapped files, which nothing can be written into."""
+        return False
+
 
 class WeightStore:
     """The weights of one model.
@@ -72,6 +78,8 @@ class WeightStore:
         self._source = source
         self._given: dict[str, Ready] = {}
         self._made: dict[tuple[str, str, str], Any] = {}
+        self._specs: dict[str, WeightSpec] = {}  # of what was made
+        self._replaced: dict[str, torch.Tensor] = {}
 
     def read_from(self, source: WeightSource, pack: Packer, nodes: MemoryNodes = ONE_NODE) -> None:
         """Sets where weights are read from from now on; the arguments as the class's."""
@@ -90,21 +98,88 @@ class WeightStore:
         """
         key = spec.name, str(device), layout.__name__
         if key not in self._made:
-            self._made[key] = layout(spec, self, device)
+            made = layout(spec, self, device)
+            for name, values in self._replaced.items():
+                if spec.whole is None and holds(spec, name):  # some experts: of the changed tiles
+                    writer(spec, made, device.type, name, values, self.pack)()
+            self._made[key], self._specs[spec.name] = made, spec
         return self._made[key]
 
     def is_made(self, spec: WeightSpec, device: torch.device) -> bool:
         """Whether a weight lies on a device already, in some layout."""
         return any(key[:2] == (spec.name, str(device)) for key in self._made)
 
-    def load(self, program: Program, layout_of: LayoutOf) -> None:
-        """Makes all that a program needs: first what is outside the layers, then layer by layer the
+    def load(self, *programs: tuple[Program, LayoutOf]) -> None:
+        """Makes all that programs need: first what is outside the layers, then layer by layer the
         experts and the rest, since what is large takes more for a moment."""
-        layers = {node.name: -1 if node.layer is None else node.layer for node in program.nodes}
-        for node in sorted(program.nodes, key=lambda n: (layers[n.name], n.op != "moe_ffn")):
+        nodes = [
+            (-1 if node.layer is None else node.layer, node.op != "moe_ffn", i, node)
+            for i, (program, _) in enumerate(programs)
+            for node in program.nodes
+        ]
+        for _, _, i, node in sorted(nodes, key=lambda entry: entry[:2]):
+            program, layout_of = programs[i]
             for port, name in node.weights.items():
-                device, layout = layout_of(node, port)
-                self.get(program.weights[name], device, layout)
+                self.get(program.weights[name], *layout_of(node, port))
+
+    def replace(self, name: str, values: torch.Tensor) -> None:
+        """Changes a parameter in all weights that were or will be made of it, in their formats. To
+        be called between steps: the next one reads it. Keys and values that are cached stay.
+
+        Args:
+            name: of the model's parameter; of a routed expert's matrix as checkpoints have it,
+                ``model.layers.1.mlp.experts.3.gate_proj.weight``.
+            values: floats in its shape.
+
+        Raises:
+            PykernelsError: no weight that was made has it, another shape, values that its format
+                cannot hold, a weight that is on a GPU or in a mapped file. Nothing is changed then.
+        """
+        specs = [spec for spec in self._specs.values() if holds(spec, name)]
+        if not specs:
+            near = difflib.get_close_matches(name, self._parameters(), 1)
+            hint = f"Did you mean {near[0]}?" if near else "Give the name of a model's parameter"
+            raise PykernelsError(f"no weight was made of a parameter {name!r}", hint)
+        shape = shape_of(specs, name)
+        if values.shape != shape or not values.is_floating_point():
+            raise PykernelsError(
+                f"{name} is {list(shape)}, not {values.dtype} {list(values.shape)}",
+                "Give floats of its shape",
+            )
+        if self._source is not None and self._source.is_mapped:
+            raise PykernelsError(
+                f"{name} lies in a mapped file", "Load the checkpoint that it was converted from"
+            )
+        values = values.detach().to("cpu", torch.float32, copy=True)
+        writers = [
+            writer(self._specs[made_of], made, torch.device(device).type, name, values, self.pack)
+            for (made_of, device, _), made in self._made.items()
+            if holds(self._specs[made_of], name)
+        ]
+        for write in writers:
+            write()
+        self._replaced[name] = values
+
+    def drop(self, name: str) -> None:
+        """Forgets a weight, given or made, and what has replaced its parameters: it is made anew
+        when it is asked for. Its memory is free when no bound program reads it any more.
+
+        Raises:
+            PykernelsError: there is no such weight.
+        """
+        gone = {spec.name for spec in self._specs.values() if name in (spec.name, base(spec).name)}
+        if not gone and name not in self._given:
+            raise PykernelsError(
+                f"there is no weight {name!r} to drop", "Give the name that a program has for it"
+            )
+        for spec in [self._specs.pop(each) for each in gone]:
+            for parameter in [each for each in self._replaced if holds(spec, each)]:
+                del self._replaced[parameter]
+        self._given.pop(name, None)
+        self._made = {key: made for key, made in self._made.items() if key[0] not in gone}
+
+    def _parameters(self) -> list[str]:
+        return [part.name for spec in self._specs.values() for part in spec.parts]
 
     def is_given(self, spec: WeightSpec) -> bool:
         """Whether ``add`` gave it."""
@@ -114,12 +189,16 @@ class WeightStore:
 
     def tensor(self, spec: WeightSpec) -> torch.Tensor:
         """A tensor, float32 and contiguous, on the CPU."""
+        if spec.shard is not None:
+            return tensor_shard(spec, self.tensor(spec.shard.whole))
         given = self._given.get(spec.name)
         value = given if isinstance(given, torch.Tensor) else self._reader(spec).tensor(spec)
         return value.detach().float().contiguous()
 
     def matrices(self, spec: WeightSpec) -> Iterator[Weight]:
         """The parts of a matrix, or the matrices of all heads, in the spec's format."""
+        if spec.shard is not None:
+            return matrix_shards(spec, self.matrices(spec.shard.whole))
         given = self._given.get(spec.name)
         if isinstance(given, torch.Tensor):
             return iter([Weight(given)])
@@ -129,6 +208,8 @@ class WeightStore:
 
     def experts(self, spec: WeightSpec) -> Iterator[Expert]:
         """All experts of a layer, in order."""
+        if spec.shard is not None:
+            return expert_shards(spec, self.experts(spec.shard.whole))
         given = self._given.get(spec.name)
         if isinstance(given, PackedExperts | SplitExperts):
             return unpacked_experts(given)
@@ -136,6 +217,8 @@ class WeightStore:
 
     def ready(self, spec: WeightSpec, layout: str) -> Ready | None:
         """The weight in one of the CPU's layouts, where it exists so already."""
+        if spec.shard is not None:
+            return None
         given = self._given.get(spec.name)
         if given is not None:
             return given if isinstance(given, torch.Tensor) == (layout == "rows") else None

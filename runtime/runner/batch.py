@@ -77,17 +77,19 @@ class StepBatch:
     token.
 
     The engine makes one and changes it from step to step, also while a step runs: a runner reads it
-    in ``launch`` only, and has a copy of its own for its device. Arrays are int64. Sequences with
-    one token each (decode) come first, then chunks that end their prompt, then other chunks. Rows
-    0.. are the last tokens of the sequences whose prompt is complete; rows for prompt logprobs
-    follow.
+    in ``launch`` only, and has a copy of its own for its device. Arrays are int64.
+
+    Sequences that decode come first: a sequence's tokens are its last sampled one and drafts of
+    those that follow it, each of which has a row of logits; those without drafts lead. Then come
+    chunks that end their prompt, then other chunks. Behind the rows of those that decode are the
+    last tokens of the chunks that end a prompt; rows for prompt logprobs follow.
 
     Padding, so that a device may run a whole bucket: behind T ``slot_mapping`` are -1 (nothing is
-    written), behind S ``seq_lens`` are 0 and ``query_start_loc`` are T, behind R ``logits_indices``
-    are 0. Other entries there are old, but always valid ids.
+    written), behind S ``seq_lens`` are 0, ``state_slots`` -1 and ``query_start_loc`` T, behind R
+    ``logits_indices`` are 0. Other entries there are old, but always valid ids.
 
     Attributes:
-        S: sequences of this step.
+        S: sequences of this step; ``D``: those of them that decode.
         T: tokens of this step.
         R: rows of logits.
         version: grows when S, ``page_table_rows``, ``sampling`` or the tokens a sequence change.
@@ -107,12 +109,15 @@ class StepBatch:
             ``query_start_loc[s + 1]``.
         seq_lens: [max_num_seqs] positions that sequence s attends to, this step's included.
         page_table_rows: [max_num_seqs] the row of ``page_tables`` that belongs to sequence s.
+        state_slots: [max_num_seqs] where the state of sequence s is, if layers have states; one of
+            whose keys are all of this step starts from nothing, whatever is there.
         page_tables: [max_num_seqs, max_pages]; position p of sequence s lies in page
             ``page_tables[page_table_rows[s], p // page_size]``.
         table_pages: columns of ``page_tables`` that the step reads.
         logits_indices: [max_num_logits] index of the token that row r of the logits belongs to.
         seeds: [max_num_logits] of the draws.
-        draws: [max_num_logits] tokens that the sequence of row r has drawn before.
+        draws: [max_num_logits] tokens that the sequence of row r has drawn before; the drafts in
+            front of the row's own token count as drawn.
         sampling: R entries, one per row; a new list whenever they change. A runner keeps it until
             the step has ended: kernels read what it holds.
     """
@@ -125,17 +130,24 @@ class StepBatch:
     query_start_loc: Ints
     seq_lens: Ints
     page_table_rows: Ints
+    state_slots: Ints
     page_tables: Ints
     logits_indices: Ints
     seeds: Ints
     draws: Ints
     sampling: list[SequenceSampling] = field(default_factory=list)
     S: int = 0
+    D: int = 0
     T: int = 0
     R: int = 0
     table_pages: int = 0
     version: int = 0
     tables_version: int = 0
+
+    @property
+    def num_scheduled(self) -> Ints:
+        """[S] tokens of each sequence in this step."""
+        return np.diff(self.query_start_loc[: self.S + 1])
 
     @classmethod
     def allocate(cls, T: int, S: int, R: int, page_tables: Ints) -> StepBatch:
@@ -152,6 +164,7 @@ class StepBatch:
             query_start_loc=np.zeros(S + 1, np.int64),
             seq_lens=seq_lens[:S],
             page_table_rows=np.zeros(S, np.int64),
+            state_slots=np.full(S, -1, np.int64),
             page_tables=page_tables,
             logits_indices=np.zeros(R, np.int64),
             seeds=np.zeros(R, np.int64),
@@ -177,11 +190,13 @@ class StepBatch:
             other.is_prompt[: self.T] = self.is_prompt[: self.T]
             other.query_start_loc[:] = self.query_start_loc
             other.page_table_rows[: self.S] = self.page_table_rows[: self.S]
+            other.state_slots[:] = self.state_slots
             R = max(self.R, other.R)
             other.logits_indices[:R] = self.logits_indices[:R]
             other.seeds[:R] = self.seeds[:R]
             other.sampling = self.sampling
-            other.S, other.T, other.R, other.version = self.S, self.T, self.R, self.version
+            other.S, other.D, other.T, other.R = self.S, self.D, self.T, self.R
+            other.version = self.version
         columns = self.table_pages
         # Of the same tables, a step of longer sequences reads more columns than the one before.
         if other.tables_version != self.tables_version or other.table_pages < columns:
@@ -232,6 +247,8 @@ class StepRunner(Protocol):
     """Tokens per page."""
     num_pages: int
     """Pages of the cache, 0 to num_pages - 1."""
+    state_slots: int
+    """Slots of states, one a sequence and others for snapshots; 0: no layer has a state."""
     max_num_batched_tokens: int
     """Most tokens in one step."""
     max_num_seqs: int
@@ -241,11 +258,18 @@ class StepRunner(Protocol):
     max_model_len: int
     """Positions that the model was made for."""
     vocab_size: int
-    deferred: int
-    """Experts of a token of an output that join a layer later, once it is bound: then its keys and
-    values are others than those of the same token in a prompt."""
     routed_layers: Sequence[RoutedLayer]
     """The layers whose choices of experts a step gives back, once it is bound; none: it cannot."""
+
+    @property
+    def deferred(self) -> int:
+        """Experts of a token of an output that join a layer later, once the runner is bound: then
+        its keys and values are others than those of the same token in a prompt."""
+
+    @property
+    def why_no_drafts(self) -> str:
+        """Why no sequence that decodes may have drafts, as a clause; "": each may. Keys and values
+        of drafts that are not accepted are written over."""
 
     def launch(self, batch: StepBatch) -> None:
         """Start a step: write keys and values of all T tokens, draw one token for each of R rows.
@@ -257,6 +281,11 @@ class StepRunner(Protocol):
 
     def result(self) -> StepResult:
         """Wait for the step that was launched, and give what it drew."""
+        ...
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy the states of slots to other slots, (from, to), one after the other. No step runs;
+        the next one is launched behind it. An error ends the engine."""
         ...
 
 

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ..program.lanes import LANES, lane_name, lane_tokens
-from ..program.step_inputs import IS_PROMPT
+from ..program.sizes import LANES, lane_name, lane_tokens
+from ..program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
 
 _BY_TOKEN = ("tokens", "positions", IS_PROMPT, "slot_mapping", "sequences")
-_BY_SEQUENCE = ("query_starts", "query_lengths", "lengths", "page_rows")
+_STATES = STATE_SLOTS, HAS_STATE
+_BY_SEQUENCE = ("query_starts", "query_lengths", "lengths", "page_rows", *_STATES)
 
 
 class LaneInputs:
@@ -25,7 +26,8 @@ class LaneInputs:
     """
 
     def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        self._whole = {name: inputs[name].numpy() for name in (*_BY_TOKEN, *_BY_SEQUENCE)}
+        names = [name for name in (*_BY_TOKEN, *_BY_SEQUENCE) if name in inputs]
+        self._whole = {name: inputs[name].numpy() for name in names}
         self._own = {
             lane_name(lane, name): np.zeros_like(array)
             for lane in LANES

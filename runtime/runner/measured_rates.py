@@ -11,7 +11,7 @@ from statistics import median
 import torch
 
 from ..kv_cache.layout import PAGE
-from ..planning.prefill_rates import Rates, balanced_share
+from ..planning.gpu.prefill_rates import Rates, balanced_share
 from ..program.step_inputs import IS_PROMPT
 from .paged_runner import Executable
 

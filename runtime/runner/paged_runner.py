@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from pykernels.errors import PykernelsError
 
-from ..kv_cache.layout import PAGE, CachePart
-from ..passes import defer, keep_routing
-from ..passes import dual_batch as in_two_lanes
-from ..passes.numa import split_over_nodes
+from ..kv_cache.layout import PAGE
+from ..planning.compile import Compiled, compile
+from ..planning.execution import ExecutionPlan, Phase
+from ..planning.lowerable import Lowerable
 from ..planning.placement import CPU
-from ..planning.step_bytes import expert_bytes, weight_bytes
+from ..planning.work import expert_bytes, weight_bytes
 from ..program import Program
-from ..program.lanes import lane_tokens
 from ..program.node import STEP_SIZES
-from ..program.sizes import ONE_TOKEN, StepSizes
-from ..program.step_inputs import IS_PROMPT
-from ..program.weights import LayoutOf, WeightStore
+from ..program.sizes import lane_tokens
+from ..program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
+from ..program.weights import LayoutOf
 from ..workers.pool import WorkerPool
 from .active import phase
 from .batch import DeviceLost, PrefillRunner, StepBatch, StepResult
@@ -34,31 +34,6 @@ from .slots import Slots
 
 BUCKETS = 8, 64
 """Token buckets besides ``max_num_batched_tokens``: 8 = one GEMV tile, 64 = a full decode batch."""
-
-Pass = Callable[[Program], Program]
-"""Rewrites a program (``runtime.passes``)."""
-
-
-class Lowerable(Protocol):
-    """A model, from which programs are lowered."""
-
-    @property
-    def store(self) -> WeightStore:
-        """Its weights."""
-
-    @property
-    def name(self) -> str:
-        """The architecture's name."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-
-    def caches(self, pages: int) -> Mapping[str, CachePart]:
-        """The cache's buffers."""
-
-    def lower(self, sizes: StepSizes = ONE_TOKEN) -> Program:
-        """The program of a step of these sizes."""
 
 
 class Executable(Protocol):
@@ -82,33 +57,38 @@ class Executable(Protocol):
         """Both in one."""
 
 
+class LastStep(NamedTuple):
+    """A step that has ended."""
+
+    T: int
+    """Its tokens."""
+    S: int
+    """Its sequences."""
+    decode: bool
+    """Whether all of them decode: none reads its prompt."""
+    program: Program
+    """What ran."""
+
+
 class PagedRunner(ABC):
     """What the runners of all devices share: programs per bucket, and which one runs a batch.
 
-    A device implements ``make_step``, which binds a program to memory, and ``layouts``, which
-    says in which layout a node reads a weight; it may rewrite what is lowered (``lowered``),
-    choose its ``buckets``, and have other programs for decode steps (``decode_buckets``,
-    ``make_decode_step``). Programs read a batch of the runner's own, which ``launch`` brings up to
-    date.
+    A device implements ``make_step``, which binds what was compiled to memory, and ``layouts``,
+    which says in which layout a node reads a weight. Which programs there are says the plan;
+    programs read a batch of the runner's own, which ``launch`` brings up to date.
 
-    Args:
-        max_model_len: positions that the model was made for, or fewer.
-        num_pages: of the cache; None: ``max_model_len`` for one sequence, and as much again.
-        max_num_batched_tokens: the token budget of a step.
-        max_num_logits: rows of logits of a step; None: one per sequence. Prompt logprobs take one
-            per token.
-        passes: rewrite the programs of decode steps, those in which every sequence has one token;
-            steps with a prefill chunk run their programs as they were lowered.
-        dual_batch: whether decode steps of two sequences or more have two lanes.
-        deferred: experts of a token of an output that join one layer later, in steps of every kind:
-            what a token is does not depend on what else is in its step.
+    Attributes:
+        plan: how the model runs; measurements may replace it before programs are made.
+
+    Raises:
+        PykernelsError: layers have states, and the device keeps none.
     """
 
     page_size = PAGE
     buckets: Sequence[int] = BUCKETS
     decode_buckets: Sequence[int] = ()
-    """Buckets of decode steps; none: those of other steps, and one program for both, unless passes
-    rewrite it."""
+    """Buckets of decode steps; none: those of other steps, and one program for both, unless the
+    plan has passes for decode steps."""
     pool: WorkerPool | None = None
     device = torch.device("cpu")
     """Where sampling keeps what penalties go by."""
@@ -118,44 +98,37 @@ class PagedRunner(ABC):
     routed_layers: Sequence[RoutedLayer] = ()
     slots: Slots | None = None
     """Of a device beside the CPU's experts, where what is in them changes from step to step."""
-    streams = False
-    """Whether experts of steps with chunks of prompts are streamed to the device."""
     prefill_runner: PrefillRunner | None = None
     """Runs long prompts beside this one's steps; its programs are among ``steps``, too."""
     late_masks = False
     """Whether masks are written while a step runs (``write_masks``)."""
     next_runs = False
     """See ``runner.batch.Runner``."""
+    keeps_states = True
+    """Whether the device keeps states of sequences."""
+    caches: dict[str, torch.Tensor]
+    """By name, the tensors of the "cache" buffers."""
     decisions: Sequence[str] = ()
     """What sizes and measurements have decided when the model was loaded, and why, a line each."""
+    decode_queries = 1
+    """Tokens of a sequence that programs of decode steps take; steps in which any has more run
+    those of prompts."""
 
-    def __init__(
-        self,
-        model: Lowerable,
-        max_model_len: int,
-        num_pages: int | None,
-        max_num_batched_tokens: int,
-        max_num_seqs: int,
-        passes: Sequence[Pass] = (),
-        max_num_logits: int | None = None,
-        dual_batch: bool = False,
-        deferred: int = 0,
-    ) -> None:
-        self.model, self.weights, self.passes = model, model.store, tuple(passes)
-        self.dual_batch, self.deferred = dual_batch, deferred
-        self.max_model_len = max_model_len
-        self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
-        self.max_num_seqs, self.vocab_size = max_num_seqs, model.vocab_size
-        self.max_num_logits = min(
-            max(max_num_logits or 0, max_num_seqs), self.max_num_batched_tokens
-        )
-        self.num_pages = num_pages or 2 * -(-max_model_len // PAGE)
-        self.last_sizes = [0, 0]  # T and S of the step that ended last
+    def __init__(self, model: Lowerable, plan: ExecutionPlan) -> None:
+        self.check_states(model)
+        self.model, self.weights, self.plan = model, model.store, plan
+        self.max_model_len, self.vocab_size = plan.max_model_len, model.vocab_size
+        sizes = plan.sizes
+        self.max_num_batched_tokens, self.max_num_seqs = sizes.tokens, sizes.sequences
+        self.max_num_logits, self.num_pages = sizes.logits, sizes.pages
+        self.state_slots = sizes.state_slots if model.states else 0
+        self.last_steps: deque[LastStep] = deque(maxlen=1)  # shared with who runs beside
         self.steps: list[Executable] = []
         self.decode_steps: list[Executable] = []
         self.sizes = torch.zeros(len(STEP_SIZES), dtype=torch.int64, device="cpu")
         self._sequences = np.zeros(self.max_num_batched_tokens, np.int64)
         self._query_lengths = np.zeros(self.max_num_seqs, np.int64)
+        self._has_state = np.zeros(self.max_num_seqs, np.int64)
         self._lanes: LaneInputs | None = None
         self._batch: StepBatch  # what the device reads, while the engine writes the next
         self._executable: Executable  # of the last step
@@ -163,14 +136,45 @@ class PagedRunner(ABC):
         self._results: dict[int, StepResult] = {}
         self._read_bytes: dict[int, tuple[int, int]] = {}
 
-    def lowered(self, sizes: StepSizes = ONE_TOKEN) -> Program:
-        """The model's program of these sizes for this device."""
-        return keep_routing(self.model.lower(sizes))
+    @classmethod
+    def check_states(cls, model: Lowerable) -> None:
+        """Raises PykernelsError if layers have states, and the device keeps none."""
+        if model.states and not cls.keeps_states:
+            raise PykernelsError(
+                f"{model.name} has layers with a state of each sequence, which a GPU does not keep"
+                " yet",
+                'Use device="cpu"',
+            )
 
-    def step_sizes(self, table_pages: int = 1) -> StepSizes:
-        """The largest step's, of sequences of so many pages at most."""
-        tokens, logits = self.max_num_batched_tokens, self.max_num_logits
-        return StepSizes(tokens, self.max_num_seqs, logits, self.num_pages, table_pages)
+    @property
+    def last_step(self) -> LastStep | None:
+        """The step that ended last."""
+        return self.last_steps[-1] if self.last_steps else None
+
+    @property
+    def why_no_drafts(self) -> str:
+        """See ``runner.batch.Runner``."""
+        if self.model.states:
+            return (
+                f"layers of {self.model.name} keep a state, from which no token can be taken back"
+            )
+        if self.plan.passes:
+            return "passes rewrite decode steps, and drafts are checked by the steps of prompts"
+        return ""
+
+    @property
+    def deferred(self) -> int:
+        """Experts of a token of an output that join one layer later."""
+        return self.plan.deferred
+
+    @property
+    def dual_batch(self) -> bool:
+        """Whether decode steps of two sequences or more have two lanes."""
+        return self.plan.dual_batch
+
+    def compiled(self, phase: Phase = Phase.PROMPT, tokens: int = 1, share: float = 0) -> Compiled:
+        """See ``planning.compile``."""
+        return compile(self.model, self.plan, phase, tokens, share)
 
     def load(self) -> None:
         """Reads every weight, and makes of it what the nodes on its device read.
@@ -178,10 +182,8 @@ class PagedRunner(ABC):
         Raises:
             PykernelsError: what is wrong with the weights.
         """
-        program = self.lowered(self.step_sizes())
-        if self.pool is not None:
-            program = split_over_nodes(program, self.pool.memory)
-        self.weights.load(program, self.layouts(program))
+        parts = self.compiled(tokens=self.max_num_batched_tokens).parts.values()
+        self.weights.load(*((part, self.layouts(part)) for part in parts))
 
     def choose_deferred(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Sets ``deferred`` before steps are made, where a device is to measure what pays."""
@@ -189,11 +191,25 @@ class PagedRunner(ABC):
 
     def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
         """The steps with chunks of prompts, by size."""
-        return self._bind_all(self._sizes(self.buckets), inputs, (), self.make_step)
+        return self._bind_all(Phase.PROMPT, self._sizes(self.buckets), inputs)
+
+    def has_decode_steps(self) -> bool:
+        """Whether steps in which every sequence has one token have programs of their own."""
+        plan = self.plan
+        return bool(plan.passes or plan.dual_batch or plan.streaming or self.decode_buckets)
 
     def before_slots(self, slots: Slots) -> None:
         """Before each step: brings the tables that it reads up to date."""
         slots.before_step()
+
+    # Where the model was loaded in it, tensors can be changed in it only.
+    @torch.inference_mode()
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """See ``runner.batch.Runner``."""
+        for name in self.model.states:
+            state = self.caches[name]
+            for source, target in copies:
+                state[target] = state[source]
 
     def make_slots(self) -> Slots | None:
         """The cache of experts, if there is one; called once, when weights are there."""
@@ -204,12 +220,8 @@ class PagedRunner(ABC):
         return
 
     @abstractmethod
-    def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> Executable:
-        """The program on this device, over the runner's caches and ``sizes``."""
-
-    def make_decode_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> Executable:
-        """``make_step`` where every sequence of a step has one token."""
-        return self.make_step(program, inputs)
+    def make_step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> Executable:
+        """What was compiled on this device, over the runner's caches and ``sizes``."""
 
     def bind(self, batch: StepBatch) -> None:
         """Makes the programs over arrays of the runner's own, and compiles what they need."""
@@ -226,6 +238,8 @@ class PagedRunner(ABC):
             "query_lengths": self._query_lengths,
             "lengths": batch.seq_lens,
             "page_rows": batch.page_table_rows,
+            STATE_SLOTS: batch.state_slots,
+            HAS_STATE: self._has_state,
         }
         self._sampling = SamplingInputs(batch, self.vocab_size, self.max_num_seqs, self.device)
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -238,47 +252,27 @@ class PagedRunner(ABC):
         self.steps = self.prompt_steps(inputs)
         self.routed_layers = routed_layers(self.steps[0].program)
         self.decode_steps = self.steps
-        buckets, make = self.decode_buckets or self.buckets, self.make_decode_step
+        buckets = self.decode_buckets or self.buckets
         if self.dual_batch:  # one sequence is no two lanes, and has a program
-            buckets, make = (1, *buckets), self._make_in_lanes
-        if self.passes or self.dual_batch or self.decode_buckets or self.streams:
+            buckets = (1, *buckets)
+        if self.has_decode_steps():
             sizes = self._sizes(buckets)
             enough = next(T for T in sizes if self.max_num_seqs <= T)
-            self.decode_steps = self._bind_all(
-                [T for T in sizes if T <= enough], inputs, self.passes, make
-            )
-
-    def _make_in_lanes(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> Executable:
-        return self.make_decode_step(in_two_lanes(program), inputs)
+            sizes = [T for T in sizes if T <= enough]
+            self.decode_steps = self._bind_all(Phase.DECODE, sizes, inputs)
 
     def _sizes(self, buckets: Sequence[int]) -> list[int]:
         most = self.max_num_batched_tokens
         return sorted({*(T for T in buckets if T < most), most})
 
     def _bind_all(
-        self,
-        sizes: Sequence[int],
-        inputs: Mapping[str, torch.Tensor],
-        passes: Sequence[Pass],
-        make: Callable[[Program, Mapping[str, torch.Tensor]], Executable],
+        self, phase: Phase, sizes: Sequence[int], inputs: Mapping[str, torch.Tensor]
     ) -> list[Executable]:
         """A step of each size; the largest first, whose memory the others may share."""
-        return [self._step(T, inputs, passes, make) for T in reversed(sizes)][::-1]
+        return [self._step(self.compiled(phase, T), inputs) for T in reversed(sizes)][::-1]
 
-    def _step(
-        self,
-        T: int,
-        inputs: Mapping[str, torch.Tensor],
-        passes: Sequence[Pass],
-        make: Callable[[Program, Mapping[str, torch.Tensor]], Executable],
-        lowered: Callable[..., Program] | None = None,
-    ) -> Executable:
-        sizes = self.step_sizes(inputs["page_table"].shape[1])
-        program = (lowered or self.lowered)(sizes.of(T))
-        for rewrite in passes:
-            program = rewrite(program)
-        program = defer(program, self.deferred)  # behind all others but lanes
-        step = make(program, inputs)
+    def _step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> Executable:
+        step = self.make_step(compiled, inputs)
         out = {name: tensor.numpy() for name, tensor in step.outputs.items()}
         if self.slots is not None:
             self.slots.add(step, step.program, out)
@@ -326,7 +320,7 @@ class PagedRunner(ABC):
             self._sampling.delay_masks()
         else:
             self._sampling.write_masks()
-        if self._lanes is not None and own.T == own.S:
+        if self._lanes is not None and self._takes_decode(own):
             self._lanes.send(own.T)
         if self.slots is not None:
             self.before_slots(self.slots)
@@ -362,10 +356,11 @@ class PagedRunner(ABC):
         assert self._running, "no step was launched"
         self._running = False
         self._executable.result()
-        self.last_sizes[:] = self._batch.T, self._batch.S
+        own = self._batch
+        last = LastStep(own.T, own.S, own.D == own.S, self._executable.program)
+        self.last_steps.append(last)
         if self.slots is not None:
-            own = self._batch
-            self.slots.ended(self._executable, self.sizes.tolist(), own.T == own.S)
+            self.slots.ended(self._executable, self.sizes.tolist(), own.D == own.S)
         return self._results[id(self._executable)]
 
     # Where the model was loaded in it, tensors can be changed in it only.
@@ -377,10 +372,18 @@ class PagedRunner(ABC):
             raise PykernelsError(
                 f"a step of {T} tokens of {S} sequences, {R} rows of logits", "Make a larger runner"
             )
-        self.sizes[:] = torch.tensor((T, S, R, *lane_tokens(T)), dtype=torch.int64, device="cpu")
+        sizes = T, S, R, *lane_tokens(T)
+        self.sizes[: len(sizes)] = torch.tensor(sizes, dtype=torch.int64, device="cpu")
         counts = self._query_lengths[:S]
-        counts[:] = np.diff(batch.query_start_loc[: S + 1])
+        counts[:] = batch.num_scheduled
+        # The same as long as the version is: only a prompt starts from nothing.
+        self._has_state[:S] = batch.seq_lens[:S] > counts
         self._sequences[:T] = np.repeat(batch.page_table_rows[:S], counts)
         self._sampling.arrange(batch.sampling[:R])
-        steps = self.decode_steps if T == S else self.steps
+        steps = self.decode_steps if self._takes_decode(batch) else self.steps
         self._executable = next(step for step in steps if T <= step.program.sizes["T"])
+
+    def _takes_decode(self, batch: StepBatch) -> bool:
+        """Whether a step runs a program of decode steps."""
+        most = self._query_lengths[: batch.S].max(initial=0)
+        return bool(most <= self.decode_queries)

@@ -93,7 +93,10 @@ class SamplingInputs:
         for row, sequence in enumerate(sampling):
             if (logprobs := sequence.params.logprobs) is not None:
                 columns["num_logprobs"][row] = logprobs
-            if count := len(sequence.bias_ids):
+            if row and sequence is sampling[row - 1]:  # behind a draft: the same biases
+                for name in ("bias_start", "bias_count"):
+                    columns[name][row] = columns[name][row - 1]
+            elif count := len(sequence.bias_ids):
                 at = slice(self.biases, self.biases + count)
                 self._bias_ids[at], self._bias[at] = sequence.bias_ids, sequence.bias_values
                 columns["bias_start"][row], columns["bias_count"][row] = self.biases, count

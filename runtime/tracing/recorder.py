@@ -80,9 +80,10 @@ class Recorder:
         yield
         end = time.monotonic_ns()
         self._end_phase(end)
-        T, S = self._runner.last_sizes
-        self._steps.append(Step("decode" if T == S else "prefill", begin, end, T, S))
-        self._programs.append(self._program(T, S))
+        if (last := self._runner.last_step) is not None:
+            kind = "decode" if last.decode else "prefill"
+            self._steps.append(Step(kind, begin, end, last.T, last.S))
+            self._programs.append(last.program)
         self._collect(keep=True)
 
     def timeline(self) -> Timeline:
@@ -125,10 +126,6 @@ class Recorder:
 
     def _pools(self) -> list:
         return [] if self._runner.pool is None else [self._runner.pool]
-
-    def _program(self, T: int, S: int) -> Program:
-        steps = self._runner.decode_steps if T == S else self._runner.steps
-        return next(step.program for step in steps if step.program.sizes["T"] >= T)
 
     def _node(self, name: str) -> Node | None:
         """The node of that name, or of the first part of it."""

@@ -56,7 +56,7 @@ def configure_default_pool(
 ) -> WorkerPool:
     """Replaces the shared pool; experts without a pool of their own use it from their next call.
 
-    See ``make_pool``. Experts that were split across nodes stay so: give them as many again.
+    See ``make_pool``. Weights stay sliced as they were loaded: give them as many nodes again.
     """
     global _default
     with _making:

@@ -14,7 +14,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -44,16 +43,12 @@ class InFlight:
         error: the first task's failure; None if none failed, or they have not ended.
         seconds: from publishing, or the end of the batch before, to the last task, which ended at
             ``ended`` (ns of the monotonic clock).
-        found: what ``read`` returned when the tasks had ended; nothing if one failed.
     """
 
-    def __init__(
-        self, first: int, jobs: Jobs, buffers: object, read: Callable[[], Any] | None
-    ) -> None:
-        self.first, self.jobs, self.buffers, self._read = first, jobs, buffers, read
+    def __init__(self, first: int, jobs: Jobs, buffers: object) -> None:
+        self.first, self.jobs, self.buffers = first, jobs, buffers
         self.done, self.seconds, self.ended = False, 0.0, 0
         self.error: TaskError | None = None
-        self.result: Any = None
         self._began = time.monotonic_ns()
 
     @property
@@ -66,9 +61,7 @@ class InFlight:
         self.error = error
         self.ended = self.jobs.jobs[-1].times[1]
         self.seconds = (self.ended - max(self._began, after)) / 1e9
-        if error is None and self._read is not None:
-            self.result = self._read()
-        self.buffers = self._read = None
+        self.buffers = None
         self.done = True
 
 
@@ -107,7 +100,7 @@ class WorkerPool:
     Attributes:
         nodes: the workers of each node; one entry where they are not dealt over nodes.
         memory: where the weights are that they read.
-        workspaces: scratch of the layers whose calls run here, one at a time; of each node.
+        workspaces: scratch of programs that never run at the same time, those of eager modules.
         tracing: what ``trace`` returned while it is on, else None.
 
     Raises:
@@ -140,7 +133,7 @@ class WorkerPool:
         self.nodes = tuple(map(NodeWorkers, firsts, dealt))
         self.memory = MemoryNodes(tuple(numbers), narrow)
         self.lock = threading.Lock()
-        self.workspaces = [MoEWorkspace() for _ in self.nodes]
+        self.workspaces: dict[str, MoEWorkspace] = {}
         places = self.threads * words.LINE // 8
         memory = np.zeros(words.RING_BYTES // 8 + 8 + places + _SLOTS, np.int64)
         skip = -memory.ctypes.data % words.LINE // 8
@@ -240,23 +233,12 @@ class WorkerPool:
         self._refuse_if_ended()
         with self.lock:
             self.drain()
-            return self.publish(jobs, buffers)
-
-    def publish(
-        self, jobs: Jobs, buffers: object = None, read: Callable[[], Any] | None = None
-    ) -> InFlight:
-        """Like ``start``; the caller holds ``lock`` and has drained the pool.
-
-        Args:
-            read: called when the tasks have ended, before anything else is published.
-        """
-        self._refuse_if_ended()
-        self._quiesce(jobs)
-        # In this order: if Ctrl-C comes in between, the tasks' memory is kept all the same.
-        in_flight = InFlight(self.head + 1, jobs, buffers, read)
-        self._in_flight.append(in_flight)
-        words.publish(self.ring, jobs.address, jobs.count)
-        return in_flight
+            self._quiesce(jobs)
+            # In this order: if Ctrl-C comes in between, the tasks' memory is kept all the same.
+            in_flight = InFlight(self.head + 1, jobs, buffers)
+            self._in_flight.append(in_flight)
+            words.publish(self.ring, jobs.address, jobs.count)
+            return in_flight
 
     @property
     def head(self) -> int:
@@ -283,7 +265,7 @@ class WorkerPool:
             assert all(each.jobs is not jobs for each in self._in_flight), "they are in flight"
             self._own(jobs)
             arrange(self.head)
-            in_flight = InFlight(self.head + 1, jobs, buffers, None)
+            in_flight = InFlight(self.head + 1, jobs, buffers)
             self._in_flight.append(in_flight)
             words.publish_behind(self.ring, jobs.address, jobs.count)
             return in_flight
@@ -309,6 +291,16 @@ class WorkerPool:
                 while not in_flight.done:
                     self._end_first()
         return in_flight
+
+    def finish(self) -> None:
+        """Waits for all batches in flight.
+
+        Raises:
+            PykernelsError: the pool is closed, or the parent process's.
+        """
+        self._refuse_if_ended()
+        with self.lock:
+            self.drain()
 
     def drain(self) -> None:
         """Waits for all batches in flight; the caller holds ``lock``."""

@@ -21,7 +21,7 @@ from pykernels.testing import (
     random_experts,
     skewed_routing,
 )
-from runtime.experts.routed import RoutedExperts
+from runtime.devices.cpu.routed import RoutedExperts
 from runtime.machine.topology import Topology
 from runtime.workers.pool import WorkerPool
 

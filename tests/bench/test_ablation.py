@@ -16,6 +16,7 @@ from pykernels.errors import PykernelsError
 from pykernels.target import detect
 from runtime.devices.cpu.runner import CpuRunner
 from runtime.engine import Engine, SamplingParams
+from runtime.planning.config import ExecutionConfig
 
 pytest.importorskip("matplotlib")
 
@@ -73,7 +74,7 @@ def test_each_stage_is_compared_with_the_one_before_that_ran(
 
 @pytest.mark.all  # it compiles a model's kernels
 def test_a_step_writes_the_same_however_it_is_called() -> None:
-    ours = Ours.random(Shape("qwen3-30b", 2, 8, 256), "q8_0", 2, "auto")
+    ours = Ours.random(Shape("qwen3-30b", 2, 8, 256), "q8_0", ExecutionConfig(threads=2))
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     texts = []
     try:

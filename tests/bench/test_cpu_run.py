@@ -18,15 +18,15 @@ from bench import cpu as command
 from bench.cases import cpu_run, experts, skew
 from bench.cases.cpu_run import CpuRun, Part
 from bench.cases.ours import Ours, StaticOurs
+from bench.cases.peers.table import PeerTable
 from bench.harness.quiet import Watch
-from bench.harness.rows import Row, figures
 from bench.harness.settings import SECTIONS, Settings, Tokens
-from bench.harness.turns import Times
+from bench.harness.timing.rows import Row, figures
+from bench.harness.timing.turns import Times
 from bench.peers import memory
 from bench.peers.catalog import ENGINES, ROOT, Peer
 from bench.peers.client import PeerMissing
-from bench.peers.table import PeerTable
-from model.cli.common import EXIT_ERROR, EXIT_INTERRUPTED
+from model.cli.shared.common import EXIT_ERROR, EXIT_INTERRUPTED
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS
 from pykernels.registry import resolve
@@ -223,5 +223,5 @@ def test_static_shares_compute_the_same() -> None:
         ours.prepare(T, ids)
         static.prepare(T, ids)
         want = ours.run(0, 0)
-        static._pool.workspaces[0].buffers["x"].fill_(255)  # or it might find the rows of that call
+        static._workspace.buffers["h"].fill_(255)  # or it might find the rows of that call
         assert torch.equal(static.run(0, 0), want)

@@ -19,7 +19,8 @@ from bench.harness.session import measure_and_keep
 from bench.peers.client import PeerMissing
 from pykernels.errors import PykernelsError
 from pykernels.target import detect
-from runtime.planning.step_bytes import expected_experts, weight_bytes
+from runtime.planning.config import ExecutionConfig
+from runtime.planning.work import expected_experts, weight_bytes
 from runtime.profiling.engine_speed import Load
 
 pytest.importorskip("matplotlib")
@@ -152,10 +153,11 @@ def test_what_cannot_be_made_is_a_row_with_its_reason(tmp_path: Path) -> None:
 @pytest.mark.all
 def test_every_decode_step_has_the_whole_batch() -> None:
     """Prompts come in over several steps, while the first sequences decode already."""
-    ours = Ours.random(Shape("qwen3-30b", 1, 8, 256), "q8_0", 1, "auto")
+    execution = ExecutionConfig(threads=1)
+    ours = Ours.random(Shape("qwen3-30b", 1, 8, 256), "q8_0", execution)
     try:
         load = Load(prompt=16, tokens=4, batch=6, context=130)
-        timer = ours.timer(load, "auto", max_num_batched_tokens=64)
+        timer = ours.timer(load, execution, max_num_batched_tokens=64)
         for _ in range(2):
             steps = timer.decode(load.batch, load.context, load.tokens)
             assert [step.tokens for step in steps] == [6] * 4

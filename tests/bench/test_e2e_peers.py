@@ -12,12 +12,12 @@ import torch
 
 from bench.e2e.ours import Shape
 from bench.e2e.players import Case, LlamaCpp
-from bench.e2e.table import table
 from bench.peers import llama_bench, llama_tools
 from bench.peers.client import PeerMissing
 from bench.peers.gguf_model import TYPES, model_file, tensors
 from bench.peers.llama_fit import ROOM, lowest_ncmoe
 from bench.prefill import table as prefill_table
+from bench.tables.e2e import table
 from pykernels.quant import Weight, get_format
 
 gguf = pytest.importorskip("gguf")

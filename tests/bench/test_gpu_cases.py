@@ -49,18 +49,7 @@ SMALL: dict[str, tuple[Any, Any, int]] = {
     "unpermute": (router.rows_case, (9, 32, 16, V3, True), 2 * 45 * 16 + 8 * 36),
     # x, residual and both results; the weight once
     "norm": (small_ops.norm_case, (3, 64), 4 * 3 * 64 * 2 + 64 * 2),
-    "silu": (small_ops.silu_case, (3, 64), (2 + 1) * 3 * 64 * 2),
-    # in place: each value is read and written
-    "rope": (small_ops.rope_case, (3, 4, 2, 64, False), 2 * 3 * 6 * 64 * 2),
     "embed": (small_ops.embed_case, (3, 50, 64), 2 * 3 * 64 * 2 + 3 * 8),
-    # rows of 512 + 64 values are read, with their slots
-    "mla_write": (small_ops.mla_write_case, (3, False), 3 * (576 * 2 * 2 + 8)),
-    "mla_write fp8": (
-        small_ops.mla_write_case,
-        (3, True),
-        3 * (576 * 2 + 512 + 4 + 64 * 2 + 8),
-    ),
-    "kv_write": (small_ops.kv_write_case, (3, 2, 64), 3 * (2 * 2 * 128 * 2 + 8)),
     "mla_read": (small_ops.mla_read_case, (2, 128, False), 256 * 576 * 2 * 2),
     "mla_read fp8": (small_ops.mla_read_case, (2, 128, True), 256 * (512 + 4 + 128 + 576 * 2)),
     "greedy": (small_ops.sample_case, (2, 300, "greedy"), 2 * 300 * 4),
@@ -80,7 +69,6 @@ SMALL: dict[str, tuple[Any, Any, int]] = {
 ALIKE = (
     "unpermute",
     "norm",
-    "silu",
     "embed",
     "mla_read",
     "mla_read fp8",

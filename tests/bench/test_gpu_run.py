@@ -20,13 +20,13 @@ from bench import gpu as program
 from bench.cases import gpu_run, processes
 from bench.cases.gpu_run import GpuRun, check_flags, one_case
 from bench.cases.processes import in_a_new_process
-from bench.harness import measure as measure_module
-from bench.harness import roofs as roofs_module
-from bench.harness.case import Case, built, rotating, sets_for
-from bench.harness.measure import measure, measure_all
-from bench.harness.roofs import Roofs, measure_roofs
-from bench.harness.rows import Row, params
-from bench.harness.timer import Ready
+from bench.harness.timing import measure as measure_module
+from bench.harness.timing import roofs as roofs_module
+from bench.harness.timing.case import Case, built, rotating, sets_for
+from bench.harness.timing.measure import measure, measure_all
+from bench.harness.timing.roofs import Roofs, measure_roofs
+from bench.harness.timing.rows import Row, params
+from bench.harness.timing.timer import Ready
 from pykernels.errors import PykernelsError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
@@ -141,7 +141,7 @@ def ops_of_three(monkeypatch: pytest.MonkeyPatch, interrupted: str = "") -> list
     monkeypatch.setattr(measure_module, "gc", collector)  # of all that pytest holds it is slow
     monkeypatch.setattr(gpu_run, "module_of", module_of)
     monkeypatch.setattr("bench.harness.machine.check_gpu", lambda name: CPU)
-    monkeypatch.setattr("bench.harness.roofs.measure_roofs", lambda device: ROOFS)
+    monkeypatch.setattr("bench.harness.timing.roofs.measure_roofs", lambda device: ROOFS)
     return called
 
 

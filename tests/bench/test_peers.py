@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from bench.cases.peers import table
+from bench.cases.peers.table import PeerTable
 from bench.harness.settings import Settings, Tokens
-from bench.peers import client, table
+from bench.peers import client
 from bench.peers.catalog import PEERS
 from bench.peers.client import PeerMissing, PeerProcess
 from bench.peers.driver import Turns
 from bench.peers.engines import ENGINES, Shape
 from bench.peers.llama_cpp import BLOCKS
-from bench.peers.table import PeerTable
 from pykernels.quant import FORMATS
 from pykernels.shapes import MoEShape
 from pykernels.target import Target

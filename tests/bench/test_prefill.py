@@ -12,6 +12,7 @@ from rich.console import Console
 from bench.prefill.run import overlap, plan, rows
 from bench.prefill.table import draw, table
 from pykernels.errors import PykernelsError
+from runtime.planning.config import ExecutionConfig
 
 ROWS = [
     {"way": "cpu", "tokens": 64, "tok_s": 1000.0},
@@ -56,15 +57,15 @@ class Timer:
 class Engines:
     """What makes them; one way there is not."""
 
-    def timer(self, *_: Any, prefill: str, **__: Any) -> Timer:
-        if prefill == "split":
+    def timer(self, _: Any, execution: ExecutionConfig, __: Any) -> Timer:
+        if execution.prefill == "split":
             raise PykernelsError("no split", "Use stream")
         return Timer()
 
 
 def test_a_row_that_fails_says_why_and_the_others_go_on() -> None:
     ours: Any = Engines()
-    found = list(rows(ours, (64, 4096), "cuda:0", "auto", rounds=1))
+    found = list(rows(ours, (64, 4096), ExecutionConfig(device="cuda:0"), rounds=1))
     named = [{key: row[key] for key in ("way", "tokens")} for row in found]
     assert named == plan((64, 4096))
     timed = {row["way"] for row in found if row.get("tok_s") == 1000}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bench.harness.report import markdown
-from bench.harness.rows import against, figures
-from bench.harness.turns import Calls, Times, alternate, speedup
+from bench.harness.timing.rows import against, figures
+from bench.harness.timing.turns import Calls, Times, alternate, speedup
 from bench.peers.client import PeerMissing
 
 

@@ -221,7 +221,7 @@ def test_figures_are_those_of_the_answers() -> None:
         (("--url", "http://127.0.0.1:1"), "cannot be reached"),
         (("--url", "http://host", "--rate", "0"), "--rate 0"),
         (("--url", "http://host", "--cancel", "2"), "--cancel 2"),
-        (("--url", "http://host", "--shared-prefix", "513"), "longer than --prompt 512"),
+        (("--url", "http://host", "--shared-prefix", "513"), "longer than prompts of 512"),
         (("--url", "http://host", "--itl-limit", "nan"), "--itl-limit nan"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.cases import linear
-from bench.harness import roofs
+from bench.harness.timing import roofs
 from bench.suites import bench_gpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")

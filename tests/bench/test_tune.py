@@ -15,7 +15,7 @@ import torch
 from bench.cases import attention as cases
 from bench.cases.attention import build
 from bench.cases.attention_size import Size
-from bench.harness.timer import Ready
+from bench.harness.timing.timer import Ready
 from bench.tune import search
 from bench.tune.__main__ import FORMATS, OPS, asked
 from bench.tune.attention import AttentionJob, jobs

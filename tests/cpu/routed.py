@@ -10,7 +10,7 @@ import torch
 from pykernels.quant import PackedExperts, get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import random_experts, skewed_routing
-from runtime.experts.routed import RoutedExperts
+from runtime.devices.cpu.routed import RoutedExperts
 from runtime.machine.topology import Topology
 from runtime.workers.pool import WorkerPool
 

@@ -1,4 +1,4 @@
-"""Routed experts on the pool: the serial kernel's bits, one call at a time, honest counters."""
+"""Routed experts on the pool: the serial kernel's bits, one call at a time, honest figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pykernels.cpu.jit import task
 from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
 from pykernels.testing import assert_close, balanced_routing, skewed_routing
-from runtime.experts.routed import RoutedExperts
+from runtime.devices.cpu.routed import RoutedExperts
 from runtime.machine.topology import Topology
 from runtime.workers.pool import TaskError, WorkerPool, make_pool
 
@@ -50,12 +50,12 @@ def pause_until_interrupted() -> None:
 @contextmanager
 def gate_up(routed: RoutedExperts, replacement):
     """Runs another gate-up task in its place."""
-    for part in routed._bind().slices:
-        args = part.call.args
+    calls = [call.args for call in routed._bound.step._context.calls]
+    for args in calls:
         kernel, args["run_gate_up"] = int(args["run_gate_up"][0]), replacement.address
     yield
-    for part in routed._bind().slices:
-        part.call.args["run_gate_up"] = kernel
+    for args in calls:
+        args["run_gate_up"] = kernel
 
 
 @pytest.mark.parametrize(
@@ -96,17 +96,14 @@ def test_matches_the_reference_in_the_dtype_of_x(dtype):
                     assert_close(y, want, 0.006)
 
 
-def test_a_call_in_flight_ends_before_the_next(pool):
+def test_what_runs_meanwhile_may_use_the_pool_or_fail(pool):
     first, second = load(pool), load(pool, packed(seed=1))
     wanted, other = first(*inputs(4)), second(*inputs(2))
-    tickets = [(first, first.submit(*inputs(4))) for _ in range(2)]
-    assert torch.equal(second(*inputs(2)), other)
-    second.submit(*inputs(2))  # its ticket is lost
-    for layer, ticket in tickets:
-        assert torch.equal(layer.sync(ticket), wanted)
-        with pytest.raises(PykernelsError, match="sync each ticket once"):
-            layer.sync(ticket)
-    assert (first.counters.calls, second.counters.calls) == (3, 2)
+    for _ in range(2):
+        y, meanwhile = first.run(*inputs(4), lambda: second(*inputs(2)))
+        assert torch.equal(y, wanted) and torch.equal(meanwhile, other)
+        with pytest.raises(ZeroDivisionError):
+            first.run(*inputs(3), lambda: 1 / 0)
 
 
 def test_threads_get_right_results():
@@ -147,32 +144,30 @@ def test_ctrl_c_is_raised_when_the_call_has_ended(driver_works):
 def test_a_failing_call_names_the_expert_and_counts_nothing(nodes):
     with make_pool(nodes, True, nodes, Topology.fake(nodes)) as pool:
         routed = load(pool)
-        wanted = routed(*inputs(3)).clone()
+        wanted, read = routed(*inputs(3)), routed.read_bytes
         with gate_up(routed, failing):
             with pytest.raises(
-                TaskError, match=r"task \d+ of experts \(gate-up of expert \d\) failed .* 77"
+                TaskError, match=r"task \d+ of experts\S* \(gate-up of expert \d\) failed .* 77"
             ):
                 routed(*inputs(3))
-        assert routed.counters.calls == 1
+        assert routed.read_bytes == read
         assert torch.equal(routed(*inputs(3)), wanted)
-        counters = routed.counters
-        assert (counters.calls, counters.tokens) == (2, 6) and counters.seconds > 0
+        assert routed.read_bytes == 2 * read
 
 
-def test_counters_count_distinct_experts(pool):
+def test_figures_are_of_distinct_experts(pool):
     experts = packed("fp8", SHAPE)
     routed = load(pool, experts)
     ids = torch.tensor([[0, 1, 2, 3], [2, 3, 4, 5], [2, 3, 4, 5]])
     routed(torch.randn(3, SHAPE.H), ids, torch.ones(3, 4))
-    counters = routed.counters
-    assert (counters.calls, counters.tokens) == (1, 3)
-    assert counters.bytes == 6 * experts.bytes_per_expert
-    assert counters.seconds > 0
+    assert routed.read_bytes == 6 * experts.bytes_per_expert
+    assert routed.read_seconds > 0
 
 
 def test_dropped_experts_free_their_memory_at_once():
     """No reference cycle: a layer can be gigabytes, and the collector may be long in coming."""
-    routed = RoutedExperts(SHAPE, "fp8")
+    routed = load(None)
+    routed(*inputs(2))
     gone = weakref.ref(routed.weights)
     del routed
     assert gone() is None
@@ -204,6 +199,8 @@ def test_any_topk_and_experts_that_come_twice_add_up(pool):
 
 def test_a_result_is_detached_and_as_inference_mode_makes_it(pool):
     routed, (x, ids, weights) = load(pool), inputs(2)
+    with torch.inference_mode():  # what a first call makes must serve others too
+        routed(*inputs(1))
     assert not routed(x.float().requires_grad_(), ids, weights.requires_grad_()).requires_grad
     for mode in (False, False, True, True, False):
         with torch.inference_mode(mode):

@@ -21,11 +21,10 @@ from pykernels.quant import FORMATS, PackedExperts, get_format
 from pykernels.quant.split import SplitExperts, cut, most_parts
 from pykernels.shapes import MoEShape
 from pykernels.testing import relative_error, skewed_routing
-from runtime.experts.routed import RoutedExperts
+from runtime.devices.cpu.routed import RoutedExperts
 from runtime.machine.topology import NumaNode, Topology
-from runtime.workers.job import Job, Jobs, beside
+from runtime.workers.job import Job, beside
 from runtime.workers.pool import WorkerPool, make_pool
-from runtime.workers.reduce import Reduction
 
 from . import routed
 from .routed import TWO_CORES, packed
@@ -124,8 +123,7 @@ def test_two_nodes_compute_what_one_does(fmt: str, dtype: torch.dtype) -> None:
             assert y.dtype == dtype and y.shape == x.shape
             # h is the same to the bit; the sums are split in two, and rounded to dtype once.
             assert T == 0 or relative_error(y, want) < (1e-6 if dtype == torch.float32 else 2**-9)
-        counters = routed.counters
-        assert counters.tokens == 44 and counters.bytes % whole.bytes_per_expert == 0
+        assert routed.read_bytes > 0 == routed.read_bytes % whole.bytes_per_expert
 
 
 def twice() -> Topology:
@@ -183,19 +181,3 @@ def test_a_job_of_a_node_is_run_by_its_workers_alone(driver_works: bool) -> None
             pool.run(together)
     assert counts.sum(1).tolist() == [4000] * 3
     assert not counts[0, 2:].any() and not counts[1, :2].any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("T", "H", "parts"), [(1, 7168, 2), (3, 130, 4), (300, 1024, 3)], ids=["one", "four", "many"]
-)
-def test_partials_are_added_in_order_and_rounded_once(dtype, T: int, H: int, parts: int) -> None:
-    partials = [torch.randn(T, H) for _ in range(parts)]
-    want = partials[0].clone()
-    for part in partials[1:]:
-        want += part
-    y, reduction = torch.full((T, H), float("nan"), dtype=dtype), Reduction(after=())
-    with make_pool(numa="off") as pool:
-        reduction.arrange(partials, y)
-        pool.run(Jobs([reduction.job]))
-    assert torch.equal(y, want.to(dtype))

@@ -17,12 +17,12 @@ from pykernels.env import env
 from pykernels.registry import kernels
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
-from runtime.experts.routed import RoutedExperts
+from runtime.devices.cpu.routed import RoutedExperts
 from runtime.machine import tuning
 from runtime.machine.kept import DAY
 from runtime.machine.topology import Topology
-from runtime.planning.kept_rates import kept_rates
-from runtime.planning.prefill_rates import Rates
+from runtime.planning.gpu.kept_rates import kept_rates
+from runtime.planning.gpu.prefill_rates import Rates
 from runtime.profiling import roofline, workload
 from runtime.profiling.roofline import LOOPS, ReadRoof
 from runtime.program import Program
@@ -75,7 +75,7 @@ def test_layers_are_copies_of_the_first_in_other_memory(monkeypatch, nodes: int)
 def test_experts_take_what_this_machine_was_calibrated_to(tmp_path, monkeypatch) -> None:
     """``resolve`` says "amx", nothing is compiled."""
     amx = next(b for b in kernels() if b.name == "amx")
-    monkeypatch.setattr("runtime.experts.routed.resolve", lambda *_: amx)
+    monkeypatch.setattr("runtime.devices.cpu.routed.resolve", lambda *_: amx)
     with env.override(cache_dir=tmp_path):
         assert RoutedExperts(SMALL, "bf16").gemm_from == tuning.default("amx", "bf16")
         tuning.write("amx", {"bf16": 11})

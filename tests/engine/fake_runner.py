@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
@@ -27,6 +28,13 @@ def expected(prompt: Sequence[int], seed: int, count: int, vocab: int = 997) -> 
     return tuple(tokens[len(prompt) :])
 
 
+def chained(chain: int, tokens: Sequence[int]) -> int:
+    """A state of tokens behind others: it depends on all of them and on their order."""
+    for token in tokens:
+        chain = zlib.crc32(int(token).to_bytes(8, "little"), chain)
+    return chain
+
+
 def score(history: Sequence[int] | np.ndarray, token: int) -> float:
     """The log-probability of a token behind others: a pure function, too."""
     return -float(draw(history, token, 0, 997))
@@ -41,11 +49,17 @@ class FakeRunner:
     max_num_logits: int = 10
     max_model_len: int = 200
     vocab_size: int = 997
+    state_slots: int = 0
     deferred = 0
     routed_layers = ()
     prefill_runner = None
+    why_no_drafts = ""
     late_masks = True
     cache: np.ndarray = field(init=False)
+    states: list[tuple[int, int]] = field(init=False)
+    """By slot, the number of tokens that its state is of, and a chain of hashes of them."""
+    most_seqs: int = 0
+    """S of the largest step."""
     drawn: dict[int, list[int]] = field(default_factory=dict)
     """By seed, which is another for each request of a test."""
     sizes: list[int] = field(default_factory=list)
@@ -59,6 +73,7 @@ class FakeRunner:
 
     def __post_init__(self) -> None:
         self.cache = np.full(self.num_pages * self.page_size, -1)
+        self.states = [(-1, 0)] * self.state_slots
 
     def close(self) -> None:
         """It holds nothing that a device has."""
@@ -101,6 +116,12 @@ class FakeRunner:
                 self.running = self.next_runs = True
         return found
 
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        assert not self.running
+        for source, target in copies:
+            assert source != target
+            self.states[target] = self.states[source]
+
     def step(self, batch: StepBatch) -> StepResult:
         """The step itself, when its end is awaited."""
         self.sizes.append(batch.T)
@@ -108,6 +129,7 @@ class FakeRunner:
             error, self.fail_next = self.fail_next, None
             raise error
         assert batch.T <= self.max_num_batched_tokens and batch.S <= self.max_num_seqs
+        self.most_seqs = max(self.most_seqs, batch.S)
         self._check_versions(batch)
         assert batch.R <= self.max_num_logits and batch.query_start_loc[batch.S] == batch.T
         slots = batch.slot_mapping[: batch.T]
@@ -116,6 +138,8 @@ class FakeRunner:
         tokens = np.zeros(self.max_num_logits, np.int64)
         logprobs = np.zeros(self.max_num_logits, np.float32)
         histories = [self._history(batch, s) for s in range(batch.S)]
+        if self.state_slots:
+            self._step_states(batch, histories)
         assert len(batch.sampling) == batch.R
         self._check_padding(batch)
         for row, how in enumerate(batch.sampling):
@@ -126,23 +150,43 @@ class FakeRunner:
             if given:
                 assert (batch.seeds[row], batch.draws[row]) == (0, 0)
             else:
-                assert at == batch.query_start_loc[row + 1] - 1, "what is drawn comes first"
+                assert at == self._drawn_behind(batch, row), "what is drawn comes first"
             tokens[row] = given[0] if given else self._draw(history, batch, row, how)
             logprobs[row] = score(history, int(tokens[row]))
         top = np.tile(np.arange(20), (self.max_num_logits, 1))
         return StepResult(tokens, logprobs, top, -top.astype(np.float32))
 
+    def _drawn_behind(self, batch: StepBatch, row: int) -> int:
+        """The token that a row is of: every one of those that decode, then the chunks' last."""
+        decoded = int(batch.query_start_loc[batch.D])
+        return row if row < decoded else batch.query_start_loc[batch.D + row - decoded + 1] - 1
+
     def _check_padding(self, batch: StepBatch) -> None:
         """A device may run the whole bucket: what lies behind the step touches no page."""
         assert (batch.slot_mapping[batch.T :] == -1).all()
         assert (batch.seq_lens[batch.S :] == 0).all()
+        assert (batch.state_slots[batch.S :] == -1).all()
         assert (batch.query_start_loc[batch.S :] == batch.T).all()
         assert (batch.logits_indices[batch.R :] == 0).all()
         assert (0 <= batch.page_tables).all() and (batch.page_tables < self.num_pages).all()
 
+    def _step_states(self, batch: StepBatch, histories: Sequence[np.ndarray]) -> None:
+        """Each sequence's state is of just the tokens in front of this step's, and goes on."""
+        slots = batch.state_slots[: batch.S].tolist()
+        assert len(set(slots)) == len(slots), "two sequences have one slot"
+        assert all(0 <= slot < self.state_slots for slot in slots)
+        for s, slot in enumerate(slots):
+            first, last = batch.query_start_loc[s : s + 2].tolist()
+            length, tokens = int(batch.seq_lens[s]), histories[s].tolist()
+            done = length - (last - first)
+            count, chain = self.states[slot] if done else (0, 0)
+            assert (count, chain) == (done, chained(0, tokens[:done])), "a stale state"
+            self.states[slot] = length, chained(chain, tokens[done:])
+
     def _check_versions(self, batch: StepBatch) -> None:
         """What a runner may keep while the versions stay is what it would read again."""
-        now = (batch.S, batch.page_table_rows[: batch.S].tolist(), list(map(id, batch.sampling)))
+        rows, slots = batch.page_table_rows[: batch.S], batch.state_slots[: batch.S]
+        now = (batch.S, rows.tolist(), slots.tolist(), list(map(id, batch.sampling)))
         tables = batch.page_tables[batch.page_table_rows[: batch.S]].tolist()
         if self.seen and self.seen[0] == batch.version:
             assert self.seen[1] == now and batch.T == batch.S == batch.R
@@ -168,8 +212,12 @@ class FakeRunner:
     def _draw(self, history: np.ndarray, batch: StepBatch, s: int, how: SequenceSampling) -> int:
         seed, draws = int(batch.seeds[s]), int(batch.draws[s])
         before = self.drawn.setdefault(seed, [])
-        assert seed == how.seed and draws == len(before), "drawn twice, or not at all"
-        assert history[len(history) - draws :].tolist() == before
+        assert seed == how.seed
+        # Behind a draft, the token before it may be another than what was drawn.
+        draft = s < batch.query_start_loc[batch.D] and s not in batch.query_start_loc[: batch.D]
+        wrong = draft and history[len(history) - draws :].tolist() != before
+        assert wrong or draws == len(before), "drawn twice, or not at all"
+        assert wrong or history[len(history) - draws :].tolist() == before
         if how.counts is not None:
             self._check_counts(history, before, how)
         banned = how.bias_ids[how.bias_values <= np.float32(NEVER)].tolist()
@@ -181,7 +229,8 @@ class FakeRunner:
         )
         while token in banned or (allowed is not None and not allowed[token]):
             token = (token + 1) % self.vocab_size
-        before.append(token)
+        if not wrong:
+            before.append(token)
         return token
 
     def _check_counts(self, history: np.ndarray, output: list[int], how: SequenceSampling) -> None:
@@ -203,6 +252,23 @@ def check_pages(manager: BlockManager, tables: Sequence[PageTable]) -> None:
     for table in tables:
         row = manager.tables[table.row, : len(table.pages)].tolist()
         assert table.row < 0 or row == table.pages
+
+
+def check_states(runner: FakeRunner, manager: BlockManager, tables: Sequence[PageTable]) -> None:
+    """Every slot is free, of one sequence or of one snapshot, which is of its page's tokens."""
+    assert manager.snapshots is not None
+    states = manager.snapshots.states
+    own = [slot for table in tables for slot in (table.slot, table.saved) if slot >= 0]
+    every = [*states._free, *own, *states._snapshots.values()]
+    assert sorted(every) == list(range(runner.state_slots))
+    coming = {target for _, target in states.copies}
+    for node, slot in states._snapshots.items():
+        assert manager.tree._nodes[node.key] is node
+        tokens: list[int] = []
+        while node is not None:
+            tokens, node = [*array("i", node.data), *tokens], node.parent
+        wanted = len(tokens), chained(0, tokens)
+        assert slot in coming or runner.states[slot] == wanted
 
 
 class Words:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import model
-from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Completion, Engine, SamplingParams
+from runtime.engine.requests.drafters import MakeDrafter
 from runtime.experts.cache import CachePolicy
 
 from ..model import tiny
+from ..runners import ref_runner
+from .test_drafts import Known
 
 PROMPT = [7 * i % 90 + 3 for i in range(40)]
 PARAMS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=0)
 """A page of 64 tokens and more, the first page of both kinds."""
 OTHERS = [[(11 * i + n) % 90 + 3 for i in range(50)] for n in (1, 2)]
 
-Make = Callable[[int], Engine]
+Make = Callable[..., Engine]
 """An engine with so many pages, and steps of 16 tokens."""
 
 
@@ -33,10 +36,11 @@ def make(
 
     with model.load_engine(path, max_model_len=64, threads=1, device="ref") as llm:
 
-        def made(pages: int) -> Engine:
+        def made(pages: int, drafter: MakeDrafter | None = None) -> Engine:
             sizes = 192, pages, 16, 3
-            runner = RefRunner(llm.runner.model, *sizes, deferred=1, slots=slots, policy=policy)
-            return Engine(runner, threaded=False)
+            how: dict[str, Any] = {"deferred": 1, "slots": slots, "policy": policy}
+            runner = ref_runner(llm.runner.model, *sizes, max_num_logits=16, **how)
+            return Engine(runner, threaded=False, drafter=drafter)
 
         yield made
 
@@ -64,6 +68,17 @@ def test_a_text_does_not_depend_on_its_neighbours(make: Make) -> None:
     found = result.completions[0]
     assert found.stats.preemptions
     same(found, alone)
+
+
+def test_a_text_does_not_depend_on_drafts(make: Make) -> None:
+    """Which are tokens of an output, whatever program computes them."""
+    [plain] = make(8).generate([PROMPT], PARAMS)
+    known = Known(lambda right: [*right[:3], 9])
+    known.add(PROMPT, plain.token_ids)
+    engine = make(8, lambda: known)
+    [found] = engine.generate([PROMPT], PARAMS)
+    same(found.completions[0], plain.completions[0])
+    assert engine.stats.steps < 20
 
 
 def test_a_text_does_not_depend_on_what_is_cached(make: Make) -> None:

@@ -11,9 +11,10 @@ import torch
 from pykernels.cpu.attention.expanded import Expanded
 from pykernels.quant import PackedHeads, get_format
 from runtime.devices.cpu.step import CpuExecutable
-from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
-from runtime.kv_cache.layout import Pages
+from runtime.kv_cache.layout import CacheSpec
+from runtime.passes.on_ref import on_ref
+from runtime.planning.compile import Compiled
 from runtime.program import Builder, Program
 from runtime.program.weights import WeightStore
 from runtime.workers.matrix import packer
@@ -60,7 +61,7 @@ def program(kv_dtype: str, expand_from: int, pool: WorkerPool) -> tuple[Program,
     b.buffer("kv", "T", L + R, kind="input")
     cache = {
         name: b.buffer(name, *part.shape, dtype=part.dtype, kind="cache")
-        for name, part in Pages(9, kv_dtype).latent(L, R).items()
+        for name, part in CacheSpec.latent(kv_dtype, L, R).buffers(9).items()
     }
     b.buffer("rotated", "T", NH, L + R)
     b.buffer("latents", "T", NH, L)
@@ -132,13 +133,14 @@ def run(
     }
     inputs["page_table"][:] = torch.randperm(9, generator=g).view(3, 3)
     inputs["page_table"][1, :shared] = inputs["page_table"][0, :shared]
-    caches = {name: part.zeros() for name, part in Pages(9, kv_dtype).latent(L, R).items()}
+    parts = CacheSpec.latent(kv_dtype, L, R).buffers(9)
+    caches = {name: part.zeros() for name, part in parts.items()}
     step: Any
     if device == "cpu":
         step = CpuExecutable(made, store, pool, inputs, caches)
     else:
         caches = {n: x.float() if x.dtype == torch.bfloat16 else x for n, x in caches.items()}
-        step = RefExecutable(on_ref(made), store, inputs, caches)
+        step = RefExecutable(Compiled.of(on_ref(made)), store, inputs, caches)
     found = []
     for sequences, seed in zip(steps, seeds, strict=True):
         t = 0

@@ -14,17 +14,18 @@ import model
 from model.llm import meta_decoder
 from model.pinning.beside import experts_beside, place_beside
 from pykernels.errors import PykernelsError
-from runtime.devices.ref.runner import RefRunner
-from runtime.engine import Engine, EngineConfig, SamplingParams
+from runtime.engine import Engine, SamplingParams
 from runtime.experts.cache import CachePolicy, ExpertCache, Move, Swap, plan
 from runtime.experts.cache.cache import Chosen
 from runtime.experts.cache.simulate import Recording, best_fixed, simulate
 from runtime.passes import offload
+from runtime.planning.config import ExecutionConfig
+from runtime.planning.lowerable import Pass
 from runtime.planning.placement import Placement
 from runtime.program.sizes import StepSizes
-from runtime.runner.paged_runner import Pass
 
 from ..model import tiny
+from ..runners import ref_runner
 
 
 def test_plan_gains_as_much_as_any_swaps_could() -> None:
@@ -157,7 +158,7 @@ def test_tokens_are_the_same_while_slots_change(
     chosen = CachePolicy(policy, swaps=2, half_life=4, margin=0)
     with model.load_engine(tmp_path, max_model_len=64, threads=1, device="ref") as llm:
         for slots in ({}, {1: 3, 2: 3}):
-            runner = RefRunner(
+            runner = ref_runner(
                 llm.runner.model, 64, None, 16, 2, passes, llm.pool, slots=slots, policy=chosen
             )
             engine = Engine(runner, threaded=False)
@@ -189,11 +190,11 @@ def test_where_there_is_no_room_for_slots() -> None:
         place_beside(None, decoder, "cpu", sizes, "gpu", cache=4)
     with pytest.raises(PykernelsError, match="an expert cache beside gpu_experts"):
         place_beside(2, decoder, "cpu", sizes, "cpu", cache=4)
-    with pytest.raises(PykernelsError, match="expert_cache without a GPU"):
+    with pytest.raises(PykernelsError, match="expert_cache=4 without a GPU"):
         model.load_engine(model.EMBEDDED, expert_cache=4)
     placed = place_beside(None, decoder, "cpu", sizes, "auto", cache=4)
     assert placed.experts == "cpu" and set(placed.slots.values()) == {4}
-    nodes = placed.apply(program).nodes
+    nodes = placed.fill(placed.place(program)).nodes
     assert sum(node.role == "cached" for node in nodes) == len(placed.slots) == 5
 
 
@@ -204,4 +205,4 @@ def test_what_a_policy_refuses() -> None:
         CachePolicy(swaps=-1)
     for wrong in ({"expert_cache": "some"}, {"expert_cache": -1}, {"expert_cache_policy": "mru"}):
         with pytest.raises(PykernelsError):
-            EngineConfig(**wrong)  # type: ignore[arg-type]
+            ExecutionConfig(**wrong)  # type: ignore[arg-type]

@@ -9,8 +9,9 @@ from pykernels.quant import get_format
 from pykernels.shapes import ExpertSpec, MoEShape, RouterSpec
 from pykernels.testing import assert_close, random_experts
 from runtime.devices.cpu.step import CpuExecutable
-from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
+from runtime.passes.on_ref import on_ref
+from runtime.planning.compile import Compiled
 from runtime.program import Builder, Program
 from runtime.program.step_inputs import allocate_inputs
 from runtime.program.weights import WeightStore
@@ -56,7 +57,7 @@ def test_experts_that_are_not_here_add_nothing(T: int) -> None:
     inputs["ids"].random_(-1, GPT_OSS.E, generator=generator)
     inputs["weights"].uniform_(generator=generator)
     inputs["ids"][0] = -1
-    reference = RefExecutable(on_ref(program), store, inputs, {})
+    reference = RefExecutable(Compiled.of(on_ref(program)), store, inputs, {})
     with WorkerPool(2) as pool:
         step = CpuExecutable(program, store, pool, inputs, {}, "generic")
         for all_gone in (False, True):
@@ -79,7 +80,7 @@ def test_the_cpu_device_does_what_ref_does(T: int) -> None:
         "x": 3 * torch.randn(T, GPT_OSS.H, generator=generator).bfloat16().float(),
         "logits": torch.randn(T, GPT_OSS.E, generator=generator),
     }
-    reference = RefExecutable(on_ref(program), store, inputs, {})
+    reference = RefExecutable(Compiled.of(on_ref(program)), store, inputs, {})
     with WorkerPool(2) as pool:
         step = CpuExecutable(program, store, pool, inputs, {}, "generic")
         for each in (step, reference):

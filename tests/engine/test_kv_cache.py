@@ -108,3 +108,19 @@ def test_equal_keys_of_other_tokens_are_no_match() -> None:
     assert tree.find(None, forged) is None
     assert tree.insert(None, forged, page=1) is None
     assert tree.find(first, keys[0]) is None, "the same tokens behind another parent"
+
+
+def test_a_long_prompt_has_snapshots_further_apart() -> None:
+    """So that it does not drive out all others: four slots are for those of all prompts."""
+    manager = BlockManager(64, PAGE, max_num_seqs=2, max_pages=64, state_slots=6, spacing=1)
+    ends: list[int] = []
+    for size in (6, 41):
+        table = PageTable()
+        assert manager.admit(table, list(range(size))) and manager.snapshots is not None
+        while (end := manager.chunk_end(table)) is not None:
+            ends.append(end)
+            manager.commit(table, list(range(size)), end)
+            manager.snapshots.reached(table, end, ends=False)
+        manager.release(table)
+    assert ends == [2, 4] + [16, 32, 40]
+    assert manager.snapshots.states.snapshots == 5

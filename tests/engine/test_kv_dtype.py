@@ -10,9 +10,10 @@ import torch
 
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu.step import CpuExecutable
-from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
-from runtime.kv_cache.layout import CachePart, Pages, token_bytes
+from runtime.kv_cache.layout import CachePart, CacheSpec
+from runtime.passes.on_ref import on_ref
+from runtime.planning.compile import Compiled
 from runtime.program import Builder, Program
 from runtime.program.weights import WeightStore
 from runtime.workers.pool import WorkerPool
@@ -33,9 +34,8 @@ def program(kind: str, kv_dtype: str) -> tuple[Program, WeightStore, dict[str, C
     store = WeightStore()
     b = Builder(kind, {"T": T, "S": 1, "R": 1})
     latent, g = kind == "mla", torch.Generator().manual_seed(7)
-    parts = (Pages(2, kv_dtype).latent if latent else Pages(2, kv_dtype).grouped)(
-        L if latent else KVH, R if latent else D
-    )
+    spec = CacheSpec.latent(kv_dtype, L, R) if latent else CacheSpec.grouped(kv_dtype, KVH, D)
+    parts = spec.buffers(2)
     width = L + R if latent else D
     for name in ("positions", "sequences", "slot_mapping"):
         b.buffer(name, "T", dtype=torch.int64, kind="input")
@@ -110,7 +110,7 @@ def run(kind: str, kv_dtype: str, device: str, pool: WorkerPool) -> tuple[torch.
     else:
         exact = {torch.bfloat16: torch.float32}
         caches = {name: x.to(exact.get(x.dtype, x.dtype)) for name, x in caches.items()}
-        step = RefExecutable(on_ref(made), store, inputs, caches)
+        step = RefExecutable(Compiled.of(on_ref(made)), store, inputs, caches)
     step.sizes[:] = torch.tensor([T, 1, 1])
     step.run()
     return step.outputs["out"].clone(), caches
@@ -136,9 +136,9 @@ def test_both_devices_attend_alike_and_e4m3_is_near_bfloat16(kind: str, pool: Wo
 
 
 def test_e4m3_takes_half_the_memory() -> None:
-    sizes = [token_bytes(Pages(3, kv_dtype).latent(512, 64)) for kv_dtype in ("bf16", "fp8")]
+    sizes = [CacheSpec.latent(kv_dtype, 512, 64).token_bytes for kv_dtype in ("bf16", "fp8")]
     assert sizes == [1152, 512 + 128 + 4]
-    sizes = [token_bytes(Pages(3, kv_dtype).grouped(4, 128)) for kv_dtype in ("bf16", "fp8")]
+    sizes = [CacheSpec.grouped(kv_dtype, 4, 128).token_bytes for kv_dtype in ("bf16", "fp8")]
     assert sizes == [2048, 1024 + 32]
     with pytest.raises(PykernelsError, match="int8"):
-        Pages(3, "int8")
+        CacheSpec.grouped("int8", 4, 128)

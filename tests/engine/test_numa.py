@@ -18,14 +18,15 @@ from pykernels.env import env
 from pykernels.quant import PackedMatrix
 from runtime.devices.cpu.step import CpuExecutable
 from runtime.devices.cpu.weights import layouts
-from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.machine import memory
 from runtime.machine.nodes import MemoryNodes
 from runtime.machine.topology import NumaNode, Topology
 from runtime.passes import defer, offload
 from runtime.passes.numa import split_over_nodes
-from runtime.planning.step_bytes import crossing_bytes, weight_bytes
+from runtime.passes.on_ref import on_ref
+from runtime.planning.compile import Compiled
+from runtime.planning.work import crossing_bytes, weight_bytes
 from runtime.program import Program
 from runtime.program.sizes import StepSizes
 from runtime.program.step_inputs import allocate_inputs
@@ -68,10 +69,13 @@ def run(llm: LLM, program: Program, device: str = "cpu", pool: WorkerPool | None
     if device == "ref":
         caches = {name: pages.float() for name, pages in caches.items()}
     step: Any
+    compiled = Compiled.of(program, (pool or llm.pool).memory)
     step = (
-        RefExecutable(program, llm.runner.weights, inputs, caches, pool, "generic")
+        RefExecutable(compiled, llm.runner.weights, inputs, caches, pool, "generic")
         if device == "ref"
-        else CpuExecutable(program, llm.runner.weights, pool or llm.pool, inputs, caches)
+        else CpuExecutable(
+            compiled.parts["cpu"], llm.runner.weights, pool or llm.pool, inputs, caches
+        )
     )
     step.sizes[:] = torch.tensor([T, 1, T])
     step.run()

@@ -15,7 +15,6 @@ import model
 from pykernels.errors import PykernelsError
 from pykernels.ref.router import split_routing
 from runtime.devices.cpu.step import CpuExecutable
-from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.passes import (
     defer,
@@ -28,12 +27,14 @@ from runtime.passes import (
 )
 from runtime.passes.gpu_experts import slot_tables
 from runtime.passes.layers import moe_layers
+from runtime.passes.on_ref import on_ref
 from runtime.passes.stream_weights import Ring
+from runtime.planning.compile import Compiled
+from runtime.planning.lowerable import Pass
 from runtime.program import Program
 from runtime.program.analysis import on_streams
 from runtime.program.sizes import StepSizes
 from runtime.program.step_inputs import allocate_inputs
-from runtime.runner.paged_runner import Pass
 
 from ..model import tiny
 
@@ -110,7 +111,7 @@ def executable(
     caches |= tables or slot_tables(program)
     step: Any
     step = (
-        RefExecutable(program, llm.runner.weights, inputs, caches, **options)
+        RefExecutable(Compiled.of(program), llm.runner.weights, inputs, caches, **options)
         if reference
         else CpuExecutable(program, llm.runner.weights, llm.pool, inputs, caches)
     )
@@ -183,7 +184,7 @@ PAIRS: dict[tuple[str, str], dict[str, Any] | str] = {
     ("gpu_experts", "defer"): {"deferred": 1},  # wherever an expert is
     ("gpu_experts", "skip"): "Apply skip before gpu_experts",
     ("gpu_experts", "offload"): {},
-    ("gpu_experts", "gpu_experts"): "Apply gpu_experts once",
+    ("gpu_experts", "gpu_experts"): "once",
     ("defer", "gpu_experts"): "before defer",
     ("skip", "gpu_experts"): {"skipped": 1},
     ("offload", "gpu_experts"): {},
@@ -191,13 +192,13 @@ PAIRS: dict[tuple[str, str], dict[str, Any] | str] = {
     ("stream_weights", "skip"): {"skipped": 1},
     ("stream_weights", "offload"): "Apply offload before",
     ("stream_weights", "gpu_experts"): "Apply gpu_experts before",
-    ("stream_weights", "stream_weights"): "Apply it once",
+    ("stream_weights", "stream_weights"): "once",
     ("defer", "stream_weights"): "Apply stream_weights before defer",
     ("skip", "stream_weights"): {"skipped": 1},
     ("gpu_experts", "stream_weights"): {},
     ("offload", "stream_weights"): {},
     ("split_experts", "defer"): {"deferred": 1},
-    ("split_experts", "skip"): "Apply skip before gpu_experts",
+    ("split_experts", "skip"): "Apply skip before split_experts",
     ("split_experts", "offload"): "Apply offload before",
     ("split_experts", "gpu_experts"): "once",
     ("split_experts", "stream_weights"): "once",
@@ -206,7 +207,7 @@ PAIRS: dict[tuple[str, str], dict[str, Any] | str] = {
     ("skip", "split_experts"): {"skipped": 1},
     ("gpu_experts", "split_experts"): "once",
     ("offload", "split_experts"): {},
-    ("stream_weights", "split_experts"): "before",
+    ("stream_weights", "split_experts"): "once",
 }
 """What two passes in a row are, or why they are refused."""
 

@@ -9,10 +9,10 @@ import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 import model
-from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Engine, SamplingParams
 
 from ..model import tiny
+from ..runners import ref_runner
 
 NEW = 12
 
@@ -22,7 +22,7 @@ def test_penalties_are_transformers_whoever_is_preempted(tmp_path: Path) -> None
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(2, 96, (60,), generator=generator).tolist() for _ in range(3)]
     with model.load_engine(tmp_path, max_model_len=128, threads=1, device="ref") as llm:
-        runner = RefRunner(llm.runner.model, 128, 3, max_num_batched_tokens=64, max_num_seqs=3)
+        runner = ref_runner(llm.runner.model, 128, 3, max_num_batched_tokens=64, max_num_seqs=3)
         engine = Engine(runner, threaded=False)
         params = SamplingParams(
             temperature=0, repetition_penalty=1.4, max_tokens=NEW, ignore_eos=True

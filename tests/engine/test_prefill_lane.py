@@ -19,6 +19,7 @@ from runtime.engine import (
 from runtime.kv_cache import BlockManager
 
 from .fake_runner import FakeRunner, check_pages, expected
+from .test_drafts import Known
 
 VOCABULARY = 97
 
@@ -94,20 +95,22 @@ class Beside(FakeRunner):
         super().launch(batch)
 
 
-def made(overlap: bool = True) -> tuple[Engine, Beside]:
-    runner = Beside(num_pages=60, vocab_size=VOCABULARY, max_num_batched_tokens=24)
+def made(overlap: bool = True, drafter: Known | None = None) -> tuple[Engine, Beside]:
+    runner = Beside(num_pages=44, vocab_size=VOCABULARY, max_num_batched_tokens=24)
     config = EngineConfig(overlap=overlap)
-    return Engine(runner, threaded=False, config=config), runner
+    make = None if drafter is None else lambda: drafter
+    return Engine(runner, threaded=False, config=config, drafter=make), runner
 
 
 def manager_of(engine: Engine) -> BlockManager:
     return engine._core.scheduler.manager
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_draws_are_those_of_each_request_alone(overlap: bool) -> None:
+@pytest.mark.parametrize(("overlap", "drafts"), [(True, False), (False, False), (True, True)])
+def test_draws_are_those_of_each_request_alone(overlap: bool, drafts: bool) -> None:
     """300 requests, with too few pages for all; some are cancelled, or their step fails."""
-    engine, runner = made(overlap)
+    drafter = Known(lambda right: [*right[: len(right) % 5], 3])
+    engine, runner = made(overlap, drafter if drafts else None)
     rng = random.Random(5)
     trunk: list[int] = []
     asked: list[tuple[RequestHandle, list[int], int, int]] = []
@@ -118,6 +121,7 @@ def test_draws_are_those_of_each_request_alone(overlap: bool) -> None:
         prompt += [rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 7, 30)))]
         count = rng.randrange(1, 30)
         params = SamplingParams(seed=seed, max_tokens=count, priority=rng.randrange(2))
+        drafter.add(prompt, expected(prompt, seed, count, VOCABULARY))
         asked.append((engine.submit(prompt, params), prompt, seed, count))
         for _ in range(rng.randrange(6)):
             engine.step()
@@ -143,6 +147,7 @@ def test_draws_are_those_of_each_request_alone(overlap: bool) -> None:
     assert reasons == {"length", "cancelled", "error"}
     assert engine.stats.preemptions and engine.stats.cached_tokens > 100
     assert len(runner.prefill_runner.sizes) > 20
+    assert (engine.stats.accepted_tokens > 100) == drafts
     check_pages(manager_of(engine), [])
 
 

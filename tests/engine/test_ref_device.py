@@ -10,10 +10,11 @@ import torch
 
 import model
 from pykernels.errors import PykernelsError
-from runtime.devices.ref.runner import RefRunner, on_ref
 from runtime.devices.ref.step import RefExecutable
 from runtime.engine import Engine, SamplingParams
 from runtime.passes import defer, offload
+from runtime.passes.on_ref import on_ref
+from runtime.planning.compile import Compiled
 from runtime.program import Node
 from runtime.program.sizes import StepSizes
 from runtime.program.step_inputs import allocate_inputs
@@ -21,6 +22,7 @@ from runtime.workers.job import TaskError
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
+from ..runners import ref_runner
 
 LENGTHS = (3, 17, 41)
 
@@ -39,7 +41,7 @@ def test_tokens_of_ragged_batches_are_transformers(
 ) -> None:
     made = tiny.make(tmp_path, family)
     with model.load_engine(tmp_path, max_model_len=64, threads=1, device="ref") as llm:
-        runner = RefRunner(
+        runner = ref_runner(
             llm.runner.model, 64, max_num_batched_tokens=16, max_num_seqs=4, prefill=prefill
         )
         engine = Engine(runner, threaded=False)
@@ -73,7 +75,7 @@ def _ref_step(
     }
     caches = {name: part.zeros().float() for name, part in lowered.caches(1).items()}
     given = inputs, caches, pool or llm.pool
-    step = RefExecutable(program, llm.runner.weights, *given, "generic", reuse=reuse)
+    step = RefExecutable(Compiled.of(program), llm.runner.weights, *given, "generic", reuse=reuse)
     step.sizes[:] = torch.tensor([4, 1, 4])
     return step
 

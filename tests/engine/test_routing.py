@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -13,7 +13,8 @@ from pykernels.errors import PykernelsError
 from runtime.engine import Engine, SamplingParams, StepBatch, StepResult
 from runtime.runner.routing import NOT_HERE, LayerRouting, RoutedLayer
 
-from .fake_runner import FakeRunner
+from .fake_runner import FakeRunner, expected
+from .test_drafts import Known
 
 LAYERS = RoutedLayer(1, 64, 2), RoutedLayer(4, 32, 3)
 
@@ -36,13 +37,22 @@ class Routed(FakeRunner):
         return result
 
 
-def test_each_token_has_its_own_experts() -> None:
+@pytest.mark.parametrize("drafts", [False, True])
+def test_each_token_has_its_own_experts(drafts: bool) -> None:
+    """With drafts too, behind which an output ends, in the middle of those that were right."""
     runner = Routed(num_pages=14, vocab_size=64)
     params = [SamplingParams(max_tokens=20, routed_experts=True, seed=i) for i in range(3)]
     prompts = [list(range(first, first + size)) for first, size in ((1, 5), (20, 18), (40, 9))]
-    with Engine(runner, threaded=False) as engine:
+    drafter = Known(lambda right: [*right[:3], 63])
+    if drafts:
+        outputs = [expected(prompt, seed, 20, 64) for seed, prompt in enumerate(prompts)]
+        for prompt, output in zip(prompts, outputs, strict=True):
+            drafter.add(prompt, output)
+        params[0] = replace(params[0], stop_token_ids=[outputs[0][6]])
+    with Engine(runner, threaded=False, drafter=lambda: drafter) as engine:
         results = engine.generate(prompts, params)
         assert engine.stats.preemptions
+        assert bool(engine.stats.accepted_tokens) == drafts
     for result in results:
         (output,) = result.completions
         routed = output.routed_experts

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from pykernels.errors import PykernelsError
-from runtime.engine import Engine, RequestHandle, SamplingParams
+from runtime.engine import Engine, EngineConfig, RequestHandle, SamplingParams
 
-from .fake_runner import FakeRunner, check_pages, expected, score
+from .fake_runner import FakeRunner, check_pages, check_states, expected, score
 
 
 def owned(runner: FakeRunner, **how: object) -> Engine:
@@ -180,10 +180,46 @@ def test_more_biases_than_a_sequence_may_have_are_refused() -> None:
             )
 
 
-def test_no_page_leaks_from_2000_random_requests() -> None:
+def test_a_failed_step_leaves_no_snapshot() -> None:
+    """The second request fails where it leaves what the first one has computed; the third one is
+    scheduled behind its snapshot already."""
+    runner = FakeRunner(state_slots=12, max_num_batched_tokens=64)
+    engine = owned(runner, config=EngineConfig(snapshot_tokens=32))
+    engine.generate([[5]], params(1, 14))
+    trunk = [5, *expected([5], 1, 7)]  # in the middle of the answer, where no snapshot is
+    second = engine.submit([*trunk, 2], params(2, 3))
+    third = engine.submit([*trunk, 3], params(3, 3))
+    runner.fail_next = RuntimeError("lost")
+    with pytest.raises(PykernelsError, match="lost"):
+        second.result()
+    assert third.result().token_ids == expected([*trunk, 3], 3, 3)
+    assert third.requests[0].preemptions == 1
+    [fourth] = engine.generate([[*trunk, 4]], params(4, 3))
+    assert fourth.token_ids == expected([*trunk, 4], 4, 3)
+    assert fourth.completions[0].stats.cached_tokens == 8
+    check_states(runner, engine._core.scheduler.manager, [])
+
+
+def test_sequences_wait_for_slots_of_states() -> None:
+    runner = FakeRunner(state_slots=2)
+    engine = owned(runner)
+    results = engine.generate([[i] * 5 for i in range(4)], [params(i, 6) for i in range(4)])
+    assert [r.token_ids for r in results] == [expected([i] * 5, i, 6) for i in range(4)]
+    assert engine.stats.preemptions == 0 and runner.most_seqs == 2
+
+
+@pytest.mark.parametrize("state_slots", [0, 15])
+def test_nothing_leaks_from_2000_random_requests(state_slots: int) -> None:
+    """Nor slots of states, where those of three snapshots are all that no sequence may have."""
     rng = random.Random(7)
-    runner = FakeRunner(page_size=8, num_pages=48, max_num_batched_tokens=40, max_num_seqs=12)
-    engine = owned(runner, eos_token_ids=[3])
+    runner = FakeRunner(
+        page_size=8,
+        num_pages=48,
+        max_num_batched_tokens=40,
+        max_num_seqs=12,
+        state_slots=state_slots,
+    )
+    engine = owned(runner, eos_token_ids=[3], config=EngineConfig(snapshot_tokens=16))
     trunk = [rng.randrange(900) for _ in range(60)]
     live: list[tuple[RequestHandle, list[int], int, int]] = []
     done, seed = 0, 0
@@ -213,10 +249,11 @@ def test_no_page_leaks_from_2000_random_requests() -> None:
                 assert completion.token_ids[-1] in ends
             assert not ends.intersection(completion.token_ids[:-1])
         if done % 100 == 0:
-            check_pages(
-                engine._core.scheduler.manager,
-                [r.table for r in engine._core.scheduler.requests()],
-            )
+            manager = engine._core.scheduler.manager
+            tables = [r.table for r in engine._core.scheduler.requests()]
+            check_pages(manager, tables)
+            if state_slots:
+                check_states(runner, manager, tables)
     stats = engine.stats
     assert stats.finished == 2000 and stats.preemptions > 10 and stats.cached_tokens > 1000
     check_all_free(engine)

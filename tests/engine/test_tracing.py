@@ -16,8 +16,6 @@ import pytest
 import model
 from pykernels.cpu.jit import task
 from pykernels.errors import PykernelsError
-from runtime.devices.cpu.runner import CpuRunner
-from runtime.devices.ref.runner import RefRunner
 from runtime.passes import defer, offload
 from runtime.profiling.engine_speed import EngineTimer
 from runtime.runner.paged_runner import PagedRunner
@@ -32,6 +30,7 @@ from runtime.workers.pool import WorkerPool
 from runtime.workers.trace import WorkerTrace
 
 from ..model import tiny
+from ..runners import cpu_runner, ref_runner
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def tasks_of(spans: list[Span]) -> list[Span]:
 
 
 def test_every_task_of_a_step_is_one_span_of_one_worker(llm: model.LLM) -> None:
-    runner = CpuRunner(llm.runner.model, llm.pool, 64, max_num_seqs=1)
+    runner = cpu_runner(llm.runner.model, llm.pool, 64, max_num_seqs=1)
     timeline = recorded(runner)
     assert [step.kind for step in timeline.steps] == ["prefill", "decode", "decode"]
     last = timeline.steps[-1]
@@ -83,7 +82,7 @@ def test_every_task_of_a_step_is_one_span_of_one_worker(llm: model.LLM) -> None:
 
 
 def test_nothing_is_recorded_when_it_is_off(llm: model.LLM) -> None:
-    runner = CpuRunner(llm.runner.model, llm.pool, 64, max_num_seqs=1)
+    runner = cpu_runner(llm.runner.model, llm.pool, 64, max_num_seqs=1)
     timer = EngineTimer(runner)
     recorder = Recorder(runner)
     with recorder:
@@ -119,7 +118,7 @@ def test_more_tasks_than_there_is_room_for_are_an_error() -> None:
 def hybrid(llm: model.LLM) -> Timeline:
     """Experts on the workers beside a stream, some of them deferred."""
     passes = [partial(defer, N=1), offload]
-    runner = RefRunner(llm.runner.model, 64, max_num_seqs=1, passes=passes, pool=llm.pool)
+    runner = ref_runner(llm.runner.model, 64, max_num_seqs=1, passes=passes, pool=llm.pool)
     return recorded(runner)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from model.llm import meta_decoder
 from pykernels.errors import PykernelsError
 from pykernels.gpu.gemm.weights import unpack_from_gpu
 from pykernels.quant import PackedMatrix, get_format
+from runtime.devices.cpu.weights import packed
 from runtime.devices.cuda.memory.weights import dense, gpu_bytes, gpu_format, matrix
 from runtime.planning.placement import place
 from runtime.program.sizes import StepSizes
@@ -31,7 +34,7 @@ def test_experts_go_to_a_gpu_if_all_fit() -> None:
     sizes = [sum(gpu_bytes(program.weights[name]) for name in on_cpu)]
     sizes += [split.nbytes(program, "cuda:0", gpu_bytes)]
     assert sum(sizes) == total
-    others = [node for node in split.apply(program).nodes if node.role != "routed"]
+    others = [node for node in split.place(program).nodes if node.role != "routed"]
     assert {node.device for node in others} == {"cuda:0"}
     with pytest.raises(PykernelsError, match="experts on 'some'. Give auto, cpu, gpu"):
         place(program, "some", {"cuda:0": total}, gpu_bytes)
@@ -64,3 +67,20 @@ def test_a_weight_that_nobody_has_is_named() -> None:
     spec = meta_decoder(EMBEDDED).norm
     with pytest.raises(PykernelsError, match="the weight 'model.norm.weight' is not given"):
         WeightStore().tensor(spec)
+
+
+def test_a_weight_that_was_dropped_is_gone_or_read_anew() -> None:
+    fmt, g = get_format("bf16"), torch.Generator().manual_seed(0)
+    store, values = WeightStore(), torch.randn(64, 128, generator=g).bfloat16()
+    spec = store.add("w", PackedMatrix.of(fmt, [fmt.quantize(values)]))
+    gone = weakref.ref(store.get(spec, CPU, packed))
+    store.replace("w", torch.zeros(64, 128))
+    assert not store.get(spec, CPU, dense).any()  # a layout that is made later
+    store.drop("w")
+    assert gone() is None
+    with pytest.raises(PykernelsError, match="the weight 'w' is not given"):
+        store.get(spec, CPU, packed)
+    with pytest.raises(PykernelsError, match="there is no weight 'w' to drop"):
+        store.drop("w")
+    store.add("w", PackedMatrix.of(fmt, [fmt.quantize(values)]))
+    assert torch.equal(store.get(spec, CPU, dense), values)

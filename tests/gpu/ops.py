@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from pykernels.gpu.activation import silu_mul
-from pykernels.gpu.attention.kv_write import kv_write, mla_write
 from pykernels.gpu.common.bandwidth import read
 from pykernels.gpu.embedding import embed
 from pykernels.gpu.moe.permute import permute, sort_pairs, unpermute
@@ -26,7 +24,6 @@ from pykernels.gpu.moe.split_routing import split_routing
 from pykernels.gpu.moe.tiles.gather import gather_rows
 from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.quantize import quantize_fp8
-from pykernels.gpu.rope import rope
 from pykernels.gpu.sampling import greedy
 from pykernels.shapes import RouterSpec, Routing, SortedPairs
 
@@ -248,54 +245,6 @@ def _norm(H: int) -> Op:
     return Op(f"rms_norm of {H}", make, run, ("out", "total"))
 
 
-def _rope(interleaved: bool) -> Op:
-    def make(device: torch.device) -> Tensors:
-        T, D = large(device, 40, 3), 64
-        given = {"q": normal(device, T, 6, D + 8), "k": normal(device, T, 1, D)}
-        given["positions"] = integers(device, 9000, T, dtype=torch.int64)
-        return given | {"frequencies": torch.rand(D // 2, device=device)}
-
-    def run(t: Tensors) -> None:
-        rope(t["q"], t["k"], t["positions"], t["frequencies"], interleaved)
-
-    return Op(f"rope, {'pairs' if interleaved else 'halves'}", make, run, ("q", "k"))
-
-
-def _places(device: torch.device, T: int, places: int) -> torch.Tensor:
-    slots = torch.randperm(places, device=device)[:T]
-    slots[0] = places  # right behind the cache: nowhere
-    return slots.masked_fill(slots % 5 == 0, -1)  # some nowhere
-
-
-def _mla_write() -> Op:
-    def make(device: torch.device) -> Tensors:
-        return {
-            "x": normal(device, 9, 576),
-            "places": _places(device, 9, 64),
-            "latent": empty(device, 4, 16, 512, dtype=torch.uint8),
-            "rope": empty(device, 4, 16, 64),
-            "scale": empty(device, 4, 16, dtype=FP32),
-        }
-
-    def run(t: Tensors) -> None:
-        x = t["x"]
-        mla_write(x[:, :512], x[:, 512:], t["places"], t["latent"], t["rope"], t["scale"])
-
-    return Op("mla_write, E4M3", make, run, ("latent", "rope", "scale"))
-
-
-def _kv_write() -> Op:
-    def make(device: torch.device) -> Tensors:
-        caches = {name: empty(device, 4, 8, 3, 96) for name in ("k_cache", "v_cache")}
-        rows = {name: normal(device, 7, 3, 96) for name in ("k", "v")}
-        return {**rows, "places": _places(device, 7, 32), **caches}
-
-    def run(t: Tensors) -> None:
-        kv_write(t["k"], t["v"], t["places"], t["k_cache"], t["v_cache"])
-
-    return Op("kv_write", make, run, ("k_cache", "v_cache"))
-
-
 AROUND = (
     _route(1),
     _route(7),
@@ -314,10 +263,6 @@ AROUND = (
     _rows("unpermute", 2500),
     _norm(7168),
     _norm(100),
-    _rope(False),
-    _rope(True),
-    _mla_write(),
-    _kv_write(),
     Op(
         "embed",
         lambda d: {
@@ -334,11 +279,6 @@ AROUND = (
             "out": empty(d, 4, dtype=torch.int64),
         },
         lambda t: greedy(t["logits"], t["out"]),
-    ),
-    Op(
-        "silu_mul",
-        lambda d: {"x": normal(d, 5, 5000), "out": empty(d, 5, 2500)},
-        lambda t: silu_mul(t["x"], t["out"]),
     ),
     Op("quantize_fp8", lambda d: {"x": normal(d, 21, 320)}, lambda t: quantize_fp8(t["x"]), ()),
     Op(

@@ -16,10 +16,11 @@ from runtime.devices.cuda.executable import CudaExecutable, GpuMemory
 from runtime.devices.cuda.handshake import PinnedSlots
 from runtime.devices.cuda.inputs import Bucket, StepInputs
 from runtime.devices.cuda.memory.buffers import Arena, StepOutputs, allocated_caches
-from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
-from runtime.kv_cache.layout import PAGE, Pages
-from runtime.passes.gpu_metadata import PIECE, gpu_metadata
+from runtime.kv_cache.layout import PAGE, CacheSpec
+from runtime.passes.gpu.metadata import PIECE, gpu_metadata
+from runtime.passes.on_ref import on_ref
+from runtime.planning.compile import Compiled
 from runtime.program import Builder, Program
 from runtime.program.step_inputs import allocate_inputs, step_inputs
 from runtime.program.weights import WeightStore
@@ -86,7 +87,7 @@ def results(
     inputs["page_table"][:] = places.view(rows, PAGES)
     exact = {name: part.zeros() for name, part in parts.items()}
     exact = {n: x.float() if x.dtype == torch.bfloat16 else x for n, x in exact.items()}
-    truth = RefExecutable(on_ref(program), weights, inputs, exact)
+    truth = RefExecutable(Compiled.of(on_ref(program)), weights, inputs, exact)
     nodes = tuple(replace(node, device="cuda") for node in program.nodes)
     within = replace(program.buffers["attn_out"], kind="scratch")  # as in a model: bfloat16
     buffers = {**program.buffers, "attn_out": within}
@@ -100,7 +101,7 @@ def results(
     }
     sizes = torch.zeros(3, dtype=torch.int64)
     found = CudaExecutable(
-        made,
+        Compiled.of(made),
         weights,
         {"cuda": GpuMemory(device, bucket.on["cuda"] | floats, Arena(device))},
         pool,
@@ -178,7 +179,7 @@ def test_grouped_queries(
         Step({1: (1, 2), 0: (5, 6), 3: (17, 30), 4: (0, 9)}),
         Step({0: (6, 7), 1: (2, 3)}),  # decodes alone, of a bucket that has room for chunks
     ]
-    parts = Pages(S * PAGES, kv_dtype).grouped(KVH, D)
+    parts = CacheSpec.grouped(kv_dtype, KVH, D).buffers(S * PAGES)
     made = grouped(max(step.T for step in steps) + 3, parts, window, sinks)
     for found, wanted in results(*made, parts, steps, pool, device, piece):
         assert (found - wanted).norm() < BF16 * wanted.norm()
@@ -194,6 +195,6 @@ def test_latents(
     monkeypatch.setattr(latents, "EXPANDED_BYTES", 1)
     steps = [Step({2: (0, 12)}), Step({0: (0, 3), 2: (12, 30), 1: (0, 5)}), Step({1: (5, 6)})]
     made = mla.program(kv_dtype, 12, pool)
-    parts = Pages(made[0].sizes["S"] * PAGES, kv_dtype).latent(mla.L, mla.R)
+    parts = CacheSpec.latent(kv_dtype, mla.L, mla.R).buffers(made[0].sizes["S"] * PAGES)
     for found, wanted in results(*made, parts, steps, pool, device, PIECE):
         assert (found - wanted).norm() < BF16 * wanted.norm()

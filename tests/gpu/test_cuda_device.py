@@ -17,18 +17,17 @@ from model.pinning.beside import experts_beside
 from model.rules import default_rules
 from pykernels.errors import PykernelsError
 from pykernels.quant import Format
-from runtime.devices.cuda.runner import CudaOptions, CudaRunner
-from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Engine, SamplingParams
 from runtime.experts.cache import CachePolicy
 from runtime.planning.placement import Placement
-from runtime.program.sizes import StepSizes
 from runtime.runner.slots import Slots
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
+from ..engine.test_drafts import Known
 from ..model import tiny
 from ..model.checks import logprob_error
+from ..runners import CudaOptions, cuda_runner, ref_runner
 
 BF16 = 0.06
 """A share of the norm of a token's logprobs: activations are bfloat16."""
@@ -78,7 +77,7 @@ def test_logprobs_are_transformers(
         with open_weights(tmp_path, read_config(tmp_path), kv_dtype=kv_dtype) as weights:
             blocks = [block for block in weights.model.modules() if isinstance(block, FusedMoE)]
             decoder = weights.readable(pack, lambda *_: None)
-            runner = CudaRunner(
+            runner = cuda_runner(
                 decoder,
                 where,
                 pool,
@@ -123,7 +122,7 @@ def test_some_experts_of_a_layer_beside_those_of_the_cpu(
             beside = experts_beside(1, program, Placement("cuda:0"), {"cuda:0": 1 << 30})
             assert beside == {0: (0,), 1: (0,)}
             beside = {0: (2, 5), 1: (1,)}
-            runner = CudaRunner(
+            runner = cuda_runner(
                 decoder,
                 where,
                 pool,
@@ -159,7 +158,7 @@ def test_slots_hold_other_experts_from_step_to_step(tmp_path: Path, device: torc
     with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
-            runner = CudaRunner(
+            runner = cuda_runner(
                 decoder,
                 where,
                 pool,
@@ -210,10 +209,8 @@ def test_rules_keep_weights_beside_the_gpu(tmp_path: Path, device: torch.device)
             with open_weights(tmp_path, config, each, device="cuda:0") as weights:
                 decoder = weights.readable(packer(pool), lambda *_: None)
             options = CudaOptions("gpu", placed=weights.placed.weights)
-            runner = CudaRunner(decoder, where, pool, 64, None, 4, 2, "generic", options=options)
-            devices = {
-                node.name: node.device for node in runner.lowered(StepSizes(4, 2, 2, 1, 1)).nodes
-            }
+            runner = cuda_runner(decoder, where, pool, 64, None, 4, 2, "generic", options=options)
+            devices = {node.name: node.device for node in runner.compiled(tokens=4).program.nodes}
             on_cpu = {name for name, at in devices.items() if at == "cpu"} - {"sample"}
             assert on_cpu == ({"embed", "layer1.shared"} if each else set())
             with Engine(runner) as engine:
@@ -236,7 +233,7 @@ def test_the_deferral_that_pays_is_found(tmp_path: Path, device: torch.device) -
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
         sizes = 64, None, 4, 2
-        runner = CudaRunner(
+        runner = cuda_runner(
             decoder,
             where,
             pool,
@@ -249,7 +246,7 @@ def test_the_deferral_that_pays_is_found(tmp_path: Path, device: torch.device) -
         assert runner.deferred in (0, 1)  # of three: two are immediate
         if device.type == "cpu":
             assert runner.deferred == 1  # the interpreter keeps the CPU waiting
-        exact = RefRunner(decoder, *sizes, deferred=runner.deferred)
+        exact = ref_runner(decoder, *sizes, deferred=runner.deferred)
         with Engine(exact, threaded=False) as engine:
             [truth] = engine.generate([[5, 17, 60]], params)
     assert found.token_ids[:3] == truth.token_ids[:3]
@@ -277,7 +274,7 @@ def test_two_lanes_draw_what_one_draws(tmp_path: Path, device: torch.device) -> 
             decoder = weights.readable(packer(pool), lambda *_: None)
         for lanes in (False, "auto"):
             sizes = 64, None, 6, 3, "generic"
-            runner = CudaRunner(
+            runner = cuda_runner(
                 decoder, where, pool, *sizes, options=CudaOptions(experts="cpu", dual_batch=lanes)
             )
             runner.decode_buckets = (1,)
@@ -285,10 +282,40 @@ def test_two_lanes_draw_what_one_draws(tmp_path: Path, device: torch.device) -> 
                 found.append([r.token_ids for r in engine.generate(prompts, params)])
         assert [len(step.program.sizes) for step in runner.decode_steps] == [3, 5]
         with pytest.raises(PykernelsError, match="dual_batch with the experts on the GPU"):
-            CudaRunner(
+            cuda_runner(
                 decoder, where, pool, *sizes, options=CudaOptions(experts="gpu", dual_batch=True)
             )
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "lanes"), [("deepseek_v3", False), ("qwen3_moe", "auto")], ids=["latents", "lanes"]
+)
+def test_drafts_draw_what_is_drawn_without(
+    family: str, lanes: bool | str, tmp_path: Path, device: torch.device
+) -> None:
+    """Right ones, and where there is room a wrong one, in a step of three sequences."""
+    tiny.make(tmp_path, family, num_hidden_layers=2)
+    prompts = [[5], [33, 8], [41]]
+    params = [
+        SamplingParams(temperature=i % 2, seed=i, max_tokens=4, ignore_eos=True) for i in range(3)
+    ]
+    where, drafter = "cuda:0" if device.type == "cuda" else "cpu", Known(lambda right: [*right, 7])
+    with WorkerPool(1, driver_works=False) as pool:
+        with open_weights(tmp_path, read_config(tmp_path)) as weights:
+            decoder = weights.readable(packer(pool), lambda *_: None)
+        options = CudaOptions(experts="cpu", dual_batch=lanes)
+        sizes = 64, 8, 16, 3, "generic"
+        runner = cuda_runner(decoder, where, pool, *sizes, max_num_logits=16, options=options)
+        runner.buckets, runner.decode_buckets = (16,), (1,)
+        with Engine(runner, threaded=False, drafter=lambda: drafter) as engine:
+            plain = engine.generate(prompts, params)
+            assert engine.stats.steps == 4
+            for result in plain:
+                drafter.add(result.prompt_ids, result.token_ids[:3])
+            drafted = engine.generate(prompts, params)
+            assert engine.stats.steps == 4 + 2
+    assert [r.token_ids for r in drafted] == [r.token_ids for r in plain]
 
 
 def test_activations_that_the_gpu_has_not_are_refused(tmp_path: Path, device: torch.device) -> None:
@@ -301,7 +328,7 @@ def test_activations_that_the_gpu_has_not_are_refused(tmp_path: Path, device: to
         with open_weights(tmp_path, read_config(tmp_path), [rule]) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
         where = "cuda:0" if device.type == "cuda" else "cpu"
-        runner = CudaRunner(
+        runner = cuda_runner(
             decoder, where, pool, 64, None, 4, 2, "generic", options=CudaOptions(experts="gpu")
         )
         with pytest.raises(PykernelsError, match="int8 activations"):

@@ -13,7 +13,6 @@ from model.opened import open_weights
 from runtime.devices.cuda import executable
 from runtime.devices.cuda.binders import BINDERS
 from runtime.devices.cuda.memory.buffers import Arena, Memory
-from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.engine import Engine, SamplingParams
 from runtime.program import Builder, Node, repeated
 from runtime.program.weights import WeightStore
@@ -21,6 +20,7 @@ from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
+from ..runners import CudaOptions, cuda_runner
 
 TAKEN = {"read", "written", "optional", "in_slot", "program", "device"}
 TAKEN |= {"weight", "optional_weight", "whole_weight"}
@@ -60,7 +60,7 @@ def test_a_launch_takes_the_buffers_of_its_node(
     with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
-            runner = CudaRunner(decoder, "cpu", pool, 64, None, 8, 2, "generic", options=options)
+            runner = cuda_runner(decoder, "cpu", pool, 64, None, 8, 2, "generic", options=options)
             runner.load()
         with Engine(runner, threaded=False) as engine:
             outputs = engine.generate([[5, 7, 2], [3]], SamplingParams(max_tokens=2))

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from pykernels import ref
-from pykernels.gpu.activation import silu_mul
 from pykernels.gpu.embedding import embed
 from pykernels.gpu.norm import rms_norm
 from tests.gpu.rounding import assert_rounded
@@ -68,21 +67,6 @@ def test_a_row_of_zeros_and_one_of_large_values(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(0, 8), (1, 2), (5, 2 * 1500), (2, 3, 64)])
-def test_silu_mul(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    gate_up = normal(shape, dtype, device) * 4
-    out = torch.full((*shape[:-1], shape[-1] // 2), torch.nan, dtype=dtype, device=device)
-    assert silu_mul(gate_up, out) is out
-    assert_rounded(out, ref.silu_mul(gate_up, torch.float64))
-
-
-def test_silu_of_large_gates(device: torch.device) -> None:
-    gate = torch.tensor([[-200.0, 200.0, -1e30, 1e30]], device=device)
-    found = silu_mul(torch.cat([gate, torch.ones_like(gate)], -1))
-    assert torch.allclose(found, torch.tensor([[0.0, 200.0, 0.0, 1e30]], device=device))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
 @pytest.mark.parametrize("shape", [(0,), (1,), (2, 9)])
 def test_embed(
@@ -109,6 +93,5 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 COMPILES = [
     ("rms_norm 7168", lambda: rms_norm(_meta(4096, 7168), _meta(7168), 1e-6, _meta(4096, 7168))),
     ("rms_norm heads", lambda: rms_norm(_meta(4096, 32, 128), _meta(128), 1e-6)),
-    ("silu_mul", lambda: silu_mul(_meta(4096, 4096))),
     ("embed", lambda: embed(_meta(8, dtype=torch.int64), _meta(129280, 7168))),
 ]

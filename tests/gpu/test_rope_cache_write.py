@@ -12,6 +12,7 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu.rope import rope_table
 from pykernels.gpu.rope_cache_write.gqa import gqa_rope_cache_write
 from pykernels.gpu.rope_cache_write.mla import mla_rope_cache_write
+from pykernels.ref.kv_write import quantize_rows
 
 BF16, FP8, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float32
 P, PAGE = 3, 8
@@ -156,6 +157,24 @@ def test_mla(
         assert_alike([codes, scales], [made[0][0], made[0][2]])
         assert_alike([rope, None], [made[0][1], None])
     assert out[..., :L].isnan().all()
+
+
+def test_what_is_no_number_has_no_part_in_a_scale(device: torch.device) -> None:
+    """NaN is kept, and a row has no scale of 0 or NaN, which would make NaN of numbers."""
+    tiny = 5e-43  # its 448th part rounds to the least number above 0, or to 0
+    kinds = ([torch.nan, 3.0, -1.0], [torch.nan] * 3, [torch.inf, 1.0, 0.0], [tiny, 0.0, -tiny])
+    for D in (4, 24):  # as it is, and padded in the kernel
+        values = torch.tensor([(row * 8)[:D] for row in kinds], device=device)
+        qkv = torch.cat([torch.zeros(4, 2 * D, device=device), values], 1)
+        (k, k_scale), (v, v_scale) = (cache(1, D, dtype=FP8, device=device) for _ in "kv")
+        angles, slots = torch.zeros(4, 2, 1, device=device), torch.arange(4, device=device)
+        gqa_rope_cache_write(qkv, angles, slots, k, v, k_scale, v_scale)
+        codes, scale = quantize_rows(values)
+        assert v is not None and v_scale is not None
+        found = v.flatten(0, 1)[:4, 0].float(), v_scale.flatten(0, 1)[:4, 0]
+        for mine, truth in zip(found, (codes.float(), scale), strict=True):
+            torch.testing.assert_close(mine, truth, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(found[0][[0, 1, 3]].isnan(), values[[0, 1, 3]].isnan())
 
 
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:

@@ -10,13 +10,13 @@ import torch
 
 from model.checkpoint.config import read_config
 from model.opened import open_weights
-from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.engine import Engine, SamplingParams
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
 from ..model.routers import check_routed, of_transformers
+from ..runners import CudaOptions, cuda_runner
 
 PROMPTS = [[5, 17, 60, 33, 8, 90], [7, 41, 2], [11]]
 
@@ -46,7 +46,7 @@ def test_experts_are_those_of_transformers(
             # Streamed steps beside others are two kernels at once, which only a GPU can run.
             pages = 2 if options.prefill == "stream" and device.type == "cpu" else 4
             sizes = 64, pages, 4, 3, "generic"
-            runner = CudaRunner(decoder, names, pool, *sizes, options=options)
+            runner = cuda_runner(decoder, names, pool, *sizes, options=options)
             runner.load()
         runner.decode_buckets = (4,)
         with Engine(runner) as engine:

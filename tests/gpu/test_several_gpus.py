@@ -11,13 +11,13 @@ import torch
 from model.checkpoint.config import read_config
 from model.opened import open_weights
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.devices.gpus import check_device
 from runtime.engine import Engine, SamplingParams
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
+from ..runners import CudaOptions, cuda_runner
 
 PROMPTS = [[5, 17, 60, 33], [7]]
 
@@ -53,13 +53,13 @@ def test_several_gpus_draw_what_one_draws(
             decoder = weights.readable(packer(pool), lambda *_: None)
         for names in (every[:1], every):
             sizes = 64, None, 4, 2, "generic"
-            runner = CudaRunner(decoder, ",".join(names), pool, *sizes, options=options)
+            runner = cuda_runner(decoder, ",".join(names), pool, *sizes, options=options)
             runner.load()
             runner.decode_buckets = (1,)
             with Engine(runner) as engine:
                 found.append(engine.generate(PROMPTS, params))
             runner.close()
-    nodes = runner.lowered().nodes
+    nodes = runner.compiled().program.nodes
     layers = [{node.device for node in nodes if node.layer == i} - {"cpu"} for i in range(gpus)]
     assert layers == [{gpu} for gpu in runner.gpus]
     for a, b in zip(*found, strict=True):

@@ -11,18 +11,21 @@ import torch
 from model.checkpoint.config import read_config
 from model.opened import open_weights
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.memory.capacity import place_on
-from runtime.devices.cuda.memory.dense import crossing_layers, staged_weights
-from runtime.devices.cuda.runner import CudaOptions, CudaRunner
+from runtime.devices.cuda.layouts import machine_of
 from runtime.devices.gpus import gpus_of
-from runtime.engine import Engine, EngineConfig, SamplingParams
+from runtime.engine import Engine, SamplingParams
 from runtime.passes import keep_routing, stream_dense
+from runtime.planning.config import ExecutionConfig
+from runtime.planning.execution import ExecutionPlan
+from runtime.planning.gpu.dense import crossing_layers, staged_weights
+from runtime.planning.gpu.plan import place_on
 from runtime.program.sizes import StepSizes
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
 from ..model.checks import logprob_error
+from ..runners import CudaOptions, cuda_runner
 
 BF16 = 0.06
 """Of the norm of a token's logprobs: activations are bfloat16."""
@@ -53,10 +56,12 @@ def test_logprobs_are_transformers(
     with WorkerPool(2 if device.type == "cuda" else 1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
-            placement = place_on(gpus, decoder, 8, options.experts)
-            every = staged_weights(decoder, gpus, placement, StepSizes(1, 2, 4, 8, 4), 0)
+            machine = machine_of(gpus, decoder.store)
+            placement = place_on(machine, decoder, 8, options.experts)
+            plan = ExecutionPlan(StepSizes(1, 2, 4, 8, 4), placement)
+            every = staged_weights(decoder, machine, plan, 0)
             options = CudaOptions(**{**vars(options), "staged": every})
-            runner = CudaRunner(
+            runner = cuda_runner(
                 decoder, where, pool, 64, None, 4, 2, "generic", max_num_logits=4, options=options
             )
             runner.load()
@@ -83,15 +88,17 @@ def test_a_budget_is_kept(tmp_path: Path) -> None:
     gpus = gpus_of("cpu")
     with open_weights(tmp_path, read_config(tmp_path)) as weights:
         decoder, sizes = weights.decoder, StepSizes(1, 2, 4, 8, 4)
-        placement = place_on(gpus, decoder, 8, "cpu")
-        every = staged_weights(decoder, gpus, placement, sizes, 0)
+        machine = machine_of(gpus, decoder.store)
+        placement = place_on(machine, decoder, 8, "cpu")
+        plan = ExecutionPlan(sizes, placement)
+        every = staged_weights(decoder, machine, plan, 0)
         layer = sum(every.values()) // 6
-        some = staged_weights(decoder, gpus, placement, sizes, 5 * layer / 2**30)
-        program = placement.apply(keep_routing(decoder.lower(sizes.of(4))))
+        some = staged_weights(decoder, machine, plan, 5 * layer / 2**30)
+        program = placement.place(keep_routing(decoder.lower(sizes.of(4))))
     assert sum(some.values()) == 3 * layer
-    assert staged_weights(decoder, gpus, placement, sizes, "auto") == {}
+    assert staged_weights(decoder, machine, plan, "auto") == {}
     once = stream_dense(program, some)
     with pytest.raises(PykernelsError, match="Apply it once"):
         stream_dense(once, some)
     with pytest.raises(PykernelsError, match="dense_gib='much'"):
-        EngineConfig(dense_gib="much")
+        ExecutionConfig(dense_gib="much")

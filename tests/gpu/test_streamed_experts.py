@@ -12,22 +12,28 @@ import torch
 
 from bench.prefill.run import crossing
 from model.checkpoint.config import read_config
-from model.llm import load_engine
+from model.load import load_engine
 from model.opened import open_weights
 from pykernels.env import env
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.runner import CudaOptions, CudaRunner
-from runtime.devices.cuda.streaming import balanced_tokens
+from runtime.devices.cuda.streaming import pin_experts
 from runtime.engine import Engine, SamplingParams
-from runtime.planning.prefill_rates import Rates, balanced_share, choose, split_range, turning_point
-from runtime.planning.prompt_sizes import PromptSizes
-from runtime.program.sizes import StepSizes
+from runtime.planning.gpu.prefill_rates import (
+    Rates,
+    balanced_share,
+    choose,
+    split_range,
+    turning_point,
+)
+from runtime.planning.gpu.prompt_sizes import PromptSizes
+from runtime.planning.gpu.stream_budget import balanced_tokens
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool, make_pool
 
 from ..cpu.routed import TWO_CORES
 from ..model import tiny
 from ..model.checks import logprob_error
+from ..runners import CudaOptions, cuda_runner
 
 BF16 = 0.06
 """Of the norm of a token's logprobs: activations are bfloat16."""
@@ -60,7 +66,7 @@ def test_logprobs_are_transformers(
     with env.override(fake_numa=nodes), make_pool(nodes, nodes > 1, "auto") as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None, pool.memory)
-            runner = CudaRunner(
+            runner = cuda_runner(
                 decoder,
                 where,
                 pool,
@@ -91,7 +97,7 @@ def test_logprobs_are_transformers(
         assert len(step.without_copies().launches) == launches - loads
         runner.close()
         with pytest.raises(PykernelsError, match="experts on the GPU: nothing has to cross"):
-            CudaRunner(
+            cuda_runner(
                 decoder,
                 where,
                 pool,
@@ -129,7 +135,7 @@ def test_split_prompts_are_transformers(
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
             options = replace(options, prefill="split")
-            runner = CudaRunner(
+            runner = cuda_runner(
                 decoder, where, pool, 64, None, 4, 2, "generic", (), 4, options=options
             )
             runner.load()
@@ -156,7 +162,7 @@ def test_prompts_are_streamed_beside_a_cache(tmp_path: Path, device: torch.devic
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
             options = CudaOptions("cpu", prefill="stream", slots={0: 3, 1: 3})
-            runner = CudaRunner(
+            runner = cuda_runner(
                 decoder, where, pool, 64, None, 4, 2, "generic", (), 4, options=options
             )
             runner.load()
@@ -190,7 +196,7 @@ def test_layers_that_cannot_be_pinned_stay_on_the_cpu(tmp_path: Path, device: to
     with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
-            runner = CudaRunner(
+            runner = cuda_runner(
                 decoder,
                 where,
                 pool,
@@ -201,9 +207,9 @@ def test_layers_that_cannot_be_pinned_stay_on_the_cpu(tmp_path: Path, device: to
                 "generic",
                 options=CudaOptions(experts="cpu", prefill="stream"),
             )
-            program, system = runner.lowered(StepSizes(4, 2, 2, 1, 1)), OneLayer()
+            program, system = runner.compiled(tokens=4).program, OneLayer()
             assert runner.streaming is not None
-            found, reason = runner.streaming.pin(program, decoder.store, cast(Any, system))
+            found, reason = pin_experts(runner.streaming, program, decoder.store, cast(Any, system))
     assert reason == "no more than that"
     nodes = found.apply(program).nodes
     devices = {node.layer: node.device for node in nodes if node.role == "routed"}
@@ -240,7 +246,7 @@ def test_experts_that_cannot_cross(tmp_path: Path, device: torch.device) -> None
         with open_weights(tmp_path, read_config(tmp_path), [rule]) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
         with pytest.raises(PykernelsError, match="cannot be streamed: .* has int8 activations"):
-            CudaRunner(
+            cuda_runner(
                 decoder,
                 where,
                 pool,

@@ -10,7 +10,6 @@ import torch
 from model.checkpoint.config import read_config
 from model.opened import open_weights
 from runtime.devices.cuda import executable, handshake
-from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.engine import Engine, SamplingParams
 from runtime.program.partition import partition
 from runtime.tracing.kernels import TORCH, assigned
@@ -19,6 +18,7 @@ from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
+from ..runners import CudaOptions, cuda_runner
 
 LANE = Lane(STREAM, "cuda:0", 7, "cuda:0 stream 7")
 
@@ -60,7 +60,7 @@ def test_a_kernel_is_of_the_op_that_launches_it(
     with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
-            runner = CudaRunner(
+            runner = cuda_runner(
                 decoder,
                 "cpu",
                 pool,

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from model.cli.common import State
 from model.cli.main import app
+from model.cli.shared.common import State
 from pykernels.quant import FORMATS
 from runtime.profiling import measure
 

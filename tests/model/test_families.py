@@ -15,9 +15,9 @@ from model.architectures.families import why_not
 from model.checkpoint.config import read_config
 from model.modules.moe import routed_experts
 from pykernels.quant import get_format
-from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Engine, SamplingParams
 
+from ..runners import ref_runner
 from . import tiny
 from .checks import Checkpoints, Tensors, change_config, change_tensors, errors, logits
 
@@ -60,7 +60,7 @@ def test_gpt_oss_keeps_its_mxfp4(tmp_path: Path, ids: torch.Tensor) -> None:
     assert errors(logits(lm, ids), truth).median() < 5e-3
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with model.load_engine(tmp_path, max_model_len=64, threads=1, device="ref") as llm:
-        engine = Engine(RefRunner(llm.runner.model, 64), threaded=False)
+        engine = Engine(ref_runner(llm.runner.model, 64), threaded=False)
         (found,) = engine.generate([ids[0].tolist()], params)
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     want = made.reference.generate(ids[:1], **options)[0, ids.shape[1] :]

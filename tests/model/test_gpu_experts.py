@@ -68,7 +68,7 @@ def test_which_experts_the_engine_has_on_a_gpu_besides() -> None:
         assert beside("auto", room=each - 1) == {}
     two = True  # the last layer on another GPU, which has room for one of its experts
     assert beside("auto", room=8 * each) == {**dict.fromkeys(range(1, 5), (0, 1)), 5: (0,)}
-    with pytest.raises(PykernelsError, match="gpu_experts without a GPU"):
+    with pytest.raises(PykernelsError, match="gpu_experts=2 without a GPU"):
         model.load_engine(model.EMBEDDED, gpu_experts=2)
 
 

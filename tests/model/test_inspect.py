@@ -16,7 +16,7 @@ from model.llm import meta_decoder
 from model.pinning.profile import Profile, write
 from pykernels.errors import PykernelsError
 from runtime.planning.placement import deal
-from runtime.planning.step_bytes import weight_bytes
+from runtime.planning.work import weight_bytes
 
 from .checks import Checkpoints
 from .conftest import Run, failed

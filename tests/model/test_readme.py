@@ -29,7 +29,10 @@ from pykernels.quant import FORMATS
 from pykernels.registry import Backend, get_backend
 from runtime.devices.cpu import step
 from runtime.devices.ref import ops
+from runtime.devices.ref.partial_ops import PARTIAL
 from runtime.engine import EngineConfig
+from runtime.planning.config import ExecutionConfig
+from runtime.program.added_ops import COLLECTIVES
 from runtime.program.ops import OPS
 
 from ..cpu.kernels import variants
@@ -252,13 +255,14 @@ def test_ops_are_those_of_the_table() -> None:
     moved = {"load_weights", "attention_metadata", "select_rows", "sort_routing"}
     assert named - moved == {*ops.OPS, "submit", "wait"}
     loads = {name for name in OPS if name.endswith("_experts")}  # the CPU reads main memory
-    assert set(step.BINDERS) == named - loads - moved
+    assert set(step.BINDERS) == named - loads - moved - {*COLLECTIVES, *PARTIAL}
 
 
 def test_settings_are_those_of_the_table() -> None:
-    table = rows(PAGES["runtime/README.md"], "setting")
-    found = [(*quoted(row[:1]), *quoted(row[1:2])) for row in table]
-    assert found == [(field.name, str(field.default)) for field in fields(EngineConfig)]
+    for heading, config in (("option", ExecutionConfig), ("setting", EngineConfig)):
+        table = rows(PAGES["runtime/README.md"], heading)
+        found = [(*quoted(row[:1]), *quoted(row[1:2])) for row in table]
+        assert found == [(field.name, str(field.default)) for field in fields(config)]
 
 
 def test_speeds_are_those_of_the_results() -> None:

@@ -26,9 +26,9 @@ from model.server.backend.host import Host
 from model.server.backend.interface import ServedModel
 from model.server.backend.local import LocalModel, facts_of
 from model.server.backend.remote import RemoteModel
+from model.server.http.settings import ServerSettings
 from model.server.loading import bound_socket
 from model.server.run import server_of
-from model.server.settings import ServerSettings
 from runtime.engine import EngineConfig, SequenceSampling, StepBatch
 
 from ..engine.fake_runner import FakeRunner

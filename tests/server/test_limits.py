@@ -16,9 +16,9 @@ import httpx2
 import openai
 import pytest
 
-from model.server.admission import Admission, Turns
 from model.server.http.errors import ApiError
-from model.server.settings import ServerSettings
+from model.server.http.settings import ServerSettings
+from model.server.serving.admission import Admission, Turns
 from pykernels.errors import PykernelsError
 
 from .conftest import NAME, Running, Script, Scripted, soon

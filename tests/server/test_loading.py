@@ -6,8 +6,8 @@ import httpx2
 import openai
 import pytest
 
+from model.server.http.settings import ServerSettings
 from model.server.loading import bound_socket, told_to_wait
-from model.server.settings import ServerSettings
 
 
 def test_a_server_is_alive_before_its_model_is_there() -> None:

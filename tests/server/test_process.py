@@ -50,7 +50,7 @@ def serving(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], httpx2.Cl
 def child_of(process: subprocess.Popen[bytes]) -> int:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     names = {int(c): Path(f"/proc/{c}/cmdline").read_bytes() for c in children}
-    return next(pid for pid, name in names.items() if b"backend.child" in name)
+    return next(pid for pid, name in names.items() if b"server.child" in name)
 
 
 def ends(pid: int) -> bool:

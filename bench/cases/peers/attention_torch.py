@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench.harness.case import Call, rotating
+from bench.harness.timing.case import Call, rotating
 
 BF16 = torch.bfloat16
 Made = tuple[Callable[..., object], list[Any]]

@@ -1,6 +1,6 @@
 """What a step has around its products, at the sizes of DeepSeek-V3 and Qwen3-30B: one launch each.
 
-Peers named "one by one" are our own kernels, a launch for each part.
+Peers named "one by one" are a launch for each part: our own kernels, and torch's.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from bench.harness.case import Case, rotating, sets_for
-from pykernels.gpu.attention.kv_write import kv_write, mla_write
+from bench.harness.timing.case import Case, rotating, sets_for
 from pykernels.gpu.handshake import combine
 from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.per_head_linear import per_head_linear
-from pykernels.gpu.rope import rope, rope_frequencies, rope_table
+from pykernels.gpu.rope import rope_frequencies, rope_table
 from pykernels.gpu.rope_cache_write.gqa import gqa_rope_cache_write
 from pykernels.gpu.rope_cache_write.mla import mla_rope_cache_write
 
@@ -27,17 +26,27 @@ def _sets(make: Callable[[], tuple[Any, ...]], nbytes: int, device: torch.device
     return [make() for _ in range(min(sets_for(nbytes, device), 32))]
 
 
-def _rotary(T: int, R: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+def _rotary(T: int, R: int, device: torch.device) -> torch.Tensor:
+    """The table of angles."""
     positions = torch.arange(T, device=device) + 5000
     frequencies = rope_frequencies(R).to(device)
-    return positions, frequencies, rope_table(positions, frequencies)
+    return rope_table(positions, frequencies)
+
+
+def _turned(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x [T, heads, R] turned by angles [T, 2, R / 2]."""
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    cos, sin = angles[:, :1], angles[:, 1:]
+    parts = [a * cos - b * sin, a * sin + b * cos]
+    both = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    return both.to(x.dtype)
 
 
 def gqa_write_case(T: int, heads: int, kv: int, D: int, device: torch.device) -> Case:
     """Norms of heads, rope, and the cache's rows: queries, keys and values read and written."""
     nbytes = T * (2 * 2 * (heads + 2 * kv) * D + 4 * D + 8)
     k_cache, v_cache = (torch.zeros(PAGES, PAGE, kv, D, device=device, dtype=BF16) for _ in "kv")
-    positions, frequencies, angles = _rotary(T, D, device)
+    angles = _rotary(T, D, device)
     q_norm, k_norm = (torch.rand(D, device=device).to(BF16) for _ in "qk")
     out = torch.empty(T, heads, D, device=device, dtype=BF16)
 
@@ -53,8 +62,9 @@ def gqa_write_case(T: int, heads: int, kv: int, D: int, device: torch.device) ->
     def peer(qkv: torch.Tensor, slots: torch.Tensor) -> object:
         q, k, v = qkv.unflatten(1, (-1, D)).split([heads, kv, kv], 1)
         q, k = (rms_norm(x.contiguous(), w, 1e-6)[0] for x, w in ((q, q_norm), (k, k_norm)))
-        rope(q, k, positions, frequencies)
-        kv_write(k, v, slots, k_cache, v_cache)
+        q, k = _turned(q, angles, False), _turned(k, angles, False)
+        for rows, cache in ((k, k_cache), (v, v_cache)):
+            cache.flatten(0, 1).index_copy_(0, slots, rows)
         return q
 
     sets = _sets(make, nbytes, device)
@@ -75,7 +85,7 @@ def mla_write_case(T: int, heads: int, device: torch.device) -> Case:
     L, R, nope = 512, 64, 128
     nbytes = T * (2 * 2 * (heads * R + L + R) + 4 * R + 8)
     latent, keys = (torch.zeros(PAGES, PAGE, n, device=device, dtype=BF16) for n in (L, R))
-    positions, frequencies, angles = _rotary(T, R, device)
+    angles = _rotary(T, R, device)
     weight = torch.rand(L, device=device).to(BF16)
     out = torch.empty(T, heads, L + R, device=device, dtype=BF16)[..., L:]
 
@@ -90,9 +100,10 @@ def mla_write_case(T: int, heads: int, device: torch.device) -> Case:
         )
 
     def peer(q: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> object:
-        rope(q, kv[:, None, L:], positions, frequencies, True)
-        mla_write(rms_norm(kv[:, :L], weight, 1e-6)[0], kv[:, L:], slots, latent, keys)
-        return out.copy_(q)
+        latent.flatten(0, 1).index_copy_(0, slots, rms_norm(kv[:, :L], weight, 1e-6)[0])
+        turned = _turned(kv[:, None, L:], angles, True)[:, 0]
+        keys.flatten(0, 1).index_copy_(0, slots, turned)
+        return out.copy_(_turned(q, angles, True))
 
     sets = _sets(make, nbytes, device)
     return Case(

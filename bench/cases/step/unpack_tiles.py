@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from bench.harness.case import Case, built, rotating, sets_for
+from bench.harness.timing.case import Case, built, rotating, sets_for
 from pykernels.errors import PykernelsError
 from pykernels.gpu.moe.experts import Experts
 from pykernels.gpu.moe.from_tiles import ExpertTiles, supports, unpack_tiles

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # it imports torch, which a start of any command would wait for
-    from ..rows import Row
+    from bench.harness.timing.rows import Row
 
 KILLED = "the run was killed"
 """What results in a file say unless they are written again."""
@@ -23,7 +23,7 @@ def ending(missing: Sequence[Any], why: str = "") -> dict[str, Any]:
 
 def why_ended(error: BaseException) -> str:
     """An exception that ended a run as one line."""
-    from ..rows import reason
+    from bench.harness.timing.rows import reason
 
     return "it was interrupted" if isinstance(error, KeyboardInterrupt) else reason(error)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from model.cli.common import EXIT_PROBLEM, err, out
+from model.cli.shared.common import EXIT_PROBLEM, err, out
 from pykernels.errors import PykernelsError
 
 from .ending import KILLED, ending, ending_on_signals, not_measured, why_ended
@@ -25,7 +25,7 @@ from .provenance import gpus, provenance
 from .whole import write_whole
 
 if TYPE_CHECKING:  # it imports torch, which a start of any command would wait for
-    from ..rows import Row
+    from bench.harness.timing.rows import Row
 
 Results = dict[str, Any]
 AsJson = Annotated[

@@ -10,9 +10,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from bench.serving.process import ServerProcess
+
 from ..client import Accepted, Outcome, Server
 from ..workload import Request, prompt_of
-from .process import ServerProcess
 
 SEATS, WAITING = 8, 16
 LONGEST_PROMPT, LONGEST_ANSWER = 512, 128

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx2
 
-from .process import ServerProcess
+from bench.serving.process import ServerProcess
 
 _CLIENTS = 16
 _SHOWN = 5

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import httpx2
 
-from .process import ServerProcess
+from bench.serving.process import ServerProcess
 
 _CLIENTS, _TOKENS = 8, 4000
 _HEARD_SECONDS = 10.0

@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx2
 
+from bench.serving.process import ServerProcess
 from pykernels.errors import PykernelsError
 
 from ..workload import words
-from .process import ServerProcess
 
 _TOKENS, _TIMES = 1850, 5  # the embedded model has 2048 positions
 

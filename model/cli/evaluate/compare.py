@@ -10,22 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pykernels.errors import PykernelsError
+from runtime.planning.config import ExecutionConfig
 
-from ..common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from ..engine_options import engine_options
-from ..session import Device, ExpertCache, Experts, KvDtype, Model, Prefill, model_path
-from .tasks import (
-    AsJson,
-    Data,
-    DrawnAt,
-    Limit,
-    MaxTokens,
-    Samples,
-    Which,
-    go_offline,
-    progress,
-    tell_sandbox,
-)
+from ..shared.common import Debug, command, err, out
+from ..shared.execution import opened_with
+from ..shared.model_options import Model
+from ..shared.options import Choose
+from .tasks import AsJson, Data, Drawn, Limit, Which, go_offline, progress, tell_sandbox
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,6 +26,8 @@ if TYPE_CHECKING:
 
 @command
 def compare(
+    drawn: Drawn,
+    execution: Annotated[ExecutionConfig, Choose(but=("defer",))],
     model: Model = None,
     which: Which = "humaneval,gsm8k",
     affected: Annotated[
@@ -42,16 +35,6 @@ def compare(
     ] = "0,2,3",
     data: Data = None,
     limit: Limit = None,
-    samples: Samples = 10,
-    temperature: DrawnAt = 0.3,
-    max_tokens: MaxTokens = 512,
-    device: Device = "cpu",
-    experts: Experts = "auto",
-    prefill: Prefill = "auto",
-    expert_cache: ExpertCache = "off",
-    kv_dtype: KvDtype = "bf16",
-    threads: Threads = None,
-    kernel: Kernel = None,
     as_json: AsJson = False,
     write: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Write a page and its numbers.")
@@ -64,15 +47,7 @@ def compare(
     """
     go_offline()
     numbers = numbers_of("--affected", affected)
-    options = engine_options(
-        device=device,
-        experts=experts,
-        prefill=prefill,
-        expert_cache=expert_cache,
-        kv_dtype=kv_dtype,
-    )
-    del options["defer"]
-    path, chosen = model_path(model), prepare_threads(threads)
+    path, execution = opened_with(execution, model)
     from ...evaluation import compare as compared
     from ...evaluation.harness import find_tasks
     from ...evaluation.humaneval import Draws
@@ -85,11 +60,10 @@ def compare(
             found,
             numbers,
             limit,
-            Draws(samples, temperature, max_tokens),
+            Draws(drawn.samples, drawn.temperature, drawn.max_tokens),
             told,
-            threads=chosen,
-            kernel=kernel or "auto",
-            **options,
+            device=execution.device,
+            execution=execution,
         )
     if as_json:
         print(json.dumps(result.as_dict(), indent=2))

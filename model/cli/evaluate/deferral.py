@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from ..session import Model, model_path
+from ..shared.common import Debug, command, err, out
+from ..shared.execution import WorkersKernel, opened_with
+from ..shared.model_options import Model
 from .compare import numbers_of
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 @command
 def deferral(
+    execution: WorkersKernel,
     model: Model = None,
     experts: Annotated[
         str, typer.Option(metavar="N,N,...", help="Affected experts of a token.")
@@ -32,8 +34,6 @@ def deferral(
         ),
     ] = None,
     length: Annotated[int, typer.Option(min=2, metavar="L", help="Tokens of one sequence.")] = 512,
-    threads: Threads = None,
-    kernel: Kernel = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")
     ] = False,
@@ -44,7 +44,7 @@ def deferral(
 ) -> None:
     """Hold Expert Deferral against Expert Skipping on text that training never saw."""
     numbers = numbers_of("--experts", experts)
-    path, chosen = model_path(model), prepare_threads(threads)
+    path, execution = opened_with(execution, model)
     from rich.progress import Progress
 
     from ... import load_engine
@@ -55,8 +55,7 @@ def deferral(
     with (
         load_engine(
             path,
-            threads=chosen,
-            kernel=kernel or "auto",
+            execution=execution,
             max_model_len=64,
             max_num_seqs=1,
         ) as llm,

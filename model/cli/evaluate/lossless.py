@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common import EXIT_PROBLEM, Debug, Kernel, Threads, command, err, out, prepare_threads
-from ..engine_options import engine_options
-from ..session import Device, Model, Rules, model_path
+from runtime.planning.config import ExecutionConfig
+
+from ..shared.common import EXIT_PROBLEM, Debug, command, err, out
+from ..shared.execution import opened_with
+from ..shared.model_options import Model, Rules
+from ..shared.options import Choose
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,17 +28,15 @@ SHOWN, DIGITS = 5, 12
 
 @command
 def lossless(
+    execution: Annotated[ExecutionConfig, Choose(only=("device", "threads", "kernel"))],
     model: Model = None,
     rules: Rules = None,
-    device: Device = "cpu",
     tokens: Annotated[
         int, typer.Option(min=1, metavar="N", help="Tokens of text that are scored, at least.")
     ] = 1500,
     length: Annotated[
         int, typer.Option(min=2, metavar="L", help="Tokens of one text; half of it is a prompt.")
     ] = 256,
-    threads: Threads = None,
-    kernel: Kernel = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")
     ] = False,
@@ -48,21 +49,20 @@ def lossless(
 
     Ends with 1 if one of them does. The device ref is the reference, in float32.
     """
-    options = engine_options(device=device, rules=rules)
-    path, chosen = model_path(model), prepare_threads(threads)
+    path, execution = opened_with(execution, model, rules)
     from ...evaluation import lossless_report
     from ...evaluation.lossless import evaluate
 
     with err().status("importing …", spinner_style="dim") as shown:
         result = evaluate(
             path,
-            options["device"],
+            execution.device,
             tokens,
             length,
-            rules=options["rules"],
+            rules=rules,
             told=lambda name: shown.update(f"{name} …"),
-            threads=chosen,
-            kernel=kernel or "auto",
+            threads=execution.threads,
+            kernel=execution.kernel,
         )
     if as_json:
         print(json.dumps(result.as_dict(), indent=2))

@@ -6,24 +6,19 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
-from ..engine_options import engine_options
-from ..session import (
-    Defer,
-    Device,
-    DualBatch,
-    ExpertCache,
-    Experts,
-    KvDtype,
-    Model,
-    Prefill,
-    model_path,
-)
+from runtime.planning.config import ExecutionConfig
+from runtime.planning.option import option
+
+from ..shared.common import Debug, command, err, note, out
+from ..shared.execution import opened_with
+from ..shared.model_options import Model
+from ..shared.options import Choose
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -54,39 +49,29 @@ Limit = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Questions of each task.", show_default="all"),
 ]
-Samples = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Draws of each of humaneval's problems.")
-]
-DrawnAt = Annotated[
-    float, typer.Option("--temperature", min=0.0, metavar="T", help="Of humaneval's draws.")
-]
-MaxTokens = Annotated[
-    int, typer.Option("--max-tokens", min=1, metavar="N", help="Of one of humaneval's draws.")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Answers to humaneval's problems, which are drawn."""
+
+    samples: int = option(10, "Draws of each of humaneval's problems.", "N", kind=int, least=1)
+    temperature: float = option(0.3, "Of humaneval's draws.", "T", kind=float, least=0.0)
+    max_tokens: int = option(512, "Of one of humaneval's draws.", "N", kind=int, least=1)
 
 
 @command
 def tasks(
+    drawn: Drawn,
+    execution: Annotated[ExecutionConfig, Choose(defaults={"defer": "off"})],
     model: Model = None,
     which: Which = "hellaswag,truthfulqa_mc1,gsm8k",
     data: Data = None,
     limit: Limit = None,
-    samples: Samples = 10,
-    temperature: DrawnAt = 0.3,
-    max_tokens: MaxTokens = 512,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put them as the model's chat template has it.")
     ] = False,
-    device: Device = "cpu",
-    experts: Experts = "auto",
-    prefill: Prefill = "auto",
-    expert_cache: ExpertCache = "off",
-    dual_batch: DualBatch = "off",
-    defer: Defer = "off",
-    kv_dtype: KvDtype = "bf16",
-    threads: Threads = None,
-    kernel: Kernel = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -96,16 +81,7 @@ def tasks(
     the kernel allows it, with no network and no file outside.
     """
     go_offline()
-    options = engine_options(
-        device=device,
-        experts=experts,
-        prefill=prefill,
-        expert_cache=expert_cache,
-        dual_batch=dual_batch,
-        defer=defer,
-        kv_dtype=kv_dtype,
-    )
-    path, chosen = model_path(model), prepare_threads(threads)
+    path, execution = opened_with(execution, model)
     from ... import load_engine
     from ...evaluation.harness import evaluate, find_tasks
     from ...evaluation.humaneval import Draws
@@ -113,11 +89,13 @@ def tasks(
 
     found = find_tasks(which, data)
     tell_sandbox(bool(found.problems))
-    options |= {"threads": chosen, "kernel": kernel or "auto", "max_num_logits": ROWS}
-    with load_engine(path, **options) as llm, progress() as told:
+    with (
+        load_engine(path, execution=execution, max_num_logits=ROWS) as llm,
+        progress() as told,
+    ):
         for line in llm.runner.decisions:
             note(line)
-        draws = Draws(samples, temperature, max_tokens)
+        draws = Draws(drawn.samples, drawn.temperature, drawn.max_tokens)
         scores = evaluate(llm, found, limit, chat, told, draws)
     if as_json:
         print(json.dumps(scores.as_dict(), indent=2))

@@ -13,7 +13,7 @@ from typing import Any
 
 from pykernels.errors import PykernelsError
 
-from ..common import err
+from ..shared.common import err
 
 _SECONDS = 600.0
 """Without a byte, after which the server is given up."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from ..formats import ListsFormats
+from ..shared.formats import ListsFormats
 from .experts import experts
 from .step import step
 

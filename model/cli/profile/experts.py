@@ -10,13 +10,15 @@ import typer
 from pykernels.errors import PykernelsError
 
 from ...extras import check_plot
-from ..common import Debug, Kernel, Threads, command, err, out, prepare_threads
-from ..session import Model, Rules, model_path
+from ..shared.common import Debug, command, err, out
+from ..shared.execution import WorkersKernel, opened_with
+from ..shared.model_options import Model, Rules
 
 
 @command
 def experts(
     texts: Annotated[list[Path], typer.Argument(metavar="TEXT...", help="Files of UTF-8 text.")],
+    execution: WorkersKernel,
     model: Model = None,
     write: Annotated[
         Path, typer.Option("--out", metavar="FILE", help="Where the counts go.")
@@ -26,14 +28,12 @@ def experts(
     ] = None,
     length: Annotated[int, typer.Option(min=1, metavar="L", help="Tokens of one piece.")] = 512,
     rules: Rules = None,
-    threads: Threads = None,
-    kernel: Kernel = None,
     debug: Debug = False,
 ) -> None:
     """Count which experts of each layer TEXT takes; --gpu-experts reads what is written."""
     check_plot(plot)
     text = "\n".join(_read(file) for file in texts)
-    path, chosen = model_path(model), prepare_threads(threads)
+    path, execution = opened_with(execution, model)
     from rich.progress import Progress
 
     from ... import from_pretrained, load_tokenizer
@@ -42,7 +42,7 @@ def experts(
 
     console = err()
     ids = load_tokenizer(path)(text)["input_ids"]
-    lm = from_pretrained(path, rules, threads=chosen, kernel=kernel or "auto")
+    lm = from_pretrained(path, rules, threads=execution.threads, kernel=execution.kernel)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("counting", total=len(ids))
         found = profile.count(lm, ids, length, lambda n: bar.advance(task, n))

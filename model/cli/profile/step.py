@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pykernels.errors import PykernelsError
-from pykernels.registry import requested
+from runtime.planning.config import ExecutionConfig
+from runtime.planning.option import option
 
 from ...extras import check_plot, is_installed
-from ...lean_import import import_transformers
-from ..common import Debug, Kernel, Threads, command, err, note, out, prepare_threads
-from ..session import (
-    Defer,
-    Device,
-    DualBatch,
-    Experts,
-    KvDtype,
-    Model,
-    Rules,
-    dual_batch_of,
-    model_path,
-)
+from ...startup.lean_import import import_transformers
+from ..shared.common import Debug, command, err, note, out
+from ..shared.execution import settled
+from ..shared.model_options import MODEL_HELP, MODEL_METAVAR, Rules, model_path
+from ..shared.options import Choose
 
 if TYPE_CHECKING:
     from runtime.tracing.usage import Usage
@@ -41,17 +34,35 @@ def _count(help: str) -> typer.models.OptionInfo:
     return typer.Option(min=1, metavar="N", help=help)
 
 
+@dataclass(frozen=True)
+class Which:
+    """A checkpoint, or random weights in its place."""
+
+    model: Path | None = option(
+        None, MODEL_HELP, MODEL_METAVAR, kind=Path, shown="the embedded model"
+    )
+    arch: str | None = option(None, "Random weights of that shape instead.", ARCHS)
+    layers: int | None = option(None, "Of --arch: so many of its layers.", "N", kind=int, least=1)
+    format: str | None = option(None, "Of --arch: weight format:", "NAME", shown="q4_k")
+
+    def check(self, rules: Path | None) -> None:
+        """Raises PykernelsError for options that contradict each other."""
+        for name, value in (("--model", self.model), ("--rules", rules)):
+            if self.arch is not None and value is not None:
+                raise PykernelsError(f"{name} and --arch are both given", "Leave one of them out")
+        for name, given in (("--layers", self.layers), ("--format", self.format)):
+            if self.arch is None and given is not None:
+                raise PykernelsError(
+                    f"{name} is for random weights; a checkpoint has its own",
+                    "Add --arch qwen3-30b",
+                )
+
+
 @command
 def step(
-    model: Model = None,
-    arch: Annotated[
-        str | None, typer.Option(metavar=ARCHS, help="Random weights of that shape instead.")
-    ] = None,
-    layers: Annotated[int | None, _count("Of --arch: so many of its layers.")] = None,
-    format: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Of --arch: weight format:", show_default="q4_k"),
-    ] = None,
+    which: Which,
+    execution: Annotated[ExecutionConfig, Choose(but=("prefill",), defaults={"defer": "off"})],
+    rules: Rules = None,
     steps: Annotated[int, _count("Decode steps that are recorded.")] = 5,
     prefill: Annotated[
         int, typer.Option(min=0, metavar="N", help="Record a prompt of N tokens too.")
@@ -70,12 +81,6 @@ def step(
             metavar="FILE", help="The picture, by matplotlib.", show_default="the trace's, as .png"
         ),
     ] = None,
-    rules: Rules = None,
-    device: Device = "cpu",
-    experts: Experts = "auto",
-    defer: Defer = "off",
-    dual_batch: DualBatch = "off",
-    kv_dtype: KvDtype = "bf16",
     own: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,16 +90,19 @@ def step(
             show_default="none",
         ),
     ] = None,
-    threads: Threads = None,
-    kernel: Kernel = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="The figures as one JSON object on stdout.")
     ] = False,
     debug: Debug = False,
 ) -> None:
     """Record some steps: what each worker, stream and copy does when, and how busy they are."""
-    _check(model, arch, layers, format, rules, device, experts)
-    lanes = dual_batch_of(dual_batch, device)
+    which.check(rules)
+    if rules is None:
+        execution.check_device()
+    if execution.on_gpu:
+        from runtime.devices.gpus import check_device
+
+        check_device(execution.device)
     check_plot(plot)
     files = [write, plot or Path(str(write).removesuffix(".gz")).with_suffix(".png")]
     if not is_installed("matplotlib"):
@@ -102,8 +110,8 @@ def step(
         files.pop()
     for file in files:
         _check_writable(file)
-    path = None if arch else model_path(model)
-    chosen_kernel, chosen_threads = requested(kernel), prepare_threads(threads)
+    path = None if which.arch else model_path(which.model)
+    execution = settled(execution)
     with err().status("loading, compiling, recording …", spinner_style="dim"):
         import_transformers()
         from runtime.extend import read_pass
@@ -116,17 +124,11 @@ def step(
 
         subject = Subject(
             path=path,
-            arch=arch,
-            layers=layers,
-            fmt=format or "q4_k",
+            arch=which.arch,
+            layers=which.layers,
+            fmt=which.format or "q4_k",
             rules=rules,
-            device=device,
-            experts=experts,
-            defer=defer,
-            dual_batch=lanes,
-            kv_dtype=kv_dtype,
-            threads=chosen_threads,
-            kernel=chosen_kernel,
+            execution=execution,
             passes=tuple(read_pass(each) for each in own or ()),
         )
         recorded = profile_steps(subject, Load(prefill, steps, batch, context))
@@ -142,33 +144,6 @@ def step(
         _show(recorded, kinds)
     for file in files:
         err().print(f"wrote {file}", style="dim", markup=False)
-
-
-def _check(
-    model: Path | None,
-    arch: str | None,
-    layers: int | None,
-    format: str | None,
-    rules: Path | None,
-    device: str,
-    experts: str,
-) -> None:
-    """Raises PykernelsError for options that contradict each other."""
-    if arch is not None:
-        for name, value in (("--model", model), ("--rules", rules)):
-            if value is not None:
-                raise PykernelsError(f"{name} and --arch are both given", "Leave one of them out")
-    for name, given in (("--layers", layers), ("--format", format)):
-        if arch is None and given is not None:
-            raise PykernelsError(
-                f"{name} is for random weights; a checkpoint has its own", "Add --arch qwen3-30b"
-            )
-    if device.startswith("cuda"):
-        from runtime.devices.gpus import check_device
-
-        check_device(device)
-    elif experts != "auto":
-        raise PykernelsError(f"--experts {experts} without a GPU", "Add --device cuda:0")
 
 
 def _check_writable(file: Path) -> None:

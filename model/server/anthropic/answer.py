@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from ...text.detokenize import Detokenizer
-from ..generation import Generation, Piece, Usage
 from ..http.errors import as_api_error, error_body
 from ..http.frames import frame
 from ..parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallEnd, ToolCallStart
-from ..served import Served
+from ..serving.generation import Generation, Piece, Usage
+from ..serving.served import Served
 from .schema import MessagesRequest
 
 PATH = "/v1/messages"

@@ -8,8 +8,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from ..http.answers import respond
-from ..prompts import Prompt
-from ..served import Served
+from ..serving.prompts import Prompt
+from ..serving.served import Served
 from .answer import Answer
 from .convert import conversation, effort, pictures
 from .schema import MessagesRequest, PromptRequest, ServedTool, Tool

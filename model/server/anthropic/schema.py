@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ..fields import Body, Count, Stop, Strict
+from ..serving.fields import Body, Count, Stop, Strict
 
 IGNORED = frozenset(
     {

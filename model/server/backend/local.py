@@ -12,9 +12,9 @@ from runtime.tracing.recorder import Recorder
 from ...llm import LLM
 from ...text.detokenize import Detokenizer
 from ..http.frames import json_bytes
-from ..insight.timeline import timeline_body
 from .interface import ConfigFacts, Figures, ModelFacts
 from .parts import parts
+from .timeline import timeline_body
 
 _CACHE_COUNTS = "choices", "hits", "swaps"
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from runtime.engine import FinishReason, RequestStats, SamplingParams, TokenLogprob
 from runtime.runner.routing import RoutedExperts
 
-from ..settings import ServerSettings
+from ..http.settings import ServerSettings
 from .interface import ModelFacts
 
 # From the engine's process to the one that speaks HTTP.

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..settings import ServerSettings
 from .disconnect import unless_gone
 from .frames import json_bytes
+from .settings import ServerSettings
 from .sse import EventStream
 
 

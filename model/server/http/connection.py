@@ -10,8 +10,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from ..settings import ServerSettings
 from .errors import ApiError, error_response
+from .settings import ServerSettings
 
 _OTHER_FILES = 256
 """Descriptors that are left for all but connections."""

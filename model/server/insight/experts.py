@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...text.detokenize import token_bytes
-from ..fields import Strict
-from ..generation import Generation
-from ..served import Served
+from ..serving.fields import Strict
+from ..serving.generation import Generation
+from ..serving.served import Served
 
 
 class Extension(Strict):

@@ -14,10 +14,10 @@ from starlette.responses import Response
 
 from pykernels.errors import PykernelsError
 
-from ..fields import Strict
 from ..http.disconnect import unless_gone
 from ..http.errors import ApiError, of_ours
-from ..served import Served
+from ..serving.fields import Strict
+from ..serving.served import Served
 
 _POLL_SECONDS = 0.25
 

@@ -10,13 +10,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ..generation import Generation, Piece, Usage
 from ..http.answers import respond
 from ..http.errors import as_api_error, bad_request, error_body
 from ..http.frames import DONE, frame
 from ..insight.experts import ExpertsTold
 from ..parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
-from ..served import Served
+from ..serving.generation import Generation, Piece, Usage
+from ..serving.served import Served
 from .chat_schema import ChatRequest
 from .logprobs import chat_logprobs
 from .messages import chosen, plain

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ..fields import Count, Sampling, Strict, TopLogprobs
 from ..insight.experts import Extension
+from ..serving.fields import Count, Sampling, Strict, TopLogprobs
 from .messages import Message, Tool, ToolChoice
 
 IGNORED = frozenset(

@@ -11,12 +11,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from ..generation import Generation, Piece, Usage, merged
 from ..http.answers import respond
 from ..http.errors import as_api_error, error_body
 from ..http.frames import DONE, frame
-from ..prompts import Prompt
-from ..served import Served
+from ..serving.generation import Generation, Piece, Usage, merged
+from ..serving.prompts import Prompt
+from ..serving.served import Served
 from .chat import running_usage, usage_body
 from .completions_schema import CompletionRequest
 from .logprobs import TextLogprobs

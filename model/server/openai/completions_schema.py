@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from ..fields import Count, Sampling, TopLogprobs
+from ..serving.fields import Count, Sampling, TopLogprobs
 from .chat_schema import StreamOptions
 
 IGNORED = frozenset({"metadata", "store", "user"})

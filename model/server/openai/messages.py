@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from ..fields import Strict, Text, ToolName
 from ..http.errors import bad_request
+from ..serving.fields import Strict, Text, ToolName
 
 
 class Instruction(Strict):

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from ..http.errors import ApiError
-from ..served import Served
+from ..serving.served import Served
 
 
 def model_routes(served: Served) -> APIRouter:

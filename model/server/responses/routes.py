@@ -13,13 +13,13 @@ from starlette.responses import Response
 
 from runtime.engine import TokenLogprob
 
-from ..generation import Generation, Piece, Usage
 from ..http.answers import respond
 from ..http.errors import as_api_error
 from ..http.frames import frame
 from ..openai.logprobs import chat_logprobs
 from ..parsers import Content
-from ..served import Served
+from ..serving.generation import Generation, Piece, Usage
+from ..serving.served import Served
 from .convert import conversation, pictures
 from .items import Items, Told
 from .schema import ResponsesRequest

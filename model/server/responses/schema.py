@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..fields import Body, Count, Strict, TopLogprobs
+from ..serving.fields import Body, Count, Strict, TopLogprobs
 from .tools import AnyTool, ToolChoice
 
 IGNORED = frozenset(

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from ..fields import Strict, ToolName
 from ..openai.messages import only
+from ..serving.fields import Strict, ToolName
 
 
 class FunctionTool(Strict):

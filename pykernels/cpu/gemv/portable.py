@@ -25,10 +25,8 @@ from ..weights.layout import (
     GROUP_HALVES,
     GROUP_ZERO,
     SCALE_K,
-    SUPERBLOCK_K2,
-    SUPERBLOCK_K6,
-    SUPERBLOCK_K45,
-    SUPERBLOCK_XS,
+    SUPERBLOCKS,
+    Superblock,
     packed_bytes,
 )
 from ..words import f32, i64
@@ -213,52 +211,36 @@ def _zero_minimum(scale, group, n):
 
 
 @inlined
-def _k45_factor(scale, group, n):
-    at = scale + (group >> 3) * SUPERBLOCK_K45
-    return _half(at, n) * _u8(at + 128 + 64 * (group & 7), n)
+def _i8(address, index):
+    return types.float32(carray(as_pointer(address), (index + 1,), types.int8)[index])
 
 
-@inlined
-def _k45_minimum(scale, group, n):
-    at = scale + (group >> 3) * SUPERBLOCK_K45
-    return _half(at + 64, n) * _u8(at + 160 + 64 * (group & 7), n)
+def _superblock(of: Superblock) -> tuple[Callable, Callable]:
+    """A group's factor and minimum."""
+    SHIFT, MASK, NBYTES, FIRST, STEP = of.shift, (1 << of.shift) - 1, of.nbytes, of.first, of.step
+    small = _u8 if of.minima else _i8
+
+    @inlined
+    def factor(scale, group, n):
+        at = scale + (group >> SHIFT) * NBYTES
+        return _half(at, n) * small(at + FIRST + STEP * (group & MASK), n)
+
+    @inlined
+    def minimum(scale, group, n):
+        at = scale + (group >> SHIFT) * NBYTES
+        return _half(at + 64, n) * small(at + FIRST + 32 + STEP * (group & MASK), n)
+
+    return factor, minimum
 
 
-@inlined
-def _k6_factor(scale, group, n):
-    at = scale + (group >> 4) * SUPERBLOCK_K6
-    small = carray(as_pointer(at + 64 + 32 * (group & 15)), (32,), types.int8)
-    return _half(at, n) * types.float32(small[n])
-
-
-@inlined
-def _k2_factor(scale, group, n):
-    at = scale + (group >> 4) * SUPERBLOCK_K2
-    return _half(at, n) * _u8(at + 128 + 64 * (group & 15), n)
-
-
-@inlined
-def _k2_minimum(scale, group, n):
-    at = scale + (group >> 4) * SUPERBLOCK_K2
-    return _half(at + 64, n) * _u8(at + 160 + 64 * (group & 15), n)
-
-
-@inlined
-def _xs_factor(scale, group, n):
-    at = scale + (group >> 3) * SUPERBLOCK_XS
-    small = carray(as_pointer(at + 64 + 32 * (group & 7)), (32,), types.int8)
-    return _half(at, n) * types.float32(small[n])
-
+_SUPER = {fmt: _superblock(of) for fmt, of in SUPERBLOCKS.items()}
 
 _FACTOR = {
     **dict.fromkeys(("bf16", "f16"), _no_factor),
     "fp8": _for_block,
     **dict.fromkeys(("fp8-channel", "int8-channel", "int4-channel"), _for_outputs),
     **dict.fromkeys(("int4-zp", "int4-zp-g128"), _zero_factor),
-    **dict.fromkeys(("q4_k", "q5_k"), _k45_factor),
-    **dict.fromkeys(("q6_k", "q3_k"), _k6_factor),
-    "q2_k": _k2_factor,
-    "iq4_xs": _xs_factor,
+    **{fmt: factor for fmt, (factor, _) in _SUPER.items()},
     **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl"), _f16_groups),
     **dict.fromkeys(("q4_1", "q5_1"), _halves_factor),
 }
@@ -266,8 +248,7 @@ _FACTOR = {
 
 _MINIMUM: dict[str, Any] = {
     **dict.fromkeys(("int4-zp", "int4-zp-g128"), _zero_minimum),
-    **dict.fromkeys(("q4_k", "q5_k"), _k45_minimum),
-    "q2_k": _k2_minimum,
+    **{fmt: minimum for fmt, (_, minimum) in _SUPER.items() if SUPERBLOCKS[fmt].minima},
     **dict.fromkeys(("q4_1", "q5_1"), _halves_minimum),
 }
 """format -> minimum of output n's group; the others have none."""

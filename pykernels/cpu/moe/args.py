@@ -17,11 +17,6 @@ MOE_ARGS, moe_args_at = descriptor(
         "A",  # active experts
         "E",  # experts of the layer
         "topk",  # of a token
-        "source",  # what the caller gave: source_bf16 ? bf16 : float32 [T, source_stride / ...];
-        # 0: x is there
-        "source_stride",  # bytes
-        "source_bf16",
-        "row_chunk",  # tokens of one rows task; 0: opening copies them all
         "x",  # rows (activations.row_layout) of T tokens, H padded with zeros
         "x_stride",  # bytes
         "h",  # rows, I padded with zeros, of the pairs of experts that take the tiles
@@ -30,9 +25,8 @@ MOE_ARGS, moe_args_at = descriptor(
         "h_gemm_stride",
         "h_rows",  # int64 [A] base: h_rows[a] + pair * h_stride is that pair's row
         "acc",  # float32 [32-row blocks of down, T, 32]
-        "y",  # out_bf16 ? bf16 : float32 [T, y_stride / ...]
-        "y_stride",
-        "y_bf16",  # 1: y is bf16, 0: float32
+        "y",  # float32 [T, H]
+        "y_stride",  # bytes
         "H",
         "cursor",  # int64 [E] scratch of the sort by expert
         "experts",  # int64 [A] expert numbers
@@ -66,7 +60,6 @@ MOE_ARGS, moe_args_at = descriptor(
         "h_cuts",  # int64 [h_chunks + 1]: the 32-row block where each begins, and the end
         "h_chunks",  # runs of such blocks, a down task each for an expert
         "down_splits",  # tasks that a run is split into by its experts, one after the other
-        "row_tasks",  # runs of row_chunk tokens
         "run_pack",  # addresses of the stages' tasks
         "run_gate_up",
         "run_down",
@@ -74,8 +67,7 @@ MOE_ARGS, moe_args_at = descriptor(
         "down_tiles",
         "gate_up_gemm",  # gemm.common's,
         "down_gemm",
-        "quantize_x",  # and activations.quantize's, for x; 0: nothing to quantize
-        "quantize_h",
+        "quantize_h",  # and activations.quantize's, for h; 0: nothing to quantize
         "quantize_h_gemm",  # the same for h of an expert that takes the GEMM
         "tables",  # address of the lookup tables (weights.lookup)
         "int8",  # 1: the GEMMs multiply int8 codes, 0: bf16

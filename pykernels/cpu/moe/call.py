@@ -1,8 +1,8 @@
 """A call of one layer's experts: its buffers, and the descriptor (``MOE_ARGS``) that points at
 them.
 
-``MoECall.arrange`` writes what depends on shapes and dtypes; what depends on values, the sort by
-expert and the copy of a few tokens, is one compiled function (``take_call``), which a worker runs.
+``MoECall.bind`` writes where the calls to come find their inputs; what depends on values, the sort
+by expert, is one compiled function (``take_call``), which a worker runs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ import numpy as np
 import torch
 from numba import carray, types
 
-from ...errors import PykernelsError
 from ...quant import PackedExperts
 from ...quant.layout import K_BLOCK, N_BLOCK, ceil_to
 from ..activations.row_layout import RowFormat, row_bytes
 from ..intrin.sync import as_pointer
-from ..jit import inlined, kernel
+from ..jit import inlined
 from .args import MOE_ARGS, moe_args_at
-from .checks import check_dense, check_readable
-from .inputs import take_inputs
 from .kernel import NEVER, MoEKernel, tables_address
 from .plan import MoEPlan, gemm_from_here, plan
 from .sort import OK, sort_pairs
@@ -33,7 +30,7 @@ BAD_EXPERT = -1
 
 @inlined
 def take_call(args_address, ids, weights):
-    """Sorts an arranged call's routing; copies x if no task will.
+    """Sorts a bound call's routing by expert.
 
     Args:
         ids, weights: as in ``sort_pairs``.
@@ -48,9 +45,8 @@ def take_call(args_address, ids, weights):
         return BAD_EXPERT
     if args.A == 0:
         for t in range(args.T):
-            nbytes = args.H * (2 if args.y_bf16 else 4)
-            y = carray(as_pointer(args.y + t * args.y_stride), (nbytes,), types.uint8)
-            for i in range(nbytes):
+            y = carray(as_pointer(args.y + t * args.y_stride), (args.H,), types.float32)
+            for i in range(args.H):
                 y[i] = 0
         return 0
     if args.h_done != 0:
@@ -58,14 +54,7 @@ def take_call(args_address, ids, weights):
         done = carray(as_pointer(args.h_done), (groups,), types.int64)
         for i in range(groups):
             done[i] = 0
-    take_inputs(args_address)
     return args.raised if args.raised != 0 else args.A
-
-
-@kernel()
-def _take_call(args_address, ids, weights):
-    """``take_call``, called from Python."""
-    return take_call(args_address, ids, weights)
 
 
 _AT = {name: index for index, name in enumerate(MOE_ARGS.names or ())}
@@ -75,17 +64,18 @@ _AT = {name: index for index, name in enumerate(MOE_ARGS.names or ())}
 class MoEWorkspace:
     """Scratch for calls of one layer shape, grown when a call has more tokens than any before.
 
-    Layers of one shape share a workspace: they run one after the other.
+    Layers of one shape share a workspace: they run one after the other, though several threads may
+    bind them.
     """
 
     def __init__(self) -> None:
-        self._sizes: tuple[int, ...] = (0,) * 11
+        self._sizes: tuple[int, ...] = (0,) * 10
         self.buffers: dict[str, torch.Tensor] = {}
         self._scratch, self._growing = torch.empty(0, dtype=torch.uint8, device="cpu"), Lock()
 
     def scratch(self, workers: int, nbytes: int) -> torch.Tensor:
         """uint8 [workers * nbytes], 64-byte aligned; it only grows, and old ones stay valid."""
-        with self._growing:  # several threads may bind layers
+        with self._growing:
             scratch = self._scratch
             if scratch.numel() < workers * nbytes:
                 raw = torch.empty(workers * nbytes + 64, dtype=torch.uint8, device="cpu")
@@ -101,13 +91,12 @@ class MoEWorkspace:
         H: int,
         I: int,  # noqa: E741
         gemm_from: int,
-        x_format: RowFormat | None,
         h_format: RowFormat | None,
         h_format_gemm: RowFormat | None,
     ) -> dict[str, torch.Tensor]:
         """The buffers for a call of T tokens, H and I padded; not cleared between calls."""
         S, Hp = T * topk, H
-        x_row, h_row = row_bytes(H, x_format), row_bytes(I, h_format)
+        h_row = row_bytes(I, h_format)
         dense = min(E, S // gemm_from)  # experts that may take the GEMM
         groups = S // 16 + 2 * dense if dense else 0
         few, many = min(S, E * (gemm_from - 1)), S if dense else 0  # pairs of tiles, of the GEMM
@@ -116,7 +105,6 @@ class MoEWorkspace:
             S,
             E,
             Hp,
-            x_row,
             few,
             h_row,
             many,
@@ -124,62 +112,47 @@ class MoEWorkspace:
             groups * H * 16,
             groups * I * 16,
         )
-        if any(need > have for need, have in zip(sizes, self._sizes, strict=True)):
-            sizes = tuple(max(pair) for pair in zip(sizes, self._sizes, strict=True))
-            T, S, E, Hp, x_row, few, h_row, many, h_gemm_row, x_tiles, h_tiles = sizes
-            # Everything explicit: the caller may have changed torch's defaults.
-            zeros = partial(torch.zeros, device="cpu")
-            self.buffers = {
-                "x": zeros(T, x_row, dtype=torch.uint8),
-                "h": zeros(few, h_row, dtype=torch.uint8),
-                "h_gemm": zeros(many, h_gemm_row, dtype=torch.uint8),
-                "h_rows": zeros(E, dtype=torch.int64),
-                "acc": zeros(T, Hp, dtype=torch.float32),
-                "pair_token": zeros(S, dtype=torch.int64),
-                "pair_weight": zeros(S, dtype=torch.float32),
-                "experts": zeros(E, dtype=torch.int64),
-                "starts": zeros(E + 1, dtype=torch.int64),
-                "cursor": zeros(E, dtype=torch.int64),
-                "x_tiles": zeros(x_tiles, dtype=torch.bfloat16),
-                "h_tiles": zeros(h_tiles, dtype=torch.bfloat16),
-                "groups": zeros(E, dtype=torch.int64),
-                "pieces": zeros(E, dtype=torch.int64),
-                "piece_active": zeros(S, dtype=torch.int64),
-                "piece_pair": zeros(S, dtype=torch.int64),
-            }
-            self._sizes = sizes  # last: an allocation may fail or be interrupted
-        return self.buffers
+        with self._growing:
+            if any(need > have for need, have in zip(sizes, self._sizes, strict=True)):
+                sizes = tuple(max(pair) for pair in zip(sizes, self._sizes, strict=True))
+                T, S, E, Hp, few, h_row, many, h_gemm_row, x_tiles, h_tiles = sizes
+                # Everything explicit: the caller may have changed torch's defaults.
+                zeros = partial(torch.zeros, device="cpu")
+                self.buffers = {
+                    "h": zeros(few, h_row, dtype=torch.uint8),
+                    "h_gemm": zeros(many, h_gemm_row, dtype=torch.uint8),
+                    "h_rows": zeros(E, dtype=torch.int64),
+                    "acc": zeros(T, Hp, dtype=torch.float32),
+                    "pair_token": zeros(S, dtype=torch.int64),
+                    "pair_weight": zeros(S, dtype=torch.float32),
+                    "experts": zeros(E, dtype=torch.int64),
+                    "starts": zeros(E + 1, dtype=torch.int64),
+                    "cursor": zeros(E, dtype=torch.int64),
+                    "x_tiles": zeros(x_tiles, dtype=torch.bfloat16),
+                    "h_tiles": zeros(h_tiles, dtype=torch.bfloat16),
+                    "groups": zeros(E, dtype=torch.int64),
+                    "pieces": zeros(E, dtype=torch.int64),
+                    "piece_active": zeros(S, dtype=torch.int64),
+                    "piece_pair": zeros(S, dtype=torch.int64),
+                }
+                self._sizes = sizes  # last: an allocation may fail or be interrupted
+            return self.buffers
 
 
-def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy of it where the values of a row lie apart, or not as they are (a negated view):
-    what ``MoECall.prepare`` takes."""
-    x = x.resolve_neg()
-    return x if x.is_contiguous() or x.stride(-1) == 1 else x.contiguous()
+class Tasks(NamedTuple):
+    """How many tasks each stage of a call has.
 
-
-class Prepared(NamedTuple):
-    """How many tasks each stage of a prepared call has.
-
-    ``piece_active`` and ``pieces`` are the addresses of the ``MOE_ARGS`` arrays of these names.
+    ``active``: its experts; ``down`` has ``down_chunks`` tasks for each.
     """
 
     active: int
-    row_tasks: int
-    pack_tasks: int
-    i_chunks: int
+    pack: int
+    gate_up: int
     down_chunks: int
-    down_splits: int
-    piece_active: int
-    pieces: int
-
-    @property
-    def gate_up_tasks(self) -> int:
-        return self.active * self.i_chunks
 
 
 class MoECall:
-    """One layer's descriptor: its weights' addresses once, a call's inputs at every ``prepare``.
+    """One layer's descriptor: the addresses of its weights and, by ``bind``, of its inputs.
 
     Attributes:
         args: the ``MOE_ARGS`` record (numpy, one element); ``address`` is where it lies.
@@ -213,9 +186,6 @@ class MoECall:
         self.args = np.zeros(1, MOE_ARGS)
         self.address = int(self.args.ctypes.data)
         self._words = self.args.view(np.int64).data  # as a memoryview: numpy's scalars are slow
-        self._planned: int | None = None  # T
-        self._reserved: tuple[int, int] | None = None  # T, topk
-        self._buffers: dict[str, torch.Tensor] = {}
         self._scratch = workspace.scratch(scratches or workers, kernel.scratch_bytes)
         fields = {
             "H": shape.H,
@@ -247,7 +217,6 @@ class MoECall:
             "run_down": kernel.stages.down.address,
             "gate_up_gemm": gate_up.gemm,
             "down_gemm": down.gemm,
-            "quantize_x": gate_up.quantize_row,
             "quantize_h": down.quantize_row,
             "quantize_h_gemm": down.gemm_quantize_row,
             "int8": gate_up.int8,
@@ -260,60 +229,8 @@ class MoECall:
         for name, value in fields.items():
             self.args[name] = value
 
-    def prepare(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
-    ) -> Prepared:
-        """Takes a call's inputs into the descriptor.
-
-        Args:
-            x: bf16 or float32 [T, H] on the CPU, as ``contiguous_rows`` returns it. The caller
-                keeps it, unchanged, until the row tasks are done; if there are none, it was copied.
-            ids: int64 [T, topk] expert numbers; -1: none, which adds nothing.
-            weights: [T, topk], taken as float32.
-            y: bf16 or float32 [T, H], what ``down`` writes; the caller keeps it alive.
-
-        Raises:
-            PykernelsError: shapes, dtypes or expert numbers that do not fit.
-        """
-        self.check(x, ids, weights)
-        ids, weights = self.arrange(x, ids, weights, y)
-        active = _take_call(self.address, ids.data_ptr(), weights.data_ptr())
-        if active == BAD_EXPERT:
-            raise self.bad_routing(ids)
-        word = {name: self._words[_AT[name]] for name in Prepared._fields if name in _AT}
-        down_chunks = self._words[_AT["h_chunks"]] if active else 0
-        pack_tasks = self._words[_AT["P"]]
-        return Prepared(active, pack_tasks=pack_tasks, down_chunks=down_chunks, **word)
-
-    def arrange(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, y: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes a call whose inputs have passed ``check``; ``take_call`` follows.
-
-        Returns:
-            ids and weights as ``take_call`` takes them: those given, where nothing was to convert.
-
-        Raises:
-            PykernelsError: the values of a row of x lie apart, or y has no memory.
-        """
-        words = self._words
-        T, topk = ids.shape
-        if not x.is_contiguous() and x.stride(1) != 1:
-            raise PykernelsError("the values of a row of x lie apart", "Give contiguous_rows(x)")
-        check_readable("y", y)  # a FakeTensorMode of the caller would have made it a fake one
-        ids = ids.contiguous().resolve_neg()
-        weights = weights.float().contiguous().resolve_neg()
-        self._plan(T)
-        self._reserve(T, topk)
-        words[_AT["T"]], words[_AT["topk"]] = T, topk
-        for name, tensor in (("source", x), ("y", y)):
-            words[_AT[name]] = tensor.data_ptr()
-            words[_AT[f"{name}_stride"]] = tensor.stride(0) * tensor.element_size()
-            words[_AT[f"{name}_bf16"]] = tensor.dtype is torch.bfloat16
-        return ids, weights
-
     def bind(self, T: int, topk: int, x: int, x_stride: int, y: int, y_stride: int) -> None:
-        """Arranges every call to come, of up to T tokens, planned as one of T: nothing is copied.
+        """Points every call to come, of up to T tokens, at its inputs; it is planned as one of T.
 
         Args:
             topk: experts of a token.
@@ -322,7 +239,6 @@ class MoECall:
         """
         words = self._words
         self._plan(T)
-        words[_AT["row_chunk"]] = words[_AT["row_tasks"]] = 0
         self._reserve(T, topk)
         for name, value in (
             ("T", T),
@@ -331,7 +247,6 @@ class MoECall:
             ("x_stride", x_stride),
             ("y", y),
             ("y_stride", y_stride),
-            ("y_bf16", 0),
         ):
             words[_AT[name]] = value
 
@@ -341,28 +256,19 @@ class MoECall:
         return self._words[_AT["A"]]
 
     @property
-    def row_tasks(self) -> int:
-        """Row tasks of the call that was arranged last."""
-        return self._words[_AT["row_tasks"]]
+    def tasks(self) -> Tasks:
+        """Tasks of the call that was taken last."""
+        word = {name: self._words[_AT[name]] for name in ("A", "P", "i_chunks", "h_chunks")}
+        active = word["A"]
+        return Tasks(active, word["P"], active * word["i_chunks"], word["h_chunks"])
 
     @property
     def down_chunks(self) -> int:
-        """Chunks of down of the call that was arranged last, if it has a token."""
+        """Chunks of down of a call that has a token."""
         return self._words[_AT["h_chunks"]]
-
-    def bad_routing(self, ids: torch.Tensor) -> PykernelsError:
-        """The error of BAD_EXPERT."""
-        return PykernelsError(
-            f"the routing names expert {int(ids.min())} .. {int(ids.max())} in a layer of"
-            f" {self.experts.shape.E}",
-            "Expert ids must be 0 to E - 1, or -1 for one that is not here",
-        )
 
     def _plan(self, T: int) -> None:
         """Writes the plan for T tokens."""
-        if self._planned == T:
-            return
-        self._planned = None  # an interrupt would leave some of either plan
         moe_plan = self._moe_plan or plan(
             self.experts.shape, self.experts.fmt, self._workers, T, self._gemm_from
         )
@@ -381,53 +287,16 @@ class MoECall:
         args["h_cuts"], args["h_chunks"] = self._h_cuts.ctypes.data, len(self._h_cuts) - 1
         args["down_splits"] = moe_plan.down_splits
         args["gemm_from"] = moe_plan.gemm_from if self.kernel.has_gemm else NEVER
-        args["row_chunk"] = moe_plan.row_chunk
-        args["row_tasks"] = -(-T // moe_plan.row_chunk) if moe_plan.row_chunk else 0
-        self._planned = T
 
     def _reserve(self, T: int, topk: int) -> None:
-        """Makes room for the call, unless the last one was of its size and nothing has changed."""
-        if self._reserved == (T, topk) and self._workspace.buffers is self._buffers:
-            return
+        """Points the descriptor at scratch of the workspace."""
         E, words = self.experts.shape.E, self._words
         H, I = (K_BLOCK * words[_AT[name]] for name in ("gate_up_k", "down_k"))  # noqa: E741
-        gemm_from, kernel = words[_AT["gemm_from"]], self.kernel
-        hows = kernel.gate_up.row_formats[0], *kernel.down.row_formats
-        self._bind(self._workspace.reserve(T, topk, E, H, I, gemm_from, *hows))
-        self._reserved = T, topk
-
-    def check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[int, int]:
-        """T and topk of inputs that fit, but for how x lies in memory.
-
-        Raises:
-            PykernelsError: what does not.
-        """
-        for name, given in (("x", x), ("ids", ids), ("weights", weights)):
-            check_dense(name, given)
-        H, shape, ids_shape = self.experts.shape.H, x.shape, ids.shape
-        if len(shape) != 2 or shape[1] != H or x.dtype not in (torch.bfloat16, torch.float32):
-            raise PykernelsError(
-                f"x is {x.dtype} {tuple(x.shape)}", f"Give bfloat16 or float32 of shape [T, {H}]"
-            )
-        same = len(ids_shape) == 2 and ids_shape == weights.shape and ids_shape[0] == shape[0]
-        if ids.dtype != torch.int64 or not same:
-            raise PykernelsError(
-                f"ids are {ids.dtype} {tuple(ids.shape)}, weights {tuple(weights.shape)},"
-                f" for {x.shape[0]} tokens",
-                "Give int64 ids and weights of shape [T, topk]",
-            )
-        if weights.is_complex():
-            raise PykernelsError(f"weights are {weights.dtype}", "Give real weights")
-        for name, tensor in (("x", x), ("ids", ids), ("weights", weights)):
-            check_readable(name, tensor)
-        return ids_shape[0], ids_shape[1]
-
-    def _bind(self, buffers: dict[str, torch.Tensor]) -> None:
-        """Points the descriptor at the workspace, again whenever that has grown."""
-        if buffers is self._buffers:
-            return
-        for name in buffers:
-            self.args[name] = buffers[name].data_ptr()
-        for name in ("x", "h", "h_gemm"):
-            self.args[f"{name}_stride"] = buffers[name].stride(0) * buffers[name].element_size()
-        self._buffers = buffers  # last: if interrupted, it is done again
+        hows = self.kernel.down.row_formats
+        # Kept: the workspace forgets its buffers when it grows.
+        self._buffers = self._workspace.reserve(T, topk, E, H, I, words[_AT["gemm_from"]], *hows)
+        for name, buffer in self._buffers.items():
+            self.args[name] = buffer.data_ptr()
+        for name in ("h", "h_gemm"):
+            buffer = self._buffers[name]
+            self.args[f"{name}_stride"] = buffer.stride(0) * buffer.element_size()

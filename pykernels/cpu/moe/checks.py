@@ -1,4 +1,5 @@
-"""Whether a tensor is what kernels can read: dense, and somewhere in this machine's memory."""
+"""Whether tensors are what kernels can read: dense, somewhere in this machine's memory, and for
+experts of shapes that fit."""
 
 from __future__ import annotations
 
@@ -36,6 +37,39 @@ def check_readable(name: str, given: torch.Tensor) -> None:
             f"{name} is a {type(given).__name__} without memory",
             "Call it outside of tracing, FakeTensorMode and torch.func",
         )
+
+
+def check_call(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, H: int) -> None:
+    """Whether a call's inputs fit experts of H inputs, but for the numbers in ids.
+
+    Raises:
+        PykernelsError: what does not.
+    """
+    for name, given in (("x", x), ("ids", ids), ("weights", weights)):
+        check_dense(name, given)
+    if x.ndim != 2 or x.shape[1] != H or x.dtype not in (torch.bfloat16, torch.float32):
+        raise PykernelsError(
+            f"x is {x.dtype} {tuple(x.shape)}", f"Give bfloat16 or float32 of shape [T, {H}]"
+        )
+    same = ids.ndim == 2 and ids.shape == weights.shape and len(ids) == len(x)
+    if ids.dtype != torch.int64 or not same:
+        raise PykernelsError(
+            f"ids are {ids.dtype} {tuple(ids.shape)}, weights {tuple(weights.shape)},"
+            f" for {x.shape[0]} tokens",
+            "Give int64 ids and weights of shape [T, topk]",
+        )
+    if weights.is_complex():
+        raise PykernelsError(f"weights are {weights.dtype}", "Give real weights")
+    for name, given in (("x", x), ("ids", ids), ("weights", weights)):
+        check_readable(name, given)
+
+
+def bad_routing(ids: torch.Tensor, E: int) -> PykernelsError:
+    """The error of a routing that names an expert that there is not."""
+    return PykernelsError(
+        f"the routing names expert {int(ids.min())} .. {int(ids.max())} in a layer of {E}",
+        "Expert ids must be 0 to E - 1, or -1 for one that is not here",
+    )
 
 
 def _has_memory(given: torch.Tensor) -> bool:

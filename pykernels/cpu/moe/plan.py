@@ -23,8 +23,6 @@ _DOWN_SHARE = 3
 # experts instead.
 _RUNS, _SPLITS = 2, 8
 _TASK_BYTES = 8 << 20  # longer runs gain nothing
-_ROW_TASKS, _LONGEST_ROWS = 4, 16
-_DRIVER_VALUES = 1 << 17  # inputs that the driver copies about as soon as others could join in
 
 GEMM_FROM = 5
 """Tokens of an expert from which its weights go through the GEMM by default: more than four
@@ -41,7 +39,6 @@ class MoEPlan:
         i_chunk: 32-row blocks of the intermediate size in a gate-up task (of one expert).
         h_chunk: 32-row blocks of the hidden size in a down task (of all active experts), at most.
         gemm_from: tokens of an expert from which its weights go through the GEMM.
-        row_chunk: tokens whose inputs one task copies; 0: the driver copies all, before any task.
         h_share: a down task takes one in so many of the blocks that are left, ``h_chunk`` at most;
             0: always ``h_chunk``.
         down_splits: tasks that a run of blocks is split into by its active experts. Each adds to
@@ -54,16 +51,15 @@ class MoEPlan:
     i_chunk: int
     h_chunk: int
     gemm_from: int = GEMM_FROM
-    row_chunk: int = 0
     h_share: int = 0
     down_splits: int = 1
 
     def __post_init__(self) -> None:
-        least = min(self.row_chunk, self.h_share)
-        if min(self.i_chunk, self.h_chunk, self.gemm_from, self.down_splits) < 1 or least < 0:
+        counts = self.i_chunk, self.h_chunk, self.gemm_from, self.down_splits
+        if min(counts) < 1 or self.h_share < 0:
             raise PykernelsError(
                 f"a call cannot be cut by {self}",
-                "Use numbers from 1; row_chunk and h_share may be 0",
+                "Use numbers from 1; h_share may be 0",
             )
 
     def down_cuts(self, blocks: int) -> list[int]:
@@ -99,15 +95,11 @@ def plan(
     i_blocks = padded(shape.I, 1)[0] // N_BLOCK
     h_blocks = padded(shape.H, 1)[0] // N_BLOCK
     active = min(shape.E, T * shape.topk)
-    row_chunk = 0
-    if T * shape.H > _DRIVER_VALUES:
-        row_chunk = min(_LONGEST_ROWS, _chunk(T, _ROW_TASKS * threads))
     if T * shape.topk >= min(gemm_from, _COMPUTE_BOUND) * active:
         return MoEPlan(
             i_chunk=min(MAX_BLOCKS // 2, _chunk(i_blocks * active, _GEMM_TASKS * threads)),
             h_chunk=min(MAX_BLOCKS, _chunk(h_blocks, _RUNS * threads)),
             gemm_from=gemm_from,
-            row_chunk=row_chunk,
             down_splits=max(1, min(_SPLITS, active)),
         )
     longest = max(1, _TASK_BYTES // (2 * fmt.block_bytes(shape.H)))
@@ -115,7 +107,6 @@ def plan(
         i_chunk=min(i_blocks, longest, _chunk(i_blocks * active, _GATE_UP_TASKS * threads)),
         h_chunk=h_blocks,
         gemm_from=gemm_from,
-        row_chunk=row_chunk,
         h_share=_DOWN_SHARE * threads,
     )
 

@@ -1,6 +1,5 @@
 """The stages of a fused MoE call, as tasks (SOSP'25 section 3.2, "Fused MoE Operator").
 
-``rows`` copies the inputs of a run of tokens into rows (``inputs``), where the driver has not.
 ``pack`` moves the inputs of up to 64 pairs of an expert into A tiles, for experts that take the
 GEMM. ``gate_up`` takes a run of 32-row blocks of one expert, writes ``h = silu(gate) * up`` as bf16
 and quantizes it (int8 codes or slices, sums) for ``down``; of blocks that are quantized together,
@@ -28,14 +27,12 @@ from ..gemm.common import copy_to_tile
 from ..gemv.common import MAX_TOKENS as MAX_M
 from ..gemv.common import point_at_rows
 from ..intrin.registers import stack_alloc
-from ..intrin.scalar import round_bf16
 from ..intrin.sync import as_pointer, atomic_add, call_routine
 from ..jit import inlined, task
 from ..raised import RAISED
 from ..words import f32, i64
 from .args import moe_args_at
 from .epilogue import Epilogue
-from .inputs import make_rows
 
 _ROW_BYTES = 32 * 4  # one token's float32 outputs of a block, and its biases
 PIECE = 64
@@ -46,11 +43,10 @@ PIECE = 64
 class Stages:
     """The compiled tasks (``jit.TASK``).
 
-    Task indices: ``rows``: the run of tokens; ``pack``: the piece; ``gate_up``:
-    ``active_expert * i_chunks + chunk``; ``down``: ``chunk * A + active_expert``.
+    Task indices: ``pack``: the piece; ``gate_up``: ``active_expert * i_chunks + chunk``;
+    ``down``: ``chunk * A + active_expert``.
     """
 
-    rows: Any
     pack: Any
     gate_up: Any
     down: Any
@@ -65,21 +61,12 @@ def _sums_at(args, block, t):
 
 @inlined
 def _write_out(args, t, n0):
-    """Converts 32 finished sums of token t to the dtype of y, without the padding."""
+    """Copies 32 finished sums of token t to y, without the padding."""
     sums = carray(as_pointer(_sums_at(args, n0 // 32, t)), (32,), types.float32)
     stop = min(n0 + 32, args.H)
-    if args.y_bf16 != 0:
-        halves = carray(as_pointer(args.y + t * args.y_stride), (stop,), types.uint16)
-        if stop == n0 + 32:  # in vectors, which LLVM makes of a known count alone
-            for n in range(32):
-                halves[n0 + n] = round_bf16(sums[n])
-        else:
-            for n in range(n0, stop):
-                halves[n] = round_bf16(sums[n - n0])
-    else:
-        floats = carray(as_pointer(args.y + t * args.y_stride), (stop,), types.float32)
-        for n in range(n0, stop):
-            floats[n] = sums[n - n0]
+    floats = carray(as_pointer(args.y + t * args.y_stride), (stop,), types.float32)
+    for n in range(n0, stop):
+        floats[n] = sums[n - n0]
 
 
 @inlined
@@ -398,4 +385,4 @@ def make_stages(epilogue: Epilogue) -> Stages:
                     _write_out(args, t, 32 * block)
         return args.raised
 
-    return Stages(make_rows(), pack, gate_up, down)
+    return Stages(pack, gate_up, down)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from ...errors import PykernelsError
 from ...quant import PackedMatrix
-from ...quant.layout import K_BLOCK, ceil_to
+from ...quant.layout import K_BLOCK
 from ...registry import resolve
 from ...target import detect
 from ..activations.row_layout import row_bytes
-from ..gemm.common import MAX_BLOCKS, TILE
+from ..gemm.common import MAX_BLOCKS
 from ..linear import LINEAR, make_linear
-from ..moe.kernel import NEVER, Routines, make_routines, tables_address
+from ..moe.kernel import NEVER, make_routines, tables_address
 from ..moe.plan import gemm_from_here
-from ..norm import LAYOUT, NORM, make_norm
 from .checks import floats, optional_floats
+from .rows import make_rows, tile_steps
 from .serial import Record, counted, run_tasks, scratch
 
 
@@ -52,7 +51,7 @@ def linear(
     gemm_from = gemm_from_here(backend.name, fmt, activations) if routines.has_gemm else None
     M, padded = x.shape[0], weight.fmt.padded_k(weight.K)
     out = torch.empty(M, weight.N, dtype=torch.float32, device="cpu")
-    rows, tiles = _rows(x, padded, routines, M >= (gemm_from or NEVER))
+    rows, tiles = make_rows(x, padded, routines, M >= (gemm_from or NEVER))
     blocks, block_bytes = weight.blocks.shape
     record = Record(
         LINEAR,
@@ -76,7 +75,7 @@ def linear(
         gemm=routines.gemm,
         tables=tables_address(),
         a_tiles=tiles,
-        tile_steps=_tile_steps(routines),
+        tile_steps=tile_steps(routines),
         scratch=scratch(routines.scratch_bytes),
     )
     run_tasks(make_linear(), record.address)
@@ -90,42 +89,3 @@ def check_matrix(name: str, matrix: object) -> None:
             f"{name} is a {type(matrix).__name__}, no PackedMatrix",
             "Pack it: PackedMatrix.of(fmt, [fmt.quantize(matrix)])",
         )
-
-
-def _tile_steps(routines: Routines) -> int:
-    return 2 if routines.int8 else 4
-
-
-def _rows(
-    x: torch.Tensor, padded: int, routines: Routines, gemm: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [M, K] as the tiles read it (``activations.row_layout``), and as the GEMM's A tiles."""
-    (M, K), how = x.shape, routines.row_formats[0]
-    stride, steps, tiles = row_bytes(padded, how), _tile_steps(routines), None
-    rows = scratch(M * stride)
-    if gemm:
-        tiles = scratch(ceil_to(M, 32) // 16 * steps * (padded // K_BLOCK) * TILE)
-    layout = Record(
-        LAYOUT,
-        rows=rows,
-        stride=stride,
-        K=padded,
-        quantize_row=routines.quantize_row,
-        tiles=tiles,
-        tile_steps=steps,
-        int8=routines.int8,
-        interleave_a=routines.interleave_a,
-    )
-    record = Record(
-        NORM,
-        count_at=counted(M),
-        x=x,
-        x_stride=4 * K,
-        H=K,
-        chunk=1,
-        scratch=np.empty(K, np.float32),
-        layouts=layout,
-        layout_count=1,
-    )
-    run_tasks(make_norm(), record.address)
-    return rows, tiles

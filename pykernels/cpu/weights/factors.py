@@ -14,14 +14,7 @@ from typing import Any
 
 from ..jit import inlined
 from ..words import f32
-from .layout import (
-    GROUP_HALVES,
-    GROUP_ZERO,
-    SUPERBLOCK_K2,
-    SUPERBLOCK_K6,
-    SUPERBLOCK_K45,
-    SUPERBLOCK_XS,
-)
+from .layout import GROUP_HALVES, GROUP_ZERO, SUPERBLOCKS, Superblock
 
 
 @dataclass(frozen=True)
@@ -81,45 +74,28 @@ def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
         at = scale + GROUP_ZERO * group
         return mul_f32(load_f16(at + 2 * N * part), load_u8_as_f32(at + 64 + N * part))
 
-    @inlined
-    def k45_factor(scale, group, part):
-        at = scale + (group >> 3) * SUPERBLOCK_K45
-        small = load_u8_as_f32(at + 128 + 64 * (group & 7) + N * part)
-        return mul_f32(load_f16(at + 2 * N * part), small)
+    def superblock(of: Superblock) -> Factors:
+        SHIFT, MASK, NBYTES = of.shift, (1 << of.shift) - 1, of.nbytes
+        FIRST, STEP = of.first, of.step
+        load_small = load_u8_as_f32 if of.minima else load_i8_as_f32
 
-    @inlined
-    def k45_minimum(scale, group, part):
-        at = scale + (group >> 3) * SUPERBLOCK_K45
-        small = load_u8_as_f32(at + 160 + 64 * (group & 7) + N * part)
-        return mul_f32(load_f16(at + 64 + 2 * N * part), small)
+        @inlined
+        def factor(scale, group, part):
+            at = scale + (group >> SHIFT) * NBYTES
+            small = load_small(at + FIRST + STEP * (group & MASK) + N * part)
+            return mul_f32(load_f16(at + 2 * N * part), small)
 
-    @inlined
-    def k6_factor(scale, group, part):
-        at = scale + (group >> 4) * SUPERBLOCK_K6
-        small = load_i8_as_f32(at + 64 + 32 * (group & 15) + N * part)
-        return mul_f32(load_f16(at + 2 * N * part), small)
+        @inlined
+        def minimum(scale, group, part):
+            at = scale + (group >> SHIFT) * NBYTES
+            small = load_small(at + FIRST + 32 + STEP * (group & MASK) + N * part)
+            return mul_f32(load_f16(at + 64 + 2 * N * part), small)
 
-    @inlined
-    def k2_factor(scale, group, part):
-        at = scale + (group >> 4) * SUPERBLOCK_K2
-        small = load_u8_as_f32(at + 128 + 64 * (group & 15) + N * part)
-        return mul_f32(load_f16(at + 2 * N * part), small)
-
-    @inlined
-    def k2_minimum(scale, group, part):
-        at = scale + (group >> 4) * SUPERBLOCK_K2
-        small = load_u8_as_f32(at + 160 + 64 * (group & 15) + N * part)
-        return mul_f32(load_f16(at + 64 + 2 * N * part), small)
-
-    @inlined
-    def xs_factor(scale, group, part):
-        at = scale + (group >> 3) * SUPERBLOCK_XS
-        small = load_i8_as_f32(at + 64 + 32 * (group & 7) + N * part)
-        return mul_f32(load_f16(at + 2 * N * part), small)
+        return Factors(factor, minimum if of.minima else None)
 
     groups, channel = Factors(bf16_groups), Factors(for_outputs)
     f16, halves = Factors(f16_groups), Factors(halves_factor, halves_minimum)
-    zero, k45 = Factors(zero_factor, zero_minimum), Factors(k45_factor, k45_minimum)
+    zero = Factors(zero_factor, zero_minimum)
     return {
         "bf16": Factors(),
         "f16": Factors(),
@@ -133,16 +109,11 @@ def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
         "int4-zp": zero,
         "int4-zp-g128": zero,
         "mxfp4": groups,
-        "q4_k": k45,
-        "q5_k": k45,
-        "q6_k": Factors(k6_factor),
-        "q3_k": Factors(k6_factor),
-        "q2_k": Factors(k2_factor, k2_minimum),
         "q8_0": f16,
         "q4_0": f16,
         "q4_1": halves,
         "q5_0": f16,
         "q5_1": halves,
         "iq4_nl": f16,
-        "iq4_xs": Factors(xs_factor),
+        **{fmt: superblock(of) for fmt, of in SUPERBLOCKS.items()},
     }

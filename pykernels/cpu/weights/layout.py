@@ -128,12 +128,46 @@ MINIMA = frozenset(("int4-zp", "int4-zp-g128", "q4_k", "q5_k", "q2_k", "q4_1", "
 WIDE = frozenset(("f16",))
 """Formats whose weights a bfloat16 would round: they are multiplied as float32."""
 
-SUPERBLOCK_K45, SUPERBLOCK_K6, SUPERBLOCK_K2, SUPERBLOCK_XS = 640, 576, 1152, 320
-"""Packed scale bytes of 32 outputs by 256 inputs: ``q4_k`` and ``q5_k``; ``q6_k`` and ``q3_k``;
-``q2_k``; ``iq4_xs``."""
+
+@dataclass(frozen=True)
+class Superblock:
+    """Packed scales of 32 outputs by 256 inputs: the outputs' halves, then the groups' bytes.
+
+    Attributes:
+        shift: binary logarithm of the number of groups.
+        minima: whether halves and bytes of the scales are followed by those of the minima; the
+            bytes are unsigned then, else signed.
+    """
+
+    shift: int
+    minima: bool
+
+    @property
+    def first(self) -> int:
+        """Bytes before those of the first group."""
+        return 128 if self.minima else 64
+
+    @property
+    def step(self) -> int:
+        """Bytes of a group."""
+        return 64 if self.minima else 32
+
+    @property
+    def nbytes(self) -> int:
+        return self.first + (self.step << self.shift)
+
+
+SUPERBLOCKS = {
+    **dict.fromkeys(("q4_k", "q5_k"), Superblock(3, minima=True)),
+    **dict.fromkeys(("q6_k", "q3_k"), Superblock(4, minima=False)),
+    "q2_k": Superblock(4, minima=True),
+    "iq4_xs": Superblock(3, minima=False),
+}
+"""By format name; the others have no superblocks."""
 
 GROUP_ZERO, GROUP_HALVES = 96, 128
-"""The same of a group: with zero points of a byte, and ``q4_1`` and ``q5_1``."""
+"""Packed scale bytes of 32 outputs by a group: with zero points of a byte, and of ``q4_1`` and
+``q5_1``."""
 
 
 def packed_bytes(fmt: str) -> int:

@@ -10,7 +10,7 @@ from ..intrin.avx512 import load_f16, load_u8_as_f32
 from ..intrin.avx512_words import load_i8_as_word_pairs, load_powers
 from ..jit import inlined
 from .factors import make_factors
-from .layout import SCALE_K, SUPERBLOCK_K2, SUPERBLOCK_K6, SUPERBLOCK_K45
+from .layout import SCALE_K, SUPERBLOCKS, Superblock
 
 
 @dataclass(frozen=True)
@@ -45,68 +45,39 @@ def _bf16_powers(scale, group, half):
     return load_powers(scale + 64 * group + 32 * half)
 
 
-@inlined
-def _k45_small(scale, group, half):
-    at = scale + (group >> 3) * SUPERBLOCK_K45
-    return load_i8_as_word_pairs(at + 128 + 64 * (group & 7) + 16 * half)
+def _superblock(of: Superblock) -> Scales:
+    SHIFT, MASK, NBYTES, FIRST, STEP = of.shift, (1 << of.shift) - 1, of.nbytes, of.first, of.step
 
+    @inlined
+    def small(scale, group, half):
+        at = scale + (group >> SHIFT) * NBYTES
+        return load_i8_as_word_pairs(at + FIRST + STEP * (group & MASK) + 16 * half)
 
-@inlined
-def _k45_super_factor(scale, group, half):
-    return load_f16(scale + group * SUPERBLOCK_K45 + 32 * half)
+    @inlined
+    def super_factor(scale, group, half):
+        return load_f16(scale + group * NBYTES + 32 * half)
 
+    @inlined
+    def small_minimum(scale, group, half):
+        at = scale + (group >> SHIFT) * NBYTES
+        return load_u8_as_f32(at + FIRST + 32 + STEP * (group & MASK) + 16 * half)
 
-@inlined
-def _k45_small_minimum(scale, group, half):
-    at = scale + (group >> 3) * SUPERBLOCK_K45
-    return load_u8_as_f32(at + 160 + 64 * (group & 7) + 16 * half)
+    @inlined
+    def super_minimum(scale, group, half):
+        return load_f16(scale + group * NBYTES + 64 + 32 * half)
 
+    found = Scales(small=small, super_k=256, super_factor=super_factor)
+    # A tile product has no room for 16 minima, so they are floats of each group there.
+    if not of.minima or of.shift > 3:
+        return found
+    return replace(found, small_minimum=small_minimum, super_minimum=super_minimum)
 
-@inlined
-def _k45_super_minimum(scale, group, half):
-    return load_f16(scale + group * SUPERBLOCK_K45 + 64 + 32 * half)
-
-
-@inlined
-def _k6_small(scale, group, half):
-    at = scale + (group >> 4) * SUPERBLOCK_K6
-    return load_i8_as_word_pairs(at + 64 + 32 * (group & 15) + 16 * half)
-
-
-@inlined
-def _k6_super_factor(scale, group, half):
-    return load_f16(scale + group * SUPERBLOCK_K6 + 32 * half)
-
-
-@inlined
-def _k2_small(scale, group, half):
-    at = scale + (group >> 4) * SUPERBLOCK_K2
-    return load_i8_as_word_pairs(at + 128 + 64 * (group & 15) + 16 * half)
-
-
-@inlined
-def _k2_super_factor(scale, group, half):
-    return load_f16(scale + group * SUPERBLOCK_K2 + 32 * half)
-
-
-_CHANNEL = Scales(whole=True)
-_K45 = Scales(
-    small=_k45_small,
-    super_k=256,
-    super_factor=_k45_super_factor,
-    small_minimum=_k45_small_minimum,
-    super_minimum=_k45_super_minimum,
-)
 
 _MORE = {
-    **dict.fromkeys(("fp8-channel", "int8-channel", "int4-channel"), _CHANNEL),
+    **dict.fromkeys(("fp8-channel", "int8-channel", "int4-channel"), Scales(whole=True)),
     "mxfp4": Scales(power=_bf16_powers),
-    **dict.fromkeys(("q4_k", "q5_k"), _K45),
-    **dict.fromkeys(
-        ("q6_k", "q3_k"), Scales(small=_k6_small, super_k=256, super_factor=_k6_super_factor)
-    ),
-    # A tile product has no room for its 16 minima, so they are floats of each group.
-    "q2_k": Scales(small=_k2_small, super_k=256, super_factor=_k2_super_factor),
+    # The codes of iq4_xs go through a table: its kernels take a group's factor as a float.
+    **{fmt: _superblock(of) for fmt, of in SUPERBLOCKS.items() if fmt != "iq4_xs"},
 }
 
 SCALES = {

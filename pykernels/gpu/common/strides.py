@@ -27,16 +27,6 @@ def rows_of(x: torch.Tensor, name: str) -> tuple[int, int]:
     return (count, stride) if x.numel() else (0, 0)
 
 
-def overlaps(x: torch.Tensor) -> bool:
-    """Whether elements may lie in one place, as those of an expanded dimension do."""
-    reach = 1
-    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1 and step < reach:
-            return True
-        reach += (size - 1) * step
-    return False
-
-
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """FP8 as uint8: not every GPU's Triton knows the type."""
     return x.view(torch.uint8) if x.itemsize == 1 else x

@@ -67,10 +67,12 @@ class Forms:
 
     Args:
         kernel: a backend of ``pykernels.registry``, or "auto".
+        gemm_from: tokens from which a matrix goes through the GEMM; None: as this machine was
+            calibrated.
     """
 
-    def __init__(self, program: Program, kernel: str) -> None:
-        self._program, self._kernel = program, kernel
+    def __init__(self, program: Program, kernel: str, gemm_from: int | None = None) -> None:
+        self._program, self._kernel, self._gemm_from = program, kernel, gemm_from
         self.of: dict[str, dict[FormKey, Form]] = {}
         for node in program.nodes:
             if (reading := self._reading(node)) is None:
@@ -90,6 +92,8 @@ class Forms:
         """Tokens from which a matrix goes through the GEMM."""
         if not kernel.has_gemm:
             return NEVER
+        if self._gemm_from is not None:
+            return self._gemm_from
         tuned = tuning.gemm_from(kernel.backend, kernel.fmt, kernel.activations)
         return tuned or gemm_from_here(kernel.backend, kernel.fmt, kernel.activations) or NEVER
 

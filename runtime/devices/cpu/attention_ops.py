@@ -50,9 +50,10 @@ def mla_rope_cache_write(ctx: Context, node: Node) -> list[Job]:
     out, weight = node.outputs["rotated"], ctx.weight(node, "kv_norm")
     half = ctx.program.shape(table)[2]
     # bf16 [pages, PAGE, L + R], or E4M3 [pages, PAGE, L], bf16 [pages, PAGE, R] and scales
-    latents, *coded = (ctx.tensor(name) for name in cache_inputs(node).values())
-    L = len(weight)
-    rope = coded[0] if coded else latents[..., L:]
+    cache = _cache(ctx, node)
+    latents, L = cache["latent"], len(weight)
+    coded = "rope" in cache
+    rope = cache["rope"] if coded else latents[..., L:]
     setup, run = make_mla_rope_cache_write()
     record = ctx.record(
         MLA_ROPE_CACHE_WRITE,
@@ -73,7 +74,7 @@ def mla_rope_cache_write(ctx: Context, node: Node) -> list[Job]:
         weight=ctx.retain(weight),
         L=L,
         cache=latents.data_ptr(),
-        scale=coded[1].data_ptr() if coded else 0,
+        scale=cache["latent_scale"].data_ptr() if coded else 0,
         rope=rope.data_ptr(),
         rope_page_bytes=_bytes(rope, 0),
         rope_token_bytes=_bytes(rope, 1),
@@ -85,8 +86,8 @@ def mla_rope_cache_write(ctx: Context, node: Node) -> list[Job]:
 
 def gqa_rope_cache_write(ctx: Context, node: Node) -> list[Job]:
     qkv, table, slot_mapping = (node.inputs[name] for name in ("qkv", "angles", "slot_mapping"))
-    out, caches = node.outputs["rotated"], cache_inputs(node)
-    pages = ctx.tensor(caches["k"])  # bf16 or E4M3 [pages, PAGE, KVH, D]
+    out, cache = node.outputs["rotated"], _cache(ctx, node)
+    pages = cache["k"]  # bf16 or E4M3 [pages, PAGE, KVH, D]
     setup, run = make_gqa_rope_cache_write()
     norms: dict[str, int] = {}
     for name in ("q", "k"):
@@ -110,7 +111,7 @@ def gqa_rope_cache_write(ctx: Context, node: Node) -> list[Job]:
         NH=node.attr("heads"),
         KVH=pages.shape[2],
         D=pages.shape[3],
-        **{part: ctx.at(name) for part, name in caches.items()},
+        **{part: tensor.data_ptr() for part, tensor in cache.items()},
         head_bytes=_bytes(pages, 2),
         out=ctx.at(out),
         out_stride=ctx.stride(out),
@@ -186,8 +187,8 @@ def _reads(ctx: Context, node: Node, scratch_bytes: int) -> dict[str, int]:
     q, positions, sequences, table = (
         node.inputs[name] for name in ("q", "positions", "sequences", "page_table")
     )
-    parts = {part: ctx.at(name) for part, name in cache_inputs(node).items()}
-    pages, keys = _keys(ctx, node), next(iter(parts.values()))
+    parts = {part: tensor.data_ptr() for part, tensor in _cache(ctx, node).items()}
+    pages = _keys(ctx, node)
     scratch, scratch_stride = ctx.scratch(scratch_bytes)
     return {
         "sizes": ctx.count_at(q),
@@ -197,8 +198,8 @@ def _reads(ctx: Context, node: Node, scratch_bytes: int) -> dict[str, int]:
         "page_table_stride": ctx.tensor(table).stride(0),
         "q": ctx.at(q),
         "q_stride": ctx.stride(q),
-        "k": keys,
-        "v": parts.get("v", keys),  # in latents the values are a part of the keys
+        "k": pages.data_ptr(),
+        "v": parts.get("v", pages.data_ptr()),  # in latents the values are a part of the keys
         "page_bytes": _bytes(pages, 0),
         "token_bytes": _bytes(pages, 1),
         "k_scale": parts.get("k_scale", parts.get("latent_scale", 0)),
@@ -213,7 +214,13 @@ def _reads(ctx: Context, node: Node, scratch_bytes: int) -> dict[str, int]:
 
 def _keys(ctx: Context, node: Node) -> torch.Tensor:
     """The keys, or the latents, of the cache that a node reads."""
-    return ctx.tensor(next(iter(cache_inputs(node).values())))
+    cache = _cache(ctx, node)
+    return cache["k"] if "k" in cache else cache["latent"]
+
+
+def _cache(ctx: Context, node: Node) -> dict[str, torch.Tensor]:
+    """The parts of the cache that a node reads, by their names."""
+    return {part: ctx.tensor(name) for part, name in cache_inputs(node).items()}
 
 
 def _coded(pages: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from pykernels.cpu.norm import ADD, LAYOUT, NORM, make_norm
 from pykernels.errors import PykernelsError
 from pykernels.quant.layout import ceil_to
 
-from ...machine.memory import allocate, allocate_side_by_side
+from ...machine.memory import allocate, allocate_side_by_side, zeros
 from ...program import Node, Program
 from ...program.analysis import ALIGN, buffer_bytes, dependencies, ordered, plan_memory
 from ...program.node import STEP_SIZES
@@ -82,6 +82,7 @@ class Context:
         inputs, caches: by name, tensors of the buffers of these kinds.
         in_order: whether each node waits for the whole of the one before, whatever it reads.
         link: to the device that has the other half of the program.
+        gemm_from, workspaces: as of ``CpuExecutable``.
 
     Attributes:
         sizes: those of a step (``Program.step_sizes``).
@@ -103,6 +104,8 @@ class Context:
         sizes: torch.Tensor,
         in_order: bool = False,
         link: Link | None = None,
+        gemm_from: int | None = None,
+        workspaces: dict[str, MoEWorkspace] | None = None,
     ) -> None:
         self.program, self.pool, self.sizes, self.link = program, pool, sizes, link
         self._weights, self._layout_of = weights, layouts(program)
@@ -110,13 +113,13 @@ class Context:
         self.outputs: dict[str, torch.Tensor] = {}
         self.uncompiled: list[LazyJob] = []
         self._retained: list[Any] = [sizes, inputs, caches, link]
-        self._forms = Forms(program, kernel)
+        self._forms = Forms(program, kernel, gemm_from)
         self._packed_only = packed_only(program)
         self._in_order = in_order
         self._order = dependencies(program, in_order)
         self._scratch: dict[int, int] = {}
         self._shared: dict[str, int] = {}
-        self._workspaces: dict[str, MoEWorkspace] = {}
+        self._workspaces = {} if workspaces is None else workspaces
         self._node = 0  # the one that is being bound
         self._waits: list[list[int]] = [list(direct) for direct in self._order.direct]
         self._users: dict[str, int] = {}  # of shared memory: the node that used it last
@@ -451,9 +454,7 @@ class Context:
         for name, buffer in program.buffers.items():
             shape, offset = program.shape(name), plan.offsets.get(name, 0)
             if buffer.kind == "output":
-                self._tensors[name] = self.outputs[name] = torch.zeros(
-                    shape, dtype=buffer.dtype, device="cpu"
-                )
+                self._tensors[name] = self.outputs[name] = zeros(shape, buffer.dtype)
             elif self.link is not None and name in self.link.buffers:
                 self._tensors[name] = self.link.buffers[name]
             elif buffer.kind == "scratch" and name not in self._packed_only:

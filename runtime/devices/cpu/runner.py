@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from ...program import Program
+from ...planning.compile import Compiled
+from ...planning.execution import ExecutionPlan
+from ...planning.lowerable import Lowerable
+from ...planning.placement import CPU
 from ...runner.batch import StepBatch, StepResult
-from ...runner.paged_runner import Lowerable, PagedRunner, Pass
+from ...runner.paged_runner import PagedRunner
 from ...workers.fence import make_fence
 from ...workers.pool import WorkerPool
 from .step import CpuExecutable
@@ -20,13 +24,7 @@ class CpuRunner(PagedRunner):
     """See ``runner.batch.Runner``.
 
     Args:
-        max_model_len: positions that the model was made for, or fewer.
-        num_pages: of the cache; None: ``max_model_len`` for one sequence, and as much again.
-        max_num_batched_tokens: the token budget of a step.
-        max_num_logits: rows of logits of a step; None: one per sequence.
-        kernel: a backend of ``pykernels.registry``, or "auto".
-        passes: of ``runtime.passes``, for the programs of decode steps; ``deferred``: see
-            ``PagedRunner``.
+        plan: all on the CPU.
 
     Raises:
         PykernelsError: no memory for the cache, or a kernel that cannot run here.
@@ -37,50 +35,29 @@ class CpuRunner(PagedRunner):
     late_masks = True
     layouts = staticmethod(layouts)
 
-    def __init__(
-        self,
-        model: Lowerable,
-        pool: WorkerPool,
-        max_model_len: int,
-        num_pages: int | None = None,
-        max_num_batched_tokens: int = 512,
-        max_num_seqs: int = 16,
-        kernel: str = "auto",
-        passes: Sequence[Pass] = (),
-        max_num_logits: int | None = None,
-        deferred: int = 0,
-    ) -> None:
-        super().__init__(
-            model,
-            max_model_len,
-            num_pages,
-            max_num_batched_tokens,
-            max_num_seqs,
-            passes,
-            max_num_logits,
-            deferred=deferred,
-        )
-        self.pool, self.kernel = pool, kernel
+    def __init__(self, model: Lowerable, plan: ExecutionPlan, pool: WorkerPool) -> None:
+        super().__init__(model, replace(plan, nodes=pool.memory))
+        self.pool = pool
         self._give_up = np.zeros(1, np.int64)
         # On several nodes interleaved: attention is cut by sequences and runs of keys, so any
         # worker reads any page; none has a node of its own, and no memory controller is idle.
         self.caches = {
             name: pool.memory.allocate(part.nbytes).view(part.dtype).view(part.shape)
-            for name, part in model.caches(self.num_pages).items()
+            for name, part in model.caches(self.num_pages, self.state_slots).items()
         }
 
     def bind(self, batch: StepBatch) -> None:
         super().bind(batch)
         make_fence()  # compiled now, not between two tokens
 
-    def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CpuExecutable:
+    def make_step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> CpuExecutable:
         return CpuExecutable(
-            program,
+            compiled.parts[CPU],
             self.weights,
             self.pool,
             inputs,
             self.caches,
-            self.kernel,
+            self.plan.kernel,
             self.sizes,
         )
 

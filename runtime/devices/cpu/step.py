@@ -11,7 +11,8 @@ from collections.abc import Mapping, Set
 import numpy as np
 import torch
 
-from ...passes.numa import split_over_nodes
+from pykernels.cpu import MoEWorkspace
+
 from ...program import Program
 from ...program.analysis import refuse_devices
 from ...program.weights import WeightStore
@@ -50,7 +51,8 @@ class CpuExecutable:
     """A program that is ready to run on a pool.
 
     Args:
-        program: with ops of ``BINDERS`` only, all on this device.
+        program: with ops of ``BINDERS`` only, all on this device; in slices where the workers are
+            dealt over NUMA nodes (``Compiled.parts``).
         weights: of its model.
         inputs: by name, tensors of the program's input buffers, in their largest shape.
         caches: by name, tensors of the "cache" buffers.
@@ -58,9 +60,12 @@ class CpuExecutable:
         sizes: as ``Program.step_sizes``; None for its own.
         in_order: whether each node waits for the whole of the one before, whatever it reads.
         link: to the device that has the other half of the program, if it is half of one.
+        gemm_from: tokens of a matrix from which it takes the GEMM; None: as this machine was
+            calibrated.
+        workspaces: scratch of experts, shared with programs that never run at the same time; None:
+            its own.
 
     Attributes:
-        program: in slices, where the pool's workers are dealt over NUMA nodes.
         sizes: T, S and R of the step to come; set it before ``run``.
         outputs: by name, tensors of the "output" buffers.
 
@@ -80,12 +85,24 @@ class CpuExecutable:
         sizes: torch.Tensor | None = None,
         in_order: bool = False,
         link: Link | None = None,
+        gemm_from: int | None = None,
+        workspaces: dict[str, MoEWorkspace] | None = None,
     ) -> None:
-        self.program, self.pool = split_over_nodes(program, pool.memory), pool
+        self.program, self.pool = program, pool
         self.sizes = self.program.step_sizes() if sizes is None else sizes
         refuse_devices(program, "cpu")
         self._context = Context(
-            self.program, weights, pool, inputs, caches, kernel, self.sizes, in_order, link
+            self.program,
+            weights,
+            pool,
+            inputs,
+            caches,
+            kernel,
+            self.sizes,
+            in_order,
+            link,
+            gemm_from,
+            workspaces,
         )
         self.jobs = Jobs(self._context.bind(BINDERS))
         self.outputs = self._context.outputs

@@ -13,11 +13,11 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.precompile import compiled_together
 
+from ...planning.compile import Compiled
 from ...planning.placement import CPU
 from ...program import Program
 from ...program.node import Node
 from ...program.ops import OPS
-from ...program.partition import partition
 from ...program.weights import WeightStore
 from ...workers.pool import WorkerPool
 from ...workers.worker_pool import InFlight
@@ -156,7 +156,7 @@ class CudaExecutable:
 
     def __init__(
         self,
-        program: Program,
+        compiled: Compiled,
         weights: WeightStore,
         gpus: Mapping[str, GpuMemory],
         pool: WorkerPool,
@@ -167,8 +167,8 @@ class CudaExecutable:
         slots: PinnedSlots,
         results: Mapping[str, ProgramOutputs],
     ) -> None:
+        program, parts = compiled.program, compiled.parts
         self.program, self._pool = program, pool
-        parts = partition(program)
         self.outputs: dict[str, torch.Tensor] = {}
         self.before: Launch = lambda: None
         self._link = handshake.link(parts, slots)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from ...kv_cache.layout import PAGE
-from ...passes.gpu_metadata import PIECE, most_chunks
+from ...passes.gpu.metadata import PIECE, most_chunks
 from ...program import Node, Program
-from ...program.lanes import LANES, lane_name, lane_tokens
+from ...program.sizes import LANES, lane_name, lane_tokens
 from ...program.step_inputs import IS_PROMPT
 from ...runner.sampling import SamplingInputs
 from ..gpus import Gpus
@@ -80,7 +80,7 @@ class Bucket:
     """The inputs of a program's steps; those of a short step are little to copy.
 
     Args:
-        program: with ``passes.gpu_metadata``. If it has two lanes the second one's tokens and
+        program: with ``passes.gpu.metadata``. If it has two lanes the second one's tokens and
             sequences begin at a row of their own, so that both are parts of the block.
 
     Attributes:

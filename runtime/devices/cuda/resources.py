@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +13,10 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu.common.stream_memory import supports as why_no_flags
 
 from ...kv_cache.layout import PAGE
-from ...planning.placement import Placement
+from ...planning.lowerable import Lowerable
 from ...program.sizes import StepSizes
 from ...runner.batch import DeviceLost
-from ...runner.paged_runner import Lowerable
+from ...runner.paged_runner import LastStep
 from ...workers.pool import WorkerPool
 from ..gpus import Gpus, free_bytes, interpreted
 
@@ -28,20 +29,18 @@ class CudaResources:
     Attributes:
         gpus: by their names in programs.
         pool: runs what is on the CPU, by the kernels ``kernel``.
-        sizes: of the largest step.
+        sizes: of the largest step, and of the cache.
         caches: by buffer, on the GPUs; there before the first step is made.
-        last_sizes: [T, S] of the step that ended last, whoever ran it.
+        last_steps: the step that ended last, whoever ran it.
     """
 
     model: Lowerable
     gpus: Gpus
-    placement: Placement
     pool: WorkerPool
     kernel: str
     sizes: StepSizes
-    max_model_len: int
     caches: dict[str, torch.Tensor]
-    last_sizes: list[int]
+    last_steps: deque[LastStep]
 
     @property
     def device(self) -> torch.device:

@@ -10,7 +10,7 @@ import torch
 
 from pykernels.ref.sampling import Sampled
 
-from ...passes.gpu_metadata import gpu_metadata
+from ...planning.compile import Compiled
 from ...program import Program
 from ...runner.sampling import SamplingInputs
 from .executable import CudaExecutable, GpuMemory
@@ -52,24 +52,20 @@ class StepMaker:
         self._results: dict[str, StepOutputs] = {}
         self.host_inputs = dict(inputs)
 
-    def make(self, program: Program, decode: bool) -> CudaExecutable:
-        """The program, compiled and captured.
-
-        Args:
-            decode: every sequence of its steps has one token.
+    def make(self, compiled: Compiled) -> CudaExecutable:
+        """What was compiled, bound and captured.
 
         Raises:
             PykernelsError: too little memory of a GPU.
         """
         with self._resources.enough_memory():
-            return self._made(program, decode)
+            return self._made(compiled)
 
-    def _made(self, program: Program, decode: bool) -> CudaExecutable:
-        resources = self._resources
-        program = gpu_metadata(resources.placement.stage(program), decode)
+    def _made(self, compiled: Compiled) -> CudaExecutable:
+        resources, program = self._resources, compiled.program
         bucket = Bucket(self._inputs, program)
         executable = CudaExecutable(
-            program,
+            compiled,
             resources.model.store,
             {
                 name: GpuMemory(device, bucket.on[name], self._arenas[name], self._high_priority)

@@ -12,16 +12,15 @@ from dataclasses import replace
 
 import torch
 
-from ...planning.prompt_sizes import PromptSizes
-from ...program import Program
-from ...program.sizes import ONE_TOKEN, StepSizes
+from ...planning.compile import Compiled
+from ...planning.execution import ExecutionPlan, Phase
+from ...planning.gpu.prompt_sizes import PromptSizes
 from ...runner.batch import StepBatch, StepResult
 from ...runner.paged_runner import Executable, PagedRunner
 from ...runner.slots import Slots
 from .executable import CudaExecutable
 from .resources import CudaResources
 from .step_maker import StepMaker
-from .streaming import Streaming
 
 
 class StreamedRunner(PagedRunner):
@@ -39,37 +38,21 @@ class StreamedRunner(PagedRunner):
     def __init__(
         self,
         resources: CudaResources,
+        plan: ExecutionPlan,
         sizes: PromptSizes,
-        streaming: Streaming,
-        deferred: int,
         slots: Slots | None,
     ) -> None:
-        largest = resources.sizes
-        super().__init__(
-            resources.model,
-            resources.max_model_len,
-            largest.pages,
-            largest.tokens,
-            largest.sequences,
-            (),
-            largest.logits,
-            deferred=deferred,
-        )
+        super().__init__(resources.model, replace(plan, passes=(), dual_batch=False))
         self.min_tokens, self.min_alone = sizes.beside, sizes.alone
         self.max_others = sizes.not_streamed
         self.buckets, self.pool = sizes.streamed, resources.pool
         self.device = resources.device
-        # Slots change beside streamed steps, which do without them.
-        self._placement = replace(resources.placement, slots={})
-        self._resources, self._streaming, self._decode_slots = resources, streaming, slots
-        self.last_sizes = resources.last_sizes
+        self._resources, self._decode_slots = resources, slots
+        self.last_steps = resources.last_steps
         self._maker: StepMaker | None = None
         # Not the stream of decode steps, which would wait for these.
         devices = resources.gpus.values() if resources.real else ()
         self._streams = [torch.cuda.Stream(device) for device in devices]
-
-    def lowered(self, sizes: StepSizes = ONE_TOKEN) -> Program:
-        return self._placement.apply(super().lowered(sizes))
 
     def bind(self, batch: StepBatch) -> None:
         for stream in self._streams:  # weights and caches are on their way
@@ -78,26 +61,28 @@ class StreamedRunner(PagedRunner):
             super().bind(batch)
 
     def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
-        passes = (self._streaming.apply,)
-        steps = self._bind_all(self._sizes(self.buckets), inputs, passes, self.make_step)
+        steps = self._bind_all(Phase.STREAMED, self._sizes(self.buckets), inputs)
         if self._decode_slots is not None:
             for step in steps:
                 choices = {name: tensor.numpy() for name, tensor in step.outputs.items()}
                 self._decode_slots.add(step, step.program, choices)
         return steps
 
-    def make_step(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
+    def has_decode_steps(self) -> bool:
+        return False
+
+    def make_step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
         if self._maker is None:
             with self._resources.enough_memory():
                 self._maker = StepMaker(
                     self._resources,
-                    self.lowered(StepSizes(self.max_num_batched_tokens)),
+                    self.compiled(Phase.STREAMED, self.max_num_batched_tokens).program,
                     inputs,
                     self._sampling,
                     self.sizes,
                     high_priority=False,
                 )
-        return self._maker.make(program, False)
+        return self._maker.make(compiled)
 
     def launch(self, batch: StepBatch) -> None:
         with self._resources.watched(), self._own_streams():

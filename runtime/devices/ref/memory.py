@@ -14,6 +14,7 @@ from ...program import Node, Program
 from ...program.analysis import Order, buffer_bytes, plan_memory
 from ...program.node import STEP_SIZES
 from ...program.weights import WeightStore
+from ..collectives import Communicator
 from .weights import layouts
 
 
@@ -25,6 +26,7 @@ class Memory:
         sizes: those of the step (``Program.step_sizes``).
         fixed: by name, tensors of the "input" and "cache" buffers.
         order: of the device, for the memory plan; None: every buffer has memory of its own.
+        ranks: where the program meets those of other ranks; None: it meets none.
 
     Attributes:
         outputs: by name, tensors of the "output" buffers.
@@ -41,7 +43,9 @@ class Memory:
         sizes: torch.Tensor,
         fixed: Mapping[str, torch.Tensor],
         order: Order | None,
+        ranks: Communicator | None = None,
     ) -> None:
+        self._ranks = ranks
         self.program, self.weights, self.sizes = program, weights, sizes
         self._layout_of = layouts(program)
         self._tensors: dict[str, torch.Tensor] = {}
@@ -69,6 +73,12 @@ class Memory:
                 self._tensors[name] = torch.zeros(shape, dtype=buffer.dtype, device="cpu")
                 if buffer.kind == "output":
                     self.outputs[name] = self._tensors[name]
+
+    @property
+    def ranks(self) -> Communicator:
+        """Where the program meets those of other ranks."""
+        assert self._ranks is not None, f"{self.program.name} runs without its peers"
+        return self._ranks
 
     def weight(self, node: Node, port: str) -> Any:
         """A weight as the reference ops read it."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pykernels import ref
-from pykernels.ref.attention import attend, read_pages
+from pykernels.ref.attention import attend
 from pykernels.ref.router import split_routing as split_by_weight
 from pykernels.ref.sampling.inputs import SamplingInputs
 
@@ -16,7 +16,9 @@ from ...experts.staged import copy_experts, staged
 from ...kv_cache.layout import cache_inputs
 from ...program import Node
 from ...program.ops import SAMPLING, SAMPLING_TABLES
+from .collective_ops import COLLECTIVES
 from .memory import Memory
+from .partial_ops import PARTIAL, keys_values
 from .weights import Dequantized
 
 Op = Callable[[Memory, Node], None]
@@ -85,11 +87,12 @@ def mla_rope_cache_write(m: Memory, node: Node) -> None:
     latent, rope = kv[:, start : start + L + R].split([L, R], 1)
     latent = ref.rms_norm(latent, weight, node.attr("eps"))[0]
     rope = _rotated(rope[:, None], table, interleaved)[:, 0]
-    cache, *rest = (m.whole(name) for name in cache_inputs(node).values())
-    if rest:  # E4M3
-        ref.mla_write(latent, rope, slot_mapping, cache, *rest)
+    cache = _cache(m, node)
+    latents = cache["latent"]
+    if "rope" in cache:  # E4M3
+        ref.mla_write(latent, rope, slot_mapping, latents, cache["rope"], cache["latent_scale"])
     else:
-        ref.mla_write(latent, rope, slot_mapping, cache[..., :L], cache[..., L:])
+        ref.mla_write(latent, rope, slot_mapping, latents[..., :L], latents[..., L:])
     q = q.flatten(1)[:, : NH * (nope + R)].unflatten(1, (NH, nope + R))[..., nope:]
     rotated = _rotated(q, table, interleaved)
     m.write(node.outputs["rotated"], torch.cat([rotated.new_zeros(len(q), NH, L), rotated], -1))
@@ -99,8 +102,8 @@ def gqa_rope_cache_write(m: Memory, node: Node) -> None:
     qkv, table, slot_mapping = (
         m.read(node.inputs[name]) for name in ("qkv", "angles", "slot_mapping")
     )
-    caches = [m.whole(name) for name in cache_inputs(node).values()]
-    NH, (KVH, D) = node.attr("heads"), caches[0].shape[2:]
+    cache = _cache(m, node)
+    NH, (KVH, D) = node.attr("heads"), cache["k"].shape[2:]
     qkv = qkv.flatten(1)
     parts = ((NH, 0), (KVH, node.attr("k_start")), (KVH, node.attr("v_start")))
     q, k, v = (qkv[:, start : start + n * D].unflatten(1, (n, D)) for n, start in parts)
@@ -112,18 +115,18 @@ def gqa_rope_cache_write(m: Memory, node: Node) -> None:
         else x
         for name, x in (("q_norm", q), ("k_norm", k))
     )
-    ref.kv_write(_rotated(k, table, interleaved), v, slot_mapping, *caches)
+    pages, scales = (cache["k"], cache["v"]), (cache.get("k_scale"), cache.get("v_scale"))
+    ref.kv_write(_rotated(k, table, interleaved), v, slot_mapping, *pages, *scales)
     m.write(node.outputs["rotated"], _rotated(q, table, interleaved))
 
 
 def attention(m: Memory, node: Node) -> None:
     """Each sequence's tokens, which follow each other, over its pages."""
-    cache = {part: m.whole(name) for part, name in cache_inputs(node).items()}
     NH, dk, dv = node.attr("heads"), node.attr("dk"), node.attr("dv")
     q = m.read(node.inputs["q"]).flatten(1).unflatten(1, (NH, dk))
     out = q.new_zeros(len(q), NH, dv)
     for at, pages, length in _sequences(m, node):
-        keys, values = _keys_values(cache, pages, length)
+        keys, values = keys_values(m, node, pages, length)
         out[at] = attend(
             q[at],
             keys,
@@ -137,7 +140,6 @@ def attention(m: Memory, node: Node) -> None:
 
 def attention_expanded(m: Memory, node: Node) -> None:
     """Latent attention of sequences with many tokens, by the keys and values of each head."""
-    cache = {part: m.whole(name) for part, name in cache_inputs(node).items()}
     rotated, q = (m.read(node.inputs[name]) for name in ("q", "q_nope"))
     NH, dv, nope = node.attr("heads"), node.attr("dv"), node.attr("nope")
     rotated = rotated.flatten(1).unflatten(1, (NH, -1))
@@ -149,7 +151,7 @@ def attention_expanded(m: Memory, node: Node) -> None:
     for at, pages, length in _sequences(m, node):
         if len(at) < node.attr("expand_from"):
             continue
-        latents = _keys_values(cache, pages, length)[0][:, 0]  # [length, L + R]
+        latents = keys_values(m, node, pages, length)[0][:, 0]  # [length, L + R]
         keys = torch.einsum("kl,hln->khn", latents[:, :L], uk)
         keys = torch.cat([keys, latents[:, None, L:].expand(-1, NH, -1)], -1)
         values = torch.einsum("kl,hvl->khv", latents[:, :L], uv)
@@ -166,20 +168,9 @@ def _sequences(m: Memory, node: Node) -> Iterator[tuple[torch.Tensor, torch.Tens
         yield at, table[sequence], int(positions[at[-1]]) + 1
 
 
-def _keys_values(
-    cache: dict[str, torch.Tensor], table: torch.Tensor, length: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sequence's, float32 [length, KVH, D]; a latent's values are the first part of its keys."""
-
-    def rows(part: str) -> torch.Tensor:
-        scales = cache.get(f"{part}_scale")
-        return read_pages(cache[part], table, length, scales, torch.float32)
-
-    if "k" in cache:
-        return rows("k"), rows("v")
-    latent = rows("latent")
-    keys = torch.cat([latent, rows("rope")], -1) if "rope" in cache else latent
-    return keys[:, None], keys[:, None]
+def _cache(m: Memory, node: Node) -> dict[str, torch.Tensor]:
+    """The parts of the cache that a node reads, by their names."""
+    return {part: m.whole(name) for part, name in cache_inputs(node).items()}
 
 
 def router(m: Memory, node: Node) -> None:
@@ -267,7 +258,7 @@ def sample_requests(m: Memory, node: Node) -> None:
         m.write(node.outputs[name], value)
 
 
-OPS: dict[str, Op] = {
+OPS: dict[str, Op] = {**COLLECTIVES, **PARTIAL} | {
     op.__name__: op
     for op in (
         embed,

@@ -15,12 +15,13 @@ import torch
 
 from pykernels.errors import PykernelsError
 
-from ...program import Node, Program
+from ...planning.compile import Compiled
+from ...program import Node
 from ...program.analysis import on_streams
-from ...program.partition import partition
 from ...program.weights import WeightStore
 from ...runner import active
 from ...workers.pool import TaskError, WorkerPool
+from ..collectives import Communicator
 from ..cpu.step import CpuExecutable
 from ..link import Launching, Link, carried
 from .memory import Memory
@@ -40,6 +41,7 @@ class RefExecutable:
         kernel: their backend.
         sizes: as ``Program.step_sizes``; None for its own.
         reuse: whether buffers share memory as planned; False: each has its own.
+        ranks: where the program meets those of other ranks; needed if it has collectives.
 
     Attributes:
         sizes: T, S and R of the step to come; set it before ``run``.
@@ -56,7 +58,7 @@ class RefExecutable:
 
     def __init__(
         self,
-        program: Program,
+        compiled: Compiled,
         weights: WeightStore,
         inputs: Mapping[str, torch.Tensor],
         caches: Mapping[str, torch.Tensor],
@@ -64,15 +66,16 @@ class RefExecutable:
         kernel: str = "auto",
         sizes: torch.Tensor | None = None,
         reuse: bool = True,
+        ranks: Communicator | None = None,
     ) -> None:
-        self.program = program
-        self.sizes = program.step_sizes() if sizes is None else sizes
+        self.program, self._ranks = compiled.program, ranks
+        self.sizes = self.program.step_sizes() if sizes is None else sizes
         self.inputs = dict(inputs)
-        self._parts = partition(program)
+        self._parts = compiled.parts
         self._refuse(pool)
         self.here = here = self._parts[HERE]
         order = on_streams(here) if reuse else None
-        self.memory = Memory(here, weights, self.sizes, {**inputs, **caches}, order)
+        self.memory = Memory(here, weights, self.sizes, {**inputs, **caches}, order, ranks)
         self.outputs = dict(self.memory.outputs)
         self.cpu: CpuExecutable | None = None
         self.link: Link | None = None
@@ -120,6 +123,7 @@ class RefExecutable:
                 self.cpu.result()
             except TaskError as failure:
                 error = failure
+                self._give_up(failure)
             finally:
                 self.link.release()  # of a pool that has ended, the stream waits no more
         self._stream.end()
@@ -146,10 +150,19 @@ class RefExecutable:
         self.link.set(node)
 
     def _run(self) -> None:
-        for node in self.here.nodes:
-            begin = monotonic_ns()
-            self.execute(node)
-            active.node(HERE, node.name, begin, monotonic_ns())
+        try:
+            for node in self.here.nodes:
+                begin = monotonic_ns()
+                self.execute(node)
+                active.node(HERE, node.name, begin, monotonic_ns())
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """Tells the other ranks, which would wait for this one."""
+        if self._ranks is not None:
+            self._ranks.abort(error)
 
     def _refuse(self, pool: WorkerPool | None) -> None:
         for device, part in self._parts.items():

@@ -11,7 +11,7 @@ from pykernels.quant import Biases, Format, PackedExperts, get_format
 from ...program import Program
 from ...program.node import Node
 from ...program.weight_spec import WeightSpec
-from ...program.weights import Layout, LayoutOf, WeightStore
+from ...program.weights import Layout, LayoutOf, Packed, WeightStore
 from ..cpu import weights as cpu
 
 
@@ -29,7 +29,7 @@ def layouts(program: Program) -> LayoutOf:
         if node.device == "cpu":
             return on_cpu(node, port)
         if node.role == "load" or "resident" in node.inputs:
-            return cpu.HERE, cpu.packed
+            return cpu.HERE, tiles_of_all
         return cpu.HERE, kinds[program.weight(node, port).kind]
 
     return layout_of
@@ -58,6 +58,12 @@ def exact_experts(spec: WeightSpec, store: WeightStore, device: torch.device) ->
     return Dequantized(packed, spec.chosen or range(spec.shape[0]))
 
 
+def tiles_of_all(spec: WeightSpec, store: WeightStore, device: torch.device) -> Packed:
+    """The CPU's tiles of a layer's experts, from which some of them are copied."""
+    tiles: Packed = store.get(spec.whole or spec, cpu.HERE, cpu.packed)
+    return tiles
+
+
 NONE = -1
 
 
@@ -81,6 +87,10 @@ class Dequantized:
         """From now on ``slot`` is the expert of that number in ``packed``."""
         self._chosen[slot] = expert
         self._found.pop(slot, None)
+
+    def forget(self) -> None:
+        """Drops what was dequantized: the tiles have changed."""
+        self._found.clear()
 
     def unpack(self, expert: int) -> tuple[torch.Tensor, ...]:
         """float32 gate, up [I, H] and down [H, I]."""

@@ -101,6 +101,10 @@ class EngineStats:
     cached_tokens: int = 0
     """The ones of these that were found in the cache."""
     new_tokens: int = 0
+    draft_tokens: int = 0
+    """Drafts that steps have checked."""
+    accepted_tokens: int = 0
+    """The ones of these that were what was drawn."""
     preemptions: int = 0
     finished: int = 0
     failed_steps: int = 0

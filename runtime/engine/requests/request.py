@@ -14,6 +14,7 @@ from ...runner.constraint import MaskedOutput
 from ...runner.counts import TokenCounts
 from ...runner.routing import RoutedLayer, RoutingLog
 from ...runner.sampling_params import MAX_SEED, SamplingParams
+from .drafters import Drafter
 from .outputs import FinishReason, RequestStats, TokenLogprob
 from .text import TextStream
 
@@ -49,6 +50,7 @@ class Request:
         text: of a request with stop strings, else None.
         routing: of a request that asks for its experts, else None.
         streamed: whether each token is an event; otherwise only the end is.
+        drafter: of its next tokens, else None.
         deadline: on the clock of ``time.perf_counter``.
     """
 
@@ -57,6 +59,7 @@ class Request:
         "cached",
         "computed",
         "deadline",
+        "drafter",
         "drawn",
         "early",
         "end_ids",
@@ -126,7 +129,8 @@ class Request:
         if self.min_tokens:
             bias = {**params.logit_bias, **dict.fromkeys(self.end_ids, -math.inf)}
             self.early = SequenceSampling(params, seed, counts, bias, mask)
-        self.table = PageTable()
+        self.drafter: Drafter | None = None
+        self.table = PageTable(forks=params.n > 1)
         self.state = State.NEW
         self.reason: FinishReason | None = None
         self.error: BaseException | None = None
@@ -150,6 +154,15 @@ class Request:
     def next_sampling(self) -> SequenceSampling:
         """How the next token is drawn: no end token among the first ``min_tokens``."""
         return self.early if self.drawn < self.min_tokens else self.sampling
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts that its next step may have: all its tokens are drawn in one way, and none lies
+        behind ``max_tokens``. None where penalties or a constraint go by the token before."""
+        if self.drafter is None or self.sampling.counts is not None or self.masked is not None:
+            return 0
+        early = self.drawn < self.min_tokens
+        return (self.min_tokens if early else self.max_tokens) - self.drawn - 1
 
     @property
     def first_row(self) -> int:

@@ -30,28 +30,19 @@ class BatchWriter:
         decoding: Sequence[Request],
         chunks: Sequence[PrefillChunk],
         rows: Mapping[Request, int] | None = None,
+        drafts: Sequence[Sequence[int]] = (),
     ) -> StepBatch:
-        """The batch of ``decoding``, one token each, and of ``chunks`` behind them.
+        """The batch of ``decoding``, one token each and its drafts, and of ``chunks`` behind them.
 
         Args:
-            decoding: at most max_num_seqs, each with a page for its token.
+            decoding: at most max_num_seqs, each with pages for its tokens.
             chunks: those that end their prompt come first.
             rows: of the step that still draws the tokens of ``decoding``: ``set_tokens`` brings
                 them. None: they are known.
+            drafts: of each of ``decoding``, where tokens are known; none: none has drafts.
         """
         batch, page_size = self.batch, self.page_size
-        S = len(decoding)
-        if rows is None:
-            batch.tokens[:S] = [request.tokens[-1] for request in decoding]
-            self._rows = slice(S)
-        else:
-            self._rows = np.array([rows[request] for request in decoding], np.int64)
-        batch.is_prompt[:S] = 0
-        batch.query_start_loc[: S + 1] = np.arange(S + 1)
-        positions = [request.computed for request in decoding]
-        batch.positions[:S] = positions
-        batch.seq_lens[:S] = batch.positions[:S] + 1
-        T, R = S, S
+        T, sampling = self._write_decoding(decoding, rows, drafts)
         requests = list(decoding)
         logprob_rows: list[int] = []  # indices of the tokens that give prompt logprobs
         forced_sampling: list[SequenceSampling] = []
@@ -70,28 +61,69 @@ class BatchWriter:
                 forced_sampling.append(
                     forced(request.tokens[position + 1], request.params.logprobs)
                 )
+            if chunk.completes:
+                batch.logits_indices[len(sampling)] = T + size - 1
+                batch.draws[len(sampling)] = request.drawn
+                sampling.append(request.next_sampling)
             T += size
-            R += chunk.completes
             requests.append(request)
             batch.query_start_loc[len(requests)] = T
-        batch.S, batch.T, batch.R = len(requests), T, R + len(forced_sampling)
+        R = len(sampling)
+        batch.sampling = sampling + forced_sampling
+        batch.S, batch.T, batch.R = len(requests), T, len(batch.sampling)
         batch.page_table_rows[: batch.S] = [request.table.row for request in requests]
-        batch.logits_indices[:R] = batch.query_start_loc[1 : R + 1] - 1
+        batch.state_slots[: batch.S] = [request.table.slot for request in requests]
         batch.logits_indices[R : batch.R] = logprob_rows
-        batch.sampling = [request.next_sampling for request in requests[:R]] + forced_sampling
-        batch.seeds[: batch.R] = [sampling.seed for sampling in batch.sampling]
-        batch.draws[:R] = [request.drawn for request in requests[:R]]
         batch.draws[R : batch.R] = 0
+        batch.seeds[: batch.R] = [sampling.seed for sampling in batch.sampling]
         # Padding: a step that runs a whole bucket writes no page for it and attends to nothing.
         batch.slot_mapping[T:] = -1
         batch.seq_lens[batch.S :] = 0
+        batch.state_slots[batch.S :] = -1
         batch.query_start_loc[batch.S + 1 :] = T
         batch.logits_indices[batch.R :] = 0
-        self._live = self._counters[:, :S]
-        self._write_slot_mapping(decoding)
         batch.version += 1
         self._set_tables(requests)
         return batch
+
+    def _write_decoding(
+        self,
+        decoding: Sequence[Request],
+        rows: Mapping[Request, int] | None,
+        drafts: Sequence[Sequence[int]],
+    ) -> tuple[int, list[SequenceSampling]]:
+        """Writes the tokens of those that decode, and a row of logits for each of them.
+
+        Returns:
+            How many tokens they have, and how each is sampled.
+        """
+        batch, D = self.batch, len(decoding)
+        counts = np.array([1 + len(draft) for draft in drafts] or [1] * D, np.int64)
+        batch.query_start_loc[1 : D + 1] = np.cumsum(counts)
+        T = int(batch.query_start_loc[D])
+        of = np.repeat(np.arange(D), counts)  # [T] the sequence of each token
+        ahead = np.arange(T) - batch.query_start_loc[of]  # [T] its place among those of the step
+        batch.D, self._live = D, self._counters[:, :D]
+        batch.page_table_rows[:D] = [request.table.row for request in decoding]
+        computed = np.array([request.computed for request in decoding], np.int64)
+        batch.seq_lens[:D] = computed + counts
+        batch.positions[:T] = computed[of] + ahead
+        batch.draws[:T] = np.array([request.drawn for request in decoding], np.int64)[of] + ahead
+        batch.is_prompt[:T], batch.logits_indices[:T] = 0, np.arange(T)
+        self._rows = slice(D)
+        if rows is not None:
+            self._rows = np.array([rows[request] for request in decoding], np.int64)
+        elif drafts:
+            tokens = [
+                [request.tokens[-1], *draft]
+                for request, draft in zip(decoding, drafts, strict=True)
+            ]
+            batch.tokens[:T] = [token for each in tokens for token in each]
+        else:
+            batch.tokens[:T] = [request.tokens[-1] for request in decoding]
+        self._write_slot_mapping(batch.page_table_rows[of])
+        sampling = [request.next_sampling for request in decoding]
+        return T, [sampling[s] for s in of.tolist()]
 
     def advance(self, decoding: Sequence[Request], new_pages: bool) -> None:
         """The same sequences one token later; ``set_tokens`` is given the tokens before or after.
@@ -103,7 +135,7 @@ class BatchWriter:
         self._live += 1
         self._rows = slice(self._live.shape[1])
         if new_pages:
-            self._write_slot_mapping(decoding)
+            self._write_slot_mapping(self.batch.page_table_rows[: len(decoding)])
             self._set_tables(decoding)
         self.batch.tables_version = self.manager.version
 
@@ -118,9 +150,9 @@ class BatchWriter:
         batch.tables_version = self.manager.version
         batch.table_pages = max(len(request.table.pages) for request in requests)
 
-    def _write_slot_mapping(self, decoding: Sequence[Request]) -> None:
-        page_size = self.page_size
-        self.batch.slot_mapping[: len(decoding)] = [
-            r.table.pages[r.computed // page_size] * page_size + r.computed % page_size
-            for r in decoding
-        ]
+    def _write_slot_mapping(self, rows: Ints) -> None:
+        """Where the first tokens of the step go; ``rows``: of the page tables of their
+        sequences."""
+        positions = self.batch.positions[: len(rows)]
+        pages = self.manager.tables[rows, positions // self.page_size]
+        self.batch.slot_mapping[: len(rows)] = pages * self.page_size + positions % self.page_size

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...kv_cache import BlockManager
-from ...kv_cache.block_manager import PageTable
+from ...kv_cache import BlockManager, PageTable
 from ...runner.batch import PrefillRunner
 from ..requests.request import Request
 from .batch_writer import BatchWriter

@@ -1,9 +1,10 @@
 """Continuous batching: which tokens of which requests make up the next step.
 
 Every step computes one token of each decoding request and fills the rest of the token budget with
-prefill chunks (chunked prefill, Sarathi-Serve, OSDI 2024), by priority and arrival. While other
-requests decode, ``PrefillCap`` bounds the prompt tokens, so that their inter-token time stays near
-its target. A prompt that is longer than a step leaves half of the budget to shorter ones behind it.
+prefill chunks (chunked prefill, Sarathi-Serve, OSDI 2024), by priority and arrival; what these
+leave is for drafts of the tokens that follow (``Drafts``). While other requests decode,
+``PrefillCap`` bounds the prompt tokens, so that their inter-token time stays near its target. A
+prompt that is longer than a step leaves half of the budget to shorter ones behind it.
 
 A request gets the pages of its whole prompt when it is admitted; a decoding one gets a page when
 its last is full. If there is none, the request that is served last is preempted: it gives its pages
@@ -29,6 +30,7 @@ from ..requests.outputs import EngineStats
 from ..requests.request import Request, State
 from .batch_writer import BatchWriter
 from .config import EngineConfig
+from .drafts import Drafts
 from .prefill_cap import PrefillCap
 from .prefill_lane import PrefillLane
 from .step import PrefillChunk, ScheduledStep
@@ -46,7 +48,13 @@ class Scheduler:
         lane: prompts that are computed beside other steps; None: the runner cannot.
     """
 
-    def __init__(self, runner: Runner, stats: EngineStats, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        stats: EngineStats,
+        config: EngineConfig,
+        drafts: Drafts | None = None,
+    ) -> None:
         self.page_size = runner.page_size
         # Every decoding request must fit in a step.
         self.capacity = min(runner.max_num_seqs, runner.max_num_batched_tokens)
@@ -56,19 +64,28 @@ class Scheduler:
         self.max_partial = config.max_partial_prefills
         self.stats = stats
         max_pages = -(-runner.max_model_len // self.page_size)
-        self.manager = BlockManager(runner.num_pages, self.page_size, self.capacity, max_pages)
+        self.manager = BlockManager(
+            runner.num_pages,
+            self.page_size,
+            self.capacity,
+            max_pages,
+            runner.state_slots,
+            -(-config.snapshot_spacing // self.page_size),
+        )
         self.writer = BatchWriter(runner, self.manager)
         self.lane: PrefillLane | None = None
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
+        self._drafts = drafts
         self._last: ScheduledStep
         self._changed = True  # since the last step: the batch must be written again
-        self._until_page = 0  # steps until a decoding request fills its last page
+        self._until_page = 0  # steps until a decoding request fills a page
 
     def add_lane(self, runner: Runner) -> None:
         """Called once the runner is bound."""
         if runner.prefill_runner is not None:
+            assert self.manager.snapshots is None, "no states are copied beside a running step"
             self.lane = PrefillLane(runner.prefill_runner, self.manager)
 
     @property
@@ -110,6 +127,10 @@ class Scheduler:
                 its end is to be awaited: it gives back what others wait for.
         """
         ahead = before is not None
+        proposed: dict[Request, list[int]] = {}
+        if self._drafts is not None and not ahead:
+            proposed = self._drafts.propose(self.decoding)
+            self._changed |= bool(proposed)
         if not self._changed:
             self._until_page -= 1
             new_pages = self._until_page == 0
@@ -135,7 +156,16 @@ class Scheduler:
         if rows is not None and any(request not in rows for request in decoding):
             self._changed = True  # one has come from the step beside: its token is known
             return None
-        batch = self.writer.write(decoding, chunks, rows)
+        drafts: list[list[int]] = []
+        if self._drafts is not None and proposed:  # they have what prompts leave
+            tokens = most - len(decoding) - sum(chunk.size for chunk in chunks)
+            logits = self.max_num_logits - len(decoding)
+            logits -= sum(chunk.completes + len(chunk.logprob_positions) for chunk in chunks)
+            fits = self._drafts.fitting(self.manager, decoding, proposed, min(tokens, logits))
+            if fits:
+                decoding = sorted(decoding, key=lambda request: request in fits)
+                drafts = [fits.get(request, []) for request in decoding]
+        batch = self.writer.write(decoding, chunks, rows, drafts)
         self._last = ScheduledStep(
             batch,
             decoding,
@@ -143,22 +173,33 @@ class Scheduler:
             decoding + [chunk.request for chunk in chunks if chunk.completes],
             [chunk.request for chunk in chunks for _ in chunk.logprob_positions],
             any(sampling.params.logprobs is not None for sampling in batch.sampling),
+            drafts,
         )
-        # While a prompt is being prefilled, every step is a different one.
-        self._changed = bool(chunks)
+        # While a prompt is being prefilled, or with drafts, every step is a different one.
+        self._changed = bool(chunks or drafts)
         return self._advance(self._last)
+
+    def may_draft(self, step: ScheduledStep) -> bool:
+        """Whether the next step may have drafts, which follow from what this one draws."""
+        return self._drafts is not None and any(r.most_drafts > 0 for r in step.sampled)
+
+    def has_drafts(self, step: ScheduledStep, sampled_token_ids: Sequence[int]) -> bool:
+        """Whether there are drafts behind what a step has drawn, and the next one, which is
+        scheduled, has none."""
+        return self._drafts is not None and self._drafts.any_behind(step, sampled_token_ids)
 
     def _advance(self, step: ScheduledStep) -> ScheduledStep:
         """Its requests are where the step will have brought them."""
-        for request in step.decoding:
-            request.computed += 1
+        for request, count in zip(step.decoding, step.num_scheduled, strict=True):
+            request.computed += count
+            request.drawn += count
         for chunk in step.chunks:
             chunk.request.computed = chunk.last
             if chunk.completes:
                 self.prefilling.remove(chunk.request)
                 self.decoding.append(chunk.request)
+                chunk.request.drawn += 1
         for request in step.sampled:
-            request.drawn += 1
             if request.drawn in (request.min_tokens, request.max_tokens):
                 self._changed = True  # how it is drawn, or who decodes
         return step
@@ -209,33 +250,64 @@ class Scheduler:
 
     def undo(self, step: ScheduledStep) -> None:
         """The step that was scheduled last is not launched: another takes its place."""
-        for request in step.sampled:
-            request.drawn -= 1
-        for request in step.decoding:
-            request.computed -= 1
+        for request, count in zip(step.decoding, step.num_scheduled, strict=True):
+            request.computed -= count
+            request.drawn -= count
         for chunk in step.chunks:
             chunk.request.computed = chunk.first
             if chunk.completes:
                 self.decoding.remove(chunk.request)
                 insort(self.prefilling, chunk.request, key=ORDER)
+                chunk.request.drawn -= 1
         self._changed = True
 
     def launched(self, step: ScheduledStep) -> None:
         """Later steps may share the pages of the step's prompts: they run behind it."""
         for request, first, size in step.chunks:
             step.inserted += self.manager.commit(request.table, request.tokens, first + size)
+        if (snapshots := self.manager.snapshots) is not None:
+            for chunk in step.chunks:
+                node = snapshots.reached(chunk.request.table, chunk.last, chunk.completes)
+                if node is not None:
+                    step.snapshots.append(node)
+            for request in step.decoding:
+                snapshots.decoded(request.table, request.computed)
+
+    def take_state_copies(self) -> list[tuple[int, int]]:
+        """(from, to) of the states that are to be copied before the next step."""
+        snapshots = self.manager.snapshots
+        return [] if snapshots is None else snapshots.states.take_copies()
+
+    @property
+    def copies_states(self) -> bool:
+        """Whether states are to be copied before the next step."""
+        snapshots = self.manager.snapshots
+        return snapshots is not None and bool(snapshots.states.copies)
 
     def finished(self, step: ScheduledStep) -> None:
-        """Called before what the step drew is appended: pages that it has filled are shared."""
-        for request in step.decoding:
-            if len(request.tokens) % self.page_size == 0 and request.state is State.RUNNING:
-                self.manager.commit(request.table, request.tokens, len(request.tokens))
+        """Called before what the step drew is appended: pages that it has filled are shared. Drafts
+        that are not accepted were not computed: what comes in their place is written over them."""
+        accepted = step.num_accepted
+        for i, request in enumerate(step.decoding):
+            if request.state is not State.RUNNING:
+                continue
+            size = len(request.tokens)
+            if (size + accepted[i]) // self.page_size > (size - 1) // self.page_size:
+                drafts = step.drafts[i][: accepted[i]] if accepted[i] else []
+                self.manager.commit(request.table, request.tokens + drafts, size + accepted[i])
+                if self.manager.snapshots is not None:
+                    self.manager.snapshots.finished(request.table, size)
+            rejected = step.num_scheduled[i] - 1 - accepted[i]
+            request.computed -= rejected
+            request.drawn -= rejected
 
     def failed(self, step: ScheduledStep) -> None:
         """The pages that it should have filled hold nothing; its requests have ended."""
         lost = self.manager.forget(step.inserted)
+        self.manager.forget_snapshots(step.snapshots)
         for request in self.decoding + self.prefilling:
-            if not lost.isdisjoint(request.table.pages):
+            table = request.table
+            if not lost.isdisjoint(table.pages) or table.source in step.snapshots:
                 self._preempt(request)
 
     def _grow(self, decoding: list[Request], ahead: bool) -> bool:
@@ -247,8 +319,9 @@ class Scheduler:
         self._until_page = page_size
         for request in decoding:
             while request.state is State.RUNNING:
-                if free_places := len(request.table.pages) * page_size - request.computed:
-                    self._until_page = min(self._until_page, free_places)
+                if request.computed < len(request.table.pages) * page_size:
+                    left = page_size - request.computed % page_size
+                    self._until_page = min(self._until_page, left)
                     break
                 if not self.manager.extend(request.table):
                     self._changed = True
@@ -268,7 +341,7 @@ class Scheduler:
 
     def timed(self, step: ScheduledStep, seconds: float) -> None:
         """A step took so long."""
-        self.cap.record(len(step.decoding), sum(chunk.size for chunk in step.chunks), seconds)
+        self.cap.record(sum(step.num_scheduled), sum(chunk.size for chunk in step.chunks), seconds)
 
     def _prefill(self, budget: int, decoding: int, now: float) -> list[PrefillChunk]:
         """Prefill chunks, at most ``budget`` tokens: those that end their prompt come first."""
@@ -306,6 +379,8 @@ class Scheduler:
                 # Every token from the first row on needs a row of logits.
                 first_row = max(start, request.first_row)
                 end = min(start + left, len(request.tokens), first_row + rows)
+                if (mark := self.manager.chunk_end(request.table)) is not None:
+                    end = min(end, mark)
                 if end <= start:
                     continue
                 ends[request] = end

@@ -19,7 +19,7 @@ from pykernels.quant.split import SplitExperts
 from pykernels.registry import names
 from pykernels.shapes import ExpertSpec, MoEShape
 from pykernels.testing import assert_close, flips, poisoned, random_experts, skewed_routing
-from runtime.experts.routed import RoutedExperts
+from runtime.devices.cpu.routed import RoutedExperts
 from runtime.workers.pool import WorkerPool
 
 from ..kernels import needs_vnni, only_with_all, operations, tried
@@ -113,7 +113,7 @@ def test_a_pool_does_the_same(case):
         for e in range(shape.E):
             routed.load_expert(e, *whole.unpack(e), biases=whole.biases(e))
         y = routed(x.float(), ids, weights)
-        assert routed.counters.bytes == len(ids.unique()) * whole.bytes_per_expert
+        assert routed.read_bytes == len(ids.unique()) * whole.bytes_per_expert
         assert routed.nbytes == whole.nbytes == RoutedExperts.bytes_needed(shape, fmt, down_fmt)
     assert_close(y, *truth_of(case, 5))
 

@@ -41,9 +41,7 @@ def test_down_tasks_of_many_tokens_are_long_in_outputs(threads) -> None:
     assert len(lengths) > threads and len(lengths) * cut.down_splits >= 8 * threads
 
 
-@pytest.mark.parametrize(
-    "cut", [(0, 1), (1, -1), (1, 1, -4), (1, 1, 5, -1), (1, 1, 5, 0, -1), (1, 1, 5, 0, 0, 0)]
-)
+@pytest.mark.parametrize("cut", [(0, 1), (1, -1), (1, 1, -4), (1, 1, 5, -1), (1, 1, 5, 0, 0)])
 def test_impossible_plans_are_refused(cut) -> None:
     with pytest.raises(PykernelsError, match="cannot be cut by MoEPlan"):
         MoEPlan(*cut)

@@ -14,6 +14,7 @@ from runtime.program.analysis import (
     critical_path,
     dependencies,
     liveness,
+    on_streams,
     plan_memory,
 )
 from runtime.program.partition import partition
@@ -196,3 +197,33 @@ def test_a_cut_through_updates_is_refused(node: str, cause: str) -> None:
     nodes = tuple(replace(n, device="gpu" if n.name == node else "cpu") for n in program.nodes)
     with pytest.raises(PykernelsError, match=cause):
         partition(replace(program, nodes=nodes))
+
+
+def test_ranks_meet_in_order_and_sends_run_in_parallel() -> None:
+    """Whatever runs beside: the other members wait in that order."""
+    b = Builder("ranks", {"T": T, "S": 1, "R": 1})
+    for name in ("x", "y"):
+        b.buffer(name, "T", H, kind="input")
+    for name in ("z", "first", "second"):
+        b.buffer(name, "T", H, kind="output")
+    b.node("all_reduce", "one", {"x": "x"}, {"out": "first"}, ranks=(0, 1))
+    b.node("send", "send", {"value0": "x"}, {}, peer=1)
+    b.node("recv", "recv", {}, {"value0": "z"}, peer=1)
+    b.node("all_reduce", "two", {"x": "y"}, {"out": "second"}, ranks=(0, 1))
+    program = b.build()
+    assert dependencies(program).direct == ((), (), (), (0,))
+    assert on_streams(program).direct == ((), (0,), (1,), (2,))
+    streams = {"send": "out", "recv": "in"}
+    nodes = (replace(node, on_stream=streams.get(node.name)) for node in program.nodes)
+    assert on_streams(replace(program, nodes=tuple(nodes))).direct == ((), (), (), (0,))
+
+
+def test_a_rank_meets_others_alone() -> None:
+    b = Builder("ranks", {"T": T, "S": 1, "R": 1})
+    b.buffer("x", "T", H, kind="input")
+    b.buffer("out", "T", H, kind="output")
+    b.node("all_reduce", "sum", {"x": "x"}, {"out": "out"}, ranks=(1, 2))
+    with pytest.raises(
+        PykernelsError, match=r"rank 0, which runs it, is not in its group \(1, 2\)"
+    ):
+        b.build()

@@ -12,8 +12,9 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import PackedMatrix, get_format
 from pykernels.shapes import RouterSpec
 from runtime.devices.cpu.step import CpuExecutable
-from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
+from runtime.passes.on_ref import on_ref
+from runtime.planning.compile import Compiled
 from runtime.program import Builder, Program, repeated
 from runtime.program.sizes import StepSizes
 from runtime.program.step_inputs import allocate_inputs
@@ -98,7 +99,7 @@ def test_a_norm_adds_up_any_number(count: int) -> None:
         }
         steps = (
             CpuExecutable(program, store, pool, inputs, {}, "generic"),
-            RefExecutable(on_ref(program), store, inputs, {}),
+            RefExecutable(Compiled.of(on_ref(program)), store, inputs, {}),
         )
         for step in steps:
             step.sizes[0] = T

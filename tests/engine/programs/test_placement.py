@@ -44,7 +44,7 @@ def test_a_model_without_experts_has_none_on_the_cpu(experts: str, tmp_path: Pat
     program = meta_decoder(tmp_path).lower(StepSizes(8, 8, 8, 1, 1))
     for free in {"cuda:0": 0}, {"cuda:0": 0, "cuda:1": 0}:
         found = place(program, experts, free, lambda spec: spec.nbytes)
-        assert found.experts != "cpu" and set(partition(found.apply(program))) == set(free)
+        assert found.experts != "cpu" and set(partition(found.place(program))) == set(free)
     with pytest.raises(PykernelsError, match="no routed experts. Leave out gpu_experts"):
         place_beside(2, meta_decoder(tmp_path), "cuda:0", StepSizes(8, 8, 8, 1, 1), experts)
 
@@ -52,7 +52,7 @@ def test_a_model_without_experts_has_none_on_the_cpu(experts: str, tmp_path: Pat
 def test_three_devices_meet_where_one_reads_what_another_wrote() -> None:
     program = meta_decoder(model.EMBEDDED).lower(StepSizes(8, 8, 8, 1, 1))
     two = Placement("cuda:0", by_layer=dict.fromkeys((3, 4, 5), "cuda:1"))
-    parts = partition(two.apply(program))
+    parts = partition(two.place(program))
     assert set(parts) == {"cuda:0", "cpu", "cuda:1"}
     for device, part in parts.items():
         layers = {node.layer for node in part.nodes if node.op not in ("submit", "wait")} - {None}

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from runtime.devices.cpu.step import CpuExecutable
-from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
+from runtime.passes.on_ref import on_ref
+from runtime.planning.compile import Compiled
 from runtime.program.weights import WeightStore
 from runtime.runner.sampling import SamplingInputs
 from runtime.workers.pool import WorkerPool
@@ -32,7 +33,7 @@ def test_a_device_draws_what_the_rows_ask_for(device: str) -> None:
         step = (
             CpuExecutable(program(R), WeightStore(), pool, inputs, {})
             if device == "cpu"
-            else RefExecutable(on_ref(program(R)), WeightStore(), inputs, {})
+            else RefExecutable(Compiled.of(on_ref(program(R))), WeightStore(), inputs, {})
         )
 
         def run(given: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -7,10 +7,11 @@ import torch
 
 from ..ops import AROUND, Op, Tensors, bits
 from ..ops_attention import ATTENTION
+from ..ops_delta_net import DELTA_NET
 from ..ops_products import PRODUCTS
 from ..ops_step import STEP
 
-OPS = (*AROUND, *PRODUCTS, *ATTENTION, *STEP)
+OPS = (*AROUND, *PRODUCTS, *ATTENTION, *STEP, *DELTA_NET)
 
 
 def fill(held: Tensors, seed: int, op: Op, device: torch.device) -> None:

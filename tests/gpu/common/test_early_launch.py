@@ -14,7 +14,6 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from pykernels.gpu.attention.gqa_decode import gqa_decode
-from pykernels.gpu.attention.kv_write import kv_write, mla_write
 from pykernels.gpu.attention.mla_decode import mla_decode
 from pykernels.gpu.common import launch
 from pykernels.gpu.moe import fused_moe
@@ -23,7 +22,9 @@ from pykernels.gpu.moe.router import route
 from pykernels.gpu.moe.router_logits import router_logits
 from pykernels.gpu.norm import rms_norm
 from pykernels.gpu.plans.attention import DecodePlan
-from pykernels.gpu.rope import rope, rope_frequencies
+from pykernels.gpu.rope import rope_frequencies, rope_table
+from pykernels.gpu.rope_cache_write.gqa import gqa_rope_cache_write
+from pykernels.gpu.rope_cache_write.mla import mla_rope_cache_write
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape, RouterSpec
 
@@ -52,14 +53,14 @@ def check(chain: Chain, kernels: set[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", run_and_wait)
         expected = chain().clone()
-    assert kernels <= set(names) and len(names) >= 3 * ROUNDS
+    assert kernels <= set(names) and len(names) >= 2 * ROUNDS
     assert expected.isfinite().all() and expected.flatten(1).any(1).all()
     assert_replays_alike(chain, expected, times=20)
 
 
 def decode_chain(plan: DecodePlan, NH: int, KVH: int, fp8: bool, device: torch.device) -> Chain:
-    """Queries rotated, a token written, attention; KVH 0: MLA, whose queries' first numbers,
-    rotated in place, are their rotated part too. Every second round's sequences are in one part."""
+    """Queries rotated and a token written, attention; KVH 0: MLA, whose queries' first numbers are
+    their rotated part too. Every second round's sequences are in one part."""
     mla, page, B = KVH == 0, 64, len(LENGTHS)
     D, R = (512, 64) if mla else (128, 128)
     tokens = [(D,), (R,)] if mla else [(KVH, D)] * 2
@@ -74,29 +75,38 @@ def decode_chain(plan: DecodePlan, NH: int, KVH: int, fp8: bool, device: torch.d
     rows = [x.view(torch.uint8).view(x.shape[0] * page, -1) for x in each]
     q = torch.randn(B, NH, D).to(BF16).to(device)
     given = [torch.randn(ROUNDS, B, *shape).to(BF16).to(device) for shape in tokens]
-    kept, frequencies = given[mla].clone(), rope_frequencies(R).to(device)
-    rotated, outs = given[mla], q.new_empty(ROUNDS + 1, *q.shape)
+    frequencies, outs = rope_frequencies(R).to(device), q.new_empty(ROUNDS + 1, *q.shape)
+    angles = [rope_table(at, frequencies) for at in positions]
+    joined = torch.cat([x.flatten(2) for x in given], -1)  # [ROUNDS, B, keys and values]
+    qkv = torch.cat([q.new_empty(ROUNDS, B, NH * D), joined], -1)
+    turned, ones = q.new_empty(B, NH, R if mla else D), torch.ones(D, device=device)
     scales = dict(zip(("k_scale", "v_scale"), cache.scales, strict=True))
     # Of GQA few keys have most of the weight: queries matter.
     how = {"scale": 0.5, "latent_scale": cache.scales[0]} if mla else {"scale": 1.0, **scales}
-    write, decode = (mla_write, mla_decode) if mla else (kv_write, gqa_decode)
 
     def chain() -> torch.Tensor:
         cache.lengths.copy_(before)
         for x in rows:
             x.index_fill_(0, slots.flatten(), 0xFF)  # NaN in bfloat16, E4M3 and float32
-        rotated.copy_(kept)
         outs.fill_(float("nan"))
         outs[0].copy_(q)
         for i in range(ROUNDS):
             cache.lengths.add_(1)
-            key = rotated[i, :, None] if mla else rotated[i]
-            rope(outs[i, :, :, :R], key, positions[i], frequencies)
-            write(*(x[i] for x in given), slots[i], *cache.values, *cache.scales[: 2 - mla])
-            queries = (outs[i], outs[i, :, :, :R]) if mla else (outs[i],)
-            one_part = replace(plan, ctas_per_sm=0) if i % 2 else plan
             where = (*cache.values, cache.table, cache.lengths)
-            decode(*queries, *where, **how, out=outs[i + 1], plan=one_part)
+            last: dict[str, Any] = {
+                **how,
+                "out": outs[i + 1],
+                "plan": replace(plan, ctas_per_sm=0) if i % 2 else plan,
+            }
+            to = angles[i], slots[i], *cache.values
+            if mla:
+                part, scale = outs[i, :, :, :R], cache.scales[0]
+                mla_rope_cache_write(part, joined[i], *to, ones, scale, out=turned)
+                mla_decode(outs[i], turned, *where, **last)
+            else:
+                qkv[i, :, : NH * D].copy_(outs[i].flatten(1))
+                gqa_rope_cache_write(qkv[i], *to, *cache.scales, out=turned)
+                gqa_decode(turned, *where, **last)
         return outs
 
     return chain
@@ -126,7 +136,8 @@ def test_decode_waits_for_queries_and_cache(
 ) -> None:
     if launch.arch(device)[0] != 9:
         pytest.skip("the plans are Hopper's")
-    check(decode_chain(plan, NH, KVH, fp8, device), kernels | {"_rope", "_write"})
+    write = "gqa_write" if KVH else "mla_write"
+    check(decode_chain(plan, NH, KVH, fp8, device), kernels | {write})
 
 
 @pytest.mark.gpu

@@ -10,7 +10,6 @@ import torch
 
 from pykernels import ref
 from pykernels.gpu.attention.gqa_prefill import gqa_prefill
-from pykernels.gpu.attention.kv_write import kv_write
 from pykernels.gpu.attention.prefill import _aligned
 from pykernels.gpu.common import launch
 from pykernels.gpu.gemm.split_k import add_kernel
@@ -47,17 +46,6 @@ def test_warp_specialized_copies_not_for_heads_beyond_32_bits() -> None:
         return torch.empty_strided((4, 128, 128), (128, stride, 1), dtype=BF16, device="meta")
 
     assert _aligned(heads(1 << 23)) and not _aligned(heads(1 << 24))
-
-
-def test_a_cache_is_written_from_heads_that_lie_far_apart(device: torch.device) -> None:
-    k, v = far_apart(2, 16, device), torch.randn(2, 3, 16, device=device).to(BF16)
-    slots = torch.tensor([5, 2], device=device)
-    mine, theirs = (
-        [torch.zeros(2, 4, 3, 16, dtype=BF16, device=device) for _ in "kv"] for _ in "mt"
-    )
-    kv_write(k, v, slots, *mine)
-    ref.kv_write(k, v, slots, *theirs)
-    assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
 
 
 @pytest.mark.parametrize("kernel", ["parts of a product", "splits of a router's inputs"])

@@ -11,6 +11,7 @@ from pykernels.errors import PykernelsError
 
 from ..ops import AROUND, Op, Tensors, bits
 from ..ops_attention import ATTENTION
+from ..ops_delta_net import DELTA_NET
 from ..ops_products import PRODUCTS
 from ..ops_step import STEP
 
@@ -31,7 +32,7 @@ def _row(op: Op) -> object:
     return pytest.param(op, id=op.name, marks=[pytest.mark.gpu] * bool(_SLOW.search(op.name)))
 
 
-OPS = [_row(op) for op in (*AROUND, *PRODUCTS, *ATTENTION, *STEP)]
+OPS = [_row(op) for op in (*AROUND, *PRODUCTS, *ATTENTION, *STEP, *DELTA_NET)]
 
 
 class Guarded:
@@ -76,10 +77,6 @@ _GAPS = {
     "sort 13 tokens",
     "rms_norm of 100",
     "embed",
-    "silu_mul",
-    "rope, pairs",
-    "mla_write, E4M3",
-    "kv_write",
     "mla_read, bf16",
     "greedy",
     "sample, all inputs",
@@ -96,6 +93,11 @@ _GAPS = {
     "gqa_decode, bf16, pages of 16",
     "mla_decode, 16 heads, bf16, pages of 16",
     "mla_prefill",
+    "gated_delta_rule, 1 tokens",
+    "causal_conv1d, 1 tokens",
+    "gated_rms_norm",
+    "sigmoid_mul",
+    "delta_gates",
 }
 """An op for each launcher, on which alone it depends; sums of experts are in test_supports.py."""
 
@@ -107,7 +109,7 @@ def _spread(x: torch.Tensor, dim: int) -> torch.Tensor:
     return wide.unflatten(dim, (-1, 2)).select(dim + 1, 0).view(x.dtype)
 
 
-SPREAD = [op for op in (*AROUND, *PRODUCTS, *ATTENTION, *STEP) if op.name in _GAPS]
+SPREAD = [op for op in (*AROUND, *PRODUCTS, *ATTENTION, *STEP, *DELTA_NET) if op.name in _GAPS]
 
 
 @pytest.mark.parametrize("op", SPREAD, ids=[op.name for op in SPREAD])

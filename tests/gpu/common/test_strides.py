@@ -1,4 +1,4 @@
-"""Which layouts are rows at one distance, or elements of which some lie in one place."""
+"""Which layouts are rows at one distance."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu.common.strides import overlaps, rows_of
+from pykernels.gpu.common.strides import rows_of
 
 X = torch.zeros(4, 3, 8)
 
@@ -28,10 +28,3 @@ def test_rows_at_one_distance() -> None:
     for x in NO_ROWS:
         with pytest.raises(PykernelsError, match="contiguous"):
             rows_of(x, "x")
-
-
-def test_what_overlaps() -> None:
-    apart = (X, X.mT, X[:, :1], X[0].expand(1, 3, 8), X[..., ::2], X.as_strided((2, 3), (9, 4)))
-    assert not any(overlaps(x) for x in apart)
-    together = (X[0].expand(4, 3, 8), X.as_strided((2, 3), (8, 4)), X.as_strided((3, 2), (1, 1)))
-    assert all(overlaps(x) for x in together)

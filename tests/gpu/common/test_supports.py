@@ -12,16 +12,17 @@ import torch
 import triton
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu import activation, embedding, norm, rope, sampling
-from pykernels.gpu.attention import kv_write, mla_read
+from pykernels.gpu import embedding, norm, sampling
+from pykernels.gpu.attention import mla_read
 from pykernels.gpu.common import launch
+from pykernels.gpu.delta_net import causal_conv1d, gate, gated_delta_rule
 from pykernels.gpu.gemm import linear
 from pykernels.gpu.gemm import weights as gemm_weights
 from pykernels.gpu.moe import fused_moe, permute, router, router_logits
 from pykernels.gpu.plans.gemm import SkinnyExpertsPlan
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.quant import get_format
-from pykernels.shapes import ExpertSpec, MoEShape, RouterSpec, Routing
+from pykernels.shapes import ExpertSpec, MoEShape, RouterSpec, Routing, StateBatch
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 LAYER = MoEShape(E=4, H=256, I=256, topk=2)
@@ -31,15 +32,23 @@ def _zeros(d: torch.device, *shape: int, dtype: torch.dtype = BF16) -> torch.Ten
     return torch.zeros(shape, device=d, dtype=dtype)
 
 
+def _decode(d: torch.device) -> StateBatch:
+    return StateBatch.decode(*torch.ones(2, 2, dtype=torch.int32, device=d))
+
+
+def _rule(d: torch.device, D: int, state: torch.dtype) -> list[torch.Tensor]:
+    heads = [_zeros(d, 2, n, D) for n in (1, 1, 2)]
+    gates = [_zeros(d, 2, 2, dtype=FLOAT) for _ in "gb"]
+    return [*heads, *gates, _zeros(d, 3, 2, D, D, dtype=state)]
+
+
+def _conv(d: torch.device, K: int) -> list[torch.Tensor]:
+    return [_zeros(d, 2, 8), _zeros(d, 8, K), _zeros(d, 3, K - 1, 8, dtype=FLOAT)]
+
+
 FLOAT = torch.float32
 # op, what it takes, what it does not, and a word of the reason
 ROWS = [
-    (
-        "silu_mul",
-        lambda d: activation.supports(_zeros(d, 2, 8)),
-        lambda d: activation.supports(_zeros(d, 2, 7)),
-        "2I",
-    ),
     (
         "embed",
         lambda d: embedding.supports(_zeros(d, 2, dtype=torch.int64), _zeros(d, 9, 8)),
@@ -53,12 +62,6 @@ ROWS = [
         "float16",
     ),
     (
-        "kv_write",
-        lambda d: kv_write.supports(_zeros(d, 2, 1, 8), _zeros(d, 3, 4, 1, 8), None, "k"),
-        lambda d: kv_write.supports(_zeros(d, 2, 1, 8), _zeros(d, 3, 4, 1, 8).to(FP8), None, "k"),
-        "without scales",
-    ),
-    (
         "rms_norm",
         lambda d: norm.supports(_zeros(d, 2, 8), _zeros(d, 8)),
         lambda d: norm.supports(_zeros(d, 2, 40000), _zeros(d, 40000)),
@@ -69,12 +72,6 @@ ROWS = [
         lambda d: permute.supports(_zeros(d, 2, 8, dtype=torch.int32)),
         lambda d: permute.supports(_zeros(d, 2, 8)),
         "ids are",
-    ),
-    (
-        "rope",
-        lambda d: rope.supports(_zeros(d, 2, 3, 8), _zeros(d, 4, dtype=FLOAT)),
-        lambda d: rope.supports(_zeros(d, 2, 3, 8), _zeros(d, 5, dtype=FLOAT)),
-        "5 frequencies",
     ),
     (
         "router",
@@ -118,6 +115,36 @@ ROWS = [
         lambda d: mla_read.supports(_zeros(d, 2, 4, 8).to(FP8), _zeros(d, 2, 4, 2), None),
         "without scales",
     ),
+    (
+        "gated_delta_rule",
+        lambda d: gated_delta_rule.supports(*_rule(d, 32, FLOAT), _decode(d)),
+        lambda d: gated_delta_rule.supports(*_rule(d, 32, BF16), _decode(d)),
+        "state is torch.bfloat16",
+    ),
+    (
+        "gated_delta_rule's heads",
+        lambda d: gated_delta_rule.supports(*_rule(d, 256, FLOAT), _decode(d)),
+        lambda d: gated_delta_rule.supports(*_rule(d, 512, FLOAT), _decode(d)),
+        "heads of 512",
+    ),
+    (
+        "causal_conv1d",
+        lambda d: causal_conv1d.supports(*_conv(d, 4), _decode(d)),
+        lambda d: causal_conv1d.supports(*_conv(d, 17), _decode(d)),
+        "weight is (8, 17)",
+    ),
+    (
+        "sigmoid_mul",
+        lambda d: gate.supports(_zeros(d, 2, 3, 8), _zeros(d, 2, 3, 1)),
+        lambda d: gate.supports(_zeros(d, 2, 3, 8), _zeros(d, 2, 3, 2)),
+        "gate is",
+    ),
+    (
+        "gated_rms_norm",
+        lambda d: gate.supports(_zeros(d, 2, 3, 8), _zeros(d, 2, 3, 8), _zeros(d, 8)),
+        lambda d: gate.supports(_zeros(d, 2, 3, 8), _zeros(d, 2, 3, 1), _zeros(d, 8)),
+        "gate is",
+    ),
 ]
 
 
@@ -147,7 +174,7 @@ def test_a_cpu_is_no_gpu(compiled: pytest.MonkeyPatch) -> None:
     for op, good, *_ in ROWS:
         assert "CUDA GPU, not on cpu" in good(torch.device("cpu")), op
     with pytest.raises(PykernelsError, match="no GPU kernel runs here"):
-        activation.silu_mul(torch.zeros(2, 8))
+        norm.rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6)
 
 
 def test_without_a_c_compiler(compiled: pytest.MonkeyPatch) -> None:
@@ -197,10 +224,7 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
     def routing(rows: int, dtype: torch.dtype) -> Routing:
         return Routing(_zeros(d, rows, 2, dtype=dtype), _zeros(d, rows, 2, dtype=FLOAT))
 
-    def rotated(q: torch.Tensor, positions: torch.Tensor, n: int = 4):
-        return lambda: rope.rope(q, None, positions, _zeros(d, n, dtype=FLOAT))
-
-    heads, at = _zeros(d, 2, 4, 8), torch.arange(2, device=d)
+    at = torch.arange(2, device=d)
     return {
         "gate_up, few rows": lambda: gate_up(x, experts, order, out=_zeros(d, 5, 32)),
         "gate_up, into float32": lambda: gate_up(
@@ -265,13 +289,14 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
         ),
         "rms_norm, another width": lambda: norm.rms_norm(x, _zeros(d, 63), 1e-6),
         "rms_norm, integers": lambda: norm.rms_norm(x.int(), _zeros(d, 64), 1e-6),
-        "silu_mul, no row": lambda: activation.silu_mul(_zeros(d)),
-        "silu_mul, another out": lambda: activation.silu_mul(x, x),
+        "causal_conv1d, in place": lambda: causal_conv1d.causal_conv1d(
+            (conv := _conv(d, 4))[0], *conv[1:], _decode(d), out=conv[0]
+        ),
+        "gated_delta_rule, 2 value heads on 3": lambda: gated_delta_rule.gated_delta_rule(
+            *(_zeros(d, 2, 3, 16) for _ in "qk"), *_rule(d, 16, FLOAT)[2:], _decode(d)
+        ),
+        "delta_gates, rows for heads": lambda: gate.delta_gates(x, x, x, x),
         "embed, an empty table": lambda: embedding.embed(ids, _zeros(d, 0, 8)),
-        "rope, more frequencies than dims": rotated(heads, at, 5),
-        "rope, too few positions": rotated(heads, at[:1]),
-        "rope, float positions": rotated(heads, _zeros(d, 2)),
-        "rope, heads that overlap": rotated(_zeros(d, 2, 99).as_strided((2, 4, 8), (99, 4, 1)), at),
         "greedy, integers": lambda: sampling.greedy(x.int()),
         "greedy, into int32": lambda: sampling.greedy(x, _zeros(d, 3, dtype=torch.int32)),
         "count_tokens, a table of int64": lambda: sampling.count_tokens(
@@ -283,9 +308,6 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
             order.starts[0],
             order.starts[0],
             4,
-        ),
-        "mla_write, rows for pages": lambda: kv_write.mla_write(
-            x, x, ids[:, 0].contiguous(), _zeros(d, 4, 64), _zeros(d, 4, 64)
         ),
     }
 

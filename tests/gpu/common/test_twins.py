@@ -23,6 +23,8 @@ from ..moe.test_moe_ffn import random_experts
 
 HOST = {"rope_frequencies", "yarn_frequencies", "yarn_scale"}
 """Made once, on the host."""
+FUSED = {"kv_write", "mla_write", "rope"}
+"""On a GPU in one launch with norms: ``rope_cache_write``."""
 LAUNCH = {"out", "order", "plan", "plans", "max_length", "kernel", "moe_plan"}
 """What only a fast op takes: where its result goes, and how it is launched."""
 TRUTH = {"dtype", "h_dtype", "nudge", "fmt"}
@@ -47,7 +49,7 @@ def on_the_gpu(name: str) -> tuple[str, Callable[..., Any]]:
     return found.popitem()
 
 
-OPS = sorted({name for name in ref.__all__ if callable(getattr(ref, name))} - HOST)
+OPS = sorted({name for name in ref.__all__ if callable(getattr(ref, name))} - HOST - FUSED)
 
 
 def assert_twins(fast: Callable[..., Any], truth: Callable[..., Any], left_out: set[str]) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 import model
 from model.checkpoint.config import resolve_dtype
 from model.modules.moe import routed_experts
-from runtime.experts.routed import RoutedExperts
+from runtime.devices.cpu.routed import RoutedExperts
 
 from .. import tiny
 from ..checks import (
@@ -237,7 +237,7 @@ def test_the_result_is_ready_for_inference(own: Own) -> None:
     assert not any(p.requires_grad for p in lm.parameters())
     assert not any(t.is_meta for t in [*lm.parameters(), *lm.buffers()])
     assert getattr(lm.config, "quantization_config", None) is None
-    assert all(routed.counters.tokens == 0 for routed in routed_experts(lm))
+    assert all(routed.read_bytes == 0 for routed in routed_experts(lm))
 
 
 def test_kernels_are_compiled_before_the_first_token(

@@ -85,6 +85,7 @@ BAD = [
     pytest.param(GPU, "has no CUDA GPU", marks=NO_CUDA),
     (["attention", "--device", "cpu"], "attention has no kernel for cpu"),
     (["e2e", "--prefill", "gpu"], "--prefill gpu. Give auto, cpu, split, stream"),
+    (["e2e", "--expert-cache-swaps", "2"], "swaps 2 without an expert cache. Add --expert-cache"),
     (["e2e", "--prefill", "stream"], "--prefill stream without a GPU. Add --device cuda:0"),
     (["prefill", "--device", "cpu"], "is about a GPU. Give --device cuda:0"),
     (["prefill", "--lengths", "64,0"], "--lengths 64,0. Give tokens"),

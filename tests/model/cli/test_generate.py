@@ -44,7 +44,7 @@ def without_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("model.pretrained.from_pretrained", lambda *_, **__: 1 / 0)
-    monkeypatch.setattr("model.llm.load_engine", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("model.load.load_engine", lambda *_, **__: 1 / 0)
 
 
 def stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:

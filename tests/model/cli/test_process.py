@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from model.cli.common import prepare_threads
+from model.cli.shared.common import prepare_threads
 
 from ..conftest import Run
 

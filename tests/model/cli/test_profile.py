@@ -60,7 +60,7 @@ BAD = [
     (["--arch", "qwen3-30b", "--context", 10**6], "Give a smaller --context"),
     (["--context", 10**6], "positions. Give a smaller --context"),
     (["--experts", "cpu"], "--experts cpu without a GPU"),
-    (["--device", "tpu"], "no device 'tpu'"),
+    (["--device", "tpu"], "--device tpu is no device"),
     (["--out", "no/such/step.json"], "no/such is no folder"),
 ]
 

@@ -78,7 +78,7 @@ def test_deferral_is_asked_beside_skipping(run: Run, data: Path, tmp_path: Path)
     ("options", "hint"),
     [
         (("tasks", "--expert-cache", "4"), "--expert-cache 4 without a GPU"),
-        (("tasks", "--experts", "cpu"), "--experts cpu is for the engine with a GPU"),
+        (("tasks", "--experts", "cpu"), "--experts cpu without a GPU"),
         (("compare", "--affected", "x"), "0,1,2"),
         (("compare", "--tasks", "humaneval", "--data", "/nowhere"), "--data"),
     ],

@@ -18,10 +18,11 @@ from model.checkpoint.config import read_config
 from model.opened import open_weights
 from pykernels.registry import kernels
 from pykernels.target import detect
-from runtime.devices.cuda.runner import CudaOptions, CudaRunner
 from runtime.engine import Engine
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
+
+from ...runners import CudaOptions, cuda_runner
 
 KERNELS = tuple(each.name for each in kernels() if each.supports("bf16", detect()) is None)
 """Those that this CPU has; the first is what "auto" takes."""
@@ -46,7 +47,7 @@ def engine_at(place: str, folder: Path) -> Iterator[Engine]:
             where = ("cuda:0", "auto") if GPU else ("cpu", "generic")
             options = CudaOptions(experts=place.rpartition(" ")[2])
             given = LENGTH, None, CHUNK, 2, where[1], (), CHUNK, options
-            runner = CudaRunner(decoder, where[0], pool, *given)
+            runner = cuda_runner(decoder, where[0], pool, *given)
             runner.load()
         with Engine(runner) as engine:
             yield engine

@@ -15,8 +15,9 @@ import torch
 import model
 from model.llm import LLM
 from pykernels.errors import PykernelsError
-from runtime.devices.ref.runner import on_ref
 from runtime.devices.ref.step import RefExecutable
+from runtime.passes.on_ref import on_ref
+from runtime.planning.compile import Compiled
 from runtime.program.sizes import StepSizes
 from runtime.program.step_inputs import allocate_inputs
 
@@ -42,7 +43,7 @@ def host_logits(llm: LLM, ids: torch.Tensor) -> torch.Tensor:
     caches = {
         name: replace(part, dtype=torch.float32).zeros() for name, part in lowered.caches(1).items()
     }
-    step = RefExecutable(program, lowered.store, inputs, caches)
+    step = RefExecutable(Compiled.of(program), lowered.store, inputs, caches)
     step.sizes[:] = torch.tensor([T, 1, T])
     step.run()
     return step.outputs["logits"]

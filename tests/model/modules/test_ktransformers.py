@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import yaml
 import model
 from model.modules.inject import inject
 from model.modules.placement import place
+from model.opened import followed
 from model.rules import parse_rules, resolve_rules
 from pykernels.errors import PykernelsError
 
-from ..checks import Checkpoints
+from ..checks import Checkpoints, logits
+from ..families.test_logprobs import EXACT, GAINS, MEDIAN, MOST, errors
+from . import ktransformers_rules as shipped
 from .test_inject import meta
 
 LISTING = r"""
@@ -91,13 +95,30 @@ def test_the_papers_listing_writes_what_our_own_options_write(
     assert written(path, file, defer="off") == written(path, OURS)
 
 
-def test_without_deferral_it_writes_what_transformers_writes(checkpoint: Checkpoints) -> None:
-    tiny = checkpoint("deepseek_v3", compressed="int4", **SIZES)
-    rules = yaml.safe_load(LISTING)
+@pytest.mark.parametrize(
+    ("place", "median", "most"), [("ref", EXACT, EXACT), ("cpu", MEDIAN, MOST)]
+)
+def test_without_deferral_its_logprobs_are_those_of_transformers(
+    place: str, median: float, most: float, checkpoint: Checkpoints
+) -> None:
+    """Of 103 tokens of a prompt and 24 that are drawn: two tokens may be nearer to each other than
+    what bfloat16 rounds, so that tokens alone say nothing after the first such pair."""
+    tiny = checkpoint("deepseek_v3", compressed="int4", gains=GAINS, **SIZES)
+    rules = yaml.safe_load(LISTING.replace("cuda:0", "cpu") if place == "cpu" else LISTING)
     rules[0]["replace"]["kwargs"]["n_deferred_experts"] = 0
-    ids = torch.tensor([[1, 2, 3]])
-    right = tiny.reference.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
-    assert written(tiny.path, rules)[:8] == right[0, 3:].tolist()
+    prompt = torch.randint(2, 96, (104,), generator=torch.Generator().manual_seed(3)).tolist()
+    with model.load_engine(tiny.path, rules=rules, device=place) as llm:
+        how: Any = {"temperature": 0, "ignore_eos": True, "logprobs": 20, "logprob_start": 1}
+        [found] = llm.generate(prompt, max_tokens=24, **how).completions
+    reference = copy.deepcopy(tiny.reference)
+    for name, matrix in reference.named_parameters():
+        if "kv_b_proj" in name:  # becomes a matrix for each head, in bfloat16
+            matrix.data = matrix.data.bfloat16().float()
+    truth = logits(reference, torch.tensor([[*prompt, *found.token_ids[:-1]]]))[0].log_softmax(-1)
+    error = errors((*found.prompt_logprobs, *found.logprobs), truth)
+    assert len(error) == 127
+    assert error.median() <= median
+    assert error.max() <= most
 
 
 PLACES = {"generate_device": "cuda", "prefill_device": "cuda"}
@@ -179,6 +200,21 @@ REFUSED = [
     ("attention.FlashInferMLA", {"generate_device": "cpu", "prefill_device": "cuda"}, "name one"),
     ("attention.Unheard", {}, "there is no operator 'operators.attention.Unheard'. Of KTrans"),
     ("models.KModel", {"per_layer_prefill_intput_threshold": 9}, "give --prefill stream"),
+    ("models.KModel", {"transfer_map": {"one": "cuda:1"}}, "Write numbers of layers and their dev"),
+    ("models.KModel", {"transfer_map": {1: "npu"}}, "no transfer_map 'npu'. Write cpu, cuda"),
+    ("attention.KDeepseekV2Attention", {"absorb_for_prefill": True}, "Write false: keys and val"),
+    ("linear.MarlinLinear", {"prefill_op": "KLinearQ8"}, "no prefill_op 'KLinearQ8'. Use KLinearT"),
+    ("linear.MarlinLinear", {"data_type": "Int4", "num_bits": 8}, "to be int4 and int8. Drop one"),
+    ("linear.MarlinLinear", {"generate_op": "KLinearFP8", "num_bits": 4}, "to be fp8 and int4"),
+    (
+        "linear.MarlinLinear",
+        {"generate_op": "KLinearCPUInfer", "generate_device": "cuda"},
+        "It is for the CPU, and the linear on cuda:0",
+    ),
+    ("experts.FusedMoE", {"prefill_device": "cuda:1", "out_device": "cuda"}, "Write cuda:0"),
+    ("RoPE.RotaryEmbedding", {"generate_device": "cpu", "prefill_device": "cuda"}, "name one"),
+    ("gate.KMoEGate", {"topk": 2}, "KMoEGate has no topk. It has generate_device, prefill_dev"),
+    ("gate.Unheard", {}, "there is no operator 'operators.gate.Unheard'"),
 ]
 
 
@@ -188,6 +224,68 @@ def test_what_has_no_counterpart_is_named(cls: str, kwargs: Any, message: str) -
     with pytest.raises(PykernelsError) as raised:
         resolve_rules([MOE | {"replace": replace}], "deepseek_v3")
     assert message in str(raised.value)
+
+
+def as_its_files_say(operator: str, kwargs: Any) -> list[dict[str, Any]]:
+    name = shipped.NAMES.get(operator.partition(".")[0], r"\.self_attn$")
+    path = operator if operator == "default" else f"ktransformers.operators.{operator}"
+    return [{"match": {"name": name}, "replace": {"class": path, "kwargs": kwargs}}]
+
+
+@pytest.mark.parametrize(("operator", "kwargs", "becomes"), shipped.ACCEPTED)
+def test_operators_of_its_files_become(operator: str, kwargs: Any, becomes: str) -> None:
+    said = []
+    for rule in resolve_rules(as_its_files_say(operator, kwargs), "deepseek_v3"):
+        what = rule.match.part if rule.check else rule.replace.kwargs.get("format", "placed")
+        said.append(f"{what} on {rule.replace.device}")
+    assert ", ".join(said) == becomes
+
+
+@pytest.mark.parametrize(("operator", "kwargs", "message"), shipped.REFUSED)
+def test_operators_of_its_files_are_refused(operator: str, kwargs: Any, message: str) -> None:
+    with pytest.raises(PykernelsError) as raised:
+        resolve_rules(as_its_files_say(operator, kwargs), "deepseek_v3")
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("operator", "kwargs", "part"),
+    [
+        ("RoPE.RotaryEmbedding", shipped.at("cuda:1"), "self_attn.rotary_emb"),
+        ("gate.KMoEGate", shipped.at("cuda:1"), "mlp.gate"),
+        ("layernorm.RMSNorm", shipped.at("cuda:1"), "norm"),
+        ("experts.KDeepseekV3MoE", shipped.at("cuda:1"), "mlp"),
+        ("experts.KTransformersExperts", shipped.experts("cuda:1"), "mlp.experts"),
+        ("mlp.kDeepseekV3MLP", shipped.at("cuda:1"), "mlp"),
+        ("models.KLlamaModel", shipped.at("cuda:1"), "model"),
+        ("models.KDeepseekV2Model", {"transfer_map": {1: "cuda:1"}}, "layers.1.self_attn"),
+    ],
+)
+def test_a_place_that_only_the_layer_has_is_checked(operator: str, kwargs: Any, part: str) -> None:
+    """The same rule, its layer on one GPU, then on the other."""
+    [rule] = as_its_files_say(operator, kwargs)
+    if not operator.startswith("experts.KT"):
+        del rule["match"]["name"]
+        rule["match"]["class"] = "ktransformers.models.modeling.OfItsOwn"
+    everything = {"match": {"name": "^$"}, "replace": {"device": "cuda:1"}}
+    lm = meta(**SIZES)
+    for rules in ([rule], [rule, everything]):
+        found = resolve_rules(rules, "deepseek_v3")
+        if len(rules) == 2:
+            followed(lm, found, "cuda:0,cuda:1")
+            continue
+        inject(lm, found)
+        with pytest.raises(
+            PykernelsError, match=rf"wants \S*{part} on cuda:1, .* on cuda:0\. Name"
+        ):
+            followed(lm, found, "cuda:0,cuda:1")
+
+
+def test_a_check_that_matches_nothing_is_an_error() -> None:
+    [rule] = as_its_files_say("gate.KMoEGate", shipped.at("cuda"))
+    rules = resolve_rules([rule], "llama")
+    with pytest.raises(PykernelsError, match="part 'router'.* matches no module"):
+        followed(meta("llama"), rules, "cuda:0")
 
 
 def test_flashinfers_mla_is_for_mla_alone() -> None:

@@ -23,7 +23,7 @@ from pykernels.quant import PackedExperts
 from pykernels.quant.split import SplitExperts
 from pykernels.shapes import Routing, SortedPairs
 
-from ....passes.gpu_metadata import ORDER
+from ....passes.gpu.metadata import ORDER
 from ....program.node import Node
 from ..memory.buffers import Memory
 from ..memory.weights import experts_within

@@ -18,8 +18,10 @@ from pykernels.shapes import Ragged
 
 from ....program.node import Node
 from ..memory.buffers import Memory
-from ..memory.capacity import EXPANDED_BYTES
 from .dense import Launch, void
+
+EXPANDED_BYTES = 512 << 20
+"""Expanded keys and values take so many at a time, unless one head's are more by themselves."""
 
 
 def attention(m: Memory, node: Node) -> Launch:

@@ -236,7 +236,7 @@ def allocated_caches(program: Program, gpus: Gpus) -> dict[str, torch.Tensor]:
     """The caches of a model on its GPUs, and tables of its experts' slots.
 
     Args:
-        program: any of the model's on its way to them (``passes.gpu_metadata``).
+        program: any of the model's on its way to them (``passes.gpu.metadata``).
     """
     tables = slot_tables(program)
     caches: dict[str, torch.Tensor] = {}

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import model
-from runtime.devices.ref.runner import RefRunner
 from runtime.engine import Engine, SamplingParams
 
 from ....cpu.kernels import only_with_all
+from ....runners import ref_runner
 from ...checks import errors
 from ...test_engine import BF16, logits
 from . import tiny_gguf
@@ -70,7 +70,7 @@ def test_weights_stay_as_they_are_stored(tmp_path: Path) -> None:
         ids = llm.encode("ab")
         assert ids[0] == 0 and len(llm.generate(ids, max_tokens=4).token_ids) <= 4
         exact = Engine(
-            RefRunner(decoder, 64, max_num_batched_tokens=16, max_num_seqs=1), threaded=False
+            ref_runner(decoder, 64, max_num_batched_tokens=16, max_num_seqs=1), threaded=False
         )
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
         (found,) = exact.generate([ids], params)

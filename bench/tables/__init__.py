@@ -1,0 +1,1 @@
+"""Rows of whole models as text, tables and plots."""

@@ -1,0 +1,1 @@
+"""What several commands share: consoles and errors, options, a model that is loaded."""

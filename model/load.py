@@ -1,0 +1,249 @@
+"""`load_engine`: from a checkpoint folder to an engine that serves it, in one call.
+
+llm = model.load_engine(model.EMBEDDED)
+print(llm.generate("def quicksort(xs):", max_tokens=64).text)
+for piece in llm.stream("class Stack:"):
+    print(piece, end="")
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from pykernels.errors import PykernelsError
+from runtime.devices.cpu import precompile
+from runtime.engine import EngineConfig
+from runtime.engine.scheduling.config import STEP_TOKENS
+from runtime.extend import checked
+from runtime.machine.topology import Topology
+from runtime.make_runner import make_plan, make_runner
+from runtime.passes.layers import check_topk
+from runtime.planning.config import ExecutionConfig
+from runtime.planning.execution import largest_step
+from runtime.planning.lowerable import Pass
+from runtime.planning.option import check_whole
+from runtime.planning.placement import Placement
+from runtime.program.sizes import StepSizes
+from runtime.workers.matrix import packer
+from runtime.workers.numa import nodes_to_use
+from runtime.workers.pool import make_pool
+from runtime.workers.threads import threads_here
+
+from .architectures.decoder import check_heads
+from .architectures.families import check_lowered
+from .checkpoint import memory
+from .checkpoint.config import read_config
+from .checkpoint.progress import Callback, compiling, reporting
+from .hub import local
+from .llm import CONTEXT, LLM
+from .modules.moe import FusedMoE, deferred_by_rules, stay_on_cpu
+from .opened import Opened, engine_device, open_weights
+from .pinning.choose import parse
+from .pinning.place import placement_of
+from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
+from .rules import Rules
+from .text.settings import engine_settings, note_of
+
+
+def load_engine(
+    path: str | Path,
+    rules: Rules = None,
+    *,
+    passes: Sequence[Pass] = (),
+    at_least: int = 0,
+    progress: bool | Callback | None = None,
+    execution: ExecutionConfig | None = None,
+    engine: EngineConfig | None = None,
+    **settings: Any,
+) -> LLM:
+    """Loads a checkpoint for the engine: every matrix packed in the format that it is stored in.
+
+    Args:
+        path: folder with config.json, safetensors and their index; a GGUF file, or its folder; a
+            packed cache, which is mapped and shared with other processes; or a name on the hub, see
+            ``hub.local``.
+        rules: as in ``from_pretrained``; None for a packed cache: those that it was made with.
+        passes: of one's own, in this order, for decode steps (see ``runtime.extend``).
+        at_least: tokens of the longest sequence, where ``max_model_len`` is not given.
+        progress: as in ``from_pretrained``.
+        execution: on which devices, and how; ``engine``: sizes and scheduling.
+        settings: fields of ``ExecutionConfig`` (device, experts, defer, threads, kernel, kv_dtype
+            ...) and of ``EngineConfig`` (max_model_len, max_num_seqs, kv_tokens ...) that differ.
+
+    Raises:
+        PykernelsError: a model that the engine cannot run, a setting out of its range, no such
+            device, more experts than fit there, or what ``from_pretrained`` raises.
+    """
+    execution, engine = _chosen(execution or ExecutionConfig(), engine or EngineConfig(), settings)
+    folder = local(path)
+    config = read_config(folder)
+    execution = on_device(execution, rules, config.model_type)
+    check_lowered(config)
+    longest = _longest(engine, config, at_least)
+    with _opened(folder, config, rules, execution) as weights:
+        execution = _by_rules(execution, weights, config.model_type)
+        _begin_compiling(execution, engine, weights)
+        placement, sizes = _fitted(execution, engine, weights, longest)
+        generation, tokenizer, eos = _texts(folder, config)
+        pool = make_pool(execution.threads, numa=execution.numa)
+        try:
+            with reporting(progress) as report:
+                decoder = weights.readable(packer(pool), report, pool.memory)
+                own = [checked(each) for each in passes]
+                plan = make_plan(execution, decoder, longest, sizes, placement, own)
+                runner = make_runner(plan, execution.device, decoder, pool)
+                runner.load()
+            with compiling(progress):
+                kernel = execution.kernel
+                return LLM(runner, config, tokenizer, eos, pool, kernel, generation, engine)
+        except BaseException:
+            pool.close()
+            raise
+
+
+def _chosen(
+    execution: ExecutionConfig, engine: EngineConfig, settings: dict[str, Any]
+) -> tuple[ExecutionConfig, EngineConfig]:
+    """Both, with the settings that are given by name."""
+    names = [{each.name for each in fields(config)} for config in (execution, engine)]
+    for name in settings:
+        if name not in (known := names[0] | names[1]):
+            close = get_close_matches(name, known, 1)
+            hint = f"Did you mean {close[0]}?" if close else f"Use {', '.join(sorted(known))}"
+            raise PykernelsError(f"load_engine has no setting {name!r}", hint)
+    own, others = ({n: v for n, v in settings.items() if n in some} for some in names)
+    execution, engine = replace(execution, **own), replace(engine, **others)
+    if engine.draft != "off" and execution.prefill == "stream":
+        raise PykernelsError(
+            f"draft={engine.draft!r} and prefill='stream': drafts are checked as prompts are read,"
+            " and each such step would bring all experts to the GPU",
+            "Leave prefill at auto, or draft at off",
+        )
+    return execution, engine
+
+
+def on_device(execution: ExecutionConfig, rules: Rules, model_type: str) -> ExecutionConfig:
+    """The configuration with the device that it, or rules, name.
+
+    Raises:
+        PykernelsError: there is no such GPU, or a setting is for one and there is none; no such
+            profile; more threads than cores.
+    """
+    execution = replace(execution, device=engine_device(execution.device, rules, model_type))
+    parse(execution.gpu_experts)  # a file that is no profile: before anything is read
+    threads_here(execution.threads, True, Topology.detect())
+    if execution.on_gpu:
+        from runtime.devices.gpus import check_device, gpus_of
+
+        check_device(execution.device)
+        execution = replace(execution, device=",".join(gpus_of(execution.device)))
+    return execution.check_device()
+
+
+def _longest(engine: EngineConfig, config: PretrainedConfig, at_least: int) -> int:
+    """Positions of a sequence."""
+    positions = config.max_position_embeddings
+    if engine.max_model_len is None:
+        return min(max(CONTEXT, at_least), positions)
+    check_whole("max_model_len", engine.max_model_len, 1, positions)
+    return engine.max_model_len
+
+
+def _opened(
+    folder: Path, config: PretrainedConfig, rules: Rules, execution: ExecutionConfig
+) -> Any:
+    nodes = nodes_to_use(Topology.detect(), execution.numa, execution.threads)
+    how = execution.kernel, execution.kv_dtype, execution.device
+    return open_weights(folder, config, rules, *how, sliced=len(nodes) > 1)
+
+
+def _by_rules(execution: ExecutionConfig, weights: Opened, model_type: str) -> ExecutionConfig:
+    """The configuration with what rules say of experts, where it leaves that open.
+
+    Raises:
+        PykernelsError: fewer than two experts of a token would be immediate.
+    """
+    model = weights.model
+    if execution.defer is None:
+        execution = replace(execution, defer=deferred_by_rules(model))
+    if execution.on_gpu and execution.experts == "auto" and stay_on_cpu(model):
+        execution = replace(execution, experts="cpu")
+    if execution.deferred:
+        blocks = [block for block in model.modules() if isinstance(block, FusedMoE)]
+        check_topk(model_type, [block.shape.topk for block in blocks], execution.deferred)
+    return execution
+
+
+def _begin_compiling(execution: ExecutionConfig, engine: EngineConfig, weights: Opened) -> None:
+    """Lets another process compile the CPU's kernels of attention, in parallel to all that follows.
+    Raises PykernelsError for heads that they do not take."""
+    if execution.device != "cpu":
+        return
+    decoder = weights.decoder
+    check_heads(decoder.head_sizes)
+    budget = engine.max_num_batched_tokens or STEP_TOKENS
+    precompile.begin(decoder.head_sizes, decoder.expansions(budget))
+
+
+def _fitted(
+    execution: ExecutionConfig, engine: EngineConfig, weights: Opened, longest: int
+) -> tuple[Placement, StepSizes]:
+    """Where weights go, and the sizes for which there is memory then.
+
+    Raises:
+        PykernelsError: weights and cache need more than is free.
+    """
+    free = None
+    if execution.on_gpu:
+        from runtime.devices.gpus import free_bytes, gpus_of
+
+        free = sum(free_bytes(gpus_of(execution.device)).values())
+    token, placement = weights.decoder.token_bytes, Placement()
+    needed, smaller = weights.needed(placement), weights.smaller(placement)
+    states = weights.decoder.state_bytes * engine.state_slots
+    if not states and (engine.snapshots, engine.snapshot_tokens) != (None, None):
+        raise PykernelsError(
+            f"snapshots of states, and {weights.decoder.name} has no layer with a state",
+            "Leave out snapshots and snapshot_tokens",
+        )
+    pages = memory.cache_pages(engine, longest, token, needed, smaller, free, states)
+    given = engine.max_num_batched_tokens
+    most = engine.max_num_seqs, engine.num_logits, engine.state_slots
+    largest = largest_step(longest, pages, given or STEP_TOKENS, *most)
+    placement = placement_of(execution, weights.decoder, largest, *weights.placed)
+    if execution.on_gpu:
+        needed, smaller = weights.needed(placement), weights.smaller(placement)
+        needed += sum(placement.staged.values())
+        memory.check_engine(needed, 0, 0, 0, smaller)
+    return placement, largest_step(longest, pages, given, *most)
+
+
+def _texts(
+    folder: Path, config: PretrainedConfig
+) -> tuple[GenerationConfig | None, PreTrainedTokenizerBase | None, list[int]]:
+    """The generation config, the tokenizer and the end tokens.
+
+    Before the weights are read: a value out of range is an error.
+    """
+    generation = read_generation_config(folder)
+    eos = _eos(config, generation)
+    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
+    defaults = engine_settings(generation, eos, config.vocab_size, tokenizer is not None)
+    if defaults.not_done:
+        warnings.warn(note_of(defaults.not_done), stacklevel=3)
+    return generation, tokenizer, eos
+
+
+def _eos(config: PretrainedConfig, generation: Any) -> list[int]:
+    """The end-of-sequence tokens."""
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = config.eos_token_id
+    return [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]

@@ -1,0 +1,51 @@
+"""Where a decoder's nodes and experts are to be, as a configuration asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from runtime.planning.config import ExecutionConfig
+from runtime.planning.placement import Placement
+from runtime.program.sizes import StepSizes
+from runtime.runner.paged_runner import Lowerable
+
+from .choose import parse
+
+
+def placement_of(
+    config: ExecutionConfig,
+    model: Lowerable,
+    sizes: StepSizes,
+    placed: Mapping[str, str] = MappingProxyType({}),
+    by_layer: Mapping[int, str] | None = None,
+) -> Placement:
+    """The placement, before a weight is read.
+
+    Args:
+        sizes: of the largest step.
+        placed, by_layer: what rules say, see ``placement.place``.
+
+    Raises:
+        PykernelsError: as ``place_beside``.
+    """
+    if config.on_gpu:
+        from .beside import place_beside
+
+        return place_beside(
+            parse(config.gpu_experts),
+            model,
+            config.device,
+            sizes,
+            config.experts,
+            placed,
+            by_layer,
+            cache=config.slots,
+            prefill=config.prefill,
+            dense=config.dense_gib,
+        )
+    if config.slots:
+        from .beside import slots_of
+
+        return Placement(slots=slots_of(model, config.slots))
+    return Placement()

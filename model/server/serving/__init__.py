@@ -1,0 +1,1 @@
+"""One model that requests are served by: admission, prompts, generation, metrics."""

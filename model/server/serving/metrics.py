@@ -1,0 +1,190 @@
+"""Figures for Prometheus."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from math import inf
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from ..backend.interface import Figures, ModelFacts
+
+_TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class Metrics:
+    """What one server has measured; each has a registry of its own.
+
+    Args:
+        read_roof: GB/s that the workers read from memory at most; None: unknown.
+    """
+
+    def __init__(
+        self, facts: ModelFacts, inside: Callable[[], float], read_roof: float | None = None
+    ) -> None:
+        self._facts, self._read_roof = facts, read_roof
+        self.registry = CollectorRegistry()
+        self.first = Histogram(
+            "pykernels_time_to_first_token_seconds",
+            "From a request's entry into the engine to its first token",
+            _TTFT,
+        )
+        self.between = Histogram(
+            "pykernels_inter_token_seconds", "Between two tokens of one output", _BETWEEN
+        )
+        self.registry.register(self.first)
+        self.registry.register(self.between)
+        entered = Gauge(
+            "pykernels_inside",
+            "Outputs of requests that have entered and whose answer is not yet sent",
+            registry=self.registry,
+        )
+        entered.set_function(inside)
+        self.responses = Counter(
+            "pykernels_http_responses",
+            "Answers by status",
+            ("status",),
+            registry=self.registry,
+        )
+
+    def watch(self) -> Watch:
+        """A stopwatch for one request, which begins now."""
+        return Watch(self)
+
+    def text(self, figures: Figures) -> bytes:
+        """In Prometheus' text format, with the engine's figures."""
+        engine = CollectorRegistry()
+        engine.register(_EngineCollector(figures, self._facts.num_pages, self._read_roof))
+        return generate_latest(engine) + generate_latest(self.registry)
+
+
+class Histogram(Collector):
+    """Observations of the event loop's thread alone, counted for a tenth of what a lock takes.
+
+    Args:
+        bounds: upper bounds of the buckets, ascending.
+    """
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._name, self._text, self._bounds = name, text, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, times: int = 1) -> None:
+        """So many observations of one value."""
+        self._counts[bisect_left(self._bounds, seconds)] += times
+        self._sum += seconds * times
+
+    def collect(self) -> Iterator[Metric]:
+        up_to = accumulate(self._counts)
+        buckets = [(str(float(b)), n) for b, n in zip((*self._bounds, inf), up_to, strict=True)]
+        buckets[-1] = ("+Inf", buckets[-1][1])
+        yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
+
+
+class Watch:
+    """Takes the times of one request's chunks."""
+
+    __slots__ = ("_last", "_metrics", "_started")
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics, self._started = metrics, time.perf_counter()
+        self._last: dict[int, float] = {}
+
+    def chunk(self, output: int, tokens: int) -> None:
+        """A chunk of this output has come, with so many tokens."""
+        now, last = time.perf_counter(), self._last.get(output)
+        self._last[output] = now
+        if last is None:
+            self._metrics.first.observe(now - self._started)
+        elif tokens:
+            self._metrics.between.observe((now - last) / tokens, tokens)
+
+
+_COUNTERS = {
+    "steps": "Steps of the engine",
+    "computed_tokens": "Tokens that went through the model",
+    "prompt_tokens": "Prompt tokens of admitted requests",
+    "cached_tokens": "Prompt tokens that were found in the prefix cache",
+    "new_tokens": "Generated tokens",
+    "draft_tokens": "Drafts of next tokens that steps have checked",
+    "accepted_tokens": "Drafts that were what was drawn",
+    "preemptions": "Requests that gave their pages back and were computed again",
+    "finished": "Outputs that have ended",
+    "failed_steps": "Steps that failed",
+}
+_GAUGES = {
+    "waiting": "Outputs that wait for a place in the batch",
+    "running": "Outputs in the batch",
+    "free_pages": "Pages of the KV cache that hold nothing",
+    "cached_pages": "Pages that only the prefix tree holds",
+}
+
+
+_CACHE_COUNTERS = {
+    "choices": "Experts that tokens of decode steps chose",
+    "hits": "Of those, experts that were in slots of the GPU",
+    "swaps": "Experts that came into slots of the GPU",
+}
+
+
+class _EngineCollector(Collector):
+    """The engine's counts of one time."""
+
+    def __init__(self, figures: Figures, num_pages: int, read_roof: float | None) -> None:
+        self._figures, self._num_pages, self._read_roof = figures, num_pages, read_roof
+
+    def collect(self) -> Iterator[Metric]:
+        figures = self._figures
+        for name, text in _COUNTERS.items():
+            value = getattr(figures.stats, name)
+            yield CounterMetricFamily(f"pykernels_{name}", text, value=value)
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(f"pykernels_{name}", text, value=getattr(figures.stats, name))
+        for name, value in figures.cache.items():
+            label = f"pykernels_expert_cache_{name}"
+            yield CounterMetricFamily(label, _CACHE_COUNTERS[name], value=value)
+        text = (
+            "Packed weights that a step of one token reads: times the rate of steps, bytes a second"
+        )
+        yield GaugeMetricFamily("pykernels_step_weight_bytes", text, value=figures.weight_bytes)
+        yield from self._reads()
+        yield GaugeMetricFamily("pykernels_pages", "Pages of the KV cache", value=self._num_pages)
+
+    def _reads(self) -> Iterator[Metric]:
+        """Weights that steps without prompts have read."""
+        read = CounterMetricFamily(
+            "pykernels_decode_read_bytes",
+            "Weights that the CPU has read in steps without prompts",
+            labels=("of",),
+        )
+        every, experts = self._figures.read_bytes, self._figures.expert_bytes
+        read.add_metric(("experts",), experts)
+        read.add_metric(("others",), every - experts)
+        yield read
+        seconds = self._figures.stats.decode_seconds
+        text = "Seconds of steps without prompts"
+        yield CounterMetricFamily("pykernels_decode_step_seconds", text, value=seconds)
+        if seconds:
+            text = "Experts that steps without prompts have read, a second, since the start"
+            rate = experts / seconds
+            yield GaugeMetricFamily("pykernels_expert_read_bytes_per_second", text, value=rate)
+        if self._read_roof is not None:
+            roof = self._read_roof * 1e9
+            text = "What the workers read from memory at most"
+            yield GaugeMetricFamily("pykernels_read_roof_bytes_per_second", text, value=roof)
+            if seconds:
+                text = "Share of that roof at which such steps have read their weights"
+                share = every / seconds / roof
+                yield GaugeMetricFamily("pykernels_read_roof_share", text, value=share)

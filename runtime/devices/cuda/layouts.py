@@ -1,0 +1,83 @@
+"""What lies on a GPU takes how many bytes: for plans, which ask no GPU."""
+
+from __future__ import annotations
+
+from pykernels.gpu.gemm.unpack import SCRATCH
+from pykernels.gpu.moe.from_tiles import supports
+from pykernels.gpu.moe.rank_experts import MAX_EXPERTS
+from pykernels.gpu.moe.tiles.gather import gatherable
+from pykernels.quant import get_format
+
+from ...planning.gpu.machine import Machine
+from ...program import Program
+from ...program.analysis import experts_per_token
+from ...program.node import Node
+from ...program.weight_spec import WeightSpec
+from ...program.weights import WeightStore
+from ..gpus import HEADROOM, Gpus, free_bytes, interpreted
+from .binders.latents import EXPANDED_BYTES
+from .memory.buffers import dtypes, planned
+from .memory.experts import staging_bytes
+from .memory.weights import expert_format, gpu_bytes, layout_bytes, resident_bytes
+
+_UNPACKED_KEYS = 2 << 30  # ``worth_unpacking``'s most
+
+
+class CudaLayouts:
+    """See ``planning.gpu.machine.GpuLayouts``."""
+
+    def weight_bytes(self, spec: WeightSpec) -> int:
+        return gpu_bytes(spec)
+
+    def crossing_bytes(self, program: Program, node: Node, port: str) -> int:
+        return layout_bytes(program, node, port, dtypes(program))
+
+    def resident_bytes(self, spec: WeightSpec) -> int:
+        return resident_bytes(spec)
+
+    def filling_bytes(self, spec: WeightSpec) -> int:
+        return staging_bytes(spec)
+
+    def step_bytes(self, part: Program) -> int:
+        return planned(part, dtypes(part)).nbytes + max(
+            (_temporary(part, node) for node in part.nodes), default=0
+        )
+
+    def why_not_streamed(self, spec: WeightSpec) -> str | None:
+        fmt, down, (_, H, I) = get_format(spec.fmt), get_format(spec.down_fmt), spec.shape  # noqa: E741
+        return supports(fmt, down, H, I, expert_format(spec)) or None
+
+    def gathers(self, spec: WeightSpec) -> bool:
+        formats = get_format(spec.fmt), get_format(spec.down_fmt)
+        few = spec.shape[0] <= MAX_EXPERTS
+        return few and spec.moe is not None and gatherable(spec.moe, *formats)
+
+
+def machine_of(gpus: Gpus, store: WeightStore) -> Machine:
+    """These GPUs, as much of their memory as is free now.
+
+    Args:
+        store: of the model that is planned; what it has made on a GPU already takes no more.
+    """
+    free = {name: nbytes - HEADROOM for name, nbytes in free_bytes(gpus).items()}
+    return Machine(
+        free,
+        CudaLayouts(),
+        not interpreted(gpus),
+        lambda spec, gpu: store.is_made(spec, gpus[gpu]),
+    )
+
+
+def _temporary(program: Program, node: Node) -> int:
+    T = program.sizes["T"]
+    if node.op == "moe_ffn":  # rows of pairs: sorted, permuted, within experts, behind them
+        _, H, inner = program.weight(node, "experts").shape
+        each = experts_per_token(program, node.inputs["ids"]) if "ids" in node.inputs else 1
+        return 2 * T * each * (3 * H + 2 * inner) + SCRATCH
+    if node.op == "attention_expanded":
+        return EXPANDED_BYTES
+    if node.op == "attention" and "k_scale" in node.inputs:
+        table, k = program.shape(node.inputs["page_table"]), program.shape(node.inputs["k"])
+        unpacked = 4 * table[0] * table[1] * k[1] * k[2] * k[3]
+        return unpacked if unpacked <= _UNPACKED_KEYS else 0
+    return 0

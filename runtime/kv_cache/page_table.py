@@ -1,0 +1,50 @@
+"""What one sequence has of the cache."""
+
+from __future__ import annotations
+
+from .prefix import PageKey, PrefixNode
+from .states import NO_SLOT
+
+
+class PageTable:
+    """The pages of one sequence, position p at ``pages[p // page_size]``.
+
+    It lives as long as its request: the keys of its tokens outlast a preemption.
+
+    Attributes:
+        output_from: the first token whose keys and values are others in an output than in a prompt;
+            None: there is no difference.
+        forks: whether other sequences begin with the same prompt at once.
+        slot: of its state; ``NO_SLOT``: it has none.
+        source: the page behind whose snapshot its state began; None: from nothing.
+        marks, saved, latest: for ``Snapshots``: pages behind which a snapshot is to be taken; the
+            slot of one of pages that are not in the tree yet; the page of the output's last one.
+    """
+
+    __slots__ = (
+        "cached",
+        "forks",
+        "keys",
+        "latest",
+        "marks",
+        "node",
+        "output_from",
+        "pages",
+        "row",
+        "saved",
+        "slot",
+        "source",
+    )
+
+    def __init__(self, forks: bool = False) -> None:
+        self.output_from: int | None = None
+        self.forks = forks
+        self.slot = self.saved = NO_SLOT
+        self.source: PrefixNode | None = None
+        self.latest: PrefixNode | None = None
+        self.marks: list[int] = []
+        self.pages: list[int] = []
+        self.row = -1  # of BlockManager.tables; -1: holds no pages
+        self.keys: list[PageKey] = []
+        self.cached = 0  # leading pages that are in the tree
+        self.node: PrefixNode | None = None  # of the last of these

@@ -1,0 +1,119 @@
+"""When a sequence's state is copied for those that come later, and for itself after a preemption.
+
+- At marks in a prompt, at which its chunks end: every ``spacing`` pages; where it leaves what the
+  tree knows, since another one may leave it there, too; and at its last full page. The last two,
+  if they are not near another mark, but always where outputs fork.
+- At each full page of an output, where it takes the place of the one before: at the end of a turn
+  the last one stays.
+
+A copy is asked for when the step is launched that brings the state there. Pages of a prompt are in
+the tree by then; those of an output come into it when their last token is known.
+"""
+
+from __future__ import annotations
+
+from .page_table import PageTable
+from .prefix import PrefixNode
+from .states import NO_SLOT, StateSlots
+
+_NEAR = 4
+"""What lies less than a ``_NEAR``-th of the spacing behind another mark is near it, and computed
+again: each mark makes one step more of a prompt."""
+
+
+class Snapshots:
+    """Takes and finds snapshots of the states of sequences.
+
+    Args:
+        states: where they are.
+        page_size: tokens a page.
+        spacing: pages from one mark of a prompt to the next; 0: no snapshots.
+        most: marks of one prompt at even distances; a longer prompt has them further apart.
+    """
+
+    def __init__(self, states: StateSlots, page_size: int, spacing: int, most: int) -> None:
+        self.states, self.page_size = states, page_size
+        self.spacing, self.most = spacing, max(1, most)
+
+    def deepest(self, nodes: list[PrefixNode]) -> list[PrefixNode]:
+        """As much of a cached prefix as ends with a snapshot."""
+        last = next((i for i in range(len(nodes), 0, -1) if nodes[i - 1] in self.states), 0)
+        return nodes[:last]
+
+    def mark(self, table: PageTable, cached: int, known: int, tokens: int) -> None:
+        """Sets the marks of a sequence of so many tokens that is admitted.
+
+        Args:
+            cached: pages that it need not compute; ``known``: those that are in the tree.
+        """
+        table.marks.clear()
+        if not self.spacing:
+            return
+        full = (tokens - 1) // self.page_size
+        spacing = self.spacing
+        while full // spacing > self.most:
+            spacing *= 2
+        marks = {cached, *range(spacing, full + 1, spacing)}
+        for mark in (known, full):
+            before = max((other for other in marks if other < mark), default=mark)
+            if mark - before >= -(-self.spacing // _NEAR) or (table.forks and mark == full):
+                marks.add(mark)
+        table.marks += sorted(mark for mark in marks if mark > cached)
+
+    def chunk_end(self, table: PageTable) -> int | None:
+        """The token in front of which a sequence's next chunk must end; None: anywhere."""
+        return table.marks[0] * self.page_size if table.marks else None
+
+    def reached(self, table: PageTable, computed: int, ends: bool) -> PrefixNode | None:
+        """A step is launched that brings a prompt's state behind ``computed`` tokens, whose pages
+        are in the tree.
+
+        Args:
+            ends: whether the prompt is complete.
+
+        Returns:
+            The page that has got a snapshot; None: none has.
+        """
+        pages, more = divmod(computed, self.page_size)
+        marked = False
+        while table.marks and table.marks[0] <= pages:
+            marked = table.marks.pop(0) == pages
+        if more or not (marked or ends) or not self.spacing:
+            return None
+        node = table.node if table.cached == pages else None
+        if node is None or node in self.states:
+            return None
+        slot = self.states.save(table.slot)
+        if slot == NO_SLOT:
+            return None
+        self.states.keep(node, slot)
+        if not marked:
+            table.latest = node
+        return node
+
+    def decoded(self, table: PageTable, computed: int) -> None:
+        """A step is launched that brings an output's state behind ``computed`` tokens."""
+        if self.spacing and computed % self.page_size == 0:
+            self.states.drop(table.latest)  # its slot is the first to be had
+            table.latest = None
+            self.states.free(table.saved)
+            table.saved = self.states.save(table.slot)
+
+    def finished(self, table: PageTable, computed: int) -> None:
+        """The tokens of an output's last full page are known, and it is in the tree."""
+        slot, table.saved = table.saved, NO_SLOT
+        node = table.node if table.cached * self.page_size == computed else None
+        if slot == NO_SLOT:
+            return
+        if node is None:
+            self.states.free(slot)
+        elif self.states.keep(node, slot):
+            table.latest = node
+
+    def release(self, table: PageTable) -> None:
+        """The sequence leaves: its snapshots stay."""
+        self.states.free(table.slot)
+        self.states.free(table.saved)
+        table.slot = table.saved = NO_SLOT
+        table.latest = table.source = None
+        table.marks.clear()

@@ -1,0 +1,95 @@
+"""Slots of states: of running sequences, and of snapshots where a prefix can be taken up again.
+
+A page of keys says what its tokens are, whatever comes behind it; a state is of all tokens up to
+one, and is replaced in every step. So a prefix is of use to a recurrent layer only where somebody
+has kept a copy of the state: a snapshot, an entry of the prefix tree at the end of a page.
+Snapshots take the slots that no sequence has; the least recently used one gives way.
+
+A device copies states between two steps, in the order of ``StateSlots.copies``. Each copy is of the
+state behind all steps that are launched by the time it is asked for. So a slot may be given away as
+soon as its copy is asked for.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from .prefix import PrefixNode
+
+NO_SLOT = -1
+
+
+class StateSlots:
+    """Slots 0 .. num_slots - 1: free, of a sequence, or of a snapshot.
+
+    Attributes:
+        copies: (from, to), which a device is to make before the next step.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.copies: list[tuple[int, int]] = []
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._snapshots: OrderedDict[PrefixNode, int] = OrderedDict()  # the oldest first
+
+    @property
+    def available(self) -> int:
+        """Slots that can be had without taking one from a sequence."""
+        return len(self._free) + len(self._snapshots)
+
+    @property
+    def snapshots(self) -> int:
+        """Number of snapshots."""
+        return len(self._snapshots)
+
+    def __contains__(self, node: PrefixNode | None) -> bool:
+        """Whether there is a snapshot at the end of this page."""
+        return node in self._snapshots
+
+    def take(self) -> int:
+        """A slot for a sequence, or a snapshot to be; ``NO_SLOT`` if sequences have all."""
+        if self._free:
+            return self._free.pop()
+        return self._snapshots.popitem(last=False)[1] if self._snapshots else NO_SLOT
+
+    def begin(self, node: PrefixNode | None) -> int:
+        """A slot for a sequence that goes on behind the snapshot at ``node``, or from nothing."""
+        if node is None:
+            return self.take()
+        self._snapshots.move_to_end(node)
+        source = self._snapshots[node]
+        slot = self.take()
+        if slot != source:  # else it was the only slot to be had
+            self.copies.append((source, slot))
+        return slot
+
+    def save(self, slot: int) -> int:
+        """A slot with a copy of a sequence's state, for ``keep``; ``NO_SLOT`` if there is none."""
+        copy = self.take()
+        if copy != NO_SLOT:
+            self.copies.append((slot, copy))
+        return copy
+
+    def keep(self, node: PrefixNode, slot: int) -> bool:
+        """Makes a slot the snapshot of a page; False, and the slot is free, if it has one."""
+        if node in self._snapshots:
+            self._snapshots.move_to_end(node)
+            self.free(slot)
+            return False
+        self._snapshots[node] = slot
+        return True
+
+    def free(self, slot: int) -> None:
+        """Gives a slot back."""
+        if slot != NO_SLOT:
+            self._free.append(slot)
+
+    def drop(self, node: PrefixNode | None) -> None:
+        """Forgets the snapshot of a page, if it has one."""
+        if node is not None and node in self._snapshots:
+            self._free.append(self._snapshots.pop(node))
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """The copies that are to be made now."""
+        copies, self.copies = self.copies, []
+        return copies

@@ -1,0 +1,119 @@
+"""Expert parallelism: each rank computes the experts that it has of what all ranks have routed.
+
+All ranks have the same tokens and the same choice of experts. A table of a layer says which of its
+experts a rank has; the others' sums come by a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+
+from pykernels.errors import PykernelsError
+
+from ...program import Buffer, Node, Program
+from ...program.weight_spec import WeightSpec
+from ..layers import rebuilt
+from ..order import out_of_order
+from .heads import all_reduced
+
+ROUTED = ("routed", "deferred")
+
+
+def experts_of_rank(rank: int, ranks: int, E: int) -> range:
+    """The experts of a rank, as even as they go.
+
+    Raises:
+        PykernelsError: more ranks than experts.
+    """
+    if ranks > E:
+        raise PykernelsError(f"{ranks} ranks for {E} experts", f"Use at most {E} ranks")
+    return range(E * rank // ranks, E * (rank + 1) // ranks)
+
+
+def local_experts(program: Program, rank: int, ranks: int) -> Program:
+    """The program with a rank's experts alone, whose sums are added over the ranks.
+
+    Raises:
+        PykernelsError: more ranks than experts; experts that are streamed, or in slots.
+    """
+    refuse_placed(program)
+    nodes: list[Node] = []
+    weights = dict(program.weights)
+    buffers: dict[str, Buffer] = {}
+    for node in program.nodes:
+        if node.op != "moe_ffn" or node.role not in ROUTED:
+            nodes.append(node)
+            continue
+        own, part = local(program, node, rank, ranks, weights, buffers)
+        nodes += [*own, all_reduced(node, part, node.outputs["out"], ranks)]
+    return rebuilt(replace(program, weights=weights, rank=rank), nodes, buffers)
+
+
+def refuse_placed(program: Program) -> None:
+    """Raises PykernelsError for experts that are streamed, or in slots."""
+    if fault := out_of_order("shard", program.passes):
+        raise PykernelsError(f"{program.name!r}: {fault[0]}", fault[1])
+
+
+def local(
+    program: Program,
+    node: Node,
+    rank: int,
+    ranks: int,
+    weights: dict[str, WeightSpec],
+    buffers: dict[str, Buffer],
+) -> tuple[Sequence[Node], str]:
+    """What takes the place of a layer's experts on a rank, and the buffer of its partial sum.
+
+    Args:
+        weights, buffers: join those of the program.
+    """
+    whole = program.weight(node, "experts")
+    experts = whole.some(experts_of_rank(rank, ranks, whole.shape[0]))
+    ids, out = node.inputs["ids"], node.outputs["out"]
+    here, there, table = (f"{node.name}.{name}" for name in ("here_ids", "there_ids", "table"))
+    part = f"{out}.rank{rank}"
+    weights[experts.name] = experts
+    like = replace(program.buffers[ids], kind="scratch")
+    buffers |= {name: replace(like, name=name) for name in (here, there)}
+    buffers[table] = Buffer(table, (whole.shape[0],), torch.int32, "cache")
+    buffers[part] = replace(program.buffers[out], name=part)
+    router = next(other for other in program.nodes if ids in other.writes)
+    place = Node(
+        "place_routing",
+        {"ids": ids, "slots": table},
+        {"here_ids": here, "there_ids": there},
+        device=router.device,
+        name=f"{node.name}.place",
+        layer=node.layer,
+        role="router",
+        lane=node.lane,
+    )
+    own = replace(
+        node,
+        inputs={**node.inputs, "ids": here},
+        outputs={"out": part},
+        weights=MappingProxyType({"experts": experts.name}),
+    )
+    return (place, own), part
+
+
+def expert_tables(program: Program) -> dict[str, torch.Tensor]:
+    """By buffer, the tables of a rank's program, int32 [E] on the CPU: the place of each expert
+    among those of the rank, or -1."""
+    tables: dict[str, torch.Tensor] = {}
+    for place in program.nodes:
+        if place.op != "place_routing":
+            continue
+        (reader,) = program.readers(place.outputs["here_ids"])
+        spec = program.weight(reader, "experts")
+        name = place.inputs["slots"]
+        table = torch.full(program.shape(name), -1, dtype=torch.int32, device="cpu")
+        places = torch.arange(len(spec.chosen), dtype=torch.int32, device="cpu")
+        table[list(spec.chosen)] = places
+        tables[name] = table
+    return tables

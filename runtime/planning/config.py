@@ -1,0 +1,261 @@
+"""What a user chooses of how a model is run: devices, where its weights lie, in what the workers
+compute. Sizes and what requests share are the engine's (``engine.scheduling.config``)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pykernels.registry import names
+
+from ..workers.numa import AUTO, OFF, check_numa
+from .option import SettingError, check_number, check_one_of, check_whole, option, options_of
+
+if TYPE_CHECKING:  # it imports torch, for which a start of any command would wait
+    from ..experts.cache import CachePolicy
+
+DEVICES = ("cpu", "ref")
+"""Devices that are no GPU."""
+EXPERTS = ("auto", "cpu", "gpu")
+"""Where routed experts may be beside a GPU; "auto": there if all fit, else on the CPU."""
+PREFILL = ("auto", "cpu", "split", "stream")
+"""Where experts of prompts are computed, if they lie in main memory beside a GPU."""
+MOST_EXPERTS = 1 << 16
+"""Of a layer, and so of its slots."""
+LANES = {"auto": "auto", "on": True, "off": False}
+"""``dual_batch`` by what is typed for it."""
+
+
+def _count(text: str) -> int | str:
+    return text if text in ("auto", OFF) else _whole(text)
+
+
+def _gib(text: str) -> float | str:
+    if text == "auto":
+        return text
+    if not 0 <= (found := float(text)) < math.inf:
+        raise ValueError
+    return found
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError
+    return int(text)
+
+
+@dataclass(frozen=True)
+class ExecutionConfig:
+    """How a model is run; each setting is checked when the object is made. Their help says what
+    they are on the command line too.
+
+    Attributes:
+        device: "cpu"; "cuda:0": attention, dense layers and shared experts on that GPU;
+            "cuda:0,cuda:1": the layers dealt over these GPUs, in order, by size or as rules say; or
+            "ref": the reference ops in float32, exact and slow, the cache too.
+        experts: where routed experts are beside a GPU: "cpu", "gpu", or "auto": on the GPU if all
+            fit.
+        gpu_experts: experts of each layer that the GPU has besides, where the others are on the
+            CPU: a number (the first ones), "auto": as many as fit, or a file of `pykernels profile
+            experts`: the most used of all layers, as many as fit.
+        prefill: where experts that lie in main memory beside a GPU are computed in steps with
+            chunks of prompts: "cpu"; "stream": on the GPU, to which all of them cross in such a
+            step; "split": some there, the others on the CPU; "auto": by the way that takes the
+            least time for so many tokens, as measured.
+        dense_gib: GiB of GPU memory for the dense weights of a model's layers. Those of as few
+            layers as can be lie in main memory besides, and cross to the GPU in every step; "auto":
+            of none, if all fit.
+        expert_cache: slots of each layer for experts that a GPU computes beside the others on the
+            CPU, and that change from step to step by what the routers choose; "auto": as many as
+            fit; "off".
+        expert_cache_policy: which experts they hold, see ``experts.cache.CachePolicy``;
+            ``expert_cache_swaps``: experts that are exchanged in each layer a step, at most.
+        defer: experts of each token of an output, the least-weighted, that join one layer later
+            (Expert Deferral); None: what rules say, else "off"; "auto": as many as keep the CPU
+            busy, which is none where it is alone. The text is another one, and does not depend on
+            neighbours, on what is cached or preempted, nor on where experts lie; pages of an output
+            are not reused by prompts.
+        dual_batch: whether decode steps of two sequences or more are two lanes, so that a GPU
+            computes the attention of one while the CPU computes the experts of the other; "auto":
+            beside experts on the CPU.
+        kv_dtype: "bf16", or "fp8" (E4M3 with a scale per token and head): half the memory.
+        threads: workers; None: one on each physical core.
+        kernel: auto, amx, avx512, avx2 or generic.
+        numa: "auto": weights in one slice on each NUMA node, read by its own cores, where there are
+            several; "off": no; or how many nodes there must be.
+
+    Raises:
+        SettingError: a value out of its range, by name.
+    """
+
+    device: str = option(
+        "cpu",
+        "Where attention, dense layers and shared experts run; several GPUs have a part of the"
+        " layers each.",
+        "cpu|cuda:0|cuda:0,cuda:1",
+        eager=True,
+    )
+    experts: str = option(
+        "auto",
+        "Where routed experts are with --device cuda:0; auto: on the GPU if all fit.",
+        "auto|cpu|gpu",
+        no_gpu=("auto",),
+    )
+    gpu_experts: int | str | Path | None = option(
+        None,
+        "Experts of each layer that a GPU computes too: N, what fits, or by a profile.",
+        "N|auto|FILE",
+        shown="none",
+        no_gpu=(None, 0, "0"),
+    )
+    prefill: str = option(
+        "auto",
+        "With --device cuda:0, where the experts of prompts are computed that lie in main memory:"
+        " there (cpu), on the GPU, to which they cross (stream), or some here and some there"
+        " (split); auto: by measured rates.",
+        "auto|cpu|split|stream",
+        no_gpu=("auto", "cpu"),
+        on_ref=True,
+    )
+    dense_gib: float | str = option(
+        "auto",
+        "GPU memory for the dense weights of layers; those of the others cross in every step."
+        " auto: all that fit.",
+        "GIB|auto",
+        read=_gib,
+        no_gpu=("auto",),
+    )
+    expert_cache: int | str = option(
+        OFF,
+        "Slots of each layer on the GPU for the experts that the routers choose most of late,"
+        " beside those on the CPU: N, or what fits.",
+        "N|auto|off",
+        read=_count,
+        no_gpu=(OFF, 0),
+        on_ref=True,
+    )
+    expert_cache_policy: str = option(
+        "lfu",
+        "What the slots keep: what was chosen most often, or last; fixed: as many swaps in each"
+        " layer.",
+        "lfu|lru|lfu-fixed|lru-fixed",
+    )
+    expert_cache_swaps: int = option(
+        1,
+        "Experts that a layer exchanges in a step, at most; on average where the policy is not"
+        " fixed. 0: those that the prompt took stay.",
+        "N",
+        kind=int,
+        least=0,
+    )
+    defer: int | str | None = option(
+        None,
+        "Experts of a written token, the least-weighted, whose output joins one layer later."
+        " Another text, but the same beside any others; prompts reuse no cached pages of answers.",
+        "N|auto|off",
+        shown="what rules say, else off",
+        read=_count,
+    )
+    dual_batch: bool | str = option(
+        False,
+        "Decode steps of several sequences in two lanes: a GPU computes the attention of one while"
+        " the CPU computes the experts of the other.",
+        "auto|on|off",
+        text=OFF,
+        read=lambda text: LANES[text],
+        no_gpu=(False, "auto"),
+        on_ref=True,
+    )
+    kv_dtype: str = option(
+        "bf16", "Keys and values in the cache; fp8 halves its memory.", "bf16|fp8"
+    )
+    threads: int | None = option(
+        None,
+        "Worker threads.",
+        "N",
+        kind=int,
+        shown="one on each physical core",
+        least=1,
+        eager=True,
+    )
+    kernel: str = option(
+        "auto", "Expert kernel.", "|".join(names()), text=None, shown="PYKERNELS_KERNEL", eager=True
+    )
+    numa: str | int = option(
+        AUTO,
+        "Split the weights across NUMA nodes: where there are several, never, or across N.",
+        "auto|off|N",
+        eager=True,
+    )
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES and not self.on_gpu:
+            raise SettingError("device", self.device, "Give cpu, ref or cuda:0", "is no device")
+        check_one_of("experts", self.experts, EXPERTS)
+        check_one_of("prefill", self.prefill, PREFILL)
+        check_one_of("dual_batch", self.dual_batch, tuple(LANES.values()))
+        if self.kv_dtype != "bf16":
+            from ..kv_cache.layout import KV_DTYPES
+
+            check_one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
+        if self.dense_gib != "auto":
+            check_number("dense_gib", self.dense_gib, "a number of GiB, or auto")
+        if self.expert_cache not in ("auto", OFF):
+            wanted = "a number of slots, auto or off"
+            check_whole("expert_cache", self.expert_cache, 0, MOST_EXPERTS, wanted)
+        check_whole("expert_cache_swaps", self.expert_cache_swaps, 0, MOST_EXPERTS)
+        defer = self.defer
+        if defer not in (None, "auto", OFF) and not str(defer).isdecimal():
+            raise SettingError("defer", defer, "Give a number of experts, auto or off")
+        check_numa(self.numa)
+        if self.expert_cache_policy != "lfu":
+            _ = self.cache_policy
+        if not self.slots:
+            for name in ("expert_cache_policy", "expert_cache_swaps"):
+                same = (getattr(type(self), name),)
+                self._check(name, same, "without an expert cache", 'Add expert_cache="auto"')
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU, or several."""
+        return self.device.startswith("cuda")
+
+    @property
+    def deferred(self) -> int:
+        """Experts of a token that are deferred; "auto" is none here: a GPU's runner finds them."""
+        return 0 if self.defer in (None, "auto", OFF) else int(self.defer)
+
+    @property
+    def slots(self) -> int | str:
+        """``expert_cache``, or 0 for none."""
+        return 0 if self.expert_cache == OFF else self.expert_cache
+
+    @property
+    def cache_policy(self) -> CachePolicy:
+        """What ``expert_cache_policy`` and ``expert_cache_swaps`` are."""
+        from ..experts.cache import CachePolicy
+
+        return CachePolicy(self.expert_cache_policy, self.expert_cache_swaps)
+
+    def check_device(self) -> ExecutionConfig:
+        """Itself. Raises SettingError for a setting that is for a GPU, where there is none."""
+        for name, each in options_of(type(self)).items():
+            elsewhere = self.on_gpu or (each.on_ref and self.device == "ref")
+            if each.no_gpu is not None and not elsewhere:
+                self._check(name, each.no_gpu, "without a GPU", 'Add device="cuda:0"')
+        return self
+
+    def check_eager(self) -> ExecutionConfig:
+        """Itself. Raises SettingError for a setting that Hugging Face's own forward has not."""
+        for name, each in options_of(type(self)).items():
+            if not each.eager:
+                same = getattr(type(self), name), OFF, *(each.no_gpu or ())
+                self._check(name, same, "is for the engine", "Leave out --eager and its kin")
+        return self
+
+    def _check(self, name: str, harmless: tuple[object, ...], why: str, hint: str) -> None:
+        value = getattr(self, name)
+        if not any(value is each or value == each for each in harmless):
+            raise SettingError(name, value, hint, why)

@@ -1,0 +1,103 @@
+"""How a model runs on a machine, as data: what ``compile`` makes programs by.
+
+A plan holds decisions and nothing that runs: no weight, no device, no clock. It follows from a
+model's sizes, the machine and what the user asks for; what is measured are rates, by which a plan
+is replaced by another one (``dataclasses.replace``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ..experts.cache import CachePolicy
+from ..kv_cache.layout import PAGE
+from ..machine.nodes import ONE_NODE, MemoryNodes
+from ..program import Program
+from ..program.sizes import ONE_TOKEN, StepSizes
+from .lowerable import Pass
+from .placement import Placement
+from .streaming import Streaming
+
+
+class Phase(StrEnum):
+    """What a step is for, by which its passes are chosen."""
+
+    DECODE = "decode"
+    """No sequence has more than one token."""
+    PROMPT = "prompt"
+    """With chunks of prompts, or drafts; experts are computed where they lie."""
+    STREAMED = "streamed"
+    """With chunks of prompts, all experts cross to a GPU (OSDI'26 3.1)."""
+    SPLIT = "split"
+    """With chunks of prompts, a share of the experts crosses (SMOE, Algorithm 1)."""
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """How a model's steps run.
+
+    Attributes:
+        sizes: of the largest step, and of the cache.
+        placement: the device of every node, and where each weight lies.
+        deferred: experts of a token of an output that join one layer later (SOSP'25 4.1).
+        dual_batch: whether decode steps of two sequences or more have two lanes (OSDI'26 3.3.1).
+        streaming: how experts cross in steps that stream or split them; None: none do.
+        nodes: NUMA nodes of the CPU's workers; each has a slice of every matrix.
+        passes: of the user, for decode steps.
+        max_model_len: positions that the model was made for, or fewer.
+        kernel: a backend of ``pykernels.registry``, or "auto".
+        prefill: by which ways experts on the CPU may be computed for prompts: "cpu", "stream",
+            "split", or "auto": as rates say that are measured when programs are made.
+        measures_deferral: whether ``deferred`` is to become what keeps the CPU busy, as measured.
+        policy: by which experts in slots change.
+    """
+
+    sizes: StepSizes = ONE_TOKEN
+    placement: Placement = Placement()  # noqa: RUF009 - frozen
+    deferred: int = 0
+    dual_batch: bool = False
+    streaming: Streaming | None = None
+    nodes: MemoryNodes = ONE_NODE
+    passes: tuple[Pass, ...] = ()
+    max_model_len: int = 1
+    kernel: str = "auto"
+    prefill: str = "cpu"
+    measures_deferral: bool = False
+    policy: CachePolicy | None = None
+
+    def streams_all(self, program: Program) -> bool:
+        """Whether streamed steps leave no experts to the CPU, and so need none of its workers.
+
+        Args:
+            program: any of the model's.
+        """
+        return self.streaming is not None and self.streaming.whole(program)
+
+
+def largest_step(
+    max_model_len: int,
+    num_pages: int | None = None,
+    max_num_batched_tokens: int | None = 512,
+    max_num_seqs: int = 16,
+    max_num_logits: int | None = None,
+    state_slots: int | None = None,
+) -> StepSizes:
+    """The sizes of a runner's largest step.
+
+    Args:
+        max_model_len: positions of a sequence.
+        num_pages: of the cache; None: ``max_model_len`` for one sequence, and as much again.
+        max_num_batched_tokens: the token budget of a step, which has ``max_num_seqs`` at least;
+            None: 0 tokens, for a plan that chooses them.
+        max_num_logits: rows of logits of a step; None: one per sequence. Prompt logprobs take one
+            per token.
+        state_slots: of states, if layers have some; None: one a sequence, and as many for
+            snapshots.
+    """
+    table_pages, logits = -(-max_model_len // PAGE), max(max_num_logits or 0, max_num_seqs)
+    pages, slots = num_pages or 2 * table_pages, state_slots or 2 * max_num_seqs
+    sizes = StepSizes(0, max_num_seqs, logits, pages, table_pages, slots)
+    if max_num_batched_tokens is None:
+        return sizes
+    return sizes.of(max(max_num_batched_tokens, max_num_seqs))

@@ -1,0 +1,82 @@
+"""How much of a GPU's memory is left, and so how many tokens a step may have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ...program import Program
+from ..compile import Compiled, compile
+from ..execution import ExecutionPlan, Phase
+from ..lowerable import Lowerable
+from ..placement import CPU
+from .machine import Machine
+
+STEP_TOKENS = (4096, 2048, 1024, 512)
+"""What a step may have, if nobody says: as many as fit, so that weights are read seldom. Beside
+experts on the CPU, and at the least, the last one."""
+
+
+def step_tokens(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> int:
+    """The token budget of a step: the largest of ``STEP_TOKENS`` that fits.
+
+    Args:
+        machine: in the interpreter the fewest.
+        plan: of the model, whose tokens are not chosen yet.
+    """
+    if not machine.real or plan.placement.experts == CPU:
+        return STEP_TOKENS[-1]
+    for T in STEP_TOKENS[:-1]:
+        if all(free >= 0 for free in free_beside_steps(model, machine, plan, T).values()):
+            return T
+    return STEP_TOKENS[-1]
+
+
+def free_for_experts(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> dict[str, int]:
+    """Bytes of each GPU that experts may take beside the rest of a model, its cache and its steps;
+    below 0 where these alone are too much.
+
+    Args:
+        plan: of all that is no routed expert.
+    """
+    if not machine.real:
+        return dict.fromkeys(machine.free, 1 << 62)
+    return free_beside_steps(model, machine, plan, plan.sizes.tokens)
+
+
+def free_beside_steps(
+    model: Lowerable, machine: Machine, plan: ExecutionPlan, tokens: int
+) -> dict[str, int]:
+    """Bytes that are free on each GPU beside weights, cache and steps of so many tokens."""
+    # Steps have memory for experts wherever these are: some may be on a GPU besides.
+    on_gpu = replace(plan, placement=replace(plan.placement, experts=plan.placement.device))
+    steps = step_bytes(machine, compile(model, on_gpu, Phase.PROMPT, tokens))
+    free = free_for_steps(model, machine, plan)
+    return {gpu: nbytes - steps[gpu] for gpu, nbytes in free.items()}
+
+
+def free_for_steps(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> dict[str, int]:
+    """Bytes of each GPU that are left beside the weights that are yet to come and the cache."""
+    parts = compile(model, plan).parts
+    caches, staged = model.caches(plan.sizes.pages), plan.placement.staged
+    left: dict[str, int] = {}
+    for gpu, free in machine.free.items():
+        part = parts[gpu]
+        names = {name for node in part.nodes for name in node.weights.values()} - staged.keys()
+        specs = [part.weights[name] for name in names]
+        missing = [spec for spec in specs if not machine.is_made(spec, gpu)]
+        cached = sum(cache.nbytes for name, cache in caches.items() if name in part.buffers)
+        left[gpu] = free - cached - sum(map(machine.layouts.weight_bytes, missing))
+    return left
+
+
+def step_bytes(machine: Machine, compiled: Compiled) -> dict[str, int]:
+    """Bytes of each GPU that a step's buffers and launches take."""
+    return {
+        name: machine.layouts.step_bytes(part) for name, part in on_gpus(compiled.parts).items()
+    }
+
+
+def on_gpus(parts: Mapping[str, Program]) -> dict[str, Program]:
+    """The parts of a step that run on GPUs."""
+    return {name: part for name, part in parts.items() if name != CPU}

@@ -1,0 +1,58 @@
+"""The machine that a plan is for, as far as a plan depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...program import Program
+from ...program.node import Node
+from ...program.weight_spec import WeightSpec
+
+
+class GpuLayouts(Protocol):
+    """How GPUs lay out what programs name, in bytes; no GPU need be there."""
+
+    def weight_bytes(self, spec: WeightSpec) -> int:
+        """Bytes of a weight that stays on a GPU."""
+
+    def crossing_bytes(self, program: Program, node: Node, port: str) -> int:
+        """Bytes of a node's dense weight that crosses in each step, as it lies there."""
+
+    def resident_bytes(self, spec: WeightSpec) -> int:
+        """Bytes of a layer's streamed experts, as kernels compute from them."""
+
+    def filling_bytes(self, spec: WeightSpec) -> int:
+        """Bytes that filling slots with such experts takes besides."""
+
+    def step_bytes(self, part: Program) -> int:
+        """Bytes of the buffers of a GPU's part, and of what its launches allocate."""
+
+    def why_not_streamed(self, spec: WeightSpec) -> str | None:
+        """Why a layer's experts cannot cross, as a clause."""
+
+    def gathers(self, spec: WeightSpec) -> bool:
+        """Whether a kernel brings the experts of a layer that a table names."""
+
+
+def _nothing_made(spec: WeightSpec, gpu: str) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine with GPUs.
+
+    Attributes:
+        free: by GPU, in the order in which they have layers, bytes that weights, cache and steps
+            may take.
+        layouts: see ``GpuLayouts``.
+        real: False: Triton's interpreter plays the GPUs, and there is always room.
+        is_made: whether a weight lies on a GPU already.
+    """
+
+    free: Mapping[str, int]
+    layouts: GpuLayouts
+    real: bool = True
+    is_made: Callable[[WeightSpec, str], bool] = _nothing_made

@@ -1,0 +1,63 @@
+"""Which experts cross to a GPU in a step, and through which buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..machine.nodes import ONE_NODE, MemoryNodes
+from ..passes.layers import moe_layers
+from ..passes.split_experts import split_experts
+from ..passes.stream_weights import Ring, resident, stream_weights
+from ..program import Program
+from ..program.node import Node
+from ..program.weight_spec import WeightSpec
+
+
+def stored_bytes(spec: WeightSpec) -> int:
+    """Bytes of experts as they are stored, for a device that computes from them."""
+    return spec.nbytes
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """How the experts of a runner's steps are streamed.
+
+    Attributes:
+        tokens: budget of a step.
+        nodes: that have a slice of the experts each.
+        layers: whose experts are; None: all.
+        room: bytes of a layer's experts in the layout of the device to which they cross.
+    """
+
+    ring: Ring
+    tokens: int
+    nodes: MemoryNodes = ONE_NODE
+    layers: frozenset[int] | None = None
+    room: Callable[[WeightSpec], int] = stored_bytes
+
+    def apply(self, program: Program) -> Program:
+        """The program with its experts streamed."""
+        return stream_weights(program, self.room, self.ring, self.layers, self.nodes)
+
+    def split(self, program: Program, share: float) -> Program:
+        """The program with that share of each layer's experts streamed."""
+        return split_experts(program, share, self.room, self.ring, self.nodes)
+
+    def whole(self, program: Program) -> bool:
+        """Whether no experts are left to the CPU."""
+        return len([*self.experts(program)]) == len(moe_layers(program))
+
+    def nbytes(self, program: Program) -> int:
+        """Bytes that cross in a step of such a program."""
+        return sum(
+            spec.nbytes - len(resident(program, node.layer)) * spec.bytes_per_expert
+            for node, spec in self.experts(program)
+        )
+
+    def experts(self, program: Program) -> Iterator[tuple[Node, WeightSpec]]:
+        """The experts that cross, with their nodes, layer by layer."""
+        for layer in moe_layers(program):
+            node = layer.experts
+            if self.layers is None or node.layer in self.layers:
+                yield node, program.weight(node, "experts")

@@ -1,0 +1,95 @@
+"""Rows of the table of GPU ops (see ``ops.py``): gated delta nets, with states in slots."""
+
+from __future__ import annotations
+
+import torch
+
+from pykernels.gpu.delta_net.causal_conv1d import causal_conv1d
+from pykernels.gpu.delta_net.gate import delta_gates, gated_rms_norm, sigmoid_mul
+from pykernels.gpu.delta_net.gated_delta_rule import gated_delta_rule
+from pykernels.shapes import StateBatch
+
+from .ops import BF16, FP32, Op, Tensors, empty, large, normal
+
+_BATCH = ("starts", "lengths", "slots", "past")
+
+
+def _sequences(device: torch.device, longest: int) -> Tensors:
+    """A padding, then two sequences of which one goes on, each behind a row of no sequence."""
+    lengths, past = [longest, 1, longest], [4, 3, 0]
+    values = ([1, longest + 2, longest + 4], lengths, [-1, 3, 1], past)
+    return {
+        name: torch.tensor(x, dtype=torch.int32, device=device)
+        for name, x in zip(_BATCH, values, strict=True)
+    }
+
+
+def _batch(t: Tensors, longest: int) -> StateBatch:
+    return StateBatch(*(t[name] for name in _BATCH), longest)
+
+
+def _rule(longest: int) -> Op:
+    def make(device: torch.device) -> Tensors:
+        T, HK, HV = 2 * longest + 5, large(device, 16, 1), large(device, 32, 2)
+        DK, DV = large(device, 128, 32), large(device, 128, 48)
+        made = {name: normal(device, T, HK, DK) for name in "qk"}
+        made |= {"v": normal(device, T, HV, DV), "out": empty(device, T, HV, DV)}
+        made |= {"g": -torch.rand(T, HV, device=device), "beta": torch.rand(T, HV, device=device)}
+        made["state"] = normal(device, 5, HV, DK, DV, dtype=FP32)
+        return made | _sequences(device, longest)
+
+    def run(t: Tensors) -> None:
+        inputs = (t[name] for name in ("q", "k", "v", "g", "beta", "state"))
+        gated_delta_rule(*inputs, _batch(t, longest), out=t["out"])
+
+    return Op(f"gated_delta_rule, {longest} tokens", make, run, ("out", "state"))
+
+
+def _conv(longest: int) -> Op:
+    def make(device: torch.device) -> Tensors:
+        T, C = 2 * longest + 5, large(device, 8192, 200)
+        made = {"x": normal(device, T, C), "weight": normal(device, C, 4)}
+        made |= {"state": normal(device, 5, 3, C, dtype=FP32), "out": empty(device, T, C)}
+        return made | _sequences(device, longest)
+
+    def run(t: Tensors) -> None:
+        causal_conv1d(t["x"], t["weight"], t["state"], _batch(t, longest), out=t["out"])
+
+    return Op(f"causal_conv1d, {longest} tokens", make, run, ("out", "state"))
+
+
+def _gated(norm: bool) -> Op:
+    def make(device: torch.device) -> Tensors:
+        made = {name: normal(device, 5, 6, 80) for name in ("x", "gate")}
+        return made | {"weight": normal(device, 80, dtype=FP32), "out": empty(device, 5, 6, 80)}
+
+    def run(t: Tensors) -> None:
+        if norm:
+            gated_rms_norm(t["x"], t["gate"], t["weight"], 1e-6, t["out"])
+        else:
+            sigmoid_mul(t["x"], t["gate"], t["out"])
+
+    return Op("gated_rms_norm" if norm else "sigmoid_mul", make, run)
+
+
+def _delta_gates() -> Op:
+    def make(device: torch.device) -> Tensors:
+        made = {name: normal(device, 70, 6, dtype=BF16) for name in "ab"}
+        made |= {name: normal(device, 6, dtype=FP32) for name in ("a_log", "dt_bias")}
+        return made | {name: empty(device, 70, 6, dtype=FP32) for name in ("g", "beta")}
+
+    def run(t: Tensors) -> None:
+        delta_gates(t["a"], t["b"], t["a_log"], t["dt_bias"], (t["g"], t["beta"]))
+
+    return Op("delta_gates", make, run, ("g", "beta"))
+
+
+DELTA_NET = (
+    _rule(1),
+    _rule(70),
+    _conv(1),
+    _conv(20),
+    _gated(True),
+    _gated(False),
+    _delta_gates(),
+)

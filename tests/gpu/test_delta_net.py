@@ -1,0 +1,173 @@
+"""Gated delta nets: against transformers' own functions, in the dtypes of a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pykernels import ref
+from pykernels.gpu.delta_net.causal_conv1d import causal_conv1d
+from pykernels.gpu.delta_net.gate import delta_gates, gated_rms_norm, sigmoid_mul
+from pykernels.gpu.delta_net.gated_delta_rule import DeltaRulePlan, gated_delta_rule
+from pykernels.gpu.norm import rms_norm
+from pykernels.shapes import StateBatch
+from pykernels.testing import relative_error
+from tests.delta_nets import RAGGED, ConvStep, DeltaStep, is_real_row, real, rows_of
+from tests.gpu.rounding import assert_rounded
+
+SIZES = (1, 2, 32, 48)
+FLOAT, BF16 = torch.float32, torch.bfloat16
+FEW = ((130, 5, 0), (1, 2, 9), (0, 1, 4), (9, -1, 2), (64, 7, 3))
+
+
+def bounds(dtype: torch.dtype, device: torch.device, chunked: bool) -> tuple[float, float]:
+    """Largest and median relative error of a head's rows that are kept, or were multiplied, in a
+    dtype: bfloat16 keeps 7 bits, which the interpreter cuts, and tf32 on a GPU 10."""
+    if dtype == BF16:
+        return (4e-2, 1e-2) if chunked else (2e-2, 5e-3)
+    if chunked:  # sums of g are off by what 64 of them are rounded by
+        return (2e-2, 1e-3) if device.type == "cuda" else (3e-5, 1e-6)
+    return 3e-5, 5e-7
+
+
+def assert_rows(actual: torch.Tensor, truth: torch.Tensor, bound: tuple[float, float]) -> None:
+    pairs = zip(*(x.cpu().float().flatten(0, -2) for x in (actual, truth)), strict=True)
+    errors = torch.tensor([relative_error(a, t) for a, t in pairs])
+    assert errors.max() <= bound[0] and errors.median() <= bound[1], (errors.max(), errors.median())
+
+
+def check(
+    step: DeltaStep | ConvStep,
+    out: torch.Tensor,
+    state: torch.Tensor,
+    bound: tuple[float, float],
+    state_bound: tuple[float, float],
+) -> None:
+    """Results and states, which are float32, are transformers', and nothing else was written."""
+    truth, states = step.expected()
+    here = is_real_row(step.batch, len(out))
+    assert_rows(out[here], truth[here], bound)
+    assert out[~here].isnan().all()
+    used = step.batch.slots[real(step.batch)].long()
+    assert_rows(state[used], states[used.cpu()], state_bound)
+    rest = [i for i in range(len(state)) if i not in used]
+    assert torch.equal(state[rest].nan_to_num(7), step.state[rest].nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_rule_is_transformers(chunked: bool, dtype: torch.dtype, device: torch.device) -> None:
+    step = DeltaStep.random(FEW, *SIZES, dtype, device)
+    ours, out = step.fresh(), torch.full_like(step.v, torch.nan)
+    plan = DeltaRulePlan(chunked, v_block=32)  # the second block is short
+    assert gated_delta_rule(*ours.inputs, ours.batch, out=out, plan=plan) is out
+    ours_of = [bounds(x, device, chunked) for x in (dtype, dtype if chunked else FLOAT)]
+    check(step, out, ours.state, *ours_of)
+
+
+def test_a_sequence_goes_on_from_its_state(device: torch.device) -> None:
+    """Behind a prompt in chunks a shorter one, then a decode step."""
+    whole = DeltaStep.random([(90, 4, 0)], *SIZES, device=device)
+    truth, states = whole.expected()
+    pieces, first = whole.fresh(), int(whole.batch.starts[0])
+    for begin, end in ((0, 70), (70, 89), (89, 90)):
+        vectors = ([first + begin], [end - begin], [4], [begin])
+        batch = StateBatch(
+            *(torch.tensor(x, dtype=torch.int32, device=device) for x in vectors), end - begin
+        )
+        rows = slice(first + begin, first + end)
+        out = gated_delta_rule(*pieces.inputs, batch)
+        assert_rows(out[rows], truth[rows], bounds(FLOAT, device, True))
+    assert_rows(pieces.state[4], states[4], bounds(FLOAT, device, True))
+
+
+def test_keys_that_are_all_alike(device: torch.device) -> None:
+    """The triangle's powers grow to 1e18 then; its inverse has nothing above 1."""
+    step = DeltaStep.random([(64, 0, 0)], *SIZES, device=device)
+    rows = rows_of(step.batch, 0)
+    step.k[rows] = step.k[rows.start]
+    step.beta[rows], step.g[rows] = 1.0, 0.0
+    ours = step.fresh()
+    out = gated_delta_rule(*ours.inputs, ours.batch)
+    truth, _ = step.expected()
+    bound = (2e-2, 2e-3) if device.type == "cuda" else (1e-4, 1e-5)
+    assert_rows(out[rows], truth[rows], bound)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+@pytest.mark.parametrize(("C", "K"), [(160, 4), (48, 3)])
+def test_the_convolution_is_transformers(
+    C: int, K: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    step = ConvStep.random(RAGGED, C, K, dtype, device)
+    ours, out = step.fresh(), torch.full_like(step.x, torch.nan)
+    assert causal_conv1d(ours.x, ours.weight, ours.state, ours.batch, out=out) is out
+    check(step, out, ours.state, bounds(dtype, device, False), (0.0, 0.0))
+
+
+def test_a_decode_step_of_the_convolution(device: torch.device) -> None:
+    step = ConvStep.random([(1, 3, 2), (1, 1, 0), (1, -1, 5)], 160, device=device)
+    ours, out = step.fresh(), torch.full_like(step.x, torch.nan)
+    causal_conv1d(ours.x, ours.weight, ours.state, ours.batch, out=out)
+    check(step, out, ours.state, bounds(FLOAT, device, False), (0.0, 0.0))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+def test_gates(dtype: torch.dtype, device: torch.device) -> None:
+    """Queries and their gates lie in turns in one row of Qwen3-Next's attention."""
+    rows = torch.randn(3, 5, 2 * 48, device=device).to(dtype) * 4
+    x, gate = rows.chunk(2, -1)
+    weight = torch.randn(48, device=device)
+    assert_rounded(
+        gated_rms_norm(x, gate, weight, 1e-5),
+        ref.gated_rms_norm(x, gate, weight, 1e-5, torch.float64),
+    )
+    for opened in (gate, gate[..., :1]):
+        assert_rounded(sigmoid_mul(x, opened), ref.sigmoid_mul(x, opened, torch.float64))
+    a, b = (20 * torch.randn(7, 6, device=device).to(dtype) for _ in "ab")
+    a_log, dt_bias = torch.randn(6, device=device), torch.randn(6, device=device)
+    truth = ref.delta_gates(a, b, a_log, dt_bias, torch.float64)
+    for found, wanted in zip(delta_gates(a, b, a_log, dt_bias), truth, strict=True):
+        assert found.dtype == FLOAT
+        torch.testing.assert_close(found.double(), wanted, rtol=3e-6, atol=1e-12)
+
+
+def test_zero_centred_norms_are_norms_of_weight_plus_one(device: torch.device) -> None:
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
+
+    x, norm = torch.randn(3, 48, device=device), Qwen3NextRMSNorm(48, eps=1e-5).to(device)
+    norm.weight.data = torch.randn(48, device=device)
+    found, _ = rms_norm(x, norm.weight.detach() + 1, 1e-5)
+    assert_rounded(found, norm(x).detach().double())
+
+
+def _meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _meta_batch(S: int, longest: int) -> StateBatch:
+    return StateBatch(*(_meta(S, dtype=torch.int32) for _ in range(4)), longest)
+
+
+def _rule(T: int, S: int, longest: int) -> None:
+    q, k, v = _meta(T, 16, 128), _meta(T, 16, 128), _meta(T, 32, 128)
+    gates, state = _meta(T, 32, dtype=FLOAT), _meta(9, 32, 128, 128, dtype=FLOAT)
+    gated_delta_rule(q, k, v, gates, gates, state, _meta_batch(S, longest))
+
+
+def _conv(T: int, S: int, longest: int) -> None:
+    state = _meta(9, 3, 8192, dtype=FLOAT)
+    causal_conv1d(_meta(T, 8192), _meta(8192, 4), state, _meta_batch(S, longest))
+
+
+HEADS = (64, 32, 128)
+COMPILES = [
+    ("gated_delta_rule decode", lambda: _rule(8, 8, 1)),
+    ("gated_delta_rule prompt", lambda: _rule(4096, 2, 4000)),
+    ("causal_conv1d decode", lambda: _conv(8, 8, 1)),
+    ("causal_conv1d prompt", lambda: _conv(4096, 2, 4000)),
+    ("gated_rms_norm", lambda: gated_rms_norm(_meta(*HEADS), _meta(*HEADS), _meta(128), 1e-6)),
+    ("sigmoid_mul", lambda: sigmoid_mul(_meta(64, 16, 256), _meta(64, 16, 256))),
+    ("sigmoid_mul one", lambda: sigmoid_mul(_meta(64, 1, 2048), _meta(64, 1, 1))),
+    ("delta_gates", lambda: delta_gates(*(_meta(64, 32) for _ in "ab"), _meta(32), _meta(32))),
+]

@@ -1,0 +1,121 @@
+"""Runners of all devices by their sizes in a row, for tests that make one by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from runtime.devices.cpu.runner import CpuRunner
+from runtime.devices.gpus import gpus_of
+from runtime.devices.ref.runner import RefRunner
+from runtime.experts.cache import CachePolicy
+from runtime.make_runner import make_plan
+from runtime.planning.config import ExecutionConfig
+from runtime.planning.execution import largest_step
+from runtime.planning.lowerable import Pass
+from runtime.planning.placement import Placement
+from runtime.workers.pool import WorkerPool
+
+
+def cpu_runner(
+    model: Any,
+    pool: WorkerPool,
+    max_model_len: int,
+    num_pages: int | None = None,
+    max_num_batched_tokens: int = 512,
+    max_num_seqs: int = 16,
+    kernel: str = "auto",
+    passes: Sequence[Pass] = (),
+    max_num_logits: int | None = None,
+    deferred: int = 0,
+) -> CpuRunner:
+    sizes = largest_step(
+        max_model_len, num_pages, max_num_batched_tokens, max_num_seqs, max_num_logits
+    )
+    config = ExecutionConfig(kernel=kernel, defer=deferred)
+    plan = make_plan(config, model, max_model_len, sizes, passes=passes)
+    return CpuRunner(model, plan, pool)
+
+
+def ref_runner(
+    model: Any,
+    max_model_len: int,
+    num_pages: int | None = None,
+    max_num_batched_tokens: int = 512,
+    max_num_seqs: int = 16,
+    passes: Sequence[Pass] = (),
+    pool: WorkerPool | None = None,
+    max_num_logits: int | None = None,
+    dual_batch: bool = False,
+    prefill: str = "cpu",
+    slots: Mapping[int, int] | None = None,
+    policy: CachePolicy | None = None,
+    deferred: int = 0,
+) -> RefRunner:
+    sizes = largest_step(
+        max_model_len, num_pages, max_num_batched_tokens, max_num_seqs, max_num_logits
+    )
+    config = ExecutionConfig("ref", defer=deferred, dual_batch=dual_batch, prefill=prefill)
+    placement = Placement(slots=slots or {})
+    plan = make_plan(config, model, max_model_len, sizes, placement, passes)
+    return RefRunner(model, replace(plan, policy=policy), pool)
+
+
+@dataclass(frozen=True)
+class CudaOptions:
+    """What ``cuda_runner`` is asked for: options of a plan, and fields of its placement."""
+
+    experts: str = "auto"
+    deferred: int | None = 0
+    dual_batch: bool | str = False
+    placed: Mapping[str, str] = field(default_factory=dict)
+    gpu_experts: Mapping[int, Sequence[int]] | None = None
+    by_layer: Mapping[int, str] | None = None
+    prefill: str = "cpu"
+    slots: Mapping[int, int] | None = None
+    policy: CachePolicy | None = None
+    staged: Mapping[str, int] = field(default_factory=dict)
+
+
+def cuda_runner(
+    model: Any,
+    device: str,
+    pool: WorkerPool,
+    max_model_len: int,
+    num_pages: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    max_num_seqs: int = 16,
+    kernel: str = "auto",
+    passes: Sequence[Pass] = (),
+    max_num_logits: int | None = None,
+    options: CudaOptions = CudaOptions(),  # noqa: B008 - frozen
+) -> Any:
+    """A ``CudaRunner``; see ``gpus_of`` for its device."""
+    from runtime.devices.cuda.layouts import machine_of
+    from runtime.devices.cuda.runner import CudaRunner
+    from runtime.planning.gpu.plan import place_on, plan_on_gpus
+
+    sizes = largest_step(
+        max_model_len, num_pages, max_num_batched_tokens, max_num_seqs, max_num_logits
+    )
+    machine = machine_of(gpus_of(device), model.store)
+    placement = place_on(
+        machine, model, sizes.pages, options.experts, options.placed, options.by_layer
+    )
+    placement = replace(
+        placement,
+        cached=options.gpu_experts or {},
+        slots=options.slots or {},
+        staged=options.staged,
+    )
+    config = ExecutionConfig(
+        "cuda:0",
+        experts=options.experts,
+        defer="auto" if options.deferred is None else options.deferred,
+        dual_batch=options.dual_batch,
+        prefill=options.prefill,
+        kernel=kernel,
+    )
+    plan = plan_on_gpus(config, model, machine, max_model_len, sizes, placement, passes)
+    return CudaRunner(model, replace(plan, policy=options.policy), device, pool)
