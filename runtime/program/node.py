@@ -15,11 +15,13 @@ from .sizes import LANES, lane_dim
 from .weight_spec import WeightSpec
 
 Dim = int | str
-"""A size, or the name of one that differs from step to step, one of ``STEP_SIZES``."""
+"""A size, or the name of one that differs from step to step, one of ``RANK_SIZES``."""
 
-STEP_SIZES = ("T", "S", "R", *map(lane_dim, LANES), ALL_TOKENS)
-"""Tokens, sequences and sampled rows of a step, then the tokens of each of its lanes, and those of
-all ranks; in this order devices have them."""
+STEP_SIZES = ("T", "S", "R", *map(lane_dim, LANES))
+"""Tokens, sequences and sampled rows of a step, then the tokens of each of its lanes; in this order
+devices have them."""
+RANK_SIZES = (*STEP_SIZES, ALL_TOKENS)
+"""The same where ranks have tokens of their own, and then those of all ranks."""
 
 
 def _none() -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ import torch
 from pykernels.errors import PykernelsError
 
 from .checks import fault
-from .node import STEP_SIZES, Buffer, Dim, Node, repeated
+from .node import RANK_SIZES, STEP_SIZES, Buffer, Dim, Node, repeated
 from .weight_spec import WeightSpec
 
 __all__ = ["Buffer", "Builder", "Dim", "Node", "Program", "repeated"]
@@ -75,9 +75,9 @@ class Program:
         return tuple(self.sizes[dim] if isinstance(dim, str) else dim for dim in dims)
 
     def step_sizes(self) -> torch.Tensor:
-        """int64 [3], or [6] where there are lanes or ranks: zeros for the sizes of a step."""
-        count = 3 if self.sizes.keys() <= {*STEP_SIZES[:3]} else len(STEP_SIZES)
-        return torch.zeros(count, dtype=torch.int64, device="cpu")
+        """int64 [3], [5] with lanes, [6] with tokens by rank: zeros for the sizes of a step."""
+        named = next(s for s in (STEP_SIZES[:3], STEP_SIZES, RANK_SIZES) if {*s} >= {*self.sizes})
+        return torch.zeros(len(named), dtype=torch.int64, device="cpu")
 
     def on(self, device: str) -> Program:
         """The program with all nodes on one device."""

@@ -372,8 +372,7 @@ class PagedRunner(ABC):
             raise PykernelsError(
                 f"a step of {T} tokens of {S} sequences, {R} rows of logits", "Make a larger runner"
             )
-        sizes = T, S, R, *lane_tokens(T)
-        self.sizes[: len(sizes)] = torch.tensor(sizes, dtype=torch.int64, device="cpu")
+        self.sizes[:] = torch.tensor((T, S, R, *lane_tokens(T)), dtype=torch.int64, device="cpu")
         counts = self._query_lengths[:S]
         counts[:] = batch.num_scheduled
         # The same as long as the version is: only a prompt starts from nothing.

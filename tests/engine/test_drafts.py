@@ -129,7 +129,6 @@ def test_two_thousand_requests_draw_the_same_with_any_drafts() -> None:
     [
         ({"max_num_logits": 16, "draft_tokens": 16}, "draft_tokens=16: .* max_num_logits is 16"),
         ({"max_num_batched_tokens": 4}, "draft_tokens=4: .* max_num_batched_tokens is 4"),
-        ({"prefill": "stream"}, "draft='ngram' and prefill='stream'"),
     ],
 )
 def test_drafts_for_which_a_step_has_no_room(settings: dict[str, Any], line: str) -> None:

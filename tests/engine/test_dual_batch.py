@@ -97,7 +97,7 @@ def _decode_step(llm: model.LLM, kind: type, passes: list[Pass]) -> Any:
         kernel="generic",
     )
     step.sizes[:3] = torch.tensor([5, 5, 3])
-    step.sizes[3:] = torch.tensor([3, 2])[: len(step.sizes) - 3]
+    step.sizes[3:5] = torch.tensor([3, 2])[: len(step.sizes) - 3]
     return step
 
 

@@ -150,7 +150,7 @@ def _meta_batch(S: int, longest: int) -> StateBatch:
 
 
 def _rule(T: int, S: int, longest: int) -> None:
-    q, k, v = _meta(T, 16, 128), _meta(T, 16, 128), _meta(T, 32, 128)
+    q, k, v = (_meta(T, heads, 128) for heads in (16, 16, 32))
     gates, state = _meta(T, 32, dtype=FLOAT), _meta(9, 32, 128, 128, dtype=FLOAT)
     gated_delta_rule(q, k, v, gates, gates, state, _meta_batch(S, longest))
 

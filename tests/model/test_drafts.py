@@ -13,6 +13,7 @@ import pytest
 
 import model
 from model.llm import LLM
+from pykernels.errors import PykernelsError
 from runtime.engine import Engine, EngineConfig, Result, SamplingParams
 from runtime.runner.paged_runner import PagedRunner
 
@@ -95,3 +96,8 @@ def test_prompt_lookup_saves_steps_of_a_text_that_repeats_itself(llm: LLM) -> No
             assert found.token_ids == plain.token_ids
             assert after.steps - before.steps < 24
             assert after.accepted_tokens - before.accepted_tokens > 24
+
+
+def test_drafts_beside_streamed_prompts_are_refused_before_weights_are_read() -> None:
+    with pytest.raises(PykernelsError, match="draft='ngram' and prefill='stream'"):
+        model.load_engine(model.EMBEDDED, device="ref", draft="ngram", prefill="stream")

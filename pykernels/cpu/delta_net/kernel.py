@@ -190,17 +190,21 @@ def make_delta_rule(DK: int, DV: int, N: int) -> DeltaRule:
             update_one(memory + K, memory + OF_K + at, strip, decay)
 
     @inlined
-    def copy(source, source_stride, to, to_stride):
-        """Copies a strip."""
+    def split(state, strips, columns, back):
+        """Copies rows of a state to strips, or back: as one stream of memory either way."""
         for d in range(DK):
-            for c in range(0, 4 * STRIP, 4 * N):
-                V.store_f32(to + to_stride * d + c, V.load_f32(source + source_stride * d + c))
+            for at in range(0, 4 * columns, 4 * N):
+                place = strips + at // (4 * STRIP) * (4 * STRIP * DK)
+                place += 4 * STRIP * d + at % (4 * STRIP)
+                if back:
+                    V.store_f32(state + 4 * DV * d + at, V.load_f32(place))
+                else:
+                    V.store_f32(place, V.load_f32(state + 4 * DV * d + at))
 
     @inlined
     def tokens(args, head, t, length, column, state, memory):
         """Has the state in strips of its own: rows of ``DV`` would fall into few sets of L1."""
-        for part in range(0, 4 * args.columns, 4 * STRIP):
-            copy(state + part, 4 * DV, memory + STATE + part * DK, 4 * STRIP)
+        split(state, memory + STATE, args.columns, False)
         for first in range(0, length, BLOCK):
             count = min(BLOCK, length - first)
             load_block(args, head, t + first, count, memory)
@@ -216,8 +220,7 @@ def make_delta_rule(DK: int, DV: int, N: int) -> DeltaRule:
                     deltas = memory + OF_K + 4 * DV * i + at
                     update(memory + K + 4 * DK * i, deltas, strip, decay)
                     decay = types.float32(1)
-        for part in range(0, 4 * args.columns, 4 * STRIP):
-            copy(memory + STATE + part * DK, 4 * STRIP, state + part, 4 * DV)
+        split(state, memory + STATE, args.columns, True)
 
     @task(f"gated-delta-rule-{name}")
     def run(address, index, worker):

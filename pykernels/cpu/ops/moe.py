@@ -73,7 +73,8 @@ def run_serially(
     Raises:
         PykernelsError: inputs that do not fit.
     """
-    out = y if y.dtype == torch.float32 else torch.empty(y.shape, device="cpu").float()
+    exact = y.dtype == torch.float32
+    out = y if exact else torch.empty(y.shape, dtype=torch.float32, device="cpu")
     held = take_serially(call, x, ids, weights, out)
     stages, tasks = call.kernel.stages, call.tasks
     _run_stages(
@@ -88,7 +89,7 @@ def run_serially(
     del held
     if int(call.args["raised"][0]):
         raise raised.take() or RuntimeError("a kernel raised")
-    return y if out is y else y.copy_(out)
+    return y if exact else y.copy_(out)
 
 
 def moe_ffn(

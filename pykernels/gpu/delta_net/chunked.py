@@ -103,16 +103,16 @@ def within_chunks(
     lower = i[:, None] >= i[None, :]
     decay = tl.exp(tl.where(lower, log[:, None] - log[None, :], 0.0)) * k_norm[None, :]
     keys_too = tl.trans(keys)
-    corrected = tl.load(beta + t * beta_t + head, mask=here, other=0.0) * k_norm
-    products = _product(keys, keys_too, HALF, WIDE) * decay * corrected[:, None]
-    A = tl.where(i[:, None] > i[None, :], products, 0.0)
     at = (t[:, None] * HV + head) * 64 + i[None, :]
-    tl.store(inverses + at, _inverse(A), mask=here[:, None])
     q_at = q + t[:, None] * q_t + head // GROUP * q_head + d[None, :]
     queries = tl.load(q_at, mask=mask, other=0.0)
     q_norm = _inverse_norms(queries, eps) * scale
     products = _product(queries, keys_too, HALF, WIDE) * decay * q_norm[:, None]
     tl.store(scores + at, tl.where(lower, products, 0.0), mask=here[:, None])
+    corrected = tl.load(beta + t * beta_t + head, mask=here, other=0.0) * k_norm
+    products = _product(keys, keys_too, HALF, WIDE) * decay * corrected[:, None]
+    A = tl.where(i[:, None] > i[None, :], products, 0.0)
+    tl.store(inverses + at, _inverse(A), mask=here[:, None])
 
 
 @triton.jit

@@ -15,7 +15,8 @@ from .checks import check_floats, check_states
 from .chunked import CHUNK, scan_chunks, within_chunks
 from .recurrent import recurrent
 
-MAX_HEAD = 256
+MAX_HEAD = 128
+"""Of which a chunk's keys and queries, prefetched, lie in the shared memory of any GPU."""
 _CHUNKED_FROM = 16
 """Tokens of the longest sequence from which a chunk of 64 takes no longer than they do in turn."""
 
@@ -97,9 +98,10 @@ def gated_delta_rule(
     """``pykernels.ref.gated_delta_rule``: the same shapes, on the GPU.
 
     Args:
-        q, k, v: floats, any strides but the last, which is 1; heads of 16 to 256.
+        q, k, v: floats, any strides but the last, which is 1; heads of 16 to 128.
         g, beta: float32.
-        state: float32, contiguous; sums are float32, in chunks of products in 16 bits or tf32.
+        state: float32, contiguous; sums are float32, in chunks of products in 16 bits, or in tf32
+            if inputs are float32 (whose kernels spill registers on some GPUs).
         out: floats [T, HV, DV], contiguous; rows of no sequence stay as they are.
         plan: instead of the shipped one.
 
@@ -140,6 +142,6 @@ def gated_delta_rule(
     )  # fmt: skip
     scan_chunks[grid](
         q, k, v, g, beta, state, *sequences, batch.past, inverses, scores, out, scale, float(eps),
-        *strides, HV, **options_of_v, **products,
+        *strides, HV, **options_of_v, **products, num_stages=3 if half else 1,
     )  # fmt: skip
     return out

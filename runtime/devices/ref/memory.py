@@ -12,7 +12,7 @@ from pykernels.errors import PykernelsError
 
 from ...program import Node, Program
 from ...program.analysis import Order, buffer_bytes, plan_memory
-from ...program.node import STEP_SIZES
+from ...program.node import RANK_SIZES
 from ...program.weights import WeightStore
 from ..collectives import Communicator
 from .weights import layouts
@@ -109,4 +109,4 @@ class Memory:
     def length(self, name: str) -> int:
         """What the first dimension of a buffer is in this step."""
         dim = self.program.buffers[name].shape[0]
-        return int(self.sizes[STEP_SIZES.index(dim)]) if isinstance(dim, str) else dim
+        return int(self.sizes[RANK_SIZES.index(dim)]) if isinstance(dim, str) else dim

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from pykernels.errors import PykernelsError
+
 from ...passes.shard import expert_tables, shard, stripe
 from ...passes.shard.stripes import places, stripes
 from ...planning.compile import Compiled
@@ -149,7 +151,8 @@ class RanksRunner(RefRunner):
         ends: by rank, where it meets the others; None: threads meet in this process's memory.
 
     Raises:
-        PykernelsError: more ranks than there are heads or experts.
+        PykernelsError: more ranks than there are heads or experts; what ``shard`` refuses; deferred
+            experts where prompts are streamed.
     """
 
     def __init__(
@@ -161,6 +164,10 @@ class RanksRunner(RefRunner):
         experts: str = "small_ep",
         ends: Sequence[Communicator] | None = None,
     ) -> None:
+        if plan.streaming is not None and plan.deferred:
+            raise PykernelsError(
+                f"{ranks} ranks that stream prompts and defer experts", "Leave out one of both"
+            )
         super().__init__(model, replace(plan, streaming=None))
         self._streaming = plan.streaming
         self.ranks, self.striped, self.experts = ranks, striped and ranks > 1, experts

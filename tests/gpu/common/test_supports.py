@@ -123,9 +123,9 @@ ROWS = [
     ),
     (
         "gated_delta_rule's heads",
+        lambda d: gated_delta_rule.supports(*_rule(d, 128, FLOAT), _decode(d)),
         lambda d: gated_delta_rule.supports(*_rule(d, 256, FLOAT), _decode(d)),
-        lambda d: gated_delta_rule.supports(*_rule(d, 512, FLOAT), _decode(d)),
-        "heads of 512",
+        "heads of 256",
     ),
     (
         "causal_conv1d",
