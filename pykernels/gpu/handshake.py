@@ -211,12 +211,12 @@ def combine(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The residual stream behind a layer's experts, and the norm that the next layer begins with.
 
-    One launch. Sums are float32, rounded once to what ``out`` holds.
+    One launch for each ``MAX_ADDENDS``. Sums are float32, rounded once to what ``out`` holds.
 
     Args:
         residual: [T, H], floats, rows dense.
-        addends: up to ``MAX_ADDENDS``, of the same shape, on the GPU or pinned, rows dense; added
-            in this order: what shared experts, experts on the GPU and experts on the CPU (of both
+        addends: any number, of the same shape, on the GPU or pinned, rows dense; added in this
+            order: what shared experts, experts on the GPU and experts on the CPU (of both
             this layer's, and those deferred from the one before) gave.
         weight: [H], of the RMSNorm.
         eps: beside its mean.
@@ -233,8 +233,6 @@ def combine(
     if reason := supports(residual):
         raise PykernelsError(f"combine does not take these: {reason}", "Convert them")
     T, H = residual.shape
-    if len(addends) > MAX_ADDENDS:
-        raise PykernelsError(f"{len(addends)} addends", f"Give {MAX_ADDENDS} at most")
     if weight.shape != (H,) or weight.dtype not in FLOATS or not weight.is_contiguous():
         raise PykernelsError(f"the weight is {weight.dtype} {tuple(weight.shape)}", f"Give [{H}]")
     for i, addend in enumerate(addends):
@@ -247,6 +245,10 @@ def combine(
             check_device(residual, addend)
     normed = check_out(out[0] if out else None, residual, T, H)
     total = check_out(out[1] if out else None, residual, T, H)
+    while len(addends) > MAX_ADDENDS:
+        sums = torch.empty(T, H, dtype=torch.float32, device=residual.device)
+        combine(residual, addends[:MAX_ADDENDS], weight, eps, (normed, sums))
+        residual, addends = sums, addends[MAX_ADDENDS:]
     if T:
         filled = [*addends, *[None] * (MAX_ADDENDS - len(addends))]
         strides = [0 if x is None else rows_of(x, "an addend")[1] for x in filled]

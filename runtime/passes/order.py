@@ -22,25 +22,26 @@ ONE_OF: tuple[tuple[str, ...], ...] = (
     ("dual_batch",),
     ("stream_dense",),
     ("split_over_nodes",),
+    ("gpu_metadata",),
 )
 """Of each row a program has been through one pass at most, and through that once."""
 
 NOT_AFTER: dict[str, tuple[str, ...]] = {
     # The smallest weights would be those of the experts that are not deferred, or in no slot.
-    "skip": ("defer", "gpu_experts", "expert_cache", "split_experts", "dual_batch"),
-    # Each lane would have its own.
-    "defer": ("dual_batch",),
+    "skip": ("defer", "gpu_experts", "expert_cache", "split_experts", "dual_batch", "gpu_metadata"),
+    # Each lane would have its own. What a GPU's kernels read belongs to a program as it is.
+    "defer": ("dual_batch", "gpu_metadata"),
     # What crosses is computed where its router is, wherever its node was before.
     "offload": ("stream_weights", "split_experts", "dual_batch"),
-    "gpu_experts": ("defer", "stream_weights", "dual_batch"),
-    "expert_cache": ("defer", "stream_weights", "dual_batch"),
-    "split_experts": ("defer", "dual_batch"),
+    "gpu_experts": ("defer", "stream_weights", "dual_batch", "gpu_metadata"),
+    "expert_cache": ("defer", "stream_weights", "dual_batch", "gpu_metadata"),
+    "split_experts": ("defer", "dual_batch", "gpu_metadata"),
     # A deferred expert would cross a second time; a slice on a NUMA node is no expert.
-    "stream_weights": ("defer", "dual_batch", "split_over_nodes"),
+    "stream_weights": ("defer", "dual_batch", "split_over_nodes", "gpu_metadata"),
     # A rank has experts of its own, wherever they lie then.
     "shard": ("gpu_experts", "expert_cache", "split_experts", "stream_weights"),
     # Experts are streamed for prompts, whose steps have no lanes.
-    "dual_batch": ("stream_weights", "split_experts"),
+    "dual_batch": ("stream_weights", "split_experts", "gpu_metadata"),
 }
 """By pass, those after which it would do something else than it says."""
 

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from ..machine.nodes import ONE_NODE, MemoryNodes
 from ..passes.defer import defer
 from ..passes.dual_batch import dual_batch
+from ..passes.gpu.metadata import gpu_metadata
 from ..passes.keep_routing import keep_routing
 from ..passes.numa import split_over_nodes
 from ..passes.on_ref import REF, with_exact_caches
@@ -90,6 +91,13 @@ def _stream_dense(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     return stream_dense(program, staged) if staged else program
 
 
+def _gpu_metadata(program: Program, plan: ExecutionPlan, step: Step) -> Program:
+    """Everything else has its place: what kernels read besides activations joins the program."""
+    if plan.placement.device in (CPU, REF):
+        return program
+    return gpu_metadata(program, step.phase is Phase.DECODE)
+
+
 STAGES: tuple[Stage, ...] = (
     _keep_routing,
     _place,
@@ -99,6 +107,7 @@ STAGES: tuple[Stage, ...] = (
     _defer,
     _dual_batch,
     _stream_dense,
+    _gpu_metadata,
 )
 """In the order in which they rewrite a program; ``passes.order`` says why not in another one."""
 

@@ -18,7 +18,16 @@ from typing import Any
 
 from pykernels.ref.sampling import MAX_LOGPROBS
 
-from .collective_ops import COLLECTIVES
+from .added_ops import (
+    COLLECTIVES,
+    METADATA,
+    METADATA_OPS,
+    ORDER,
+    RAGGED,
+    SEQUENCES,
+    order_rule,
+    sequences_rule,
+)
 from .op import Attr, Op, Port
 
 COPIES = "copies"
@@ -69,16 +78,6 @@ _GROUPED = {
     "k_scale": _scale("kv_heads"),
     "v_scale": _scale("kv_heads"),
 }
-_RAGGED = {
-    "positions": _index("T"),
-    "sequences": _index("T"),  # row of the page table of each token's sequence
-    "page_table": _index("tables", "table_pages"),
-    # The same by sequences: first token and tokens in the step, keys, row of the page table.
-    "query_starts": _index("S", optional=True),
-    "query_lengths": _index("S", optional=True),
-    "lengths": _index("S", optional=True),
-    "page_rows": _index("S", optional=True),
-}
 # What each row of logits asks for, a column a parameter. What is as long as the vocabulary or a
 # list lies in tables that all rows share and that stay where they are from step to step; a row
 # has a row of a table, or a part of a list.
@@ -127,7 +126,7 @@ def _rms_norm_rule(node: Mapping[str, Any]) -> str | None:
 
 
 def _per_head_rule(node: Mapping[str, Any]) -> str | None:
-    if node.get("expand_from", 0) and "sequences" not in node:
+    if node.get("expand_from", 0) and "sequences" not in node and "expansion" not in node:
         return "`expand_from` needs the input `sequences`"
     if node["K"] > node["x_head"] or node["N"] > node["out_head"]:
         return f"heads of [{node['N']}, {node['K']}] are wider than x_head or out_head"
@@ -139,13 +138,13 @@ def _attention_rule(node: Mapping[str, Any]) -> str | None:
         return "it reads either keys and values or latents"
     if ("k" in node) != ("v" in node):
         return "`k` and `v` come together"
-    return None
+    return sequences_rule(node)
 
 
 def _router_rule(node: Mapping[str, Any]) -> str | None:
     if node["topk"] != node["spec"].topk:
         return f"its ids hold {node['topk']} experts of a token, its spec {node['spec'].topk}"
-    return None
+    return order_rule(node)
 
 
 def _experts_rule(node: Mapping[str, Any]) -> str | None:
@@ -160,10 +159,11 @@ def _moe_rule(node: Mapping[str, Any]) -> str | None:
         return "`ids` and `weights` come together"
     if "ids" not in node and node["E"] != 1:
         return f"{node['E']} experts and no routing"
-    return None
+    return order_rule(node)
 
 
 OPS: dict[str, Op] = {
+    **METADATA_OPS,
     # Rows of the table of embeddings.
     "embed": Op(
         inputs={"ids": _index("T")},
@@ -201,6 +201,7 @@ OPS: dict[str, Op] = {
             "x": _activation("T", ">first*x_head + G*x_head"),
             "out": _activation("T", ">first*out_head + G*out_head", optional=True),
             "sequences": _index("T", optional=True),
+            "expansion": METADATA["expansion"],
             **_STAGED,
         },
         outputs={"out": _activation("T", ">first*out_head + G*out_head")},
@@ -265,7 +266,7 @@ OPS: dict[str, Op] = {
     "attention": Op(
         inputs={
             "q": _activation("T", "heads*dk"),
-            **_RAGGED,
+            **SEQUENCES,
             **_ANY_CACHE,
         },
         outputs={"out": _activation("T", "heads*dv")},
@@ -275,6 +276,7 @@ OPS: dict[str, Op] = {
             "scale": Attr(float),
             "window": Attr(int, 0),
             "expand_from": Attr(int, 0),
+            "chunk": Attr(int, 0),  # tokens of a chunk at most
         },
         rule=_attention_rule,
     ),
@@ -302,7 +304,7 @@ OPS: dict[str, Op] = {
             "positions": _index("T"),
             "sequences": _index("T"),
             "prefix_lengths": _index("T"),
-            "page_table": _RAGGED["page_table"],
+            "page_table": RAGGED["page_table"],
             **_ANY_CACHE,
         },
         outputs=_PARTIAL,
@@ -326,7 +328,7 @@ OPS: dict[str, Op] = {
             "q": _activation("T", ">heads*L"),
             "q_nope": _activation("T", ">heads*nope"),
             "out": _activation("T", "heads*dv"),
-            **_RAGGED,
+            **SEQUENCES,
             "latent": _LATENT["latent"],
             "rope": _kv("R", optional=True),
             "latent_scale": _LATENT["latent_scale"],
@@ -341,11 +343,16 @@ OPS: dict[str, Op] = {
             "scale": Attr(float),
             "expand_from": Attr(int),
         },
+        rule=sequences_rule,
     ),
-    # The topk experts of each token and their weights.
+    # The topk experts of each token and their weights; none (-1) of tokens whose slot is -1, where
+    # slots are given. Of one token their order too.
     "router": Op(
-        inputs={"logits": _float32("T", ">experts")},
-        outputs={"ids": _index("T", "topk"), "weights": _float32("T", "topk")},
+        inputs={
+            "logits": _float32("T", ">experts"),
+            "slot_mapping": _index("T", optional=True),
+        },
+        outputs={"ids": _index("T", "topk"), "weights": _float32("T", "topk"), **ORDER},
         weights={"bias": _weight("experts", optional=True)},
         attrs={"spec": Attr(object), "experts": Attr(int)},
         rule=_router_rule,
@@ -416,6 +423,7 @@ OPS: dict[str, Op] = {
             "x": _activation("T", "H"),
             "ids": _index("T", "topk", optional=True),
             "weights": _float32("T", "topk", optional=True),
+            **ORDER,
             "resident": _bytes("bytes", optional=True),
             **_STAGED,
         },
@@ -436,9 +444,14 @@ OPS: dict[str, Op] = {
     ),
     # One token of each row of logits, by the row's own parameters (``SamplingInputs`` of
     # ``ref.sampling.inputs``), which is then counted in the row of `seen` that it has, if any: so a
-    # next step's penalties know it before the host does.
+    # next step's penalties know it before the host does. It waits until `masks_written` is 1.
     "sample_requests": Op(
-        inputs={"logits": _float32("R", "V"), **_SAMPLING, **_SAMPLING_TABLES},
+        inputs={
+            "logits": _float32("R", "V"),
+            **_SAMPLING,
+            **_SAMPLING_TABLES,
+            "masks_written": _index("1", optional=True),
+        },
         outputs={
             "seen": _SAMPLING_TABLES["seen"],
             "tokens": _index("R"),

@@ -30,7 +30,10 @@ _NEUTRAL = {
     "sampling.num_logprobs": -1,
     "sampling.seen_row": -1,
     "sampling.mask_row": -1,
+    "sampling.masks_written": 1,
 }
+MASKS_WRITTEN = "sampling.masks_written"
+"""The input [1] that is 1 when the masks of the step are there, for which its sampler waits."""
 MAX_BIASES = 4096
 """Tokens of one sequence whose logits are biased, at most."""
 
@@ -94,6 +97,7 @@ def lower_sampling(b: Builder, logits: str, V: int) -> None:
         inputs[name] = b.buffer(
             f"sampling.{name}", *shape, dtype=sampling_dtype(name), kind="input"
         )
+    inputs["masks_written"] = b.buffer(MASKS_WRITTEN, 1, dtype=torch.int64, kind="input")
     outputs = {
         "seen": inputs["seen"],
         "tokens": b.buffer("sampled_token_ids", "R", dtype=torch.int64, kind="output"),

@@ -77,7 +77,7 @@ class SamplingInputs:
     def tensors(self) -> dict[str, torch.Tensor]:
         """By the names of input buffers, tensors over columns and tables."""
         columns = {name: torch.from_numpy(array) for name, array in self.columns.items()}
-        found = {**columns, **self.tables, "seen": self.seen}
+        found = {**columns, **self.tables, "seen": self.seen, "masks_written": self.masks_written}
         return {f"sampling.{name}": tensor for name, tensor in found.items()}
 
     def arrange(self, sampling: Sequence[SequenceSampling]) -> None:

@@ -31,6 +31,7 @@ OPS: Mapping[str, tuple[str, str]] = {
     "add": ("sum", "#adb5c4"),
     "router": ("router", "#6a4c93"),
     "split_routing": ("router", "#6a4c93"),
+    "sort_routing": ("router", "#6a4c93"),
     "load_experts": ("copy", "#e07be0"),
     "load_weights": ("copy", "#e07be0"),
     "unpack_experts": ("unpacking", "#b5838d"),

@@ -14,11 +14,11 @@ import torch
 
 from runtime.devices.cuda.executable import CudaExecutable, GpuMemory
 from runtime.devices.cuda.handshake import PinnedSlots
-from runtime.devices.cuda.inputs import StepInputs
-from runtime.devices.cuda.memory.buffers import Arena, StepOutputs, part_latents
-from runtime.devices.cuda.step_maker import expansion
+from runtime.devices.cuda.inputs import Bucket, StepInputs
+from runtime.devices.cuda.memory.buffers import Arena, StepOutputs, allocated_caches
 from runtime.devices.ref.step import RefExecutable
 from runtime.kv_cache.layout import PAGE, CacheSpec
+from runtime.passes.gpu.metadata import PIECE, gpu_metadata
 from runtime.passes.on_ref import on_ref
 from runtime.planning.compile import Compiled
 from runtime.program import Builder, Program
@@ -73,7 +73,7 @@ def results(
     steps: list[Step],
     pool: WorkerPool,
     device: torch.device,
-    piece: int | None,
+    piece: int,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(found, truth) of the tokens of each step."""
     inputs = allocate_inputs(program)
@@ -82,32 +82,32 @@ def results(
         count = program.sizes["T" if name in by_token else "S"]
         inputs.setdefault(name, torch.zeros(count, dtype=torch.int64))
     inputs.setdefault("logits_indices", torch.zeros(1, dtype=torch.int64))
-    places = torch.randperm(S * PAGES, generator=torch.Generator().manual_seed(3)).view(S, PAGES)
-    inputs["page_table"][:] = places[: program.sizes["S"]]
+    rows = program.sizes["S"]
+    places = torch.randperm(rows * PAGES, generator=torch.Generator().manual_seed(3))
+    inputs["page_table"][:] = places.view(rows, PAGES)
     exact = {name: part.zeros() for name, part in parts.items()}
     exact = {n: x.float() if x.dtype == torch.bfloat16 else x for n, x in exact.items()}
     truth = RefExecutable(Compiled.of(on_ref(program)), weights, inputs, exact)
-    staged = StepInputs(inputs, None, {"cuda": device}, piece)
-    bucket = staged.bucket(program.sizes["T"], 1, False, expansion(program))
-    views, sequences = bucket.on["cuda"]
+    nodes = tuple(replace(node, device="cuda") for node in program.nodes)
+    within = replace(program.buffers["attn_out"], kind="scratch")  # as in a model: bfloat16
+    buffers = {**program.buffers, "attn_out": within}
+    made = gpu_metadata(replace(program, nodes=nodes, buffers=buffers), piece=piece)
+    bucket = Bucket(StepInputs(inputs, None, {"cuda": device}, piece), made)
     kinds = {"angles": torch.float32}
     floats = {
         name: torch.zeros(x.shape, dtype=kinds.get(name, torch.bfloat16), device=device)
         for name, x in inputs.items()
         if x.is_floating_point()
     }
-    caches = {name: part.zeros().to(device) for name, part in parts.items()}
     sizes = torch.zeros(3, dtype=torch.int64)
-    nodes = tuple(replace(node, device="cuda") for node in program.nodes)
-    within = replace(program.buffers["attn_out"], kind="scratch")  # as in a model: bfloat16
     found = CudaExecutable(
-        Compiled.of(replace(program, nodes=nodes, buffers={**program.buffers, "attn_out": within})),
+        Compiled.of(made),
         weights,
-        {"cuda": GpuMemory(device, views | floats, sequences, Arena(device))},
+        {"cuda": GpuMemory(device, bucket.on["cuda"] | floats, Arena(device))},
         pool,
         "generic",
         {},
-        part_latents(program, caches),
+        allocated_caches(made, {"cuda": device}),
         sizes,
         PinnedSlots(device.type == "cuda"),
         {"cuda": StepOutputs({}, device).of({})},
@@ -164,13 +164,13 @@ def grouped(T: int, parts: dict[str, Any], window: int, sinks: bool) -> tuple[Pr
 
 @pytest.mark.parametrize(
     ("kv_dtype", "window", "sinks", "piece"),
-    [("bf16", 0, False, 8), ("bf16", 12, True, 8), ("fp8", 0, False, None)],
+    [("bf16", 0, False, 8), ("bf16", 12, True, 8), ("fp8", 0, False, PIECE)],
 )
 def test_grouped_queries(
     kv_dtype: str,
     window: int,
     sinks: bool,
-    piece: int | None,
+    piece: int,
     pool: WorkerPool,
     device: torch.device,
 ) -> None:
@@ -194,7 +194,7 @@ def test_latents(
     # One head's keys and values at a time, as where a context is long.
     monkeypatch.setattr(latents, "EXPANDED_BYTES", 1)
     steps = [Step({2: (0, 12)}), Step({0: (0, 3), 2: (12, 30), 1: (0, 5)}), Step({1: (5, 6)})]
-    parts = CacheSpec.latent(kv_dtype, mla.L, mla.R).buffers(S * PAGES)
     made = mla.program(kv_dtype, 12, pool)
-    for found, wanted in results(*made, parts, steps, pool, device, None):
+    parts = CacheSpec.latent(kv_dtype, mla.L, mla.R).buffers(made[0].sizes["S"] * PAGES)
+    for found, wanted in results(*made, parts, steps, pool, device, PIECE):
         assert (found - wanted).norm() < BF16 * wanted.norm()

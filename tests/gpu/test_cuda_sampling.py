@@ -10,7 +10,7 @@ import torch
 
 from pykernels.ref.sampling import MAX_LOGPROBS
 from runtime.devices.cuda.binders.sampling import sample_requests
-from runtime.devices.cuda.inputs import StepInputs
+from runtime.devices.cuda.inputs import Bucket, StepInputs
 from runtime.devices.cuda.memory.buffers import Arena, Memory, StepOutputs
 from runtime.program.weights import WeightStore
 from runtime.runner.sampling import SamplingInputs
@@ -29,7 +29,7 @@ def test_the_launch_draws_what_the_rows_ask_for(device: torch.device) -> None:
     names += ("logits_indices",)
     arrays = {name: torch.zeros(R, dtype=torch.int64) for name in names}
     arrays["page_table"] = torch.zeros(R, 1, dtype=torch.int64)
-    inputs = StepInputs(arrays, columns, {"cuda": device}).bucket(R, R, True, None)
+    inputs = Bucket(StepInputs(arrays, columns, {"cuda": device}), made)
     logits = torch.full((R, V), float("nan"), device=device)
     results = StepOutputs(
         {
@@ -40,9 +40,8 @@ def test_the_launch_draws_what_the_rows_ask_for(device: torch.device) -> None:
         },
         device,
     ).of({})
-    views, sequences = inputs.on["cuda"]
-    given = {**views, "logits": logits}
-    read = device, given, {}, results.tensors, sequences, Arena(device)
+    given = {**inputs.on["cuda"], "logits": logits}
+    read = device, given, {}, results.tensors, Arena(device)
     launch = sample_requests(Memory(made, WeightStore(), *read), made.nodes[0])
 
     def run(step: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -45,7 +45,9 @@ def test_copy_rows(T: int, H: int, K: int, dtype: torch.dtype, device: torch.dev
         assert torch.equal(back[0].cpu(), out[0].to(dtype)) and torch.equal(back[1], ids)
 
 
-@pytest.mark.parametrize(("T", "H", "count"), [(1, 7168, 3), (3, 100, 5), (2, 64, 0), (0, 8, 1)])
+@pytest.mark.parametrize(
+    ("T", "H", "count"), [(1, 7168, 3), (3, 100, 5), (2, 64, 0), (0, 8, 1), (2, 40, 12)]
+)
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_combine(T: int, H: int, count: int, dtype: torch.dtype, device: torch.device) -> None:
     """Every second addend lies in the host's memory, in float32; the sum replaces the residual."""
@@ -78,7 +80,6 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     out = [host(2, n, dtype=t, device=device) for n, t in ((8, BF16), (3, torch.int32), (3, FP32))]
     wrong = {
         "rows of other numbers": lambda: combine(x, [x[:1]], weight, 1e-5),
-        "too many addends": lambda: combine(x, [x] * 6, weight, 1e-5),
         "a short weight": lambda: combine(x, [x], weight[:4], 1e-5),
         "integers": lambda: combine(x.int(), [], weight, 1e-5),
         "integers to floats": lambda: copy_rows([ids], [out[2]]),

@@ -18,6 +18,8 @@ from pykernels.env import env
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.streaming import pin_experts
 from runtime.engine import Engine, SamplingParams
+from runtime.planning.compile import compile
+from runtime.planning.execution import Phase
 from runtime.planning.gpu.prefill_rates import (
     Rates,
     balanced_share,
@@ -211,7 +213,8 @@ def test_layers_that_cannot_be_pinned_stay_on_the_cpu(tmp_path: Path, device: to
             assert runner.streaming is not None
             found, reason = pin_experts(runner.streaming, program, decoder.store, cast(Any, system))
     assert reason == "no more than that"
-    nodes = found.apply(program).nodes
+    plan = replace(runner.plan, streaming=found)
+    nodes = compile(decoder, plan, Phase.STREAMED, 4).program.nodes
     devices = {node.layer: node.device for node in nodes if node.role == "routed"}
     assert devices[0] != "cpu" and devices[1] == "cpu"
     assert {node.layer for node in nodes if node.role == "load"} == {0}

@@ -32,7 +32,7 @@ from runtime.devices.ref import ops
 from runtime.devices.ref.partial_ops import PARTIAL
 from runtime.engine import EngineConfig
 from runtime.planning.config import ExecutionConfig
-from runtime.program.collective_ops import COLLECTIVES
+from runtime.program.added_ops import COLLECTIVES
 from runtime.program.ops import OPS
 
 from ..cpu.kernels import variants
@@ -251,7 +251,8 @@ def test_families_and_formats_are_those_of_the_tables() -> None:
 def test_ops_are_those_of_the_table() -> None:
     named = set(quoted([row[0] for row in rows(PAGES["runtime/README.md"], "op")]))
     assert named == set(OPS)
-    moved = {"load_weights"}  # bytes in a GPU's own layout, which has no other twin
+    # Bytes in a GPU's own layout, and what its kernels read besides: no other device has them.
+    moved = {"load_weights", "attention_metadata", "select_rows", "sort_routing"}
     assert named - moved == {*ops.OPS, "submit", "wait"}
     loads = {name for name in OPS if name.endswith("_experts")}  # the CPU reads main memory
     assert set(step.BINDERS) == named - loads - moved - {*COLLECTIVES, *PARTIAL}

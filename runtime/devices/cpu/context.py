@@ -108,7 +108,6 @@ class Context:
         workspaces: dict[str, MoEWorkspace] | None = None,
     ) -> None:
         self.program, self.pool, self.sizes, self.link = program, pool, sizes, link
-        self.masks_written = 0  # see CpuExecutable
         self._weights, self._layout_of = weights, layouts(program)
         self.calls = list[MoECall]()
         self.outputs: dict[str, torch.Tensor] = {}

@@ -212,5 +212,6 @@ def sample_requests(ctx: Context, node: Node) -> list[Job]:
         Job(f"{node.name}.{name}", run.address, record, setup.address)
         for name, (setup, run) in zip(("scan", "draw", "finish"), make_ops(), strict=True)
     ]
-    jobs[0].opens = ctx.masks_written
+    if "masks_written" in node.inputs:
+        jobs[0].opens = ctx.at(node.inputs["masks_written"])
     return jobs

@@ -59,7 +59,6 @@ class CpuRunner(PagedRunner):
             self.caches,
             self.plan.kernel,
             self.sizes,
-            masks_written=self._sampling.masks_written.data_ptr(),
         )
 
     def launch_behind(self, batch: StepBatch, ends: Set[int]) -> bool:

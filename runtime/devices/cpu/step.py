@@ -60,8 +60,6 @@ class CpuExecutable:
         sizes: as ``Program.step_sizes``; None for its own.
         in_order: whether each node waits for the whole of the one before, whatever it reads.
         link: to the device that has the other half of the program, if it is half of one.
-        masks_written: address of an int64 that is 1 when the masks are there, for which sampling
-            waits; 0: they are there before a step begins.
         gemm_from: tokens of a matrix from which it takes the GEMM; None: as this machine was
             calibrated.
         workspaces: scratch of experts, shared with programs that never run at the same time; None:
@@ -87,7 +85,6 @@ class CpuExecutable:
         sizes: torch.Tensor | None = None,
         in_order: bool = False,
         link: Link | None = None,
-        masks_written: int = 0,
         gemm_from: int | None = None,
         workspaces: dict[str, MoEWorkspace] | None = None,
     ) -> None:
@@ -107,7 +104,6 @@ class CpuExecutable:
             gemm_from,
             workspaces,
         )
-        self._context.masks_written = masks_written
         self.jobs = Jobs(self._context.bind(BINDERS))
         self.outputs = self._context.outputs
         self._in_flight: InFlight | None = None

@@ -26,11 +26,9 @@ from ..link import Launching, Link
 from . import handshake
 from .binders import BINDERS
 from .binders.dense import Launch
-from .binders.sampling import MASKS_WRITTEN
 from .graph import CapturedGraph, copy_stream, in_turn
 from .handshake import PinnedSlots
 from .memory.buffers import Arena, Caches, Memory, ProgramOutputs
-from .memory.metadata import Sequences
 
 COMPILERS = 16
 """Kernels that are compiled at a time."""
@@ -120,13 +118,12 @@ class GpuMemory:
 
     Attributes:
         inputs: by name, tensors of the step's inputs.
-        sequences, arena: see ``Memory``.
+        arena: see ``Memory``.
         high_priority: see ``CapturedGraph``.
     """
 
     device: torch.device
     inputs: Mapping[str, torch.Tensor]
-    sequences: Sequences
     arena: Arena
     high_priority: bool = False
 
@@ -185,7 +182,7 @@ class CudaExecutable:
         for name, on in gpus.items():
             inputs, found = _sliced(parts[name], on.inputs), results[name]
             own = parts[name], weights, on.device, inputs, caches, _within(program, found.tensors)
-            memory = Memory(*own, on.sequences, on.arena, on.inputs.get(MASKS_WRITTEN))
+            memory = Memory(*own, on.arena)
             last = [found.receive] if found.host else []
             self.gpus.append(GpuPart(memory, self._link, last, on.high_priority))
             self.outputs |= _within(program, found.host)
@@ -281,9 +278,7 @@ def _within(program: Program, results: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def _sliced(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inputs of a program, as long as its bucket."""
+    """What crosses to a program before a step, as long as its bucket."""
     return {
-        name: inputs[name][: program.shape(name)[0]]
-        for name, buffer in program.buffers.items()
-        if buffer.kind == "input" and name in inputs
+        name: inputs[name][: program.shape(name)[0]] for name in program.buffers if name in inputs
     }

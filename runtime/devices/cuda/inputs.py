@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from ...kv_cache.layout import PAGE
+from ...passes.gpu.metadata import PIECE, most_chunks
+from ...program import Node, Program
 from ...program.sizes import LANES, lane_name, lane_tokens
 from ...program.step_inputs import IS_PROMPT
 from ...runner.sampling import SamplingInputs
 from ..gpus import Gpus
 from .binders.sampling import SamplingColumns, SamplingTables
 from .memory.blocks import Shape, block_bytes, views
-from .memory.metadata import (
-    Expansion,
-    HostMetadata,
-    Sequences,
-    metadata_shapes,
-    most_chunks,
-    pad,
-)
+from .memory.metadata import HostMetadata, pad
 
 BY_TOKEN = {"tokens": 0, "positions": 0, IS_PROMPT: 0, "slot_mapping": -1}
 """Inputs [T] that nodes read by name, and what padding has."""
-PIECE = 128
-"""Tokens of a chunk's piece: a block of the prefill kernels, so that a launch which has room for
-any mix of sequences has few blocks too many."""
+_OF_DECODES = ("table", "decode_lengths")
+"""All that attention reads in decode steps."""
 
 
 class StepInputs:
@@ -39,7 +31,7 @@ class StepInputs:
     Args:
         arrays: by name, int64 CPU tensors that the engine writes before each step.
         sampling: how rows are sampled, on the last GPU; None: programs that sample nothing.
-        piece: chunks of more tokens are cut into pieces; None: none is.
+        piece: tokens of a chunk of its programs, where any are cut.
 
     Attributes:
         first: bytes of the block in front of a bucket's own.
@@ -52,22 +44,19 @@ class StepInputs:
         arrays: Mapping[str, torch.Tensor],
         sampling: SamplingInputs | None,
         gpus: Gpus,
-        piece: int | None = PIECE,
+        piece: int = PIECE,
     ) -> None:
-        self.piece, self.last = piece, list(gpus)[-1]
+        self.last = list(gpus)[-1]
         self.arrays = {
             name: tensor.numpy() for name, tensor in arrays.items() if tensor.dtype == torch.int64
         }
         T, S, R = (len(arrays[name]) for name in ("tokens", "lengths", "logits_indices"))
-        chunks = most_chunks(T, S, piece or T)
         columns = None if sampling is None else SamplingColumns(sampling, R)
         self._tables = None if sampling is None else SamplingTables(sampling, gpus[self.last])
         self._columns, self._rows = columns, {} if columns is None else columns.shapes
         self.first = block_bytes(self._rows)
         pages = arrays["page_table"].shape[1]
-        # Lanes have room for a sequence a token.
-        shapes = _shapes(T, S, R, pages, chunks), _shapes(T, T, R, pages, None)
-        size = self.first + max(map(block_bytes, shapes))
+        size = self.first + _most_bytes(T, S, R, pages, piece)
         pinned = gpus[self.last].type == "cuda"
         self.host = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self.blocks = {
@@ -86,80 +75,59 @@ class StepInputs:
             self._columns.stage(self._staged)
             self._tables.send()
 
-    def bucket(
-        self, T: int, R: int, decode: bool, expand_from: int | None, lanes: bool = False
-    ) -> Bucket:
-        """The inputs of programs of these sizes. Arguments: see ``Bucket``."""
-        return Bucket(self, T, R, decode, expand_from, lanes)
-
-
-class OnGpu(NamedTuple):
-    """The inputs of a bucket on one GPU: what nodes read, by name, and what attention reads."""
-
-    tensors: dict[str, torch.Tensor]
-    sequences: Sequences
-
 
 class Bucket:
-    """The inputs of a bucket; those of a short step are little to copy.
+    """The inputs of a program's steps; those of a short step are little to copy.
 
     Args:
-        T, R: tokens and rows of logits.
-        decode: every sequence of its steps has one token.
-        expand_from: see ``HostMetadata``.
-        lanes: whether its steps have two lanes: the second one's tokens and sequences begin at a
-            row of their own, so that both are parts of the block.
+        program: with ``passes.gpu.metadata``. If it has two lanes the second one's tokens and
+            sequences begin at a row of their own, so that both are parts of the block.
 
     Attributes:
-        on: by GPU, what is there.
+        on: by GPU, tensors by the program's names.
     """
 
-    def __init__(
-        self,
-        owner: StepInputs,
-        T: int,
-        R: int,
-        decode: bool,
-        expand_from: int | None,
-        lanes: bool = False,
-    ) -> None:
-        self._arrays, self.T, self.decode = owner.arrays, T, decode
-        S = T if lanes else min(T, len(owner.arrays["lengths"]))
-        pages = owner.arrays["page_table"].shape[1]
-        self._piece = min(T, owner.piece or T)
-        shapes = _shapes(T, S, R, pages, None if decode else most_chunks(T, S, self._piece))
-        self._owner, end = owner, owner.first + block_bytes(shapes)
+    def __init__(self, owner: StepInputs, program: Program) -> None:
+        self._owner, self._arrays, self.T = owner, owner.arrays, program.sizes["T"]
+        lanes = any(node.lane for node in program.nodes)
+        self._second = lane_tokens(self.T)[0] if lanes else None
+        writes = [node for node in program.nodes if node.op == "attention_metadata"]
+        shapes: dict[str, Shape] = dict.fromkeys(BY_TOKEN, ((self.T,), torch.int32))
+        shapes |= {
+            "logits_indices": ((program.sizes["R"],), torch.int32),
+            **_shapes(program, writes),
+        }
+        end = owner.first + block_bytes(shapes)
         self._host = owner.host[:end]
         staged = views(self._host[owner.first :], shapes)
         self._staged = {name: view.numpy() for name, view in staged.items()}
-        self._expansion = Expansion()
-        self._metadata = HostMetadata(self._staged, self._piece, expand_from, self._expansion)
-        self._second = lane_tokens(T)[0] if lanes else None
+        expansion = torch.zeros(3, dtype=torch.int64, device="cpu")
+        self._metadata: HostMetadata | None = None  # in decode steps there is nothing to find out
+        if any(port not in _OF_DECODES for node in writes for port in node.outputs):
+            outputs = {**self._staged, "expansion": expansion.numpy()}
+            own = {port: outputs[port] for port in writes[0].outputs}
+            attrs = writes[0].attr("expand_from"), writes[0].attr("chunk")
+            self._metadata = HostMetadata(own, *attrs)
         self._blocks = {name: block[:end] for name, block in owner.blocks.items()}
-        self.on = {
-            name: self._views(views(block[owner.first :], shapes))
-            for name, block in self._blocks.items()
-        }
-        self.on[owner.last].tensors.update(owner.tensors)
+        self.on: dict[str, dict[str, torch.Tensor]] = {}
+        for gpu, block in self._blocks.items():
+            there = views(block[owner.first :], shapes) | {"expansion": expansion}
+            self.on[gpu] = self._named(there, [node for node in writes if node.device == gpu])
+        self.on[owner.last].update(owner.tensors)
 
-    def _views(self, tensors: Mapping[str, torch.Tensor]) -> OnGpu:
-        """A GPU's inputs, as parts of its block."""
-        own = {field.name for field in fields(Sequences)}
-        lanes: dict[str, Sequences] = {}
-        sequences = Sequences(
-            **{name: tensor for name, tensor in tensors.items() if name in own},
-            max_queries=self._piece,
-            expansion=self._expansion,
-            lanes=lanes,
-        )
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in own}
+    def _named(
+        self, tensors: Mapping[str, torch.Tensor], writes: Sequence[Node]
+    ) -> dict[str, torch.Tensor]:
+        """A GPU's inputs by the program's names, those of lanes as parts."""
+        named = {name: tensors[name] for name in (*BY_TOKEN, "logits_indices")}
+        rows = {"": slice(None)}
         if self._second is not None:  # the second lane begins at that row
-            for lane, rows in zip(
-                LANES, (slice(0, self._second), slice(self._second, None)), strict=True
-            ):
-                tensors |= {lane_name(lane, name): tensors[name][rows] for name in BY_TOKEN}
-                lanes[lane] = Sequences(sequences.table[rows], sequences.decode_lengths[rows])
-        return OnGpu(tensors, sequences)
+            rows |= zip(LANES, (slice(0, self._second), slice(self._second, None)), strict=True)
+        for lane in rows:
+            named |= {lane_name(lane, name): tensors[name][rows[lane]] for name in BY_TOKEN}
+        for node in writes:
+            named |= {name: tensors[port][rows[node.lane]] for port, name in node.outputs.items()}
+        return named
 
     def send(self, T: int, S: int, R: int) -> None:
         """Copies a step's inputs, padded to the bucket: slots of -1, no keys.
@@ -180,9 +148,9 @@ class Bucket:
             self._place(slice(start, self.T), slice(first, T), slice(first, T), used)
             rows = staged["logits_indices"][:R]
             rows[rows >= first] += start - first
-        if not self.decode:
+        if self._metadata is not None:
             starts, counts = arrays["query_starts"][:S], arrays["query_lengths"][:S]
-            self._metadata.arrange(starts, counts, lengths, arrays["positions"][:T])
+            self._metadata.write(starts, counts, lengths, arrays["positions"][:T])
         self._copy()
 
     def _place(self, rows: slice, tokens: slice, sequences: slice, used: int) -> None:
@@ -195,12 +163,14 @@ class Bucket:
         staged, arrays = self._staged, self._arrays
         for name, padding in BY_TOKEN.items():  # what another bucket left here may be no id
             pad(staged[name][rows], arrays[name][tokens], padding)
+        if "table" not in staged:  # nothing attends
+            return
         table = staged["table"][rows]
         S = sequences.stop - sequences.start
         table[:S, :used] = arrays["page_table"][arrays["page_rows"][sequences], :used]
         table[:S, used:] = 0
         table[S:] = 0
-        if self.decode:
+        if self._metadata is None:
             pad(staged["decode_lengths"][rows], arrays["lengths"][sequences])
 
     def _copy(self) -> None:
@@ -216,17 +186,36 @@ class Bucket:
         for array in staged.values():
             array[:] = 0
         staged["slot_mapping"][:] = -1
-        staged["decode_lengths"][:] = 1
-        if not self.decode:
+        if "decode_lengths" in staged:
+            staged["decode_lengths"][:] = 1
+        if self._metadata is not None:
             n = min(T, staged["table"].shape[1] * PAGE)
             lengths = np.array([n], np.int64)
-            self._metadata.arrange(np.zeros(1, np.int64), lengths, lengths, np.zeros(n, np.int64))
+            self._metadata.write(np.zeros(1, np.int64), lengths, lengths, np.zeros(n, np.int64))
         self._copy()
 
 
-def _shapes(T: int, S: int, R: int, pages: int, chunks: int | None) -> dict[str, Shape]:
-    shapes: dict[str, tuple[int, ...]] = {**dict.fromkeys(BY_TOKEN, (T,)), "logits_indices": (R,)}
-    return {
-        **{name: (shape, torch.int32) for name, shape in shapes.items()},
-        **metadata_shapes(T, S, pages, chunks),
-    }
+def _shapes(program: Program, writes: Sequence[Node]) -> dict[str, Shape]:
+    """By port, the metadata of one GPU's attention in the block: of both lanes, behind each
+    other."""
+    found: dict[str, Shape] = {}
+    for node in writes:
+        if node.device != writes[0].device:
+            continue
+        for port in node.outputs.keys() - {"expansion"}:
+            rows, *rest = program.shape(node.outputs[port])
+            before = found[port][0][0] if port in found else 0
+            found[port] = (before + rows, *rest), torch.int32
+    return found
+
+
+def _most_bytes(T: int, S: int, R: int, pages: int, piece: int) -> int:
+    """Bytes that a bucket takes, at most; lanes have room for a sequence a token."""
+    C = most_chunks(T, S, piece)
+    tokens = ((T,),) * (len(BY_TOKEN) + 2)
+    mixed = (*tokens, (R,), (S,), (S, pages), *((C,),) * 4, (C, pages))
+    lanes = (*tokens, (R,), (T,), (T, pages))
+    return max(
+        block_bytes({str(i): (shape, torch.int32) for i, shape in enumerate(shapes)})
+        for shapes in (mixed, lanes)
+    )

@@ -76,8 +76,8 @@ def _temporary(program: Program, node: Node) -> int:
         return 2 * T * each * (3 * H + 2 * inner) + SCRATCH
     if node.op == "attention_expanded":
         return EXPANDED_BYTES
-    if node.op == "attention" and "k_scale" in node.inputs:
-        table, k = program.shape(node.inputs["page_table"]), program.shape(node.inputs["k"])
+    if node.op == "attention" and "k_scale" in node.inputs and "chunk_table" in node.inputs:
+        table, k = program.shape(node.inputs["chunk_table"]), program.shape(node.inputs["k"])
         unpacked = 4 * table[0] * table[1] * k[1] * k[2] * k[3]
         return unpacked if unpacked <= _UNPACKED_KEYS else 0
     return 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from pykernels.errors import PykernelsError
+from pykernels.gpu.common.stream_memory import supports as why_no_flags
 
 from ...kv_cache.layout import PAGE
 from ...planning.lowerable import Lowerable
@@ -77,3 +78,25 @@ class CudaResources:
                 "Keep the experts on the CPU (experts cpu), or ask for fewer kv_tokens or"
                 " max_num_batched_tokens",
             ) from error
+
+
+def check_waits(gpus: Gpus, pool: WorkerPool | None) -> None:
+    """Raises PykernelsError if a GPU cannot wait for another device, as its programs have to.
+
+    Args:
+        pool: runs experts; None: all are on GPUs.
+    """
+    if interpreted(gpus):
+        return
+    if (pool is not None or len(gpus) > 1) and (reason := why_no_flags()):
+        raise PykernelsError(
+            f"{','.join(gpus)} cannot wait for another device: {reason}",
+            "Update the NVIDIA driver, or keep all on one GPU (experts gpu)",
+        )
+    if pool is not None and pool.threads == 1 and pool.driver_works:
+        # The driver loads a kernel when all that was launched before has run; some of it may
+        # wait for this worker.
+        raise PykernelsError(
+            "the only worker of the experts is the thread that launches the GPU's kernels",
+            "Take 2 threads or more, or keep the experts on the GPU (experts gpu)",
+        )

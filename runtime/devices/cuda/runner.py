@@ -13,7 +13,6 @@ from functools import partial
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.gpu.common.stream_memory import supports as why_no_flags
 
 from ...experts.cache import CachePolicy
 from ...machine.pinned import Pinned
@@ -46,7 +45,7 @@ from .memory.buffers import allocated_caches, dtypes
 from .memory.dense import pin_staged
 from .memory.experts import on_gpu
 from .memory.weights import layouts
-from .resources import CudaResources
+from .resources import CudaResources, check_waits
 from .step_maker import StepMaker
 from .streamed_runner import StreamedRunner
 from .streaming import link_rate, pin_experts
@@ -95,19 +94,7 @@ class CudaRunner(PagedRunner):
         self.gpus: Gpus = gpus_of(device)
         self.device = list(self.gpus.values())[-1]
         on_cpu = plan.placement.experts == CPU
-        crosses = on_cpu or len(self.gpus) > 1
-        if self.real and crosses and (reason := why_no_flags()):
-            raise PykernelsError(
-                f"{device} cannot wait for another device: {reason}",
-                "Update the NVIDIA driver, or keep all on one GPU (experts gpu)",
-            )
-        if self.real and on_cpu and pool.threads == 1 and pool.driver_works:
-            # The driver loads a kernel when all that was launched before has run; some of it may
-            # wait for this worker.
-            raise PykernelsError(
-                "the only worker of the experts is the thread that launches the GPU's kernels",
-                "Take 2 threads or more, or keep the experts on the GPU (experts gpu)",
-            )
+        check_waits(self.gpus, pool if on_cpu else None)
         super().__init__(model, replace(plan, nodes=pool.memory))
         self.pool, self.kernel = pool, plan.kernel
         self.rates: Rates | None = None
@@ -297,8 +284,7 @@ class CudaRunner(PagedRunner):
                 self.decisions = [*self.decisions, described(self.plan.placement, compiled.program)]
                 for part in on_gpus(compiled.parts).values() if self.real else ():
                     pin_staged(part, self.weights, self.layouts(part), self.pinned)
-            parts = self.model.caches(self.num_pages)
-            allocated = allocated_caches(compiled.program, parts, self.gpus)
+            allocated = allocated_caches(compiled.program, self.gpus)
             self.caches.update({**allocated, **self.caches})  # tables of ``make_slots`` stay
             self._maker = StepMaker(
                 self._resources,

@@ -15,10 +15,9 @@ from ...program import Program
 from ...runner.sampling import SamplingInputs
 from .executable import CudaExecutable, GpuMemory
 from .handshake import PinnedSlots
-from .inputs import PIECE, Bucket, StepInputs
+from .inputs import Bucket, StepInputs
 from .memory.blocks import Shape
 from .memory.buffers import Arena, ProgramOutputs, StepOutputs, kept_bytes, kept_routing
-from .memory.metadata import NEVER
 from .resources import CudaResources
 
 
@@ -49,10 +48,7 @@ class StepMaker:
         self._arenas = {name: Arena(device) for name, device in resources.gpus.items()}
         self._slots = PinnedSlots(resources.real)
         self._pool = torch.cuda.graph_pool_handle() if resources.real else None
-        # E4M3 becomes rows of bfloat16 before a prefill: once a sequence, not once a piece.
-        coded = any(part.dtype == torch.float8_e4m3fn for part in resources.caches.values())
-        whole = coded or expansion(largest) is not None
-        self._inputs = StepInputs(inputs, sampling, resources.gpus, None if whole else PIECE)
+        self._inputs = StepInputs(inputs, sampling, resources.gpus)
         self._results: dict[str, StepOutputs] = {}
         self.host_inputs = dict(inputs)
 
@@ -66,14 +62,13 @@ class StepMaker:
             return self._made(compiled)
 
     def _made(self, compiled: Compiled) -> CudaExecutable:
-        resources, program, decode = self._resources, compiled.program, compiled.decodes
-        T, R, expand_from = program.sizes["T"], program.sizes["R"], expansion(program)
-        bucket = self._inputs.bucket(T, R, decode, expand_from, has_lanes(program))
+        resources, program = self._resources, compiled.program
+        bucket = Bucket(self._inputs, program)
         executable = CudaExecutable(
             compiled,
             resources.model.store,
             {
-                name: GpuMemory(device, *bucket.on[name], self._arenas[name], self._high_priority)
+                name: GpuMemory(device, bucket.on[name], self._arenas[name], self._high_priority)
                 for name, device in self._resources.gpus.items()
             },
             resources.pool,
@@ -87,7 +82,8 @@ class StepMaker:
         executable.before = partial(self._send, bucket)
         if resources.real:
             # What is launched for expanded sequences depends on how many keys they have.
-            self._warm(executable, bucket, captured=decode or (expand_from or NEVER) == NEVER)
+            expands = any(node.op == "attention_expanded" for node in program.nodes)
+            self._warm(executable, bucket, captured=not expands)
         return executable
 
     def _send(self, bucket: Bucket) -> None:
@@ -129,17 +125,3 @@ class StepMaker:
             assert self._pool is not None
             executable.capture(self._pool)
         executable.before = before
-
-
-def expansion(program: Program) -> int | None:
-    """Tokens of a sequence in a step from which its keys and values are expanded, ``NEVER`` if none
-    are; None where there are no latents."""
-    for node in program.nodes:
-        if node.op == "attention" and "latent" in node.inputs:
-            return node.attr("expand_from") or NEVER
-    return None
-
-
-def has_lanes(program: Program) -> bool:
-    """Whether a program has two lanes."""
-    return any(node.lane for node in program.nodes)

@@ -16,6 +16,7 @@ from pykernels.gpu.attention.gqa_prefill import gqa_prefill
 from pykernels.gpu.rope import rope_table as make_rope_table
 from pykernels.gpu.rope_cache_write.gqa import gqa_rope_cache_write as write_keys_values
 from pykernels.gpu.rope_cache_write.mla import mla_rope_cache_write as write_latents
+from pykernels.shapes import Ragged
 
 from ....program import Program
 from ....program.node import Node
@@ -110,10 +111,9 @@ def attention(m: Memory, node: Node) -> Launch:
         "window": node.attr("window") or None,
         "sinks": m.optional_weight(node, "sinks"),
     }
-    sequences = m.sequences.of(node.lane)
-    table, lengths = sequences.table, sequences.decode_lengths
+    table, lengths = m.read(node, "table"), m.read(node, "decode_lengths")
     first_q, first_out = q[: len(table)], out[: len(table)]  # a decoding sequence's one token
-    chunks = sequences.chunks()
+    chunks = _chunks(m, node)
 
     def launch() -> None:
         gqa_decode(first_q, k, v, table, lengths, out=first_out, **options)
@@ -121,3 +121,18 @@ def attention(m: Memory, node: Node) -> Launch:
             gqa_prefill(q, k, v, chunks, out=out, **options)
 
     return launch
+
+
+def _chunks(m: Memory, node: Node) -> Ragged | None:
+    """The chunks over pages, however many there are; None in decode steps."""
+    if "chunk_starts" not in node.inputs:
+        return None
+    starts, lengths = m.read(node, "chunk_starts"), m.read(node, "chunk_lengths")
+    keys, table = m.read(node, "chunk_keys"), m.read(node, "chunk_table")
+    return Ragged(starts, lengths, keys, node.attr("chunk"), page_table=table)
+
+
+def attention_metadata(m: Memory, node: Node) -> Launch:
+    """Nothing is left to launch: the host has written it, and it crossed with the step's inputs
+    (``inputs.Bucket``)."""
+    return lambda: None

@@ -47,6 +47,19 @@ def rms_norm(m: Memory, node: Node) -> Launch:
     return launch
 
 
+def add(m: Memory, node: Node) -> Launch:
+    first, *others = (m.tensor(name) for name in node.series("x"))
+    out = m.written(node, "out")
+
+    def launch() -> None:
+        total = first.float()
+        for part in others:
+            total = total + part
+        out.copy_(total)
+
+    return launch
+
+
 def join_rows(m: Memory, node: Node) -> Launch:
     first, last, out = m.read(node, "first"), m.read(node, "last"), m.written(node, "out")
     parts = (out[: len(first)], first), (out[len(first) :], last)

@@ -12,7 +12,7 @@ from pykernels.gpu.moe.experts import Experts
 from pykernels.gpu.moe.from_tiles import ExpertTiles, copy_experts, unpack_tiles
 from pykernels.gpu.moe.fused_moe import down, gate_up
 from pykernels.gpu.moe.fused_moe import moe_ffn as run_experts
-from pykernels.gpu.moe.permute import empty_order, sort_pairs
+from pykernels.gpu.moe.permute import sort_pairs
 from pykernels.gpu.moe.place_routing import place_routing as place
 from pykernels.gpu.moe.rank_experts import rank_experts as rank
 from pykernels.gpu.moe.router import route
@@ -21,10 +21,10 @@ from pykernels.gpu.moe.split_routing import split_routing as split_by_weight
 from pykernels.gpu.moe.tiles.gather import gather_experts
 from pykernels.quant import PackedExperts
 from pykernels.quant.split import SplitExperts
-from pykernels.shapes import Routing
+from pykernels.shapes import Routing, SortedPairs
 
+from ....passes.gpu.metadata import ORDER
 from ....program.node import Node
-from ....program.sizes import lane_name
 from ..memory.buffers import Memory
 from ..memory.weights import experts_within
 from .dense import Launch, void
@@ -34,13 +34,18 @@ def router(m: Memory, node: Node) -> Launch:
     logits = m.read(node, "logits")[:, : node.attr("experts")]  # [T, E]
     out = Routing(m.written(node, "ids"), m.written(node, "weights"))
     bias = m.optional_weight(node, "bias")
-    if len(logits) == 1:  # never padding: the choice and its order are one launch
-        order = empty_order(1, out.topk, node.attr("experts"), m.device)
-        m.orders[node.outputs["ids"]] = order
-        return lambda: void(route(logits, node.attr("spec"), bias, None, (out, order, None)))
-    # -1: padding takes no experts.
-    spec, here = node.attr("spec"), m.inputs.get(lane_name(node.lane, "slot_mapping"))
+    spec = node.attr("spec")
+    if "pairs" in node.outputs:  # of one token: the choice and its order are one launch
+        order = SortedPairs(*(m.written(node, port) for port in ORDER))
+        return lambda: void(route(logits, spec, bias, None, (out, order, None)))
+    here = m.optional(node, "slot_mapping")  # -1: padding takes no experts
     return lambda: void(choose(logits.contiguous(), spec, bias, here, out))
+
+
+def sort_routing(m: Memory, node: Node) -> Launch:
+    ids, E = m.read(node, "ids"), node.attr("experts")
+    order = SortedPairs(*(m.written(node, port) for port in ORDER))
+    return lambda: void(sort_pairs(ids, E, order))
 
 
 def split_routing(m: Memory, node: Node) -> Launch:
@@ -70,18 +75,17 @@ def moe_ffn(m: Memory, node: Node) -> Launch:
         experts = experts_within(m.program.weight(node, "experts"), resident)
     ids, factors = m.optional(node, "ids"), m.optional(node, "weights")
     if ids is None or factors is None:
-        return _one_expert(m, x, experts, out)
+        return _one_expert(x, experts, out)
     own, own_factors = ids, factors
-    order = m.orders.get(node.inputs["ids"])
+    order = SortedPairs(*(m.read(node, port) for port in ORDER))
     return lambda: void(run_experts(x, own, own_factors, experts, out=out, order=order))
 
 
-def _one_expert(m: Memory, x: torch.Tensor, experts: Experts, out: torch.Tensor) -> Launch:
+def _one_expert(x: torch.Tensor, experts: Experts, out: torch.Tensor) -> Launch:
     """All tokens in their own order, so there is nothing to sort, to weight or to sum."""
-    if len(x) not in m.same_orders:
-        same = torch.zeros(len(x), 1, dtype=torch.int32, device=x.device)
-        m.same_orders[len(x)] = sort_pairs(same, 1)
-    order = m.same_orders[len(x)]
+    pairs = torch.arange(len(x), dtype=torch.int32, device=x.device)
+    starts = torch.tensor([0, len(x)], dtype=torch.int32, device=x.device)
+    order = SortedPairs(pairs, starts, pairs[:, None])
 
     def launch() -> None:
         y = down(gate_up(x, experts, order), experts, order, out=out if bf16 else None)

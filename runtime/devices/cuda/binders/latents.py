@@ -14,6 +14,7 @@ from pykernels.gpu.attention.mla_decode import mla_decode
 from pykernels.gpu.attention.mla_prefill import mla_prefill
 from pykernels.gpu.attention.mla_read import mla_read
 from pykernels.gpu.per_head_linear import per_head_linear
+from pykernels.shapes import Ragged
 
 from ....program.node import Node
 from ..memory.buffers import Memory
@@ -43,28 +44,33 @@ def attention(m: Memory, node: Node) -> Launch:
             out=out[:rows],
         )
 
-    sequences = m.sequences.of(node.lane)
-    lengths = sequences.token_lengths
+    lengths = m.optional(node, "token_lengths")
     if lengths is None:  # a decode step
-        return lambda: attend(sequences.S, sequences.table, sequences.decode_lengths)
-    first, table = m.token_table is None, m.tokens_table()
-    rows_of, T = sequences.token_rows, len(q)
-    assert rows_of is not None
-    expands = bool(node.attr("expand_from"))
+        table, decode_lengths = m.read(node, "table"), m.read(node, "decode_lengths")
+        return lambda: attend(len(table), table, decode_lengths)
+    token_table, own, T = m.read(node, "token_table"), lengths, len(q)
+    expansion = m.optional(node, "expansion")
 
     def launch() -> None:
-        if first:  # of the step: the table serves all layers
-            torch.index_select(sequences.table, 0, rows_of, out=table)
-        if rows := absorbed(m, T) if expands else T:
-            attend(rows, table, lengths)
+        if rows := T if expansion is None else absorbed(expansion, T):
+            attend(rows, token_table, own)
 
     return launch
 
 
-def absorbed(m: Memory, T: int) -> int:
+def select_rows(m: Memory, node: Node) -> Launch:
+    table, rows, out = m.read(node, "table"), m.read(node, "rows"), m.written(node, "out")
+    return lambda: void(torch.index_select(table, 0, rows, out=out))
+
+
+def absorbed(expansion: torch.Tensor, T: int) -> int:
     """The first tokens of this step, those that are not expanded among them; a power of two or T,
-    so that few sizes are compiled."""
-    tokens = m.sequences.expansion.tokens
+    so that few sizes are compiled.
+
+    Args:
+        expansion: see ``program.ops``; on the host.
+    """
+    tokens = int(expansion[0])
     return min(T, 1 << (tokens - 1).bit_length()) if tokens else 0
 
 
@@ -79,13 +85,16 @@ def attention_expanded(m: Memory, node: Node) -> Launch:
     q_nope, out = q[..., :nope], m.written(node, "out").view(-1, heads, dv)
     latent, rope, *rest = caches(m, node)
     scale, latent_scale = node.attr("scale"), rest[0] if rest else None
+    starts, lengths = m.read(node, "chunk_starts"), m.read(node, "chunk_lengths")
+    k_lengths, k_starts = m.read(node, "chunk_keys"), m.read(node, "chunk_rows")
+    where = m.read(node, "chunk_table"), k_starts, k_lengths
+    expansion = m.read(node, "expansion")  # on the host
 
     def launch() -> None:
-        batch, keys = m.sequences.expanded(), m.sequences.expansion.keys
-        if batch is None:
+        _, queries, keys = expansion.tolist()
+        if not keys:
             return
-        assert batch.k_starts is not None and m.sequences.chunk_table is not None
-        where = (m.sequences.chunk_table, batch.k_starts, batch.k_lengths)
+        batch = Ragged(starts, lengths, k_lengths, queries, k_starts=k_starts)
         latents, ropes = mla_read(latent, rope, *where, keys, latent_scale)  # [keys, L], [keys, R]
         some = at_a_time(heads, keys * (nope + dv) * 2)
         for h in range(0, heads, some):
@@ -118,20 +127,18 @@ def per_head(m: Memory, node: Node) -> Launch:
     x = m.read(node, "x").flatten(1)[:, : heads.stop * x_head].unflatten(1, (-1, x_head))
     out = m.written(node, "out").flatten(1)[:, : heads.stop * out_head].unflatten(1, (-1, out_head))
     x, out = x[:, heads, :K], out[:, heads, :N]
-    if not node.attr("expand_from") or m.sequences.token_lengths is None:
+    expansion = m.optional(node, "expansion")
+    if expansion is None:
         return lambda: void(per_head_linear(x, matrices, out))
 
     def launch() -> None:
-        if rows := absorbed(m, len(x)):
+        if rows := absorbed(expansion, len(x)):
             per_head_linear(x[:rows], matrices, out[:rows])
 
     return launch
 
 
 def caches(m: Memory, node: Node) -> tuple[torch.Tensor, ...]:
-    """(latents, their rotated parts, scales where they are E4M3) of a node's cache; in bfloat16
-    the runner keeps both parts under one buffer's name."""
-    name = node.inputs["latent"]
-    if "rope" in node.inputs:
-        return tuple(m.read(node, port) for port in ("latent", "rope", "latent_scale"))
-    return m.caches[name], m.caches[f"{name}.rope"]
+    """(latents, their rotated parts, scales where they are E4M3) of a node's cache."""
+    ports = ("latent", "rope", "latent_scale")
+    return tuple(m.read(node, port) for port in ports if port in node.inputs)

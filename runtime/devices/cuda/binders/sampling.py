@@ -16,7 +16,7 @@ from pykernels.ref.sampling.inputs import SamplingInputs
 
 from ....program.node import Node
 from ....program.ops import SAMPLING, SAMPLING_TABLES
-from ....program.step_inputs import sampling_dtype
+from ....program.step_inputs import MASKS_WRITTEN, sampling_dtype
 from ....runner.sampling import SamplingInputs as Parameters
 from ..memory.blocks import Shape
 from ..memory.buffers import Memory
@@ -34,8 +34,6 @@ _DTYPES = {
     for name in SAMPLING
 }
 """The dtypes of the columns on a GPU."""
-MASKS_WRITTEN = "sampling.masks_written"
-"""Among a GPU's inputs, the flag for which its sampler waits; missing where no stream can."""
 
 
 def sample_requests(m: Memory, node: Node) -> Launch:
@@ -56,7 +54,7 @@ def sample_requests(m: Memory, node: Node) -> Launch:
         for at in (slice(first, first + ROWS) for first in range(0, len(logits), ROWS))
     ]
 
-    written = m.masks_written
+    written = m.optional(node, "masks_written") if waits_for_masks(m.device) else None
 
     def launch() -> None:
         if written is not None:
@@ -117,8 +115,7 @@ class SamplingTables:
             if name != "mask"
         }
         self.tensors |= {"sampling.mask": sampling.tables["mask"], "sampling.seen": sampling.seen}
-        if waits_for_masks(device):
-            self.tensors[MASKS_WRITTEN] = sampling.masks_written
+        self.tensors[MASKS_WRITTEN] = sampling.masks_written
 
     def send(self) -> None:
         """Copies what the step needs; the tables are free again when its results are there."""

@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 
-from pykernels.shapes import SortedPairs
-
-from ....kv_cache.layout import CachePart
 from ....passes.gpu_experts import slot_tables
 from ....passes.keep_routing import routers
 from ....passes.stream_dense import ALIGN
@@ -22,7 +19,6 @@ from ....program.ops import OPS
 from ....program.weights import WeightStore
 from ...gpus import Gpus
 from .blocks import Shape, Staged, block_bytes, view, views
-from .metadata import Sequences
 from .weights import layouts
 
 Caches = Mapping[str, torch.Tensor]
@@ -93,17 +89,10 @@ class Memory:
 
     Attributes:
         weights: of the program's model.
-        inputs: by name, tensors that are written before a step.
+        inputs: by name, tensors that are written before a step: inputs and attention's metadata.
         caches: by name, those of the "cache" buffers.
         outputs: by name, those of results that the host reads.
-        sequences: which tokens are of which sequence.
         arena: room for all other buffers.
-        masks_written: pinned int64 [1] that is 1 when the masks are there, for which sampling
-            waits; None: they are there before a step begins.
-        token_table: see ``tokens_table``.
-        orders: by the ids' buffer, of tokens that a launch has sorted by expert.
-        same_orders: by their number, of tokens that take one expert, once a launch has asked for
-            them.
     """
 
     program: Program
@@ -112,13 +101,8 @@ class Memory:
     inputs: Mapping[str, torch.Tensor]
     caches: Caches
     outputs: Mapping[str, torch.Tensor]
-    sequences: Sequences
     arena: Arena
-    masks_written: torch.Tensor | None = None
     scratch: dict[str, torch.Tensor] = field(default_factory=dict)
-    token_table: torch.Tensor | None = None
-    orders: dict[str, SortedPairs] = field(default_factory=dict)
-    same_orders: dict[int, SortedPairs] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         kinds = dtypes(self.program)
@@ -130,18 +114,12 @@ class Memory:
             if node.op == "load_weights"
             for name in node.weights.values()
         }
-        own = {name: dtype for name, dtype in kinds.items() if name not in self.outputs}
+        apart = (*self.outputs, *self.inputs)  # metadata crosses with the inputs
+        own = {name: dtype for name, dtype in kinds.items() if name not in apart}
         plan = planned(self.program, own)
         block = self.arena.take(plan.nbytes)
         for name, offset in plan.offsets.items():
             self.scratch[name] = view(block, (self.program.shape(name), kinds[name]), offset)
-
-    def tokens_table(self) -> torch.Tensor:
-        """int32 [T, pages] for the pages of each token; the launch that asks first fills it."""
-        if self.token_table is None:
-            shape = self.program.sizes["T"], self.sequences.table.shape[1]
-            self.token_table = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        return self.token_table
 
     def tensor(self, name: str) -> torch.Tensor:
         """A buffer."""
@@ -244,7 +222,7 @@ def kept_routing(program: Program, device: str) -> dict[str, Shape]:
         name: (program.shape(name), kinds[name])
         for node in routers(program)
         if node.device == device
-        for name in node.outputs.values()
+        for name in (node.outputs["ids"], node.outputs["weights"])
     }
 
 
@@ -254,34 +232,22 @@ def kept_bytes(program: Program, device: str) -> int:
     return block_bytes(shapes) + 2 * ALIGN * len(shapes)
 
 
-def allocated_caches(
-    program: Program, parts: Mapping[str, CachePart], gpus: Gpus
-) -> dict[str, torch.Tensor]:
+def allocated_caches(program: Program, gpus: Gpus) -> dict[str, torch.Tensor]:
     """The caches of a model on its GPUs, and tables of its experts' slots.
 
     Args:
-        program: any of the model's, placed; ``parts``: of its cache.
+        program: any of the model's on its way to them (``passes.gpu.metadata``).
     """
-    where = {
-        name: gpus[node.device]
-        for node in program.nodes
-        for name in node.reads
-        if node.device in gpus
-    }
-    caches = {
-        name: torch.zeros(part.shape, dtype=part.dtype, device=where[name])
-        for name, part in parts.items()
-    }
-    caches |= {name: table.to(where[name]) for name, table in slot_tables(program).items()}
-    return part_latents(program, caches)
-
-
-def part_latents(program: Program, caches: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The caches, with bfloat16 latents and their rotated parts apart, as kernels read them."""
+    tables = slot_tables(program)
+    caches: dict[str, torch.Tensor] = {}
     for node in program.nodes:
-        name = node.inputs.get("latent", "")
-        if node.op == "mla_rope_cache_write" and "rope" not in node.inputs:
-            whole, L = caches.pop(name), program.weight(node, "kv_norm").shape[0]
-            caches[name] = whole[..., :L].contiguous()
-            caches[f"{name}.rope"] = whole[..., L:].contiguous()
+        for name in node.reads:
+            if program.buffers[name].kind != "cache" or node.device not in gpus or name in caches:
+                continue
+            device = gpus[node.device]
+            if name in tables:
+                caches[name] = tables[name].to(device)
+            else:
+                dtype = program.buffers[name].dtype
+                caches[name] = torch.zeros(program.shape(name), dtype=dtype, device=device)
     return caches

@@ -1,0 +1,1 @@
+"""What programs need on their way to a GPU."""
