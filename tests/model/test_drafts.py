@@ -98,6 +98,6 @@ def test_prompt_lookup_saves_steps_of_a_text_that_repeats_itself(llm: LLM) -> No
             assert after.accepted_tokens - before.accepted_tokens > 24
 
 
-def test_drafts_beside_streamed_prompts_are_refused_before_weights_are_read() -> None:
+def test_drafts_with_streamed_prompts_are_refused() -> None:
     with pytest.raises(PykernelsError, match="draft='ngram' and prefill='stream'"):
         model.load_engine(model.EMBEDDED, device="ref", draft="ngram", prefill="stream")
