@@ -19,6 +19,7 @@ from typing import Any
 from pykernels.ref.sampling import MAX_LOGPROBS
 
 from .collective_ops import COLLECTIVES
+from .delta_net_ops import DELTA_NETS
 from .op import Attr, Op, Port
 
 COPIES = "copies"
@@ -164,6 +165,7 @@ def _moe_rule(node: Mapping[str, Any]) -> str | None:
 
 
 OPS: dict[str, Op] = {
+    **DELTA_NETS,
     # Rows of the table of embeddings.
     "embed": Op(
         inputs={"ids": _index("T")},

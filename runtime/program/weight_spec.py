@@ -23,17 +23,20 @@ class Part:
         name: of the model's parameter.
         shape: that it has in the weight, [N, K] of a matrix.
         at: the first row of the weight that is its own.
-        rows: of the stored matrix, (first, last); None: all.
+        rows: of the stored tensor, runs (first, last) in the order that the weight has them; none:
+            all of them.
         index: of the stored [heads, N, K], which head; None: it is no stack.
         transposed: whether the weight has the rows as its columns.
+        change: of the numbers, a key of ``part_values.CHANGES``; "": none.
     """
 
     name: str
     shape: tuple[int, ...]
     at: int = 0
-    rows: tuple[int, int] | None = None
+    rows: tuple[tuple[int, int], ...] = ()
     index: int | None = None
     transposed: bool = False
+    change: str = ""
 
 
 @dataclass(frozen=True, slots=True)
