@@ -1,9 +1,10 @@
 """The families that are lowered, a row each: what their modules do not say of their forward.
 
 All of them share ``model.embed_tokens``, ``layers[i].{input_layernorm, self_attn,
-post_attention_layernorm, mlp}`` (or ``linear_attn``, see ``delta_net``), ``norm`` and ``lm_head``. The kind of attention, its norms, biases
-and sizes, shared experts, a router's groups and dense layers are read off the modules, so a family
-that does nothing new is a row. A row says that somebody has read the family's forward.
+post_attention_layernorm, mlp}`` (or ``linear_attn``, see ``delta_net``), ``norm`` and ``lm_head``.
+The kind of attention, its norms, biases and sizes, shared experts, a router's groups and dense
+layers are read off the modules, so a family that does nothing new is a row. A row says that
+somebody has read the family's forward.
 """
 
 from __future__ import annotations

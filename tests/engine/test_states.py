@@ -24,6 +24,8 @@ from .recurrent import make_recurrent, recurrent_layers
 
 ERROR = {"ref": 1e-5, "cpu": 0.06}
 """Of log-probabilities, which spread by 1.5: float32, and bfloat16 inputs, keys and values."""
+CALM = tiny.Gains(layers=0.7, head=0.5, router=0.5)
+"""Of gated delta nets, whose states hold sums of products of what is rounded."""
 SIZES: dict[str, Any] = {
     "max_model_len": 448,
     "max_num_seqs": 3,
@@ -34,9 +36,14 @@ SIZES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiny.Tiny]:
+@pytest.fixture(scope="module", params=["toy", "qwen3_next"])
+def made(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tiny.Tiny]:
     path = tmp_path_factory.mktemp("recurrent")
+    if request.param != "toy":
+        yield tiny.make(path, request.param, max_position_embeddings=448, gains=CALM)
+        return
     found = tiny.make(path, "qwen3_moe", max_position_embeddings=448)
     make_recurrent(found.reference).set_attn_implementation("eager")
     with recurrent_layers():

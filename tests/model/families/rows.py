@@ -44,6 +44,7 @@ _NEXT: dict[str, Any] = {
     "linear_value_head_dim": 48,
     "linear_conv_kernel_dim": 4,
     "num_hidden_layers": 4,
+    "mlp_only_layers": [2],
     "full_attention_interval": 2,
 }
 _PLAIN: dict[str, dict[str, Any]] = {
