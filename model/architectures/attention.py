@@ -295,8 +295,15 @@ class GQA:
                 {"x": out, "gate": qkv},
                 b.buffer(f"{layer}.gated", "T", self.NH * self.D),
             )
-            heads = {"heads": self.NH, "D": self.D, "gate_start": self.qkv.starts[1]}
-            b.node("sigmoid_mul", f"{layer}.gates", inputs, {"out": gated}, **heads)
+            b.node(
+                "sigmoid_mul",
+                f"{layer}.gates",
+                inputs,
+                {"out": gated},
+                heads=self.NH,
+                D=self.D,
+                gate_start=self.qkv.starts[1],
+            )
             out = gated
         return self.o.lower(b, f"{layer}.o", out, f"{layer}.attended")
 

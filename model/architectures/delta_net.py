@@ -46,15 +46,13 @@ class GatedDeltaNet:
 
     @classmethod
     def make(cls, module: Any, name: str, specs: Specs, family: Family) -> GatedDeltaNet:
-        """From a ``linear_attn`` with ``in_proj_qkvz`` and ``in_proj_ba``, whose rows go by key
-        heads: what each has of queries, of keys, and of the values and the gates of its group."""
+        """From a ``linear_attn`` with a linear for each part, ``in_proj_qkv`` and so on, or with
+        ``in_proj_qkvz`` and ``in_proj_ba``, see ``_grouped``."""
         HK, HV, DK, DV = _sizes(module)
-        group = HV // HK
-        qkvz = [0, DK, 2 * DK, 2 * DK + group * DV, 2 * DK + 2 * group * DV]
-        q, k, v, z = (_by_heads(HK, qkvz, part) for part in range(4))
-        b, a = (_by_heads(HK, [0, group, 2 * group], part) for part in range(2))
-        wide, narrow = f"{name}.in_proj_qkvz", f"{name}.in_proj_ba"
-        parts = ("qkv", wide, [*q, *k, *v]), ("z", wide, z), ("b", narrow, b), ("a", narrow, a)
+        if hasattr(module, "in_proj_qkvz"):
+            parts = _grouped(name, HK, HV // HK, DK, DV)
+        else:
+            parts = [(part, f"{name}.in_proj_{part}", ()) for part in ("qkv", "z", "b", "a")]
         return cls(
             first=specs.some_rows(name, *parts),
             conv=specs.vector(f"{name}.conv1d.weight", "by places"),
@@ -134,7 +132,17 @@ def _cache(HK: int, HV: int, DK: int, DV: int, K: int) -> CacheSpec:
     return CacheSpec(state={"conv": conv, "delta": CachePart((HV, DK, DV))})
 
 
-def _by_heads(heads: int, starts: list[int], part: int) -> Spans:
+def _grouped(name: str, HK: int, group: int, DK: int, DV: int) -> list[tuple[str, str, Spans]]:
+    """The parts of ``in_proj_qkvz`` and ``in_proj_ba``, whose rows go by key heads: what each has
+    of queries, of keys, and of the values and the gates of its group."""
+    qkvz = [0, DK, 2 * DK, 2 * DK + group * DV, 2 * DK + 2 * group * DV]
+    q, k, v, z = (_by_heads(HK, qkvz, part) for part in range(4))
+    b, a = (_by_heads(HK, [0, group, 2 * group], part) for part in range(2))
+    wide, narrow = f"{name}.in_proj_qkvz", f"{name}.in_proj_ba"
+    return [("qkv", wide, [*q, *k, *v]), ("z", wide, z), ("b", narrow, b), ("a", narrow, a)]
+
+
+def _by_heads(heads: int, starts: list[int], part: int) -> list[tuple[int, int]]:
     """Rows of one part of each head: those from its start to that of the next one."""
     return [
         (head * starts[-1] + starts[part], head * starts[-1] + starts[part + 1])

@@ -74,6 +74,7 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family(eagerly={"clip_qkv": "clipped queries, keys and values"}),
     "qwen2_moe": Family(windowed=True),
     "qwen3_moe": Family(windowed=True),
+    "qwen3_5_moe_text": Family(zero_centred=True, gated=True),
     "qwen3_next": Family(zero_centred=True, gated=True),
 }
 """By ``model_type``."""

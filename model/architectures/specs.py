@@ -49,7 +49,7 @@ class Specs:
         """A norm's weight, or other numbers of which there is a row.
 
         Args:
-            change: of what is stored, a key of ``part_values.CHANGES``.
+            change: of what is stored, a key of ``weight_spec.CHANGES``.
         """
         shape = self._tensor(name).shape
         if change == "by places":

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from pykernels.quant import Biases, Weight, get_format
-from runtime.program.part_values import part_values, taken
-from runtime.program.weight_spec import Part, WeightSpec
+from runtime.program.weight_spec import Part, WeightSpec, part_values, taken
 from runtime.program.weights import Expert, Ready, WeightSource
 
 from ..checkpoint.plan import Dense, Experts, Plan

@@ -13,8 +13,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, PackedHeads, PackedMatrix, Packer, get_format
 from pykernels.quant.split import SplitExperts
 
-from .part_values import part_values, stored_shape
-from .weight_spec import Part, WeightSpec
+from .weight_spec import Part, WeightSpec, part_values, stored_shape
 
 _EXPERT = re.compile(r"(?P<layer>.+)\.(?P<expert>\d+)\.(?P<matrix>gate|up|down)_proj\.weight")
 _MATRICES = "gate", "up", "down"
