@@ -20,7 +20,7 @@ from .devices.cpu.step import BINDERS as CPU_BINDERS
 from .devices.ref.ops import OPS as REF_OPS
 from .planning.lowerable import Pass
 from .program import Program
-from .program.op import Op
+from .program.op_table.op import Op
 from .program.ops import OPS
 
 _registered: set[str] = set()

@@ -13,7 +13,7 @@ from runtime.program.weight_spec import WeightSpec
 
 from .families import Family
 from .linear import Linear
-from .specs import Specs
+from .specs import Spans, Specs
 
 RAGGED = {
     name: name
@@ -94,8 +94,8 @@ class MLA:
             q_norm=specs.vector(f"{name}.q_a_layernorm.weight") if deep else None,
             q_b=specs.linear(f"{name}.q_b_proj") if deep else None,
             kv_norm=specs.vector(f"{name}.kv_a_layernorm.weight"),
-            q_eps=module.q_a_layernorm.variance_epsilon if deep else 0.0,
-            kv_eps=module.kv_a_layernorm.variance_epsilon,
+            q_eps=eps_of(module.q_a_layernorm) if deep else 0.0,
+            kv_eps=eps_of(module.kv_a_layernorm),
             uk=uk,
             uv=uv,
             o=specs.linear(f"{name}.o_proj"),
@@ -206,7 +206,10 @@ class MLA:
 @dataclass(frozen=True)
 class GQA:
     """Attention with grouped queries; norms of queries and keys (of a head, or of all heads
-    together), biases, sinks and a window where a family has them."""
+    together), biases, sinks, a window and gates of heads where a family has them.
+
+    Where it is ``gated``, the gates lie behind the queries, before keys and values.
+    """
 
     qkv: Linear
     q_norm: WeightSpec | None
@@ -220,24 +223,28 @@ class GQA:
     interleaved: bool
     window: int
     sinks: WeightSpec | None
+    gated: bool = False
 
     @classmethod
     def make(cls, module: Any, name: str, specs: Specs, family: Family) -> GQA:
         """From an attention module with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``."""
         D, norm = module.head_dim, getattr(module, "q_norm", None)
+        NH = module.q_proj.out_features // D // (2 if family.gated else 1)
+        parts, change = [f"{name}.{part}_proj" for part in "qkv"], family.norm_change
         return cls(
-            qkv=specs.linear(*(f"{name}.{part}_proj" for part in "qkv")),
-            q_norm=specs.vector(f"{name}.q_norm.weight") if norm is not None else None,
-            k_norm=specs.vector(f"{name}.k_norm.weight") if norm is not None else None,
-            eps=norm.variance_epsilon if norm is not None else 0.0,
+            qkv=_with_gates(name, specs, NH, D) if family.gated else specs.linear(*parts),
+            q_norm=specs.vector(f"{name}.q_norm.weight", change) if norm is not None else None,
+            k_norm=specs.vector(f"{name}.k_norm.weight", change) if norm is not None else None,
+            eps=eps_of(norm) if norm is not None else 0.0,
             o=specs.linear(f"{name}.o_proj"),
-            NH=module.q_proj.out_features // D,
+            NH=NH,
             KVH=module.k_proj.out_features // D,
             D=D,
             scale=module.scaling,
             interleaved=getattr(module.config, "rope_interleave", family.interleaved),
             window=family.window(module.config, module.layer_idx),
             sinks=specs.tensor(f"{name}.sinks"),
+            gated=family.gated,
         )
 
     @staticmethod
@@ -256,7 +263,7 @@ class GQA:
     def lower(self, b: Builder, layer: str, x: str, cache: Mapping[str, str]) -> str:
         qkv = self.qkv.lower(b, f"{layer}.qkv", x, f"{layer}.qkv")
         q = b.buffer(f"{layer}.rotated", "T", self.NH, self.D)
-        _, k_start, v_start = self.qkv.starts  # each at a 32-row block, so there may be gaps
+        *_, k_start, v_start = self.qkv.starts  # each at a 32-row block, so there may be gaps
         b.node(
             "gqa_rope_cache_write",
             f"{layer}.write",
@@ -283,9 +290,35 @@ class GQA:
             scale=self.scale,
             window=self.window,
         )
+        if self.gated:
+            inputs, gated = (
+                {"x": out, "gate": qkv},
+                b.buffer(f"{layer}.gated", "T", self.NH * self.D),
+            )
+            b.node(
+                "sigmoid_mul",
+                f"{layer}.gates",
+                inputs,
+                {"out": gated},
+                heads=self.NH,
+                D=self.D,
+                gate_start=self.qkv.starts[1],
+            )
+            out = gated
         return self.o.lower(b, f"{layer}.o", out, f"{layer}.attended")
 
 
-def kind_of(module: Any) -> type[MLA] | type[GQA]:
-    """Which attention a module of Hugging Face's is."""
-    return MLA if hasattr(module, "kv_a_proj_with_mqa") else GQA
+def _with_gates(name: str, specs: Specs, NH: int, D: int) -> Linear:
+    """Queries, gates, keys and values, where each head's queries and gate are neighbours."""
+
+    def half(which: int) -> Spans:
+        return [((2 * h + which) * D, (2 * h + which + 1) * D) for h in range(NH)]
+
+    q = f"{name}.q_proj"
+    parts = ("q", q, half(0)), ("gate", q, half(1))
+    return specs.some_rows(name, *parts, ("k", f"{name}.k_proj", ()), ("v", f"{name}.v_proj", ()))
+
+
+def eps_of(norm: Any) -> float:
+    """What a norm of transformers' adds to the mean of squares."""
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)

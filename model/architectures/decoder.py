@@ -22,8 +22,9 @@ from runtime.program.step_inputs import lower_sampling, step_inputs
 from runtime.program.weight_spec import WeightSpec
 from runtime.program.weights import WeightStore
 
-from .attention import MLA, Attention, kind_of
+from .attention import MLA, Attention, eps_of
 from .families import FAMILIES, check_lowered
+from .mixer import mixer
 from .moe import Dense, MoE, experts_of
 from .schema import Schema
 from .specs import Specs
@@ -181,8 +182,8 @@ def cache_token_bytes(model: PreTrainedModel, kv_dtype: str = "bf16") -> int:
         PykernelsError: no such ``kv_dtype``.
     """
     inner: Any = model.model
-    modules = [layer.self_attn for layer in inner.layers]
-    return sum(kind_of(module).cached(module, kv_dtype).token_bytes for module in modules)
+    mixers = [mixer(layer) for layer in inner.layers]
+    return sum(kind.cached(module, kv_dtype).token_bytes for _, module, kind in mixers)
 
 
 def check_heads(sizes: Iterable[tuple[int, int, int]]) -> None:
@@ -226,10 +227,10 @@ def make_decoder(
         store=store,
         table=table,
         layers=tuple(_layer(model, i, specs) for i in range(len(inner.layers))),
-        norm=specs.vector("model.norm.weight"),
+        norm=specs.vector("model.norm.weight", FAMILIES[config.model_type].norm_change),
         head=head,
         head_bias=specs.tensor("lm_head.bias"),
-        eps=inner.norm.variance_epsilon,
+        eps=eps_of(inner.norm),
         frequencies=store.add("rope.frequencies", rotary.inv_freq.float()),
         rope_scale=float(rotary.attention_scaling),
         kv_dtype=kv_dtype,
@@ -245,10 +246,11 @@ def _layer(model: PreTrainedModel, i: int, specs: Specs) -> Layer:
         mlp = MoE.make(layer.mlp, f"{name}.mlp", specs, family)
     else:
         mlp = Dense.make(f"{name}.mlp", specs)
-    attention = kind_of(layer.self_attn)
+    leaf, module, kind = mixer(layer)
+    change = family.norm_change
     return Layer(
-        input_norm=specs.vector(f"{name}.input_layernorm.weight"),
-        attention=attention.make(layer.self_attn, f"{name}.self_attn", specs, family),
-        post_norm=specs.vector(f"{name}.post_attention_layernorm.weight"),
+        input_norm=specs.vector(f"{name}.input_layernorm.weight", change),
+        attention=kind.make(module, f"{name}.{leaf}", specs, family),
+        post_norm=specs.vector(f"{name}.post_attention_layernorm.weight", change),
         mlp=mlp,
     )

@@ -1,9 +1,10 @@
 """The families that are lowered, a row each: what their modules do not say of their forward.
 
 All of them share ``model.embed_tokens``, ``layers[i].{input_layernorm, self_attn,
-post_attention_layernorm, mlp}``, ``norm`` and ``lm_head``. The kind of attention, its norms, biases
-and sizes, shared experts, a router's groups and dense layers are read off the modules, so a family
-that does nothing new is a row. A row says that somebody has read the family's forward.
+post_attention_layernorm, mlp}`` (or ``linear_attn``, see ``delta_net``), ``norm`` and ``lm_head``.
+The kind of attention, its norms, biases and sizes, shared experts, a router's groups and dense
+layers are read off the modules, so a family that does nothing new is a row. A row says that
+somebody has read the family's forward.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ class Family:
         scoring: of the router, see ``RouterSpec``; a sigmoid counts a group by its two best.
         renormalize: whether a token's weights are divided by their sum, where the router does not
             say so itself (``norm_topk_prob``).
+        zero_centred: norms are stored less 1, but for those with a gate.
+        gated: the queries of a head have its gate beside them, whose sigmoid its result is
+            multiplied by.
         eagerly: settings with which it cannot be lowered, and what they are.
     """
 
@@ -39,7 +43,14 @@ class Family:
     windowed: bool = False
     scoring: str = "softmax"
     renormalize: bool = True
+    zero_centred: bool = False
+    gated: bool = False
     eagerly: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def norm_change(self) -> str:
+        """What becomes of norms while they are loaded, see ``Part.change``."""
+        return "plus one" if self.zero_centred else ""
 
     def window(self, config: Any, layer: int) -> int:
         """Tokens that a layer's queries see, their own included; 0: all before them."""
@@ -63,6 +74,8 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family(eagerly={"clip_qkv": "clipped queries, keys and values"}),
     "qwen2_moe": Family(windowed=True),
     "qwen3_moe": Family(windowed=True),
+    "qwen3_5_moe_text": Family(zero_centred=True, gated=True),
+    "qwen3_next": Family(zero_centred=True, gated=True),
 }
 """By ``model_type``."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
+from pykernels.quant.layout import N_BLOCK, ceil_to
 from pykernels.shapes import ExpertSpec, MoEShape
 from runtime.program.weight_spec import Part, WeightSpec
 
@@ -20,6 +21,8 @@ from ..modules.moe import FusedMoE
 from .linear import Linear
 from .schema import Schema
 
+Spans = Sequence[tuple[int, int]]
+"""Runs of rows, (first, last) each."""
 BLOCK = 128
 """Rows and columns of an FP8 scale."""
 
@@ -42,9 +45,16 @@ class Specs:
             return None
         return WeightSpec.tensor(name, math.prod(tensor.shape))
 
-    def vector(self, name: str) -> WeightSpec:
-        """A norm's weight."""
-        return WeightSpec.tensor(name, *self._tensor(name).shape)
+    def vector(self, name: str, change: str = "") -> WeightSpec:
+        """A norm's weight, or other numbers of which there is a row.
+
+        Args:
+            change: of what is stored, a key of ``weight_spec.CHANGES``.
+        """
+        shape = self._tensor(name).shape
+        if change == "by places":
+            shape = shape[2], shape[0]
+        return WeightSpec.tensor(name, *shape, parts=[Part(name, shape, change=change)])
 
     def table(self, name: str) -> WeightSpec:
         """An embedding [V, H], in the format that it is stored in."""
@@ -61,6 +71,32 @@ class Specs:
         """The linears of these modules, which read the same inputs, with their biases."""
         runs = self.runs(*(f"{module}.weight" for module in modules))
         return Linear.of(runs, self._biases)
+
+    def some_rows(self, name: str, *taken: tuple[str, str, Spans]) -> Linear:
+        """Rows of the linears of some modules, which read the same inputs, as one linear.
+
+        Args:
+            name: in which the parts' own labels are put together.
+            taken: (label, module, runs of its rows) of each part; no runs: all rows.
+        """
+
+        def fmt_of(part: tuple[str, str, Spans]) -> str:
+            fmt: str = self._tensor(f"{part[1]}.weight").linear
+            return fmt if _can_cut(fmt, part[2]) else "bf16"
+
+        weights = []
+        for fmt, group in itertools.groupby(taken, fmt_of):
+            labels, parts, at = list[str](), list[Part](), 0
+            for label, module, spans in group:
+                N, K = self._tensor(f"{module}.weight").shape
+                N = sum(last - first for first, last in spans) if spans else N
+                at = ceil_to(at, N_BLOCK)
+                parts.append(Part(f"{module}.weight", (N, K), at, tuple(spans)))
+                labels.append(label)
+                at += N
+            weight = f"{name}.{'+'.join(labels)}.weight"
+            weights.append(WeightSpec(weight, "matrix", fmt, (at, K), tuple(parts)))
+        return Linear.of(weights, self._biases)
 
     def runs(self, *names: str) -> list[WeightSpec]:
         """Matrices stacked along N; neighbours of the same format become one weight."""
@@ -80,10 +116,10 @@ class Specs:
         shapes = [(at.stop - at.start, K) for at in rows]
         shapes = [shape[::-1] for shape in shapes] if transposed else shapes
         parts = tuple(
-            Part(stored, shape, rows=(at.start, at.stop), transposed=transposed)
+            Part(stored, shape, rows=((at.start, at.stop),), transposed=transposed)
             for at, shape in zip(rows, shapes, strict=True)
         )
-        fits = all(_can_cut(tensor.fmt, at, transposed) for at in rows)
+        fits = all(_can_cut(tensor.fmt, [(at.start, at.stop)], transposed) for at in rows)
         fmt = tensor.fmt if fits else "bf16"
         return WeightSpec(name, "heads", fmt, (len(rows), *shapes[0]), parts)
 
@@ -145,7 +181,7 @@ class Specs:
         """The biases of stacked matrices, where some of them have one."""
         names = [f"{part.name.removesuffix('weight')}bias" for part in matrix.parts]
         parts = [
-            Part(name, self._tensors[name].shape, part.at)
+            Part(name, part.shape[:1], part.at, part.rows)
             for name, part in zip(names, matrix.parts, strict=True)
             if name in self._tensors
         ]
@@ -177,11 +213,22 @@ def _holds_scales(fmt: str) -> bool:
     return fmt != "bf16" and get_format(fmt).scale_shape(1, get_format(fmt).k_block) is None
 
 
-def _can_cut(fmt: str, rows: slice, transposed: bool) -> bool:
-    """Whether rows of a matrix can be a matrix in its own format."""
-    if fmt == "bf16" or (not transposed and _holds_scales(fmt)):
+def scales_by_rows(fmt: str) -> bool:
+    """Whether each row of a quantized matrix has scales that no other one has, beside it."""
+    found, N = get_format(fmt), 2 * BLOCK
+    shape = found.scale_shape(N, found.k_block)
+    return shape is not None and shape[0] == N and found.data_shape(N, found.k_block)[0] == N
+
+
+def _can_cut(fmt: str, spans: Spans, transposed: bool = False) -> bool:
+    """Whether runs of rows of a matrix can be a matrix in its own format."""
+    if fmt == "bf16" or not spans:
+        return True
+    if not transposed and (_holds_scales(fmt) or scales_by_rows(fmt)):
         return True
     if fmt != "fp8":
         return False
-    first, last = rows.start // BLOCK, (rows.stop - 1) // BLOCK
-    return first == last or rows.start % BLOCK == 0
+    *others, (first, last) = spans
+    whole = all(first % BLOCK == last % BLOCK == 0 for first, last in others)
+    one = not others and first // BLOCK == (last - 1) // BLOCK
+    return whole and (one or first % BLOCK == 0)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pykernels.quant import Biases, Weight, get_format
-from runtime.program.weight_spec import Part, WeightSpec
+from runtime.program.weight_spec import Part, WeightSpec, part_values, taken
 from runtime.program.weights import Expert, Ready, WeightSource
 
 from ..checkpoint.plan import Dense, Experts, Plan
@@ -22,7 +22,7 @@ from ..checkpoint.tensors.safetensors import Checkpoint
 from ..checkpoint.tensors.safetensors import Part as StoredPart
 from ..modules.moe import FusedMoE
 from .schema import Schema
-from .specs import BLOCK
+from .specs import BLOCK, scales_by_rows
 
 
 class MatrixSource(WeightSource):
@@ -41,7 +41,7 @@ class MatrixSource(WeightSource):
         for (name, index), parts in groupby(spec.parts, lambda part: (part.name, part.index)):
             whole = _in_format(*self.matrix(name, index, spec.fmt), spec.fmt)
             for part in parts:
-                yield whole if part.rows is None else _cut(whole, *part.rows, part.transposed)
+                yield _cut(whole, part, spec.fmt) if part.rows else whole
 
     def experts(self, spec: WeightSpec) -> Iterator[Expert]:
         """An MLP, as the one expert of its layer."""
@@ -100,7 +100,7 @@ class CheckpointWeights(MatrixSource):
             item = self._items[part.name]
             self._report(nbytes(self._checkpoint, item))
             values = read_matrix(self._checkpoint, item.source, item.dtype)
-            out[part.at : part.at + part.shape[0]] = values.reshape(part.shape)
+            out[part.at : part.at + part.shape[0]] = part_values(values, part)
         return out
 
     def matrix(self, name: str, index: int | None, fmt: str) -> tuple[str, Weight]:
@@ -158,7 +158,7 @@ class LoadedWeights(MatrixSource):
         out = torch.zeros(spec.shape, dtype=torch.float32, device="cpu")
         for part in spec.parts:
             values = self._tensors[part.name].detach()
-            out[part.at : part.at + part.shape[0]] = values.reshape(part.shape)
+            out[part.at : part.at + part.shape[0]] = part_values(values, part)
         return out
 
     def matrix(self, name: str, index: int | None, fmt: str) -> tuple[str, Weight]:
@@ -178,12 +178,16 @@ def _in_format(stored: str, weight: Weight, fmt: str) -> Weight:
     return Weight(get_format(stored).dequantize(weight).to(torch.bfloat16))
 
 
-def _cut(weight: Weight, first: int, last: int, transposed: bool) -> Weight:
-    """Rows of a matrix in bfloat16 or FP8, or of one whose rows hold their scales."""
-    data, scale = weight.data[first:last], weight.scale
-    if scale is None:
-        return Weight((data.T if transposed else data).contiguous())
-    codes, scale = data.view(torch.uint8), scale[first // BLOCK : (last - 1) // BLOCK + 1]
-    if transposed:
+def _cut(weight: Weight, part: Part, fmt: str) -> Weight:
+    """Rows of a matrix in bfloat16 or FP8, or of one whose rows have scales of their own."""
+    if weight.scale is None:
+        data = taken(weight.data, part)
+        return Weight((data.T if part.transposed else data).contiguous())
+    codes = taken(weight.data.view(torch.uint8), part)
+    spans = part.rows
+    if not scales_by_rows(fmt):
+        spans = tuple((first // BLOCK, (last - 1) // BLOCK + 1) for first, last in spans)
+    scale = torch.cat([weight.scale[first:last] for first, last in spans])
+    if part.transposed:
         codes, scale = codes.T, scale.T
-    return Weight(codes.contiguous().view(data.dtype), scale.contiguous())
+    return Weight(codes.contiguous().view(weight.data.dtype), scale.contiguous())

@@ -24,6 +24,11 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 transformers has no `kimi_k2`; under the old name its loader leaves every expert random.
 """
 
+TEXT_PARTS = {"qwen3_5_moe": "qwen3_5_moe_text"}
+"""Architectures with a vision tower, of which the text part is run, and what that is called."""
+VISION = ("text_config", "vision_config", "architectures", "model_type")
+"""Entries of such a configuration that are not its text part's."""
+
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 """Names under which configurations have the number of a layer's experts."""
 
@@ -76,11 +81,26 @@ def read_config(folder: Path) -> PretrainedConfig:
     if not isinstance(model_type, str):
         raise PykernelsError(f"{file} has no model_type", "Give the config.json of the checkpoint")
     model_type = ALIASES.get(model_type, model_type)
+    if model_type in TEXT_PARTS:
+        data, model_type = text_part(data, file), TEXT_PARTS[model_type]
     if model_type not in CONFIG_MAPPING:
         raise _unknown(model_type)
     check_quantization(data.pop("quantization_config", None), folder)
     data.pop("auto_map", None)  # no code from the checkpoint is ever run
     return _checked(data, model_type, file, folder)
+
+
+def text_part(data: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The text part of a configuration with a vision tower, and what both share.
+
+    Raises:
+        PykernelsError: there is none.
+    """
+    text = data.get("text_config")
+    if not isinstance(text, dict):
+        raise PykernelsError(f"{file} has no text_config", "Give the config.json of the checkpoint")
+    shared = {name: value for name, value in data.items() if name not in VISION}
+    return {**shared, **text}
 
 
 def _checked(data: dict[str, Any], model_type: str, file: Path, folder: Path) -> PretrainedConfig:

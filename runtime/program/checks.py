@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .node import Buffer, Dim, Node
-from .op import DTYPES, REQUIRED, ROLES, Op, Port
+from .op_table.op import DTYPES, REQUIRED, ROLES, Op, Port
 from .ops import OPS
 from .weight_spec import WeightSpec
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .added_ops import ALL_TOKENS
+from .op_table.collectives import ALL_TOKENS
 from .ops import OPS
 from .sizes import LANES, lane_dim
 from .weight_spec import WeightSpec

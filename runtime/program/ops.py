@@ -18,8 +18,9 @@ from typing import Any
 
 from pykernels.ref.sampling import MAX_LOGPROBS
 
-from .added_ops import (
-    COLLECTIVES,
+from .op_table.collectives import COLLECTIVES
+from .op_table.delta_nets import DELTA_NETS
+from .op_table.metadata import (
     METADATA,
     METADATA_OPS,
     ORDER,
@@ -28,7 +29,7 @@ from .added_ops import (
     order_rule,
     sequences_rule,
 )
-from .op import Attr, Op, Port
+from .op_table.op import Attr, Op, Port
 
 COPIES = "copies"
 """The stream of nodes that only move bytes to a device, which it does beside all other nodes."""
@@ -164,6 +165,7 @@ def _moe_rule(node: Mapping[str, Any]) -> str | None:
 
 OPS: dict[str, Op] = {
     **METADATA_OPS,
+    **DELTA_NETS,
     # Rows of the table of embeddings.
     "embed": Op(
         inputs={"ids": _index("T")},

@@ -13,7 +13,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, PackedHeads, PackedMatrix, Packer, get_format
 from pykernels.quant.split import SplitExperts
 
-from .weight_spec import Part, WeightSpec
+from .weight_spec import Part, WeightSpec, part_values, stored_shape
 
 _EXPERT = re.compile(r"(?P<layer>.+)\.(?P<expert>\d+)\.(?P<matrix>gate|up|down)_proj\.weight")
 _MATRICES = "gate", "up", "down"
@@ -43,11 +43,11 @@ def shape_of(specs: Iterable[WeightSpec], name: str) -> tuple[int, ...]:
         parts = [part for part in spec.parts if part.name == name]
         if parts[0].index is not None:
             return len(parts), *parts[0].shape
-        if parts[0].rows is None:
-            return parts[0].shape
-        last: int = max(part.rows[1] for part in parts if part.rows is not None)
-        columns = parts[0].shape[0] if parts[0].transposed else parts[0].shape[1]
-        shape = max(last, *shape[:1]), columns
+        if not parts[0].rows:
+            return stored_shape(parts[0])
+        last = max(end for part in parts for _, end in part.rows)
+        columns = parts[0].shape[:1] if parts[0].transposed else parts[0].shape[1:]
+        shape = max(last, *shape[:1]), *columns
     return shape
 
 
@@ -146,6 +146,4 @@ def _rows(part: Part, values: torch.Tensor) -> torch.Tensor:
     """What a part of a weight takes of a parameter."""
     if part.index is not None:
         values = values[part.index]
-    if part.rows is not None:
-        values = values[slice(*part.rows)]
-    return (values.T if part.transposed else values).reshape(part.shape).contiguous()
+    return part_values(values, part)

@@ -1,10 +1,13 @@
-"""What a weight is, before it is read: a program names its weights, and has a spec of each."""
+"""What a weight is, before it is read: a program names its weights, and has a spec of each, which
+says what it takes of stored tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, get_format
@@ -13,6 +16,16 @@ from pykernels.quant.split import cut
 from pykernels.shapes import MoEShape
 
 KINDS = ("tensor", "matrix", "heads", "experts")
+CHANGES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "": lambda x: x,
+    # The weight of a norm that is stored without its 1.
+    "plus one": lambda x: x.float() + 1,
+    # A decay's rate, of which the logarithm is stored.
+    "minus exp": lambda x: -x.float().exp(),
+    # A convolution's, a row for each place of its window: [C, 1, K] -> [K, C].
+    "by places": lambda x: x.flatten(1).T,
+}
+"""What becomes of stored numbers while they are loaded, by ``Part.change``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +36,20 @@ class Part:
         name: of the model's parameter.
         shape: that it has in the weight, [N, K] of a matrix.
         at: the first row of the weight that is its own.
-        rows: of the stored matrix, (first, last); None: all.
+        rows: of the stored tensor, runs (first, last) in the order that the weight has them; none:
+            all of them.
         index: of the stored [heads, N, K], which head; None: it is no stack.
         transposed: whether the weight has the rows as its columns.
+        change: of the numbers, a key of ``CHANGES``; "": none.
     """
 
     name: str
     shape: tuple[int, ...]
     at: int = 0
-    rows: tuple[int, int] | None = None
+    rows: tuple[tuple[int, int], ...] = ()
     index: int | None = None
     transposed: bool = False
+    change: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,3 +249,24 @@ class WeightSpec:
             return f"{self.fmt} {list(self.shape)}"
         E, H, I = self.shape  # noqa: E741
         return f"{'/'.join(dict.fromkeys((self.fmt, self.down_fmt)))} {E} x [{I}, {H}]"
+
+
+def taken(values: torch.Tensor, part: Part) -> torch.Tensor:
+    """The rows of a stored tensor that a part takes, in their order."""
+    if not part.rows:
+        return values
+    return torch.cat([values[first:last] for first, last in part.rows])
+
+
+def part_values(values: torch.Tensor, part: Part) -> torch.Tensor:
+    """What a part has of a stored tensor, in the shape and the order of the weight."""
+    values = CHANGES[part.change](taken(values, part))
+    return (values.T if part.transposed else values).reshape(part.shape).contiguous()
+
+
+def stored_shape(part: Part) -> tuple[int, ...]:
+    """The shape of the tensor that a part is all of."""
+    if part.change == "by places":
+        K, C = part.shape
+        return C, 1, K
+    return part.shape

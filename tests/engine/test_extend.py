@@ -24,7 +24,7 @@ from runtime.passes.layers import moe_layers
 from runtime.passes.numa import split_over_nodes
 from runtime.program import Program
 from runtime.program.node import Node
-from runtime.program.op import Op, Port
+from runtime.program.op_table.op import Op, Port
 from runtime.program.ops import OPS
 from runtime.program.weight_spec import WeightSpec
 

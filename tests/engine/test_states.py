@@ -24,6 +24,8 @@ from .recurrent import make_recurrent, recurrent_layers
 
 ERROR = {"ref": 1e-5, "cpu": 0.06}
 """Of log-probabilities, which spread by 1.5: float32, and bfloat16 inputs, keys and values."""
+CALM = tiny.Gains(layers=0.7, head=0.5, router=0.5)
+"""Of gated delta nets, whose states hold sums of products of what is rounded."""
 SIZES: dict[str, Any] = {
     "max_model_len": 448,
     "max_num_seqs": 3,
@@ -34,9 +36,14 @@ SIZES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiny.Tiny]:
+@pytest.fixture(scope="module", params=["toy", "qwen3_next"])
+def made(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tiny.Tiny]:
     path = tmp_path_factory.mktemp("recurrent")
+    if request.param != "toy":
+        yield tiny.make(path, request.param, max_position_embeddings=448, gains=CALM)
+        return
     found = tiny.make(path, "qwen3_moe", max_position_embeddings=448)
     make_recurrent(found.reference).set_attn_implementation("eager")
     with recurrent_layers():
@@ -127,21 +134,25 @@ def test_states_in_two_lanes(made: tiny.Tiny) -> None:
 
 
 def test_what_states_cost_is_counted(made: tiny.Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers of 64 channels with three float32 each, and one with two heads of 16 numbers."""
-    state, token = 2 * 64 * 3 * 4, 2 * 2 * 16 * 2
+    """By layers that keep a state, and those that keep keys and values of two heads of 16."""
+    if made.reference.config.model_type == "qwen3_next":  # three inputs of 192 channels, 4 heads
+        state, token, times = 2 * (3 * 192 + 4 * 16 * 32) * 4, 2 * (2 * 2 * 16 * 2), 1000
+    else:  # 64 channels with three float32 each
+        state, token, times = 2 * 64 * 3 * 4, 2 * 2 * 16 * 2, 3000
     with model.load_engine(made.path, **{**SIZES, "snapshots": 5}) as llm:
         assert llm.runner.state_slots == 3 + 5
         assert sum(llm.runner.caches[name].nbytes for name in llm.runner.model.states) == 8 * state
         assert cache_bytes(llm.runner.model.lower(), 70) == 70 * token + state
     monkeypatch.setattr("model.checkpoint.memory.available", lambda: 4 << 20)
-    with pytest.raises(PykernelsError, match="states of sequences of 4.4 MiB.*fewer snapshots"):
-        model.load_engine(made.path, **{**SIZES, "snapshots": 3000})
+    needed = f"{(3 + times) * state / 2**20:.1f}"
+    with pytest.raises(PykernelsError, match=f"sequences of {needed} MiB.*fewer snapshots"):
+        model.load_engine(made.path, **{**SIZES, "snapshots": times})
 
 
 def test_what_keeps_no_states_refuses_them(made: tiny.Tiny, tmp_path: Path) -> None:
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     with WorkerPool(1) as pool, open_weights(made.path, read_config(made.path)) as weights:
-        with pytest.raises(PykernelsError, match="qwen3_moe has layers with a state"):
+        with pytest.raises(PykernelsError, match="qwen3_.* has layers with a state"):
             cuda_runner(weights.decoder, device, pool, 64)
     tiny.make(tmp_path, "deepseek_v3")
     with pytest.raises(PykernelsError, match="deepseek_v3 has no layer with a state"):

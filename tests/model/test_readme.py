@@ -32,7 +32,7 @@ from runtime.devices.ref import ops
 from runtime.devices.ref.partial_ops import PARTIAL
 from runtime.engine import EngineConfig
 from runtime.planning.config import ExecutionConfig
-from runtime.program.added_ops import COLLECTIVES
+from runtime.program.op_table.collectives import COLLECTIVES
 from runtime.program.ops import OPS
 
 from ..cpu.kernels import variants

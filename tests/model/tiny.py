@@ -30,7 +30,9 @@ ARCHITECTURES = (
     "mixtral",
     "olmoe",
     "qwen2_moe",
+    "qwen3_5_moe_text",
     "qwen3_moe",
+    "qwen3_next",
 )
 
 # fmt: off
@@ -44,6 +46,11 @@ _MLA: dict[str, Any] = {
     "num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "q_lora_rank": 48,
     "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+}
+_NEXT: dict[str, Any] = {
+    "num_experts": 8, "head_dim": 16, "shared_expert_intermediate_size": 48,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32, "num_hidden_layers": 4, "full_attention_interval": 2,
 }
 _FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_MLA, "routed_scaling_factor": 2.5},
@@ -77,8 +84,12 @@ _FAMILY: dict[str, dict[str, Any]] = {
         "num_experts": 8, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 1,
     },
     "qwen3_moe": {"num_experts": 8, "head_dim": 16, "norm_topk_prob": True},
+    "qwen3_5_moe_text": {**_NEXT, "num_hidden_layers": 3},
+    "qwen3_next": _NEXT,
 }
 # fmt: on
+ZERO_CENTRED = ("qwen3_5_moe_text", "qwen3_next")
+"""Families whose norms are stored less 1."""
 FP8_WIDTHS: dict[str, Any] = {
     "hidden_size": 256,
     "moe_intermediate_size": 128,
@@ -169,7 +180,11 @@ def randomize(model: PreTrainedModel, seed: int, gains: Gains = STRONG) -> None:
                 continue
             noise = torch.randn(tensor.shape, generator=generator)
             if "norm" in name:
-                tensor.copy_(1 + 0.1 * noise)
+                gated = "linear_attn" in name  # whose norm is stored with its 1
+                centre = 0 if model.config.model_type in ZERO_CENTRED and not gated else 1
+                tensor.copy_(centre + 0.1 * noise)
+            elif "A_log" in name:  # memories of some tens of tokens
+                tensor.copy_(noise - 3)
             elif "moe_statics" in name:  # beside probabilities of about an eighth
                 tensor.copy_(0.05 * noise)
             elif "e_score_correction_bias" in name:

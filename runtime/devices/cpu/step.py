@@ -23,6 +23,7 @@ from ...workers.worker_pool import InFlight
 from ..link import Link
 from . import attention_ops, dense_ops, expert_ops
 from .context import Binder, Context
+from .delta_net_ops import DELTA_NETS
 
 BINDERS: dict[str, Binder] = {
     "embed": dense_ops.embed,
@@ -39,6 +40,7 @@ BINDERS: dict[str, Binder] = {
     "split_routing": expert_ops.split_routing,
     "place_routing": expert_ops.place_routing,
     "moe_ffn": expert_ops.moe_ffn,
+    **DELTA_NETS,
     "join_rows": dense_ops.join_rows,
     "sample_requests": dense_ops.sample_requests,
     "submit": lambda ctx, node: [ctx.flag_job(node)],

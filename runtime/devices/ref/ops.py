@@ -17,6 +17,7 @@ from ...kv_cache.layout import cache_inputs
 from ...program import Node
 from ...program.ops import SAMPLING, SAMPLING_TABLES
 from .collective_ops import COLLECTIVES
+from .delta_net_ops import DELTA_NETS
 from .memory import Memory
 from .partial_ops import PARTIAL, keys_values
 from .weights import Dequantized
@@ -258,7 +259,7 @@ def sample_requests(m: Memory, node: Node) -> None:
         m.write(node.outputs[name], value)
 
 
-OPS: dict[str, Op] = {**COLLECTIVES, **PARTIAL} | {
+OPS: dict[str, Op] = {**COLLECTIVES, **DELTA_NETS, **PARTIAL} | {
     op.__name__: op
     for op in (
         embed,

@@ -15,7 +15,7 @@ from ...planning.compile import Compiled
 from ...planning.execution import ExecutionPlan
 from ...planning.lowerable import Lowerable
 from ...program import Program
-from ...program.added_ops import ALL_TOKENS
+from ...program.op_table.collectives import ALL_TOKENS
 from ...program.step_inputs import allocate_inputs
 from ...program.weights import WeightStore
 from ...runner.batch import DeviceLost

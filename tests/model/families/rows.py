@@ -33,6 +33,19 @@ _GROUPS: dict[str, Any] = {
     "topk_group": 3,
     "n_shared_experts": 2,
 }
+_NEXT: dict[str, Any] = {
+    "num_experts": 9,
+    "shared_expert_intermediate_size": 56,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 48,
+    "linear_conv_kernel_dim": 4,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+}
 _PLAIN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_MLA, **_GROUPS},
     "deepseek_v3": {**_MLA, **_GROUPS},
@@ -52,6 +65,8 @@ _PLAIN: dict[str, dict[str, Any]] = {
     },
     "qwen2_moe": {**_GQA, "num_experts": 9, "shared_expert_intermediate_size": 56},
     "qwen3_moe": {**_GQA, "num_experts": 9},
+    "qwen3_5_moe_text": {**_NEXT, "num_experts_per_tok": 7},
+    "qwen3_next": {**_NEXT, "mlp_only_layers": [2]},
 }
 _ONE_KEY_HEAD = {"num_attention_heads": 4, "num_key_value_heads": 1}
 _THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3}

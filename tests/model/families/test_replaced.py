@@ -35,11 +35,12 @@ def median_error(llm: LLM, reference: Any, prompt: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("place", ["ref", KERNELS[0]])
-@pytest.mark.parametrize("row", ["deepseek_v3", "qwen3_moe, tied"])
+@pytest.mark.parametrize("row", ["deepseek_v3", "qwen3_moe, tied", "qwen3_next"])
 def test_a_model_becomes_another_between_two_steps(
     row: str, place: str, checkpoint: Checkpoints
 ) -> None:
-    """Every parameter of it: vectors, stacked matrices, heads, MLPs, experts, what is tied."""
+    """Every parameter of it: vectors, stacked matrices, heads, MLPs, experts, what is tied, and
+    what is changed while it is loaded."""
     family, config = ROWS[row]
     gains = GAINS._replace(embedding=0.02) if "tied" in row else GAINS
     first, other = (checkpoint(family, gains=gains, seed=seed, **config) for seed in (0, 1))

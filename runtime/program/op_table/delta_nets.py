@@ -1,0 +1,79 @@
+"""The rows of the op table that gated delta nets have, and attention with gates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .op import Attr, Op, Port
+
+_BY_SEQUENCE = {
+    name: Port("index", ("S",))
+    for name in ("query_starts", "query_lengths", "state_slots", "has_state")
+}
+_CONV_STATE = {"conv": Port("float32", ("slots", "before", "C"))}
+_DELTA_STATE = {"delta": Port("float32", ("slots", "HV", "DK", "DV"))}
+_GATES = {name: Port("float32", ("T", "HV")) for name in ("g", "beta")}
+_HEADS = Port("activation", ("T", "heads*D"))
+_GATED = {"x": _HEADS, "gate": Port("activation", ("T", ">gate_start + heads*D"))}
+
+
+def _conv_rule(node: Mapping[str, Any]) -> str | None:
+    if node["before"] != node["K"] - 1:
+        return f"its state has {node['before']} inputs, and it reads {node['K'] - 1} before its own"
+    return None
+
+
+def _delta_rule(node: Mapping[str, Any]) -> str | None:
+    if node["HV"] % node["HK"]:
+        return f"{node['HV']} value heads on {node['HK']} key heads"
+    return None
+
+
+DELTA_NETS: dict[str, Op] = {
+    # The SiLU of a convolution of each channel over a token and the K - 1 before it, of which the
+    # state has those of earlier steps, oldest first.
+    "causal_conv1d": Op(
+        inputs={"x": Port("activation", ("T", ">C")), **_CONV_STATE, **_BY_SEQUENCE},
+        outputs={"out": Port("activation", ("T", "C")), **_CONV_STATE},
+        weights={"weight": Port("", ("K", "C"))},
+        rule=_conv_rule,
+    ),
+    # The gates of the delta rule: the log of the decay, rate softplus(a + dt_bias), and the
+    # sigmoid of b. Rows hold a from a_start and b from b_start on.
+    "delta_gates": Op(
+        inputs={
+            "a": Port("activation", ("T", ">a_start + HV")),
+            "b": Port("activation", ("T", ">b_start + HV")),
+        },
+        outputs=_GATES,
+        weights={"rate": Port("", ("HV",)), "dt_bias": Port("", ("HV",))},
+        attrs={"a_start": Attr(int, 0), "b_start": Attr(int, 0)},
+    ),
+    # Each token decays its heads' states, corrects what they say of its key, and reads them. A row
+    # holds queries, keys and values of all heads; queries and keys are normed here.
+    "gated_delta_rule": Op(
+        inputs={
+            "qkv": Port("activation", ("T", "2*HK*DK + HV*DV")),
+            **_GATES,
+            **_DELTA_STATE,
+            **_BY_SEQUENCE,
+        },
+        outputs={"out": Port("activation", ("T", "HV*DV")), **_DELTA_STATE},
+        attrs={"HK": Attr(int), "scale": Attr(float), "eps": Attr(float)},
+        rule=_delta_rule,
+    ),
+    # The norm of each head, times the SiLU of its gate.
+    "gated_rms_norm": Op(
+        inputs=_GATED,
+        outputs={"out": _HEADS},
+        weights={"weight": Port("", ("D",))},
+        attrs={"heads": Attr(int), "gate_start": Attr(int, 0), "eps": Attr(float)},
+    ),
+    # Heads times the sigmoid of their gates.
+    "sigmoid_mul": Op(
+        inputs=_GATED,
+        outputs={"out": _HEADS},
+        attrs={"heads": Attr(int), "D": Attr(int), "gate_start": Attr(int, 0)},
+    ),
+}
