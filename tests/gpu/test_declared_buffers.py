@@ -50,17 +50,22 @@ class Declared:
     ],
 )
 def test_a_launch_takes_the_buffers_of_its_node(
-    family: str, options: CudaOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    options: CudaOptions,
+    tmp_path: Path,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def declared(bind: Any) -> Any:
         return lambda memory, node: bind(Declared(memory, node), node)
 
     monkeypatch.setattr(executable, "BINDERS", {op: declared(bind) for op, bind in BINDERS.items()})
     tiny.make(tmp_path, family)
-    with WorkerPool(1, driver_works=False) as pool:
+    where, threads = ("cuda:0", 2) if device.type == "cuda" else ("cpu", 1)
+    with WorkerPool(threads, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
-            runner = cuda_runner(decoder, "cpu", pool, 64, None, 8, 2, "generic", options=options)
+            runner = cuda_runner(decoder, where, pool, 64, None, 8, 2, "generic", options=options)
             runner.load()
         with Engine(runner, threaded=False) as engine:
             outputs = engine.generate([[5, 7, 2], [3]], SamplingParams(max_tokens=2))
