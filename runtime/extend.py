@@ -20,8 +20,8 @@ from .devices.cpu.step import BINDERS as CPU_BINDERS
 from .devices.ref.ops import OPS as REF_OPS
 from .planning.lowerable import Pass
 from .program import Program
-from .program.op import Op
 from .program.ops import OPS
+from .program.rows.op import Op
 
 _registered: set[str] = set()
 

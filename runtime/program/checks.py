@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .node import Buffer, Dim, Node
-from .op import DTYPES, REQUIRED, ROLES, Op, Port
 from .ops import OPS
+from .rows.op import DTYPES, REQUIRED, ROLES, Op, Port
 from .weight_spec import WeightSpec
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .collective_ops import ALL_TOKENS
 from .ops import OPS
+from .rows.collective_ops import ALL_TOKENS
 from .sizes import LANES, lane_dim
 from .weight_spec import WeightSpec
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from pykernels.ref.sampling import MAX_LOGPROBS
 
-from .collective_ops import COLLECTIVES
-from .delta_net_ops import DELTA_NETS
-from .op import Attr, Op, Port
+from .rows.collective_ops import COLLECTIVES
+from .rows.delta_net_ops import DELTA_NETS
+from .rows.op import Attr, Op, Port
 
 COPIES = "copies"
 """The stream of nodes that only move bytes to a device, which it does beside all other nodes."""

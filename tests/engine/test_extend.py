@@ -24,8 +24,8 @@ from runtime.passes.layers import moe_layers
 from runtime.passes.numa import split_over_nodes
 from runtime.program import Program
 from runtime.program.node import Node
-from runtime.program.op import Op, Port
 from runtime.program.ops import OPS
+from runtime.program.rows.op import Op, Port
 from runtime.program.weight_spec import WeightSpec
 
 from ..model import tiny

@@ -32,8 +32,8 @@ from runtime.devices.ref import ops
 from runtime.devices.ref.partial_ops import PARTIAL
 from runtime.engine import EngineConfig
 from runtime.planning.config import ExecutionConfig
-from runtime.program.collective_ops import COLLECTIVES
 from runtime.program.ops import OPS
+from runtime.program.rows.collective_ops import COLLECTIVES
 
 from ..cpu.kernels import variants
 from .conftest import Run

@@ -13,7 +13,7 @@ from ...planning.compile import Compiled
 from ...planning.execution import ExecutionPlan
 from ...planning.lowerable import Lowerable
 from ...program import Program
-from ...program.collective_ops import ALL_TOKENS
+from ...program.rows.collective_ops import ALL_TOKENS
 from ...program.step_inputs import allocate_inputs
 from ...program.weights import WeightStore
 from ...runner.batch import DeviceLost

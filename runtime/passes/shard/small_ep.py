@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 
 from ...program import Buffer, Node, Program
-from ...program.collective_ops import ALL_TOKENS
+from ...program.rows.collective_ops import ALL_TOKENS
 from ...program.weight_spec import WeightSpec
 from ..layers import rebuilt
 from .experts import local, refuse_placed

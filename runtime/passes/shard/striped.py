@@ -19,7 +19,7 @@ from pykernels.errors import PykernelsError
 
 from ...kv_cache.layout import PAGE, cache_inputs
 from ...program import Buffer, Node, Program, repeated
-from ...program.collective_ops import ALL_TOKENS
+from ...program.rows.collective_ops import ALL_TOKENS
 from ..layers import rebuilt
 from .stripes import BLOCK_SLOTS, PREFIX_LENGTHS, of_all, of_rank, stripe_tokens
 
