@@ -186,6 +186,12 @@ def cache_token_bytes(model: PreTrainedModel, kv_dtype: str = "bf16") -> int:
     return sum(kind.cached(module, kv_dtype).token_bytes for _, module, kind in mixers)
 
 
+def cache_state_bytes(model: PreTrainedModel) -> int:
+    """Bytes of one sequence's states, whatever its length."""
+    mixers = [mixer(layer) for layer in model.model.layers]
+    return sum(kind.cached(module, "bf16").state_bytes for _, module, kind in mixers)
+
+
 def check_heads(sizes: Iterable[tuple[int, int, int]]) -> None:
     """Raises PykernelsError for ``Decoder.head_sizes`` that the CPU's attention cannot have."""
     for dk, dv, _ in sizes:

@@ -179,6 +179,11 @@ ARCHS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt-oss-120b": ("gpt_oss", {}),
+    "qwen3-next-80b": ("qwen3_next", {"max_position_embeddings": 262144}),
+    "qwen3.6-35b": (
+        "qwen3_5_moe_text",
+        {"num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 262144},
+    ),
 }
 """By name: the ``model_type`` and the settings that differ from its defaults."""
 

@@ -16,7 +16,7 @@ from runtime.devices.gpus import gpus_of
 from runtime.planning.gpu.plan import several_refused
 from runtime.planning.placement import CPU
 
-from ..architectures.decoder import cache_token_bytes
+from ..architectures.decoder import cache_state_bytes, cache_token_bytes
 from ..architectures.families import why_not
 from ..architectures.named import ARCHS, RELEASED, make_config
 from ..checkpoint.config import read_config, resolve_dtype
@@ -48,6 +48,7 @@ class Inspection:
         classes: of every module, by its name.
         cache_bytes: that one token's keys and values take, by ``kv_dtype`` ("fp8" in the engine
             alone); none if it is not known.
+        state_bytes: that the engine keeps of a sequence beside keys and values.
         beside: the experts that a GPU has beside all of them on the CPU; None if none was asked.
     """
 
@@ -60,6 +61,7 @@ class Inspection:
     classes: dict[str, str]
     cache_bytes: dict[str, int]
     beside: Beside | None = None
+    state_bytes: int = 0
 
     @property
     def devices(self) -> dict[str, tuple[int, int]]:
@@ -96,6 +98,7 @@ class Inspection:
             "other_parameters": self.parameters(False),
             "token_bytes": self.token_bytes,
             "kv_cache_token_bytes": self.cache_bytes,
+            "state_bytes": self.state_bytes,
             "gpu_experts": None if self.beside is None else asdict(self.beside),
         }
 
@@ -184,6 +187,7 @@ def examine(
         classes,
         cache_bytes,
         beside,
+        cache_state_bytes(model) if reason is None else 0,
     )
 
 

@@ -45,6 +45,8 @@ def summary(found: Inspection) -> list[str]:
         " everything else",
         f"a token reads {size(found.token_bytes)} of weights; its part of the KV cache: {cache}",
     ]
+    if found.state_bytes:
+        lines.append(f"a sequence keeps {size(found.state_bytes)} of states, whatever its length")
     if found.beside is not None:
         lines += _beside(found.beside)
     if found.engine:

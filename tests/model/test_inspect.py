@@ -148,3 +148,15 @@ def test_the_table_and_its_json(run: Run) -> None:
     assert found["runs"] == "engine" and set(found["kv_cache_token_bytes"]) == {"bf16", "fp8"}
     assert sum(m["bytes"] for m in found["modules"]) == found["devices"]["cpu"]["bytes"]
     failed(run("inspect", "deepseek-v9"), "no known shape of that name")
+
+
+def test_a_state_is_beside_keys_and_values(run: Run) -> None:
+    """Qwen3-Next's 36 gated delta nets: three inputs of 8,192 channels, and 32 heads of 128 x 128;
+    its other 12 layers have two heads of 256."""
+    found = json.loads(run("inspect", "qwen3-next-80b", "--json").out)
+    assert found["runs"] == "engine"
+    assert found["state_bytes"] == 36 * 4 * (3 * 8192 + 32 * 128 * 128)
+    assert found["kv_cache_token_bytes"]["bf16"] == 12 * 2 * 2 * 2 * 256
+    total = found["routed_parameters"] + found["other_parameters"]
+    assert total == pytest.approx(79.7e9, rel=0.005)
+    assert "of states" in run("inspect", "qwen3-next-80b").out

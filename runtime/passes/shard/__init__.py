@@ -9,6 +9,7 @@ from dataclasses import replace
 from pykernels.errors import PykernelsError
 
 from ...program import Node, Program
+from ...program.step_inputs import STATE_SLOTS
 from .all_to_all import all_to_all
 from .experts import expert_tables, local_experts
 from .heads import cut_heads
@@ -30,10 +31,10 @@ def shard(program: Program, ranks: int, heads: bool = True) -> tuple[Program, ..
         heads: False: every rank has all heads, and keys and values of all.
 
     Raises:
-        PykernelsError: fewer than one rank; more than there are heads or experts; what
-            ``cut_heads`` and ``local_experts`` refuse.
+        PykernelsError: fewer than one rank; layers with a state; more than there are heads or
+            experts; what ``cut_heads`` and ``local_experts`` refuse.
     """
-    if _alone(ranks):
+    if _alone(program, ranks):
         return (program,)
     return _with_one_output([_shard(program, r, ranks, heads) for r in range(ranks)])
 
@@ -62,20 +63,25 @@ def stripe(program: Program, ranks: int, experts: str = "small_ep") -> tuple[Pro
         experts: of ``EXPERTS``.
 
     Raises:
-        PykernelsError: fewer than one rank; more than there are experts; what ``striped`` and the
-            form of ``experts`` refuse.
+        PykernelsError: fewer than one rank; layers with a state; more than there are experts; what
+            ``striped`` and the form of ``experts`` refuse.
     """
     if experts not in EXPERTS:
         raise PykernelsError(f"no experts {experts!r}", f"Use {' or '.join(EXPERTS)}")
-    if _alone(ranks):
+    if _alone(program, ranks):
         return (program,)
     rewrite = EXPERTS[experts]
     return _with_one_output([rewrite(striped(program, r, ranks), r, ranks) for r in range(ranks)])
 
 
-def _alone(ranks: int) -> bool:
+def _alone(program: Program, ranks: int) -> bool:
     if ranks < 1:
         raise PykernelsError(f"{ranks} ranks", "Use one or more")
+    if ranks > 1 and any(STATE_SLOTS in node.inputs for node in program.nodes):
+        raise PykernelsError(
+            f"{program.name!r} has layers with a state, which {ranks} ranks cannot share",
+            "Use one rank",
+        )
     return ranks == 1
 
 
