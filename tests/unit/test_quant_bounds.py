@@ -110,6 +110,7 @@ BOUNDS: dict[str, Bound] = {
     "q5_1": _affine32,
     "iq4_nl": lambda _, w: _amax(w, 1, 32) * 14 / 127 * 1.01 + 4e-6,
     "iq4_xs": lambda _, w: _amax(w, 1, 256) * 0.142 * 1.01 + 1e-4,
+    "iq3_s": lambda _, w: _amax(w, 1, 256) * 0.5 + 3e-5,
 }
 
 

@@ -19,7 +19,8 @@ from pykernels.shapes import MoEShape
 K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 PLAIN = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 """Rounded to nearest; ``gguf`` quantizes no other."""
-TYPES = {name: Type[name.upper()] for name in (*K_QUANTS, *PLAIN, "iq4_nl", "iq4_xs")}
+GRIDS = ("iq3_s",)
+TYPES = {name: Type[name.upper()] for name in (*K_QUANTS, *PLAIN, "iq4_nl", "iq4_xs", *GRIDS)}
 TOLD = pytest.mark.filterwarnings("ignore:a matrix that becomes")  # weights of next to nothing
 
 
@@ -47,7 +48,7 @@ def test_splitting_and_joining_keeps_every_bit(fmt):
         int(blocks.codes.max()) == 2**fmt.bits - 1 and blocks.codes.unique().numel() == 2**fmt.bits
     )
     if fmt.small:
-        numbers = {"q6_k": 256, "q2_k": 16}.get(fmt.name, 64)
+        numbers = {"q6_k": 256, "q2_k": 16, **dict.fromkeys(GRIDS, 16)}.get(fmt.name, 64)
         assert blocks.small.unique().numel() == numbers
 
 

@@ -22,6 +22,7 @@ FORMAT_OF = {
         "Q6_K",
         "IQ4_NL",
         "IQ4_XS",
+        "IQ3_S",
         "MXFP4",
         "F16",
     )

@@ -29,7 +29,7 @@ from ..intrin.avx2 import (
 from ..jit import inlined
 from .factors import Factors, make_factors
 from .layout import BIASES, PACKINGS, SCALE_K, UNITS, Packing
-from .lookup import IQ4_NL_SIGNED, MXFP4_CODES
+from .lookup import CODES_FROM, IQ4_NL_SIGNED, MXFP4_CODES, OF_CODES
 
 FACTORS = make_factors(avx2, 8)
 """By format name; the ``part`` is a quarter of the block."""
@@ -164,6 +164,7 @@ _ROWS: dict[str, tuple[Callable, int, bool]] = {
     **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_0"), (_twos_complement, 15, False)),
     "mxfp4": (_looked_up(MXFP4_CODES), 24, False),
     **dict.fromkeys(("iq4_nl", "iq4_xs"), (_looked_up(IQ4_NL_SIGNED), 127, True)),
+    "iq3_s": (_looked_up(OF_CODES["iq3_s"] + CODES_FROM), 30, False),
     **dict.fromkeys(("int4-zp", "int4-zp-g128", "q4_k", "q4_1"), (_unsigned, 15, False)),
     **dict.fromkeys(("q5_k", "q5_0", "q5_1"), (_five_bits, 31, False)),
     "q6_k": (_six_bits, 63, False),

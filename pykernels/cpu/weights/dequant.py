@@ -53,6 +53,7 @@ from .layout import BIASES, CODE_BITS, MAGIC_OFFSETS, PACKINGS, UNITS, WIDE, Pac
 from .lookup import (
     BIT2_AT,
     BIT4_AT,
+    CODES_FROM,
     E4M3_AT,
     EVEN_AT,
     INT4_AT,
@@ -66,6 +67,7 @@ from .lookup import (
     MXFP4_CODES,
     MXFP4_SIGNED,
     MXFP4_WORDS,
+    OF_CODES,
     Q3_AT,
     Q3_WORDS,
     Q4_AT,
@@ -75,6 +77,7 @@ from .lookup import (
     Q5_AT,
     Q5_WORDS,
     Q6_AT,
+    WORDS_FROM,
 )
 from .scales import SCALES, Scales
 
@@ -411,6 +414,12 @@ def _two_bits(table_at: int, words_at: int, plane: bool = False):
     return make
 
 
+def _looked_up(kind: Callable, table: str) -> Callable:
+    """Reader of codes into a table of ``lookup.OF_CODES``."""
+    at = OF_CODES[table]
+    return kind(at, at + WORDS_FROM, codes_at=at + CODES_FROM)
+
+
 _INT4 = _four_bits(INT4_AT, INT4_WORDS, flip=True)
 
 _READERS: dict[str, Callable] = {
@@ -435,6 +444,7 @@ _READERS: dict[str, Callable] = {
     **dict.fromkeys(
         ("iq4_nl", "iq4_xs"), _four_bits(IQ4_NL_AT, IQ4_NL_WORDS, codes_at=IQ4_NL_CODES)
     ),
+    "iq3_s": _looked_up(_four_bits, "iq3_s"),
 }
 
 _SIGNED_AT = {"mxfp4": MXFP4_SIGNED, "iq4_nl": IQ4_NL_SIGNED, "iq4_xs": IQ4_NL_SIGNED}

@@ -79,6 +79,7 @@ PACKINGS = {
     "q5_1": _FOURS5,
     "iq4_nl": _FOURS4,
     "iq4_xs": _FOURS4,
+    "iq3_s": _FOURS4,
 }
 """By format name."""
 
@@ -87,6 +88,7 @@ BIASES = {
     **dict.fromkeys(("int8", "int8-channel", "q8_0", "iq4_nl", "iq4_xs"), 128),
     **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_0"), 8),
     "mxfp4": 12,
+    "iq3_s": 15,
     "q5_0": 16,
     "q6_k": 32,
     "q3_k": 4,
@@ -117,7 +119,7 @@ SCALE_K = {
     **dict.fromkeys(("fp8", "fp8-channel", "int8", "int8-channel"), 128),
     **dict.fromkeys(("int4-g128", "int4-channel", "int4-zp-g128"), 128),
     **dict.fromkeys(("int4", "int4-zp", "mxfp4", "q4_k", "q5_k", "q8_0"), 32),
-    **dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs"), 32),
+    **dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs", "iq3_s"), 32),
     **dict.fromkeys(("q6_k", "q3_k", "q2_k"), 16),
 }
 """Inputs of a scale group by format name; 0 for no scales."""
@@ -137,10 +139,12 @@ class Superblock:
         shift: binary logarithm of the number of groups.
         minima: whether halves and bytes of the scales are followed by those of the minima; the
             bytes are unsigned then, else signed.
+        unit: what the halves are multiplied by: a power of two.
     """
 
     shift: int
     minima: bool
+    unit: float = 1.0
 
     @property
     def first(self) -> int:
@@ -161,7 +165,7 @@ SUPERBLOCKS = {
     **dict.fromkeys(("q4_k", "q5_k"), Superblock(3, minima=True)),
     **dict.fromkeys(("q6_k", "q3_k"), Superblock(4, minima=False)),
     "q2_k": Superblock(4, minima=True),
-    "iq4_xs": Superblock(3, minima=False),
+    **dict.fromkeys(("iq4_xs", "iq3_s"), Superblock(3, minima=False)),
 }
 """By format name; the others have no superblocks."""
 

@@ -1,0 +1,49 @@
+"""How rows of the IQ types are read to be packed: a point of a grid and signs become codes."""
+
+from __future__ import annotations
+
+from numba import types
+
+from ...quant.gguf import grids
+from ..jit import inlined
+from .source import Source, u8, u16
+
+_IQ3_S = grids.IQ3_S.words.ravel()
+
+
+@inlined
+def _signed(levels, mask, k, bit):
+    """Levels of inputs k .. k + 3 with their signs, of which ``mask`` has 8, at that bit."""
+    signs = (mask >> types.uint32(k % 8)) & types.uint32(15)
+    # Bit i times 2**(7 i) is the lowest of byte i; no two products of others meet.
+    spread = signs * types.uint32(0x00204081) & types.uint32(0x01010101)
+    return levels | (spread << types.uint32(bit))
+
+
+@inlined
+def _odd(nibble):
+    """A group's scale from its 4 bits."""
+    return types.uint8(types.uint32(2) * (nibble & types.uint32(15)) + types.uint32(1))
+
+
+@inlined
+def _quad_iq3_s(row, k, K):
+    block, i = row + k // 256 * 110, k % 256 // 4
+    high = (u8(block + 66 + i // 8) >> types.uint32(i % 8)) & types.uint32(1)
+    levels = _IQ3_S[u8(block + 2 + i) | (high << types.uint32(8))]
+    return _signed(levels, u8(block + 74 + i // 2), k, 3)
+
+
+@inlined
+def _half_iq3_s(row, scale_row, g, i):
+    return u16(row + 110 * g)
+
+
+@inlined
+def _byte_iq3_s(row, scale_row, g, i):
+    return _odd(u8(row + 110 * g + 106 + i // 2) >> types.uint32(i % 2 * 4))
+
+
+GRID_SOURCES = {
+    "iq3_s": Source(4, _quad_iq3_s, 256, _half_iq3_s, small=8, byte=_byte_iq3_s),
+}
