@@ -19,7 +19,7 @@ from pykernels.shapes import MoEShape
 K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 PLAIN = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 """Rounded to nearest; ``gguf`` quantizes no other."""
-GRIDS = ("iq3_s",)
+GRIDS = ("iq3_s", "iq3_xxs")
 TYPES = {name: Type[name.upper()] for name in (*K_QUANTS, *PLAIN, "iq4_nl", "iq4_xs", *GRIDS)}
 TOLD = pytest.mark.filterwarnings("ignore:a matrix that becomes")  # weights of next to nothing
 

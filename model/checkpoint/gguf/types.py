@@ -23,6 +23,7 @@ FORMAT_OF = {
         "IQ4_NL",
         "IQ4_XS",
         "IQ3_S",
+        "IQ3_XXS",
         "MXFP4",
         "F16",
     )

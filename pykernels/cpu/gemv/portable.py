@@ -144,6 +144,7 @@ _ROW = {
     "mxfp4": _row_nibbles(mxfp4.VALUES.numpy()),
     **dict.fromkeys(("iq4_nl", "iq4_xs"), _row_nibbles(iq4_nl.VALUES.numpy())),
     "iq3_s": _row_nibbles(iq3.IQ3_S_VALUES.numpy()),
+    "iq3_xxs": _row_nibbles(iq3.IQ3_XXS_VALUES.numpy()),
     **dict.fromkeys(("q5_k", "q5_1"), _FIVE_BITS),
     "q5_0": _row_nibbles(np.arange(-16, 16, dtype=np.float32), planes=1),
     "q6_k": _row_nibbles(np.arange(-32, 32, dtype=np.float32), planes=2),

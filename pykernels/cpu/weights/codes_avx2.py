@@ -165,6 +165,7 @@ _ROWS: dict[str, tuple[Callable, int, bool]] = {
     "mxfp4": (_looked_up(MXFP4_CODES), 24, False),
     **dict.fromkeys(("iq4_nl", "iq4_xs"), (_looked_up(IQ4_NL_SIGNED), 127, True)),
     "iq3_s": (_looked_up(OF_CODES["iq3_s"] + CODES_FROM), 30, False),
+    "iq3_xxs": (_looked_up(OF_CODES["iq3_xxs"] + CODES_FROM), 62, False),
     **dict.fromkeys(("int4-zp", "int4-zp-g128", "q4_k", "q4_1"), (_unsigned, 15, False)),
     **dict.fromkeys(("q5_k", "q5_0", "q5_1"), (_five_bits, 31, False)),
     "q6_k": (_six_bits, 63, False),

@@ -445,6 +445,7 @@ _READERS: dict[str, Callable] = {
         ("iq4_nl", "iq4_xs"), _four_bits(IQ4_NL_AT, IQ4_NL_WORDS, codes_at=IQ4_NL_CODES)
     ),
     "iq3_s": _looked_up(_four_bits, "iq3_s"),
+    "iq3_xxs": _looked_up(_four_bits, "iq3_xxs"),
 }
 
 _SIGNED_AT = {"mxfp4": MXFP4_SIGNED, "iq4_nl": IQ4_NL_SIGNED, "iq4_xs": IQ4_NL_SIGNED}

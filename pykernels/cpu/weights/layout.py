@@ -80,6 +80,7 @@ PACKINGS = {
     "iq4_nl": _FOURS4,
     "iq4_xs": _FOURS4,
     "iq3_s": _FOURS4,
+    "iq3_xxs": _FOURS4,
 }
 """By format name."""
 
@@ -89,6 +90,7 @@ BIASES = {
     **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_0"), 8),
     "mxfp4": 12,
     "iq3_s": 15,
+    "iq3_xxs": 31,
     "q5_0": 16,
     "q6_k": 32,
     "q3_k": 4,
@@ -119,7 +121,8 @@ SCALE_K = {
     **dict.fromkeys(("fp8", "fp8-channel", "int8", "int8-channel"), 128),
     **dict.fromkeys(("int4-g128", "int4-channel", "int4-zp-g128"), 128),
     **dict.fromkeys(("int4", "int4-zp", "mxfp4", "q4_k", "q5_k", "q8_0"), 32),
-    **dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs", "iq3_s"), 32),
+    **dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs"), 32),
+    **dict.fromkeys(("iq3_s", "iq3_xxs"), 32),
     **dict.fromkeys(("q6_k", "q3_k", "q2_k"), 16),
 }
 """Inputs of a scale group by format name; 0 for no scales."""
@@ -166,6 +169,7 @@ SUPERBLOCKS = {
     **dict.fromkeys(("q6_k", "q3_k"), Superblock(4, minima=False)),
     "q2_k": Superblock(4, minima=True),
     **dict.fromkeys(("iq4_xs", "iq3_s"), Superblock(3, minima=False)),
+    "iq3_xxs": Superblock(3, minima=False, unit=0.5),
 }
 """By format name; the others have no superblocks."""
 

@@ -25,7 +25,7 @@ Q5_0_AT, IQ4_NL_AT, Q5_0_WORDS, IQ4_NL_WORDS, IQ4_NL_CODES, IQ4_NL_SIGNED = (
 BIT2_AT, Q3_AT, Q3_WORDS = 2304, 2368, 2496
 """Where a table begins in ``TABLES``, in bytes."""
 
-_VALUES = {"iq3_s": iq3.IQ3_S_VALUES}
+_VALUES = {"iq3_s": iq3.IQ3_S_VALUES, "iq3_xxs": iq3.IQ3_XXS_VALUES}
 """By name, the integers of codes of 4 bits (or of 3, each twice)."""
 
 OF_CODES = {name: 2560 + 256 * i for i, name in enumerate(_VALUES)}

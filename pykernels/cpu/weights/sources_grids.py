@@ -5,10 +5,12 @@ from __future__ import annotations
 from numba import types
 
 from ...quant.gguf import grids
+from ...quant.gguf.grid_types import SIGNS_OF_SEVEN
 from ..jit import inlined
-from .source import Source, u8, u16
+from .source import Source, u8, u16, u32
 
-_IQ3_S = grids.IQ3_S.words.ravel()
+_IQ3_S, _IQ3_XXS = grids.IQ3_S.words.ravel(), grids.IQ3_XXS.words.ravel()
+_SIGNS = SIGNS_OF_SEVEN
 
 
 @inlined
@@ -44,6 +46,25 @@ def _byte_iq3_s(row, scale_row, g, i):
     return _odd(u8(row + 110 * g + 106 + i // 2) >> types.uint32(i % 2 * 4))
 
 
+@inlined
+def _quad_iq3_xxs(row, k, K):
+    block = row + k // 256 * 98
+    levels = _IQ3_XXS[u8(block + 2 + k % 256 // 4)]
+    seven = u32(block + 66 + k % 256 // 32 * 4) >> types.uint32(k % 32 // 8 * 7)
+    return _signed(levels, types.uint32(_SIGNS[seven & types.uint32(127)]), k, 3)
+
+
+@inlined
+def _half_iq3_xxs(row, scale_row, g, i):
+    return u16(row + 98 * g)
+
+
+@inlined
+def _byte_iq3_xxs(row, scale_row, g, i):
+    return _odd(u8(row + 98 * g + 66 + 4 * i + 3) >> types.uint32(4))
+
+
 GRID_SOURCES = {
     "iq3_s": Source(4, _quad_iq3_s, 256, _half_iq3_s, small=8, byte=_byte_iq3_s),
+    "iq3_xxs": Source(4, _quad_iq3_xxs, 256, _half_iq3_xxs, small=8, byte=_byte_iq3_xxs),
 }

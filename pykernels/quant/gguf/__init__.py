@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .base import GGUF, Blocks
 from .blocks32 import Blocks32
-from .iq3 import IQ3S
+from .iq3 import IQ3S, IQ3XXS
 from .iq4_nl import IQ4NL, IQ4XS
 from .kquants import Q6K, AffineK
 from .kquants_low import Q2K, Q3K
@@ -13,6 +13,7 @@ from .q8_0 import Q8_0
 __all__ = [
     "GGUF",
     "IQ3S",
+    "IQ3XXS",
     "IQ4NL",
     "IQ4XS",
     "Q2K",

@@ -16,6 +16,7 @@ import torch
 from .base import GGUF, Blocks
 from .grids import Grid
 
+_SEVENS = torch.arange(0, 28, 7, dtype=torch.int32, device="cpu")
 _EIGHT = torch.arange(8, dtype=torch.uint8, device="cpu")
 
 SIGNS_OF_SEVEN = np.array([i | i.bit_count() % 2 << 7 for i in range(128)], np.uint8)
@@ -42,6 +43,22 @@ def join_nibbles(halves: torch.Tensor) -> torch.Tensor:
 def sign_bits(masks: torch.Tensor) -> torch.Tensor:
     """uint8 [B, n] -> [B, 8 n]: the bits of each byte, the lowest first."""
     return (masks[..., None] >> _EIGHT & 1).view(len(masks), -1)
+
+
+def split_words(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words of 7 signs for each 8 inputs below a scale's 4 bits, uint8 [B, 4 n] -> sign masks uint8
+    [B, 4 n], scales uint8 [B, n]."""
+    words = raw.flatten().clone().view(torch.int32).view(len(raw), -1)  # an aligned address
+    seven = words[..., None] >> _SEVENS & 127
+    masks = torch.from_numpy(SIGNS_OF_SEVEN)[seven.view(len(raw), -1)]
+    return masks, (2 * (words >> 28 & 15) + 1).to(torch.uint8)
+
+
+def join_words(masks: torch.Tensor, small: torch.Tensor) -> torch.Tensor:
+    """The inverse of ``split_words``."""
+    seven = (masks.int() & 127).view(len(masks), -1, 4)
+    words = (seven << _SEVENS).sum(2, dtype=torch.int32) | small.int() >> 1 << 28
+    return words.view(torch.uint8)
 
 
 class GridType(GGUF):

@@ -101,6 +101,10 @@ def _weight(code, scale, low, KIND: tl.constexpr):
         value = ((word << (24 - code % 4 * 8)) >> 24).to(tl.float32) * scale
     elif KIND == "iq3_s":
         value = _signed((2 * (code & 7) + 1).to(tl.float32), code >> 3) * scale
+    elif KIND == "iq3_xxs":
+        level = (code & 7).to(tl.float32)
+        value = 2 * level + 1 + 0.5 * (level == 7)
+        value = _signed(value, code >> 3) * scale
     elif KIND == "q5_0":
         value = (code - 16).to(tl.float32) * scale
     elif KIND == "q6_k":
