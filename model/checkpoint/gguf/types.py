@@ -24,6 +24,9 @@ FORMAT_OF = {
         "IQ4_XS",
         "IQ3_S",
         "IQ3_XXS",
+        "IQ2_S",
+        "IQ2_XS",
+        "IQ2_XXS",
         "MXFP4",
         "F16",
     )

@@ -14,7 +14,7 @@ from numba import carray, types
 
 from ...quant import mxfp4
 from ...quant.fp8 import e4m3_values
-from ...quant.gguf import iq3, iq4_nl
+from ...quant.gguf import iq2, iq3, iq4_nl
 from ...quant.layout import K_BLOCK, K_STEP
 from ..activations.row_layout import activation_scale, codes_at, group_sum, row_format
 from ..intrin.registers import stack_alloc
@@ -145,6 +145,9 @@ _ROW = {
     **dict.fromkeys(("iq4_nl", "iq4_xs"), _row_nibbles(iq4_nl.VALUES.numpy())),
     "iq3_s": _row_nibbles(iq3.IQ3_S_VALUES.numpy()),
     "iq3_xxs": _row_nibbles(iq3.IQ3_XXS_VALUES.numpy()),
+    **dict.fromkeys(
+        ("iq2_s", "iq2_xs", "iq2_xxs"), _row_nibbles(iq2.VALUES.numpy(), planes=1, bits=2)
+    ),
     **dict.fromkeys(("q5_k", "q5_1"), _FIVE_BITS),
     "q5_0": _row_nibbles(np.arange(-16, 16, dtype=np.float32), planes=1),
     "q6_k": _row_nibbles(np.arange(-32, 32, dtype=np.float32), planes=2),

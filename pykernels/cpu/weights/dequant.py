@@ -379,9 +379,10 @@ def _bit_planes(planes: int, table_at: int, words_at: int = 0):
     return make
 
 
-def _two_bits(table_at: int, words_at: int, plane: bool = False):
+def _two_bits(table_at: int, words_at: int, plane: bool = False, codes_at: int | None = None):
     """Reader of codes of 2 bits, or with a ``plane`` of 3, a mask of 64 bits a row of fours being
-    their bit 2; their values are at ``table_at`` as bytes, at ``words_at`` as words."""
+    their bit 2; their values are at ``table_at`` as bytes, at ``words_at`` as words; what
+    ``Reader.codes`` gives is the code, or at ``codes_at`` as bytes."""
 
     def make(ops: Instructions):
         @inlined
@@ -409,7 +410,11 @@ def _two_bits(table_at: int, words_at: int, plane: bool = False):
             found, table = codes(tile, load, part, tables), load_u8(tables + words_at)
             return lookup_32_words(table, found), lookup_32_words(table, shift_words(found, 8))
 
-        return rows, halves, codes
+        @inlined
+        def biased(tile, load, part, tables):
+            return lookup_16(load_u8(tables + codes_at), codes(tile, load, part, tables))
+
+        return rows, halves, codes if codes_at is None else biased
 
     return make
 
@@ -446,6 +451,10 @@ _READERS: dict[str, Callable] = {
     ),
     "iq3_s": _looked_up(_four_bits, "iq3_s"),
     "iq3_xxs": _looked_up(_four_bits, "iq3_xxs"),
+    **dict.fromkeys(
+        ("iq2_s", "iq2_xs", "iq2_xxs"),
+        _looked_up(functools.partial(_two_bits, plane=True), "iq2_s"),
+    ),
 }
 
 _SIGNED_AT = {"mxfp4": MXFP4_SIGNED, "iq4_nl": IQ4_NL_SIGNED, "iq4_xs": IQ4_NL_SIGNED}

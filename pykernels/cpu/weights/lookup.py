@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...quant import mxfp4
-from ...quant.gguf import iq3, iq4_nl
+from ...quant.gguf import iq2, iq3, iq4_nl
 from .layout import BIASES, UNITS
 
 E4M3_AT, INT8_AT, INT4_AT, MXFP4_AT, Q4_AT, Q5_AT, Q6_AT = 0, 256, 512, 640, 768, 896, 1024
@@ -25,7 +25,7 @@ Q5_0_AT, IQ4_NL_AT, Q5_0_WORDS, IQ4_NL_WORDS, IQ4_NL_CODES, IQ4_NL_SIGNED = (
 BIT2_AT, Q3_AT, Q3_WORDS = 2304, 2368, 2496
 """Where a table begins in ``TABLES``, in bytes."""
 
-_VALUES = {"iq3_s": iq3.IQ3_S_VALUES, "iq3_xxs": iq3.IQ3_XXS_VALUES}
+_VALUES = {"iq3_s": iq3.IQ3_S_VALUES, "iq3_xxs": iq3.IQ3_XXS_VALUES, "iq2_s": iq2.VALUES}
 """By name, the integers of codes of 4 bits (or of 3, each twice)."""
 
 OF_CODES = {name: 2560 + 256 * i for i, name in enumerate(_VALUES)}

@@ -105,6 +105,10 @@ def _weight(code, scale, low, KIND: tl.constexpr):
         level = (code & 7).to(tl.float32)
         value = 2 * level + 1 + 0.5 * (level == 7)
         value = _signed(value, code >> 3) * scale
+    elif KIND == "iq2_s" or KIND == "iq2_xs" or KIND == "iq2_xxs":
+        level = (code & 3).to(tl.float32)
+        value = 1 + 2.125 * level + 0.125 * (level == 2)
+        value = _signed(value, code >> 2) * scale
     elif KIND == "q5_0":
         value = (code - 16).to(tl.float32) * scale
     elif KIND == "q6_k":

@@ -88,7 +88,7 @@ def low_bits(name: str) -> Type:
 
 def by_grids(name: str) -> Type:
     """As files of less than 3.5 bits a weight: codes are points of grids."""
-    kinds = {"down_exps": Type.IQ3_S, "exps": Type.IQ3_XXS, "attn": Type.Q4_K}
+    kinds = {"down_exps": Type.IQ3_S, "exps": Type.IQ2_XXS, "attn": Type.IQ3_XXS}
     return next((kind for part, kind in kinds.items() if part in name), Type.Q6_K)
 
 
