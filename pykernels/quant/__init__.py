@@ -8,7 +8,21 @@ from .experts import Allocator, Biases, PackedExperts, Packer
 from .f16 import F16
 from .format import Format, Weight
 from .fp8 import FP8, FP8Channel
-from .gguf import IQ4NL, IQ4XS, Q2K, Q3K, Q6K, Q8_0, AffineK, Blocks32
+from .gguf import (
+    IQ2S,
+    IQ2XS,
+    IQ2XXS,
+    IQ3S,
+    IQ3XXS,
+    IQ4NL,
+    IQ4XS,
+    Q2K,
+    Q3K,
+    Q6K,
+    Q8_0,
+    AffineK,
+    Blocks32,
+)
 from .integer import Integer, IntegerChannel
 from .matrix import PackedHeads, PackedMatrix
 from .mxfp4 import MXFP4
@@ -41,6 +55,11 @@ FORMATS: dict[str, Format] = {
         Blocks32(bits=5, minimum=True),
         IQ4NL(),
         IQ4XS(),
+        IQ3S(),
+        IQ3XXS(),
+        IQ2S(),
+        IQ2XS(),
+        IQ2XXS(),
     )
 }
 

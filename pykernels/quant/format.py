@@ -34,6 +34,11 @@ class Weight:
     ``q6_k``, ``q3_k``  uint8 [N, K / 256 * 210 or 110]     None
     ``q2_k``,           uint8 [N, K / 256 * 84],            None
     ``iq4_xs``          uint8 [N, K / 256 * 136]
+    ``iq3_s``,          uint8 [N, K / 256 * 110 or 98]      None
+    ``iq3_xxs``
+    ``iq2_s``,          uint8 [N, K / 256 * 82 or 74]       None
+    ``iq2_xs``
+    ``iq2_xxs``         uint8 [N, K / 256 * 66]             None
     ``q8_0``, ``q4_0``  uint8 [N, K / 32 * 34 or 18]        None
     ``q4_1``, ``q5_0``  uint8 [N, K / 32 * 20 or 22]        None
     ``q5_1``,           uint8 [N, K / 32 * 24],             None

@@ -110,6 +110,11 @@ BOUNDS: dict[str, Bound] = {
     "q5_1": _affine32,
     "iq4_nl": lambda _, w: _amax(w, 1, 32) * 14 / 127 * 1.01 + 4e-6,
     "iq4_xs": lambda _, w: _amax(w, 1, 256) * 0.142 * 1.01 + 1e-4,
+    "iq3_s": lambda _, w: _amax(w, 1, 256) * 0.5 + 3e-5,
+    "iq2_s": lambda _, w: _amax(w, 1, 256) * 0.8 + 2e-5,
+    "iq2_xs": lambda _, w: _amax(w, 1, 256) * 1.3 + 2e-5,
+    "iq2_xxs": lambda _, w: _amax(w, 1, 256) * 1.4 + 2e-5,
+    "iq3_xxs": lambda _, w: _amax(w, 1, 256) * 1.2 + 3e-5,
 }
 
 

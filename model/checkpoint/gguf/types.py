@@ -22,6 +22,11 @@ FORMAT_OF = {
         "Q6_K",
         "IQ4_NL",
         "IQ4_XS",
+        "IQ3_S",
+        "IQ3_XXS",
+        "IQ2_S",
+        "IQ2_XS",
+        "IQ2_XXS",
         "MXFP4",
         "F16",
     )

@@ -67,6 +67,7 @@ def make_adds(codes: Codes, VNNI: bool) -> tuple[Callable, bool]:
     and whether sums are words (else integers)."""
     WORDS = not VNNI and codes.largest * 256 * (group_k(codes) // 4) < 1 << 15
     SIGNED = codes.signed
+    APART = SIGNED or codes.largest > 63  # the sum of two pairs may not fit in a word
 
     @inlined
     def pairs(row, x):
@@ -77,7 +78,7 @@ def make_adds(codes: Codes, VNNI: bool) -> tuple[Callable, bool]:
     @inlined
     def products(even, odd, x):
         x0, x1 = broadcast_i32_at(x), broadcast_i32_at(x + 4)
-        if SIGNED:
+        if APART:
             one = broadcast_i32(0x00010001)
             return add_i32(dot_words(pairs(even, x0), one), dot_words(pairs(odd, x1), one))
         words = add_words(pairs(even, x0), pairs(odd, x1))

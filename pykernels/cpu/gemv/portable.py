@@ -14,7 +14,7 @@ from numba import carray, types
 
 from ...quant import mxfp4
 from ...quant.fp8 import e4m3_values
-from ...quant.gguf import iq4_nl
+from ...quant.gguf import iq2, iq3, iq4_nl
 from ...quant.layout import K_BLOCK, K_STEP
 from ..activations.row_layout import activation_scale, codes_at, group_sum, row_format
 from ..intrin.registers import stack_alloc
@@ -143,6 +143,11 @@ _ROW = {
     **dict.fromkeys(("int4-zp", "int4-zp-g128", "q4_k", "q4_1"), _UNSIGNED),
     "mxfp4": _row_nibbles(mxfp4.VALUES.numpy()),
     **dict.fromkeys(("iq4_nl", "iq4_xs"), _row_nibbles(iq4_nl.VALUES.numpy())),
+    "iq3_s": _row_nibbles(iq3.IQ3_S_VALUES.numpy()),
+    "iq3_xxs": _row_nibbles(iq3.IQ3_XXS_VALUES.numpy()),
+    **dict.fromkeys(
+        ("iq2_s", "iq2_xs", "iq2_xxs"), _row_nibbles(iq2.VALUES.numpy(), planes=1, bits=2)
+    ),
     **dict.fromkeys(("q5_k", "q5_1"), _FIVE_BITS),
     "q5_0": _row_nibbles(np.arange(-16, 16, dtype=np.float32), planes=1),
     "q6_k": _row_nibbles(np.arange(-32, 32, dtype=np.float32), planes=2),
@@ -218,12 +223,13 @@ def _i8(address, index):
 def _superblock(of: Superblock) -> tuple[Callable, Callable]:
     """A group's factor and minimum."""
     SHIFT, MASK, NBYTES, FIRST, STEP = of.shift, (1 << of.shift) - 1, of.nbytes, of.first, of.step
+    UNIT = np.float32(of.unit)
     small = _u8 if of.minima else _i8
 
     @inlined
     def factor(scale, group, n):
         at = scale + (group >> SHIFT) * NBYTES
-        return _half(at, n) * small(at + FIRST + STEP * (group & MASK), n)
+        return _half(at, n) * UNIT * small(at + FIRST + STEP * (group & MASK), n)
 
     @inlined
     def minimum(scale, group, n):

@@ -29,7 +29,7 @@ from ..intrin.avx2 import (
 from ..jit import inlined
 from .factors import Factors, make_factors
 from .layout import BIASES, PACKINGS, SCALE_K, UNITS, Packing
-from .lookup import IQ4_NL_SIGNED, MXFP4_CODES
+from .lookup import CODES_FROM, IQ4_NL_SIGNED, MXFP4_CODES, OF_CODES
 
 FACTORS = make_factors(avx2, 8)
 """By format name; the ``part`` is a quarter of the block."""
@@ -158,12 +158,28 @@ def _three_bits(tile, load, side, tables):
     return even, or_i32(odd, and_i32(expand_bits(masks + 8), bit2))
 
 
+def _three_looked_up(table_at: int) -> Callable:
+    @inlined
+    def rows(tile, load, side, tables):
+        even, odd = _three_bits(tile, load, side, tables)
+        table = load_i32(tables + table_at)
+        return lookup_16(table, even), lookup_16(table, odd)
+
+    return rows
+
+
 _ROWS: dict[str, tuple[Callable, int, bool]] = {
     **dict.fromkeys(("int8", "q8_0"), (_bytes, 127, True)),
     "int8-channel": (_bytes, 128, True),
     **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_0"), (_twos_complement, 15, False)),
     "mxfp4": (_looked_up(MXFP4_CODES), 24, False),
     **dict.fromkeys(("iq4_nl", "iq4_xs"), (_looked_up(IQ4_NL_SIGNED), 127, True)),
+    "iq3_s": (_looked_up(OF_CODES["iq3_s"] + CODES_FROM), 30, False),
+    "iq3_xxs": (_looked_up(OF_CODES["iq3_xxs"] + CODES_FROM), 62, False),
+    **dict.fromkeys(
+        ("iq2_s", "iq2_xs", "iq2_xxs"),
+        (_three_looked_up(OF_CODES["iq2_s"] + CODES_FROM), 86, False),
+    ),
     **dict.fromkeys(("int4-zp", "int4-zp-g128", "q4_k", "q4_1"), (_unsigned, 15, False)),
     **dict.fromkeys(("q5_k", "q5_0", "q5_1"), (_five_bits, 31, False)),
     "q6_k": (_six_bits, 63, False),

@@ -53,6 +53,7 @@ from .layout import BIASES, CODE_BITS, MAGIC_OFFSETS, PACKINGS, UNITS, WIDE, Pac
 from .lookup import (
     BIT2_AT,
     BIT4_AT,
+    CODES_FROM,
     E4M3_AT,
     EVEN_AT,
     INT4_AT,
@@ -66,6 +67,7 @@ from .lookup import (
     MXFP4_CODES,
     MXFP4_SIGNED,
     MXFP4_WORDS,
+    OF_CODES,
     Q3_AT,
     Q3_WORDS,
     Q4_AT,
@@ -75,6 +77,7 @@ from .lookup import (
     Q5_AT,
     Q5_WORDS,
     Q6_AT,
+    WORDS_FROM,
 )
 from .scales import SCALES, Scales
 
@@ -376,9 +379,10 @@ def _bit_planes(planes: int, table_at: int, words_at: int = 0):
     return make
 
 
-def _two_bits(table_at: int, words_at: int, plane: bool = False):
+def _two_bits(table_at: int, words_at: int, plane: bool = False, codes_at: int | None = None):
     """Reader of codes of 2 bits, or with a ``plane`` of 3, a mask of 64 bits a row of fours being
-    their bit 2; their values are at ``table_at`` as bytes, at ``words_at`` as words."""
+    their bit 2; their values are at ``table_at`` as bytes, at ``words_at`` as words; what
+    ``Reader.codes`` gives is the code, or at ``codes_at`` as bytes."""
 
     def make(ops: Instructions):
         @inlined
@@ -406,9 +410,19 @@ def _two_bits(table_at: int, words_at: int, plane: bool = False):
             found, table = codes(tile, load, part, tables), load_u8(tables + words_at)
             return lookup_32_words(table, found), lookup_32_words(table, shift_words(found, 8))
 
-        return rows, halves, codes
+        @inlined
+        def biased(tile, load, part, tables):
+            return lookup_16(load_u8(tables + codes_at), codes(tile, load, part, tables))
+
+        return rows, halves, codes if codes_at is None else biased
 
     return make
+
+
+def _looked_up(kind: Callable, table: str) -> Callable:
+    """Reader of codes into a table of ``lookup.OF_CODES``."""
+    at = OF_CODES[table]
+    return kind(at, at + WORDS_FROM, codes_at=at + CODES_FROM)
 
 
 _INT4 = _four_bits(INT4_AT, INT4_WORDS, flip=True)
@@ -434,6 +448,12 @@ _READERS: dict[str, Callable] = {
     "q5_0": _bit_planes(1, Q5_0_AT, Q5_0_WORDS),
     **dict.fromkeys(
         ("iq4_nl", "iq4_xs"), _four_bits(IQ4_NL_AT, IQ4_NL_WORDS, codes_at=IQ4_NL_CODES)
+    ),
+    "iq3_s": _looked_up(_four_bits, "iq3_s"),
+    "iq3_xxs": _looked_up(_four_bits, "iq3_xxs"),
+    **dict.fromkeys(
+        ("iq2_s", "iq2_xs", "iq2_xxs"),
+        _looked_up(functools.partial(_two_bits, plane=True), "iq2_s"),
     ),
 }
 

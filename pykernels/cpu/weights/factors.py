@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..jit import inlined
 from ..words import f32
 from .layout import GROUP_HALVES, GROUP_ZERO, SUPERBLOCKS, Superblock
@@ -76,13 +78,15 @@ def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
 
     def superblock(of: Superblock) -> Factors:
         SHIFT, MASK, NBYTES = of.shift, (1 << of.shift) - 1, of.nbytes
-        FIRST, STEP = of.first, of.step
+        FIRST, STEP, UNIT = of.first, of.step, np.float32(of.unit)
         load_small = load_u8_as_f32 if of.minima else load_i8_as_f32
 
         @inlined
         def factor(scale, group, part):
             at = scale + (group >> SHIFT) * NBYTES
             small = load_small(at + FIRST + STEP * (group & MASK) + N * part)
+            if UNIT != 1:
+                small = mul_f32(small, broadcast_f32(UNIT))
             return mul_f32(load_f16(at + 2 * N * part), small)
 
         @inlined

@@ -79,6 +79,11 @@ PACKINGS = {
     "q5_1": _FOURS5,
     "iq4_nl": _FOURS4,
     "iq4_xs": _FOURS4,
+    "iq3_s": _FOURS4,
+    "iq3_xxs": _FOURS4,
+    "iq2_s": _FOURS3,
+    "iq2_xs": _FOURS3,
+    "iq2_xxs": _FOURS3,
 }
 """By format name."""
 
@@ -87,6 +92,9 @@ BIASES = {
     **dict.fromkeys(("int8", "int8-channel", "q8_0", "iq4_nl", "iq4_xs"), 128),
     **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_0"), 8),
     "mxfp4": 12,
+    "iq3_s": 15,
+    "iq3_xxs": 31,
+    **dict.fromkeys(("iq2_s", "iq2_xs", "iq2_xxs"), 43),
     "q5_0": 16,
     "q6_k": 32,
     "q3_k": 4,
@@ -118,7 +126,8 @@ SCALE_K = {
     **dict.fromkeys(("int4-g128", "int4-channel", "int4-zp-g128"), 128),
     **dict.fromkeys(("int4", "int4-zp", "mxfp4", "q4_k", "q5_k", "q8_0"), 32),
     **dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs"), 32),
-    **dict.fromkeys(("q6_k", "q3_k", "q2_k"), 16),
+    **dict.fromkeys(("iq3_s", "iq3_xxs", "iq2_xxs"), 32),
+    **dict.fromkeys(("q6_k", "q3_k", "q2_k", "iq2_s", "iq2_xs"), 16),
 }
 """Inputs of a scale group by format name; 0 for no scales."""
 
@@ -137,10 +146,12 @@ class Superblock:
         shift: binary logarithm of the number of groups.
         minima: whether halves and bytes of the scales are followed by those of the minima; the
             bytes are unsigned then, else signed.
+        unit: what the halves are multiplied by: a power of two.
     """
 
     shift: int
     minima: bool
+    unit: float = 1.0
 
     @property
     def first(self) -> int:
@@ -161,7 +172,10 @@ SUPERBLOCKS = {
     **dict.fromkeys(("q4_k", "q5_k"), Superblock(3, minima=True)),
     **dict.fromkeys(("q6_k", "q3_k"), Superblock(4, minima=False)),
     "q2_k": Superblock(4, minima=True),
-    "iq4_xs": Superblock(3, minima=False),
+    **dict.fromkeys(("iq4_xs", "iq3_s"), Superblock(3, minima=False)),
+    "iq3_xxs": Superblock(3, minima=False, unit=0.5),
+    **dict.fromkeys(("iq2_s", "iq2_xs"), Superblock(4, minima=False, unit=1 / 8)),
+    "iq2_xxs": Superblock(3, minima=False, unit=1 / 8),
 }
 """By format name; the others have no superblocks."""
 

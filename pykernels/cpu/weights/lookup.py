@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...quant import mxfp4
-from ...quant.gguf import iq4_nl
+from ...quant.gguf import iq2, iq3, iq4_nl
 from .layout import BIASES, UNITS
 
 E4M3_AT, INT8_AT, INT4_AT, MXFP4_AT, Q4_AT, Q5_AT, Q6_AT = 0, 256, 512, 640, 768, 896, 1024
@@ -25,15 +25,25 @@ Q5_0_AT, IQ4_NL_AT, Q5_0_WORDS, IQ4_NL_WORDS, IQ4_NL_CODES, IQ4_NL_SIGNED = (
 BIT2_AT, Q3_AT, Q3_WORDS = 2304, 2368, 2496
 """Where a table begins in ``TABLES``, in bytes."""
 
+_VALUES = {"iq3_s": iq3.IQ3_S_VALUES, "iq3_xxs": iq3.IQ3_XXS_VALUES, "iq2_s": iq2.VALUES}
+"""By name, the integers of codes of 4 bits (or of 3, each twice)."""
+
+OF_CODES = {name: 2560 + 256 * i for i, name in enumerate(_VALUES)}
+"""Where these begin: their bytes, their words, and the codes with their format's bias."""
+
+WORDS_FROM, CODES_FROM = 128, 192
+"""Where words and biased codes begin, behind the bytes."""
+
 
 def _make_tables() -> torch.Tensor:
-    """uint8 [2560] at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
+    """uint8 at a 64-byte-aligned address: low bytes, then high bytes, of bf16(code).
 
     E4M3 and magnitudes 0 .. 127 have 128 entries each; 4-bit codes have 16, once for each 128-bit
     lane; 5- and 6-bit codes have 64. Tables of whole words follow: 32 entries for codes of 4 bits
     (each twice; +0 for -0) and 5; ``128 (1 - h)`` for signed h of 6 bits (``gemm.dequant_slab``).
-    Then a mask of even bytes, MXFP4's codes as integers, and the bit 4; last, the same of signed
+    Then a mask of even bytes, MXFP4's codes as integers, and the bit 4; then the same of signed
     codes of 5 bits and of IQ4_NL: bytes, words, integers; the bit 2 and signed codes of 3 bits.
+    Last, ``OF_CODES``.
     """
 
     def bytes_of(values: torch.Tensor, copies: int = 1) -> torch.Tensor:
@@ -69,6 +79,9 @@ def _make_tables() -> torch.Tensor:
     tables += [(signed + BIASES["iq4_nl"]).to(torch.uint8), signed.to(torch.int8).view(torch.uint8)]
     threes = _integers([*range(-4, 4)] * 2)
     tables += [_integers([4] * 64, torch.uint8), bytes_of(threes, 4), words_of(threes)]
+    for name, values in _VALUES.items():
+        biased = (values + BIASES[name]).to(torch.uint8).repeat(64 // len(values))
+        tables += [bytes_of(values, 64 // len(values)), words_of(values), biased]
     return _aligned(torch.cat(tables))
 
 

@@ -14,7 +14,7 @@ from numba import carray, types
 from ...quant.layout import N_BLOCK
 from ..intrin.sync import as_pointer
 from ..jit import inlined
-from .sources import Source
+from .source import Source
 
 CHUNK = 256
 """Inputs that are read of a row before the next row's: long enough to be a stream, and what they

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ..intrin import avx512
-from ..intrin.avx512 import load_f16, load_u8_as_f32
+from ..intrin.avx512 import broadcast_f32, load_f16, load_u8_as_f32, mul_f32
 from ..intrin.avx512_words import load_i8_as_word_pairs, load_powers
 from ..jit import inlined
 from .factors import make_factors
@@ -47,6 +49,7 @@ def _bf16_powers(scale, group, half):
 
 def _superblock(of: Superblock) -> Scales:
     SHIFT, MASK, NBYTES, FIRST, STEP = of.shift, (1 << of.shift) - 1, of.nbytes, of.first, of.step
+    UNIT = np.float32(of.unit)
 
     @inlined
     def small(scale, group, half):
@@ -55,7 +58,8 @@ def _superblock(of: Superblock) -> Scales:
 
     @inlined
     def super_factor(scale, group, half):
-        return load_f16(scale + group * NBYTES + 32 * half)
+        halves = load_f16(scale + group * NBYTES + 32 * half)
+        return halves if UNIT == 1 else mul_f32(halves, broadcast_f32(UNIT))
 
     @inlined
     def small_minimum(scale, group, half):

@@ -2,107 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from numba import types
 
-from numba import carray, types
-
-from ..intrin.sync import as_pointer
 from ..jit import inlined
-
-
-@dataclass(frozen=True)
-class Source:
-    """How a format's rows are read.
-
-    Attributes:
-        bits: of a code.
-        quad: ``quad(row, k, K) -> uint32``: the codes of inputs k .. k + 3 of the row at that
-            address, a byte each, the first in the lowest; k is a multiple of 4.
-        scale_k: inputs that scales are packed for together; 0 where a format packs its few scales
-            itself. halves, small: scales of 16 and 8 bits that are written for each ``scale_k``
-            inputs.
-        half: ``half(row, scale_row, g, i) -> uint16``: the i-th of the 16-bit scales of the g-th
-            ``scale_k`` inputs; ``scale_row`` is the address of the row's separate scales.
-        byte: ``byte(row, scale_row, g, i) -> uint8``: likewise the small ones.
-    """
-
-    bits: int
-    quad: Callable
-    scale_k: int = 0
-    half: Callable | None = None
-    halves: int = 1
-    small: int = 0
-    byte: Callable | None = None
-
-
-@inlined
-def _u8(address):
-    return types.uint32(carray(as_pointer(address), (1,), types.uint8)[0])
-
-
-@inlined
-def _u16(address):
-    return types.uint16(_u8(address) | (_u8(address + 1) << types.uint32(8)))
-
-
-@inlined
-def _u32(address):
-    """Four bytes at any address (LLVM makes one load of them)."""
-    octets = carray(as_pointer(address), (4,), types.uint8)
-    low = types.uint32(octets[0]) | (types.uint32(octets[1]) << types.uint32(8))
-    high = types.uint32(octets[2]) | (types.uint32(octets[3]) << types.uint32(8))
-    return low | (high << types.uint32(16))
-
-
-@inlined
-def _nibbles(address, high):
-    """The low or the high halves of four bytes."""
-    return (_u32(address) >> types.uint32(4 * high)) & types.uint32(0x0F0F0F0F)
+from .source import Source, nibbles, u8, u16, u32
+from .sources_grids import GRID_SOURCES
 
 
 @inlined
 def _quad_bytes(row, k, K):
     if k + 4 <= K:
-        return _u32(row + k)
+        return u32(row + k)
     quad = types.uint32(0)
     for i in range(K - k):
-        quad |= _u8(row + k + i) << types.uint32(8 * i)
+        quad |= u8(row + k + i) << types.uint32(8 * i)
     return quad
 
 
 @inlined
 def _half_bf16(row, scale_row, g, i):
-    return _u16(scale_row + 2 * g)
+    return u16(scale_row + 2 * g)
 
 
 @inlined
 def _half_e8m0(row, scale_row, g, i):
     """E8M0 as bfloat16: its exponent, but 2**-127 is subnormal."""
-    e = _u8(scale_row + g)
+    e = u8(scale_row + g)
     return types.uint16(e << types.uint32(7)) if e > 0 else types.uint16(0x40)
 
 
 @inlined
 def _quad_q8_0(row, k, K):
-    return _u32(row + k // 32 * 34 + 2 + k % 32)
+    return u32(row + k // 32 * 34 + 2 + k % 32)
 
 
 @inlined
 def _half_q8_0(row, scale_row, g, i):
-    return _u16(row + 34 * g)
+    return u16(row + 34 * g)
 
 
 @inlined
 def _half_pairs(row, scale_row, g, i):
     """Scales that stand in turns with zero points."""
-    return _u16(scale_row + 4 * g)
+    return u16(scale_row + 4 * g)
 
 
 @inlined
 def _byte_zero(row, scale_row, g, i):
     """A zero point, a float16 of a small integer, as that."""
-    bits = types.uint32(_u16(scale_row + 4 * g + 2)) & types.uint32(0x7FFF)
+    bits = types.uint32(u16(scale_row + 4 * g + 2)) & types.uint32(0x7FFF)
     if bits == 0:
         return types.uint8(0)
     mantissa = types.uint32(1024) | (bits & types.uint32(1023))
@@ -112,13 +60,13 @@ def _byte_zero(row, scale_row, g, i):
 @inlined
 def _block_nibbles(codes, k):
     """Four of a block of 32 whose second half is in the high halves."""
-    return _nibbles(codes + k % 16, k % 32 // 16)
+    return nibbles(codes + k % 16, k % 32 // 16)
 
 
 @inlined
 def _block_fifths(masks, k):
     """Bit 4 of four codes of a block, whose masks are 4 bytes."""
-    bits = (_u8(masks + k % 32 // 8) >> types.uint32(k % 8)) & types.uint32(15)
+    bits = (u8(masks + k % 32 // 8) >> types.uint32(k % 8)) & types.uint32(15)
     # Bit i times 2**(7 i) is the lowest of byte i; no two products of others meet.
     return (bits * types.uint32(0x00204081) & types.uint32(0x01010101)) << types.uint32(4)
 
@@ -130,7 +78,7 @@ def _quad_q4_0(row, k, K):
 
 @inlined
 def _half_b18(row, scale_row, g, i):
-    return _u16(row + 18 * g)
+    return u16(row + 18 * g)
 
 
 @inlined
@@ -140,7 +88,7 @@ def _quad_q4_1(row, k, K):
 
 @inlined
 def _half_q4_1(row, scale_row, g, i):
-    return types.uint16(_u16(row + 20 * g + 2 * i) ^ types.uint16(i << 15))
+    return types.uint16(u16(row + 20 * g + 2 * i) ^ types.uint16(i << 15))
 
 
 @inlined
@@ -151,7 +99,7 @@ def _quad_q5_0(row, k, K):
 
 @inlined
 def _half_q5_0(row, scale_row, g, i):
-    return _u16(row + 22 * g)
+    return u16(row + 22 * g)
 
 
 @inlined
@@ -162,7 +110,7 @@ def _quad_q5_1(row, k, K):
 
 @inlined
 def _half_q5_1(row, scale_row, g, i):
-    return types.uint16(_u16(row + 24 * g + 2 * i) ^ types.uint16(i << 15))
+    return types.uint16(u16(row + 24 * g + 2 * i) ^ types.uint16(i << 15))
 
 
 @inlined
@@ -172,23 +120,23 @@ def _quad_iq4_nl(row, k, K):
 
 @inlined
 def _quad_q4_k(row, k, K):
-    return _nibbles(row + k // 256 * 144 + 16 + k % 256 // 64 * 32 + k % 32, k % 64 // 32)
+    return nibbles(row + k // 256 * 144 + 16 + k % 256 // 64 * 32 + k % 32, k % 64 // 32)
 
 
 @inlined
 def _quad_q5_k(row, k, K):
     block = row + k // 256 * 176
-    low = _nibbles(block + 48 + k % 256 // 64 * 32 + k % 32, k % 64 // 32)
-    fifth = (_u32(block + 16 + k % 32) >> types.uint32(k % 256 // 32)) & types.uint32(0x01010101)
+    low = nibbles(block + 48 + k % 256 // 64 * 32 + k % 32, k % 64 // 32)
+    fifth = (u32(block + 16 + k % 32) >> types.uint32(k % 256 // 32)) & types.uint32(0x01010101)
     return low | (fifth << types.uint32(4))
 
 
 @inlined
 def _quad_q6_k(row, k, K):
     block = row + k // 256 * 210
-    low = _nibbles(block + k % 256 // 128 * 64 + k % 64, k % 128 // 64)
+    low = nibbles(block + k % 256 // 128 * 64 + k % 64, k % 128 // 64)
     shift = types.uint32(2 * (k % 128 // 32))
-    high = _u32(block + 128 + k % 256 // 128 * 32 + k % 32) >> shift
+    high = u32(block + 128 + k % 256 // 128 * 32 + k % 32) >> shift
     return low | ((high & types.uint32(0x03030303)) << types.uint32(4))
 
 
@@ -198,14 +146,14 @@ def _byte_6_bits(scales, i):
     g = i // 2
     first = scales + 4 * (i % 2)
     if g < 4:
-        return types.uint8(_u8(first + g) & types.uint32(63))
-    low = (_u8(scales + 4 + g) >> types.uint32(4 * (i % 2))) & types.uint32(15)
-    return types.uint8(low | (_u8(first + g - 4) >> types.uint32(6) << types.uint32(4)))
+        return types.uint8(u8(first + g) & types.uint32(63))
+    low = (u8(scales + 4 + g) >> types.uint32(4 * (i % 2))) & types.uint32(15)
+    return types.uint8(low | (u8(first + g - 4) >> types.uint32(6) << types.uint32(4)))
 
 
 @inlined
 def _half_q4_k(row, scale_row, g, i):
-    return _u16(row + 144 * g + 2 * i)
+    return u16(row + 144 * g + 2 * i)
 
 
 @inlined
@@ -215,7 +163,7 @@ def _byte_q4_k(row, scale_row, g, i):
 
 @inlined
 def _half_q5_k(row, scale_row, g, i):
-    return _u16(row + 176 * g + 2 * i)
+    return u16(row + 176 * g + 2 * i)
 
 
 @inlined
@@ -225,19 +173,19 @@ def _byte_q5_k(row, scale_row, g, i):
 
 @inlined
 def _half_q6_k(row, scale_row, g, i):
-    return _u16(row + 210 * g + 208)
+    return u16(row + 210 * g + 208)
 
 
 @inlined
 def _byte_q6_k(row, scale_row, g, i):
-    return types.uint8(_u8(row + 210 * g + 192 + i))
+    return types.uint8(u8(row + 210 * g + 192 + i))
 
 
 @inlined
 def _quad_twos(codes, k):
     """Four of 128 codes of 2 bits: number 32 j + i is in byte i at bit 2 j."""
     at = codes + k % 256 // 128 * 32 + k % 32
-    return (_u32(at) >> types.uint32(k % 128 // 32 * 2)) & types.uint32(0x03030303)
+    return (u32(at) >> types.uint32(k % 128 // 32 * 2)) & types.uint32(0x03030303)
 
 
 @inlined
@@ -247,31 +195,31 @@ def _quad_q2_k(row, k, K):
 
 @inlined
 def _half_q2_k(row, scale_row, g, i):
-    return _u16(row + 84 * g + 80 + 2 * i)
+    return u16(row + 84 * g + 80 + 2 * i)
 
 
 @inlined
 def _byte_q2_k(row, scale_row, g, i):
-    return types.uint8((_u8(row + 84 * g + i // 2) >> types.uint32(4 * (i % 2))) & types.uint32(15))
+    return types.uint8((u8(row + 84 * g + i // 2) >> types.uint32(4 * (i % 2))) & types.uint32(15))
 
 
 @inlined
 def _quad_q3_k(row, k, K):
     block = row + k // 256 * 110
-    high = (_u32(block + k % 32) >> types.uint32(k % 256 // 32)) & types.uint32(0x01010101)
+    high = (u32(block + k % 32) >> types.uint32(k % 256 // 32)) & types.uint32(0x01010101)
     return _quad_twos(block + 32, k) | (high << types.uint32(2))
 
 
 @inlined
 def _half_q3_k(row, scale_row, g, i):
-    return _u16(row + 110 * g + 108)
+    return u16(row + 110 * g + 108)
 
 
 @inlined
 def _byte_q3_k(row, scale_row, g, i):
     block = row + 110 * g
-    low = (_u8(block + 96 + i % 8) >> types.uint32(i // 8 * 4)) & types.uint32(15)
-    high = (_u8(block + 104 + i % 4) >> types.uint32(i // 4 * 2)) & types.uint32(3)
+    low = (u8(block + 96 + i % 8) >> types.uint32(i // 8 * 4)) & types.uint32(15)
+    high = (u8(block + 104 + i % 4) >> types.uint32(i // 4 * 2)) & types.uint32(3)
     return types.uint8((low | (high << types.uint32(4))) - types.uint32(32))
 
 
@@ -282,14 +230,14 @@ def _quad_iq4_xs(row, k, K):
 
 @inlined
 def _half_iq4_xs(row, scale_row, g, i):
-    return _u16(row + 136 * g)
+    return u16(row + 136 * g)
 
 
 @inlined
 def _byte_iq4_xs(row, scale_row, g, i):
     block = row + 136 * g
-    low = (_u8(block + 4 + i // 2) >> types.uint32(i % 2 * 4)) & types.uint32(15)
-    high = (types.uint32(_u16(block + 2)) >> types.uint32(2 * i)) & types.uint32(3)
+    low = (u8(block + 4 + i // 2) >> types.uint32(i % 2 * 4)) & types.uint32(15)
+    high = (types.uint32(u16(block + 2)) >> types.uint32(2 * i)) & types.uint32(3)
     return types.uint8((low | (high << types.uint32(4))) - types.uint32(32))
 
 
@@ -314,4 +262,5 @@ SOURCES = {
     "q3_k": Source(3, _quad_q3_k, 256, _half_q3_k, small=16, byte=_byte_q3_k),
     "q2_k": Source(2, _quad_q2_k, 256, _half_q2_k, halves=2, small=32, byte=_byte_q2_k),
     "iq4_xs": Source(4, _quad_iq4_xs, 256, _half_iq4_xs, small=8, byte=_byte_iq4_xs),
+    **GRID_SOURCES,
 }

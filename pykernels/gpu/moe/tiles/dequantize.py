@@ -99,6 +99,16 @@ def _weight(code, scale, low, KIND: tl.constexpr):
         first = tl.where(code < 4, _IQ4_NL_0, _IQ4_NL_4)
         word = tl.where(code < 8, first, tl.where(code < 12, _IQ4_NL_8, _IQ4_NL_12))
         value = ((word << (24 - code % 4 * 8)) >> 24).to(tl.float32) * scale
+    elif KIND == "iq3_s":
+        value = _signed((2 * (code & 7) + 1).to(tl.float32), code >> 3) * scale
+    elif KIND == "iq3_xxs":
+        level = (code & 7).to(tl.float32)
+        value = 2 * level + 1 + 0.5 * (level == 7)
+        value = _signed(value, code >> 3) * scale
+    elif KIND == "iq2_s" or KIND == "iq2_xs" or KIND == "iq2_xxs":
+        level = (code & 3).to(tl.float32)
+        value = 1 + 2.125 * level + 0.125 * (level == 2)
+        value = _signed(value, code >> 2) * scale
     elif KIND == "q5_0":
         value = (code - 16).to(tl.float32) * scale
     elif KIND == "q6_k":
@@ -110,6 +120,12 @@ def _weight(code, scale, low, KIND: tl.constexpr):
     else:
         value = code.to(tl.float32) * scale - low
     return value
+
+
+@triton.jit
+def _signed(value, sign):
+    """The value, or (``sign`` 1) less than 0."""
+    return tl.where(sign == 1, -value, value)
 
 
 @triton.jit

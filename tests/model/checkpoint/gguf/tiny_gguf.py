@@ -86,6 +86,12 @@ def low_bits(name: str) -> Type:
     return next((kind for part, kind in kinds.items() if part in name), Type.Q6_K)
 
 
+def by_grids(name: str) -> Type:
+    """As files of less than 3.5 bits a weight: codes are points of grids."""
+    kinds = {"down_exps": Type.IQ3_S, "exps": Type.IQ2_XXS, "attn": Type.IQ3_XXS}
+    return next((kind for part, kind in kinds.items() if part in name), Type.Q6_K)
+
+
 def gpt_oss(name: str) -> Type:
     return Type.MXFP4 if "exps" in name else Type.Q8_0
 
@@ -207,8 +213,8 @@ def _turned_back(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _quantized(tensor: torch.Tensor, kind: Type) -> Any:
-    """By the package, or in the K-quants that it only dequantizes by ours."""
-    if not kind.name.endswith(("_K", "_XS")):
+    """By the package, or in the K-quants and IQ types that it only dequantizes by ours."""
+    if not kind.name.startswith("IQ") and not kind.name.endswith("_K"):
         return gguf.quants.quantize(tensor.float().numpy(), kind)
     matrix = tensor.float().flatten(0, -2).contiguous()
     rows = get_format(kind.name.lower()).quantize(matrix).data
