@@ -139,7 +139,11 @@ def _attention_rule(node: Mapping[str, Any]) -> str | None:
         return "it reads either keys and values or latents"
     if ("k" in node) != ("v" in node):
         return "`k` and `v` come together"
-    return sequences_rule(node)
+    return None
+
+
+def _ragged_attention_rule(node: Mapping[str, Any]) -> str | None:
+    return _attention_rule(node) or sequences_rule(node)
 
 
 def _router_rule(node: Mapping[str, Any]) -> str | None:
@@ -280,7 +284,7 @@ OPS: dict[str, Op] = {
             "expand_from": Attr(int, 0),
             "chunk": Attr(int, 0),  # tokens of a chunk at most
         },
-        rule=_attention_rule,
+        rule=_ragged_attention_rule,
     ),
     # The same over the keys of a step's tokens, which lie one behind the other in pages, those of
     # this rank or of another one; -1 is no sequence.
