@@ -178,16 +178,18 @@ def _heads_bytes(fmt: str, attention: Any) -> int:
 
 def packed_experts(name: str, block: FusedMoE, formats: Formats, device: str) -> Entry:
     """A block's routed experts, all of them on a device."""
-    shape, fmt = block.shape, block.packed_format(formats.of_experts(name))
-    if device != "cpu" and any(supports_format(get_format(fmt), K) for K in (shape.H, shape.I)):
-        fmt = "bf16"
-    nbytes = RoutedExperts.bytes_needed(shape, fmt)
+    shape = block.shape
+    fmt, down = (block.packed_format(stored) for stored in formats.of_experts(name))
+    reads = ((fmt, shape.H), (down, shape.I))
+    if device != "cpu" and any(supports_format(get_format(f), K) for f, K in reads):
+        fmt = down = "bf16"
+    nbytes = RoutedExperts.bytes_needed(shape, fmt, down)
     return Entry(
         f"{name}.experts",
         f"{shape.E} experts, top-{shape.topk}",
         True,
         device,
-        fmt,
+        "/".join(dict.fromkeys((fmt, down))),
         shape.E * shape.weights,
         nbytes,
         nbytes * shape.topk // shape.E,

@@ -19,7 +19,8 @@ class Formats:
     """Names of ``pykernels.quant``'s formats by parameter.
 
     Attributes:
-        known: those that a checkpoint stores; the experts of a block under its name.
+        known: those that a checkpoint stores; the experts of a block under its name, gate and up.
+        known_down: by block, that of its experts' down.
         linear, experts: of the others, linears and routed experts.
         ignored: names of linears that are bfloat16 for all that.
     """
@@ -28,6 +29,7 @@ class Formats:
     linear: str = "bf16"
     experts: str = "bf16"
     ignored: re.Pattern[str] | None = None
+    known_down: Mapping[str, str] = field(default_factory=dict)
 
     def of_matrix(self, name: str) -> str:
         """The format of a linear's weight."""
@@ -37,9 +39,10 @@ class Formats:
         skipped = module == "lm_head" or (self.ignored and self.ignored.search(module))
         return "bf16" if skipped else self.linear
 
-    def of_experts(self, block: str) -> str:
-        """The format of a block's routed experts."""
-        return self.known.get(block, self.experts)
+    def of_experts(self, block: str) -> tuple[str, str]:
+        """The formats of a block's routed experts: gate's and up's, and down's."""
+        fmt = self.known.get(block, self.experts)
+        return fmt, self.known_down.get(block, fmt)
 
 
 def planned(plan: Plan) -> Formats:
@@ -48,14 +51,17 @@ def planned(plan: Plan) -> Formats:
         item.name: (item.source.fmt or "bf16") if isinstance(item, Dense) else item.stored
         for item in plan.items
     }
-    return Formats(known)
+    down = {item.name: item.down_stored for item in plan.items if not isinstance(item, Dense)}
+    return Formats(known, known_down=down)
 
 
 def cached(folder: PackedFolder) -> Formats:
     """The formats of a packed cache, from its manifest."""
     schema = Schema.from_json(folder.manifest.schema)
     known = {name: tensor.linear for name, tensor in schema.tensors.items()}
-    return Formats(known | {block: formats[0] for block, formats in schema.experts.items()})
+    experts = schema.experts.items()
+    down = {block: formats[1] for block, formats in experts}
+    return Formats(known | {block: formats[0] for block, formats in experts}, known_down=down)
 
 
 def configured(quantization: Any) -> Formats:

@@ -18,6 +18,7 @@ from pykernels.errors import PykernelsError
 from runtime.planning.placement import deal
 from runtime.planning.work import weight_bytes
 
+from .checkpoint.gguf import tiny_gguf
 from .checks import Checkpoints
 from .conftest import Run, failed
 
@@ -57,6 +58,16 @@ def test_a_packed_cache_is_what_was_asked_of_convert(
     ]
     assert others[0] == others[1]
     assert found.token_bytes < stored.token_bytes
+
+
+def test_experts_whose_down_has_a_format_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    tiny_gguf.write(file, "qwen3_moe", type_of=tiny_gguf.by_grids)
+    for entry in (entry for entry in examine(file).entries if entry.routed):
+        assert entry.format == "iq2_xxs/iq3_s"
+        # Codes of 3 and 4 bits, and 10 bytes of scales for 256.
+        bits = (2 * 3 + 4) / 3 + 10 / 32
+        assert entry.bytes == pytest.approx(entry.parameters * bits / 8, rel=1e-3)
 
 
 def test_layers_that_are_alike_are_one(checkpoint: Checkpoints) -> None:
