@@ -134,12 +134,16 @@ def _per_head_rule(node: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _attention_rule(node: Mapping[str, Any]) -> str | None:
+def _keys_rule(node: Mapping[str, Any]) -> str | None:
     if ("k" in node) == ("latent" in node):
         return "it reads either keys and values or latents"
     if ("k" in node) != ("v" in node):
         return "`k` and `v` come together"
-    return sequences_rule(node)
+    return None
+
+
+def _attention_rule(node: Mapping[str, Any]) -> str | None:
+    return _keys_rule(node) or sequences_rule(node)
 
 
 def _router_rule(node: Mapping[str, Any]) -> str | None:
@@ -296,7 +300,7 @@ OPS: dict[str, Op] = {
         },
         outputs=_PARTIAL,
         attrs={**_HEADS, "scale": Attr(float), "window": Attr(int, 0)},
-        rule=_attention_rule,
+        rule=_keys_rule,
     ),
     # The same over the keys that a sequence has had before the step, of which each token says how
     # many there are.
@@ -312,7 +316,7 @@ OPS: dict[str, Op] = {
         outputs=_PARTIAL,
         weights={"sinks": _weight("heads", optional=True)},
         attrs={**_HEADS, "scale": Attr(float), "window": Attr(int, 0)},
-        rule=_attention_rule,
+        rule=_keys_rule,
     ),
     # Rows of a step's tokens, as they lie one behind the other in pages, to their cache slots.
     "cache_write": Op(
