@@ -134,7 +134,7 @@ def _per_head_rule(node: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _keys_rule(node: Mapping[str, Any]) -> str | None:
+def _attention_rule(node: Mapping[str, Any]) -> str | None:
     if ("k" in node) == ("latent" in node):
         return "it reads either keys and values or latents"
     if ("k" in node) != ("v" in node):
@@ -142,8 +142,8 @@ def _keys_rule(node: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _attention_rule(node: Mapping[str, Any]) -> str | None:
-    return _keys_rule(node) or sequences_rule(node)
+def _ragged_attention_rule(node: Mapping[str, Any]) -> str | None:
+    return _attention_rule(node) or sequences_rule(node)
 
 
 def _router_rule(node: Mapping[str, Any]) -> str | None:
@@ -284,7 +284,7 @@ OPS: dict[str, Op] = {
             "expand_from": Attr(int, 0),
             "chunk": Attr(int, 0),  # tokens of a chunk at most
         },
-        rule=_attention_rule,
+        rule=_ragged_attention_rule,
     ),
     # The same over the keys of a step's tokens, which lie one behind the other in pages, those of
     # this rank or of another one; -1 is no sequence.
@@ -300,7 +300,7 @@ OPS: dict[str, Op] = {
         },
         outputs=_PARTIAL,
         attrs={**_HEADS, "scale": Attr(float), "window": Attr(int, 0)},
-        rule=_keys_rule,
+        rule=_attention_rule,
     ),
     # The same over the keys that a sequence has had before the step, of which each token says how
     # many there are.
@@ -316,7 +316,7 @@ OPS: dict[str, Op] = {
         outputs=_PARTIAL,
         weights={"sinks": _weight("heads", optional=True)},
         attrs={**_HEADS, "scale": Attr(float), "window": Attr(int, 0)},
-        rule=_keys_rule,
+        rule=_attention_rule,
     ),
     # Rows of a step's tokens, as they lie one behind the other in pages, to their cache slots.
     "cache_write": Op(
