@@ -1,4 +1,4 @@
-"""Attention of each family as nodes of a program: latent (MLA), or with grouped queries (GQA)."""
+"""What attention is to a program, and latent attention (MLA); `gqa` has the one with groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.program.weight_spec import WeightSpec
 
 from .families import Family
 from .linear import Linear
-from .specs import Spans, Specs
+from .specs import Specs
 
 RAGGED = {
     name: name
@@ -201,122 +201,6 @@ class MLA:
                 **attrs,
             )
         return self.o.lower(b, f"{layer}.o", out, f"{layer}.attended")
-
-
-@dataclass(frozen=True)
-class GQA:
-    """Attention with grouped queries; norms of queries and keys (of a head, or of all heads
-    together), biases, sinks, a window and gates of heads where a family has them.
-
-    Where it is ``gated``, the gates lie behind the queries, before keys and values.
-    """
-
-    qkv: Linear
-    q_norm: WeightSpec | None
-    k_norm: WeightSpec | None
-    eps: float
-    o: Linear
-    NH: int
-    KVH: int
-    D: int
-    scale: float
-    interleaved: bool
-    window: int
-    sinks: WeightSpec | None
-    gated: bool = False
-
-    @classmethod
-    def make(cls, module: Any, name: str, specs: Specs, family: Family) -> GQA:
-        """From an attention module with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``."""
-        D, norm = module.head_dim, getattr(module, "q_norm", None)
-        NH = module.q_proj.out_features // D // (2 if family.gated else 1)
-        parts, change = [f"{name}.{part}_proj" for part in "qkv"], family.norm_change
-        return cls(
-            qkv=_with_gates(name, specs, NH, D) if family.gated else specs.linear(*parts),
-            q_norm=specs.vector(f"{name}.q_norm.weight", change) if norm is not None else None,
-            k_norm=specs.vector(f"{name}.k_norm.weight", change) if norm is not None else None,
-            eps=eps_of(norm) if norm is not None else 0.0,
-            o=specs.linear(f"{name}.o_proj"),
-            NH=NH,
-            KVH=module.k_proj.out_features // D,
-            D=D,
-            scale=module.scaling,
-            interleaved=getattr(module.config, "rope_interleave", family.interleaved),
-            window=family.window(module.config, module.layer_idx),
-            sinks=specs.tensor(f"{name}.sinks"),
-            gated=family.gated,
-        )
-
-    @staticmethod
-    def cached(module: Any, kv_dtype: str) -> CacheSpec:
-        """What such a module keeps of a sequence."""
-        D = module.head_dim
-        return CacheSpec.grouped(kv_dtype, module.k_proj.out_features // D, D)
-
-    @property
-    def head(self) -> tuple[int, int]:
-        return self.D, self.D
-
-    def cache(self, kv_dtype: str) -> CacheSpec:
-        return CacheSpec.grouped(kv_dtype, self.KVH, self.D)
-
-    def lower(self, b: Builder, layer: str, x: str, cache: Mapping[str, str]) -> str:
-        qkv = self.qkv.lower(b, f"{layer}.qkv", x, f"{layer}.qkv")
-        q = b.buffer(f"{layer}.rotated", "T", self.NH, self.D)
-        *_, k_start, v_start = self.qkv.starts  # each at a 32-row block, so there may be gaps
-        b.node(
-            "gqa_rope_cache_write",
-            f"{layer}.write",
-            {"qkv": qkv, "angles": "angles", "slot_mapping": "slot_mapping", **cache},
-            {"rotated": q, **cache},
-            {"q_norm": self.q_norm, "k_norm": self.k_norm},
-            heads=self.NH,
-            eps=self.eps,
-            interleaved=int(self.interleaved),
-            k_start=k_start,
-            v_start=v_start,
-        )
-        out = b.buffer(f"{layer}.attn_out", "T", self.NH * self.D)
-        b.node(
-            "attention",
-            f"{layer}.attention",
-            {"q": q, **cache, **RAGGED},
-            {"out": out},
-            {"sinks": self.sinks},
-            heads=self.NH,
-            kv_heads=self.KVH,
-            dk=self.D,
-            dv=self.D,
-            scale=self.scale,
-            window=self.window,
-        )
-        if self.gated:
-            inputs, gated = (
-                {"x": out, "gate": qkv},
-                b.buffer(f"{layer}.gated", "T", self.NH * self.D),
-            )
-            b.node(
-                "sigmoid_mul",
-                f"{layer}.gates",
-                inputs,
-                {"out": gated},
-                heads=self.NH,
-                D=self.D,
-                gate_start=self.qkv.starts[1],
-            )
-            out = gated
-        return self.o.lower(b, f"{layer}.o", out, f"{layer}.attended")
-
-
-def _with_gates(name: str, specs: Specs, NH: int, D: int) -> Linear:
-    """Queries, gates, keys and values, where each head's queries and gate are neighbours."""
-
-    def half(which: int) -> Spans:
-        return [((2 * h + which) * D, (2 * h + which + 1) * D) for h in range(NH)]
-
-    q = f"{name}.q_proj"
-    parts = ("q", q, half(0)), ("gate", q, half(1))
-    return specs.some_rows(name, *parts, ("k", f"{name}.k_proj", ()), ("v", f"{name}.v_proj", ()))
 
 
 def eps_of(norm: Any) -> float:

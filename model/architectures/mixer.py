@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .attention import GQA, MLA
+from .attention import MLA
 from .delta_net import GatedDeltaNet
+from .gqa import GQA
 
 Kind = type[MLA] | type[GQA] | type[GatedDeltaNet]
 

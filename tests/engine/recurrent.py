@@ -22,8 +22,8 @@ from numba import carray, types
 from transformers import PreTrainedModel
 
 import model.opened
-from model.architectures.attention import GQA
 from model.architectures.decoder import Decoder, make_decoder
+from model.architectures.gqa import GQA
 from model.architectures.linear import Linear
 from pykernels.cpu.intrin.descriptor import descriptor
 from pykernels.cpu.intrin.sync import as_pointer

@@ -161,6 +161,7 @@ REFUSED = {
     ("olmoe", 2): "q_norm.weight is a norm over all heads",
     ("qwen3_moe", 5): "5 ranks for 4 heads",
     ("mixtral", 4): "4 ranks for 3 experts",
+    ("qwen3_next", 2): "has layers with a state, which 2 ranks cannot share",
 }
 
 
