@@ -111,9 +111,12 @@ def test_without_deferral_its_logprobs_are_those_of_transformers(
         how: Any = {"temperature": 0, "ignore_eos": True, "logprobs": 20, "logprob_start": 1}
         [found] = llm.generate(prompt, max_tokens=24, **how).completions
     reference = copy.deepcopy(tiny.reference)
+    config = reference.config
     for name, matrix in reference.named_parameters():
-        if "kv_b_proj" in name:  # becomes a matrix for each head, in bfloat16
-            matrix.data = matrix.data.bfloat16().float()
+        if "kv_b_proj" in name:  # what makes keys of latents is turned, and so in bfloat16
+            heads = matrix.data.view(config.num_attention_heads, -1, config.kv_lora_rank)
+            keys = heads[:, : config.qk_nope_head_dim]
+            keys.copy_(keys.bfloat16().float())
     truth = logits(reference, torch.tensor([[*prompt, *found.token_ids[:-1]]]))[0].log_softmax(-1)
     error = errors((*found.prompt_logprobs, *found.logprobs), truth)
     assert len(error) == 127
