@@ -27,6 +27,11 @@ SIZES = (2, 4, 32, 64)
 BOUND, MEDIAN = 1e-5, 5e-7  # transformers in float32 is off by about as much, in rows that cancel
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 def assert_rows(actual: torch.Tensor, truth: torch.Tensor) -> None:
     """Relative errors of rows: the largest and the median one."""
     errors = torch.tensor(
