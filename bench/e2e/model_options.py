@@ -51,5 +51,5 @@ class ModelOptions:
 
     @property
     def doing(self) -> str:
-        """What is done to have it, for the status line."""
+        """Says for the status line how the weights come to be."""
         return "filling random weights …" if self.arch else "reading, packing …"

@@ -35,7 +35,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
 
 
 def record_of(S: int, length: int, threads: int) -> Record:
-    """Of S sequences that go on, each with so many tokens."""
+    """Makes the arguments of a step of S sequences that go on, each with so many tokens."""
     kernel, T = make_delta_rule(D, D, width(detect())), S * length
     qk, v, g = torch.randn(2, T, HK, D), torch.randn(T, HV, D), -torch.rand(T, HV)
     return Record(

@@ -1,1 +1,1 @@
-"""What is timed and how: cases, timers, turns, roofs, and the rows that come of them."""
+"""Times calls: cases, timers, turns and roofs, and the rows that come of them."""

@@ -19,7 +19,7 @@ Calls = list[tuple[int, float]]
 
 
 class Player(Protocol):
-    """What is timed: a call of ours, or a peer's process."""
+    """Runs what is timed: a call of ours, or a peer's process."""
 
     def turn(self, seconds: float, most: int = 1000) -> Calls:
         """About ``seconds`` of calls, at least one and at most ``most``."""
