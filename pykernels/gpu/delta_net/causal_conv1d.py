@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ...errors import PykernelsError
 from ...shapes import StateBatch
-from ..common.launch import check_device, why_not
+from ..common.launch import FLOATS, check_device, why_not
 from ..common.strides import check_out
 from .checks import check_floats, check_states
 
@@ -31,7 +31,8 @@ def _causal_conv1d(
     C,
     blocks,
     x_stride,
-    weight_stride,
+    w_c,
+    w_k,
     K: tl.constexpr,
     BEFORE: tl.constexpr,
     SILU: tl.constexpr,
@@ -53,7 +54,7 @@ def _causal_conv1d(
         mask = inside & (i < length)
         value = tl.load(x + (start + at) * x_stride + c, mask=mask & (at >= 0), other=0.0)
         kept = tl.load(own + (at + K - 1) * C, mask=mask & (at < 0) & goes_on, other=0.0)
-        w = tl.load(weight + c * weight_stride + j, mask=inside, other=0.0)
+        w = tl.load(weight + c * w_c + j * w_k, mask=inside, other=0.0)
         total += w.to(tl.float32) * (value.to(tl.float32) + kept)
     if SILU:
         total = total * tl.sigmoid(total)
@@ -77,7 +78,8 @@ def _check(
             f"the weight is {tuple(weight.shape)}", f"Give [C, K], K from 2 to {MAX_KERNEL}"
         )
     C, K = weight.shape
-    check_floats("weight", weight, C, K)
+    if weight.dtype not in FLOATS:
+        raise PykernelsError(f"the weight is {weight.dtype}", "Give floats")
     check_floats("x", x, len(x), C)
     check_states(state, batch, K - 1, C)
     return device
@@ -103,7 +105,7 @@ def causal_conv1d(
 
     Args:
         x: floats [T, C], rows of any stride.
-        weight: floats [C, K], K up to 16.
+        weight: floats [C, K], any strides, K up to 16.
         state: float32 [slots, K - 1, C], contiguous.
         out: floats [T, C], contiguous, not x itself; rows of no sequence stay as they are.
 
@@ -133,7 +135,7 @@ def causal_conv1d(
             C,
             blocks,
             x.stride(0),
-            weight.stride(0),
+            *weight.stride(),
             K=K,
             BEFORE=triton.next_power_of_2(K - 1),
             SILU=bool(silu),

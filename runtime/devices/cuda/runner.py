@@ -82,14 +82,12 @@ class CudaRunner(PagedRunner):
 
     decode_buckets = DECODE_BUCKETS
     copies_inputs = True
-    keeps_states = False
     pool: WorkerPool
 
     def __init__(
         self, model: Lowerable, plan: ExecutionPlan, device: str, pool: WorkerPool
     ) -> None:
         check_device(device)
-        self.check_states(model)
         check_heads(model.lower())
         self.gpus: Gpus = gpus_of(device)
         self.device = list(self.gpus.values())[-1]
@@ -156,7 +154,7 @@ class CudaRunner(PagedRunner):
         sizes = self._prompt_sizes(program, inputs, whole and self._can_split())
         own = self._bind_all(Phase.PROMPT, sizes.by_cpu, inputs)
         own += [self._prompt_step(T, self._share(T)) for T in sizes.split]
-        if whole and sizes.streamed:
+        if whole and sizes.streamed and not self.model.states:  # no state is copied beside a step
             self._prepare(inputs)
             runner = StreamedRunner(self._resources, self.plan, sizes, self.slots)
             self.prefill_runner = runner
