@@ -28,6 +28,7 @@ from ...planning.lowerable import Lowerable
 from ...planning.placement import CPU
 from ...planning.streaming import Streaming
 from ...program import Program
+from ...program.step_inputs import STATE_SLOTS
 from ...program.weights import LayoutOf
 from ...runner.batch import StepBatch, StepResult
 from ...runner.measured_deferral import measured_deferral
@@ -253,7 +254,7 @@ class CudaRunner(PagedRunner):
             return
         # One token at the first place of the cache, which nobody reads before it is written.
         self.sizes[0], self.sizes[1], self.sizes[2] = 1, 1, 0
-        inputs["slot_mapping"][0] = 0
+        inputs["slot_mapping"][0] = inputs[STATE_SLOTS][0] = 0
         deferred = measured_deferral(step.program, step.cpu.jobs.jobs, step.run)
         self.plan = replace(self.plan, deferred=deferred)
 
