@@ -10,6 +10,7 @@ from ...errors import PykernelsError
 from ...shapes import StateBatch
 from ..common.launch import FLOATS, check_device, why_not
 from ..common.strides import check_out
+from .blocks import block_of, most_blocks, sequences_of
 from .checks import check_floats, check_states
 
 MAX_KERNEL = 16
@@ -18,7 +19,7 @@ read the state that it then writes."""
 _CHANNELS = 128
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["S"])
 def _causal_conv1d(
     x,
     weight,
@@ -29,7 +30,7 @@ def _causal_conv1d(
     past,
     out,
     C,
-    blocks,
+    S,
     x_stride,
     w_c,
     w_k,
@@ -37,9 +38,12 @@ def _causal_conv1d(
     BEFORE: tl.constexpr,
     SILU: tl.constexpr,
     ROWS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    s, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    s, block = block_of(tl.program_id(0), lengths, slots, S, ROWS, SEQUENCES)
+    if s >= S:
+        return
     length, slot = tl.load(lengths + s), tl.load(slots + s)
     if (slot < 0) | (block * ROWS >= length):
         return
@@ -122,8 +126,7 @@ def causal_conv1d(
         if out.data_ptr() == x.data_ptr() != 0:  # 0: of tensors without data
             raise PykernelsError("out is x", "Sums read the rows before theirs: give another one")
         rows = min(MAX_KERNEL, triton.next_power_of_2(batch.max_length))
-        blocks = triton.cdiv(batch.max_length, rows)
-        _causal_conv1d[(batch.S * blocks, triton.cdiv(C, _CHANNELS))](
+        _causal_conv1d[(most_blocks(batch, len(x), rows), triton.cdiv(C, _CHANNELS))](
             x,
             weight,
             state,
@@ -133,13 +136,14 @@ def causal_conv1d(
             batch.past,
             out,
             C,
-            blocks,
+            batch.S,
             x.stride(0),
             *weight.stride(),
             K=K,
             BEFORE=triton.next_power_of_2(K - 1),
             SILU=bool(silu),
             ROWS=rows,
+            SEQUENCES=sequences_of(batch, rows),
             CHANNELS=_CHANNELS,
             num_warps=4,
         )
