@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,15 @@ import pytest
 import torch
 
 from model.checkpoint.config import read_config
+from model.checkpoint.memory import cache_pages
 from model.opened import open_weights
+from pykernels.errors import PykernelsError
+from runtime.devices.cuda.layouts import CudaLayouts
 from runtime.engine import Engine, EngineConfig
+from runtime.planning.execution import ExecutionPlan, largest_step
+from runtime.planning.gpu.capacity import free_for_steps
+from runtime.planning.gpu.machine import Machine
+from runtime.planning.gpu.plan import place_on
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
@@ -97,3 +106,28 @@ def test_states_beside(
         results = found.generate(prompts, greedy(3))
     for prompt, result in zip(prompts, results, strict=True):
         check(made, prompt, result, "cuda")
+
+
+def test_states_take_memory_of_a_gpu(made: tiny.Tiny) -> None:
+    """Three inputs of 192 channels and 4 heads of 16 x 32 for each slot of the one delta net."""
+    state = 4 * (3 * 192 + 4 * 16 * 32)
+    with open_weights(made.path, read_config(made.path)) as weights:
+        decoder = weights.decoder
+
+        def free(slots: int) -> int:
+            sizes = replace(largest_step(LENGTH, 8, STEP), state_slots=slots)
+            machine = Machine({"cuda:0": 1 << 30}, CudaLayouts())
+            plan = ExecutionPlan(sizes, place_on(machine, decoder, sizes, "gpu"))
+            return free_for_steps(decoder, machine, plan)["cuda:0"]
+
+        assert free(2) - free(5) == 3 * state
+        many = largest_step(LENGTH, 8, STEP, state_slots=1 << 17)
+        experts = [
+            place_on(Machine({"cuda:0": 1 << 30}, CudaLayouts()), decoder, each, "auto").experts
+            for each in (largest_step(LENGTH, 8, STEP), many)
+        ]
+        assert experts == ["cuda:0", "cpu"]
+    memory = partial(cache_pages, EngineConfig(), LENGTH, 64, 1 << 20, {}, on_gpu=1 << 20)
+    assert memory(states=1 << 20) < memory(states=0)
+    with pytest.raises(PykernelsError, match="States of sequences of 2.0 MiB.*fewer snapshots"):
+        memory(states=2 << 20)
