@@ -155,7 +155,7 @@ class CudaRunner(PagedRunner):
         sizes = self._prompt_sizes(program, inputs, whole and self._can_split())
         own = self._bind_all(Phase.PROMPT, sizes.by_cpu, inputs)
         own += [self._prompt_step(T, self._share(T)) for T in sizes.split]
-        if whole and sizes.streamed and not self.model.states:  # no state is copied beside a step
+        if whole and sizes.streamed and not self.model.states:  # copied between steps only
             self._prepare(inputs)
             runner = StreamedRunner(self._resources, self.plan, sizes, self.slots)
             self.prefill_runner = runner

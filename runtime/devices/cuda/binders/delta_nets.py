@@ -73,9 +73,13 @@ def _gated(m: Memory, node: Node, D: int) -> tuple[torch.Tensor, torch.Tensor, t
 
 def _batch(m: Memory, node: Node) -> StateBatch:
     """Where the step's sequences have their tokens and states."""
-    ports = ("query_starts", "query_lengths", "state_slots", "has_state")
-    longest = node.attr("longest") or len(m.written(node, "out"))
-    return StateBatch(*(m.read(node, port) for port in ports), longest)
+    return StateBatch(
+        starts=m.read(node, "query_starts"),
+        lengths=m.read(node, "query_lengths"),
+        slots=m.read(node, "state_slots"),
+        past=m.read(node, "has_state"),
+        max_length=node.attr("longest") or len(m.written(node, "out")),
+    )
 
 
 DELTA_NETS = {
