@@ -33,7 +33,7 @@ def make_plan(
     Args:
         max_model_len: positions that the model was made for, or fewer.
         sizes: see ``largest_step``; of 0 tokens: as many as pay on the device.
-        placement: of the model's nodes and experts; None: as ``config`` has them.
+        placement: of the model's nodes and weights; None: as ``config`` has them.
         passes: of the user, for the programs of decode steps.
 
     Raises:
@@ -61,11 +61,7 @@ def make_plan(
     streams = config.prefill == "stream"
     return replace(
         plan,
-        placement=replace(
-            placement or Placement(),
-            device=REF,
-            experts=CPU if config.experts == CPU else REF,
-        ),
+        placement=placement or Placement(REF, CPU if config.experts == CPU else REF),
         dual_batch=config.dual_batch is True,
         streaming=Streaming(Ring(), sizes.tokens, model.store.nodes) if streams else None,
     )

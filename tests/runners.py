@@ -15,6 +15,7 @@ from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import largest_step
 from runtime.planning.lowerable import Pass
 from runtime.planning.placement import Placement
+from runtime.planning.residency import Residency
 from runtime.workers.pool import WorkerPool
 
 
@@ -57,7 +58,8 @@ def ref_runner(
         max_model_len, num_pages, max_num_batched_tokens, max_num_seqs, max_num_logits
     )
     config = ExecutionConfig("ref", defer=deferred, dual_batch=dual_batch, prefill=prefill)
-    placement = Placement(slots=slots or {})
+    placement = Placement("ref", "cpu" if config.experts == "cpu" else "ref")
+    placement = placement.with_slots(model.lower(), slots or {})
     plan = make_plan(config, model, max_model_len, sizes, placement, passes)
     return RefRunner(model, replace(plan, policy=policy), pool)
 
@@ -75,7 +77,7 @@ class CudaOptions:
     prefill: str = "cpu"
     slots: Mapping[int, int] | None = None
     policy: CachePolicy | None = None
-    staged: Mapping[str, int] = field(default_factory=dict)
+    crossing: Mapping[str, Residency] = field(default_factory=dict)
 
 
 def cuda_runner(
@@ -103,12 +105,10 @@ def cuda_runner(
     placement = place_on(
         machine, model, sizes.pages, options.experts, options.placed, options.by_layer
     )
-    placement = replace(
-        placement,
-        cached=options.gpu_experts or {},
-        slots=options.slots or {},
-        staged=options.staged,
-    )
+    program = model.lower()
+    placement = placement.with_experts(program, options.gpu_experts or {})
+    placement = placement.with_slots(program, options.slots or {})
+    placement = placement.with_residency(options.crossing)
     config = ExecutionConfig(
         "cuda:0",
         experts=options.experts,

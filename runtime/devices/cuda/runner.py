@@ -26,6 +26,7 @@ from ...planning.gpu.prefill_rates import Rates
 from ...planning.gpu.prompt_sizes import HOST_BUCKETS, SPLIT_BUCKETS, PromptSizes
 from ...planning.lowerable import Lowerable
 from ...planning.placement import CPU
+from ...planning.residency import Filled
 from ...planning.streaming import Streaming
 from ...program import Program
 from ...program.weights import LayoutOf
@@ -120,7 +121,7 @@ class CudaRunner(PagedRunner):
         return self.plan.streaming
 
     def make_slots(self) -> Slots | None:
-        if not self.plan.placement.slots:
+        if not self.plan.placement.filled(Filled.BETWEEN_STEPS):
             return None
         program, policy = self.compiled().program, self.plan.policy or CachePolicy()
         slots, self._table = on_gpu(program, self.weights, self.device, policy, self.pinned)
@@ -280,8 +281,8 @@ class CudaRunner(PagedRunner):
             self.pool.spin_for(spin_budget(driver_works=False))
         with self._resources.enough_memory():
             compiled = self.compiled()
-            if self.plan.placement.staged:
-                self.decisions = [*self.decisions, described(self.plan.placement, compiled.program)]
+            if crossing := self.plan.placement.filled(Filled.EACH_STEP):
+                self.decisions = [*self.decisions, described(crossing, compiled.program)]
                 for part in on_gpus(compiled.parts).values() if self.real else ():
                     pin_staged(part, self.weights, self.layouts(part), self.pinned)
             allocated = allocated_caches(compiled.program, self.gpus)

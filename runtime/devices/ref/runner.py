@@ -15,6 +15,7 @@ from ...passes.on_ref import exact
 from ...planning.compile import Compiled
 from ...planning.execution import ExecutionPlan, Phase
 from ...planning.lowerable import Lowerable
+from ...planning.residency import Filled
 from ...runner.paged_runner import Executable, PagedRunner
 from ...runner.slots import Slots, slot_specs
 from ...workers.pool import WorkerPool
@@ -56,7 +57,7 @@ class RefRunner(PagedRunner):
         }
 
     def make_slots(self) -> Slots | None:
-        if not self.plan.placement.slots:
+        if not self.plan.placement.filled(Filled.BETWEEN_STEPS):
             return None
         program = self.compiled().program
         layers = [self.weights.get(s, cpu.HERE, exact_experts) for s in slot_specs(program)]

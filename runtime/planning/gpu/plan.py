@@ -14,6 +14,7 @@ from ..config import ExecutionConfig
 from ..execution import ExecutionPlan
 from ..lowerable import Lowerable, Pass
 from ..placement import CPU, Placement, place
+from ..residency import Filled
 from .capacity import step_tokens
 from .machine import Machine
 from .stream_budget import wanted_streaming
@@ -40,7 +41,7 @@ def plan_on_gpus(
             for.
     """
     placement = placement or place_on(machine, model, sizes.pages, config.experts)
-    if placement.slots and len(machine.free) > 1:
+    if placement.filled(Filled.BETWEEN_STEPS) and len(machine.free) > 1:
         raise PykernelsError(*several_refused("an expert cache"))
     on_cpu = placement.experts == CPU
     if config.dual_batch is True and not on_cpu:
