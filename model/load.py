@@ -102,7 +102,7 @@ def load_engine(
                 runner = make_runner(plan, execution.device, decoder, pool)
                 runner.load()
             with compiling(progress):
-                kernel = execution.kernel
+                kernel, runner = execution.kernel, runner.finished()
                 return LLM(runner, config, tokenizer, eos, pool, kernel, generation, engine)
         except BaseException:
             pool.close()

@@ -51,6 +51,7 @@ def make_plan(
     plan = ExecutionPlan(
         sizes,
         deferred=config.deferred,
+        nodes=model.store.nodes,
         passes=tuple(passes),
         max_model_len=max_model_len,
         kernel=config.kernel,
@@ -70,7 +71,8 @@ def make_plan(
 def make_runner(
     plan: ExecutionPlan, device: str, model: Lowerable, pool: WorkerPool
 ) -> PagedRunner:
-    """What runs a model by a plan that was made for the device; it is not loaded yet.
+    """What runs a model by a plan that was made for the device. Load it, then take the one that is
+    ``finished``.
 
     Raises:
         PykernelsError: what the device cannot do, or has no memory for.
@@ -79,6 +81,8 @@ def make_runner(
         return CpuRunner(model, plan, pool)
     if device == REF:
         return RefRunner(model, plan, pool)
+    from .devices.cuda.resources import CudaResources
     from .devices.cuda.runner import CudaRunner
 
-    return CudaRunner(model, plan, device, pool)
+    CudaRunner.check_states(model)
+    return CudaRunner(CudaResources.open(model, plan, device, pool), plan)

@@ -10,6 +10,7 @@ from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.gpus import gpus_of
 from runtime.devices.ref.runner import RefRunner
 from runtime.experts.cache import CachePolicy
+from runtime.machine.nodes import ONE_NODE
 from runtime.make_runner import make_plan
 from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import largest_step
@@ -36,7 +37,7 @@ def cpu_runner(
     )
     config = ExecutionConfig(kernel=kernel, defer=deferred)
     plan = make_plan(config, model, max_model_len, sizes, passes=passes)
-    return CpuRunner(model, plan, pool)
+    return CpuRunner(model, replace(plan, nodes=pool.memory), pool)
 
 
 def ref_runner(
@@ -61,7 +62,8 @@ def ref_runner(
     placement = Placement("ref", "cpu" if config.experts == "cpu" else "ref")
     placement = placement.with_slots(model.lower(), slots or {})
     plan = make_plan(config, model, max_model_len, sizes, placement, passes)
-    return RefRunner(model, replace(plan, policy=policy), pool)
+    nodes = ONE_NODE if pool is None else pool.memory
+    return RefRunner(model, replace(plan, policy=policy, nodes=nodes), pool)
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,9 @@ def cuda_runner(
     max_num_logits: int | None = None,
     options: CudaOptions = CudaOptions(),  # noqa: B008 - frozen
 ) -> Any:
-    """A ``CudaRunner``; see ``gpus_of`` for its device."""
+    """A ``CudaRunner`` by a finished plan; see ``gpus_of`` for its device."""
     from runtime.devices.cuda.layouts import machine_of
+    from runtime.devices.cuda.resources import CudaResources
     from runtime.devices.cuda.runner import CudaRunner
     from runtime.planning.gpu.plan import place_on, plan_on_gpus
 
@@ -118,4 +121,8 @@ def cuda_runner(
         kernel=kernel,
     )
     plan = plan_on_gpus(config, model, machine, max_model_len, sizes, placement, passes)
-    return CudaRunner(model, replace(plan, policy=options.policy), device, pool)
+    plan = replace(plan, policy=options.policy, nodes=pool.memory)
+    runner = CudaRunner(CudaResources.open(model, plan, device, pool), plan)
+    if plan.is_open:
+        runner.load()
+    return runner.finished()

@@ -162,7 +162,7 @@ class Ours:
         spin(self.pool, "cpu")  # not while they pack
         runner.load()
         self.load_seconds = round(self.load_seconds + time.perf_counter() - start, 2)
-        return EngineTimer(runner, target_itl_ms=target_itl_ms)
+        return EngineTimer(runner.finished(), target_itl_ms=target_itl_ms)
 
     def backend(self, kernel: str) -> str:
         """The kernel that "auto" stands for."""

@@ -1,8 +1,9 @@
 """How a model runs on a machine, as data: what ``compile`` makes programs by.
 
 A plan holds decisions and nothing that runs: no weight, no device, no clock. It follows from a
-model's sizes, the machine and what the user asks for; what is measured are rates, by which a plan
-is replaced by another one (``dataclasses.replace``).
+model's sizes, the machine and what the user asks for. What it leaves open is measured by
+calibration, once weights are there; rates make the finished plan of it (``gpu.with_rates``), by
+which runners are made.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..program import Program
 from ..program.sizes import ONE_TOKEN, StepSizes
 from .lowerable import Pass
 from .placement import Placement
+from .prompt_sizes import PromptSizes
 from .streaming import Streaming
 
 
@@ -48,9 +50,13 @@ class ExecutionPlan:
         max_model_len: positions that the model was made for, or fewer.
         kernel: a backend of ``pykernels.registry``, or "auto".
         prefill: by which ways experts on the CPU may be computed for prompts: "cpu", "stream",
-            "split", or "auto": as rates say that are measured when programs are made.
-        measures_deferral: whether ``deferred`` is to become what keeps the CPU busy, as measured.
+            "split", or "auto": as rates say.
+        prompts: sizes of the steps of prompts by the way of their experts, where these may cross.
         policy: by which experts in slots change.
+        measures_deferral: whether ``deferred`` is yet to become what keeps the CPU busy, as
+            measured; ``measures_prompts``: likewise ``streaming`` and ``prompts``, which experts
+            can be pinned and what is fast.
+        decisions: what sizes and measurements have decided, and why, a line each.
     """
 
     sizes: StepSizes = ONE_TOKEN
@@ -63,8 +69,16 @@ class ExecutionPlan:
     max_model_len: int = 1
     kernel: str = "auto"
     prefill: str = "cpu"
-    measures_deferral: bool = False
+    prompts: PromptSizes | None = None
     policy: CachePolicy | None = None
+    measures_deferral: bool = False
+    measures_prompts: bool = False
+    decisions: tuple[str, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is to be measured before a runner can be made."""
+        return self.measures_deferral or self.measures_prompts
 
     def streams_all(self, program: Program) -> bool:
         """Whether streamed steps leave no experts to the CPU, and so need none of its workers.

@@ -59,20 +59,19 @@ def residency(
     Args:
         decided: the plan's records (``Placement.residency``), which have a size besides.
     """
-    crossing = {
-        name: Filled.GATHERED if "order" in node.inputs else Filled.EACH_STEP
-        for node in part.nodes
-        if node.role == "load"
-        for name in node.weights.values()
-    }
+    crossing: dict[str, Filled] = {}
+    for node in part.nodes:
+        if node.role == "load":  # ``unpack_experts``, too, behind what says which come
+            filled = Filled.GATHERED if "order" in node.inputs else Filled.EACH_STEP
+            crossing = dict.fromkeys(node.weights.values(), filled) | crossing
     found: dict[str, Residency] = {}
     for node in part.nodes:
         for name in node.weights.values():
-            spec, filled = part.weights[name], crossing.get(name)
-            if filled is not None:
-                nbytes = decided[name].nbytes if name in decided else 0
-                slots = len(spec.chosen) if filled is Filled.GATHERED else 0
-                found[name] = Residency(node.device, filled, slots=slots, nbytes=nbytes)
+            spec = part.weights[name]
+            if name in crossing:
+                when, nbytes = crossing[name], decided[name].nbytes if name in decided else 0
+                slots = len(spec.chosen) if when is Filled.GATHERED else 0
+                found[name] = Residency(node.device, when, slots=slots, nbytes=nbytes)
             elif spec.is_slots:
                 found[name] = Residency(node.device, Filled.BETWEEN_STEPS, slots=spec.shape[0])
             else:

@@ -78,7 +78,7 @@ class PagedRunner(ABC):
     programs read a batch of the runner's own, which ``launch`` brings up to date.
 
     Attributes:
-        plan: how the model runs; measurements may replace it before programs are made.
+        plan: how the model runs; while it is open, weights are loaded by it and nothing else.
 
     Raises:
         PykernelsError: layers have states, and the device keeps none.
@@ -108,8 +108,6 @@ class PagedRunner(ABC):
     """Whether the device keeps states of sequences."""
     caches: dict[str, torch.Tensor]
     """By name, the tensors of the "cache" buffers."""
-    decisions: Sequence[str] = ()
-    """What sizes and measurements have decided when the model was loaded, and why, a line each."""
     decode_queries = 1
     """Tokens of a sequence that programs of decode steps take; steps in which any has more run
     those of prompts."""
@@ -168,6 +166,11 @@ class PagedRunner(ABC):
         return self.plan.deferred
 
     @property
+    def decisions(self) -> Sequence[str]:
+        """What sizes and measurements have decided, and why, a line each."""
+        return self.plan.decisions
+
+    @property
     def dual_batch(self) -> bool:
         """Whether decode steps of two sequences or more have two lanes."""
         return self.plan.dual_batch
@@ -185,9 +188,14 @@ class PagedRunner(ABC):
         parts = self.compiled(tokens=self.max_num_batched_tokens).parts.values()
         self.weights.load(*((part, self.layouts(part)) for part in parts))
 
-    def choose_deferred(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Sets ``deferred`` before steps are made, where a device is to measure what pays."""
-        return
+    def finished(self) -> PagedRunner:
+        """The runner of the finished plan over the same memory: this one, unless its plan leaves
+        something open, which is measured then. Weights are loaded.
+
+        Raises:
+            PykernelsError: what was asked for cannot be.
+        """
+        return self
 
     def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
         """The steps with chunks of prompts, by size."""
@@ -223,8 +231,8 @@ class PagedRunner(ABC):
     def make_step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> Executable:
         """What was compiled on this device, over the runner's caches and ``sizes``."""
 
-    def bind(self, batch: StepBatch) -> None:
-        """Makes the programs over arrays of the runner's own, and compiles what they need."""
+    def host_inputs(self, batch: StepBatch) -> dict[str, torch.Tensor]:
+        """By name, what programs read: arrays of the runner's own, of the sizes of a batch."""
         batch = self._batch = batch.like()
         arrays = {
             "tokens": batch.tokens,
@@ -247,8 +255,13 @@ class PagedRunner(ABC):
         if self.dual_batch and not self.copies_inputs:
             self._lanes = LaneInputs(inputs)
             inputs |= self._lanes.tensors
+        return inputs
+
+    def bind(self, batch: StepBatch) -> None:
+        """Makes the programs over arrays of the runner's own, and compiles what they need."""
+        assert not self.plan.is_open, "take the finished() runner"
+        inputs = self.host_inputs(batch)
         self.slots = self.make_slots()
-        self.choose_deferred(inputs)
         self.steps = self.prompt_steps(inputs)
         self.routed_layers = routed_layers(self.steps[0].program)
         self.decode_steps = self.steps

@@ -15,6 +15,7 @@ from model.modules.moe import FusedMoE
 from model.opened import open_weights
 from model.pinning.beside import experts_beside
 from model.rules import default_rules
+from model.server.backend.parts import parts
 from pykernels.errors import PykernelsError
 from pykernels.quant import Format
 from runtime.engine import Engine, SamplingParams
@@ -138,6 +139,9 @@ def test_some_experts_of_a_layer_beside_those_of_the_cpu(
         with Engine(runner) as engine:
             [result] = engine.generate([ids], params)
             step: Any = runner.steps[0]
+            told = {part.device: part for part in parts(step.program, runner.slots)}
+            assert told.pop("cpu").pinned == 0
+            assert [part.pinned for part in told.values()] == [3]
             node = next(n for n in step.program.nodes if n.role == "cached")
             assert len(step.memory.weight(node, "experts").down) == 2
             assert logprob_error(result, truth) < BF16

@@ -12,28 +12,27 @@ from dataclasses import replace
 
 import torch
 
-from ...planning.compile import Compiled
 from ...planning.execution import ExecutionPlan, Phase
-from ...planning.gpu.prompt_sizes import PromptSizes
+from ...planning.prompt_sizes import PromptSizes
 from ...runner.batch import StepBatch, StepResult
-from ...runner.paged_runner import Executable, PagedRunner
+from ...runner.paged_runner import Executable
 from ...runner.slots import Slots
 from .executable import CudaExecutable
+from .lane import CudaLane
 from .resources import CudaResources
-from .step_maker import StepMaker
 
 
-class StreamedRunner(PagedRunner):
+class StreamedRunner(CudaLane):
     """See ``runner.batch.PrefillRunner``.
 
     Args:
         resources: the caches are there.
         sizes: of its steps, and from which on they are for it.
-        deferred: experts of a token of an output that join one layer later.
         slots: of decode steps, whose experts are to be those that prompts take; None: none are.
     """
 
-    copies_inputs = True
+    largest = Phase.STREAMED
+    high_priority = False
 
     def __init__(
         self,
@@ -42,14 +41,10 @@ class StreamedRunner(PagedRunner):
         sizes: PromptSizes,
         slots: Slots | None,
     ) -> None:
-        super().__init__(resources.model, replace(plan, passes=(), dual_batch=False))
+        super().__init__(resources, replace(plan, passes=(), dual_batch=False))
         self.min_tokens, self.min_alone = sizes.beside, sizes.alone
         self.max_others = sizes.not_streamed
-        self.buckets, self.pool = sizes.streamed, resources.pool
-        self.device = resources.device
-        self._resources, self._decode_slots = resources, slots
-        self.last_steps = resources.last_steps
-        self._maker: StepMaker | None = None
+        self.buckets, self._decode_slots = sizes.streamed, slots
         # Not the stream of decode steps, which would wait for these.
         devices = resources.gpus.values() if resources.real else ()
         self._streams = [torch.cuda.Stream(device) for device in devices]
@@ -71,21 +66,11 @@ class StreamedRunner(PagedRunner):
     def has_decode_steps(self) -> bool:
         return False
 
-    def make_step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
-        if self._maker is None:
-            with self._resources.enough_memory():
-                self._maker = StepMaker(
-                    self._resources,
-                    self.compiled(Phase.STREAMED, self.max_num_batched_tokens).program,
-                    inputs,
-                    self._sampling,
-                    self.sizes,
-                    high_priority=False,
-                )
-        return self._maker.make(compiled)
+    def allocate(self) -> None:
+        """The runner beside which this one runs has done so."""
 
     def launch(self, batch: StepBatch) -> None:
-        with self._resources.watched(), self._own_streams():
+        with self._own_streams():
             super().launch(batch)
 
     def ready(self) -> bool:
@@ -95,8 +80,7 @@ class StreamedRunner(PagedRunner):
         return step.ready()
 
     def result(self) -> StepResult:
-        with self._resources.watched():
-            found = super().result()
+        found = super().result()
         if self._decode_slots is not None:  # what prompts take says what decode steps will
             self._decode_slots.ended(self._executable, self.sizes.tolist(), False)
         return found

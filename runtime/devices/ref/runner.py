@@ -10,7 +10,6 @@ import torch
 from pykernels.errors import PykernelsError
 
 from ...experts.cache import BetweenSteps, CachePolicy
-from ...machine.nodes import ONE_NODE
 from ...passes.on_ref import exact
 from ...planning.compile import Compiled
 from ...planning.execution import ExecutionPlan, Phase
@@ -44,8 +43,7 @@ class RefRunner(PagedRunner):
         plan: ExecutionPlan,
         pool: WorkerPool | None = None,
     ) -> None:
-        nodes = ONE_NODE if pool is None else pool.memory
-        super().__init__(model, replace(plan, nodes=nodes))
+        super().__init__(model, plan)
         self.pool = pool
         if plan.streaming and len(model.store.nodes) > 1:
             raise PykernelsError(

@@ -10,14 +10,21 @@ from pykernels.errors import PykernelsError
 
 from ...passes.layers import check_routed
 from ...program.sizes import StepSizes
+from ..compile import compile
 from ..config import ExecutionConfig
 from ..execution import ExecutionPlan
 from ..lowerable import Lowerable, Pass
 from ..placement import CPU, Placement, place
+from ..prompt_sizes import PromptSizes
 from ..residency import Filled
 from .capacity import step_tokens
+from .dense import described
 from .machine import Machine
 from .stream_budget import wanted_streaming
+from .with_rates import check_split, splits, with_rates
+
+HALF = 0.5
+"""Share of the experts that cross where no rates are known: in Triton's interpreter."""
 
 
 def plan_on_gpus(
@@ -69,13 +76,33 @@ def plan_on_gpus(
     streaming = wanted_streaming(config.prefill, model, machine, plan, tokens or None)
     if not tokens:
         tokens = streaming.tokens if streaming else step_tokens(model, machine, plan)
-    return replace(
+    plan = replace(
         plan,
         sizes=sizes.of(max(tokens, sizes.sequences)),
         streaming=streaming,
         deferred=config.deferred,
         measures_deferral=measured,
+        decisions=_decisions(model, plan),
     )
+    if streaming is None:
+        return plan
+    if machine.real:
+        return replace(plan, measures_prompts=True)
+    return _unmeasured(model, machine, plan)
+
+
+def _decisions(model: Lowerable, plan: ExecutionPlan) -> tuple[str, ...]:
+    crossing = plan.placement.filled(Filled.EACH_STEP)
+    return (described(crossing, compile(model, plan).program),) if crossing else ()
+
+
+def _unmeasured(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan with prompts by the way that was asked for, in Triton's interpreter."""
+    most, may_split = plan.sizes.tokens, splits(machine, plan, compile(model, plan).program)
+    check_split(plan, may_split)
+    if plan.prefill == "split":
+        return replace(plan, prompts=PromptSizes.split_only(most, lambda tokens: HALF))
+    return with_rates(plan, None, may_split)
 
 
 def place_on(
