@@ -80,6 +80,8 @@ class CudaOptions:
     slots: Mapping[int, int] | None = None
     policy: CachePolicy | None = None
     crossing: Mapping[str, Residency] = field(default_factory=dict)
+    buckets: tuple[int, ...] | None = None
+    decode_buckets: tuple[int, ...] | None = None
 
 
 def cuda_runner(
@@ -121,7 +123,13 @@ def cuda_runner(
         kernel=kernel,
     )
     plan = plan_on_gpus(config, model, machine, max_model_len, sizes, placement, passes)
-    plan = replace(plan, policy=options.policy, nodes=pool.memory)
+    plan = replace(
+        plan,
+        policy=options.policy,
+        nodes=pool.memory,
+        buckets=options.buckets or plan.buckets,
+        decode_buckets=options.decode_buckets or plan.decode_buckets,
+    )
     runner = CudaRunner(CudaResources.open(model, plan, device, pool), plan)
     if plan.is_open:
         runner.load()

@@ -21,26 +21,11 @@ from ..passes.on_ref import REF, with_exact_caches
 from ..passes.stream_dense import stream_dense
 from ..program import Program
 from ..program.partition import partition
-from .execution import ExecutionPlan, Phase
+from .execution import ExecutionPlan, Phase, Step
 from .lowerable import Lowerable
 from .placement import CPU
 from .residency import NOWHERE_ELSE, Filled, Residency, residency
 from .work import Work, work
-
-
-@dataclass(frozen=True)
-class Step:
-    """Which step a program is made for.
-
-    Attributes:
-        tokens: T, its most.
-        share: of each layer's experts, those that cross in a split step.
-    """
-
-    phase: Phase
-    tokens: int
-    share: float = 0.0
-
 
 Stage = Callable[[Program, ExecutionPlan, Step], Program]
 

@@ -14,7 +14,7 @@ from pykernels.errors import PykernelsError
 
 from ..kv_cache.layout import PAGE
 from ..planning.compile import Compiled, compile
-from ..planning.execution import ExecutionPlan, Phase
+from ..planning.execution import ExecutionPlan, Phase, Step
 from ..planning.lowerable import Lowerable
 from ..planning.placement import CPU
 from ..planning.work import expert_bytes, weight_bytes
@@ -31,9 +31,6 @@ from .lane_inputs import LaneInputs
 from .routing import RoutedLayer
 from .sampling import SamplingInputs
 from .slots import Slots
-
-BUCKETS = 8, 64
-"""Token buckets besides ``max_num_batched_tokens``: 8 = one GEMV tile, 64 = a full decode batch."""
 
 
 class Executable(Protocol):
@@ -85,10 +82,6 @@ class PagedRunner(ABC):
     """
 
     page_size = PAGE
-    buckets: Sequence[int] = BUCKETS
-    decode_buckets: Sequence[int] = ()
-    """Buckets of decode steps; none: those of other steps, and one program for both, unless the
-    plan has passes for decode steps."""
     pool: WorkerPool | None = None
     device = torch.device("cpu")
     """Where sampling keeps what penalties go by."""
@@ -104,6 +97,8 @@ class PagedRunner(ABC):
     """Whether masks are written while a step runs (``write_masks``)."""
     next_runs = False
     """See ``runner.batch.Runner``."""
+    decodes = True
+    """Whether it binds the plan's programs of decode steps."""
     keeps_states = True
     """Whether the device keeps states of sequences."""
     caches: dict[str, torch.Tensor]
@@ -197,14 +192,9 @@ class PagedRunner(ABC):
         """
         return self
 
-    def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
-        """The steps with chunks of prompts, by size."""
-        return self._bind_all(Phase.PROMPT, self._sizes(self.buckets), inputs)
-
-    def has_decode_steps(self) -> bool:
-        """Whether steps in which every sequence has one token have programs of their own."""
-        plan = self.plan
-        return bool(plan.passes or plan.dual_batch or plan.streaming or self.decode_buckets)
+    def bind_prompts(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
+        """The plan's steps with chunks of prompts, by size."""
+        return self.bind_steps(self.plan.prompt_steps(), inputs)
 
     def before_slots(self, slots: Slots) -> None:
         """Before each step: brings the tables that it reads up to date."""
@@ -262,27 +252,17 @@ class PagedRunner(ABC):
         assert not self.plan.is_open, "take the finished() runner"
         inputs = self.host_inputs(batch)
         self.slots = self.make_slots()
-        self.steps = self.prompt_steps(inputs)
+        self.steps = self.bind_prompts(inputs)
         self.routed_layers = routed_layers(self.steps[0].program)
-        self.decode_steps = self.steps
-        buckets = self.decode_buckets or self.buckets
-        if self.dual_batch:  # one sequence is no two lanes, and has a program
-            buckets = (1, *buckets)
-        if self.has_decode_steps():
-            sizes = self._sizes(buckets)
-            enough = next(T for T in sizes if self.max_num_seqs <= T)
-            sizes = [T for T in sizes if T <= enough]
-            self.decode_steps = self._bind_all(Phase.DECODE, sizes, inputs)
+        steps = self.plan.decode_steps() if self.decodes else ()
+        self.decode_steps = self.bind_steps(steps, inputs) or self.steps
 
-    def _sizes(self, buckets: Sequence[int]) -> list[int]:
-        most = self.max_num_batched_tokens
-        return sorted({*(T for T in buckets if T < most), most})
-
-    def _bind_all(
-        self, phase: Phase, sizes: Sequence[int], inputs: Mapping[str, torch.Tensor]
+    def bind_steps(
+        self, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]
     ) -> list[Executable]:
-        """A step of each size; the largest first, whose memory the others may share."""
-        return [self._step(self.compiled(phase, T), inputs) for T in reversed(sizes)][::-1]
+        """These steps; the largest first, whose memory the others may share."""
+        compiled = (self.compiled(s.phase, s.tokens, s.share) for s in reversed(steps))
+        return [self._step(each, inputs) for each in compiled][::-1]
 
     def _step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> Executable:
         step = self.make_step(compiled, inputs)

@@ -278,10 +278,8 @@ def test_two_lanes_draw_what_one_draws(tmp_path: Path, device: torch.device) -> 
             decoder = weights.readable(packer(pool), lambda *_: None)
         for lanes in (False, "auto"):
             sizes = 64, None, 6, 3, "generic"
-            runner = cuda_runner(
-                decoder, where, pool, *sizes, options=CudaOptions(experts="cpu", dual_batch=lanes)
-            )
-            runner.decode_buckets = (1,)
+            options = CudaOptions(experts="cpu", dual_batch=lanes, decode_buckets=(1,))
+            runner = cuda_runner(decoder, where, pool, *sizes, options=options)
             with Engine(runner) as engine:
                 found.append([r.token_ids for r in engine.generate(prompts, params)])
         assert [len(step.program.sizes) for step in runner.decode_steps] == [3, 5]
@@ -308,10 +306,9 @@ def test_drafts_draw_what_is_drawn_without(
     with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
-        options = CudaOptions(experts="cpu", dual_batch=lanes)
+        options = CudaOptions("cpu", dual_batch=lanes, buckets=(16,), decode_buckets=(1,))
         sizes = 64, 8, 16, 3, "generic"
         runner = cuda_runner(decoder, where, pool, *sizes, max_num_logits=16, options=options)
-        runner.buckets, runner.decode_buckets = (16,), (1,)
         with Engine(runner, threaded=False, drafter=lambda: drafter) as engine:
             plain = engine.generate(prompts, params)
             assert engine.stats.steps == 4

@@ -10,8 +10,6 @@ import torch
 
 from ...experts.cache import CachePolicy
 from ...planning.execution import ExecutionPlan, Phase
-from ...planning.placement import CPU
-from ...planning.prompt_sizes import HOST_BUCKETS, PromptSizes
 from ...planning.residency import Filled
 from ...runner.paged_runner import Executable
 from ...runner.slots import Slots
@@ -23,11 +21,6 @@ from .lane import CudaLane
 from .memory.experts import on_gpu
 from .resources import CudaResources
 from .streamed_runner import StreamedRunner
-
-DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
-PROMPT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
-"""Buckets of steps with chunks of prompts, besides the largest one: a step computes at most half
-as much again as it has tokens for, and experts nothing for padding."""
 
 
 class CudaRunner(CudaLane):
@@ -41,7 +34,6 @@ class CudaRunner(CudaLane):
         device: the last GPU, which samples.
     """
 
-    decode_buckets = DECODE_BUCKETS
     keeps_states = False
     pool: WorkerPool
 
@@ -50,7 +42,6 @@ class CudaRunner(CudaLane):
         self.gpus: Gpus = resources.gpus
         self.pinned = resources.pinned
         self.late_masks = waits_for_masks(self.device)
-        self.buckets = HOST_BUCKETS if plan.placement.experts == CPU else PROMPT_BUCKETS
 
     def finished(self) -> CudaRunner:
         if not self.plan.is_open:
@@ -75,23 +66,19 @@ class CudaRunner(CudaLane):
             self.slots.close()
         self.pinned.close()
 
-    def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
-        """Those whose experts are streamed are for more tokens than those of the CPU."""
-        sizes = self.plan.prompts
+    def bind_prompts(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
+        """Those in which all experts cross are another runner's, unless some layers have theirs on
+        the CPU."""
+        steps, sizes = self.plan.prompt_steps(), self.plan.prompts
         if sizes is None:
-            return super().prompt_steps(inputs)
-        own = self._bind_all(Phase.PROMPT, sizes.by_cpu, inputs)
-        for T, share in zip(sizes.split, sizes.shares, strict=True):
-            own.append(self._step(self.compiled(Phase.SPLIT, T, share), inputs))
-        streamed = self._streamed(sizes, inputs)
+            return self.bind_steps(steps, inputs)
+        own = self.bind_steps([step for step in steps if step.phase is not Phase.STREAMED], inputs)
+        across = [step for step in steps if step.phase is Phase.STREAMED]
+        if across and self.plan.streams_all(self.compiled().program):
+            self.prepare(inputs)
+            self.prefill_runner = StreamedRunner(self._resources, self.plan, self.slots)
+            self.prefill_runner.bind(self._batch)
+            streamed = self.prefill_runner.steps
+        else:
+            streamed = self.bind_steps(across, inputs)
         return [*own, *(step for step in streamed if step.program.sizes["T"] >= sizes.alone)]
-
-    def _streamed(self, sizes: PromptSizes, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
-        """Steps whose experts cross: of another runner, unless those of some layers stay on the
-        CPU."""
-        if not sizes.streamed or not self.plan.streams_all(self.compiled().program):
-            return self._bind_all(Phase.STREAMED, sizes.streamed, inputs)
-        self.prepare(inputs)
-        self.prefill_runner = runner = StreamedRunner(self._resources, self.plan, sizes, self.slots)
-        runner.bind(self._batch)
-        return runner.steps

@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 
 from ...planning.execution import ExecutionPlan, Phase
-from ...planning.prompt_sizes import PromptSizes
 from ...runner.batch import StepBatch, StepResult
 from ...runner.paged_runner import Executable
 from ...runner.slots import Slots
@@ -27,24 +26,19 @@ class StreamedRunner(CudaLane):
 
     Args:
         resources: the caches are there.
-        sizes: of its steps, and from which on they are for it.
+        plan: of the other runner; it says which steps are for this one.
         slots: of decode steps, whose experts are to be those that prompts take; None: none are.
     """
 
     largest = Phase.STREAMED
     high_priority = False
+    decodes = False
 
-    def __init__(
-        self,
-        resources: CudaResources,
-        plan: ExecutionPlan,
-        sizes: PromptSizes,
-        slots: Slots | None,
-    ) -> None:
+    def __init__(self, resources: CudaResources, plan: ExecutionPlan, slots: Slots | None) -> None:
         super().__init__(resources, replace(plan, passes=(), dual_batch=False))
-        self.min_tokens, self.min_alone = sizes.beside, sizes.alone
-        self.max_others = sizes.not_streamed
-        self.buckets, self._decode_slots = sizes.streamed, slots
+        assert plan.prompts is not None
+        self.min_tokens, self.min_alone = plan.prompts.beside, plan.prompts.alone
+        self.max_others, self._decode_slots = plan.prompts.not_streamed, slots
         # Not the stream of decode steps, which would wait for these.
         devices = resources.gpus.values() if resources.real else ()
         self._streams = [torch.cuda.Stream(device) for device in devices]
@@ -55,16 +49,14 @@ class StreamedRunner(CudaLane):
         with self._own_streams():
             super().bind(batch)
 
-    def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
-        steps = self._bind_all(Phase.STREAMED, self._sizes(self.buckets), inputs)
+    def bind_prompts(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
+        own = [step for step in self.plan.prompt_steps() if step.phase is Phase.STREAMED]
+        steps = self.bind_steps(own, inputs)
         if self._decode_slots is not None:
             for step in steps:
                 choices = {name: tensor.numpy() for name, tensor in step.outputs.items()}
                 self._decode_slots.add(step, step.program, choices)
         return steps
-
-    def has_decode_steps(self) -> bool:
-        return False
 
     def allocate(self) -> None:
         """The runner beside which this one runs has done so."""

@@ -12,10 +12,10 @@ from pykernels.errors import PykernelsError
 from ...experts.cache import BetweenSteps, CachePolicy
 from ...passes.on_ref import exact
 from ...planning.compile import Compiled
-from ...planning.execution import ExecutionPlan, Phase
+from ...planning.execution import ExecutionPlan
 from ...planning.lowerable import Lowerable
 from ...planning.residency import Filled
-from ...runner.paged_runner import Executable, PagedRunner
+from ...runner.paged_runner import PagedRunner
 from ...runner.slots import Slots, slot_specs
 from ...workers.pool import WorkerPool
 from ..cpu import weights as cpu
@@ -63,10 +63,6 @@ class RefRunner(PagedRunner):
         slots = Slots(program, self.plan.policy or CachePolicy(), filler)
         self.caches |= slots.tables
         return slots
-
-    def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
-        phase = Phase.STREAMED if self.plan.streaming else Phase.PROMPT
-        return self._bind_all(phase, self._sizes(self.buckets), inputs)
 
     def make_step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> RefExecutable:
         return RefExecutable(

@@ -15,7 +15,7 @@ from ..config import ExecutionConfig
 from ..execution import ExecutionPlan
 from ..lowerable import Lowerable, Pass
 from ..placement import CPU, Placement, place
-from ..prompt_sizes import PromptSizes
+from ..prompt_sizes import HOST_BUCKETS, PromptSizes
 from ..residency import Filled
 from .capacity import step_tokens
 from .dense import described
@@ -23,6 +23,10 @@ from .machine import Machine
 from .stream_budget import wanted_streaming
 from .with_rates import check_split, splits, with_rates
 
+DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+PROMPT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
+"""Buckets of steps with chunks of prompts, experts on the GPU: a step computes at most half as much
+again as it has tokens for, and experts nothing for padding."""
 HALF = 0.5
 """Share of the experts that cross where no rates are known: in Triton's interpreter."""
 
@@ -70,6 +74,8 @@ def plan_on_gpus(
         max_model_len=max_model_len,
         kernel=config.kernel,
         prefill=config.prefill,
+        buckets=HOST_BUCKETS if on_cpu else PROMPT_BUCKETS,
+        decode_buckets=DECODE_BUCKETS,
         policy=config.cache_policy,
     )
     tokens = sizes.tokens
