@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from runtime.experts.cache import CacheStats
 from runtime.passes.layers import moe_layers
 from runtime.planning.compile import compile
 from runtime.planning.execution import ExecutionPlan
-from runtime.planning.placement import CPU, Placement
+from runtime.planning.placement import CPU
 from runtime.program import Program
 from runtime.program.sizes import ONE_TOKEN, StepSizes
 from runtime.runner.paged_runner import PagedRunner
@@ -75,10 +74,9 @@ class LLM:
         return min(self.runner.max_model_len, places)
 
     @property
-    def gpu_experts(self) -> Mapping[int, Sequence[int]]:
-        """By layer, the experts that a GPU has beside all of them on the CPU."""
-        placement = getattr(self.runner, "placement", Placement())
-        return placement.cached
+    def gpu_experts(self) -> Mapping[str, Sequence[int]]:
+        """By the name of a layer's experts, those that a GPU has beside all of them on the CPU."""
+        return self.runner.plan.placement.experts_beside
 
     @property
     def expert_cache(self) -> CacheStats | None:
@@ -204,7 +202,7 @@ def placed_program(
         machine = Machine(free, CudaLayouts())
         placement = place_on(machine, weights.decoder, ONE_TOKEN, experts, *weights.placed)
         layers = {layer.experts.layer or 0: slots for layer in moe_layers(program) if slots}
-        plan = ExecutionPlan(sizes, replace(placement, slots=layers))
+        plan = ExecutionPlan(sizes, placement.with_slots(program, layers))
         return compile(weights.decoder, plan, tokens=tokens).program
 
 

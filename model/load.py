@@ -30,6 +30,7 @@ from runtime.planning.execution import largest_step
 from runtime.planning.lowerable import Pass
 from runtime.planning.option import SettingError, check_whole
 from runtime.planning.placement import Placement
+from runtime.planning.residency import Filled
 from runtime.program.sizes import StepSizes
 from runtime.workers.matrix import packer
 from runtime.workers.numa import nodes_to_use
@@ -101,7 +102,7 @@ def load_engine(
                 runner = make_runner(plan, execution.device, decoder, pool)
                 runner.load()
             with compiling(progress):
-                kernel = execution.kernel
+                kernel, runner = execution.kernel, runner.finished()
                 return LLM(runner, config, tokenizer, eos, pool, kernel, generation, engine)
         except BaseException:
             pool.close()
@@ -223,7 +224,7 @@ def _fitted(
     placement = placement_of(execution, weights.decoder, largest, *weights.placed)
     if execution.on_gpu:
         needed, smaller = weights.needed(placement), weights.smaller(placement)
-        needed += sum(placement.staged.values())
+        needed += sum(each.nbytes for each in placement.filled(Filled.EACH_STEP).values())
         memory.check_engine(needed, 0, 0, 0, smaller)
     return placement, largest_step(longest, pages, given, *most)
 

@@ -140,7 +140,7 @@ def _random(
         plan = make_plan(execution, decoder, positions, sizes, placement, passes)
         runner = make_runner(plan, execution.device, decoder, pool)
         runner.load()
-        timer = EngineTimer(runner, overlap=False)
+        timer = EngineTimer(runner.finished(), overlap=False)
         try:
             yield timer
         finally:

@@ -33,7 +33,7 @@ def make_plan(
     Args:
         max_model_len: positions that the model was made for, or fewer.
         sizes: see ``largest_step``; of 0 tokens: as many as pay on the device.
-        placement: of the model's nodes and experts; None: as ``config`` has them.
+        placement: of the model's nodes and weights; None: as ``config`` has them.
         passes: of the user, for the programs of decode steps.
 
     Raises:
@@ -51,6 +51,7 @@ def make_plan(
     plan = ExecutionPlan(
         sizes,
         deferred=config.deferred,
+        nodes=model.store.nodes,
         passes=tuple(passes),
         max_model_len=max_model_len,
         kernel=config.kernel,
@@ -61,11 +62,7 @@ def make_plan(
     streams = config.prefill == "stream"
     return replace(
         plan,
-        placement=replace(
-            placement or Placement(),
-            device=REF,
-            experts=CPU if config.experts == CPU else REF,
-        ),
+        placement=placement or Placement(REF, CPU if config.experts == CPU else REF),
         dual_batch=config.dual_batch is True,
         streaming=Streaming(Ring(), sizes.tokens, model.store.nodes) if streams else None,
     )
@@ -74,7 +71,8 @@ def make_plan(
 def make_runner(
     plan: ExecutionPlan, device: str, model: Lowerable, pool: WorkerPool
 ) -> PagedRunner:
-    """What runs a model by a plan that was made for the device; it is not loaded yet.
+    """What runs a model by a plan that was made for the device. Load it, then take the one that is
+    ``finished``.
 
     Raises:
         PykernelsError: what the device cannot do, or has no memory for.
@@ -83,6 +81,7 @@ def make_runner(
         return CpuRunner(model, plan, pool)
     if device == REF:
         return RefRunner(model, plan, pool)
+    from .devices.cuda.resources import CudaResources
     from .devices.cuda.runner import CudaRunner
 
-    return CudaRunner(model, plan, device, pool)
+    return CudaRunner(CudaResources.open(model, plan, device, pool), plan)

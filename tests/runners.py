@@ -10,11 +10,13 @@ from runtime.devices.cpu.runner import CpuRunner
 from runtime.devices.gpus import gpus_of
 from runtime.devices.ref.runner import RefRunner
 from runtime.experts.cache import CachePolicy
+from runtime.machine.nodes import ONE_NODE
 from runtime.make_runner import make_plan
 from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import largest_step
 from runtime.planning.lowerable import Pass
 from runtime.planning.placement import Placement
+from runtime.planning.residency import Residency
 from runtime.workers.pool import WorkerPool
 
 
@@ -35,7 +37,7 @@ def cpu_runner(
     )
     config = ExecutionConfig(kernel=kernel, defer=deferred)
     plan = make_plan(config, model, max_model_len, sizes, passes=passes)
-    return CpuRunner(model, plan, pool)
+    return CpuRunner(model, replace(plan, nodes=pool.memory), pool)
 
 
 def ref_runner(
@@ -57,9 +59,11 @@ def ref_runner(
         max_model_len, num_pages, max_num_batched_tokens, max_num_seqs, max_num_logits
     )
     config = ExecutionConfig("ref", defer=deferred, dual_batch=dual_batch, prefill=prefill)
-    placement = Placement(slots=slots or {})
+    placement = Placement("ref", "cpu" if config.experts == "cpu" else "ref")
+    placement = placement.with_slots(model.lower(), slots or {})
     plan = make_plan(config, model, max_model_len, sizes, placement, passes)
-    return RefRunner(model, replace(plan, policy=policy), pool)
+    nodes = ONE_NODE if pool is None else pool.memory
+    return RefRunner(model, replace(plan, policy=policy, nodes=nodes), pool)
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,9 @@ class CudaOptions:
     prefill: str = "cpu"
     slots: Mapping[int, int] | None = None
     policy: CachePolicy | None = None
-    staged: Mapping[str, int] = field(default_factory=dict)
+    crossing: Mapping[str, Residency] = field(default_factory=dict)
+    buckets: tuple[int, ...] | None = None
+    decode_buckets: tuple[int, ...] | None = None
 
 
 def cuda_runner(
@@ -91,8 +97,9 @@ def cuda_runner(
     max_num_logits: int | None = None,
     options: CudaOptions = CudaOptions(),  # noqa: B008 - frozen
 ) -> Any:
-    """A ``CudaRunner``; see ``gpus_of`` for its device."""
+    """A ``CudaRunner`` by a finished plan; see ``gpus_of`` for its device."""
     from runtime.devices.cuda.layouts import machine_of
+    from runtime.devices.cuda.resources import CudaResources
     from runtime.devices.cuda.runner import CudaRunner
     from runtime.planning.gpu.plan import place_on, plan_on_gpus
 
@@ -101,12 +108,10 @@ def cuda_runner(
     )
     machine = machine_of(gpus_of(device), model.store)
     placement = place_on(machine, model, sizes, options.experts, options.placed, options.by_layer)
-    placement = replace(
-        placement,
-        cached=options.gpu_experts or {},
-        slots=options.slots or {},
-        staged=options.staged,
-    )
+    program = model.lower()
+    placement = placement.with_experts(program, options.gpu_experts or {})
+    placement = placement.with_slots(program, options.slots or {})
+    placement = placement.with_residency(options.crossing)
     config = ExecutionConfig(
         "cuda:0",
         experts=options.experts,
@@ -116,4 +121,14 @@ def cuda_runner(
         kernel=kernel,
     )
     plan = plan_on_gpus(config, model, machine, max_model_len, sizes, placement, passes)
-    return CudaRunner(model, replace(plan, policy=options.policy), device, pool)
+    plan = replace(
+        plan,
+        policy=options.policy,
+        nodes=pool.memory,
+        buckets=options.buckets or plan.buckets,
+        decode_buckets=options.decode_buckets or plan.decode_buckets,
+    )
+    runner = CudaRunner(CudaResources.open(model, plan, device, pool), plan)
+    if plan.is_open:
+        runner.load()
+    return runner.finished()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
@@ -24,6 +23,7 @@ from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.make_runner import make_plan, make_runner
 from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import largest_step
+from runtime.planning.residency import Filled
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
 from runtime.runner.paged_runner import PagedRunner
@@ -162,7 +162,7 @@ class Ours:
         spin(self.pool, "cpu")  # not while they pack
         runner.load()
         self.load_seconds = round(self.load_seconds + time.perf_counter() - start, 2)
-        return EngineTimer(runner, target_itl_ms=target_itl_ms)
+        return EngineTimer(runner.finished(), target_itl_ms=target_itl_ms)
 
     def backend(self, kernel: str) -> str:
         """The kernel that "auto" stands for."""
@@ -197,7 +197,7 @@ def measure(
             "prefill_tok_s": round(load.prompt / median(prompts), 2),
             **asdict(found),
             "lanes": 2 if load.batch > 1 and timer.runner.dual_batch else 1,
-            "cached_experts": sum(len(e) for e in cached_of(timer.runner).values()),
+            "cached_experts": sum(map(len, timer.runner.plan.placement.experts_beside.values())),
             **cache_figures(timer.runner),
             "staged_gib": staged_gib(timer.runner),
             "deferred": timer.runner.deferred,
@@ -214,16 +214,10 @@ def spin(pool: WorkerPool, device: str) -> None:
     pool.spin_for(spin_budget(pool.driver_works and device == "cpu"))
 
 
-def cached_of(runner: PagedRunner) -> Mapping[int, Sequence[int]]:
-    """By layer, the experts that a GPU has beside those of the CPU."""
-    placement = getattr(runner, "placement", None)
-    return placement.cached if placement is not None else {}
-
-
 def staged_gib(runner: PagedRunner) -> float:
     """GiB of dense weights that cross to a GPU in each step."""
-    placement = getattr(runner, "placement", None)
-    return round(sum(placement.staged.values()) / 2**30, 3) if placement is not None else 0.0
+    crossing = runner.plan.placement.filled(Filled.EACH_STEP)
+    return round(sum(each.nbytes for each in crossing.values()) / 2**30, 3)
 
 
 def cache_figures(runner: PagedRunner) -> dict[str, float]:

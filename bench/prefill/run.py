@@ -90,16 +90,19 @@ def _row(timer: EngineTimer, tokens: int, rounds: int) -> Row:
 def _figures(timer: EngineTimer, tokens: int, seconds: float) -> Row:
     row: Row = {"tok_s": round(tokens / seconds, 1), "seconds": round(seconds, 5)}
     runner = timer.runner
-    if not isinstance(runner, CudaRunner) or not runner.link_bytes_per_s:
+    if not isinstance(runner, CudaRunner):
+        return row
+    streaming = runner.plan.streaming
+    if streaming is None or not streaming.link_bytes_per_s:
         return row
     found = crossing(runner, tokens)
     row |= {"steps": found.steps, "streamed_steps": found.streamed, "link_bytes": found.nbytes}
     if not found.streamed:
         return row
-    link_s = found.nbytes / runner.link_bytes_per_s
+    link_s = found.nbytes / streaming.link_bytes_per_s
     row |= {
         "link_gbps": round(found.nbytes / seconds / 1e9, 2),
-        "link_roof_gbps": round(runner.link_bytes_per_s / 1e9, 2),
+        "link_roof_gbps": round(streaming.link_bytes_per_s / 1e9, 2),
         "link_share": round(link_s / seconds, 4),
     }
     only = step_of(runner, tokens) if found.steps == 1 else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,9 @@ from .shared.common import Debug, command, out
 from .shared.model_options import Eager, Rules
 from .shared.options import Choose
 from .shared.session import status
+
+if TYPE_CHECKING:
+    from ..inspection.examine import Inspection
 
 _WIDE = 160
 """Columns of a table that goes to a pipe or a file: none is cut off."""
@@ -80,7 +83,6 @@ def inspect(
         from .. import EMBEDDED
         from ..hub import NAME, local
         from ..inspection.examine import examine
-        from ..inspection.report import summary, table
 
         which = model or str(EMBEDDED)
         if NAME.fullmatch(which):  # a shape has no slash in its name
@@ -95,7 +97,13 @@ def inspect(
         found = examine(which, rules, device, eager, where, *given)
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
-        return
+    else:
+        _show(found)
+
+
+def _show(found: Inspection) -> None:
+    from ..inspection.report import summary, table
+
     console = out()
     if not console.is_terminal:
         console.width = _WIDE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -14,7 +14,7 @@ from runtime.devices.gpus import gpus_of
 from runtime.passes.layers import check_routed, moe_layers
 from runtime.planning.execution import ExecutionPlan
 from runtime.planning.gpu.capacity import free_for_experts
-from runtime.planning.gpu.dense import staged_weights
+from runtime.planning.gpu.dense import crossing_weights
 from runtime.planning.gpu.machine import Machine
 from runtime.planning.gpu.plan import place_on, several_refused
 from runtime.planning.gpu.stream_budget import streaming_bytes
@@ -63,8 +63,8 @@ def place_beside(
     def plan_with(experts: str) -> ExecutionPlan:
         placement = place_on(machine, model, sizes, experts, placed, by_layer)
         plan = ExecutionPlan(sizes, placement)
-        staged = staged_weights(model, machine, plan, dense, sizes.tokens)
-        return replace(plan, placement=replace(placement, staged=staged))
+        crossing = crossing_weights(model, machine, plan, dense, sizes.tokens)
+        return replace(plan, placement=placement.with_residency(crossing))
 
     if cache:
         if asked:
@@ -82,7 +82,8 @@ def place_beside(
     if placement.experts != CPU:  # all fit
         return placement
     free = free_for_experts(model, machine, plan)
-    return replace(placement, cached=experts_beside(asked, model.lower(sizes), placement, free))
+    program = model.lower(sizes)
+    return placement.with_experts(program, experts_beside(asked, program, placement, free))
 
 
 def _place_slots(
@@ -111,14 +112,21 @@ def _place_slots(
         free -= streaming_bytes(model, machine, plan)[placement.device]
     rooms = {placement.device: free}
     chosen = experts_beside(cache, program, placement, rooms, "expert_cache")
-    return replace(placement, slots={layer: len(own) for layer, own in chosen.items()})
+    return _with_slots(placement, program, chosen)
 
 
-def slots_of(model: Lowerable, cache: int | str) -> dict[int, int]:
-    """By layer, slots on a device that has room for any number of them. Raises as ``choose``."""
-    program, room = model.lower(), {CPU: 1 << 62}
-    found = experts_beside(cache, program, Placement(), room, "expert_cache")
-    return {layer: len(own) for layer, own in found.items()}
+def with_slots(placement: Placement, model: Lowerable, cache: int | str) -> Placement:
+    """The placement with slots of each layer on its device, which has room for any number of them.
+    Raises as ``choose``."""
+    program, room = model.lower(), {placement.device: 1 << 62}
+    chosen = experts_beside(cache, program, placement, room, "expert_cache")
+    return _with_slots(placement, program, chosen)
+
+
+def _with_slots(
+    placement: Placement, program: Program, chosen: Mapping[int, Sequence[int]]
+) -> Placement:
+    return placement.with_slots(program, {layer: len(own) for layer, own in chosen.items()})
 
 
 def experts_beside(

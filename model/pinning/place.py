@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from runtime.passes.on_ref import REF
 from runtime.planning.config import ExecutionConfig
-from runtime.planning.placement import Placement
+from runtime.planning.placement import CPU, Placement
 from runtime.program.sizes import StepSizes
 from runtime.runner.paged_runner import Lowerable
 
@@ -44,8 +45,11 @@ def placement_of(
             prefill=config.prefill,
             dense=config.dense_gib,
         )
-    if config.slots:
-        from .beside import slots_of
+    if config.device == CPU:
+        return Placement()
+    placement = Placement(REF, CPU if config.experts == CPU else REF)
+    if not config.slots:
+        return placement
+    from .beside import with_slots
 
-        return Placement(slots=slots_of(model, config.slots))
-    return Placement()
+    return with_slots(placement, model, config.slots)

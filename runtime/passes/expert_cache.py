@@ -10,17 +10,19 @@ from collections.abc import Mapping
 
 from ..program import Program
 from ..program.weight_spec import WeightSpec
-from .gpu_experts import in_slots
+from .gpu_experts import BY_ROUTER, in_slots
 from .order import ordered
 
 
 @ordered
-def expert_cache(program: Program, slots: Mapping[int, int], device: str | None = None) -> Program:
+def expert_cache(
+    program: Program, slots: Mapping[int, int], devices: Mapping[int, str] = BY_ROUTER
+) -> Program:
     """The program with slots for experts on another device.
 
     Args:
         slots: by layer, how many it has.
-        device: that has the slots; None: that of the layer's router.
+        devices: by layer, that which has its slots; else that of the layer's router.
 
     Raises:
         PykernelsError: no such layer, more slots than experts; some are deferred or on that device
@@ -30,4 +32,4 @@ def expert_cache(program: Program, slots: Mapping[int, int], device: str | None 
     def room(layer: int, experts: WeightSpec) -> WeightSpec:
         return experts.slots(slots[layer])
 
-    return in_slots(program, [layer for layer in slots if slots[layer]], room, device)
+    return in_slots(program, [layer for layer in slots if slots[layer]], room, devices)

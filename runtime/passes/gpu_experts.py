@@ -21,16 +21,21 @@ from ..program.weight_spec import WeightSpec
 from .layers import MoELayer, moe_layers, rebuilt
 from .order import ordered
 
+BY_ROUTER: Mapping[int, str] = MappingProxyType({})
+"""Slots of each layer are on the device of its router."""
+
 
 @ordered
 def gpu_experts(
-    program: Program, chosen: Mapping[int, Sequence[int]], device: str | None = None
+    program: Program,
+    chosen: Mapping[int, Sequence[int]],
+    devices: Mapping[int, str] = BY_ROUTER,
 ) -> Program:
     """The program with some experts on another device, too.
 
     Args:
         chosen: by layer, the experts that begin in its slots, one a slot.
-        device: that has the slots; None: that of the layer's router.
+        devices: by layer, that which has its slots; else that of the layer's router.
 
     Raises:
         PykernelsError: experts or routed layers that there are not; some are deferred,
@@ -40,20 +45,20 @@ def gpu_experts(
     def some(layer: int, experts: WeightSpec) -> WeightSpec:
         return experts.some(chosen[layer])
 
-    return in_slots(program, [layer for layer in chosen if chosen[layer]], some, device)
+    return in_slots(program, [layer for layer in chosen if chosen[layer]], some, devices)
 
 
 def in_slots(
     program: Program,
     layers: Sequence[int],
     weight: Callable[[int, WeightSpec], WeightSpec],
-    device: str | None = None,
+    devices: Mapping[int, str] = BY_ROUTER,
 ) -> Program:
     """The program with the choices of some layers parted by a table of slots.
 
     Args:
         weight: of a layer and its experts, what is in its slots.
-        device: that has the slots; None: that of the layer's router.
+        devices: see ``gpu_experts``.
 
     Raises:
         PykernelsError: as ``gpu_experts``.
@@ -64,7 +69,12 @@ def in_slots(
             f"layer {unknown[0]} of {program.name!r} has no routed experts", "Leave it out"
         )
     parts = [
-        _part(program, routed[number], weight(number, _experts(program, routed[number])), device)
+        _part(
+            program,
+            routed[number],
+            weight(number, _experts(program, routed[number])),
+            devices.get(number),
+        )
         for number in layers
     ]
     behind = {part.router: part.place for part in parts}

@@ -8,7 +8,7 @@ weights or prints a program asks for the same ``Compiled``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ..machine.nodes import ONE_NODE, MemoryNodes
@@ -21,25 +21,11 @@ from ..passes.on_ref import REF, with_exact_caches
 from ..passes.stream_dense import stream_dense
 from ..program import Program
 from ..program.partition import partition
-from .execution import ExecutionPlan, Phase
+from .execution import ExecutionPlan, Phase, Step
 from .lowerable import Lowerable
 from .placement import CPU
+from .residency import NOWHERE_ELSE, Filled, Residency, residency
 from .work import Work, work
-
-
-@dataclass(frozen=True)
-class Step:
-    """Which step a program is made for.
-
-    Attributes:
-        tokens: T, its most.
-        share: of each layer's experts, those that cross in a split step.
-    """
-
-    phase: Phase
-    tokens: int
-    share: float = 0.0
-
 
 Stage = Callable[[Program, ExecutionPlan, Step], Program]
 
@@ -58,7 +44,8 @@ def _expert_slots(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     brings those that it takes most."""
     if step.phase is Phase.SPLIT:
         return program
-    if plan.placement.slots and step.phase is Phase.STREAMED and plan.streams_all(program):
+    changing = plan.placement.filled(Filled.BETWEEN_STEPS)
+    if changing and step.phase is Phase.STREAMED and plan.streams_all(program):
         return program
     return plan.placement.fill(program)
 
@@ -87,8 +74,9 @@ def _dual_batch(program: Program, plan: ExecutionPlan, step: Step) -> Program:
 
 
 def _stream_dense(program: Program, plan: ExecutionPlan, step: Step) -> Program:
-    staged = plan.placement.staged
-    return stream_dense(program, staged) if staged else program
+    crossing = plan.placement.filled(Filled.EACH_STEP)
+    sizes = {name: record.nbytes for name, record in crossing.items()}
+    return stream_dense(program, sizes) if sizes else program
 
 
 def _gpu_metadata(program: Program, plan: ExecutionPlan, step: Step) -> Program:
@@ -121,11 +109,13 @@ class Compiled:
         parts: the program of each device, with the submits and waits where they meet; the CPU's in
             slices where its workers are dealt over NUMA nodes.
         step: for which it was made; None: a program that somebody wrote.
+        decided: the plan's records of weights that are not simply on their device.
     """
 
     program: Program
     parts: Mapping[str, Program]
     step: Step | None = None
+    decided: Mapping[str, Residency] = field(default_factory=dict)
 
     def work(self, tokens: int = 1, context: int = 0) -> dict[str, Work]:
         """By node, the bytes that a step reads and what it computes (``planning.work``)."""
@@ -135,6 +125,10 @@ class Compiled:
             for name, each in work(part, tokens, context).items()
         }
 
+    def residency(self, device: str) -> dict[str, Residency]:
+        """By name, how a device has the weights that its part reads."""
+        return residency(self.parts[device], self.decided)
+
     @property
     def decodes(self) -> bool:
         """Whether every sequence of the step has one token."""
@@ -142,7 +136,11 @@ class Compiled:
 
     @classmethod
     def of(
-        cls, program: Program, nodes: MemoryNodes = ONE_NODE, step: Step | None = None
+        cls,
+        program: Program,
+        nodes: MemoryNodes = ONE_NODE,
+        step: Step | None = None,
+        decided: Mapping[str, Residency] = NOWHERE_ELSE,
     ) -> Compiled:
         """A program that its passes have been through, cut for its devices.
 
@@ -153,7 +151,7 @@ class Compiled:
             device: split_over_nodes(part, nodes) if device == CPU else part
             for device, part in partition(program).items()
         }
-        return cls(program, MappingProxyType(parts), step)
+        return cls(program, MappingProxyType(parts), step, decided)
 
 
 def rewritten(model: Lowerable, plan: ExecutionPlan, step: Step) -> Program:
@@ -186,4 +184,5 @@ def compile(
             plan names.
     """
     step = Step(phase, tokens, share)
-    return Compiled.of(rewritten(model, plan, step), plan.nodes, step)
+    program = rewritten(model, plan, step)
+    return Compiled.of(program, plan.nodes, step, plan.placement.residency)

@@ -1,8 +1,9 @@
 """How a model runs on a machine, as data: what ``compile`` makes programs by.
 
 A plan holds decisions and nothing that runs: no weight, no device, no clock. It follows from a
-model's sizes, the machine and what the user asks for; what is measured are rates, by which a plan
-is replaced by another one (``dataclasses.replace``).
+model's sizes, the machine and what the user asks for. What it leaves open is measured by
+calibration, once weights are there; rates make the finished plan of it (``gpu.with_rates``), by
+which runners are made.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from ..program import Program
 from ..program.sizes import ONE_TOKEN, StepSizes
 from .lowerable import Pass
 from .placement import Placement
+from .prompt_sizes import PromptSizes
 from .streaming import Streaming
+
+BUCKETS = 8, 64
+"""Tokens of steps: 8 = one GEMV tile, 64 = a full decode batch."""
 
 
 class Phase(StrEnum):
@@ -31,6 +36,20 @@ class Phase(StrEnum):
     """With chunks of prompts, all experts cross to a GPU (OSDI'26 3.1)."""
     SPLIT = "split"
     """With chunks of prompts, a share of the experts crosses (SMOE, Algorithm 1)."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Which step a program is made for.
+
+    Attributes:
+        tokens: T, its most.
+        share: of each layer's experts, those that cross in a split step.
+    """
+
+    phase: Phase
+    tokens: int = 1
+    share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -48,9 +67,16 @@ class ExecutionPlan:
         max_model_len: positions that the model was made for, or fewer.
         kernel: a backend of ``pykernels.registry``, or "auto".
         prefill: by which ways experts on the CPU may be computed for prompts: "cpu", "stream",
-            "split", or "auto": as rates say that are measured when programs are made.
-        measures_deferral: whether ``deferred`` is to become what keeps the CPU busy, as measured.
+            "split", or "auto": as rates say.
+        prompts: sizes of the steps of prompts by the way of their experts; None: those of
+            ``buckets``, all one way.
+        buckets: tokens of steps besides ``sizes.tokens``; ``decode_buckets``: of decode steps;
+            none: the same, and one program for both, unless passes tell them apart.
         policy: by which experts in slots change.
+        measures_deferral: whether ``deferred`` is yet to become what keeps the CPU busy, as
+            measured; ``measures_prompts``: likewise ``streaming`` and ``prompts``, which experts
+            can be pinned and what is fast.
+        decisions: what sizes and measurements have decided, and why, a line each.
     """
 
     sizes: StepSizes = ONE_TOKEN
@@ -63,8 +89,46 @@ class ExecutionPlan:
     max_model_len: int = 1
     kernel: str = "auto"
     prefill: str = "cpu"
-    measures_deferral: bool = False
+    prompts: PromptSizes | None = None
+    buckets: tuple[int, ...] = BUCKETS
+    decode_buckets: tuple[int, ...] = ()
     policy: CachePolicy | None = None
+    measures_deferral: bool = False
+    measures_prompts: bool = False
+    decisions: tuple[str, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is to be measured before a runner can be made."""
+        return self.measures_deferral or self.measures_prompts
+
+    def prompt_steps(self) -> tuple[Step, ...]:
+        """Those with chunks of prompts, way by way, by size."""
+        if self.prompts is None:
+            phase = Phase.PROMPT if self.streaming is None else Phase.STREAMED
+            return tuple(Step(phase, T) for T in self._up_to_most(self.buckets))
+        sizes = self.prompts
+        return (
+            *(Step(Phase.PROMPT, T) for T in sizes.by_cpu),
+            *(Step(Phase.SPLIT, *each) for each in zip(sizes.split, sizes.shares, strict=True)),
+            *(Step(Phase.STREAMED, T) for T in sizes.streamed),
+        )
+
+    def decode_steps(self) -> tuple[Step, ...]:
+        """Those in which no sequence has more than one token, by size; none: the others are theirs,
+        too."""
+        if not (self.passes or self.dual_batch or self.streaming or self.decode_buckets):
+            return ()
+        buckets = self.decode_buckets or self.buckets
+        if self.dual_batch:  # one sequence is no two lanes, and has a program
+            buckets = (1, *buckets)
+        sizes = self._up_to_most(buckets)
+        enough = next(T for T in sizes if self.sizes.sequences <= T)
+        return tuple(Step(Phase.DECODE, T) for T in sizes if enough >= T)
+
+    def _up_to_most(self, buckets: tuple[int, ...]) -> list[int]:
+        most = self.sizes.tokens
+        return sorted({*(T for T in buckets if most > T), most})
 
     def streams_all(self, program: Program) -> bool:
         """Whether streamed steps leave no experts to the CPU, and so need none of its workers.

@@ -11,15 +11,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from types import MappingProxyType
+from typing import Any
 
 from pykernels.errors import PykernelsError
 
 from ..passes.expert_cache import expert_cache
 from ..passes.gpu_experts import gpu_experts
+from ..passes.layers import moe_layers
 from ..program import Program
 from ..program.node import Node
 from ..program.weight_spec import WeightSpec
 from .config import EXPERTS
+from .residency import Filled, Residency
 
 CPU = "cpu"
 _NONE: Mapping[str, int] = MappingProxyType({})
@@ -27,28 +30,22 @@ _NONE: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Placement:
-    """The device of every node.
+    """The device of every node, and what is not simply there of its weights.
 
     Attributes:
         device: of all that no other attribute names; the first of several GPUs.
         experts: of the routed experts; on a GPU they are on that of their layer.
-        placed: weights whose nodes run elsewhere, by name.
-        cached: by layer, those of its experts that its GPU has besides, in slots.
         by_layer: GPUs of layers that are not on ``device``. What is in no layer is on the GPU of
             the layer before it: the head on the last one.
-        slots: by layer, slots of its GPU for experts that change from step to step; not beside
-            ``cached``.
-        staged: dense weights that lie in main memory and cross to their GPU in each step
-            (``passes.stream_dense``): by name, bytes in its layout.
+        residency: by name, records of the weights whose nodes run elsewhere than their layer, or
+            which do not stay where they run; of routed experts on the CPU, what a GPU has of them
+            besides: some from loading on, or slots, in all layers alike.
     """
 
     device: str = CPU
     experts: str = CPU
-    placed: Mapping[str, str] = field(default_factory=dict)
-    cached: Mapping[int, Sequence[int]] = field(default_factory=dict)
     by_layer: Mapping[int, str] = field(default_factory=dict)
-    slots: Mapping[int, int] = field(default_factory=dict)
-    staged: Mapping[str, int] = field(default_factory=dict)
+    residency: Mapping[str, Residency] = field(default_factory=dict)
 
     def of(self, program: Program) -> Iterator[tuple[Node, str]]:
         """Every node of a program, with its device."""
@@ -62,7 +59,8 @@ class Placement:
         """The device of a node whose layer is ``here``."""
         if node.op == "moe_ffn" and node.role == "routed":
             return CPU if self.experts == CPU else here
-        return next((self.placed[n] for n in node.weights.values() if n in self.placed), here)
+        named = (self.residency[n] for n in node.weights.values() if n in self.residency)
+        return next((record.device for record in named), here)
 
     def place(self, program: Program) -> Program:
         """The program with its nodes where they run."""
@@ -75,10 +73,52 @@ class Placement:
         Raises:
             PykernelsError: it has no such experts.
         """
-        device = None if self.by_layer else self.device
-        if self.slots:
-            return expert_cache(program, self.slots, device)
-        return gpu_experts(program, self.cached, device) if self.cached else program
+        named = _routed(program).items()
+        beside = {n: self.residency[name] for n, name in named if name in self.residency}
+        devices = {layer: record.device for layer, record in beside.items()}
+        if slots := {layer: record.slots for layer, record in beside.items() if record.slots}:
+            return expert_cache(program, slots, devices)
+        some = {layer: record.experts for layer, record in beside.items() if record.experts}
+        return gpu_experts(program, some, devices) if some else program
+
+    def filled(self, when: Filled) -> dict[str, Residency]:
+        """The records of weights that come to their device then."""
+        return {name: each for name, each in self.residency.items() if each.filled is when}
+
+    @property
+    def experts_beside(self) -> dict[str, tuple[int, ...]]:
+        """By name, the experts of layers that GPUs have for good beside all of them on the CPU."""
+        return {name: each.experts for name, each in self.residency.items() if each.experts}
+
+    def with_experts(self, program: Program, chosen: Mapping[int, Sequence[int]]) -> Placement:
+        """With experts on the GPU of their layer besides, for good.
+
+        Args:
+            program: any of the model's; ``chosen``: by layer of routed experts.
+        """
+        return self._beside(program, {n: {"experts": tuple(own)} for n, own in chosen.items()})
+
+    def with_slots(self, program: Program, slots: Mapping[int, int]) -> Placement:
+        """With so many slots on the GPU of each layer, for experts that change.
+
+        Args:
+            program: any of the model's; ``slots``: by layer of routed experts.
+        """
+        filled = Filled.BETWEEN_STEPS
+        return self._beside(program, {n: {"filled": filled, "slots": slots[n]} for n in slots})
+
+    def with_residency(self, records: Mapping[str, Residency]) -> Placement:
+        """With more records."""
+        return replace(self, residency={**self.residency, **records})
+
+    def _beside(self, program: Program, parts: Mapping[int, Mapping[str, Any]]) -> Placement:
+        names = _routed(program)
+        return self.with_residency(
+            {
+                names[layer]: Residency(self.by_layer.get(layer, self.device), **part)
+                for layer, part in parts.items()
+            }
+        )
 
     def weights(self, program: Program) -> Mapping[str, frozenset[str]]:
         """By weight, the devices whose nodes read it."""
@@ -131,7 +171,8 @@ def place(
         raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
 
     def beside(at: str) -> Placement:
-        one = Placement(next(iter(free)), at, placed)
+        records = {name: Residency(gpu) for name, gpu in placed.items()}
+        one = Placement(next(iter(free)), at, residency=records)
         if by_layer is not None:
             return replace(one, by_layer=_checked(program, one.device, by_layer, list(free)))
         return replace(one, by_layer=_dealt(program, one, free, size, caches))
@@ -142,6 +183,15 @@ def place(
     )
     dense = not any(node.op == "moe_ffn" and node.role == "routed" for node in program.nodes)
     return whole if fits or dense or experts == "gpu" else beside(CPU)
+
+
+def _routed(program: Program) -> dict[int, str]:
+    """By layer, the name of its routed experts."""
+    return {
+        layer.experts.layer: program.weight(layer.experts, "experts").name
+        for layer in moe_layers(program)
+        if layer.experts.layer is not None
+    }
 
 
 def _dealt(

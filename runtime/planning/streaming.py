@@ -28,6 +28,7 @@ class Streaming:
         nodes: that have a slice of the experts each.
         layers: whose experts are; None: all.
         room: bytes of a layer's experts in the layout of the device to which they cross.
+        link_bytes_per_s: that bring them, as measured; 0: nobody has.
     """
 
     ring: Ring
@@ -35,6 +36,7 @@ class Streaming:
     nodes: MemoryNodes = ONE_NODE
     layers: frozenset[int] | None = None
     room: Callable[[WeightSpec], int] = stored_bytes
+    link_bytes_per_s: float = 0.0
 
     def apply(self, program: Program) -> Program:
         """The program with its experts streamed."""

@@ -14,7 +14,7 @@ from pykernels.errors import PykernelsError
 
 from ..kv_cache.layout import PAGE
 from ..planning.compile import Compiled, compile
-from ..planning.execution import ExecutionPlan, Phase
+from ..planning.execution import ExecutionPlan, Phase, Step
 from ..planning.lowerable import Lowerable
 from ..planning.placement import CPU
 from ..planning.work import expert_bytes, weight_bytes
@@ -31,9 +31,6 @@ from .lane_inputs import LaneInputs
 from .routing import RoutedLayer
 from .sampling import SamplingInputs
 from .slots import Slots
-
-BUCKETS = 8, 64
-"""Token buckets besides ``max_num_batched_tokens``: 8 = one GEMV tile, 64 = a full decode batch."""
 
 
 class Executable(Protocol):
@@ -78,14 +75,10 @@ class PagedRunner(ABC):
     programs read a batch of the runner's own, which ``launch`` brings up to date.
 
     Attributes:
-        plan: how the model runs; measurements may replace it before programs are made.
+        plan: how the model runs; while it is open, weights are loaded by it and nothing else.
     """
 
     page_size = PAGE
-    buckets: Sequence[int] = BUCKETS
-    decode_buckets: Sequence[int] = ()
-    """Buckets of decode steps; none: those of other steps, and one program for both, unless the
-    plan has passes for decode steps."""
     pool: WorkerPool | None = None
     device = torch.device("cpu")
     """Where sampling keeps what penalties go by."""
@@ -101,10 +94,10 @@ class PagedRunner(ABC):
     """Whether masks are written while a step runs (``write_masks``)."""
     next_runs = False
     """See ``runner.batch.Runner``."""
+    decodes = True
+    """Whether it binds the plan's programs of decode steps."""
     caches: dict[str, torch.Tensor]
     """By name, the tensors of the "cache" buffers."""
-    decisions: Sequence[str] = ()
-    """What sizes and measurements have decided when the model was loaded, and why, a line each."""
     decode_queries = 1
     """Tokens of a sequence that programs of decode steps take; steps in which any has more run
     those of prompts."""
@@ -152,6 +145,11 @@ class PagedRunner(ABC):
         return self.plan.deferred
 
     @property
+    def decisions(self) -> Sequence[str]:
+        """What sizes and measurements have decided, and why, a line each."""
+        return self.plan.decisions
+
+    @property
     def dual_batch(self) -> bool:
         """Whether decode steps of two sequences or more have two lanes."""
         return self.plan.dual_batch
@@ -169,18 +167,18 @@ class PagedRunner(ABC):
         parts = self.compiled(tokens=self.max_num_batched_tokens).parts.values()
         self.weights.load(*((part, self.layouts(part)) for part in parts))
 
-    def choose_deferred(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        """Sets ``deferred`` before steps are made, where a device is to measure what pays."""
-        return
+    def finished(self) -> PagedRunner:
+        """The runner of the finished plan over the same memory: this one, unless its plan leaves
+        something open, which is measured then. Weights are loaded.
 
-    def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
-        """The steps with chunks of prompts, by size."""
-        return self._bind_all(Phase.PROMPT, self._sizes(self.buckets), inputs)
+        Raises:
+            PykernelsError: what was asked for cannot be.
+        """
+        return self
 
-    def has_decode_steps(self) -> bool:
-        """Whether steps in which every sequence has one token have programs of their own."""
-        plan = self.plan
-        return bool(plan.passes or plan.dual_batch or plan.streaming or self.decode_buckets)
+    def bind_prompts(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
+        """The plan's steps with chunks of prompts, by size."""
+        return self.bind_steps(self.plan.prompt_steps(), inputs)
 
     def before_slots(self, slots: Slots) -> None:
         """Before each step: brings the tables that it reads up to date."""
@@ -207,8 +205,8 @@ class PagedRunner(ABC):
     def make_step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> Executable:
         """What was compiled on this device, over the runner's caches and ``sizes``."""
 
-    def bind(self, batch: StepBatch) -> None:
-        """Makes the programs over arrays of the runner's own, and compiles what they need."""
+    def host_inputs(self, batch: StepBatch) -> dict[str, torch.Tensor]:
+        """By name, what programs read: arrays of the runner's own, of the sizes of a batch."""
         batch = self._batch = batch.like()
         arrays = {
             "tokens": batch.tokens,
@@ -231,29 +229,24 @@ class PagedRunner(ABC):
         if self.dual_batch and not self.copies_inputs:
             self._lanes = LaneInputs(inputs)
             inputs |= self._lanes.tensors
+        return inputs
+
+    def bind(self, batch: StepBatch) -> None:
+        """Makes the programs over arrays of the runner's own, and compiles what they need."""
+        assert not self.plan.is_open, "take the finished() runner"
+        inputs = self.host_inputs(batch)
         self.slots = self.make_slots()
-        self.choose_deferred(inputs)
-        self.steps = self.prompt_steps(inputs)
+        self.steps = self.bind_prompts(inputs)
         self.routed_layers = routed_layers(self.steps[0].program)
-        self.decode_steps = self.steps
-        buckets = self.decode_buckets or self.buckets
-        if self.dual_batch:  # one sequence is no two lanes, and has a program
-            buckets = (1, *buckets)
-        if self.has_decode_steps():
-            sizes = self._sizes(buckets)
-            enough = next(T for T in sizes if self.max_num_seqs <= T)
-            sizes = [T for T in sizes if T <= enough]
-            self.decode_steps = self._bind_all(Phase.DECODE, sizes, inputs)
+        steps = self.plan.decode_steps() if self.decodes else ()
+        self.decode_steps = self.bind_steps(steps, inputs) or self.steps
 
-    def _sizes(self, buckets: Sequence[int]) -> list[int]:
-        most = self.max_num_batched_tokens
-        return sorted({*(T for T in buckets if T < most), most})
-
-    def _bind_all(
-        self, phase: Phase, sizes: Sequence[int], inputs: Mapping[str, torch.Tensor]
+    def bind_steps(
+        self, steps: Sequence[Step], inputs: Mapping[str, torch.Tensor]
     ) -> list[Executable]:
-        """A step of each size; the largest first, whose memory the others may share."""
-        return [self._step(self.compiled(phase, T), inputs) for T in reversed(sizes)][::-1]
+        """These steps; the largest first, whose memory the others may share."""
+        compiled = (self.compiled(s.phase, s.tokens, s.share) for s in reversed(steps))
+        return [self._step(each, inputs) for each in compiled][::-1]
 
     def _step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> Executable:
         step = self.make_step(compiled, inputs)

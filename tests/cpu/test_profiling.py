@@ -21,11 +21,11 @@ from runtime.devices.cpu.routed import RoutedExperts
 from runtime.machine import tuning
 from runtime.machine.kept import DAY
 from runtime.machine.topology import Topology
-from runtime.planning.gpu.kept_rates import kept_rates
-from runtime.planning.gpu.prefill_rates import Rates
+from runtime.planning.prefill_rates import Rates
 from runtime.profiling import roofline, workload
 from runtime.profiling.roofline import LOOPS, ReadRoof
 from runtime.program import Program
+from runtime.runner.measured.kept_rates import kept_rates
 from runtime.workers.pool import make_pool
 
 from .routed import TWO_CORES

@@ -22,6 +22,7 @@ from runtime.passes import offload
 from runtime.planning.config import ExecutionConfig
 from runtime.planning.lowerable import Pass
 from runtime.planning.placement import Placement
+from runtime.planning.residency import Filled
 from runtime.program.sizes import StepSizes
 
 from ..model import tiny
@@ -193,9 +194,10 @@ def test_where_there_is_no_room_for_slots() -> None:
     with pytest.raises(PykernelsError, match="expert_cache=4 without a GPU"):
         model.load_engine(model.EMBEDDED, expert_cache=4)
     placed = place_beside(None, decoder, "cpu", sizes, "auto", cache=4)
-    assert placed.experts == "cpu" and set(placed.slots.values()) == {4}
+    slots = placed.filled(Filled.BETWEEN_STEPS).values()
+    assert placed.experts == "cpu" and {each.slots for each in slots} == {4}
     nodes = placed.fill(placed.place(program)).nodes
-    assert sum(node.role == "cached" for node in nodes) == len(placed.slots) == 5
+    assert sum(node.role == "cached" for node in nodes) == len(slots) == 5
 
 
 def test_what_a_policy_refuses() -> None:

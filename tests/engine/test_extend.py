@@ -99,12 +99,12 @@ def scaled(dims: str) -> Program:
 
 
 def test_passes_keep_a_weight_that_they_do_not_know_or_refuse_it(own_ops: None) -> None:
-    parted = gpu_experts(scaled("H"), {1: [3, 5]}, "cuda:0")
+    parted = gpu_experts(scaled("H"), {1: [3, 5]}, {1: "cuda:0"})
     one, other = [n for n in parted.nodes if n.layer == 1 and n.role in ("routed", "cached")]
     assert one.weights["scale"] == other.weights["scale"] == "scale"
     assert all("scale" in layer.experts.weights for layer in moe_layers(defer(scaled("H"), 2)))
     with pytest.raises(PykernelsError, match=r"weight scale is \[32\], not \[2\]"):
-        gpu_experts(scaled("E"), {1: [3, 5]}, "cuda:0")
+        gpu_experts(scaled("E"), {1: [3, 5]}, {1: "cuda:0"})
 
 
 def test_what_numa_nodes_cannot_slice_is_refused(own_ops: None) -> None:

@@ -15,6 +15,7 @@ from model.modules.moe import FusedMoE
 from model.opened import open_weights
 from model.pinning.beside import experts_beside
 from model.rules import default_rules
+from model.server.backend.parts import parts
 from pykernels.errors import PykernelsError
 from pykernels.quant import Format
 from runtime.engine import Engine, SamplingParams
@@ -138,6 +139,9 @@ def test_some_experts_of_a_layer_beside_those_of_the_cpu(
         with Engine(runner) as engine:
             [result] = engine.generate([ids], params)
             step: Any = runner.steps[0]
+            told = {part.device: part for part in parts(step.program, runner.slots)}
+            assert told.pop("cpu").pinned == 0
+            assert [part.pinned for part in told.values()] == [3]
             node = next(n for n in step.program.nodes if n.role == "cached")
             assert len(step.memory.weight(node, "experts").down) == 2
             assert logprob_error(result, truth) < BF16
@@ -274,10 +278,8 @@ def test_two_lanes_draw_what_one_draws(tmp_path: Path, device: torch.device) -> 
             decoder = weights.readable(packer(pool), lambda *_: None)
         for lanes in (False, "auto"):
             sizes = 64, None, 6, 3, "generic"
-            runner = cuda_runner(
-                decoder, where, pool, *sizes, options=CudaOptions(experts="cpu", dual_batch=lanes)
-            )
-            runner.decode_buckets = (1,)
+            options = CudaOptions(experts="cpu", dual_batch=lanes, decode_buckets=(1,))
+            runner = cuda_runner(decoder, where, pool, *sizes, options=options)
             with Engine(runner) as engine:
                 found.append([r.token_ids for r in engine.generate(prompts, params)])
         assert [len(step.program.sizes) for step in runner.decode_steps] == [3, 5]
@@ -304,10 +306,9 @@ def test_drafts_draw_what_is_drawn_without(
     with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
-        options = CudaOptions(experts="cpu", dual_batch=lanes)
+        options = CudaOptions("cpu", dual_batch=lanes, buckets=(16,), decode_buckets=(1,))
         sizes = 64, 8, 16, 3, "generic"
         runner = cuda_runner(decoder, where, pool, *sizes, max_num_logits=16, options=options)
-        runner.buckets, runner.decode_buckets = (16,), (1,)
         with Engine(runner, threaded=False, drafter=lambda: drafter) as engine:
             plain = engine.generate(prompts, params)
             assert engine.stats.steps == 4

@@ -3,6 +3,7 @@ of one GPU."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,9 @@ def test_several_gpus_draw_what_one_draws(
             decoder = weights.readable(packer(pool), lambda *_: None)
         for names in (every[:1], every):
             sizes = 64, None, 4, 2, "generic"
-            runner = cuda_runner(decoder, ",".join(names), pool, *sizes, options=options)
+            few = replace(options, decode_buckets=(1,))
+            runner = cuda_runner(decoder, ",".join(names), pool, *sizes, options=few)
             runner.load()
-            runner.decode_buckets = (1,)
             with Engine(runner) as engine:
                 found.append(engine.generate(PROMPTS, params))
             runner.close()

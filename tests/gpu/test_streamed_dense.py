@@ -3,6 +3,7 @@ no GPU: the truth is transformers' own model."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ from runtime.engine import Engine, SamplingParams
 from runtime.passes import keep_routing, stream_dense
 from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import ExecutionPlan
-from runtime.planning.gpu.dense import crossing_layers, staged_weights
+from runtime.planning.gpu.dense import crossing_layers, crossing_weights
 from runtime.planning.gpu.plan import place_on
+from runtime.planning.residency import Residency
 from runtime.program.sizes import StepSizes
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
@@ -59,8 +61,8 @@ def test_logprobs_are_transformers(
             machine = machine_of(gpus, decoder.store)
             placement = place_on(machine, decoder, StepSizes(pages=8), options.experts)
             plan = ExecutionPlan(StepSizes(1, 2, 4, 8, 4), placement)
-            every = staged_weights(decoder, machine, plan, 0)
-            options = CudaOptions(**{**vars(options), "staged": every})
+            every = crossing_weights(decoder, machine, plan, 0)
+            options = CudaOptions(**{**vars(options), "crossing": every})
             runner = cuda_runner(
                 decoder, where, pool, 64, None, 4, 2, "generic", max_num_logits=4, options=options
             )
@@ -91,14 +93,18 @@ def test_a_budget_is_kept(tmp_path: Path) -> None:
         machine = machine_of(gpus, decoder.store)
         placement = place_on(machine, decoder, StepSizes(pages=8), "cpu")
         plan = ExecutionPlan(sizes, placement)
-        every = staged_weights(decoder, machine, plan, 0)
+        every = _sizes(crossing_weights(decoder, machine, plan, 0))
         layer = sum(every.values()) // 6
-        some = staged_weights(decoder, machine, plan, 5 * layer / 2**30)
+        some = _sizes(crossing_weights(decoder, machine, plan, 5 * layer / 2**30))
         program = placement.place(keep_routing(decoder.lower(sizes.of(4))))
     assert sum(some.values()) == 3 * layer
-    assert staged_weights(decoder, machine, plan, "auto") == {}
+    assert crossing_weights(decoder, machine, plan, "auto") == {}
     once = stream_dense(program, some)
     with pytest.raises(PykernelsError, match="Apply it once"):
         stream_dense(once, some)
     with pytest.raises(PykernelsError, match="dense_gib='much'"):
         ExecutionConfig(dense_gib="much")
+
+
+def _sizes(records: Mapping[str, Residency]) -> dict[str, int]:
+    return {name: record.nbytes for name, record in records.items()}

@@ -16,19 +16,20 @@ from model.load import load_engine
 from model.opened import open_weights
 from pykernels.env import env
 from pykernels.errors import PykernelsError
-from runtime.devices.cuda.streaming import pin_experts
+from runtime.devices.cuda.memory.pinning import pin_experts
 from runtime.engine import Engine, SamplingParams
 from runtime.planning.compile import compile
 from runtime.planning.execution import Phase
-from runtime.planning.gpu.prefill_rates import (
+from runtime.planning.gpu.stream_budget import balanced_tokens
+from runtime.planning.gpu.with_rates import with_pinned
+from runtime.planning.prefill_rates import (
     Rates,
     balanced_share,
     choose,
     split_range,
     turning_point,
 )
-from runtime.planning.gpu.prompt_sizes import PromptSizes
-from runtime.planning.gpu.stream_budget import balanced_tokens
+from runtime.planning.prompt_sizes import PromptSizes
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool, make_pool
 
@@ -210,10 +211,10 @@ def test_layers_that_cannot_be_pinned_stay_on_the_cpu(tmp_path: Path, device: to
                 options=CudaOptions(experts="cpu", prefill="stream"),
             )
             program, system = runner.compiled(tokens=4).program, OneLayer()
-            assert runner.streaming is not None
-            found, reason = pin_experts(runner.streaming, program, decoder.store, cast(Any, system))
-    assert reason == "no more than that"
-    plan = replace(runner.plan, streaming=found)
+            assert runner.plan.streaming is not None
+            pinned = pin_experts(runner.plan.streaming, program, decoder.store, cast(Any, system))
+    with pytest.warns(UserWarning, match="of 1 of 2 layers are streamed .* no more than that"):
+        plan = with_pinned(runner.plan, program, *pinned)
     nodes = compile(decoder, plan, Phase.STREAMED, 4).program.nodes
     devices = {node.layer: node.device for node in nodes if node.role == "routed"}
     assert devices[0] != "cpu" and devices[1] == "cpu"
@@ -228,7 +229,8 @@ def test_rates_are_measured(tmp_path: Path) -> None:
         truth = made.reference(torch.tensor([ids])).logits[0].float().log_softmax(-1)
     with load_engine(tmp_path, device="cuda:0", experts="cpu", max_model_len=64) as llm:
         runner: Any = llm.runner
-        assert runner.link_bytes_per_s > 1e9 and runner.rates.stream_s > 0
+        assert runner.plan.streaming.link_bytes_per_s > 1e9
+        assert runner.plan.prompts is not None and "all cross in" in runner.decisions[0]
         assert runner.pinned.nbytes == sum(
             spec.nbytes for spec in runner.decode_steps[0].program.weights.values() if spec.moe
         )

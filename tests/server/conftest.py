@@ -144,7 +144,7 @@ class Scripted(FakeRunner):
     num_pages: int = 4096
     max_model_len: int = 8192
     max_num_batched_tokens: int = 512
-    steps = ()
+    decode_steps = ()
     pool = slots = None
     weight_bytes: int = 0
     texts: list[list[int]] = field(default_factory=list)

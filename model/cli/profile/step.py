@@ -103,13 +103,7 @@ def step(
         from runtime.devices.gpus import check_device
 
         check_device(execution.device)
-    check_plot(plot)
-    files = [write, plot or Path(str(write).removesuffix(".gz")).with_suffix(".png")]
-    if not is_installed("matplotlib"):
-        note("there is no picture beside the trace, because matplotlib is not installed")
-        files.pop()
-    for file in files:
-        _check_writable(file)
+    files = _written(write, plot)
     path = None if which.arch else model_path(which.model)
     execution = settled(execution)
     with err().status("loading, compiling, recording …", spinner_style="dim"):
@@ -146,10 +140,21 @@ def step(
         err().print(f"wrote {file}", style="dim", markup=False)
 
 
-def _check_writable(file: Path) -> None:
-    """Before minutes are spent: whether the file's folder is there."""
-    if not file.parent.is_dir():
-        raise PykernelsError(f"{file.parent} is no folder", "Make it, or give another --out")
+def _written(trace: Path, plot: Path | None) -> list[Path]:
+    """The trace, and the picture if it can be drawn.
+
+    Raises:
+        PykernelsError: their folder is not there; before minutes are spent.
+    """
+    check_plot(plot)
+    files = [trace, plot or Path(str(trace).removesuffix(".gz")).with_suffix(".png")]
+    if not is_installed("matplotlib"):
+        note("there is no picture beside the trace, because matplotlib is not installed")
+        files.pop()
+    for file in files:
+        if not file.parent.is_dir():
+            raise PykernelsError(f"{file.parent} is no folder", "Make it, or give another --out")
+    return files
 
 
 def _show(recorded: Recorded, kinds: list[Usage]) -> None:

@@ -52,8 +52,8 @@ class LocalModel:
 def facts_of(llm: LLM) -> ModelFacts:
     """What stays as it is of a model that an engine has."""
     runner, engine = llm.runner, llm.engine
-    program = runner.steps[0].program if runner.steps else None
-    found = () if program is None else parts(program, runner.slots, llm.gpu_experts)
+    program = runner.decode_steps[0].program if runner.decode_steps else None
+    found = () if program is None else parts(program, runner.slots)
     return ModelFacts(
         config=ConfigFacts(llm.config.model_type, getattr(llm.config, "bos_token_id", None)),
         settings=llm.settings,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -36,7 +35,7 @@ class CpuRunner(PagedRunner):
     layouts = staticmethod(layouts)
 
     def __init__(self, model: Lowerable, plan: ExecutionPlan, pool: WorkerPool) -> None:
-        super().__init__(model, replace(plan, nodes=pool.memory))
+        super().__init__(model, plan)
         self.pool = pool
         self._give_up = np.zeros(1, np.int64)
         # On several nodes interleaved: attention is cut by sequences and runs of keys, so any

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,12 +13,23 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu.common.stream_memory import supports as why_no_flags
 
 from ...kv_cache.layout import PAGE
+from ...machine.pinned import Pinned
+from ...planning.compile import Compiled
+from ...planning.execution import ExecutionPlan
+from ...planning.gpu.capacity import on_gpus
 from ...planning.lowerable import Lowerable
+from ...planning.placement import CPU
+from ...program import Program
 from ...program.sizes import StepSizes
+from ...program.weights import LayoutOf
 from ...runner.batch import DeviceLost
 from ...runner.paged_runner import LastStep
 from ...workers.pool import WorkerPool
-from ..gpus import Gpus, free_bytes, interpreted
+from ...workers.threads import spin_budget
+from ..gpus import Gpus, check_device, free_bytes, gpus_of, interpreted
+from .binders.attention import check_heads
+from .memory.buffers import allocated_caches
+from .memory.pinning import pin_dense
 
 
 @dataclass(frozen=True)
@@ -32,6 +43,7 @@ class CudaResources:
         sizes: of the largest step, and of the cache.
         caches: by buffer, on the GPUs; there before the first step is made.
         last_steps: the step that ended last, whoever ran it.
+        pinned: what crosses from main memory.
     """
 
     model: Lowerable
@@ -41,6 +53,44 @@ class CudaResources:
     sizes: StepSizes
     caches: dict[str, torch.Tensor]
     last_steps: deque[LastStep]
+    pinned: Pinned
+
+    @classmethod
+    def open(
+        cls, model: Lowerable, plan: ExecutionPlan, device: str, pool: WorkerPool
+    ) -> CudaResources:
+        """Those of the GPUs that ``device`` names; nothing is allocated yet.
+
+        Args:
+            device: "cuda:N", or several of them, "cuda:0,cuda:1", which have the layers in this
+                order; "cpu" in Triton's interpreter (``gpus_of``).
+            pool: runs what is on the CPU: experts.
+
+        Raises:
+            PykernelsError: no such GPU, a kernel that cannot run there, or a driver that lets it
+                not wait for the CPU.
+        """
+        check_device(device)
+        check_heads(model.lower())
+        gpus = gpus_of(device)
+        check_waits(gpus, pool if plan.placement.experts == CPU else None)
+        return cls(model, gpus, pool, plan.kernel, plan.sizes, {}, deque(maxlen=1), Pinned())
+
+    def allocate(self, compiled: Compiled, layouts: Callable[[Program], LayoutOf]) -> None:
+        """Allocates the caches that are not there, pins dense weights that cross in each step.
+
+        Args:
+            compiled: a step of any size; ``layouts``: of a part's weights.
+
+        Raises:
+            PykernelsError: they cannot be pinned.
+        """
+        if self.real:  # a layer of the GPU is shorter than waking a sleeper
+            self.pool.spin_for(spin_budget(driver_works=False))
+            for part in on_gpus(compiled.parts).values():
+                pin_dense(part, self.model.store, layouts(part), self.pinned)
+        missing = allocated_caches(compiled.program, self.gpus, self.caches)
+        self.caches.update(missing)
 
     @property
     def device(self) -> torch.device:

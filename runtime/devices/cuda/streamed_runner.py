@@ -12,44 +12,33 @@ from dataclasses import replace
 
 import torch
 
-from ...planning.compile import Compiled
 from ...planning.execution import ExecutionPlan, Phase
-from ...planning.gpu.prompt_sizes import PromptSizes
 from ...runner.batch import StepBatch, StepResult
-from ...runner.paged_runner import Executable, PagedRunner
+from ...runner.paged_runner import Executable
 from ...runner.slots import Slots
 from .executable import CudaExecutable
+from .lane import CudaLane
 from .resources import CudaResources
-from .step_maker import StepMaker
 
 
-class StreamedRunner(PagedRunner):
+class StreamedRunner(CudaLane):
     """See ``runner.batch.PrefillRunner``.
 
     Args:
         resources: the caches are there.
-        sizes: of its steps, and from which on they are for it.
-        deferred: experts of a token of an output that join one layer later.
+        plan: of the other runner; it says which steps are for this one.
         slots: of decode steps, whose experts are to be those that prompts take; None: none are.
     """
 
-    copies_inputs = True
+    largest = Phase.STREAMED
+    high_priority = False
+    decodes = False
 
-    def __init__(
-        self,
-        resources: CudaResources,
-        plan: ExecutionPlan,
-        sizes: PromptSizes,
-        slots: Slots | None,
-    ) -> None:
-        super().__init__(resources.model, replace(plan, passes=(), dual_batch=False))
-        self.min_tokens, self.min_alone = sizes.beside, sizes.alone
-        self.max_others = sizes.not_streamed
-        self.buckets, self.pool = sizes.streamed, resources.pool
-        self.device = resources.device
-        self._resources, self._decode_slots = resources, slots
-        self.last_steps = resources.last_steps
-        self._maker: StepMaker | None = None
+    def __init__(self, resources: CudaResources, plan: ExecutionPlan, slots: Slots | None) -> None:
+        super().__init__(resources, replace(plan, passes=(), dual_batch=False))
+        assert plan.prompts is not None
+        self.min_tokens, self.min_alone = plan.prompts.beside, plan.prompts.alone
+        self.max_others, self._decode_slots = plan.prompts.not_streamed, slots
         # Not the stream of decode steps, which would wait for these.
         devices = resources.gpus.values() if resources.real else ()
         self._streams = [torch.cuda.Stream(device) for device in devices]
@@ -60,32 +49,20 @@ class StreamedRunner(PagedRunner):
         with self._own_streams():
             super().bind(batch)
 
-    def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
-        steps = self._bind_all(Phase.STREAMED, self._sizes(self.buckets), inputs)
+    def bind_prompts(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
+        own = [step for step in self.plan.prompt_steps() if step.phase is Phase.STREAMED]
+        steps = self.bind_steps(own, inputs)
         if self._decode_slots is not None:
             for step in steps:
                 choices = {name: tensor.numpy() for name, tensor in step.outputs.items()}
                 self._decode_slots.add(step, step.program, choices)
         return steps
 
-    def has_decode_steps(self) -> bool:
-        return False
-
-    def make_step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
-        if self._maker is None:
-            with self._resources.enough_memory():
-                self._maker = StepMaker(
-                    self._resources,
-                    self.compiled(Phase.STREAMED, self.max_num_batched_tokens).program,
-                    inputs,
-                    self._sampling,
-                    self.sizes,
-                    high_priority=False,
-                )
-        return self._maker.make(compiled)
+    def allocate(self) -> None:
+        """The runner beside which this one runs has done so."""
 
     def launch(self, batch: StepBatch) -> None:
-        with self._resources.watched(), self._own_streams():
+        with self._own_streams():
             super().launch(batch)
 
     def ready(self) -> bool:
@@ -95,8 +72,7 @@ class StreamedRunner(PagedRunner):
         return step.ready()
 
     def result(self) -> StepResult:
-        with self._resources.watched():
-            found = super().result()
+        found = super().result()
         if self._decode_slots is not None:  # what prompts take says what decode steps will
             self._decode_slots.ended(self._executable, self.sizes.tolist(), False)
         return found

@@ -168,12 +168,12 @@ class RanksRunner(RefRunner):
             raise PykernelsError(
                 f"{ranks} ranks that stream prompts and defer experts", "Leave out one of both"
             )
-        super().__init__(model, replace(plan, streaming=None))
         self._streaming = plan.streaming
         self.ranks, self.striped, self.experts = ranks, striped and ranks > 1, experts
+        apart = self.striped or plan.streaming is not None  # decode steps are others
+        decode = plan.decode_buckets or (plan.buckets if apart else ())
+        super().__init__(model, replace(plan, streaming=None, decode_buckets=decode))
         self._ends = ThreadGroup(ranks).ranks if ends is None else ends
-        if self.striped:  # decode steps are others
-            self.decode_buckets = self.buckets
         self.caches = {}
         self._caches = [caches_of(own) for own in self._sharded(self._largest())]
 
@@ -195,9 +195,6 @@ class RanksRunner(RefRunner):
         if self.striped and not compiled.decodes:
             return StripedExecutable(program, programs, *bound)
         return RanksExecutable(programs, *bound)
-
-    def has_decode_steps(self) -> bool:
-        return self._streaming is not None or super().has_decode_steps()
 
     def _largest(self) -> Program:
         return self.compiled(tokens=self.max_num_batched_tokens).program

@@ -10,12 +10,12 @@ import torch
 from pykernels.errors import PykernelsError
 
 from ...experts.cache import BetweenSteps, CachePolicy
-from ...machine.nodes import ONE_NODE
 from ...passes.on_ref import exact
 from ...planning.compile import Compiled
-from ...planning.execution import ExecutionPlan, Phase
+from ...planning.execution import ExecutionPlan
 from ...planning.lowerable import Lowerable
-from ...runner.paged_runner import Executable, PagedRunner
+from ...planning.residency import Filled
+from ...runner.paged_runner import PagedRunner
 from ...runner.slots import Slots, slot_specs
 from ...workers.pool import WorkerPool
 from ..cpu import weights as cpu
@@ -43,8 +43,7 @@ class RefRunner(PagedRunner):
         plan: ExecutionPlan,
         pool: WorkerPool | None = None,
     ) -> None:
-        nodes = ONE_NODE if pool is None else pool.memory
-        super().__init__(model, replace(plan, nodes=nodes))
+        super().__init__(model, plan)
         self.pool = pool
         if plan.streaming and len(model.store.nodes) > 1:
             raise PykernelsError(
@@ -56,7 +55,7 @@ class RefRunner(PagedRunner):
         }
 
     def make_slots(self) -> Slots | None:
-        if not self.plan.placement.slots:
+        if not self.plan.placement.filled(Filled.BETWEEN_STEPS):
             return None
         program = self.compiled().program
         layers = [self.weights.get(s, cpu.HERE, exact_experts) for s in slot_specs(program)]
@@ -64,10 +63,6 @@ class RefRunner(PagedRunner):
         slots = Slots(program, self.plan.policy or CachePolicy(), filler)
         self.caches |= slots.tables
         return slots
-
-    def prompt_steps(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
-        phase = Phase.STREAMED if self.plan.streaming else Phase.PROMPT
-        return self._bind_all(phase, self._sizes(self.buckets), inputs)
 
     def make_step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> RefExecutable:
         return RefExecutable(

@@ -57,14 +57,12 @@ def free_beside_steps(
 
 def free_for_steps(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> dict[str, int]:
     """Bytes of each GPU that are left beside the weights that are yet to come and the cache."""
-    parts = compile(model, plan).parts
+    compiled = compile(model, plan)
     caches = model.caches(plan.sizes.pages, plan.sizes.state_slots)
-    staged = plan.placement.staged
     left: dict[str, int] = {}
     for gpu, free in machine.free.items():
-        part = parts[gpu]
-        names = {name for node in part.nodes for name in node.weights.values()} - staged.keys()
-        specs = [part.weights[name] for name in names]
+        part, records = compiled.parts[gpu], compiled.residency(gpu).items()
+        specs = [part.weights[name] for name, record in records if not record.crosses]
         missing = [spec for spec in specs if not machine.is_made(spec, gpu)]
         cached = sum(cache.nbytes for name, cache in caches.items() if name in part.buffers)
         left[gpu] = free - cached - sum(map(machine.layouts.weight_bytes, missing))

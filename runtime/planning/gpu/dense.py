@@ -9,19 +9,19 @@ from ...program import Program
 from ..compile import compile
 from ..execution import ExecutionPlan, Phase
 from ..lowerable import Lowerable
-from ..placement import Placement
+from ..residency import Filled, Residency
 from .capacity import STEP_TOKENS, free_for_steps, step_bytes
 from .machine import Machine
 
 
-def staged_weights(
+def crossing_weights(
     model: Lowerable,
     machine: Machine,
     plan: ExecutionPlan,
     asked: float | str,
     tokens: int | None = None,
-) -> dict[str, int]:
-    """The dense weights that cross in each step, as ``Placement.staged`` has them.
+) -> dict[str, Residency]:
+    """Records of the dense weights that cross in each step.
 
     Args:
         machine: in Triton's interpreter there is always room.
@@ -34,7 +34,7 @@ def staged_weights(
     if asked == "auto" and machine.real:
         steps = step_bytes(machine, compiled)
         free = {gpu: n - steps[gpu] for gpu, n in free_for_steps(model, machine, plan).items()}
-    staged: dict[str, int] = {}
+    found: dict[str, Residency] = {}
     for gpu in machine.free:
         layers = _by_layer(machine, compiled.parts[gpu])
         sizes = [sum(layer.values()) for layer in layers]
@@ -43,8 +43,11 @@ def staged_weights(
         else:
             budget = round(float(asked) * 2**30)
         for i in crossing_layers(sizes, budget):
-            staged |= layers[i]
-    return staged
+            found |= {
+                name: Residency(gpu, Filled.EACH_STEP, nbytes=nbytes)
+                for name, nbytes in layers[i].items()
+            }
+    return found
 
 
 def _by_layer(machine: Machine, part: Program) -> list[dict[str, int]]:
@@ -76,15 +79,19 @@ def crossing_layers(sizes: Sequence[int], budget: int) -> list[int]:
     return [*range(n)]
 
 
-def described(placement: Placement, program: Program) -> str:
-    """What crosses, as one line."""
+def described(records: Mapping[str, Residency], program: Program) -> str:
+    """What crosses, as one line.
+
+    Args:
+        records: of it.
+    """
     layers = {
         node.layer
         for node in program.nodes
-        if any(name in placement.staged for name in node.weights.values())
+        if any(name in records for name in node.weights.values())
     }
     every = {node.layer for node in program.nodes if node.layer is not None}
-    gib = sum(placement.staged.values()) / 2**30
+    gib = sum(record.nbytes for record in records.values()) / 2**30
     return (
         f"dense weights of {len(layers)} of {len(every)} layers, {gib:.1f} GiB, cross to the GPU in"
         " each step"

@@ -10,13 +10,25 @@ from pykernels.errors import PykernelsError
 
 from ...passes.layers import check_routed
 from ...program.sizes import StepSizes
+from ..compile import compile
 from ..config import ExecutionConfig
 from ..execution import ExecutionPlan
 from ..lowerable import Lowerable, Pass
 from ..placement import CPU, Placement, place
+from ..prompt_sizes import HOST_BUCKETS, PromptSizes
+from ..residency import Filled
 from .capacity import step_tokens
+from .dense import described
 from .machine import Machine
 from .stream_budget import wanted_streaming
+from .with_rates import check_split, splits, with_rates
+
+DECODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+PROMPT_BUCKETS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072)
+"""Buckets of steps with chunks of prompts, experts on the GPU: a step computes at most half as much
+again as it has tokens for, and experts nothing for padding."""
+HALF = 0.5
+"""Share of the experts that cross where no rates are known: in Triton's interpreter."""
 
 
 def plan_on_gpus(
@@ -40,7 +52,7 @@ def plan_on_gpus(
             for.
     """
     placement = placement or place_on(machine, model, sizes, config.experts)
-    if placement.slots and len(machine.free) > 1:
+    if placement.filled(Filled.BETWEEN_STEPS) and len(machine.free) > 1:
         raise PykernelsError(*several_refused("an expert cache"))
     on_cpu = placement.experts == CPU
     if config.dual_batch is True and not on_cpu:
@@ -62,19 +74,41 @@ def plan_on_gpus(
         max_model_len=max_model_len,
         kernel=config.kernel,
         prefill=config.prefill,
+        buckets=HOST_BUCKETS if on_cpu else PROMPT_BUCKETS,
+        decode_buckets=DECODE_BUCKETS,
         policy=config.cache_policy,
     )
     tokens = sizes.tokens
     streaming = wanted_streaming(config.prefill, model, machine, plan, tokens or None)
     if not tokens:
         tokens = streaming.tokens if streaming else step_tokens(model, machine, plan)
-    return replace(
+    plan = replace(
         plan,
         sizes=sizes.of(max(tokens, sizes.sequences)),
         streaming=streaming,
         deferred=config.deferred,
         measures_deferral=measured,
+        decisions=_decisions(model, plan),
     )
+    if streaming is None:
+        return plan
+    if machine.real:
+        return replace(plan, measures_prompts=True)
+    return _unmeasured(model, machine, plan)
+
+
+def _decisions(model: Lowerable, plan: ExecutionPlan) -> tuple[str, ...]:
+    crossing = plan.placement.filled(Filled.EACH_STEP)
+    return (described(crossing, compile(model, plan).program),) if crossing else ()
+
+
+def _unmeasured(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan with prompts by the way that was asked for, in Triton's interpreter."""
+    most, may_split = plan.sizes.tokens, splits(machine, plan, compile(model, plan).program)
+    check_split(plan, may_split)
+    if plan.prefill == "split":
+        return replace(plan, prompts=PromptSizes.split_only(most, lambda tokens: HALF))
+    return with_rates(plan, None, may_split)
 
 
 def place_on(

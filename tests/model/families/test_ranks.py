@@ -54,8 +54,7 @@ def engine_of(
         )
         sizes = largest_step(64, None, chunk, 4, chunk)
         plan = make_plan(config, llm.runner.model, 64, sizes)
-        runner = RanksRunner(llm.runner.model, plan, ranks, **options)
-        runner.buckets = (8,)
+        runner = RanksRunner(llm.runner.model, replace(plan, buckets=(8,)), ranks, **options)
         runner.load()
         yield Engine(runner, threaded=False), runner
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from .blocks import Shape, Staged, block_bytes, view, views
 from .weights import layouts
 
 Caches = Mapping[str, torch.Tensor]
+NONE: Caches = MappingProxyType({})
 
 
 def dtypes(program: Program) -> dict[str, torch.dtype]:
@@ -232,17 +234,20 @@ def kept_bytes(program: Program, device: str) -> int:
     return block_bytes(shapes) + 2 * ALIGN * len(shapes)
 
 
-def allocated_caches(program: Program, gpus: Gpus) -> dict[str, torch.Tensor]:
+def allocated_caches(program: Program, gpus: Gpus, there: Caches = NONE) -> dict[str, torch.Tensor]:
     """The caches of a model on its GPUs, and tables of its experts' slots.
 
     Args:
         program: any of the model's on its way to them (``passes.gpu.metadata``).
+        there: those that are allocated already.
     """
     tables = slot_tables(program)
     caches: dict[str, torch.Tensor] = {}
     for node in program.nodes:
         for name in node.reads:
-            if program.buffers[name].kind != "cache" or node.device not in gpus or name in caches:
+            if program.buffers[name].kind != "cache" or node.device not in gpus:
+                continue
+            if name in caches or name in there:
                 continue
             device = gpus[node.device]
             if name in tables:

@@ -10,10 +10,10 @@ from statistics import median
 
 import torch
 
-from ..kv_cache.layout import PAGE
-from ..planning.gpu.prefill_rates import Rates, balanced_share
-from ..program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
-from .paged_runner import Executable
+from ...kv_cache.layout import PAGE
+from ...planning.prefill_rates import Rates, balanced_share
+from ...program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
+from ..paged_runner import Executable
 
 MEASURED = 64, 256, 1024
 """Tokens of the steps that say what the CPU takes, alone and with a part of the experts."""

@@ -15,8 +15,8 @@ from pykernels.target import detect
 
 from ...machine.kept import kept
 from ...machine.tuning import slug
+from ...planning.prefill_rates import Rates
 from ...program import Program
-from .prefill_rates import Rates
 
 _VERSION = 1  # part of the file's name: raise it when kernels change so much that it is outdated
 _LINK = 0.1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .prefill_rates import Rates, split_range, turning_point
@@ -21,6 +22,7 @@ class PromptSizes:
 
     Attributes:
         by_cpu, split, streamed: sizes, in order.
+        shares: of the experts, those that cross in a split step, by its size.
         beside: a streamed step of so many tokens or more is faster than the CPU's, which it leaves
             to requests that decode meanwhile.
         alone: the same where none decodes, so that a step may be split.
@@ -31,6 +33,7 @@ class PromptSizes:
     streamed: tuple[int, ...]
     beside: int
     alone: int
+    shares: tuple[float, ...] = ()
 
     @classmethod
     def streamed_only(cls, most: int) -> PromptSizes:
@@ -38,9 +41,14 @@ class PromptSizes:
         return cls((), (), _up_to(STREAM_BUCKETS, 1, most), 1, 1)
 
     @classmethod
-    def split_only(cls, most: int) -> PromptSizes:
-        """Every step is split."""
-        return cls((), _up_to(SPLIT_BUCKETS, 1, most), (), most + 1, most + 1)
+    def split_only(cls, most: int, share: Callable[[int], float]) -> PromptSizes:
+        """Every step is split.
+
+        Args:
+            share: of the experts, those that cross in a step of so many tokens.
+        """
+        sizes = _up_to(SPLIT_BUCKETS, 1, most)
+        return cls((), sizes, (), most + 1, most + 1, tuple(map(share, sizes)))
 
     @classmethod
     def chosen(cls, rates: Rates, most: int, may_split: bool, sequences: int = 0) -> PromptSizes:
@@ -55,12 +63,14 @@ class PromptSizes:
         first = both.start if both else turn + 1
         last = both.stop - 1 if both else turn
         with_others = min(most, last + sequences)
+        split = _up_to(SPLIT_BUCKETS, first, with_others if both else last)
         return cls(
             _up_to((*HOST_BUCKETS, *STREAM_BUCKETS), 1, first - 1 if both else with_others),
-            _up_to(SPLIT_BUCKETS, first, with_others if both else last),
+            split,
             _up_to(STREAM_BUCKETS, turn + 1, most),
             turn + 1,
             last + 1,
+            tuple(map(rates.share, split)),
         )
 
     @property

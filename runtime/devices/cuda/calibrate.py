@@ -1,0 +1,165 @@
+"""Measures on GPUs what a plan leaves open, and finishes it by that."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+import torch
+
+from pykernels.gpu.moe.from_tiles import ExpertTiles, copy_experts
+from pykernels.quant.split import Experts
+
+from ...planning.compile import compile
+from ...planning.execution import ExecutionPlan, Phase
+from ...planning.gpu.with_rates import (
+    DecodeTimes,
+    check_split,
+    fits_split,
+    splits,
+    with_deferral,
+    with_link,
+    with_pinned,
+    with_rates,
+)
+from ...planning.prefill_rates import Rates
+from ...planning.streaming import Streaming
+from ...program import Program
+from ...program.step_inputs import STATE_SLOTS
+from ...program.weights import WeightStore
+from ...runner.batch import StepBatch
+from ...runner.measured.deferral import decode_times
+from ...runner.measured.kept_rates import kept_rates
+from ...runner.measured.prefill import measured_rates
+from ..cpu import weights as cpu
+from .executable import CudaExecutable
+from .lane import CudaLane
+from .layouts import machine_of
+from .memory.pinning import pin_experts
+from .resources import CudaResources
+
+_LINK_BYTES = 64 << 20
+_ROUNDS = 3
+
+
+def calibrated(resources: CudaResources, plan: ExecutionPlan) -> ExecutionPlan:
+    """The finished plan of an open one. Weights are there; what is allocated and pinned stays with
+    ``resources``, but for the memory of the steps that are measured.
+
+    Raises:
+        PykernelsError: experts that cannot cross as was asked for; no memory.
+    """
+    probe = Probe(resources, plan)
+    try:
+        if plan.measures_deferral:
+            program = compile(resources.model, plan).program
+            plan = with_deferral(plan, program, probe.decode_times(plan))
+        return _with_prompts(resources, plan, probe) if plan.measures_prompts else plan
+    finally:
+        probe.close()
+
+
+def _with_prompts(resources: CudaResources, plan: ExecutionPlan, probe: Probe) -> ExecutionPlan:
+    assert plan.streaming is not None
+    model, store = resources.model, resources.model.store
+    program = compile(model, plan).program
+    with torch.cuda.device(resources.device):
+        pinned = pin_experts(plan.streaming, program, store, resources.pinned)
+    plan = with_pinned(plan, program, *pinned)
+    if plan.streaming is None:
+        return plan
+    # One GPU waits for the other: what crosses to both takes as long as to one of them.
+    program, gpus = compile(model, plan).program, resources.gpus.values()
+    plan = with_link(plan, min(link_rate(plan.streaming, program, store, gpu) for gpu in gpus))
+    if plan.prefill == "stream":
+        return with_rates(plan, None, False)
+    may_split = probe.may_split(plan, program)
+    check_split(plan, may_split)
+    return with_rates(plan, probe.rates(plan, program, may_split), may_split)
+
+
+class Probe(CudaLane):
+    """Steps of a plan that is not finished, to be measured. They write to the cache's first places,
+    which nobody reads before they are written."""
+
+    def __init__(self, resources: CudaResources, plan: ExecutionPlan) -> None:
+        super().__init__(resources, plan)
+        sizes = plan.sizes
+        tables = np.zeros((sizes.sequences, sizes.table_pages), np.int64)
+        batch = StepBatch.allocate(sizes.tokens, sizes.sequences, sizes.logits, tables)
+        self._inputs: Mapping[str, torch.Tensor] = self.host_inputs(batch)
+
+    def close(self) -> None:
+        """Gives back the memory of the steps."""
+        if self._maker is not None and self._resources.real:
+            self._maker = None
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def step(
+        self, plan: ExecutionPlan, phase: Phase, tokens: int = 1, share: float = 0.0
+    ) -> CudaExecutable:
+        """One by a plan of the same sizes."""
+        return self.make_step(compile(self.model, plan, phase, tokens, share), self._inputs)
+
+    def decode_times(self, plan: ExecutionPlan) -> DecodeTimes | None:
+        """Of a step of one token; None: nothing of it is on the CPU."""
+        step = self.step(plan, Phase.DECODE)
+        if step.cpu is None:
+            return None
+        self.sizes[0], self.sizes[1], self.sizes[2] = 1, 1, 0
+        self._inputs["slot_mapping"][0] = self._inputs[STATE_SLOTS][0] = 0
+        return decode_times(step.program, step.cpu.jobs.jobs, step.run)
+
+    def may_split(self, plan: ExecutionPlan, program: Program) -> bool:
+        """Whether there are kernels for split steps, and memory beside that of streamed ones."""
+        machine = machine_of(self._resources.gpus, self.weights)
+        if not splits(machine, plan, program):
+            return False
+        self.prepare(self._inputs)
+        machine = machine_of(self._resources.gpus, self.weights)  # less than before the caches
+        return fits_split(self.model, machine, plan)
+
+    def rates(self, plan: ExecutionPlan, program: Program, may_split: bool) -> Rates:
+        """What steps of prompts cost by each way, measured or kept from an earlier load."""
+        assert plan.streaming is not None
+        stream_s = plan.streaming.nbytes(program) / plan.streaming.link_bytes_per_s
+        longest = min(plan.sizes.tokens, plan.max_model_len)
+
+        def step(tokens: int, share: float) -> CudaExecutable:
+            return self.step(plan, Phase.SPLIT if share else Phase.PROMPT, tokens, share)
+
+        measure = partial(
+            measured_rates,
+            step,
+            self._inputs,
+            self.sizes,
+            longest,
+            self.vocab_size,
+            stream_s,
+            may_split,
+        )
+        machine = self._resources.gpus.values(), self._resources.pool.threads, plan.kernel
+        return kept_rates(program, *machine, (longest, may_split), stream_s, measure)
+
+
+def link_rate(
+    streaming: Streaming, program: Program, store: WeightStore, device: torch.device
+) -> float:
+    """Bytes a second from pinned experts to a GPU, while nothing else runs."""
+    _, spec = next(streaming.experts(program))
+    held: Experts = store.get(spec, cpu.HERE, cpu.packed)
+    part = held.slices[0]
+    count = min(part.shape.E, max(1, _LINK_BYTES // part.bytes_per_expert))
+    tiles = ExpertTiles.empty(part.shape, part.fmt, part.down_fmt, count, device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.device(device):
+        copy_experts(part, range(count), tiles)  # the first one wakes the link
+        begin.record()
+        for _ in range(_ROUNDS):
+            copy_experts(part, range(count), tiles)
+        end.record()
+        end.synchronize()
+    return _ROUNDS * tiles.nbytes / max(1e-9, begin.elapsed_time(end) / 1e3)

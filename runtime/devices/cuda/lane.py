@@ -1,0 +1,76 @@
+"""Steps on GPUs of which none runs while another one does: they share inputs and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from ...planning.compile import Compiled
+from ...planning.execution import ExecutionPlan, Phase
+from ...program import Program
+from ...program.weights import LayoutOf
+from ...runner.batch import StepBatch, StepResult
+from ...runner.paged_runner import PagedRunner
+from .executable import CudaExecutable
+from .memory.buffers import dtypes
+from .memory.weights import layouts
+from .resources import CudaResources
+from .step_maker import StepMaker
+
+
+class CudaLane(PagedRunner):
+    """What runners on GPUs share.
+
+    Args:
+        resources: which other lanes use, too.
+
+    Attributes:
+        largest: phase of the largest step.
+        high_priority: whether its kernels go before those of other lanes.
+    """
+
+    copies_inputs = True
+    largest: ClassVar[Phase] = Phase.PROMPT
+    high_priority: ClassVar[bool] = True
+
+    def __init__(self, resources: CudaResources, plan: ExecutionPlan) -> None:
+        super().__init__(resources.model, plan)
+        self.pool, self.device = resources.pool, resources.device
+        self.caches, self.last_steps = resources.caches, resources.last_steps
+        self._resources = resources
+        self._maker: StepMaker | None = None
+
+    def layouts(self, program: Program) -> LayoutOf:
+        return layouts(program, self._resources.gpus, dtypes(program))
+
+    def make_step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
+        return self.prepare(inputs).make(compiled)
+
+    def prepare(self, inputs: Mapping[str, torch.Tensor]) -> StepMaker:
+        """Allocates what all steps share, once."""
+        if self._maker is None:
+            with self._resources.enough_memory():
+                self.allocate()
+                self._maker = StepMaker(
+                    self._resources,
+                    self.compiled(self.largest, self.max_num_batched_tokens).program,
+                    inputs,
+                    self._sampling,
+                    self.sizes,
+                    self.high_priority,
+                )
+        return self._maker
+
+    def allocate(self) -> None:
+        """Allocates and pins what the steps of all lanes share."""
+        self._resources.allocate(self.compiled(), self.layouts)
+
+    def launch(self, batch: StepBatch) -> None:
+        with self._resources.watched():
+            super().launch(batch)
+
+    def result(self) -> StepResult:
+        with self._resources.watched():
+            return super().result()

@@ -1,0 +1,1 @@
+"""Steps of a plan that are timed before it is finished."""
