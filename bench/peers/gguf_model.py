@@ -19,6 +19,8 @@ import torch
 
 from pykernels.quant import get_format
 
+from . import gguf_delta_nets
+
 TYPES = {
     "bf16": ("BF16", "MOSTLY_BF16"),
     "f16": ("F16", "MOSTLY_F16"),
@@ -41,7 +43,7 @@ TYPES = {
     "q6_k": ("Q6_K", "MOSTLY_Q6_K"),
 }
 """Our formats that GGUF stores alike: its names of the type and of a file of it."""
-FAMILIES = {"qwen3_moe": "qwen3moe", "mixtral": "llama"}
+FAMILIES = {"qwen3_moe": "qwen3moe", "mixtral": "llama", **gguf_delta_nets.ARCHITECTURES}
 """``model_type``s that are written, and llama.cpp's names for them."""
 _ROWS = 128
 
@@ -55,7 +57,8 @@ class Tensor:
 
     @property
     def is_float32(self) -> bool:
-        return len(self.shape) == 1 or "ffn_gate_inp" in self.name
+        exact = "ffn_gate_inp" in self.name or gguf_delta_nets.is_float32(self.name)
+        return len(self.shape) == 1 or exact
 
 
 def tensors(config: Any) -> Iterator[Tensor]:
@@ -64,23 +67,32 @@ def tensors(config: Any) -> Iterator[Tensor]:
     yield Tensor("token_embd.weight", (s.V, s.H))
     yield Tensor("output_norm.weight", (s.H,))
     yield Tensor("output.weight", (s.V, s.H))
-    shapes: dict[str, tuple[int, ...]] = {
-        "attn_norm": (s.H,),
-        "attn_q": (s.NH * s.D, s.H),
-        "attn_k": (s.KVH * s.D, s.H),
-        "attn_v": (s.KVH * s.D, s.H),
-        "attn_output": (s.H, s.NH * s.D),
-        "ffn_norm": (s.H,),
-        "ffn_gate_inp": (s.E, s.H),
-        "ffn_gate_exps": (s.E, s.I, s.H),
-        "ffn_up_exps": (s.E, s.I, s.H),
-        "ffn_down_exps": (s.E, s.H, s.I),
+    experts = {
+        "ffn_gate_exps.weight": (s.E, s.I, s.H),
+        "ffn_up_exps.weight": (s.E, s.I, s.H),
+        "ffn_down_exps.weight": (s.E, s.H, s.I),
     }
-    if config.model_type == "qwen3_moe":
-        shapes |= {"attn_q_norm": (s.D,), "attn_k_norm": (s.D,)}
     for layer in range(config.num_hidden_layers):
-        for name, shape in shapes.items():
-            yield Tensor(f"blk.{layer}.{name}.weight", shape)
+        if config.model_type in gguf_delta_nets.ARCHITECTURES:
+            shapes = gguf_delta_nets.shapes(config, layer)
+        else:
+            shapes = _attention_layer(s, config.model_type == "qwen3_moe")
+        for name, shape in (shapes | experts).items():
+            yield Tensor(f"blk.{layer}.{name}", shape)
+
+
+def _attention_layer(s: _Sizes, norms: bool) -> dict[str, tuple[int, ...]]:
+    """The tensors of one layer but its experts; ``norms``: of queries and keys."""
+    found: dict[str, tuple[int, ...]] = {
+        "attn_norm.weight": (s.H,),
+        "attn_q.weight": (s.NH * s.D, s.H),
+        "attn_k.weight": (s.KVH * s.D, s.H),
+        "attn_v.weight": (s.KVH * s.D, s.H),
+        "attn_output.weight": (s.H, s.NH * s.D),
+        "ffn_norm.weight": (s.H,),
+        "ffn_gate_inp.weight": (s.E, s.H),
+    }
+    return found | ({f"attn_{part}_norm.weight": (s.D,) for part in "qk"} if norms else {})
 
 
 def write_model(config: Any, fmt: str, path: Path, vocabulary: bool = False) -> None:
@@ -102,17 +114,21 @@ def write_model(config: Any, fmt: str, path: Path, vocabulary: bool = False) -> 
     w.add_block_count(config.num_hidden_layers)
     w.add_context_length(config.max_position_embeddings)
     w.add_embedding_length(s.H)
-    w.add_feed_forward_length(config.intermediate_size)
+    if (size := getattr(config, "intermediate_size", None)) is not None:
+        w.add_feed_forward_length(size)
     w.add_head_count(s.NH)
     w.add_head_count_kv(s.KVH)
     w.add_key_length(s.D)
     w.add_value_length(s.D)
-    w.add_rope_dimension_count(s.D)
+    if config.model_type in gguf_delta_nets.ARCHITECTURES:
+        gguf_delta_nets.add_metadata(w, config)
+    else:
+        w.add_rope_dimension_count(s.D)
     w.add_rope_freq_base(1e6)
     w.add_layer_norm_rms_eps(config.rms_norm_eps)
     w.add_expert_count(s.E)
     w.add_expert_used_count(config.num_experts_per_tok)
-    if config.model_type == "qwen3_moe":
+    if config.model_type != "mixtral":
         w.add_expert_feed_forward_length(s.I)
     w.add_vocab_size(s.V)
     if vocabulary:
@@ -202,7 +218,7 @@ class _Sizes:
 def _data(tensor: Tensor, fmt: str) -> Any:
     """Norms are ones; a matrix has variance 1 / K."""
     if len(tensor.shape) == 1:
-        return np.ones(tensor.shape, np.float32)
+        return np.full(tensor.shape, gguf_delta_nets.value_of(tensor.name), np.float32)
     K, rows = tensor.shape[-1], int(np.prod(tensor.shape[:-1]))
     random = np.random.default_rng(rows + K)
     base = random.standard_normal((min(rows, _ROWS), K), np.float32) / np.float32(K**0.5)

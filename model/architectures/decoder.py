@@ -23,7 +23,7 @@ from runtime.program.weight_spec import WeightSpec
 from runtime.program.weights import WeightStore
 
 from .attention import MLA, Attention, eps_of
-from .families import FAMILIES, check_lowered
+from .families import check_lowered, family_of
 from .mixer import mixer
 from .moe import Dense, MoE, experts_of
 from .schema import Schema
@@ -233,7 +233,7 @@ def make_decoder(
         store=store,
         table=table,
         layers=tuple(_layer(model, i, specs) for i in range(len(inner.layers))),
-        norm=specs.vector("model.norm.weight", FAMILIES[config.model_type].norm_change),
+        norm=specs.vector("model.norm.weight", family_of(config).norm_change),
         head=head,
         head_bias=specs.tensor("lm_head.bias"),
         eps=eps_of(inner.norm),
@@ -246,7 +246,7 @@ def make_decoder(
 def _layer(model: PreTrainedModel, i: int, specs: Specs) -> Layer:
     """The weights of one layer."""
     layer, name = model.model.layers[i], f"model.layers.{i}"
-    family = FAMILIES[model.config.model_type]
+    family = family_of(model.config)
     mlp: Dense | MoE
     if experts_of(layer.mlp) is not None:
         mlp = MoE.make(layer.mlp, f"{name}.mlp", specs, family)

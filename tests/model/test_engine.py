@@ -52,6 +52,8 @@ def logits(llm: LLM, ids: torch.Tensor) -> torch.Tensor:
         "logits_indices": torch.arange(T),
         "page_table": torch.arange(pages)[None],
     }
+    if lowered.states:
+        inputs["query_lengths"] = torch.tensor([T])
     caches = {name: part.zeros() for name, part in lowered.caches(pages).items()}
     step = CpuExecutable(program, llm.runner.weights, llm.pool, inputs, caches)
     step.sizes[:] = torch.tensor([T, 1, T])

@@ -1,7 +1,7 @@
 """``attn_qkv``, queries, keys and values one below the other, as the three tensors that it holds.
 
 llama.cpp's converter writes it with ``--fuse-qkv``; its loader takes either
-(``create_tensor_qkv``).
+(``create_tensor_qkv``). Of a layer with a gated delta net it is a matrix of the model's own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ..tensors.safetensors import TensorInfo
 from .metadata import Metadata
+from .names import DELTA_NETS
 
 _FUSED = ".attn_qkv."
 
@@ -17,14 +18,15 @@ _FUSED = ".attn_qkv."
 def split_qkv(tensors: dict[str, TensorInfo], meta: Metadata) -> dict[str, TensorInfo]:
     """The tensors, with those of that name cut between their rows."""
     found: dict[str, TensorInfo] = {}
+    gated = meta.architecture in DELTA_NETS  # queries have their gates beside them
     for name, info in tensors.items():
-        if _FUSED not in name:
+        if _FUSED not in name or name.replace(_FUSED, ".ssm_conv1d.") in tensors:
             found[name] = info
             continue
         heads = meta.count("attention.head_count")
         kv_heads = meta.count("attention.head_count_kv", heads)
-        sizes = {"q": heads, "k": kv_heads, "v": kv_heads}
-        rows, every = info.shape[0], heads + 2 * kv_heads
+        sizes = {"q": heads * (2 if gated else 1), "k": kv_heads, "v": kv_heads}
+        rows, every = info.shape[0], sum(sizes.values())
         if not every or rows % every:  # the load plan finds a tensor without a place
             found[name] = info
             continue

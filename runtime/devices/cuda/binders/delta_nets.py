@@ -6,6 +6,8 @@ and in which slots their states, it reads from the step's inputs, so that it can
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from pykernels.gpu.delta_net.causal_conv1d import causal_conv1d as convolve
@@ -38,18 +40,14 @@ def delta_gates(m: Memory, node: Node) -> Launch:
 
 
 def gated_delta_rule(m: Memory, node: Node) -> Launch:
-    state, HK, scale, eps = (
-        m.read(node, "delta"),
-        node.attr("HK"),
-        node.attr("scale"),
-        node.attr("eps"),
-    )
+    state, HK = m.read(node, "delta"), node.attr("HK")
+    how: Any = {name: node.attr(name) for name in ("scale", "eps", "tiled")}
     HV, DK, DV = state.shape[1:]
     q, k, v = m.read(node, "qkv").split([HK * DK, HK * DK, HV * DV], 1)
     heads = q.unflatten(1, (HK, DK)), k.unflatten(1, (HK, DK)), v.unflatten(1, (HV, DV))
     gates = m.read(node, "g"), m.read(node, "beta")
     batch, out = _batch(m, node), m.written(node, "out").view(-1, HV, DV)
-    return lambda: void(remember(*heads, *gates, state, batch, scale=scale, eps=eps, out=out))
+    return lambda: void(remember(*heads, *gates, state, batch, **how, out=out))
 
 
 def gated_rms_norm(m: Memory, node: Node) -> Launch:
