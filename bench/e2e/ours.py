@@ -31,7 +31,11 @@ from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool, make_pool
 from runtime.workers.threads import spin_budget
 
-EXPERTS = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts"}
+EXPERTS = {
+    "lfm2_moe": "num_experts",
+    "mixtral": "num_local_experts",
+    "qwen3_moe": "num_experts",
+}
 """What a family's configuration calls E; the others: ``n_routed_experts``."""
 
 
