@@ -23,7 +23,7 @@ from runtime.program.weight_spec import WeightSpec
 from runtime.program.weights import WeightStore
 
 from .attention import MLA, Attention, eps_of
-from .families import FAMILIES, check_lowered
+from .families import check_lowered, family_of
 from .mixer import mixer
 from .moe import Dense, MoE, experts_of
 from .schema import Schema
@@ -219,7 +219,7 @@ def make_decoder(
     config: Any = model.config
     check_lowered(config)
     inner, specs = model.model, Specs(schema)
-    family = FAMILIES[config.model_type]
+    family = family_of(config)
     names = family.names
     with torch.device("cpu"):  # whatever the default is
         rotary = type(getattr(inner, names.rotary))(config)  # its frequencies are in no checkpoint
@@ -248,7 +248,7 @@ def make_decoder(
 def _layer(model: PreTrainedModel, i: int, specs: Specs) -> Layer:
     """The weights of one layer."""
     layer, name = model.model.layers[i], f"model.layers.{i}"
-    family = FAMILIES[model.config.model_type]
+    family = family_of(model.config)
     names, change = family.names, family.norm_change
     block, within = getattr(layer, names.mlp), f"{name}.{names.mlp}"
     mlp: Dense | MoE

@@ -42,9 +42,10 @@ def check(
     state: torch.Tensor,
     bound: tuple[float, float],
     state_bound: tuple[float, float],
+    **how: bool,
 ) -> None:
     """Results and states, which are float32, are transformers', and nothing else was written."""
-    truth, states = step.expected()
+    truth, states = step.expected(**how)
     here = is_real_row(step.batch, len(out))
     assert_rows(out[here], truth[here], bound)
     assert out[~here].isnan().all()
@@ -63,6 +64,16 @@ def test_the_rule_is_transformers(chunked: bool, dtype: torch.dtype, device: tor
     assert gated_delta_rule(*ours.inputs, ours.batch, out=out, plan=plan) is out
     ours_of = [bounds(x, device, chunked) for x in (dtype, dtype if chunked else FLOAT)]
     check(step, out, ours.state, *ours_of)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_value_heads_may_go_over_key_heads_in_turns(chunked: bool, device: torch.device) -> None:
+    step = DeltaStep.random(((3, 5, 2), (1, 2, 0)), 2, 4, 32, 32, device=device)
+    ours, out = step.fresh(), torch.full_like(step.v, torch.nan)
+    plan = DeltaRulePlan(chunked)
+    gated_delta_rule(*ours.inputs, ours.batch, out=out, plan=plan, tiled=True)
+    bound = bounds(FLOAT, device, chunked)
+    check(step, out, ours.state, bound, bound, tiled=True)
 
 
 def test_a_sequence_goes_on_from_its_state(device: torch.device) -> None:

@@ -85,9 +85,15 @@ def test_what_is_not_lowered_says_why(case: str) -> None:
     assert found is not None and reason in found
 
 
-def test_the_text_part_of_a_model_with_a_vision_tower_runs(tmp_path: Path) -> None:
+HEADS = {"head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_text_part_of_a_model_with_a_vision_tower_runs(
+    fp8: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     """Under the names and with the configuration that the hub has."""
-    made = tiny.make(tmp_path, "qwen3_5_moe_text", shards=1)
+    made = tiny.make(tmp_path, "qwen3_5_moe_text", shards=1, fp8=fp8, **(HEADS if fp8 else {}))
 
     def as_the_hub(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.startswith("model.")]:
@@ -98,12 +104,19 @@ def test_the_text_part_of_a_model_with_a_vision_tower_runs(tmp_path: Path) -> No
 
     change_tensors(tmp_path, as_the_hub)
     text = json.loads((tmp_path / "config.json").read_text())
+    quantization = text.pop("quantization_config", None)
     whole = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {"depth": 1}}
+    if fp8:
+        left = ["lm_head", "model.visual.blocks.0.norm1", "model.language_model.layers.0.mlp.gate"]
+        whole["quantization_config"] = {**quantization, "modules_to_not_convert": left}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     prompt = list(range(2, 40))
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with model.load_engine(tmp_path, max_model_len=64, threads=1, device="ref") as llm:
         ((found,),) = (each.completions for each in llm.engine.generate([prompt], params))
+    notes = [str(each.message) for each in recwarn]
+    for part in ("multi-token prediction are left out", "vision tower is left out"):
+        assert sum(part in note for note in notes) == 1
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     want = made.reference.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
     assert list(found.token_ids) == want.tolist()

@@ -13,11 +13,12 @@ from . import hyperparameters
 from .families import FAMILIES, Config
 from .files import GGUF
 from .metadata import Metadata, kv_heads
+from .names import DELTA_NETS
 from .rope import rope
 
 _LATENT = "deepseek2"
 """Its heads have sizes of their own."""
-_PARTLY_TURNED = ("glm4moe", "minimax-m2")
+_PARTLY_TURNED = ("glm4moe", "minimax-m2", *DELTA_NETS)
 """Architectures whose rotary embedding may turn the first numbers of a head alone."""
 
 

@@ -1,7 +1,7 @@
 """``attn_qkv``, queries, keys and values one below the other, as the three tensors that it holds.
 
 llama.cpp's converter writes it with ``--fuse-qkv``; its loader takes either
-(``create_tensor_qkv``).
+(``create_tensor_qkv``). Of a layer with a gated delta net it is a matrix of the model's own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ..tensors.safetensors import TensorInfo
 from .metadata import Metadata, kv_heads
+from .names import DELTA_NETS
 
 _FUSED = ".attn_qkv."
 
@@ -17,13 +18,14 @@ _FUSED = ".attn_qkv."
 def split_qkv(tensors: dict[str, TensorInfo], meta: Metadata) -> dict[str, TensorInfo]:
     """The tensors, with those of that name cut between their rows."""
     found: dict[str, TensorInfo] = {}
+    gated = meta.architecture in DELTA_NETS  # queries have their gates beside them
     for name, info in tensors.items():
-        if _FUSED not in name:
+        if _FUSED not in name or name.replace(_FUSED, ".ssm_conv1d.") in tensors:
             found[name] = info
             continue
         heads, of_keys = meta.size("attention.head_count"), kv_heads(meta)
-        sizes = {"q": heads, "k": of_keys, "v": of_keys}
-        rows, every = info.shape[0], heads + 2 * of_keys
+        sizes = {"q": heads * (2 if gated else 1), "k": of_keys, "v": of_keys}
+        rows, every = info.shape[0], sum(sizes.values())
         if rows % every:  # the load plan finds a tensor without a place
             found[name] = info
             continue

@@ -61,6 +61,15 @@ class Metadata:
             raise self.wrong(key, value)
         return value
 
+    def flags(self, key: str) -> list[bool] | None:
+        """One flag for each layer; None if they are not there."""
+        if not self.has(key):
+            return None
+        value = self.value(key)
+        if not isinstance(value, list) or any(type(one) not in (bool, int) for one in value):
+            raise self.wrong(key, value)
+        return [bool(one) for one in value]
+
     def word(self, key: str, default: str) -> str:
         value = self._get(key, default)
         if not isinstance(value, str):

@@ -36,7 +36,9 @@ _BY_FAMILY: dict[str, Format] = {
     "mistral": Mistral(array=True),
     "mixtral": Mistral(array=True),
     "qwen2_moe": Hermes(),
+    "qwen3_5_moe_text": QWEN3_CODER,
     "qwen3_moe": Hermes(),
+    "qwen3_next": Hermes(),  # Qwen3-Coder-Next's template shows the other format
 }
 
 

@@ -86,6 +86,7 @@ def within_chunks(
     HV,
     S,
     SEQUENCES: tl.constexpr,
+    HK: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -104,7 +105,7 @@ def within_chunks(
     t = tl.load(starts + s).to(tl.int64) + t0 + i
     here = t0 + i < length
     mask = here[:, None] & (d < DK)[None, :]
-    k_at = k + t[:, None] * k_t + head // GROUP * k_head + d[None, :]
+    k_at = k + t[:, None] * k_t + head // GROUP % HK * k_head + d[None, :]
     keys = tl.load(k_at, mask=mask, other=0.0)
     k_norm = _inverse_norms(keys, eps)
     log = tl.cumsum(tl.load(g + t * g_t + head, mask=here, other=0.0).to(tl.float32), 0)
@@ -112,7 +113,7 @@ def within_chunks(
     decay = tl.exp(tl.where(lower, log[:, None] - log[None, :], 0.0)) * k_norm[None, :]
     keys_too = tl.trans(keys)
     at = (t[:, None] * HV + head) * 64 + i[None, :]
-    q_at = q + t[:, None] * q_t + head // GROUP * q_head + d[None, :]
+    q_at = q + t[:, None] * q_t + head // GROUP % HK * q_head + d[None, :]
     queries = tl.load(q_at, mask=mask, other=0.0)
     q_norm = _inverse_norms(queries, eps) * scale
     products = _product(queries, keys_too, HALF, WIDE) * decay * q_norm[:, None]
@@ -149,6 +150,7 @@ def scan_chunks(
     g_t,
     beta_t,
     HV,
+    HK: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -168,7 +170,7 @@ def scan_chunks(
     inside = (d < DK)[:, None] & (e < DV)[None, :]
     own = state + (slot.to(tl.int64) * HV + head) * (DK * DV) + d[:, None] * DV + e[None, :]
     h = tl.load(own, mask=inside & goes_on, other=0.0)
-    q_rows, k_rows = q + head // GROUP * q_head, k + head // GROUP * k_head
+    q_rows, k_rows = q + head // GROUP % HK * q_head, k + head // GROUP % HK * k_head
     for t0 in range(0, length, 64):
         t, here = start + t0 + i, t0 + i < length
         mask = here[:, None] & (d < DK)[None, :]

@@ -93,6 +93,7 @@ def gated_delta_rule(
     *,
     scale: float | None = None,
     eps: float = 1e-6,
+    tiled: bool = False,
     out: torch.Tensor | None = None,
     plan: DeltaRulePlan | None = None,
 ) -> torch.Tensor:
@@ -103,6 +104,7 @@ def gated_delta_rule(
         g, beta: float32.
         state: float32, contiguous; sums are float32, in chunks of products in 16 bits, or in tf32
             if inputs are float32 (whose kernels spill registers on some GPUs).
+        tiled: whether value head ``h`` has the key head ``h % HK``.
         out: floats [T, HV, DV], contiguous; rows of no sequence stay as they are.
         plan: instead of the shipped one.
 
@@ -124,7 +126,8 @@ def gated_delta_rule(
     sequences = (batch.starts, batch.lengths, batch.slots)
     strides = (*qk_strides, *v.stride()[:2], *gate_strides)
     v_block = min(chosen.v_block, triton.next_power_of_2(DV))
-    options = {"GROUP": HV // HK, "DK": DK, "K_BLOCK": triton.next_power_of_2(DK)}
+    options = {"HK": HK, "GROUP": 1 if tiled else HV // HK}
+    options |= {"DK": DK, "K_BLOCK": triton.next_power_of_2(DK)}
     grid, warps = (triton.cdiv(DV, v_block), HV, batch.S), chosen.num_warps
     options_of_v = {**options, "DV": DV, "V_BLOCK": v_block, "num_warps": warps}
     if not chosen.chunked:

@@ -70,7 +70,8 @@ DELTA_NETS: dict[str, Op] = {
         attrs={"a_start": Attr(int, 0), "b_start": Attr(int, 0)},
     ),
     # Each token decays its heads' states, corrects what they say of its key, and reads them. A row
-    # holds queries, keys and values of all heads; queries and keys are normed here.
+    # holds queries, keys and values of all heads; queries and keys are normed here. A value head h
+    # has the key head h // (HV / HK), or with ``tiled`` h % HK.
     "gated_delta_rule": Op(
         inputs={
             "qkv": Port("activation", ("T", "2*HK*DK + HV*DV")),
@@ -79,7 +80,13 @@ DELTA_NETS: dict[str, Op] = {
             **_BY_SEQUENCE,
         },
         outputs={"out": Port("activation", ("T", "HV*DV")), **_DELTA_STATE},
-        attrs={"HK": Attr(int), "scale": Attr(float), "eps": Attr(float), **_LONGEST},
+        attrs={
+            "HK": Attr(int),
+            "scale": Attr(float),
+            "eps": Attr(float),
+            "tiled": Attr(int, 0),
+            **_LONGEST,
+        },
         rule=_delta_rule,
     ),
     # The norm of each head, times the SiLU of its gate.

@@ -6,6 +6,8 @@ and in which slots their states, it reads from the step's inputs, so that it can
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from pykernels.gpu.delta_net.causal_conv1d import causal_conv1d as convolve
@@ -57,7 +59,8 @@ def gated_delta_rule(m: Memory, node: Node) -> Launch:
     heads = q.unflatten(1, (HK, DK)), k.unflatten(1, (HK, DK)), v.unflatten(1, (HV, DV))
     gates = m.read(node, "g"), m.read(node, "beta")
     batch, out = _batch(m, node), m.written(node, "out").view(-1, HV, DV)
-    return lambda: void(remember(*heads, *gates, state, batch, scale=scale, eps=eps, out=out))
+    how: dict[str, Any] = {"scale": scale, "eps": eps, "tiled": bool(node.attr("tiled"))}
+    return lambda: void(remember(*heads, *gates, state, batch, **how, out=out))
 
 
 def gated_rms_norm(m: Memory, node: Node) -> Launch:
