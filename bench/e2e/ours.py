@@ -12,9 +12,9 @@ from transformers import PretrainedConfig
 import model
 from model.architectures.decoder import Decoder
 from model.architectures.moe import MoE
-from model.architectures.named import make_config
 from model.checkpoint.config import EXPERT_COUNTS
 from model.hub import name_of
+from model.named import make_config
 from model.pinning.place import placement_of
 from model.random_model import check_memory, random_decoder
 from pykernels.errors import PykernelsError
@@ -38,7 +38,7 @@ class Shape:
     """A well-known architecture, or a part of it; None: as it is.
 
     Attributes:
-        arch: of ``model.architectures.named.ARCHS``.
+        arch: of ``model.named.ARCHS``.
         layers, experts, vocab: in place of its own.
     """
 

@@ -77,8 +77,3 @@ def add_metadata(writer: Any, config: Any) -> None:
 def value_of(name: str) -> float:
     """What all numbers of a vector are: 1, but of a decay's rate."""
     return -1.0 if name.endswith("ssm_a") else 1.0
-
-
-def is_float32(name: str) -> bool:
-    """Whether llama.cpp keeps that matrix exactly."""
-    return "ssm_conv1d" in name

@@ -19,7 +19,7 @@ import torch
 
 from pykernels.quant import get_format
 
-from . import gguf_delta_nets
+from . import gguf_delta_nets, gguf_short_convs
 
 TYPES = {
     "bf16": ("BF16", "MOSTLY_BF16"),
@@ -43,9 +43,16 @@ TYPES = {
     "q6_k": ("Q6_K", "MOSTLY_Q6_K"),
 }
 """Our formats that GGUF stores alike: its names of the type and of a file of it."""
-FAMILIES = {"qwen3_moe": "qwen3moe", "mixtral": "llama", **gguf_delta_nets.ARCHITECTURES}
+FAMILIES = {
+    "qwen3_moe": "qwen3moe",
+    "mixtral": "llama",
+    **gguf_delta_nets.ARCHITECTURES,
+    **gguf_short_convs.ARCHITECTURES,
+}
 """``model_type``s that are written, and llama.cpp's names for them."""
 _ROWS = 128
+_EXACT = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv")
+"""Matrices that llama.cpp keeps in float32."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Tensor:
 
     @property
     def is_float32(self) -> bool:
-        exact = "ffn_gate_inp" in self.name or gguf_delta_nets.is_float32(self.name)
+        exact = any(part in self.name for part in _EXACT)
         return len(self.shape) == 1 or exact
 
 
@@ -65,8 +72,10 @@ def tensors(config: Any) -> Iterator[Tensor]:
     """The tensors of a configuration, by llama.cpp's names."""
     s = _Sizes.of(config)
     yield Tensor("token_embd.weight", (s.V, s.H))
-    yield Tensor("output_norm.weight", (s.H,))
-    yield Tensor("output.weight", (s.V, s.H))
+    short_convs = config.model_type in gguf_short_convs.ARCHITECTURES
+    yield Tensor(f"{'token_embd_norm' if short_convs else 'output_norm'}.weight", (s.H,))
+    if not config.tie_word_embeddings:
+        yield Tensor("output.weight", (s.V, s.H))
     experts = {
         "ffn_gate_exps.weight": (s.E, s.I, s.H),
         "ffn_up_exps.weight": (s.E, s.I, s.H),
@@ -75,9 +84,12 @@ def tensors(config: Any) -> Iterator[Tensor]:
     for layer in range(config.num_hidden_layers):
         if config.model_type in gguf_delta_nets.ARCHITECTURES:
             shapes = gguf_delta_nets.shapes(config, layer)
+        elif short_convs:
+            shapes = gguf_short_convs.shapes(config, layer)
         else:
             shapes = _attention_layer(s, config.model_type == "qwen3_moe")
-        for name, shape in (shapes | experts).items():
+        shapes |= experts if "ffn_gate_inp.weight" in shapes else {}
+        for name, shape in shapes.items():
             yield Tensor(f"blk.{layer}.{name}", shape)
 
 
@@ -117,7 +129,8 @@ def write_model(config: Any, fmt: str, path: Path, vocabulary: bool = False) -> 
     if (size := getattr(config, "intermediate_size", None)) is not None:
         w.add_feed_forward_length(size)
     w.add_head_count(s.NH)
-    w.add_head_count_kv(s.KVH)
+    short_convs = config.model_type in gguf_short_convs.ARCHITECTURES
+    w.add_head_count_kv(gguf_short_convs.kv_heads(config) if short_convs else s.KVH)
     w.add_key_length(s.D)
     w.add_value_length(s.D)
     if config.model_type in gguf_delta_nets.ARCHITECTURES:
@@ -125,11 +138,13 @@ def write_model(config: Any, fmt: str, path: Path, vocabulary: bool = False) -> 
     else:
         w.add_rope_dimension_count(s.D)
     w.add_rope_freq_base(1e6)
-    w.add_layer_norm_rms_eps(config.rms_norm_eps)
+    w.add_layer_norm_rms_eps(config.norm_eps if short_convs else config.rms_norm_eps)
     w.add_expert_count(s.E)
     w.add_expert_used_count(config.num_experts_per_tok)
     if config.model_type != "mixtral":
         w.add_expert_feed_forward_length(s.I)
+    if short_convs:
+        gguf_short_convs.add_metadata(w, config)
     w.add_vocab_size(s.V)
     if vocabulary:
         _add_vocabulary(w, s.V)

@@ -219,8 +219,10 @@ def make_decoder(
     config: Any = model.config
     check_lowered(config)
     inner, specs = model.model, Specs(schema)
+    family = family_of(config)
+    names = family.names
     with torch.device("cpu"):  # whatever the default is
-        rotary = type(inner.rotary_emb)(config)  # its frequencies are in no checkpoint
+        rotary = type(getattr(inner, names.rotary))(config)  # its frequencies are in no checkpoint
     embedding = "model.embed_tokens.weight"
     table = specs.table(embedding)
     if not config.tie_word_embeddings:
@@ -233,10 +235,10 @@ def make_decoder(
         store=store,
         table=table,
         layers=tuple(_layer(model, i, specs) for i in range(len(inner.layers))),
-        norm=specs.vector("model.norm.weight", family_of(config).norm_change),
+        norm=specs.vector(f"model.{names.norm}.weight", family.norm_change),
         head=head,
         head_bias=specs.tensor("lm_head.bias"),
-        eps=eps_of(inner.norm),
+        eps=eps_of(getattr(inner, names.norm)),
         frequencies=store.add("rope.frequencies", rotary.inv_freq.float()),
         rope_scale=float(rotary.attention_scaling),
         kv_dtype=kv_dtype,
@@ -247,16 +249,17 @@ def _layer(model: PreTrainedModel, i: int, specs: Specs) -> Layer:
     """The weights of one layer."""
     layer, name = model.model.layers[i], f"model.layers.{i}"
     family = family_of(model.config)
+    names, change = family.names, family.norm_change
+    block, within = getattr(layer, names.mlp), f"{name}.{names.mlp}"
     mlp: Dense | MoE
-    if experts_of(layer.mlp) is not None:
-        mlp = MoE.make(layer.mlp, f"{name}.mlp", specs, family)
+    if experts_of(block) is not None:
+        mlp = MoE.make(block, within, specs, family)
     else:
-        mlp = Dense.make(f"{name}.mlp", specs)
+        mlp = Dense.make(within, specs, names)
     leaf, module, kind = mixer(layer)
-    change = family.norm_change
     return Layer(
-        input_norm=specs.vector(f"{name}.input_layernorm.weight", change),
+        input_norm=specs.vector(f"{name}.{names.input_norm}.weight", change),
         attention=kind.make(module, f"{name}.{leaf}", specs, family),
-        post_norm=specs.vector(f"{name}.post_attention_layernorm.weight", change),
+        post_norm=specs.vector(f"{name}.{names.post_norm}.weight", change),
         mlp=mlp,
     )

@@ -13,11 +13,10 @@ from runtime.program import Builder
 from runtime.program.weight_spec import WeightSpec
 
 from ..modules.moe import FusedMoE
-from .families import Family
+from .families import FAMILIES, Family, Names
 from .linear import Linear
 from .specs import Specs
 
-CHOICE_BIAS = "e_score_correction_bias"
 SHARED = ("shared_experts", "shared_expert")
 
 
@@ -28,9 +27,9 @@ class Dense:
     mlp: WeightSpec
 
     @classmethod
-    def make(cls, name: str, specs: Specs) -> Dense:
-        """From ``gate_proj``, ``up_proj`` and ``down_proj``."""
-        return cls(specs.mlp(*(f"{name}.{part}_proj.weight" for part in ("gate", "up", "down"))))
+    def make(cls, name: str, specs: Specs, names: Names) -> Dense:
+        """From the three linears of the module of that name."""
+        return cls(specs.mlp(*names.of_mlp(name)))
 
     def lower(self, b: Builder, layer: str, x: str) -> list[str]:
         """Adds its nodes; returns the buffers [T, H] whose sum is its result."""
@@ -64,10 +63,10 @@ class MoE:
         assert experts is not None
         router = "gate" if hasattr(block, "gate") else "router"
         own = {leaf for leaf, _ in (*block.named_parameters(), *block.named_buffers())}
-        choice = next((leaf for leaf in own if leaf.endswith(CHOICE_BIAS)), CHOICE_BIAS)
+        names = family.names
+        choice = next((leaf for leaf in own if leaf.endswith(names.choice_bias)), names.choice_bias)
         bias = specs.flat(f"{name}.{choice}")
         shared = next((leaf for leaf in SHARED if getattr(block, leaf, None) is not None), None)
-        parts = [f"{name}.{shared}.{part}_proj.weight" for part in ("gate", "up", "down")]
         gated = hasattr(block, "shared_expert_gate")
         return cls(
             gate=specs.linear(f"{name}.{router}"),
@@ -75,7 +74,7 @@ class MoE:
             spec=router_spec(getattr(block, router), family),
             experts=specs.experts(experts),
             activations=experts.activations,
-            shared=specs.mlp(*parts) if shared else None,
+            shared=specs.mlp(*names.of_mlp(f"{name}.{shared}")) if shared else None,
             shared_gate=specs.matrix(f"{name}.shared_expert_gate.weight") if gated else None,
         )
 
@@ -176,8 +175,10 @@ def router_spec(gate: Any, family: Family) -> RouterSpec:
 
 def check_experts(model: Any) -> None:
     """Raises PykernelsError for experts that rules have left to transformers."""
+    names = FAMILIES[model.config.model_type].names
     for i, layer in enumerate(model.model.layers):
-        if experts_of(layer.mlp) is None and not hasattr(layer.mlp, "gate_proj"):
+        block = getattr(layer, names.mlp)
+        if experts_of(block) is None and not hasattr(block, names.gate):
             raise PykernelsError(
-                f"the experts of model.layers.{i}.mlp have no kernel of ours", "Use --eager"
+                f"the experts of model.layers.{i}.{names.mlp} have no kernel of ours", "Use --eager"
             )

@@ -41,10 +41,10 @@ from .quantized import mxfp4
 from .quantized.compressed_tensors import HINT
 from .tensors.safetensors import Checkpoint
 
-BIAS = "e_score_correction_bias"
-"""A router's bias: it decides between scores that differ by less than bfloat16 keeps of it."""
-EXACT = (BIAS, "A_log", "dt_bias")
-"""Vectors that stay in float32: this, and what a gated delta net's decay over all tokens is of."""
+EXACT = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
+"""Vectors that stay in float32: a router's bias, by its names, which decides between scores that
+differ by less than bfloat16 keeps of it, and what a gated delta net's decay over all tokens is of.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=["toy", "qwen3_next"])
+@pytest.fixture(scope="module", params=["toy", "qwen3_next", "lfm2_moe"])
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tiny.Tiny]:
@@ -140,8 +140,11 @@ def test_states_in_two_lanes(made: tiny.Tiny) -> None:
 
 def test_what_states_cost_is_counted(made: tiny.Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """By layers that keep a state, and those that keep keys and values of two heads of 16."""
-    if made.reference.config.model_type == "qwen3_next":  # three inputs of 192 channels, 4 heads
+    family = made.reference.config.model_type
+    if family == "qwen3_next":  # three inputs of 192 channels, 4 heads
         state, token, times = 2 * (3 * 192 + 4 * 16 * 32) * 4, 2 * (2 * 2 * 16 * 2), 1000
+    elif family == "lfm2_moe":  # two inputs of 64 channels
+        state, token, times = 2 * (2 * 64) * 4, 2 * (2 * 2 * 16 * 2), 5000
     else:  # 64 channels with three float32 each
         state, token, times = 2 * 64 * 3 * 4, 2 * 2 * 16 * 2, 3000
     with model.load_engine(made.path, **{**SIZES, "snapshots": 5}) as llm:

@@ -31,16 +31,23 @@ from ..model import tiny
 from ..model.checkpoint.gguf import tiny_gguf
 from ..runners import CudaOptions, cuda_runner
 
+ALL = pytest.mark.all
 LENGTH, STEP = 256, 80
 """Tokens of a sequence, and of a step: longer than a page, and no multiple of it."""
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tiny.Tiny:
-    """A gated delta net, and attention with gates behind it."""
-    sizes: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
-    path = tmp_path_factory.mktemp("states")
-    return tiny.make(path, "qwen3_next", max_position_embeddings=LENGTH, gains=CALM, **sizes)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"full_attention_interval": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+}
+"""A gated delta net or a short convolution, and attention behind it."""
+
+
+@pytest.fixture(scope="module", params=["qwen3_next", pytest.param("lfm2_moe", marks=ALL)])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tiny.Tiny:
+    path, family = tmp_path_factory.mktemp("states"), request.param
+    sizes = {"max_position_embeddings": LENGTH, "num_hidden_layers": 2, **FAMILIES[family]}
+    return tiny.make(path, family, gains=CALM, **sizes)
 
 
 @contextmanager
@@ -93,8 +100,8 @@ def test_forks_and_preempted_requests(made: tiny.Tiny, device: torch.device) -> 
     ("gpus", "options"),
     [
         (2, ON_GPU),
-        pytest.param(1, CudaOptions("cpu", prefill="stream"), marks=pytest.mark.all),
-        pytest.param(1, CudaOptions("cpu", dual_batch=True), marks=pytest.mark.all),
+        pytest.param(1, CudaOptions("cpu", prefill="stream"), marks=ALL),
+        pytest.param(1, CudaOptions("cpu", dual_batch=True), marks=ALL),
     ],
     ids=["two GPUs", "streamed", "two lanes"],
 )
@@ -125,8 +132,10 @@ def test_value_heads_in_the_order_of_a_gguf_file(tmp_path: Path, device: torch.d
 
 
 def test_states_take_memory_of_a_gpu(made: tiny.Tiny) -> None:
-    """Three inputs of 192 channels and 4 heads of 16 x 32 for each slot of the one delta net."""
-    state = 4 * (3 * 192 + 4 * 16 * 32)
+    """Of the one layer that has a state, for each slot: three inputs of 192 channels and 4 heads of
+    16 x 32, or two inputs of 64 channels."""
+    delta = made.reference.config.model_type == "qwen3_next"
+    state = 4 * (3 * 192 + 4 * 16 * 32) if delta else 4 * 2 * 64
     with open_weights(made.path, read_config(made.path)) as weights:
         decoder = weights.decoder
 
@@ -137,7 +146,7 @@ def test_states_take_memory_of_a_gpu(made: tiny.Tiny) -> None:
             return free_for_steps(decoder, machine, plan)["cuda:0"]
 
         assert free(2) - free(5) == 3 * state
-        many = largest_step(LENGTH, 8, STEP, state_slots=1 << 17)
+        many = largest_step(LENGTH, 8, STEP, state_slots=(5 << 28) // state)
         experts = [
             place_on(Machine({"cuda:0": 1 << 30}, CudaLayouts()), decoder, each, "auto").experts
             for each in (largest_step(LENGTH, 8, STEP), many)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..tensors.safetensors import TensorInfo
-from .metadata import Metadata
+from .metadata import Metadata, kv_heads
 from .names import DELTA_NETS
 
 _FUSED = ".attn_qkv."
@@ -23,11 +23,10 @@ def split_qkv(tensors: dict[str, TensorInfo], meta: Metadata) -> dict[str, Tenso
         if _FUSED not in name or name.replace(_FUSED, ".ssm_conv1d.") in tensors:
             found[name] = info
             continue
-        heads = meta.count("attention.head_count")
-        kv_heads = meta.count("attention.head_count_kv", heads)
-        sizes = {"q": heads * (2 if gated else 1), "k": kv_heads, "v": kv_heads}
+        heads, of_keys = meta.size("attention.head_count"), kv_heads(meta)
+        sizes = {"q": heads * (2 if gated else 1), "k": of_keys, "v": of_keys}
         rows, every = info.shape[0], sum(sizes.values())
-        if not every or rows % every:  # the load plan finds a tensor without a place
+        if rows % every:  # the load plan finds a tensor without a place
             found[name] = info
             continue
         start, row_bytes = info.start, info.nbytes // rows

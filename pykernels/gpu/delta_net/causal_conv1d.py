@@ -1,4 +1,5 @@
-"""A causal convolution of each channel with itself, over inputs that a slot keeps between steps."""
+"""A causal convolution of each channel with itself, over inputs that a slot keeps between steps;
+with gates before and behind it, as LFM2's layers have it."""
 
 from __future__ import annotations
 
@@ -23,6 +24,9 @@ _CHANNELS = 128
 def _causal_conv1d(
     x,
     weight,
+    bias,
+    in_gate,
+    out_gate,
     state,
     starts,
     lengths,
@@ -32,11 +36,15 @@ def _causal_conv1d(
     C,
     S,
     x_stride,
+    in_stride,
+    out_stride,
     w_c,
     w_k,
     K: tl.constexpr,
     BEFORE: tl.constexpr,
     SILU: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     ROWS: tl.constexpr,
     SEQUENCES: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -53,28 +61,51 @@ def _causal_conv1d(
     own = state + slot.to(tl.int64) * (K - 1) * C + c
     i = block * ROWS + tl.arange(0, ROWS)[:, None]
     total = tl.zeros([ROWS, CHANNELS], tl.float32)
+    if BIAS:
+        total += tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
     for j in tl.static_range(K):
         at = i - (K - 1) + j  # before the first token they are the state's
         mask = inside & (i < length)
-        value = tl.load(x + (start + at) * x_stride + c, mask=mask & (at >= 0), other=0.0)
+        here = mask & (at >= 0)
+        value = tl.load(x + (start + at) * x_stride + c, mask=here, other=0.0).to(tl.float32)
+        if GATED:
+            value *= tl.load(in_gate + (start + at) * in_stride + c, mask=here, other=0.0).to(
+                tl.float32
+            )
         kept = tl.load(own + (at + K - 1) * C, mask=mask & (at < 0) & goes_on, other=0.0)
         w = tl.load(weight + c * w_c + j * w_k, mask=inside, other=0.0)
-        total += w.to(tl.float32) * (value.to(tl.float32) + kept)
+        total += w.to(tl.float32) * (value + kept)
     if SILU:
         total = total * tl.sigmoid(total)
+    if GATED:
+        gate = tl.load(out_gate + (start + i) * out_stride + c, mask=inside & (i < length), other=0)
+        total *= gate.to(tl.float32)
     tl.store(out + (start + i) * C + c, total, mask=inside & (i < length))
     if block == 0:
         r = tl.arange(0, BEFORE)[:, None]
         first = length - (K - 1) + r
         kept_at = inside & (r < K - 1)
-        new = tl.load(x + (start + first) * x_stride + c, mask=kept_at & (first >= 0), other=0.0)
+        fresh = kept_at & (first >= 0)
+        new = tl.load(x + (start + first) * x_stride + c, mask=fresh, other=0.0).to(tl.float32)
+        if GATED:
+            new *= tl.load(in_gate + (start + first) * in_stride + c, mask=fresh, other=0.0).to(
+                tl.float32
+            )
         old = tl.load(own + (length + r) * C, mask=kept_at & (first < 0) & goes_on, other=0.0)
         tl.debug_barrier()  # all of it is read before any of it is written
-        tl.store(own + r * C, new.to(tl.float32) + old, mask=kept_at)
+        tl.store(own + r * C, new + old, mask=kept_at)
+
+
+Gates = tuple[torch.Tensor, torch.Tensor]
 
 
 def _check(
-    x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, batch: StateBatch
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: torch.Tensor,
+    batch: StateBatch,
+    bias: torch.Tensor | None = None,
+    gates: Gates | None = None,
 ) -> torch.device:
     device = check_device(x, weight, state, batch.slots)
     if weight.ndim != 2 or not 2 <= weight.shape[1] <= MAX_KERNEL:
@@ -85,15 +116,24 @@ def _check(
     if weight.dtype not in FLOATS:
         raise PykernelsError(f"the weight is {weight.dtype}", "Give floats")
     check_floats("x", x, len(x), C)
+    if bias is not None:
+        check_floats("bias", bias, C)
+    for name, gate in zip(("in_gate", "out_gate"), gates or (), strict=False):
+        check_floats(name, gate, len(x), C)
     check_states(state, batch, K - 1, C)
     return device
 
 
 def supports(
-    x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, batch: StateBatch
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: torch.Tensor,
+    batch: StateBatch,
+    bias: torch.Tensor | None = None,
+    gates: Gates | None = None,
 ) -> str | None:
     """None if ``causal_conv1d`` takes these, or the reason why not."""
-    return why_not(_check, x, weight, state, batch)
+    return why_not(_check, x, weight, state, batch, bias, gates)
 
 
 def causal_conv1d(
@@ -103,6 +143,8 @@ def causal_conv1d(
     batch: StateBatch,
     *,
     silu: bool = True,
+    bias: torch.Tensor | None = None,
+    gates: Gates | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``pykernels.ref.causal_conv1d``: the same shapes, on the GPU; sums are float32.
@@ -111,6 +153,9 @@ def causal_conv1d(
         x: floats [T, C], rows of any stride.
         weight: floats [C, K], any strides, K up to 16.
         state: float32 [slots, K - 1, C], contiguous.
+        bias: floats [C].
+        gates: floats [T, C] each, rows of any stride: factors of the inputs, which the state has
+            with them, and of the result.
         out: floats [T, C], contiguous, not x itself; rows of no sequence stay as they are.
 
     Returns:
@@ -119,7 +164,8 @@ def causal_conv1d(
     Raises:
         PykernelsError: a dtype, size or GPU that the kernel does not take.
     """
-    _check(x, weight, state, batch)
+    _check(x, weight, state, batch, bias, gates)
+    before, behind = gates if gates is not None else (x, x)
     C, K = weight.shape
     out = check_out(out, x, *x.shape)
     if x.numel() and batch.S and batch.max_length:
@@ -129,6 +175,9 @@ def causal_conv1d(
         _causal_conv1d[(most_blocks(batch, len(x), rows), triton.cdiv(C, _CHANNELS))](
             x,
             weight,
+            weight if bias is None else bias,
+            before,
+            behind,
             state,
             batch.starts,
             batch.lengths,
@@ -138,10 +187,14 @@ def causal_conv1d(
             C,
             batch.S,
             x.stride(0),
+            before.stride(0),
+            behind.stride(0),
             *weight.stride(),
             K=K,
             BEFORE=triton.next_power_of_2(K - 1),
             SILU=bool(silu),
+            BIAS=bias is not None,
+            GATED=gates is not None,
             ROWS=rows,
             SEQUENCES=sequences_of(batch, rows),
             CHANNELS=_CHANNELS,

@@ -23,10 +23,18 @@ from .dense import Launch, void
 
 
 def causal_conv1d(m: Memory, node: Node) -> Launch:
-    weight = m.weight(node, "weight").T  # [C, K]
-    x, state = m.read(node, "x")[:, : len(weight)], m.read(node, "conv")
-    batch, out = _batch(m, node), m.written(node, "out")
-    return lambda: void(convolve(x, weight, state, batch, out=out))
+    weight, bias = m.weight(node, "weight").T, m.optional_weight(node, "bias")  # [C, K], [C]
+    state, batch, out = m.read(node, "conv"), _batch(m, node), m.written(node, "out")
+
+    def channels(port: str) -> torch.Tensor:
+        start = node.attr(f"{port}_start")
+        return m.read(node, port)[:, start : start + len(weight)]
+
+    x, silu = channels("x"), bool(node.attr("silu"))
+    gates = (channels("in_gate"), channels("out_gate")) if "in_gate" in node.inputs else None
+    return lambda: void(
+        convolve(x, weight, state, batch, silu=silu, bias=bias, gates=gates, out=out)
+    )
 
 
 def delta_gates(m: Memory, node: Node) -> Launch:
