@@ -203,6 +203,11 @@ class MLA:
         return self.o.lower(b, f"{layer}.o", out, f"{layer}.attended")
 
 
+def angles_of(rope: str) -> str:
+    """The buffer [T, 2, R / 2] of cos and sin of a kind of rotary embedding."""
+    return f"angles.{rope}" if rope else "angles"
+
+
 def eps_of(norm: Any) -> float:
     """What a norm of transformers' adds to the mean of squares."""
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)

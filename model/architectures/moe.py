@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.shapes import RouterSpec
+from pykernels.shapes import SWIGLU, ExpertSpec, RouterSpec
 from runtime.program import Builder
 from runtime.program.weight_spec import WeightSpec
 
@@ -28,9 +28,14 @@ class Dense:
     mlp: WeightSpec
 
     @classmethod
-    def make(cls, name: str, specs: Specs) -> Dense:
-        """From ``gate_proj``, ``up_proj`` and ``down_proj``."""
-        return cls(specs.mlp(*(f"{name}.{part}_proj.weight" for part in ("gate", "up", "down"))))
+    def make(cls, name: str, specs: Specs, spec: ExpertSpec = SWIGLU) -> Dense:
+        """From ``gate_proj``, ``up_proj`` and ``down_proj``.
+
+        Args:
+            spec: what it does beside its products.
+        """
+        gate, up, down = (f"{name}.{part}_proj.weight" for part in ("gate", "up", "down"))
+        return cls(specs.mlp(gate, up, down, spec))
 
     def lower(self, b: Builder, layer: str, x: str) -> list[str]:
         """Adds its nodes; returns the buffers [T, H] whose sum is its result."""
@@ -46,6 +51,7 @@ class MoE:
 
     Attributes:
         choice_bias: float32 [E], of the scores, for the choice alone.
+        factors: float32 [E], of the experts' weights.
         shared: a gated MLP; ``shared_gate``: its factor is the sigmoid of this linear.
     """
 
@@ -56,6 +62,7 @@ class MoE:
     activations: str
     shared: WeightSpec | None
     shared_gate: WeightSpec | None
+    factors: WeightSpec | None = None
 
     @classmethod
     def make(cls, block: Any, name: str, specs: Specs, family: Family) -> MoE:
@@ -79,12 +86,16 @@ class MoE:
             shared_gate=specs.matrix(f"{name}.shared_expert_gate.weight") if gated else None,
         )
 
-    def lower(self, b: Builder, layer: str, x: str) -> list[str]:
-        """Adds its nodes; returns the buffers [T, H] whose sum is its result."""
+    def lower(self, b: Builder, layer: str, x: str, to_route: str | None = None) -> list[str]:
+        """Adds its nodes; returns the buffers [T, H] whose sum is its result.
+
+        Args:
+            to_route: what the router reads; None: ``x``.
+        """
         H = self.experts.shape[1]
         # In this order workers find tasks of the shared experts while one of them routes.
         gate = self._gate_shared(b, layer, x)
-        routing = self._route(b, layer, x)
+        routing = self._route(b, layer, to_route or x)
         shared = [] if self.shared is None else [self._lower_shared(b, layer, x, self.shared, gate)]
         routed = b.buffer(f"{layer}.routed", "T", H)
         with b.marked(role="routed"):
@@ -112,7 +123,7 @@ class MoE:
                 f"{layer}.router",
                 {"logits": logits},
                 routing,
-                {"bias": self.choice_bias},
+                {"bias": self.choice_bias, "factors": self.factors},
                 spec=self.spec,
                 experts=E,
             )
@@ -177,7 +188,8 @@ def router_spec(gate: Any, family: Family) -> RouterSpec:
 def check_experts(model: Any) -> None:
     """Raises PykernelsError for experts that rules have left to transformers."""
     for i, layer in enumerate(model.model.layers):
-        if experts_of(layer.mlp) is None and not hasattr(layer.mlp, "gate_proj"):
-            raise PykernelsError(
-                f"the experts of model.layers.{i}.mlp have no kernel of ours", "Use --eager"
-            )
+        beside = getattr(layer, "experts", None)  # an MLP, as Gemma 4 has them
+        left = experts_of(layer.mlp) is None and not hasattr(layer.mlp, "gate_proj")
+        if left or (beside is not None and experts_of(beside) is None):
+            name = f"model.layers.{i}" + (".mlp" if left else "")
+            raise PykernelsError(f"the experts of {name} have no kernel of ours", "Use --eager")

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from pykernels.errors import PykernelsError
 
+from ..modules.recognise import experts_per_token
 from .gguf import GGUF, find_gguf
 from .gguf.config import config_of
 from .gguf.tokenizer import special_ids
@@ -152,7 +153,7 @@ def check_router(config: PretrainedConfig, file: Path) -> None:
         )
     counts = (getattr(config, name, None) for name in EXPERT_COUNTS)
     experts = next((count for count in counts if count), None)
-    topk = getattr(config, "num_experts_per_tok", None)
+    topk = experts_per_token(config)
     if not isinstance(experts, int) or not isinstance(topk, int):  # none, or each layer's own
         return
     grouped = hasattr(config, "n_group") and method != "greedy"
@@ -187,9 +188,10 @@ def check_forward(config: PretrainedConfig, file: Path) -> None:
 
     They would be found only after all weights were loaded.
     """
-    heads, kv_heads, latent = (
-        getattr(config, name, None) or 0
-        for name in ("num_attention_heads", "num_key_value_heads", "kv_lora_rank")
+    latent = getattr(config, "kv_lora_rank", None) or 0
+    heads, kv_heads = (
+        getattr(config, name, None) or 0 if latent else 0  # Gemma 4 has a number for each layer
+        for name in ("num_attention_heads", "num_key_value_heads")
     )
     checks: tuple[tuple[bool, str, Any, str], ...] = (
         # MLA: every head has its own keys, expanded from the latent; none are repeated.
