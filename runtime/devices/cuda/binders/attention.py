@@ -92,6 +92,7 @@ def gqa_rope_cache_write(m: Memory, node: Node) -> Launch:
         "interleaved": bool(node.attr("interleaved")),
         "heads": NH,
         "starts": (0, node.attr("k_start"), node.attr("v_start")),
+        "v_norm": bool(node.attr("v_norm")),
         "out": out,
     }
     return lambda: void(write_keys_values(qkv, angles, slot_mapping, k, v, **options))
