@@ -131,7 +131,8 @@ def test_gqa_of_values_that_are_keys_before_their_norm(kind: torch.dtype, device
         op(qkv, angles, slots, *pages, *scales, *given)
     keys = qkv[:, NH * D :].view(T, KVH, D)
     ones = torch.ones(D, device=device)
-    k = ref.rope(normed(keys, norm), torch.arange(T).to(device), ref.rope_frequencies(D).to(device))
+    positions, frequencies = torch.arange(T).to(device), ref.rope_frequencies(D).to(device)
+    k, _ = ref.rope(normed(keys, norm), normed(keys, norm), positions, frequencies)
     truth = [cache(KVH, D, dtype=kind, device=device) for _ in range(2)]
     ref.kv_write(k, normed(keys, ones), slots, *(each[part] for part in (0, 1) for each in truth))
     for found in (caches[:2], caches[2:]):
