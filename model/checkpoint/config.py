@@ -25,9 +25,9 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 transformers has no `kimi_k2`; under the old name its loader leaves every expert random.
 """
 
-TEXT_PARTS = {"qwen3_5_moe": "qwen3_5_moe_text"}
-"""Architectures with a vision tower, of which the text part is run, and what that is called."""
-VISION = ("text_config", "vision_config", "architectures", "model_type")
+TEXT_PARTS = {"gemma4": "gemma4_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Multimodal architectures, of which the text part is run, and what that is called."""
+VISION = ("text_config", "vision_config", "audio_config", "architectures", "model_type")
 """Entries of such a configuration that are not its text part's."""
 
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
@@ -92,7 +92,7 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def text_part(data: dict[str, Any], file: Path) -> dict[str, Any]:
-    """The text part of a configuration with a vision tower, and what both share.
+    """The text part of a multimodal configuration, and what both share.
 
     Raises:
         PykernelsError: there is none.

@@ -11,6 +11,13 @@ from .quantized import compressed_tensors
 from .tensors.matrix import Lookup
 from .tensors.safetensors import Part
 
+TOWERS = {
+    r"^model\.(visual|vision_tower|audio_tower|embed_vision|embed_audio)\.": (
+        "the checkpoint's encoders of images and sounds are left out: its text part alone is run"
+    ),
+}
+"""Tensors of a multimodal model that its text part has not, and the note that says so."""
+
 _MATRIX = {".bias": ".qweight", ".weight_zero_point": ".weight_scale"}
 """Companions that some writers add to a quantized matrix though they are zeros, and the tensor by
 which such a matrix is known."""
@@ -23,7 +30,7 @@ class Unneeded:
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
         patterns = list(model._keys_to_ignore_on_load_unexpected or ())
-        patterns += [r"rotary_emb\.inv_freq$", *compressed_tensors.IGNORED]
+        patterns += [r"rotary_emb\.inv_freq$", *compressed_tensors.IGNORED, *TOWERS]
         layers = config.num_hidden_layers
         extra = getattr(config, "num_nextn_predict_layers", None) or 0
         patterns += [rf"^model\.layers\.{layers + i}\." for i in range(extra)]
@@ -35,11 +42,12 @@ class Unneeded:
 
 
 def notes_of(keys: Iterable[str]) -> list[str]:
-    """A line for each kind of quantization that those stored names ask for and that is left out."""
+    """A line for each kind of quantization that those stored names ask for and that is left out,
+    and for what is no part of a text model."""
     found = list(keys)
     return [
         note
-        for pattern, note in compressed_tensors.IGNORED.items()
+        for pattern, note in (compressed_tensors.IGNORED | TOWERS).items()
         if any(re.search(pattern, key) for key in found)
     ]
 
