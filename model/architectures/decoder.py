@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from pykernels.cpu.attention.expanded import Expanded, expand_from
@@ -22,8 +21,8 @@ from runtime.program.step_inputs import lower_sampling, step_inputs
 from runtime.program.weight_spec import WeightSpec
 from runtime.program.weights import WeightStore
 
-from .attention import MLA, Attention, angles_of, eps_of
-from .families import FAMILIES, check_lowered, rope_kinds
+from .attention import MLA, Attention, Rope, angles_of, eps_of, ropes_of
+from .families import FAMILIES, check_lowered
 from .mixer import mixer
 from .moe import Dense, MoE, experts_of
 from .sandwich import SandwichLayer
@@ -39,20 +38,6 @@ class Layer:
     attention: Attention
     post_norm: WeightSpec
     mlp: Dense | MoE
-
-
-@dataclass(frozen=True)
-class Rope:
-    """A kind of rotary embedding.
-
-    Attributes:
-        kind: of ``families.rope_kinds``.
-        frequencies: float32 [R / 2]; ``scale``: of cos and sin (YaRN).
-    """
-
-    kind: str
-    frequencies: WeightSpec
-    scale: float
 
 
 @dataclass(frozen=True)
@@ -83,6 +68,11 @@ class Decoder:
     def vocab_size(self) -> int:
         """Token ids are below."""
         return self.table.shape[0]
+
+    @property
+    def norms_experts(self) -> bool:
+        """Whether what a token's experts give is normed before it joins the residual stream."""
+        return any(isinstance(layer, SandwichLayer) for layer in self.layers)
 
     @property
     def head_sizes(self) -> set[tuple[int, int, int]]:
@@ -259,24 +249,11 @@ def make_decoder(
         head=head,
         head_bias=specs.tensor("lm_head.bias"),
         eps=eps_of(inner.norm),
-        ropes=_ropes(inner, config, store),
+        ropes=ropes_of(inner, config, store),
         table_scale=float(getattr(inner.embed_tokens, "scalar_embed_scale", 1.0)),
         logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         kv_dtype=kv_dtype,
     )
-
-
-def _ropes(inner: Any, config: Any, store: WeightStore) -> tuple[Rope, ...]:
-    """The rotary embeddings, whose frequencies are in no checkpoint."""
-    with torch.device("cpu"):  # whatever the default is
-        rotary = type(inner.rotary_emb)(config)
-    found = []
-    for kind in rope_kinds(config):
-        name, prefix = (f"rope.{kind}", f"{kind}_") if kind else ("rope", "")
-        frequencies = getattr(rotary, f"{prefix}inv_freq").float()
-        scale = float(getattr(rotary, f"{prefix}attention_scaling"))
-        found.append(Rope(kind, store.add(f"{name}.frequencies", frequencies), scale))
-    return tuple(found)
 
 
 def _layer(model: PreTrainedModel, i: int, specs: Specs) -> Layer | SandwichLayer:

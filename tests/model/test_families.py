@@ -14,6 +14,7 @@ import model
 from model.architectures.families import why_not
 from model.checkpoint.config import read_config
 from model.modules.moe import routed_experts
+from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from runtime.engine import Engine, SamplingParams
 
@@ -83,6 +84,14 @@ def test_what_is_not_lowered_says_why(case: str) -> None:
     family, settings, reason = REASONS[case]
     found = why_not(tiny.build(family, **settings).config)
     assert found is not None and reason in found
+
+
+def test_experts_that_are_normed_together_are_not_deferred(checkpoint: Checkpoints) -> None:
+    made = checkpoint("gemma4_text")
+    with pytest.raises(PykernelsError, match="gemma4_text' norms what a token's experts give"):
+        model.load_engine(made.path, max_model_len=64, device="ref", defer=1)
+    with model.load_engine(made.path, max_model_len=64, device="ref", defer="auto") as llm:
+        assert llm.runner.deferred == 0
 
 
 TOWERS = {
