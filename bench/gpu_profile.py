@@ -20,7 +20,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench.harness.keeping.provenance import provenance
-from model.architectures.named import ARCHS
+from model.named import ARCHS
 from pykernels.errors import PykernelsError
 from runtime.devices.gpus import check_device
 from runtime.planning.config import ExecutionConfig

@@ -20,7 +20,7 @@ from runtime.program.weights import Expert, WeightStore
 from runtime.workers.matrix import Pack
 
 from .architectures.decoder import Decoder, make_decoder
-from .architectures.schema import Schema, Tensor, loaded_schema
+from .architectures.schema import ROUTERS, Schema, Tensor, loaded_schema
 from .architectures.weights import MatrixSource
 from .checkpoint.memory import available, size
 from .modules.inject import inject
@@ -56,6 +56,9 @@ def random_decoder(
         {block.name: (fmt, fmt) for block in blocks},
     )
     return make_decoder(model, schema, WeightStore(RandomWeights(schema), pack, nodes))
+
+
+_ROUTERS = tuple(f".{ending}" for ending in ROUTERS)
 
 
 class RandomWeights(MatrixSource):
@@ -120,7 +123,7 @@ def weight_bytes(fmt: str) -> float:
 
 
 def _format(name: str, shape: tuple[int, ...], fmt: str) -> str:
-    if len(shape) != 2 or "embed_tokens" in name or name.endswith("mlp.gate.weight"):
+    if len(shape) != 2 or "embed_tokens" in name or name.endswith(_ROUTERS):
         return "bf16"
     narrow = shape[1] % get_format(fmt).k_multiple or "kv_b_proj" in name
     return "bf16" if narrow and fmt not in ("bf16", "fp8") else fmt

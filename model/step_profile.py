@@ -26,10 +26,10 @@ from runtime.workers.matrix import packer
 from runtime.workers.pool import make_pool
 
 from . import EMBEDDED
-from .architectures.named import make_config
 from .checkpoint.config import read_config
 from .hub import name_of
 from .load import load_engine
+from .named import make_config
 from .pinning.place import placement_of
 from .random_model import check_memory, random_decoder
 
@@ -43,7 +43,7 @@ class Subject:
 
     Attributes:
         path: a checkpoint; None: the embedded one, or ``arch``.
-        arch: a name of ``architectures.named``: random weights in ``fmt``, ``layers`` of its
+        arch: a name of ``named``: random weights in ``fmt``, ``layers`` of its
             layers (None: all).
         rules, execution, passes: as in ``load_engine``.
     """

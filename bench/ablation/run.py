@@ -15,7 +15,7 @@ from bench.harness.machine import describe_machine
 from bench.harness.timing.rows import reason
 from bench.peers.client import PeerMissing
 from bench.tables.ablation import OP, Row
-from model.architectures.named import ARCHS
+from model.named import ARCHS
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from pykernels.target import Target

@@ -13,8 +13,8 @@ from transformers import PretrainedConfig
 import model
 from model.architectures.decoder import Decoder
 from model.architectures.moe import MoE
-from model.architectures.named import make_config
 from model.hub import name_of
+from model.named import make_config
 from model.pinning.place import placement_of
 from model.random_model import check_memory, random_decoder
 from pykernels.errors import PykernelsError
@@ -31,7 +31,11 @@ from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool, make_pool
 from runtime.workers.threads import spin_budget
 
-EXPERTS = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts"}
+EXPERTS = {
+    "lfm2_moe": "num_experts",
+    "mixtral": "num_local_experts",
+    "qwen3_moe": "num_experts",
+}
 """What a family's configuration calls E; the others: ``n_routed_experts``."""
 
 
@@ -40,7 +44,7 @@ class Shape:
     """A well-known architecture, or a part of it; None: as it is.
 
     Attributes:
-        arch: of ``model.architectures.named.ARCHS``.
+        arch: of ``model.named.ARCHS``.
         layers, experts, vocab: in place of its own.
     """
 

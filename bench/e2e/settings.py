@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.architectures.named import ARCHS
+from model.named import ARCHS
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 

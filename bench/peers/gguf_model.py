@@ -41,7 +41,7 @@ TYPES = {
     "q6_k": ("Q6_K", "MOSTLY_Q6_K"),
 }
 """Our formats that GGUF stores alike: its names of the type and of a file of it."""
-FAMILIES = {"qwen3_moe": "qwen3moe", "mixtral": "llama"}
+FAMILIES = {"qwen3_moe": "qwen3moe", "mixtral": "llama", "lfm2_moe": "lfm2moe"}
 """``model_type``s that are written, and llama.cpp's names for them."""
 _ROWS = 128
 
@@ -55,32 +55,57 @@ class Tensor:
 
     @property
     def is_float32(self) -> bool:
-        return len(self.shape) == 1 or "ffn_gate_inp" in self.name
+        return len(self.shape) == 1 or "ffn_gate_inp" in self.name or "shortconv.conv" in self.name
 
 
 def tensors(config: Any) -> Iterator[Tensor]:
     """The tensors of a configuration, by llama.cpp's names."""
     s = _Sizes.of(config)
     yield Tensor("token_embd.weight", (s.V, s.H))
-    yield Tensor("output_norm.weight", (s.H,))
-    yield Tensor("output.weight", (s.V, s.H))
-    shapes: dict[str, tuple[int, ...]] = {
+    last = "token_embd_norm" if config.model_type == "lfm2_moe" else "output_norm"
+    yield Tensor(f"{last}.weight", (s.H,))
+    if not config.tie_word_embeddings:
+        yield Tensor("output.weight", (s.V, s.H))
+    for layer in range(config.num_hidden_layers):
+        shapes = {**_mixer(config, s, layer), **_mlp(config, s, layer)}
+        for name, shape in shapes.items():
+            ending = "bias" if name == "exp_probs_b" else "weight"
+            yield Tensor(f"blk.{layer}.{name}.{ending}", shape)
+
+
+def _mixer(config: Any, s: _Sizes, layer: int) -> dict[str, tuple[int, ...]]:
+    """A layer's attention, or its short convolution, with the norm before it."""
+    if config.model_type == "lfm2_moe" and config.layer_types[layer] == "conv":
+        return {
+            "attn_norm": (s.H,),
+            "shortconv.conv": (s.H, config.conv_L_cache),
+            "shortconv.in_proj": (3 * s.H, s.H),
+            "shortconv.out_proj": (s.H, s.H),
+        }
+    normed = config.model_type in ("qwen3_moe", "lfm2_moe")
+    return {
         "attn_norm": (s.H,),
         "attn_q": (s.NH * s.D, s.H),
         "attn_k": (s.KVH * s.D, s.H),
         "attn_v": (s.KVH * s.D, s.H),
         "attn_output": (s.H, s.NH * s.D),
+        **({"attn_q_norm": (s.D,), "attn_k_norm": (s.D,)} if normed else {}),
+    }
+
+
+def _mlp(config: Any, s: _Sizes, layer: int) -> dict[str, tuple[int, ...]]:
+    """A layer's experts and their router, or its dense MLP, with the norm before it."""
+    if layer < getattr(config, "num_dense_layers", 0):
+        wide = (config.intermediate_size, s.H)
+        return {"ffn_norm": (s.H,), "ffn_gate": wide, "ffn_up": wide, "ffn_down": wide[::-1]}
+    return {
         "ffn_norm": (s.H,),
         "ffn_gate_inp": (s.E, s.H),
         "ffn_gate_exps": (s.E, s.I, s.H),
         "ffn_up_exps": (s.E, s.I, s.H),
         "ffn_down_exps": (s.E, s.H, s.I),
+        **({"exp_probs_b": (s.E,)} if config.model_type == "lfm2_moe" else {}),
     }
-    if config.model_type == "qwen3_moe":
-        shapes |= {"attn_q_norm": (s.D,), "attn_k_norm": (s.D,)}
-    for layer in range(config.num_hidden_layers):
-        for name, shape in shapes.items():
-            yield Tensor(f"blk.{layer}.{name}.weight", shape)
 
 
 def write_model(config: Any, fmt: str, path: Path, vocabulary: bool = False) -> None:
@@ -104,16 +129,21 @@ def write_model(config: Any, fmt: str, path: Path, vocabulary: bool = False) -> 
     w.add_embedding_length(s.H)
     w.add_feed_forward_length(config.intermediate_size)
     w.add_head_count(s.NH)
-    w.add_head_count_kv(s.KVH)
+    lfm2 = config.model_type == "lfm2_moe"
+    w.add_head_count_kv([s.KVH * (k != "conv") for k in config.layer_types] if lfm2 else s.KVH)
     w.add_key_length(s.D)
     w.add_value_length(s.D)
     w.add_rope_dimension_count(s.D)
     w.add_rope_freq_base(1e6)
-    w.add_layer_norm_rms_eps(config.rms_norm_eps)
+    w.add_layer_norm_rms_eps(config.norm_eps if lfm2 else config.rms_norm_eps)
     w.add_expert_count(s.E)
     w.add_expert_used_count(config.num_experts_per_tok)
-    if config.model_type == "qwen3_moe":
+    if config.model_type != "mixtral":
         w.add_expert_feed_forward_length(s.I)
+    if lfm2:
+        w.add_shortconv_l_cache(config.conv_L_cache)
+        w.add_leading_dense_block_count(config.num_dense_layers)
+        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     w.add_vocab_size(s.V)
     if vocabulary:
         _add_vocabulary(w, s.V)

@@ -220,10 +220,11 @@ class MLA:
         return self.o.lower(b, f"{layer}.o", out, f"{layer}.attended")
 
 
-def ropes_of(inner: Any, config: Any, store: WeightStore) -> tuple[Rope, ...]:
-    """The rotary embeddings, whose frequencies are in no checkpoint."""
+def ropes_of(module: Any, config: Any, store: WeightStore) -> tuple[Rope, ...]:
+    """The rotary embeddings that a module of transformers' makes; their frequencies are in no
+    checkpoint."""
     with torch.device("cpu"):  # whatever the default is
-        rotary = type(inner.rotary_emb)(config)
+        rotary = type(module)(config)
     found = []
     for kind in rope_kinds(config):
         name, prefix = (f"rope.{kind}", f"{kind}_") if kind else ("rope", "")

@@ -233,6 +233,8 @@ def make_decoder(
     config: Any = model.config
     check_lowered(config)
     inner, specs = model.model, Specs(schema)
+    family = FAMILIES[config.model_type]
+    names = family.names
     embedding = "model.embed_tokens.weight"
     table = specs.table(embedding)
     if not config.tie_word_embeddings:
@@ -245,11 +247,11 @@ def make_decoder(
         store=store,
         table=table,
         layers=tuple(_layer(model, i, specs) for i in range(len(inner.layers))),
-        norm=specs.vector("model.norm.weight", FAMILIES[config.model_type].norm_change),
+        norm=specs.vector(f"model.{names.norm}.weight", family.norm_change),
         head=head,
         head_bias=specs.tensor("lm_head.bias"),
-        eps=eps_of(inner.norm),
-        ropes=ropes_of(inner, config, store),
+        eps=eps_of(getattr(inner, names.norm)),
+        ropes=ropes_of(getattr(inner, names.rotary), config, store),
         table_scale=float(getattr(inner.embed_tokens, "scalar_embed_scale", 1.0)),
         logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         kv_dtype=kv_dtype,
@@ -262,16 +264,17 @@ def _layer(model: PreTrainedModel, i: int, specs: Specs) -> Layer | SandwichLaye
     family = FAMILIES[model.config.model_type]
     if hasattr(layer, "pre_feedforward_layernorm"):
         return SandwichLayer.make(layer, name, specs, family, model.config)
+    names, change = family.names, family.norm_change
+    block, within = getattr(layer, names.mlp), f"{name}.{names.mlp}"
     mlp: Dense | MoE
-    if experts_of(layer.mlp) is not None:
-        mlp = MoE.make(layer.mlp, f"{name}.mlp", specs, family)
+    if experts_of(block) is not None:
+        mlp = MoE.make(block, within, specs, family)
     else:
-        mlp = Dense.make(f"{name}.mlp", specs)
+        mlp = Dense.make(within, specs, names)
     leaf, module, kind = mixer(layer)
-    change = family.norm_change
     return Layer(
-        input_norm=specs.vector(f"{name}.input_layernorm.weight", change),
+        input_norm=specs.vector(f"{name}.{names.input_norm}.weight", change),
         attention=kind.make(module, f"{name}.{leaf}", specs, family),
-        post_norm=specs.vector(f"{name}.post_attention_layernorm.weight", change),
+        post_norm=specs.vector(f"{name}.{names.post_norm}.weight", change),
         mlp=mlp,
     )

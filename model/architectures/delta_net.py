@@ -14,9 +14,8 @@ from .families import Family
 from .linear import Linear
 from .specs import Spans, Specs
 
-_BY_SEQUENCE = {
-    name: name for name in ("query_starts", "query_lengths", "state_slots", "has_state")
-}
+BY_SEQUENCE = {name: name for name in ("query_starts", "query_lengths", "state_slots", "has_state")}
+"""Which tokens are of which sequence and where its state is, as inputs of ops."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class GatedDeltaNet:
         b.node(
             "causal_conv1d",
             f"{layer}.conv",
-            {"x": first, "conv": cache["conv"], **_BY_SEQUENCE},
+            {"x": first, "conv": cache["conv"], **BY_SEQUENCE},
             {"out": qkv, "conv": cache["conv"]},
             {"weight": self.conv},
         )
@@ -101,7 +100,7 @@ class GatedDeltaNet:
         b.node(
             "gated_delta_rule",
             f"{layer}.delta_rule",
-            {"qkv": qkv, **gates, "delta": cache["delta"], **_BY_SEQUENCE},
+            {"qkv": qkv, **gates, "delta": cache["delta"], **BY_SEQUENCE},
             {"out": out, "delta": cache["delta"]},
             HK=self.HK,
             scale=self.DK**-0.5,

@@ -1,17 +1,17 @@
 """The families that are lowered, a row each: what their modules do not say of their forward.
 
-All of them share ``model.embed_tokens``, ``layers[i].{input_layernorm, self_attn,
-post_attention_layernorm, mlp}`` (or ``linear_attn``, see ``delta_net``; Gemma's have more norms,
-see ``sandwich``), ``norm`` and ``lm_head``.
-The kind of attention, its norms, biases and sizes, shared experts, a router's groups and dense
-layers are read off the modules, so a family that does nothing new is a row. A row says that
+All of them share ``model.embed_tokens``, ``layers[i]``, in which a mixer and an MLP are, and
+``lm_head``; what else they are made of is called as ``Names`` says. The kind of attention, or of
+what is in its place (``mixer``), norms, biases and sizes, shared experts, a router's groups and
+dense layers are read off the modules, so a family that does nothing new is a row; layers with more
+norms are in ``sandwich``. A row says that
 somebody has read the family's forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -24,8 +24,54 @@ STATIC_ROPE = ("default", "linear", "yarn", "llama3", "proportional")
 
 
 ONE_ROPE = ("",)
+"""``rope_kinds`` of a model whose layers all have the same rotary embedding."""
 ACTIVATIONS = {"silu": SWIGLU, "swish": SWIGLU, "gelu_pytorch_tanh": GEGLU}
 """What gated MLPs may do, by ``hidden_act``."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a family calls the modules of its decoder, and their parameters.
+
+    Attributes:
+        norm, rotary: of the decoder; ``input_norm``, ``post_norm``, ``mlp``: of a layer.
+        o, q_norm, k_norm: of attention; ``gate``, ``up``, ``down``: of a dense MLP.
+        choice_bias: what the name of an MoE block's bias of scores ends with.
+    """
+
+    norm: str = "norm"
+    rotary: str = "rotary_emb"
+    input_norm: str = "input_layernorm"
+    post_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+    o: str = "o_proj"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    choice_bias: str = "e_score_correction_bias"
+
+    def of_mlp(self, mlp: str) -> tuple[str, str, str]:
+        """The matrices of a gated MLP of that name."""
+        gate, up, down = (f"{mlp}.{leaf}.weight" for leaf in (self.gate, self.up, self.down))
+        return gate, up, down
+
+
+_USUAL = Names()
+_LFM2 = Names(
+    norm="embedding_norm",
+    input_norm="operator_norm",
+    post_norm="ffn_norm",
+    mlp="feed_forward",
+    o="out_proj",
+    q_norm="q_layernorm",
+    k_norm="k_layernorm",
+    gate="w1",
+    up="w3",
+    down="w2",
+    choice_bias="expert_bias",
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +90,7 @@ class Family:
         gated: the queries of a head have its gate beside them, whose sigmoid its result is
             multiplied by.
         eagerly: settings with which it cannot be lowered, and what they are.
+        names: of its modules.
     """
 
     interleaved: bool = False
@@ -53,6 +100,7 @@ class Family:
     zero_centred: bool = False
     gated: bool = False
     eagerly: Mapping[str, str] = field(default_factory=dict)
+    names: Names = _USUAL
 
     @property
     def norm_change(self) -> str:
@@ -82,6 +130,8 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(scoring="sigmoid"),
     "glm4_moe_lite": Family(interleaved=True, scoring="sigmoid"),
     "gpt_oss": Family(windowed=True),
+    "lfm2": Family(names=_LFM2),
+    "lfm2_moe": Family(scoring="sigmoid", names=replace(_LFM2, rotary="pos_emb")),
     "llama": Family(),
     "minimax_m2": Family(scoring="sigmoid"),
     "mixtral": Family(windowed=True),

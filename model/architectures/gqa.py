@@ -47,17 +47,19 @@ class GQA:
     @classmethod
     def make(cls, module: Any, name: str, specs: Specs, family: Family) -> GQA:
         """From an attention module with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``."""
-        D, norm = module.head_dim, getattr(module, "q_norm", None)
+        D, names = module.head_dim, family.names
+        norm = getattr(module, names.q_norm, None)
+        leaves = (names.q_norm, names.k_norm) if norm is not None else ()
+        norms = [specs.vector(f"{name}.{leaf}.weight", family.norm_change) for leaf in leaves]
         NH = module.q_proj.out_features // D // (2 if family.gated else 1)
         own = [part for part in "qkv" if getattr(module, f"{part}_proj") is not None]
-        parts, change = [f"{name}.{part}_proj" for part in own], family.norm_change
-        kinds = rope_kinds(module.config)
+        parts, kinds = [f"{name}.{part}_proj" for part in own], rope_kinds(module.config)
         return cls(
             qkv=_with_gates(name, specs, NH, D) if family.gated else specs.linear(*parts),
-            q_norm=specs.vector(f"{name}.q_norm.weight", change) if norm is not None else None,
-            k_norm=specs.vector(f"{name}.k_norm.weight", change) if norm is not None else None,
+            q_norm=norms[0] if norms else None,
+            k_norm=norms[1] if norms else None,
             eps=eps_of(norm) if norm is not None else 0.0,
-            o=specs.linear(f"{name}.o_proj"),
+            o=specs.linear(f"{name}.{names.o}"),
             NH=NH,
             KVH=module.k_proj.out_features // D,
             D=D,

@@ -13,11 +13,10 @@ from runtime.program import Builder
 from runtime.program.weight_spec import WeightSpec
 
 from ..modules.moe import FusedMoE
-from .families import Family
+from .families import FAMILIES, Family, Names
 from .linear import Linear
 from .specs import Specs
 
-CHOICE_BIAS = "e_score_correction_bias"
 SHARED = ("shared_experts", "shared_expert")
 
 
@@ -28,14 +27,13 @@ class Dense:
     mlp: WeightSpec
 
     @classmethod
-    def make(cls, name: str, specs: Specs, spec: ExpertSpec = SWIGLU) -> Dense:
-        """From ``gate_proj``, ``up_proj`` and ``down_proj``.
+    def make(cls, name: str, specs: Specs, names: Names, spec: ExpertSpec = SWIGLU) -> Dense:
+        """From the three linears of the module of that name.
 
         Args:
             spec: what it does beside its products.
         """
-        gate, up, down = (f"{name}.{part}_proj.weight" for part in ("gate", "up", "down"))
-        return cls(specs.mlp(gate, up, down, spec))
+        return cls(specs.mlp(*names.of_mlp(name), spec))
 
     def lower(self, b: Builder, layer: str, x: str) -> list[str]:
         """Adds its nodes; returns the buffers [T, H] whose sum is its result."""
@@ -71,10 +69,10 @@ class MoE:
         assert experts is not None
         router = "gate" if hasattr(block, "gate") else "router"
         own = {leaf for leaf, _ in (*block.named_parameters(), *block.named_buffers())}
-        choice = next((leaf for leaf in own if leaf.endswith(CHOICE_BIAS)), CHOICE_BIAS)
+        names = family.names
+        choice = next((leaf for leaf in own if leaf.endswith(names.choice_bias)), names.choice_bias)
         bias = specs.flat(f"{name}.{choice}")
         shared = next((leaf for leaf in SHARED if getattr(block, leaf, None) is not None), None)
-        parts = [f"{name}.{shared}.{part}_proj.weight" for part in ("gate", "up", "down")]
         gated = hasattr(block, "shared_expert_gate")
         return cls(
             gate=specs.linear(f"{name}.{router}"),
@@ -82,7 +80,7 @@ class MoE:
             spec=router_spec(getattr(block, router), family),
             experts=specs.experts(experts),
             activations=experts.activations,
-            shared=specs.mlp(*parts) if shared else None,
+            shared=specs.mlp(*names.of_mlp(f"{name}.{shared}")) if shared else None,
             shared_gate=specs.matrix(f"{name}.shared_expert_gate.weight") if gated else None,
         )
 
@@ -187,9 +185,10 @@ def router_spec(gate: Any, family: Family) -> RouterSpec:
 
 def check_experts(model: Any) -> None:
     """Raises PykernelsError for experts that rules have left to transformers."""
+    names = FAMILIES[model.config.model_type].names
     for i, layer in enumerate(model.model.layers):
-        beside = getattr(layer, "experts", None)  # an MLP, as Gemma 4 has them
-        left = experts_of(layer.mlp) is None and not hasattr(layer.mlp, "gate_proj")
-        if left or (beside is not None and experts_of(beside) is None):
-            name = f"model.layers.{i}" + (".mlp" if left else "")
+        block, beside = getattr(layer, names.mlp), getattr(layer, "experts", None)
+        left = experts_of(block) is None and not hasattr(block, names.gate)
+        if left or (beside is not None and experts_of(beside) is None):  # Gemma 4's are beside it
+            name = f"model.layers.{i}" + (f".{names.mlp}" if left else "")
             raise PykernelsError(f"the experts of {name} have no kernel of ours", "Use --eager")

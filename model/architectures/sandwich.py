@@ -72,7 +72,7 @@ class SandwichLayer:
             attention=kind.make(module, f"{name}.{leaf}", specs, family),
             attended_norm=specs.vector(f"{name}.post_attention_layernorm.weight"),
             mlp_norm=specs.vector(f"{name}.pre_feedforward_layernorm.weight"),
-            mlp=Dense.make(f"{name}.mlp", specs, mlp_spec(config)),
+            mlp=Dense.make(f"{name}.mlp", specs, family.names, mlp_spec(config)),
             beside=_beside(layer, name, specs, config) if beside else None,
             result_norm=specs.vector(f"{name}.post_feedforward_layernorm.weight"),
             scale=specs.vector(f"{name}.layer_scalar"),

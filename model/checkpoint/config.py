@@ -36,9 +36,13 @@ EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 COUNTS = {
     "num_hidden_layers": (1, 10_000),
     "max_position_embeddings": (1, 1 << 40),
+    "conv_L_cache": (2, 1000),
     **dict.fromkeys((*EXPERT_COUNTS, "moe_num_experts"), (0, 100_000)),
 }
 """The least and the most that a configuration may say."""
+
+SHORT_CONVOLUTIONS = ("lfm2", "lfm2_moe")
+"""Architectures whose ``layer_types`` says which layers are one, and which attend."""
 
 ROUTERS = ("greedy", "group_limited_greedy")
 """What transformers' DeepSeek-V2 routes by; with another `topk_method` its first token fails."""
@@ -193,6 +197,8 @@ def check_forward(config: PretrainedConfig, file: Path) -> None:
         getattr(config, name, None) or 0 if latent else 0  # Gemma 4 has a number for each layer
         for name in ("num_attention_heads", "num_key_value_heads")
     )
+    types = getattr(config, "layer_types", None)
+    convolves = config.model_type in SHORT_CONVOLUTIONS
     checks: tuple[tuple[bool, str, Any, str], ...] = (
         # MLA: every head has its own keys, expanded from the latent; none are repeated.
         (
@@ -200,6 +206,12 @@ def check_forward(config: PretrainedConfig, file: Path) -> None:
             "num_key_value_heads",
             kv_heads,
             f"{heads}, as the heads",
+        ),
+        (
+            not convolves or (types is not None and {*types} <= {"conv", "full_attention"}),
+            "layer_types",
+            types,
+            "conv or full_attention for each layer",
         ),
         (bool(config.return_dict), "return_dict", config.return_dict, "true"),
         (not config.is_encoder_decoder, "is_encoder_decoder", True, "false"),

@@ -41,8 +41,9 @@ from .quantized import mxfp4
 from .quantized.compressed_tensors import HINT
 from .tensors.safetensors import Checkpoint
 
-BIAS = "e_score_correction_bias"
-"""A router's bias: it decides between scores that differ by less than bfloat16 keeps of it."""
+BIASES = ("e_score_correction_bias", "expert_bias")
+"""A router's bias, by its names: it decides between scores that differ by less than bfloat16 keeps
+of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def make_plan(
     Raises `PykernelsError` for missing or unexpected tensors and for wrong shapes or dtypes.
     """
     names, plan = Names(model, checkpoint), Plan()
-    strict = [*(model._keep_in_fp32_modules_strict or ()), BIAS]
+    strict = [*(model._keep_in_fp32_modules_strict or ()), *BIASES]
     skip, instead = tied(model, names)
     done: set[int] = set()  # parameters that two modules share are loaded once
     for path, module in model.named_modules():

@@ -18,7 +18,6 @@ from runtime.planning.placement import CPU
 
 from ..architectures.decoder import cache_state_bytes, cache_token_bytes
 from ..architectures.families import why_not
-from ..architectures.named import ARCHS, RELEASED, make_config
 from ..checkpoint.config import read_config, resolve_dtype
 from ..checkpoint.gguf import find_gguf
 from ..checkpoint.open import open_checkpoint
@@ -27,6 +26,7 @@ from ..checkpoint.packed.mapped import PackedFolder
 from ..checkpoint.plan import make_plan
 from ..checkpoint.tensors.safetensors import INDEX
 from ..modules.inject import inject
+from ..named import ARCHS, RELEASED, make_config
 from ..opened import engine_device, followed
 from ..pinning.choose import Wanted, parse
 from ..pretrained import build_meta

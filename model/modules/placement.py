@@ -135,8 +135,8 @@ def _parts(model: nn.Module, part: Part | None) -> Iterator[tuple[str, str]]:
             yield name, name
 
 
-_ATTENTION = ("self_attn", "linear_attn")
-_MLPS = ("mlp", "shared_experts", "shared_expert")
+_ATTENTION = ("self_attn", "linear_attn", "conv")
+_MLPS = ("mlp", "feed_forward", "shared_experts", "shared_expert")
 
 
 def _is_block(module: nn.Module) -> bool:

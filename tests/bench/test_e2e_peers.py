@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import model
 from bench.e2e.ours import Shape
 from bench.e2e.players import Case, LlamaCpp
 from bench.peers import llama_bench, llama_tools
@@ -45,6 +47,20 @@ def test_gguf_reads_back_what_was_written(arch: str, fmt: str, tmp_path: Path) -
     assert np.allclose(theirs[0], ours.numpy(), atol=1e-6)
     assert 0.5 < theirs.std() * theirs.shape[-1] ** 0.5 < 2
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_layers_of_several_kinds_are_written_as_they_are_read(tmp_path: Path) -> None:
+    """LFM2's: a short convolution or attention, a dense MLP or experts; llama.cpp's own names."""
+    config = Shape("lfm2-8b", layers=4, experts=8, vocab=384).config()
+    config.hidden_size = config.moe_intermediate_size = config.intermediate_size = 256
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 64
+    path = model_file(config, "q8_0", tmp_path, "lfm2", vocabulary=True)
+    arch = gguf.MODEL_ARCH.LFM2MOE
+    known = {gguf.TENSOR_NAMES[kind].format(bid=0) for kind in gguf.MODEL_TENSORS[arch]}
+    written = {re.sub(r"\d+", "0", t.name).rpartition(".")[0] for t in tensors(config)}
+    assert written == known - {"output"}
+    with model.load_engine(path, max_model_len=64, threads=1) as llm:
+        assert len(llm.generate("ab", max_tokens=2, temperature=0).token_ids) == 2
 
 
 def test_a_peer_that_is_not_built_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

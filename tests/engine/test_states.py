@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=["toy", "qwen3_next"])
+@pytest.fixture(scope="module", params=["toy", "qwen3_next", "lfm2_moe"])
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tiny.Tiny]:
@@ -135,8 +135,11 @@ def test_states_in_two_lanes(made: tiny.Tiny) -> None:
 
 def test_what_states_cost_is_counted(made: tiny.Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """By layers that keep a state, and those that keep keys and values of two heads of 16."""
-    if made.reference.config.model_type == "qwen3_next":  # three inputs of 192 channels, 4 heads
+    family = made.reference.config.model_type
+    if family == "qwen3_next":  # three inputs of 192 channels, 4 heads
         state, token, times = 2 * (3 * 192 + 4 * 16 * 32) * 4, 2 * (2 * 2 * 16 * 2), 1000
+    elif family == "lfm2_moe":  # two inputs of 64 channels
+        state, token, times = 2 * (2 * 64) * 4, 2 * (2 * 2 * 16 * 2), 5000
     else:  # 64 channels with three float32 each
         state, token, times = 2 * 64 * 3 * 4, 2 * 2 * 16 * 2, 3000
     with model.load_engine(made.path, **{**SIZES, "snapshots": 5}) as llm:
@@ -152,7 +155,7 @@ def test_what_states_cost_is_counted(made: tiny.Tiny, monkeypatch: pytest.Monkey
 def test_what_keeps_no_states_refuses_them(made: tiny.Tiny, tmp_path: Path) -> None:
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     with WorkerPool(1) as pool, open_weights(made.path, read_config(made.path)) as weights:
-        with pytest.raises(PykernelsError, match="qwen3_.* has layers with a state"):
+        with pytest.raises(PykernelsError, match="(qwen3|lfm2)_.* has layers with a state"):
             cuda_runner(weights.decoder, device, pool, 64)
     tiny.make(tmp_path, "deepseek_v3")
     with pytest.raises(PykernelsError, match="deepseek_v3 has no layer with a state"):

@@ -27,6 +27,7 @@ ARCHITECTURES = (
     "glm4_moe",
     "glm4_moe_lite",
     "gpt_oss",
+    "lfm2_moe",
     "minimax_m2",
     "mixtral",
     "olmoe",
@@ -79,6 +80,10 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "num_local_experts": 8, "intermediate_size": 32, "head_dim": 16, "sliding_window": 24,
         "swiglu_limit": 1.5,
+    },
+    "lfm2_moe": {
+        "num_experts": 8, "num_dense_layers": 1, "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
     },
     "minimax_m2": {
         "num_local_experts": 8, "intermediate_size": 32, "head_dim": 16, "rotary_dim": 8,
@@ -197,7 +202,7 @@ def randomize(model: PreTrainedModel, seed: int, gains: Gains = STRONG) -> None:
                 tensor.copy_(noise - 3)
             elif "moe_statics" in name:  # beside probabilities of about an eighth
                 tensor.copy_(0.05 * noise)
-            elif "e_score_correction_bias" in name:
+            elif "e_score_correction_bias" in name or "expert_bias" in name:
                 tensor.copy_(gains.choice * noise)
             elif name.endswith(FACTORS):
                 tensor.copy_(1 + 0.1 * noise)
@@ -226,7 +231,7 @@ def store(
             linear = matrix.ndim == 2 and not re.search(r"embed|lm_head|gate\.weight", key)
             if scheme and linear:
                 stored |= tiny_quantized.quantize(key, matrix, scheme)
-            elif "e_score_correction_bias" in key:
+            elif "e_score_correction_bias" in key or "expert_bias" in key:
                 stored[key] = matrix.clone()
             else:
                 stored[key] = matrix.to(dtype).contiguous()
@@ -238,6 +243,8 @@ def split(name: str, tensor: torch.Tensor, model_type: str) -> list[tuple[str, t
     gate, up, down = "gate_proj", "up_proj", "down_proj"
     if model_type in ("mixtral", "minimax_m2"):
         name = name.replace(".mlp.", ".block_sparse_moe.")
+        gate, up, down = "w1", "w3", "w2"
+    if model_type == "lfm2_moe":
         gate, up, down = "w1", "w3", "w2"
     name = name.replace(".gate.moe_statics.", ".moe_statics.")  # Ernie's
     if model_type in ("gpt_oss", "gemma4_text"):  # stacked; gpt-oss' gate and up in turns

@@ -12,7 +12,7 @@ from ..tensors.safetensors import Part
 from . import hyperparameters
 from .families import FAMILIES, Config
 from .files import GGUF
-from .metadata import Metadata
+from .metadata import Metadata, kv_heads
 from .rope import rope
 
 _LATENT = "deepseek2"
@@ -44,7 +44,7 @@ def config_of(checkpoint: GGUF) -> Config:
         "hidden_size": hidden,
         "num_hidden_layers": meta.size("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.size("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads(meta),
         "max_position_embeddings": meta.size("context_length"),
         "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in tensors,

@@ -183,6 +183,29 @@ def _minimax(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
     }
 
 
+def _lfm2(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
+    heads = meta.by_layer("attention.head_count_kv", config["num_key_value_heads"])
+    if (places := meta.size("shortconv.l_cache")) < 2:
+        raise meta.wrong("shortconv.l_cache", places)
+    return {
+        "model_type": "lfm2",
+        "norm_eps": config["rms_norm_eps"],
+        "conv_L_cache": places,
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "block_auto_adjust_ff_dim": False,  # the stored size is the adjusted one
+    }
+
+
+def _lfm2_moe(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
+    return _lfm2(meta, config, checkpoint) | {
+        "model_type": "lfm2_moe",
+        "num_experts": meta.size("expert_count"),
+        "num_experts_per_tok": meta.size("expert_used_count"),
+        "moe_intermediate_size": meta.size("expert_feed_forward_length"),
+        "num_dense_layers": meta.count("leading_dense_block_count", 0),
+    }
+
+
 FAMILIES: dict[str, Callable[[Metadata, Config, GGUF], Config]] = {
     "llama": _llama,
     "qwen2moe": _qwen2,
@@ -194,5 +217,7 @@ FAMILIES: dict[str, Callable[[Metadata, Config, GGUF], Config]] = {
     "ernie4_5-moe": _ernie,
     "dots1": _dots,
     "minimax-m2": _minimax,
+    "lfm2": _lfm2,
+    "lfm2moe": _lfm2_moe,
 }
 """By ``general.architecture``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import os
 import re
@@ -55,8 +54,9 @@ class GGUF(Checkpoint):
         self._start()
 
     def fitted(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
-        """As in `Checkpoint`. ggml knows no outermost dimensions of 1, and the first files with
-        ``attn_k_b`` and ``attn_v_b`` have the heads' matrices one below the other."""
+        """As in `Checkpoint`. ggml knows no outermost dimensions of 1, its converter leaves out
+        those of convolutions, and the first files with ``attn_k_b`` and ``attn_v_b`` have the
+        heads' matrices one below the other."""
         info = self.tensors[name]
         stacked = len(info.shape) == 2 and len(shape) == 3 and info.shape[-1] == shape[-1]
         if _without_ones(info.shape) == _without_ones(shape) or (
@@ -179,8 +179,8 @@ def _cached(file: Path, stamp: tuple[int, int]) -> Header:
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without its outermost dimensions of 1."""
-    return tuple(itertools.dropwhile(lambda size: size == 1, shape))
+    """A shape without its dimensions of 1, which change nothing of where numbers lie."""
+    return tuple(size for size in shape if size != 1)
 
 
 def _nbytes(info: TensorInfo, count: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..tensors.safetensors import TensorInfo
-from .metadata import Metadata
+from .metadata import Metadata, kv_heads
 
 _FUSED = ".attn_qkv."
 
@@ -21,11 +21,10 @@ def split_qkv(tensors: dict[str, TensorInfo], meta: Metadata) -> dict[str, Tenso
         if _FUSED not in name:
             found[name] = info
             continue
-        heads = meta.count("attention.head_count")
-        kv_heads = meta.count("attention.head_count_kv", heads)
-        sizes = {"q": heads, "k": kv_heads, "v": kv_heads}
-        rows, every = info.shape[0], heads + 2 * kv_heads
-        if not every or rows % every:  # the load plan finds a tensor without a place
+        heads, of_keys = meta.size("attention.head_count"), kv_heads(meta)
+        sizes = {"q": heads, "k": of_keys, "v": of_keys}
+        rows, every = info.shape[0], heads + 2 * of_keys
+        if rows % every:  # the load plan finds a tensor without a place
             found[name] = info
             continue
         start, row_bytes = info.start, info.nbytes // rows

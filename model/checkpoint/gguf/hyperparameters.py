@@ -110,6 +110,18 @@ OWN: dict[str, Table] = {
         "expert_weights_norm": (True,),
         "expert_feed_forward_length": READ,
     },
+    "lfm2": {
+        "shortconv.l_cache": READ,
+        "attention.sliding_window": (0,),
+        **dict.fromkeys(("expert_count", "expert_used_count"), ANY),  # all layers are dense
+    },
+    "lfm2moe": {
+        **_SIGMOID,
+        "shortconv.l_cache": READ,
+        "leading_dense_block_count": READ,
+        "expert_feed_forward_length": READ,
+        "expert_weights_norm": (True,),
+    },
 }
 """By ``general.architecture``; they override the others."""
 

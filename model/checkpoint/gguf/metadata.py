@@ -10,6 +10,8 @@ from pykernels.errors import PykernelsError
 _ABSENT = object()
 _MOST = 1 << 31
 """No size of a model is as large."""
+_SOME_ATTEND = ("lfm2", "lfm2moe")
+"""Architectures in which layers without attention have 0 heads of keys."""
 
 
 class Metadata:
@@ -69,6 +71,15 @@ class Metadata:
         """As it is stored; None if it is not there."""
         return self._values.get(f"{self.architecture}.{key}")
 
+    def by_layer(self, key: str, default: int) -> list[int]:
+        """A whole number for each layer: those of a list, or one for all."""
+        layers, value = self.size("block_count"), self.value(key)
+        if not self.has(key) or not isinstance(value, list):
+            return [self.count(key, default)] * layers
+        if len(value) != layers or any(type(n) is not int or not 0 <= n < _MOST for n in value):
+            raise self.wrong(key, value)
+        return value
+
     def wrong(self, key: str, value: Any) -> PykernelsError:
         return PykernelsError(
             f"{self._path} has the {self.architecture}.{key} {str(value)[:60]!r}, which cannot be",
@@ -95,3 +106,16 @@ class Metadata:
                 raise self.unsupported(key, value, "one value for all layers")
             return value[0]
         return value
+
+
+def kv_heads(meta: Metadata) -> int:
+    """Heads of keys and values of every layer with attention."""
+    key = "attention.head_count_kv"
+    heads: int = meta.size("attention.head_count")
+    if meta.architecture not in _SOME_ATTEND:
+        found: int = meta.size(key, heads)
+        return found
+    counts = {count for count in meta.by_layer(key, heads) if count}
+    if len(counts) != 1:
+        raise meta.unsupported(key, meta.value(key), "one value for all layers with attention")
+    return counts.pop()

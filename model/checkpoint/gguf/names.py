@@ -6,12 +6,13 @@ import re
 
 from .metadata import Metadata
 
-_BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)(?:\.(?P<what>weight|bias))?")
+_BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+(?:\.\w+)?)\.(?P<what>weight|bias)")
 
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "token_embd_norm.weight": "model.embedding_norm.weight",  # LFM2's last one
     # Factors of llama 3's frequencies: `config` reads them, no parameter of the model is made.
     "rope_freqs.weight": "model.rotary_emb.inv_freq",
 }
@@ -54,7 +55,27 @@ _WHOLE = {
 }
 """Names that lose their ending."""
 
+_LFM2 = {
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "ffn_gate_inp": "feed_forward.gate",
+    "exp_probs_b.bias": "feed_forward.expert_bias",
+    "ffn_gate_exps": "feed_forward.experts.gate_proj",
+    "ffn_up_exps": "feed_forward.experts.up_proj",
+    "ffn_down_exps": "feed_forward.experts.down_proj",
+}
 _OTHERS: dict[str, dict[str, str]] = {
+    "lfm2": _LFM2,
+    "lfm2moe": _LFM2,
     "qwen2moe": {
         "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
         **{f"ffn_{p}_shexp": f"mlp.shared_expert.{p}_proj" for p in ("gate", "up", "down")},

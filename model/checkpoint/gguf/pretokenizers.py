@@ -47,7 +47,8 @@ SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "olmo", "jais"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (r"\p{N}", _GPT2)),
     **dict.fromkeys(
-        ("llama3", "llama-v3", "llama-bpe", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), (_LLAMA3,)
+        ("llama3", "llama-v3", "llama-bpe", "lfm2", "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"),
+        (_LLAMA3,),
     ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "dots1", "megrez"), (_QWEN2,)),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (_GPT4O,)),
@@ -58,8 +59,8 @@ SPLITS: dict[str, tuple[str, ...]] = {
 }
 """By llama.cpp's names."""
 
-WHOLE_WORDS_FIRST = frozenset(("llama3", "llama-v3", "llama-bpe"))
+WHOLE_WORDS_FIRST = frozenset(("llama3", "llama-v3", "llama-bpe", "lfm2"))
 """The pre-tokenizers whose words that are tokens stay whole, whatever the merges say."""
 
-BOS_FIRST = frozenset(("llama3", "llama-v3", "llama-bpe"))
+BOS_FIRST = frozenset(("llama3", "llama-v3", "llama-bpe", "lfm2"))
 """The pre-tokenizers that begin with bos where the file does not say."""

@@ -11,7 +11,7 @@ from pykernels.errors import PykernelsError
 from .safetensors import Checkpoint, Part
 
 _MAY_BE_NEVER = re.compile(
-    r"(e_score_correction_bias|router\.bias|sinks|exp_probs_b\.bias|ffn_gate_inp\.bias"
+    r"(e_score_correction_bias|expert_bias|router\.bias|sinks|exp_probs_b\.bias|ffn_gate_inp\.bias"
     r"|attn_sinks\.weight)$"
 )
 """Biases before a choice or a softmax, in which -inf takes an expert or the sink out."""

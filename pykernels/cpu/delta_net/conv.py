@@ -1,4 +1,5 @@
-"""A causal convolution of each channel with itself, over inputs that a slot keeps between steps.
+"""A causal convolution of each channel with itself, over inputs that a slot keeps between steps;
+with gates before and behind it, as LFM2's layers have it.
 
 Twin of ``ref.causal_conv1d``. A task has some channels of one sequence: a token's sums read the
 rows before it, which are in the cache, and no task reads what another one writes.
@@ -28,7 +29,12 @@ CONV, conv_at = descriptor(
         "past",  # int64 [S], tokens that the state has seen; 0: it begins as zeros
         "x",  # float32 [T, C]
         "x_stride",  # bytes
+        "in_gate",  # float32 [T, C], of x; of gated ones alone
+        "in_gate_stride",
+        "out_gate",  # float32 [T, C], of the sums
+        "out_gate_stride",
         "weight",  # float32 [K, C]: a row for each place
+        "bias",  # float32 [C]; 0: none
         "C",  # a multiple of 16
         "state",  # float32 [slots, K - 1, C]
         "slot_bytes",
@@ -39,12 +45,13 @@ CONV, conv_at = descriptor(
 
 
 @functools.cache
-def make_causal_conv1d(K: int, silu: bool, N: int) -> tuple[Any, Any]:
+def make_causal_conv1d(K: int, silu: bool, gated: bool, N: int) -> tuple[Any, Any]:
     """Compiles (setup, run), tasks of ``CONV``: ``CHANNELS`` of a sequence.
 
     Args:
         K: tokens of a sum.
         silu: of the sums.
+        gated: whether inputs and sums have gates; the state has inputs times theirs.
         N: floats of a vector, 8 or 16.
     """
     V: Any = make_vectors(N)
@@ -57,18 +64,17 @@ def make_causal_conv1d(K: int, silu: bool, N: int) -> tuple[Any, Any]:
         return i64(args.count_at, 0) * ((args.C + CHANNELS - 1) // CHANNELS)
 
     @inlined
-    def row(args, state, start, t):
-        """Address of a sequence's inputs of token t; before its first one they are the state's."""
-        if t >= 0:
-            return args.x + (start + t) * args.x_stride
-        return state + (BEFORE + t) * (4 * args.C)
+    def inputs(args, state, row, t, c):
+        """A sequence's inputs of token t, which is in that row; before its first one they are the
+        state's."""
+        if t < 0:
+            return V.load_f32(state + (BEFORE + t) * (4 * args.C) + c)
+        x = V.load_f32(args.x + row * args.x_stride + c)
+        if gated:
+            return V.mul(x, V.load_f32(args.in_gate + row * args.in_gate_stride + c))
+        return x
 
-    @inlined
-    def copy(source, to, first, last):
-        for c in range(first, last, 4 * N):
-            V.store_f32(to + c, V.load_f32(source + c))
-
-    @task(f"causal-conv1d-{K}-{silu}-x{N}")
+    @task(f"causal-conv1d-{K}-{silu}-{gated}-x{N}")
     def run(address, index, worker):
         args = conv_at(address)
         parts = (args.C + CHANNELS - 1) // CHANNELS
@@ -86,14 +92,22 @@ def make_causal_conv1d(K: int, silu: bool, N: int) -> tuple[Any, Any]:
             out = args.out + (start + t) * args.out_stride
             for c in range(first, last, 4 * N):
                 total = V.zero()
+                if args.bias != 0:
+                    total = V.load_f32(args.bias + c)
                 for j in range(K):
-                    x = V.load_f32(row(args, state, start, t - BEFORE + j) + c)
+                    at = t - BEFORE + j
+                    x = inputs(args, state, start + at, at, c)
                     total = V.fma(x, V.load_f32(args.weight + row_bytes * j + c), total)
                 if silu:
                     total = V.mul(total, sigmoid(total))
+                if gated:
+                    gate = args.out_gate + (start + t) * args.out_gate_stride
+                    total = V.mul(total, V.load_f32(gate + c))
                 V.store_f32(out + c, total)
         for j in range(BEFORE):  # a row is read before it is overwritten
-            copy(row(args, state, start, length - BEFORE + j), state + row_bytes * j, first, last)
+            at = length - BEFORE + j
+            for c in range(first, last, 4 * N):
+                V.store_f32(state + row_bytes * j + c, inputs(args, state, start + at, at, c))
         return 0
 
     return setup, run

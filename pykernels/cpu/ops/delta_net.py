@@ -102,9 +102,11 @@ def causal_conv1d(
     batch: StateBatch,
     *,
     silu: bool = True,
+    bias: torch.Tensor | None = None,
+    gates: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """A convolution of each channel with itself over a token and the ``K - 1`` before it:
-    ``out[t, c] = silu(sum_j weight[c, j] x[t - K + 1 + j, c])``.
+    ``out[t, c] = silu(bias[c] + sum_j weight[c, j] x[t - K + 1 + j, c])``.
 
     Args:
         x: floats [T, C], C a multiple of 16.
@@ -113,6 +115,9 @@ def causal_conv1d(
             first; read and written.
         batch: where each sequence's tokens and state lie.
         silu: False: the sum itself.
+        bias: floats [C].
+        gates: floats [T, C] each: factors of the inputs, which the state has with them, and of the
+            result.
 
     Returns:
         float32 [T, C]; rows of no sequence (padding) are zeros.
@@ -129,6 +134,10 @@ def causal_conv1d(
             "Give channels in multiples of 16, and at least 2 tokens",
         )
     fields = _sequences(batch, len(x), state, K - 1, C)
+    for name, gate in zip(("in_gate", "out_gate"), gates or (), strict=False):
+        fields |= {name: floats(name, gate, len(x), C), f"{name}_stride": 4 * C}
+    if bias is not None:
+        fields["bias"] = floats("bias", bias, C)
     out = torch.zeros(len(x), C, dtype=torch.float32, device="cpu")
     record = Record(
         CONV,
@@ -141,7 +150,8 @@ def causal_conv1d(
         out=out,
         out_stride=4 * C,
     )
-    run_tasks(make_causal_conv1d(K, bool(silu), width(detect())), record.address)
+    tasks = make_causal_conv1d(K, bool(silu), gates is not None, width(detect()))
+    run_tasks(tasks, record.address)
     return out
 
 

@@ -17,15 +17,21 @@ from .context import Context
 
 def causal_conv1d(ctx: Context, node: Node) -> list[Job]:
     """A task has some channels of a sequence."""
-    x, out, weight = node.inputs["x"], node.outputs["out"], ctx.weight(node, "weight")
+    out, weight = node.outputs["out"], ctx.weight(node, "weight")
     K, C = weight.shape
     _check(node, "channels", C)
-    setup, run = make_causal_conv1d(K, True, width(detect()))
+    gated, fields = "in_gate" in node.inputs, dict[str, int]()
+    for name in ("x", "in_gate", "out_gate") if gated else ("x",):
+        rows = node.inputs[name]
+        fields[name] = ctx.at(rows) + 4 * node.attr(f"{name}_start")
+        fields[f"{name}_stride"] = ctx.stride(rows)
+    if "bias" in node.weights:
+        fields["bias"] = ctx.retain(ctx.weight(node, "bias"))
+    setup, run = make_causal_conv1d(K, bool(node.attr("silu")), gated, width(detect()))
     record = ctx.record(
         CONV,
         **_sequences(ctx, node, "conv"),
-        x=ctx.at(x),
-        x_stride=ctx.stride(x),
+        **fields,
         weight=ctx.retain(weight),
         C=C,
         out=ctx.at(out),

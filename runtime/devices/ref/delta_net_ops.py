@@ -13,9 +13,22 @@ from .memory import Memory
 
 def causal_conv1d(m: Memory, node: Node) -> None:
     weight = m.weight(node, "weight")  # [K, C]
-    x = m.read(node.inputs["x"]).flatten(1)[:, : weight.shape[1]]
-    state = m.whole(node.inputs["conv"])
-    m.write(node.outputs["out"], ref.causal_conv1d(x, weight.T, state, _batch(m, node)))
+
+    def channels(name: str) -> torch.Tensor:
+        start = node.attr(f"{name}_start")
+        return m.read(node.inputs[name]).flatten(1)[:, start : start + weight.shape[1]]
+
+    gated = "in_gate" in node.inputs
+    out = ref.causal_conv1d(
+        channels("x"),
+        weight.T,
+        m.whole(node.inputs["conv"]),
+        _batch(m, node),
+        silu=bool(node.attr("silu")),
+        bias=m.weight(node, "bias") if "bias" in node.weights else None,
+        gates=(channels("in_gate"), channels("out_gate")) if gated else None,
+    )
+    m.write(node.outputs["out"], out)
 
 
 def delta_gates(m: Memory, node: Node) -> None:

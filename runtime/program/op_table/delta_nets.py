@@ -1,4 +1,5 @@
-"""The rows of the op table that gated delta nets have, and attention with gates."""
+"""The rows of the op table that gated delta nets have, short convolutions, and attention with
+gates."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ _GATED = {"x": _HEADS, "gate": Port("activation", ("T", ">gate_start + heads*D")
 def _conv_rule(node: Mapping[str, Any]) -> str | None:
     if node["before"] != node["K"] - 1:
         return f"its state has {node['before']} inputs, and it reads {node['K'] - 1} before its own"
+    if ("in_gate" in node) != ("out_gate" in node):
+        return "it has one gate of two"
     return None
 
 
@@ -31,12 +34,25 @@ def _delta_rule(node: Mapping[str, Any]) -> str | None:
 
 
 DELTA_NETS: dict[str, Op] = {
-    # The SiLU of a convolution of each channel over a token and the K - 1 before it, of which the
-    # state has those of earlier steps, oldest first.
+    # A convolution of each channel over a token and the K - 1 before it, of which the state has
+    # those of earlier steps, oldest first; its SiLU, or the sum itself. With in_gate it is of x
+    # times that, and out_gate is a factor of the sum: each lies in its rows from its start on.
     "causal_conv1d": Op(
-        inputs={"x": Port("activation", ("T", ">C")), **_CONV_STATE, **_BY_SEQUENCE},
+        inputs={
+            "x": Port("activation", ("T", ">x_start + C")),
+            "in_gate": Port("activation", ("T", ">in_gate_start + C"), optional=True),
+            "out_gate": Port("activation", ("T", ">out_gate_start + C"), optional=True),
+            **_CONV_STATE,
+            **_BY_SEQUENCE,
+        },
         outputs={"out": Port("activation", ("T", "C")), **_CONV_STATE},
-        weights={"weight": Port("", ("K", "C"))},
+        weights={"weight": Port("", ("K", "C")), "bias": Port("", ("C",), optional=True)},
+        attrs={
+            "silu": Attr(int, 1),
+            "x_start": Attr(int, 0),
+            "in_gate_start": Attr(int, 0),
+            "out_gate_start": Attr(int, 0),
+        },
         rule=_conv_rule,
     ),
     # The gates of the delta rule: the log of the decay, rate softplus(a + dt_bias), and the

@@ -1,4 +1,5 @@
-"""The ops of gated delta nets by a call, against transformers' own, and the reference too."""
+"""The ops of gated delta nets and of short convolutions by a call, against transformers' own, and
+the reference too."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, Qwen3NextConfig
+from transformers import DynamicCache, Lfm2MoeConfig, Qwen3NextConfig
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeShortConv
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextGatedDeltaNet,
     Qwen3NextRMSNorm,
@@ -112,6 +114,29 @@ def test_the_convolution_is_transformers(K: int, silu: bool) -> None:
         ours = step.fresh()
         out = op(ours.x, ours.weight, ours.state, ours.batch, silu=silu)
         check(step, out, ours.state, silu=silu)
+
+
+@pytest.mark.parametrize("ops", [cpu, ref], ids=["cpu", "ref"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_a_short_convolution_is_transformers(ops: Any, bias: bool) -> None:
+    """Of LFM2's layers: prompts shorter and longer than it, and steps behind them."""
+    H = 272
+    sizes: Any = {"hidden_size": H, "num_hidden_layers": 1, "layer_types": ["conv"]}
+    config = Lfm2MoeConfig(**sizes, conv_bias=bias)
+    layer, past = Lfm2MoeShortConv(config, 0).eval(), DynamicCache(config=config)
+    state, x = torch.full((3, 2, H), torch.nan), torch.randn(9, H)
+    for begin, end in ((0, 1), (1, 2), (2, 8), (8, 9)):
+        with torch.no_grad():
+            truth = layer(x[None, begin:end], past_key_values=past)[0]
+            before, behind, rows = layer.in_proj(x[begin:end]).chunk(3, -1)
+        vectors = ([0], [end - begin], [1], [begin])
+        batch = StateBatch(*(torch.tensor(y, dtype=torch.int32) for y in vectors), end - begin)
+        weights = {"weight": layer.conv.weight[:, 0].detach(), "bias": layer.conv.bias}
+        gates = before, behind
+        out = ops.causal_conv1d(rows, state=state, batch=batch, silu=False, gates=gates, **weights)
+        with torch.no_grad():
+            assert_rows(layer.out_proj(out), truth)
+    assert state[[0, 2]].isnan().all()
 
 
 def test_gates_are_transformers() -> None:

@@ -188,6 +188,21 @@ def test_configs(own: Own, values: dict[str, Any], message: str) -> None:
     refused(message, folder)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"layer_types": None}, "layer_types None, .* Set it to conv or full_attention for each"),
+        ({"layer_types": ["linear_attention"] * 4}, r"layer_types \['linear_attention'"),
+        ({"conv_L_cache": 1}, "conv_L_cache 1, which no model runs with"),
+        ({"conv_L_cache": 4}, r"conv.conv.weight has the shape \[64, 1, 3\], the model needs"),
+    ],
+)
+def test_short_convolutions(own: Own, values: dict[str, Any], message: str) -> None:
+    folder = own("lfm2_moe")
+    change_config(folder, **values)
+    refused(message, folder)
+
+
 def test_a_router_of_deepseek_v2_that_is_not_known(own: Own) -> None:
     folder = own("deepseek_v2")
     change_config(folder, topk_method="noaux_tc")

@@ -31,7 +31,7 @@ def test_step_writes_a_trace_a_picture_and_figures(run: Run, writer: Path, tmp_p
 def test_step_of_random_weights_as_json(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from model.architectures.named import ARCHS
+    from model.named import ARCHS
 
     small = {"num_experts": 8, "vocab_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
     family, settings = ARCHS["qwen3-30b"]

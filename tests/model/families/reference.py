@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-SIGMOID = ("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "minimax_m2")
+SIGMOID = ("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "lfm2_moe", "minimax_m2")
 """Families whose scores are sigmoids; those of the others are a softmax's."""
 
 
@@ -27,7 +27,8 @@ def truth_of(reference: PreTrainedModel, tokens: list[int]) -> Truth:
     """What transformers computes for a sequence."""
     reference.set_experts_implementation("eager")  # grouped products want multiples of 16
     layers = reference.model.layers
-    blocks = [layer.mlp for layer in layers if hasattr(layer.mlp, "experts")]
+    mlps = [getattr(layer, "mlp", None) or layer.feed_forward for layer in layers]
+    blocks = [mlp for mlp in mlps if hasattr(mlp, "experts")]
     routers = [layer.router for layer in layers if getattr(layer, "router", None) is not None]
     least = torch.full((len(tokens),), torch.inf)
 
@@ -64,7 +65,8 @@ def gaps(block: Any, hidden: torch.Tensor, ids: torch.Tensor, config: Any) -> to
     sigmoid = config.model_type in SIGMOID
     scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
     own = dict([*block.named_parameters(), *block.named_buffers()])
-    bias = next((own[name] for name in own if name.endswith("e_score_correction_bias")), None)
+    endings = "e_score_correction_bias", "expert_bias"
+    bias = next((own[name] for name in own if name.endswith(endings)), None)
     scores = scores if bias is None else scores + bias.flatten()
     greedy = getattr(config, "topk_method", None) == "greedy"  # DeepSeek-V2-Lite's groups are idle
     groups = 1 if greedy else getattr(config, "n_group", None) or 1

@@ -46,6 +46,14 @@ _NEXT: dict[str, Any] = {
     "num_hidden_layers": 4,
     "full_attention_interval": 2,
 }
+_LFM2: dict[str, Any] = {
+    "hidden_size": 80,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "tie_word_embeddings": False,
+}
 _PLAIN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_MLA, **_GROUPS},
     "deepseek_v3": {**_MLA, **_GROUPS},
@@ -62,6 +70,8 @@ _PLAIN: dict[str, dict[str, Any]] = {
     "glm4_moe": {**_GQA, **_GROUPS},
     "glm4_moe_lite": {**_MLA, **_GROUPS},
     "gpt_oss": {**_GQA, **_EXPERTS},
+    "lfm2": {**_LFM2, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {**_LFM2, "num_experts": 9, "num_dense_layers": 1},
     "llama": _GQA,
     "minimax_m2": {**_GQA, **_EXPERTS},
     "mixtral": {**_GQA, **_EXPERTS},
@@ -129,6 +139,16 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite, odd": {"attention_bias": True, **_ODD},
     "gpt_oss, one key head": {**_ONE_KEY_HEAD, "intermediate_size": 48},
     "gpt_oss, three heads": {**_THREE_HEADS, "intermediate_size": 19},
+    "lfm2, adjusted": {"block_auto_adjust_ff_dim": True, "block_multiple_of": 24},
+    "lfm2_moe, biases": {
+        "conv_bias": True,
+        "conv_L_cache": 4,
+        "use_expert_bias": False,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.5,
+        "tie_word_embeddings": True,
+        "num_experts": 7,
+    },
     "llama, odd": {**_THREE_HEADS, **_ODD, "attention_bias": True, "mlp_bias": False},
     "minimax_m2, one key head": {
         **_ONE_KEY_HEAD,
@@ -188,14 +208,13 @@ _INPUTS = (
     "v_head_dim",
 )
 WRONG_HEADS = ("qwen3_moe, heads of 8", "deepseek_v3, latents of 40")
-STATES = ("qwen3_5_moe_text", "qwen3_next")
+STATES = ("lfm2", "lfm2_moe", "qwen3_5_moe_text", "qwen3_next")
 REFUSED = [
     *WRONG_HEADS,
-    *STATES,
     *(
         name
         for name, (_, config) in ROWS.items()
-        if any((config.get(size) or 0) % 8 for size in _INPUTS)
+        if name.split(",")[0] in STATES or any((config.get(size) or 0) % 8 for size in _INPUTS)
     ),
 ]
 """Rows that no GPU takes: for their heads, for layers with a state, or for matrices with inputs in

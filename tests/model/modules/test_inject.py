@@ -65,7 +65,7 @@ def test_shipped_rules_replace_every_moe_block_and_nothing_else(model_type: str)
     model = meta(model_type)
     before = {n: type(m) for n, m in model.named_modules()}
     done = inject(model, default_rules(model_type))
-    moe_layers = [n for n in before if n.endswith(".mlp.experts")]
+    moe_layers = [n for n in before if n.endswith(".experts")]
     assert [r.operator.stored_name for r in done] == moe_layers
     assert moe_layers
     for name, module in model.named_modules():

@@ -31,7 +31,7 @@ def test_sets_go_before_the_architectures_own() -> None:
 
 
 def test_every_known_architecture_has_rules_that_parse() -> None:
-    assert set(known_architectures()) == {*ARCHITECTURES, "llama"}
+    assert set(known_architectures()) == {*ARCHITECTURES, "lfm2", "llama"}
     assert default_rules("llama") == []  # dense
     for architecture in ARCHITECTURES:
         (rule,) = default_rules(architecture)

@@ -35,6 +35,7 @@ VALUES: dict[str, Any] = {
     "attention.kv_lora_rank": 32,
     "attention.q_lora_rank": 48,
     "attention.sliding_window": 8,
+    "shortconv.l_cache": 3,
 }
 
 
@@ -56,7 +57,8 @@ class Recorded(Metadata):
 
 def of(arch: str, vocabulary: int = 96, tensors: Any = (), **changes: Any) -> Any:
     """A file with VALUES and `changes`, dots of keys written as two underlines."""
-    values = {**VALUES, **{key.replace("__", "."): value for key, value in changes.items()}}
+    plain = {**VALUES, "attention.sliding_window": 0} if arch == "lfm2" else VALUES
+    values = {**plain, **{key.replace("__", "."): value for key, value in changes.items()}}
     if arch == "deepseek2":
         values = {"attention.value_length": 16, **values, "attention.key_length": 24}
     stored = {f"{arch}.{key}": value for key, value in values.items() if value is not None}
@@ -108,6 +110,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"logit_scale": 0.25}),
     ("llama", {"attention.scale": 0.1}),
     ("gpt-oss", {"rope.freq_base_swa": 5000.0}),
+    ("lfm2moe", {"attention.head_count_kv": [0, 2, 0, 4]}),
+    ("lfm2moe", {"expert_gating_func": 1}),
+    ("lfm2", {"attention.sliding_window": 8}),
 ]
 
 
@@ -125,6 +130,25 @@ def test_what_changes_the_forward_is_refused_by_name(arch: str, values: dict[str
     (key,) = values
     with pytest.raises(PykernelsError, match=rf"{arch}\.{key} .* supported"):
         config_of(of(arch, **values))
+
+
+def test_short_convolutions_lie_where_keys_have_no_heads() -> None:
+    config = config_of(of("lfm2moe", attention__head_count_kv=[0, 2, 0, 2]))
+    assert config["layer_types"] == ["conv", "full_attention"] * 2
+    assert (config["num_key_value_heads"], config["conv_L_cache"]) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("shortconv__l_cache", None, "has no lfm2moe.shortconv.l_cache in its metadata"),
+        ("shortconv__l_cache", 1, "lfm2moe.shortconv.l_cache '1', which cannot be"),
+        ("attention__head_count_kv", [0, 2], r"head_count_kv '\[0, 2\]', which cannot be"),
+    ],
+)
+def test_short_convolutions_of_no_size_are_refused(key: str, value: Any, told: str) -> None:
+    with pytest.raises(PykernelsError, match=told):
+        config_of(of("lfm2moe", **{key: value}))
 
 
 NEUTRAL: list[tuple[str, dict[str, Any]]] = [

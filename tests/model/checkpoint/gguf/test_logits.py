@@ -18,6 +18,12 @@ from ...test_engine import BF16, logits
 from . import tiny_gguf
 from .tiny_gguf import Type, all_of
 
+LFM2: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "tie_word_embeddings": True,
+}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {
         "tie_word_embeddings": True,
@@ -33,6 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"rope_scaling": tiny_gguf.ROPE},
     "deepseek_v3": {},
     "deepseek_v3 with kv_b": {"split_kv_b": False},
+    "lfm2": {**LFM2, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {**LFM2, "num_hidden_layers": 3, "num_experts": 8, "num_dense_layers": 1},
     "glm4_moe in f16": {"type_of": all_of(Type.F16)},
 }
 

@@ -35,6 +35,8 @@ ARCHS = {
     "deepseek_v3": "deepseek2",
     "glm4_moe": "glm4moe",
     "ernie4_5_moe": "ernie4_5-moe",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
 }
 SIZES: dict[str, Any] = {
     "hidden_size": 256,
@@ -136,7 +138,8 @@ def write(
             whole = gguf.GGUFValueType.UINT32
             writer.add_key_value(key, value, whole if type(value) is int else kind_of)
     for name, (tensor, put) in stored.items():
-        kind = type_of(name) if tensor.ndim >= 2 and "gate_inp" not in name else Type.F32
+        plain = tensor.ndim < 2 or "gate_inp" in name or "shortconv.conv" in name
+        kind = Type.F32 if plain else type_of(name)
         data = _quantized(tensor, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
         put(torch.from_numpy(np.array(gguf.quants.dequantize(data, kind))).view(tensor.shape))
@@ -172,6 +175,8 @@ def _stored(model: PreTrainedModel, split_kv_b: bool) -> Tensors:
                 put = lambda v, p=part, h=permuted: p.copy_(_turned_back(v, h))  # noqa: E731
             elif key.endswith("shared_expert_gate.weight"):
                 value, put = part[0], lambda v, p=part: p.copy_(v[None])
+            elif key.endswith("conv.conv.weight"):
+                value, put = part[:, 0], lambda v, p=part: p.copy_(v[:, None])
             found[stored] = value.contiguous(), put
     return found
 
@@ -200,6 +205,8 @@ def _parts(
         return [(base.replace("e_score_correction_bias", "e_score_correction.bias"), tensor)]
     if name.endswith("e_score_correction_bias"):
         return [(name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor)]
+    if name.endswith("expert_bias"):
+        return [(f"{name}.bias", tensor)]
     return [(name, tensor)]
 
 
@@ -229,7 +236,7 @@ def _metadata(w: gguf.GGUFWriter, arch: str, cfg: Any) -> None:
     w.add_embedding_length(cfg.hidden_size)
     w.add_feed_forward_length(cfg.intermediate_size)
     w.add_head_count(cfg.num_attention_heads)
-    w.add_layer_norm_rms_eps(cfg.rms_norm_eps)
+    w.add_layer_norm_rms_eps(cfg.norm_eps if arch.startswith("lfm2") else cfg.rms_norm_eps)
     w.add_rope_freq_base(cfg.rope_parameters["rope_theta"])
     counts = "n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"
     if experts := next((n for name in counts if (n := getattr(cfg, name, None))), None):
@@ -253,6 +260,13 @@ def _metadata(w: gguf.GGUFWriter, arch: str, cfg: Any) -> None:
         w.add_key_length_mla(nope + rotary)
         w.add_value_length_mla(cfg.v_head_dim)
         w.add_rope_dimension_count(rotary)
+    elif arch.startswith("lfm2"):
+        kinds = {"conv": 0, "full_attention": cfg.num_key_value_heads}
+        w.add_head_count_kv([kinds[kind] for kind in cfg.layer_types])
+        w.add_shortconv_l_cache(cfg.conv_L_cache)
+        if arch == "lfm2moe":
+            w.add_leading_dense_block_count(cfg.num_dense_layers)
+            w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     else:
         w.add_head_count_kv(cfg.num_key_value_heads)
         w.add_key_length(head)

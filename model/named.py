@@ -179,6 +179,15 @@ ARCHS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt-oss-120b": ("gpt_oss", {}),
+    "lfm2-8b": (
+        "lfm2_moe",
+        {
+            "num_hidden_layers": 24,
+            "layer_types": [
+                "full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)
+            ],
+        },
+    ),
     "qwen3-next-80b": ("qwen3_next", {"max_position_embeddings": 262144}),
     "qwen3.6-35b": (
         "qwen3_5_moe_text",
@@ -201,6 +210,10 @@ def make_config(arch: str, **changes: Any) -> PretrainedConfig:
         raise PykernelsError(f"there is no architecture {arch!r}", f"Use {', '.join(ARCHS)}")
     model_type, settings = ARCHS[arch]
     given = {key: value for key, value in changes.items() if value is not None}
-    config = CONFIG_MAPPING[model_type](**(settings | given))
+    settings = settings | given
+    if kinds := settings.get("layer_types"):
+        layers = settings["num_hidden_layers"]
+        settings["layer_types"] = [kinds[i % len(kinds)] for i in range(layers)]
+    config = CONFIG_MAPPING[model_type](**settings)
     config.architectures = []
     return config
