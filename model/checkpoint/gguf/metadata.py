@@ -12,6 +12,8 @@ _MOST = 1 << 31
 """No size of a model is as large."""
 _SOME_ATTEND = ("lfm2", "lfm2moe")
 """Architectures in which layers without attention have 0 heads of keys."""
+_UNEQUAL = ("gemma4",)
+"""Architectures whose layers may have unequal heads."""
 
 
 class Metadata:
@@ -80,6 +82,15 @@ class Metadata:
             raise self.wrong(key, value)
         return value
 
+    def flags(self, key: str) -> list[bool]:
+        """True or false for each layer."""
+        value = self.value(key) if self.has(key) else self._get(key, _ABSENT)
+        if not isinstance(value, list) or len(value) != self.size("block_count"):
+            raise self.wrong(key, value)
+        if any(one not in (0, 1) for one in value):
+            raise self.wrong(key, value)
+        return [bool(one) for one in value]
+
     def wrong(self, key: str, value: Any) -> PykernelsError:
         return PykernelsError(
             f"{self._path} has the {self.architecture}.{key} {str(value)[:60]!r}, which cannot be",
@@ -109,9 +120,12 @@ class Metadata:
 
 
 def kv_heads(meta: Metadata) -> int:
-    """Heads of keys and values of every layer with attention."""
+    """Heads of keys and values of every layer with attention; where they may be unequal of the
+    first one."""
     key = "attention.head_count_kv"
     heads: int = meta.size("attention.head_count")
+    if meta.architecture in _UNEQUAL:
+        return meta.by_layer(key, heads)[0]
     if meta.architecture not in _SOME_ATTEND:
         found: int = meta.size(key, heads)
         return found
