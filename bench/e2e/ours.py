@@ -12,8 +12,8 @@ from transformers import PretrainedConfig
 
 import model
 from model.architectures.decoder import Decoder
-from model.architectures.moe import MoE
 from model.hub import name_of
+from model.modules.recognise import experts_per_token
 from model.named import make_config
 from model.pinning.place import placement_of
 from model.random_model import check_memory, random_decoder
@@ -32,6 +32,7 @@ from runtime.workers.pool import WorkerPool, make_pool
 from runtime.workers.threads import spin_budget
 
 EXPERTS = {
+    "gemma4_text": "num_experts",
     "lfm2_moe": "num_experts",
     "mixtral": "num_local_experts",
     "qwen3_moe": "num_experts",
@@ -61,10 +62,10 @@ class Shape:
         """
         config = make_config(self.arch, num_hidden_layers=self.layers, vocab_size=self.vocab)
         if self.experts is not None:
-            if self.experts < config.num_experts_per_tok:
+            if self.experts < (topk := experts_per_token(config)):
                 raise PykernelsError(
-                    f"{self.experts} experts, of which a token takes {config.num_experts_per_tok}",
-                    f"Give --experts {config.num_experts_per_tok} or more",
+                    f"{self.experts} experts, of which a token takes {topk}",
+                    f"Give --experts {topk} or more",
                 )
             setattr(config, EXPERTS.get(config.model_type, "n_routed_experts"), self.experts)
         return config
@@ -250,6 +251,6 @@ def roof(threads: int | None) -> float:
 def _experts(decoder: Decoder) -> tuple[str, str]:
     """Format and activations of the first routed experts."""
     for layer in decoder.layers:
-        if isinstance(layer.mlp, MoE):
-            return layer.mlp.experts.fmt, layer.mlp.activations
+        if layer.moe is not None:
+            return layer.moe.experts.fmt, layer.moe.activations
     return decoder.head.fmt, "bf16"

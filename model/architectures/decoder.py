@@ -39,6 +39,11 @@ class Layer:
     post_norm: WeightSpec
     mlp: Dense | MoE
 
+    @property
+    def moe(self) -> MoE | None:
+        """Its routed experts."""
+        return self.mlp if isinstance(self.mlp, MoE) else None
+
 
 @dataclass(frozen=True)
 class Decoder:

@@ -60,6 +60,11 @@ class SandwichLayer:
     scale: WeightSpec
     eps: float
 
+    @property
+    def moe(self) -> MoE | None:
+        """Its routed experts."""
+        return None if self.beside is None else self.beside.moe
+
     @classmethod
     def make(
         cls, layer: Any, name: str, specs: Specs, family: Family, config: Any
