@@ -333,8 +333,8 @@ def shipped_prefill(
         return plan
     if max(D, shape.value_dim) > 256:
         roomy = capability[0] == 9
-        rows, keys = (64, 32) if roomy else (32, 16)
-        return PrefillPlan(rows=rows, keys=keys, num_warps=8, num_stages=2)
+        most, keys = (64, 32) if roomy else (32, 16)
+        return PrefillPlan(rows=most, keys=keys, num_warps=8, num_stages=2)
     if capability[0] == 9:
         if large or R:
             return PrefillPlan(rows=128, keys=64, num_warps=8, num_stages=2 if large else 3)

@@ -192,8 +192,8 @@ def _cache(m: Memory, node: Node) -> dict[str, torch.Tensor]:
 
 def router(m: Memory, node: Node) -> None:
     logits = m.read(node.inputs["logits"])[:, : node.attr("experts")]
-    own = {"bias": m.optional(node, "bias"), "factors": m.optional(node, "factors")}
-    chosen = ref.router(logits, node.attr("spec"), **own)
+    bias, factors = (m.optional(node, port) for port in ("bias", "factors"))
+    chosen = ref.router(logits, node.attr("spec"), bias, factors=factors)
     m.write(node.outputs["ids"], chosen.ids)
     m.write(node.outputs["weights"], chosen.weights)
 
