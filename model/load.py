@@ -24,6 +24,7 @@ from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.extend import checked
 from runtime.machine.topology import Topology
 from runtime.make_runner import make_plan, make_runner
+from runtime.passes.defer import cannot_join
 from runtime.passes.layers import check_topk
 from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import largest_step
@@ -172,11 +173,16 @@ def _by_rules(execution: ExecutionConfig, weights: Opened, model_type: str) -> E
     """The configuration with what rules say of experts, where it leaves that open.
 
     Raises:
-        PykernelsError: fewer than two experts of a token would be immediate.
+        PykernelsError: fewer than two experts of a token would be immediate, or none can be
+            deferred.
     """
     model = weights.model
     if execution.defer is None:
         execution = replace(execution, defer=deferred_by_rules(model))
+    if weights.decoder.norms_experts:
+        if execution.deferred:
+            raise cannot_join(model_type)
+        execution = replace(execution, defer=0)  # whatever a GPU would measure
     if execution.on_gpu and execution.experts == "auto" and stay_on_cpu(model):
         execution = replace(execution, experts="cpu")
     if execution.deferred:

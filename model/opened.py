@@ -19,7 +19,6 @@ from runtime.workers.matrix import Pack
 from .architectures.decoder import Decoder, make_decoder
 from .architectures.moe import check_experts
 from .architectures.packed import CacheWeights, check_cache
-from .architectures.placed import Placed, placed_nodes
 from .architectures.schema import Schema, stored_schema
 from .architectures.weights import CheckpointWeights
 from .checkpoint import memory
@@ -36,6 +35,7 @@ from .checkpoint.tensors.safetensors import Checkpoint
 from .modules.inject import inject
 from .modules.linear import linears
 from .modules.moe import FusedMoE
+from .modules.placed import Placed, placed_nodes
 from .modules.placement import Placement as RulePlacement
 from .modules.placement import check_places, place
 from .pretrained import build_meta

@@ -28,6 +28,8 @@ from .modules.moe import FusedMoE
 from .rules import default_rules
 
 _ROWS = 128
+_FACTORS = ("norm", "scale", "scalar")
+"""What the names of weights have that multiply: they are ones."""
 
 
 def random_decoder(
@@ -53,7 +55,7 @@ def random_decoder(
     formats = {name: _format(name, shape, fmt) for name, shape in shapes.items()}
     schema = Schema(
         {name: Tensor(shape, formats[name], formats[name]) for name, shape in shapes.items()},
-        {block.name: (fmt, fmt) for block in blocks},
+        {block.name: (fmt, _narrow(fmt, block.shape.I)) for block in blocks},
     )
     return make_decoder(model, schema, WeightStore(RandomWeights(schema), pack, nodes))
 
@@ -68,7 +70,7 @@ class RandomWeights(MatrixSource):
         self._tensors = schema.tensors
 
     def tensor(self, spec: WeightSpec) -> torch.Tensor:
-        value = 1.0 if "norm" in spec.name else 0.0
+        value = 1.0 if any(part in spec.name for part in _FACTORS) else 0.0
         return torch.full(spec.shape, value, dtype=torch.float32, device="cpu")
 
     def matrix(self, name: str, index: int | None, fmt: str) -> tuple[str, Weight]:
@@ -127,6 +129,11 @@ def _format(name: str, shape: tuple[int, ...], fmt: str) -> str:
         return "bf16"
     narrow = shape[1] % get_format(fmt).k_multiple or "kv_b_proj" in name
     return "bf16" if narrow and fmt not in ("bf16", "fp8") else fmt
+
+
+def _narrow(fmt: str, K: int) -> str:
+    """A format of matrices with K inputs: int8 blocks of 32 where there is no other, as in GGUF."""
+    return "q8_0" if K % get_format(fmt).k_multiple and K % 32 == 0 else fmt
 
 
 def _matrix(fmt: str, N: int, K: int) -> Weight:

@@ -30,11 +30,11 @@ def _number(what: str, value: Any, kind: type) -> int | float:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """What an expert does beside its products: ``(up + up_offset) * gate * sigmoid(alpha * gate)``
-    of gate clamped to at most ``limit`` and up to +- ``limit``.
+    """What an expert does beside its products: ``(up + up_offset) * gate * sigmoid(z)`` with ``z =
+    alpha * (gate + cubic * gate**3)``, of gate clamped to at most ``limit`` and up to +- ``limit``.
 
     The default is ``silu(gate) * up``, SwiGLU (Shazeer 2020); gpt-oss has alpha 1.702, limit 7,
-    up_offset 1 and biases.
+    up_offset 1 and biases; ``GEGLU`` is Gemma's, with the tanh form of GELU.
 
     Attributes:
         bias: whether gate, up and down have biases, which join before anything else.
@@ -44,12 +44,13 @@ class ExpertSpec:
     limit: float = math.inf
     up_offset: float = 0.0
     bias: bool = False
+    cubic: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "limit", "up_offset"):
+        for name in ("alpha", "limit", "up_offset", "cubic"):
             value = float(_number(f"expert {name}", getattr(self, name), float))
             object.__setattr__(self, name, value)
-        finite = math.isfinite(self.alpha) and math.isfinite(self.up_offset)
+        finite = all(map(math.isfinite, (self.alpha, self.up_offset, self.cubic)))
         if not finite or not self.limit > 0:
             raise PykernelsError(
                 f"{self} is no activation", "Use finite numbers, and a limit above 0"
@@ -58,10 +59,13 @@ class ExpertSpec:
     @property
     def name(self) -> str:
         """Tells it from every other one."""
-        return f"{self.alpha}-{self.limit}-{self.up_offset}-{self.bias:d}"
+        cubic = f"-{self.cubic}" if self.cubic else ""
+        return f"{self.alpha}-{self.limit}-{self.up_offset}-{self.bias:d}{cubic}"
 
 
 SWIGLU = ExpertSpec()
+GEGLU = ExpertSpec(alpha=math.sqrt(8 / math.pi), cubic=0.044715)
+"""``gelu(gate) * up``: ``1 + tanh(z / 2)`` is ``2 * sigmoid(z)`` (Hendrycks and Gimpel 2016)."""
 
 
 @dataclass(frozen=True, slots=True)

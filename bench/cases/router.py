@@ -57,7 +57,7 @@ def route_case(
         return ids, weights, slots, starts, positions, gathered
 
     def ours(logits: torch.Tensor, x: torch.Tensor | None) -> Any:
-        return route(logits, spec, bias, x, out)
+        return route(logits, spec, bias, x, out=out)
 
     return Case(
         "router",

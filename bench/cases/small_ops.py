@@ -59,7 +59,7 @@ def embed_case(T: int, V: int, H: int, device: torch.device) -> Case:
         "small_ops",
         "embed",
         {"tokens": T, "vocab": V, "hidden": H},
-        rotating(lambda ids: embed(ids, table, out), sets),
+        rotating(lambda ids: embed(ids, table, out=out), sets),
         2 * 2 * T * H + 8 * T,
         0,
         {"torch": rotating(lambda ids: F.embedding(ids, table), sets)},

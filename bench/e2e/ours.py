@@ -11,9 +11,9 @@ from transformers import PretrainedConfig
 
 import model
 from model.architectures.decoder import Decoder
-from model.architectures.moe import MoE
 from model.checkpoint.config import EXPERT_COUNTS
 from model.hub import name_of
+from model.modules.recognise import experts_per_token
 from model.named import make_config
 from model.pinning.place import placement_of
 from model.random_model import check_memory, random_decoder
@@ -55,10 +55,10 @@ class Shape:
         """
         config = make_config(self.arch, num_hidden_layers=self.layers, vocab_size=self.vocab)
         if self.experts is not None:
-            if self.experts < config.num_experts_per_tok:
+            if self.experts < (topk := experts_per_token(config)):
                 raise PykernelsError(
-                    f"{self.experts} experts, of which a token takes {config.num_experts_per_tok}",
-                    f"Give --experts {config.num_experts_per_tok} or more",
+                    f"{self.experts} experts, of which a token takes {topk}",
+                    f"Give --experts {topk} or more",
                 )
             name = next(name for name in EXPERT_COUNTS if hasattr(config, name))
             setattr(config, name, self.experts)
@@ -239,6 +239,6 @@ def roof(threads: int | None) -> float:
 def _experts(decoder: Decoder) -> tuple[str, str]:
     """Format and activations of the first routed experts."""
     for layer in decoder.layers:
-        if isinstance(layer.mlp, MoE):
-            return layer.mlp.experts.fmt, layer.mlp.activations
+        if layer.moe is not None:
+            return layer.moe.experts.fmt, layer.moe.activations
     return decoder.head.fmt, "bf16"

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from pykernels.cpu.attention.expanded import expand_from
 from runtime.kv_cache.layout import CacheSpec
 from runtime.program import Builder
 from runtime.program.weight_spec import WeightSpec
+from runtime.program.weights import WeightStore
 
-from .families import Family
+from .families import Family, rope_kinds
 from .linear import Linear
 from .specs import Specs
 
@@ -28,6 +31,20 @@ RAGGED = {
     )
 }
 """Which tokens are of which sequence and where its pages are, as inputs of attention."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A kind of rotary embedding.
+
+    Attributes:
+        kind: of ``families.rope_kinds``.
+        frequencies: float32 [R / 2]; ``scale``: of cos and sin (YaRN).
+    """
+
+    kind: str
+    frequencies: WeightSpec
+    scale: float
 
 
 class Attention(Protocol):
@@ -201,6 +218,25 @@ class MLA:
                 **attrs,
             )
         return self.o.lower(b, f"{layer}.o", out, f"{layer}.attended")
+
+
+def ropes_of(module: Any, config: Any, store: WeightStore) -> tuple[Rope, ...]:
+    """The rotary embeddings that a module of transformers' makes; their frequencies are in no
+    checkpoint."""
+    with torch.device("cpu"):  # whatever the default is
+        rotary = type(module)(config)
+    found = []
+    for kind in rope_kinds(config):
+        name, prefix = (f"rope.{kind}", f"{kind}_") if kind else ("rope", "")
+        frequencies = getattr(rotary, f"{prefix}inv_freq").float()
+        scale = float(getattr(rotary, f"{prefix}attention_scaling"))
+        found.append(Rope(kind, store.add(f"{name}.frequencies", frequencies), scale))
+    return tuple(found)
+
+
+def angles_of(rope: str) -> str:
+    """The buffer [T, 2, R / 2] of cos and sin of a kind of rotary embedding."""
+    return f"angles.{rope}" if rope else "angles"
 
 
 def eps_of(norm: Any) -> float:

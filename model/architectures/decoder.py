@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from pykernels.cpu.attention.expanded import Expanded, expand_from
@@ -22,10 +21,11 @@ from runtime.program.step_inputs import lower_sampling, step_inputs
 from runtime.program.weight_spec import WeightSpec
 from runtime.program.weights import WeightStore
 
-from .attention import MLA, Attention, eps_of
+from .attention import MLA, Attention, Rope, angles_of, eps_of, ropes_of
 from .families import check_lowered, family_of
 from .mixer import mixer
 from .moe import Dense, MoE, experts_of
+from .sandwich import SandwichLayer
 from .schema import Schema
 from .specs import Specs
 
@@ -39,6 +39,11 @@ class Layer:
     post_norm: WeightSpec
     mlp: Dense | MoE
 
+    @property
+    def moe(self) -> MoE | None:
+        """Its routed experts."""
+        return self.mlp if isinstance(self.mlp, MoE) else None
+
 
 @dataclass(frozen=True)
 class Decoder:
@@ -46,27 +51,33 @@ class Decoder:
 
     Attributes:
         store: of its weights, which are read when a device asks for them.
-        table: [V, H].
-        frequencies: float32 [R / 2]; ``rope_scale``: of cos and sin (YaRN).
+        table: [V, H]; ``table_scale``: of its rows.
+        logit_cap: of the logits, ``cap * tanh(x / cap)``; 0: none.
         kv_dtype: of the cache, see ``runtime.kv_cache.layout``.
     """
 
     name: str
     store: WeightStore
     table: WeightSpec
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer | SandwichLayer, ...]
     norm: WeightSpec
     head: WeightSpec
     head_bias: WeightSpec | None
     eps: float
-    frequencies: WeightSpec
-    rope_scale: float
+    ropes: tuple[Rope, ...]
+    table_scale: float = 1.0
+    logit_cap: float = 0.0
     kv_dtype: str = "bf16"
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below."""
         return self.table.shape[0]
+
+    @property
+    def norms_experts(self) -> bool:
+        """Whether what a token's experts give is normed before it joins the residual stream."""
+        return any(isinstance(layer, SandwichLayer) for layer in self.layers)
 
     @property
     def head_sizes(self) -> set[tuple[int, int, int]]:
@@ -119,27 +130,32 @@ class Decoder:
         b = Builder(f"{self.name} T={T}", {"T": T, "S": S, "R": R})
         step_inputs(b, sizes.table_pages, states=bool(self.states))
         x = b.buffer("embedded", "T", H)
-        b.node("embed", "embed", {"ids": "tokens"}, {"out": x}, {"table": self.table})
-        b.buffer("angles", "T", 2, *self.frequencies.shape)
-        b.node(
-            "rope_table",
-            "rope",
-            {"positions": "positions"},
-            {"out": "angles"},
-            {"frequencies": self.frequencies},
-            scale=self.rope_scale,
-        )
+        table = {"table": self.table}
+        b.node("embed", "embed", {"ids": "tokens"}, {"out": x}, table, scale=self.table_scale)
+        for rope in self.ropes:
+            angles = b.buffer(angles_of(rope.kind), "T", 2, *rope.frequencies.shape)
+            b.node(
+                "rope_table",
+                f"rope.{rope.kind}" if rope.kind else "rope",
+                {"positions": "positions"},
+                {"out": angles},
+                {"frequencies": rope.frequencies},
+                scale=rope.scale,
+            )
         add: list[str] = []
         for i, layer in enumerate(self.layers):
             name = f"layer{i}"
+            parts = layer.attention.cache(self.kv_dtype)
+            cache = {
+                part: b.buffer(f"{name}.{part}", *of.shape, dtype=of.dtype, kind="cache")
+                for part, of in parts.buffers(sizes.pages, sizes.state_slots).items()
+            }
             with b.marked(layer=i):
+                if isinstance(layer, SandwichLayer):
+                    x = layer.lower(b, name, x, cache)
+                    continue
                 x, normed = self._norm(b, f"{name}.input_norm", layer.input_norm, x, add)
                 with b.marked(role="attention"):
-                    parts = layer.attention.cache(self.kv_dtype)
-                    cache = {
-                        part: b.buffer(f"{name}.{part}", *of.shape, dtype=of.dtype, kind="cache")
-                        for part, of in parts.buffers(sizes.pages, sizes.state_slots).items()
-                    }
                     add = [layer.attention.lower(b, name, normed, cache)]
                 x, normed = self._norm(b, f"{name}.post_norm", layer.post_norm, x, add)
                 add = layer.mlp.lower(b, name, normed)
@@ -155,6 +171,9 @@ class Decoder:
         b.buffer("logits", "R", V, kind="output")
         head = {"weight": self.head, "bias": self.head_bias}
         b.node("linear", "lm_head", {"x": last}, {"out": "logits"}, head)
+        if self.logit_cap:
+            logits = {"x": "logits"}
+            b.node("softcap", "logit_cap", logits, logits, cap=self.logit_cap)
         lower_sampling(b, "logits", V)
         return b.build()
 
@@ -221,8 +240,6 @@ def make_decoder(
     inner, specs = model.model, Specs(schema)
     family = family_of(config)
     names = family.names
-    with torch.device("cpu"):  # whatever the default is
-        rotary = type(getattr(inner, names.rotary))(config)  # its frequencies are in no checkpoint
     embedding = "model.embed_tokens.weight"
     table = specs.table(embedding)
     if not config.tie_word_embeddings:
@@ -239,16 +256,19 @@ def make_decoder(
         head=head,
         head_bias=specs.tensor("lm_head.bias"),
         eps=eps_of(getattr(inner, names.norm)),
-        frequencies=store.add("rope.frequencies", rotary.inv_freq.float()),
-        rope_scale=float(rotary.attention_scaling),
+        ropes=ropes_of(getattr(inner, names.rotary), config, store),
+        table_scale=float(getattr(inner.embed_tokens, "scalar_embed_scale", 1.0)),
+        logit_cap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         kv_dtype=kv_dtype,
     )
 
 
-def _layer(model: PreTrainedModel, i: int, specs: Specs) -> Layer:
+def _layer(model: PreTrainedModel, i: int, specs: Specs) -> Layer | SandwichLayer:
     """The weights of one layer."""
     layer, name = model.model.layers[i], f"model.layers.{i}"
     family = family_of(model.config)
+    if hasattr(layer, "pre_feedforward_layernorm"):
+        return SandwichLayer.make(layer, name, specs, family, model.config)
     names, change = family.names, family.norm_change
     block, within = getattr(layer, names.mlp), f"{name}.{names.mlp}"
     mlp: Dense | MoE

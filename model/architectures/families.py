@@ -3,7 +3,8 @@
 All of them share ``model.embed_tokens``, ``layers[i]``, in which a mixer and an MLP are, and
 ``lm_head``; what else they are made of is called as ``Names`` says. The kind of attention, or of
 what is in its place (``mixer``), norms, biases and sizes, shared experts, a router's groups and
-dense layers are read off the modules, so a family that does nothing new is a row. A row says that
+dense layers are read off the modules, so a family that does nothing new is a row; layers with more
+norms are in ``sandwich``. A row says that
 somebody has read the family's forward.
 """
 
@@ -16,9 +17,16 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from pykernels.errors import PykernelsError
+from pykernels.shapes import GEGLU, SWIGLU, ExpertSpec
 
-STATIC_ROPE = ("default", "linear", "yarn", "llama3")
+STATIC_ROPE = ("default", "linear", "yarn", "llama3", "proportional")
 """Rotary embeddings whose frequencies do not change with the length of a sequence."""
+
+
+ONE_ROPE = ("",)
+"""``rope_kinds`` of a model whose layers all have the same rotary embedding."""
+ACTIVATIONS = {"silu": SWIGLU, "swish": SWIGLU, "gelu_pytorch_tanh": GEGLU}
+"""What gated MLPs may do, by ``hidden_act``."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,13 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(interleaved=True, scoring="sigmoid"),
     "dots1": Family(windowed=True, scoring="sigmoid"),
     "ernie4_5_moe": Family(interleaved=True),
+    "gemma4_text": Family(
+        windowed=True,
+        eagerly={
+            "hidden_size_per_layer_input": "per-layer inputs, which E2B and E4B have",
+            "num_kv_shared_layers": "layers that share keys and values",
+        },
+    ),
     "glm4_moe": Family(scoring="sigmoid"),
     "glm4_moe_lite": Family(interleaved=True, scoring="sigmoid"),
     "gpt_oss": Family(windowed=True),
@@ -146,13 +161,34 @@ def why_not(config: PretrainedConfig) -> str | None:
     for name, what in family.eagerly.items():
         if getattr(config, name, None):
             return f"there is no lowering of {what} ({name})"
+    if getattr(config, "use_bidirectional_attention", None) == "all":
+        return "there is no lowering of attention to later tokens (use_bidirectional_attention)"
     rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    same = kind == "longrope" and rope.get("short_factor") == rope.get("long_factor")
-    if kind not in STATIC_ROPE and not same:
-        return f"there is no lowering of the rope_type {kind}"
-    act = getattr(config, "hidden_act", "silu")
-    return None if act in ("silu", "swish") else f"there is no kernel for the hidden_act {act}"
+    for each in rope.values() if rope_kinds(config) != ONE_ROPE else (rope,):
+        kind = each.get("rope_type", "default")
+        same = kind == "longrope" and each.get("short_factor") == each.get("long_factor")
+        if kind not in STATIC_ROPE and not same:
+            return f"there is no lowering of the rope_type {kind}"
+    act = _activation(config)
+    return None if act in ACTIVATIONS else f"there is no kernel for the hidden_act {act}"
+
+
+def rope_kinds(config: PretrainedConfig) -> tuple[str, ...]:
+    """The kinds of layers that have a rotary embedding of their own; ``ONE_ROPE``: all the same."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = rope and all(isinstance(each, Mapping) for each in rope.values())
+    return tuple(sorted(rope)) if nested else ONE_ROPE
+
+
+def mlp_spec(config: PretrainedConfig) -> ExpertSpec:
+    """What the config's gated MLPs do beside their products."""
+    return ACTIVATIONS[_activation(config)]
+
+
+def _activation(config: PretrainedConfig) -> str:
+    """Gemma's word is ``hidden_activation``."""
+    default = getattr(config, "hidden_activation", "silu")
+    return getattr(config, "hidden_act", default) or default
 
 
 def check_lowered(config: PretrainedConfig) -> None:

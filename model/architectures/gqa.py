@@ -10,8 +10,8 @@ from runtime.kv_cache.layout import CacheSpec
 from runtime.program import Builder
 from runtime.program.weight_spec import WeightSpec
 
-from .attention import RAGGED, eps_of
-from .families import Family
+from .attention import RAGGED, angles_of, eps_of
+from .families import ONE_ROPE, Family, rope_kinds
 from .linear import Linear
 from .specs import Spans, Specs
 
@@ -21,7 +21,11 @@ class GQA:
     """Attention with grouped queries; norms of queries and keys (of a head, or of all heads
     together), biases, sinks, a window and gates of heads where a family has them.
 
-    Where it is ``gated``, the gates lie behind the queries, before keys and values.
+    Where it is ``gated``, the gates lie behind the queries, before keys and values. Values may be
+    what keys are before their norm (Gemma 4's full layers).
+
+    Attributes:
+        rope: the kind of its rotary embedding, of ``families.rope_kinds``.
     """
 
     qkv: Linear
@@ -37,6 +41,8 @@ class GQA:
     window: int
     sinks: WeightSpec | None
     gated: bool = False
+    v_norm: bool = False
+    rope: str = ""
 
     @classmethod
     def make(cls, module: Any, name: str, specs: Specs, family: Family) -> GQA:
@@ -46,7 +52,8 @@ class GQA:
         leaves = (names.q_norm, names.k_norm) if norm is not None else ()
         norms = [specs.vector(f"{name}.{leaf}.weight", family.norm_change) for leaf in leaves]
         NH = module.q_proj.out_features // D // (2 if family.gated else 1)
-        parts = [f"{name}.{part}_proj" for part in "qkv"]
+        own = [part for part in "qkv" if getattr(module, f"{part}_proj") is not None]
+        parts, kinds = [f"{name}.{part}_proj" for part in own], rope_kinds(module.config)
         return cls(
             qkv=_with_gates(name, specs, NH, D) if family.gated else specs.linear(*parts),
             q_norm=norms[0] if norms else None,
@@ -61,6 +68,8 @@ class GQA:
             window=family.window(module.config, module.layer_idx),
             sinks=specs.tensor(f"{name}.sinks"),
             gated=family.gated,
+            v_norm=hasattr(module, "v_norm"),
+            rope="" if kinds == ONE_ROPE else module.config.layer_types[module.layer_idx],
         )
 
     @staticmethod
@@ -79,11 +88,12 @@ class GQA:
     def lower(self, b: Builder, layer: str, x: str, cache: Mapping[str, str]) -> str:
         qkv = self.qkv.lower(b, f"{layer}.qkv", x, f"{layer}.qkv")
         q = b.buffer(f"{layer}.rotated", "T", self.NH, self.D)
-        *_, k_start, v_start = self.qkv.starts  # each at a 32-row block, so there may be gaps
+        starts = self.qkv.starts  # each at a 32-row block, so there may be gaps
+        k_start, v_start = (starts[1], starts[1]) if len(starts) == 2 else starts[-2:]
         b.node(
             "gqa_rope_cache_write",
             f"{layer}.write",
-            {"qkv": qkv, "angles": "angles", "slot_mapping": "slot_mapping", **cache},
+            {"qkv": qkv, "angles": angles_of(self.rope), "slot_mapping": "slot_mapping", **cache},
             {"rotated": q, **cache},
             {"q_norm": self.q_norm, "k_norm": self.k_norm},
             heads=self.NH,
@@ -91,6 +101,7 @@ class GQA:
             interleaved=int(self.interleaved),
             k_start=k_start,
             v_start=v_start,
+            v_norm=int(self.v_norm),
         )
         out = b.buffer(f"{layer}.attn_out", "T", self.NH * self.D)
         b.node(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pykernels.errors import PykernelsError
-from pykernels.shapes import RouterSpec
+from pykernels.shapes import SWIGLU, ExpertSpec, RouterSpec
 from runtime.program import Builder
 from runtime.program.weight_spec import WeightSpec
 
@@ -27,9 +27,13 @@ class Dense:
     mlp: WeightSpec
 
     @classmethod
-    def make(cls, name: str, specs: Specs, names: Names) -> Dense:
-        """From the three linears of the module of that name."""
-        return cls(specs.mlp(*names.of_mlp(name)))
+    def make(cls, name: str, specs: Specs, names: Names, spec: ExpertSpec = SWIGLU) -> Dense:
+        """From the three linears of the module of that name.
+
+        Args:
+            spec: what it does beside its products.
+        """
+        return cls(specs.mlp(*names.of_mlp(name), spec))
 
     def lower(self, b: Builder, layer: str, x: str) -> list[str]:
         """Adds its nodes; returns the buffers [T, H] whose sum is its result."""
@@ -45,6 +49,7 @@ class MoE:
 
     Attributes:
         choice_bias: float32 [E], of the scores, for the choice alone.
+        factors: float32 [E], of the experts' weights.
         shared: a gated MLP; ``shared_gate``: its factor is the sigmoid of this linear.
     """
 
@@ -55,6 +60,7 @@ class MoE:
     activations: str
     shared: WeightSpec | None
     shared_gate: WeightSpec | None
+    factors: WeightSpec | None = None
 
     @classmethod
     def make(cls, block: Any, name: str, specs: Specs, family: Family) -> MoE:
@@ -78,12 +84,16 @@ class MoE:
             shared_gate=specs.matrix(f"{name}.shared_expert_gate.weight") if gated else None,
         )
 
-    def lower(self, b: Builder, layer: str, x: str) -> list[str]:
-        """Adds its nodes; returns the buffers [T, H] whose sum is its result."""
+    def lower(self, b: Builder, layer: str, x: str, to_route: str | None = None) -> list[str]:
+        """Adds its nodes; returns the buffers [T, H] whose sum is its result.
+
+        Args:
+            to_route: what the router reads; None: ``x``.
+        """
         H = self.experts.shape[1]
         # In this order workers find tasks of the shared experts while one of them routes.
         gate = self._gate_shared(b, layer, x)
-        routing = self._route(b, layer, x)
+        routing = self._route(b, layer, to_route or x)
         shared = [] if self.shared is None else [self._lower_shared(b, layer, x, self.shared, gate)]
         routed = b.buffer(f"{layer}.routed", "T", H)
         with b.marked(role="routed"):
@@ -111,7 +121,7 @@ class MoE:
                 f"{layer}.router",
                 {"logits": logits},
                 routing,
-                {"bias": self.choice_bias},
+                {"bias": self.choice_bias, "factors": self.factors},
                 spec=self.spec,
                 experts=E,
             )
@@ -177,8 +187,8 @@ def check_experts(model: Any) -> None:
     """Raises PykernelsError for experts that rules have left to transformers."""
     names = FAMILIES[model.config.model_type].names
     for i, layer in enumerate(model.model.layers):
-        block = getattr(layer, names.mlp)
-        if experts_of(block) is None and not hasattr(block, names.gate):
-            raise PykernelsError(
-                f"the experts of model.layers.{i}.{names.mlp} have no kernel of ours", "Use --eager"
-            )
+        block, beside = getattr(layer, names.mlp), getattr(layer, "experts", None)
+        left = experts_of(block) is None and not hasattr(block, names.gate)
+        if left or (beside is not None and experts_of(beside) is None):  # Gemma 4's are beside it
+            name = f"model.layers.{i}" + (f".{names.mlp}" if left else "")
+            raise PykernelsError(f"the experts of {name} have no kernel of ours", "Use --eager")

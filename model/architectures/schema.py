@@ -15,7 +15,7 @@ from ..checkpoint.plan import Dense, Plan
 from ..modules.linear import linears
 from ..modules.moe import FusedMoE
 
-ROUTERS = ("gate.weight", "router.weight")
+ROUTERS = ("gate.weight", "router.weight", "router.proj.weight")
 """Endings of the names of routers' matrices, which are never converted: they decide which experts a
 token uses."""
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from pykernels.quant.layout import N_BLOCK, ceil_to
-from pykernels.shapes import ExpertSpec, MoEShape
+from pykernels.shapes import SWIGLU, ExpertSpec, MoEShape
 from runtime.program.weight_spec import Part, WeightSpec
 
 from ..modules.moe import FusedMoE
@@ -143,9 +144,12 @@ class Specs:
         parts = tuple(Part(name, shape[1:], index=head) for head in range(shape[0]))
         return WeightSpec(name, "heads", tensor.fmt, shape, parts)
 
-    def mlp(self, gate: str, up: str, down: str) -> WeightSpec:
+    def mlp(self, gate: str, up: str, down: str, spec: ExpertSpec = SWIGLU) -> WeightSpec:
         """A gated MLP, with its biases if it has some, as the one expert of a layer; gate and up in
         bfloat16 where their formats differ.
+
+        Args:
+            spec: what it does beside its products, but for biases.
 
         Raises:
             PykernelsError: they differ in a GGUF file.
@@ -168,7 +172,7 @@ class Specs:
             for name, N in zip(biases, (I, I, H), strict=True)
             if name in self._tensors  # of some of the three in a GGUF file
         ]
-        moe = MoEShape(E=1, H=H, I=I, topk=1, spec=ExpertSpec(bias=len(parts) > len(names)))
+        moe = MoEShape(E=1, H=H, I=I, topk=1, spec=replace(spec, bias=len(parts) > len(names)))
         return WeightSpec.experts(_joined(names), moe, formats[0], formats[2], parts)
 
     def experts(self, module: FusedMoE) -> WeightSpec:

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from pykernels.errors import PykernelsError
 
+from ..modules.recognise import experts_per_token
 from .gguf import GGUF, find_gguf
 from .gguf.config import config_of
 from .gguf.tokenizer import special_ids
@@ -24,9 +25,9 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 transformers has no `kimi_k2`; under the old name its loader leaves every expert random.
 """
 
-TEXT_PARTS = {"qwen3_5_moe": "qwen3_5_moe_text"}
-"""Architectures with a vision tower, of which the text part is run, and what that is called."""
-VISION = ("text_config", "vision_config", "architectures", "model_type")
+TEXT_PARTS = {"gemma4": "gemma4_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Multimodal architectures, of which the text part is run, and what that is called."""
+VISION = ("text_config", "vision_config", "audio_config", "architectures", "model_type")
 """Entries of such a configuration that are not its text part's."""
 
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
@@ -95,7 +96,7 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def text_part(data: dict[str, Any], file: Path) -> dict[str, Any]:
-    """The text part of a configuration with a vision tower, and what both share.
+    """The text part of a multimodal configuration, and what both share.
 
     Raises:
         PykernelsError: there is none.
@@ -156,7 +157,7 @@ def check_router(config: PretrainedConfig, file: Path) -> None:
         )
     counts = (getattr(config, name, None) for name in EXPERT_COUNTS)
     experts = next((count for count in counts if count), None)
-    topk = getattr(config, "num_experts_per_tok", None)
+    topk = experts_per_token(config)
     if not isinstance(experts, int) or not isinstance(topk, int):  # none, or each layer's own
         return
     grouped = hasattr(config, "n_group") and method != "greedy"
@@ -191,9 +192,10 @@ def check_forward(config: PretrainedConfig, file: Path) -> None:
 
     They would be found only after all weights were loaded.
     """
-    heads, kv_heads, latent = (
-        getattr(config, name, None) or 0
-        for name in ("num_attention_heads", "num_key_value_heads", "kv_lora_rank")
+    latent = getattr(config, "kv_lora_rank", None) or 0
+    heads, kv_heads = (
+        getattr(config, name, None) or 0 if latent else 0  # Gemma 4 has a number for each layer
+        for name in ("num_attention_heads", "num_key_value_heads")
     )
     types = getattr(config, "layer_types", None)
     convolves = config.model_type in SHORT_CONVOLUTIONS

@@ -179,6 +179,10 @@ def _rebuild_computed(model: PreTrainedModel) -> None:
         lost = [n for n in module._non_persistent_buffers_set if module._buffers[n] is not None]
         if not lost or not any(module._buffers[n].is_meta for n in lost):
             continue
+        scale = getattr(module, "scalar_embed_scale", None)
+        if lost == ["embed_scale"] and scale is not None:  # Gemma's embedding
+            module._buffers["embed_scale"] = torch.tensor(scale, device="cpu")
+            continue
         config = getattr(module, "config", None)
         if config is None or list(module.children()) or list(module.parameters()):
             raise PykernelsError(

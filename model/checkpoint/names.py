@@ -238,6 +238,7 @@ class Names:
 def _from_head(model: PreTrainedModel, key: str) -> str:
     """The name in a model with a head of a tensor that was saved from the base model alone, which
     leaves out its `base_model_prefix`; another one as it is."""
+    key = re.sub(r"^model\.language_model\.", "model.", key)  # of a multimodal model
     base, first = model.base_model_prefix, key.partition(".")[0]
     outer = dict(model.named_children())
     if first in outer or first not in dict(outer[base].named_children() if base in outer else ()):

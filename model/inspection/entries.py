@@ -22,6 +22,7 @@ from ..checkpoint.config import EXPERT_COUNTS
 from ..modules.linear import Linear
 from ..modules.moe import FusedMoE
 from ..modules.placement import Placement
+from ..modules.recognise import experts_per_token
 from .formats import Formats
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
@@ -226,7 +227,7 @@ def _fused_experts(
     """Experts that transformers runs itself, unpacked."""
     config: Any = model.config
     E = next(int(n) for key in EXPERT_COUNTS if (n := getattr(config, key, None)))
-    topk = int(getattr(config, "num_experts_per_tok", 1))
+    topk = int(experts_per_token(config) or 1)
     numbers = sum(p.numel() for p in experts.parameters())
     nbytes = numbers * dtype.itemsize
     return Entry(

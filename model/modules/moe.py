@@ -16,7 +16,7 @@ from pykernels.registry import ACTIVATIONS
 from pykernels.shapes import MoEShape
 from runtime.devices.cpu.routed import RoutedExperts
 
-from .recognise import experts_shape, in_turns
+from .recognise import experts_per_token, experts_shape, in_turns
 from .registry import ModuleContext, Operator, operator
 
 R = TypeVar("R")
@@ -187,7 +187,7 @@ class FusedExperts(FusedMoE):
     """
 
     def _take(self, original: Any, context: ModuleContext) -> MoEShape:
-        topk = getattr(context.config, "num_experts_per_tok", None)
+        topk = experts_per_token(context.config)
         self.in_turns = in_turns(original)
         return experts_shape(original, context.name, topk if isinstance(topk, int) else 1)
 

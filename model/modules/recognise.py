@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.ref.activation import swiglu
-from pykernels.shapes import ExpertSpec, MoEShape
+from pykernels.shapes import GEGLU, ExpertSpec, MoEShape
 
 
 def experts_shape(experts: Any, where: str, topk: int) -> MoEShape:
@@ -31,12 +32,18 @@ def experts_shape(experts: Any, where: str, topk: int) -> MoEShape:
     return MoEShape(E=E, H=H, I=I, topk=topk, spec=spec)
 
 
+def experts_per_token(config: Any) -> Any:
+    """What a configuration says of how many experts a token takes; None if nothing."""
+    names = ("num_experts_per_tok", "top_k_experts")  # the second one is Gemma's
+    return next(filter(None, (getattr(config, name, None) for name in names)), None)
+
+
 def why_not_fused(experts: Any) -> str | None:
     """Why there is no kernel for an experts module; None if there is one.
 
     It needs `gate_up_proj` [E, 2 I, H] (gate first) and `down_proj` [E, H, I], or gpt-oss' [E, H, 2
-    I] (gate and up in turns), [E, I, H] and biases; SwiGLU, clamped or not; and a `forward` of
-    hidden states, expert numbers and their weights.
+    I] (gate and up in turns), [E, I, H] and biases; SwiGLU, clamped or not, or GEGLU; and a
+    `forward` of hidden states, expert numbers and their weights.
     """
     unknown = "experts of a layout that is not known"
     gate_up, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
@@ -57,7 +64,8 @@ def why_not_fused(experts: Any) -> str | None:
         return unknown
     if _spec(experts) is None:
         act = getattr(getattr(experts, "config", None), "hidden_act", "another gate")
-        return f"experts whose gate (hidden_act {act!r}) no kernel has: it is silu, or gpt-oss' one"
+        known = "it is silu, gelu_pytorch_tanh, or gpt-oss' one"
+        return f"experts whose gate (hidden_act {act!r}) no kernel has: {known}"
     return None
 
 
@@ -94,7 +102,7 @@ def _spec(experts: Any) -> ExpertSpec | None:
         return None
     bias = any(name.endswith("bias") for name, _ in experts.named_parameters())
     alpha, limit = getattr(experts, "alpha", 1.0), getattr(experts, "limit", None)
-    known = [ExpertSpec(bias=bias)]
+    known = [ExpertSpec(bias=bias), replace(GEGLU, bias=bias)]
     if limit is not None:
         known += [ExpertSpec(alpha, limit, offset, bias) for offset in (0.0, 1.0)]
     close = (s for s in known if torch.allclose(found, swiglu(gate, up, s), atol=1e-5))

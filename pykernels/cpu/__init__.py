@@ -15,7 +15,7 @@ from .ops.embedding import embed
 from .ops.gate import delta_gates, gated_rms_norm, sigmoid_mul
 from .ops.linear import linear
 from .ops.moe import moe_ffn, run_serially
-from .ops.norm import rms_norm
+from .ops.norm import post_norm, rms_norm, softcap
 from .ops.rope import gqa_rope_cache_write, mla_rope_cache_write, rope_table
 from .ops.router import router
 from .sampling import sample, sample_requests
@@ -43,6 +43,7 @@ __all__ = [
     "pack_job",
     "packs_scales",
     "plan",
+    "post_norm",
     "rms_norm",
     "rope_table",
     "router",
@@ -50,4 +51,5 @@ __all__ = [
     "sample",
     "sample_requests",
     "sigmoid_mul",
+    "softcap",
 ]

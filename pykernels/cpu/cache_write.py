@@ -80,6 +80,7 @@ GQA_ROPE_CACHE_WRITE, gqa_at = descriptor(
         "k_weight",  # [D] or [KVH, D]
         "q_norm",  # heads of a norm: 1 or NH
         "k_norm",  # 1 or KVH
+        "v_weight",  # float32 [D] of a norm a head; 0: none
         "k",  # bfloat16 or E4M3 [pages, PAGE, KVH, D]
         "v",
         "k_scale",  # of E4M3: float32 [pages, PAGE, KVH]; 0: bfloat16
@@ -260,6 +261,9 @@ def make_gqa_rope_cache_write() -> tuple[Any, Any]:
             else:
                 at = head - args.NH - args.KVH
                 x = row + args.v_start + 4 * at * D
+                if args.v_weight != 0:
+                    normalised(args, x, args.v_weight, types.float32(0), scratch)
+                    x = scratch
                 scale_at = scale_of(args.v_scale, slot, args.KVH, at)
                 store_row(x, D, args.v + place + at * args.head_bytes, scale_at)
         return 0

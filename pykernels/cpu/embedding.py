@@ -11,11 +11,11 @@ from ..quant.layout import N_BLOCK
 from ..target import detect
 from .gemv.portable import make_row
 from .intrin.descriptor import descriptor
-from .intrin.scalar import bf16_as_f32
+from .intrin.scalar import bf16_as_f32, f32_from_bits
 from .intrin.sync import as_pointer
 from .jit import task
 from .vectors import make_vectors, width
-from .words import i64, poke_f32
+from .words import f32, i64, poke_f32
 
 EMBED, embed_at = descriptor(
     "embed",
@@ -28,6 +28,7 @@ EMBED, embed_at = descriptor(
         "out",  # float32 [T, H]
         "out_stride",  # bytes
         "chunk",  # tokens of a task
+        "factor",  # bits of a float32, that rows are multiplied by
         "scale",  # of packed blocks
         "block_bytes",
         "scale_bytes",
@@ -58,12 +59,13 @@ def make_embed() -> tuple[Any, Any]:
             if token < 0 or token >= args.V:
                 return BAD_TOKEN
             row, out = args.table + token * args.H * 2, args.out + t * args.out_stride
-            whole = args.H // N * N
+            whole, factor = args.H // N * N, f32_from_bits(types.uint32(args.factor))
             for h in range(0, whole, N):
-                V.store_f32(out + 4 * h, V.load_bf16(row + 2 * h))
+                value = V.mul(V.load_bf16(row + 2 * h), V.broadcast(factor))
+                V.store_f32(out + 4 * h, value)
             halves = carray(as_pointer(row), (args.H,), types.uint16)
             for h in range(whole, args.H):
-                poke_f32(out + 4 * h, bf16_as_f32(halves[h]))
+                poke_f32(out + 4 * h, bf16_as_f32(halves[h]) * factor)
         return 0
 
     return setup, run
@@ -90,7 +92,11 @@ def make_embed_packed(fmt: str) -> tuple[Any, Any]:
                 return BAD_TOKEN
             w = args.table + token // N_BLOCK * args.block_bytes
             scale = args.scale + token // N_BLOCK * args.scale_bytes
-            read_row(w, scale, token % N_BLOCK, args.H, args.out + t * args.out_stride)
+            out = args.out + t * args.out_stride
+            read_row(w, scale, token % N_BLOCK, args.H, out)
+            factor = f32_from_bits(types.uint32(args.factor))
+            for h in range(args.H):
+                poke_f32(out + 4 * h, f32(out, h) * factor)
         return 0
 
     return setup, run

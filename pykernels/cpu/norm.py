@@ -72,17 +72,9 @@ _ADD_BYTES = ADD.itemsize
 
 
 @functools.cache
-def make_norm() -> tuple[Any, Any]:
-    """Compiles (setup, run), tasks of ``NORM``: one for ``chunk`` tokens."""
-    V = make_vectors(width(detect()))
-    N: int = V.N
-
-    @task("norm-setup")
-    def setup(address, index, worker):
-        args = norm_at(address)
-        if args.piece != 0:
-            return i64(args.count_at, 0) * ((args.H + args.piece - 1) // args.piece)
-        return (i64(args.count_at, 0) + args.chunk - 1) // args.chunk
+def make_sums(N: int) -> tuple[Any, Any]:
+    """(addend, add_two) in vectors of N floats: where an addend's row lies, and a sum of rows."""
+    V: Any = make_vectors(N)
 
     @inlined
     def addend(args, row, i):
@@ -115,6 +107,23 @@ def make_norm() -> tuple[Any, Any]:
             poke_f32(to + 4 * h, one)
             total += one * one
         return total
+
+    return addend, add_two
+
+
+@functools.cache
+def make_norm() -> tuple[Any, Any]:
+    """Compiles (setup, run), tasks of ``NORM``: one for ``chunk`` tokens."""
+    V = make_vectors(width(detect()))
+    N: int = V.N
+    addend, add_two = make_sums(N)
+
+    @task("norm-setup")
+    def setup(address, index, worker):
+        args = norm_at(address)
+        if args.piece != 0:
+            return i64(args.count_at, 0) * ((args.H + args.piece - 1) // args.piece)
+        return (i64(args.count_at, 0) + args.chunk - 1) // args.chunk
 
     @inlined
     def add_up(args, t, to):

@@ -16,7 +16,7 @@ from .intrin.registers import stack_alloc
 from .intrin.scalar import f32_from_bits
 from .intrin.sync import as_pointer
 from .jit import inlined, task
-from .words import i64
+from .words import f32, i64
 
 MAX_EXPERTS = 1024
 """A layer has so many at most."""
@@ -38,6 +38,7 @@ ROUTER, router_at = descriptor(
         "group_topk",
         "top2",  # 1: a group counts as its two best, 0: as its best
         "scale",  # bits of a float32
+        "factors",  # float32 [E], of the experts' weights; 0: none
         "ids",  # int64 [T, width]
         "weights",  # float32 [T, width]
         "width",  # of their rows: topk, and such experts as take every token
@@ -148,6 +149,8 @@ def make_router() -> tuple[Any, Any]:
             if args.renormalize != 0:
                 weights[k] = weights[k] / total
             weights[k] = weights[k] * by
+            if args.factors != 0:
+                weights[k] = weights[k] * f32(args.factors, ids[k])
 
     @task("router")
     def run(address, index, worker):

@@ -12,14 +12,14 @@ from .common.strides import check_out, rows_of
 
 
 @triton.jit
-def _embed(ids, table, out, V, H, stride, BLOCK: tl.constexpr):
+def _embed(ids, table, out, V, H, stride, scale, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(ids + row).to(tl.int64)
     inside = (token >= 0) & (token < V)
     at = tl.where(inside, token, 0) * stride + h
     value = tl.load(table + at, mask=h < H, other=0.0).to(tl.float32)  # and back: exact
-    tl.store(out + row * H + h, tl.where(inside, value, float("nan")), mask=h < H)
+    tl.store(out + row * H + h, tl.where(inside, value * scale, float("nan")), mask=h < H)
 
 
 def supports(ids: torch.Tensor, table: torch.Tensor) -> str | None:
@@ -31,8 +31,13 @@ def supports(ids: torch.Tensor, table: torch.Tensor) -> str | None:
     return why_not(rows_of, table, "table") or unsupported(ids, table)
 
 
-def embed(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows [..., H] of ``table`` [V, H].
+def embed(
+    ids: torch.Tensor,
+    table: torch.Tensor,
+    scale: float = 1.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Rows [..., H] of ``table`` [V, H] times ``scale``.
 
     An id outside ``0..V-1`` gets a row of NaN: the device cannot raise, but the error shows.
 
@@ -48,5 +53,5 @@ def embed(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor | None = Non
     if out.numel():
         block = min(1024, triton.next_power_of_2(H))
         grid = (ids.numel(), triton.cdiv(H, block))
-        _embed[grid](ids, table, out, V, H, stride, BLOCK=block, num_warps=4)
+        _embed[grid](ids, table, out, V, H, stride, float(scale), BLOCK=block, num_warps=4)
     return out

@@ -1,4 +1,5 @@
-"""RMSNorm, with the residual's addition in the same pass (arXiv 1910.07467)."""
+"""RMSNorm, with the residual's addition in the same pass (arXiv 1910.07467); a norm behind a
+branch, and the cap of logits (Gemma)."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from .common.launch import FLOATS, check_device, launches_early, unsupported, wh
 from .common.strides import check_out, rows_of
 
 MAX_WIDTH = 32768
+_PIECE = 2048  # logits of a program
 
 
 @triton.jit(do_not_specialize=["N"])  # one kernel for any number of rows
@@ -46,6 +48,49 @@ def _rms_norm(
     w = tl.load(weight + h, mask=h < H, other=0.0).to(tl.float32)
     normed = value * tl.rsqrt(mean + eps)[:, None] * w
     tl.store(out + row * H + h, normed, mask=mask)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _post_norm(
+    x,
+    residual,
+    weight,
+    scale,
+    out,
+    N,
+    H,
+    x_stride,
+    residual_stride,
+    eps,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TRIGGER: tl.constexpr,
+):
+    if TRIGGER:
+        gdc_launch_dependents()
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    h = tl.arange(0, BLOCK)[None, :]
+    mask = (row < N) & (h < H)
+    value = tl.load(x + row * x_stride + h, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(value * value, 1) / H
+    w = tl.load(weight + h, mask=h < H, other=0.0).to(tl.float32)
+    value = value * tl.rsqrt(mean + eps)[:, None] * w
+    if residual is not None:
+        value += tl.load(residual + row * residual_stride + h, mask=mask, other=0.0).to(tl.float32)
+    if scale is not None:
+        value *= tl.load(scale).to(tl.float32)
+    tl.store(out + row * H + h, value, mask=mask)
+
+
+@triton.jit
+def _softcap(x, out, N, cap, BLOCK: tl.constexpr, TRIGGER: tl.constexpr):
+    if TRIGGER:
+        gdc_launch_dependents()
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + i, mask=i < N, other=0.0).to(tl.float32)
+    # tanh(z) as 2 * sigmoid(2 * z) - 1, whose exponential never overflows into a NaN.
+    opened = 1 / (1 + tl.exp(value * (-2 / cap)))
+    tl.store(out + i, cap * (2 * opened - 1), mask=i < N)
 
 
 def supports(x: torch.Tensor, weight: torch.Tensor) -> str | None:
@@ -116,3 +161,85 @@ def rms_norm(
             num_warps=num_warps,
         )
     return normed, total
+
+
+def post_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``(residual + rms_norm(x)) * scale``: a branch's result, normed before it joins (Gemma).
+
+    Args:
+        x: [..., H]; ``residual``: the same, or None for zeros; rows contiguous, equally far apart.
+        weight: [H]; ``scale``: [1], or None for 1.
+        eps: beside the mean.
+        out: float32 of x's shape, contiguous (it may be ``residual`` itself); None: new.
+
+    Returns:
+        float32 of x's shape.
+
+    Raises:
+        PykernelsError: other dtypes or shapes, or no Triton for this device.
+    """
+    check_device(x, weight, *(given for given in (residual, scale) if given is not None))
+    if reason := supports(x, weight):
+        raise PykernelsError(f"post_norm does not take these: {reason}", "Convert them")
+    if residual is not None and (residual.shape != x.shape or residual.dtype not in FLOATS):
+        raise PykernelsError(
+            f"the residual is {residual.dtype} {tuple(residual.shape)}", f"Give it {tuple(x.shape)}"
+        )
+    if scale is not None and (scale.numel() != 1 or scale.dtype not in FLOATS):
+        raise PykernelsError(f"scale is {scale.dtype} {tuple(scale.shape)}", "Give one float")
+    count, stride = rows_of(x, "x")
+    _, residual_stride = (0, 0) if residual is None else rows_of(residual, "residual")
+    out = check_out(out, x, *x.shape, dtype=torch.float32)
+    if count:
+        H = x.shape[-1]
+        block = triton.next_power_of_2(H)
+        rows = max(1, min(16, 2048 // block)) if count > 1 else 1
+        _post_norm[(triton.cdiv(count, rows),)](
+            x,
+            residual,
+            weight,
+            scale,
+            out,
+            count,
+            H,
+            stride,
+            residual_stride,
+            float(eps),
+            ROWS=rows,
+            BLOCK=block,
+            TRIGGER=launches_early(x.device),
+            num_warps=4 if rows * block <= 4096 else 8 if block <= 8192 else 16,
+        )
+    return out
+
+
+def softcap(x: torch.Tensor, cap: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """``cap * tanh(x / cap)`` (Gemma 2, arXiv 2408.00118, 2).
+
+    Args:
+        x: floats, contiguous.
+        cap: above 0.
+        out: float32 of x's shape, contiguous (it may be ``x`` itself); None: new.
+
+    Raises:
+        PykernelsError: other dtypes, or no Triton for this device.
+    """
+    check_device(x)
+    if x.dtype not in FLOATS or not x.is_contiguous():
+        raise PykernelsError(f"x is {x.dtype} {tuple(x.shape)}", "Give contiguous floats")
+    if not cap > 0:
+        raise PykernelsError(f"the cap is {cap}", "Give a number above 0")
+    out = check_out(out, x, *x.shape, dtype=torch.float32)
+    if N := x.numel():
+        early = launches_early(x.device)
+        _softcap[(triton.cdiv(N, _PIECE),)](
+            x, out, N, float(cap), BLOCK=_PIECE, TRIGGER=early, num_warps=4
+        )
+    return out

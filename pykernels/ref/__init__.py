@@ -13,7 +13,7 @@ from .embedding import embed
 from .kv_write import kv_write, mla_read, mla_write
 from .linear import linear, per_head_linear, quantize_fp8
 from .moe import combine, copy_rows, moe_ffn
-from .norm import rms_norm
+from .norm import post_norm, rms_norm, softcap
 from .permute import permute, sort_pairs, unpermute
 from .rope import rope, rope_frequencies, yarn_frequencies, yarn_scale
 from .rope_cache_write import gqa_rope_cache_write, mla_rope_cache_write, rope_table
@@ -45,6 +45,7 @@ __all__ = [
     "per_head_linear",
     "permute",
     "place_routing",
+    "post_norm",
     "quantize_fp8",
     "rank_experts",
     "rms_norm",
@@ -55,6 +56,7 @@ __all__ = [
     "router_logits",
     "sample",
     "sigmoid_mul",
+    "softcap",
     "sort_pairs",
     "unpermute",
     "yarn_frequencies",

@@ -30,3 +30,29 @@ def rms_norm(
         x = total = (x.to(dtype) + residual.to(dtype)).to(x.dtype)
     x = x.to(dtype)
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(dtype), total
+
+
+def post_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """``(residual + rms_norm(x)) * scale``: a branch's result, normed before it joins (Gemma).
+
+    Args:
+        x: [..., H]; ``residual``: the same, or None for zeros.
+        weight: [H]; ``scale``: [1], or None for 1.
+        eps: beside the mean.
+        dtype: of the arithmetic and of the result.
+    """
+    out = rms_norm(x, weight, eps, dtype=dtype)[0]
+    out = out if residual is None else residual.to(dtype) + out
+    return out if scale is None else out * scale.to(dtype)
+
+
+def softcap(x: torch.Tensor, cap: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """``cap * tanh(x / cap)`` in ``dtype``, of any shape (Gemma 2, arXiv 2408.00118, 2)."""
+    return cap * torch.tanh(x.to(dtype) / cap)

@@ -47,6 +47,7 @@ def gqa_rope_cache_write(
     interleaved: bool = False,
     heads: int | None = None,
     starts: tuple[int, int, int] | None = None,
+    v_norm: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Norms of queries and keys, rotary embedding of both, and keys and values into their slots.
@@ -64,6 +65,7 @@ def gqa_rope_cache_write(
         heads: NH; None: what the row, which is no wider then, has beside 2 KVH.
         starts: columns of ``qkv`` where queries, keys and values begin, with ``heads``; None: they
             follow each other, from the row's beginning.
+        v_norm: whether the values of a head are normed, too, without a weight.
         dtype: of the arithmetic and of the result.
 
     Returns:
@@ -82,6 +84,8 @@ def gqa_rope_cache_write(
         else rms_norm(x.reshape(-1, len(weight)), weight, eps, dtype=dtype)[0].view(x.shape)
         for x, weight in ((queries, q_norm), (keys, k_norm))
     )
+    if v_norm:
+        values = rms_norm(values, values.new_ones(D), eps, dtype=dtype)[0]
     kv_write(_rotated(keys, angles, interleaved), values, slots, k, v, k_scale, v_scale)
     return _rotated(queries, angles, interleaved)
 

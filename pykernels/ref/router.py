@@ -21,6 +21,7 @@ def router(
     spec: RouterSpec,
     bias: torch.Tensor | None = None,
     here: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Routing:
     """Experts of each token, best first, and their weights.
@@ -32,8 +33,9 @@ def router(
         logits: [T, E].
         spec: how.
         bias: [E], added to the scores for the choice only (e_score_correction_bias).
-        dtype: of the arithmetic.
         here: ints [T]; a token with a negative number (padding) takes no expert: its ids are -1.
+        factors: [E], of the experts' weights (Gemma 4's per_expert_scale).
+        dtype: of the arithmetic.
 
     Returns:
         ids int64 [T, topk], weights ``dtype`` [T, topk].
@@ -60,6 +62,8 @@ def router(
     weights = scores.gather(1, ids)
     if spec.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20).clamp(min=spec.min_sum)
+    if factors is not None:
+        weights = weights * factors.to(dtype)[ids]
     if here is not None:
         ids = ids.masked_fill(here[:, None] < 0, -1)
     return Routing(ids, weights * spec.scale)

@@ -36,12 +36,15 @@ def defer(program: Program, N: int, least: int = LEAST) -> Program:
         least: immediate experts at the least.
 
     Raises:
-        PykernelsError: no routed experts, or fewer than ``least`` immediate ones.
+        PykernelsError: no routed experts, or fewer than ``least`` immediate ones; a norm of them.
     """
     if N == 0:
         return program
     layers = moe_layers(program)
     check_count(program, layers, N, least)
+    sums = {layer.sum for layer in layers}
+    if any(node.op == "post_norm" and sums & set(node.series("add")) for node in program.nodes):
+        raise cannot_join(program.name)
     nodes: list[Node] = []
     buffers: dict[str, Buffer] = {}
     replaced: dict[str, tuple[Node, ...]] = {}
@@ -64,6 +67,14 @@ def defer(program: Program, N: int, least: int = LEAST) -> Program:
             "Defer before the pass that moved that sum",
         )
     return rebuilt(program, nodes, buffers)
+
+
+def cannot_join(name: str) -> PykernelsError:
+    """The error for a model of that name whose experts' sum is normed before it joins."""
+    return PykernelsError(
+        f"{name!r} norms what a token's experts give together, so that none can join a layer later",
+        "Leave out --defer",
+    )
 
 
 def fewest_deferred(topk: int, expert_s: float, other_s: float, least: int = LEAST) -> int:

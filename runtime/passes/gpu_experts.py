@@ -17,6 +17,7 @@ import torch
 from pykernels.errors import PykernelsError
 
 from ..program import Buffer, Node, Program, repeated
+from ..program.op_table.sandwich import NORMS
 from ..program.weight_spec import WeightSpec
 from .layers import MoELayer, moe_layers, rebuilt
 from .order import ordered
@@ -87,7 +88,7 @@ def in_slots(
             nodes += [part.rest, part.cached]
             continue
         late = [joins.pop(name) for name in node.series("add") if name in joins]
-        if node.op == "rms_norm" and late:
+        if node.op in NORMS and late:
             adds = repeated("add", (*node.series("add"), *late))
             node = replace(node, inputs={**node.inputs, **adds})
         nodes.append(node)

@@ -20,6 +20,7 @@ from ..experts.sharding import slices_on
 from ..machine.nodes import MemoryNodes, slice_cuts
 from ..program import Program
 from ..program.node import Node, repeated
+from ..program.op_table.sandwich import NORMS
 from ..program.weight_spec import WeightSpec
 from .layers import rebuilt
 from .order import ordered
@@ -168,13 +169,13 @@ def _read_sums(
         for name in sums
         if program.buffers[name].kind == "output"
         or any(
-            name in set(node.reads) - set(node.series("add")) or node.op != "rms_norm"
+            name in set(node.reads) - set(node.series("add")) or node.op not in NORMS
             for node in program.readers(name)
         )
     }
     found: list[Node] = []
     for node in nodes:
-        if node.op == "rms_norm" and any(name in sums for name in node.series("add")):
+        if node.op in NORMS and any(name in sums for name in node.series("add")):
             adds = [part for name in node.series("add") for part in _parts(name, sums, whole)]
             others = {
                 port: name for port, name in node.inputs.items() if not port.startswith("add")

@@ -30,6 +30,7 @@ from .op_table.metadata import (
     sequences_rule,
 )
 from .op_table.op import Attr, Op, Port
+from .op_table.sandwich import SANDWICH
 
 COPIES = "copies"
 """The stream of nodes that only move bytes to a device, which it does beside all other nodes."""
@@ -170,11 +171,13 @@ def _moe_rule(node: Mapping[str, Any]) -> str | None:
 OPS: dict[str, Op] = {
     **METADATA_OPS,
     **DELTA_NETS,
-    # Rows of the table of embeddings.
+    **SANDWICH,
+    # Rows of the table of embeddings, times `scale`.
     "embed": Op(
         inputs={"ids": _index("T")},
         outputs={"out": _activation("T", "H")},
         weights={"table": _weight("V", "H")},
+        attrs={"scale": Attr(float, 1.0)},
     ),
     # sum = x + add0 + add1 + ...; out = its norm. With `rows`: of these rows of x and the addends.
     "rms_norm": Op(
@@ -248,8 +251,9 @@ OPS: dict[str, Op] = {
             "kv_start": Attr(int, 0),
         },
     ),
-    # Norms of queries and keys (of a head, or of all), rope, and keys and values into their slots.
-    # A row holds queries from 0 on, keys from k_start and values from v_start on.
+    # Norms of queries and keys (of a head, or of all) and, with `v_norm`, of values (of a head,
+    # without a weight), rope, and keys and values into their slots. A row holds queries from 0 on,
+    # keys from k_start and values from v_start on, which may be the same numbers.
     "gqa_rope_cache_write": Op(
         inputs={
             "qkv": _activation("T", ">v_start + kv_heads*D"),
@@ -263,6 +267,7 @@ OPS: dict[str, Op] = {
             "heads": Attr(int),
             "k_start": Attr(int),
             "v_start": Attr(int),
+            "v_norm": Attr(int, 0),
             "eps": Attr(float, 0.0),
             "interleaved": Attr(int, 0),
         },
@@ -351,15 +356,18 @@ OPS: dict[str, Op] = {
         },
         rule=sequences_rule,
     ),
-    # The topk experts of each token and their weights; none (-1) of tokens whose slot is -1, where
-    # slots are given. Of one token their order too.
+    # The topk experts of each token and their weights, times the experts' `factors`; none (-1) of
+    # tokens whose slot is -1, where slots are given. Of one token their order too.
     "router": Op(
         inputs={
             "logits": _float32("T", ">experts"),
             "slot_mapping": _index("T", optional=True),
         },
         outputs={"ids": _index("T", "topk"), "weights": _float32("T", "topk"), **ORDER},
-        weights={"bias": _weight("experts", optional=True)},
+        weights={
+            "bias": _weight("experts", optional=True),
+            "factors": _weight("experts", optional=True),
+        },
         attrs={"spec": Attr(object), "experts": Attr(int)},
         rule=_router_rule,
     ),

@@ -20,6 +20,8 @@ CHANGES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "": lambda x: x,
     # The weight of a norm that is stored without its 1.
     "plus one": lambda x: x.float() + 1,
+    # A norm's weight that is stored without the factor of its width, 1 / sqrt(H).
+    "over root": lambda x: x.float() * x.shape[-1] ** -0.5,
     # A decay's rate, of which the logarithm is stored.
     "minus exp": lambda x: -x.float().exp(),
     # A convolution's, a row for each place of its window: [C, 1, K] -> [K, C].

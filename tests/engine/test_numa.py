@@ -40,6 +40,11 @@ BF16 = 0.05
 T = 12
 WIDE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"moe_intermediate_size": 256, "intermediate_size": 384},
+    "gemma4_text": {
+        "intermediate_size": 256,
+        "moe_intermediate_size": 256,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "gpt_oss": {"intermediate_size": 256},
     "qwen2_moe": {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256},
 }

@@ -118,7 +118,7 @@ def _route(T: int) -> Op:
 
     def run(t: Tensors) -> None:
         out = (Routing(t["ids"], t["weights"]), order_of(t), t["rows"])
-        route(t["logits"], sizes(t["logits"].device)[0], t["bias"], t["x"], out)
+        route(t["logits"], sizes(t["logits"].device)[0], t["bias"], t["x"], out=out)
 
     return Op(f"route {T} tokens", make, run, ("ids", "weights", "rows", *ORDER))
 
@@ -270,7 +270,7 @@ AROUND = (
             "table": normal(d, 99, H := large(d, 7168, 40)),
             "out": empty(d, 5, H),
         },
-        lambda t: embed(t["ids"], t["table"], t["out"]),
+        lambda t: embed(t["ids"], t["table"], out=t["out"]),
     ),
     Op(
         "greedy",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from pykernels.gpu.handshake import combine, copy_rows
+from pykernels.gpu.norm import post_norm, softcap
 from pykernels.gpu.per_head_linear import per_head_linear
 from pykernels.gpu.rope import rope_table
 from pykernels.gpu.rope_cache_write.gqa import gqa_rope_cache_write
@@ -157,6 +158,23 @@ def _combine() -> Op:
     return Op("combine", make, run, ("out", "total"))
 
 
+def _post_norm() -> Op:
+    def make(device: torch.device) -> Tensors:
+        T, H = 3, large(device, 7168, 1000)
+        made = {"x": normal(device, T, H), "residual": normal(device, T, H, dtype=FP32)}
+        made |= {"weight": normal(device, H), "scale": normal(device, 1, dtype=FP32)}
+        return made | {"out": empty(device, T, H, dtype=FP32)}
+
+    return Op("post_norm", make, lambda t: post_norm(**t, eps=1e-6))
+
+
+def _softcap() -> Op:
+    def make(device: torch.device) -> Tensors:
+        return {"x": normal(device, 3, 2500, dtype=FP32), "out": empty(device, 3, 2500, dtype=FP32)}
+
+    return Op("softcap", make, lambda t: softcap(**t, cap=2.0))
+
+
 def _per_head(T: int) -> Op:
     def make(device: torch.device) -> Tensors:
         G, K, N = large(device, 128, 2), large(device, 512, 80), large(device, 128, 40)
@@ -188,6 +206,8 @@ STEP = (
     _mla_write("mla_rope_cache_write, E4M3", True),
     _copy_rows(),
     _combine(),
+    _post_norm(),
+    _softcap(),
     _per_head(2),
     _per_head(300),
     _rope_table(),

@@ -7,7 +7,7 @@ import torch
 
 from pykernels import ref
 from pykernels.gpu.embedding import embed
-from pykernels.gpu.norm import rms_norm
+from pykernels.gpu.norm import post_norm, rms_norm, softcap
 from tests.gpu.rounding import assert_rounded
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -60,6 +60,27 @@ def test_rms_norm_of_a_slice_and_in_place(device: torch.device) -> None:
     assert_rounded(x, truth.double())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "why"), SHAPES)
+def test_post_norm(
+    shape: tuple[int, ...], why: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    x, weight = normal(shape, dtype, device), normal(shape[-1:], dtype, device)
+    stream, scale = torch.randn(shape, device=device), torch.rand(1, device=device)
+    for added, by in ((None, None), (stream, scale)):
+        truth = ref.post_norm(x, weight, 1e-6, added, by, torch.float64)
+        assert_rounded(post_norm(x, weight, 1e-6, added, by), truth)
+    assert post_norm(x, weight, 1e-6, stream, scale, stream) is stream
+    assert_rounded(stream, truth)
+
+
+def test_softcap(device: torch.device) -> None:
+    x = torch.cat([torch.randn(5000) * 50, torch.tensor([0.0, 3e38, -3e38])]).to(device)
+    truth = 30 * torch.tanh(x.double() / 30)
+    torch.testing.assert_close(softcap(x, 30.0).double(), truth, rtol=1e-6, atol=1e-5)
+    assert softcap(x, 30.0, x) is x
+
+
 def test_a_row_of_zeros_and_one_of_large_values(device: torch.device) -> None:
     x = torch.stack([torch.zeros(64), torch.full((64,), 1e18)]).to(device)
     normed, _ = rms_norm(x, torch.ones(64, device=device), 1e-6)
@@ -93,5 +114,12 @@ def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 COMPILES = [
     ("rms_norm 7168", lambda: rms_norm(_meta(4096, 7168), _meta(7168), 1e-6, _meta(4096, 7168))),
     ("rms_norm heads", lambda: rms_norm(_meta(4096, 32, 128), _meta(128), 1e-6)),
+    (
+        "post_norm",
+        lambda: post_norm(
+            _meta(4096, 2816), _meta(2816), 1e-6, _meta(4096, 2816), _meta(1, dtype=torch.float32)
+        ),
+    ),
+    ("softcap", lambda: softcap(_meta(3, 262144, dtype=torch.float32), 30.0)),
     ("embed", lambda: embed(_meta(8, dtype=torch.int64), _meta(129280, 7168))),
 ]

@@ -116,6 +116,30 @@ def test_gqa(
             assert_alike(ours, theirs)
 
 
+@pytest.mark.parametrize("kind", [BF16, FP8])
+def test_gqa_of_values_that_are_keys_before_their_norm(kind: torch.dtype, device: Any) -> None:
+    """As Gemma 4's full layers have them."""
+    T, NH, KVH, D = 3, 6, 2, 32
+    qkv, slots = torch.randn(T, (NH + KVH) * D, device=device), slots_of(T, device)
+    norm = torch.rand(D, device=device).add(0.5)
+    angles = ref.rope_table(torch.arange(T), ref.rope_frequencies(D)).to(device)
+    caches = [cache(KVH, D, dtype=kind, device=device) for _ in range(4)]
+    starts = 0, NH * D, NH * D
+    for op, mine in ((gqa_rope_cache_write, caches[:2]), (ref.gqa_rope_cache_write, caches[2:])):
+        pages, scales = (tuple(each[part] for each in mine) for part in (0, 1))
+        given = norm, norm, EPS, False, NH, starts, True
+        op(qkv, angles, slots, *pages, *scales, *given)
+    keys = qkv[:, NH * D :].view(T, KVH, D)
+    ones = torch.ones(D, device=device)
+    positions, frequencies = torch.arange(T).to(device), ref.rope_frequencies(D).to(device)
+    k, _ = ref.rope(normed(keys, norm), normed(keys, norm), positions, frequencies)
+    truth = [cache(KVH, D, dtype=kind, device=device) for _ in range(2)]
+    ref.kv_write(k, normed(keys, ones), slots, *(each[part] for part in (0, 1) for each in truth))
+    for found in (caches[:2], caches[2:]):
+        for ours, theirs in zip(found, truth, strict=True):
+            assert_alike(ours, theirs)
+
+
 @pytest.mark.parametrize(
     ("T", "NH", "L", "R", "interleaved", "kind", "joint"),
     [

@@ -14,6 +14,7 @@ import model
 from model.architectures.families import why_not
 from model.checkpoint.config import read_config
 from model.modules.moe import routed_experts
+from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from runtime.engine import Engine, SamplingParams
 
@@ -85,27 +86,41 @@ def test_what_is_not_lowered_says_why(case: str) -> None:
     assert found is not None and reason in found
 
 
+def test_experts_that_are_normed_together_are_not_deferred(checkpoint: Checkpoints) -> None:
+    made = checkpoint("gemma4_text")
+    with pytest.raises(PykernelsError, match="gemma4_text' norms what a token's experts give"):
+        model.load_engine(made.path, max_model_len=64, device="ref", defer=1)
+    with model.load_engine(made.path, max_model_len=64, device="ref", defer="auto") as llm:
+        assert llm.runner.deferred == 0
+
+
+TOWERS = {
+    "qwen3_5_moe": ("visual.blocks.0.norm1.weight", "mtp.norm.weight"),
+    "gemma4": ("vision_tower.patch_embedder.input_proj.weight", "embed_audio.x.weight"),
+}
 HEADS = {"head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_the_text_part_of_a_model_with_a_vision_tower_runs(
-    fp8: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+@pytest.mark.parametrize(
+    ("kind", "fp8"), [("qwen3_5_moe", False), ("qwen3_5_moe", True), ("gemma4", False)]
+)
+def test_the_text_part_of_a_multimodal_model_runs(
+    kind: str, fp8: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     """Under the names and with the configuration that the hub has."""
-    made = tiny.make(tmp_path, "qwen3_5_moe_text", shards=1, fp8=fp8, **(HEADS if fp8 else {}))
+    made = tiny.make(tmp_path, f"{kind}_text", shards=1, fp8=fp8, **(HEADS if fp8 else {}))
 
     def as_the_hub(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.startswith("model.")]:
             inner = name.removeprefix("model.")
             tensors[f"model.language_model.{inner}"] = tensors.pop(name)
-        tensors["model.visual.blocks.0.norm1.weight"] = torch.ones(8)
-        tensors["mtp.norm.weight"] = torch.ones(64)
+        for name in TOWERS[kind]:
+            tensors[name if name.startswith("mtp") else f"model.{name}"] = torch.ones(8)
 
     change_tensors(tmp_path, as_the_hub)
     text = json.loads((tmp_path / "config.json").read_text())
     quantization = text.pop("quantization_config", None)
-    whole = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {"depth": 1}}
+    whole = {"model_type": kind, "text_config": text, "vision_config": {"depth": 1}}
     if fp8:
         left = ["lm_head", "model.visual.blocks.0.norm1", "model.language_model.layers.0.mlp.gate"]
         whole["quantization_config"] = {**quantization, "modules_to_not_convert": left}
@@ -115,7 +130,9 @@ def test_the_text_part_of_a_model_with_a_vision_tower_runs(
     with model.load_engine(tmp_path, max_model_len=64, threads=1, device="ref") as llm:
         ((found,),) = (each.completions for each in llm.engine.generate([prompt], params))
     notes = [str(each.message) for each in recwarn]
-    for part in ("multi-token prediction are left out", "vision tower is left out"):
+    left_out = ["encoders of images and sounds are left out"]
+    left_out += ["multi-token prediction are left out"] if kind == "qwen3_5_moe" else []
+    for part in left_out:
         assert sum(part in note for note in notes) == 1
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     want = made.reference.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]

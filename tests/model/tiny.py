@@ -23,6 +23,7 @@ ARCHITECTURES = (
     "deepseek_v3",
     "dots1",
     "ernie4_5_moe",
+    "gemma4_text",
     "glm4_moe",
     "glm4_moe_lite",
     "gpt_oss",
@@ -68,6 +69,13 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {
         "moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 2, "moe_layer_start_index": 1,
     },
+    "gemma4_text": {
+        "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1, "head_dim": 16, "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0, "sliding_window": 24, "final_logit_softcapping": 2.0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
+        "num_kv_shared_layers": 0, "tie_word_embeddings": True,
+    },
     "glm4_moe_lite": {**_MLA, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     "gpt_oss": {
         "num_local_experts": 8, "intermediate_size": 32, "head_dim": 16, "sliding_window": 24,
@@ -97,6 +105,8 @@ WHOLE = r"embed|lm_head|gate\.weight|in_proj_(ba|a|b)\."
 """Names of matrices that quantized checkpoints keep in bfloat16."""
 ZERO_CENTRED = ("qwen3_5_moe_text", "qwen3_next")
 """Families whose norms are stored less 1."""
+FACTORS = ("layer_scalar", "router.scale", "per_expert_scale")
+"""Endings of the names of numbers about 1."""
 FP8_WIDTHS: dict[str, Any] = {
     "hidden_size": 256,
     "moe_intermediate_size": 128,
@@ -183,7 +193,7 @@ def randomize(model: PreTrainedModel, seed: int, gains: Gains = STRONG) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "inv_freq" in name:
+            if "inv_freq" in name or "embed_scale" in name:
                 continue
             noise = torch.randn(tensor.shape, generator=generator)
             if "norm" in name:
@@ -196,14 +206,18 @@ def randomize(model: PreTrainedModel, seed: int, gains: Gains = STRONG) -> None:
                 tensor.copy_(0.05 * noise)
             elif "e_score_correction_bias" in name or "expert_bias" in name:
                 tensor.copy_(gains.choice * noise)
-            elif tensor.ndim == 1:
+            elif name.endswith(FACTORS):
+                tensor.copy_(1 + 0.1 * noise)
+            elif tensor.ndim < 2:
                 tensor.copy_(0.3 * noise)
             elif "embed_tokens" in name:
                 tensor.copy_(gains.embedding * noise)
             else:
-                router = re.search(r"\.(gate|router)\.weight$", name)
+                router = re.search(r"\.(gate|router|router\.proj)\.weight$", name)
                 gain = gains.head if "lm_head" in name else gains.layers
                 gain = gains.router if router else gain
+                if name.endswith("router.proj.weight"):  # whose inputs are 1 / sqrt(H) in size
+                    gain *= math.sqrt(tensor.shape[-1])
                 tensor.copy_(noise / math.sqrt(tensor.shape[-1]) * gain)
 
 
@@ -235,7 +249,7 @@ def split(name: str, tensor: torch.Tensor, model_type: str) -> list[tuple[str, t
     if model_type == "lfm2_moe":
         gate, up, down = "w1", "w3", "w2"
     name = name.replace(".gate.moe_statics.", ".moe_statics.")  # Ernie's
-    if model_type == "gpt_oss":  # stacked, gate and up in turns
+    if model_type in ("gpt_oss", "gemma4_text"):  # stacked; gpt-oss' gate and up in turns
         return [(name, tensor)]
     if name.endswith("experts.gate_up_proj"):
         base, half = name.removesuffix("gate_up_proj"), tensor.shape[1] // 2

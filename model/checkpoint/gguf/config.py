@@ -18,6 +18,8 @@ from .rope import rope
 
 _LATENT = "deepseek2"
 """Its heads have sizes of their own."""
+_PROPORTIONAL = ("gemma4",)
+"""Architectures whose ``rope_freqs.weight`` says which pairs of numbers turn at all."""
 _PARTLY_TURNED = ("glm4moe", "minimax-m2", *DELTA_NETS)
 """Architectures whose rotary embedding may turn the first numbers of a head alone."""
 
@@ -62,7 +64,10 @@ def config_of(checkpoint: GGUF) -> Config:
         config["intermediate_size"] = meta.count("feed_forward_length")
     if checkpoint.architecture != _LATENT:
         config["head_dim"] = _head_dim(meta, hidden // heads)
-    return config | FAMILIES[checkpoint.architecture](meta, config, checkpoint)
+    config |= FAMILIES[checkpoint.architecture](meta, config, checkpoint)
+    if "rope_parameters" in config:  # of each kind of layers
+        del config["rope_theta"], config["rope_scaling"]
+    return config
 
 
 def _head_dim(meta: Metadata, default: int) -> int:
@@ -86,7 +91,8 @@ def _biases(checkpoint: GGUF) -> list[str]:
 
 def _frequency_factors(checkpoint: GGUF, head: int) -> list[float] | None:
     """One for each pair of a head's numbers that turns; None if there are none."""
-    if (info := checkpoint.tensors.get("rope_freqs.weight")) is None:
+    info = checkpoint.tensors.get("rope_freqs.weight")
+    if info is None or checkpoint.architecture in _PROPORTIONAL:
         return None
     meta = checkpoint.hyperparameters
     turned = meta.count("rope.dimension_count", meta.count("attention.key_length", head))

@@ -11,6 +11,7 @@ from typing import Any
 
 from .files import GGUF
 from .metadata import Metadata
+from .rope import turned_share
 
 Config = dict[str, Any]
 SOFTMAX, SIGMOID = 1, 2
@@ -64,7 +65,9 @@ def _qwen3next(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
         raise meta.wrong("ssm.conv_kernel", width)
     every, recurrent = (
         meta.size("full_attention_interval", 4),
-        meta.flags("attention.recurrent_layers"),
+        meta.flags("attention.recurrent_layers")
+        if meta.has("attention.recurrent_layers")
+        else None,
     )
     if recurrent is None:
         recurrent = [(i + 1) % every != 0 for i in range(layers)]
@@ -247,6 +250,54 @@ def _lfm2_moe(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
     }
 
 
+def _gemma4(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
+    """Layers with a window, and full ones whose heads have other sizes and counts."""
+    if (kind := config["rope_scaling"]["rope_type"]) != "default":
+        raise meta.unsupported("rope.scaling.type", kind, "none")
+    windowed = meta.flags(key := "attention.sliding_window_pattern")
+    if len(windowed) != config["num_hidden_layers"]:
+        raise meta.wrong(key, windowed)
+    counts = meta.by_layer("attention.head_count_kv", config["num_key_value_heads"])
+    own, D = config["head_dim"], meta.size("attention.key_length_swa", config["head_dim"])
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if (size := meta.count(key, D)) != D:
+            raise meta.unsupported(key, size, f"the {D} of attention.key_length_swa")
+    local = {count for count, one in zip(counts, windowed, strict=True) if one}
+    if len(local) > 1:
+        key = "attention.head_count_kv"
+        raise meta.unsupported(key, counts, "one value for all layers with a window")
+    full = [i for i, one in enumerate(windowed) if not one]
+    values = (f"blk.{i}.attn_v.weight" in checkpoint.tensors for i in full)
+    experts = meta.count("expert_count", 0)
+    return {
+        "model_type": "gemma4_text",
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
+        "sliding_window": meta.size("attention.sliding_window"),
+        "head_dim": D,
+        "num_key_value_heads": min(local, default=counts[0]),
+        "per_layer_config": {i: {"head_dim": own, "num_key_value_heads": counts[i]} for i in full},
+        "attention_k_eq_v": bool(full) and not any(values),
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": config["rope_theta"],
+                "partial_rotary_factor": turned_share(checkpoint, own),
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": meta.number("rope.freq_base_swa", 10000.0),
+            },
+        },
+        "final_logit_softcapping": meta.number("final_logit_softcapping", 0.0) or None,
+        "enable_moe_block": experts > 0,
+        "num_experts": experts or None,
+        "top_k_experts": meta.size("expert_used_count") if experts else None,
+        "moe_intermediate_size": _expert_size(meta) if experts else None,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+    }
+
+
 FAMILIES: dict[str, Callable[[Metadata, Config, GGUF], Config]] = {
     "llama": _llama,
     "qwen2moe": _qwen2,
@@ -255,6 +306,7 @@ FAMILIES: dict[str, Callable[[Metadata, Config, GGUF], Config]] = {
     "qwen35moe": _qwen35,
     "deepseek2": _deepseek2,
     "glm4moe": _glm4,
+    "gemma4": _gemma4,
     "gpt-oss": _gpt_oss,
     "olmoe": _olmoe,
     "ernie4_5-moe": _ernie,

@@ -106,6 +106,17 @@ OWN: dict[str, Table] = {
         "rope.scaling.yarn_log_multiplier": READ,
     },
     "glm4moe": {**_SIGMOID, **_ROUTED, "rope.dimension_sections": ANY},
+    "gemma4": {
+        **dict.fromkeys(("expert_feed_forward_length", "final_logit_softcapping"), READ),
+        **{
+            f"attention.{key}_length{end}": READ for key in ("key", "value") for end in ("", "_swa")
+        },
+        "attention.sliding_window": READ,
+        "attention.sliding_window_pattern": READ,
+        "rope.dimension_count_swa": READ,
+        "rope.freq_base_swa": READ,
+        "embedding_length_per_layer_input": (0,),  # of E2B and E4B
+    },
     "gpt-oss": {
         "expert_feed_forward_length": READ,
         "attention.sliding_window": READ,
@@ -189,6 +200,6 @@ def check(meta: Metadata) -> None:
             if one not in accepted:
                 raise meta.unsupported(key, value, " or ".join(map(str, accepted)))
     for key, plain in _LIKE.items():
-        value = meta.value(key)
+        value = None if key in OWN[meta.architecture] else meta.value(key)
         if value is not None and value != meta.value(plain):
             raise meta.unsupported(key, value, f"that of {plain}")

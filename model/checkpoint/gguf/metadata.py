@@ -12,6 +12,8 @@ _MOST = 1 << 31
 """No size of a model is as large."""
 _SOME_ATTEND = ("lfm2", "lfm2moe")
 """Architectures in which layers without attention have 0 heads of keys."""
+_UNEQUAL = ("gemma4",)
+"""Architectures whose layers may have unequal heads."""
 
 
 class Metadata:
@@ -61,15 +63,6 @@ class Metadata:
             raise self.wrong(key, value)
         return value
 
-    def flags(self, key: str) -> list[bool] | None:
-        """One flag for each layer; None if they are not there."""
-        if not self.has(key):
-            return None
-        value = self.value(key)
-        if not isinstance(value, list) or any(type(one) not in (bool, int) for one in value):
-            raise self.wrong(key, value)
-        return [bool(one) for one in value]
-
     def word(self, key: str, default: str) -> str:
         value = self._get(key, default)
         if not isinstance(value, str):
@@ -88,6 +81,13 @@ class Metadata:
         if len(value) != layers or any(type(n) is not int or not 0 <= n < _MOST for n in value):
             raise self.wrong(key, value)
         return value
+
+    def flags(self, key: str) -> list[bool]:
+        """True or false for each layer; those of drafts may be missing, or be there."""
+        value = self.value(key) if self.has(key) else self._get(key, _ABSENT)
+        if not isinstance(value, list) or any(one not in (0, 1) for one in value):
+            raise self.wrong(key, value)
+        return [bool(one) for one in value]
 
     def wrong(self, key: str, value: Any) -> PykernelsError:
         return PykernelsError(
@@ -118,9 +118,12 @@ class Metadata:
 
 
 def kv_heads(meta: Metadata) -> int:
-    """Heads of keys and values of every layer with attention."""
+    """Heads of keys and values of every layer with attention; where they may be unequal of the
+    first one."""
     key = "attention.head_count_kv"
     heads: int = meta.size("attention.head_count")
+    if meta.architecture in _UNEQUAL:
+        return meta.by_layer(key, heads)[0]
     if meta.architecture not in _SOME_ATTEND:
         found: int = meta.size(key, heads)
         return found

@@ -10,7 +10,7 @@ import torch
 
 from .metadata import Metadata
 
-_BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+(?:\.\w+)*?)(?:\.(?P<what>weight|bias))?")
+_LAYER = re.compile(r"blk\.(?P<layer>\d+)\.(?P<rest>.+)")
 
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -94,7 +94,20 @@ _DELTA_NET = {
 """Gated delta nets, whose queries, keys and values are `attn_qkv`; `fused` cuts that of attention
 before names are looked up."""
 
+_GEMMA4 = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    **{f"ffn_{p}_exps": f"experts.{p}_proj" for p in ("gate", "up", "down", "gate_up")},
+}
 _OTHERS: dict[str, dict[str, str]] = {
+    "gemma4": _GEMMA4,
     "lfm2": _LFM2,
     "lfm2moe": _LFM2,
     "qwen2moe": _SHARED_GATED,
@@ -130,27 +143,30 @@ def model_name(name: str, architecture: str) -> str:
     """The model's name of a tensor; an unknown one stays as it is."""
     if name in _OUTSIDE:
         return _OUTSIDE[name]
-    match = _BLOCK.fullmatch(name)
+    match = _LAYER.fullmatch(name)
     if match is None:
-        return re.sub(r"^blk\.(\d+)\.", r"model.layers.\1.", name)
-    layer, part, what = match["layer"], match["part"], match["what"]
+        return name
+    layer, rest = match["layer"], match["rest"]
+    part, _, what = rest.rpartition(".")
     others = _OTHERS.get(architecture, {})
-    ending = part if what is None else f"{part}.{what}"
-    if whole := others.get(ending) or _WHOLE.get(ending):
+    if whole := others.get(rest) or _WHOLE.get(rest):
         return f"model.layers.{layer}.{whole}"
+    if what not in ("weight", "bias"):
+        return f"model.layers.{layer}.{rest}"
     inner = others.get(part) or _PARTS.get(part, part)
-    if ".experts." in inner:
+    if ".experts." in f".{inner}":
         return f"model.layers.{layer}.{inner}" + ("_bias" if what == "bias" else "")
     return f"model.layers.{layer}.{inner}" + (f".{what}" if what else "")
 
 
 def heads_of(name: str, meta: Metadata) -> int | None:
     """The heads in each of which a tensor's rows are permuted; None if they are not."""
-    match = _BLOCK.fullmatch(name)
-    if meta.architecture != "llama" or match is None or match["part"] not in _PERMUTED:
+    match = _LAYER.fullmatch(name)
+    part = "" if match is None else match["rest"].rpartition(".")[0]
+    if meta.architecture != "llama" or part not in _PERMUTED:
         return None
     heads: int = meta.count("attention.head_count")
-    return heads if match["part"] == "attn_q" else meta.count("attention.head_count_kv", heads)
+    return heads if part == "attn_q" else meta.count("attention.head_count_kv", heads)
 
 
 def change_of(name: str, architecture: str) -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from pykernels.errors import PykernelsError
+
+from ..tensors.floats import floats
+from ..tensors.safetensors import Part
+from .files import GGUF
 from .metadata import Metadata
 
 _LOG_MULTIPLIER = 0.1
@@ -24,6 +29,27 @@ def rope(meta: Metadata, factors: list[float] | None) -> dict[str, Any]:
     if theta <= 0:
         raise meta.wrong("rope.freq_base", theta)
     return {"rope_theta": theta, "rope_scaling": _scaling(meta, factors)}
+
+
+def turned_share(checkpoint: GGUF, D: int) -> float:
+    """Of heads of D numbers, the share that a proportional embedding turns: the pairs whose
+    frequency ``rope_freqs.weight`` divides by 1, the first ones; by 1e30 it does not turn.
+
+    Raises:
+        PykernelsError: other factors.
+    """
+    if "rope_freqs.weight" not in checkpoint.tensors:
+        return 1.0
+    factors = floats(checkpoint, Part("rope_freqs.weight")).flatten()
+    turned = int((factors == 1).sum())
+    still = factors[turned:]
+    if len(factors) != D // 2 or (factors[:turned] != 1).any() or (still < 1e29).any():
+        raise PykernelsError(
+            f"{checkpoint.path} has a rope_freqs.weight {list(factors.shape)} of other factors"
+            f" than 1 and 1e30, or not of {D // 2}",
+            checkpoint.mismatch,
+        )
+    return turned / len(factors)
 
 
 def _scaling(meta: Metadata, factors: list[float] | None) -> dict[str, Any]:

@@ -115,6 +115,8 @@ def _first_token(checkpoint: GGUF, vocabulary: Vocabulary, kind: str, pre: str) 
             " and names none (bos_token_id)",
             "Convert the model again",
         )
+    if kind == "gemma4":  # llama.cpp's converter says False, its loader does not believe it
+        return bos
     if wanted is None:
         wanted = kind == "llama" or pre in BOS_FIRST
     return bos if wanted else None
@@ -197,5 +199,27 @@ def _sentencepiece(vocabulary: Vocabulary, pre: str) -> Tokenizer:
     return tokenizer
 
 
-_KINDS = {"gpt2": _byte_level, "llama": _sentencepiece}
+def _gemma4(vocabulary: Vocabulary, pre: str) -> Tokenizer:
+    """Byte-pair merges of whole texts, whose spaces are ``▁``; what is no token becomes bytes."""
+    merges = [_halves(merge) for merge in vocabulary.values("merges", str)]
+    if not merges:
+        raise vocabulary.missing("merges")
+    unknown = vocabulary.id("unknown_token_id")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary.ids,
+            merges=merges,
+            unk_token=None if unknown is None else vocabulary.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+_KINDS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}
 """By ``tokenizer.ggml.model``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .gemma import Gemma
 from .harmony import Harmony
 from .json_call import Hermes
 from .message import Format
@@ -12,6 +13,7 @@ from .xml_call import GLM_45, GLM_47, MINIMAX_M2, QWEN3_CODER
 
 _BY_TEMPLATE: tuple[tuple[tuple[str, ...], Format], ...] = (
     (("<|channel|>", "<|message|>"), Harmony()),
+    (("<|tool_call>", '<|"|>'), Gemma()),
     (("<minimax:tool_call>", "<invoke name="), MINIMAX_M2),
     (("</arg_key>\n<arg_value>",), GLM_45),
     (("</arg_key><arg_value>",), GLM_47),
@@ -28,6 +30,7 @@ _BY_TEMPLATE: tuple[tuple[tuple[str, ...], Format], ...] = (
 
 _BY_FAMILY: dict[str, Format] = {
     "deepseek_v3": DEEPSEEK_V3,
+    "gemma4_text": Gemma(),
     "glm4_moe": GLM_45,
     "glm4_moe_lite": GLM_47,
     "gpt_oss": Harmony(),
@@ -54,7 +57,7 @@ def parser_for(model_type: str, chat_template: str = "") -> FormatParser:
         Of a family that is not known, a parser that takes off reasoning in <think> and finds calls
         as Hermes writes them.
     """
-    reasons = "</think>" in chat_template or "[/THINK]" in chat_template
+    reasons = any(end in chat_template for end in ("</think>", "[/THINK]", "<channel|>"))
     for shown, form in _BY_TEMPLATE:
         if all(text in chat_template for text in shown):
             return FormatParser(form, reasons=reasons)

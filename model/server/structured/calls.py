@@ -8,6 +8,7 @@ from typing import Any
 
 from pykernels.errors import PykernelsError
 
+from ..parsers.gemma import Gemma
 from ..parsers.harmony import Harmony
 from ..parsers.json_call import Hermes
 from ..parsers.message import Format
@@ -15,6 +16,7 @@ from ..parsers.mistral import Mistral
 from ..parsers.tagged import Tagged
 from ..parsers.values import types_of
 from ..parsers.xml_call import XmlCall
+from .gemma import notation
 from .lark import Lark
 
 Signatures = Mapping[str, Mapping[str, Any]]
@@ -140,6 +142,18 @@ def _parameter(form: XmlCall, lark: Lark, schema: Mapping[str, Any], key: str) -
         value = f"{lark.json({**own, **shared}, one_line=True)} {lark.text(end)}"
     rule = lark.rule(" ".join(part for part in (head, value, lark.text(form.space)) if part))
     return rule if key in schema.get("required", ()) else f"({rule})?"
+
+
+@calls.register
+def _(form: Gemma, lark: Lark, functions: Signatures, many: bool) -> str:
+    one = lark.any_of(
+        lark.rule(
+            f"{lark.text(form.begins[0] + name)} {notation(lark, schema, schema)}"
+            f" {lark.text(form.end)}"
+        )
+        for name, schema in functions.items()
+    )
+    return f"{one}+" if many else one
 
 
 _HEADER = "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>"

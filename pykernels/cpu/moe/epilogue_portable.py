@@ -25,6 +25,7 @@ def make_epilogue(spec: ExpertSpec) -> Epilogue:
     """The epilogues of a spec."""
     BIAS, limit, offset = spec.bias, np.float32(spec.limit), np.float32(spec.up_offset)
     minus_alpha = np.float32(-spec.alpha)
+    CUBIC, cubic = spec.cubic != 0, np.float32(spec.cubic)
 
     @inlined
     def swiglu(gate, up, bias, h):
@@ -37,7 +38,10 @@ def make_epilogue(spec: ExpertSpec) -> Epilogue:
                 g, u = g + biases[n], u + biases[32 + n]
             g = limit if g > limit else g  # NaN stays NaN
             u = limit if u > limit else (-limit if u < -limit else u)
-            glu = g / (types.float32(1) + types.float32(math.exp(minus_alpha * g)))
+            z = minus_alpha * g
+            if CUBIC:
+                z = z * (types.float32(1) + cubic * g * g)
+            glu = g / (types.float32(1) + types.float32(math.exp(z)))
             out[n] = round_bf16(types.float32(glu * (u + offset)))
 
     @inlined

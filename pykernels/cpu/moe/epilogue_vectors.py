@@ -46,6 +46,7 @@ def make_epilogue(name: str, f: Any, N: int, store_bf16: Any, spec: ExpertSpec) 
     BIAS, CLAMPED, OFFSET = spec.bias, math.isfinite(spec.limit), spec.up_offset != 0
     limit, up_offset = np.float32(spec.limit), np.float32(spec.up_offset)
     minus_limit, minus_alpha = np.float32(-spec.limit), np.float32(-spec.alpha)
+    CUBIC, cubic = spec.cubic != 0, np.float32(spec.cubic)
 
     @inlined
     def exp_f32(x):
@@ -64,7 +65,7 @@ def make_epilogue(name: str, f: Any, N: int, store_bf16: Any, spec: ExpertSpec) 
 
     @inlined
     def swiglu(gate, up, bias, h):
-        """``gate / (1 + exp(-alpha * gate)) * (up + up_offset)``."""
+        """``gate / (1 + exp(-z)) * (up + up_offset)``."""
         for i in range(32 // N):
             g, u = f.load_f32(gate + 4 * N * i), f.load_f32(up + 4 * N * i)
             if BIAS:
@@ -74,7 +75,11 @@ def make_epilogue(name: str, f: Any, N: int, store_bf16: Any, spec: ExpertSpec) 
                 g = f.min_f32(f.broadcast_f32(limit), g)
                 u = f.min_f32(f.broadcast_f32(limit), u)
                 u = f.max_f32(f.broadcast_f32(minus_limit), u)
-            e = exp_f32(f.mul_f32(g, f.broadcast_f32(minus_alpha)))
+            z = f.mul_f32(g, f.broadcast_f32(minus_alpha))
+            if CUBIC:
+                square = f.mul_f32(g, g)
+                z = f.mul_f32(z, f.fma_f32(square, f.broadcast_f32(cubic), f.broadcast_f32(_ONE)))
+            e = exp_f32(z)
             if OFFSET:
                 u = f.add_f32(u, f.broadcast_f32(up_offset))
             value = f.mul_f32(f.div_f32(g, f.add_f32(e, f.broadcast_f32(_ONE))), u)

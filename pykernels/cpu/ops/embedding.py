@@ -7,17 +7,20 @@ import torch
 from ...errors import PykernelsError
 from ...quant import PackedMatrix
 from ..embedding import EMBED, make_embed, make_embed_packed
-from .checks import check_tensor, integers
+from .checks import check_tensor, integers, number
 from .serial import Record, counted, run_tasks
 
 
-def embed(ids: torch.Tensor, table: torch.Tensor | PackedMatrix) -> torch.Tensor:
+def embed(
+    ids: torch.Tensor, table: torch.Tensor | PackedMatrix, scale: float = 1.0
+) -> torch.Tensor:
     """Rows of ``table`` on the calling thread alone.
 
     Args:
         ids: int32 or int64 [...].
         table: contiguous bfloat16 [V, H], or packed in any format, of which only the rows that are
             looked up are dequantized.
+        scale: that rows are multiplied by.
 
     Returns:
         float32 [..., H].
@@ -52,6 +55,7 @@ def embed(ids: torch.Tensor, table: torch.Tensor | PackedMatrix) -> torch.Tensor
         out=out,
         out_stride=4 * H,
         chunk=max(1, ids.numel()),
+        factor=number("scale", scale),
         **where,
     )
     if run_tasks(tasks, record.address):

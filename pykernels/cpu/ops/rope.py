@@ -66,6 +66,7 @@ def gqa_rope_cache_write(
     interleaved: bool = False,
     heads: int | None = None,
     starts: tuple[int, int, int] | None = None,
+    v_norm: bool = False,
 ) -> torch.Tensor:
     """Norms of queries and keys, rotary embedding of both, and keys and values into their slots, on
     the calling thread alone.
@@ -84,6 +85,7 @@ def gqa_rope_cache_write(
         heads: NH; None: what the row, which is no wider then, has beside 2 KVH.
         starts: columns of ``qkv`` where queries, keys and values begin, with ``heads``; None: they
             follow each other, from the row's beginning.
+        v_norm: whether the values of a head are normed, too, without a weight.
 
     Returns:
         The queries, float32 [T, NH, D].
@@ -133,6 +135,7 @@ def gqa_rope_cache_write(
         k_weight=norms["k"],
         q_norm=0 if norms["q"] is None else len(norms["q"]) // D,
         k_norm=0 if norms["k"] is None else len(norms["k"]) // D,
+        v_weight=torch.ones(D, device="cpu") if v_norm else None,
         k=k,
         v=v,
         k_scale=k_scale,

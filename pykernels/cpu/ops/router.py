@@ -16,6 +16,7 @@ def router(
     spec: RouterSpec,
     bias: torch.Tensor | None = None,
     here: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
 ) -> Routing:
     """Experts of each token, best first, and their weights, on the calling thread alone.
 
@@ -25,6 +26,7 @@ def router(
         bias: floats [E], added to the scores for the choice only (e_score_correction_bias).
         here: int32 or int64 [T]; a token with a negative number (padding) takes no expert: its ids
             are -1.
+        factors: floats [E], of the experts' weights (Gemma 4's per_expert_scale).
 
     Returns:
         ids int64 [T, topk], weights float32 [T, topk].
@@ -55,6 +57,7 @@ def router(
         group_topk=spec.group_topk,
         top2=spec.group_score == "top2",
         scale=float(spec.scale),
+        factors=optional_floats("factors", factors, E),
         ids=ids,
         weights=weights,
         width=spec.topk,

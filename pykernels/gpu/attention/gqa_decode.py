@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ...errors import PykernelsError
 from ..common.launch import arch, check_device, interpreted, num_sms, why_not
 from ..common.strides import as_bytes, check_out
-from ..plans.attention import DecodePlan
+from ..plans.attention import MAX_HEAD, DecodePlan
 from ..plans.attention_shape import AttentionShape
 from .checks import check_cache, check_scales, check_scores, check_sinks, newest_tokens
 from .online_softmax import (
@@ -185,8 +185,8 @@ def _checked(
     KVH = k.shape[2] if k.ndim == 4 else 0
     if KVH < 1 or NH % KVH:
         raise PykernelsError(f"{NH} query heads on {KVH} KV heads", "Give a whole number a KV head")
-    if not 16 <= D <= 256:
-        raise PykernelsError(f"heads of {D}", "The kernel takes 16 to 256")
+    if not 16 <= D <= MAX_HEAD:
+        raise PykernelsError(f"heads of {D}", f"The kernel takes 16 to {MAX_HEAD}")
     check_scores(scale, window, softcap)
     check_sinks(sinks, NH, device)
     P, page = check_cache(k, "k", (KVH, D), page_table, lengths, B)
@@ -223,7 +223,7 @@ def gqa_decode(
     """``pykernels.ref.gqa_decode``: the same shapes, on the GPU.
 
     Args:
-        q: bf16, any strides but the last, which is 1; D up to 256.
+        q: bf16, any strides but the last, which is 1; D up to 512.
         k, v: bf16, or E4M3 with scales of one a token and head; contiguous.
         sinks: bf16 or float32 [NH], contiguous.
         max_length: no sequence is longer (default: what the page table can hold). It only sets how

@@ -73,7 +73,7 @@ def gqa_prefill(
     """``pykernels.ref.gqa_prefill``: the same shapes, on the GPU.
 
     Args:
-        q, k, v: bf16, any strides but the last, which is 1; D up to 256. Pages: bf16, or E4M3 with
+        q, k, v: bf16, any strides but the last, which is 1; D up to 512. Pages: bf16, or E4M3 with
             scales; contiguous.
         sinks: bf16 or float32 [NH], contiguous.
         out: bf16 like the result, contiguous.

@@ -20,7 +20,7 @@ from ...shapes import Ragged
 from ..common.bf16 import to_bf16
 from ..common.launch import arch, check_device, interpreted
 from ..common.strides import as_bytes, check_out
-from ..plans.attention import PrefillPlan, worth_unpacking
+from ..plans.attention import MAX_HEAD, PrefillPlan, worth_unpacking
 from ..plans.attention_shape import AttentionShape
 from .checks import check_rows, check_scores, check_sinks
 from .online_softmax import (
@@ -115,7 +115,7 @@ def unpacked(
     rows = (torch.empty(B * most, KVH, D, dtype=torch.bfloat16, device=k.device) for _ in "kv")
     k_rows, v_rows = rows
     starts = torch.empty(B, dtype=torch.int32, device=k.device)
-    ROWS = 64
+    ROWS = 64 if D <= 256 else 16
     _unpack[(triton.cdiv(pages * page * KVH, ROWS), B)](
         as_bytes(k), as_bytes(v), k_scale, v_scale, table, lengths, k_rows, v_rows, starts, most,
         table.stride(0), cache_kind(k, arch(k.device)), page, KVH, D, triton.next_power_of_2(D),
@@ -301,9 +301,10 @@ def checked(given: Inputs, plan: PrefillPlan | None = None) -> PrefillPlan:
     (_, NH, D), (KVH, DV) = q.shape, v.shape[1:]
     if KVH < 1 or NH % KVH or k.shape[1] != KVH:
         raise PykernelsError(f"{NH} query heads on {KVH} KV heads", "Give a whole number a KV head")
-    if not (16 <= D <= 256 and 16 <= DV <= 256) or k.shape[2] != D:
+    if not (16 <= D <= MAX_HEAD and 16 <= DV <= MAX_HEAD) or k.shape[2] != D:
         raise PykernelsError(
-            f"heads of {D} on {k.shape[2]} and {DV}", "The kernel takes 16 to 256, q and k alike"
+            f"heads of {D} on {k.shape[2]} and {DV}",
+            f"The kernel takes 16 to {MAX_HEAD}, q and k alike",
         )
     check_scores(given.scale, given.window, given.softcap)
     check_sinks(given.sinks, NH, device)

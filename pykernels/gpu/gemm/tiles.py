@@ -7,6 +7,8 @@ where a tile's inputs come from, and where its results go.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -139,10 +141,10 @@ def load_inputs(tile, inside, EVEN_K: tl.constexpr):
     return value
 
 
-def activation_of(spec: ExpertSpec) -> tuple[float, float, float] | None:
-    """``swiglu``'s ACT: (alpha, limit, up_offset), or None for silu(gate) * up."""
-    found = (spec.alpha, spec.limit, spec.up_offset)
-    return None if found == (SWIGLU.alpha, SWIGLU.limit, SWIGLU.up_offset) else found
+def activation_of(spec: ExpertSpec) -> tuple[float, float, float, float] | None:
+    """``swiglu``'s ACT: (alpha, limit, up_offset, cubic), or None for silu(gate) * up."""
+    plain = replace(spec, bias=False)
+    return None if plain == SWIGLU else (spec.alpha, spec.limit, spec.up_offset, spec.cubic)
 
 
 @triton.jit
@@ -153,7 +155,10 @@ def swiglu(gate, up, ACT: tl.constexpr):
     else:  # NaN stays NaN
         gate = tl.where(gate > ACT[1], ACT[1], gate)
         up = tl.where(up > ACT[1], ACT[1], tl.where(up < -ACT[1], -ACT[1], up))
-        h = gate / (1 + tl.exp(-ACT[0] * gate)) * (up + ACT[2])
+        z = ACT[0] * gate
+        if ACT[3] != 0:
+            z = z * (1 + ACT[3] * gate * gate)
+        h = gate / (1 + tl.exp(-z)) * (up + ACT[2])
     return h
 
 

@@ -28,6 +28,7 @@ _ROW = 1024  # of the token's row, a program
 def _router(
     logits,
     bias,
+    factors,
     here,
     ids,
     weights,
@@ -67,6 +68,8 @@ def _router(
         MIN_SUM,
         SCALE,
     )
+    if factors is not None:
+        w *= tl.load(factors + chosen)
     if here is not None:
         chosen = tl.where(tl.load(here + row) < 0, -1, chosen)
     k = tl.arange(0, KP)
@@ -78,6 +81,7 @@ def _router(
 def _route_one(
     logits,
     bias,
+    factors,
     ids,
     weights,
     pairs,
@@ -131,6 +135,8 @@ def _route_one(
             MIN_SUM,
             SCALE,
         )
+        if factors is not None:
+            w *= tl.load(factors + chosen)
         k = tl.arange(0, KP)
         mask = k < TOPK
         # Unique keys in order of expert, then of pair: a pair's rank is how many keys are smaller.
@@ -154,11 +160,17 @@ def supports(logits: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None) 
         return f"{E} experts are more than {MAX_EXPERTS}"
     if max(spec.topk, spec.group_topk) > MAX_TOPK:
         return f"top-{spec.topk} in {spec.group_topk} groups, {MAX_TOPK} at most of either"
-    if bias is not None and (
-        bias.dtype != torch.float32 or bias.shape != (E,) or not bias.is_contiguous()
-    ):
-        return f"the bias is {bias.dtype} {tuple(bias.shape)}, not contiguous float32 [{E}]"
-    return why_not(spec.check, E) or unsupported(logits, bias)
+    reason = why_no_vector("the bias", bias, E) or why_not(spec.check, E)
+    return reason or unsupported(logits, bias)
+
+
+def why_no_vector(name: str, given: torch.Tensor | None, E: int) -> str | None:
+    """Why what may be left out has not a number for each expert; None if it has."""
+    if given is None:
+        return None
+    fits = given.dtype == torch.float32 and given.shape == (E,) and given.is_contiguous()
+    found = f"{given.dtype} {tuple(given.shape)}"
+    return None if fits else f"{name} is {found}, not contiguous float32 [{E}]"
 
 
 def _constants(spec: RouterSpec, E: int, biased: bool, device: torch.device) -> dict[str, object]:
@@ -180,10 +192,15 @@ def _constants(spec: RouterSpec, E: int, biased: bool, device: torch.device) -> 
 
 
 def _prepare(
-    logits: torch.Tensor, spec: RouterSpec, bias: torch.Tensor | None, out: Routing | None
+    logits: torch.Tensor,
+    spec: RouterSpec,
+    bias: torch.Tensor | None,
+    factors: torch.Tensor | None,
+    out: Routing | None,
 ) -> Routing:
-    check_device(logits, *(() if bias is None else (bias,)))
-    if reason := supports(logits, spec, bias):
+    check_device(logits, *(given for given in (bias, factors) if given is not None))
+    reason = supports(logits, spec, bias) or why_no_vector("factors", factors, logits.shape[1])
+    if reason:
         raise PykernelsError(f"the router does not take these: {reason}", "Convert them")
     T, E = logits.shape
     if out is not None:
@@ -201,6 +218,7 @@ def router(
     spec: RouterSpec,
     bias: torch.Tensor | None = None,
     here: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
     out: Routing | None = None,
 ) -> Routing:
     """Experts of each token, best first, of equal ones the lowest index first; and their weights.
@@ -209,14 +227,15 @@ def router(
         logits: float32 [T, E], contiguous.
         spec: how; topk and group_topk up to ``MAX_TOPK``.
         bias: float32 [E], added to the scores for the choice only.
-        out: ids int32 or int64 [T, topk] and weights float32 [T, topk] to write to.
         here: int32 or int64 [T], contiguous; a token with a negative number, such as the cache slot
             of padding, takes no expert: its ids are -1.
+        factors: float32 [E], of the experts' weights (Gemma 4's per_expert_scale).
+        out: ids int32 or int64 [T, topk] and weights float32 [T, topk] to write to.
 
     Raises:
         PykernelsError: other dtypes or shapes, or no Triton for this device.
     """
-    out = _prepare(logits, spec, bias, out)
+    out = _prepare(logits, spec, bias, factors, out)
     T, E = logits.shape
     if here is not None and (
         here.shape != (T,)
@@ -233,7 +252,7 @@ def router(
         width = triton.next_power_of_2(E // spec.groups) * triton.next_power_of_2(spec.groups)
         # One warp a row: its maxima are shuffles, without barriers or shared memory.
         num_warps = max(1, min(8, width // 512))
-        tensors = (logits, bias, here, out.ids, out.weights)
+        tensors = (logits, bias, factors, here, out.ids, out.weights)
         _router[(T,)](*tensors, E, **constants, num_warps=num_warps)
     return out
 
@@ -243,27 +262,28 @@ def route(
     spec: RouterSpec,
     bias: torch.Tensor | None = None,
     x: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
     out: tuple[Routing, SortedPairs, torch.Tensor | None] | None = None,
 ) -> tuple[Routing, SortedPairs, torch.Tensor | None]:
     """`router`, `sort_pairs` and, if ``x`` is given, `permute`: one launch for one token, unless
     its choices and experts are too many to be compared at once.
 
     Args:
-        logits, spec, bias: as `router`'s.
+        logits, spec, bias, factors: as `router`'s.
         x: [T, H], rows contiguous; None leaves out the gather.
         out: what an earlier call returned, to be written again.
 
     Returns:
         The routing, the pairs sorted by expert, and ``x``'s rows in that order [T * topk, H].
     """
-    routing = _prepare(logits, spec, bias, out[0] if out else None)
+    routing = _prepare(logits, spec, bias, factors, out[0] if out else None)
     T, E = logits.shape
     order = out[1] if out else empty_order(T, spec.topk, E, logits.device)
     check_order(order, T, spec.topk, E, logits.device)
     gathered = out[2] if out else None
     EP = triton.next_power_of_2(E + 1)
     if T != 1 or triton.next_power_of_2(spec.topk) * EP > _MOST_PAIRS:
-        router(logits, spec, bias, out=routing)
+        router(logits, spec, bias, factors=factors, out=routing)
         sort_pairs(routing.ids, E, order)
         return routing, order, None if x is None else permute(x, order, gathered)
     H, source, target = 0, None, None
@@ -280,6 +300,7 @@ def route(
     _route_one[(max(1, triton.cdiv(H, _ROW)),)](
         logits,
         bias,
+        factors,
         routing.ids,
         routing.weights,
         order.pairs,

@@ -15,6 +15,8 @@ from ..common.launch import arch
 from .attention_shape import AttentionShape
 from .gemm import at_least, at_most, powers_of_two
 
+MAX_HEAD = 512
+"""Numbers of a head at most: a block of keys and values and a result of 16 rows have room."""
 MOST_SPLIT = 64
 """Sequences of a batch beyond which none is split: they fill the GPU anyway."""
 
@@ -286,6 +288,8 @@ def _shipped_gqa(
     if capability[0] == 9 and tile < 64 and 64 < D <= 128 and not fp8:
         return DecodePlan(rows=tile, keys=128, num_warps=4, num_stages=3)
     roomy = capability[0] == 9 or capability in ((8, 0), (10, 0))  # at least 160 KiB an SM
+    if D > 256:
+        return DecodePlan(rows=tile, keys=32 if roomy else 16, num_warps=8, num_stages=2)
     keys = 64 if D <= 128 else 32
     num_stages = (4 if roomy else 2) if D <= 128 else (3 if roomy else 2)
     ctas_per_sm = 2 if tile < 64 else 1
@@ -327,6 +331,10 @@ def shipped_prefill(
     plan = PrefillPlan(rows=128, keys=keys, num_warps=8, num_stages=1, warp_specialized=True)
     if prefill_kernel_runs(plan, shape, fp8, aligned_rows, device):
         return plan
+    if max(D, shape.value_dim) > 256:
+        roomy = capability[0] == 9
+        most, keys = (64, 32) if roomy else (32, 16)
+        return PrefillPlan(rows=most, keys=keys, num_warps=8, num_stages=2)
     if capability[0] == 9:
         if large or R:
             return PrefillPlan(rows=128, keys=64, num_warps=8, num_stages=2 if large else 3)

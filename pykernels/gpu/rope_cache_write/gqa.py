@@ -25,6 +25,7 @@ def gqa_rope_cache_write(
     interleaved: bool = False,
     heads: int | None = None,
     starts: tuple[int, int, int] | None = None,
+    v_norm: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Norms of queries and keys, rotary embedding of both, and keys and values into their slots.
@@ -43,7 +44,8 @@ def gqa_rope_cache_write(
         interleaved: pairs are (2i, 2i + 1), not (i, i + R / 2).
         heads: NH; None: what the row, which is no wider then, has beside 2 KVH.
         starts: columns of ``qkv`` where queries, keys and values begin, with ``heads``; None: they
-            follow each other, from the row's beginning.
+            follow each other, from the row's beginning. Values may be the same numbers as keys.
+        v_norm: whether the values of a head are normed, too, without a weight.
         out: [T, NH, D], contiguous floats; None: new, like ``qkv``.
 
     Returns:
@@ -65,7 +67,8 @@ def gqa_rope_cache_write(
     NH = width // max(D, 1) - 2 * KVH if heads is None else heads
     first, second, third = starts or (0, NH * D, (NH + KVH) * D)
     whole = heads is not None or (starts is None and D > 0 and width % D == 0)
-    apart = first >= 0 and first + NH * D <= second and second + KVH * D <= third
+    apart = first >= 0 and first + NH * D <= second
+    apart = apart and (second == third or second + KVH * D <= third)
     if not whole or not apart or third + KVH * D > width or min(NH, KVH, D) < 1:
         raise PykernelsError(
             f"rows of {width} for {heads or 'some'} heads and {KVH} of keys, {D} wide, at {starts}",
@@ -110,6 +113,7 @@ def gqa_rope_cache_write(
             float(eps),
             Q_NORM=norms[0],
             K_NORM=norms[1],
+            V_NORM=v_norm,
             QUANTIZE=k_scale is not None,
             INTERLEAVED=interleaved,
             HEADS=together,

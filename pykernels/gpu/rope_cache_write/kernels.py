@@ -93,6 +93,7 @@ def gqa_write(
     eps,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
+    V_NORM: tl.constexpr,
     QUANTIZE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr,
@@ -101,7 +102,7 @@ def gqa_write(
     K_ROW: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
-    """Norms: 0 for none, 1 of a head, 2 of all heads together."""
+    """Norms: 0 for none, 1 of a head, 2 of all heads together; those of values have no weight."""
     if TRIGGER:
         gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
@@ -119,8 +120,10 @@ def gqa_write(
     other, pair, second = _pairs(d, half, INTERLEAVED)
     turns = real & (d < 2 * half) & (is_q | is_k)
     partner = tl.load(row + column + other, mask=turns, other=0.0).to(tl.float32)
-    if Q_NORM + K_NORM > 0:
+    if Q_NORM + K_NORM > 0 or V_NORM:
         factor = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]  # of a head
+        if V_NORM:
+            x = tl.where(is_v, x * factor, x)
         if Q_NORM > 0:
             q_at = tl.where(is_q, head, 0) * D if Q_NORM == 2 else head * 0
             weight = tl.load(q_norm + q_at + d, mask=real & is_q, other=0.0).to(tl.float32)

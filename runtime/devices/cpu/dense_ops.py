@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from pykernels.cpu.activations.join_rows import JOIN, make_join
+from pykernels.cpu.activations.post_norm import POST_NORM, make_post_norm
 from pykernels.cpu.activations.row_layout import row_bytes
 from pykernels.cpu.embedding import EMBED, make_embed, make_embed_packed
 from pykernels.cpu.gemm.common import MAX_BLOCKS
 from pykernels.cpu.gemv.common import MAX_TOKENS
 from pykernels.cpu.linear import LINEAR, PER_HEAD_LINEAR, make_linear, make_per_head_linear
 from pykernels.cpu.moe.kernel import tables_address
+from pykernels.cpu.norm import ADD
 from pykernels.cpu.sampling import SAMPLING as SAMPLING_JOB
 from pykernels.cpu.sampling import make_ops, sizes
+from pykernels.cpu.sampling.softcap import SOFTCAP, make_softcap
+from pykernels.cpu.vectors import width
 from pykernels.quant import PackedHeads, PackedMatrix
 from pykernels.quant.layout import K_BLOCK, ceil_to
+from pykernels.target import detect
 
 from ...program import Node
 from ...program.ops import SAMPLING, SAMPLING_TABLES
@@ -52,6 +59,7 @@ def embed(ctx: Context, node: Node) -> list[Job]:
         out=ctx.at(out),
         out_stride=ctx.stride(out),
         chunk=1 if fields else 16,
+        factor=ctx.bits(node.attr("scale")),
         **fields,
     )
     return [Job(node.name, run.address, record, setup.address)]
@@ -83,6 +91,52 @@ def rms_norm(ctx: Context, node: Node) -> list[Job]:
         node.series("add"),
         K=len(weight),
     )
+
+
+def post_norm(ctx: Context, node: Node) -> list[Job]:
+    """What a branch gives to the residual stream."""
+    out, adds = node.outputs["out"], node.series("add")
+    weight, scale = ctx.weight(node, "weight"), ctx.optional(node, "scale")
+    H = len(weight)
+    addends = np.zeros(len(adds), ADD)
+    for addend, name in zip(addends, adds, strict=True):
+        addend["x"], addend["stride"] = ctx.at(name), ctx.stride(name)
+    residual = {}
+    if (x := node.inputs.get("x")) is not None:
+        residual = {"x": ctx.at(x), "x_stride": ctx.stride(x)}
+    setup, run = make_post_norm()
+    scratch, scratch_stride = ctx.scratch(4 * H)
+    record = ctx.record(
+        POST_NORM,
+        count_at=ctx.count_at(out),
+        adds=ctx.retain(addends),
+        add_count=len(adds),
+        weight=ctx.retain(weight),
+        scale=0 if scale is None else ctx.retain(scale),
+        eps=ctx.bits(node.attr("eps")),
+        H=H,
+        out=ctx.at(out),
+        out_stride=ctx.stride(out),
+        scratch=scratch,
+        scratch_stride=scratch_stride,
+        **residual,
+    )
+    return [Job(node.name, run.address, record, setup.address)]
+
+
+def softcap(ctx: Context, node: Node) -> list[Job]:
+    """In place."""
+    x = node.inputs["x"]
+    setup, run = make_softcap(width(detect()))
+    record = ctx.record(
+        SOFTCAP,
+        count_at=ctx.count_at(x),
+        x=ctx.at(x),
+        x_stride=ctx.stride(x),
+        V=ctx.program.shape(x)[1],
+        cap=ctx.bits(node.attr("cap")),
+    )
+    return [Job(node.name, run.address, record, setup.address)]
 
 
 def add(ctx: Context, node: Node) -> list[Job]:

@@ -25,6 +25,7 @@ from .context import Context
 def router(ctx: Context, node: Node) -> list[Job]:
     logits, ids, weights = node.inputs["logits"], node.outputs["ids"], node.outputs["weights"]
     spec, bias = node.attr("spec"), ctx.optional(node, "bias")
+    factors = ctx.optional(node, "factors")
     setup, run = make_router()
     record = ctx.record(
         ROUTER,
@@ -41,6 +42,7 @@ def router(ctx: Context, node: Node) -> list[Job]:
         group_topk=spec.group_topk,
         top2=spec.group_score == "top2",
         scale=ctx.bits(spec.scale),
+        factors=0 if factors is None else ctx.retain(factors),
         ids=ctx.at(ids),
         weights=ctx.at(weights),
         width=ctx.program.shape(ids)[1],

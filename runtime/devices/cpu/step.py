@@ -28,6 +28,8 @@ from .delta_net_ops import DELTA_NETS
 BINDERS: dict[str, Binder] = {
     "embed": dense_ops.embed,
     "rms_norm": dense_ops.rms_norm,
+    "post_norm": dense_ops.post_norm,
+    "softcap": dense_ops.softcap,
     "add": dense_ops.add,
     "linear": dense_ops.linear,
     "per_head_linear": dense_ops.per_head_linear,

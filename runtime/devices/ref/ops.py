@@ -27,7 +27,8 @@ Op = Callable[[Memory, Node], None]
 
 def embed(m: Memory, node: Node) -> None:
     table = m.weight(node, "table")
-    m.write(node.outputs["out"], ref.embed(m.read(node.inputs["ids"]), table).float())
+    ids, scale = m.read(node.inputs["ids"]), node.attr("scale")
+    m.write(node.outputs["out"], ref.embed(ids, table).float() * scale)
 
 
 def rms_norm(m: Memory, node: Node) -> None:
@@ -40,6 +41,19 @@ def rms_norm(m: Memory, node: Node) -> None:
     m.write(node.outputs["out"], ref.rms_norm(total, weight, node.attr("eps"))[0])
     if "sum" in node.outputs:
         m.write(node.outputs["sum"], total)
+
+
+def post_norm(m: Memory, node: Node) -> None:
+    first, *others = (m.read(name) for name in node.series("add"))
+    for other in others:
+        first = first + other
+    residual = m.read(node.inputs["x"]) if "x" in node.inputs else None
+    weight, scale = m.weight(node, "weight"), m.optional(node, "scale")
+    m.write(node.outputs["out"], ref.post_norm(first, weight, node.attr("eps"), residual, scale))
+
+
+def softcap(m: Memory, node: Node) -> None:
+    m.write(node.outputs["x"], ref.softcap(m.read(node.inputs["x"]), node.attr("cap")))
 
 
 def add(m: Memory, node: Node) -> None:
@@ -116,6 +130,8 @@ def gqa_rope_cache_write(m: Memory, node: Node) -> None:
         else x
         for name, x in (("q_norm", q), ("k_norm", k))
     )
+    if node.attr("v_norm"):
+        v = ref.rms_norm(v, v.new_ones(D), eps)[0]
     pages, scales = (cache["k"], cache["v"]), (cache.get("k_scale"), cache.get("v_scale"))
     ref.kv_write(_rotated(k, table, interleaved), v, slot_mapping, *pages, *scales)
     m.write(node.outputs["rotated"], _rotated(q, table, interleaved))
@@ -176,7 +192,8 @@ def _cache(m: Memory, node: Node) -> dict[str, torch.Tensor]:
 
 def router(m: Memory, node: Node) -> None:
     logits = m.read(node.inputs["logits"])[:, : node.attr("experts")]
-    chosen = ref.router(logits, node.attr("spec"), m.optional(node, "bias"))
+    bias, factors = (m.optional(node, port) for port in ("bias", "factors"))
+    chosen = ref.router(logits, node.attr("spec"), bias, factors=factors)
     m.write(node.outputs["ids"], chosen.ids)
     m.write(node.outputs["weights"], chosen.weights)
 
@@ -264,6 +281,8 @@ OPS: dict[str, Op] = {**COLLECTIVES, **DELTA_NETS, **PARTIAL} | {
     for op in (
         embed,
         rms_norm,
+        post_norm,
+        softcap,
         add,
         linear,
         per_head_linear,

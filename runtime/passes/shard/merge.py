@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...program import Buffer, Node, Program, repeated
+from ...program.op_table.sandwich import NORMS
 from ..layers import rebuilt
 
 
@@ -16,7 +17,7 @@ def merge_sums(program: Program) -> Program:
     buffers: dict[str, Buffer] = {}
     nodes: list[Node] = []
     for norm in program.nodes:
-        adds = norm.series("add") if norm.op == "rms_norm" else ()
+        adds = norm.series("add") if norm.op in NORMS else ()
         names = [name for name in adds if name in sums and len(program.readers(name)) == 1]
         if len(names) < 2:
             nodes.append(norm)

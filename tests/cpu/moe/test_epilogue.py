@@ -11,7 +11,7 @@ from pykernels.cpu.jit import kernel
 from pykernels.cpu.moe import epilogue_portable, epilogue_vectors
 from pykernels.cpu.moe.epilogue import Epilogue
 from pykernels.ref.activation import swiglu
-from pykernels.shapes import SWIGLU, ExpertSpec
+from pykernels.shapes import GEGLU, SWIGLU, ExpertSpec
 
 from ..kernels import needs_avx2, needs_avx512, operations
 
@@ -22,7 +22,11 @@ KINDS = [
     "generic",
 ]
 PLAIN, GPT_OSS = SWIGLU, ExpertSpec(1.702, 7.0, 1.0, bias=True)
-SPECS = [pytest.param(PLAIN, id="silu"), pytest.param(GPT_OSS, id="clamped, biases")]
+SPECS = [
+    pytest.param(PLAIN, id="silu"),
+    pytest.param(GPT_OSS, id="clamped, biases"),
+    pytest.param(GEGLU, id="gelu"),
+]
 
 
 def epilogue(which: str, spec: ExpertSpec) -> Epilogue:
@@ -45,7 +49,7 @@ def test_swiglu_is_within_bf16_rounding(which, spec):
 
     corners = torch.tensor([0.0, -0.0, 1e-30, 3e38] * 8)
     gate = torch.cat([torch.linspace(-110, 110, 3200), corners]).view(-1, 32)
-    up = torch.ones(32) if spec is PLAIN else torch.linspace(-9, 9, 32)
+    up = torch.linspace(-9, 9, 32) if spec.bias else torch.ones(32)
     bias = torch.randn(64, generator=torch.Generator().manual_seed(0))
     out = torch.empty(gate.shape, dtype=torch.bfloat16)
     for i in range(len(gate)):
@@ -58,6 +62,12 @@ def test_swiglu_is_within_bf16_rounding(which, spec):
     nan = torch.full((64,), float("nan"))
     call(nan.data_ptr(), nan.data_ptr(), nan.data_ptr(), out[0].data_ptr())
     assert out[0].isnan().all()
+
+
+def test_geglu_is_gelu_in_its_tanh_form() -> None:
+    gate, up = torch.linspace(-9, 9, 181).double(), torch.linspace(3, -3, 181).double()
+    truth = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(swiglu(gate, up, GEGLU), truth)
 
 
 @pytest.mark.parametrize("which", KINDS)

@@ -68,6 +68,16 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert bool(((normed.double() - truth).abs() <= truth.abs() * 2**-8 + 1e-30).all())
 
 
+@pytest.mark.parametrize("H", [48, 101])
+def test_post_norm_and_softcap(H: int) -> None:
+    x, residual, weight, scale = randn(3, H), 9 * randn(3, H), randn(H), torch.tensor([0.7])
+    truth = F.rms_norm(x.double(), (H,), weight.double(), 1e-5)
+    assert_close(cpu.post_norm(x, weight, 1e-5), truth, SUMS)
+    found = cpu.post_norm(x, weight, 1e-5, residual, scale)
+    assert_close(found, (residual.double() + truth) * 0.7, SUMS)
+    assert_close(cpu.softcap(9 * residual, 30.0), 30 * torch.tanh(9 * residual.double() / 30), SUMS)
+
+
 BF16 = get_format("bf16")
 PACKED = PackedMatrix.of(BF16, [BF16.quantize(torch.ones(4, 8))])
 REFUSED = {

@@ -55,6 +55,7 @@ def test_gqa(norms: str, interleaved: bool, coded: bool) -> None:
     if norms != "none":
         sizes = (1, 1) if norms == "each" else (NH, KVH)
         given |= {f"{x}_norm": randn(n * D) for x, n in zip("qk", sizes, strict=True)}
+        given["v_norm"] = norms == "each"
     ks, vs = pages(KVH, D, coded=coded), pages(KVH, D, coded=coded)
     scales = [[torch.ones(P, 64, KVH) if coded else None for _ in "kv"] for _ in "ab"]
     out = cpu.gqa_rope_cache_write(qkv, ANGLES, SLOTS, ks[0], vs[0], *scales[0], **given)

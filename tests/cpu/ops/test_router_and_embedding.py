@@ -22,8 +22,9 @@ SPECS = [
 def test_router(spec: RouterSpec) -> None:
     logits, bias = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(1))
     here = torch.arange(9) - 2
-    for biased in (None, bias[0]):
-        found, truth = (op(logits, spec, biased, here) for op in (cpu.router, ref.router))
+    for biased, factors in ((None, None), (bias[0], bias[1].exp())):
+        given = logits, spec, biased, here, factors
+        found, truth = (op(*given) for op in (cpu.router, ref.router))
         assert torch.equal(found.ids, truth.ids)
         torch.testing.assert_close(found.weights, truth.weights)
     assert cpu.router(logits[:0], spec).ids.shape == (0, spec.topk)
@@ -42,6 +43,7 @@ def test_embed() -> None:
     ids = torch.tensor([[69, 0], [31, 32]])
     for table in (weight.data, PackedMatrix.of(fmt, [weight])):
         assert torch.equal(cpu.embed(ids, table), ref.embed(ids, weight.data).float())
+        assert torch.equal(cpu.embed(ids, table, 1.5), 1.5 * weight.data[ids].float())
         assert cpu.embed(ids[:0].int(), table).shape == (0, 2, 48)
         for wrong in (-1, 70):
             with pytest.raises(PykernelsError, match="for a table of 70 rows"):

@@ -184,6 +184,8 @@ COMPILES_ON_A_GPU = [
     ("MLA, 128 heads, E4M3", lambda: _compile_mla(128, fp8=True)),
     ("GQA, D 128, E4M3, 16 rows, window, cap", lambda: _compile_gqa(128, 128, True, **_BOTH)),
     ("GQA, D 256, window, cap", lambda: _compile_gqa(16, 256, **_BOTH)),
+    ("GQA, D 512", lambda: _compile_gqa(64, 512)),
+    ("GQA, D 512, E4M3", lambda: _compile_gqa(64, 512, True)),
     ("GQA, D 96, many query heads", lambda: _compile_gqa(256, 96)),
 ]
 
@@ -218,6 +220,7 @@ FULL_GQA = [
     ({"lengths": [4096, 77, 0, 9000, 1, 64, 65], "NH": 64, "KVH": 4, "D": 128}, "ragged, G = 16"),
     ({"lengths": [3000, 70], "NH": 64, "KVH": 8, "D": 64}, "heads of 64"),
     ({"lengths": [3000, 70], "NH": 8, "KVH": 4, "D": 256, "softcap": 50.0}, "heads of 256, capped"),
+    ({"lengths": [3000, 70], "NH": 16, "KVH": 2, "D": 512}, "heads of 512, Gemma 4"),
     ({"lengths": [3000, 70], "window": 1000}, "a window"),
     ({"lengths": [2147, 2148, 2149], "S": 2, "window": 99}, "windows at the edge of a block"),
     ({"lengths": [163, 164, 165], "window": 100, "fp8": True}, "windows at an edge, E4M3"),

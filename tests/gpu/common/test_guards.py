@@ -85,6 +85,8 @@ _GAPS = {
     "mla_rope_cache_write",
     "submit",
     "combine",
+    "post_norm",
+    "softcap",
     "per_head_linear 2 tokens",
     "rope_table",
     "quantize_fp8",

@@ -44,11 +44,12 @@ def test_router(
     name: str, E: int, spec: RouterSpec, biased: bool, T: int, device: torch.device
 ) -> None:
     logits, bias = inputs(T, E, biased, device)
-    truth = ref.router(logits, spec, bias, dtype=torch.float64)
+    factors = torch.rand(E, device=device) + 0.5 if biased else None
+    truth = ref.router(logits, spec, bias, factors=factors, dtype=torch.float64)
     ids = torch.full_like(truth.ids, -9, dtype=torch.int32 if T == 5 else torch.int64)
     out = Routing(ids, torch.full((T, spec.topk), torch.nan, device=device))
     here = torch.arange(T, dtype=torch.int32, device=device) % 3 - 1  # every third is padding
-    found = router(logits, spec, bias, here, out)
+    found = router(logits, spec, bias, here, factors, out)
     assert found is out
     same = (found.ids == truth.ids.masked_fill(here[:, None] < 0, -1)).all(-1)
     assert (~same).sum() <= T // 300  # scores within float32's rounding of each other

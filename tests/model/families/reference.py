@@ -26,8 +26,10 @@ class Truth(NamedTuple):
 def truth_of(reference: PreTrainedModel, tokens: list[int]) -> Truth:
     """What transformers computes for a sequence."""
     reference.set_experts_implementation("eager")  # grouped products want multiples of 16
-    mlps = [getattr(layer, "mlp", None) or layer.feed_forward for layer in reference.model.layers]
+    layers = reference.model.layers
+    mlps = [getattr(layer, "mlp", None) or layer.feed_forward for layer in layers]
     blocks = [mlp for mlp in mlps if hasattr(mlp, "experts")]
+    routers = [layer.router for layer in layers if getattr(layer, "router", None) is not None]
     least = torch.full((len(tokens),), torch.inf)
 
     def look(block: Any, hidden: torch.Tensor, ids: torch.Tensor, _: torch.Tensor) -> None:
@@ -36,7 +38,15 @@ def truth_of(reference: PreTrainedModel, tokens: list[int]) -> Truth:
     def hook(block: Any) -> Any:
         return lambda _, args, named: look(block, *args, *named.values())
 
-    hooks = [b.experts.register_forward_pre_hook(hook(b), with_kwargs=True) for b in blocks]
+    def look_beside(router: Any, _: Any, chosen: tuple[torch.Tensor, ...]) -> None:
+        """Gemma 4's router is no part of a block, and says its probabilities."""
+        scores, _, ids = chosen
+        last = scores.gather(1, ids).amin(-1)
+        gap = last - scores.scatter(1, ids, -torch.inf).amax(-1)
+        torch.minimum(least, gap, out=least)
+
+    hooks = [router.register_forward_hook(look_beside) for router in routers]
+    hooks += [b.experts.register_forward_pre_hook(hook(b), with_kwargs=True) for b in blocks]
     with torch.no_grad():
         logits = reference(torch.tensor([tokens])).logits[0].float()
     for each in hooks:

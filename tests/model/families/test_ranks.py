@@ -86,6 +86,7 @@ def error(made: tiny.Tiny, results: list[Result]) -> float:
         ("deepseek_v3", 2),
         ("deepseek_v3", 3),
         ("gpt_oss", 4),
+        ("gemma4_text", 2),
         ("qwen2_moe", 2),
     ],
 )

@@ -15,8 +15,10 @@ from pykernels.errors import PykernelsError
 from ..checks import Checkpoints, errors, moe_blocks
 from ..tiny import ARCHITECTURES
 
+BLOCKS = [each for each in ARCHITECTURES if each != "gemma4_text"]  # it is a layer's own part
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+@pytest.mark.parametrize("architecture", BLOCKS)
 def test_a_block_does_what_it_replaces(checkpoint: Checkpoints, architecture: str) -> None:
     made = checkpoint(architecture)
     lm = model.from_pretrained(made.path, dtype="float32")

@@ -47,3 +47,16 @@ def test_a_value_has_the_type_that_the_tool_declares(
     message = parse(parser_for(ROW["model_type"], ROW["template"]), [call], tools=tools)
 
     assert json.loads(message["calls"][0][1]) == {"a": value}
+
+
+def test_gemma_may_quote_as_json_and_write_python_s_none() -> None:
+    text = (
+        '<|tool_call>call:f{"city": "Z\\"ürich", days: 3 ,where:{k:None,l:[]},at:noon}<tool_call|>'
+    )
+    parser = parser_for("gemma4_text")
+    message = parse(parser, text)
+    [(name, arguments, complete)] = message["calls"]
+    wanted = {"city": 'Z"ürich', "days": 3, "where": {"k": None, "l": []}, "at": "noon"}
+    assert (name, json.loads(arguments), complete) == ("f", wanted, True)
+    broken = parse(parser, "<|tool_call>call:f{city;<tool_call|> then")
+    assert broken["calls"] == [["f", "{city;", True]] and broken["content"] == "then"

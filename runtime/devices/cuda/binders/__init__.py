@@ -13,6 +13,8 @@ from .dense import Launch
 BINDERS: dict[str, Callable[[Memory, Node], Launch]] = {
     "embed": dense.embed,
     "rms_norm": dense.rms_norm,
+    "post_norm": dense.post_norm,
+    "softcap": dense.softcap,
     "add": dense.add,
     "linear": dense.linear,
     "per_head_linear": latents.per_head,

@@ -13,6 +13,7 @@ from typing import Any
 from pykernels.errors import PykernelsError
 from pykernels.gpu.attention.gqa_decode import gqa_decode
 from pykernels.gpu.attention.gqa_prefill import gqa_prefill
+from pykernels.gpu.plans.attention import MAX_HEAD
 from pykernels.gpu.rope import rope_table as make_rope_table
 from pykernels.gpu.rope_cache_write.gqa import gqa_rope_cache_write as write_keys_values
 from pykernels.gpu.rope_cache_write.mla import mla_rope_cache_write as write_latents
@@ -45,9 +46,9 @@ def check_heads(program: Program) -> None:
                     " of powers of two from 16 on".format(*latent),
                     _HINT,
                 )
-        elif not 16 <= dk <= 256:
+        elif not 16 <= dk <= MAX_HEAD:
             raise PykernelsError(
-                f"attention on a GPU has no heads of {dk} numbers, only of 16 to 256", _HINT
+                f"attention on a GPU has no heads of {dk} numbers, only of 16 to {MAX_HEAD}", _HINT
             )
 
 
@@ -92,6 +93,7 @@ def gqa_rope_cache_write(m: Memory, node: Node) -> Launch:
         "interleaved": bool(node.attr("interleaved")),
         "heads": NH,
         "starts": (0, node.attr("k_start"), node.attr("v_start")),
+        "v_norm": bool(node.attr("v_norm")),
         "out": out,
     }
     return lambda: void(write_keys_values(qkv, angles, slot_mapping, k, v, **options))

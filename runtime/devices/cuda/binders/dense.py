@@ -10,7 +10,9 @@ from pykernels.gpu.embedding import embed as embed_rows
 from pykernels.gpu.gemm.linear import linear as multiply
 from pykernels.gpu.handshake import combine
 from pykernels.gpu.moe.router_logits import router_logits
+from pykernels.gpu.norm import post_norm as behind_branch
 from pykernels.gpu.norm import rms_norm as norm
+from pykernels.gpu.norm import softcap as cap_logits
 
 from ....program.node import Node
 from ..memory.buffers import Memory
@@ -20,7 +22,8 @@ Launch = Callable[[], None]
 
 def embed(m: Memory, node: Node) -> Launch:
     ids, out, table = m.read(node, "ids"), m.written(node, "out"), m.weight(node, "table")
-    return lambda: void(embed_rows(ids, table, out=out))
+    scale = node.attr("scale")
+    return lambda: void(embed_rows(ids, table, scale, out=out))
 
 
 def rms_norm(m: Memory, node: Node) -> Launch:
@@ -45,6 +48,27 @@ def rms_norm(m: Memory, node: Node) -> Launch:
         combine(first, others, weight, eps, (out, total))
 
     return launch
+
+
+def post_norm(m: Memory, node: Node) -> Launch:
+    weight, scale = m.weight(node, "weight"), m.optional_weight(node, "scale")
+    first, *others = (m.tensor(name)[:, : len(weight)] for name in node.series("add"))
+    residual, out, eps = m.optional(node, "x"), m.written(node, "out"), node.attr("eps")
+    if not others:
+        return lambda: void(behind_branch(first, weight, eps, residual, scale, out))
+
+    def launch() -> None:
+        total = first.float()
+        for part in others:
+            total = total + part
+        behind_branch(total, weight, eps, residual, scale, out)
+
+    return launch
+
+
+def softcap(m: Memory, node: Node) -> Launch:
+    logits, cap = m.written(node, "x"), node.attr("cap")
+    return lambda: void(cap_logits(logits, cap, out=logits))
 
 
 def add(m: Memory, node: Node) -> Launch:

@@ -33,13 +33,13 @@ from .dense import Launch, void
 def router(m: Memory, node: Node) -> Launch:
     logits = m.read(node, "logits")[:, : node.attr("experts")]  # [T, E]
     out = Routing(m.written(node, "ids"), m.written(node, "weights"))
-    bias = m.optional_weight(node, "bias")
+    bias, factors = (m.optional_weight(node, port) for port in ("bias", "factors"))
     spec = node.attr("spec")
     if "pairs" in node.outputs:  # of one token: the choice and its order are one launch
         order = SortedPairs(*(m.written(node, port) for port in ORDER))
-        return lambda: void(route(logits, spec, bias, None, (out, order, None)))
+        return lambda: void(route(logits, spec, bias, None, factors, (out, order, None)))
     here = m.optional(node, "slot_mapping")  # -1: padding takes no experts
-    return lambda: void(choose(logits.contiguous(), spec, bias, here, out))
+    return lambda: void(choose(logits.contiguous(), spec, bias, here, factors, out))
 
 
 def sort_routing(m: Memory, node: Node) -> Launch:

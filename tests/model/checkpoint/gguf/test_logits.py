@@ -43,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek_v3 with kv_b": {"split_kv_b": False},
     "lfm2": {**LFM2, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {**LFM2, "num_hidden_layers": 3, "num_experts": 8, "num_dense_layers": 1},
+    "gemma4_text in 32s": {"type_of": tiny_gguf.blocks_of_32},
     "glm4_moe in f16": {"type_of": all_of(Type.F16)},
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import regex
 from gguf.constants import Keys
+from transformers import GemmaTokenizer
 
 from model.checkpoint.gguf.pretokenizers import SPLITS
 from model.checkpoint.gguf.sampling import sampling_of
@@ -46,6 +47,34 @@ def test_sentencepiece_merges_by_score() -> None:
     assert tokenizer.decode(umlaut, skip_special_tokens=True) == "ä"
     again = tokenizer_of(of(**SENTENCEPIECE, add_bos_token=False, add_space_prefix=False))
     assert again.convert_ids_to_tokens(again("ab</s>c")["input_ids"]) == ["ab", "</s>", "c"]
+
+
+def test_gemma4_is_transformers_own() -> None:
+    names = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<|turn>", "<turn|>"]
+    pieces = ["▁", "a", "b", "ab", "▁a", "▁▁", "c", "\n", "\n\n", "▁c"]
+    tokens = [*names, *BYTES, *pieces]
+    merges = ["▁ a", "a b", "▁ ▁", "▁ c", "\n \n"]
+    made = of(
+        model="gemma4",
+        tokens=tokens,
+        merges=merges,
+        token_type=[3, 3, 3, 2, 3, 3, 3] + [6] * 256 + [1] * len(pieces),
+        bos_token_id=2,
+        eos_token_id=1,
+        unknown_token_id=3,
+        add_bos_token=False,
+    )
+    tokenizer = tokenizer_of(made)
+    vocab = {token: i for i, token in enumerate(tokens)}
+    pairs = [(first, last) for first, last in (merge.split(" ") for merge in merges)]
+    theirs = GemmaTokenizer(vocab=vocab, merges=pairs, extra_special_tokens=["<|turn>", "<turn|>"])
+    for text in ("ab c", " a  ab\n\nab\n", "ä<|turn>ab<turn|>", "cab   ab"):
+        assert tokenizer(text)["input_ids"] == [
+            2,
+            *theirs(text, add_special_tokens=False).input_ids,
+        ]
+        assert tokenizer.decode(tokenizer(text)["input_ids"][1:]) == text
+    assert special_ids(made)["eos_token_id"] == [1, 6]
 
 
 def test_bytes_by_each_pre_tokenizer() -> None:

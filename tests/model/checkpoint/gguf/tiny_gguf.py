@@ -38,6 +38,7 @@ ARCHS = {
     "deepseek_v3": "deepseek2",
     "glm4_moe": "glm4moe",
     "ernie4_5_moe": "ernie4_5-moe",
+    "gemma4_text": "gemma4",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
 }
@@ -54,8 +55,11 @@ SIZES: dict[str, Any] = {
     "v_head_dim": 64,
     "linear_value_head_dim": 64,
     "linear_key_head_dim": 64,
+    "global_head_dim": 128,
 }
 DELTA_NETS = ("qwen3next", "qwen35moe")
+_GEMMA4 = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+"""Names that the package has not: llama.cpp's loader has."""
 ROPE = {
     "type": "yarn",
     "factor": 4.0,
@@ -178,9 +182,13 @@ def _stored(model: PreTrainedModel, split_kv_b: bool) -> Tensors:
             continue
         for key, part in _parts(name, tensor, cfg, split_kv_b):
             stored = table.get_name(key, try_suffixes=(".weight", ".bias"))
+            layer, _, leaf = key.removeprefix("model.layers.").partition(".")
+            stored = f"blk.{layer}.{_GEMMA4[leaf]}" if leaf in _GEMMA4 else stored
             assert stored is not None, key
-            heads = {"q_proj": cfg.num_attention_heads, "k_proj": cfg.num_key_value_heads}
-            permuted = next((heads[p] for p in heads if p in key and arch == "llama"), 0)
+            permuted = 0
+            if arch == "llama":
+                heads = {"q_proj": cfg.num_attention_heads, "k_proj": cfg.num_key_value_heads}
+                permuted = next((heads[p] for p in heads if p in key), 0)
             value, put = part, part.copy_
             if permuted:
                 value = _turned(part, permuted)
@@ -197,6 +205,10 @@ def _parts(
     name: str, tensor: torch.Tensor, cfg: Any, split_kv_b: bool
 ) -> list[tuple[str, torch.Tensor]]:
     """One of transformers' tensors under the names that the package's table has."""
+    if cfg.model_type == "gemma4_text" and "experts." in name:
+        return [(f"{name}.weight", tensor)]
+    if name.endswith("layer_scalar"):
+        return [(f"{name}.weight", tensor)]
     if name.endswith("experts.gate_up_proj"):
         base, half = name.removesuffix("gate_up_proj"), tensor.shape[1] // 2
         return [
@@ -242,6 +254,9 @@ def _quantized(tensor: torch.Tensor, kind: Type) -> Any:
 
 def _metadata(w: gguf.GGUFWriter, arch: str, cfg: Any) -> None:
     """As llama.cpp's converter writes it."""
+    if arch == "gemma4":
+        _gemma4(w, cfg)
+        return
     head = getattr(cfg, "head_dim", None) or cfg.hidden_size // cfg.num_attention_heads
     w.add_block_count(cfg.num_hidden_layers)
     w.add_context_length(cfg.max_position_embeddings)
@@ -308,6 +323,42 @@ def _metadata(w: gguf.GGUFWriter, arch: str, cfg: Any) -> None:
         w.add_rope_scaling_factor(cfg.rope_parameters["factor"])
         w.add_rope_scaling_orig_ctx_len(cfg.rope_parameters["original_max_position_embeddings"])
         w.add_rope_scaling_yarn_log_mul(0.1 * cfg.rope_parameters["mscale_all_dim"])
+
+
+def _gemma4(w: gguf.GGUFWriter, cfg: Any) -> None:
+    """Layers with heads of their own."""
+    each = [cfg.per_layer_config[i] for i in range(cfg.num_hidden_layers)]
+    windowed = [kind == "sliding_attention" for kind in cfg.layer_types]
+    local, full = (each[windowed.index(which)].head_dim for which in (True, False))
+    w.add_block_count(cfg.num_hidden_layers)
+    w.add_context_length(cfg.max_position_embeddings)
+    w.add_embedding_length(cfg.hidden_size)
+    w.add_feed_forward_length(cfg.intermediate_size)
+    w.add_head_count(cfg.num_attention_heads)
+    w.add_head_count_kv([one.num_key_value_heads for one in each])
+    w.add_layer_norm_rms_eps(cfg.rms_norm_eps)
+    w.add_rope_freq_base(cfg.rope_parameters["full_attention"]["rope_theta"])
+    w.add_rope_freq_base_swa(cfg.rope_parameters["sliding_attention"]["rope_theta"])
+    for add, size in (
+        (w.add_key_length, full),
+        (w.add_value_length, full),
+        (w.add_rope_dimension_count, full),
+        (w.add_key_length_swa, local),
+        (w.add_value_length_swa, local),
+        (w.add_rope_dimension_count_swa, local),
+    ):
+        add(size)
+    w.add_sliding_window(cfg.sliding_window)
+    w.add_sliding_window_pattern(windowed)
+    w.add_shared_kv_layers(0)
+    w.add_embedding_length_per_layer_input(0)
+    w.add_final_logit_softcapping(cfg.final_logit_softcapping)
+    w.add_expert_count(cfg.num_experts)
+    w.add_expert_used_count(cfg.top_k_experts)
+    w.add_expert_feed_forward_length(cfg.moe_intermediate_size)
+    turned = cfg.rope_parameters["full_attention"]["partial_rotary_factor"] * full / 2
+    factors = [1.0 if i < turned else 1e30 for i in range(full // 2)]
+    w.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
 
 
 def _tokenizer(w: gguf.GGUFWriter) -> None:

@@ -8,7 +8,7 @@ from pykernels.errors import PykernelsError
 from runtime.planning.placement import CPU
 from runtime.program import Node, Program
 
-from ..modules.placement import Placement
+from .placement import Placement
 
 
 class Placed(NamedTuple):
