@@ -9,6 +9,8 @@ from .f16 import F16
 from .format import Format, Weight
 from .fp8 import FP8, FP8Channel
 from .gguf import (
+    IQ1M,
+    IQ1S,
     IQ2S,
     IQ2XS,
     IQ2XXS,
@@ -20,6 +22,10 @@ from .gguf import (
     Q3K,
     Q6K,
     Q8_0,
+    Q10,
+    Q20,
+    TQ10,
+    TQ20,
     AffineK,
     Blocks32,
 )
@@ -60,6 +66,12 @@ FORMATS: dict[str, Format] = {
         IQ2S(),
         IQ2XS(),
         IQ2XXS(),
+        IQ1S(),
+        IQ1M(),
+        TQ10(),
+        TQ20(),
+        Q20(),
+        Q10(),
     )
 }
 

@@ -39,6 +39,11 @@ class Weight:
     ``iq2_s``,          uint8 [N, K / 256 * 82 or 74]       None
     ``iq2_xs``
     ``iq2_xxs``         uint8 [N, K / 256 * 66]             None
+    ``iq1_s``,          uint8 [N, K / 256 * 50 or 56]       None
+    ``iq1_m``
+    ``tq1_0``,          uint8 [N, K / 256 * 54 or 66]       None
+    ``tq2_0``
+    ``q2_0``, ``q1_0``  uint8 [N, K / 64 or 128 * 18]       None
     ``q8_0``, ``q4_0``  uint8 [N, K / 32 * 34 or 18]        None
     ``q4_1``, ``q5_0``  uint8 [N, K / 32 * 20 or 22]        None
     ``q5_1``,           uint8 [N, K / 32 * 24],             None

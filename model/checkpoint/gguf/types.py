@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS, Weight, get_format
@@ -27,11 +28,26 @@ FORMAT_OF = {
         "IQ2_S",
         "IQ2_XS",
         "IQ2_XXS",
+        "IQ1_S",
+        "IQ1_M",
+        "TQ1_0",
+        "TQ2_0",
+        "Q1_0",
+        "Q2_0",
         "MXFP4",
         "F16",
     )
 }
 """By ggml's names; F32 and BF16 are floats, and so is F16 where it is no matrix."""
+
+NAME_OF = {kind.value: kind.name for kind in GGMLQuantizationType} | {42: "Q2_0"}
+"""ggml's names of types by their numbers in a file; the package `gguf` does not know all yet."""
+
+BLOCK_OF = {kind.name: sizes for kind, sizes in GGML_QUANT_SIZES.items()} | {
+    "Q1_0": (128, 18),
+    "Q2_0": (64, 18),
+}
+"""By name, the numbers of a block and its bytes."""
 
 MXFP4_BLOCK = 32
 """Inputs of a scale."""

@@ -14,7 +14,7 @@ from numba import carray, types
 
 from ...quant import mxfp4
 from ...quant.fp8 import e4m3_values
-from ...quant.gguf import iq2, iq3, iq4_nl
+from ...quant.gguf import iq1, iq2, iq3, iq4_nl
 from ...quant.layout import K_BLOCK, K_STEP
 from ..activations.row_layout import activation_scale, codes_at, group_sum, row_format
 from ..intrin.registers import stack_alloc
@@ -26,6 +26,7 @@ from ..weights.layout import (
     GROUP_ZERO,
     SCALE_K,
     SUPERBLOCKS,
+    TERNARY,
     Superblock,
     packed_bytes,
 )
@@ -152,7 +153,9 @@ _ROW = {
     "q5_0": _row_nibbles(np.arange(-16, 16, dtype=np.float32), planes=1),
     "q6_k": _row_nibbles(np.arange(-32, 32, dtype=np.float32), planes=2),
     "q3_k": _row_nibbles(np.arange(-4, 4, dtype=np.float32), planes=1, bits=2),
-    "q2_k": _row_nibbles(np.arange(4, dtype=np.float32), bits=2),
+    **dict.fromkeys(("q2_k", "iq1_s"), _row_nibbles(np.arange(4, dtype=np.float32), bits=2)),
+    **dict.fromkeys(TERNARY, _row_nibbles(np.arange(-1, 3, dtype=np.float32), bits=2)),
+    "iq1_m": _row_nibbles(iq1.VALUES.numpy(), planes=1, bits=2),
     "q8_0": _row_int8,
 }
 """format -> reader of a pair-row."""
@@ -234,7 +237,7 @@ def _superblock(of: Superblock) -> tuple[Callable, Callable]:
     @inlined
     def minimum(scale, group, n):
         at = scale + (group >> SHIFT) * NBYTES
-        return _half(at + 64, n) * small(at + FIRST + 32 + STEP * (group & MASK), n)
+        return _half(at + 64, n) * UNIT * small(at + FIRST + 32 + STEP * (group & MASK), n)
 
     return factor, minimum
 
@@ -247,7 +250,7 @@ _FACTOR = {
     **dict.fromkeys(("fp8-channel", "int8-channel", "int4-channel"), _for_outputs),
     **dict.fromkeys(("int4-zp", "int4-zp-g128"), _zero_factor),
     **{fmt: factor for fmt, (factor, _) in _SUPER.items()},
-    **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl"), _f16_groups),
+    **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl", *TERNARY), _f16_groups),
     **dict.fromkeys(("q4_1", "q5_1"), _halves_factor),
 }
 """format -> scale of output n's group; the others have bfloat16 groups."""

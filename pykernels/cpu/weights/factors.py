@@ -16,7 +16,7 @@ import numpy as np
 
 from ..jit import inlined
 from ..words import f32
-from .layout import GROUP_HALVES, GROUP_ZERO, SUPERBLOCKS, Superblock
+from .layout import GROUP_HALVES, GROUP_ZERO, SUPERBLOCKS, TERNARY, Superblock
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,8 @@ def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
         def minimum(scale, group, part):
             at = scale + (group >> SHIFT) * NBYTES
             small = load_small(at + FIRST + 32 + STEP * (group & MASK) + N * part)
+            if UNIT != 1:
+                small = mul_f32(small, broadcast_f32(UNIT))
             return mul_f32(load_f16(at + 64 + 2 * N * part), small)
 
         return Factors(factor, minimum if of.minima else None)
@@ -119,5 +121,6 @@ def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
         "q5_0": f16,
         "q5_1": halves,
         "iq4_nl": f16,
+        **dict.fromkeys(TERNARY, f16),
         **{fmt: superblock(of) for fmt, of in SUPERBLOCKS.items()},
     }

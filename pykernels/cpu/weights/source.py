@@ -59,3 +59,10 @@ def u32(address):
 def nibbles(address, high):
     """The low or the high halves of four bytes."""
     return (u32(address) >> types.uint32(4 * high)) & types.uint32(0x0F0F0F0F)
+
+
+@inlined
+def twos(codes, k):
+    """Four of 128 codes of 2 bits: number 32 j + i is in byte i at bit 2 j."""
+    at = codes + k % 256 // 128 * 32 + k % 32
+    return (u32(at) >> types.uint32(k % 128 // 32 * 2)) & types.uint32(0x03030303)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from numba import types
 
 from ..jit import inlined
-from .source import Source, nibbles, u8, u16, u32
+from .source import Source, nibbles, twos, u8, u16, u32
 from .sources_grids import GRID_SOURCES
+from .sources_ternary import TERNARY_SOURCES
 
 
 @inlined
@@ -182,15 +183,8 @@ def _byte_q6_k(row, scale_row, g, i):
 
 
 @inlined
-def _quad_twos(codes, k):
-    """Four of 128 codes of 2 bits: number 32 j + i is in byte i at bit 2 j."""
-    at = codes + k % 256 // 128 * 32 + k % 32
-    return (u32(at) >> types.uint32(k % 128 // 32 * 2)) & types.uint32(0x03030303)
-
-
-@inlined
 def _quad_q2_k(row, k, K):
-    return _quad_twos(row + k // 256 * 84 + 16, k)
+    return twos(row + k // 256 * 84 + 16, k)
 
 
 @inlined
@@ -207,7 +201,7 @@ def _byte_q2_k(row, scale_row, g, i):
 def _quad_q3_k(row, k, K):
     block = row + k // 256 * 110
     high = (u32(block + k % 32) >> types.uint32(k % 256 // 32)) & types.uint32(0x01010101)
-    return _quad_twos(block + 32, k) | (high << types.uint32(2))
+    return twos(block + 32, k) | (high << types.uint32(2))
 
 
 @inlined
@@ -263,4 +257,5 @@ SOURCES = {
     "q2_k": Source(2, _quad_q2_k, 256, _half_q2_k, halves=2, small=32, byte=_byte_q2_k),
     "iq4_xs": Source(4, _quad_iq4_xs, 256, _half_iq4_xs, small=8, byte=_byte_iq4_xs),
     **GRID_SOURCES,
+    **TERNARY_SOURCES,
 }

@@ -109,6 +109,13 @@ def _weight(code, scale, low, KIND: tl.constexpr):
         level = (code & 3).to(tl.float32)
         value = 1 + 2.125 * level + 0.125 * (level == 2)
         value = _signed(value, code >> 2) * scale
+    elif KIND == "iq1_m":
+        move = tl.where(code >> 2 == 1, -1.125, -0.875)
+        value = ((code & 3).to(tl.float32) + move) * scale
+    elif KIND == "iq1_s":
+        value = (code.to(tl.float32) * scale - low) * 0.125
+    elif KIND == "tq1_0" or KIND == "tq2_0" or KIND == "q2_0" or KIND == "q1_0":
+        value = (code - 1).to(tl.float32) * scale
     elif KIND == "q5_0":
         value = (code - 16).to(tl.float32) * scale
     elif KIND == "q6_k":

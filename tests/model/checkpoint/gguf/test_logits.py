@@ -29,6 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2_moe in 32s": {"type_of": tiny_gguf.blocks_of_32},
     "qwen3_moe in low bits": {"type_of": tiny_gguf.low_bits},
     "qwen3_moe by grids": {"type_of": tiny_gguf.by_grids},
+    "qwen3_moe by trits": {"type_of": tiny_gguf.by_trits},
     "qwen3_moe in q5_k": {"type_of": all_of(Type.Q5_K)},
     "deepseek_v2": {"rope_scaling": tiny_gguf.ROPE},
     "deepseek_v3": {},

@@ -92,6 +92,12 @@ def by_grids(name: str) -> Type:
     return next((kind for part, kind in kinds.items() if part in name), Type.Q6_K)
 
 
+def by_trits(name: str) -> Type:
+    """As files of less than 2 bits a weight."""
+    kinds = {"down_exps": Type.IQ1_M, "exps": Type.IQ1_S, "attn": Type.TQ1_0, "output": Type.TQ2_0}
+    return next((kind for part, kind in kinds.items() if part in name), Type.Q6_K)
+
+
 def gpt_oss(name: str) -> Type:
     return Type.MXFP4 if "exps" in name else Type.Q8_0
 
