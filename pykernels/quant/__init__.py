@@ -32,6 +32,7 @@ from .gguf import (
 from .integer import Integer, IntegerChannel
 from .matrix import PackedHeads, PackedMatrix
 from .mxfp4 import MXFP4
+from .nvfp4 import NVFP4
 from .zero_point import ZeroPoint
 
 FORMATS: dict[str, Format] = {
@@ -49,6 +50,7 @@ FORMATS: dict[str, Format] = {
         ZeroPoint("int4-zp", group=32),
         ZeroPoint("int4-zp-g128", group=128),
         MXFP4(),
+        NVFP4(),
         AffineK(bits=4),
         AffineK(bits=5),
         Q6K(),

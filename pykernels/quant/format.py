@@ -30,6 +30,8 @@ class Weight:
     ``int4-zp``,        uint8 [N, K], a code a byte         float16 [N, 2 ceil(K / group)]: each
     ``int4-zp-g128``                                        group's scale and zero point, in turns
     ``mxfp4``           uint8 [N, K], a code a byte         uint8 [N, ceil(K / 32)], E8M0
+    ``nvfp4``           the same                            uint8 [N, 20 ceil(K / 256)]: a float32
+                                                            and 16 E4M3 scales, in turns
     ``q4_k``, ``q5_k``  uint8 [N, K / 256 * 144 or 176]     None: a GGUF file's rows hold their own
     ``q6_k``, ``q3_k``  uint8 [N, K / 256 * 210 or 110]     None
     ``q2_k``,           uint8 [N, K / 256 * 84],            None

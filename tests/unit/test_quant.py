@@ -25,7 +25,7 @@ def _random(fmt: Format, N: int, K: int) -> Weight:
     """Every code, where that can be."""
     if isinstance(fmt, Integer):
         data = torch.randint(fmt.low, fmt.high + 1, (N, K), dtype=torch.int8)
-    elif fmt.name == "mxfp4" or isinstance(fmt, ZeroPoint):
+    elif fmt.name in ("mxfp4", "nvfp4") or isinstance(fmt, ZeroPoint):
         data = torch.randint(0, 16, (N, K), dtype=torch.uint8)
     else:
         rows, columns = fmt.data_shape(N, K)

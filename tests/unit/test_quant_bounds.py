@@ -102,6 +102,7 @@ BOUNDS: dict[str, Bound] = {
     "int4-zp": _zero_point(32),
     "int4-zp-g128": _zero_point(128),
     "mxfp4": _mxfp4,
+    "nvfp4": lambda _, w: _amax(w, 1, 16) * 0.178 + _amax(w, N, K) * 2.0**-10 / 448,
     "q4_k": _affine,
     "q5_k": _affine,
     "q6_k": lambda _, w: _amax(w, 1, 256) / 32 + 1.3e-4,

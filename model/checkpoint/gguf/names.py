@@ -6,12 +6,16 @@ import re
 
 from .metadata import Metadata
 
-_BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>\w+)(?:\.(?P<what>weight|bias))?")
+_BLOCK = re.compile(
+    r"blk\.(?P<layer>\d+)\.(?P<part>\w+)(?:\.(?P<what>weight|bias|scale|input_scale))?"
+)
 
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "output.scale": "lm_head.weight_scale_2",
+    "output.input_scale": "lm_head.input_scale",
     # Factors of llama 3's frequencies: `config` reads them, no parameter of the model is made.
     "rope_freqs.weight": "model.rotary_emb.inv_freq",
 }
@@ -82,8 +86,12 @@ def model_name(name: str, architecture: str) -> str:
     if whole := others.get(ending) or _WHOLE.get(ending):
         return f"model.layers.{layer}.{whole}"
     inner = others.get(part) or _PARTS.get(part, part)
-    if ".experts." in inner:
-        return f"model.layers.{layer}.{inner}" + ("_bias" if what == "bias" else "")
+    whole = "_scale_2"  # of NVFP4, as ModelOpt calls it
+    if ".experts." in inner and what != "input_scale":
+        endings = {"bias": "_bias", "scale": whole}
+        return f"model.layers.{layer}.{inner}{endings.get(what, '')}"
+    if what == "scale":
+        what = f"weight{whole}"
     return f"model.layers.{layer}.{inner}.{what}"
 
 
@@ -91,6 +99,8 @@ def heads_of(name: str, meta: Metadata) -> int | None:
     """The heads in each of which a tensor's rows are permuted; None if they are not."""
     match = _BLOCK.fullmatch(name)
     if meta.architecture != "llama" or match is None or match["part"] not in _PERMUTED:
+        return None
+    if match["what"] not in ("weight", "bias"):
         return None
     heads: int = meta.count("attention.head_count")
     return heads if match["part"] == "attn_q" else meta.count("attention.head_count_kv", heads)

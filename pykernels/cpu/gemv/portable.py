@@ -25,6 +25,7 @@ from ..weights.layout import (
     GROUP_HALVES,
     GROUP_ZERO,
     SCALE_K,
+    SUPER_NVFP4,
     SUPERBLOCKS,
     TERNARY,
     Superblock,
@@ -142,7 +143,7 @@ _ROW = {
     "int8-channel": _row_int8,
     **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_0"), _SIGNED),
     **dict.fromkeys(("int4-zp", "int4-zp-g128", "q4_k", "q4_1"), _UNSIGNED),
-    "mxfp4": _row_nibbles(mxfp4.VALUES.numpy()),
+    **dict.fromkeys(("mxfp4", "nvfp4"), _row_nibbles(mxfp4.VALUES.numpy())),
     **dict.fromkeys(("iq4_nl", "iq4_xs"), _row_nibbles(iq4_nl.VALUES.numpy())),
     "iq3_s": _row_nibbles(iq3.IQ3_S_VALUES.numpy()),
     "iq3_xxs": _row_nibbles(iq3.IQ3_XXS_VALUES.numpy()),
@@ -223,6 +224,13 @@ def _i8(address, index):
     return types.float32(carray(as_pointer(address), (index + 1,), types.int8)[index])
 
 
+@inlined
+def _nvfp4(scale, group, n):
+    at = scale + (group >> 4) * SUPER_NVFP4
+    codes = carray(as_pointer(at + 128 + 32 * (group & 15)), (32,), types.uint8)
+    return f32(at, n) * _E4M3[codes[n]]
+
+
 def _superblock(of: Superblock) -> tuple[Callable, Callable]:
     """A group's factor and minimum."""
     SHIFT, MASK, NBYTES, FIRST, STEP = of.shift, (1 << of.shift) - 1, of.nbytes, of.first, of.step
@@ -247,6 +255,7 @@ _SUPER = {fmt: _superblock(of) for fmt, of in SUPERBLOCKS.items()}
 _FACTOR = {
     **dict.fromkeys(("bf16", "f16"), _no_factor),
     "fp8": _for_block,
+    "nvfp4": _nvfp4,
     **dict.fromkeys(("fp8-channel", "int8-channel", "int4-channel"), _for_outputs),
     **dict.fromkeys(("int4-zp", "int4-zp-g128"), _zero_factor),
     **{fmt: factor for fmt, (factor, _) in _SUPER.items()},

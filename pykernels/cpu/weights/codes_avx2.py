@@ -172,7 +172,7 @@ _ROWS: dict[str, tuple[Callable, int, bool]] = {
     **dict.fromkeys(("int8", "q8_0"), (_bytes, 127, True)),
     "int8-channel": (_bytes, 128, True),
     **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_0"), (_twos_complement, 15, False)),
-    "mxfp4": (_looked_up(MXFP4_CODES), 24, False),
+    **dict.fromkeys(("mxfp4", "nvfp4"), (_looked_up(MXFP4_CODES), 24, False)),
     **dict.fromkeys(("iq4_nl", "iq4_xs"), (_looked_up(IQ4_NL_SIGNED), 127, True)),
     "iq3_s": (_looked_up(OF_CODES["iq3_s"] + CODES_FROM), 30, False),
     "iq3_xxs": (_looked_up(OF_CODES["iq3_xxs"] + CODES_FROM), 62, False),

@@ -70,6 +70,7 @@ PACKINGS = {
     "int4-zp": _FOURS4,
     "int4-zp-g128": _FOURS4,
     "mxfp4": _FOURS4,
+    "nvfp4": _FOURS4,
     "q4_k": _FOURS4,
     "q5_k": _FOURS5,
     "q6_k": _FOURS6,
@@ -97,7 +98,7 @@ PACKINGS = {
 BIASES = {
     **dict.fromkeys(("int8", "int8-channel", "q8_0", "iq4_nl", "iq4_xs"), 128),
     **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_0"), 8),
-    "mxfp4": 12,
+    **dict.fromkeys(("mxfp4", "nvfp4"), 12),
     "iq3_s": 15,
     "iq3_xxs": 31,
     **dict.fromkeys(("iq2_s", "iq2_xs", "iq2_xxs"), 43),
@@ -109,7 +110,7 @@ BIASES = {
 }
 """By format name, see ``dequant.Reader.codes``; 0 for the others."""
 
-UNITS = {"mxfp4": 0.5}
+UNITS = {"mxfp4": 0.5, "nvfp4": 0.5}
 """By format name, see ``dequant.Reader.codes``; 1 for the others."""
 
 CODE_BITS = {
@@ -137,7 +138,7 @@ SCALE_K = {
     **dict.fromkeys(("int4", "int4-zp", "mxfp4", "q4_k", "q5_k", "q8_0"), 32),
     **dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs"), 32),
     **dict.fromkeys(("iq3_s", "iq3_xxs", "iq2_xxs", "iq1_s", "q2_0"), 32),
-    **dict.fromkeys(("q6_k", "q3_k", "q2_k", "iq2_s", "iq2_xs", "iq1_m"), 16),
+    **dict.fromkeys(("q6_k", "q3_k", "q2_k", "iq2_s", "iq2_xs", "iq1_m", "nvfp4"), 16),
 }
 """Inputs of a scale group by format name; 0 for no scales."""
 
@@ -191,9 +192,9 @@ SUPERBLOCKS = {
 }
 """By format name; the others have no superblocks."""
 
-GROUP_ZERO, GROUP_HALVES = 96, 128
+GROUP_ZERO, GROUP_HALVES, SUPER_NVFP4 = 96, 128, 640
 """Packed scale bytes of 32 outputs by a group: with zero points of a byte, and of ``q4_1`` and
-``q5_1``."""
+``q5_1``; by 16 groups of ``nvfp4``, float32 [32] first."""
 
 
 def packed_bytes(fmt: str) -> int:

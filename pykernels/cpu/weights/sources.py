@@ -33,6 +33,16 @@ def _half_e8m0(row, scale_row, g, i):
 
 
 @inlined
+def _whole_nvfp4(row, scale_row, g, i):
+    return u32(scale_row + 20 * g)
+
+
+@inlined
+def _byte_nvfp4(row, scale_row, g, i):
+    return types.uint8(u8(scale_row + 20 * g + 4 + i))
+
+
+@inlined
 def _quad_q8_0(row, k, K):
     return u32(row + k // 32 * 34 + 2 + k % 32)
 
@@ -244,6 +254,7 @@ SOURCES = {
     "int4-zp": Source(4, _quad_bytes, 32, _half_pairs, small=1, byte=_byte_zero),
     "int4-zp-g128": Source(4, _quad_bytes, 128, _half_pairs, small=1, byte=_byte_zero),
     "mxfp4": Source(4, _quad_bytes, 32, _half_e8m0),
+    "nvfp4": Source(4, _quad_bytes, 256, _whole_nvfp4, small=16, byte=_byte_nvfp4, floats=True),
     "q8_0": Source(8, _quad_q8_0, 32, _half_q8_0),
     "q4_0": Source(4, _quad_q4_0, 32, _half_b18),
     "q4_1": Source(4, _quad_q4_1, 32, _half_q4_1, halves=2),

@@ -66,8 +66,7 @@ class _IQ1(GGUF):
         steps = torch.where(scale != 0, wanted / scale, 0)
         edges = torch.tensor([-0.5, 0.5], dtype=torch.float32, device="cpu")
         found, errors = [], []
-        for down in (False, True):
-            delta = -0.125 if down else 0.125
+        for delta in (0.125, -0.125):
             points = grids.IQ1.index_of(torch.bucketize((steps - delta).contiguous(), edges))
             seen = grids.IQ1.levels[points].float() - 1 + delta
             error = (seen - steps).square().sum(3)

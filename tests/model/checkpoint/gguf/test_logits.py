@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_scaling": tiny_gguf.LLAMA3,
     },
     "mixtral": {},
+    "mixtral in nvfp4": {"type_of": tiny_gguf.nvfp4},
     "mixtral in mxfp4": {"type_of": tiny_gguf.gpt_oss},
     "qwen2_moe in 32s": {"type_of": tiny_gguf.blocks_of_32},
     "qwen3_moe in low bits": {"type_of": tiny_gguf.low_bits},
