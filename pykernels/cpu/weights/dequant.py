@@ -439,7 +439,8 @@ _READERS: dict[str, Callable] = {
     "int4": _INT4,
     "int4-g128": _INT4,
     "int4-channel": _INT4,
-    **dict.fromkeys(("mxfp4", "nvfp4"), _four_bits(MXFP4_AT, MXFP4_WORDS, codes_at=MXFP4_CODES)),
+    "mxfp4": _four_bits(MXFP4_AT, MXFP4_WORDS, codes_at=MXFP4_CODES),
+    "nvfp4": _looked_up(_four_bits, "nvfp4"),
     **dict.fromkeys(("int4-zp", "int4-zp-g128", "q4_k", "q4_1"), _four_bits(Q4_AT, Q4_WORDS)),
     **dict.fromkeys(("q5_k", "q5_1"), _bit_planes(1, Q5_AT, Q5_WORDS)),
     "q6_k": _bit_planes(2, Q6_AT),
@@ -461,10 +462,5 @@ _READERS: dict[str, Callable] = {
     "iq1_m": _looked_up(functools.partial(_two_bits, plane=True), "iq1_m"),
 }
 
-_SIGNED_AT = {
-    "mxfp4": MXFP4_SIGNED,
-    "nvfp4": MXFP4_SIGNED,
-    "iq4_nl": IQ4_NL_SIGNED,
-    "iq4_xs": IQ4_NL_SIGNED,
-}
+_SIGNED_AT = {"mxfp4": MXFP4_SIGNED, "iq4_nl": IQ4_NL_SIGNED, "iq4_xs": IQ4_NL_SIGNED}
 """Where the weights of 4-bit codes that are no integers themselves are, as signed bytes."""

@@ -42,7 +42,7 @@ def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
     broadcast_f32, load_f32 = vectors.broadcast_f32, vectors.load_f32
     load_bf16, load_f16, mul_f32 = vectors.load_bf16, vectors.load_f16, vectors.mul_f32
     load_u8_as_f32, load_i8_as_f32 = vectors.load_u8_as_f32, vectors.load_i8_as_f32
-    load_e4m3_as_f32 = vectors.load_e4m3_as_f32
+    load_e4m3_halved = vectors.load_e4m3_halved
 
     @inlined
     def for_block(scale, group, part):
@@ -80,7 +80,7 @@ def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
     @inlined
     def nvfp4(scale, group, part):
         at = scale + (group >> 4) * SUPER_NVFP4
-        small = load_e4m3_as_f32(at + 128 + 32 * (group & 15) + N * part)
+        small = load_e4m3_halved(at + 128 + 32 * (group & 15) + N * part)
         return mul_f32(load_f32(at + 4 * N * part), small)
 
     def superblock(of: Superblock) -> Factors:

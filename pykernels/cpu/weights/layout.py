@@ -110,7 +110,7 @@ BIASES = {
 }
 """By format name, see ``dequant.Reader.codes``; 0 for the others."""
 
-UNITS = {"mxfp4": 0.5, "nvfp4": 0.5}
+UNITS = {"mxfp4": 0.5}
 """By format name, see ``dequant.Reader.codes``; 1 for the others."""
 
 CODE_BITS = {

@@ -30,6 +30,7 @@ _VALUES = {
     "iq3_xxs": iq3.IQ3_XXS_VALUES,
     "iq2_s": iq2.VALUES,
     "iq1_m": iq1.VALUES,
+    "nvfp4": 2 * mxfp4.VALUES,
 }
 """By name, the integers of codes of 4 bits (or of 3, each twice)."""
 
