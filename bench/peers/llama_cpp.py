@@ -44,6 +44,13 @@ BLOCKS = {
     "iq2_s": Block(22, 256, 82, (0,)),
     "iq3_xxs": Block(18, 256, 98, (0,)),
     "iq3_s": Block(21, 256, 110, (0,)),
+    "iq1_s": Block(19, 256, 50, (0,)),
+    "iq1_m": Block(29, 256, 56, ()),
+    "tq1_0": Block(34, 256, 54, (52,)),
+    "tq2_0": Block(35, 256, 66, (64,)),
+    "nvfp4": Block(40, 64, 36, ()),
+    "q1_0": Block(41, 128, 18, (0,)),
+    "q2_0": Block(42, 64, 18, (0,)),
     "q2_k": Block(10, 256, 84, (80, 82)),
     "q3_k": Block(11, 256, 110, (108,)),
     "q4_k": Block(12, 256, 144, (0, 2)),
@@ -240,5 +247,7 @@ def random_rows(block: Block, N: int, K: int, E: int) -> Any:
             blocks[:, at : at + 2] = np.array([1e-3], np.float16).view(np.uint8)
         if not block.halves:
             blocks[:, 0] = 120  # MXFP4's exponent: 2 ** -7
+        if block == BLOCKS["iq1_m"]:
+            blocks[:, 55] = 0x10  # the highest 4 bits of its scale, which is below 2 ** -10
         rows = blocks.reshape(N, -1)
     return np.repeat(rows.reshape(N, -1)[None], E, 0)

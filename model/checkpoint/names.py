@@ -14,7 +14,7 @@ from transformers.core_model_loading import WeightRenaming
 from pykernels.errors import PykernelsError
 
 from .gguf.types import format_of
-from .quantized import compressed_tensors, zero_points
+from .quantized import compressed_tensors, nvfp4, zero_points
 from .tensors.matrix import Matrix
 from .tensors.safetensors import DTYPES, Checkpoint, Part, read_json
 from .unneeded import Unneeded
@@ -68,14 +68,17 @@ class Names:
 
     def take(self, key: str, shape: tuple[int, ...]) -> Matrix | None:
         """The tensor `key`, which must have `shape`, with its scales; None if missing (noted)."""
-        if f"{key}_packed" in self.stored:
-            return self._int4(key, shape)
+        if packed := self.stored.get(f"{key}_packed"):
+            in_bytes = self.checkpoint.tensors[packed].dtype == "U8"
+            return nvfp4.find(self, key, shape) if in_bytes else self._int4(key, shape)
         if f"{key.removesuffix('.weight')}.qweight" in self.stored:
             return zero_points.find(self, key.removesuffix(".weight"), shape)
         if key not in self.stored:
             self.missing.append(key)
             return None
         part = Part(self.stored[key])
+        if not self.checkpoint.blocks and self.checkpoint.tensors[part.name].dtype == "U8":
+            return nvfp4.find(self, key, shape)
         self.unused.discard(key)
         info = self.checkpoint.fitted(part.name, shape)
         if info.shape != shape:
@@ -98,7 +101,8 @@ class Names:
         if self.checkpoint.blocks and info.dtype not in EXACT[len(shape) >= 2]:
             fmt = format_of(info.dtype, part.name)
             self._check_matrix(part, len(shape) >= 2)
-            return Matrix(part, shape, fmt=fmt)
+            whole = self.companion(key, "_scale_2") if f"{key}_scale_2" in self.stored else None
+            return Matrix(part, shape, fmt=fmt, whole=whole)
         return Matrix(part, shape)
 
     @functools.cached_property

@@ -14,6 +14,7 @@ the same [E, H, 2 I], ... and ``*_bias``              gpt-oss, gate and up in tu
 ``*.weight`` float8_e4m3fn or int8 + ``*_scale``      see `compressed_tensors`
 ``*.weight_packed`` + ``*.weight_scale``, ...         likewise, int4
 ``*.qweight`` + ``*.qzeros`` + ``*.scales``           see `awq` and `gptq`
+``*.weight`` uint8 + ``*_scale`` + ``*_scale_2``, ..   see `nvfp4`
 ``X.experts.gate_up_proj_blocks``, ``_scales``, ...   see `mxfp4`
 ``blk.L.ffn_{gate,up,down}_exps.weight`` [E, N, K]    GGUF, see `gguf.names`
 ``blk.L.ffn_gate_up_exps.weight`` [E, 2 I, H]         GGUF, gate first

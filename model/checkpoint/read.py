@@ -13,7 +13,7 @@ from pykernels.quant import Biases, Weight, get_format
 from ..modules.moe import FusedMoE
 from .gguf.types import as_weight
 from .plan import Dense, Experts
-from .quantized import mxfp4, zero_points
+from .quantized import mxfp4, nvfp4, zero_points
 from .quantized.compressed_tensors import as_q4_0, unpack_int4
 from .tensors.ahead import ahead
 from .tensors.floats import floats
@@ -43,13 +43,17 @@ def stored_weight(checkpoint: Checkpoint, source: Matrix) -> Weight:
     """A quantized matrix as it is stored, a `Weight` in `source.fmt`."""
     assert source.fmt is not None
     if checkpoint.blocks:
-        return as_weight(checkpoint.read(source.data), source.fmt, *source.shape)
+        whole = None if source.whole is None else checkpoint.read(source.whole)
+        N, K = source.shape
+        return as_weight(checkpoint.read(source.data), source.fmt, N, K, whole)
     assert source.scale is not None
     N, K = source.shape
     if source.zero is not None:
         return zero_points.read(checkpoint, source)
     if source.fmt == "mxfp4":
         return mxfp4.read(checkpoint, source)
+    if source.fmt == "nvfp4":
+        return nvfp4.read(checkpoint, source)
     data, scale = checkpoint.read(source.data), checkpoint.read(source.scale)
     if source.fmt == "q4_0":
         return as_q4_0(unpack_int4(data, K), scale, source.data.name)

@@ -36,7 +36,11 @@ def stacked(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Mat
     if not all(stack for stack, _, _ in stacks):
         return []
     return [
-        tuple(Matrix(Part(m.data.name, e), (N, K), fmt=m.fmt) for m, N, K in stacks if m)  # type: ignore[misc]
+        tuple(
+            Matrix(Part(m.data.name, e), (N, K), fmt=m.fmt, whole=m.whole and Part(m.whole.name, e))
+            for m, N, K in stacks
+            if m
+        )  # type: ignore[misc]
         for e in range(E)
     ]
 
@@ -57,7 +61,8 @@ def fused(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matri
         blocks = None if rows is None else (rows[0] // BLOCK, rows[1] // BLOCK)
         scale = Part(matrix.scale.name, e, blocks) if matrix.scale else None
         data = Part(matrix.data.name, e, rows)
-        return Matrix(data, names.checkpoint.shape(data), scale, matrix.fmt)
+        whole = matrix.whole and Part(matrix.whole.name, e)
+        return Matrix(data, names.checkpoint.shape(data), scale, matrix.fmt, whole=whole)
 
     return [
         (part(gate_up, e, (0, I)), part(gate_up, e, (I, 2 * I)), part(down, e, None))

@@ -9,6 +9,8 @@ from .f16 import F16
 from .format import Format, Weight
 from .fp8 import FP8, FP8Channel
 from .gguf import (
+    IQ1M,
+    IQ1S,
     IQ2S,
     IQ2XS,
     IQ2XXS,
@@ -20,12 +22,17 @@ from .gguf import (
     Q3K,
     Q6K,
     Q8_0,
+    Q10,
+    Q20,
+    TQ10,
+    TQ20,
     AffineK,
     Blocks32,
 )
 from .integer import Integer, IntegerChannel
 from .matrix import PackedHeads, PackedMatrix
 from .mxfp4 import MXFP4
+from .nvfp4 import NVFP4
 from .zero_point import ZeroPoint
 
 FORMATS: dict[str, Format] = {
@@ -43,6 +50,7 @@ FORMATS: dict[str, Format] = {
         ZeroPoint("int4-zp", group=32),
         ZeroPoint("int4-zp-g128", group=128),
         MXFP4(),
+        NVFP4(),
         AffineK(bits=4),
         AffineK(bits=5),
         Q6K(),
@@ -60,6 +68,12 @@ FORMATS: dict[str, Format] = {
         IQ2S(),
         IQ2XS(),
         IQ2XXS(),
+        IQ1S(),
+        IQ1M(),
+        TQ10(),
+        TQ20(),
+        Q20(),
+        Q10(),
     )
 }
 

@@ -30,6 +30,8 @@ class Weight:
     ``int4-zp``,        uint8 [N, K], a code a byte         float16 [N, 2 ceil(K / group)]: each
     ``int4-zp-g128``                                        group's scale and zero point, in turns
     ``mxfp4``           uint8 [N, K], a code a byte         uint8 [N, ceil(K / 32)], E8M0
+    ``nvfp4``           the same                            uint8 [N, 20 ceil(K / 256)]: a float32
+                                                            and 16 E4M3 scales, in turns
     ``q4_k``, ``q5_k``  uint8 [N, K / 256 * 144 or 176]     None: a GGUF file's rows hold their own
     ``q6_k``, ``q3_k``  uint8 [N, K / 256 * 210 or 110]     None
     ``q2_k``,           uint8 [N, K / 256 * 84],            None
@@ -39,6 +41,11 @@ class Weight:
     ``iq2_s``,          uint8 [N, K / 256 * 82 or 74]       None
     ``iq2_xs``
     ``iq2_xxs``         uint8 [N, K / 256 * 66]             None
+    ``iq1_s``,          uint8 [N, K / 256 * 50 or 56]       None
+    ``iq1_m``
+    ``tq1_0``,          uint8 [N, K / 256 * 54 or 66]       None
+    ``tq2_0``
+    ``q2_0``, ``q1_0``  uint8 [N, K / 64 or 128 * 18]       None
     ``q8_0``, ``q4_0``  uint8 [N, K / 32 * 34 or 18]        None
     ``q4_1``, ``q5_0``  uint8 [N, K / 32 * 20 or 22]        None
     ``q5_1``,           uint8 [N, K / 32 * 24],             None

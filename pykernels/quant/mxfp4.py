@@ -22,6 +22,14 @@ _EMAX = 2  # exponent of the largest E2M1 magnitude's power of two
 _MIDPOINTS = (VALUES[:7] + VALUES[1:8]) / 2
 
 
+def nearest_code(x: torch.Tensor) -> torch.Tensor:
+    """uint8 like ``x``: the code of the value that is nearest to each float32."""
+    above = torch.bucketize(x.abs(), _MIDPOINTS)  # midpoints below |x|: a tie stays low
+    at_tie = x.abs() == _MIDPOINTS[above.clamp(max=6)]
+    code = above + (at_tie & (above % 2 == 1))
+    return (code + 8 * (x < 0)).to(torch.uint8)
+
+
 class MXFP4(Format):
     """``data`` uint8 [N, K], a code a byte; ``scale`` uint8 E8M0 [N, ceil(K / 32)]."""
 
@@ -41,11 +49,7 @@ class MXFP4(Format):
         # The specification's rule: the power of two of amax, minus that of the element type.
         exponent = torch.frexp(amax).exponent - 1 - _EMAX
         scale = (exponent + 127).clamp(0, 254).to(torch.uint8)
-        x = matrix.float() / self._expand(scale, K)
-        above = torch.bucketize(x.abs(), _MIDPOINTS)  # midpoints below |x|: a tie stays low
-        at_tie = x.abs() == _MIDPOINTS[above.clamp(max=6)]
-        code = above + (at_tie & (above % 2 == 1))
-        return Weight((code + 8 * (x < 0)).to(torch.uint8), scale)
+        return Weight(nearest_code(matrix.float() / self._expand(scale, K)), scale)
 
     def dequantize(self, weight: Weight) -> torch.Tensor:
         assert weight.scale is not None

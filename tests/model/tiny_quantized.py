@@ -11,6 +11,9 @@ INT4 = {"int4": 32, "int4-g128": 128, "int4-channel": None}
 """Schemes of 4-bit integers, and their group sizes."""
 INT8 = {"int8-channel": "channel", "int8-tensor": "tensor"}
 """Schemes of 8-bit integers, and the strategies of their scales."""
+NVFP4 = ("nvfp4", "modelopt")
+"""Schemes of E2M1 with two scales: compressed-tensors' and ModelOpt's."""
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 ZEROS = {"awq": 128, "awq-g64": 64, "gptq": 32, "gptq-g128": 128, "gptq_v2": 64}
 """Schemes of 4-bit integers with zero points, and their group sizes."""
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -28,6 +31,10 @@ def config(scheme: str) -> dict[str, Any]:
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
         }
+    if scheme == "modelopt":
+        group = {"weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}}
+        groups = {"group_0": group | {"targets": ["Linear"]}}
+        return {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": groups}
     if scheme in ZEROS:
         found: dict[str, Any] = {"bits": 4, "group_size": ZEROS[scheme]}
         if scheme.startswith("awq"):
@@ -49,6 +56,9 @@ def config(scheme: str) -> dict[str, Any]:
         fmt, inputs = "pack-quantized", None
         weights |= {"num_bits": 4, "type": "int", "group_size": INT4[scheme]}
         weights["strategy"] = "group" if INT4[scheme] else "channel"
+    elif scheme == "nvfp4":
+        fmt = "nvfp4-pack-quantized"
+        weights |= {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
     elif scheme in INT8:
         fmt = "int-quantized"
         weights |= {"num_bits": 8, "type": "int", "strategy": INT8[scheme]}
@@ -138,6 +148,37 @@ def zero_point_value(stored: dict[str, torch.Tensor], base: str, scheme: str) ->
     return (step * (of_inputs - middle)).T
 
 
+def nvfp4(key: str, matrix: torch.Tensor, scheme: str) -> dict[str, torch.Tensor]:
+    """The tensors of a matrix in NVFP4; the second scale is a power of two, and so has an exact
+    inverse."""
+    (N, K), layer = matrix.shape, key.removesuffix(".weight")
+    groups = matrix.view(N, K // 16, 16)
+    whole = torch.exp2((matrix.abs().max() / 6 / 448).log2().ceil())
+    scale = (groups.abs().amax(2) / 6 / whole).to(torch.float8_e4m3fn)
+    steps = groups / (scale.float() * whole).clamp(min=1e-9)[..., None]
+    code = (steps.abs()[..., None] - E2M1).abs().argmin(-1) + 8 * (steps < 0)
+    pairs = code.view(N, K // 2, 2).to(torch.uint8)
+    packed = pairs[..., 0] | pairs[..., 1] << 4
+    if scheme == "modelopt":
+        tensors = {key: packed, f"{key}_scale": scale, f"{key}_scale_2": whole}
+        return tensors | {f"{layer}.input_scale": torch.tensor(1.0)}
+    tensors = {f"{key}_packed": packed, f"{key}_scale": scale}
+    tensors[f"{key}_global_scale"] = 1 / whole.view(1)
+    return tensors | {f"{layer}.input_global_scale": torch.ones(1)}
+
+
+def nvfp4_value(stored: dict[str, torch.Tensor], key: str) -> torch.Tensor:
+    """What they stand for, in float32 [N, K]."""
+    packed = stored.get(f"{key}_packed", stored.get(key))
+    assert packed is not None
+    code = torch.stack((packed & 15, packed >> 4), dim=2).flatten(1).long()
+    value = E2M1[code & 7] * torch.where(code > 7, -1, 1)
+    scale = stored[f"{key}_scale"].float()
+    divided = stored.get(f"{key}_global_scale")
+    scale = scale * stored[f"{key}_scale_2"] if divided is None else scale / divided
+    return value * scale.repeat_interleave(16, dim=1)
+
+
 def holds(stored: dict[str, torch.Tensor], key: str) -> bool:
     """Whether a matrix called `key` is there, in whatever form."""
     return any(name in stored for name in (key, f"{key}_packed", _qweight(key)))
@@ -163,6 +204,8 @@ def quantize(key: str, matrix: torch.Tensor, scheme: str) -> dict[str, torch.Ten
         q = (groups / scale.float()[..., None]).round().clamp(-8, 7).view(N, K)
         shape = torch.tensor([N, K])
         return {f"{key}_packed": words(q + 8), f"{key}_scale": scale, f"{key}_shape": shape}
+    if scheme in NVFP4:
+        return {key: matrix.to(torch.bfloat16)} if K % 16 else nvfp4(key, matrix, scheme)
     if scheme in INT8:  # as llm-compressor rounds: 255 steps, of which the lowest is -128
         channel = INT8[scheme] == "channel"
         amax = matrix.abs().amax(1, keepdim=True) if channel else matrix.abs().max().view(1)
@@ -190,6 +233,8 @@ def value_of(stored: dict[str, torch.Tensor], key: str, scheme: str | None = Non
     scale = stored.get(f"{key}_scale", stored.get(f"{key}_scale_inv"))
     if scale is None:
         return stored[key].float()
+    if any(f"{key}_{second}" in stored for second in ("scale_2", "global_scale")):
+        return nvfp4_value(stored, key)
     if f"{key}_packed" in stored:
         N, K = stored[f"{key}_shape"].tolist()
         q = codes(stored[f"{key}_packed"])[:, :K] - 8

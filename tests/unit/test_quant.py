@@ -25,12 +25,15 @@ def _random(fmt: Format, N: int, K: int) -> Weight:
     """Every code, where that can be."""
     if isinstance(fmt, Integer):
         data = torch.randint(fmt.low, fmt.high + 1, (N, K), dtype=torch.int8)
-    elif fmt.name == "mxfp4" or isinstance(fmt, ZeroPoint):
+    elif fmt.name in ("mxfp4", "nvfp4") or isinstance(fmt, ZeroPoint):
         data = torch.randint(0, 16, (N, K), dtype=torch.uint8)
     else:
         rows, columns = fmt.data_shape(N, K)
         bits = torch.randint(0, 256, (rows, columns * fmt.dtype.itemsize), dtype=torch.uint8)
         data = bits.view(fmt.dtype)
+    if fmt.name == "tq1_0":  # of the bytes that mean the same, the one that is written
+        blocks = fmt.split(data.view(-1, fmt.stored_bytes))
+        data = fmt.join(blocks).view(data.shape)
     return Weight(data, fmt.quantize(torch.randn(N, K)).scale if fmt.scale_shape(N, K) else None)
 
 

@@ -76,6 +76,10 @@ def _symmetric32(fmt: Format, matrix: torch.Tensor) -> torch.Tensor:
     return _amax(matrix, 1, 32) / middle * 1.01 + middle * 2.0**-25 * 1.05
 
 
+def _ternary(columns: int) -> Bound:
+    return lambda _, w: _amax(w, 1, columns) * (0.5 + 2.0**-11) + 2.0**-25
+
+
 def _zero_point(columns: int) -> Bound:
     def bound(fmt: Format, matrix: torch.Tensor) -> torch.Tensor:
         parts = matrix.view(N, K // columns, columns)
@@ -98,6 +102,7 @@ BOUNDS: dict[str, Bound] = {
     "int4-zp": _zero_point(32),
     "int4-zp-g128": _zero_point(128),
     "mxfp4": _mxfp4,
+    "nvfp4": lambda _, w: _amax(w, 1, 16) * 0.178 + _amax(w, N, K) * 2.0**-10 / 448,
     "q4_k": _affine,
     "q5_k": _affine,
     "q6_k": lambda _, w: _amax(w, 1, 256) / 32 + 1.3e-4,
@@ -115,6 +120,12 @@ BOUNDS: dict[str, Bound] = {
     "iq2_xs": lambda _, w: _amax(w, 1, 256) * 1.3 + 2e-5,
     "iq2_xxs": lambda _, w: _amax(w, 1, 256) * 1.4 + 2e-5,
     "iq3_xxs": lambda _, w: _amax(w, 1, 256) * 1.2 + 3e-5,
+    "iq1_s": lambda _, w: _amax(w, 1, 256) * 1.3 + 2e-5,
+    "iq1_m": lambda _, w: _amax(w, 1, 256) * 1.3 + 2e-5,
+    "tq1_0": _ternary(256),
+    "tq2_0": _ternary(256),
+    "q2_0": _ternary(64),
+    "q1_0": lambda _, w: _amax(w, 1, 128) + 2.0**-25,
 }
 
 

@@ -90,6 +90,7 @@ WEIGHTS = {
     "infinite weight": ("f16", lambda w: Weight(w.data / 0), "weights that are NaN or infinite"),
     "zero-point code": ("int4-zp", lambda w: Weight(_spoilt(w.data, 16), w.scale), "codes up to"),
     "zero point": ("int4-zp", lambda w: Weight(w.data, w.scale + 0.5), "are no integers of 0 .."),
+    "nvfp4 scale": ("nvfp4", lambda w: Weight(w.data, _spoilt(w.scale, 0x7F)), "NaN, infinite or"),
     "mxfp4 scale": (
         "mxfp4",
         lambda w: Weight(w.data, _spoilt(w.scale, 255)),

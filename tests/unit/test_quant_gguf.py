@@ -19,8 +19,14 @@ from pykernels.shapes import MoEShape
 K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
 PLAIN = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 """Rounded to nearest; ``gguf`` quantizes no other."""
+TERNARY = ("tq1_0", "tq2_0")
+CODES = dict.fromkeys(("iq2_s", "iq2_xs", "iq2_xxs", "iq1_m"), 6) | {"iq1_s": 3, "tq1_0": 3}
+"""Codes that occur, where it is not all that the bits have."""
 GRIDS = ("iq3_s", "iq3_xxs", "iq2_s", "iq2_xs", "iq2_xxs")
-TYPES = {name: Type[name.upper()] for name in (*K_QUANTS, *PLAIN, "iq4_nl", "iq4_xs", *GRIDS)}
+TYPES = {
+    name: Type[name.upper()]
+    for name in (*K_QUANTS, *PLAIN, "iq4_nl", "iq4_xs", *GRIDS, "iq1_s", "iq1_m", *TERNARY)
+}
 TOLD = pytest.mark.filterwarnings("ignore:a matrix that becomes")  # weights of next to nothing
 
 
@@ -42,12 +48,15 @@ def _random(fmt, N: int, K: int, halves: torch.Tensor | None = None) -> Weight:
 
 def test_splitting_and_joining_keeps_every_bit(fmt):
     raw = torch.randint(0, 256, (999, fmt.stored_bytes), dtype=torch.uint8)
+    if fmt.name == "tq1_0":  # several bytes mean the same five digits
+        raw = fmt.join(fmt.split(raw))
     blocks = fmt.split(raw)
     assert torch.equal(fmt.join(blocks), raw)
-    numbers = 6 if fmt.name.startswith("iq2") else 2**fmt.bits
+    numbers = CODES.get(fmt.name, 2**fmt.bits)
     assert int(blocks.codes.max()) < 2**fmt.bits and blocks.codes.unique().numel() == numbers
     if fmt.small:
-        numbers = {"q6_k": 256, "q2_k": 16, **dict.fromkeys(GRIDS, 16)}.get(fmt.name, 64)
+        numbers = {"q6_k": 256, "q2_k": 16, "iq1_s": 23, "iq1_m": 8, **dict.fromkeys(GRIDS, 16)}
+        numbers = numbers.get(fmt.name, 64)
         assert blocks.small.unique().numel() == numbers
 
 
@@ -70,7 +79,7 @@ def test_dequantized_as_gguf_does_bit_for_bit(fmt, halves):
 @pytest.mark.parametrize(
     "scale", [1.0, 1e-5, 1e-9, 1e4], ids=["unit", "fp16 subnormal", "scale is 0 in fp16", "large"]
 )
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", (*PLAIN, *TERNARY))
 def test_quantized_as_gguf_does_bit_for_bit(name, scale):
     matrix = torch.randn(64, 512) * scale
     matrix[3, 32:96] = 0  # a block of zeros has no inverse scale
@@ -78,6 +87,24 @@ def test_quantized_as_gguf_does_bit_for_bit(name, scale):
     matrix[5, 31] = 127
     theirs = gguf.quants.quantize(matrix.numpy(), TYPES[name])
     assert np.array_equal(get_format(name).quantize(matrix).data.numpy(), theirs)
+
+
+HALF_OF_3 = [0x00, 0x42]
+
+
+def test_types_that_gguf_does_not_read():
+    """Q2_0 and Q1_0: bytes and values as ggml's C has them."""
+    q2_0, q1_0 = get_format("q2_0"), get_format("q1_0")
+    raw = torch.tensor([[*HALF_OF_3, 0b11_10_01_00, *[0b01_01_01_01] * 14, 0b00_01_01_01]])
+    twos = [-3.0, 0.0, 3.0, 6.0, *[0.0] * 59, -3.0]
+    assert q2_0.dequantize(q2_0.from_gguf(raw.byte(), 1, 64))[0].tolist() == twos
+    raw = torch.tensor([[*HALF_OF_3, 0b1000_0001, *[0] * 14, 0b1000_0000]])
+    ones = [3.0, *[-3.0] * 6, 3.0, *[-3.0] * 119, 3.0]
+    assert q1_0.dequantize(q1_0.from_gguf(raw.byte(), 1, 128))[0].tolist() == ones
+    row = torch.tensor([[2.0, -0.5, 1.0, -2.0, *[0.0] * 60]]).repeat(1, 2)
+    bytes_ = [0x00, 0x40, 0b00_10_01_10, *[0b01_01_01_01] * 15]
+    assert q2_0.quantize(row).data.tolist() == [bytes_ * 2]  # -0.25 is 0, and 0.5 away from it 1
+    assert q1_0.quantize(row[:, :128]).data[0, 2:4].tolist() == [0b1111_0101, 0xFF]
 
 
 def test_iq4_nl_takes_the_nearest_of_its_table():
@@ -180,7 +207,7 @@ def test_how_a_matrix_lies_in_memory_changes_no_bit(fmt):
 def test_scales_of_a_file_that_are_not_finite_are_refused(fmt, bad):
     raw = _random(fmt, 33, 512).data
     blocks = fmt.split(raw.view(-1, fmt.stored_bytes))
-    blocks.halves[-1, -1] = bad
+    blocks.halves[-1] = bad
     with pytest.raises(PykernelsError, match=r"matrix \(33, 512\) has scales that are NaN or inf"):
         fmt.from_gguf(fmt.join(blocks), 33, 512)
 

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf.constants import GGUFValueType
 
 from pykernels.errors import PykernelsError
 
 from ..tensors.safetensors import TensorInfo
+from .types import BLOCK_OF, NAME_OF
 
 _AGAIN = "Download the file again"
 _VERSIONS = (2, 3)
@@ -113,28 +114,27 @@ class _Reader:
                 raise self.broken(f"has {name} at an offset that is not aligned")
             nbytes = _nbytes(shape, kind)
             found[name] = TensorInfo(
-                self.file, kind.name, shape, start + offset, start + offset + nbytes
+                self.file, kind, shape, start + offset, start + offset + nbytes
             )
         self._check_places(found)
         return Header(metadata, found)
 
-    def tensor(self) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
+    def tensor(self) -> tuple[str, tuple[int, ...], str, int]:
         """(name, shape, type, offset) of the next tensor."""
         name, dims = self.name(), self.unpack("<I")
         if not 1 <= dims <= _MAX_DIMS:
             raise self.broken(f"has {name} with {dims} dimensions")
         shape = tuple(self.unpack("<Q") for _ in range(dims))[::-1]
         number, offset = self.unpack("<I"), self.unpack("<Q")
-        try:
-            kind = GGMLQuantizationType(number)
-        except ValueError:
+        kind = NAME_OF.get(number)
+        if kind is None:
             raise PykernelsError(
                 f"{self.file} has {name} in the type {number}, which is not known",
                 "Get the model in Q8_0, Q6_K, Q5_K_M or Q4_K_M",
-            ) from None
-        block, _ = GGML_QUANT_SIZES[kind]
+            )
+        block, _ = BLOCK_OF[kind]
         if not all(shape) or shape[-1] % block:
-            raise self.broken(f"has {name} of the shape {list(shape)}, which {kind.name} has not")
+            raise self.broken(f"has {name} of the shape {list(shape)}, which {kind} has not")
         return name, shape, kind, offset
 
     def value(self, number: int, key: str) -> Any:
@@ -207,6 +207,6 @@ class _Reader:
             )
 
 
-def _nbytes(shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
-    block, size = GGML_QUANT_SIZES[kind]
+def _nbytes(shape: tuple[int, ...], kind: str) -> int:
+    block, size = BLOCK_OF[kind]
     return math.prod(shape) // block * size

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pykernels.errors import PykernelsError
 
@@ -20,6 +19,7 @@ from .container import Header, read_header
 from .fused import split_qkv
 from .metadata import Metadata
 from .names import change_of, heads_of, model_name
+from .types import BLOCK_OF
 
 SUFFIX = ".gguf"
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
@@ -188,5 +188,5 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _nbytes(info: TensorInfo, count: int) -> int:
     """Stored bytes of so many numbers of a tensor, whole blocks."""
-    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[info.dtype]]
+    block, size = BLOCK_OF[info.dtype]
     return count // block * size

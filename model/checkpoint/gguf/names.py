@@ -17,6 +17,8 @@ _OUTSIDE = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
     "token_embd_norm.weight": "model.embedding_norm.weight",  # LFM2's last one
+    "output.scale": "lm_head.weight_scale_2",
+    "output.input_scale": "lm_head.input_scale",
     # Factors of llama 3's frequencies: `config` reads them, no parameter of the model is made.
     "rope_freqs.weight": "model.rotary_emb.inv_freq",
 }
@@ -151,19 +153,23 @@ def model_name(name: str, architecture: str) -> str:
     others = _OTHERS.get(architecture, {})
     if whole := others.get(rest) or _WHOLE.get(rest):
         return f"model.layers.{layer}.{whole}"
-    if what not in ("weight", "bias"):
+    if what not in ("weight", "bias", "scale", "input_scale"):
         return f"model.layers.{layer}.{rest}"
     inner = others.get(part) or _PARTS.get(part, part)
-    if ".experts." in f".{inner}":
-        return f"model.layers.{layer}.{inner}" + ("_bias" if what == "bias" else "")
-    return f"model.layers.{layer}.{inner}" + (f".{what}" if what else "")
+    whole = "_scale_2"  # of NVFP4, as ModelOpt calls it
+    if ".experts." in f".{inner}" and what != "input_scale":
+        endings = {"bias": "_bias", "scale": whole}
+        return f"model.layers.{layer}.{inner}{endings.get(what, '')}"
+    if what == "scale":
+        what = f"weight{whole}"
+    return f"model.layers.{layer}.{inner}.{what}"
 
 
 def heads_of(name: str, meta: Metadata) -> int | None:
     """The heads in each of which a tensor's rows are permuted; None if they are not."""
     match = _LAYER.fullmatch(name)
-    part = "" if match is None else match["rest"].rpartition(".")[0]
-    if meta.architecture != "llama" or part not in _PERMUTED:
+    part, _, what = ("" if match is None else match["rest"]).rpartition(".")
+    if meta.architecture != "llama" or part not in _PERMUTED or what not in ("weight", "bias"):
         return None
     heads: int = meta.count("attention.head_count")
     return heads if part == "attn_q" else meta.count("attention.head_count_kv", heads)

@@ -3,7 +3,8 @@
 These weights are read: symmetric 4-bit integers with a scale per group of 32 or 128 inputs (format
 "pack-quantized": Kimi-K2-Thinking's) or per output, 8-bit integers with a scale per output or per
 tensor ("int-quantized", W8A8), and E4M3 with a scale per tensor, output or 128 x 128 block
-("float-quantized"). The checkpoint's quantization of activations and of the KV cache is ignored:
+("float-quantized"), and NVFP4 ("nvfp4-pack-quantized", see `nvfp4`). The checkpoint's quantization
+of activations and of the KV cache is ignored:
 activations stay bf16 unless the caller asks for int8, and so does the cache but for FP8.
 
 A module is quantized if its stored tensors are. The lists in the config are not read, nor its
@@ -38,7 +39,7 @@ from pykernels.quant.gguf import Blocks, Blocks32
 from .words import unpack_nibbles
 
 IGNORED = {
-    r"\.(input|output)_(scale|zero_point)$": (
+    r"\.(input|output)_((global_)?scale|zero_point)$": (
         "the checkpoint's static scales of activations are left out: where a rule quantizes"
         " activations, each token has a scale of its own"
     ),
@@ -77,6 +78,12 @@ _WEIGHTS: dict[str, dict[str, tuple[Any, ...]]] = {
         "symmetric": (True,),
         "strategy": ("channel", "tensor", "block"),
     },
+    "nvfp4-pack-quantized": {
+        "num_bits": (4,),
+        "type": ("float",),
+        "symmetric": (True,),
+        "strategy": ("tensor_group",),
+    },
 }
 
 
@@ -108,6 +115,8 @@ def check_config(config: dict[str, Any], folder: Path) -> None:
             need(key, weights.get(key), accepted)
         if weights["strategy"] == "group":
             need("group_size", weights.get("group_size"), (32, 128))
+        if weights["strategy"] == "tensor_group":
+            need("group_size", weights.get("group_size"), (16,))
         if weights["strategy"] == "block":
             need("block_structure", weights.get("block_structure"), ([128, 128],))
 

@@ -19,7 +19,8 @@ class Matrix:
         fmt: its format in `pykernels.quant`, None for floats.
         zero: zero points (`zero_points`).
         order: the group of each input, where that is stored.
-        layout: how codes with zero points lie: "awq", "gptq" or "gptq_v2".
+        layout: how codes with zero points lie: "awq", "gptq" or "gptq_v2"; of `nvfp4`.
+        whole: a second scale, of the whole matrix (`nvfp4`).
         symmetric: all zero points are the same one.
         transposed: what is stored is [K, N].
         pick: of rows that two matrices share in turns, the even (0) or the odd ones (1).
@@ -35,6 +36,7 @@ class Matrix:
     symmetric: bool = False
     transposed: bool = False
     pick: int | None = None
+    whole: Part | None = None
 
     def of(self, stored: torch.Tensor) -> torch.Tensor:
         """Its part of the floats that were read."""
@@ -44,7 +46,7 @@ class Matrix:
     @property
     def parts(self) -> list[Part]:
         """All that is stored of it."""
-        every = (self.data, self.scale, self.zero, self.order)
+        every = (self.data, self.scale, self.zero, self.order, self.whole)
         return [part for part in every if part is not None]
 
 

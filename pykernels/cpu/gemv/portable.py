@@ -14,7 +14,7 @@ from numba import carray, types
 
 from ...quant import mxfp4
 from ...quant.fp8 import e4m3_values
-from ...quant.gguf import iq2, iq3, iq4_nl
+from ...quant.gguf import iq1, iq2, iq3, iq4_nl
 from ...quant.layout import K_BLOCK, K_STEP
 from ..activations.row_layout import activation_scale, codes_at, group_sum, row_format
 from ..intrin.registers import stack_alloc
@@ -25,7 +25,9 @@ from ..weights.layout import (
     GROUP_HALVES,
     GROUP_ZERO,
     SCALE_K,
+    SUPER_NVFP4,
     SUPERBLOCKS,
+    TERNARY,
     Superblock,
     packed_bytes,
 )
@@ -142,6 +144,7 @@ _ROW = {
     **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_0"), _SIGNED),
     **dict.fromkeys(("int4-zp", "int4-zp-g128", "q4_k", "q4_1"), _UNSIGNED),
     "mxfp4": _row_nibbles(mxfp4.VALUES.numpy()),
+    "nvfp4": _row_nibbles(mxfp4.VALUES.numpy()),
     **dict.fromkeys(("iq4_nl", "iq4_xs"), _row_nibbles(iq4_nl.VALUES.numpy())),
     "iq3_s": _row_nibbles(iq3.IQ3_S_VALUES.numpy()),
     "iq3_xxs": _row_nibbles(iq3.IQ3_XXS_VALUES.numpy()),
@@ -152,7 +155,9 @@ _ROW = {
     "q5_0": _row_nibbles(np.arange(-16, 16, dtype=np.float32), planes=1),
     "q6_k": _row_nibbles(np.arange(-32, 32, dtype=np.float32), planes=2),
     "q3_k": _row_nibbles(np.arange(-4, 4, dtype=np.float32), planes=1, bits=2),
-    "q2_k": _row_nibbles(np.arange(4, dtype=np.float32), bits=2),
+    **dict.fromkeys(("q2_k", "iq1_s"), _row_nibbles(np.arange(4, dtype=np.float32), bits=2)),
+    **dict.fromkeys(TERNARY, _row_nibbles(np.arange(-1, 3, dtype=np.float32), bits=2)),
+    "iq1_m": _row_nibbles(iq1.VALUES.numpy(), planes=1, bits=2),
     "q8_0": _row_int8,
 }
 """format -> reader of a pair-row."""
@@ -220,6 +225,13 @@ def _i8(address, index):
     return types.float32(carray(as_pointer(address), (index + 1,), types.int8)[index])
 
 
+@inlined
+def _nvfp4(scale, group, n):
+    at = scale + (group >> 4) * SUPER_NVFP4
+    codes = carray(as_pointer(at + 128 + 32 * (group & 15)), (32,), types.uint8)
+    return f32(at, n) * _E4M3[codes[n]]
+
+
 def _superblock(of: Superblock) -> tuple[Callable, Callable]:
     """A group's factor and minimum."""
     SHIFT, MASK, NBYTES, FIRST, STEP = of.shift, (1 << of.shift) - 1, of.nbytes, of.first, of.step
@@ -234,7 +246,7 @@ def _superblock(of: Superblock) -> tuple[Callable, Callable]:
     @inlined
     def minimum(scale, group, n):
         at = scale + (group >> SHIFT) * NBYTES
-        return _half(at + 64, n) * small(at + FIRST + 32 + STEP * (group & MASK), n)
+        return _half(at + 64, n) * UNIT * small(at + FIRST + 32 + STEP * (group & MASK), n)
 
     return factor, minimum
 
@@ -244,10 +256,11 @@ _SUPER = {fmt: _superblock(of) for fmt, of in SUPERBLOCKS.items()}
 _FACTOR = {
     **dict.fromkeys(("bf16", "f16"), _no_factor),
     "fp8": _for_block,
+    "nvfp4": _nvfp4,
     **dict.fromkeys(("fp8-channel", "int8-channel", "int4-channel"), _for_outputs),
     **dict.fromkeys(("int4-zp", "int4-zp-g128"), _zero_factor),
     **{fmt: factor for fmt, (factor, _) in _SUPER.items()},
-    **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl"), _f16_groups),
+    **dict.fromkeys(("q8_0", "q4_0", "q5_0", "iq4_nl", *TERNARY), _f16_groups),
     **dict.fromkeys(("q4_1", "q5_1"), _halves_factor),
 }
 """format -> scale of output n's group; the others have bfloat16 groups."""

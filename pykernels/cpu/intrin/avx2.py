@@ -88,30 +88,34 @@ def store_i32(builder, address, value):
 @emits(f32x8, types.intp)
 def load_bf16(builder, address):
     """8 bf16 as floats (``vpmovzxwd``, ``vpslld``)."""
-    words = load(builder, address, ir.VectorType(ir.IntType(16), 8), 2)
-    upper = builder.shl(builder.zext(words, _I32X8), _all(_I32X8, 16))
-    return builder.bitcast(upper, _F32X8)
+    words = builder.zext(load(builder, address, ir.VectorType(ir.IntType(16), 8), 2), _I32X8)
+    return builder.bitcast(builder.shl(words, _all(_I32X8, 16)), _F32X8)
 
 
 @emits(f32x8, types.intp)
 def load_f16(builder, address):
     """8 IEEE halves as floats (``vcvtph2ps``, F16C)."""
-    halves = load(builder, address, ir.VectorType(ir.HalfType(), 8), 2)
-    return builder.fpext(halves, _F32X8)
+    return builder.fpext(load(builder, address, ir.VectorType(ir.HalfType(), 8), 2), _F32X8)
 
 
 @emits(f32x8, types.intp)
 def load_u8_as_f32(builder, address):
     """8 unsigned bytes as floats (``vpmovzxbd``, ``vcvtdq2ps``)."""
+    return builder.sitofp(builder.zext(load(builder, address, _I8X8, 1), _I32X8), _F32X8)
+
+
+@emits(f32x8, types.intp)
+def load_e4m3_halved(builder, address):
+    """Half of 8 bytes of E4M3, 0 to 448, as floats (``vpmovzxbd``, ``vpslld``, ``vmulps``)."""
     wide = builder.zext(load(builder, address, _I8X8, 1), _I32X8)
-    return builder.sitofp(wide, _F32X8)
+    bits = builder.shl(wide, _all(_I32X8, 20))
+    return builder.fmul(builder.bitcast(bits, _F32X8), _all(_F32X8, 2.0**119))
 
 
 @emits(f32x8, types.intp)
 def load_i8_as_f32(builder, address):
     """8 signed bytes as floats (``vpmovsxbd``, ``vcvtdq2ps``)."""
-    wide = builder.sext(load(builder, address, _I8X8, 1), _I32X8)
-    return builder.sitofp(wide, _F32X8)
+    return builder.sitofp(builder.sext(load(builder, address, _I8X8, 1), _I32X8), _F32X8)
 
 
 @emits(i32x8, types.intp)

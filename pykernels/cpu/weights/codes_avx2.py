@@ -28,7 +28,7 @@ from ..intrin.avx2 import (
 )
 from ..jit import inlined
 from .factors import Factors, make_factors
-from .layout import BIASES, PACKINGS, SCALE_K, UNITS, Packing
+from .layout import BIASES, PACKINGS, SCALE_K, TERNARY, UNITS, Packing
 from .lookup import CODES_FROM, IQ4_NL_SIGNED, MXFP4_CODES, OF_CODES
 
 FACTORS = make_factors(avx2, 8)
@@ -173,6 +173,7 @@ _ROWS: dict[str, tuple[Callable, int, bool]] = {
     "int8-channel": (_bytes, 128, True),
     **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_0"), (_twos_complement, 15, False)),
     "mxfp4": (_looked_up(MXFP4_CODES), 24, False),
+    "nvfp4": (_looked_up(OF_CODES["nvfp4"] + CODES_FROM), 24, False),
     **dict.fromkeys(("iq4_nl", "iq4_xs"), (_looked_up(IQ4_NL_SIGNED), 127, True)),
     "iq3_s": (_looked_up(OF_CODES["iq3_s"] + CODES_FROM), 30, False),
     "iq3_xxs": (_looked_up(OF_CODES["iq3_xxs"] + CODES_FROM), 62, False),
@@ -180,10 +181,11 @@ _ROWS: dict[str, tuple[Callable, int, bool]] = {
         ("iq2_s", "iq2_xs", "iq2_xxs"),
         (_three_looked_up(OF_CODES["iq2_s"] + CODES_FROM), 86, False),
     ),
+    "iq1_m": (_three_looked_up(OF_CODES["iq1_m"] + CODES_FROM), 18, False),
     **dict.fromkeys(("int4-zp", "int4-zp-g128", "q4_k", "q4_1"), (_unsigned, 15, False)),
     **dict.fromkeys(("q5_k", "q5_0", "q5_1"), (_five_bits, 31, False)),
     "q6_k": (_six_bits, 63, False),
     "q3_k": (_three_bits, 7, False),
-    "q2_k": (_crumbs, 3, False),
+    **dict.fromkeys(("q2_k", "iq1_s", *TERNARY), (_crumbs, 3, False)),
 }
 """By format name: ``rows``, ``largest``, ``signed``."""

@@ -49,7 +49,7 @@ from ..intrin.avx512_bytes import (
 from ..intrin.avx512_words import even_words, lookup_32_words, odd_words, shift_words
 from ..isa import Instructions
 from ..jit import inlined
-from .layout import BIASES, CODE_BITS, MAGIC_OFFSETS, PACKINGS, UNITS, WIDE, Packing
+from .layout import BIASES, CODE_BITS, MAGIC_OFFSETS, PACKINGS, TERNARY, UNITS, WIDE, Packing
 from .lookup import (
     BIT2_AT,
     BIT4_AT,
@@ -77,6 +77,8 @@ from .lookup import (
     Q5_AT,
     Q5_WORDS,
     Q6_AT,
+    TWOS_AT,
+    TWOS_WORDS,
     WORDS_FROM,
 )
 from .scales import SCALES, Scales
@@ -438,11 +440,13 @@ _READERS: dict[str, Callable] = {
     "int4-g128": _INT4,
     "int4-channel": _INT4,
     "mxfp4": _four_bits(MXFP4_AT, MXFP4_WORDS, codes_at=MXFP4_CODES),
+    "nvfp4": _looked_up(_four_bits, "nvfp4"),
     **dict.fromkeys(("int4-zp", "int4-zp-g128", "q4_k", "q4_1"), _four_bits(Q4_AT, Q4_WORDS)),
     **dict.fromkeys(("q5_k", "q5_1"), _bit_planes(1, Q5_AT, Q5_WORDS)),
     "q6_k": _bit_planes(2, Q6_AT),
     "q3_k": _two_bits(Q3_AT, Q3_WORDS, plane=True),
-    "q2_k": _two_bits(Q4_AT, Q4_WORDS),
+    **dict.fromkeys(("q2_k", "iq1_s"), _two_bits(Q4_AT, Q4_WORDS)),
+    **dict.fromkeys(TERNARY, _two_bits(TWOS_AT, TWOS_WORDS)),
     "q8_0": _int8,
     "q4_0": _INT4,
     "q5_0": _bit_planes(1, Q5_0_AT, Q5_0_WORDS),
@@ -455,6 +459,7 @@ _READERS: dict[str, Callable] = {
         ("iq2_s", "iq2_xs", "iq2_xxs"),
         _looked_up(functools.partial(_two_bits, plane=True), "iq2_s"),
     ),
+    "iq1_m": _looked_up(functools.partial(_two_bits, plane=True), "iq1_m"),
 }
 
 _SIGNED_AT = {"mxfp4": MXFP4_SIGNED, "iq4_nl": IQ4_NL_SIGNED, "iq4_xs": IQ4_NL_SIGNED}

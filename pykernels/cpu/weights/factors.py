@@ -16,7 +16,7 @@ import numpy as np
 
 from ..jit import inlined
 from ..words import f32
-from .layout import GROUP_HALVES, GROUP_ZERO, SUPERBLOCKS, Superblock
+from .layout import GROUP_HALVES, GROUP_ZERO, SUPER_NVFP4, SUPERBLOCKS, TERNARY, Superblock
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
     broadcast_f32, load_f32 = vectors.broadcast_f32, vectors.load_f32
     load_bf16, load_f16, mul_f32 = vectors.load_bf16, vectors.load_f16, vectors.mul_f32
     load_u8_as_f32, load_i8_as_f32 = vectors.load_u8_as_f32, vectors.load_i8_as_f32
+    load_e4m3_halved = vectors.load_e4m3_halved
 
     @inlined
     def for_block(scale, group, part):
@@ -76,6 +77,12 @@ def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
         at = scale + GROUP_ZERO * group
         return mul_f32(load_f16(at + 2 * N * part), load_u8_as_f32(at + 64 + N * part))
 
+    @inlined
+    def nvfp4(scale, group, part):
+        at = scale + (group >> 4) * SUPER_NVFP4
+        small = load_e4m3_halved(at + 128 + 32 * (group & 15) + N * part)
+        return mul_f32(load_f32(at + 4 * N * part), small)
+
     def superblock(of: Superblock) -> Factors:
         SHIFT, MASK, NBYTES = of.shift, (1 << of.shift) - 1, of.nbytes
         FIRST, STEP, UNIT = of.first, of.step, np.float32(of.unit)
@@ -93,6 +100,8 @@ def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
         def minimum(scale, group, part):
             at = scale + (group >> SHIFT) * NBYTES
             small = load_small(at + FIRST + 32 + STEP * (group & MASK) + N * part)
+            if UNIT != 1:
+                small = mul_f32(small, broadcast_f32(UNIT))
             return mul_f32(load_f16(at + 64 + 2 * N * part), small)
 
         return Factors(factor, minimum if of.minima else None)
@@ -113,11 +122,13 @@ def make_factors(vectors: Any, N: int) -> dict[str, Factors]:
         "int4-zp": zero,
         "int4-zp-g128": zero,
         "mxfp4": groups,
+        "nvfp4": Factors(nvfp4),
         "q8_0": f16,
         "q4_0": f16,
         "q4_1": halves,
         "q5_0": f16,
         "q5_1": halves,
         "iq4_nl": f16,
+        **dict.fromkeys(TERNARY, f16),
         **{fmt: superblock(of) for fmt, of in SUPERBLOCKS.items()},
     }

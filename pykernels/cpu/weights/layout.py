@@ -54,6 +54,9 @@ _FOURS8, _FOURS4 = Packing(64, 1024, 2), Packing(64, 512, 2)
 _FOURS5, _FOURS6 = Packing(64, 640, 2), Packing(64, 768, 2)
 _FOURS2, _FOURS3 = Packing(64, 256, 2), Packing(64, 384, 2)
 
+TERNARY = ("tq1_0", "tq2_0", "q2_0", "q1_0")
+"""Formats of 2-bit codes from -1 on."""
+
 PACKINGS = {
     "bf16": _PAIRS16,
     "f16": _PAIRS16,
@@ -67,6 +70,7 @@ PACKINGS = {
     "int4-zp": _FOURS4,
     "int4-zp-g128": _FOURS4,
     "mxfp4": _FOURS4,
+    "nvfp4": _FOURS4,
     "q4_k": _FOURS4,
     "q5_k": _FOURS5,
     "q6_k": _FOURS6,
@@ -84,6 +88,9 @@ PACKINGS = {
     "iq2_s": _FOURS3,
     "iq2_xs": _FOURS3,
     "iq2_xxs": _FOURS3,
+    "iq1_s": _FOURS2,
+    "iq1_m": _FOURS3,
+    **dict.fromkeys(TERNARY, _FOURS2),
 }
 """By format name."""
 
@@ -91,10 +98,12 @@ PACKINGS = {
 BIASES = {
     **dict.fromkeys(("int8", "int8-channel", "q8_0", "iq4_nl", "iq4_xs"), 128),
     **dict.fromkeys(("int4", "int4-g128", "int4-channel", "q4_0"), 8),
-    "mxfp4": 12,
+    **dict.fromkeys(("mxfp4", "nvfp4"), 12),
     "iq3_s": 15,
     "iq3_xxs": 31,
     **dict.fromkeys(("iq2_s", "iq2_xs", "iq2_xxs"), 43),
+    "iq1_m": 9,
+    **dict.fromkeys(TERNARY, 1),
     "q5_0": 16,
     "q6_k": 32,
     "q3_k": 4,
@@ -109,7 +118,8 @@ CODE_BITS = {
     **dict.fromkeys(("int4-zp", "int4-zp-g128", "q4_k", "q4_1"), 4),
     **dict.fromkeys(("q5_k", "q5_0", "q5_1"), 5),
     "q6_k": 6,
-    **dict.fromkeys(("q3_k", "q2_k"), 5),  # at the place of wider ones, which shifts of bytes reach
+    # At the place of wider ones, which shifts of bytes reach.
+    **dict.fromkeys(("q3_k", "q2_k", "iq1_s", *TERNARY), 5),
 }
 """Formats of integer codes narrow enough for a magic number, and bits of a code there."""
 
@@ -123,15 +133,16 @@ MAGIC_OFFSETS = {fmt: (1 << bits) + BIASES.get(fmt, 0) for fmt, bits in CODE_BIT
 SCALE_K = {
     **dict.fromkeys(("bf16", "f16"), 0),
     **dict.fromkeys(("fp8", "fp8-channel", "int8", "int8-channel"), 128),
+    **dict.fromkeys(("tq1_0", "tq2_0", "q1_0"), 128),
     **dict.fromkeys(("int4-g128", "int4-channel", "int4-zp-g128"), 128),
     **dict.fromkeys(("int4", "int4-zp", "mxfp4", "q4_k", "q5_k", "q8_0"), 32),
     **dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs"), 32),
-    **dict.fromkeys(("iq3_s", "iq3_xxs", "iq2_xxs"), 32),
-    **dict.fromkeys(("q6_k", "q3_k", "q2_k", "iq2_s", "iq2_xs"), 16),
+    **dict.fromkeys(("iq3_s", "iq3_xxs", "iq2_xxs", "iq1_s", "q2_0"), 32),
+    **dict.fromkeys(("q6_k", "q3_k", "q2_k", "iq2_s", "iq2_xs", "iq1_m", "nvfp4"), 16),
 }
 """Inputs of a scale group by format name; 0 for no scales."""
 
-MINIMA = frozenset(("int4-zp", "int4-zp-g128", "q4_k", "q5_k", "q2_k", "q4_1", "q5_1"))
+MINIMA = frozenset(("int4-zp", "int4-zp-g128", "q4_k", "q5_k", "q2_k", "q4_1", "q5_1", "iq1_s"))
 """Formats whose groups have a minimum beside the scale."""
 
 WIDE = frozenset(("f16",))
@@ -176,12 +187,14 @@ SUPERBLOCKS = {
     "iq3_xxs": Superblock(3, minima=False, unit=0.5),
     **dict.fromkeys(("iq2_s", "iq2_xs"), Superblock(4, minima=False, unit=1 / 8)),
     "iq2_xxs": Superblock(3, minima=False, unit=1 / 8),
+    "iq1_s": Superblock(3, minima=True, unit=1 / 8),
+    "iq1_m": Superblock(4, minima=False, unit=1 / 8),
 }
 """By format name; the others have no superblocks."""
 
-GROUP_ZERO, GROUP_HALVES = 96, 128
+GROUP_ZERO, GROUP_HALVES, SUPER_NVFP4 = 96, 128, 640
 """Packed scale bytes of 32 outputs by a group: with zero points of a byte, and of ``q4_1`` and
-``q5_1``."""
+``q5_1``; by 16 groups of ``nvfp4``, float32 [32] first."""
 
 
 def packed_bytes(fmt: str) -> int:

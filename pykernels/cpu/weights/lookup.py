@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...quant import mxfp4
-from ...quant.gguf import iq2, iq3, iq4_nl
+from ...quant.gguf import iq1, iq2, iq3, iq4_nl
 from .layout import BIASES, UNITS
 
 E4M3_AT, INT8_AT, INT4_AT, MXFP4_AT, Q4_AT, Q5_AT, Q6_AT = 0, 256, 512, 640, 768, 896, 1024
@@ -22,13 +22,19 @@ Q5_0_AT, IQ4_NL_AT, Q5_0_WORDS, IQ4_NL_WORDS, IQ4_NL_CODES, IQ4_NL_SIGNED = (
     2176,
     2240,
 )
-BIT2_AT, Q3_AT, Q3_WORDS = 2304, 2368, 2496
+BIT2_AT, Q3_AT, Q3_WORDS, TWOS_AT, TWOS_WORDS = 2304, 2368, 2496, 2560, 2688
 """Where a table begins in ``TABLES``, in bytes."""
 
-_VALUES = {"iq3_s": iq3.IQ3_S_VALUES, "iq3_xxs": iq3.IQ3_XXS_VALUES, "iq2_s": iq2.VALUES}
+_VALUES = {
+    "iq3_s": iq3.IQ3_S_VALUES,
+    "iq3_xxs": iq3.IQ3_XXS_VALUES,
+    "iq2_s": iq2.VALUES,
+    "iq1_m": iq1.VALUES,
+    "nvfp4": 2 * mxfp4.VALUES,
+}
 """By name, the integers of codes of 4 bits (or of 3, each twice)."""
 
-OF_CODES = {name: 2560 + 256 * i for i, name in enumerate(_VALUES)}
+OF_CODES = {name: 2752 + 256 * i for i, name in enumerate(_VALUES)}
 """Where these begin: their bytes, their words, and the codes with their format's bias."""
 
 WORDS_FROM, CODES_FROM = 128, 192
@@ -42,7 +48,8 @@ def _make_tables() -> torch.Tensor:
     lane; 5- and 6-bit codes have 64. Tables of whole words follow: 32 entries for codes of 4 bits
     (each twice; +0 for -0) and 5; ``128 (1 - h)`` for signed h of 6 bits (``gemm.dequant_slab``).
     Then a mask of even bytes, MXFP4's codes as integers, and the bit 4; then the same of signed
-    codes of 5 bits and of IQ4_NL: bytes, words, integers; the bit 2 and signed codes of 3 bits.
+    codes of 5 bits and of IQ4_NL: bytes, words, integers; the bit 2 and signed codes of 3 bits, and
+    codes of 2 bits less 1.
     Last, ``OF_CODES``.
     """
 
@@ -79,6 +86,8 @@ def _make_tables() -> torch.Tensor:
     tables += [(signed + BIASES["iq4_nl"]).to(torch.uint8), signed.to(torch.int8).view(torch.uint8)]
     threes = _integers([*range(-4, 4)] * 2)
     tables += [_integers([4] * 64, torch.uint8), bytes_of(threes, 4), words_of(threes)]
+    twos = _integers([*range(-1, 3)] * 4)
+    tables += [bytes_of(twos, 4), words_of(twos)]
     for name, values in _VALUES.items():
         biased = (values + BIASES[name]).to(torch.uint8).repeat(64 // len(values))
         tables += [bytes_of(values, 64 // len(values)), words_of(values), biased]

@@ -78,14 +78,15 @@ def make_scale_writer(source: Source) -> Callable:
     """
     HALVES, SMALL, byte = source.halves, source.small, source.byte
     half: Any = source.half
-    BYTES = N_BLOCK * (2 * HALVES + SMALL)
+    WIDTH, element = (4, types.uint32) if source.floats else (2, types.uint16)
+    BYTES = N_BLOCK * (WIDTH * HALVES + SMALL)
 
     @inlined
     def write_halves(row, scale_row, n, have, groups, out):
         for g in range(groups):
-            wide = carray(as_pointer(out + g * BYTES), (N_BLOCK * HALVES,), types.uint16)
+            wide = carray(as_pointer(out + g * BYTES), (N_BLOCK * HALVES,), element)
             for i in range(HALVES):
-                value = half(row, scale_row, g, i) if g < have else types.uint16(0)
+                value = half(row, scale_row, g, i) if g < have else element(0)
                 wide[N_BLOCK * i + n] = value
 
     if byte is None:
@@ -95,7 +96,7 @@ def make_scale_writer(source: Source) -> Callable:
     def write(row, scale_row, n, have, groups, out):
         write_halves(row, scale_row, n, have, groups, out)
         for g in range(groups):
-            at = out + g * BYTES + 2 * N_BLOCK * HALVES
+            at = out + g * BYTES + WIDTH * N_BLOCK * HALVES
             narrow = carray(as_pointer(at), (N_BLOCK * SMALL,), types.uint8)
             for i in range(SMALL):
                 narrow[N_BLOCK * i + n] = byte(row, scale_row, g, i) if g < have else types.uint8(0)

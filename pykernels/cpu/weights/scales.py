@@ -68,7 +68,8 @@ def _superblock(of: Superblock) -> Scales:
 
     @inlined
     def super_minimum(scale, group, half):
-        return load_f16(scale + group * NBYTES + 64 + 32 * half)
+        halves = load_f16(scale + group * NBYTES + 64 + 32 * half)
+        return halves if UNIT == 1 else mul_f32(halves, broadcast_f32(UNIT))
 
     found = Scales(small=small, super_k=256, super_factor=super_factor)
     # A tile product has no room for 16 minima, so they are floats of each group there.

@@ -20,8 +20,9 @@ class Source:
         quad: ``quad(row, k, K) -> uint32``: the codes of inputs k .. k + 3 of the row at that
             address, a byte each, the first in the lowest; k is a multiple of 4.
         scale_k: inputs that scales are packed for together; 0 where a format packs its few scales
-            itself. halves, small: scales of 16 and 8 bits that are written for each ``scale_k``
-            inputs.
+            itself.
+        halves, small: scales of 16 and 8 bits that are written for each ``scale_k`` inputs.
+        floats: whether the former are of 32 bits instead.
         half: ``half(row, scale_row, g, i) -> uint16``: the i-th of the 16-bit scales of the g-th
             ``scale_k`` inputs; ``scale_row`` is the address of the row's separate scales.
         byte: ``byte(row, scale_row, g, i) -> uint8``: likewise the small ones.
@@ -34,6 +35,7 @@ class Source:
     halves: int = 1
     small: int = 0
     byte: Callable | None = None
+    floats: bool = False
 
 
 @inlined
@@ -59,3 +61,10 @@ def u32(address):
 def nibbles(address, high):
     """The low or the high halves of four bytes."""
     return (u32(address) >> types.uint32(4 * high)) & types.uint32(0x0F0F0F0F)
+
+
+@inlined
+def twos(codes, k):
+    """Four of 128 codes of 2 bits: number 32 j + i is in byte i at bit 2 j."""
+    at = codes + k % 256 // 128 * 32 + k % 32
+    return (u32(at) >> types.uint32(k % 128 // 32 * 2)) & types.uint32(0x03030303)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from numba import types
 
 from ..jit import inlined
-from .source import Source, nibbles, u8, u16, u32
+from .source import Source, nibbles, twos, u8, u16, u32
 from .sources_grids import GRID_SOURCES
+from .sources_ternary import TERNARY_SOURCES
 
 
 @inlined
@@ -29,6 +30,16 @@ def _half_e8m0(row, scale_row, g, i):
     """E8M0 as bfloat16: its exponent, but 2**-127 is subnormal."""
     e = u8(scale_row + g)
     return types.uint16(e << types.uint32(7)) if e > 0 else types.uint16(0x40)
+
+
+@inlined
+def _whole_nvfp4(row, scale_row, g, i):
+    return u32(scale_row + 20 * g)
+
+
+@inlined
+def _byte_nvfp4(row, scale_row, g, i):
+    return types.uint8(u8(scale_row + 20 * g + 4 + i))
 
 
 @inlined
@@ -182,15 +193,8 @@ def _byte_q6_k(row, scale_row, g, i):
 
 
 @inlined
-def _quad_twos(codes, k):
-    """Four of 128 codes of 2 bits: number 32 j + i is in byte i at bit 2 j."""
-    at = codes + k % 256 // 128 * 32 + k % 32
-    return (u32(at) >> types.uint32(k % 128 // 32 * 2)) & types.uint32(0x03030303)
-
-
-@inlined
 def _quad_q2_k(row, k, K):
-    return _quad_twos(row + k // 256 * 84 + 16, k)
+    return twos(row + k // 256 * 84 + 16, k)
 
 
 @inlined
@@ -207,7 +211,7 @@ def _byte_q2_k(row, scale_row, g, i):
 def _quad_q3_k(row, k, K):
     block = row + k // 256 * 110
     high = (u32(block + k % 32) >> types.uint32(k % 256 // 32)) & types.uint32(0x01010101)
-    return _quad_twos(block + 32, k) | (high << types.uint32(2))
+    return twos(block + 32, k) | (high << types.uint32(2))
 
 
 @inlined
@@ -250,6 +254,7 @@ SOURCES = {
     "int4-zp": Source(4, _quad_bytes, 32, _half_pairs, small=1, byte=_byte_zero),
     "int4-zp-g128": Source(4, _quad_bytes, 128, _half_pairs, small=1, byte=_byte_zero),
     "mxfp4": Source(4, _quad_bytes, 32, _half_e8m0),
+    "nvfp4": Source(4, _quad_bytes, 256, _whole_nvfp4, small=16, byte=_byte_nvfp4, floats=True),
     "q8_0": Source(8, _quad_q8_0, 32, _half_q8_0),
     "q4_0": Source(4, _quad_q4_0, 32, _half_b18),
     "q4_1": Source(4, _quad_q4_1, 32, _half_q4_1, halves=2),
@@ -263,4 +268,5 @@ SOURCES = {
     "q2_k": Source(2, _quad_q2_k, 256, _half_q2_k, halves=2, small=32, byte=_byte_q2_k),
     "iq4_xs": Source(4, _quad_iq4_xs, 256, _half_iq4_xs, small=8, byte=_byte_iq4_xs),
     **GRID_SOURCES,
+    **TERNARY_SOURCES,
 }

@@ -12,6 +12,7 @@ from .source import Source, u8, u16, u32
 _IQ3_S, _IQ3_XXS = grids.IQ3_S.words.ravel(), grids.IQ3_XXS.words.ravel()
 _IQ2_S, _IQ2_XS = grids.IQ2_S.words.ravel(), grids.IQ2_XS.words.ravel()
 _IQ2_XXS = grids.IQ2_XXS.words.ravel()
+_IQ1 = grids.IQ1.words.ravel()
 _SIGNS = SIGNS_OF_SEVEN
 
 
@@ -120,10 +121,60 @@ def _byte_iq2_xxs(row, scale_row, g, i):
     return _odd(u8(row + 66 * g + 2 + 8 * i + 7) >> types.uint32(4))
 
 
+@inlined
+def _quad_iq1_s(row, k, K):
+    block, j = row + k // 256 * 50, k % 256 // 8
+    word = types.uint32(u16(block + 34 + j // 4 * 2))
+    high = (word >> types.uint32(j % 4 * 3)) & types.uint32(7)
+    point = types.int64(u8(block + 2 + j) | (high << types.uint32(8)))
+    return _IQ1[2 * point + k % 8 // 4]
+
+
+@inlined
+def _half_iq1_s(row, scale_row, g, i):
+    return u16(row + 50 * g)
+
+
+@inlined
+def _byte_iq1_s(row, scale_row, g, i):
+    """Of a group: 8 sc, then what comes off its codes times that."""
+    word = types.uint32(u16(row + 50 * g + 34 + i // 2 * 2))
+    eighths = types.uint32(8)
+    if i % 2 == 1:
+        eighths = types.uint32(7) + (word >> types.uint32(15) << types.uint32(1))
+    return types.uint8(eighths * (2 * ((word >> types.uint32(12)) & types.uint32(7)) + 1))
+
+
+@inlined
+def _quad_iq1_m(row, k, K):
+    block, j = row + k // 256 * 56, k % 256 // 8
+    high = u8(block + 32 + j // 2) >> types.uint32(j % 2 * 4)
+    point = types.int64(u8(block + j) | ((high & types.uint32(7)) << types.uint32(8)))
+    down = (high >> types.uint32(3)) & types.uint32(1)
+    return _IQ1[2 * point + k % 8 // 4] | (down * types.uint32(0x04040404))
+
+
+@inlined
+def _half_iq1_m(row, scale_row, g, i):
+    half = types.uint32(0)
+    for j in range(4):
+        word = types.uint32(u16(row + 56 * g + 48 + 2 * j))
+        half |= (word >> types.uint32(12)) << types.uint32(4 * j)
+    return types.uint16(half)
+
+
+@inlined
+def _byte_iq1_m(row, scale_row, g, i):
+    word = types.uint32(u16(row + 56 * g + 48 + i // 4 * 2))
+    return types.uint8(2 * ((word >> types.uint32(i % 4 * 3)) & types.uint32(7)) + 1)
+
+
 GRID_SOURCES = {
     "iq3_s": Source(4, _quad_iq3_s, 256, _half_iq3_s, small=8, byte=_byte_iq3_s),
     "iq3_xxs": Source(4, _quad_iq3_xxs, 256, _half_iq3_xxs, small=8, byte=_byte_iq3_xxs),
     "iq2_s": Source(3, _quad_iq2_s, 256, _half_iq2_s, small=16, byte=_byte_iq2_s),
     "iq2_xs": Source(3, _quad_iq2_xs, 256, _half_iq2_xs, small=16, byte=_byte_iq2_xs),
     "iq2_xxs": Source(3, _quad_iq2_xxs, 256, _half_iq2_xxs, small=8, byte=_byte_iq2_xxs),
+    "iq1_s": Source(2, _quad_iq1_s, 256, _half_iq1_s, halves=2, small=16, byte=_byte_iq1_s),
+    "iq1_m": Source(3, _quad_iq1_m, 256, _half_iq1_m, small=16, byte=_byte_iq1_m),
 }

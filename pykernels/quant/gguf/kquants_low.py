@@ -16,13 +16,13 @@ _SHIFTS = torch.arange(8, dtype=torch.uint8, device="cpu")
 _TWOS = _SHIFTS[0:4, None] * 2
 
 
-def _unpack_twos(raw: torch.Tensor) -> torch.Tensor:
+def unpack_twos(raw: torch.Tensor) -> torch.Tensor:
     """uint8 [B, 64] -> [B, 256]."""
     return (raw.reshape(-1, 2, 1, 32) >> _TWOS & 3).view(-1, 256)
 
 
-def _pack_twos(codes: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``_unpack_twos``."""
+def pack_twos(codes: torch.Tensor) -> torch.Tensor:
+    """The inverse of ``unpack_twos``."""
     return ((codes.view(-1, 2, 4, 32) & 3) << _TWOS).sum(2, dtype=torch.uint8).view(-1, 64)
 
 
@@ -43,11 +43,11 @@ class Q2K(Affine):
     def split(self, raw: torch.Tensor) -> Blocks:
         scales = raw[:, :16]
         small = torch.stack((scales & 15, scales >> 4), dim=2).view(-1, 32)
-        return Blocks(_unpack_twos(raw[:, 16:80]), self.stored_halves(raw), small)
+        return Blocks(unpack_twos(raw[:, 16:80]), self.stored_halves(raw), small)
 
     def join(self, blocks: Blocks) -> torch.Tensor:
         sc, m = blocks.small.view(-1, 16, 2).unbind(2)
-        parts = (sc | m << 4, _pack_twos(blocks.codes), blocks.halves.view(torch.uint8))
+        parts = (sc | m << 4, pack_twos(blocks.codes), blocks.halves.view(torch.uint8))
         return torch.cat(parts, dim=1)
 
 
@@ -70,7 +70,7 @@ class Q3K(GGUF):
 
     def split(self, raw: torch.Tensor) -> Blocks:
         high = (raw[:, None, :32] >> _SHIFTS[:, None] & 1).reshape(-1, 256)
-        codes = _unpack_twos(raw[:, 32:96]) | high << 2
+        codes = unpack_twos(raw[:, 32:96]) | high << 2
         low, upper = raw[:, 96:104], raw[:, 104:108]
         steps = torch.cat((low & 15, low >> 4), dim=1)
         steps |= (upper[:, None] >> _TWOS & 3).view(-1, 16) << 4
@@ -82,7 +82,7 @@ class Q3K(GGUF):
         upper = (steps.view(-1, 4, 4) >> 4 << _TWOS).sum(1, dtype=torch.uint8)
         parts = (
             high.sum(1, dtype=torch.uint8),
-            _pack_twos(blocks.codes),
+            pack_twos(blocks.codes),
             steps[:, :8] & 15 | (steps[:, 8:] & 15) << 4,
             upper,
             blocks.halves.view(torch.uint8),

@@ -144,6 +144,10 @@ def _small_integers(fmt: Format, N: int, K: int, g: torch.Generator) -> Weight:
         scale = 2.0**power
         scale[:, 1::2] = torch.randint(0, 17, (N, scale.shape[1] // 2), generator=g)
         return Weight(data, scale.half())
+    if fmt.name == "nvfp4":
+        data = torch.randint(0, 16, (N, K), generator=g, dtype=torch.uint8)
+        power = torch.randint(-2, 3, (N, K // 16), generator=g)
+        return fmt.join(data, (2.0**power).to(torch.float8_e4m3fn), torch.tensor(0.5))
     if fmt.name == "mxfp4":
         data = torch.randint(0, 16, (N, K), generator=g, dtype=torch.uint8)
         return Weight(data, (power + 127).to(torch.uint8))

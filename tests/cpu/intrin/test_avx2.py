@@ -14,6 +14,8 @@ from pykernels.cpu.jit import inlined, routine
 from pykernels.cpu.words import f32, i32
 from pykernels.target import detect
 
+from .plain import e4m3
+
 pytestmark = pytest.mark.skipif(bool(detect().lacks(("avx2", "fma"))), reason="no AVX2 and FMA")
 
 U8, I8, I16, U16, I32, U32, F32 = (
@@ -98,6 +100,7 @@ TABLE: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "load_f16": ("@", "f", lambda a: a.view(np.float16)[:8].astype(F32)),
     "load_u8_as_f32": ("@", "f", lambda a: a.view(U8)[:8].astype(F32)),
     "load_i8_as_f32": ("@", "f", lambda a: a.view(I8)[:8].astype(F32)),
+    "load_e4m3_halved": ("@", "f", lambda a: e4m3(a.view(U8)[:8]) / 2),
     "load_u8_as_i32": ("@", "i", lambda a: a.view(U8)[:8].astype(I32)),
     "load_i8_as_i32": ("@", "i", lambda a: a.view(I8)[:8].astype(I32)),
     "broadcast_f32": ("x", "f", lambda a: np.repeat(a[0], 8)),

@@ -19,6 +19,8 @@ from pykernels.cpu.jit import inlined, routine
 from pykernels.cpu.words import f32, poke_f32
 from pykernels.target import detect
 
+from .plain import e4m3
+
 pytestmark = pytest.mark.skipif(
     bool(detect().lacks(("avx512f", "avx512bw", "avx512vl", "avx512dq"))),
     reason="this CPU has no AVX-512",
@@ -241,6 +243,7 @@ CASES = [
     Case(A.broadcast_bf16_pair, "@", "f", lambda p: np.tile(_upper(p[:4].view(U16)), 8), 2),
     Case(A.load_f16, "@", "f", lambda p: p[:32].view(np.float16).astype(F32), 2),
     Case(A.load_u8_as_f32, "@", "f", lambda p: p[:16].astype(F32), 1),
+    Case(A.load_e4m3_halved, "@", "f", lambda p: e4m3(p[:16]) / 2, 1),
     Case(A.load_i8_as_f32, "@", "f", lambda p: p[:16].view(np.int8).astype(F32), 1),
     Case(A.store_f32, "f", "-", lambda a: a.view(U8), 4),
     Case(A.broadcast_f32, "x", "f", lambda x: np.repeat(x, 16)),

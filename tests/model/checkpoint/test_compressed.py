@@ -30,6 +30,7 @@ SCHEMES = {
     "tensor": "fp8-channel",
     "block": "fp8",
     "deepseek": "fp8",
+    **dict.fromkeys(tiny_quantized.NVFP4, "nvfp4"),
 }
 """What is stored, and the weight format that it is loaded in."""
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -61,6 +62,8 @@ def test_values_and_logits(checkpoint: Checkpoints, ids: torch.Tensor, scheme: s
         key = f"model.layers.1.mlp.experts.3.{name}_proj.weight"
         value = tiny_quantized.value_of(made.stored, key)
         assert torch.equal(routed.weights.fmt.dequantize(weight), value)
+        if scheme in tiny_quantized.NVFP4:  # the two scales are joined
+            continue
         scale = made.stored.get(f"{key}_scale", made.stored.get(f"{key}_scale_inv"))
         assert weight.scale is not None and scale is not None
         assert torch.equal(weight.scale, scale.to(weight.scale.dtype).expand_as(weight.scale))
@@ -75,7 +78,8 @@ CONFIGS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("int4", {"num_bits": 8}, {}, "num_bits 8"),
     ("int8-channel", {"strategy": "group"}, {}, "strategy 'group'"),
     ("block", {"block_structure": [64, 64]}, {}, r"block_structure \[64, 64\]"),
-    ("int4", {}, {"format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
+    ("nvfp4", {"group_size": 32}, {}, "group_size 32"),
+    ("int4", {}, {"format": "mxfp4-pack-quantized"}, "format 'mxfp4-pack-quantized'"),
     ("int4", {}, {"quantization_status": "initialized"}, "quantization_status 'initialized'"),
     ("int4", {}, {"transform_config": {"R1": 1}}, "transform_config"),
     ("int4", {}, {"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config"),
@@ -140,6 +144,13 @@ TENSORS: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
         rf"{SHAPE} is \[128, 255\], {EXPERT}_packed is for the model's \[128, 256\]"),
     "one expert in other groups": (
         "int4", put(SCALE, torch.ones(128, 2).bfloat16()), "are partly int4 and partly int4-g128"),
+    "no second scale": (
+        "nvfp4", drop(f"{EXPERT}_global_scale"), f"1 tensors are missing.*: {EXPERT}_global_scale"),
+    "no second scale of ModelOpt's": (
+        "modelopt", drop(f"{EXPERT}_scale_2"), f"1 tensors are missing in .*: {EXPERT}_scale_2"),
+    "NVFP4 scales of groups of 32": (
+        "modelopt", put(SCALE, torch.ones(128, 8).to(torch.float8_e4m3fn)),
+        rf"{SCALE} is F8_E4M3 \[128, 8\], .* in NVFP4 needs F8_E4M3 \[128, 16\]"),
     "zero points": (
         "int4", put(f"{EXPERT}_zero_point", torch.ones(1)), f"no place for: {EXPERT}_zero_point"),
 }

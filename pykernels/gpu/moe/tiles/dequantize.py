@@ -89,7 +89,7 @@ def _weight(code, scale, low, KIND: tl.constexpr):
     """float32 of codes 0 .. 255. No product here is rounded before a difference of it is."""
     if KIND == "fp8" or KIND == "fp8-channel":
         value = e4m3_to_float(code) * scale
-    elif KIND == "mxfp4":
+    elif KIND == "mxfp4" or KIND == "nvfp4":
         value = e2m1_to_bf16(code).to(tl.float32) * scale
     elif KIND == "int8" or KIND == "q8_0":
         value = ((code << 24) >> 24).to(tl.float32) * scale
@@ -109,6 +109,13 @@ def _weight(code, scale, low, KIND: tl.constexpr):
         level = (code & 3).to(tl.float32)
         value = 1 + 2.125 * level + 0.125 * (level == 2)
         value = _signed(value, code >> 2) * scale
+    elif KIND == "iq1_m":
+        move = tl.where(code >> 2 == 1, -1.125, -0.875)
+        value = ((code & 3).to(tl.float32) + move) * scale
+    elif KIND == "iq1_s":
+        value = (code.to(tl.float32) * scale - low) * 0.125
+    elif KIND == "tq1_0" or KIND == "tq2_0" or KIND == "q2_0" or KIND == "q1_0":
+        value = (code - 1).to(tl.float32) * scale
     elif KIND == "q5_0":
         value = (code - 16).to(tl.float32) * scale
     elif KIND == "q6_k":
@@ -147,6 +154,13 @@ def _scale(
         group = k // GROUP * 96
         scale = _half(scales + (group + 2 * r), inside)
         low = tl.load(scales + (group + 64 + r), mask=inside, other=0).to(tl.float32)
+    elif KIND == "nvfp4":
+        block = k // 256 * 640
+        scale = tl.load(
+            (scales + (block + 4 * r)).to(tl.pointer_type(tl.float32)), mask=inside, other=0
+        )
+        small = tl.load(scales + (block + 128 + k % 256 // 16 * 32 + r), mask=inside, other=0)
+        scale *= e4m3_to_float(small.to(tl.int32))
     elif HALVES > 0:
         block = k // GROUP * (64 * HALVES + 32 * SMALL) + r
         scale = _half(scales + (block + r), inside)

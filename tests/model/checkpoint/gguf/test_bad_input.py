@@ -85,7 +85,7 @@ def test_a_file_that_is_wrong(
 def test_a_type_without_a_kernel(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tensor("token_embd.weight", np.zeros((4, 66), np.uint8), raw_dtype=Type.TQ2_0)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 292), np.uint8), raw_dtype=Type.Q8_K)
     for name, value in {
         "embedding_length": 256,
         "block_count": 1,
@@ -99,7 +99,7 @@ def test_a_type_without_a_kernel(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    refused(path, "token_embd.weight is TQ2_0, for which there is no kernel")
+    refused(path, "token_embd.weight is Q8_K, for which there is no kernel")
 
 
 def test_files_that_are_missing(file: Path, tmp_path: Path) -> None:

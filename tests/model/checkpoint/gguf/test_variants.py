@@ -8,13 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 import model
+from model.checkpoint.gguf.types import as_weight
 from pykernels.errors import PykernelsError
+from pykernels.quant import get_format
 
 from ...checks import errors
 from ...test_engine import BF16, logits
@@ -28,6 +31,20 @@ def same(file: Path, reference: PreTrainedModel) -> None:
     with torch.no_grad():
         found = model.from_pretrained(file, rules=[], dtype="float32")(IDS).logits
         assert errors(found, reference(IDS).logits).max() < 1e-3
+
+
+def test_nvfp4_blocks_are_what_the_package_reads() -> None:
+    """Every code under every scale, of which 0x7F is 0; the second scale is multiplied with."""
+    scales = torch.arange(128).repeat_interleave(2).view(64, 4)
+    codes = torch.tensor([[i | (i ^ 5) << 4 for i in range(8)], [i | 2 << 4 for i in range(8, 16)]])
+    blocks = torch.cat((scales, codes.repeat(64, 2).view(64, 32)), dim=1).byte()
+    theirs = torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), Type.NVFP4))
+    found = as_weight(blocks.view(2, -1), "nvfp4", 2, 2048)
+    fmt = get_format("nvfp4")
+    fmt.check(found, 2, 2048)
+    assert torch.equal(fmt.dequantize(found), theirs.view(2, 2048))
+    third = as_weight(blocks.view(2, -1), "nvfp4", 2, 2048, torch.tensor([1 / 3]))
+    torch.testing.assert_close(fmt.dequantize(third), theirs.view(2, 2048) / 3)
 
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}

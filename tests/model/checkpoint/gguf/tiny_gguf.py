@@ -20,6 +20,7 @@ from pykernels.quant import get_format
 
 from ... import tiny
 from ...checks import byte_tokenizer
+from ...tiny_quantized import E2M1
 from . import delta_nets
 
 Type = gguf.GGMLQuantizationType
@@ -104,6 +105,16 @@ def by_grids(name: str) -> Type:
     return next((kind for part, kind in kinds.items() if part in name), Type.Q6_K)
 
 
+def by_trits(name: str) -> Type:
+    """As files of less than 2 bits a weight."""
+    kinds = {"down_exps": Type.IQ1_M, "exps": Type.IQ1_S, "attn": Type.TQ1_0, "output": Type.TQ2_0}
+    return next((kind for part, kind in kinds.items() if part in name), Type.Q6_K)
+
+
+def nvfp4(name: str) -> Type:
+    return Type.NVFP4 if "_exps" in name or "attn_q" in name else Type.Q8_0
+
+
 def gpt_oss(name: str) -> Type:
     return Type.MXFP4 if "exps" in name else Type.Q8_0
 
@@ -150,9 +161,14 @@ def write(
     for name, (tensor, put) in stored.items():
         exact = any(part in name for part in ("gate_inp", "conv1d", "shortconv.conv"))
         kind = Type.F32 if exact or tensor.ndim < 2 else type_of(name)
-        data = _quantized(tensor, kind)
+        data, scale = _quantized(tensor, kind), torch.ones(())
         writer.add_tensor(name, data, raw_dtype=kind)
-        put(torch.from_numpy(np.array(gguf.quants.dequantize(data, kind))).view(tensor.shape))
+        if kind is Type.NVFP4:  # a second scale a matrix
+            scale = torch.rand(len(tensor) if tensor.ndim == 3 else 1) + 0.5
+            writer.add_tensor(name.replace(".weight", ".scale"), scale.numpy())
+            scale = scale.view(-1, *[1] * (tensor.ndim - 1))
+        found = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind))).view(tensor.shape)
+        put(found * scale)
     if cfg.rope_parameters.get("rope_type") == "llama3":
         turned: Any = model.model.rotary_emb
         D = 2 * len(turned.inv_freq)
@@ -245,11 +261,23 @@ def _turned_back(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 def _quantized(tensor: torch.Tensor, kind: Type) -> Any:
     """By the package, or in the K-quants and IQ types that it only dequantizes by ours."""
+    if kind is Type.NVFP4:
+        return _nvfp4(tensor.float())
     if not kind.name.startswith("IQ") and not kind.name.endswith("_K"):
         return gguf.quants.quantize(tensor.float().numpy(), kind)
     matrix = tensor.float().flatten(0, -2).contiguous()
     rows = get_format(kind.name.lower()).quantize(matrix).data
     return rows.view(*tensor.shape[:-1], -1).numpy()
+
+
+def _nvfp4(tensor: torch.Tensor) -> Any:
+    """Blocks of 4 scales and 64 codes: of each 16, input i lies below i + 8."""
+    groups = tensor.reshape(*tensor.shape[:-1], -1, 4, 16)
+    scale = (groups.abs().amax(-1) / 6).to(torch.float8_e4m3fn)
+    steps = groups / scale.float().clamp(min=2.0**-9)[..., None]
+    code = (steps.abs()[..., None] - E2M1).abs().argmin(-1) + 8 * (steps < 0)
+    both = (code[..., :8] | code[..., 8:] << 4).to(torch.uint8).flatten(-2)
+    return torch.cat((scale.view(torch.uint8), both), dim=-1).flatten(-2).numpy()
 
 
 def _metadata(w: gguf.GGUFWriter, arch: str, cfg: Any) -> None:
