@@ -22,6 +22,8 @@ from runtime.devices.cpu import precompile
 from runtime.engine import EngineConfig
 from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.extend import checked
+from runtime.kv_tiers.directory import prepared
+from runtime.kv_tiers.disk import KvDisk
 from runtime.machine.topology import Topology
 from runtime.make_runner import make_plan, make_runner
 from runtime.passes.layers import check_topk
@@ -40,6 +42,7 @@ from .architectures.decoder import check_heads
 from .architectures.families import check_lowered
 from .checkpoint import memory
 from .checkpoint.config import read_config
+from .checkpoint.identity import identity
 from .checkpoint.progress import Callback, compiling, reporting
 from .hub import local
 from .llm import CONTEXT, LLM
@@ -86,6 +89,14 @@ def load_engine(
     config = read_config(folder)
     execution = on_device(execution, rules, config.model_type)
     check_lowered(config)
+    if engine.kv_disk is not None:
+        prepared(engine.kv_disk, engine.kv_disk_bytes)
+        if passes:
+            raise PykernelsError(
+                "kv_disk with passes of one's own: they may change keys and values, and no name of"
+                " a block says how",
+                "Leave out one of them",
+            )
     longest = _longest(engine, config, at_least)
     with _opened(folder, config, rules, execution) as weights:
         execution = _by_rules(execution, weights, config.model_type)
@@ -101,11 +112,18 @@ def load_engine(
                 runner = make_runner(plan, execution.device, decoder, pool)
                 runner.load()
             with compiling(progress):
-                kernel = execution.kernel
-                return LLM(runner, config, tokenizer, eos, pool, kernel, generation, engine)
+                kernel, disk = execution.kernel, _disk(engine, config, weights)
+                return LLM(runner, config, tokenizer, eos, pool, kernel, generation, engine, disk)
         except BaseException:
             pool.close()
             raise
+
+
+def _disk(engine: EngineConfig, config: PretrainedConfig, weights: Opened) -> KvDisk | None:
+    """What is behind the pages of the model's KV cache."""
+    if engine.kv_disk is None:
+        return None
+    return KvDisk(engine.kv_disk, engine.kv_disk_bytes, identity(config, weights.files))
 
 
 def _chosen(

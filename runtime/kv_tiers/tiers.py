@@ -1,0 +1,271 @@
+"""The levels behind a device's pages, as the scheduler has them.
+
+They are part of the prefix tree: what a request can use of them is read into pages, which come into
+the tree before the request is admitted, so nothing else knows where a page has come from. A request
+that waits for that is overtaken by others. What a request leaves behind is written when it gives
+its pages back, as long as they are not needed for others.
+
+A block is read where that is known to be faster than computing its tokens, or nothing is known yet.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..kv_cache import BlockManager, PageTable
+from ..kv_cache.page_store import PageStore
+from ..kv_cache.prefix import ROOT, PageKey, PrefixNode
+from ..kv_cache.states import NO_SLOT
+from .block import BlockName, Kind
+from .directory import ModelFolder
+from .stats import Rate
+from .worker import Load, Worker
+
+_APART = 1000
+"""Nanoseconds between the times at which a page and the one before it were of use: the deepest goes
+first, as in the prefix tree."""
+_PATIENCE_SECONDS = 30.0
+"""That a request waits for blocks, where nobody knows what computing them takes."""
+_LEAST_SECONDS = 1.0
+"""The same, where it is known to take less."""
+CLOSE_SECONDS = 30.0
+"""For what is to be written when the engine ends."""
+
+
+@dataclass
+class _Loading:
+    """A load, what of the tree it goes on from, and the keys of what it brings."""
+
+    load: Load
+    behind: list[PrefixNode]
+    keys: list[PageKey]
+    give_up: float
+    last: tuple[int, PageKey]
+    """The deepest page that it is for, and how many are before it."""
+
+    def is_for(self, table: PageTable) -> bool:
+        """Whether a request, whose keys are known, begins with what it brings."""
+        at, key = (len(self.behind), self.keys[0]) if self.keys else self.last
+        return len(table.keys) > at and table.keys[at] == key
+
+
+class KvTiers:
+    """What the pages of one engine have behind them: a directory of blocks.
+
+    Every method is called by the thread that owns the scheduler.
+
+    Args:
+        manager: of the pages; it tells of those that are given back, and evicted.
+        pages: the same as bytes.
+        folder: of the model's blocks.
+    """
+
+    def __init__(self, manager: BlockManager, pages: PageStore, folder: ModelFolder) -> None:
+        self._manager, self._pages, self._folder = manager, pages, folder
+        self._worker = Worker(pages, folder)
+        self.stats = self._worker.stats
+        self._compute_rate = Rate()  # tokens of prompts a second
+        self._loads: dict[Load, _Loading] = {}
+        self._filling: set[PrefixNode] = set()
+        self._states: dict[PrefixNode, int] = {}  # to be written once their copies are made
+        manager.below = self
+        if manager.snapshots is not None:
+            manager.snapshots.states.below = self
+        weakref.finalize(self, self._worker.stop)
+
+    @property
+    def loading(self) -> bool:
+        """Whether blocks are being read."""
+        return bool(self._loads)
+
+    def has_news(self) -> bool:
+        """Whether ``collect`` has something to do."""
+        return bool(self._worker.done)
+
+    def close(self, seconds: float) -> None:
+        """Writes what is to be written, for so long, and reads no more."""
+        self._collect_states()
+        self._worker.close(seconds)
+
+    # What steps do.
+
+    def filling(self, nodes: Iterable[PrefixNode]) -> None:
+        """Pages that are in the tree, and that a launched step is to fill."""
+        self._filling.update(nodes)
+
+    def filled(self, nodes: Iterable[PrefixNode]) -> None:
+        """That step has ended, or what it has not filled is not in the tree any more."""
+        self._filling.difference_update(nodes)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A step took so long for so many tokens of prompts."""
+        if tokens >= self._manager.page_size:
+            self._compute_rate.record(tokens, seconds)
+
+    # What requests are given.
+
+    def is_coming(
+        self, table: PageTable, tokens: Sequence[int], reusable: int | None, reserve: int
+    ) -> bool:
+        """Whether a request that is to be admitted waits for blocks; it is asked again and again.
+
+        Args:
+            table: its own, empty; ``tokens``, ``reusable`` and ``reserve``: as for ``admit``.
+        """
+        now = time.monotonic()
+        found = None if table.sought else self._found(table, tokens, reusable)
+        for load, loading in self._loads.items():
+            if not load.cancelled and loading.is_for(table):
+                if now < loading.give_up:
+                    return True
+                load.cancelled = True
+        if table.sought:
+            return False
+        if found is None:
+            table.sought = True
+            return False
+        hits, depth, state = found
+        keys = table.keys[len(hits) : depth]
+        nbytes = len(keys) * self._pages.page_bytes + state * self._pages.state_bytes
+        reads = self._worker.read_rate.seconds(nbytes)
+        computes = self._compute_rate.seconds(max(1, len(keys)) * self._manager.page_size)
+        if reads is not None and computes is not None and reads > computes:
+            self._worker.read_rate.hope()
+            self.stats.declined += len(keys) + state
+            table.sought = True
+            return False
+        begun = self._load(table, hits, keys, state, reserve)
+        if begun is None:
+            return False  # as pages are short: it cannot be admitted either
+        table.sought = True
+        patience = _PATIENCE_SECONDS if computes is None else max(_LEAST_SECONDS, computes)
+        last = depth - 1, table.keys[depth - 1]
+        self._loads[begun] = _Loading(begun, hits, keys, now + patience, last)
+        self._worker.load(begun)
+        return True
+
+    def collect(self) -> bool:
+        """Brings what was read into the tree; whether there was anything."""
+        self._collect_states()
+        any_done = bool(self._worker.done)
+        while self._worker.done:
+            self._adopt(self._loads.pop(self._worker.done.popleft()))
+        return any_done
+
+    def _found(
+        self, table: PageTable, tokens: Sequence[int], reusable: int | None
+    ) -> tuple[list[PrefixNode], int, bool] | None:
+        """The pages of a prompt that the tree has, and how many it could have with blocks of the
+        directory; whether a state is needed behind them. None: none are of use."""
+        hits = self._manager.match(table, tokens, reusable)
+        last, names = self._manager.shareable(tokens, reusable), self._folder.names
+        depth = len(hits)
+        while depth < last and table.keys[depth][0].hex() + Kind.PAGE.suffix in names:
+            depth += 1
+        state = False
+        if (snapshots := self._manager.snapshots) is not None:
+            least = len(snapshots.deepest(hits))
+            keys = table.keys
+            while depth > least and keys[depth - 1][0].hex() + Kind.STATE.suffix not in names:
+                depth -= 1
+            state = depth > least
+            hits = hits[:depth]
+        if depth < last:
+            self.stats.missed += last - depth
+            self._worker.look()
+        return (hits, depth, state) if state or depth > len(hits) else None
+
+    def _load(
+        self,
+        table: PageTable,
+        hits: list[PrefixNode],
+        keys: list[PageKey],
+        state: bool,
+        reserve: int,
+    ) -> Load | None:
+        """Pages for blocks that are to be read; None: there are too few."""
+        pages = self._manager.reserve(hits, len(keys), reserve)
+        if pages is None:
+            return None
+        last = hits[-1].key if hits else ROOT
+        parents = [last, *(key for key, _ in keys)]
+        blocks = [
+            (BlockName(Kind.PAGE, self._folder.fingerprint, key, parent, data), page)
+            for (key, data), parent, page in zip(keys, parents, pages, strict=False)
+        ]
+        if not state:
+            return Load(blocks)
+        snapshots = self._manager.snapshots
+        assert snapshots is not None
+        slot = snapshots.states.take()
+        if slot == NO_SLOT:
+            self._manager.adopt(hits, keys, pages, 0)
+            return None
+        at = len(hits) + len(keys)
+        (key, data), before = table.keys[at - 1], table.keys[at - 2][0] if at > 1 else ROOT
+        name = BlockName(Kind.STATE, self._folder.fingerprint, key, before, data)
+        return Load(blocks, (name, slot))
+
+    def _adopt(self, done: _Loading) -> None:
+        load = done.load
+        pages = [page for _, page in load.pages]
+        deepest = self._manager.adopt(done.behind, done.keys, pages, load.loaded)
+        if load.state is None:
+            return
+        block, slot = load.state
+        snapshots = self._manager.snapshots
+        assert snapshots is not None
+        if load.has_state and deepest is not None and deepest.key == block.key:
+            snapshots.states.keep(deepest, slot)
+        else:
+            snapshots.states.free(slot)
+
+    # What the manager tells: see ``kv_cache.block_manager.Below``.
+
+    def released(self, nodes: Sequence[PrefixNode]) -> None:
+        now, names = time.time_ns(), self._folder.names
+        full = next((i for i, node in enumerate(nodes) if node in self._filling), len(nodes))
+        nodes = nodes[:full]
+        for i, node in enumerate(nodes):
+            block = self._name(Kind.PAGE, node)
+            if block.file in names:
+                self._worker.touch(block, now - i * _APART)
+            else:
+                self._worker.write(block, node.page, now - i * _APART)
+        snapshots = self._manager.snapshots
+        if snapshots is not None:
+            for i, node in enumerate(nodes):
+                if node in snapshots.states:
+                    self._states[node] = now - i * _APART
+
+    def evicted(self, page: int) -> None:
+        self._worker.forget(Kind.PAGE, page)
+
+    def dropped(self, node: PrefixNode, slot: int) -> None:
+        self._states.pop(node, None)
+        self._worker.forget(Kind.STATE, slot)
+
+    def _collect_states(self) -> None:
+        """States whose copies are made by now are written."""
+        if not self._states:
+            return
+        assert self._manager.snapshots is not None
+        states = self._manager.snapshots.states
+        coming = {slot for _, slot in states.copies}
+        for node, used in list(self._states.items()):
+            slot = states.slot_of(node)
+            if slot in coming:
+                continue
+            del self._states[node]
+            block = self._name(Kind.STATE, node)
+            if block.file in self._folder.names:
+                self._worker.touch(block, used)
+            else:
+                self._worker.write(block, slot, used)
+
+    def _name(self, kind: Kind, node: PrefixNode) -> BlockName:
+        parent = ROOT if node.parent is None else node.parent.key
+        return BlockName(kind, self._folder.fingerprint, node.key, parent, node.data)

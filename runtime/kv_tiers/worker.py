@@ -1,0 +1,235 @@
+"""The thread that moves blocks between a device's pages and a directory, beside the steps.
+
+Reads come first: a request waits for them. What is to be written is a page of the device until it
+is copied, so a page that is needed meanwhile is not written at all; no step waits for a disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ..kv_cache.page_store import PageStore
+from .block import BlockName, Kind
+from .directory import ModelFolder
+from .stats import LevelStats, Rate
+
+T = TypeVar("T")
+LOG = logging.getLogger("pykernels")
+_PAUSE_SECONDS = 60
+"""After an error of the disk, nothing is written for so long."""
+
+
+@dataclass(eq=False)
+class Load:
+    """Blocks to be read into pages that nobody else has, in order, and perhaps a state.
+
+    Attributes:
+        pages: block and page of each; ``state``: block and slot.
+        cancelled: the rest is not needed any more.
+        loaded: how many of the pages are read; ``has_state``: whether the state is.
+    """
+
+    pages: list[tuple[BlockName, int]]
+    state: tuple[BlockName, int] | None = None
+    cancelled: bool = False
+    loaded: int = 0
+    has_state: bool = False
+
+
+@dataclass
+class _Asked:
+    """What there is to do; of the lock's owner.
+
+    Attributes:
+        writes: by kind, and page or slot: the block, and when it was used.
+        copying: the one of these that is being copied.
+    """
+
+    loads: deque[Load] = field(default_factory=deque)
+    writes: OrderedDict[tuple[Kind, int], tuple[BlockName, int]] = field(
+        default_factory=OrderedDict
+    )
+    touches: deque[tuple[BlockName, int]] = field(default_factory=deque)
+    look: bool = False
+    copying: tuple[Kind, int] | None = None
+    end: float | None = None  # the time at which the thread ends, whatever is left
+
+
+class Worker:
+    """Reads and writes blocks, one after the other.
+
+    Attributes:
+        done: loads that have ended, the oldest first.
+        read_rate: bytes a second.
+        ended: whether nothing is read or written any more.
+    """
+
+    def __init__(self, pages: PageStore, folder: ModelFolder) -> None:
+        self._pages, self.folder = pages, folder
+        self.stats, self.read_rate = LevelStats(), Rate()
+        self.done: deque[Load] = deque()
+        self._asked = _Asked()
+        self._changed = threading.Condition()
+        self._write_after = 0.0
+        self._told: set[str] = set()
+        self.ended = False
+        self._thread = threading.Thread(target=self._run, name="kv blocks", daemon=True)
+        self._thread.start()
+
+    def load(self, load: Load) -> None:
+        """Reads it; it is in ``done`` then."""
+        with self._changed:
+            (self.done if self.ended else self._asked.loads).append(load)
+            self._changed.notify_all()
+
+    def write(self, block: BlockName, place: int, used: int) -> None:
+        """Writes the page or slot, unless ``forget`` comes first."""
+        with self._changed:
+            if not self.ended:
+                self._asked.writes[block.kind, place] = block, used
+            self._changed.notify_all()
+
+    def touch(self, block: BlockName, used: int) -> None:
+        """A block of the directory was of use."""
+        with self._changed:
+            self._asked.touches.append((block, used))
+            self._changed.notify_all()
+
+    def look(self) -> None:
+        """Finds what other processes have written, if that was not done just now."""
+        with self._changed:
+            self._asked.look = True
+            self._changed.notify_all()
+
+    def forget(self, kind: Kind, place: int) -> None:
+        """A page or slot is about to get other contents: from now on it is not read."""
+        with self._changed:
+            if self._asked.writes.pop((kind, place), None) is not None:
+                self.stats.dropped += 1
+            while self._asked.copying == (kind, place):
+                self._changed.wait()
+
+    def stop(self, seconds: float = 0.0) -> None:
+        """Ends the thread when all is written, or so much time has passed."""
+        with self._changed:
+            self._asked.end = time.monotonic() + seconds
+            for load in self._asked.loads:
+                load.cancelled = True
+            self._changed.notify_all()
+
+    def close(self, seconds: float) -> None:
+        """``stop``, and waits for the end: then no page is touched any more."""
+        self.stop(seconds)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._next():
+                pass
+        except Exception as error:  # of the device, or a mistake of ours: the engine goes on
+            LOG.warning("the KV cache has no more levels behind it: %s", error, exc_info=error)
+        finally:
+            with self._changed:
+                self.ended = True
+                self.done += self._asked.loads
+                self._asked = _Asked()
+                self._changed.notify_all()
+
+    def _next(self) -> bool:
+        """Waits for something to do, and does it; False: the end has come."""
+        asked = self._asked
+        with self._changed:
+            while not (asked.loads or asked.writes or asked.touches or asked.look):
+                if asked.end is not None:
+                    return False
+                self._changed.wait()
+            if asked.end is not None and time.monotonic() >= asked.end:
+                self.stats.dropped += len(asked.writes)
+                return False
+            load = asked.loads[0] if asked.loads else None
+            touches, asked.touches = asked.touches, deque()
+            look, asked.look = asked.look, False
+            write = None
+            if load is None and asked.writes:
+                asked.copying, write = asked.writes.popitem(last=False)
+        if load is not None:
+            self._load(load)
+            asked.loads.popleft()
+            self.done.append(load)
+        for block, used in touches:
+            self.folder.touch(block, used)
+        if look:
+            self._try("looked at", self.folder.look_again)
+        if write is not None:
+            self._write(*write)
+        return True
+
+    def _load(self, load: Load) -> None:
+        began, nbytes = time.perf_counter(), 0
+        for block, page in load.pages:
+            if load.cancelled or not self._read(block, page):
+                break
+            load.loaded += 1
+            nbytes += self._pages.page_bytes
+        if load.state is not None and load.loaded == len(load.pages) and not load.cancelled:
+            load.has_state = self._read(*load.state)
+            nbytes += self._pages.state_bytes if load.has_state else 0
+        seconds = time.perf_counter() - began
+        self.stats.read += load.loaded + load.has_state
+        self.stats.read_bytes += nbytes
+        self.stats.read_seconds += seconds
+        if nbytes:
+            self.read_rate.record(nbytes, seconds)
+
+    def _read(self, block: BlockName, place: int) -> bool:
+        """Whether it is in the page or slot now."""
+        pages, is_page = self._pages, block.kind is Kind.PAGE
+        space = pages.page_space(place) if is_page else pages.state_space(place)
+        found = self._try("read", lambda: self.folder.read(block, space))
+        self.stats.damaged += found == "damaged"
+        if found != "whole":
+            return False
+        (pages.write_page if is_page else pages.write_state)(place)
+        return True
+
+    def _write(self, block: BlockName, used: int) -> None:
+        assert self._asked.copying is not None
+        kind, place = self._asked.copying
+        try:
+            read = self._pages.read_page if kind is Kind.PAGE else self._pages.read_state
+            payload = read(place)
+        finally:
+            with self._changed:
+                self._asked.copying = None
+                self._changed.notify_all()
+        if time.monotonic() < self._write_after:
+            self.stats.dropped += 1
+            return
+        began = time.perf_counter()
+        nbytes = self._try("written", lambda: self.folder.write(block, payload, used))
+        self.stats.write_seconds += time.perf_counter() - began
+        if nbytes is None:
+            self._write_after = time.monotonic() + _PAUSE_SECONDS
+            self.stats.dropped += 1
+            return
+        self.stats.written += 1
+        self.stats.written_bytes += nbytes
+
+    def _try(self, done: str, do: Callable[[], T]) -> T | None:
+        """What it gives; None: the disk has failed, of which the log is told once."""
+        try:
+            return do()
+        except OSError as error:
+            self.stats.failed += 1
+            if done not in self._told:
+                self._told.add(done)
+                where, why = self.folder.root, error.strerror or error
+                LOG.warning("blocks of the KV cache in %s cannot be %s: %s", where, done, why)
+            return None
