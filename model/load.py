@@ -112,18 +112,21 @@ def load_engine(
                 runner = make_runner(plan, execution.device, decoder, pool)
                 runner.load()
             with compiling(progress):
-                kernel, disk = execution.kernel, _disk(engine, config, weights)
+                kernel, disk = execution.kernel, _disk(engine, folder, config, weights)
                 return LLM(runner, config, tokenizer, eos, pool, kernel, generation, engine, disk)
         except BaseException:
             pool.close()
             raise
 
 
-def _disk(engine: EngineConfig, config: PretrainedConfig, weights: Opened) -> KvDisk | None:
+def _disk(
+    engine: EngineConfig, folder: Path, config: PretrainedConfig, weights: Opened
+) -> KvDisk | None:
     """What is behind the pages of the model's KV cache."""
     if engine.kv_disk is None:
         return None
-    return KvDisk(engine.kv_disk, engine.kv_disk_bytes, identity(config, weights.files))
+    name, known = folder.resolve().name, identity(config, weights.files)
+    return KvDisk(engine.kv_disk, engine.kv_disk_bytes, name, known)
 
 
 def _chosen(

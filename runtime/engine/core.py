@@ -212,7 +212,7 @@ class Core:
         behind = ahead is running and self._launch_behind(running)
         self._running = None
         try:
-            result = self.runner.result()
+            result = self._result()
             sampled_token_ids = result.sampled_token_ids[: running.R].tolist()
             check_drawn(sampled_token_ids, running.R, self.runner.vocab_size)
         except BaseException as error:
@@ -276,6 +276,12 @@ class Core:
     def _launched(self, step: ScheduledStep) -> None:
         self._running, self._launched_at = step, self.clock()
         self.scheduler.launched(step)
+
+    def _result(self) -> StepResult:
+        try:
+            return self.runner.result()
+        finally:
+            self.scheduler.ended()
 
     def _launch_behind(self, step: ScheduledStep) -> bool:
         """Launch a step's successor, which has the same requests, while it runs; False if that must

@@ -271,6 +271,7 @@ class Engine:
             running=len(scheduler.prefilling) + len(scheduler.decoding),
             free_pages=len(scheduler.manager.pool),
             cached_pages=scheduler.manager.tree.idle,
+            kv_levels={} if (tiers := scheduler.tiers) is None else tiers.figures(),
         )
 
     @property

@@ -71,8 +71,7 @@ class ModelFolder:
 
     def __post_init__(self) -> None:
         self.path = self.root / self.fingerprint.hex()
-        self.path.mkdir(exist_ok=True)
-        _write_json(self.path / ABOUT, self.about)
+        self._make()
         self._written = 0
         self._looked = 0.0
         self._total = 0
@@ -80,6 +79,11 @@ class ModelFolder:
         self.names: set[str] = set()
         self.look()
         self.trim()
+
+    def _make(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        _write_json(self.path / ABOUT, self.about)
+        _write_json(self.root / MARKER, {"version": VERSION})
 
     def look(self) -> None:
         """Finds the blocks that others have written or removed."""
@@ -135,6 +139,8 @@ class ModelFolder:
         new = self.path / f"{NEW}{os.getpid()}-{self._written}"
         header = block.header([payload])
         nbytes = len(header) + len(payload)
+        if not self.path.is_dir():  # somebody has removed all blocks
+            self._make()
         file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             try:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from ..kv_cache import BlockManager, PageTable
 from ..kv_cache.page_store import PageStore
@@ -21,7 +22,7 @@ from ..kv_cache.prefix import ROOT, PageKey, PrefixNode
 from ..kv_cache.states import NO_SLOT
 from .block import BlockName, Kind
 from .directory import ModelFolder
-from .stats import Rate
+from .stats import LevelStats, Rate
 from .worker import Load, Worker
 
 _APART = 1000
@@ -61,14 +62,26 @@ class KvTiers:
         manager: of the pages; it tells of those that are given back, and evicted.
         pages: the same as bytes.
         folder: of the model's blocks.
+        is_other: whether weights were changed, so that it is another model's; then nothing is read
+            or written any more.
     """
 
-    def __init__(self, manager: BlockManager, pages: PageStore, folder: ModelFolder) -> None:
+    def __init__(
+        self,
+        manager: BlockManager,
+        pages: PageStore,
+        folder: ModelFolder,
+        is_other: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._manager, self._pages, self._folder = manager, pages, folder
+        self._is_other = is_other
         self._worker = Worker(pages, folder)
-        self.stats = self._worker.stats
         self._compute_rate = Rate()  # tokens of prompts a second
         self._loads: dict[Load, _Loading] = {}
+        self._launched = self._ended = 0  # steps
+        # What runs may still write to pages that a cancelled request has given back: a load begins
+        # when so many steps have ended.
+        self._begin_later: deque[tuple[int, Load]] = deque()
         self._filling: set[PrefixNode] = set()
         self._states: dict[PrefixNode, int] = {}  # to be written once their copies are made
         manager.below = self
@@ -81,6 +94,10 @@ class KvTiers:
         """Whether blocks are being read."""
         return bool(self._loads)
 
+    def figures(self) -> dict[str, LevelStats]:
+        """A copy of the counts of each level."""
+        return {"disk": replace(self._worker.stats)}
+
     def has_news(self) -> bool:
         """Whether ``collect`` has something to do."""
         return bool(self._worker.done)
@@ -92,12 +109,18 @@ class KvTiers:
 
     # What steps do.
 
-    def filling(self, nodes: Iterable[PrefixNode]) -> None:
-        """Pages that are in the tree, and that a launched step is to fill."""
+    def launched(self, nodes: Iterable[PrefixNode]) -> None:
+        """A step runs that is to fill these pages of the tree."""
+        self._launched += 1
         self._filling.update(nodes)
 
+    def ended(self) -> None:
+        """The step that was launched first, of those that run, has ended, well or not."""
+        self._ended += 1
+        self._begin_loads()
+
     def filled(self, nodes: Iterable[PrefixNode]) -> None:
-        """That step has ended, or what it has not filled is not in the tree any more."""
+        """They hold what they should, or are not in the tree any more."""
         self._filling.difference_update(nodes)
 
     def computed(self, tokens: int, seconds: float) -> None:
@@ -124,7 +147,7 @@ class KvTiers:
                 load.cancelled = True
         if table.sought:
             return False
-        if found is None:
+        if found is None or self._is_other():
             table.sought = True
             return False
         hits, depth, state = found
@@ -134,7 +157,7 @@ class KvTiers:
         computes = self._compute_rate.seconds(max(1, len(keys)) * self._manager.page_size)
         if reads is not None and computes is not None and reads > computes:
             self._worker.read_rate.hope()
-            self.stats.declined += len(keys) + state
+            self._worker.stats.declined += len(keys) + state
             table.sought = True
             return False
         begun = self._load(table, hits, keys, state, reserve)
@@ -144,8 +167,13 @@ class KvTiers:
         patience = _PATIENCE_SECONDS if computes is None else max(_LEAST_SECONDS, computes)
         last = depth - 1, table.keys[depth - 1]
         self._loads[begun] = _Loading(begun, hits, keys, now + patience, last)
-        self._worker.load(begun)
+        self._begin_later.append((self._launched, begun))
+        self._begin_loads()
         return True
+
+    def _begin_loads(self) -> None:
+        while self._begin_later and self._begin_later[0][0] <= self._ended:
+            self._worker.load(self._begin_later.popleft()[1])
 
     def collect(self) -> bool:
         """Brings what was read into the tree; whether there was anything."""
@@ -174,7 +202,7 @@ class KvTiers:
             state = depth > least
             hits = hits[:depth]
         if depth < last:
-            self.stats.missed += last - depth
+            self._worker.stats.missed += last - depth
             self._worker.look()
         return (hits, depth, state) if state or depth > len(hits) else None
 
@@ -226,6 +254,8 @@ class KvTiers:
     # What the manager tells: see ``kv_cache.block_manager.Below``.
 
     def released(self, nodes: Sequence[PrefixNode]) -> None:
+        if self._is_other():
+            return
         now, names = time.time_ns(), self._folder.names
         full = next((i for i, node in enumerate(nodes) if node in self._filling), len(nodes))
         nodes = nodes[:full]

@@ -280,7 +280,7 @@ class Scheduler:
         for request, first, size in step.chunks:
             step.inserted += self.manager.commit(request.table, request.tokens, first + size)
         if self.tiers is not None:
-            self.tiers.filling(step.inserted)
+            self.tiers.launched(step.inserted)
         if (snapshots := self.manager.snapshots) is not None:
             for chunk in step.chunks:
                 node = snapshots.reached(chunk.request.table, chunk.last, chunk.completes)
@@ -299,6 +299,11 @@ class Scheduler:
         """Whether states are to be copied before the next step."""
         snapshots = self.manager.snapshots
         return snapshots is not None and bool(snapshots.states.copies)
+
+    def ended(self) -> None:
+        """The step that was launched first, of those that run, has ended, well or not."""
+        if self.tiers is not None:
+            self.tiers.ended()
 
     def finished(self, step: ScheduledStep) -> None:
         """Called before what the step drew is appended: pages that it has filled are shared. Drafts
