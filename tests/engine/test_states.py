@@ -129,11 +129,11 @@ def test_forks_and_preempted_requests_copy_states(device: str, made: tiny.Tiny) 
         check(made, prompt, result, device)
 
 
-@pytest.mark.parametrize("device", ["ref", "cpu"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_restart_takes_up_states(device: str, made: tiny.Tiny, tmp_path: Path) -> None:
     prompt = tokens(150, 1)
     for cached in (0, 128, 192):
-        with model.load_engine(made.path, device=device, kv_disk=tmp_path, **SIZES) as llm:
+        with load(made, device, kv_disk=tmp_path) as llm:
             result, found = read_again(llm, prompt, 60)
         assert found == cached
         check(made, prompt, result, device)

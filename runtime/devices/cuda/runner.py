@@ -15,6 +15,7 @@ import torch
 from pykernels.errors import PykernelsError
 
 from ...experts.cache import CachePolicy
+from ...kv_cache.page_store import PageStore
 from ...machine.pinned import Pinned
 from ...passes.layers import moe_layers
 from ...planning.compile import Compiled
@@ -45,6 +46,7 @@ from .layouts import machine_of
 from .memory.buffers import allocated_caches, dtypes
 from .memory.dense import pin_staged
 from .memory.experts import on_gpu
+from .memory.pages import GpuPages
 from .memory.weights import layouts
 from .resources import CudaResources, check_waits
 from .step_maker import StepMaker
@@ -125,6 +127,10 @@ class CudaRunner(PagedRunner):
         slots, self._table = on_gpu(program, self.weights, self.device, policy, self.pinned)
         self.caches.update(zip(slots.tables, self._table, strict=True))
         return slots
+
+    def page_store(self) -> PageStore:
+        names = self.model.caches(1)
+        return GpuPages({name: self.caches[name] for name in names}, self.model.states)
 
     def before_slots(self, slots: Slots) -> None:
         if slots.before_step():
