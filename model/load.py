@@ -89,8 +89,9 @@ def load_engine(
     config = read_config(folder)
     execution = on_device(execution, rules, config.model_type)
     check_lowered(config)
+    disk_bytes = 0
     if engine.kv_disk is not None:
-        prepared(engine.kv_disk, engine.kv_disk_bytes)
+        disk_bytes = prepared(engine.kv_disk, _bytes(engine.kv_disk_gib))
         if passes:
             raise PykernelsError(
                 "kv_disk with passes of one's own: they may change keys and values, and no name of"
@@ -112,21 +113,25 @@ def load_engine(
                 runner = make_runner(plan, execution.device, decoder, pool)
                 runner.load()
             with compiling(progress):
-                kernel, disk = execution.kernel, _disk(engine, folder, config, weights)
+                kernel = execution.kernel
+                disk = _disk(engine.kv_disk, disk_bytes, folder, config, weights)
                 return LLM(runner, config, tokenizer, eos, pool, kernel, generation, engine, disk)
         except BaseException:
             pool.close()
             raise
 
 
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * (1 << 30))
+
+
 def _disk(
-    engine: EngineConfig, folder: Path, config: PretrainedConfig, weights: Opened
+    root: Path | None, limit: int, folder: Path, config: PretrainedConfig, weights: Opened
 ) -> KvDisk | None:
-    """What is behind the pages of the model's KV cache."""
-    if engine.kv_disk is None:
+    """What is behind the pages of the KV cache of the model in ``folder``."""
+    if root is None:
         return None
-    name, known = folder.resolve().name, identity(config, weights.files)
-    return KvDisk(engine.kv_disk, engine.kv_disk_bytes, name, known)
+    return KvDisk(root, limit, folder.resolve().name, identity(config, weights.files))
 
 
 def _chosen(

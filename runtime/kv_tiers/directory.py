@@ -37,6 +37,7 @@ _KEPT = 0.95
 """Of the limit, when blocks had to go."""
 _UNSEEN = 1 / 32
 """Of the limit: bytes that are written between two looks at what other processes have written."""
+_LIMIT = 32 << 30
 _IOV = 1000
 """Buffers of one ``preadv``: Linux takes 1,024."""
 
@@ -123,6 +124,15 @@ class ModelFolder:
         self.remove(block)
         return "damaged"
 
+    def prefetch(self, block: BlockName) -> None:
+        """Has the system begin to read a block that ``read`` will be asked for."""
+        with suppress(OSError):
+            file = os.open(self.path / block.file, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(file)
+
     def write(self, block: BlockName, payload: memoryview, used: int) -> int:
         """Writes a block, whole or not at all.
 
@@ -190,11 +200,14 @@ class ModelFolder:
                 self.names.discard(name)
 
 
-def prepared(root: Path, limit: int = 0) -> None:
+def prepared(root: Path, limit: int | None = None) -> int:
     """Makes a directory of blocks, or sees that it is one.
 
     Args:
-        limit: bytes that it is to have.
+        limit: bytes that it is to have; None: 32 GiB, or half of what there is room for.
+
+    Returns:
+        That many.
 
     Raises:
         PykernelsError: it cannot be made or written, holds something else, is another version's,
@@ -215,12 +228,15 @@ def prepared(root: Path, limit: int = 0) -> None:
             "Give a directory in which this user may write",
         ) from error
     room = disk.f_bavail * disk.f_frsize + sum(file.nbytes for file in blocks(root))
+    if limit is None:
+        return min(_LIMIT, room // 2)
     if limit > room:
         raise PykernelsError(
             f"{root} is to have {limit / 2**30:.1f} GiB of blocks, and its disk has room for"
             f" {room / 2**30:.1f}",
             "Ask for less, or give a directory on another disk",
         )
+    return limit
 
 
 def check_ours(root: Path) -> bool:

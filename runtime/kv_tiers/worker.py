@@ -21,6 +21,8 @@ from .stats import LevelStats, Rate
 
 T = TypeVar("T")
 LOG = logging.getLogger("pykernels")
+_AHEAD = 8
+"""Blocks that the system reads while the one before them is checked."""
 _PAUSE_SECONDS = 60
 """After an error of the disk, nothing is written for so long."""
 
@@ -173,7 +175,14 @@ class Worker:
 
     def _load(self, load: Load) -> None:
         began, nbytes = time.perf_counter(), 0
-        for block, page in load.pages:
+        blocks = [block for block, _ in load.pages]
+        if load.state is not None:
+            blocks.append(load.state[0])
+        for block in blocks[:_AHEAD]:
+            self.folder.prefetch(block)
+        for i, (block, page) in enumerate(load.pages):
+            for later in blocks[i + _AHEAD : i + _AHEAD + 1]:
+                self.folder.prefetch(later)
             if load.cancelled or not self._read(block, page):
                 break
             load.loaded += 1

@@ -27,8 +27,6 @@ SNAPSHOT_TOKENS = 1024
 """From one snapshot of a prompt's state to the next. Each takes as much memory as the keys and
 values of some thousand tokens, and makes one step more of the prompt."""
 
-KV_DISK_GIB = 32.0
-
 DRAFTERS = ("ngram",)
 """Where drafts come from, by name."""
 
@@ -69,7 +67,7 @@ class EngineConfig:
         kv_bytes: size of the KV cache in bytes; None with ``kv_tokens`` None: as many sequences
             of ``max_model_len`` as fit into an eighth of the free memory, two at least.
         kv_disk: directory of keys, values and states that outlive the process; None: none do.
-        kv_disk_gib: GiB of all blocks in it; None: ``KV_DISK_GIB``.
+        kv_disk_gib: GiB of all blocks in it; None: see ``kv_tiers.directory.prepared``.
         snapshot_tokens: of a model whose layers have a state of each sequence: tokens of a prompt
             from one snapshot of its state to the next; with another at its end and at the end of
             the output. A prompt that begins like an earlier one is read from a snapshot on. None:
@@ -127,7 +125,7 @@ class EngineConfig:
         "Size of that directory, of all models together; what was of use least recently goes.",
         "GIB",
         kind=float,
-        shown="32",
+        shown="32, or half of the room there",
         least=0,
     )
     snapshot_tokens: int | None = option(
@@ -182,12 +180,6 @@ class EngineConfig:
             raise PykernelsError(
                 "kv_tokens and kv_bytes both give the size of the KV cache", "Give one of them"
             )
-
-    @property
-    def kv_disk_bytes(self) -> int:
-        """Bytes of all blocks in ``kv_disk``."""
-        gib = KV_DISK_GIB if self.kv_disk_gib is None else self.kv_disk_gib
-        return int(gib * (1 << 30))
 
     @property
     def state_slots(self) -> int:
