@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from pykernels.errors import PykernelsError
 from runtime.engine import Engine, EngineConfig, RequestHandle, Result, SamplingParams
 from runtime.experts.cache import CacheStats
-from runtime.kv_tiers.disk import KvDisk
+from runtime.kv_tiers.behind import KvBehind
 from runtime.passes.layers import moe_layers
 from runtime.planning.compile import compile
 from runtime.planning.execution import ExecutionPlan
@@ -60,7 +60,7 @@ class LLM:
         kernel: str = "auto",
         generation: GenerationConfig | None = None,
         engine: EngineConfig | None = None,
-        disk: KvDisk | None = None,
+        behind: KvBehind | None = None,
     ) -> None:
         self.runner, self.config, self.tokenizer = runner, config, tokenizer
         self.pool, self.kernel = pool, kernel
@@ -72,7 +72,7 @@ class LLM:
             eos_token_ids=eos,
             detokenizer=detokenizer,
             config=engine,
-            tiers=None if disk is None else partial(disk.behind, runner),
+            tiers=None if behind is None else partial(behind.tiers, runner),
         )
 
     @property

@@ -14,6 +14,7 @@ from model.load import load_engine
 from pykernels.errors import PykernelsError
 from runtime.engine import SamplingParams
 from runtime.kv_cache.layout import PAGE
+from runtime.kv_cache.page_store import Kind
 from runtime.kv_tiers.directory import blocks
 from runtime.planning.config import ExecutionConfig
 
@@ -42,7 +43,10 @@ def timed(
 
     def opened() -> LLM:
         longest = min(tokens + PAGE, most)
-        sizes = {"max_model_len": longest, "kv_tokens": (conversations + 2) * longest}
+        sizes: dict[str, Any] = {
+            "max_model_len": longest,
+            "kv_tokens": (conversations + 2) * longest,
+        }
         return load_engine(path, execution=execution, kv_disk=folder, max_num_seqs=1, **sizes)
 
     most = _positions(path)
@@ -60,7 +64,7 @@ def timed(
         disk = [_first(llm, prompt, length - COMPUTED) for prompt in prompts]
         level = llm.engine.stats.kv_levels["disk"]
         memory = [_first(llm, prompt, length - COMPUTED) for prompt in prompts]
-        page_bytes = llm.runner.page_store().page_bytes
+        page_bytes = llm.runner.page_store().nbytes(Kind.PAGE)
         name = llm.runner.model.name
     seconds = {"cold": median(cold), "disk": median(disk), "memory": median(memory)}
     return {

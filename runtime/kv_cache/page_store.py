@@ -3,47 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+
+
+class Kind(IntEnum):
+    """What is read or written whole: rows of tokens, or a state behind them."""
+
+    PAGE = 0
+    STATE = 1
 
 
 class PageStore(Protocol):
-    """A device's cache, to be read and written block by block, beside its steps.
+    """A device's cache, to be read and written page by page, and slot by slot, beside its steps.
 
     One thread calls it. The caller sees to it that nobody writes a page or a slot meanwhile.
 
     Attributes:
-        layout: what these bytes are, in a line.
-        page_bytes: of a page in all layers; ``state_bytes``: of a slot.
+        layout: what the bytes of a page and of a state are, in a line.
     """
 
     layout: str
-    page_bytes: int
-    state_bytes: int
 
-    def read_page(self, page: int) -> memoryview:
-        """Its bytes, part by part as the model names them; valid until the next call."""
+    def nbytes(self, kind: Kind) -> int:
+        """Of a page in all layers, or of a slot."""
 
-    def read_state(self, slot: int) -> memoryview:
-        """Likewise of a slot of states."""
+    def host(self, nbytes: int) -> Bytes:
+        """Main memory that crosses to the device and back fastest; the store keeps it."""
 
-    def page_space(self, page: int) -> Sequence[memoryview]:
-        """Where the bytes of a page are to be put, in order, before ``write_page``."""
+    def read(self, kind: Kind, place: int, out: Bytes) -> None:
+        """Copies a page or a slot, part by part as the model names them."""
 
-    def write_page(self, page: int) -> None:
-        """What lies in ``page_space`` is the page from now on."""
+    def write(self, kind: Kind, place: int, data: Bytes) -> None:
+        """The other way."""
 
-    def state_space(self, slot: int) -> Sequence[memoryview]:
-        """Likewise of a slot of states."""
-
-    def write_state(self, slot: int) -> None:
-        """Likewise."""
+    def space(self, kind: Kind, place: int) -> Sequence[memoryview] | None:
+        """The memory of a page or a slot itself, in the same order; None: it is not the host's."""
 
 
 class HostPages:
-    """A cache in main memory: what is read into ``page_space`` is in its pages at once.
+    """A cache in main memory.
 
     Args:
         caches: by name, [pages or slots, ...], contiguous.
@@ -52,42 +57,42 @@ class HostPages:
 
     def __init__(self, caches: Mapping[str, torch.Tensor], states: Collection[str]) -> None:
         self.layout = layout_of(caches, states)
-        self._pages = [_bytes_of(caches[name]) for name in caches if name not in states]
-        self._states = [_bytes_of(caches[name]) for name in caches if name in states]
-        self.page_bytes = sum(each.shape[1] for each in self._pages)
-        self.state_bytes = sum(each.shape[1] for each in self._states)
-        self._staging = np.empty(max(self.page_bytes, self.state_bytes), np.uint8)
+        self._parts: dict[Kind, list[Bytes]] = {
+            kind: [part.numpy() for part in parts]
+            for kind, parts in parts_of(caches, states).items()
+        }
 
-    def read_page(self, page: int) -> memoryview:
-        return self._read(self._pages, page)
+    def nbytes(self, kind: Kind) -> int:
+        return sum(part.shape[1] for part in self._parts[kind])
 
-    def read_state(self, slot: int) -> memoryview:
-        return self._read(self._states, slot)
+    def host(self, nbytes: int) -> Bytes:
+        return np.empty(nbytes, np.uint8)
 
-    def page_space(self, page: int) -> Sequence[memoryview]:
-        return [each[page].data for each in self._pages]
-
-    def write_page(self, page: int) -> None:
-        return
-
-    def state_space(self, slot: int) -> Sequence[memoryview]:
-        return [each[slot].data for each in self._states]
-
-    def write_state(self, slot: int) -> None:
-        return
-
-    def _read(self, parts: Sequence[np.ndarray], index: int) -> memoryview:
+    def read(self, kind: Kind, place: int, out: Bytes) -> None:
         at = 0
-        for part in parts:
-            self._staging[at : at + part.shape[1]] = part[index]
+        for part in self._parts[kind]:
+            out[at : at + part.shape[1]] = part[place]
             at += part.shape[1]
-        return self._staging[:at].data
+
+    def write(self, kind: Kind, place: int, data: Bytes) -> None:
+        at = 0
+        for part in self._parts[kind]:
+            part[place] = data[at : at + part.shape[1]]
+            at += part.shape[1]
+
+    def space(self, kind: Kind, place: int) -> Sequence[memoryview] | None:
+        return [part[place].data for part in self._parts[kind]]
 
 
-def _bytes_of(cache: torch.Tensor) -> np.ndarray:
-    """uint8 [pages or slots, bytes of one], the same memory."""
-    found: np.ndarray = cache.flatten(1).view(torch.uint8).numpy()
-    return found
+def parts_of(
+    caches: Mapping[str, torch.Tensor], states: Collection[str]
+) -> dict[Kind, list[torch.Tensor]]:
+    """uint8 [pages or slots, bytes of one] of each cache, the same memory."""
+    parts: dict[Kind, list[torch.Tensor]] = {kind: [] for kind in Kind}
+    for name, cache in caches.items():
+        kind = Kind.STATE if name in states else Kind.PAGE
+        parts[kind].append(cache.flatten(1).view(torch.uint8))
+    return parts
 
 
 def layout_of(caches: Mapping[str, torch.Tensor], states: Collection[str]) -> str:

@@ -17,7 +17,8 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+
+from ..kv_cache.page_store import Kind
 
 VERSION = 1
 """Of the format, of the keys, and of what the kernels write into a page: another version of any of
@@ -30,16 +31,8 @@ _CHECKS = struct.Struct("<II")
 Buffer = memoryview | bytearray | bytes
 
 
-class Kind(IntEnum):
-    """What a block holds: rows of tokens, or a state behind them."""
-
-    PAGE = 0
-    STATE = 1
-
-    @property
-    def suffix(self) -> str:
-        """Of a file's name."""
-        return f".{self.name.lower()}"
+SUFFIXES = {kind: f".{kind.name.lower()}" for kind in Kind}
+"""Of files' names."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,7 @@ class BlockName:
     @property
     def file(self) -> str:
         """Its file's name in the model's folder."""
-        return self.key.hex() + self.kind.suffix
+        return self.key.hex() + SUFFIXES[self.kind]
 
     @property
     def header_bytes(self) -> int:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from pykernels.errors import PykernelsError
 
-from .block import Kind, why_damaged
+from ..kv_cache.page_store import Kind
+from .block import SUFFIXES, why_damaged
 from .directory import ABOUT, MARKER, blocks, blocks_of, check_ours, folders, remove_stale
 
 
@@ -56,7 +57,7 @@ def by_model(root: Path) -> list[ModelBlocks]:
     found = []
     for folder in folders(root):
         files = list(blocks_of(folder))
-        states = sum(file.path.endswith(Kind.STATE.suffix) for file in files)
+        states = sum(file.path.endswith(SUFFIXES[Kind.STATE]) for file in files)
         nbytes, used = sum(f.nbytes for f in files), max((f.used for f in files), default=0)
         about = (folder.name, _model(folder), len(files) - states, states, nbytes, used)
         found.append(ModelBlocks(*about))

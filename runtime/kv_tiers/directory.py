@@ -24,12 +24,11 @@ from typing import Literal, NamedTuple
 
 from pykernels.errors import PykernelsError
 
-from .block import VERSION, BlockName, Kind
+from .block import SUFFIXES, VERSION, BlockName
 
 MARKER = "pykernels-kv.json"
 ABOUT = "model.json"
 NEW = "new-"
-SUFFIXES = tuple(kind.suffix for kind in Kind)
 _STALE_SECONDS = 600
 """A new-file that is older belongs to a process that is no more."""
 _LOOK_SECONDS = 10
@@ -300,7 +299,7 @@ def remove_stale(root: Path, seconds: float = _STALE_SECONDS) -> None:
 
 def is_block(name: str) -> bool:
     """Whether a file's name is that of a block."""
-    return name.endswith(SUFFIXES) and _is_hex(name.partition(".")[0])
+    return name.endswith(tuple(SUFFIXES.values())) and _is_hex(name.partition(".")[0])
 
 
 def _is_hex(name: str) -> bool:

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..kv_cache import BlockManager, PageTable
-from ..kv_cache.page_store import PageStore
+from ..kv_cache.page_store import Kind
 from ..kv_cache.prefix import ROOT, PageKey, PrefixNode
 from ..kv_cache.states import NO_SLOT
-from .block import BlockName, Kind
-from .directory import ModelFolder
+from .block import SUFFIXES, BlockName
+from .levels import Levels
 from .stats import LevelStats, Rate
 from .worker import Load, Worker
 
@@ -54,14 +54,13 @@ class _Loading:
 
 
 class KvTiers:
-    """What the pages of one engine have behind them: a directory of blocks.
+    """What the pages of one engine have behind them.
 
     Every method is called by the thread that owns the scheduler.
 
     Args:
         manager: of the pages; it tells of those that are given back, and evicted.
-        pages: the same as bytes.
-        folder: of the model's blocks.
+        levels: behind them; ``fingerprint``: of the model, as its blocks have it.
         is_other: whether weights were changed, so that it is another model's; then nothing is read
             or written any more.
     """
@@ -69,13 +68,13 @@ class KvTiers:
     def __init__(
         self,
         manager: BlockManager,
-        pages: PageStore,
-        folder: ModelFolder,
+        levels: Levels,
+        fingerprint: bytes,
         is_other: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._manager, self._pages, self._folder = manager, pages, folder
+        self._manager, self._levels, self._fingerprint = manager, levels, fingerprint
         self._is_other = is_other
-        self._worker = Worker(pages, folder)
+        self._worker = Worker(levels)
         self._compute_rate = Rate()  # tokens of prompts a second
         self._loads: dict[Load, _Loading] = {}
         self._launched = self._ended = 0  # steps
@@ -96,7 +95,7 @@ class KvTiers:
 
     def figures(self) -> dict[str, LevelStats]:
         """A copy of the counts of each level."""
-        return {"disk": replace(self._worker.stats)}
+        return {name: replace(stats) for name, stats in self._levels.stats.items()}
 
     def has_news(self) -> bool:
         """Whether ``collect`` has something to do."""
@@ -152,12 +151,13 @@ class KvTiers:
             return False
         hits, depth, state = found
         keys = table.keys[len(hits) : depth]
-        nbytes = len(keys) * self._pages.page_bytes + state * self._pages.state_bytes
-        reads = self._worker.read_rate.seconds(nbytes)
+        names = [(Kind.PAGE, _file(Kind.PAGE, key)) for key in keys]
+        names += [(Kind.STATE, _file(Kind.STATE, table.keys[depth - 1]))] * state
+        reads = self._levels.seconds(names)
         computes = self._compute_rate.seconds(max(1, len(keys)) * self._manager.page_size)
         if reads is not None and computes is not None and reads > computes:
-            self._worker.read_rate.hope()
-            self._worker.stats.declined += len(keys) + state
+            self._levels.hope()
+            self._levels.last.declined += len(names)
             table.sought = True
             return False
         begun = self._load(table, hits, keys, state, reserve)
@@ -189,20 +189,19 @@ class KvTiers:
         """The pages of a prompt that the tree has, and how many it could have with blocks of the
         directory; whether a state is needed behind them. None: none are of use."""
         hits = self._manager.match(table, tokens, reusable)
-        last, names = self._manager.shareable(tokens, reusable), self._folder.names
+        last, keys = self._manager.shareable(tokens, reusable), table.keys
         depth = len(hits)
-        while depth < last and table.keys[depth][0].hex() + Kind.PAGE.suffix in names:
+        while depth < last and _file(Kind.PAGE, keys[depth]) in self._levels:
             depth += 1
         state = False
         if (snapshots := self._manager.snapshots) is not None:
             least = len(snapshots.deepest(hits))
-            keys = table.keys
-            while depth > least and keys[depth - 1][0].hex() + Kind.STATE.suffix not in names:
+            while depth > least and _file(Kind.STATE, keys[depth - 1]) not in self._levels:
                 depth -= 1
             state = depth > least
             hits = hits[:depth]
         if depth < last:
-            self._worker.stats.missed += last - depth
+            self._levels.last.missed += last - depth
             self._worker.look()
         return (hits, depth, state) if state or depth > len(hits) else None
 
@@ -221,7 +220,7 @@ class KvTiers:
         last = hits[-1].key if hits else ROOT
         parents = [last, *(key for key, _ in keys)]
         blocks = [
-            (BlockName(Kind.PAGE, self._folder.fingerprint, key, parent, data), page)
+            (BlockName(Kind.PAGE, self._fingerprint, key, parent, data), page)
             for (key, data), parent, page in zip(keys, parents, pages, strict=False)
         ]
         if not state:
@@ -234,7 +233,7 @@ class KvTiers:
             return None
         at = len(hits) + len(keys)
         (key, data), before = table.keys[at - 1], table.keys[at - 2][0] if at > 1 else ROOT
-        name = BlockName(Kind.STATE, self._folder.fingerprint, key, before, data)
+        name = BlockName(Kind.STATE, self._fingerprint, key, before, data)
         return Load(blocks, (name, slot))
 
     def _adopt(self, done: _Loading) -> None:
@@ -256,12 +255,12 @@ class KvTiers:
     def released(self, nodes: Sequence[PrefixNode]) -> None:
         if self._is_other():
             return
-        now, names = time.time_ns(), self._folder.names
+        now = time.time_ns()
         full = next((i for i, node in enumerate(nodes) if node in self._filling), len(nodes))
         nodes = nodes[:full]
         for i, node in enumerate(nodes):
             block = self._name(Kind.PAGE, node)
-            if block.file in names:
+            if self._levels.have(block.file):
                 self._worker.touch(block, now - i * _APART)
             else:
                 self._worker.write(block, node.page, now - i * _APART)
@@ -291,11 +290,16 @@ class KvTiers:
                 continue
             del self._states[node]
             block = self._name(Kind.STATE, node)
-            if block.file in self._folder.names:
+            if self._levels.have(block.file):
                 self._worker.touch(block, used)
             else:
                 self._worker.write(block, slot, used)
 
     def _name(self, kind: Kind, node: PrefixNode) -> BlockName:
         parent = ROOT if node.parent is None else node.parent.key
-        return BlockName(kind, self._folder.fingerprint, node.key, parent, node.data)
+        return BlockName(kind, self._fingerprint, node.key, parent, node.data)
+
+
+def _file(kind: Kind, key: PageKey) -> str:
+    """Of the block of a page."""
+    return key[0].hex() + SUFFIXES[kind]

@@ -1,4 +1,4 @@
-"""The thread that moves blocks between a device's pages and a directory, beside the steps.
+"""The thread that moves blocks between a device's pages and the levels behind, beside the steps.
 
 Reads come first: a request waits for them. What is to be written is a page of the device until it
 is copied, so a page that is needed meanwhile is not written at all; no step waits for a disk.
@@ -10,21 +10,13 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from ..kv_cache.page_store import PageStore
-from .block import BlockName, Kind
-from .directory import ModelFolder
-from .stats import LevelStats, Rate
+from ..kv_cache.page_store import Kind
+from .block import BlockName
+from .levels import Levels
 
-T = TypeVar("T")
 LOG = logging.getLogger("pykernels")
-_AHEAD = 8
-"""Blocks that the system reads while the one before them is checked."""
-_PAUSE_SECONDS = 60
-"""After an error of the disk, nothing is written for so long."""
 
 
 @dataclass(eq=False)
@@ -68,18 +60,14 @@ class Worker:
 
     Attributes:
         done: loads that have ended, the oldest first.
-        read_rate: bytes a second.
         ended: whether nothing is read or written any more.
     """
 
-    def __init__(self, pages: PageStore, folder: ModelFolder) -> None:
-        self._pages, self.folder = pages, folder
-        self.stats, self.read_rate = LevelStats(), Rate()
+    def __init__(self, levels: Levels) -> None:
+        self.levels = levels
         self.done: deque[Load] = deque()
         self._asked = _Asked()
         self._changed = threading.Condition()
-        self._write_after = 0.0
-        self._told: set[str] = set()
         self.ended = False
         self._thread = threading.Thread(target=self._run, name="kv blocks", daemon=True)
         self._thread.start()
@@ -98,7 +86,7 @@ class Worker:
             self._changed.notify_all()
 
     def touch(self, block: BlockName, used: int) -> None:
-        """A block of the directory was of use."""
+        """A block that the levels have was of use."""
         with self._changed:
             self._asked.touches.append((block, used))
             self._changed.notify_all()
@@ -113,7 +101,7 @@ class Worker:
         """A page or slot is about to get other contents: from now on it is not read."""
         with self._changed:
             if self._asked.writes.pop((kind, place), None) is not None:
-                self.stats.dropped += 1
+                self.levels.first.dropped += 1
             while self._asked.copying == (kind, place):
                 self._changed.wait()
 
@@ -146,14 +134,14 @@ class Worker:
 
     def _next(self) -> bool:
         """Waits for something to do, and does it; False: the end has come."""
-        asked = self._asked
+        asked, levels = self._asked, self.levels
         with self._changed:
-            while not (asked.loads or asked.writes or asked.touches or asked.look):
+            while not (asked.loads or asked.writes or asked.touches or asked.look or levels.late):
                 if asked.end is not None:
                     return False
                 self._changed.wait()
             if asked.end is not None and time.monotonic() >= asked.end:
-                self.stats.dropped += len(asked.writes)
+                levels.first.dropped += len(asked.writes)
                 return False
             load = asked.loads[0] if asked.loads else None
             touches, asked.touches = asked.touches, deque()
@@ -166,79 +154,34 @@ class Worker:
             asked.loads.popleft()
             self.done.append(load)
         for block, used in touches:
-            self.folder.touch(block, used)
+            levels.touch(block, used)
         if look:
-            self._try("looked at", self.folder.look_again)
+            levels.look()
         if write is not None:
             self._write(*write)
+        elif load is None and levels.late:
+            levels.store_late()
         return True
 
     def _load(self, load: Load) -> None:
-        began, nbytes = time.perf_counter(), 0
         blocks = [block for block, _ in load.pages]
         if load.state is not None:
             blocks.append(load.state[0])
-        for block in blocks[:_AHEAD]:
-            self.folder.prefetch(block)
         for i, (block, page) in enumerate(load.pages):
-            for later in blocks[i + _AHEAD : i + _AHEAD + 1]:
-                self.folder.prefetch(later)
-            if load.cancelled or not self._read(block, page):
-                break
+            self.levels.prefetch(blocks, i)
+            if load.cancelled or not self.levels.read(block, page):
+                return
             load.loaded += 1
-            nbytes += self._pages.page_bytes
-        if load.state is not None and load.loaded == len(load.pages) and not load.cancelled:
-            load.has_state = self._read(*load.state)
-            nbytes += self._pages.state_bytes if load.has_state else 0
-        seconds = time.perf_counter() - began
-        self.stats.read += load.loaded + load.has_state
-        self.stats.read_bytes += nbytes
-        self.stats.read_seconds += seconds
-        if nbytes:
-            self.read_rate.record(nbytes, seconds)
-
-    def _read(self, block: BlockName, place: int) -> bool:
-        """Whether it is in the page or slot now."""
-        pages, is_page = self._pages, block.kind is Kind.PAGE
-        space = pages.page_space(place) if is_page else pages.state_space(place)
-        found = self._try("read", lambda: self.folder.read(block, space))
-        self.stats.damaged += found == "damaged"
-        if found != "whole":
-            return False
-        (pages.write_page if is_page else pages.write_state)(place)
-        return True
+        if load.state is not None and not load.cancelled:
+            load.has_state = self.levels.read(*load.state)
 
     def _write(self, block: BlockName, used: int) -> None:
         assert self._asked.copying is not None
-        kind, place = self._asked.copying
+        _, place = self._asked.copying
         try:
-            read = self._pages.read_page if kind is Kind.PAGE else self._pages.read_state
-            payload = read(place)
+            data = self.levels.copy(block, place)
         finally:
             with self._changed:
                 self._asked.copying = None
                 self._changed.notify_all()
-        if time.monotonic() < self._write_after:
-            self.stats.dropped += 1
-            return
-        began = time.perf_counter()
-        nbytes = self._try("written", lambda: self.folder.write(block, payload, used))
-        self.stats.write_seconds += time.perf_counter() - began
-        if nbytes is None:
-            self._write_after = time.monotonic() + _PAUSE_SECONDS
-            self.stats.dropped += 1
-            return
-        self.stats.written += 1
-        self.stats.written_bytes += nbytes
-
-    def _try(self, done: str, do: Callable[[], T]) -> T | None:
-        """What it gives; None: the disk has failed, of which the log is told once."""
-        try:
-            return do()
-        except OSError as error:
-            self.stats.failed += 1
-            if done not in self._told:
-                self._told.add(done)
-                where, why = self.folder.root, error.strerror or error
-                LOG.warning("blocks of the KV cache in %s cannot be %s: %s", where, done, why)
-            return None
+        self.levels.store(block, data, used)

@@ -14,8 +14,11 @@ import pytest
 from pykernels.errors import PykernelsError
 from runtime.engine import Engine, EngineConfig, SamplingParams
 from runtime.kv_cache import BlockManager
+from runtime.kv_cache.page_store import Bytes, Kind
 from runtime.kv_tiers.contents import by_model, clear, damaged, opened
 from runtime.kv_tiers.directory import ModelFolder, blocks, prepared
+from runtime.kv_tiers.levels import Levels
+from runtime.kv_tiers.ram import RamBlocks
 from runtime.kv_tiers.tiers import KvTiers
 
 from .fake_runner import FakeRunner, check_pages, check_states, expected
@@ -26,50 +29,54 @@ MODEL = bytes(range(16))
 
 
 class FakePages:
-    """The tokens that a ``FakeRunner`` has for keys and values, and its states."""
+    """The tokens that a ``FakeRunner`` has for keys and values, and its states; as a GPU's: what
+    is read is not in its pages at once."""
 
-    layout, state_bytes = "tokens", 16
+    layout = "tokens"
 
     def __init__(self, runner: FakeRunner) -> None:
         self._runner = runner
         self._cache = runner.cache.reshape(runner.num_pages, -1).view(np.uint8)
-        self.page_bytes = self._cache.shape[1]
-        self._state = np.empty(2, np.int64)
 
-    def read_page(self, page: int) -> memoryview:
-        return self._cache[page].copy().data
+    def nbytes(self, kind: Kind) -> int:
+        return self._cache.shape[1] if kind is Kind.PAGE else 16 * bool(self._runner.states)
 
-    def page_space(self, page: int) -> Sequence[memoryview]:
-        half = self.page_bytes // 2
-        return [self._cache[page, :half].data, self._cache[page, half:].data]
+    def host(self, nbytes: int) -> Bytes:
+        return np.empty(nbytes, np.uint8)
 
-    def write_page(self, page: int) -> None:
-        return
+    def read(self, kind: Kind, place: int, out: Bytes) -> None:
+        states = self._runner.states
+        out[:] = self._cache[place] if kind is Kind.PAGE else np.array(states[place]).view("u1")
 
-    def read_state(self, slot: int) -> memoryview:
-        return np.array(self._runner.states[slot]).view(np.uint8).data
+    def write(self, kind: Kind, place: int, data: Bytes) -> None:
+        if kind is Kind.PAGE:
+            self._cache[place] = data
+        else:
+            count, chain = data.view(np.int64).tolist()
+            self._runner.states[place] = count, chain
 
-    def state_space(self, slot: int) -> Sequence[memoryview]:
-        return [self._state.view(np.uint8).data]
-
-    def write_state(self, slot: int) -> None:
-        count, chain = self._state.tolist()
-        self._runner.states[slot] = count, chain
+    def space(self, kind: Kind, place: int) -> Sequence[memoryview] | None:
+        return None
 
 
 def tiers(
-    runner: FakeRunner, path: Path, limit: int, model: bytes, manager: BlockManager
+    runner: FakeRunner, path: Path, limit: int, model: bytes, ram: int, manager: BlockManager
 ) -> KvTiers:
     """Which read whatever they can: nobody knows how long this runner would compute."""
-    made = KvTiers(manager, FakePages(runner), ModelFolder(path, limit, model, {"model": "fake"}))
+    pages, about = FakePages(runner), {"model": "fake"}
+    memory = RamBlocks(pages, ram) if ram else None
+    levels = Levels(pages, ModelFolder(path, limit, model, about), memory)
+    made = KvTiers(manager, levels, model)
     made.computed = lambda tokens, seconds: None  # type: ignore[method-assign]
     return made
 
 
-def engine_on(path: Path, runner: FakeRunner, limit: int = 1 << 30, model: bytes = MODEL) -> Engine:
+def engine_on(
+    path: Path, runner: FakeRunner, limit: int = 1 << 30, model: bytes = MODEL, ram: int = 0
+) -> Engine:
     prepared(path)
     config = EngineConfig(snapshot_tokens=8) if runner.state_slots else EngineConfig()
-    make = partial(tiers, runner, path, limit, model)
+    make = partial(tiers, runner, path, limit, model, ram)
     return Engine(runner, threaded=False, config=config, tiers=make)
 
 
@@ -115,16 +122,16 @@ def test_a_restart_goes_on_where_the_last_turn_ended(slots: int, tmp_path: Path)
         assert answered(engine, chat) == 0, "another model's"
 
 
-@pytest.mark.parametrize(("slots", "seed"), [(0, 1), (9, 2)])
-def test_nothing_wrong_is_served(slots: int, seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("slots", "ram"), [(0, 0), (9, 0), (0, 1000), (9, 1000)])
+def test_nothing_wrong_is_served(slots: int, ram: int, tmp_path: Path) -> None:
     """Lives of an engine with few pages and a small directory, some of whose blocks are damaged in
     between, requests that end early, and steps that fail."""
-    rng = random.Random(seed)
+    rng = random.Random(slots + ram)
     roots = [[rng.randrange(90) for _ in range(60)] for _ in range(3)]
     read = lost = number = 0
     for _ in range(6):
         runner = FakeRunner(num_pages=40, state_slots=slots, max_num_seqs=4)
-        with engine_on(tmp_path, runner, limit=LIMIT) as engine:
+        with engine_on(tmp_path, runner, limit=LIMIT, ram=ram) as engine:
             running = []
             for _ in range(12):
                 root, number = rng.choice(roots), number + 1
@@ -155,6 +162,29 @@ def test_nothing_wrong_is_served(slots: int, seed: int, tmp_path: Path) -> None:
         for path in rng.sample(files, len(files) // 4):
             damage(path, rng)
     assert read > 10 and lost > 2
+
+
+def test_main_memory_is_asked_before_the_disk(tmp_path: Path) -> None:
+    """Pages for one conversation, and main memory for three."""
+    chats = [[i] * 30 for i in range(3)]
+
+    def cached(engine: Engine) -> list[int]:
+        found = []
+        for chat in chats:
+            found.append(answered(engine, chat))
+            asked = engine._core.scheduler.tiers._worker._asked  # type: ignore[union-attr]
+            while asked.writes or asked.copying:  # its pages are for the next one
+                time.sleep(0.01)
+        return found
+
+    with engine_on(tmp_path, FakeRunner(num_pages=12), ram=30 * 32) as engine:
+        assert cached(engine) == [0] * 3 and cached(engine) == [28] * 3
+        levels = engine.stats.kv_levels
+        assert (levels["ram"].read, levels["disk"].read) == (21, 0)
+    with engine_on(tmp_path, FakeRunner(num_pages=12), ram=30 * 32) as engine:
+        assert cached(engine) == [28] * 3 and cached(engine) == [28] * 3
+        levels = engine.stats.kv_levels  # what comes from disk stays in main memory
+        assert (levels["ram"].read, levels["disk"].read) == (21, 21)
 
 
 def test_no_page_is_filled_that_a_running_step_may_write(tmp_path: Path) -> None:

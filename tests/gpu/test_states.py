@@ -21,7 +21,7 @@ from model.opened import open_weights
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.layouts import CudaLayouts
 from runtime.engine import Engine, EngineConfig
-from runtime.kv_tiers.disk import KvDisk
+from runtime.kv_tiers.behind import KvBehind
 from runtime.planning.execution import ExecutionPlan, largest_step
 from runtime.planning.gpu.capacity import free_for_steps
 from runtime.planning.gpu.machine import Machine
@@ -68,7 +68,7 @@ def engine(
         runner.load()
         tiers = None
         if kv_disk is not None:
-            tiers = partial(KvDisk(kv_disk, 1 << 30, "tiny", known).behind, runner)
+            tiers = partial(KvBehind(0, kv_disk, 1 << 30, "tiny", known).tiers, runner)
         with Engine(runner, config=EngineConfig(snapshot_tokens=64), tiers=tiers) as found:
             yield found
         runner.close()

@@ -130,7 +130,8 @@ class CudaRunner(PagedRunner):
 
     def page_store(self) -> PageStore:
         names = self.model.caches(1)
-        return GpuPages({name: self.caches[name] for name in names}, self.model.states)
+        caches = {name: self.caches[name] for name in names}
+        return GpuPages(caches, self.model.states, self.pinned)
 
     def before_slots(self, slots: Slots) -> None:
         if slots.before_step():

@@ -68,6 +68,7 @@ class EngineConfig:
             of ``max_model_len`` as fit into an eighth of the free memory, two at least.
         kv_disk: directory of keys, values and states that outlive the process; None: none do.
         kv_disk_gib: GiB of all blocks in it; None: see ``kv_tiers.directory.prepared``.
+        kv_ram_gib: GiB of main memory for the same beside a GPU, in front of that directory.
         snapshot_tokens: of a model whose layers have a state of each sequence: tokens of a prompt
             from one snapshot of its state to the next; with another at its end and at the end of
             the output. A prompt that begins like an earlier one is read from a snapshot on. None:
@@ -128,6 +129,14 @@ class EngineConfig:
         shown="32, or half of the room there",
         least=0,
     )
+    kv_ram_gib: float = option(
+        0.0,
+        "Main memory beside a GPU for what leaves its KV cache; without a GPU, give more"
+        " --kv-tokens.",
+        "GIB",
+        kind=float,
+        least=0,
+    )
     snapshot_tokens: int | None = option(
         None,
         "Of a model with recurrent layers: tokens of a prompt between snapshots of its state, from"
@@ -171,6 +180,7 @@ class EngineConfig:
                 raise SettingError(name, value, "Give a positive number")
         if not isinstance(self.overlap, bool):
             raise SettingError("overlap", self.overlap, "Give True or False")
+        check_number("kv_ram_gib", self.kv_ram_gib, "a number of GiB")
         if self.kv_disk_gib is not None:
             check_number("kv_disk_gib", self.kv_disk_gib, "a number of GiB")
             if self.kv_disk is None:
