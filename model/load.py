@@ -263,6 +263,7 @@ def _fitted(
         needed, smaller = weights.needed(placement), weights.smaller(placement)
         needed += sum(placement.staged.values())
         memory.check_engine(needed, 0, 0, 0, smaller)
+    memory.check_behind(_bytes(engine.kv_ram_gib) or 0, needed)
     return placement, largest_step(longest, pages, given, *most)
 
 

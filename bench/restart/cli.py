@@ -19,8 +19,13 @@ from runtime.planning.config import ExecutionConfig
 
 from ..harness.keeping.provenance import provenance
 
-SHARES = {"disk_over_cold": 0.1, "memory_over_cold": 0.05}
-"""Largest shares of a cold first token's time that are good."""
+ROWS = {
+    "cold": ("computed", None),
+    "disk": ("from disk", 0.1),
+    "ram": ("from memory", 0.05),
+    "memory": ("from pages", 0.05),
+}
+"""By name in the figures: what they are, and the largest share of a cold one that is good."""
 
 
 @command
@@ -63,8 +68,9 @@ def restart(
         return
     page = f"{float(found['page_bytes']) / 2**20:.2f} MiB"
     out().print(f"{found['model']}, {found['tokens']} tokens, {page} a page of 64")
-    for name, what in (("cold", "computed"), ("disk", "from disk"), ("memory", "from pages")):
-        share = found.get(f"{name}_over_cold")
-        beside = f", {share:.3f} x (at most {SHARES[f'{name}_over_cold']})" if share else ""
-        out().print(f"first token {what:<10} {1e3 * float(found[f'{name}_s']):9.1f} ms{beside}")
+    for name, (what, most) in ROWS.items():
+        if (seconds := found.get(f"{name}_s")) is not None:
+            share = f"{found[f'{name}_over_cold']:.3f} x"
+            good = f", good if at most {most}" if most else ""
+            out().print(f"first token {what:<11} {1e3 * seconds:9.1f} ms, {share}{good}")
     out().print(f"read with {found['read_gbps']:.2f} GB/s, beside the engine")

@@ -41,13 +41,12 @@ def timed(
         OSError: of the directory.
     """
 
-    def opened() -> LLM:
+    def opened(fitting: int = conversations + 2, ram: float = 0.0) -> LLM:
+        """With pages for so many conversations."""
         longest = min(tokens + PAGE, most)
-        sizes: dict[str, Any] = {
-            "max_model_len": longest,
-            "kv_tokens": (conversations + 2) * longest,
-        }
-        return load_engine(path, execution=execution, kv_disk=folder, max_num_seqs=1, **sizes)
+        sizes: dict[str, Any] = {"max_model_len": longest, "max_num_seqs": 1}
+        sizes |= {"kv_tokens": fitting * longest + PAGE, "kv_ram_gib": ram}
+        return load_engine(path, execution=execution, kv_disk=folder, **sizes)
 
     most = _positions(path)
     length = (min(tokens, most - 1) - COMPUTED) // PAGE * PAGE + COMPUTED
@@ -67,6 +66,13 @@ def timed(
         page_bytes = llm.runner.page_store().nbytes(Kind.PAGE)
         name = llm.runner.model.name
     seconds = {"cold": median(cold), "disk": median(disk), "memory": median(memory)}
+    if execution.device != "cpu":  # else pages are in main memory
+        progress("main memory …")
+        nbytes = (conversations + 2) * -(-length // PAGE) * page_bytes
+        with opened(fitting=1, ram=2 * nbytes / 2**30) as llm:
+            for prompt in prompts:
+                _first(llm, prompt, length - COMPUTED)
+            seconds["ram"] = median([_first(llm, prompt, length - COMPUTED) for prompt in prompts])
     return {
         "model": name,
         "device": execution.device,
@@ -74,8 +80,7 @@ def timed(
         "conversations": conversations,
         "page_bytes": page_bytes,
         **{f"{of}_s": round(s, 6) for of, s in seconds.items()},
-        "disk_over_cold": round(seconds["disk"] / seconds["cold"], 4),
-        "memory_over_cold": round(seconds["memory"] / seconds["cold"], 4),
+        **{f"{of}_over_cold": round(s / seconds["cold"], 4) for of, s in seconds.items()},
         "read_gbps": round(level.read_bytes / level.read_seconds / 1e9, 3),
     }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pykernels.errors import PykernelsError
+
 from ..kv_cache import BlockManager
 from ..kv_cache.page_store import Kind
 from ..runner.paged_runner import PagedRunner
@@ -37,7 +39,7 @@ class KvBehind:
         """The levels behind a bound runner's pages.
 
         Raises:
-            PykernelsError: too little memory for a page.
+            PykernelsError: too little memory or disk for a page.
         """
         model, pages = runner.model, runner.page_store()
         named = fingerprint(model, runner.plan, pages.layout, self.weights)
@@ -48,7 +50,15 @@ class KvBehind:
             "page_bytes": pages.nbytes(Kind.PAGE),
             "state_bytes": pages.nbytes(Kind.STATE),
         }
-        folder = None if self.disk is None else ModelFolder(self.disk, self.limit, named, about)
+        folder = None
+        if self.disk is not None:
+            if self.limit < 2 * (least := sum(map(pages.nbytes, Kind))):
+                raise PykernelsError(
+                    f"{self.limit / 2**30:.2g} GiB of disk hold no page, which takes"
+                    f" {least / 2**20:.1f} MiB",
+                    "Give a larger kv_disk_gib",
+                )
+            folder = ModelFolder(self.disk, self.limit, named, about)
         ram = RamBlocks(pages, self.ram) if self.ram else None
         levels = Levels(pages, folder, ram)
         return KvTiers(manager, levels, named, lambda: runner.weights.changed)

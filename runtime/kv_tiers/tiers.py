@@ -83,10 +83,11 @@ class KvTiers:
         self._begin_later: deque[tuple[int, Load]] = deque()
         self._filling: set[PrefixNode] = set()
         self._states: dict[PrefixNode, int] = {}  # to be written once their copies are made
-        manager.below = self
+        manager.below = weakref.proxy(self)  # nobody but the scheduler has it
         if manager.snapshots is not None:
-            manager.snapshots.states.below = self
-        weakref.finalize(self, self._worker.stop)
+            manager.snapshots.states.below = manager.below
+        # At the process's end ``close`` comes first.
+        weakref.finalize(self, self._worker.stop).atexit = False
 
     @property
     def loading(self) -> bool:

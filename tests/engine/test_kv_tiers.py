@@ -72,12 +72,17 @@ def tiers(
 
 
 def engine_on(
-    path: Path, runner: FakeRunner, limit: int = 1 << 30, model: bytes = MODEL, ram: int = 0
+    path: Path,
+    runner: FakeRunner,
+    limit: int = 1 << 30,
+    model: bytes = MODEL,
+    ram: int = 0,
+    threaded: bool = False,
 ) -> Engine:
     prepared(path)
     config = EngineConfig(snapshot_tokens=8) if runner.state_slots else EngineConfig()
     make = partial(tiers, runner, path, limit, model, ram)
-    return Engine(runner, threaded=False, config=config, tiers=make)
+    return Engine(runner, threaded=threaded, config=config, tiers=make)
 
 
 def greedy(seed: int, count: int) -> SamplingParams:

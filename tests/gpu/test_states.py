@@ -68,7 +68,7 @@ def engine(
         runner.load()
         tiers = None
         if kv_disk is not None:
-            tiers = partial(KvBehind(0, kv_disk, 1 << 30, "tiny", known).tiers, runner)
+            tiers = partial(KvBehind(1 << 20, kv_disk, 1 << 30, "tiny", known).tiers, runner)
         with Engine(runner, config=EngineConfig(snapshot_tokens=64), tiers=tiers) as found:
             yield found
         runner.close()

@@ -65,5 +65,13 @@ def test_another_model_or_dtype_has_blocks_of_its_own(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PykernelsError, match="kv_disk_gib=1.0 without a directory"):
         model.load_engine(model.EMBEDDED, kv_disk_gib=1.0)
+    with pytest.raises(PykernelsError, match="kv_ram_gib=1.0 without a GPU"):
+        model.load_engine(model.EMBEDDED, kv_ram_gib=1.0)
+    with pytest.raises(PykernelsError, match="GiB behind the GPU's KV cache, and"):
+        model.load_engine(model.EMBEDDED, device="ref", kv_ram_gib=1e6)
+    with pytest.raises(PykernelsError, match="hold no page, which takes 0.2 MiB"):
+        model.load_engine(model.EMBEDDED, device="ref", kv_ram_gib=1e-5)
+    with pytest.raises(PykernelsError, match="hold no page"):
+        model.load_engine(model.EMBEDDED, kv_disk=tmp_path, kv_disk_gib=1e-5)
     with pytest.raises(PykernelsError, match="passes"):
         model.load_engine(model.EMBEDDED, kv_disk=tmp_path, passes=[lambda program: program])
