@@ -99,7 +99,8 @@ def clear(root: Path) -> int:
             (folder / ABOUT).unlink(missing_ok=True)
             with suppress(OSError):  # a server has just written to it
                 folder.rmdir()
-        (root / MARKER).unlink(missing_ok=True)
+        if not folders(root):
+            (root / MARKER).unlink(missing_ok=True)
     except OSError as error:
         raise PykernelsError(
             f"blocks in {root} cannot be removed: {error.strerror}", "Remove them as their owner"

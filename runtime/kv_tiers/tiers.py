@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..kv_cache import BlockManager, PageTable
 from ..kv_cache.page_store import Kind
@@ -51,6 +52,21 @@ class _Loading:
         """Whether a request, whose keys are known, begins with what it brings."""
         at, key = (len(self.behind), self.keys[0]) if self.keys else self.last
         return len(table.keys) > at and table.keys[at] == key
+
+
+class _Found(NamedTuple):
+    """What the tree and the levels have of a prompt."""
+
+    hits: list[PrefixNode]
+    """Pages of the tree."""
+    depth: int
+    """Pages with those of the levels."""
+    saved: int
+    """Pages that need not be computed if blocks are read."""
+    state: bool
+    """Whether a state is to be read behind them."""
+    missed: int
+    """Pages that nobody has."""
 
 
 class KvTiers:
@@ -138,33 +154,39 @@ class KvTiers:
         Args:
             table: its own, empty; ``tokens``, ``reusable`` and ``reserve``: as for ``admit``.
         """
-        now = time.monotonic()
+        now, manager = time.monotonic(), self._manager
+        if not table.sought and manager.available <= reserve:
+            return False  # it cannot be admitted either
         found = None if table.sought else self._found(table, tokens, reusable)
         for load, loading in self._loads.items():
             if not load.cancelled and loading.is_for(table):
                 if now < loading.give_up:
                     return True
                 load.cancelled = True
-        if table.sought:
+        if found is None:
             return False
-        if found is None or self._is_other():
-            table.sought = True
-            return False
-        hits, depth, state = found
+        hits, depth, saved, state, missed = found
         keys = table.keys[len(hits) : depth]
         names = [(Kind.PAGE, _file(Kind.PAGE, key)) for key in keys]
-        names += [(Kind.STATE, _file(Kind.STATE, table.keys[depth - 1]))] * state
+        if state:
+            names.append((Kind.STATE, _file(Kind.STATE, table.keys[depth - 1])))
         reads = self._levels.seconds(names)
-        computes = self._compute_rate.seconds(max(1, len(keys)) * self._manager.page_size)
-        if reads is not None and computes is not None and reads > computes:
+        computes = self._compute_rate.seconds(saved * manager.page_size)
+        slow = reads is not None and computes is not None and reads > computes
+        begun = None
+        if saved and not slow and not self._is_other():
+            begun = self._load(table, hits, keys, state, reserve)
+            if begun is None:
+                return False  # pages are short
+        table.sought = True
+        if missed:
+            self._levels.last.missed += missed
+            self._worker.look()
+        if slow:
             self._levels.hope()
             self._levels.last.declined += len(names)
-            table.sought = True
-            return False
-        begun = self._load(table, hits, keys, state, reserve)
         if begun is None:
-            return False  # as pages are short: it cannot be admitted either
-        table.sought = True
+            return False
         patience = _PATIENCE_SECONDS if computes is None else max(_LEAST_SECONDS, computes)
         last = depth - 1, table.keys[depth - 1]
         self._loads[begun] = _Loading(begun, hits, keys, now + patience, last)
@@ -184,27 +206,21 @@ class KvTiers:
             self._adopt(self._loads.pop(self._worker.done.popleft()))
         return any_done
 
-    def _found(
-        self, table: PageTable, tokens: Sequence[int], reusable: int | None
-    ) -> tuple[list[PrefixNode], int, bool] | None:
-        """The pages of a prompt that the tree has, and how many it could have with blocks of the
-        directory; whether a state is needed behind them. None: none are of use."""
+    def _found(self, table: PageTable, tokens: Sequence[int], reusable: int | None) -> _Found:
+        """What is there of a prompt."""
         hits = self._manager.match(table, tokens, reusable)
         last, keys = self._manager.shareable(tokens, reusable), table.keys
         depth = len(hits)
         while depth < last and _file(Kind.PAGE, keys[depth]) in self._levels:
             depth += 1
-        state = False
+        least, missed, state = len(hits), last - depth, False
         if (snapshots := self._manager.snapshots) is not None:
             least = len(snapshots.deepest(hits))
             while depth > least and _file(Kind.STATE, keys[depth - 1]) not in self._levels:
                 depth -= 1
             state = depth > least
             hits = hits[:depth]
-        if depth < last:
-            self._levels.last.missed += last - depth
-            self._worker.look()
-        return (hits, depth, state) if state or depth > len(hits) else None
+        return _Found(hits, depth, depth - least, state, missed)
 
     def _load(
         self,

@@ -17,6 +17,8 @@ from .block import BlockName
 from .levels import Levels
 
 LOG = logging.getLogger("pykernels")
+_HANGS_SECONDS = 5
+"""A disk that answers no more is left alone after so long."""
 
 
 @dataclass(eq=False)
@@ -114,10 +116,10 @@ class Worker:
             self._changed.notify_all()
 
     def close(self, seconds: float) -> None:
-        """``stop``, and waits for the end: then no page is touched any more."""
+        """``stop``, and waits for the end, unless a disk hangs: no page is touched any more."""
         self.stop(seconds)
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(seconds + _HANGS_SECONDS)
 
     def _run(self) -> None:
         try:

@@ -192,6 +192,32 @@ def test_main_memory_is_asked_before_the_disk(tmp_path: Path) -> None:
         assert (levels["ram"].read, levels["disk"].read) == (21, 21)
 
 
+def test_what_is_faster_to_compute_is_not_read(tmp_path: Path) -> None:
+    chats = [[i] * 30 for i in range(3)]
+    with engine_on(tmp_path, FakeRunner()) as engine:
+        assert [answered(engine, chat) for chat in chats] == [0] * 3
+    with engine_on(tmp_path, FakeRunner()) as engine:
+        assert answered(engine, chats[0]) == 28, "nothing is known yet"
+        tiers = engine._core.scheduler.tiers
+        assert tiers is not None
+        KvTiers.computed(tiers, 10**9, 1.0)
+        assert answered(engine, chats[1]) == 0
+        assert engine.stats.kv_levels["disk"].declined == 7
+        tiers._compute_rate.value = 1e-3
+        assert answered(engine, chats[2]) == 28
+
+
+def test_blocks_that_are_cleared_are_computed(tmp_path: Path) -> None:
+    """Beside an engine that goes on to write others."""
+    with engine_on(tmp_path, FakeRunner()) as engine:
+        answered(engine, [1] * 30)
+    with engine_on(tmp_path, FakeRunner()) as engine:
+        clear(tmp_path)
+        assert answered(engine, [1] * 30) == 0
+    with engine_on(tmp_path, FakeRunner()) as engine:
+        assert answered(engine, [1] * 30) == 28
+
+
 def test_no_page_is_filled_that_a_running_step_may_write(tmp_path: Path) -> None:
     """As that of a request that is cancelled while its prompt is read."""
     chat = list(range(40))
