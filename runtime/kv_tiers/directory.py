@@ -88,7 +88,8 @@ class ModelFolder:
     def look(self) -> None:
         """Finds the blocks that others have written or removed."""
         self._looked = time.monotonic()
-        self.names = {entry.name for entry in os.scandir(self.path) if is_block(entry.name)}
+        found = os.scandir(self.path) if self.path.is_dir() else ()
+        self.names = {entry.name for entry in found if is_block(entry.name)}
 
     def look_again(self) -> None:
         """``look``, if the last one is some time ago."""
@@ -110,7 +111,7 @@ class ModelFolder:
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            self.names.discard(block.file)
+            self.look()  # as others may be
             return "gone"
         try:
             wanted = sum(map(len, space)) + len(header)
@@ -171,8 +172,12 @@ class ModelFolder:
 
     def touch(self, block: BlockName, used: int) -> None:
         """A block was of use."""
-        with suppress(OSError):
+        try:
             os.utime(self.path / block.file, ns=(used, used))
+        except FileNotFoundError:
+            self.names.discard(block.file)
+        except OSError:
+            return  # it goes earlier than it should
 
     def remove(self, block: BlockName) -> None:
         """Takes a block away, if it is there."""
