@@ -215,7 +215,7 @@ class BlockManager:
             self.snapshots.release(table)
         self._rows.append(table.row)
         table.pages, table.row, table.cached, table.node = [], -1, 0, None
-        table.sought = False
+        table.sought = table.asked = False
 
     def reserve(self, hits: Sequence[PrefixNode], fresh: int, reserve: int) -> list[int] | None:
         """Pages to be filled from another level, and then given to ``adopt``.

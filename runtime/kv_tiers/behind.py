@@ -13,6 +13,7 @@ from ..runner.paged_runner import PagedRunner
 from .directory import ModelFolder
 from .identity import fingerprint
 from .levels import Levels
+from .mooncake import MooncakeBlocks
 from .ram import RamBlocks
 from .tiers import KvTiers
 
@@ -25,6 +26,8 @@ class KvBehind:
         ram: bytes of main memory beside a GPU; 0: none are there.
         disk: a directory, which ``prepared`` has seen; None: there is none.
         limit: bytes of all blocks in it.
+        store: the address of a store of several machines, "mooncake://HOST:PORT"; "": none.
+        lent: bytes of main memory that this process gives to it.
         name: of the model, for people.
         weights: what tells the values of the model's weights from any others.
     """
@@ -34,6 +37,8 @@ class KvBehind:
     limit: int
     name: str
     weights: bytes
+    store: str = ""
+    lent: int = 0
 
     def tiers(self, runner: PagedRunner, manager: BlockManager) -> KvTiers:
         """The levels behind a bound runner's pages.
@@ -60,5 +65,8 @@ class KvBehind:
                 )
             folder = ModelFolder(self.disk, self.limit, named, about)
         ram = RamBlocks(pages, self.ram) if self.ram else None
-        levels = Levels(pages, folder, ram)
+        store = None
+        if self.store:
+            store = MooncakeBlocks(self.store, self.lent, named, pages)
+        levels = Levels(pages, folder, ram, store)
         return KvTiers(manager, levels, named, lambda: runner.weights.changed)

@@ -15,12 +15,13 @@ from typing import TypeVar
 from ..kv_cache.page_store import Bytes, Kind, PageStore
 from .block import BlockName
 from .directory import ModelFolder
+from .mooncake import MooncakeBlocks
 from .ram import RamBlocks
 from .stats import LevelStats, Rate
 
 T = TypeVar("T")
 LOG = logging.getLogger("pykernels")
-RAM, DISK = "ram", "disk"
+RAM, DISK, STORE = "ram", "disk", "store"
 _AHEAD = 8
 """Blocks that the system reads while the one before them is checked."""
 _PAUSE_SECONDS = 60
@@ -28,27 +29,32 @@ _PAUSE_SECONDS = 60
 
 
 class Levels:
-    """Main memory beside a GPU, a directory, or both.
+    """Main memory beside a GPU, a directory, a store of several machines; some of them.
 
     Args:
         pages: of the device.
-        folder: None: nothing is on disk; ``ram``: likewise, in main memory.
+        folder: None: nothing is on disk; ``ram``, ``store``: likewise, in main memory, and in a
+            store.
 
     Attributes:
         stats: of each level, by its name.
     """
 
     def __init__(
-        self, pages: PageStore, folder: ModelFolder | None, ram: RamBlocks | None = None
+        self,
+        pages: PageStore,
+        folder: ModelFolder | None,
+        ram: RamBlocks | None = None,
+        store: MooncakeBlocks | None = None,
     ) -> None:
-        self._pages, self.folder, self.ram = pages, folder, ram
-        there = {RAM: ram is not None, DISK: folder is not None}
+        self._pages, self.folder, self.ram, self.behind = pages, folder, ram, store
+        there = {RAM: ram is not None, DISK: folder is not None, STORE: store is not None}
         self.stats = {name: LevelStats() for name, is_there in there.items() if is_there}
         self._rates = {name: Rate() for name in self.stats}
         self._staging = pages.host(max(map(pages.nbytes, Kind)))
         self._later: OrderedDict[str, tuple[BlockName, int]] = OrderedDict()
-        self._write_after = 0.0
-        self._told: set[str] = set()
+        self._write_after = dict.fromkeys(self.stats, 0.0)
+        self._told: set[tuple[str, str]] = set()
 
     # What the engine's thread asks.
 
@@ -58,8 +64,11 @@ class Levels:
 
     def have(self, name: str) -> bool:
         """Whether every level has it."""
-        in_ram = self.ram is None or name in self.ram
-        return in_ram and (self.folder is None or name in self.folder.names)
+        return all(name in each for each in (self.ram, *self._behind()) if each is not None)
+
+    def _behind(self) -> list[set[str]]:
+        """Names of what is on disk, and in the store."""
+        return [each.names for each in (self.folder, self.behind) if each is not None]
 
     def seconds(self, names: Iterable[tuple[Kind, str]]) -> float | None:
         """That reading these blocks takes; None: unknown."""
@@ -83,12 +92,14 @@ class Levels:
     @property
     def last(self) -> LevelStats:
         """Of the level that has what any has."""
-        return self.stats[DISK if self.folder is not None else RAM]
+        return list(self.stats.values())[-1]
 
     def _level_of(self, name: str) -> str | None:
         if self.ram is not None and name in self.ram:
             return RAM
-        return DISK if self.folder is not None and name in self.folder.names else None
+        if self.folder is not None and name in self.folder.names:
+            return DISK
+        return STORE if self.behind is not None and name in self.behind.names else None
 
     # What the worker's thread does.
 
@@ -106,14 +117,18 @@ class Levels:
             self._pages.write(kind, place, data)
             self._has_read(RAM, kind, time.perf_counter() - began)
             return True
-        if self.folder is None:
-            return False
-        folder, data = self.folder, None
+        if self.folder is not None and block.file in self.folder.names:
+            if self._read_disk(self.folder, block, place):
+                return True
+        return self.behind is not None and self._read_store(self.behind, block, place)
+
+    def _read_disk(self, folder: ModelFolder, block: BlockName, place: int) -> bool:
+        kind, data, began = block.kind, None, time.perf_counter()
         space = None if self.ram is not None else self._pages.space(kind, place)
         if space is None:
             data = self._room(kind)
             space = [data.data]
-        found = self._try("read", lambda: folder.read(block, space))
+        found = self._try(DISK, "read", lambda: folder.read(block, space))
         self.stats[DISK].damaged += found == "damaged"
         if found != "whole":
             return False
@@ -123,6 +138,28 @@ class Levels:
             self.ram.keep(block)
         self._has_read(DISK, kind, time.perf_counter() - began)
         return True
+
+    def _read_store(self, store: MooncakeBlocks, block: BlockName, place: int) -> bool:
+        """What comes from there stays in the levels in front."""
+        began = time.perf_counter()
+        if (got := self._try(STORE, "read", lambda: store.read(block))) is None:
+            return False
+        found, data = got
+        self.stats[STORE].damaged += found == "damaged"
+        if found != "whole":
+            return False
+        self._pages.write(block.kind, place, data)
+        self._has_read(STORE, block.kind, time.perf_counter() - began)
+        if self.ram is not None:
+            self.ram.room(block.kind)[:] = data
+            self.ram.keep(block)
+        self.store(block, data, time.time_ns())
+        return True
+
+    def ask(self, names: Sequence[str]) -> None:
+        """Finds which of these blocks the store has."""
+        if (store := self.behind) is not None:
+            self._try(STORE, "asked for", lambda: store.ask(names))
 
     def copy(self, block: BlockName, place: int) -> Bytes:
         """Copies a page or slot, which is not needed any more then; ``store`` follows."""
@@ -135,11 +172,11 @@ class Levels:
 
     def store(self, block: BlockName, data: Bytes, used: int) -> None:
         """Writes what was copied to disk, now or later."""
-        if self.folder is None:
-            return
-        if block.file in self.folder.names:
+        if self.folder is not None and block.file in self.folder.names:
             self.folder.touch(block, used)
-        elif self.ram is not None:
+        if all(block.file in names for names in self._behind()):
+            return
+        if self.ram is not None:
             self._later[block.file] = block, used
         else:
             self._write(block, data, used)
@@ -154,7 +191,7 @@ class Levels:
         _, (block, used) = self._later.popitem(last=False)
         data = None if self.ram is None else self.ram.find(block)
         if data is None:
-            self.stats[DISK].dropped += 1
+            self.last.dropped += 1
         else:
             self._write(block, data, used)
 
@@ -168,7 +205,7 @@ class Levels:
     def look(self) -> None:
         """Finds what other processes have written, if that was not done just now."""
         if self.folder is not None:
-            self._try("looked at", self.folder.look_again)
+            self._try(DISK, "looked at", self.folder.look_again)
 
     def _room(self, kind: Kind) -> Bytes:
         if self.ram is not None:
@@ -176,17 +213,22 @@ class Levels:
         return self._staging[: self._pages.nbytes(kind)]
 
     def _write(self, block: BlockName, data: Bytes, used: int) -> None:
-        folder = self.folder
-        assert folder is not None
+        folder, store = self.folder, self.behind
+        if folder is not None and block.file not in folder.names:
+            self._written(DISK, lambda: folder.write(block, data.data, used))
+        if store is not None and block.file not in store.names:
+            self._written(STORE, lambda: store.write(block, data))
+
+    def _written(self, level: str, write: Callable[[], int]) -> None:
         nbytes, began = None, time.perf_counter()
-        if time.monotonic() >= self._write_after:
-            nbytes = self._try("written", lambda: folder.write(block, data.data, used))
+        if time.monotonic() >= self._write_after[level]:
+            nbytes = self._try(level, "written", write)
             if nbytes is None:
-                self._write_after = time.monotonic() + _PAUSE_SECONDS
+                self._write_after[level] = time.monotonic() + _PAUSE_SECONDS
         if nbytes is None:
-            self.stats[DISK].dropped += 1
+            self.stats[level].dropped += 1
         else:
-            self._has_written(DISK, nbytes, time.perf_counter() - began)
+            self._has_written(level, nbytes, time.perf_counter() - began)
 
     def _has_read(self, level: str, kind: Kind, seconds: float) -> None:
         stats, nbytes = self.stats[level], self._pages.nbytes(kind)
@@ -201,14 +243,15 @@ class Levels:
         stats.written_bytes += nbytes
         stats.write_seconds += seconds
 
-    def _try(self, done: str, do: Callable[[], T]) -> T | None:
-        """What it gives; None: the disk has failed, of which the log is told once."""
+    def _try(self, level: str, done: str, do: Callable[[], T]) -> T | None:
+        """What it gives; None: the level has failed, of which the log is told once."""
         try:
             return do()
         except OSError as error:
-            self.stats[DISK].failed += 1
-            if done not in self._told and self.folder is not None:
-                self._told.add(done)
-                where, why = self.folder.root, error.strerror or error
+            self.stats[level].failed += 1
+            there = self.folder if level == DISK else self.behind
+            if (level, done) not in self._told and there is not None:
+                self._told.add((level, done))
+                where, why = there.root, error.strerror or error
                 LOG.warning("blocks of the KV cache in %s cannot be %s: %s", where, done, why)
             return None

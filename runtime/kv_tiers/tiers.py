@@ -24,7 +24,7 @@ from ..kv_cache.states import NO_SLOT
 from .block import SUFFIXES, BlockName
 from .levels import Levels
 from .stats import LevelStats, Rate
-from .worker import Load, Worker
+from .worker import Ask, Load, Worker
 
 _APART = 1000
 """Nanoseconds between the times at which a page and the one before it were of use: the deepest goes
@@ -33,6 +33,8 @@ _PATIENCE_SECONDS = 30.0
 """That a request waits for blocks, where nobody knows what computing them takes."""
 _LEAST_SECONDS = 1.0
 """The same, where it is known to take less."""
+_ASK_SECONDS = 1.0
+"""For a store to say what it has."""
 CLOSE_SECONDS = 30.0
 """For what is to be written when the engine ends."""
 
@@ -65,8 +67,8 @@ class _Found(NamedTuple):
     """Pages that need not be computed if blocks are read."""
     state: bool
     """Whether a state is to be read behind them."""
-    missed: int
-    """Pages that nobody has."""
+    missing: list[tuple[Kind, PageKey]]
+    """What nobody here has, and would be of use."""
 
 
 class KvTiers:
@@ -97,6 +99,7 @@ class KvTiers:
         # What runs may still write to pages that a cancelled request has given back: a load begins
         # when so many steps have ended.
         self._begin_later: deque[tuple[int, Load]] = deque()
+        self._asks: dict[PageTable, tuple[Ask, float]] = {}  # and when they are given up
         self._filling: set[PrefixNode] = set()
         self._states: dict[PrefixNode, int] = {}  # to be written once their copies are made
         manager.below = weakref.proxy(self)  # nobody but the scheduler has it
@@ -107,8 +110,8 @@ class KvTiers:
 
     @property
     def loading(self) -> bool:
-        """Whether blocks are being read."""
-        return bool(self._loads)
+        """Whether blocks are being read, or asked for."""
+        return bool(self._loads or self._asks)
 
     def figures(self) -> dict[str, LevelStats]:
         """A copy of the counts of each level."""
@@ -116,7 +119,7 @@ class KvTiers:
 
     def has_news(self) -> bool:
         """Whether ``collect`` has something to do."""
-        return bool(self._worker.done)
+        return bool(self._worker.done) or any(ask.ended for ask, _ in self._asks.values())
 
     def close(self, seconds: float) -> None:
         """Writes what is to be written, for so long, and reads no more."""
@@ -158,6 +161,8 @@ class KvTiers:
         if not table.sought and manager.available <= reserve:
             return False  # it cannot be admitted either
         found = None if table.sought else self._found(table, tokens, reusable)
+        if found is not None and found.missing and self._is_asking(table, found, now):
+            return True
         for load, loading in self._loads.items():
             if not load.cancelled and loading.is_for(table):
                 if now < loading.give_up:
@@ -165,7 +170,7 @@ class KvTiers:
                 load.cancelled = True
         if found is None:
             return False
-        hits, depth, saved, state, missed = found
+        hits, depth, saved, state, missing = found
         keys = table.keys[len(hits) : depth]
         names = [(Kind.PAGE, _file(Kind.PAGE, key)) for key in keys]
         if state:
@@ -179,8 +184,8 @@ class KvTiers:
             if begun is None:
                 return False  # pages are short
         table.sought = True
-        if missed:
-            self._levels.last.missed += missed
+        if missing:
+            self._levels.last.missed += sum(kind is Kind.PAGE for kind, _ in missing)
             self._worker.look()
         if slow:
             self._levels.hope()
@@ -194,6 +199,17 @@ class KvTiers:
         self._begin_loads()
         return True
 
+    def _is_asking(self, table: PageTable, found: _Found, now: float) -> bool:
+        """Whether the store is still being asked for what no other level has."""
+        if self._levels.behind is None:
+            return False
+        if not table.asked:
+            ask = Ask([_file(kind, key) for kind, key in found.missing])
+            table.asked, self._asks[table] = True, (ask, now + _ASK_SECONDS)
+            self._worker.ask(ask)
+        ask, give_up = self._asks.get(table, (None, 0.0))
+        return ask is not None and not ask.ended and now < give_up
+
     def _begin_loads(self) -> None:
         while self._begin_later and self._begin_later[0][0] <= self._ended:
             self._worker.load(self._begin_later.popleft()[1])
@@ -201,7 +217,10 @@ class KvTiers:
     def collect(self) -> bool:
         """Brings what was read into the tree; whether there was anything."""
         self._collect_states()
-        any_done = bool(self._worker.done)
+        ended = [table for table, (ask, _) in self._asks.items() if ask.ended]
+        for table in ended:
+            del self._asks[table]
+        any_done = bool(self._worker.done or ended)
         while self._worker.done:
             self._adopt(self._loads.pop(self._worker.done.popleft()))
         return any_done
@@ -213,14 +232,16 @@ class KvTiers:
         depth = len(hits)
         while depth < last and _file(Kind.PAGE, keys[depth]) in self._levels:
             depth += 1
-        least, missed, state = len(hits), last - depth, False
+        least, state = len(hits), False
+        missing = [(Kind.PAGE, key) for key in keys[depth:last]]
         if (snapshots := self._manager.snapshots) is not None:
             least = len(snapshots.deepest(hits))
+            missing += [(Kind.STATE, key) for key in keys[least:last]] if missing else []
             while depth > least and _file(Kind.STATE, keys[depth - 1]) not in self._levels:
                 depth -= 1
             state = depth > least
             hits = hits[:depth]
-        return _Found(hits, depth, depth - least, state, missed)
+        return _Found(hits, depth, depth - least, state, missing)
 
     def _load(
         self,

@@ -38,6 +38,14 @@ class Load:
     has_state: bool = False
 
 
+@dataclass(eq=False)
+class Ask:
+    """Which of these files' blocks a store has: known when it has ended."""
+
+    names: list[str]
+    ended: bool = False
+
+
 @dataclass
 class _Asked:
     """What there is to do; of the lock's owner.
@@ -52,9 +60,15 @@ class _Asked:
         default_factory=OrderedDict
     )
     touches: deque[tuple[BlockName, int]] = field(default_factory=deque)
+    asks: deque[Ask] = field(default_factory=deque)
     look: bool = False
     copying: tuple[Kind, int] | None = None
     end: float | None = None  # the time at which the thread ends, whatever is left
+
+    @property
+    def any(self) -> bool:
+        """Whether there is something to do."""
+        return bool(self.loads or self.asks or self.writes or self.touches or self.look)
 
 
 class Worker:
@@ -78,6 +92,15 @@ class Worker:
         """Reads it; it is in ``done`` then."""
         with self._changed:
             (self.done if self.ended else self._asked.loads).append(load)
+            self._changed.notify_all()
+
+    def ask(self, ask: Ask) -> None:
+        """Asks the store."""
+        with self._changed:
+            if self.ended:
+                ask.ended = True
+            else:
+                self._asked.asks.append(ask)
             self._changed.notify_all()
 
     def write(self, block: BlockName, place: int, used: int) -> None:
@@ -131,6 +154,8 @@ class Worker:
             with self._changed:
                 self.ended = True
                 self.done += self._asked.loads
+                for ask in self._asked.asks:
+                    ask.ended = True
                 self._asked = _Asked()
                 self._changed.notify_all()
 
@@ -138,7 +163,7 @@ class Worker:
         """Waits for something to do, and does it; False: the end has come."""
         asked, levels = self._asked, self.levels
         with self._changed:
-            while not (asked.loads or asked.writes or asked.touches or asked.look or levels.late):
+            while not (asked.any or levels.late):
                 if asked.end is not None:
                     return False
                 self._changed.wait()
@@ -146,11 +171,15 @@ class Worker:
                 levels.first.dropped += len(asked.writes)
                 return False
             load = asked.loads[0] if asked.loads else None
+            asks, asked.asks = asked.asks, deque()
             touches, asked.touches = asked.touches, deque()
             look, asked.look = asked.look, False
             write = None
             if load is None and asked.writes:
                 asked.copying, write = asked.writes.popitem(last=False)
+        for ask in asks:
+            levels.ask(ask.names)
+            ask.ended = True
         if load is not None:
             self._load(load)
             asked.loads.popleft()
