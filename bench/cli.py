@@ -2,7 +2,8 @@
 
 `e2e`, a whole model through the engine, is in `bench.e2e.cli`; `load`, its weights, in
 `bench.load.cli`; `prefill`, prompts beside experts in main memory, in `bench.prefill.cli`; `cache`,
-a GPU's cache of experts, in `bench.cache.cli`; `serve`, a server under load, in
+a GPU's cache of experts, in `bench.cache.cli`; `restart`, a conversation that outlives the process,
+in `bench.restart.cli`; `serve`, a server under load, in
 `bench.serving.cli`.
 
 `model.cli.main` offers these commands where this package is installed. `moe` on the CPU is the
@@ -34,6 +35,7 @@ from .kernel_options import Attention, Flags, Linear, MoELayer, Router
 from .load.cli import load
 from .mixed.cli import mixed
 from .prefill.cli import prefill
+from .restart.cli import restart
 from .serving.cli import serve
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ app.command(cls=ListsFormats)(mixed)
 app.command(cls=ListsFormats)(load)
 app.command(cls=ListsFormats)(cache)
 app.command(cls=ListsFormats)(prefill)
+app.command(cls=ListsFormats)(restart)
 app.command()(serve)
 
 AsJson = Annotated[

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from pykernels.errors import PykernelsError
 from runtime.engine import Engine, EngineConfig, RequestHandle, Result, SamplingParams
 from runtime.experts.cache import CacheStats
+from runtime.kv_tiers.behind import KvBehind
 from runtime.passes.layers import moe_layers
 from runtime.planning.compile import compile
 from runtime.planning.execution import ExecutionPlan
@@ -58,13 +59,20 @@ class LLM:
         kernel: str = "auto",
         generation: GenerationConfig | None = None,
         engine: EngineConfig | None = None,
+        behind: KvBehind | None = None,
     ) -> None:
         self.runner, self.config, self.tokenizer = runner, config, tokenizer
         self.pool, self.kernel = pool, kernel
         self.settings = engine_settings(generation, eos, runner.vocab_size, tokenizer is not None)
         self._told = False
         detokenizer = None if tokenizer is None else partial(Detokenizer, tokenizer)
-        self.engine = Engine(runner, eos_token_ids=eos, detokenizer=detokenizer, config=engine)
+        self.engine = Engine(
+            runner,
+            eos_token_ids=eos,
+            detokenizer=detokenizer,
+            config=engine,
+            tiers=None if behind is None else partial(behind.tiers, runner),
+        )
 
     @property
     def longest(self) -> int:

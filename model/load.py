@@ -22,6 +22,8 @@ from runtime.devices.cpu import precompile
 from runtime.engine import EngineConfig
 from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.extend import checked
+from runtime.kv_tiers.behind import KvBehind
+from runtime.kv_tiers.directory import prepared
 from runtime.machine.topology import Topology
 from runtime.make_runner import make_plan, make_runner
 from runtime.passes.defer import cannot_join
@@ -30,7 +32,7 @@ from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import largest_step
 from runtime.planning.lowerable import Pass
 from runtime.planning.option import SettingError, check_whole
-from runtime.planning.placement import Placement
+from runtime.planning.placement import CPU, Placement
 from runtime.planning.residency import Filled
 from runtime.program.sizes import StepSizes
 from runtime.workers.matrix import packer
@@ -42,6 +44,7 @@ from .architectures.decoder import check_heads
 from .architectures.families import check_lowered
 from .checkpoint import memory
 from .checkpoint.config import read_config
+from .checkpoint.identity import identity
 from .checkpoint.progress import Callback, compiling, reporting
 from .hub import local
 from .llm import CONTEXT, LLM
@@ -88,6 +91,7 @@ def load_engine(
     config = read_config(folder)
     execution = on_device(execution, rules, config.model_type)
     check_lowered(config)
+    disk_bytes = _check_behind(execution, engine, passes)
     longest = _longest(engine, config, at_least)
     with _opened(folder, config, rules, execution) as weights:
         execution = _by_rules(execution, weights, config.model_type)
@@ -104,10 +108,47 @@ def load_engine(
                 runner.load()
             with compiling(progress):
                 kernel, runner = execution.kernel, runner.finished()
-                return LLM(runner, config, tokenizer, eos, pool, kernel, generation, engine)
+                behind = _behind(engine, disk_bytes, folder, config, weights)
+                return LLM(runner, config, tokenizer, eos, pool, kernel, generation, engine, behind)
         except BaseException:
             pool.close()
             raise
+
+
+def _check_behind(execution: ExecutionConfig, engine: EngineConfig, passes: Sequence[Pass]) -> int:
+    """Bytes of the directory behind the KV cache.
+
+    Raises:
+        PykernelsError: it cannot be had, or what is in it would have no name; main memory behind
+            main memory.
+    """
+    if engine.kv_ram_gib and execution.device == CPU:
+        hint = "Give kv_tokens for a larger cache"
+        raise SettingError("kv_ram_gib", engine.kv_ram_gib, hint, "without a GPU")
+    if engine.kv_disk is None:
+        return 0
+    if passes:
+        raise PykernelsError(
+            "kv_disk with passes of one's own: they may change keys and values, and no name of a"
+            " block says how",
+            "Leave out one of them",
+        )
+    return prepared(engine.kv_disk, _bytes(engine.kv_disk_gib))
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * (1 << 30))
+
+
+def _behind(
+    engine: EngineConfig, limit: int, folder: Path, config: PretrainedConfig, weights: Opened
+) -> KvBehind | None:
+    """What is behind the pages of the KV cache of the model in ``folder``."""
+    ram, root = _bytes(engine.kv_ram_gib) or 0, engine.kv_disk
+    if root is None and not ram:
+        return None
+    known = b"" if root is None else identity(config, weights.files)
+    return KvBehind(ram, root, limit, folder.resolve().name, known)
 
 
 def _chosen(
@@ -232,6 +273,7 @@ def _fitted(
         needed, smaller = weights.needed(placement), weights.smaller(placement)
         needed += sum(each.nbytes for each in placement.filled(Filled.EACH_STEP).values())
         memory.check_engine(needed, 0, 0, 0, smaller)
+    memory.check_behind(_bytes(engine.kv_ram_gib) or 0, needed)
     return placement, largest_step(longest, pages, given, *most)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -55,6 +55,10 @@ class Opened(Protocol):
     decoder: Decoder
     placed: Placed
 
+    @property
+    def files(self) -> Collection[Path]:
+        """Where the weights lie."""
+
     def needed(self, placement: Placement) -> int:
         """Bytes of main memory that loading takes at its peak."""
 
@@ -93,6 +97,10 @@ class Packable:
         self._packed = memory.needed_by_engine(plan, model, checkpoint)
         on_cpu = [name for name, device in self.placed.weights.items() if device == CPU]
         self._beside = sum(program.weights[name].nbytes for name in on_cpu)
+
+    @property
+    def files(self) -> Collection[Path]:
+        return {tensor.file for tensor in self._checkpoint.tensors.values()}
 
     def needed(self, placement: Placement) -> int:
         return self._packed.peak(placement) + self._beside
@@ -135,6 +143,10 @@ class Mapped:
         check_cache(folder, model, schema)
         self.decoder = make_decoder(model, schema, WeightStore(CacheWeights(folder)), kv_dtype)
         self.placed = placed_nodes(self.decoder.lower(), rules)
+
+    @property
+    def files(self) -> Collection[Path]:
+        return [file.path for file in self._folder.files]
 
     def needed(self, placement: Placement) -> int:
         """What others have in memory takes none, nor what goes to a GPU whole."""

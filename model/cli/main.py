@@ -13,7 +13,7 @@ import typer
 from pykernels import __version__
 
 from ..startup.standard_streams import settle_standard_streams
-from . import calibrate, chat, convert, doctor, evaluate, generate, inspect, profile, upcycle
+from . import calibrate, chat, convert, doctor, evaluate, generate, inspect, kv, profile, upcycle
 from .http import serve
 from .shared.common import Debug, State, out
 from .shared.formats import ListsFormats
@@ -39,6 +39,7 @@ app.command("calibrate", cls=ListsFormats)(calibrate.calibrate)
 app.command("upcycle")(upcycle.upcycle)
 app.add_typer(evaluate.app, name="eval")
 app.add_typer(profile.app, name="profile")
+app.add_typer(kv.app, name="kv")
 
 PLUGINS = {"bench": "bench.cli"}
 """Groups of commands from packages that may be installed beside this one: name -> module."""

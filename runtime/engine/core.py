@@ -34,18 +34,24 @@ from itertools import chain, repeat
 
 from pykernels.errors import PykernelsError
 
+from ..kv_cache import BlockManager
+from ..kv_tiers.tiers import CLOSE_SECONDS, KvTiers
 from ..runner.active import phase
 from ..runner.batch import DeviceLost, PrefillRunner, Runner, StepResult
 from .observation import Observation
 from .requests.drafters import MakeDrafter
 from .requests.outputs import EngineStats, FinishReason, TokenLogprob
 from .requests.request import Request, State
+from .results import check_drawn, logprob_of, write_routing
 from .scheduling.config import EngineConfig
 from .scheduling.drafts import Drafts
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
 
 _POLL_SECONDS = 2e-4
+_POLLS = 100
+"""Until it is looked whether somebody's time is up."""
+MakeTiers = Callable[[BlockManager], KvTiers]
 
 
 class Core:
@@ -54,6 +60,7 @@ class Core:
     Args:
         clock: seconds; the clock of the requests' deadlines.
         news: whether something waits to be done before the next step is scheduled.
+        make_tiers: makes the levels behind the pages, once the runner is bound.
     """
 
     def __init__(
@@ -63,8 +70,9 @@ class Core:
         clock: Callable[[], float] = time.perf_counter,
         news: Callable[[], bool] = lambda: False,
         make_drafter: MakeDrafter | None = None,
+        make_tiers: MakeTiers | None = None,
     ) -> None:
-        self.runner, self.clock, self.news = runner, clock, news
+        self.runner, self.clock, self._asked = runner, clock, news
         self.overlap = self._overlap = config.overlap
         self.stats = EngineStats()
         self._lost: dict[Request, Exception] = {}  # to constraints and drafters
@@ -74,6 +82,8 @@ class Core:
         self.scheduler = Scheduler(runner, self.stats, config, self._drafts)
         runner.bind(self.scheduler.writer.batch)
         self.scheduler.add_lane(runner)
+        if make_tiers is not None:
+            self.scheduler.tiers = make_tiers(self.scheduler.manager)
         self._running: ScheduledStep | None = None
         self._beside: ScheduledStep | None = None  # of the lane
         self._launched_at = self._beside_at = math.nan
@@ -87,6 +97,11 @@ class Core:
         """Whether a step runs, or one is to be done."""
         running = self._running is not None or self._beside is not None
         return running or self.scheduler.busy
+
+    def news(self) -> bool:
+        """Whether something waits to be done before the next step is scheduled."""
+        tiers = self.scheduler.tiers
+        return self._asked() or (tiers is not None and tiers.has_news())
 
     def add(self, request: Request) -> None:
         request.state = State.WAITING
@@ -136,6 +151,14 @@ class Core:
         if self._observation is not None:
             self._observation.end(error or PykernelsError("The engine is closed", "Make a new one"))
 
+    def close(self, lost: bool = False) -> None:
+        """Behind ``end_all``: ends what works beside steps, which writes what is to be kept, unless
+        the device is ``lost``."""
+        if not lost:
+            self._settle()
+        if (tiers := self.scheduler.tiers) is not None:
+            tiers.close(0.0 if lost else CLOSE_SECONDS)
+
     def step(self) -> bool:
         """Deliver the tokens of one step; False if there is nothing to do.
 
@@ -150,7 +173,15 @@ class Core:
             self.unobserve(self._observation)
         return worked
 
+    def _settle(self) -> None:
+        """No step runs or is to come: what the next one would begin with is done now."""
+        if self.scheduler.tiers is not None:
+            if copies := self.scheduler.take_state_copies():
+                self.runner.copy_states(copies)
+            self.scheduler.collect()
+
     def _step(self) -> bool:
+        self.scheduler.collect()
         now = self.clock()
         if now >= self._next_deadline:
             self._expire(now)
@@ -165,7 +196,7 @@ class Core:
                     return True
             first = self.scheduler.schedule(now)
             if first is None:
-                return self._await_beside()
+                return self._await_others()
             prompts = None
             if (failure := self._launch(first)) is not None:
                 self._fail(first, failure)
@@ -181,9 +212,9 @@ class Core:
         behind = ahead is running and self._launch_behind(running)
         self._running = None
         try:
-            result = self.runner.result()
+            result = self._result()
             sampled_token_ids = result.sampled_token_ids[: running.R].tolist()
-            self._check(sampled_token_ids, running.R)
+            check_drawn(sampled_token_ids, running.R, self.runner.vocab_size)
         except BaseException as error:
             if ahead is not None:
                 self.scheduler.undo(ahead)
@@ -198,7 +229,7 @@ class Core:
         if not self.runner.late_masks:
             ended |= self._mask(running, sampled_token_ids)
         if self._routed:
-            _write_routing(running, result)
+            write_routing(running, result)
         failure = None
         if behind and self.runner.next_runs:
             self.stats.steps += 1
@@ -224,6 +255,8 @@ class Core:
         self._deliver(running, sampled_token_ids, result, seconds)
         if ahead is not None and failure is not None:
             self._fail(ahead, failure)
+        if not self.busy:
+            self._settle()
         return alive or self.busy
 
     def _launch(self, step: ScheduledStep, masked: bool = True) -> BaseException | None:
@@ -243,6 +276,12 @@ class Core:
     def _launched(self, step: ScheduledStep) -> None:
         self._running, self._launched_at = step, self.clock()
         self.scheduler.launched(step)
+
+    def _result(self) -> StepResult:
+        try:
+            return self.runner.result()
+        finally:
+            self.scheduler.ended()
 
     def _launch_behind(self, step: ScheduledStep) -> bool:
         """Launch a step's successor, which has the same requests, while it runs; False if that must
@@ -271,12 +310,16 @@ class Core:
         else:
             self._beside, self._beside_at = step, self.clock()
 
-    def _await_beside(self) -> bool:
-        """Nothing else is to be done: waits for the lane's step, or until somebody asks for
-        something. False if there is none."""
-        if self._beside is None:
+    def _await_others(self) -> bool:
+        """Nothing else is to be done: waits for the lane's step, for pages that are being read, or
+        until somebody asks for something. False if there is none of these."""
+        if self._beside is None and not self.scheduler.loading:
             return False
-        while not self._prefill_runner.ready() and not self.news():
+        for _ in range(_POLLS):
+            if self._beside is not None and self._prefill_runner.ready():
+                break
+            if self.news():
+                break
             time.sleep(_POLL_SECONDS)
         return True
 
@@ -288,14 +331,14 @@ class Core:
         try:
             result = self._prefill_runner.result()
             sampled_token_ids = result.sampled_token_ids[: step.R].tolist()
-            self._check(sampled_token_ids, step.R)
+            check_drawn(sampled_token_ids, step.R, self.runner.vocab_size)
         except BaseException as error:
             self._fail_beside(step, error)
             return
         self._count(step, sampled_token_ids)
         self._mask(step, sampled_token_ids)
         if self._routed:
-            _write_routing(step, result)
+            write_routing(step, result)
         self.scheduler.finished_prefill(step, whole=True)
         self._deliver(step, sampled_token_ids, result, self.clock() - self._beside_at)
 
@@ -365,7 +408,7 @@ class Core:
         for i, request in enumerate(step.logprob_requests, step.drawn):
             if request.state is State.RUNNING:
                 top = request.params.logprobs or 0
-                request.prompt_logprobs.append(_logprob(sampled_token_ids[i], top, i, result))
+                request.prompt_logprobs.append(logprob_of(sampled_token_ids[i], top, i, result))
         now = self.clock()
         accepted = chain(step.num_accepted, repeat(0))
         for request, first, more in zip(sampled, step.rows, accepted, strict=False):
@@ -381,15 +424,6 @@ class Core:
                 except Exception as error:  # of its detokenizer, constraint or consumer: it alone
                     self._end(request, "error", error)
 
-    def _check(self, sampled_token_ids: list[int], R: int) -> None:
-        # An id out of range would be an address out of range in the next step.
-        if len(sampled_token_ids) != R:
-            raise RuntimeError(f"the runner gave {len(sampled_token_ids)} tokens for {R} rows")
-        if R and not 0 <= min(sampled_token_ids) <= max(sampled_token_ids) < self.runner.vocab_size:
-            raise RuntimeError(
-                f"the runner drew a token outside the vocabulary: {sampled_token_ids}"
-            )
-
     def _append(
         self, request: Request, token: int, row: int, result: StepResult, now: float
     ) -> None:
@@ -400,7 +434,7 @@ class Core:
             request.first_at = now
         logprob = None
         if (top := request.params.logprobs) is not None:
-            logprob = _logprob(token, top, row, result)
+            logprob = logprob_of(token, top, row, result)
             request.logprobs.append(logprob)
         lost = self._lost.pop(request, None)
         text, stopped, may_end = "", False, num_output_tokens > request.min_tokens
@@ -458,29 +492,3 @@ class Core:
 def _ends(request: Request, token: int) -> bool:
     """Whether a token that is not yet appended ends a request."""
     return token in request.end_ids and request.num_output_tokens >= request.min_tokens
-
-
-def _write_routing(step: ScheduledStep, result: StepResult) -> None:
-    """Before the next step is launched, which writes over it."""
-    at = 0
-    # What a decoding request computes is its last token, until this step's is appended.
-    for request, count in zip(step.decoding, step.num_scheduled, strict=True):
-        if request.routing is not None and request.state is State.RUNNING:
-            request.routing.write(len(request.tokens) - 1, at, at + 1, result.routing)
-        at += count
-    for request, first, size in step.chunks:
-        if request.routing is not None and request.state is State.RUNNING:
-            request.routing.write(first, at, at + size, result.routing)
-        at += size
-
-
-def _logprob(token: int, top: int, row: int, result: StepResult) -> TokenLogprob:
-    if result.logprobs is None:
-        raise RuntimeError("the runner gave no logprobs")
-    pairs: tuple[tuple[int, float], ...] = ()
-    if top:
-        if result.top_ids is None or result.top_logprobs is None:
-            raise RuntimeError("the runner gave no top logprobs")
-        ids, values = result.top_ids[row, :top].tolist(), result.top_logprobs[row, :top].tolist()
-        pairs = tuple(zip(ids, values, strict=True))
-    return TokenLogprob(token, float(result.logprobs[row]), pairs)

@@ -19,7 +19,7 @@ from pykernels.errors import PykernelsError
 from ..runner.batch import DeviceLost, Runner
 from ..runner.sampling_params import SamplingParams
 from ..workers.fork import refuse_in_child
-from .core import Core
+from .core import Core, MakeTiers
 from .delivery import LoopBridge
 from .loop import Loop
 from .observation import Observation, Observer
@@ -56,6 +56,7 @@ class Engine:
         clock: seconds, for tests.
         drafter: makes one ``Drafter`` an output; None: as ``config`` says. What is drawn is the
             same.
+        tiers: makes what is behind the pages of the runner, once it is bound (``kv_tiers``).
 
     Attributes:
         eos_token_ids: as given.
@@ -71,13 +72,14 @@ class Engine:
         threaded: bool = True,
         clock: Callable[[], float] = time.perf_counter,
         drafter: MakeDrafter | None = None,
+        tiers: MakeTiers | None = None,
     ) -> None:
         self.threaded, self._pid = threaded, os.getpid()
         self.config = config or EngineConfig()
         self.eos_token_ids = frozenset(eos_token_ids)
         self._loop = Loop()
         drafter = drafter or self.config.drafter
-        self._core = Core(runner, self.config, clock, self._loop.has_news, drafter)
+        self._core = Core(runner, self.config, clock, self._loop.has_news, drafter, tiers)
         self._intake = Intake(runner, eos_token_ids, self.config.ageing_seconds, clock)
         self._detokenizer = detokenizer
         self._bridges: dict[asyncio.AbstractEventLoop, LoopBridge] = {}
@@ -269,6 +271,7 @@ class Engine:
             running=len(scheduler.prefilling) + len(scheduler.decoding),
             free_pages=len(scheduler.manager.pool),
             cached_pages=scheduler.manager.tree.idle,
+            kv_levels={} if (tiers := scheduler.tiers) is None else tiers.figures(),
         )
 
     @property

@@ -73,6 +73,7 @@ class Loop:
             self.closed = True
         self.obey()
         core.end_all(error)
+        core.close(lost=error is not None)
 
     def _run(self, core: weakref.ref[Core]) -> None:
         try:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from .page_table import PageTable
 from .pages import PagePool
-from .prefix import PrefixNode, PrefixTree, extend_keys
+from .prefix import PageKey, PrefixNode, PrefixTree, extend_keys, path_to
 from .snapshots import Snapshots
 from .states import StateSlots
+
+
+class Below(Protocol):
+    """A level behind the pages, which is told what becomes of them."""
+
+    def released(self, nodes: Sequence[PrefixNode]) -> None:
+        """A sequence gives back pages of the tree, from the root on."""
+
+    def evicted(self, page: int) -> None:
+        """A page is not in the tree any more, and may be written from now on."""
 
 
 class BlockManager:
@@ -33,7 +44,10 @@ class BlockManager:
         tables: int64 [max_num_seqs, max_pages]; row ``table.row`` holds ``table.pages``. Entries
             behind them are old, but always page ids.
         version: grows with every change of ``tables``.
+        below: the next level; None: there is none.
     """
+
+    below: Below | None = None
 
     def __init__(
         self,
@@ -72,8 +86,8 @@ class BlockManager:
 
         Then the request waits and shares that, instead of computing it a second time.
         """
-        known = self._match(table, tokens, reusable)
-        last = self._shareable(tokens, reusable)
+        known = self.match(table, tokens, reusable)
+        last = self.shareable(tokens, reusable)
         if self.snapshots is not None:
             first = len(self.snapshots.deepest(known))
             coming = [(mark, other) for other in others for mark in other.marks if mark > first]
@@ -105,7 +119,7 @@ class BlockManager:
         Returns:
             Whether the pages were there; if not, nothing has changed.
         """
-        hits = known = self._match(table, tokens, reusable)
+        hits = known = self.match(table, tokens, reusable)
         if self.snapshots is not None:
             hits = self.snapshots.deepest(known)
             if not self.snapshots.states.available:
@@ -175,7 +189,7 @@ class BlockManager:
         for node in nodes:
             if self.tree.remove(node):
                 pages.add(node.page)
-                self._drop_snapshot(node)
+                self._left(node)
                 if not self.pool.references[node.page]:
                     self.pool.free(node.page)
         return pages
@@ -193,30 +207,87 @@ class BlockManager:
         """Take all pages back; full ones stay in the tree until they are evicted."""
         if table.row < 0:
             return
+        if self.below is not None:
+            self.below.released(path_to(table.node))
         for page in reversed(table.pages):  # deepest first: see PrefixTree
             self._drop(page)
         if self.snapshots is not None:
             self.snapshots.release(table)
         self._rows.append(table.row)
         table.pages, table.row, table.cached, table.node = [], -1, 0, None
+        table.sought = table.asked = False
 
-    def _shareable(self, tokens: Sequence[int], reusable: int | None) -> int:
+    def reserve(self, hits: Sequence[PrefixNode], fresh: int, reserve: int) -> list[int] | None:
+        """Pages to be filled from another level, and then given to ``adopt``.
+
+        Args:
+            hits: cached ones in front of them, which stay meanwhile.
+            reserve: pages that must be left available.
+
+        Returns:
+            None, and nothing has changed, if there are too few.
+        """
+        idle = sum(not self.pool.references[node.page] for node in hits)
+        if fresh + idle + reserve > self.available:
+            return None
+        for node in hits:
+            self._hold(node.page)
+        return [self._take() for _ in range(fresh)]
+
+    def adopt(
+        self, hits: Sequence[PrefixNode], keys: Sequence[PageKey], pages: list[int], full: int
+    ) -> PrefixNode | None:
+        """Puts reserved pages into the tree, of which the first ``full`` are filled, and takes the
+        others back.
+
+        Args:
+            keys: of all of them.
+
+        Returns:
+            The deepest page that is in the tree; None: none is.
+        """
+        node = hits[-1] if hits else None
+        if node is not None and node not in self.tree:
+            full = 0  # a step that should have filled it has failed
+        pages = pages.copy()
+        for i in range(full):
+            found = self.tree.find(node, keys[i])
+            if found is not None:  # computed meanwhile
+                self._hold(found.page)
+                self._drop(pages[i])
+                pages[i] = found.page
+            elif (found := self.tree.insert(node, keys[i], pages[i])) is None:
+                break
+            node = found
+        for page in reversed([*(hit.page for hit in hits), *pages]):
+            self._drop(page)
+        return node
+
+    def shareable(self, tokens: Sequence[int], reusable: int | None) -> int:
         """Most leading pages that may come from the cache: the last token is always computed."""
         return (len(tokens) - 1 if reusable is None else reusable) // self.page_size
 
-    def _match(
+    def match(
         self, table: PageTable, tokens: Sequence[int], reusable: int | None
     ) -> list[PrefixNode]:
-        limit = self._shareable(tokens, reusable)
+        """The longest prefix of a request that is cached, from the root on; extends its keys to all
+        that may be. See ``admit``."""
+        limit = self.shareable(tokens, reusable)
         extend_keys(table.keys, tokens, limit, self.page_size, table.output_from)
         return self.tree.match(table.keys, limit)
 
     def _take(self) -> int:
         if not len(self.pool):
             node = self.tree.evict()
-            self._drop_snapshot(node)
+            self._left(node)
             self.pool.free(node.page)
         return self.pool.allocate()
+
+    def _left(self, node: PrefixNode) -> None:
+        """A page has left the tree."""
+        self._drop_snapshot(node)
+        if self.below is not None:
+            self.below.evicted(node.page)
 
     def _drop_snapshot(self, node: PrefixNode) -> None:
         if self.snapshots is not None:

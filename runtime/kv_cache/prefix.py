@@ -56,6 +56,15 @@ class PrefixNode:
         self.key, self.data, self.parent, self.page = key, data, parent, page
 
 
+def path_to(node: PrefixNode | None) -> list[PrefixNode]:
+    """A page and all before it, from the root on."""
+    path: list[PrefixNode] = []
+    while node is not None:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
+
+
 class PrefixTree:
     """Full pages by their tokens, and the order in which unreferenced ones are evicted.
 
@@ -71,6 +80,9 @@ class PrefixTree:
     def __len__(self) -> int:
         """Number of pages in the tree."""
         return len(self._of_page)
+
+    def __contains__(self, node: PrefixNode) -> bool:
+        return self._nodes.get(node.key) is node
 
     @property
     def idle(self) -> int:
@@ -118,7 +130,7 @@ class PrefixTree:
     def remove(self, node: PrefixNode) -> bool:
         """Forget a page whatever holds it; False if it was evicted before. The caller removes what
         lies behind it as well."""
-        if self._nodes.get(node.key) is not node:
+        if node not in self:
             return False
         del self._nodes[node.key], self._of_page[node.page]
         self._idle.pop(node.page, None)

@@ -13,18 +13,29 @@ soon as its copy is asked for.
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Protocol
 
 from .prefix import PrefixNode
 
 NO_SLOT = -1
 
 
+class Below(Protocol):
+    """A level behind the snapshots, which is told what becomes of them."""
+
+    def dropped(self, node: PrefixNode, slot: int) -> None:
+        """A slot is no page's snapshot any more, and may be written from now on."""
+
+
 class StateSlots:
     """Slots 0 .. num_slots - 1: free, of a sequence, or of a snapshot.
 
     Attributes:
+        below: the next level; None: there is none.
         copies: (from, to), which a device is to make before the next step.
     """
+
+    below: Below | None = None
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -50,7 +61,13 @@ class StateSlots:
         """A slot for a sequence, or a snapshot to be; ``NO_SLOT`` if sequences have all."""
         if self._free:
             return self._free.pop()
-        return self._snapshots.popitem(last=False)[1] if self._snapshots else NO_SLOT
+        if not self._snapshots:
+            return NO_SLOT
+        return self._dropped(*self._snapshots.popitem(last=False))
+
+    def slot_of(self, node: PrefixNode) -> int:
+        """That of the snapshot of a page, which has one."""
+        return self._snapshots[node]
 
     def begin(self, node: PrefixNode | None) -> int:
         """A slot for a sequence that goes on behind the snapshot at ``node``, or from nothing."""
@@ -87,7 +104,12 @@ class StateSlots:
     def drop(self, node: PrefixNode | None) -> None:
         """Forgets the snapshot of a page, if it has one."""
         if node is not None and node in self._snapshots:
-            self._free.append(self._snapshots.pop(node))
+            self._free.append(self._dropped(node, self._snapshots.pop(node)))
+
+    def _dropped(self, node: PrefixNode, slot: int) -> int:
+        if self.below is not None:
+            self.below.dropped(node, slot)
+        return slot
 
     def take_copies(self) -> list[tuple[int, int]]:
         """The copies that are to be made now."""

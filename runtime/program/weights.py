@@ -66,6 +66,9 @@ class WeightStore:
         source: of those that are not given by ``add``.
         pack: packs into the CPU's layout, see ``matrix.packer``.
         nodes: NUMA nodes: one slice of each matrix and of each expert lies on each.
+
+    Attributes:
+        changed: whether ``replace`` has ever changed a parameter.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class WeightStore:
         self._made: dict[tuple[str, str, str], Any] = {}
         self._specs: dict[str, WeightSpec] = {}  # of what was made
         self._replaced: dict[str, torch.Tensor] = {}
+        self.changed = False
 
     def read_from(self, source: WeightSource, pack: Packer, nodes: MemoryNodes = ONE_NODE) -> None:
         """Sets where weights are read from from now on; the arguments as the class's."""
@@ -159,6 +163,7 @@ class WeightStore:
         for write in writers:
             write()
         self._replaced[name] = values
+        self.changed = True
 
     def drop(self, name: str) -> None:
         """Forgets a weight, given or made, and what has replaced its parameters: it is made anew

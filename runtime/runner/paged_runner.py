@@ -13,6 +13,7 @@ import torch
 from pykernels.errors import PykernelsError
 
 from ..kv_cache.layout import PAGE
+from ..kv_cache.page_store import HostPages, PageStore
 from ..planning.compile import Compiled, compile
 from ..planning.execution import ExecutionPlan, Phase, Step
 from ..planning.lowerable import Lowerable
@@ -192,6 +193,11 @@ class PagedRunner(ABC):
             state = self.caches[name]
             for source, target in copies:
                 state[target] = state[source]
+
+    def page_store(self) -> PageStore:
+        """The cache as bytes, once the runner is bound."""
+        names = self.model.caches(1)
+        return HostPages({name: self.caches[name] for name in names}, self.model.states)
 
     def make_slots(self) -> Slots | None:
         """The cache of experts, if there is one; called once, when weights are there."""

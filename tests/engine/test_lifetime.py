@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from pathlib import Path
 
 from runtime.engine import Engine, SamplingParams, StepBatch, StepResult
 
 from .fake_runner import FakeRunner, expected
+from .test_kv_tiers import engine_on
 
 
 class Slow(FakeRunner):
@@ -19,11 +21,14 @@ class Slow(FakeRunner):
         return super().step(batch)
 
 
+NAMES = "engine", "kv blocks"
+
+
 def ends(*held: weakref.ref[object]) -> bool:
-    """Whether all of it is freed within a moment, and the engine's thread ends."""
+    """Whether all of it is freed within a moment, and the engine's threads end."""
     limit = time.monotonic() + 5
     while time.monotonic() < limit:
-        running = any(thread.name == "engine" for thread in threading.enumerate())
+        running = any(thread.name in NAMES for thread in threading.enumerate())
         if not running and all(each() is None for each in held):
             return True
         time.sleep(0.001)
@@ -58,3 +63,12 @@ def test_who_waits_for_an_engine_keeps_it() -> None:
     assert tuple(t for chunk in chunks for t in chunk.token_ids) == expected([2], 2, 30)
     del chunks
     assert ends(held)
+
+
+def test_an_engine_with_a_disk_is_freed(tmp_path: Path) -> None:
+    runner = Slow()
+    held = (weakref.ref(runner),)
+    engine = engine_on(tmp_path, runner, threaded=True)
+    assert engine.submit([1], SamplingParams(seed=1, max_tokens=9)).result()
+    del runner, engine
+    assert ends(*held)

@@ -129,6 +129,18 @@ def test_forks_and_preempted_requests_copy_states(device: str, made: tiny.Tiny) 
         check(made, prompt, result, device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_restart_takes_up_states(device: str, made: tiny.Tiny, tmp_path: Path) -> None:
+    prompt = tokens(150, 1)
+    for cached in (0, 128, 192):
+        with load(made, device, kv_disk=tmp_path) as llm:
+            result, found = read_again(llm, prompt, 60)
+        assert found == cached
+        check(made, prompt, result, device)
+        if cached:
+            prompt += [*result.token_ids, *tokens(20, 2)]
+
+
 def test_states_in_two_lanes(made: tiny.Tiny) -> None:
     prompts = [tokens(n, n) for n in (5, 70, 30)]
     with model.load_engine(made.path, device="ref", dual_batch=True, **SIZES) as llm:

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+import model
 from model.checkpoint.config import read_config
+from model.checkpoint.identity import identity
 from model.checkpoint.memory import cache_pages
 from model.opened import open_weights
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.layouts import CudaLayouts
 from runtime.engine import Engine, EngineConfig
+from runtime.kv_tiers.behind import KvBehind
 from runtime.planning.execution import ExecutionPlan, largest_step
 from runtime.planning.gpu.capacity import free_for_steps
 from runtime.planning.gpu.machine import Machine
@@ -52,19 +55,29 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @contextmanager
 def engine(
-    path: Path, device: torch.device, pages: int, options: CudaOptions, gpus: int = 1
+    path: Path,
+    device: torch.device,
+    pages: int,
+    options: CudaOptions,
+    gpus: int = 1,
+    kv_disk: Path | None = None,
 ) -> Iterator[Engine]:
     """Its experts are on the GPU, unless ``options`` say otherwise; two sequences run at once."""
+    config = read_config(path)
     every = [f"cuda:{i}" if device.type == "cuda" else "cpu" for i in range(gpus)]
     if len(every) > torch.cuda.device_count() > 0:
         pytest.skip(f"there are fewer than {gpus} GPUs")
     with WorkerPool(1 if device.type == "cpu" else 2, driver_works=False) as pool:
-        with open_weights(path, read_config(path)) as weights:
+        with open_weights(path, config) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
+            known = identity(config, weights.files)
         sizes = LENGTH, pages, STEP, 2, "generic"
         runner = cuda_runner(decoder, ",".join(every), pool, *sizes, options=options)
         runner.load()
-        with Engine(runner, config=EngineConfig(snapshot_tokens=64)) as found:
+        tiers = None
+        if kv_disk is not None:
+            tiers = partial(KvBehind(1 << 20, kv_disk, 1 << 30, "tiny", known).tiers, runner)
+        with Engine(runner, config=EngineConfig(snapshot_tokens=64), tiers=tiers) as found:
             yield found
         runner.close()
 
@@ -82,6 +95,25 @@ def test_chunks_neighbours_and_snapshots(made: tiny.Tiny, device: torch.device) 
     for prompt, result in zip((*prompts, turn), (*first, second), strict=True):
         check(made, prompt, result, "cuda")
     assert second.completions[0].stats.cached_tokens == 128
+
+
+def test_another_device_has_written_the_blocks(
+    made: tiny.Tiny, device: torch.device, tmp_path: Path
+) -> None:
+    """The CPU reads the first turn, a GPU the second one, and the CPU the third."""
+    sizes = {"max_model_len": LENGTH, "snapshot_tokens": 64, "threads": 1, "max_num_seqs": 2}
+    turn = tokens(70, 8)
+    for cached, on_gpu in ((0, False), (64, True), (128, False)):
+        with (
+            engine(made.path, device, 16, ON_GPU, kv_disk=tmp_path)
+            if on_gpu
+            else model.load_engine(made.path, kv_disk=tmp_path, **sizes)
+        ) as found:
+            own = found if isinstance(found, Engine) else found.engine
+            [result] = own.generate([turn], greedy(6))
+        assert result.completions[0].stats.cached_tokens == cached
+        check(made, turn, result, "cuda")
+        turn += [*result.token_ids, *tokens(54, 9)]
 
 
 def test_forks_and_preempted_requests(made: tiny.Tiny, device: torch.device) -> None:

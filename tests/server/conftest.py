@@ -116,10 +116,11 @@ def running(llm: LLM, remote: bool = False, **settings: object) -> Iterator[Runn
 
 
 @pytest.fixture(scope="session")
-def served() -> Iterator[Running]:
-    """The embedded model."""
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """The embedded model, with a disk behind its pages."""
+    sizes = {"max_num_seqs": 8, "threads": 1, "kv_disk": tmp_path_factory.mktemp("kv")}
     with (
-        model.load_engine(model.EMBEDDED, kernel="generic", max_num_seqs=8, threads=1) as llm,
+        model.load_engine(model.EMBEDDED, kernel="generic", **sizes) as llm,
         running(llm, remote=True) as server,
     ):
         yield server

@@ -189,6 +189,7 @@ def test_tokens_models_and_health(served: Running) -> None:
         ]
         metrics = http.get("/metrics").text
         assert "pykernels_time_to_first_token_seconds_count" in metrics
+        assert 'pykernels_kv_level_blocks_total{level="disk",what="written"}' in metrics
     (one,) = served.openai().models.list().data
     assert one.id == NAME
 

@@ -139,6 +139,16 @@ _CACHE_COUNTERS = {
 }
 
 
+_BLOCKS = {
+    "read": "came from the level into pages",
+    "missed": "prompts could have used and it did not have",
+    "declined": "were faster to compute than to read",
+    "damaged": "were not what they should be",
+    "written": "were written",
+    "dropped": "were to be written, and were not",
+}
+
+
 class _EngineCollector(Collector):
     """The engine's counts of one time."""
 
@@ -155,12 +165,42 @@ class _EngineCollector(Collector):
         for name, value in figures.cache.items():
             label = f"pykernels_expert_cache_{name}"
             yield CounterMetricFamily(label, _CACHE_COUNTERS[name], value=value)
+        yield from self._levels()
         text = (
             "Packed weights that a step of one token reads: times the rate of steps, bytes a second"
         )
         yield GaugeMetricFamily("pykernels_step_weight_bytes", text, value=figures.weight_bytes)
         yield from self._reads()
         yield GaugeMetricFamily("pykernels_pages", "Pages of the KV cache", value=self._num_pages)
+
+    def _levels(self) -> Iterator[Metric]:
+        """What is behind the pages of the KV cache."""
+        levels = self._figures.stats.kv_levels
+        if not levels:
+            return
+        what = ", ".join(f"{name}: that {text}" for name, text in _BLOCKS.items())
+        of = ("level", "what")
+        blocks = CounterMetricFamily(
+            "pykernels_kv_level_blocks",
+            f"Pages and states, by what became of them; {what}",
+            labels=of,
+        )
+        nbytes = CounterMetricFamily("pykernels_kv_level_bytes", "Bytes of them", labels=of)
+        seconds = CounterMetricFamily(
+            "pykernels_kv_level_seconds", "Seconds that moving them took, beside steps", labels=of
+        )
+        errors = CounterMetricFamily(
+            "pykernels_kv_level_errors", "Errors of the level's device", labels=("level",)
+        )
+        for level, stats in levels.items():
+            for name in _BLOCKS:
+                blocks.add_metric((level, name), getattr(stats, name))
+            nbytes.add_metric((level, "read"), stats.read_bytes)
+            nbytes.add_metric((level, "written"), stats.written_bytes)
+            seconds.add_metric((level, "read"), stats.read_seconds)
+            seconds.add_metric((level, "written"), stats.write_seconds)
+            errors.add_metric((level,), stats.failed)
+        yield from (blocks, nbytes, seconds, errors)
 
     def _reads(self) -> Iterator[Metric]:
         """Weights that steps without prompts have read."""

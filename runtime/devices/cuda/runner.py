@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import torch
 
 from ...experts.cache import CachePolicy
+from ...kv_cache.page_store import PageStore
 from ...planning.execution import ExecutionPlan, Phase
 from ...planning.residency import Filled
 from ...runner.paged_runner import Executable
@@ -19,6 +20,7 @@ from .binders.sampling import waits_for_masks
 from .calibrate import calibrated
 from .lane import CudaLane
 from .memory.experts import on_gpu
+from .memory.pages import GpuPages
 from .resources import CudaResources
 from .streamed_runner import StreamedRunner
 
@@ -54,6 +56,11 @@ class CudaRunner(CudaLane):
         slots, self._table = on_gpu(program, self.weights, self.device, policy, self.pinned)
         self.caches.update(zip(slots.tables, self._table, strict=True))
         return slots
+
+    def page_store(self) -> PageStore:
+        names = self.model.caches(1)
+        caches = {name: self.caches[name] for name in names}
+        return GpuPages(caches, self.model.states, self.pinned)
 
     def before_slots(self, slots: Slots) -> None:
         if slots.before_step():

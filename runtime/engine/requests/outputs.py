@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from ...kv_tiers.stats import LevelStats
 from ...runner.routing import RoutedExperts
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
@@ -117,3 +119,5 @@ class EngineStats:
     free_pages: int = 0
     cached_pages: int = 0
     """Pages that only the prefix tree holds: as good as free."""
+    kv_levels: Mapping[str, LevelStats] = field(default_factory=dict)
+    """Of what is behind the pages, by name."""

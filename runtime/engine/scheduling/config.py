@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pykernels.errors import PykernelsError
 
-from ...planning.option import SettingError, check_one_of, check_whole, option
+from ...planning.option import SettingError, check_number, check_one_of, check_whole, option
 
 if TYPE_CHECKING:
     from ..requests.drafters import MakeDrafter
@@ -65,6 +66,9 @@ class EngineConfig:
         kv_tokens: size of the KV cache in tokens, rounded up to pages; None: see ``kv_bytes``.
         kv_bytes: size of the KV cache in bytes; None with ``kv_tokens`` None: as many sequences
             of ``max_model_len`` as fit into an eighth of the free memory, two at least.
+        kv_disk: directory of keys, values and states that outlive the process; None: none do.
+        kv_disk_gib: GiB of all blocks in it; None: see ``kv_tiers.directory.prepared``.
+        kv_ram_gib: GiB of main memory for the same beside a GPU, in front of that directory.
         snapshot_tokens: of a model whose layers have a state of each sequence: tokens of a prompt
             from one snapshot of its state to the next; with another at its end and at the end of
             the output. A prompt that begins like an earlier one is read from a snapshot on. None:
@@ -109,6 +113,30 @@ class EngineConfig:
         least=1,
     )
     kv_bytes: int | None = None
+    kv_disk: Path | None = option(
+        None,
+        "A directory for what leaves the KV cache: the same conversation is not read again after a"
+        " restart.",
+        "DIR",
+        shown="none",
+        read=Path,
+    )
+    kv_disk_gib: float | None = option(
+        None,
+        "Size of that directory, of all models together; what was of use least recently goes.",
+        "GIB",
+        kind=float,
+        shown="32, or half of the room there",
+        least=0,
+    )
+    kv_ram_gib: float = option(
+        0.0,
+        "Main memory beside a GPU for what leaves its KV cache; without a GPU, give more"
+        " --kv-tokens.",
+        "GIB",
+        kind=float,
+        least=0,
+    )
     snapshot_tokens: int | None = option(
         None,
         "Of a model with recurrent layers: tokens of a prompt between snapshots of its state, from"
@@ -152,6 +180,12 @@ class EngineConfig:
                 raise SettingError(name, value, "Give a positive number")
         if not isinstance(self.overlap, bool):
             raise SettingError("overlap", self.overlap, "Give True or False")
+        check_number("kv_ram_gib", self.kv_ram_gib, "a number of GiB")
+        if self.kv_disk_gib is not None:
+            check_number("kv_disk_gib", self.kv_disk_gib, "a number of GiB")
+            if self.kv_disk is None:
+                hint = "Name its directory as kv_disk"
+                raise SettingError("kv_disk_gib", self.kv_disk_gib, hint, "without a directory")
         if self.kv_tokens is not None and self.kv_bytes is not None:
             raise PykernelsError(
                 "kv_tokens and kv_bytes both give the size of the KV cache", "Give one of them"

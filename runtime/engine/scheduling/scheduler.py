@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 
 from ...kv_cache import BlockManager
+from ...kv_tiers.tiers import KvTiers
 from ...runner.batch import Runner
 from ..requests.outputs import EngineStats
 from ..requests.request import Request, State
@@ -46,6 +47,7 @@ class Scheduler:
         prefilling: have pages, and prompt tokens that are not computed yet; by order.
         decoding: every token but the last is computed; in order of arrival.
         lane: prompts that are computed beside other steps; None: the runner cannot.
+        tiers: levels behind the pages; None: there are none.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
+        self.tiers: KvTiers | None = None
         self._drafts = drafts
         self._last: ScheduledStep
         self._changed = True  # since the last step: the batch must be written again
@@ -92,8 +95,19 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.decoding or self.prefilling or self.waiting)
 
+    @property
+    def loading(self) -> bool:
+        """Whether pages are being read from another level."""
+        return self.tiers is not None and self.tiers.loading
+
+    def collect(self) -> None:
+        """Requests may be waiting for what was read from other levels."""
+        if self.tiers is not None and self.tiers.collect():
+            self._changed = True
+
     def add(self, request: Request) -> None:
         insort(self.waiting, request, key=ORDER)
+        self._is_read(request)
         self._changed = True
 
     def remove(self, request: Request) -> None:
@@ -149,7 +163,7 @@ class Scheduler:
         budget = most - len(decoding)
         chunks = self._prefill(min(budget, self.cap.limit(len(decoding))), len(decoding), now)
         if not decoding and not chunks:
-            idle = not (ahead or self._beside)
+            idle = not (ahead or self._beside or self.loading)
             assert not (idle and self.busy), "the first request in line fits into an empty cache"
             return None
         rows = {request: row for row, request in enumerate(before.sampled)} if before else None
@@ -265,6 +279,8 @@ class Scheduler:
         """Later steps may share the pages of the step's prompts: they run behind it."""
         for request, first, size in step.chunks:
             step.inserted += self.manager.commit(request.table, request.tokens, first + size)
+        if self.tiers is not None:
+            self.tiers.launched(step.inserted)
         if (snapshots := self.manager.snapshots) is not None:
             for chunk in step.chunks:
                 node = snapshots.reached(chunk.request.table, chunk.last, chunk.completes)
@@ -284,9 +300,16 @@ class Scheduler:
         snapshots = self.manager.snapshots
         return snapshots is not None and bool(snapshots.states.copies)
 
+    def ended(self) -> None:
+        """The step that was launched first, of those that run, has ended, well or not."""
+        if self.tiers is not None:
+            self.tiers.ended()
+
     def finished(self, step: ScheduledStep) -> None:
         """Called before what the step drew is appended: pages that it has filled are shared. Drafts
         that are not accepted were not computed: what comes in their place is written over them."""
+        if self.tiers is not None:
+            self.tiers.filled(step.inserted)
         accepted = step.num_accepted
         for i, request in enumerate(step.decoding):
             if request.state is not State.RUNNING:
@@ -309,6 +332,8 @@ class Scheduler:
             table = request.table
             if not lost.isdisjoint(table.pages) or table.source in step.snapshots:
                 self._preempt(request)
+        if self.tiers is not None:
+            self.tiers.filled(step.inserted)
 
     def _grow(self, decoding: list[Request], ahead: bool) -> bool:
         """Give each decoding request a slot for its token; False if there are too few pages.
@@ -341,6 +366,8 @@ class Scheduler:
 
     def timed(self, step: ScheduledStep, seconds: float) -> None:
         """A step took so long."""
+        if self.tiers is not None:
+            self.tiers.computed(sum(chunk.size for chunk in step.chunks), seconds)
         self.cap.record(sum(step.num_scheduled), sum(chunk.size for chunk in step.chunks), seconds)
 
     def _prefill(self, budget: int, decoding: int, now: float) -> list[PrefillChunk]:
@@ -415,9 +442,18 @@ class Scheduler:
             under_way = [other.table for other in self.prefilling]
             if self.manager.is_coming(request.table, request.tokens, under_way, request.first_row):
                 continue
+            if self._is_read(request):
+                continue
             if not self._admit(request, now):
                 return
             insort(self.prefilling, request, key=ORDER)
+
+    def _is_read(self, request: Request) -> bool:
+        """Whether pages that a request waits for are being read from another level."""
+        if self.tiers is None:
+            return False
+        running = len(self.decoding) + len(self.prefilling)
+        return self.tiers.is_coming(request.table, request.tokens, request.first_row, running)
 
     def _admit(self, request: Request, now: float) -> bool:
         running = len(self.decoding) + len(self.prefilling)

@@ -74,6 +74,19 @@ def test_a_prompt_beside_streams_with_a_cap_and_without(run: Run) -> None:
     assert capped["itl_mixed_count"] > 2 * free["itl_mixed_count"] > 0
 
 
+def test_a_conversation_is_taken_up_after_a_restart(run: Run, tmp_path: Path) -> None:
+    where = ("--threads", 1, "--kv-disk", tmp_path)
+    result = run("bench", "restart", "--tokens", 300, "--conversations", 1, *where, "--json")
+    assert (result.code, result.err) == (0, "")
+    found = json.loads(result.out)
+    assert found["tokens"] == 4 * 64 + 17 and found["page_bytes"] == 64 * 6 * 160 * 2
+    for of in ("disk", "memory"):
+        assert found[f"{of}_over_cold"] == pytest.approx(
+            found[f"{of}_s"] / found["cold_s"], rel=0.1
+        )
+    assert not list(tmp_path.iterdir())
+
+
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA GPU")
 GPU = ["moe", "--device", "cuda:0"]
 BAD = [

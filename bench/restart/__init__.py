@@ -1,0 +1,1 @@
+"""`pykernels bench restart`: a conversation that is taken up after the process has ended."""

@@ -1,0 +1,72 @@
+"""The settings: main memory and a directory behind an engine's pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pykernels.errors import PykernelsError
+
+from ..kv_cache import BlockManager
+from ..kv_cache.page_store import Kind
+from ..runner.paged_runner import PagedRunner
+from .directory import ModelFolder
+from .identity import fingerprint
+from .levels import Levels
+from .mooncake import MooncakeBlocks
+from .ram import RamBlocks
+from .tiers import KvTiers
+
+
+@dataclass(frozen=True)
+class KvBehind:
+    """Where blocks of the KV cache are besides pages.
+
+    Attributes:
+        ram: bytes of main memory beside a GPU; 0: none are there.
+        disk: a directory, which ``prepared`` has seen; None: there is none.
+        limit: bytes of all blocks in it.
+        store: the address of a store of several machines, "mooncake://HOST:PORT"; "": none.
+        lent: bytes of main memory that this process gives to it.
+        name: of the model, for people.
+        weights: what tells the values of the model's weights from any others.
+    """
+
+    ram: int
+    disk: Path | None
+    limit: int
+    name: str
+    weights: bytes
+    store: str = ""
+    lent: int = 0
+
+    def tiers(self, runner: PagedRunner, manager: BlockManager) -> KvTiers:
+        """The levels behind a bound runner's pages.
+
+        Raises:
+            PykernelsError: too little memory or disk for a page.
+        """
+        model, pages = runner.model, runner.page_store()
+        named = fingerprint(model, runner.plan, pages.layout, self.weights)
+        about = {
+            "model": self.name,
+            "architecture": model.name,
+            "layout": pages.layout,
+            "page_bytes": pages.nbytes(Kind.PAGE),
+            "state_bytes": pages.nbytes(Kind.STATE),
+        }
+        folder = None
+        if self.disk is not None:
+            if self.limit < 2 * (least := sum(map(pages.nbytes, Kind))):
+                raise PykernelsError(
+                    f"{self.limit / 2**30:.2g} GiB of disk hold no page, which takes"
+                    f" {least / 2**20:.1f} MiB",
+                    "Give a larger kv_disk_gib",
+                )
+            folder = ModelFolder(self.disk, self.limit, named, about)
+        ram = RamBlocks(pages, self.ram) if self.ram else None
+        store = None
+        if self.store:
+            store = MooncakeBlocks(self.store, self.lent, named, pages)
+        levels = Levels(pages, folder, ram, store)
+        return KvTiers(manager, levels, named, lambda: runner.weights.changed)

@@ -1,0 +1,167 @@
+"""Blocks in Mooncake Store: the memory of several machines, behind one master.
+
+A value is what a block's file is: a header, and the payload with its checksum (``block``), so what
+somebody else has put under a name is used only if it is that block. Memory crosses by Mooncake's
+Transfer Engine from and to a buffer that is registered with it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from pykernels.errors import PykernelsError
+
+from ..kv_cache.page_store import Bytes, Kind, PageStore
+from .block import BlockName, header_bytes
+from .directory import Found
+
+SCHEME = "mooncake"
+_BUFFER = 64 << 20
+"""Bytes that Mooncake has for requests of this process."""
+_INSTALL = "Install pykernels[mooncake], and Debian's libibverbs1"
+_GONE = -704
+"""Mooncake's OBJECT_NOT_FOUND."""
+
+
+def address_of(url: str) -> tuple[str, int]:
+    """Host and port of a master's address.
+
+    Raises:
+        PykernelsError: it is none.
+    """
+    try:
+        parts = urlsplit(url)
+        if parts.scheme == SCHEME and parts.hostname and parts.port and not parts.path.strip("/"):
+            return parts.hostname, parts.port
+    except ValueError:
+        pass  # a port out of range
+    raise PykernelsError(f"{url} is no address of a store", "Give mooncake://HOST:PORT")
+
+
+class MooncakeError(OSError):
+    """The store has failed, or is not there."""
+
+
+class MooncakeBlocks:
+    """A member of a store; its methods are called by one thread.
+
+    Args:
+        url: of the master.
+        lent: bytes of main memory that this process gives to the store.
+        fingerprint: of the model.
+        pages: of the device, by which a value's size is known.
+
+    Attributes:
+        names: of files of blocks that were there when somebody asked, or were put there.
+
+    Raises:
+        PykernelsError: Mooncake is not installed, or there is no such master.
+    """
+
+    def __init__(self, url: str, lent: int, fingerprint: bytes, pages: PageStore) -> None:
+        self.root, self._model, self._pages = url, fingerprint.hex(), pages
+        self.names: set[str] = set()
+        host, port = address_of(url)
+        self._store = _connected(host, port, lent)
+        self._buffer = np.empty(0, np.uint8)
+
+    def ask(self, names: Iterable[str]) -> None:
+        """Finds which of these blocks are there.
+
+        Raises:
+            MooncakeError: it cannot be said.
+        """
+        asked = list(names)
+        found = self._store.batch_is_exist([self._key(name) for name in asked])
+        if len(found) != len(asked) or min(found, default=0) < 0:
+            raise MooncakeError(f"error {min(found, default=0)}")
+        for name, there in zip(asked, found, strict=True):
+            (self.names.add if there else self.names.discard)(name)
+
+    def read(self, block: BlockName) -> tuple[Found, Bytes]:
+        """Whether a block is there and whole, and its payload, valid until the next call.
+
+        Raises:
+            MooncakeError: of the store.
+        """
+        buffer = self._room(block)
+        got = self._store.get_into(self._key(block.file), buffer.ctypes.data, buffer.nbytes)
+        payload = buffer[block.header_bytes :]
+        if got == _GONE:
+            self.names.discard(block.file)
+            return "gone", payload
+        if got < 0:
+            raise MooncakeError(f"error {got}")
+        whole = got == buffer.nbytes
+        if whole and block.fits(buffer[: block.header_bytes].data, [payload.data]):
+            return "whole", payload
+        self.names.discard(block.file)
+        self._store.remove(self._key(block.file))
+        return "damaged", payload
+
+    def write(self, block: BlockName, data: Bytes) -> int:
+        """Puts a block there; returns the bytes of the value.
+
+        Raises:
+            MooncakeError: of the store, such as that it is full.
+        """
+        buffer = self._room(block)
+        header = block.header([data.data])
+        buffer[: len(header)] = np.frombuffer(header, np.uint8)
+        buffer[len(header) :] = data
+        code = self._store.put_from(self._key(block.file), buffer.ctypes.data, buffer.nbytes)
+        if code:
+            raise MooncakeError(f"error {code}")
+        self.names.add(block.file)
+        return int(buffer.nbytes)
+
+    def close(self) -> None:
+        """Leaves the store; what it has lent is gone."""
+        self._store.close()
+
+    def _key(self, name: str) -> str:
+        return f"pykernels/{self._model}/{name}"
+
+    def _room(self, block: BlockName) -> Bytes:
+        """Registered memory for a block's header and payload."""
+        nbytes = block.header_bytes + self._pages.nbytes(block.kind)
+        if len(self._buffer) < nbytes:
+            if len(self._buffer):
+                self._store.unregister_buffer(self._buffer.ctypes.data)
+            most = max(map(self._pages.nbytes, Kind)) + header_bytes(len(block.tokens))
+            self._buffer = np.empty(most, np.uint8)
+            if code := self._store.register_buffer(self._buffer.ctypes.data, most):
+                raise MooncakeError(f"error {code}: its buffer cannot be registered")
+        return self._buffer[:nbytes]
+
+
+def _connected(host: str, port: int, lent: int) -> Any:
+    """A client of the store. Raises PykernelsError."""
+    os.environ.setdefault("GLOG_minloglevel", "2")  # else it tells of each of its steps
+    try:
+        from mooncake.store import MooncakeDistributedStore
+    except ImportError as error:
+        raise PykernelsError(f"{SCHEME}://{host}:{port}: {error}", _INSTALL) from error
+    try:
+        with socket.create_connection((host, port), 5) as asked:
+            own = asked.getsockname()[0]  # at which others find this machine
+    except OSError as error:
+        raise PykernelsError(
+            f"there is no Mooncake master at {host}:{port}: {error.strerror or error}",
+            f"Start it with `mooncake_master --rpc_port={port}`",
+        ) from error
+    store = MooncakeDistributedStore()
+    buffer = (own, "P2PHANDSHAKE", lent, _BUFFER)
+    code = store.setup(*buffer, "tcp", "", f"{host}:{port}")
+    if code:
+        raise PykernelsError(
+            f"Mooncake's master at {host}:{port} does not take this server: error {code}",
+            "Look at what mooncake_master says",
+        )
+    return store

@@ -1,0 +1,287 @@
+"""Blocks on disk: what is read from them is what would be computed, or they are not used."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pykernels.errors import PykernelsError
+from runtime.engine import Engine, EngineConfig, SamplingParams
+from runtime.kv_cache import BlockManager
+from runtime.kv_cache.page_store import Bytes, Kind
+from runtime.kv_tiers.contents import by_model, clear, damaged, opened
+from runtime.kv_tiers.directory import ModelFolder, blocks, prepared
+from runtime.kv_tiers.levels import Levels
+from runtime.kv_tiers.ram import RamBlocks
+from runtime.kv_tiers.tiers import KvTiers
+
+from .fake_runner import FakeRunner, check_pages, check_states, expected
+
+LIMIT = 100 * 600
+"""Bytes of about a hundred blocks."""
+MODEL = bytes(range(16))
+
+
+class FakePages:
+    """The tokens that a ``FakeRunner`` has for keys and values, and its states; as a GPU's: what
+    is read is not in its pages at once."""
+
+    layout = "tokens"
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._runner = runner
+        self._cache = runner.cache.reshape(runner.num_pages, -1).view(np.uint8)
+
+    def nbytes(self, kind: Kind) -> int:
+        return self._cache.shape[1] if kind is Kind.PAGE else 16 * bool(self._runner.states)
+
+    def host(self, nbytes: int) -> Bytes:
+        return np.empty(nbytes, np.uint8)
+
+    def read(self, kind: Kind, place: int, out: Bytes) -> None:
+        states = self._runner.states
+        out[:] = self._cache[place] if kind is Kind.PAGE else np.array(states[place]).view("u1")
+
+    def write(self, kind: Kind, place: int, data: Bytes) -> None:
+        if kind is Kind.PAGE:
+            self._cache[place] = data
+        else:
+            count, chain = data.view(np.int64).tolist()
+            self._runner.states[place] = count, chain
+
+    def space(self, kind: Kind, place: int) -> Sequence[memoryview] | None:
+        return None
+
+
+def tiers(
+    runner: FakeRunner, path: Path, limit: int, model: bytes, ram: int, manager: BlockManager
+) -> KvTiers:
+    """Which read whatever they can: nobody knows how long this runner would compute."""
+    pages, about = FakePages(runner), {"model": "fake"}
+    memory = RamBlocks(pages, ram) if ram else None
+    levels = Levels(pages, ModelFolder(path, limit, model, about), memory)
+    made = KvTiers(manager, levels, model)
+    made.computed = lambda tokens, seconds: None  # type: ignore[method-assign]
+    return made
+
+
+def engine_on(
+    path: Path,
+    runner: FakeRunner,
+    limit: int = 1 << 30,
+    model: bytes = MODEL,
+    ram: int = 0,
+    threaded: bool = False,
+) -> Engine:
+    prepared(path)
+    config = EngineConfig(snapshot_tokens=8) if runner.state_slots else EngineConfig()
+    make = partial(tiers, runner, path, limit, model, ram)
+    return Engine(runner, threaded=threaded, config=config, tiers=make)
+
+
+def greedy(seed: int, count: int) -> SamplingParams:
+    return SamplingParams(seed=seed, max_tokens=count)
+
+
+def answered(engine: Engine, prompt: list[int], count: int = 6) -> int:
+    """Tokens of the prompt that were not computed, of an answer that is right."""
+    seed = engine.stats.finished + 1  # each request of a runner has its own
+    (result,) = engine.generate([prompt], greedy(seed, count))
+    assert result.token_ids == expected(prompt, seed, count)
+    return result.completions[0].stats.cached_tokens
+
+
+def damage(path: Path, rng: random.Random) -> None:
+    """One file is not what it was."""
+    data = bytearray(path.read_bytes())
+    how = rng.randrange(4)
+    if how == 0:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif how == 1:
+        del data[rng.randrange(len(data)) :]
+    elif how == 2:
+        data += b"\0"
+    else:  # whole, and another block
+        others = [each for each in path.parent.iterdir() if each.suffix == path.suffix]
+        data = bytearray(rng.choice(others).read_bytes())
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("slots", [0, 6])
+def test_a_restart_goes_on_where_the_last_turn_ended(slots: int, tmp_path: Path) -> None:
+    chat = list(range(40))
+    with engine_on(tmp_path, FakeRunner(state_slots=slots)) as engine:
+        assert answered(engine, chat, 9) == 0
+    chat += [*expected(chat, 1, 9), 7]
+    with engine_on(tmp_path, FakeRunner(state_slots=slots)) as engine:
+        assert answered(engine, chat) == 48, "the full pages of prompt and answer"
+        level = engine.stats.kv_levels["disk"]
+        assert level.read == 12 + bool(slots) and level.damaged == 0
+    with engine_on(tmp_path, FakeRunner(state_slots=slots), model=bytes(16)) as engine:
+        assert answered(engine, chat) == 0, "another model's"
+
+
+@pytest.mark.parametrize(("slots", "ram"), [(0, 0), (9, 0), (0, 1000), (9, 1000)])
+def test_nothing_wrong_is_served(slots: int, ram: int, tmp_path: Path) -> None:
+    """Lives of an engine with few pages and a small directory, some of whose blocks are damaged in
+    between, requests that end early, and steps that fail."""
+    rng = random.Random(slots + ram)
+    roots = [[rng.randrange(90) for _ in range(60)] for _ in range(3)]
+    read = lost = number = 0
+    for _ in range(6):
+        runner = FakeRunner(num_pages=40, state_slots=slots, max_num_seqs=4)
+        with engine_on(tmp_path, runner, limit=LIMIT, ram=ram) as engine:
+            running = []
+            for _ in range(12):
+                root, number = rng.choice(roots), number + 1
+                prompt = [*root[: rng.randrange(1, 60)], *map(rng.randrange, [90] * 3)]
+                handle = engine.submit(prompt, greedy(number, rng.randrange(1, 20)))
+                running.append((prompt, number, handle))
+                for _ in range(rng.randrange(6)):
+                    engine.step()
+                if rng.random() < 0.2:
+                    rng.choice(running)[2].cancel()
+                if rng.random() < 0.05:
+                    runner.fail_next = ValueError("a step that fails")
+            for prompt, own, handle in running:
+                try:
+                    (done,) = handle.result().completions
+                except (PykernelsError, ValueError):
+                    continue
+                assert done.token_ids == expected(prompt, own, len(done.token_ids))
+            manager, level = engine._core.scheduler.manager, engine.stats.kv_levels["disk"]
+            while engine._core.scheduler.loading:
+                engine._core.scheduler.collect()
+            check_pages(manager, [])
+            if slots:
+                check_states(runner, manager, [])
+            read, lost = read + level.read, lost + level.damaged
+        files = [Path(file.path) for file in blocks(tmp_path)]
+        assert sum(path.stat().st_size for path in files) <= LIMIT
+        for path in rng.sample(files, len(files) // 8):
+            damage(path, rng)
+    assert read and lost
+
+
+def test_main_memory_is_asked_before_the_disk(tmp_path: Path) -> None:
+    """Pages for one conversation, and main memory for three."""
+    chats = [[i] * 30 for i in range(3)]
+
+    def cached(engine: Engine) -> list[int]:
+        found = []
+        for chat in chats:
+            found.append(answered(engine, chat))
+            asked = engine._core.scheduler.tiers._worker._asked  # type: ignore[union-attr]
+            while asked.writes or asked.copying:  # its pages are for the next one
+                time.sleep(0.01)
+        return found
+
+    with engine_on(tmp_path, FakeRunner(num_pages=12), ram=30 * 32) as engine:
+        assert cached(engine) == [0] * 3 and cached(engine) == [28] * 3
+        levels = engine.stats.kv_levels
+        assert (levels["ram"].read, levels["disk"].read) == (21, 0)
+    with engine_on(tmp_path, FakeRunner(num_pages=12), ram=30 * 32) as engine:
+        assert cached(engine) == [28] * 3 and cached(engine) == [28] * 3
+        levels = engine.stats.kv_levels  # what comes from disk stays in main memory
+        assert (levels["ram"].read, levels["disk"].read) == (21, 21)
+
+
+def test_what_is_faster_to_compute_is_not_read(tmp_path: Path) -> None:
+    chats = [[i] * 30 for i in range(3)]
+    with engine_on(tmp_path, FakeRunner()) as engine:
+        assert [answered(engine, chat) for chat in chats] == [0] * 3
+    with engine_on(tmp_path, FakeRunner()) as engine:
+        assert answered(engine, chats[0]) == 28, "nothing is known yet"
+        tiers = engine._core.scheduler.tiers
+        assert tiers is not None
+        KvTiers.computed(tiers, 10**9, 1.0)
+        assert answered(engine, chats[1]) == 0
+        assert engine.stats.kv_levels["disk"].declined == 7
+        tiers._compute_rate.value = 1e-3
+        assert answered(engine, chats[2]) == 28
+
+
+def test_blocks_that_are_cleared_are_computed(tmp_path: Path) -> None:
+    """Beside an engine that goes on to write others."""
+    with engine_on(tmp_path, FakeRunner()) as engine:
+        answered(engine, [1] * 30)
+    with engine_on(tmp_path, FakeRunner()) as engine:
+        clear(tmp_path)
+        assert answered(engine, [1] * 30) == 0
+    with engine_on(tmp_path, FakeRunner()) as engine:
+        assert answered(engine, [1] * 30) == 28
+
+
+def test_no_page_is_filled_that_a_running_step_may_write(tmp_path: Path) -> None:
+    """As that of a request that is cancelled while its prompt is read."""
+    chat = list(range(40))
+    with engine_on(tmp_path, FakeRunner()) as engine:
+        answered(engine, chat)
+    with engine_on(tmp_path, FakeRunner(num_pages=16)) as engine:
+        gone = engine.submit([5] * 50, greedy(1, 2))
+        engine.step()  # the next one runs
+        gone.cancel()
+        kept = engine.submit(chat, greedy(2, 6))
+        engine._loop.obey()
+        time.sleep(0.1)  # for whatever would read now
+        (done,) = kept.result().completions
+        assert done.token_ids == expected(chat, 2, 6) and done.stats.cached_tokens == 36
+
+
+def test_two_engines_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.kv_tiers.directory._LOOK_SECONDS", 0)
+    with (
+        engine_on(tmp_path, FakeRunner()) as first,
+        engine_on(tmp_path, FakeRunner()) as second,
+    ):
+        chats = [[i] * 30 for i in range(4)]
+        for chat in chats:
+            assert answered(first, chat) == 0
+        first.close()
+        assert answered(second, [99] * 30) == 0, "it looks for what others have written"
+        second._core.scheduler.tiers._worker._thread.join(0.2)  # type: ignore[union-attr]
+        assert [answered(second, chat) for chat in chats] == [28] * 4
+
+
+def test_a_full_disk_is_told_once_and_requests_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.writev", full)
+    with engine_on(tmp_path, FakeRunner()) as engine:
+        assert [answered(engine, [i] * 30) for i in range(3)] == [0, 0, 0]
+    assert not list(tmp_path.rglob("new-*")) and not list(blocks(tmp_path))
+    (line,) = caplog.messages
+    assert "cannot be written: No space left on device" in line
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PykernelsError, match="no blocks"):
+        clear(tmp_path)
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(PykernelsError, match="holds other files"):
+        prepared(tmp_path)
+    with pytest.raises(PykernelsError, match="Not a directory"):
+        prepared(tmp_path / "thesis.tex" / "kv")
+    with pytest.raises(PykernelsError, match="room for"):
+        prepared(tmp_path / "kv", 1 << 60)
+
+
+def test_blocks_are_listed_checked_and_removed(tmp_path: Path) -> None:
+    with engine_on(tmp_path, FakeRunner(state_slots=6)) as engine:
+        answered(engine, [5] * 30)
+    opened(tmp_path)
+    (found,) = by_model(tmp_path)
+    files = list(blocks(tmp_path))
+    assert found.pages + found.states == len(files) and found.pages == 8
+    damage(Path(files[0].path), random.Random(0))
+    assert [each.path for each in damaged(tmp_path) if each] == [Path(files[0].path)]
+    assert clear(tmp_path) > 0 and not list(tmp_path.iterdir())
