@@ -84,5 +84,4 @@ def make_runner(
     from .devices.cuda.resources import CudaResources
     from .devices.cuda.runner import CudaRunner
 
-    CudaRunner.check_states(model)
     return CudaRunner(CudaResources.open(model, plan, device, pool), plan)

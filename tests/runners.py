@@ -107,9 +107,7 @@ def cuda_runner(
         max_model_len, num_pages, max_num_batched_tokens, max_num_seqs, max_num_logits
     )
     machine = machine_of(gpus_of(device), model.store)
-    placement = place_on(
-        machine, model, sizes.pages, options.experts, options.placed, options.by_layer
-    )
+    placement = place_on(machine, model, sizes, options.experts, options.placed, options.by_layer)
     program = model.lower()
     placement = placement.with_experts(program, options.gpu_experts or {})
     placement = placement.with_slots(program, options.slots or {})

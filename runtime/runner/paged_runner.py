@@ -76,9 +76,6 @@ class PagedRunner(ABC):
 
     Attributes:
         plan: how the model runs; while it is open, weights are loaded by it and nothing else.
-
-    Raises:
-        PykernelsError: layers have states, and the device keeps none.
     """
 
     page_size = PAGE
@@ -99,8 +96,6 @@ class PagedRunner(ABC):
     """See ``runner.batch.Runner``."""
     decodes = True
     """Whether it binds the plan's programs of decode steps."""
-    keeps_states = True
-    """Whether the device keeps states of sequences."""
     caches: dict[str, torch.Tensor]
     """By name, the tensors of the "cache" buffers."""
     decode_queries = 1
@@ -108,7 +103,6 @@ class PagedRunner(ABC):
     those of prompts."""
 
     def __init__(self, model: Lowerable, plan: ExecutionPlan) -> None:
-        self.check_states(model)
         self.model, self.weights, self.plan = model, model.store, plan
         self.max_model_len, self.vocab_size = plan.max_model_len, model.vocab_size
         sizes = plan.sizes
@@ -128,16 +122,6 @@ class PagedRunner(ABC):
         self._running = False
         self._results: dict[int, StepResult] = {}
         self._read_bytes: dict[int, tuple[int, int]] = {}
-
-    @classmethod
-    def check_states(cls, model: Lowerable) -> None:
-        """Raises PykernelsError if layers have states, and the device keeps none."""
-        if model.states and not cls.keeps_states:
-            raise PykernelsError(
-                f"{model.name} has layers with a state of each sequence, which a GPU does not keep"
-                " yet",
-                'Use device="cpu"',
-            )
 
     @property
     def last_step(self) -> LastStep | None:

@@ -8,8 +8,9 @@ import triton.language as tl
 
 from ...errors import PykernelsError
 from ...shapes import StateBatch
-from ..common.launch import check_device, why_not
+from ..common.launch import FLOATS, check_device, why_not
 from ..common.strides import check_out
+from .blocks import block_of, most_blocks, sequences_of
 from .checks import check_floats, check_states
 
 MAX_KERNEL = 16
@@ -18,7 +19,7 @@ read the state that it then writes."""
 _CHANNELS = 128
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["S"])
 def _causal_conv1d(
     x,
     weight,
@@ -29,16 +30,20 @@ def _causal_conv1d(
     past,
     out,
     C,
-    blocks,
+    S,
     x_stride,
-    weight_stride,
+    w_c,
+    w_k,
     K: tl.constexpr,
     BEFORE: tl.constexpr,
     SILU: tl.constexpr,
     ROWS: tl.constexpr,
+    SEQUENCES: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    s, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    s, block = block_of(tl.program_id(0), lengths, slots, S, ROWS, SEQUENCES)
+    if s >= S:
+        return
     length, slot = tl.load(lengths + s), tl.load(slots + s)
     if (slot < 0) | (block * ROWS >= length):
         return
@@ -53,7 +58,7 @@ def _causal_conv1d(
         mask = inside & (i < length)
         value = tl.load(x + (start + at) * x_stride + c, mask=mask & (at >= 0), other=0.0)
         kept = tl.load(own + (at + K - 1) * C, mask=mask & (at < 0) & goes_on, other=0.0)
-        w = tl.load(weight + c * weight_stride + j, mask=inside, other=0.0)
+        w = tl.load(weight + c * w_c + j * w_k, mask=inside, other=0.0)
         total += w.to(tl.float32) * (value.to(tl.float32) + kept)
     if SILU:
         total = total * tl.sigmoid(total)
@@ -77,7 +82,8 @@ def _check(
             f"the weight is {tuple(weight.shape)}", f"Give [C, K], K from 2 to {MAX_KERNEL}"
         )
     C, K = weight.shape
-    check_floats("weight", weight, C, K)
+    if weight.dtype not in FLOATS:
+        raise PykernelsError(f"the weight is {weight.dtype}", "Give floats")
     check_floats("x", x, len(x), C)
     check_states(state, batch, K - 1, C)
     return device
@@ -103,7 +109,7 @@ def causal_conv1d(
 
     Args:
         x: floats [T, C], rows of any stride.
-        weight: floats [C, K], K up to 16.
+        weight: floats [C, K], any strides, K up to 16.
         state: float32 [slots, K - 1, C], contiguous.
         out: floats [T, C], contiguous, not x itself; rows of no sequence stay as they are.
 
@@ -120,8 +126,7 @@ def causal_conv1d(
         if out.data_ptr() == x.data_ptr() != 0:  # 0: of tensors without data
             raise PykernelsError("out is x", "Sums read the rows before theirs: give another one")
         rows = min(MAX_KERNEL, triton.next_power_of_2(batch.max_length))
-        blocks = triton.cdiv(batch.max_length, rows)
-        _causal_conv1d[(batch.S * blocks, triton.cdiv(C, _CHANNELS))](
+        _causal_conv1d[(most_blocks(batch, len(x), rows), triton.cdiv(C, _CHANNELS))](
             x,
             weight,
             state,
@@ -131,13 +136,14 @@ def causal_conv1d(
             batch.past,
             out,
             C,
-            blocks,
+            batch.S,
             x.stride(0),
-            weight.stride(0),
+            *weight.stride(),
             K=K,
             BEFORE=triton.next_power_of_2(K - 1),
             SILU=bool(silu),
             ROWS=rows,
+            SEQUENCES=sequences_of(batch, rows),
             CHANNELS=_CHANNELS,
             num_warps=4,
         )

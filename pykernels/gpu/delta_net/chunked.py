@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .blocks import block_of
+
 CHUNK = 64
 
 
@@ -62,7 +64,7 @@ def _inverse(A, PRECISION: tl.constexpr):
     return B
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def within_chunks(
     q,
     k,
@@ -82,6 +84,8 @@ def within_chunks(
     g_t,
     beta_t,
     HV,
+    S,
+    SEQUENCES: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -89,7 +93,10 @@ def within_chunks(
     WIDE: tl.constexpr,
 ):
     """Writes a chunk's (I + A)^-1 and its scores, e^(G_i - G_j) q_i k_j, both [T, HV, 64]."""
-    s, head, t0 = tl.program_id(2), tl.program_id(1), tl.program_id(0) * 64
+    s, chunk = block_of(tl.program_id(0), lengths, slots, S, 64, SEQUENCES)
+    if s >= S:
+        return
+    head, t0 = tl.program_id(1), chunk * 64
     length = tl.load(lengths + s)
     if (tl.load(slots + s) < 0) | (t0 >= length):
         return

@@ -11,6 +11,7 @@ from ...errors import PykernelsError
 from ...shapes import StateBatch
 from ..common.launch import check_device, interpreted, why_not
 from ..common.strides import check_out
+from .blocks import most_blocks, sequences_of
 from .checks import check_floats, check_states
 from .chunked import CHUNK, scan_chunks, within_chunks
 from .recurrent import recurrent
@@ -136,9 +137,9 @@ def gated_delta_rule(
     kind = k.dtype if half else torch.float32
     inverses, scores = (k.new_empty(T, HV, CHUNK, dtype=kind) for _ in "is")
     products = {"HALF": half, "WIDE": interpreted()}
-    within_chunks[(triton.cdiv(batch.max_length, CHUNK), HV, batch.S)](
+    within_chunks[(most_blocks(batch, T, CHUNK), HV)](
         q, k, g, beta, *sequences, inverses, scores, scale, float(eps), *qk_strides, *gate_strides,
-        HV, **options, **products, num_warps=warps,
+        HV, batch.S, SEQUENCES=sequences_of(batch, CHUNK), **options, **products, num_warps=warps,
     )  # fmt: skip
     scan_chunks[grid](
         q, k, v, g, beta, state, *sequences, batch.past, inverses, scores, out, scale, float(eps),

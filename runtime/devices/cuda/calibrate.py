@@ -27,6 +27,7 @@ from ...planning.gpu.with_rates import (
 from ...planning.prefill_rates import Rates
 from ...planning.streaming import Streaming
 from ...program import Program
+from ...program.step_inputs import STATE_SLOTS
 from ...program.weights import WeightStore
 from ...runner.batch import StepBatch
 from ...runner.measured.deferral import decode_times
@@ -109,7 +110,7 @@ class Probe(CudaLane):
         if step.cpu is None:
             return None
         self.sizes[0], self.sizes[1], self.sizes[2] = 1, 1, 0
-        self._inputs["slot_mapping"][0] = 0
+        self._inputs["slot_mapping"][0] = self._inputs[STATE_SLOTS][0] = 0
         return decode_times(step.program, step.cpu.jobs.jobs, step.run)
 
     def may_split(self, plan: ExecutionPlan, program: Program) -> bool:

@@ -34,7 +34,6 @@ class CudaRunner(CudaLane):
         device: the last GPU, which samples.
     """
 
-    keeps_states = False
     pool: WorkerPool
 
     def __init__(self, resources: CudaResources, plan: ExecutionPlan) -> None:
@@ -68,13 +67,14 @@ class CudaRunner(CudaLane):
 
     def bind_prompts(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
         """Those in which all experts cross are another runner's, unless some layers have theirs on
-        the CPU."""
+        the CPU, or states, which are copied between steps only."""
         steps, sizes = self.plan.prompt_steps(), self.plan.prompts
         if sizes is None:
             return self.bind_steps(steps, inputs)
         own = self.bind_steps([step for step in steps if step.phase is not Phase.STREAMED], inputs)
         across = [step for step in steps if step.phase is Phase.STREAMED]
-        if across and self.plan.streams_all(self.compiled().program):
+        whole = self.plan.streams_all(self.compiled().program)
+        if across and whole and not self.model.states:
             self.prepare(inputs)
             self.prefill_runner = StreamedRunner(self._resources, self.plan, self.slots)
             self.prefill_runner.bind(self._batch)

@@ -57,7 +57,8 @@ def free_beside_steps(
 
 def free_for_steps(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> dict[str, int]:
     """Bytes of each GPU that are left beside the weights that are yet to come and the cache."""
-    compiled, caches = compile(model, plan), model.caches(plan.sizes.pages)
+    compiled = compile(model, plan)
+    caches = model.caches(plan.sizes.pages, plan.sizes.state_slots)
     left: dict[str, int] = {}
     for gpu, free in machine.free.items():
         part, records = compiled.parts[gpu], compiled.residency(gpu).items()

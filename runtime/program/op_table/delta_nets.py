@@ -11,6 +11,8 @@ _BY_SEQUENCE = {
     name: Port("index", ("S",))
     for name in ("query_starts", "query_lengths", "state_slots", "has_state")
 }
+_LONGEST = {"longest": Attr(int, 0)}
+"""Most tokens of a sequence, where all that a step runs knows it; 0: as many as a step has."""
 _CONV_STATE = {"conv": Port("float32", ("slots", "before", "C"))}
 _DELTA_STATE = {"delta": Port("float32", ("slots", "HV", "DK", "DV"))}
 _GATES = {name: Port("float32", ("T", "HV")) for name in ("g", "beta")}
@@ -37,6 +39,7 @@ DELTA_NETS: dict[str, Op] = {
         inputs={"x": Port("activation", ("T", ">C")), **_CONV_STATE, **_BY_SEQUENCE},
         outputs={"out": Port("activation", ("T", "C")), **_CONV_STATE},
         weights={"weight": Port("", ("K", "C"))},
+        attrs=_LONGEST,
         rule=_conv_rule,
     ),
     # The gates of the delta rule: the log of the decay, rate softplus(a + dt_bias), and the
@@ -60,7 +63,7 @@ DELTA_NETS: dict[str, Op] = {
             **_BY_SEQUENCE,
         },
         outputs={"out": Port("activation", ("T", "HV*DV")), **_DELTA_STATE},
-        attrs={"HK": Attr(int), "scale": Attr(float), "eps": Attr(float)},
+        attrs={"HK": Attr(int), "scale": Attr(float), "eps": Attr(float), **_LONGEST},
         rule=_delta_rule,
     ),
     # The norm of each head, times the SiLU of its gate.
