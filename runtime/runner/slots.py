@@ -12,7 +12,7 @@ from ..experts.cache import CachePolicy, CacheStats, ExpertCache, Filler
 from ..experts.cache.cache import Chosen
 from ..passes.keep_routing import routers
 from ..program import Program
-from ..program.node import STEP_SIZES, Node
+from ..program.node import STEP_SIZES
 from ..program.weight_spec import WeightSpec
 
 COUNTED = 1024
@@ -33,7 +33,7 @@ class Slots:
         pinned: whether a device reads the table by itself.
 
     Attributes:
-        nodes: of the experts in slots, a layer each, in order; ``specs``: of what is in them.
+        specs: of the experts in slots, a layer each, in order.
         table: int32 [L, E] on the CPU, as the next step is to read it.
         tables: its rows, by the buffers of a program.
     """
@@ -41,13 +41,14 @@ class Slots:
     def __init__(
         self, program: Program, policy: CachePolicy, filler: Filler, pinned: bool = False
     ) -> None:
-        places = [node for node in program.nodes if node.op == "place_routing"]
+        named = {n.inputs["slots"]: n for n in program.nodes if n.op == "place_routing"}
+        places = [*named.values()]  # of a layer that defers experts one of two, by the same table
         self._rows = {node.layer: i for i, node in enumerate(places)}
         self.specs = slot_specs(program)
         E = max(program.shape(node.inputs["slots"])[0] for node in places)
         empty = torch.full((len(places), E), -1, dtype=torch.int32, device="cpu")
         self.table = empty.pin_memory() if pinned else empty
-        self.tables = {node.inputs["slots"]: self.table[i] for i, node in enumerate(places)}
+        self.tables = dict(zip(named, self.table, strict=True))
         expert = max(spec.bytes_per_expert for spec in self.specs)
         self.cache = ExpertCache(
             [spec.shape[0] for spec in self.specs],
@@ -110,9 +111,5 @@ class Slots:
 
 def slot_specs(program: Program) -> list[WeightSpec]:
     """Specs of the experts in slots, one for each layer that has slots, in order."""
-    return [program.weight(node, "experts") for node in cached(program)]
-
-
-def cached(program: Program) -> list[Node]:
-    """The nodes that compute experts in slots, in order."""
-    return [node for node in program.nodes if node.role == "cached"]
+    names = [node.weights["experts"] for node in program.nodes if node.role == "cached"]
+    return [program.weights[name] for name in dict.fromkeys(names)]

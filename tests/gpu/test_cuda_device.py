@@ -229,7 +229,8 @@ def test_rules_keep_weights_beside_the_gpu(tmp_path: Path, device: torch.device)
 
 
 def test_the_deferral_that_pays_is_found(tmp_path: Path, device: torch.device) -> None:
-    """The ref device with as many deferred experts is the truth of decode steps."""
+    """The ref device with as many deferred experts is the truth of decode steps, wherever these
+    are."""
     tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=3)
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=20, ignore_eos=True)
     where = "cuda:0" if device.type == "cuda" else "cpu"
@@ -243,10 +244,11 @@ def test_the_deferral_that_pays_is_found(tmp_path: Path, device: torch.device) -
             pool,
             *sizes,
             "generic",
-            options=CudaOptions(experts="cpu", deferred=None),
+            options=CudaOptions(experts="cpu", deferred=None, slots={0: 2, 2: 3}),
         )
         with Engine(runner) as engine:
             [found] = engine.generate([[5, 17, 60]], params)
+        assert runner.slots is not None and len(runner.slots.specs) == 2  # layers
         assert runner.deferred in (0, 1)  # of three: two are immediate
         if device.type == "cpu":
             assert runner.deferred == 1  # the interpreter keeps the CPU waiting

@@ -74,14 +74,14 @@ class CudaRunner(CudaLane):
 
     def bind_prompts(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
         """Those in which all experts cross are another runner's, unless some layers have theirs on
-        the CPU."""
+        the CPU, or states, which are copied between steps only."""
         steps, sizes = self.plan.prompt_steps(), self.plan.prompts
         if sizes is None:
             return self.bind_steps(steps, inputs)
         own = self.bind_steps([step for step in steps if step.phase is not Phase.STREAMED], inputs)
         across = [step for step in steps if step.phase is Phase.STREAMED]
         whole = self.plan.streams_all(self.compiled().program)
-        if across and whole and not self.model.states:  # states are copied between steps only
+        if across and whole and not self.model.states:
             self.prepare(inputs)
             self.prefill_runner = StreamedRunner(self._resources, self.plan, self.slots)
             self.prefill_runner.bind(self._batch)

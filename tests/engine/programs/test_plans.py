@@ -30,7 +30,6 @@ from runtime.planning.gpu.with_rates import (
 from runtime.planning.placement import Placement
 from runtime.planning.prefill_rates import Rates
 from runtime.planning.residency import Filled, Residency
-from runtime.program.sizes import StepSizes
 
 GPU = "cuda:0"
 MACHINE = Machine({GPU: 1 << 36}, CudaLayouts())
@@ -45,7 +44,7 @@ def decoder() -> Decoder:
 
 
 def placed(decoder: Decoder, kind: str) -> Placement:
-    placement, program = place_on(MACHINE, decoder, StepSizes(pages=16), "cpu"), decoder.lower()
+    placement, program = place_on(MACHINE, decoder, SIZES, "cpu"), decoder.lower()
     if kind == "some":
         return placement.with_experts(program, dict.fromkeys(LAYERS, (3, 5)))
     if kind == "slots":
@@ -101,7 +100,7 @@ def test_dense_weights_that_cross_take_no_memory_of_a_gpu(decoder: Decoder) -> N
 
 def test_what_a_rule_places_is_there(decoder: Decoder) -> None:
     name = "model.embed_tokens.weight"
-    placement = place_on(MACHINE, decoder, StepSizes(pages=16), "cpu", {name: "cpu"})
+    placement = place_on(MACHINE, decoder, SIZES, "cpu", {name: "cpu"})
     compiled = compile(decoder, ExecutionPlan(SIZES, placement))
     assert compiled.residency("cpu")[name] == Residency("cpu")
     assert name not in compiled.residency(GPU)
