@@ -102,9 +102,10 @@ class KvTiers:
         self._asks: dict[PageTable, tuple[Ask, float]] = {}  # and when they are given up
         self._filling: set[PrefixNode] = set()
         self._states: dict[PrefixNode, int] = {}  # to be written once their copies are made
-        manager.below = weakref.proxy(self)  # nobody but the scheduler has it
+        own: KvTiers = weakref.proxy(self)  # nobody but the scheduler has it
+        manager.below = own
         if manager.snapshots is not None:
-            manager.snapshots.states.below = manager.below
+            manager.snapshots.states.below = own
         # At the process's end ``close`` comes first.
         weakref.finalize(self, self._worker.stop).atexit = False
 
@@ -201,14 +202,17 @@ class KvTiers:
 
     def _is_asking(self, table: PageTable, found: _Found, now: float) -> bool:
         """Whether the store is still being asked for what no other level has."""
-        if self._levels.behind is None:
+        if not self._levels.is_asked:
             return False
         if not table.asked:
+            if any(now >= give_up for _, give_up in self._asks.values()):
+                return False  # it does not answer
             ask = Ask([_file(kind, key) for kind, key in found.missing])
             table.asked, self._asks[table] = True, (ask, now + _ASK_SECONDS)
             self._worker.ask(ask)
-        ask, give_up = self._asks.get(table, (None, 0.0))
-        return ask is not None and not ask.ended and now < give_up
+        if (open_ask := self._asks.get(table)) is None:
+            return False
+        return not open_ask[0].ended and now < open_ask[1]
 
     def _begin_loads(self) -> None:
         while self._begin_later and self._begin_later[0][0] <= self._ended:
