@@ -39,6 +39,7 @@ from runtime.workers.numa import nodes_to_use
 from runtime.workers.pool import make_pool
 from runtime.workers.threads import threads_here
 
+from . import EMBEDDED
 from .architectures.decoder import check_heads
 from .architectures.families import check_lowered
 from .checkpoint import memory
@@ -150,7 +151,8 @@ def _behind(
         return None
     known = identity(config, weights.files) if root is not None or store else b""
     lent = _bytes(engine.kv_store_gib) or 0
-    return KvBehind(ram, root, limit, folder.resolve().name, known, store, lent)
+    name = "embedded" if folder == EMBEDDED else folder.resolve().name
+    return KvBehind(ram, root, limit, name, known, store, lent)
 
 
 def _chosen(

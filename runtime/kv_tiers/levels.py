@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from ..kv_cache.page_store import Bytes, Kind, PageStore
 from .block import BlockName
-from .directory import ModelFolder
+from .folder import ModelFolder
 from .mooncake import MooncakeBlocks
 from .ram import RamBlocks
 from .stats import LevelStats, Rate

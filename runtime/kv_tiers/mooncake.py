@@ -20,7 +20,7 @@ from pykernels.errors import PykernelsError
 
 from ..kv_cache.page_store import Bytes, Kind, PageStore
 from .block import BlockName, header_bytes
-from .directory import Found
+from .folder import Found
 
 SCHEME = "mooncake"
 _BUFFER = 64 << 20

@@ -13,7 +13,8 @@ import pytest
 
 from pykernels.errors import PykernelsError
 from runtime.engine import Engine, EngineConfig
-from runtime.kv_tiers.directory import ModelFolder, prepared
+from runtime.kv_tiers.directory import prepared
+from runtime.kv_tiers.folder import ModelFolder
 from runtime.kv_tiers.levels import Levels
 from runtime.kv_tiers.mooncake import MooncakeBlocks, check_store
 from runtime.kv_tiers.tiers import KvTiers
