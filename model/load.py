@@ -39,13 +39,13 @@ from runtime.workers.numa import nodes_to_use
 from runtime.workers.pool import make_pool
 from runtime.workers.threads import threads_here
 
-from . import EMBEDDED
 from .architectures.decoder import check_heads
 from .architectures.families import check_lowered
 from .checkpoint import memory
 from .checkpoint.config import read_config
 from .checkpoint.identity import identity
 from .checkpoint.progress import Callback, compiling, reporting
+from .embedded import PATH
 from .hub import local
 from .llm import CONTEXT, LLM
 from .modules.moe import FusedMoE, deferred_by_rules, stay_on_cpu
@@ -151,7 +151,7 @@ def _behind(
         return None
     known = identity(config, weights.files) if root is not None or store else b""
     lent = _bytes(engine.kv_store_gib) or 0
-    name = "embedded" if folder == EMBEDDED else folder.resolve().name
+    name = "embedded" if folder.resolve() == PATH else folder.resolve().name
     return KvBehind(ram, root, limit, name, known, store, lent)
 
 
