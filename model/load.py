@@ -167,6 +167,9 @@ def _chosen(
             raise PykernelsError(f"load_engine has no setting {name!r}", hint)
     own, others = ({n: v for n, v in settings.items() if n in some} for some in names)
     execution, engine = replace(execution, **own), replace(engine, **others)
+    if engine.draft == "off" and engine.draft_tokens != EngineConfig.draft_tokens:
+        hint = 'Add draft="ngram"'
+        raise SettingError("draft_tokens", engine.draft_tokens, hint, "without drafts")
     if engine.draft != "off" and execution.prefill == "stream":
         raise PykernelsError(
             f"draft={engine.draft!r} and prefill='stream': drafts are checked as prompts are read,"
