@@ -24,6 +24,7 @@ from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.extend import checked
 from runtime.kv_tiers.behind import KvBehind
 from runtime.kv_tiers.directory import prepared
+from runtime.kv_tiers.mooncake import check_store
 from runtime.machine.topology import Topology
 from runtime.make_runner import make_plan, make_runner
 from runtime.passes.defer import cannot_join
@@ -46,6 +47,7 @@ from .checkpoint import memory
 from .checkpoint.config import read_config
 from .checkpoint.identity import identity
 from .checkpoint.progress import Callback, compiling, reporting
+from .embedded import PATH
 from .hub import local
 from .llm import CONTEXT, LLM
 from .modules.moe import FusedMoE, deferred_by_rules, stay_on_cpu
@@ -125,15 +127,17 @@ def _check_behind(execution: ExecutionConfig, engine: EngineConfig, passes: Sequ
     if engine.kv_ram_gib and execution.device == CPU:
         hint = "Give kv_tokens for a larger cache"
         raise SettingError("kv_ram_gib", engine.kv_ram_gib, hint, "without a GPU")
-    if engine.kv_disk is None:
+    if engine.kv_disk is None and engine.kv_store is None:
         return 0
     if passes:
         raise PykernelsError(
-            "kv_disk with passes of one's own: they may change keys and values, and no name of a"
-            " block says how",
+            "kv_disk or kv_store with passes of one's own: they may change keys and values, and no"
+            " name of a block says how",
             "Leave out one of them",
         )
-    return prepared(engine.kv_disk, _bytes(engine.kv_disk_gib))
+    if engine.kv_store is not None:
+        check_store(engine.kv_store)
+    return 0 if engine.kv_disk is None else prepared(engine.kv_disk, _bytes(engine.kv_disk_gib))
 
 
 def _bytes(gib: float | None) -> int | None:
@@ -144,11 +148,13 @@ def _behind(
     engine: EngineConfig, limit: int, folder: Path, config: PretrainedConfig, weights: Opened
 ) -> KvBehind | None:
     """What is behind the pages of the KV cache of the model in ``folder``."""
-    ram, root = _bytes(engine.kv_ram_gib) or 0, engine.kv_disk
-    if root is None and not ram:
+    ram, root, store = _bytes(engine.kv_ram_gib) or 0, engine.kv_disk, engine.kv_store or ""
+    if root is None and not ram and not store:
         return None
-    known = b"" if root is None else identity(config, weights.files)
-    return KvBehind(ram, root, limit, folder.resolve().name, known)
+    known = identity(config, weights.files) if root is not None or store else b""
+    lent = _bytes(engine.kv_store_gib) or 0
+    name = "embedded" if folder.resolve() == PATH else folder.resolve().name
+    return KvBehind(ram, root, limit, name, known, store, lent)
 
 
 def _chosen(
@@ -273,7 +279,7 @@ def _fitted(
         needed, smaller = weights.needed(placement), weights.smaller(placement)
         needed += sum(each.nbytes for each in placement.filled(Filled.EACH_STEP).values())
         memory.check_engine(needed, 0, 0, 0, smaller)
-    memory.check_behind(_bytes(engine.kv_ram_gib) or 0, needed)
+    memory.check_behind(_bytes(engine.kv_ram_gib + engine.kv_store_gib) or 0, needed)
     return placement, largest_step(longest, pages, given, *most)
 
 

@@ -243,13 +243,13 @@ def check_engine(
 
 
 def check_behind(ram: int, weights: int) -> None:
-    """Raise `PykernelsError` if there is no room for so much behind a GPU's KV cache."""
+    """Raise `PykernelsError` if there is no room for so much behind the KV cache."""
     free = available() - weights
     if ram > max(0, free):
         raise PykernelsError(
-            f"{size(ram)} behind the GPU's KV cache, and the model leaves {size(max(0, free))} of"
-            " main memory free",
-            "Give a smaller kv_ram_gib",
+            f"{size(ram)} for what leaves the KV cache, and the model leaves {size(max(0, free))}"
+            " of main memory free",
+            "Give a smaller kv_ram_gib or kv_store_gib",
         )
 
 

@@ -10,7 +10,7 @@ from pykernels.errors import PykernelsError
 from ..kv_cache import BlockManager
 from ..kv_cache.page_store import Kind
 from ..runner.paged_runner import PagedRunner
-from .directory import ModelFolder
+from .folder import ModelFolder
 from .identity import fingerprint
 from .levels import Levels
 from .mooncake import MooncakeBlocks

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from ..kv_cache.page_store import Bytes, Kind, PageStore
 from .block import BlockName
-from .directory import ModelFolder
+from .folder import ModelFolder
 from .mooncake import MooncakeBlocks
 from .ram import RamBlocks
 from .stats import LevelStats, Rate
@@ -25,7 +25,7 @@ RAM, DISK, STORE = "ram", "disk", "store"
 _AHEAD = 8
 """Blocks that the system reads while the one before them is checked."""
 _PAUSE_SECONDS = 60
-"""After an error of the disk, nothing is written for so long."""
+"""After an error nothing is written for so long, nor is a store asked."""
 
 
 class Levels:
@@ -54,6 +54,7 @@ class Levels:
         self._staging = pages.host(max(map(pages.nbytes, Kind)))
         self._later: OrderedDict[str, tuple[BlockName, int]] = OrderedDict()
         self._write_after = dict.fromkeys(self.stats, 0.0)
+        self._ask_after = 0.0
         self._told: set[tuple[str, str]] = set()
 
     # What the engine's thread asks.
@@ -69,6 +70,11 @@ class Levels:
     def _behind(self) -> list[set[str]]:
         """Names of what is on disk, and in the store."""
         return [each.names for each in (self.folder, self.behind) if each is not None]
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether there is a store, and it has answered of late."""
+        return self.behind is not None and time.monotonic() >= self._ask_after
 
     def seconds(self, names: Iterable[tuple[Kind, str]]) -> float | None:
         """That reading these blocks takes; None: unknown."""
@@ -158,8 +164,12 @@ class Levels:
 
     def ask(self, names: Sequence[str]) -> None:
         """Finds which of these blocks the store has."""
-        if (store := self.behind) is not None:
-            self._try(STORE, "asked for", lambda: store.ask(names))
+        if (store := self.behind) is None or not self.is_asked:
+            return
+        failed = self.stats[STORE].failed
+        self._try(STORE, "asked for", lambda: store.ask(names))
+        if self.stats[STORE].failed > failed:
+            self._ask_after = time.monotonic() + _PAUSE_SECONDS
 
     def copy(self, block: BlockName, place: int) -> Bytes:
         """Copies a page or slot, which is not needed any more then; ``store`` follows."""
@@ -206,6 +216,11 @@ class Levels:
         """Finds what other processes have written, if that was not done just now."""
         if self.folder is not None:
             self._try(DISK, "looked at", self.folder.look_again)
+
+    def close(self) -> None:
+        """Nothing is read or written any more."""
+        if self.behind is not None:
+            self.behind.close()
 
     def _room(self, kind: Kind) -> Bytes:
         if self.ram is not None:

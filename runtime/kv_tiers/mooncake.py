@@ -7,6 +7,7 @@ Transfer Engine from and to a buffer that is registered with it.
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from pykernels.errors import PykernelsError
 
 from ..kv_cache.page_store import Bytes, Kind, PageStore
 from .block import BlockName, header_bytes
-from .directory import Found
+from .folder import Found
 
 SCHEME = "mooncake"
 _BUFFER = 64 << 20
@@ -141,24 +142,38 @@ class MooncakeBlocks:
         return self._buffer[:nbytes]
 
 
-def _connected(host: str, port: int, lent: int) -> Any:
-    """A client of the store. Raises PykernelsError."""
-    os.environ.setdefault("GLOG_minloglevel", "2")  # else it tells of each of its steps
+def check_store(url: str) -> None:
+    """Raises PykernelsError unless Mooncake is installed, and there is a master at the address."""
+    _module()
+    _own_address(*address_of(url))
+
+
+def _module() -> Any:
+    for name in ("MC_LOG_LEVEL", "MC_YLT_LOG_LEVEL"):  # else it tells of each of its steps
+        os.environ.setdefault(name, "ERROR")
     try:
-        from mooncake.store import MooncakeDistributedStore
+        return importlib.import_module("mooncake.store")
     except ImportError as error:
-        raise PykernelsError(f"{SCHEME}://{host}:{port}: {error}", _INSTALL) from error
+        raise PykernelsError(f"Mooncake cannot be imported: {error}", _INSTALL) from error
+
+
+def _own_address(host: str, port: int) -> str:
+    """At which other members of the store find this machine."""
     try:
         with socket.create_connection((host, port), 5) as asked:
-            own = asked.getsockname()[0]  # at which others find this machine
+            return str(asked.getsockname()[0])
     except OSError as error:
         raise PykernelsError(
             f"there is no Mooncake master at {host}:{port}: {error.strerror or error}",
             f"Start it with `mooncake_master --rpc_port={port}`",
         ) from error
-    store = MooncakeDistributedStore()
-    buffer = (own, "P2PHANDSHAKE", lent, _BUFFER)
-    code = store.setup(*buffer, "tcp", "", f"{host}:{port}")
+
+
+def _connected(host: str, port: int, lent: int) -> Any:
+    """A client of the store. Raises PykernelsError."""
+    store = _module().MooncakeDistributedStore()
+    memory = _own_address(host, port), "P2PHANDSHAKE", lent, _BUFFER
+    code = store.setup(*memory, "tcp", "", f"{host}:{port}")
     if code:
         raise PykernelsError(
             f"Mooncake's master at {host}:{port} does not take this server: error {code}",

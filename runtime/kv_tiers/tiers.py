@@ -2,8 +2,7 @@
 
 They are part of the prefix tree: what a request can use of them is read into pages, which come into
 the tree before the request is admitted, so nothing else knows where a page has come from. A request
-that waits for that is overtaken by others. What a request leaves behind is written when it gives
-its pages back, as long as they are not needed for others.
+that waits for that is overtaken by others. What it leaves behind is in ``leaving``.
 
 A block is read where that is known to be faster than computing its tokens, or nothing is known yet.
 """
@@ -22,13 +21,11 @@ from ..kv_cache.page_store import Kind
 from ..kv_cache.prefix import ROOT, PageKey, PrefixNode
 from ..kv_cache.states import NO_SLOT
 from .block import SUFFIXES, BlockName
+from .leaving import Leaving
 from .levels import Levels
 from .stats import LevelStats, Rate
 from .worker import Ask, Load, Worker
 
-_APART = 1000
-"""Nanoseconds between the times at which a page and the one before it were of use: the deepest goes
-first, as in the prefix tree."""
 _PATIENCE_SECONDS = 30.0
 """That a request waits for blocks, where nobody knows what computing them takes."""
 _LEAST_SECONDS = 1.0
@@ -100,11 +97,7 @@ class KvTiers:
         # when so many steps have ended.
         self._begin_later: deque[tuple[int, Load]] = deque()
         self._asks: dict[PageTable, tuple[Ask, float]] = {}  # and when they are given up
-        self._filling: set[PrefixNode] = set()
-        self._states: dict[PrefixNode, int] = {}  # to be written once their copies are made
-        manager.below = weakref.proxy(self)  # nobody but the scheduler has it
-        if manager.snapshots is not None:
-            manager.snapshots.states.below = manager.below
+        self._leaving = Leaving(manager, levels, self._worker, fingerprint, is_other)
         # At the process's end ``close`` comes first.
         weakref.finalize(self, self._worker.stop).atexit = False
 
@@ -123,7 +116,7 @@ class KvTiers:
 
     def close(self, seconds: float) -> None:
         """Writes what is to be written, for so long, and reads no more."""
-        self._collect_states()
+        self._leaving.collect_states()
         self._worker.close(seconds)
 
     # What steps do.
@@ -131,7 +124,7 @@ class KvTiers:
     def launched(self, nodes: Iterable[PrefixNode]) -> None:
         """A step runs that is to fill these pages of the tree."""
         self._launched += 1
-        self._filling.update(nodes)
+        self._leaving.filling.update(nodes)
 
     def ended(self) -> None:
         """The step that was launched first, of those that run, has ended, well or not."""
@@ -140,7 +133,7 @@ class KvTiers:
 
     def filled(self, nodes: Iterable[PrefixNode]) -> None:
         """They hold what they should, or are not in the tree any more."""
-        self._filling.difference_update(nodes)
+        self._leaving.filling.difference_update(nodes)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A step took so long for so many tokens of prompts."""
@@ -201,14 +194,17 @@ class KvTiers:
 
     def _is_asking(self, table: PageTable, found: _Found, now: float) -> bool:
         """Whether the store is still being asked for what no other level has."""
-        if self._levels.behind is None:
+        if not self._levels.is_asked:
             return False
         if not table.asked:
+            if any(now >= give_up for _, give_up in self._asks.values()):
+                return False  # it does not answer
             ask = Ask([_file(kind, key) for kind, key in found.missing])
             table.asked, self._asks[table] = True, (ask, now + _ASK_SECONDS)
             self._worker.ask(ask)
-        ask, give_up = self._asks.get(table, (None, 0.0))
-        return ask is not None and not ask.ended and now < give_up
+        if (open_ask := self._asks.get(table)) is None:
+            return False
+        return not open_ask[0].ended and now < open_ask[1]
 
     def _begin_loads(self) -> None:
         while self._begin_later and self._begin_later[0][0] <= self._ended:
@@ -216,7 +212,7 @@ class KvTiers:
 
     def collect(self) -> bool:
         """Brings what was read into the tree; whether there was anything."""
-        self._collect_states()
+        self._leaving.collect_states()
         ended = [table for table, (ask, _) in self._asks.items() if ask.ended]
         for table in ended:
             del self._asks[table]
@@ -287,55 +283,6 @@ class KvTiers:
             snapshots.states.keep(deepest, slot)
         else:
             snapshots.states.free(slot)
-
-    # What the manager tells: see ``kv_cache.block_manager.Below``.
-
-    def released(self, nodes: Sequence[PrefixNode]) -> None:
-        if self._is_other():
-            return
-        now = time.time_ns()
-        full = next((i for i, node in enumerate(nodes) if node in self._filling), len(nodes))
-        nodes = nodes[:full]
-        for i, node in enumerate(nodes):
-            block = self._name(Kind.PAGE, node)
-            if self._levels.have(block.file):
-                self._worker.touch(block, now - i * _APART)
-            else:
-                self._worker.write(block, node.page, now - i * _APART)
-        snapshots = self._manager.snapshots
-        if snapshots is not None:
-            for i, node in enumerate(nodes):
-                if node in snapshots.states:
-                    self._states[node] = now - i * _APART
-
-    def evicted(self, page: int) -> None:
-        self._worker.forget(Kind.PAGE, page)
-
-    def dropped(self, node: PrefixNode, slot: int) -> None:
-        self._states.pop(node, None)
-        self._worker.forget(Kind.STATE, slot)
-
-    def _collect_states(self) -> None:
-        """States whose copies are made by now are written."""
-        if not self._states:
-            return
-        assert self._manager.snapshots is not None
-        states = self._manager.snapshots.states
-        coming = {slot for _, slot in states.copies}
-        for node, used in list(self._states.items()):
-            slot = states.slot_of(node)
-            if slot in coming:
-                continue
-            del self._states[node]
-            block = self._name(Kind.STATE, node)
-            if self._levels.have(block.file):
-                self._worker.touch(block, used)
-            else:
-                self._worker.write(block, slot, used)
-
-    def _name(self, kind: Kind, node: PrefixNode) -> BlockName:
-        parent = ROOT if node.parent is None else node.parent.key
-        return BlockName(kind, self._fingerprint, node.key, parent, node.data)
 
 
 def _file(kind: Kind, key: PageKey) -> str:

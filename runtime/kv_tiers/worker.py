@@ -158,6 +158,7 @@ class Worker:
                     ask.ended = True
                 self._asked = _Asked()
                 self._changed.notify_all()
+            self.levels.close()
 
     def _next(self) -> bool:
         """Waits for something to do, and does it; False: the end has come."""

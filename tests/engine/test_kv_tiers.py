@@ -16,7 +16,8 @@ from runtime.engine import Engine, EngineConfig, SamplingParams
 from runtime.kv_cache import BlockManager
 from runtime.kv_cache.page_store import Bytes, Kind
 from runtime.kv_tiers.contents import by_model, clear, damaged, opened
-from runtime.kv_tiers.directory import ModelFolder, blocks, prepared
+from runtime.kv_tiers.directory import blocks, prepared
+from runtime.kv_tiers.folder import ModelFolder
 from runtime.kv_tiers.levels import Levels
 from runtime.kv_tiers.ram import RamBlocks
 from runtime.kv_tiers.tiers import KvTiers
@@ -235,7 +236,7 @@ def test_no_page_is_filled_that_a_running_step_may_write(tmp_path: Path) -> None
 
 
 def test_two_engines_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.kv_tiers.directory._LOOK_SECONDS", 0)
+    monkeypatch.setattr("runtime.kv_tiers.folder._LOOK_SECONDS", 0)
     with (
         engine_on(tmp_path, FakeRunner()) as first,
         engine_on(tmp_path, FakeRunner()) as second,

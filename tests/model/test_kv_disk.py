@@ -67,7 +67,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:
         model.load_engine(model.EMBEDDED, kv_disk_gib=1.0)
     with pytest.raises(PykernelsError, match="kv_ram_gib=1.0 without a GPU"):
         model.load_engine(model.EMBEDDED, kv_ram_gib=1.0)
-    with pytest.raises(PykernelsError, match="GiB behind the GPU's KV cache, and"):
+    with pytest.raises(PykernelsError, match="GiB for what leaves the KV cache, and"):
         model.load_engine(model.EMBEDDED, device="ref", kv_ram_gib=1e6)
     with pytest.raises(PykernelsError, match="hold no page, which takes 0.2 MiB"):
         model.load_engine(model.EMBEDDED, device="ref", kv_ram_gib=1e-5)

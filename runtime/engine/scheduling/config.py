@@ -69,6 +69,8 @@ class EngineConfig:
         kv_disk: directory of keys, values and states that outlive the process; None: none do.
         kv_disk_gib: GiB of all blocks in it; None: see ``kv_tiers.directory.prepared``.
         kv_ram_gib: GiB of main memory for the same beside a GPU, in front of that directory.
+        kv_store: address of the master of a Mooncake store, behind all that; None: none.
+        kv_store_gib: GiB of main memory that the process lends to the store.
         snapshot_tokens: of a model whose layers have a state of each sequence: tokens of a prompt
             from one snapshot of its state to the next; with another at its end and at the end of
             the output. A prompt that begins like an earlier one is read from a snapshot on. None:
@@ -137,6 +139,15 @@ class EngineConfig:
         kind=float,
         least=0,
     )
+    kv_store: str | None = option(
+        None,
+        "A Mooncake store behind all that, which other servers of the model share.",
+        "mooncake://HOST:PORT",
+        shown="none",
+    )
+    kv_store_gib: float = option(
+        0.0, "Main memory that this server lends to the store.", "GIB", kind=float, least=0
+    )
     snapshot_tokens: int | None = option(
         None,
         "Of a model with recurrent layers: tokens of a prompt between snapshots of its state, from"
@@ -180,7 +191,11 @@ class EngineConfig:
                 raise SettingError(name, value, "Give a positive number")
         if not isinstance(self.overlap, bool):
             raise SettingError("overlap", self.overlap, "Give True or False")
-        check_number("kv_ram_gib", self.kv_ram_gib, "a number of GiB")
+        for name in ("kv_ram_gib", "kv_store_gib"):
+            check_number(name, getattr(self, name), "a number of GiB")
+        if self.kv_store_gib and self.kv_store is None:
+            hint = "Give its address as kv_store"
+            raise SettingError("kv_store_gib", self.kv_store_gib, hint, "without a store")
         if self.kv_disk_gib is not None:
             check_number("kv_disk_gib", self.kv_disk_gib, "a number of GiB")
             if self.kv_disk is None:

@@ -14,7 +14,7 @@ def test_blocks_of_a_model_are_listed_checked_and_removed(run: Run, tmp_path: Pa
     with model.load_engine(model.EMBEDDED, threads=1, kv_disk=tmp_path) as llm:
         llm.engine.generate([list(range(2, 150))], SamplingParams(max_tokens=1))
     shown = run("kv", "ls", tmp_path)
-    assert shown.code == 0 and shown.out.splitlines()[1].split()[0] == model.EMBEDDED.name
+    assert shown.code == 0 and shown.out.splitlines()[1].split()[0] == "embedded"
     assert run("kv", "verify", tmp_path).out == "2 of 2 blocks are whole\n"
     block = next(tmp_path.rglob("*.page"))
     block.write_bytes(block.read_bytes()[:-1])

@@ -1,0 +1,95 @@
+"""A Mooncake store on this machine: what one engine has read, another one need not."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pykernels.errors import PykernelsError
+from runtime.engine import Engine, EngineConfig
+from runtime.kv_tiers.directory import prepared
+from runtime.kv_tiers.folder import ModelFolder
+from runtime.kv_tiers.levels import Levels
+from runtime.kv_tiers.mooncake import MooncakeBlocks, check_store
+from runtime.kv_tiers.tiers import KvTiers
+
+from .fake_runner import FakeRunner
+from .test_kv_tiers import MODEL, FakePages, answered
+
+
+@pytest.fixture
+def master() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    pytest.importorskip("mooncake.store", exc_type=ImportError)
+    program = shutil.which("mooncake_master")
+    if program is None:
+        pytest.skip("there is no mooncake_master")
+    with socket.socket() as one, socket.socket() as other:
+        ports = []
+        for each in (one, other):
+            each.bind(("127.0.0.1", 0))
+            ports.append(each.getsockname()[1])
+    where = ["--rpc_address=127.0.0.1", "--metrics_host=127.0.0.1"]
+    how = [f"--rpc_port={ports[0]}", f"--metrics_port={ports[1]}"]
+    output = subprocess.DEVNULL
+    with subprocess.Popen([program, *where, *how], stdout=output, stderr=output) as process:
+        for _ in range(100):
+            try:
+                socket.create_connection(("127.0.0.1", ports[0]), 1).close()
+                break
+            except OSError:
+                time.sleep(0.1)
+        try:
+            yield f"mooncake://127.0.0.1:{ports[0]}", process
+        finally:
+            process.kill()
+
+
+def engine_on(url: str, slots: int, disk: Path | None = None, lent: int = 0) -> Engine:
+    runner = FakeRunner(state_slots=slots)
+    pages = FakePages(runner)
+    folder = None
+    if disk is not None:
+        prepared(disk)
+        folder = ModelFolder(disk, 1 << 30, MODEL, {})
+    levels = Levels(pages, folder, None, MooncakeBlocks(url, lent, MODEL, pages))
+    config = EngineConfig(snapshot_tokens=8) if slots else EngineConfig()
+
+    def make(manager: object) -> KvTiers:
+        tiers = KvTiers(manager, levels, MODEL)  # type: ignore[arg-type]
+        tiers.computed = lambda tokens, seconds: None  # type: ignore[method-assign]
+        return tiers
+
+    return Engine(runner, threaded=False, config=config, tiers=make)
+
+
+@pytest.mark.parametrize("slots", [0, 30])
+def test_another_server_has_read_it(
+    slots: int, master: tuple[str, subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    url, process = master
+    chats = [[i] * 30 for i in range(3)]
+    with engine_on(url, slots, lent=64 << 20) as first:
+        assert [answered(first, chat) for chat in chats] == [0] * 3
+        worker = first._core.scheduler.tiers._worker  # type: ignore[union-attr]
+        while worker._asked.any:
+            first._core._settle()
+        with engine_on(url, slots, tmp_path) as second:
+            assert [answered(second, chat) for chat in chats[:2]] == [28] * 2
+            assert second.stats.kv_levels["store"].read >= 14
+            process.kill()
+            process.wait()
+            assert answered(second, [9] * 30) == 0, "a store that is gone is a miss"
+    with pytest.raises(PykernelsError, match="no Mooncake master at 127.0.0.1"):
+        check_store(url)
+
+
+def test_an_address_is_checked() -> None:
+    for url in ("http://host:1", "mooncake://host", "mooncake://host:99999"):
+        with pytest.raises(PykernelsError, match=f"{url} is no address of a store"):
+            MooncakeBlocks(url, 0, MODEL, FakePages(FakeRunner()))
