@@ -55,6 +55,7 @@ class GatedDeltaNet:
         kind may have ``in_proj_qkv`` and ``in_proj_z`` too."""
         HK, HV, DK, DV = _sizes(module)
         group = HV // HK
+        own: dict[str, tuple[str, str, Spans]]
         own = {part: (part, f"{name}.in_proj_{part}", ()) for part in ("qkv", "z", "b", "a")}
         wide, narrow = f"{name}.in_proj_qkvz", f"{name}.in_proj_ba"
         qkvz = [own["qkv"], own["z"]]
