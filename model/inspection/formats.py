@@ -96,7 +96,8 @@ def configured(quantization: Any) -> Formats:
         suffix = "-g128"
     fmt = base + suffix
     ignored = _pattern(quantization.get("ignore") or [])
-    skipped = ignored is not None and ignored.search("model.layers.9999.mlp.experts.0.up_proj")
+    experts = (f"model.layers.9999.{mlp}.experts.0.up_proj" for mlp in ("mlp", "feed_forward"))
+    skipped = ignored is not None and any(ignored.search(name) for name in experts)
     return Formats(linear=fmt, experts="bf16" if skipped else fmt, ignored=ignored)
 
 

@@ -141,6 +141,17 @@ def test_what_conversion_changes_is_told_layer_by_layer(
     assert program.count("int4 8 x [32, 64]") == 2 and "int8 1 x [96, 64]" in program
 
 
+@pytest.mark.parametrize("family", ["lfm2_moe", "qwen3_next"])
+def test_what_stands_in_the_place_of_attention_is_counted_as_it(
+    family: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    layers = {"layer_types": ["conv", "conv"], "num_hidden_layers": 2}
+    config: Any = layers if family == "lfm2_moe" else {}
+    source, target = checkpoint(family, **config).path, tmp_path / "cache"
+    _, first, *_ = model.convert(source, target, linears="int8", threads=1)
+    assert set(first.errors) == {"attention", "mlp"}
+
+
 class Killed(BaseException):
     """What no handler expects."""
 
