@@ -15,7 +15,6 @@ from pykernels.errors import PykernelsError
 from ..checks import Checkpoints, errors, moe_blocks
 from ..tiny import ARCHITECTURES
 
-
 BLOCKS = [each for each in ARCHITECTURES if each != "gemma4_text"]  # it is a layer's own part
 
 
