@@ -19,7 +19,7 @@ from runtime.planning.compile import compile
 from runtime.planning.execution import ExecutionPlan
 from runtime.planning.placement import CPU, Placement
 from runtime.program import Program
-from runtime.program.sizes import StepSizes
+from runtime.program.sizes import ONE_TOKEN, StepSizes
 from runtime.runner.paged_runner import PagedRunner
 from runtime.workers.pool import WorkerPool
 
@@ -202,7 +202,7 @@ def placed_program(
             raise PykernelsError(*several_refused("an expert cache"))
         free = dict.fromkeys(gpus, 1 << 40)  # bytes: GPUs that need not be there
         machine = Machine(free, CudaLayouts())
-        placement = place_on(machine, weights.decoder, 1, experts, *weights.placed)
+        placement = place_on(machine, weights.decoder, ONE_TOKEN, experts, *weights.placed)
         layers = {layer.experts.layer or 0: slots for layer in moe_layers(program) if slots}
         plan = ExecutionPlan(sizes, replace(placement, slots=layers))
         return compile(weights.decoder, plan, tokens=tokens).program

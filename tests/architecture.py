@@ -19,6 +19,7 @@ PYKERNELS = {
     "": 0,  # the package itself holds the version and imports nothing
     "errors": 0,
     "amx_state": 1,
+    "checkout": 0,
     "env": 1,
     "shapes": 1,
     "target": 2,

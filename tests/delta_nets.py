@@ -109,7 +109,9 @@ class DeltaStep:
     def inputs(self) -> tuple[torch.Tensor, ...]:
         return self.q, self.k, self.v, self.g, self.beta, self.state
 
-    def expected(self, recurrent: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def expected(
+        self, recurrent: bool = False, tiled: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """transformers' results, NaN in rows of no sequence, and its states."""
         function = torch_recurrent_gated_delta_rule if recurrent else torch_chunk_gated_delta_rule
         out, state = torch.full(self.v.shape, torch.nan), self.state.cpu().clone()
@@ -117,7 +119,10 @@ class DeltaStep:
             rows, slot = rows_of(self.batch, s), int(self.batch.slots[s])
             given = [x[rows].cpu().float()[None] for x in self.inputs[:5]]
             groups = given[2].shape[2] // given[0].shape[2]  # not every version repeats heads
-            given[:2] = (x.repeat_interleave(groups, 2) for x in given[:2])
+            given[:2] = (
+                x.repeat(1, 1, groups, 1) if tiled else x.repeat_interleave(groups, 2)
+                for x in given[:2]
+            )
             before = state[slot][None] if self.batch.past[s] > 0 else None
             found, after = function(
                 *given,

@@ -100,9 +100,7 @@ def cuda_runner(
         max_model_len, num_pages, max_num_batched_tokens, max_num_seqs, max_num_logits
     )
     machine = machine_of(gpus_of(device), model.store)
-    placement = place_on(
-        machine, model, sizes.pages, options.experts, options.placed, options.by_layer
-    )
+    placement = place_on(machine, model, sizes, options.experts, options.placed, options.by_layer)
     placement = replace(
         placement,
         cached=options.gpu_experts or {},

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 import model
 from model.architectures.decoder import Decoder
+from model.checkpoint.config import EXPERT_COUNTS
 from model.hub import name_of
 from model.modules.recognise import experts_per_token
 from model.named import make_config
@@ -30,14 +31,6 @@ from runtime.runner.paged_runner import PagedRunner
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool, make_pool
 from runtime.workers.threads import spin_budget
-
-EXPERTS = {
-    "gemma4_text": "num_experts",
-    "lfm2_moe": "num_experts",
-    "mixtral": "num_local_experts",
-    "qwen3_moe": "num_experts",
-}
-"""What a family's configuration calls E; the others: ``n_routed_experts``."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +60,8 @@ class Shape:
                     f"{self.experts} experts, of which a token takes {topk}",
                     f"Give --experts {topk} or more",
                 )
-            setattr(config, EXPERTS.get(config.model_type, "n_routed_experts"), self.experts)
+            name = next(name for name in EXPERT_COUNTS if hasattr(config, name))
+            setattr(config, name, self.experts)
         return config
 
 

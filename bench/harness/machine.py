@@ -11,13 +11,12 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from pykernels import __version__
+from pykernels.checkout import commit, dirty
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.target import Target
 from runtime.machine import tuning
 from runtime.machine.topology import Topology
-
-from .keeping.provenance import commit, dirty
 
 if TYPE_CHECKING:
     import torch

@@ -19,6 +19,8 @@ import torch
 
 from pykernels.quant import get_format
 
+from . import gguf_delta_nets, gguf_short_convs
+
 TYPES = {
     "bf16": ("BF16", "MOSTLY_BF16"),
     "f16": ("F16", "MOSTLY_F16"),
@@ -41,9 +43,16 @@ TYPES = {
     "q6_k": ("Q6_K", "MOSTLY_Q6_K"),
 }
 """Our formats that GGUF stores alike: its names of the type and of a file of it."""
-FAMILIES = {"qwen3_moe": "qwen3moe", "mixtral": "llama", "lfm2_moe": "lfm2moe"}
+FAMILIES = {
+    "qwen3_moe": "qwen3moe",
+    "mixtral": "llama",
+    **gguf_delta_nets.ARCHITECTURES,
+    **gguf_short_convs.ARCHITECTURES,
+}
 """``model_type``s that are written, and llama.cpp's names for them."""
 _ROWS = 128
+_EXACT = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv")
+"""Matrices that llama.cpp keeps in float32."""
 
 
 @dataclass(frozen=True)
@@ -55,57 +64,47 @@ class Tensor:
 
     @property
     def is_float32(self) -> bool:
-        return len(self.shape) == 1 or "ffn_gate_inp" in self.name or "shortconv.conv" in self.name
+        exact = any(part in self.name for part in _EXACT)
+        return len(self.shape) == 1 or exact
 
 
 def tensors(config: Any) -> Iterator[Tensor]:
     """The tensors of a configuration, by llama.cpp's names."""
     s = _Sizes.of(config)
     yield Tensor("token_embd.weight", (s.V, s.H))
-    last = "token_embd_norm" if config.model_type == "lfm2_moe" else "output_norm"
-    yield Tensor(f"{last}.weight", (s.H,))
+    short_convs = config.model_type in gguf_short_convs.ARCHITECTURES
+    yield Tensor(f"{'token_embd_norm' if short_convs else 'output_norm'}.weight", (s.H,))
     if not config.tie_word_embeddings:
         yield Tensor("output.weight", (s.V, s.H))
+    experts = {
+        "ffn_gate_exps.weight": (s.E, s.I, s.H),
+        "ffn_up_exps.weight": (s.E, s.I, s.H),
+        "ffn_down_exps.weight": (s.E, s.H, s.I),
+    }
     for layer in range(config.num_hidden_layers):
-        shapes = {**_mixer(config, s, layer), **_mlp(config, s, layer)}
+        if config.model_type in gguf_delta_nets.ARCHITECTURES:
+            shapes = gguf_delta_nets.shapes(config, layer)
+        elif short_convs:
+            shapes = gguf_short_convs.shapes(config, layer)
+        else:
+            shapes = _attention_layer(s, config.model_type == "qwen3_moe")
+        shapes |= experts if "ffn_gate_inp.weight" in shapes else {}
         for name, shape in shapes.items():
-            ending = "bias" if name == "exp_probs_b" else "weight"
-            yield Tensor(f"blk.{layer}.{name}.{ending}", shape)
+            yield Tensor(f"blk.{layer}.{name}", shape)
 
 
-def _mixer(config: Any, s: _Sizes, layer: int) -> dict[str, tuple[int, ...]]:
-    """A layer's attention, or its short convolution, with the norm before it."""
-    if config.model_type == "lfm2_moe" and config.layer_types[layer] == "conv":
-        return {
-            "attn_norm": (s.H,),
-            "shortconv.conv": (s.H, config.conv_L_cache),
-            "shortconv.in_proj": (3 * s.H, s.H),
-            "shortconv.out_proj": (s.H, s.H),
-        }
-    normed = config.model_type in ("qwen3_moe", "lfm2_moe")
-    return {
-        "attn_norm": (s.H,),
-        "attn_q": (s.NH * s.D, s.H),
-        "attn_k": (s.KVH * s.D, s.H),
-        "attn_v": (s.KVH * s.D, s.H),
-        "attn_output": (s.H, s.NH * s.D),
-        **({"attn_q_norm": (s.D,), "attn_k_norm": (s.D,)} if normed else {}),
+def _attention_layer(s: _Sizes, norms: bool) -> dict[str, tuple[int, ...]]:
+    """The tensors of one layer but its experts; ``norms``: of queries and keys."""
+    found: dict[str, tuple[int, ...]] = {
+        "attn_norm.weight": (s.H,),
+        "attn_q.weight": (s.NH * s.D, s.H),
+        "attn_k.weight": (s.KVH * s.D, s.H),
+        "attn_v.weight": (s.KVH * s.D, s.H),
+        "attn_output.weight": (s.H, s.NH * s.D),
+        "ffn_norm.weight": (s.H,),
+        "ffn_gate_inp.weight": (s.E, s.H),
     }
-
-
-def _mlp(config: Any, s: _Sizes, layer: int) -> dict[str, tuple[int, ...]]:
-    """A layer's experts and their router, or its dense MLP, with the norm before it."""
-    if layer < getattr(config, "num_dense_layers", 0):
-        wide = (config.intermediate_size, s.H)
-        return {"ffn_norm": (s.H,), "ffn_gate": wide, "ffn_up": wide, "ffn_down": wide[::-1]}
-    return {
-        "ffn_norm": (s.H,),
-        "ffn_gate_inp": (s.E, s.H),
-        "ffn_gate_exps": (s.E, s.I, s.H),
-        "ffn_up_exps": (s.E, s.I, s.H),
-        "ffn_down_exps": (s.E, s.H, s.I),
-        **({"exp_probs_b": (s.E,)} if config.model_type == "lfm2_moe" else {}),
-    }
+    return found | ({f"attn_{part}_norm.weight": (s.D,) for part in "qk"} if norms else {})
 
 
 def write_model(config: Any, fmt: str, path: Path, vocabulary: bool = False) -> None:
@@ -127,23 +126,25 @@ def write_model(config: Any, fmt: str, path: Path, vocabulary: bool = False) -> 
     w.add_block_count(config.num_hidden_layers)
     w.add_context_length(config.max_position_embeddings)
     w.add_embedding_length(s.H)
-    w.add_feed_forward_length(config.intermediate_size)
+    if (size := getattr(config, "intermediate_size", None)) is not None:
+        w.add_feed_forward_length(size)
     w.add_head_count(s.NH)
-    lfm2 = config.model_type == "lfm2_moe"
-    w.add_head_count_kv([s.KVH * (k != "conv") for k in config.layer_types] if lfm2 else s.KVH)
+    short_convs = config.model_type in gguf_short_convs.ARCHITECTURES
+    w.add_head_count_kv(gguf_short_convs.kv_heads(config) if short_convs else s.KVH)
     w.add_key_length(s.D)
     w.add_value_length(s.D)
-    w.add_rope_dimension_count(s.D)
+    if config.model_type in gguf_delta_nets.ARCHITECTURES:
+        gguf_delta_nets.add_metadata(w, config)
+    else:
+        w.add_rope_dimension_count(s.D)
     w.add_rope_freq_base(1e6)
-    w.add_layer_norm_rms_eps(config.norm_eps if lfm2 else config.rms_norm_eps)
+    w.add_layer_norm_rms_eps(config.norm_eps if short_convs else config.rms_norm_eps)
     w.add_expert_count(s.E)
     w.add_expert_used_count(config.num_experts_per_tok)
     if config.model_type != "mixtral":
         w.add_expert_feed_forward_length(s.I)
-    if lfm2:
-        w.add_shortconv_l_cache(config.conv_L_cache)
-        w.add_leading_dense_block_count(config.num_dense_layers)
-        w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if short_convs:
+        gguf_short_convs.add_metadata(w, config)
     w.add_vocab_size(s.V)
     if vocabulary:
         _add_vocabulary(w, s.V)
@@ -232,7 +233,7 @@ class _Sizes:
 def _data(tensor: Tensor, fmt: str) -> Any:
     """Norms are ones; a matrix has variance 1 / K."""
     if len(tensor.shape) == 1:
-        return np.ones(tensor.shape, np.float32)
+        return np.full(tensor.shape, gguf_delta_nets.value_of(tensor.name), np.float32)
     K, rows = tensor.shape[-1], int(np.prod(tensor.shape[:-1]))
     random = np.random.default_rng(rows + K)
     base = random.standard_normal((min(rows, _ROWS), K), np.float32) / np.float32(K**0.5)

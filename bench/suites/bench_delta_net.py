@@ -57,6 +57,7 @@ def record_of(S: int, length: int, threads: int) -> Record:
         beta_stride=4 * HV,
         HK=HK,
         HV=HV,
+        group=HV // HK,
         scale=D**-0.5,
         eps=1e-6,
         state=torch.randn(S, HV, D, D),

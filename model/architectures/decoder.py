@@ -22,7 +22,7 @@ from runtime.program.weight_spec import WeightSpec
 from runtime.program.weights import WeightStore
 
 from .attention import MLA, Attention, Rope, angles_of, eps_of, ropes_of
-from .families import FAMILIES, check_lowered
+from .families import check_lowered, family_of
 from .mixer import mixer
 from .moe import Dense, MoE, experts_of
 from .sandwich import SandwichLayer
@@ -238,7 +238,7 @@ def make_decoder(
     config: Any = model.config
     check_lowered(config)
     inner, specs = model.model, Specs(schema)
-    family = FAMILIES[config.model_type]
+    family = family_of(config)
     names = family.names
     embedding = "model.embed_tokens.weight"
     table = specs.table(embedding)
@@ -266,7 +266,7 @@ def make_decoder(
 def _layer(model: PreTrainedModel, i: int, specs: Specs) -> Layer | SandwichLayer:
     """The weights of one layer."""
     layer, name = model.model.layers[i], f"model.layers.{i}"
-    family = FAMILIES[model.config.model_type]
+    family = family_of(model.config)
     if hasattr(layer, "pre_feedforward_layernorm"):
         return SandwichLayer.make(layer, name, specs, family, model.config)
     names, change = family.names, family.norm_change

@@ -17,6 +17,9 @@ from .specs import Spans, Specs
 BY_SEQUENCE = {name: name for name in ("query_starts", "query_lengths", "state_slots", "has_state")}
 """Which tokens are of which sequence and where its state is, as inputs of ops."""
 
+_Taken = tuple[str, str, Spans]
+"""Label, module and rows of a part, see ``Specs.some_rows``."""
+
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
@@ -28,6 +31,7 @@ class GatedDeltaNet:
     Attributes:
         conv: [K, C], over queries, keys and values.
         rate: [HV] of the decay; ``norm``: [DV], of each head's result, before its gate.
+        tiled: whether value heads go over the key heads in turns, as in GGUF files of Qwen3.5.
     """
 
     first: Linear
@@ -41,19 +45,27 @@ class GatedDeltaNet:
     HV: int
     DK: int
     DV: int
+    tiled: bool
     head = None
 
     @classmethod
     def make(cls, module: Any, name: str, specs: Specs, family: Family) -> GatedDeltaNet:
         """From a ``linear_attn`` with a linear for each part, ``in_proj_qkv`` and so on, or with
-        ``in_proj_qkvz`` and ``in_proj_ba``, see ``_grouped``."""
+        ``in_proj_qkvz`` and ``in_proj_ba``, see ``_wide`` and ``_narrow``; GGUF files of the second
+        kind may have ``in_proj_qkv`` and ``in_proj_z`` too."""
         HK, HV, DK, DV = _sizes(module)
-        if hasattr(module, "in_proj_qkvz"):
-            parts = _grouped(name, HK, HV // HK, DK, DV)
-        else:
-            parts = [(part, f"{name}.in_proj_{part}", ()) for part in ("qkv", "z", "b", "a")]
+        group = HV // HK
+        own: dict[str, tuple[str, str, Spans]]
+        own = {part: (part, f"{name}.in_proj_{part}", ()) for part in ("qkv", "z", "b", "a")}
+        wide, narrow = f"{name}.in_proj_qkvz", f"{name}.in_proj_ba"
+        qkvz = [own["qkv"], own["z"]]
+        if specs.has(f"{wide}.weight"):
+            qkvz = _wide(wide, HK, group, DK, DV)
+        ba = [own["b"], own["a"]]
+        if specs.has(f"{narrow}.weight"):
+            ba = _narrow(narrow, HK, group)
         return cls(
-            first=specs.some_rows(name, *parts),
+            first=specs.some_rows(name, *qkvz, *ba),
             conv=specs.vector(f"{name}.conv1d.weight", "by places"),
             rate=specs.vector(f"{name}.A_log", "minus exp"),
             dt_bias=specs.vector(f"{name}.dt_bias"),
@@ -64,6 +76,7 @@ class GatedDeltaNet:
             HV=HV,
             DK=DK,
             DV=DV,
+            tiled=family.tiled,
         )
 
     @staticmethod
@@ -105,6 +118,7 @@ class GatedDeltaNet:
             HK=self.HK,
             scale=self.DK**-0.5,
             eps=1e-6,
+            tiled=int(self.tiled),
         )
         gated = b.buffer(f"{layer}.gated", "T", self.HV * self.DV)
         b.node(
@@ -131,14 +145,18 @@ def _cache(HK: int, HV: int, DK: int, DV: int, K: int) -> CacheSpec:
     return CacheSpec(state={"conv": conv, "delta": CachePart((HV, DK, DV))})
 
 
-def _grouped(name: str, HK: int, group: int, DK: int, DV: int) -> list[tuple[str, str, Spans]]:
-    """The parts of ``in_proj_qkvz`` and ``in_proj_ba``, whose rows go by key heads: what each has
-    of queries, of keys, and of the values and the gates of its group."""
-    qkvz = [0, DK, 2 * DK, 2 * DK + group * DV, 2 * DK + 2 * group * DV]
-    q, k, v, z = (_by_heads(HK, qkvz, part) for part in range(4))
+def _wide(name: str, HK: int, group: int, DK: int, DV: int) -> list[_Taken]:
+    """The parts of ``in_proj_qkvz``, whose rows go by key heads: what each has of queries, of keys,
+    and of the values and the gates of its group."""
+    starts = [0, DK, 2 * DK, 2 * DK + group * DV, 2 * DK + 2 * group * DV]
+    q, k, v, z = (_by_heads(HK, starts, part) for part in range(4))
+    return [("qkv", name, [*q, *k, *v]), ("z", name, z)]
+
+
+def _narrow(name: str, HK: int, group: int) -> list[_Taken]:
+    """The parts of ``in_proj_ba``, whose rows go by key heads, too."""
     b, a = (_by_heads(HK, [0, group, 2 * group], part) for part in range(2))
-    wide, narrow = f"{name}.in_proj_qkvz", f"{name}.in_proj_ba"
-    return [("qkv", wide, [*q, *k, *v]), ("z", wide, z), ("b", narrow, b), ("a", narrow, a)]
+    return [("b", name, b), ("a", name, a)]
 
 
 def _by_heads(heads: int, starts: list[int], part: int) -> list[tuple[int, int]]:

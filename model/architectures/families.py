@@ -89,6 +89,8 @@ class Family:
         zero_centred: norms are stored less 1, but for those with a gate.
         gated: the queries of a head have its gate beside them, whose sigmoid its result is
             multiplied by.
+        tiled: the value heads of a gated delta net go over the key heads in turns; a config's
+            ``tiled_value_heads``, which GGUF files of Qwen3.5 have, sets it.
         eagerly: settings with which it cannot be lowered, and what they are.
         names: of its modules.
     """
@@ -99,6 +101,7 @@ class Family:
     renormalize: bool = True
     zero_centred: bool = False
     gated: bool = False
+    tiled: bool = False
     eagerly: Mapping[str, str] = field(default_factory=dict)
     names: Names = _USUAL
 
@@ -142,6 +145,12 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(zero_centred=True, gated=True),
 }
 """By ``model_type``."""
+
+
+def family_of(config: Any) -> Family:
+    """What the family of a configuration does, as this one asks for it."""
+    row = FAMILIES[config.model_type]
+    return replace(row, tiled=bool(getattr(config, "tiled_value_heads", row.tiled)))
 
 
 def why_not(config: PretrainedConfig) -> str | None:

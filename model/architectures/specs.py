@@ -34,6 +34,10 @@ class Specs:
     def __init__(self, schema: Schema) -> None:
         self._schema, self._tensors = schema, schema.tensors
 
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return name in self._tensors
+
     def tensor(self, name: str) -> WeightSpec | None:
         """A parameter that is not a linear's matrix; None if the model has none of that name."""
         if (tensor := self._tensors.get(name)) is None:

@@ -21,6 +21,8 @@ from .progress import Callback
 from .read import expert_weights, matrix, naming, nbytes, weight_in
 from .tensors.safetensors import Checkpoint
 
+_ON_ENGINE = "Run it on the engine, without --eager"
+
 
 def load(
     model: PreTrainedModel,
@@ -36,12 +38,7 @@ def load(
     warn_of(plan)
     total = sum(nbytes(checkpoint, item) for item in plan.items)
     done, ours = 0, linears(model)
-    for item in plan.items:
-        if isinstance(item, Dense) and item.name.endswith("k_b_proj.weight"):
-            raise PykernelsError(
-                f"{item.source.data.name} is a part of a matrix that transformers' model has whole",
-                "Run it on the engine, without --eager",
-            )
+    check_whole(model, plan)
     for item in plan.items:
         if isinstance(item, Dense) and item.name in ours:
             fmt = ours[item.name].packed_format(item.source.fmt or "bf16")
@@ -64,6 +61,26 @@ def load(
             report(done, total)
     _finish(model)
     _warm_up(model)
+
+
+def check_whole(model: PreTrainedModel, plan: Plan) -> None:
+    """Raises PykernelsError for a GGUF file whose matrices transformers' own model cannot have."""
+    own = {
+        name
+        for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    }
+    for item in plan.items:
+        if isinstance(item, Dense) and item.name not in own:
+            raise PykernelsError(
+                f"{item.source.data.name} is a part of a matrix that transformers' model has whole",
+                _ON_ENGINE,
+            )
+    if getattr(model.config, "tiled_value_heads", False):
+        raise PykernelsError(
+            "the file has the value heads of its gated delta nets in another order than"
+            " transformers' model",
+            _ON_ENGINE,
+        )
 
 
 def warn_of(plan: Plan) -> None:

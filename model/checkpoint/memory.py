@@ -161,7 +161,15 @@ def cache_pages(
     """
     free, token = available() - states, max(token, 1)
     page = token * PAGE
-    if on_gpu is None and states and weights > free:
+    if on_gpu is not None:
+        on_gpu -= states
+        if on_gpu < 0:
+            raise PykernelsError(
+                f"States of sequences of {size(states)}, and the GPU has {size(on_gpu + states)}"
+                " free",
+                "Ask for fewer snapshots or max_num_seqs",
+            )
+    elif states and weights > free:
         raise PykernelsError(
             f"The model's {size(weights)} and states of sequences of {size(states)} need more than"
             f" the {size(free + states)} that are free",

@@ -17,7 +17,7 @@ from .gguf.types import format_of
 from .quantized import compressed_tensors, zero_points
 from .tensors.matrix import Matrix
 from .tensors.safetensors import DTYPES, Checkpoint, Part, read_json
-from .unneeded import Unneeded, notes_of
+from .unneeded import Unneeded
 
 FLOATS = ("BF16", "F16", "F32")
 EXACT = {False: FLOATS, True: ("BF16", "F32")}
@@ -232,7 +232,7 @@ class Names:
                 f"for: {_few(extra)}",
                 self.checkpoint.mismatch,
             )
-        return notes_of(self.unused)
+        return self._unneeded.notes_of(self.unused)
 
 
 def _from_head(model: PreTrainedModel, key: str) -> str:

@@ -41,9 +41,10 @@ from .quantized import mxfp4
 from .quantized.compressed_tensors import HINT
 from .tensors.safetensors import Checkpoint
 
-BIASES = ("e_score_correction_bias", "expert_bias")
-"""A router's bias, by its names: it decides between scores that differ by less than bfloat16 keeps
-of it."""
+EXACT = ("e_score_correction_bias", "expert_bias", "A_log", "dt_bias")
+"""Vectors that stay in float32: a router's bias, by its names, which decides between scores that
+differ by less than bfloat16 keeps of it, and what a gated delta net's decay over all tokens is of.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def make_plan(
     Raises `PykernelsError` for missing or unexpected tensors and for wrong shapes or dtypes.
     """
     names, plan = Names(model, checkpoint), Plan()
-    strict = [*(model._keep_in_fp32_modules_strict or ()), *BIASES]
+    strict = [*(model._keep_in_fp32_modules_strict or ()), *EXACT]
     skip, instead = tied(model, names)
     done: set[int] = set()  # parameters that two modules share are loaded once
     for path, module in model.named_modules():
@@ -112,8 +113,8 @@ def make_plan(
             if id(tensor) in done or name in skip:
                 continue
             done.add(id(tensor))
-            if halves := _latent_halves(names, name, tensor, dtype, whole):
-                plan.items += halves
+            if parts := _in_parts(names, name, tensor, dtype, whole):
+                plan.items += parts
                 continue
             source = names.take(instead.get(name, name), tuple(tensor.shape))
             if source is not None:
@@ -144,6 +145,30 @@ def _own_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     for leaf, buffer in module.named_buffers(recurse=False):
         if leaf not in module._non_persistent_buffers_set:
             yield leaf, buffer
+
+
+def _in_parts(
+    names: Names, name: str, tensor: torch.Tensor, dtype: torch.dtype, whole: bool
+) -> list[Dense | Experts]:
+    """What GGUF stores instead of one of the model's matrices; nothing where it has this one."""
+    return _latent_halves(names, name, tensor, dtype, whole) or _delta_parts(
+        names, name, tensor, dtype
+    )
+
+
+def _delta_parts(
+    names: Names, name: str, tensor: torch.Tensor, dtype: torch.dtype
+) -> list[Dense | Experts]:
+    """What it stores for Qwen3-Next's ``in_proj_qkvz``: ``in_proj_qkv``, all heads of each below
+    the other, and ``in_proj_z``."""
+    keys = [name.replace("in_proj_qkvz", part) for part in ("in_proj_qkv", "in_proj_z")]
+    if keys[0] == name or name in names.stored or keys[0] not in names.stored:
+        return []
+    N, K = tensor.shape
+    cfg = names.config
+    z = cfg.linear_num_value_heads * cfg.linear_value_head_dim
+    found = [names.take(key, (rows, K)) for key, rows in zip(keys, (N - z, z), strict=True)]
+    return [Dense(key, m, dtype) for key, m in zip(keys, found, strict=True) if m is not None]
 
 
 def _latent_halves(

@@ -11,16 +11,23 @@ from .quantized import compressed_tensors
 from .tensors.matrix import Lookup
 from .tensors.safetensors import Part
 
-TOWERS = {
-    r"^model\.(visual|vision_tower|audio_tower|embed_vision|embed_audio)\.": (
-        "the checkpoint's encoders of images and sounds are left out: its text part alone is run"
-    ),
-}
-"""Tensors of a multimodal model that its text part has not, and the note that says so."""
-
 _MATRIX = {".bias": ".qweight", ".weight_zero_point": ".weight_scale"}
 """Companions that some writers add to a quantized matrix though they are zeros, and the tensor by
 which such a matrix is known."""
+
+_PREDICTION = (
+    "the checkpoint's layers for multi-token prediction are left out: nothing is drafted with them"
+)
+_ENCODERS = (
+    "the checkpoint's encoders of images and sounds are left out: the model reads text alone"
+)
+_LEFT_OUT = {
+    **compressed_tensors.IGNORED,
+    r"^(model\.)?mtp\.": _PREDICTION,
+    r"^(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\.": _ENCODERS,
+    r"^(model\.)?visual\.": "the checkpoint's vision tower is left out: the model reads text alone",
+}
+"""Tensors that a user would miss, and the note that says so."""
 
 
 class Unneeded:
@@ -30,26 +37,27 @@ class Unneeded:
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
         patterns = list(model._keys_to_ignore_on_load_unexpected or ())
-        patterns += [r"rotary_emb\.inv_freq$", *compressed_tensors.IGNORED, *TOWERS]
         layers = config.num_hidden_layers
         extra = getattr(config, "num_nextn_predict_layers", None) or 0
-        patterns += [rf"^model\.layers\.{layers + i}\." for i in range(extra)]
+        self._notes = dict(_LEFT_OUT)
+        self._notes |= {rf"^model\.layers\.{layers + i}\.": _PREDICTION for i in range(extra)}
+        patterns += [r"rotary_emb\.inv_freq$", *self._notes]
         self._pattern = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
 
     def __call__(self, names: Lookup, key: str) -> bool:
         """Whether the stored tensor `key` is one of them."""
         return bool(self._pattern.search(key)) or _of_zeros(names, key)
 
-
-def notes_of(keys: Iterable[str]) -> list[str]:
-    """A line for each kind of quantization that those stored names ask for and that is left out,
-    and for what is no part of a text model."""
-    found = list(keys)
-    return [
-        note
-        for pattern, note in (compressed_tensors.IGNORED | TOWERS).items()
-        if any(re.search(pattern, key) for key in found)
-    ]
+    def notes_of(self, keys: Iterable[str]) -> list[str]:
+        """A line for each kind of those stored names that a user would miss."""
+        found = list(keys)
+        return list(
+            dict.fromkeys(
+                note
+                for pattern, note in self._notes.items()
+                if any(re.search(pattern, key) for key in found)
+            )
+        )
 
 
 def _of_zeros(names: Lookup, key: str) -> bool:

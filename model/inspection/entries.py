@@ -128,6 +128,10 @@ class _Sizes:
         if isinstance(self.module, Linear) and leaf == "weight":
             fmt = self._placed(full, self.module.packed_format(self.formats.of_matrix(full)), shape)
             nbytes = self.module.packed_bytes(fmt)
+        elif self.engine and (parts := self.formats.parts.get(full)):
+            placed = [(self._placed(full, fmt, shape), rows) for fmt, rows in parts]
+            nbytes = sum(matrix_bytes(fmt, rows, shape[1]) for fmt, rows in placed)
+            fmt = "/".join(dict.fromkeys(fmt for fmt, _ in placed))
         elif self.engine and len(shape) == 2 and not embedding:
             fmt = self._placed(full, self._engine_format(full), shape)
             cut = full.endswith(_CUT)

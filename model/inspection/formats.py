@@ -12,6 +12,11 @@ from ..checkpoint.packed.mapped import PackedFolder
 from ..checkpoint.plan import Dense, Plan
 
 EXPERTS = "experts"
+Parts = tuple[tuple[str, int], ...]
+"""Format and rows of each part of a matrix."""
+_HALVES = "in_proj_qkv.weight", "in_proj_z.weight"
+_WHOLE = "in_proj_qkvz.weight"
+"""What GGUF files of Qwen3-Next have in place of one of the model's matrices."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,7 @@ class Formats:
     Attributes:
         known: those that a checkpoint stores; the experts of a block under its name, gate and up.
         known_down: by block, that of its experts' down.
+        parts: of a matrix that is stored in parts, the format and the rows of each.
         linear, experts: of the others, linears and routed experts.
         ignored: names of linears that are bfloat16 for all that.
     """
@@ -30,6 +36,7 @@ class Formats:
     experts: str = "bf16"
     ignored: re.Pattern[str] | None = None
     known_down: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, Parts] = field(default_factory=dict)
 
     def of_matrix(self, name: str) -> str:
         """The format of a linear's weight."""
@@ -52,7 +59,8 @@ def planned(plan: Plan) -> Formats:
         for item in plan.items
     }
     down = {item.name: item.down_stored for item in plan.items if not isinstance(item, Dense)}
-    return Formats(known, known_down=down)
+    rows = {item.name: item.source.shape[0] for item in plan.items if isinstance(item, Dense)}
+    return Formats(known, known_down=down, parts=_in_parts(known, rows))
 
 
 def cached(folder: PackedFolder) -> Formats:
@@ -61,7 +69,9 @@ def cached(folder: PackedFolder) -> Formats:
     known = {name: tensor.linear for name, tensor in schema.tensors.items()}
     experts = schema.experts.items()
     down = {block: formats[1] for block, formats in experts}
-    return Formats(known | {block: formats[0] for block, formats in experts}, known_down=down)
+    parts = _in_parts(known, {name: tensor.shape[0] for name, tensor in schema.tensors.items()})
+    known |= {block: formats[0] for block, formats in experts}
+    return Formats(known, known_down=down, parts=parts)
 
 
 def configured(quantization: Any) -> Formats:
@@ -79,8 +89,21 @@ def configured(quantization: Any) -> Formats:
         suffix = "-g128"
     fmt = base + suffix
     ignored = _pattern(quantization.get("ignore") or [])
-    skipped = ignored is not None and ignored.search("model.layers.9999.mlp.experts.0.up_proj")
+    experts = (f"model.layers.9999.{mlp}.experts.0.up_proj" for mlp in ("mlp", "feed_forward"))
+    skipped = ignored is not None and any(ignored.search(name) for name in experts)
     return Formats(linear=fmt, experts="bf16" if skipped else fmt, ignored=ignored)
+
+
+def _in_parts(known: Mapping[str, str], rows: Mapping[str, int]) -> dict[str, Parts]:
+    """Matrices that are stored in parts, by the model's names of the whole ones."""
+    first, second = _HALVES
+    return {
+        name.replace(first, _WHOLE): tuple(
+            (known[part], rows[part]) for part in (name, name.replace(first, second))
+        )
+        for name in known
+        if name.endswith(first)
+    }
 
 
 def _pattern(names: list[str]) -> re.Pattern[str] | None:

@@ -61,7 +61,7 @@ def place_beside(
     machine = machine_of(gpus_of(device), model.store)
 
     def plan_with(experts: str) -> ExecutionPlan:
-        placement = place_on(machine, model, sizes.pages, experts, placed, by_layer)
+        placement = place_on(machine, model, sizes, experts, placed, by_layer)
         plan = ExecutionPlan(sizes, placement)
         staged = staged_weights(model, machine, plan, dense, sizes.tokens)
         return replace(plan, placement=replace(placement, staged=staged))

@@ -12,7 +12,7 @@ import torch
 
 from ..kv_cache.layout import PAGE
 from ..planning.gpu.prefill_rates import Rates, balanced_share
-from ..program.step_inputs import IS_PROMPT
+from ..program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
 from .paged_runner import Executable
 
 MEASURED = 64, 256, 1024
@@ -20,7 +20,12 @@ MEASURED = 64, 256, 1024
 _ROUNDS, _ENOUGH_S = 3, 1.0
 """Steps that are timed, or as many as take so many seconds."""
 _BY_TOKEN = ("tokens", "positions", "slot_mapping", "sequences")
-_BY_SEQUENCE = {"query_starts": False, "page_rows": False, "query_lengths": True, "lengths": True}
+_BY_SEQUENCE = {
+    "query_starts": False,
+    "query_lengths": True,
+    "lengths": True,
+    **dict.fromkeys(("page_rows", STATE_SLOTS, HAS_STATE), False),
+}
 """Whether it is the number of tokens."""
 _CHANGED = (*_BY_TOKEN, IS_PROMPT, *_BY_SEQUENCE, "page_table")
 
@@ -34,7 +39,8 @@ def step_seconds(
 ) -> float:
     """Seconds of a step of one prompt of random tokens, the median of a few.
 
-    Its keys and values go to the cache's first places, which nobody reads before they are written.
+    Its keys, values and states go to the cache's first places, which nobody reads before they are
+    written.
 
     Args:
         arrays: inputs of the step, which are as before when it returns; ``sizes``: of it.

@@ -79,9 +79,6 @@ class PagedRunner(ABC):
 
     Attributes:
         plan: how the model runs; measurements may replace it before programs are made.
-
-    Raises:
-        PykernelsError: layers have states, and the device keeps none.
     """
 
     page_size = PAGE
@@ -104,8 +101,6 @@ class PagedRunner(ABC):
     """Whether masks are written while a step runs (``write_masks``)."""
     next_runs = False
     """See ``runner.batch.Runner``."""
-    keeps_states = True
-    """Whether the device keeps states of sequences."""
     caches: dict[str, torch.Tensor]
     """By name, the tensors of the "cache" buffers."""
     decisions: Sequence[str] = ()
@@ -115,7 +110,6 @@ class PagedRunner(ABC):
     those of prompts."""
 
     def __init__(self, model: Lowerable, plan: ExecutionPlan) -> None:
-        self.check_states(model)
         self.model, self.weights, self.plan = model, model.store, plan
         self.max_model_len, self.vocab_size = plan.max_model_len, model.vocab_size
         sizes = plan.sizes
@@ -135,16 +129,6 @@ class PagedRunner(ABC):
         self._running = False
         self._results: dict[int, StepResult] = {}
         self._read_bytes: dict[int, tuple[int, int]] = {}
-
-    @classmethod
-    def check_states(cls, model: Lowerable) -> None:
-        """Raises PykernelsError if layers have states, and the device keeps none."""
-        if model.states and not cls.keeps_states:
-            raise PykernelsError(
-                f"{model.name} has layers with a state of each sequence, which a GPU does not keep"
-                " yet",
-                'Use device="cpu"',
-            )
 
     @property
     def last_step(self) -> LastStep | None:

@@ -19,6 +19,10 @@ from .timeline import COPY, STREAM, Span, op_of
 
 OPS_OF = {
     "attention": ("attention", "attention_expanded"),
+    "delta_net": ("gated_delta_rule",),
+    "delta_net.causal_conv1d": ("causal_conv1d",),
+    "delta_net.gate": ("gated_rms_norm", "sigmoid_mul"),
+    "delta_net.gate._delta_gates": ("delta_gates",),
     "embedding": ("embed",),
     "gemm": ("linear", "moe_ffn"),
     "handshake": ("rms_norm",),

@@ -25,10 +25,13 @@ from pykernels.quant import Weight, get_format
 gguf = pytest.importorskip("gguf")
 
 
-@pytest.mark.parametrize("arch", ["qwen3-30b", "mixtral-8x7b"])
-@pytest.mark.parametrize("fmt", TYPES)
+ALL = [(arch, fmt) for arch in ("qwen3-30b", "mixtral-8x7b") for fmt in TYPES]
+DELTA_NETS = [("qwen3.6-35b", "q4_k"), ("qwen3-next-80b", "q4_k")]
+
+
+@pytest.mark.parametrize(("arch", "fmt"), [*ALL, *DELTA_NETS])
 def test_gguf_reads_back_what_was_written(arch: str, fmt: str, tmp_path: Path) -> None:
-    config = Shape(arch, layers=1, experts=8, vocab=256).config()
+    config = Shape(arch, layers=1, experts=16, vocab=256).config()
     config.hidden_size, config.intermediate_size = 256, 512
     config.moe_intermediate_size, config.head_dim = 256, 32
     path = model_file(config, fmt, tmp_path, arch)

@@ -11,19 +11,17 @@ import pytest
 import torch
 
 import model
-from model.checkpoint.config import read_config
-from model.opened import open_weights
 from pykernels.errors import PykernelsError
 from runtime.engine import Result, SamplingParams
 from runtime.planning.work import cache_bytes
-from runtime.workers.pool import WorkerPool
 
 from ..model import tiny
-from ..runners import cuda_runner
 from .recurrent import make_recurrent, recurrent_layers
 
-ERROR = {"ref": 1e-5, "cpu": 0.06}
+ERROR = {"ref": 1e-5, "cpu": 0.06, "cuda": 0.06}
 """Of log-probabilities, which spread by 1.5: float32, and bfloat16 inputs, keys and values."""
+DEVICES = ["ref", "cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+"""``tests/gpu/test_states.py`` has less of this in Triton's interpreter."""
 CALM = tiny.Gains(layers=0.7, head=0.5, router=0.5)
 """Of gated delta nets, whose states hold sums of products of what is rounded."""
 SIZES: dict[str, Any] = {
@@ -60,6 +58,7 @@ def greedy(count: int, **more: Any) -> SamplingParams:
 
 def check(made: tiny.Tiny, prompt: list[int], result: Result, device: str) -> None:
     """Every output is what the truth draws, but for ties that are nearer than its errors."""
+    bound = ERROR[device.partition(":")[0]]
     for output in result.completions:
         ids = [*prompt, *output.token_ids]
         with torch.no_grad():
@@ -67,10 +66,16 @@ def check(made: tiny.Tiny, prompt: list[int], result: Result, device: str) -> No
         truth = logits.log_softmax(-1)
         own = torch.tensor([each.logprob for each in output.logprobs])
         drawn = truth.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
-        assert (own - drawn).abs().median() < ERROR[device] / 4
+        assert (own - drawn).abs().median() < bound / 4
         # A near-tie of experts may move a token of the cpu's further.
-        assert ((own - drawn).abs() < ERROR[device]).float().mean() > 0.9
-        assert (truth.max(-1).values - drawn < 2 * ERROR[device]).float().mean() > 0.9
+        assert ((own - drawn).abs() < bound).float().mean() > 0.9
+        assert (truth.max(-1).values - drawn < 2 * bound).float().mean() > 0.9
+
+
+def load(made: tiny.Tiny, device: str, **more: Any) -> model.LLM:
+    if device.startswith("cuda") and made.reference.config.model_type == "qwen3_moe":
+        pytest.skip("no GPU has the toy's op")
+    return model.load_engine(made.path, device=device, **SIZES, **more)
 
 
 def read_again(llm: model.LLM, prompt: list[int], count: int) -> tuple[Result, int]:
@@ -79,20 +84,20 @@ def read_again(llm: model.LLM, prompt: list[int], count: int) -> tuple[Result, i
     return result, result.completions[0].stats.cached_tokens
 
 
-@pytest.mark.parametrize("device", ["ref", "cpu"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_chunks_and_neighbours_leave_states_alone(device: str, made: tiny.Tiny) -> None:
     prompts = [tokens(n, n) for n in (3, 40, 150, 97)]
-    with model.load_engine(made.path, device=device, **SIZES) as llm:
+    with load(made, device) as llm:
         found = llm.engine.generate(prompts, greedy(12))
     for prompt, result in zip(prompts, found, strict=True):
         check(made, prompt, result, device)
 
 
-@pytest.mark.parametrize("device", ["ref", "cpu"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_prefix_is_taken_up_at_snapshots(device: str, made: tiny.Tiny) -> None:
     """At the end of a prompt, of a turn, and where prompts part."""
     prompt = tokens(150, 1)
-    with model.load_engine(made.path, device=device, **SIZES) as llm:
+    with load(made, device) as llm:
         # Without log-probabilities: a step of the cpu's is launched behind the one that runs.
         plain = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
         (first,) = llm.engine.generate([prompt], plain)
@@ -110,9 +115,9 @@ def test_a_prefix_is_taken_up_at_snapshots(device: str, made: tiny.Tiny) -> None
             check(made, other, result, device)
 
 
-@pytest.mark.parametrize("device", ["ref", "cpu"])
+@pytest.mark.parametrize("device", DEVICES)
 def test_forks_and_preempted_requests_copy_states(device: str, made: tiny.Tiny) -> None:
-    with model.load_engine(made.path, device=device, kv_tokens=9 * 64, **SIZES) as llm:
+    with load(made, device, kv_tokens=9 * 64) as llm:
         prompt = tokens(100, 4)
         (forked,) = llm.engine.generate([prompt], greedy(4, n=2))
         assert [c.stats.cached_tokens for c in forked.completions] == [0, 64]
@@ -152,11 +157,7 @@ def test_what_states_cost_is_counted(made: tiny.Tiny, monkeypatch: pytest.Monkey
         model.load_engine(made.path, **{**SIZES, "snapshots": times})
 
 
-def test_what_keeps_no_states_refuses_them(made: tiny.Tiny, tmp_path: Path) -> None:
-    device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    with WorkerPool(1) as pool, open_weights(made.path, read_config(made.path)) as weights:
-        with pytest.raises(PykernelsError, match="(qwen3|lfm2)_.* has layers with a state"):
-            cuda_runner(weights.decoder, device, pool, 64)
+def test_snapshots_of_a_model_without_states_are_refused(tmp_path: Path) -> None:
     tiny.make(tmp_path, "deepseek_v3")
     with pytest.raises(PykernelsError, match="deepseek_v3 has no layer with a state"):
         model.load_engine(tmp_path, snapshots=4)

@@ -58,6 +58,22 @@ def _conv(longest: int) -> Op:
     return Op(f"causal_conv1d, {longest} tokens", make, run, ("out", "state"))
 
 
+def _short_conv(longest: int) -> Op:
+    def make(device: torch.device) -> Tensors:
+        T, C = 2 * longest + 5, large(device, 2048, 200)
+        made = {"rows": normal(device, T, 3 * C), "weight": normal(device, C, 3)}
+        made |= {"bias": normal(device, C, dtype=FP32), "out": empty(device, T, C)}
+        made |= {"state": normal(device, 5, 2, C, dtype=FP32)}
+        return made | _sequences(device, longest)
+
+    def run(t: Tensors) -> None:
+        before, behind, x = t["rows"].chunk(3, -1)
+        how = {"silu": False, "bias": t["bias"], "gates": (before, behind), "out": t["out"]}
+        causal_conv1d(x, t["weight"], t["state"], _batch(t, longest), **how)
+
+    return Op(f"causal_conv1d between gates, {longest} tokens", make, run, ("out", "state"))
+
+
 def _gated(norm: bool) -> Op:
     def make(device: torch.device) -> Tensors:
         made = {name: normal(device, 5, 6, 80) for name in ("x", "gate")}
@@ -89,6 +105,7 @@ DELTA_NET = (
     _rule(70),
     _conv(1),
     _conv(20),
+    _short_conv(20),
     _gated(True),
     _gated(False),
     _delta_gates(),

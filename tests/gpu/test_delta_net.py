@@ -12,7 +12,7 @@ from pykernels.gpu.delta_net.gated_delta_rule import DeltaRulePlan, gated_delta_
 from pykernels.gpu.norm import rms_norm
 from pykernels.shapes import StateBatch
 from pykernels.testing import relative_error
-from tests.delta_nets import RAGGED, ConvStep, DeltaStep, is_real_row, real, rows_of
+from tests.delta_nets import RAGGED, ConvStep, DeltaStep, batch_of, is_real_row, real, rows_of
 from tests.gpu.rounding import assert_rounded
 
 SIZES = (1, 2, 32, 48)
@@ -42,9 +42,10 @@ def check(
     state: torch.Tensor,
     bound: tuple[float, float],
     state_bound: tuple[float, float],
+    **how: bool,
 ) -> None:
     """Results and states, which are float32, are transformers', and nothing else was written."""
-    truth, states = step.expected()
+    truth, states = step.expected(**how)
     here = is_real_row(step.batch, len(out))
     assert_rows(out[here], truth[here], bound)
     assert out[~here].isnan().all()
@@ -63,6 +64,16 @@ def test_the_rule_is_transformers(chunked: bool, dtype: torch.dtype, device: tor
     assert gated_delta_rule(*ours.inputs, ours.batch, out=out, plan=plan) is out
     ours_of = [bounds(x, device, chunked) for x in (dtype, dtype if chunked else FLOAT)]
     check(step, out, ours.state, *ours_of)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_value_heads_may_go_over_key_heads_in_turns(chunked: bool, device: torch.device) -> None:
+    step = DeltaStep.random(((3, 5, 2), (1, 2, 0)), 2, 4, 32, 32, device=device)
+    ours, out = step.fresh(), torch.full_like(step.v, torch.nan)
+    plan = DeltaRulePlan(chunked)
+    gated_delta_rule(*ours.inputs, ours.batch, out=out, plan=plan, tiled=True)
+    bound = bounds(FLOAT, device, chunked)
+    check(step, out, ours.state, bound, bound, tiled=True)
 
 
 def test_a_sequence_goes_on_from_its_state(device: torch.device) -> None:
@@ -103,6 +114,35 @@ def test_the_convolution_is_transformers(
     ours, out = step.fresh(), torch.full_like(step.x, torch.nan)
     assert causal_conv1d(ours.x, ours.weight, ours.state, ours.batch, out=out) is out
     check(step, out, ours.state, bounds(dtype, device, False), (0.0, 0.0))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+@pytest.mark.parametrize("longest", [1, 130])
+def test_a_short_convolution(longest: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Of LFM2: its inputs lie in a row with the gates before and behind it."""
+    sequences = [each for each in RAGGED if each[0] <= longest]
+    step = ConvStep.random(sequences, 48, 3, dtype, device)
+    ours, rows = step.fresh(), torch.randn(len(step.x), 3 * 48, device=device).to(dtype)
+    before, behind, x = rows.chunk(3, -1)
+    x.copy_(step.x)
+    how = {"silu": False, "bias": torch.randn(48, device=device), "gates": (before, behind)}
+    state = step.state.cpu().clone()
+    truth = ref.causal_conv1d(
+        x.cpu(),
+        step.weight.cpu(),
+        state,
+        batch_of(sequences)[0],
+        silu=False,
+        bias=how["bias"].cpu(),
+        gates=(before.cpu(), behind.cpu()),
+        dtype=torch.float64,
+    )
+    out = torch.full_like(step.x, torch.nan)
+    causal_conv1d(x, ours.weight, ours.state, ours.batch, **how, out=out)
+    here = is_real_row(batch_of(sequences)[0], len(out))
+    assert_rows(out[here], truth[here].float(), bounds(dtype, device, False))
+    assert out[~here].isnan().all()
+    assert torch.equal(ours.state.cpu().nan_to_num(7), state.nan_to_num(7))
 
 
 def test_a_decode_step_of_the_convolution(device: torch.device) -> None:

@@ -57,7 +57,7 @@ def test_logprobs_are_transformers(
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
             machine = machine_of(gpus, decoder.store)
-            placement = place_on(machine, decoder, 8, options.experts)
+            placement = place_on(machine, decoder, StepSizes(pages=8), options.experts)
             plan = ExecutionPlan(StepSizes(1, 2, 4, 8, 4), placement)
             every = staged_weights(decoder, machine, plan, 0)
             options = CudaOptions(**{**vars(options), "staged": every})
@@ -89,7 +89,7 @@ def test_a_budget_is_kept(tmp_path: Path) -> None:
     with open_weights(tmp_path, read_config(tmp_path)) as weights:
         decoder, sizes = weights.decoder, StepSizes(1, 2, 4, 8, 4)
         machine = machine_of(gpus, decoder.store)
-        placement = place_on(machine, decoder, 8, "cpu")
+        placement = place_on(machine, decoder, StepSizes(pages=8), "cpu")
         plan = ExecutionPlan(sizes, placement)
         every = staged_weights(decoder, machine, plan, 0)
         layer = sum(every.values()) // 6

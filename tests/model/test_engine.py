@@ -52,9 +52,8 @@ def logits(llm: LLM, ids: torch.Tensor) -> torch.Tensor:
         "logits_indices": torch.arange(T),
         "page_table": torch.arange(pages)[None],
     }
-    inputs["query_lengths"].fill_(T)
     if lowered.states:
-        inputs["state_slots"].fill_(0)
+        inputs["query_lengths"] = torch.tensor([T])
     caches = {name: part.zeros() for name, part in lowered.caches(pages).items()}
     step = CpuExecutable(program, llm.runner.weights, llm.pool, inputs, caches)
     step.sizes[:] = torch.tensor([T, 1, T])

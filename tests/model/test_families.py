@@ -95,34 +95,48 @@ def test_experts_that_are_normed_together_are_not_deferred(checkpoint: Checkpoin
 
 
 TOWERS = {
-    "qwen3_5_moe": ("visual.blocks.0.norm1.weight", "mtp.norm.weight"),
-    "gemma4": ("vision_tower.patch_embedder.input_proj.weight", "embed_audio.x.weight"),
+    "qwen3_5_moe": {
+        "model.visual.blocks.0.norm1.weight": "vision tower is left out",
+        "mtp.norm.weight": "multi-token prediction are left out",
+    },
+    "gemma4": {
+        "model.vision_tower.patch_embedder.input_proj.weight": "encoders of images and sounds",
+        "model.embed_audio.embedding_projection.weight": "encoders of images and sounds",
+    },
 }
+HEADS = {"head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 
 
-@pytest.mark.parametrize("kind", TOWERS)
-def test_the_text_part_of_a_multimodal_model_runs(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "fp8"), [("qwen3_5_moe", False), ("qwen3_5_moe", True), ("gemma4", False)]
+)
+def test_the_text_part_of_a_multimodal_model_runs(
+    kind: str, fp8: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     """Under the names and with the configuration that the hub has."""
-    made = tiny.make(tmp_path, f"{kind}_text", shards=1)
+    made = tiny.make(tmp_path, f"{kind}_text", shards=1, fp8=fp8, **(HEADS if fp8 else {}))
 
     def as_the_hub(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.startswith("model.")]:
             inner = name.removeprefix("model.")
             tensors[f"model.language_model.{inner}"] = tensors.pop(name)
-        for name in TOWERS[kind]:
-            tensors[name if name.startswith("mtp") else f"model.{name}"] = torch.ones(8)
+        tensors |= {name: torch.ones(8) for name in TOWERS[kind]}
 
     change_tensors(tmp_path, as_the_hub)
     text = json.loads((tmp_path / "config.json").read_text())
+    quantization = text.pop("quantization_config", None)
     whole = {"model_type": kind, "text_config": text, "vision_config": {"depth": 1}}
+    if fp8:
+        left = ["lm_head", "model.visual.blocks.0.norm1", "model.language_model.layers.0.mlp.gate"]
+        whole["quantization_config"] = {**quantization, "modules_to_not_convert": left}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     prompt = list(range(2, 40))
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with (
-        pytest.warns(UserWarning, match="encoders of images and sounds are left out"),
-        model.load_engine(tmp_path, max_model_len=64, threads=1, device="ref") as llm,
-    ):
+    with model.load_engine(tmp_path, max_model_len=64, threads=1, device="ref") as llm:
         ((found,),) = (each.completions for each in llm.engine.generate([prompt], params))
+    notes = [str(each.message) for each in recwarn]
+    for part in TOWERS[kind].values():
+        assert sum(part in note for note in notes) == 1
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     want = made.reference.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
     assert list(found.token_ids) == want.tolist()

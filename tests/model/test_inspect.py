@@ -19,6 +19,7 @@ from runtime.planning.placement import deal
 from runtime.planning.work import weight_bytes
 
 from .checkpoint.gguf import tiny_gguf
+from .checkpoint.gguf.tiny_gguf import mixed
 from .checks import Checkpoints
 from .conftest import Run, failed
 
@@ -68,6 +69,18 @@ def test_experts_whose_down_has_a_format_of_its_own(tmp_path: Path) -> None:
         # Codes of 3 and 4 bits, and 10 bytes of scales for 256.
         bits = (2 * 3 + 4) / 3 + 10 / 32
         assert entry.bytes == pytest.approx(entry.parameters * bits / 8, rel=1e-3)
+
+
+def test_a_matrix_that_a_gguf_file_has_in_parts(tmp_path: Path) -> None:
+    """Qwen3-Next's in_proj_qkvz, as files have it whose types differ."""
+    file = tmp_path / "m.gguf"
+    wide = {"linear_num_value_heads": 8}
+    tiny_gguf.write(file, "qwen3_next", lambda n: mixed(n.replace("attn_gate", "attn_v")), **wide)
+    found = examine(file)
+    formats = {e.format for e in found.entries if e.name.endswith("in_proj_qkvz")}
+    assert formats == {"q4_k/q6_k"}
+    read = weight_bytes(meta_decoder(file).lower())
+    assert found.token_bytes == pytest.approx(read, rel=0.02)
 
 
 def test_layers_that_are_alike_are_one(checkpoint: Checkpoints) -> None:

@@ -101,6 +101,8 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_next": _NEXT,
 }
 # fmt: on
+WHOLE = r"embed|lm_head|gate\.weight|in_proj_(ba|a|b)\."
+"""Names of matrices that quantized checkpoints keep in bfloat16."""
 ZERO_CENTRED = ("qwen3_5_moe_text", "qwen3_next")
 """Families whose norms are stored less 1."""
 FACTORS = ("layer_scalar", "router.scale", "per_expert_scale")
@@ -230,7 +232,7 @@ def store(
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         for key, matrix in split(name, tensor, model_type):
-            linear = matrix.ndim == 2 and not re.search(r"embed|lm_head|gate\.weight", key)
+            linear = matrix.ndim == 2 and not re.search(WHOLE, key)
             if scheme and linear:
                 stored |= tiny_quantized.quantize(key, matrix, scheme)
             elif "e_score_correction_bias" in key or "expert_bias" in key:

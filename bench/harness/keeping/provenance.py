@@ -12,14 +12,13 @@ from __future__ import annotations
 import functools
 import platform
 import shlex
-import subprocess
 import sys
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bench.peers.catalog import ROOT
+from pykernels.checkout import commit, dirty
 
 PACKAGES = ("numba", "llvmlite", "numpy", "torch", "triton", "transformers", "safetensors")
 
@@ -46,16 +45,6 @@ def command() -> str:
     return shlex.join([*program, *sys.argv[1:]])
 
 
-def commit() -> str | None:
-    """Short name of the checkout's commit; None outside of one."""
-    return _git("rev-parse", "--short", "HEAD")
-
-
-def dirty() -> bool:
-    """Whether a Python file of the checkout is not as its commit has it."""
-    return bool(_git("status", "--porcelain", "--", "*.py"))
-
-
 def versions() -> str:
     """Python, the packages that kernels depend on, and CUDA where torch has it."""
     found = {"python": platform.python_version()}
@@ -76,11 +65,3 @@ def gpus() -> str:
     if torch is None or not torch.cuda.is_initialized():
         return ""
     return ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
-    except OSError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -13,13 +13,14 @@ from . import hyperparameters
 from .families import FAMILIES, Config
 from .files import GGUF
 from .metadata import Metadata, kv_heads
+from .names import DELTA_NETS
 from .rope import rope
 
 _LATENT = "deepseek2"
 """Its heads have sizes of their own."""
 _PROPORTIONAL = ("gemma4",)
 """Architectures whose ``rope_freqs.weight`` says which pairs of numbers turn at all."""
-_PARTLY_TURNED = ("glm4moe", "minimax-m2")
+_PARTLY_TURNED = ("glm4moe", "minimax-m2", *DELTA_NETS)
 """Architectures whose rotary embedding may turn the first numbers of a head alone."""
 
 

@@ -53,6 +53,47 @@ def _qwen2(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
     }
 
 
+def _qwen3next(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
+    """Gated delta nets beside attention. llama.cpp has values of the size of keys alone."""
+    size, heads = meta.size("ssm.state_size"), meta.size("ssm.time_step_rank")
+    groups, layers = meta.size("ssm.group_count"), config["num_hidden_layers"]
+    if (inner := meta.size("ssm.inner_size")) != heads * size:
+        raise meta.unsupported("ssm.inner_size", inner, f"{heads} heads of {size}")
+    if heads % groups:
+        raise meta.wrong("ssm.group_count", groups)
+    if (width := meta.size("ssm.conv_kernel")) < 2:
+        raise meta.wrong("ssm.conv_kernel", width)
+    every, recurrent = (
+        meta.size("full_attention_interval", 4),
+        meta.flags("attention.recurrent_layers"),
+    )
+    if recurrent is None:
+        recurrent = [(i + 1) % every != 0 for i in range(layers)]
+    if len(recurrent) < layers:
+        raise meta.wrong("attention.recurrent_layers", recurrent)
+    return _qwen2(meta, config, checkpoint) | {
+        "model_type": "qwen3_next",
+        "norm_topk_prob": True,
+        "layer_types": [
+            "linear_attention" if one else "full_attention" for one in recurrent[:layers]
+        ],
+        "linear_conv_kernel_dim": width,
+        "linear_key_head_dim": size,
+        "linear_value_head_dim": size,
+        "linear_num_key_heads": groups,
+        "linear_num_value_heads": heads,
+        "partial_rotary_factor": meta.size("rope.dimension_count") / config["head_dim"],
+    }
+
+
+def _qwen35(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
+    """The value heads of a delta net are in turns: the first of each key head, then the second."""
+    return _qwen3next(meta, config, checkpoint) | {
+        "model_type": "qwen3_5_moe_text",
+        "tiled_value_heads": True,
+    }
+
+
 def _expert_size(meta: Metadata) -> int:
     """Numbers between an expert's matrices; where they are not stored, all chosen experts together
     have those of a dense layer."""
@@ -211,7 +252,10 @@ def _gemma4(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
     """Layers with a window, and full ones whose heads have other sizes and counts."""
     if (kind := config["rope_scaling"]["rope_type"]) != "default":
         raise meta.unsupported("rope.scaling.type", kind, "none")
-    windowed = meta.flags("attention.sliding_window_pattern")
+    pattern = "attention.sliding_window_pattern"
+    windowed = meta.flags(pattern) or []
+    if len(windowed) != config["num_hidden_layers"]:
+        raise meta.wrong(pattern, meta.value(pattern))
     counts = meta.by_layer("attention.head_count_kv", config["num_key_value_heads"])
     own, D = config["head_dim"], meta.size("attention.key_length_swa", config["head_dim"])
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
@@ -257,6 +301,8 @@ FAMILIES: dict[str, Callable[[Metadata, Config, GGUF], Config]] = {
     "llama": _llama,
     "qwen2moe": _qwen2,
     "qwen3moe": _qwen,
+    "qwen3next": _qwen3next,
+    "qwen35moe": _qwen35,
     "deepseek2": _deepseek2,
     "glm4moe": _glm4,
     "gemma4": _gemma4,

@@ -19,7 +19,7 @@ from ..tensors.safetensors import DTYPES, Checkpoint, Part, TensorInfo
 from .container import Header, read_header
 from .fused import split_qkv
 from .metadata import Metadata
-from .names import heads_of, model_name
+from .names import change_of, heads_of, model_name
 
 SUFFIX = ".gguf"
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
@@ -32,7 +32,8 @@ class GGUF(Checkpoint):
 
     Its tensors have the file's names and, as dtype, ggml's types. `read` gives floats as they are,
     and uint8 rows of blocks of every other type; the rows of queries and keys, which llama.cpp
-    permutes, are in the model's order.
+    permutes, are in the model's order, and what else it changes (`names.change_of`) is as in the
+    model.
 
     Attributes:
         metadata: of the first file; ``architecture``: in it.
@@ -54,9 +55,9 @@ class GGUF(Checkpoint):
         self._start()
 
     def fitted(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
-        """As in `Checkpoint`. ggml knows no outermost dimensions of 1, its converter leaves out
-        those of convolutions, and the first files with ``attn_k_b`` and ``attn_v_b`` have the
-        heads' matrices one below the other."""
+        """As in `Checkpoint`. ggml knows no outermost dimensions of 1, a convolution has none in
+        its middle, and the first files with ``attn_k_b`` and ``attn_v_b`` have the heads' matrices
+        one below the other."""
         info = self.tensors[name]
         stacked = len(info.shape) == 2 and len(shape) == 3 and info.shape[-1] == shape[-1]
         if _without_ones(info.shape) == _without_ones(shape) or (
@@ -87,6 +88,8 @@ class GGUF(Checkpoint):
             tensor = buffer.view(DTYPES[info.dtype]).view(shape)
         else:
             tensor = buffer.view(*shape[:-1], self.row_bytes(info))
+        if (change := change_of(part.name, self.architecture)) is not None:
+            return change(tensor)
         heads = heads_of(part.name, self.hyperparameters)
         if heads is None or part.rows is not None:
             return tensor
@@ -179,8 +182,8 @@ def _cached(file: Path, stamp: tuple[int, int]) -> Header:
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without its dimensions of 1, which change nothing of where numbers lie."""
-    return tuple(size for size in shape if size != 1)
+    """A shape without its dimensions of 1, but for the innermost."""
+    return (*(size for size in shape[:-1] if size != 1), *shape[-1:])
 
 
 def _nbytes(info: TensorInfo, count: int) -> int:

@@ -1,7 +1,7 @@
 """``attn_qkv``, queries, keys and values one below the other, as the three tensors that it holds.
 
 llama.cpp's converter writes it with ``--fuse-qkv``; its loader takes either
-(``create_tensor_qkv``).
+(``create_tensor_qkv``). Of a layer with a gated delta net it is a matrix of the model's own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ..tensors.safetensors import TensorInfo
 from .metadata import Metadata
+from .names import DELTA_NETS
 
 _FUSED = re.compile(r"blk\.(?P<layer>\d+)\.attn_qkv\.")
 
@@ -18,16 +19,17 @@ _FUSED = re.compile(r"blk\.(?P<layer>\d+)\.attn_qkv\.")
 def split_qkv(tensors: dict[str, TensorInfo], meta: Metadata) -> dict[str, TensorInfo]:
     """The tensors, with those of that name cut between their rows."""
     found: dict[str, TensorInfo] = {}
+    gated = meta.architecture in DELTA_NETS  # queries have their gates beside them
     for name, info in tensors.items():
         match = _FUSED.match(name)
-        if match is None:
+        if match is None or name.replace(".attn_qkv.", ".ssm_conv1d.") in tensors:
             found[name] = info
             continue
         heads = meta.size("attention.head_count")
         of_keys = dict(enumerate(meta.by_layer("attention.head_count_kv", heads)))
         count = of_keys.get(int(match["layer"]), 0)
-        sizes = {"q": heads, "k": count, "v": count}
-        rows, every = info.shape[0], heads + 2 * count
+        sizes = {"q": heads * (2 if gated else 1), "k": count, "v": count}
+        rows, every = info.shape[0], sum(sizes.values())
         if not count or rows % every:  # the load plan finds a tensor without a place
             found[name] = info
             continue

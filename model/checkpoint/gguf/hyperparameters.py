@@ -65,6 +65,21 @@ _ROUTED: Table = {
     "expert_group_used_count": READ,
 }
 
+_DELTA_NET: Table = {
+    **_SOFTMAX,
+    "expert_weights_norm": (True,),
+    "expert_feed_forward_length": READ,
+    "expert_shared_feed_forward_length": READ,
+    "expert_shared_count": ANY,  # the tensors' shapes say it
+    "ssm.conv_kernel": READ,
+    "ssm.inner_size": READ,
+    "ssm.state_size": READ,
+    "ssm.time_step_rank": READ,
+    "ssm.group_count": READ,
+    "attention.recurrent_layers": READ,
+    "full_attention_interval": READ,
+}
+
 OWN: dict[str, Table] = {
     "llama": {**_SOFTMAX, "expert_weights_norm": (True,)},
     "qwen2moe": {
@@ -78,6 +93,9 @@ OWN: dict[str, Table] = {
         "expert_weights_norm": (True,),
         "expert_feed_forward_length": READ,
     },
+    "qwen3next": _DELTA_NET,
+    # Sections of the rotation are those of pictures; of a text they all have one position.
+    "qwen35moe": {**_DELTA_NET, "rope.dimension_sections": ANY},
     "deepseek2": {
         **_ROUTED,
         "expert_gating_func": READ,
@@ -87,7 +105,6 @@ OWN: dict[str, Table] = {
         "attention.value_length_mla": READ,
         "rope.scaling.yarn_log_multiplier": READ,
     },
-    # Sections of the rotation are those of pictures; of a text they all have one position.
     "glm4moe": {**_SIGMOID, **_ROUTED, "rope.dimension_sections": ANY},
     "gemma4": {
         **dict.fromkeys(("expert_feed_forward_length", "final_logit_softcapping"), READ),

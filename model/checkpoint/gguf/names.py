@@ -1,8 +1,12 @@
-"""llama.cpp's names of tensors -> those of transformers' models."""
+"""llama.cpp's names of tensors -> those of transformers' models, and what else its converter
+changes of them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+
+import torch
 
 from .metadata import Metadata
 
@@ -85,13 +89,37 @@ _GEMMA4 = {
     "ffn_down_exps.scale": "router.per_expert_scale",
     **{f"ffn_{p}_exps": f"experts.{p}_proj" for p in ("gate", "up", "down", "gate_up")},
 }
+_SHARED_GATED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{p}_shexp": f"mlp.shared_expert.{p}_proj" for p in ("gate", "up", "down")},
+}
+_DELTA_NET = {
+    **_SHARED_GATED,
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+"""Gated delta nets, whose queries, keys and values are `attn_qkv`; `fused` cuts that of attention
+before names are looked up."""
+
 _OTHERS: dict[str, dict[str, str]] = {
     "gemma4": _GEMMA4,
     "lfm2": _LFM2,
     "lfm2moe": _LFM2,
-    "qwen2moe": {
-        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        **{f"ffn_{p}_shexp": f"mlp.shared_expert.{p}_proj" for p in ("gate", "up", "down")},
+    "qwen2moe": _SHARED_GATED,
+    "qwen3next": {
+        **_DELTA_NET,
+        "ssm_in": "linear_attn.in_proj_qkvz",  # the first files', instead of attn_qkv and attn_gate
+        "ssm_ba": "linear_attn.in_proj_ba",
+    },
+    "qwen35moe": {
+        **_DELTA_NET,
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_beta": "linear_attn.in_proj_b",
     },
     "gpt-oss": {"ffn_gate_inp": "mlp.router"},
     "ernie4_5-moe": {"exp_probs_b.bias": "mlp.gate.moe_statics.e_score_correction_bias"},
@@ -99,8 +127,16 @@ _OTHERS: dict[str, dict[str, str]] = {
 }
 """Where an architecture names a part otherwise than the rest."""
 
+DELTA_NETS = ("qwen3next", "qwen35moe")
+"""Architectures with gated delta nets."""
+
 _PERMUTED = ("attn_q", "attn_k")
 """llama's rows are in another order: it rotates neighbours, the model what is half a head apart."""
+
+_LESS_ONE = re.compile(
+    r"output_norm\.weight|blk\.\d+\.(attn|post_attention|attn_q|attn_k)_norm\.weight"
+)
+_RATES = re.compile(r"blk\.\d+\.ssm_a")
 
 
 def model_name(name: str, architecture: str) -> str:
@@ -120,7 +156,7 @@ def model_name(name: str, architecture: str) -> str:
     inner = others.get(part) or _PARTS.get(part, part)
     if ".experts." in f".{inner}":
         return f"model.layers.{layer}.{inner}" + ("_bias" if what == "bias" else "")
-    return f"model.layers.{layer}.{inner}.{what}"
+    return f"model.layers.{layer}.{inner}" + (f".{what}" if what else "")
 
 
 def heads_of(name: str, meta: Metadata) -> int | None:
@@ -131,3 +167,18 @@ def heads_of(name: str, meta: Metadata) -> int | None:
         return None
     heads: int = meta.count("attention.head_count")
     return heads if part == "attn_q" else meta.count("attention.head_count_kv", heads)
+
+
+def change_of(name: str, architecture: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What makes the model's numbers of a stored tensor; None if they are the same.
+
+    Norms of models with gated delta nets are stored with their 1, but for those that the model has
+    with it; decays as rates, of which it has the logarithm.
+    """
+    if architecture not in DELTA_NETS:
+        return None
+    if _LESS_ONE.fullmatch(name):
+        return lambda stored: stored.float() - 1
+    if _RATES.fullmatch(name):
+        return lambda stored: stored.float().neg().log()
+    return None

@@ -15,6 +15,9 @@ _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_ENDINGS}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|{_SPACES}"
 _QWEN2 = rf"{_ENDINGS}|{_WORD}|\p{{N}}|{_SIGNS}|{_SPACES}"
+_MARKED_WORD = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
+_MARKED_SIGNS = r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+_QWEN35 = rf"{_ENDINGS}|{_MARKED_WORD}|\p{{N}}|{_MARKED_SIGNS}|{_SPACES}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?"
@@ -51,6 +54,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
         (_LLAMA3,),
     ),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "dots1", "megrez"), (_QWEN2,)),
+    "qwen35": (_QWEN35,),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (_GPT4O,)),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), (r"\p{N}{1,3}", _HAN, _DEEPSEEK3)),
     "deepseek-llm": _DEEPSEEK2,

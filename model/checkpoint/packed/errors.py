@@ -7,6 +7,13 @@ import threading
 
 import torch
 
+_KINDS = {
+    "experts": {"experts"},
+    "attention": {"self_attn", "linear_attn", "conv"},
+    "mlp": {"mlp", "feed_forward"},
+}
+"""By what a matrix is counted as: parts of its name. The others are the head's."""
+
 
 class Errors:
     """Sums of squares of a layer's weights and of what conversion changed, by kind of matrix."""
@@ -17,8 +24,8 @@ class Errors:
 
     def add(self, name: str, stored: torch.Tensor, converted: torch.Tensor) -> None:
         """Counts one matrix, float32 both, by the name of its parameter ("experts" of experts)."""
-        kind = "attention" if ".self_attn." in name else "mlp" if ".mlp." in name else "head"
-        kind = name if name == "experts" else kind
+        parts = {*name.split(".")}
+        kind = next((kind for kind, leaves in _KINDS.items() if leaves & parts), "head")
         change, norm = (converted - stored).norm().item(), stored.norm().item()
         with self._lock:
             before = self._sums.get(kind, (0.0, 0.0))

@@ -41,14 +41,16 @@ def check_config(config: dict[str, Any], folder: Path) -> None:
     """Raise `PykernelsError` for a `quantization_config` of GPTQ that is not read.
 
     `desc_act` (act-order) may be true: what counts is ``X.g_idx``. `dynamic` may name modules that
-    are not quantized ("-:"): a module is if its stored tensors are.
+    are not quantized ("-:"), or as all others are: a module is if its stored tensors are.
     """
     need = needing("GPTQ", folder)
     need("bits", config.get("bits"), (4,))
     need("checkpoint_format", config.get("checkpoint_format"), (None, "gptq", "gptq_v2"))
     dynamic = config.get("dynamic") or {}
-    kept = isinstance(dynamic, dict) and all(pattern.startswith("-:") for pattern in dynamic)
-    need("dynamic", dynamic, (dynamic,) if kept else ())
+    alike = isinstance(dynamic, dict) and all(
+        pattern.startswith("-:") or not change for pattern, change in dynamic.items()
+    )
+    need("dynamic", dynamic, (dynamic,) if alike else ())
 
 
 def layout(config: dict[str, Any]) -> str:

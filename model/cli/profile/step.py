@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ...step_profile import Recorded
 
-ARCHS = "qwen3-30b|mixtral-8x7b|deepseek-v2-lite|deepseek-v3"
+ARCHS = "qwen3-30b|qwen3.6-35b|qwen3-next-80b|mixtral-8x7b|deepseek-v2-lite|deepseek-v3"
 SHOWN = 12
 """Rows of the table of ops."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .gemma import Gemma
 from .harmony import Harmony
-from .json_call import Hermes
+from .json_call import Hermes, Mistral
 from .message import Format
-from .mistral import Mistral
 from .parser import FormatParser
+from .python_call import PythonCall
 from .tagged import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2
 from .xml_call import GLM_45, GLM_47, MINIMAX_M2, QWEN3_CODER
 
@@ -25,6 +25,8 @@ _BY_TEMPLATE: tuple[tuple[tuple[str, ...], Format], ...] = (
     (("[TOOL_CALLS]", "[ARGS]"), Mistral()),
     (("[TOOL_CALLS]",), Mistral(array=True)),
     (("<tool_call>",), Hermes()),
+    (("<|tool_call_start|>",), PythonCall()),
+    (("<|tool_list_start|>",), PythonCall()),
 )
 """Texts that a template must all contain; the first row that fits decides."""
 
@@ -35,11 +37,15 @@ _BY_FAMILY: dict[str, Format] = {
     "glm4_moe_lite": GLM_47,
     "gpt_oss": Harmony(),
     "kimi_k2": KIMI_K2,
+    "lfm2": PythonCall(),
+    "lfm2_moe": PythonCall(),
     "minimax_m2": MINIMAX_M2,
     "mistral": Mistral(array=True),
     "mixtral": Mistral(array=True),
     "qwen2_moe": Hermes(),
+    "qwen3_5_moe_text": QWEN3_CODER,
     "qwen3_moe": Hermes(),
+    "qwen3_next": Hermes(),  # Qwen3-Coder-Next's template shows the other format
 }
 
 

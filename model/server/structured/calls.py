@@ -10,9 +10,9 @@ from pykernels.errors import PykernelsError
 
 from ..parsers.gemma import Gemma
 from ..parsers.harmony import Harmony
-from ..parsers.json_call import Hermes
+from ..parsers.json_call import Hermes, Mistral
 from ..parsers.message import Format
-from ..parsers.mistral import Mistral
+from ..parsers.python_call import PythonCall
 from ..parsers.tagged import Tagged
 from ..parsers.values import types_of
 from ..parsers.xml_call import XmlCall
@@ -154,6 +154,54 @@ def _(form: Gemma, lark: Lark, functions: Signatures, many: bool) -> str:
         for name, schema in functions.items()
     )
     return f"{one}+" if many else one
+
+
+@calls.register
+def _(form: PythonCall, lark: Lark, functions: Signatures, many: bool) -> str:
+    one = lark.any_of(
+        lark.rule(f"{lark.text(f'{name}(')} {_keywords(lark, schema)} {lark.text(')')}")
+        for name, schema in functions.items()
+    )
+    body = _repeated(lark, one, ", ", many)
+    return f"{lark.text(f'{form.begins[0]}[')} {body} {lark.text(f']{form.end}')}"
+
+
+def _keywords(lark: Lark, schema: Mapping[str, Any]) -> str:
+    """``KEY=VALUE`` of each property in its order, with commas between those that are there."""
+    first = behind = ""
+    for key in reversed(schema.get("properties", {})):
+        value, required = _python_value(lark, schema, key), key in schema.get("required", ())
+        alone = lark.rule(f"{lark.text(f'{key}=')} {value} {behind}")
+        if required:
+            first = alone
+        else:
+            first = f"({alone} | {first})" if first else f"({alone})?"
+        after = f"{lark.text(f', {key}=')} {value}"
+        behind = lark.rule(f"{after if required else f'({after})?'} {behind}")
+    return first
+
+
+_QUOTED = r"/'([^'\\]|\\[nrt'\"\\])*'/"
+_NARROWS = frozenset(("const", "enum", "format", "maxLength", "minLength", "pattern"))
+
+
+def _python_value(lark: Lark, schema: Mapping[str, Any], key: str) -> str:
+    """JSON, or what Python has otherwise."""
+    own, types = schema["properties"][key], types_of(schema, key)
+    if types == {"boolean"}:
+        return "/[Tt]rue|[Ff]alse/"
+    shared = {k: v for k, v in schema.items() if k in ("$defs", "definitions")}
+    known = own if isinstance(own, Mapping) else {}
+    choices = [lark.json({**known, **shared}, one_line=True)]
+    if (not types or "string" in types) and not _NARROWS & known.keys():
+        choices.append(_QUOTED)
+    options = known.get("enum")
+    choices += [
+        lark.text(f"'{option}'")
+        for option in (options if isinstance(options, list) else ())
+        if isinstance(option, str) and not {"'", "\\", "\n"} & {*option}
+    ]
+    return lark.any_of(choices)
 
 
 _HEADER = "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>"

@@ -29,6 +29,7 @@ DELTA_RULE, delta_rule_at = descriptor(
         "beta_stride",
         "HK",
         "HV",
+        "group",  # value head h has the keys of head h // group % HK
         "scale",  # of the queries, bits of a float32
         "eps",  # likewise
         "state",  # float32 [slots, HV, DK, DV]

@@ -122,7 +122,7 @@ def make_delta_rule(DK: int, DV: int, N: int) -> DeltaRule:
     def load_block(args, head, t, count, memory):
         """Keys, queries and their products of ``count`` tokens from t on; zeros up to ``_ROWS``,
         which read nothing and change nothing."""
-        key_head = head // (args.HV // args.HK)
+        key_head = head // args.group % args.HK
         scale = f32_from_bits(types.uint32(args.scale))
         eps = f32_from_bits(types.uint32(args.eps))
         k = args.k + t * args.k_stride + key_head * (4 * DK)

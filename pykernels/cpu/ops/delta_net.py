@@ -28,13 +28,15 @@ def gated_delta_rule(
     *,
     scale: float | None = None,
     eps: float = 1e-6,
+    tiled: bool = False,
     plan: DeltaRulePlan | None = None,
 ) -> torch.Tensor:
     """Each token decays its heads' states, corrects what they say of its key, and reads them.
 
     Args:
         q, k: floats [T, HK, DK], not normed; DK and DV are multiples of 16.
-        v: floats [T, HV, DV]; head ``h`` has the queries and keys of head ``h // (HV / HK)``.
+        v: floats [T, HV, DV]; head ``h`` has the queries and keys of head ``h // (HV / HK)``, or
+            ``tiled`` those of head ``h % HK``.
         g: floats [T, HV], the log of the decay, at most 0.
         beta: floats [T, HV], how much of a correction is written.
         state: float32 [slots, HV, DK, DV], contiguous, read and written.
@@ -84,6 +86,7 @@ def gated_delta_rule(
         beta_stride=4 * HV,
         HK=HK,
         HV=HV,
+        group=1 if tiled else HV // HK,
         scale=DK**-0.5 if scale is None else number("scale", scale),
         eps=number("eps", eps),
         slot_bytes=4 * HV * DK * DV,

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .blocks import block_of
+
 CHUNK = 64
 
 
@@ -62,7 +64,7 @@ def _inverse(A, PRECISION: tl.constexpr):
     return B
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def within_chunks(
     q,
     k,
@@ -82,6 +84,9 @@ def within_chunks(
     g_t,
     beta_t,
     HV,
+    S,
+    SEQUENCES: tl.constexpr,
+    HK: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -89,7 +94,10 @@ def within_chunks(
     WIDE: tl.constexpr,
 ):
     """Writes a chunk's (I + A)^-1 and its scores, e^(G_i - G_j) q_i k_j, both [T, HV, 64]."""
-    s, head, t0 = tl.program_id(2), tl.program_id(1), tl.program_id(0) * 64
+    s, chunk = block_of(tl.program_id(0), lengths, slots, S, 64, SEQUENCES)
+    if s >= S:
+        return
+    head, t0 = tl.program_id(1), chunk * 64
     length = tl.load(lengths + s)
     if (tl.load(slots + s) < 0) | (t0 >= length):
         return
@@ -97,7 +105,7 @@ def within_chunks(
     t = tl.load(starts + s).to(tl.int64) + t0 + i
     here = t0 + i < length
     mask = here[:, None] & (d < DK)[None, :]
-    k_at = k + t[:, None] * k_t + head // GROUP * k_head + d[None, :]
+    k_at = k + t[:, None] * k_t + head // GROUP % HK * k_head + d[None, :]
     keys = tl.load(k_at, mask=mask, other=0.0)
     k_norm = _inverse_norms(keys, eps)
     log = tl.cumsum(tl.load(g + t * g_t + head, mask=here, other=0.0).to(tl.float32), 0)
@@ -105,7 +113,7 @@ def within_chunks(
     decay = tl.exp(tl.where(lower, log[:, None] - log[None, :], 0.0)) * k_norm[None, :]
     keys_too = tl.trans(keys)
     at = (t[:, None] * HV + head) * 64 + i[None, :]
-    q_at = q + t[:, None] * q_t + head // GROUP * q_head + d[None, :]
+    q_at = q + t[:, None] * q_t + head // GROUP % HK * q_head + d[None, :]
     queries = tl.load(q_at, mask=mask, other=0.0)
     q_norm = _inverse_norms(queries, eps) * scale
     products = _product(queries, keys_too, HALF, WIDE) * decay * q_norm[:, None]
@@ -142,6 +150,7 @@ def scan_chunks(
     g_t,
     beta_t,
     HV,
+    HK: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -161,7 +170,7 @@ def scan_chunks(
     inside = (d < DK)[:, None] & (e < DV)[None, :]
     own = state + (slot.to(tl.int64) * HV + head) * (DK * DV) + d[:, None] * DV + e[None, :]
     h = tl.load(own, mask=inside & goes_on, other=0.0)
-    q_rows, k_rows = q + head // GROUP * q_head, k + head // GROUP * k_head
+    q_rows, k_rows = q + head // GROUP % HK * q_head, k + head // GROUP % HK * k_head
     for t0 in range(0, length, 64):
         t, here = start + t0 + i, t0 + i < length
         mask = here[:, None] & (d < DK)[None, :]

@@ -11,6 +11,7 @@ from ...errors import PykernelsError
 from ...shapes import StateBatch
 from ..common.launch import check_device, interpreted, why_not
 from ..common.strides import check_out
+from .blocks import most_blocks, sequences_of
 from .checks import check_floats, check_states
 from .chunked import CHUNK, scan_chunks, within_chunks
 from .recurrent import recurrent
@@ -92,6 +93,7 @@ def gated_delta_rule(
     *,
     scale: float | None = None,
     eps: float = 1e-6,
+    tiled: bool = False,
     out: torch.Tensor | None = None,
     plan: DeltaRulePlan | None = None,
 ) -> torch.Tensor:
@@ -102,6 +104,7 @@ def gated_delta_rule(
         g, beta: float32.
         state: float32, contiguous; sums are float32, in chunks of products in 16 bits, or in tf32
             if inputs are float32 (whose kernels spill registers on some GPUs).
+        tiled: whether value head ``h`` has the key head ``h % HK``.
         out: floats [T, HV, DV], contiguous; rows of no sequence stay as they are.
         plan: instead of the shipped one.
 
@@ -123,7 +126,8 @@ def gated_delta_rule(
     sequences = (batch.starts, batch.lengths, batch.slots)
     strides = (*qk_strides, *v.stride()[:2], *gate_strides)
     v_block = min(chosen.v_block, triton.next_power_of_2(DV))
-    options = {"GROUP": HV // HK, "DK": DK, "K_BLOCK": triton.next_power_of_2(DK)}
+    options = {"HK": HK, "GROUP": 1 if tiled else HV // HK}
+    options |= {"DK": DK, "K_BLOCK": triton.next_power_of_2(DK)}
     grid, warps = (triton.cdiv(DV, v_block), HV, batch.S), chosen.num_warps
     options_of_v = {**options, "DV": DV, "V_BLOCK": v_block, "num_warps": warps}
     if not chosen.chunked:
@@ -136,9 +140,9 @@ def gated_delta_rule(
     kind = k.dtype if half else torch.float32
     inverses, scores = (k.new_empty(T, HV, CHUNK, dtype=kind) for _ in "is")
     products = {"HALF": half, "WIDE": interpreted()}
-    within_chunks[(triton.cdiv(batch.max_length, CHUNK), HV, batch.S)](
+    within_chunks[(most_blocks(batch, T, CHUNK), HV)](
         q, k, g, beta, *sequences, inverses, scores, scale, float(eps), *qk_strides, *gate_strides,
-        HV, **options, **products, num_warps=warps,
+        HV, batch.S, SEQUENCES=sequences_of(batch, CHUNK), **options, **products, num_warps=warps,
     )  # fmt: skip
     scan_chunks[grid](
         q, k, v, g, beta, state, *sequences, batch.past, inverses, scores, out, scale, float(eps),

@@ -30,6 +30,7 @@ def recurrent(
     g_t,
     beta_t,
     HV,
+    HK: tl.constexpr,
     GROUP: tl.constexpr,
     DK: tl.constexpr,
     DV: tl.constexpr,
@@ -46,7 +47,7 @@ def recurrent(
     inside = (d < DK)[:, None] & (e < DV)[None, :]
     own = state + (slot.to(tl.int64) * HV + head) * (DK * DV) + d[:, None] * DV + e[None, :]
     h = tl.load(own, mask=inside & goes_on, other=0.0)
-    q_row, k_row = q + head // GROUP * q_head + d, k + head // GROUP * k_head + d
+    q_row, k_row = q + head // GROUP % HK * q_head + d, k + head // GROUP % HK * k_head + d
     for t in range(start, start + length):
         key = tl.load(k_row + t * k_t, mask=d < DK, other=0.0).to(tl.float32)
         query = tl.load(q_row + t * q_t, mask=d < DK, other=0.0).to(tl.float32)

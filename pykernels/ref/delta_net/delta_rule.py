@@ -29,12 +29,14 @@ def gated_delta_rule(
     *,
     scale: float | None = None,
     eps: float = 1e-6,
+    tiled: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Each token decays its heads' states, corrects what they say of its key, and reads them.
 
     With k and q normed, and q scaled: ``S = exp(g) S``; ``S += k (beta (v - S^T k))^T``;
-    ``out = S^T q``. A value head ``h`` has the queries and keys of head ``h // (HV / HK)``.
+    ``out = S^T q``. A value head ``h`` has the queries and keys of head ``h // (HV / HK)``, or
+    ``tiled`` those of head ``h % HK``.
 
     Args:
         q, k: [T, HK, DK], not normed.
@@ -45,6 +47,7 @@ def gated_delta_rule(
         batch: where each sequence's tokens and state lie.
         scale: of the queries; ``DK ** -0.5`` if None.
         eps: beside the sum of squares of queries and keys.
+        tiled: whether value heads go over the key heads in turns, as in llama.cpp's files.
         dtype: of all arithmetic and of the result.
 
     Returns:
@@ -53,7 +56,8 @@ def gated_delta_rule(
     HV, DK, DV = state.shape[1:]
     scale = DK**-0.5 if scale is None else scale
     group = HV // k.shape[1]
-    q, k = (l2_normed(x.to(dtype), eps).repeat_interleave(group, 1) for x in (q, k))
+    q, k = (l2_normed(x.to(dtype), eps) for x in (q, k))
+    q, k = (x.repeat(1, group, 1) if tiled else x.repeat_interleave(group, 1) for x in (q, k))
     q, v, decay, beta = q * scale, v.to(dtype), g.to(dtype).exp(), beta.to(dtype)
     out = torch.zeros(len(v), HV, DV, dtype=dtype, device=v.device)
     for start, length, slot, past in sequences(batch):

@@ -84,6 +84,7 @@ def gated_delta_rule(ctx: Context, node: Node) -> list[Job]:
         beta_stride=ctx.stride(node.inputs["beta"]),
         HK=HK,
         HV=HV,
+        group=1 if node.attr("tiled") else HV // HK,
         scale=ctx.bits(node.attr("scale")),
         eps=ctx.bits(node.attr("eps")),
         out=ctx.at(out),

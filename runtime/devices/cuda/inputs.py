@@ -11,7 +11,7 @@ from ...kv_cache.layout import PAGE
 from ...passes.gpu.metadata import PIECE, most_chunks
 from ...program import Node, Program
 from ...program.sizes import LANES, lane_name, lane_tokens
-from ...program.step_inputs import IS_PROMPT
+from ...program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
 from ...runner.sampling import SamplingInputs
 from ..gpus import Gpus
 from .binders.sampling import SamplingColumns, SamplingTables
@@ -20,6 +20,8 @@ from .memory.metadata import HostMetadata, pad
 
 BY_TOKEN = {"tokens": 0, "positions": 0, IS_PROMPT: 0, "slot_mapping": -1}
 """Inputs [T] that nodes read by name, and what padding has."""
+BY_SEQUENCE = {"query_starts": 0, "query_lengths": 0, STATE_SLOTS: -1, HAS_STATE: 0}
+"""Likewise [S], of programs whose nodes read states."""
 _OF_DECODES = ("table", "decode_lengths")
 """All that attention reads in decode steps."""
 
@@ -93,6 +95,9 @@ class Bucket:
         self._second = lane_tokens(self.T)[0] if lanes else None
         writes = [node for node in program.nodes if node.op == "attention_metadata"]
         shapes: dict[str, Shape] = dict.fromkeys(BY_TOKEN, ((self.T,), torch.int32))
+        self._by_sequence = BY_SEQUENCE if _reads_states(program) else {}
+        S = self.T if lanes else min(self.T, program.sizes["S"])
+        shapes |= dict.fromkeys(self._by_sequence, ((S,), torch.int32))
         shapes |= {
             "logits_indices": ((program.sizes["R"],), torch.int32),
             **_shapes(program, writes),
@@ -119,12 +124,13 @@ class Bucket:
         self, tensors: Mapping[str, torch.Tensor], writes: Sequence[Node]
     ) -> dict[str, torch.Tensor]:
         """A GPU's inputs by the program's names, those of lanes as parts."""
-        named = {name: tensors[name] for name in (*BY_TOKEN, "logits_indices")}
+        own = *BY_TOKEN, *self._by_sequence
+        named = {name: tensors[name] for name in (*own, "logits_indices")}
         rows = {"": slice(None)}
         if self._second is not None:  # the second lane begins at that row
             rows |= zip(LANES, (slice(0, self._second), slice(self._second, None)), strict=True)
         for lane in rows:
-            named |= {lane_name(lane, name): tensors[name][rows[lane]] for name in BY_TOKEN}
+            named |= {lane_name(lane, name): tensors[name][rows[lane]] for name in own}
         for node in writes:
             named |= {name: tensors[port][rows[node.lane]] for port, name in node.outputs.items()}
         return named
@@ -163,6 +169,9 @@ class Bucket:
         staged, arrays = self._staged, self._arrays
         for name, padding in BY_TOKEN.items():  # what another bucket left here may be no id
             pad(staged[name][rows], arrays[name][tokens], padding)
+        for name, padding in self._by_sequence.items():
+            first = tokens.start if name == "query_starts" else 0  # which is counted in the lane
+            pad(staged[name][rows], arrays[name][sequences] - first, padding)
         if "table" not in staged:  # nothing attends
             return
         table = staged["table"][rows]
@@ -185,7 +194,8 @@ class Bucket:
         staged, T = self._staged, self.T
         for array in staged.values():
             array[:] = 0
-        staged["slot_mapping"][:] = -1
+        for name, padding in {**BY_TOKEN, **self._by_sequence}.items():
+            staged[name][:] = padding
         if "decode_lengths" in staged:
             staged["decode_lengths"][:] = 1
         if self._metadata is not None:
@@ -193,6 +203,10 @@ class Bucket:
             lengths = np.array([n], np.int64)
             self._metadata.write(np.zeros(1, np.int64), lengths, lengths, np.zeros(n, np.int64))
         self._copy()
+
+
+def _reads_states(program: Program) -> bool:
+    return any(STATE_SLOTS in node.inputs for node in program.nodes)
 
 
 def _shapes(program: Program, writes: Sequence[Node]) -> dict[str, Shape]:
@@ -213,8 +227,9 @@ def _most_bytes(T: int, S: int, R: int, pages: int, piece: int) -> int:
     """Bytes that a bucket takes, at most; lanes have room for a sequence a token."""
     C = most_chunks(T, S, piece)
     tokens = ((T,),) * (len(BY_TOKEN) + 2)
-    mixed = (*tokens, (R,), (S,), (S, pages), *((C,),) * 4, (C, pages))
-    lanes = (*tokens, (R,), (T,), (T, pages))
+    n = 1 + len(BY_SEQUENCE)
+    mixed = (*tokens, (R,), *((S,),) * n, (S, pages), *((C,),) * 4, (C, pages))
+    lanes = (*tokens, (R,), *((T,),) * n, (T, pages))
     return max(
         block_bytes({str(i): (shape, torch.int32) for i, shape in enumerate(shapes)})
         for shapes in (mixed, lanes)

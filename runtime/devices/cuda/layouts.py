@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pykernels.gpu.delta_net.chunked import CHUNK
 from pykernels.gpu.gemm.unpack import SCRATCH
 from pykernels.gpu.moe.from_tiles import supports
 from pykernels.gpu.moe.rank_experts import MAX_EXPERTS
@@ -74,6 +75,9 @@ def _temporary(program: Program, node: Node) -> int:
         _, H, inner = program.weight(node, "experts").shape
         each = experts_per_token(program, node.inputs["ids"]) if "ids" in node.inputs else 1
         return 2 * T * each * (3 * H + 2 * inner) + SCRATCH
+    if node.op == "gated_delta_rule":  # within chunks: inverses and scores
+        HV = program.shape(node.outputs["delta"])[1]
+        return 0 if node.attr("longest") == 1 else 2 * 2 * T * HV * CHUNK
     if node.op == "attention_expanded":
         return EXPANDED_BYTES
     if node.op == "attention" and "k_scale" in node.inputs and "chunk_table" in node.inputs:

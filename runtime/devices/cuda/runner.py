@@ -28,6 +28,7 @@ from ...planning.lowerable import Lowerable
 from ...planning.placement import CPU
 from ...planning.streaming import Streaming
 from ...program import Program
+from ...program.step_inputs import STATE_SLOTS
 from ...program.weights import LayoutOf
 from ...runner.batch import StepBatch, StepResult
 from ...runner.measured_deferral import measured_deferral
@@ -82,14 +83,12 @@ class CudaRunner(PagedRunner):
 
     decode_buckets = DECODE_BUCKETS
     copies_inputs = True
-    keeps_states = False
     pool: WorkerPool
 
     def __init__(
         self, model: Lowerable, plan: ExecutionPlan, device: str, pool: WorkerPool
     ) -> None:
         check_device(device)
-        self.check_states(model)
         check_heads(model.lower())
         self.gpus: Gpus = gpus_of(device)
         self.device = list(self.gpus.values())[-1]
@@ -156,7 +155,7 @@ class CudaRunner(PagedRunner):
         sizes = self._prompt_sizes(program, inputs, whole and self._can_split())
         own = self._bind_all(Phase.PROMPT, sizes.by_cpu, inputs)
         own += [self._prompt_step(T, self._share(T)) for T in sizes.split]
-        if whole and sizes.streamed:
+        if whole and sizes.streamed and not self.model.states:  # copied between steps only
             self._prepare(inputs)
             runner = StreamedRunner(self._resources, self.plan, sizes, self.slots)
             self.prefill_runner = runner
@@ -255,7 +254,7 @@ class CudaRunner(PagedRunner):
             return
         # One token at the first place of the cache, which nobody reads before it is written.
         self.sizes[0], self.sizes[1], self.sizes[2] = 1, 1, 0
-        inputs["slot_mapping"][0] = 0
+        inputs["slot_mapping"][0] = inputs[STATE_SLOTS][0] = 0
         deferred = measured_deferral(step.program, step.cpu.jobs.jobs, step.run)
         self.plan = replace(self.plan, deferred=deferred)
 

@@ -57,6 +57,7 @@ def gated_delta_rule(m: Memory, node: Node) -> None:
         _batch(m, node),
         scale=node.attr("scale"),
         eps=node.attr("eps"),
+        tiled=bool(node.attr("tiled")),
     )
     m.write(node.outputs["out"], out)
 

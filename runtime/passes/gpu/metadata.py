@@ -15,6 +15,7 @@ import torch
 
 from ...program import Buffer, Node, Program
 from ...program.node import Dim
+from ...program.ops import OPS
 from ...program.sizes import lane_name
 from ..layers import rebuilt
 from ..order import ordered
@@ -46,7 +47,8 @@ def gpu_metadata(program: Program, decode: bool = False, piece: int = PIECE) -> 
         decode: every sequence of its steps has one token.
         piece: longer chunks are cut, where keys and values are read from the cache as they are.
     """
-    return _with_orders(_with_sequences(with_latents_apart(program), decode, piece))
+    whole = _with_orders(_with_sequences(with_latents_apart(program), decode, piece))
+    return _of_one_token(whole) if decode else whole
 
 
 def most_chunks(T: int, S: int, chunk: int) -> int:
@@ -187,6 +189,17 @@ def _metadata(program: Program, node: Node, decode: bool, piece: int, prefix: st
         for port, shape in shapes.items()
     }
     return _Metadata(tuple(nodes), buffers, names, chunk, expand_from)
+
+
+def _of_one_token(program: Program) -> Program:
+    """The program whose recurrent nodes on GPUs have room for one token of each sequence."""
+    nodes = [
+        replace(node, attrs={**node.attrs, "longest": 1})
+        if node.device != _CPU and "longest" in OPS[node.op].attrs
+        else node
+        for node in program.nodes
+    ]
+    return replace(program, nodes=tuple(nodes))
 
 
 def _with_orders(program: Program) -> Program:

@@ -58,7 +58,8 @@ def free_beside_steps(
 def free_for_steps(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> dict[str, int]:
     """Bytes of each GPU that are left beside the weights that are yet to come and the cache."""
     parts = compile(model, plan).parts
-    caches, staged = model.caches(plan.sizes.pages), plan.placement.staged
+    caches = model.caches(plan.sizes.pages, plan.sizes.state_slots)
+    staged = plan.placement.staged
     left: dict[str, int] = {}
     for gpu, free in machine.free.items():
         part = parts[gpu]

@@ -39,7 +39,7 @@ def plan_on_gpus(
         PykernelsError: settings that exclude each other; experts that cannot be streamed as asked
             for.
     """
-    placement = placement or place_on(machine, model, sizes.pages, config.experts)
+    placement = placement or place_on(machine, model, sizes, config.experts)
     if placement.slots and len(machine.free) > 1:
         raise PykernelsError(*several_refused("an expert cache"))
     on_cpu = placement.experts == CPU
@@ -80,14 +80,15 @@ def plan_on_gpus(
 def place_on(
     machine: Machine,
     model: Lowerable,
-    num_pages: int,
+    sizes: StepSizes,
     experts: str,
     placed: Mapping[str, str] = MappingProxyType({}),
     by_layer: Mapping[int, str] | None = None,
 ) -> Placement:
-    """Where a model's nodes run beside a cache of so many pages: unless they fit, routed experts on
+    """Where a model's nodes run beside a cache of these sizes: unless they fit, routed experts on
     the CPU, all else on GPUs. The other arguments: see ``placement.place``."""
-    caches = {name: part.nbytes for name, part in model.caches(num_pages).items()}
+    parts = model.caches(sizes.pages, sizes.state_slots)
+    caches = {name: part.nbytes for name, part in parts.items()}
     size = machine.layouts.weight_bytes
     return place(model.lower(), experts, machine.free, size, placed, caches, by_layer)
 

@@ -12,6 +12,8 @@ _BY_SEQUENCE = {
     name: Port("index", ("S",))
     for name in ("query_starts", "query_lengths", "state_slots", "has_state")
 }
+_LONGEST = {"longest": Attr(int, 0)}
+"""Most tokens of a sequence, where all that a step runs knows it; 0: as many as a step has."""
 _CONV_STATE = {"conv": Port("float32", ("slots", "before", "C"))}
 _DELTA_STATE = {"delta": Port("float32", ("slots", "HV", "DK", "DV"))}
 _GATES = {name: Port("float32", ("T", "HV")) for name in ("g", "beta")}
@@ -48,6 +50,7 @@ DELTA_NETS: dict[str, Op] = {
         outputs={"out": Port("activation", ("T", "C")), **_CONV_STATE},
         weights={"weight": Port("", ("K", "C")), "bias": Port("", ("C",), optional=True)},
         attrs={
+            **_LONGEST,
             "silu": Attr(int, 1),
             "x_start": Attr(int, 0),
             "in_gate_start": Attr(int, 0),
@@ -67,7 +70,8 @@ DELTA_NETS: dict[str, Op] = {
         attrs={"a_start": Attr(int, 0), "b_start": Attr(int, 0)},
     ),
     # Each token decays its heads' states, corrects what they say of its key, and reads them. A row
-    # holds queries, keys and values of all heads; queries and keys are normed here.
+    # holds queries, keys and values of all heads; queries and keys are normed here. A value head h
+    # has the key head h // (HV / HK), or with ``tiled`` h % HK.
     "gated_delta_rule": Op(
         inputs={
             "qkv": Port("activation", ("T", "2*HK*DK + HV*DV")),
@@ -76,7 +80,13 @@ DELTA_NETS: dict[str, Op] = {
             **_BY_SEQUENCE,
         },
         outputs={"out": Port("activation", ("T", "HV*DV")), **_DELTA_STATE},
-        attrs={"HK": Attr(int), "scale": Attr(float), "eps": Attr(float)},
+        attrs={
+            "HK": Attr(int),
+            "scale": Attr(float),
+            "eps": Attr(float),
+            "tiled": Attr(int, 0),
+            **_LONGEST,
+        },
         rule=_delta_rule,
     ),
     # The norm of each head, times the SiLU of its gate.

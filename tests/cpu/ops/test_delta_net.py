@@ -73,6 +73,14 @@ def test_the_reference_is_transformers() -> None:
     check(step, out, ours.state, recurrent=True)
 
 
+@pytest.mark.parametrize("backend", [cpu, ref])
+def test_value_heads_may_go_over_key_heads_in_turns(backend: Any) -> None:
+    step = DeltaStep.random(RAGGED, *SIZES)
+    ours = step.fresh()
+    out = backend.gated_delta_rule(*ours.inputs, ours.batch, tiled=True)
+    check(step, out, ours.state, tiled=True)
+
+
 def test_a_sequence_goes_on_from_its_state() -> None:
     """In pieces, the last ones a decode step each, what it gives at once."""
     whole = DeltaStep.random([(77, 4, 0)], *SIZES)

@@ -37,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek_v3 fp8": {"fp8": True},  # latent heads, a router's bias, ragged blocks
     "qwen2_moe": {},  # biases, a shared expert with a gate
     "mixtral": {"tie_word_embeddings": True},
+    "qwen3_next": {},  # delta nets, rows in another order, norms without their 1
     "gpt_oss": {},  # biases of experts and of the router, sinks
 }
 
@@ -77,9 +78,10 @@ def test_a_mapped_model_is_the_packed_one(
     assert seen[-1] == (size, size) and verify(target) == size
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "qwen3_5_moe_text"])
 def test_a_gguf_file_becomes_a_cache(family: str, tmp_path: Path) -> None:
-    """Of mixed formats: of experts, in a qkv, of the embedding; MLA's halves."""
+    """Of mixed formats: of experts, in a qkv, of the embedding; MLA's halves; value heads of delta
+    nets in the file's order."""
     file, target = tmp_path / "model.gguf", tmp_path / "cache"
     tiny_gguf.write(file, family, num_hidden_layers=2)
     rows = model.convert(file, target, threads=1)
@@ -137,6 +139,17 @@ def test_what_conversion_changes_is_told_layer_by_layer(
     assert again == rows
     program = str(meta_decoder(target).lower(StepSizes(4, 4, 4, 1, 1)))
     assert program.count("int4 8 x [32, 64]") == 2 and "int8 1 x [96, 64]" in program
+
+
+@pytest.mark.parametrize("family", ["lfm2_moe", "qwen3_next"])
+def test_what_stands_in_the_place_of_attention_is_counted_as_it(
+    family: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    layers = {"layer_types": ["conv", "conv"], "num_hidden_layers": 2}
+    config: Any = layers if family == "lfm2_moe" else {}
+    source, target = checkpoint(family, **config).path, tmp_path / "cache"
+    _, first, *_ = model.convert(source, target, linears="int8", threads=1)
+    assert set(first.errors) == {"attention", "mlp"}
 
 
 class Killed(BaseException):

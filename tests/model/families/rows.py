@@ -210,14 +210,12 @@ _INPUTS = (
     "v_head_dim",
 )
 WRONG_HEADS = ("qwen3_moe, heads of 8", "deepseek_v3, latents of 40")
-STATES = ("lfm2", "lfm2_moe", "qwen3_5_moe_text", "qwen3_next")
 REFUSED = [
     *WRONG_HEADS,
     *(
         name
         for name, (_, config) in ROWS.items()
-        if name.split(",")[0] in STATES or any((config.get(size) or 0) % 8 for size in _INPUTS)
+        if any((config.get(size) or 0) % 8 for size in _INPUTS)
     ),
 ]
-"""Rows that no GPU takes: for their heads, for layers with a state, or for matrices with inputs in
-no multiples of 8."""
+"""Rows that no GPU takes: for their heads, or for matrices with inputs in no multiples of 8."""

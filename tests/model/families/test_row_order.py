@@ -22,7 +22,15 @@ WIDE: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 """Heads of whole FP8 blocks, as the real ones are."""
-STORED = {"deepseek": ("fp8", WIDE), "channel": ("fp8-channel", {"max_position_embeddings": 256})}
+LONG: dict[str, Any] = {"max_position_embeddings": 256}
+STORED = {
+    "deepseek": ("fp8", WIDE),
+    "channel": ("fp8-channel", LONG),
+    "int8-channel": ("int8-channel", LONG),
+    "int4": ("int4", LONG),
+    "awq": ("int4-zp-g128", WIDE),
+    "gptq": ("int4-zp", LONG),
+}
 
 
 @pytest.mark.parametrize("scheme", STORED)

@@ -37,6 +37,7 @@ GOOD = {
     "</invoke>\n</minimax:tool_call>",
     "Nemo": '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]',
     "Small": '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": 1}',
+    "LFM2": "<|tool_call_start|>[f(a=1)]<|tool_call_end|>",
 }
 
 
@@ -90,6 +91,23 @@ def test_what_is_no_call_is_content_and_the_next_call_is_found(model: str) -> No
         ("V3-0324", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n{}<｜tool▁call▁end｜>", "{}"),
         ("V3.1", '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "1<｜tool▁call▁end｜>', '{"a": "1'),
         ("Kimi", "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>", "{}"),
+        ("LFM2", "<|tool_call_start|>f(a = 1, )", '{"a": 1}'),
+        ("LFM2", "<|tool_call_start|>[f()]<|tool_call_end|>", "{}"),
+        (
+            "LFM2",
+            '<|tool_call_start|>[{"name": "f", "arguments": {"a": 1}}]<|tool_call_end|>',
+            '{"a": 1}',
+        ),
+        (  # an apostrophe without its backslash, Python's constants and JSON's
+            "LFM2",
+            """<|tool_call_start|>[f(a='it's (1, "me")', b=[1, {'k': None}], c=True, d=null)]""",
+            '{"a": "it\'s (1, \\"me\\")", "b": [1, {"k": null}], "c": true, "d": null}',
+        ),
+        (
+            "LFM2",
+            r"""<|tool_call_start|>[f(a="1\n\"2\" \u00fc \d", b='<|x|>')]<|tool_call_end|>""",
+            r'{"a": "1\n\"2\" ü \\d", "b": "<|x|>"}',
+        ),
         ("Small", '[TOOL_CALLS]f{"a": 1}', '{"a": 1}'),
         ("Small", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "1"}]', '{"a": 1}'),
     ],
@@ -99,12 +117,24 @@ def test_a_call_that_strays_is_still_one(model: str, text: str, arguments: str) 
     assert parse_as(model, text) == {"content": "", "reasoning": "", "calls": calls}
 
 
-@pytest.mark.parametrize("model", ["Qwen3-30B", "Qwen3.5", "Kimi", "GLM-4.7"])
+@pytest.mark.parametrize("model", ["Qwen3-30B", "Qwen3.5", "Kimi", "GLM-4.7", "LFM2"])
 def test_a_call_may_end_reasoning_that_was_not_closed(model: str) -> None:
     good = GOOD.get(model) or GOOD["Coder" if model == "Qwen3.5" else "GLM-4.6"]
     message = parse_as(model, f"I call {good}", "<think>\n")
     calls = [["f", '{"a": 1}', True]]
     assert message == {"content": "", "reasoning": "I call", "calls": calls}
+
+
+def test_calls_of_lfm2_stand_in_one_list_before_the_answer() -> None:
+    """The first is the example of its model card."""
+    first = 'get_candidate_status(candidate_id="12345")'
+    marked = "<|tool_call_start|>[{}]<|tool_call_end|>Checking the status."
+    message = parse_as("LFM2", marked.format(f"{first}, f(a=2), "))
+    calls = [["get_candidate_status", '{"candidate_id": "12345"}', True], ["f", '{"a": 2}', True]]
+    assert message == {"content": "Checking the status.", "reasoning": "", "calls": calls}
+    cut = parse_as("LFM2", marked.format(f"{first}, f(a=2, 3)"))
+    assert cut["calls"] == [calls[0], ["f", '{"a": 2', False]]
+    assert cut["content"] == "Checking the status."
 
 
 def test_the_channels_of_gpt_oss() -> None:
@@ -125,7 +155,7 @@ def test_the_channels_of_gpt_oss() -> None:
 
 @pytest.mark.parametrize("model", GOOD)
 def test_a_name_without_end_is_content(model: str) -> None:
-    text = re.sub(r'(?<=[">=.\]])f(?=[">\n<:\[])', "f" * 5000, GOOD[model])
+    text = re.sub(r'(?<=[">=.\[\]])f(?=[">\n<:\[(])', "f" * 5000, GOOD[model])
     assert len(text) > 5000
     assert parse_as(model, text) == {"content": text, "reasoning": "", "calls": []}
 

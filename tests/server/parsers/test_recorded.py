@@ -93,6 +93,17 @@ def test_text_is_given_at_once_but_for_what_may_be_a_marker() -> None:
     assert stream.close() == [Content(" <tool")]
 
 
+def test_qwen_whose_template_shows_no_calls() -> None:
+    """Qwen3-Next's calls are Qwen3's, Qwen3.6's those of Qwen3-Coder."""
+    for like, model_type in (
+        ("Qwen/Qwen3-30B-A3B", "qwen3_next"),
+        ("Qwen/Qwen3.5-4B", "qwen3_5_moe_text"),
+    ):
+        row = BY_MODEL[like]
+        found = parse(parser_for(model_type), [row["text"]], row["prompt_tail"])
+        assert {name: json.loads(text) for name, text, _ in found["calls"]} == CALLS
+
+
 def test_ids_have_the_form_that_the_template_wants_back() -> None:
     def first_id(model: str) -> str:
         row = BY_MODEL[model]

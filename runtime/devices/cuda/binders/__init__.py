@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ....program.node import Node
 from ..memory.buffers import Memory
 from . import attention, dense, experts, latents, sampling
+from .delta_nets import DELTA_NETS
 from .dense import Launch
 
 BINDERS: dict[str, Callable[[Memory, Node], Launch]] = {
@@ -33,6 +34,7 @@ BINDERS: dict[str, Callable[[Memory, Node], Launch]] = {
     "load_weights": experts.load_weights,
     "sort_routing": experts.sort_routing,
     "moe_ffn": experts.moe_ffn,
+    **DELTA_NETS,
     "join_rows": dense.join_rows,
     "sample_requests": sampling.sample_requests,
 }

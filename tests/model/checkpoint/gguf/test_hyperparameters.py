@@ -36,6 +36,11 @@ VALUES: dict[str, Any] = {
     "attention.q_lora_rank": 48,
     "attention.sliding_window": 8,
     "shortconv.l_cache": 3,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 64,
 }
 
 
@@ -123,6 +128,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("lfm2moe", {"attention.head_count_kv": [0, 2, 0, 4]}),
     ("lfm2moe", {"expert_gating_func": 1}),
     ("lfm2", {"attention.sliding_window": 8}),
+    ("qwen3next", {"ssm.inner_size": 128}),  # values of another size than keys
+    ("qwen35moe", {"rope.scaling.type": "longrope"}),
 ]
 
 
@@ -210,6 +217,36 @@ def test_layers_with_a_window_in_gpt_oss() -> None:
     assert windows(attention__sliding_window_pattern=0) == [True] * 4
 
 
+def test_which_layers_of_qwen3next_are_delta_nets() -> None:
+    """Every fourth attends unless the file says otherwise; the last one is the prediction layer's,
+    which is left out."""
+
+    def nets(**values: Any) -> list[bool]:
+        types = config_of(of("qwen3next", **values))["layer_types"]
+        return [one == "linear_attention" for one in types]
+
+    assert nets() == [True, True, True, False]
+    assert nets(full_attention_interval=2) == [True, False, True, False]
+    own = [False, True, True, False]
+    assert nets(attention__recurrent_layers=own, nextn_predict_layers=1) == own[:3]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "cause"),
+    [
+        *((f"ssm.{key}", None, "no") for key in ("state_size", "conv_kernel", "inner_size")),
+        ("rope.dimension_count", None, "no"),
+        ("ssm.conv_kernel", 1, "the"),
+        ("ssm.group_count", 3, "the"),  # four value heads on three key heads
+        ("attention.recurrent_layers", [True, False], "the"),  # of four layers
+        ("attention.recurrent_layers", 2, "the"),
+    ],
+)
+def test_delta_nets_without_their_sizes(key: str, value: Any, cause: str) -> None:
+    with pytest.raises(PykernelsError, match=rf"^m.gguf has {cause} qwen35moe\.{key}"):
+        config_of(of("qwen35moe", **{key: value}))
+
+
 def test_no_rope_scaling_where_transformers_has_one_by_default() -> None:
     config = CONFIG_MAPPING["gpt_oss"].from_dict(config_of(of("gpt-oss")))
     assert config.rope_parameters["rope_type"] == "default"
@@ -223,7 +260,7 @@ def test_no_clamp_is_none_to_transformers() -> None:
 def test_every_key_is_spelt_as_the_package_spells_it() -> None:
     groups = [group for group in vars(Keys).values() if inspect.isclass(group)]
     known = {value for group in groups for value in vars(group).values()}
-    older = {"rope.scale_linear", "attention.value_scale"}  # LLM_KV_NAMES of llama.cpp has them
+    others = {"rope.scale_linear", "attention.value_scale", "attention.recurrent_layers"}
     tables = (COMMON, hyperparameters.ELSEWHERE, *OWN.values())
-    ours = {key for table in tables for key in table} - older
+    ours = {key for table in tables for key in table} - others  # LLM_KV_NAMES of llama.cpp has them
     assert {f"{{arch}}.{key}" for key in ours} <= known

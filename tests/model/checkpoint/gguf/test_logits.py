@@ -36,6 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe in low bits": {"type_of": tiny_gguf.low_bits},
     "qwen3_moe by grids": {"type_of": tiny_gguf.by_grids},
     "qwen3_moe in q5_k": {"type_of": all_of(Type.Q5_K)},
+    "qwen3_next": {"linear_num_value_heads": 8},
+    "qwen3_5_moe_text": {"linear_num_value_heads": 8},
     "deepseek_v2": {"rope_scaling": tiny_gguf.ROPE},
     "deepseek_v3": {},
     "deepseek_v3 with kv_b": {"split_kv_b": False},

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import regex
 from gguf.constants import Keys
 from transformers import GemmaTokenizer
 
@@ -94,7 +95,20 @@ def test_bytes_by_each_pre_tokenizer() -> None:
         assert tokenizer.decode(ids, skip_special_tokens=True) == text + "<t>"
         merged = "12" in tokenizer.convert_ids_to_tokens(ids)
         alone = pre in ("smollm", "starcoder", "refact", "command-r", "codeshell", "qwen2")
-        assert merged != (alone or pre in ("deepseek-r1-qwen", "dots1", "megrez", "deepseek-llm"))
+        alone |= pre in ("qwen35", "deepseek-r1-qwen", "dots1", "megrez", "deepseek-llm")
+        assert merged != alone
+
+
+def test_words_of_qwen35_have_their_marks() -> None:
+    """The expression of its tokenizer.json, which llama.cpp quotes."""
+    original = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}|"
+        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    text = "हिन्दी: it's 12 e\u0301toiles,\n\n  x+=1; (\u0301)\n"
+    made = of(model="gpt2", pre="qwen35", tokens=["a", "b", "ab"], merges=["a b"], eos_token_id=0)
+    split = tokenizer_of(made).backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[first:last] for _, (first, last) in split] == regex.findall(original, text)
 
 
 def test_every_token_that_ends_an_answer() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import model
+from pykernels.errors import PykernelsError
 
 from ...checks import errors
 from ...test_engine import BF16, logits
@@ -150,6 +151,32 @@ def test_queries_keys_and_values_in_one_tensor(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     prepare = give_biases(*QKV)
     same(file, tiny_gguf.write(file, "llama", all_of(Type.Q8_0), prepare=prepare, change=fuse_qkv))
+
+
+def test_the_first_files_of_qwen3_next(tmp_path: Path) -> None:
+    """In which a delta net's queries, keys, values and gates are one matrix in the model's order,
+    and the queries of attention, with their gates, keys and values another one."""
+    built: list[Any] = []
+
+    def change(stored: Tensors) -> None:
+        fuse_qkv(stored)
+        for i, layer in enumerate(built[0].model.layers):
+            if (net := getattr(layer, "linear_attn", None)) is not None:
+                del stored[f"blk.{i}.attn_qkv.weight"], stored[f"blk.{i}.attn_gate.weight"]
+                whole = net.in_proj_qkvz.weight.data
+                stored[f"blk.{i}.ssm_in.weight"] = whole, whole.copy_
+
+    file = tmp_path / "model.gguf"
+    kind = all_of(Type.Q8_0)
+    same(file, tiny_gguf.write(file, "qwen3_next", kind, prepare=built.append, change=change))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe_text"])
+def test_what_transformers_model_has_otherwise(model_type: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    tiny_gguf.write(file, model_type, all_of(Type.Q8_0), num_hidden_layers=2)
+    with pytest.raises(PykernelsError, match="transformers' model.* Run it on the engine"):
+        model.from_pretrained(file, rules=[])
 
 
 def flat_halves(stored: Tensors) -> None:

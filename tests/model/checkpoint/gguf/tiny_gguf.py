@@ -20,6 +20,7 @@ from pykernels.quant import get_format
 
 from ... import tiny
 from ...checks import byte_tokenizer
+from . import delta_nets
 
 Type = gguf.GGMLQuantizationType
 TypeOf = Callable[[str], Type]
@@ -31,6 +32,8 @@ ARCHS = {
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_moe_text": "qwen35moe",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "glm4_moe": "glm4moe",
@@ -51,9 +54,12 @@ SIZES: dict[str, Any] = {
     "qk_rope_head_dim": 32,
     "v_head_dim": 64,
     "global_head_dim": 128,
+    "linear_value_head_dim": 64,
+    "linear_key_head_dim": 64,
 }
 _GEMMA4 = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 """Names that the package has not: llama.cpp's loader has."""
+DELTA_NETS = ("qwen3next", "qwen35moe")
 ROPE = {
     "type": "yarn",
     "factor": 4.0,
@@ -142,8 +148,8 @@ def write(
             whole = gguf.GGUFValueType.UINT32
             writer.add_key_value(key, value, whole if type(value) is int else kind_of)
     for name, (tensor, put) in stored.items():
-        plain = tensor.ndim < 2 or "gate_inp" in name or "shortconv.conv" in name
-        kind = Type.F32 if plain else type_of(name)
+        exact = any(part in name for part in ("gate_inp", "conv1d", "shortconv.conv"))
+        kind = Type.F32 if exact or tensor.ndim < 2 else type_of(name)
         data = _quantized(tensor, kind)
         writer.add_tensor(name, data, raw_dtype=kind)
         put(torch.from_numpy(np.array(gguf.quants.dequantize(data, kind))).view(tensor.shape))
@@ -167,6 +173,12 @@ def _stored(model: PreTrainedModel, split_kv_b: bool) -> Tensors:
     found = {}
     for name, tensor in model.state_dict().items():
         if "lm_head" in name and cfg.tie_word_embeddings:
+            continue
+        if arch in DELTA_NETS and delta_nets.changes(name):
+            for key, value, put in delta_nets.stored(name, tensor, cfg, arch == "qwen35moe"):
+                own = table.get_name(key, try_suffixes=(".weight", ".bias"))
+                assert own is not None, key
+                found[own] = value.contiguous(), put
             continue
         for key, part in _parts(name, tensor, cfg, split_kv_b):
             stored = table.get_name(key, try_suffixes=(".weight", ".bias"))
@@ -249,7 +261,8 @@ def _metadata(w: gguf.GGUFWriter, arch: str, cfg: Any) -> None:
     w.add_block_count(cfg.num_hidden_layers)
     w.add_context_length(cfg.max_position_embeddings)
     w.add_embedding_length(cfg.hidden_size)
-    w.add_feed_forward_length(cfg.intermediate_size)
+    if arch not in DELTA_NETS:
+        w.add_feed_forward_length(cfg.intermediate_size)
     w.add_head_count(cfg.num_attention_heads)
     w.add_layer_norm_rms_eps(cfg.norm_eps if arch.startswith("lfm2") else cfg.rms_norm_eps)
     w.add_rope_freq_base(cfg.rope_parameters["rope_theta"])
@@ -259,7 +272,15 @@ def _metadata(w: gguf.GGUFWriter, arch: str, cfg: Any) -> None:
         w.add_expert_used_count(getattr(cfg, "moe_k", None) or cfg.num_experts_per_tok)
         if cfg.model_type != "mixtral":
             w.add_expert_feed_forward_length(cfg.moe_intermediate_size)
-    if arch == "qwen2moe":
+    if arch in DELTA_NETS:
+        w.add_ssm_conv_kernel(cfg.linear_conv_kernel_dim)
+        w.add_ssm_state_size(cfg.linear_key_head_dim)
+        w.add_ssm_group_count(cfg.linear_num_key_heads)
+        w.add_ssm_time_step_rank(cfg.linear_num_value_heads)
+        w.add_ssm_inner_size(cfg.linear_num_value_heads * cfg.linear_value_head_dim)
+        recurrent = [kind == "linear_attention" for kind in cfg.layer_types]
+        w.add_array(f"{arch}.attention.recurrent_layers", recurrent)
+    if arch in ("qwen2moe", *DELTA_NETS):
         w.add_expert_shared_feed_forward_length(cfg.shared_expert_intermediate_size)
     if arch == "ernie4_5-moe":
         w.add_interleave_moe_layer_step(cfg.moe_layer_interval)

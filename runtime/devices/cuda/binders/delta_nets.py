@@ -1,0 +1,99 @@
+"""The ops of gated delta nets, and the gates of heads, as launches over states in slots.
+
+A launch has room for any sequences of its bucket: which of them there are, where their tokens lie,
+and in which slots their states, it reads from the step's inputs, so that it can be captured.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pykernels.gpu.delta_net.causal_conv1d import causal_conv1d as convolve
+from pykernels.gpu.delta_net.gate import delta_gates as make_gates
+from pykernels.gpu.delta_net.gate import gated_rms_norm as norm_and_gate
+from pykernels.gpu.delta_net.gate import sigmoid_mul as multiply_by_sigmoid
+from pykernels.gpu.delta_net.gated_delta_rule import gated_delta_rule as remember
+from pykernels.shapes import StateBatch
+
+from ....program.node import Node
+from ..memory.buffers import Memory
+from .dense import Launch, void
+
+
+def causal_conv1d(m: Memory, node: Node) -> Launch:
+    weight, bias = m.weight(node, "weight").T, m.optional_weight(node, "bias")  # [C, K], [C]
+    state, batch, out = m.read(node, "conv"), _batch(m, node), m.written(node, "out")
+
+    def channels(port: str) -> torch.Tensor:
+        start = node.attr(f"{port}_start")
+        return m.read(node, port)[:, start : start + len(weight)]
+
+    x, silu = channels("x"), bool(node.attr("silu"))
+    gates = (channels("in_gate"), channels("out_gate")) if "in_gate" in node.inputs else None
+    return lambda: void(
+        convolve(x, weight, state, batch, silu=silu, bias=bias, gates=gates, out=out)
+    )
+
+
+def delta_gates(m: Memory, node: Node) -> Launch:
+    a_log, dt_bias = m.weight(node, "rate").neg().log(), m.weight(node, "dt_bias")
+    a, b = (
+        m.read(node, port)[:, start : start + len(a_log)]
+        for port, start in (("a", node.attr("a_start")), ("b", node.attr("b_start")))
+    )
+    out = m.written(node, "g"), m.written(node, "beta")
+    return lambda: void(make_gates(a, b, a_log, dt_bias, out))
+
+
+def gated_delta_rule(m: Memory, node: Node) -> Launch:
+    state, HK, scale, eps = (
+        m.read(node, "delta"),
+        node.attr("HK"),
+        node.attr("scale"),
+        node.attr("eps"),
+    )
+    HV, DK, DV = state.shape[1:]
+    q, k, v = m.read(node, "qkv").split([HK * DK, HK * DK, HV * DV], 1)
+    heads = q.unflatten(1, (HK, DK)), k.unflatten(1, (HK, DK)), v.unflatten(1, (HV, DV))
+    gates = m.read(node, "g"), m.read(node, "beta")
+    batch, out = _batch(m, node), m.written(node, "out").view(-1, HV, DV)
+    how: dict[str, Any] = {"scale": scale, "eps": eps, "tiled": bool(node.attr("tiled"))}
+    return lambda: void(remember(*heads, *gates, state, batch, **how, out=out))
+
+
+def gated_rms_norm(m: Memory, node: Node) -> Launch:
+    weight, eps = m.weight(node, "weight"), node.attr("eps")
+    x, gate, out = _gated(m, node, len(weight))
+    return lambda: void(norm_and_gate(x, gate, weight, eps, out))
+
+
+def sigmoid_mul(m: Memory, node: Node) -> Launch:
+    x, gate, out = _gated(m, node, node.attr("D"))
+    return lambda: void(multiply_by_sigmoid(x, gate, out))
+
+
+def _gated(m: Memory, node: Node, D: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Heads, their gates and the results, [T, heads, D] each."""
+    heads, start = node.attr("heads"), node.attr("gate_start")
+    gate = m.read(node, "gate")[:, start : start + heads * D]
+    x, out = m.read(node, "x"), m.written(node, "out")
+    return x.view(-1, heads, D), gate.unflatten(1, (heads, D)), out.view(-1, heads, D)
+
+
+def _batch(m: Memory, node: Node) -> StateBatch:
+    """Where the step's sequences have their tokens and states."""
+    return StateBatch(
+        starts=m.read(node, "query_starts"),
+        lengths=m.read(node, "query_lengths"),
+        slots=m.read(node, "state_slots"),
+        past=m.read(node, "has_state"),
+        max_length=node.attr("longest") or len(m.written(node, "out")),
+    )
+
+
+DELTA_NETS = {
+    op.__name__: op
+    for op in (causal_conv1d, delta_gates, gated_delta_rule, gated_rms_norm, sigmoid_mul)
+}
