@@ -11,13 +11,6 @@ from .quantized import compressed_tensors
 from .tensors.matrix import Lookup
 from .tensors.safetensors import Part
 
-TOWERS = {
-    r"^(model\.)?(visual|vision_tower|audio_tower|embed_vision|embed_audio)\.": (
-        "the checkpoint's encoders of images and sounds are left out: its text part alone is run"
-    ),
-}
-"""Tensors of a multimodal model that its text part has not, and the note that says so."""
-
 _MATRIX = {".bias": ".qweight", ".weight_zero_point": ".weight_scale"}
 """Companions that some writers add to a quantized matrix though they are zeros, and the tensor by
 which such a matrix is known."""
@@ -25,10 +18,14 @@ which such a matrix is known."""
 _PREDICTION = (
     "the checkpoint's layers for multi-token prediction are left out: nothing is drafted with them"
 )
+_ENCODERS = (
+    "the checkpoint's encoders of images and sounds are left out: the model reads text alone"
+)
 _LEFT_OUT = {
     **compressed_tensors.IGNORED,
     r"^(model\.)?mtp\.": _PREDICTION,
-    **TOWERS,
+    r"^(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\.": _ENCODERS,
+    r"^(model\.)?visual\.": "the checkpoint's vision tower is left out: the model reads text alone",
 }
 """Tensors that a user would miss, and the note that says so."""
 

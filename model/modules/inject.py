@@ -69,7 +69,7 @@ def inject(
 
     walk(model, "")
     for rule, count in zip(rules, applied, strict=True):
-        if not count:
+        if not count and not rule.optional:
             by_parts = rule.match.holds == "experts"
             raise _none_hold(rule, model) if by_parts else _unused(rule, present)
     return replaced

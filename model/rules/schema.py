@@ -89,7 +89,7 @@ class Rule(BaseModel):
 
     With ``recursive`` false no rule replaces what is in the module that it puts there. With
     ``check`` it places nothing: the engine refuses to start unless the parts of the model that it
-    matches are on its device already.
+    matches are on its device already. With ``optional`` it may match nothing.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -98,6 +98,7 @@ class Rule(BaseModel):
     replace: Replace
     recursive: bool = True
     check: bool = False
+    optional: bool = False
     _origin: str = PrivateAttr(default="a rule")
 
     @model_validator(mode="after")
@@ -134,7 +135,7 @@ class Rule(BaseModel):
 
 
 KEYS: dict[tuple[str, ...], tuple[str, ...]] = {
-    (): ("match", "replace", "recursive", "check"),
+    (): ("match", "replace", "recursive", "check", "optional"),
     ("match",): ("class", "name", "holds", "part"),
     ("replace",): ("class", "device", "kwargs"),
 }

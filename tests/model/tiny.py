@@ -72,7 +72,7 @@ _FAMILY: dict[str, dict[str, Any]] = {
     "gemma4_text": {
         "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "attention_k_eq_v": True,
         "num_global_key_value_heads": 1, "head_dim": 16, "global_head_dim": 32,
-        "hidden_size_per_layer_input": 0, "sliding_window": 24, "final_logit_softcapping": 2.0,
+        "hidden_size_per_layer_input": 0, "sliding_window": 24, "final_logit_softcapping": 30.0,
         "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4,
         "num_kv_shared_layers": 0, "tie_word_embeddings": True,
     },
@@ -200,6 +200,8 @@ def randomize(model: PreTrainedModel, seed: int, gains: Gains = STRONG) -> None:
                 gated = "linear_attn" in name  # whose norm is stored with its 1
                 centre = 0 if model.config.model_type in ZERO_CENTRED and not gated else 1
                 tensor.copy_(centre + 0.1 * noise)
+                if model.config.model_type == "gemma4_text" and re.search("[qk]_norm", name):
+                    tensor *= tensor.numel() ** -0.25  # its attention does not scale scores
             elif "A_log" in name:  # memories of some tens of tokens
                 tensor.copy_(noise - 3)
             elif "moe_statics" in name:  # beside probabilities of about an eighth

@@ -65,9 +65,7 @@ def _qwen3next(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
         raise meta.wrong("ssm.conv_kernel", width)
     every, recurrent = (
         meta.size("full_attention_interval", 4),
-        meta.flags("attention.recurrent_layers")
-        if meta.has("attention.recurrent_layers")
-        else None,
+        meta.flags("attention.recurrent_layers"),
     )
     if recurrent is None:
         recurrent = [(i + 1) % every != 0 for i in range(layers)]
@@ -254,9 +252,10 @@ def _gemma4(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
     """Layers with a window, and full ones whose heads have other sizes and counts."""
     if (kind := config["rope_scaling"]["rope_type"]) != "default":
         raise meta.unsupported("rope.scaling.type", kind, "none")
-    windowed = meta.flags(key := "attention.sliding_window_pattern")
+    pattern = "attention.sliding_window_pattern"
+    windowed = meta.flags(pattern) or []
     if len(windowed) != config["num_hidden_layers"]:
-        raise meta.wrong(key, windowed)
+        raise meta.wrong(pattern, meta.value(pattern))
     counts = meta.by_layer("attention.head_count_kv", config["num_key_value_heads"])
     own, D = config["head_dim"], meta.size("attention.key_length_swa", config["head_dim"])
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):

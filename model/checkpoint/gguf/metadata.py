@@ -63,6 +63,15 @@ class Metadata:
             raise self.wrong(key, value)
         return value
 
+    def flags(self, key: str) -> list[bool] | None:
+        """One flag for each layer; None if they are not there."""
+        if not self.has(key):
+            return None
+        value = self.value(key)
+        if not isinstance(value, list) or any(type(one) not in (bool, int) for one in value):
+            raise self.wrong(key, value)
+        return [bool(one) for one in value]
+
     def word(self, key: str, default: str) -> str:
         value = self._get(key, default)
         if not isinstance(value, str):
@@ -81,13 +90,6 @@ class Metadata:
         if len(value) != layers or any(type(n) is not int or not 0 <= n < _MOST for n in value):
             raise self.wrong(key, value)
         return value
-
-    def flags(self, key: str) -> list[bool]:
-        """True or false for each layer; those of drafts may be missing, or be there."""
-        value = self.value(key) if self.has(key) else self._get(key, _ABSENT)
-        if not isinstance(value, list) or any(one not in (0, 1) for one in value):
-            raise self.wrong(key, value)
-        return [bool(one) for one in value]
 
     def wrong(self, key: str, value: Any) -> PykernelsError:
         return PykernelsError(

@@ -79,6 +79,18 @@ _LFM2 = {
     "ffn_up_exps": "feed_forward.experts.up_proj",
     "ffn_down_exps": "feed_forward.experts.down_proj",
 }
+_GEMMA4 = {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    **{f"ffn_{p}_exps": f"experts.{p}_proj" for p in ("gate", "up", "down", "gate_up")},
+}
 _SHARED_GATED = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **{f"ffn_{p}_shexp": f"mlp.shared_expert.{p}_proj" for p in ("gate", "up", "down")},
@@ -96,18 +108,6 @@ _DELTA_NET = {
 """Gated delta nets, whose queries, keys and values are `attn_qkv`; `fused` cuts that of attention
 before names are looked up."""
 
-_GEMMA4 = {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-    "post_ffw_norm_1": "post_feedforward_layernorm_1",
-    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-    "post_ffw_norm_2": "post_feedforward_layernorm_2",
-    "layer_output_scale.weight": "layer_scalar",
-    "ffn_gate_inp": "router.proj",
-    "ffn_gate_inp.scale": "router.scale",
-    "ffn_down_exps.scale": "router.per_expert_scale",
-    **{f"ffn_{p}_exps": f"experts.{p}_proj" for p in ("gate", "up", "down", "gate_up")},
-}
 _OTHERS: dict[str, dict[str, str]] = {
     "gemma4": _GEMMA4,
     "lfm2": _LFM2,

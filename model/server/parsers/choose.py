@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from .gemma import Gemma
 from .harmony import Harmony
-from .json_call import Hermes
+from .json_call import Hermes, Mistral
 from .message import Format
-from .mistral import Mistral
 from .parser import FormatParser
 from .python_call import PythonCall
 from .tagged import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2

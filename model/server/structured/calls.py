@@ -10,9 +10,8 @@ from pykernels.errors import PykernelsError
 
 from ..parsers.gemma import Gemma
 from ..parsers.harmony import Harmony
-from ..parsers.json_call import Hermes
+from ..parsers.json_call import Hermes, Mistral
 from ..parsers.message import Format
-from ..parsers.mistral import Mistral
 from ..parsers.python_call import PythonCall
 from ..parsers.tagged import Tagged
 from ..parsers.values import types_of

@@ -64,8 +64,9 @@ _PLAIN: dict[str, dict[str, Any]] = {
         "num_experts": 9,
         "top_k_experts": 5,
         "global_head_dim": 32,
-        "num_attention_heads": 6,
         "num_global_key_value_heads": 3,
+        "final_logit_softcapping": 2.0,
+        "tie_word_embeddings": False,
     },
     "glm4_moe": {**_GQA, **_GROUPS},
     "glm4_moe_lite": {**_MLA, **_GROUPS},
@@ -130,6 +131,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 19,
     },
     "ernie4_5_moe, odd": {**_THREE_HEADS, **_ODD, "use_bias": True, "moe_num_experts": 7},
+    "gemma4_text, dense": {"enable_moe_block": False, "sliding_window": 60},
     "glm4_moe, one key head": {
         **_ONE_KEY_HEAD,
         "attention_bias": True,

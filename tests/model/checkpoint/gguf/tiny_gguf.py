@@ -54,13 +54,13 @@ SIZES: dict[str, Any] = {
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 32,
     "v_head_dim": 64,
+    "global_head_dim": 128,
     "linear_value_head_dim": 64,
     "linear_key_head_dim": 64,
-    "global_head_dim": 128,
 }
-DELTA_NETS = ("qwen3next", "qwen35moe")
 _GEMMA4 = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 """Names that the package has not: llama.cpp's loader has."""
+DELTA_NETS = ("qwen3next", "qwen35moe")
 ROPE = {
     "type": "yarn",
     "factor": 4.0,
