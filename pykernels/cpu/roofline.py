@@ -20,7 +20,14 @@ from .intrin.avx512 import add_f32, broadcast_f32, dot_bf16, fma_f32, store_f32,
 from .intrin.avx512_bytes import add_i32, broadcast_u8, dot_u8i8, to_f32, zero_i32
 from .intrin.descriptor import descriptor
 from .intrin.prefetch import prefetch_l1, prefetch_l2
-from .intrin.registers import f32x8_array, f32x16_array, i32x8_array, i32x16_array, stack_alloc
+from .intrin.registers import (
+    f32x8_array,
+    f32x16_array,
+    i32x8_array,
+    i32x16_array,
+    pin_i32,
+    stack_alloc,
+)
 from .intrin.sync import as_pointer
 from .jit import inlined, task
 
@@ -126,7 +133,7 @@ def _make_avx2(instruction: str) -> Any:
         a, b, one = avx2.broadcast_i32(index), avx2.broadcast_i32(worker), avx2.broadcast_i32(65537)
         for _ in range(ROUNDS):
             for i in range(N):
-                b = avx2.pin_i32(b)  # else one product would do for all
+                b = pin_i32(b)  # else one product would do for all
                 if VNNI:
                     sums[i] = avx2.dpbusd(sums[i], a, b)
                 else:

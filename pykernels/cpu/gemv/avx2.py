@@ -1,7 +1,7 @@
 """AVX2 tiles: a packed 32-row block times M tokens, of every format.
 
 Floats and 8-bit integers meet exact inputs as floats (``avx2_floats``); narrower integers, and all
-of them with int8 inputs, are multiplied as integers (``avx2_codes``).
+of them with int8 inputs, are multiplied as integers (``avx2_codes``, ``avx2_superblocks``).
 
 A block is read once, in the order of its bytes: group by group of its 16-output packed tiles.
 Several tokens go over a group's lines, by then in the first cache, once for each side of 8 outputs
@@ -28,7 +28,7 @@ from ..jit import inlined, kernel
 from ..weights.codes_avx2 import make_codes
 from ..weights.layout import PACKINGS, packed_bytes
 from ..words import i64
-from . import avx2_codes, avx2_floats
+from . import avx2_codes, avx2_floats, avx2_superblocks
 from .avx2_group import Group
 from .common import ahead, by_tokens
 
@@ -43,6 +43,8 @@ def tile_row_format(fmt: str, activations: str) -> RowFormat:
     if how.kind == "floats":
         return how
     codes = make_codes(fmt)
+    if fmt in avx2_superblocks.FORMATS:
+        return replace(how, sum_k=codes.k, bias=0, sums=bool(codes.bias) or how.sums)
     return replace(how, sum_k=avx2_codes.group_k(codes), bias=codes.bias)
 
 
@@ -103,11 +105,11 @@ def make_tile(fmt: str, how: RowFormat, M: int, VNNI: bool) -> Any:
     if how.kind == "floats":
         group = avx2_floats.make_group(fmt, M)
     else:
-        group = avx2_codes.make_group(fmt, how, M, SHORT if SLICED else 0, VNNI)
+        group = _integers(fmt, how, M, SHORT if SLICED else 0, VNNI)
     short = whole = make_multiply(fmt, how, M, group)
     if SLICED:
         assert SLICES_K == K_BLOCK
-        group = avx2_codes.make_group(fmt, how, M, SLICES, VNNI)
+        group = _integers(fmt, how, M, SLICES, VNNI)
         whole = make_multiply(fmt, how, M, group)
 
     @kernel(_variant(fmt, how, VNNI, f"m{M}"))
@@ -131,6 +133,12 @@ def make_tile(fmt: str, how: RowFormat, M: int, VNNI: bool) -> Any:
             w += BLOCK
 
     return tile
+
+
+def _integers(fmt: str, how: RowFormat, M: int, KEPT: int, VNNI: bool) -> Group:
+    if fmt in avx2_superblocks.FORMATS:
+        return avx2_superblocks.make_group(fmt, M, KEPT, VNNI)
+    return avx2_codes.make_group(fmt, how, M, KEPT, VNNI)
 
 
 def _variant(fmt: str, how: RowFormat, VNNI: bool, *more: str) -> str:

@@ -41,14 +41,13 @@ from ..intrin.avx2 import (
     fma_f32,
     fnma_f32,
     load_f32,
-    pin_i32,
     sign_i8,
     store_f32,
     to_f32,
     zero_i32,
 )
 from ..intrin.prefetch import prefetch_l1
-from ..intrin.registers import i32x8_array
+from ..intrin.registers import i32x8_array, pin_i32
 from ..jit import inlined
 from ..weights.codes_avx2 import Codes, make_codes
 from ..words import i64

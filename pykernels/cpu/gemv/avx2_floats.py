@@ -28,7 +28,6 @@ from ..intrin.avx2 import (
     load_f32,
     load_i32,
     odd_lanes,
-    pin_f32,
     second_of_pairs,
     shift_left_i32,
     store_f32,
@@ -36,7 +35,7 @@ from ..intrin.avx2 import (
     zero_f32,
 )
 from ..intrin.prefetch import prefetch_l1
-from ..intrin.registers import f32x8_array
+from ..intrin.registers import f32x8_array, pin_f32
 from ..jit import inlined
 from ..weights.codes_avx2 import FACTORS, make_codes, pairs_of_e4m3
 from ..weights.layout import PACKINGS, SCALE_K

@@ -119,6 +119,14 @@ def load_i8_as_f32(builder, address):
 
 
 @emits(i32x8, types.intp)
+def load_i8_as_word_pairs(builder, address):
+    """8 signed bytes, each as two adjacent words (``vpunpcklbw``, ``vpmovsxbw``)."""
+    bytes_ = load(builder, address, _I8X8, 1)
+    twice = shuffle(builder, bytes_, bytes_, [i // 2 for i in range(16)])
+    return builder.bitcast(builder.sext(twice, _I16X16), _I32X8)
+
+
+@emits(i32x8, types.intp)
 def load_u8_as_i32(builder, address):
     """8 unsigned bytes as integers (``vpmovzxbd``)."""
     return builder.zext(load(builder, address, _I8X8, 1), _I32X8)
@@ -319,6 +327,12 @@ def add_i32(builder, a, b):
 
 
 @emits(i32x8, i32x8, i32x8)
+def mul_i32(builder, a, b):
+    """Products modulo 2**32 (``vpmulld``)."""
+    return builder.mul(a, b)
+
+
+@emits(i32x8, i32x8, i32x8)
 def and_i32(builder, a, b):
     """``a & b`` (``vpand``)."""
     return builder.and_(a, b)
@@ -471,29 +485,3 @@ def high_bytes_to_words(builder, a):
 def sum_i32(builder, a):
     """The sum of the 8 integers."""
     return _sum(builder, a, builder.add)
-
-
-# What holds LLVM's scheduler
-
-
-def _pin(context, builder, sig, args):
-    function = ir.FunctionType(args[0].type, [args[0].type])
-    asm = ir.InlineAsm(function, "", "=x,0", side_effect=True)
-    # It touches no memory: what was loaded before it need not be loaded again.
-    return builder.call(asm, args, attrs=("nounwind", "readnone"))
-
-
-@intrinsic
-def pin_f32(typingctx, a):
-    """The value, computed before anything that follows: no instruction.
-
-    LLVM hoists the loads of an unrolled loop and spills what they bring; a kernel that pins its
-    accumulators row by row keeps them in registers.
-    """
-    return f32x8(f32x8), _pin
-
-
-@intrinsic
-def pin_i32(typingctx, a):
-    """The same of integers."""
-    return i32x8(i32x8), _pin

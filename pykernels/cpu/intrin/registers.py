@@ -153,3 +153,26 @@ def stack_alloc(typingctx, nbytes):
         return builder.ptrtoint(slot, I64)
 
     return types.intp(nbytes), codegen
+
+
+def _pin(context, builder, sig, args):
+    function = ir.FunctionType(args[0].type, [args[0].type])
+    asm = ir.InlineAsm(function, "", "=x,0", side_effect=True)
+    # It touches no memory: what was loaded before it need not be loaded again.
+    return builder.call(asm, args, attrs=("nounwind", "readnone"))
+
+
+@intrinsic
+def pin_f32(typingctx, a):
+    """The value, computed before anything that follows: no instruction.
+
+    LLVM hoists the loads of an unrolled loop and spills what they bring; a kernel that pins its
+    accumulators row by row keeps them in registers.
+    """
+    return f32x8(f32x8), _pin
+
+
+@intrinsic
+def pin_i32(typingctx, a):
+    """The same of integers."""
+    return i32x8(i32x8), _pin

@@ -101,6 +101,7 @@ TABLE: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "load_u8_as_f32": ("@", "f", lambda a: a.view(U8)[:8].astype(F32)),
     "load_i8_as_f32": ("@", "f", lambda a: a.view(I8)[:8].astype(F32)),
     "load_e4m3_halved": ("@", "f", lambda a: e4m3(a.view(U8)[:8]) / 2),
+    "load_i8_as_word_pairs": ("@", "i", lambda a: np.repeat(a.view(I8)[:8].astype(I16), 2)),
     "load_u8_as_i32": ("@", "i", lambda a: a.view(U8)[:8].astype(I32)),
     "load_i8_as_i32": ("@", "i", lambda a: a.view(I8)[:8].astype(I32)),
     "broadcast_f32": ("x", "f", lambda a: np.repeat(a[0], 8)),
@@ -130,6 +131,7 @@ TABLE: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "bits_as_f32": ("i", "f", lambda a: a.view(F32)),
     "bits_as_i32": ("f", "i", lambda a: a.view(I32)),
     "add_i32": ("ii", "i", lambda a, b: a + b),
+    "mul_i32": ("ii", "i", lambda a, b: a * b),
     "and_i32": ("ii", "i", lambda a, b: a & b),
     "or_i32": ("ii", "i", lambda a, b: a | b),
     "xor_i32": ("ii", "i", lambda a, b: a ^ b),
@@ -158,8 +160,6 @@ TABLE: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "low_bytes_to_words": ("i", "i", lambda a: _upper(a, 0)),
     "high_bytes_to_words": ("i", "i", lambda a: _upper(a, 8)),
     "sum_i32": ("i", "s", lambda a: np.repeat(a.view(I32).sum(dtype=I32), 8)),
-    "pin_f32": ("f", "f", lambda a: a),
-    "pin_i32": ("i", "i", lambda a: a),
 }
 """name -> operands ("5": the literal), result, definition. Stores are tested by all."""
 
