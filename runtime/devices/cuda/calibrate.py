@@ -54,11 +54,15 @@ def calibrated(resources: CudaResources, plan: ExecutionPlan) -> ExecutionPlan:
     probe = Probe(resources, plan)
     try:
         if plan.measures_deferral:
-            program = compile(resources.model, plan).program
-            plan = with_deferral(plan, program, probe.decode_times(plan))
+            plan = _with_deferral(plan, probe)
         return _with_prompts(resources, plan, probe) if plan.measures_prompts else plan
     finally:
         probe.close()
+
+
+def _with_deferral(plan: ExecutionPlan, probe: Probe) -> ExecutionPlan:
+    step = probe.step(plan, Phase.DECODE)
+    return with_deferral(plan, step.program, probe.decode_times(step))
 
 
 def _with_prompts(resources: CudaResources, plan: ExecutionPlan, probe: Probe) -> ExecutionPlan:
@@ -71,7 +75,7 @@ def _with_prompts(resources: CudaResources, plan: ExecutionPlan, probe: Probe) -
     if plan.streaming is None:
         return plan
     # One GPU waits for the other: what crosses to both takes as long as to one of them.
-    program, gpus = compile(model, plan).program, resources.gpus.values()
+    gpus = resources.gpus.values()
     plan = with_link(plan, min(link_rate(plan.streaming, program, store, gpu) for gpu in gpus))
     if plan.prefill == "stream":
         return with_rates(plan, None, False)
@@ -104,9 +108,8 @@ class Probe(CudaLane):
         """One by a plan of the same sizes."""
         return self.make_step(compile(self.model, plan, phase, tokens, share), self._inputs)
 
-    def decode_times(self, plan: ExecutionPlan) -> DecodeTimes | None:
+    def decode_times(self, step: CudaExecutable) -> DecodeTimes | None:
         """Of a step of one token; None: nothing of it is on the CPU."""
-        step = self.step(plan, Phase.DECODE)
         if step.cpu is None:
             return None
         self.sizes[0], self.sizes[1], self.sizes[2] = 1, 1, 0
@@ -120,7 +123,7 @@ class Probe(CudaLane):
             return False
         self.prepare(self._inputs)
         machine = machine_of(self._resources.gpus, self.weights)  # less than before the caches
-        return fits_split(self.model, machine, plan)
+        return fits_split(self.model, machine, plan, program)
 
     def rates(self, plan: ExecutionPlan, program: Program, may_split: bool) -> Rates:
         """What steps of prompts cost by each way, measured or kept from an earlier load."""

@@ -52,10 +52,11 @@ class CudaLane(PagedRunner):
         """Allocates what all steps share, once."""
         if self._maker is None:
             with self._resources.enough_memory():
-                self.allocate()
+                largest = self.compiled(self.largest, self.max_num_batched_tokens)
+                self.allocate(largest)
                 self._maker = StepMaker(
                     self._resources,
-                    self.compiled(self.largest, self.max_num_batched_tokens).program,
+                    largest.program,
                     inputs,
                     self._sampling,
                     self.sizes,
@@ -63,9 +64,9 @@ class CudaLane(PagedRunner):
                 )
         return self._maker
 
-    def allocate(self) -> None:
-        """Allocates and pins what the steps of all lanes share."""
-        self._resources.allocate(self.compiled(), self.layouts)
+    def allocate(self, compiled: Compiled) -> None:
+        """Allocates and pins what the steps of all lanes share, by one of them."""
+        self._resources.allocate(compiled, self.layouts)
 
     def launch(self, batch: StepBatch) -> None:
         with self._resources.watched():

@@ -80,8 +80,8 @@ class CudaRunner(CudaLane):
             return self.bind_steps(steps, inputs)
         own = self.bind_steps([step for step in steps if step.phase is not Phase.STREAMED], inputs)
         across = [step for step in steps if step.phase is Phase.STREAMED]
-        whole = self.plan.streams_all(self.compiled().program)
-        if across and whole and not self.model.states:
+        apart = bool(across) and not self.model.states
+        if apart and self.plan.streams_all(self.compiled().program):
             self.prepare(inputs)
             self.prefill_runner = StreamedRunner(self._resources, self.plan, self.slots)
             self.prefill_runner.bind(self._batch)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from ...planning.compile import Compiled
 from ...planning.execution import ExecutionPlan, Phase
 from ...runner.batch import StepBatch, StepResult
 from ...runner.paged_runner import Executable
@@ -58,7 +59,7 @@ class StreamedRunner(CudaLane):
                 self._decode_slots.add(step, step.program, choices)
         return steps
 
-    def allocate(self) -> None:
+    def allocate(self, compiled: Compiled) -> None:
         """The runner beside which this one runs has done so."""
 
     def launch(self, batch: StepBatch) -> None:

@@ -106,13 +106,13 @@ def splits(machine: Machine, plan: ExecutionPlan, program: Program) -> bool:
     return all(machine.layouts.gathers(spec) for _, spec in streaming.experts(program))
 
 
-def fits_split(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> bool:
+def fits_split(model: Lowerable, machine: Machine, plan: ExecutionPlan, program: Program) -> bool:
     """Whether the GPUs have memory for split steps beside streamed ones.
 
     Args:
         machine: its free memory is what weights and cache have left.
+        program: any of the model's, placed.
     """
-    program = compile(model, plan).program
     needed, most = Counter[str](), plan.sizes.tokens
     for name, record in plan.placement.filled(Filled.BETWEEN_STEPS).items():
         filling = machine.layouts.filling_bytes(program.weights[name])
