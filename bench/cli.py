@@ -1,7 +1,7 @@
 """`pykernels bench moe|attention|linear|router`: one kernel timed, on this CPU or a GPU.
 
 `e2e`, a whole model through the engine, is in `bench.e2e.cli`; `load`, its weights, in
-`bench.load.cli`; `prefill`, prompts beside experts in main memory, in `bench.prefill.cli`; `cache`,
+`bench.load.cli`; `prefill`, prompts with experts in main memory, in `bench.prefill.cli`; `cache`,
 a GPU's cache of experts, in `bench.cache.cli`; `restart`, a conversation that outlives the process,
 in `bench.restart.cli`; `serve`, a server under load, in
 `bench.serving.cli`.

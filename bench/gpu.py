@@ -46,14 +46,14 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def flags(pairs: list[str]) -> dict[str, int | str]:
     """NAME=VALUE as keyword arguments; numbers become integers."""
-    found: dict[str, int | str] = {}
+    values: dict[str, int | str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.isidentifier():
             raise PykernelsError(f"{pair!r} is no NAME=VALUE", "Write tokens=1, for example")
         number = value.removeprefix("-").isdecimal()
-        found[name] = int(value) if number else value
-    return found
+        values[name] = int(value) if number else value
+    return values
 
 
 def check(chosen: argparse.Namespace) -> None:

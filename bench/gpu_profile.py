@@ -34,13 +34,13 @@ _DECODE_STEPS = 32
 def kernels(run: Callable[[], object], layers: int, most: int) -> dict[str, Any]:
     """Kernels of ``run``: by name, microseconds and launches a layer; ``busy`` of its time."""
     start = time.perf_counter()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         run()
         torch.cuda.synchronize()
     wall_us = (time.perf_counter() - start) * 1e6
     rows = [
         (event.key, event.self_device_time_total, event.count)
-        for event in found.key_averages()
+        for event in profiled.key_averages()
         if event.device_type == DeviceType.CUDA
     ]
     rows.sort(key=lambda row: -row[1])

@@ -111,8 +111,8 @@ class Layer:
         expected = tuple(torch.empty_like(place) for place in self.places)
         ref.copy_rows((self.x, self.ids, self.weights), expected)
         truths = *expected, *ref.combine(self.residual, self.addends, self.weight, EPS)
-        found = *self.places, *self.out
-        return max(map(relative_error, found, truths))
+        results = *self.places, *self.out
+        return max(map(relative_error, results, truths))
 
 
 class Hops:

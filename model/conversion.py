@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
-from runtime.devices.cpu.weights import HERE, layouts
+from runtime.devices.cpu.weights import CPU_DEVICE, layouts
 from runtime.program import Program
 from runtime.program.weight_spec import WeightSpec
 from runtime.program.weights import Layout, WeightStore
@@ -57,7 +57,7 @@ _OTHERS = 64 << 20
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSlice:
     """A file of the cache.
 
     Attributes:
@@ -157,20 +157,20 @@ def convert(
 
 def _parts(
     model: PreTrainedModel, plan: Plan, checkpoint: Checkpoint, sizes: memory.Packed
-) -> list[Part]:
+) -> list[TensorSlice]:
     """The files of a cache."""
     layers = len(model.model.layers)
     stored, packed = [0] * (layers + 1), [0] * (layers + 1)
     for item in plan.items:
-        found = _LAYER.match(item.name)
-        at = int(found[1]) if found else layers
+        match = _LAYER.match(item.name)
+        at = int(match[1]) if match else layers
         stored[at] += nbytes(checkpoint, item)
         packed[at] += sizes.by_item[item.name]
-    parts = [Part(f"layer-{i:05d}", i, stored[i], packed[i]) for i in range(layers)]
-    return [Part("ends", None, stored[layers], packed[layers]), *parts]
+    parts = [TensorSlice(f"layer-{i:05d}", i, stored[i], packed[i]) for i in range(layers)]
+    return [TensorSlice("ends", None, stored[layers], packed[layers]), *parts]
 
 
-def _check_room(target: Path, parts: list[Part], step: int) -> None:
+def _check_room(target: Path, parts: list[TensorSlice], step: int) -> None:
     """Raises PykernelsError unless the disk has room for all parts, and the memory for one, and
     for `step` bytes while it is packed."""
     needed = sum(part.packed for part in parts)
@@ -192,8 +192,8 @@ def _check_room(target: Path, parts: list[Part], step: int) -> None:
 
 def _write(
     target: Path,
-    parts: list[Part],
-    left: list[Part],
+    parts: list[TensorSlice],
+    left: list[TensorSlice],
     model: PreTrainedModel,
     plan: Plan,
     checkpoint: Checkpoint,
@@ -215,7 +215,7 @@ def _write(
             if store.is_given(spec):  # computed from the config
                 continue
             key = object_key(spec, layout.__name__)
-            about[key], found = stored_object(layout(spec, store, HERE))
+            about[key], found = stored_object(layout(spec, store, CPU_DEVICE))
             tensors |= {f"{key}.{name}": tensor for name, tensor in found.items()}
         metadata = {"objects": about, "errors": errors.take()}
         texts = {key: json.dumps(value) for key, value in metadata.items()}
@@ -224,14 +224,14 @@ def _write(
 
 
 def _weights(program: Program) -> dict[int | None, list[tuple[WeightSpec, Layout]]]:
-    """By layer, each weight in the layouts in which the CPU reads it."""
+    """Weights with the layouts in which the CPU reads them, by layer."""
     layout_of = layouts(program)
     weights: dict[int | None, dict[str, tuple[WeightSpec, Layout]]] = {}
     for node in program.nodes:
         for port in node.weights:
             spec, (_, layout) = program.weight(node, port), layout_of(node, port)
             weights.setdefault(node.layer, {})[object_key(spec, layout.__name__)] = spec, layout
-    return {layer: list(found.values()) for layer, found in weights.items()}
+    return {layer: list(layouts_by_name.values()) for layer, layouts_by_name in weights.items()}
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -35,20 +35,20 @@ def engine_of(lm: PreTrainedModel, threads: int | None = None) -> LLM:
     Raises:
         PykernelsError: a model that the engine cannot run.
     """
-    found: LLM | None = lm.__dict__.get("_pykernels_engine")
-    if found is None:
+    llm: LLM | None = lm.__dict__.get("_pykernels_engine")
+    if llm is None:
         pool = WorkerPool(threads)
         try:
             store = WeightStore(LoadedWeights(lm), packer(pool))
             decoder = make_decoder(lm, loaded_schema(lm), store)
             context = min(CONTEXT, int(lm.config.max_position_embeddings))
             plan = make_plan(ExecutionConfig(), decoder, context, largest_step(context))
-            found = LLM(make_runner(plan, "cpu", decoder, pool), lm.config, None, (), pool)
+            llm = LLM(make_runner(plan, "cpu", decoder, pool), lm.config, None, (), pool)
         except BaseException:
             pool.close()
             raise
-        lm.__dict__["_pykernels_engine"] = found
-    return found
+        lm.__dict__["_pykernels_engine"] = llm
+    return llm
 
 
 def custom_generate(

@@ -51,10 +51,10 @@ def local(model: str | Path, weights: bool = True) -> Path:
         kind = "file" if path.suffix == ".gguf" else "folder"
         raise PykernelsError(f"There is no {kind} {path}", _HINT)
     repo, part = name["repo"], name["part"]
-    found = _cached(repo, part, True)
-    if found is None and not weights:
-        found = _cached(repo, part, False)
-    return found or _download(repo, part, weights)
+    folder = _cached(repo, part, True)
+    if folder is None and not weights:
+        folder = _cached(repo, part, False)
+    return folder or _download(repo, part, weights)
 
 
 def name_of(path: Path) -> str:

@@ -46,7 +46,7 @@ class LLM:
 
     Attributes:
         engine: for token ids, handles and asyncio; ``runner``: the model on its device.
-        settings: of the generation config.
+        settings: sampling settings of the generation config.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class LLM:
     @property
     def gpu_experts(self) -> Mapping[str, Sequence[int]]:
         """By the name of a layer's experts, those that a GPU has beside all of them on the CPU."""
-        return self.runner.plan.placement.experts_beside
+        return self.runner.plan.placement.gpu_experts_of
 
     @property
     def expert_cache(self) -> CacheStats | None:
         """Hits and swaps of the experts that a GPU has in slots; None: it has no slots."""
-        return self.runner.slots.stats if self.runner.slots is not None else None
+        return self.runner.expert_slots.stats if self.runner.expert_slots is not None else None
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a text that is to be continued, see ``text.prompt.encode``; ids stay."""
@@ -183,7 +183,7 @@ def placed_program(
     """The program of a step of at most so many tokens, its nodes where they would run.
 
     Args:
-        experts: where routed experts are beside a GPU: "cpu" or "gpu".
+        experts: where routed experts are if there is a GPU: "cpu" or "gpu".
         slots: of each layer for experts on the device besides.
 
     Raises:

@@ -2,8 +2,8 @@
 
 llm = model.load_engine(model.EMBEDDED)
 print(llm.generate("def quicksort(xs):", max_tokens=64).text)
-for piece in llm.stream("class Stack:"):
-    print(piece, end="")
+for text in llm.stream("class Stack:"):
+    print(text, end="")
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ ARCHS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 262144},
     ),
 }
-"""By name: the ``model_type`` and the settings that differ from its defaults."""
+"""Shapes by name: the ``model_type`` and the settings that differ from its defaults."""
 
 RELEASED: dict[str, tuple[str, str]] = {"deepseek-v3": ("fp8", "fp8"), "kimi-k2": ("fp8", "fp8")}
 """Formats of linears and of experts in the checkpoints that are published; bfloat16 elsewhere."""

@@ -36,8 +36,7 @@ from .modules.inject import inject
 from .modules.linear import linears
 from .modules.moe import FusedMoE
 from .modules.placed import Placed, placed_nodes
-from .modules.placement import Placement as RulePlacement
-from .modules.placement import check_places, place
+from .modules.placement import ModulePlacement, check_places, place
 from .pretrained import build_meta
 from .rules import Rule, Rules, resolve_rules
 
@@ -63,7 +62,7 @@ class Opened(Protocol):
         """Bytes of main memory that loading takes at its peak."""
 
     def smaller(self, placement: Placement) -> Mapping[str, int]:
-        """The same with the experts converted, by format."""
+        """Bytes that loading takes with the experts converted, by format."""
 
     def readable(self, pack: Pack, report: Callback, nodes: MemoryNodes = ONE_NODE) -> Decoder:
         """The decoder, whose store reads what devices ask for.
@@ -87,7 +86,7 @@ class Packable:
         plan: Plan,
         checkpoint: Checkpoint,
         kv_dtype: str,
-        rules: RulePlacement,
+        rules: ModulePlacement,
     ) -> None:
         self.model, self._plan, self._checkpoint = model, plan, checkpoint
         self._schema = stored_schema(model, plan)
@@ -135,7 +134,7 @@ class Mapped:
         model: PreTrainedModel,
         folder: PackedFolder,
         kv_dtype: str,
-        rules: RulePlacement,
+        rules: ModulePlacement,
         sliced: bool,
     ) -> None:
         self.model, self._folder, self._sliced = model, folder, sliced
@@ -161,7 +160,7 @@ class Mapped:
 
     def readable(self, pack: Pack, report: Callback, nodes: MemoryNodes = ONE_NODE) -> Decoder:
         if len(nodes) > 1:
-            memory.check_room([self._folder.nbytes / len(nodes)] * len(nodes), nodes)
+            memory.check_node_memory([self._folder.nbytes / len(nodes)] * len(nodes), nodes)
             add = Adder(report, self._folder.nbytes)
             self.decoder.store.read_from(CacheWeights(self._folder, add), pack, nodes)
             return self.decoder
@@ -206,7 +205,7 @@ def open_weights(
         yield Packable(model, plan, checkpoint, kv_dtype, placement)
 
 
-def followed(model: PreTrainedModel, rules: Sequence[Rule], device: str = CPU) -> RulePlacement:
+def followed(model: PreTrainedModel, rules: Sequence[Rule], device: str = CPU) -> ModulePlacement:
     """Where rules place a model's modules around an engine on that device, or several GPUs.
 
     Raises:
@@ -215,7 +214,7 @@ def followed(model: PreTrainedModel, rules: Sequence[Rule], device: str = CPU) -
     gpus = device.split(",") if device.startswith("cuda") else [CPU]
     placement = place(model, rules, gpus[0])
     if device == "ref":  # stands for all of them
-        return RulePlacement(CPU)
+        return ModulePlacement(CPU)
     others = [each for each in placement.devices if each not in (*gpus, CPU)]
     if others:
         raise PykernelsError(

@@ -120,8 +120,8 @@ def check_memory(name: str, config: PretrainedConfig, fmt: str) -> None:
 
 def weight_bytes(fmt: str) -> float:
     """Bytes of one weight, its share of the scales included."""
-    found, K = get_format(fmt), 4096
-    return (found.block_bytes(K) + found.scale_bytes(K)) / (32 * K)
+    stored, K = get_format(fmt), 4096
+    return (stored.block_bytes(K) + stored.scale_bytes(K)) / (32 * K)
 
 
 def _format(name: str, shape: tuple[int, ...], fmt: str) -> str:

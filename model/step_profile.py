@@ -94,8 +94,8 @@ def profile_steps(subject: Subject, load: Load) -> Recorded:
 def _opened(subject: Subject, load: Load) -> Iterator[tuple[EngineTimer, str]]:
     """An engine with room for the load, driven by this thread; and what it is, in words."""
     budget = max(512, load.batch)
-    room = replace(load, tokens=max(2 * load.tokens, WARM_STEPS))  # one ahead of each recorded
-    positions, pages = room.positions(budget), room.pages(budget)
+    enough = replace(load, tokens=max(2 * load.tokens, WARM_STEPS))  # one ahead of each recorded
+    positions, pages = enough.positions(budget), enough.pages(budget)
     if subject.arch is not None:
         with _random(subject, positions, pages, budget, load.batch) as timer:
             layers = len(timer.runner.model.layers)  # type: ignore[attr-defined]
@@ -124,7 +124,7 @@ def _opened(subject: Subject, load: Load) -> Iterator[tuple[EngineTimer, str]]:
 def _random(
     subject: Subject, positions: int, pages: int, budget: int, batch: int
 ) -> Iterator[EngineTimer]:
-    """The same with random weights."""
+    """Makes the timer of an engine with random weights."""
     execution, fmt = subject.execution, subject.fmt
     assert subject.arch is not None
     resolve(execution.kernel, fmt, detect())
@@ -165,6 +165,6 @@ def _title(name: str, subject: Subject, timer: EngineTimer) -> str:
         where += f", experts on the {'CPU' if placement.experts == 'cpu' else 'GPU'}"
     off = subject.execution.defer in (None, "off", 0)
     deferred = "" if off else f", experts deferred: {timer.runner.deferred}"
-    lanes = ", two lanes" if timer.runner.dual_batch else ""
+    microbatches = ", two microbatches" if timer.runner.dual_batch else ""
     own = "".join(f", pass {each.__name__}" for each in subject.passes)
-    return f"{name} on {where}{threads}{deferred}{lanes}{own}"
+    return f"{name} on {where}{threads}{deferred}{microbatches}{own}"

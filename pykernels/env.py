@@ -160,7 +160,7 @@ class Env:
     spin_us = Flag(
         _microseconds,
         "",
-        "Microseconds that an idle worker spins; empty: 50, beside a GPU 1000.",
+        "Microseconds that an idle worker spins; empty: 50, with a GPU 1000.",
         "Set it to microseconds, 0 to 3.6e9, or unset it",
     )
     hugepages = Flag(

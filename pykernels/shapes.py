@@ -30,7 +30,7 @@ def _number(what: str, value: Any, kind: type) -> int | float:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """What an expert does beside its products: ``(up + up_offset) * gate * sigmoid(z)`` with ``z =
+    """What an expert does besides its products: ``(up + up_offset) * gate * sigmoid(z)`` with ``z =
     alpha * (gate + cubic * gate**3)``, of gate clamped to at most ``limit`` and up to +- ``limit``.
 
     The default is ``silu(gate) * up``, SwiGLU (Shazeer 2020); gpt-oss has alpha 1.702, limit 7,
@@ -158,8 +158,8 @@ class RouterSpec:
         for name, kind in (*((n, int) for n in whole), *((n, float) for n in real)):
             object.__setattr__(self, name, _number(f"router {name}", getattr(self, name), kind))
         for name, known in (("scoring", ("softmax", "sigmoid")), ("group_score", ("max", "top2"))):
-            if (found := getattr(self, name)) not in known:
-                raise PykernelsError(f"router {name} is {found!r}", f"Use {' or '.join(known)}")
+            if (value := getattr(self, name)) not in known:
+                raise PykernelsError(f"router {name} is {value!r}", f"Use {' or '.join(known)}")
         if not 1 <= self.group_topk <= self.groups:
             raise PykernelsError(
                 f"a router of {self.groups} groups that takes {self.group_topk} of them",

@@ -131,8 +131,8 @@ def _cpu_says(field: str) -> str:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
-    found = re.search(rf"^{field}\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else ""
+    match = re.search(rf"^{field}\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else ""
 
 
 def cache_sizes(
@@ -144,7 +144,7 @@ def cache_sizes(
         root: where ``sys`` lies; another one for tests.
         cores: logical CPUs; None for those that this process may run on.
     """
-    found: dict[str, int] = {}  # by the CPUs that share it
+    sizes: dict[str, int] = {}  # by the CPUs that share it
     for core in os.sched_getaffinity(0) if cores is None else cores:
         for index in (root / f"sys/devices/system/cpu/cpu{core}/cache").glob("index*"):
             try:
@@ -154,10 +154,10 @@ def cache_sizes(
                     continue
                 size = (index / "size").read_text().strip()
                 nbytes = int(size.rstrip("KM")) * {"K": 1 << 10, "M": 1 << 20}.get(size[-1:], 1)
-                found[(index / "shared_cpu_list").read_text()] = nbytes
+                sizes[(index / "shared_cpu_list").read_text()] = nbytes
             except (OSError, ValueError):
                 continue
-    return list(found.values())
+    return list(sizes.values())
 
 
 @functools.cache

@@ -75,14 +75,14 @@ def checked(rewrite: Pass) -> Pass:
 
     @functools.wraps(rewrite)
     def check(program: Program) -> Program:
-        found = rewrite(program)
-        if not isinstance(found, Program):
+        rewritten = rewrite(program)
+        if not isinstance(rewritten, Program):
             raise PykernelsError(
-                f"the pass {name} returned {type(found).__name__}, not a program",
+                f"the pass {name} returned {type(rewritten).__name__}, not a program",
                 "A pass takes a runtime.program.Program and returns one; it may not change it",
             )
         try:
-            return found.check()
+            return rewritten.check()
         except PykernelsError as error:
             raise PykernelsError(f"after the pass {name}: {error.cause}", error.hint) from None
 
@@ -103,16 +103,16 @@ def read_pass(text: str) -> Pass:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # as dataclasses and pickles of the file expect
     spec.loader.exec_module(module)
-    found = {
+    passes = {
         key: value
         for key, value in vars(module).items()
         if isinstance(value, FunctionType) and value.__module__ == spec.name and key[0] != "_"
     }
-    if not name and len(found) == 1:
-        (name,) = found
-    if name not in found:
+    if not name and len(passes) == 1:
+        (name,) = passes
+    if name not in passes:
         raise PykernelsError(
-            f"{file} has no function {name}" if name else f"{file} has {len(found)} functions",
-            f"Give {file}:NAME; it has {', '.join(found) or 'none'}",
+            f"{file} has no function {name}" if name else f"{file} has {len(passes)} functions",
+            f"Give {file}:NAME; it has {', '.join(passes) or 'none'}",
         )
-    return found[name]
+    return passes[name]

@@ -9,7 +9,7 @@ from .devices.cpu.runner import CpuRunner
 from .devices.ref.runner import RefRunner
 from .engine.scheduling.config import STEP_TOKENS
 from .passes.on_ref import REF
-from .passes.stream_weights import Ring
+from .passes.stream_weights import StreamRing
 from .planning.config import ExecutionConfig
 from .planning.execution import ExecutionPlan
 from .planning.lowerable import Lowerable, Pass
@@ -64,7 +64,7 @@ def make_plan(
         plan,
         placement=placement or Placement(REF, CPU if config.experts == CPU else REF),
         dual_batch=config.dual_batch is True,
-        streaming=Streaming(Ring(), sizes.tokens, model.store.nodes) if streams else None,
+        streaming=Streaming(StreamRing(), sizes.tokens, model.store.nodes) if streams else None,
     )
 
 

@@ -1,8 +1,8 @@
 """python -m bench.ablation: decode of a model with one idea more at a time, as a table and a plot.
 
 On the CPU: the kernels, one call a step, nodes that wait only for what they read. With --device
-cuda:0 (the experts on the CPU): the kernels, the CUDA graph, two lanes of two sequences or more,
-Expert Deferral. Stages take turns; writes bench/results/<machine>/<date>-ablation.*.
+cuda:0 (the experts on the CPU): the kernels, the CUDA graph, two microbatches of two sequences or
+more, Expert Deferral. Stages take turns; writes bench/results/<machine>/<date>-ablation.*.
 """
 
 from __future__ import annotations

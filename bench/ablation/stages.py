@@ -45,7 +45,7 @@ def stages(device: str, kernel: str = "auto", batch: int = 1) -> tuple[Stage, ..
 
     Args:
         kernel: of the stages with a CPU's own instructions.
-        batch: sequences at once; of one there are no two lanes.
+        batch: sequences at once; of one there are no two microbatches.
     """
     if device == "cpu":
         return (
@@ -55,12 +55,14 @@ def stages(device: str, kernel: str = "auto", batch: int = 1) -> tuple[Stage, ..
             Stage("+ nodes wait for what they read", _on_cpu(OneByOne, kernel)),
             Stage("+ two steps in the ring", _on_cpu(CpuRunner, kernel)),
         )
-    lanes = Stage("+ two lanes (dual batch)", _on_gpu(device, kernel, dual_batch=True))
+    microbatches = Stage(
+        "+ two microbatches (dual batch)", _on_gpu(device, kernel, dual_batch=True)
+    )
     return (
         Stage("plain kernels, a launch a node", _on_gpu(device, PLAIN, graph=False)),
         Stage("+ AMX or AVX kernels", _on_gpu(device, kernel, graph=False)),
         Stage("+ CUDA graph", _on_gpu(device, kernel)),
-        *([lanes] if batch > 1 else []),
+        *([microbatches] if batch > 1 else []),
         Stage("+ Expert Deferral", _on_gpu(device, kernel, defer=True, dual_batch=batch > 1)),
     )
 

@@ -18,7 +18,7 @@ FLOAT32_SUMS = 1e-6
 """Relative error that sums in float32 may have, as in ``tests/cpu/moe``."""
 
 SUMS = 2e-6
-"""That longer sums in float32 may have, as in ``tests/cpu/ops``."""
+"""Error that longer sums in float32 may have, as in ``tests/cpu/ops``."""
 
 QUANTIZED = 0.02
 """What 127 steps of a token's inputs are off by."""
@@ -62,13 +62,13 @@ def check(case: Case) -> Checked:
         return check_moe(case["fmt"], case["kernel"], case["activations"])
     given = {name: value for name, value in case.items() if name not in ("op", "check")} | SMALL[op]
     bound = QUANTIZED if given.get("activations") == "int8" else SUMS
-    found = []
+    checked = []
     for T in TOKENS:
         some = OPS[op](**given | {NEW[op]: T}, cached=True)
         (inputs,) = some.inputs
         error = relative_error(some.run(*inputs), some.truth(*inputs))
-        found.append(Checked(T, error, bound))
-    return _worst(found)
+        checked.append(Checked(T, error, bound))
+    return _worst(checked)
 
 
 def _check(experts: PackedExperts, T: int, kernel: str, activations: str) -> Checked:

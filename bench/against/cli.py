@@ -58,9 +58,9 @@ def time_on_cpu(
     prepare_threads(1)
     if against is not None:
         return time_against(against, case, check, as_json)
-    found = check_case(case, as_json)
+    errors = check_case(case, as_json)
     if as_json:
-        print(json.dumps(provenance() | case | found))
+        print(json.dumps(provenance() | case | errors))
 
 
 def check_case(case: dict[str, object], as_json: bool) -> dict[str, float]:
@@ -68,23 +68,23 @@ def check_case(case: dict[str, object], as_json: bool) -> dict[str, float]:
     from .check import check
 
     with err().status("comparing with the reference …", spinner_style="dim"):
-        found = check(case)
-    return tell_checked(found, as_json)
+        checked = check(case)
+    return tell_checked(checked, as_json)
 
 
-def tell_checked(found: Checked, as_json: bool) -> dict[str, float]:
+def tell_checked(checked: Checked, as_json: bool) -> dict[str, float]:
     from .checked import TOKENS
 
-    row: dict[str, float] = {"error": found.error, "error_bound": found.bound}
+    row: dict[str, float] = {"error": checked.error, "error_bound": checked.bound}
     if not as_json:
-        word, style = ("right", "green") if found.right else ("wrong", "bold red")
-        text = f"relative error {found.error:.2g}, {found.bound:.2g} allowed"
+        word, style = ("right", "green") if checked.right else ("wrong", "bold red")
+        text = f"relative error {checked.error:.2g}, {checked.bound:.2g} allowed"
         calls = f"calls of {', '.join(map(str, TOKENS))} tokens"
-        where = calls if found.right else f"{calls}; this one of {found.tokens}"
+        where = calls if checked.right else f"{calls}; this one of {checked.tokens}"
         out().print(f"[{style}]{word}[/]  {text} ({where}; against pykernels.ref)", highlight=False)
-    elif not found.right:
+    elif not checked.right:
         print(json.dumps(provenance() | row))
-    if not found.right:
+    if not checked.right:
         raise typer.Exit(1)
     return row
 

@@ -149,8 +149,8 @@ def next_token(
 
 def _precisions(layer: int, ways: Mapping[str, torch.Tensor], chosen: torch.Tensor) -> Rows:
     for way, scores in ways.items():
-        found = {str(n): round(precision(scores, chosen, n), 4) for n in COUNTS}
-        yield {"layer": layer, "way": way, "precision": found}
+        by_count = {str(n): round(precision(scores, chosen, n), 4) for n in COUNTS}
+        yield {"layer": layer, "way": way, "precision": by_count}
 
 
 class Tokens:
@@ -185,15 +185,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     half = len(texts) // 2
     learnt, tried = seen(network, texts[:half]), seen(network, texts[half:])
     if options.ahead == "layer":
-        found = [*next_layer(network, learnt, tried)]
+        rows = [*next_layer(network, learnt, tried)]
     else:
         tokens = (Tokens(network, some) for some in (texts[:half], texts[half:]))
-        found = [*next_token(learnt, tried, *tokens)]
+        rows = [*next_token(learnt, tried, *tokens)]
     if options.json is not None:
-        results = provenance() | {"ahead": options.ahead, "rows": found}
+        results = provenance() | {"ahead": options.ahead, "rows": rows}
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     print(f"{'layer':5} {'predicted by':26} " + " ".join(f"{n:>5}" for n in COUNTS))
-    for row in found:
+    for row in rows:
         cells = " ".join(f"{value:5.0%}" for value in row["precision"].values())
         print(f"{row['layer']:<5} {row['way']:26} {cells}")
 

@@ -18,7 +18,7 @@ from runtime.profiling.engine_speed import Load
 from ..e2e.ours import Ours
 
 LETTERS = 8
-"""Of a token, at most: how much of a file is read for it."""
+"""Most letters of a token: how much of a file is read for it."""
 
 
 def source_texts(folder: Path, count: int, tokens: int) -> list[list[int]]:
@@ -28,15 +28,15 @@ def source_texts(folder: Path, count: int, tokens: int) -> list[list[int]]:
         PykernelsError: too few of them are so long.
     """
     tokenizer = model.load_tokenizer(folder)
-    found: list[list[int]] = []
+    texts: list[list[int]] = []
     for file in split(find_sources(default_stdlib())).heldout:
         ids = tokenizer.encode(file.text[: LETTERS * tokens])[:tokens]
         if len(ids) == tokens:
-            found.append([int(token) for token in ids])
-        if len(found) == count:
-            return found
+            texts.append([int(token) for token in ids])
+        if len(texts) == count:
+            return texts
     raise PykernelsError(
-        f"{len(found)} texts of {tokens} tokens, {count} are wanted", "Ask for fewer or shorter"
+        f"{len(texts)} texts of {tokens} tokens, {count} are wanted", "Ask for fewer or shorter"
     )
 
 

@@ -136,7 +136,11 @@ class OnGpu:
             timer.runner.close()
 
     def _figures(self, timer: EngineTimer, ours: Ours) -> Row:
-        before = replace(timer.runner.slots.stats) if timer.runner.slots is not None else None
+        before = (
+            replace(timer.runner.expert_slots.stats)
+            if timer.runner.expert_slots is not None
+            else None
+        )
         roofs, steps = [roof(self.execution.threads)], []
         for _ in range(_ROUNDS):
             steps += timer.decode(1, self.lengths[0], self.tokens)
@@ -150,8 +154,8 @@ class OnGpu:
             "roof_gbps": speed.roof_gbps,
             "cpu_busy": speed.cpu_busy,
         }
-        if timer.runner.slots is not None and before is not None:
-            row |= hits(since(timer.runner.slots.stats, before), len(steps))
+        if timer.runner.expert_slots is not None and before is not None:
+            row |= hits(since(timer.runner.expert_slots.stats, before), len(steps))
             row |= {"cache_slots": cache_figures(timer.runner)["cache_slots"]}
         for length in self.lengths:
             timer.prefill(length)

@@ -33,20 +33,20 @@ def tables(results: Results) -> list[str | Table]:
 def _tables(rows: Sequence[Row]) -> list[Table]:
     from rich.table import Table
 
-    found = list[Table]()
+    tables = list[Table]()
     for kind, title in (("simulated", "simulated"), ("measured", "on the GPU")):
-        own = [row for row in rows if row["kind"] == kind]
-        if not own:
+        kind_rows = [row for row in rows if row["kind"] == kind]
+        if not kind_rows:
             continue
         made = Table(box=None, pad_edge=False, title=title, title_justify="left")
-        cells = [_cells(row) for row in own]
+        cells = [_cells(row) for row in kind_rows]
         heads = list(dict.fromkeys(name for row in cells for name in row))
         for name in heads:
             made.add_column(name, justify="left" if name == "policy" else "right")
         for row in cells:
             made.add_row(*(row.get(name, "") for name in heads))
-        found.append(made)
-    return found
+        tables.append(made)
+    return tables
 
 
 _NAMES = ("slots", "policy", "swaps")
@@ -109,8 +109,8 @@ def draw(results: Results, path: Path) -> None:
 
 def _hits(axes: Any, rows: list[Row]) -> None:
     for name in dict.fromkeys(row["policy"] for row in rows):
-        own = [row for row in rows if row["policy"] == name]
-        at, rates = [row["swaps"] for row in own], [row["hit_rate"] for row in own]
+        policy_rows = [row for row in rows if row["policy"] == name]
+        at, rates = [row["swaps"] for row in policy_rows], [row["hit_rate"] for row in policy_rows]
         line = "--" if name.endswith("-fixed") else "-"
         axes.plot(at, rates, line, marker="o", ms=3, label=name)
     axes.axhline(rows[0]["best_fixed"], color="black", lw=1, ls="-.", label="best fixed")
@@ -124,8 +124,11 @@ def _hits(axes: Any, rows: list[Row]) -> None:
 def _decode(axes: Any, rows: list[Row]) -> None:
     without = [row for row in rows if not row["slots"]]
     for key in dict.fromkeys((r["policy"], r["swaps"]) for r in rows if r["slots"]):
-        own = without + [r for r in rows if r["slots"] and (r["policy"], r["swaps"]) == key]
-        points = [100 * row["share"] for row in own], [row["decode_tok_s"] for row in own]
+        policy_rows = without + [r for r in rows if r["slots"] and (r["policy"], r["swaps"]) == key]
+        points = (
+            [100 * row["share"] for row in policy_rows],
+            [row["decode_tok_s"] for row in policy_rows],
+        )
         axes.plot(*points, marker="o", ms=3, label=f"{key[0]}, {key[1]} swaps")
     axes.set(xlabel="% of the experts in slots", ylabel="decode tokens/s")
     axes.set_ylim(bottom=0)

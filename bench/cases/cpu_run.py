@@ -20,7 +20,7 @@ from pykernels.target import Target
 from runtime.machine.topology import Topology
 from runtime.profiling.workload import RandomLayers, check_calls, routings
 
-from .experts import Experts
+from .experts import ExpertCases
 from .skew import PER_EXPERT, skew, skew_shape
 
 Step = Callable[[str, float, float], None]
@@ -30,7 +30,7 @@ _REPEATS = 0.25  # share of the estimate that waiting for quiet and repeating ma
 
 
 @dataclass(frozen=True)
-class Part:
+class RunPart:
     """One step of a run.
 
     Attributes:
@@ -71,9 +71,9 @@ class CpuRun:
         for tokens in settings.tokens:
             check_calls(self.shape, tokens.of(self.shape), ROUTINGS)
         self.peers = PeerTable(settings, self.shape, target)
-        self.experts = Experts(settings, target, self.shape, self.peers)
+        self.experts = ExpertCases(settings, target, self.shape, self.peers)
         self._weights: RandomLayers | None = None
-        of_section: dict[str, Callable[[], Iterator[Part]]] = {
+        of_section: dict[str, Callable[[], Iterator[RunPart]]] = {
             "table": self._table,
             "skew": self._skew,
             "latency": self._latency,
@@ -144,7 +144,7 @@ class CpuRun:
     def _limit(self, seconds: float) -> float:
         return min(seconds, 60 * self.settings.minutes) if self.settings.minutes else seconds
 
-    def _table(self) -> Iterator[Part]:
+    def _table(self) -> Iterator[RunPart]:
         experts, shape, settings = self.experts, self.shape, self.settings
         tried: set[Peer] = set()
         up: set[Peer] = set()
@@ -156,32 +156,32 @@ class CpuRun:
             up = set(peers)
             tried |= up
             prepare = partial(self._begin, fmt, peers)
-            yield Part(f"{fmt}: weights, peers", begin, prepare, True, chooses=bool(peers))
+            yield RunPart(f"{fmt}: weights, peers", begin, prepare, True, chooses=bool(peers))
             for tokens in settings.tokens:
                 T = tokens.of(shape)
                 players = len(experts.timed_backends(fmt, T)) + len(settings.peers_of(fmt, T))
-                yield Part(
+                yield RunPart(
                     f"{fmt}: {tokens.in_words}",
                     estimate.table(settings, shape, T, players),
                     lambda tokens=tokens: experts.table(self.weights, tokens),  # type: ignore[misc]
                 )
 
-    def _latency(self) -> Iterator[Part]:
+    def _latency(self) -> Iterator[RunPart]:
         experts, calls = self.experts, self.experts.latency_tokens()
         for fmt in self.settings.formats:
             players = len(experts.timed_backends(fmt, calls[-1]))
             seconds = estimate.latency(self.settings, self.shape, calls, players)
             yield self._make_weights(fmt)
-            yield Part(f"{fmt}: latency", seconds, lambda: experts.latency(self.weights))
+            yield RunPart(f"{fmt}: latency", seconds, lambda: experts.latency(self.weights))
 
-    def _threads(self) -> Iterator[Part]:
+    def _threads(self) -> Iterator[RunPart]:
         for fmt in self.settings.formats:
             players = 1 + len(self.settings.like(fmt))
             seconds = estimate.threads(self.settings, self.shape, players)
             yield self._make_weights(fmt)
-            yield Part(f"{fmt}: threads", seconds, lambda: self.experts.threads(self.weights))
+            yield RunPart(f"{fmt}: threads", seconds, lambda: self.experts.threads(self.weights))
 
-    def _skew(self) -> Iterator[Part]:
+    def _skew(self) -> Iterator[RunPart]:
         formats = self.settings.formats
         fmt = "fp8" if "fp8" in formats else formats[0]
         kernel = self.experts.backends(fmt)[0][0]
@@ -196,7 +196,7 @@ class CpuRun:
             self.peers.close()
             return skew(fmt, kernel, self.shape, self.experts.pool, self.settings, self.target)
 
-        yield Part("scheduling under skew", seconds, measure)
+        yield RunPart("scheduling under skew", seconds, measure)
 
     @property
     def weights(self) -> RandomLayers:
@@ -204,8 +204,8 @@ class CpuRun:
         assert self._weights is not None
         return self._weights
 
-    def _make_weights(self, fmt: str) -> Part:
-        return Part(f"{fmt}: weights", estimate.WEIGHTS, partial(self._begin, fmt), True)
+    def _make_weights(self, fmt: str) -> RunPart:
+        return RunPart(f"{fmt}: weights", estimate.WEIGHTS, partial(self._begin, fmt), True)
 
     def _begin(self, fmt: str, peers: Collection[Peer] = ()) -> list[Row]:
         """The weights of a format in the place of those before, and beside them these peers."""

@@ -31,7 +31,7 @@ SLOW_TOKENS = 8
 LATENCY_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-class Experts:
+class ExpertCases:
     """One layer on this machine, and the peers that are up.
 
     Args:
@@ -162,8 +162,8 @@ class Experts:
                 players[name] = Ours(weights, name)
                 players[name].prepare(T, ids)
             times = alternate(players, min(3, self.settings.rounds), self.settings.turn / 2)
-            each = T * self.shape.topk // self.shape.E
-            head = {"op": f"latency {fmt}", "format": fmt, "tokens": T, "per_expert": each}
+            expert_tokens = T * self.shape.topk // self.shape.E
+            head = {"op": f"latency {fmt}", "format": fmt, "tokens": T, "per_expert": expert_tokens}
             touched = [distinct(routing) for routing in ids]
             rows += [
                 head | self._ours(name, times[name], T, touched, weights, roofs) for name in players

@@ -19,7 +19,7 @@ from bench.harness.timing.rows import Row
 from pykernels.errors import PykernelsError
 
 OPS = ("attention", "moe", "linear", "router", "small_ops", "unpack_tiles")
-"""In this order: what a run that ends early should have."""
+"""Ops in the order in which a run times them, so that one that ends early has the first."""
 
 _PLACES = {"unpack_tiles": "step.unpack_tiles"}
 """Files of ops that are not named as the op is."""

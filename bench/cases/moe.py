@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from bench.harness.timing.case import Case, Entry
 from pykernels.errors import PykernelsError
-from pykernels.gpu.moe.fused_moe import Experts, down, gate_up, gate_up_quantized, moe_ffn
+from pykernels.gpu.moe.fused_moe import GpuExperts, down, gate_up, gate_up_quantized, moe_ffn
 from pykernels.gpu.moe.permute import sort_pairs
 from pykernels.gpu.quantize import quantize_fp8
 from pykernels.shapes import SortedPairs
@@ -40,7 +40,7 @@ def route(T: int, experts: int, topk: int, routing: str, device: torch.device) -
     return order[slots].view(T, topk)[torch.randperm(T, device=device)].contiguous()
 
 
-def _peer(experts: Experts, order: SortedPairs, weights: torch.Tensor) -> Callable[..., object]:
+def _peer(experts: GpuExperts, order: SortedPairs, weights: torch.Tensor) -> Callable[..., object]:
     """torch's grouped products with the sort done beforehand, which ours does every time."""
     gate_ups = experts.gate_up.data.view(experts.E, 2 * experts.I, experts.H).transpose(1, 2)
     downs, ends = experts.down.data.transpose(1, 2), order.starts[1:]
@@ -56,7 +56,7 @@ def _peer(experts: Experts, order: SortedPairs, weights: torch.Tensor) -> Callab
 
 
 def layer_case(
-    experts: Experts, format: str, T: int, topk: int, routing: str, activations: str
+    experts: GpuExperts, format: str, T: int, topk: int, routing: str, activations: str
 ) -> Case:
     """The whole layer: sort, gate and up, down, weighted sum."""
     device = experts.down.data.device
@@ -84,7 +84,7 @@ def layer_case(
 
 
 def product_cases(
-    experts: Experts, format: str, T: int, topk: int, activations: str
+    experts: GpuExperts, format: str, T: int, topk: int, activations: str
 ) -> Iterator[Case]:
     """The two grouped products, each with all that makes its result: torch's gathers rows and
     applies SiLU too, "alone" it multiplies rows gathered before and does no more."""
@@ -126,7 +126,7 @@ def product_cases(
 
 
 def _gate_up_peers(
-    x: torch.Tensor, experts: Experts, order: SortedPairs
+    x: torch.Tensor, experts: GpuExperts, order: SortedPairs
 ) -> dict[str, Callable[[], object]]:
     matrices = experts.gate_up.data.view(experts.E, 2 * experts.I, experts.H).transpose(1, 2)
     tokens, ends = order.pairs.long() // order.topk, order.starts[1:]
@@ -140,7 +140,7 @@ def _gate_up_peers(
 
 
 def _params(
-    experts: Experts, format: str, T: int, topk: int, routing: str, activations: str
+    experts: GpuExperts, format: str, T: int, topk: int, routing: str, activations: str
 ) -> dict[str, int | str]:
     return {
         "format": format,

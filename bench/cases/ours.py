@@ -116,7 +116,7 @@ class StaticOurs(Ours):
         self._workspace, self._shares = MoEWorkspace(), np.zeros(1, SHARES)
 
     def prepare(self, T: int, ids: list[torch.Tensor]) -> None:
-        """As ``Ours``; down tasks are alike, as many for every thread."""
+        """Prepares as ``Ours`` does; every thread has as many down tasks, all alike."""
         threads, gemm_from = self._pool.threads, self.layers[0].gemm_from
         moe_plan = plan(self.layers[0].shape, self._packed[0].fmt, threads, T, gemm_from)
         share = -(-self._packed[0].down.shape[1] // threads)

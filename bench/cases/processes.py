@@ -33,7 +33,8 @@ PROCESSES = {
     "small_ops": 2,
     "unpack_tiles": 1,
 }
-"""By how long an op's kernels take to compile; two layers of bf16 experts are 45 GB already."""
+"""Processes at once: more where an op's kernels take long to compile. Two layers of bf16 experts
+are 45 GB already."""
 
 
 def call_some(op: str, share: int, shares: int, device: str, quick: bool) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from pykernels import ref
 from pykernels.gpu.gemm.weights import Matrices, unpack_from_gpu
-from pykernels.gpu.moe.fused_moe import Experts
+from pykernels.gpu.moe.fused_moe import GpuExperts
 from pykernels.quant import Format, Weight, get_format
 from pykernels.ref.activation import swiglu
 from pykernels.ref.linear import dequantize_fp8
@@ -24,7 +24,7 @@ from pykernels.testing import relative_error
 ROWS, SLOTS, QUERIES = 4, 4, 64
 """Compared at most: rows of a linear, slots of a grouped product, a prompt's last queries."""
 TOKENS = 2
-"""Of a layer of experts: each of theirs is unpacked."""
+"""Tokens of a layer of experts that are compared: each of their experts is unpacked."""
 
 MOST = 0.03
 """Relative error of a call that is right: less than 1 % where results are bf16; where they are
@@ -37,19 +37,19 @@ def some(count: int, most: int) -> slice:
 
 
 def linear_error(
-    found: torch.Tensor, x: torch.Tensor, stack: Matrices, format: str, activations: str
+    result: torch.Tensor, x: torch.Tensor, stack: Matrices, format: str, activations: str
 ) -> float:
     fmt, rows = get_format(format), some(len(x), ROWS)
     weight = unpack_from_gpu(fmt, stack, 0)
     truth = ref.linear(x[rows].cpu(), weight, fmt=fmt, activations=activations)
-    return relative_error(found[rows].cpu(), truth)
+    return relative_error(result[rows].cpu(), truth)
 
 
 @dataclass(frozen=True)
 class OnGpu:
     """A GPU's experts as ``ref.moe_ffn`` reads packed ones."""
 
-    layer: Experts
+    layer: GpuExperts
 
     @property
     def fmt(self) -> Format:
@@ -75,18 +75,18 @@ class OnGpu:
 
 
 def experts_error(
-    found: torch.Tensor,
+    result: torch.Tensor,
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    experts: Experts,
+    experts: GpuExperts,
     activations: str,
 ) -> float:
     rows = some(len(x), TOKENS)
     x, ids, weights = (part[rows].cpu() for part in (x, ids, weights))
     packed: Any = OnGpu(experts)
     truth = ref.moe_ffn(x, ids, weights, packed, activations=activations)
-    return relative_error(found[rows].cpu(), truth)
+    return relative_error(result[rows].cpu(), truth)
 
 
 def _slots(order: SortedPairs) -> tuple[torch.Tensor, Sequence[int], Sequence[int]]:
@@ -98,12 +98,17 @@ def _slots(order: SortedPairs) -> tuple[torch.Tensor, Sequence[int], Sequence[in
 
 
 def gate_up_error(
-    run: Callable[[], Any], x: torch.Tensor, experts: Experts, order: SortedPairs, activations: str
+    run: Callable[[], Any],
+    x: torch.Tensor,
+    experts: GpuExperts,
+    order: SortedPairs,
+    activations: str,
 ) -> float:
-    """With "fp8" activations of what the results' codes and scales stand for, both quantized."""
-    found, layer, rows = run(), OnGpu(experts), []
-    quantized = isinstance(found, tuple)
-    found = dequantize_fp8(*found) if quantized else found
+    """Error of gate-up. With "fp8" activations both sides are quantized, and what codes and scales
+    stand for is compared."""
+    result, layer, rows = run(), OnGpu(experts), []
+    quantized = isinstance(result, tuple)
+    result = dequantize_fp8(*result) if quantized else result
     slots, tokens, of = _slots(order)
     for token, expert in zip(tokens, of, strict=True):
         row, matrices = x[token : token + 1].cpu(), layer.unpack(expert)[:2]
@@ -112,24 +117,24 @@ def gate_up_error(
         rows.append(swiglu(gate, up, layer.spec))
     truth = torch.cat(rows)
     truth = dequantize_fp8(*ref.quantize_fp8(truth)) if quantized else truth
-    return relative_error(found[slots.to(found.device)].cpu(), truth)
+    return relative_error(result[slots.to(result.device)].cpu(), truth)
 
 
 def down_error(
     run: Callable[[], Any],
     h: torch.Tensor,
     scale: torch.Tensor | None,
-    experts: Experts,
+    experts: GpuExperts,
     order: SortedPairs,
 ) -> float:
     """``h`` as it is multiplied: with ``scale``, codes."""
-    found, layer, rows = run(), OnGpu(experts), []
+    result, layer, rows = run(), OnGpu(experts), []
     h = h if scale is None else dequantize_fp8(h, scale)
     slots, _, of = _slots(order)
     for slot, expert in zip(slots.tolist(), of, strict=True):
         weight = layer.unpack(expert)[2]
         rows.append(ref.linear(h[slot : slot + 1].cpu(), weight, fmt=layer.fmt))
-    return relative_error(found[slots.to(found.device)].cpu(), torch.cat(rows))
+    return relative_error(result[slots.to(result.device)].cpu(), torch.cat(rows))
 
 
 def quantize_error(run: Callable[[], Any], x: torch.Tensor, order: SortedPairs) -> float:
@@ -137,7 +142,7 @@ def quantize_error(run: Callable[[], Any], x: torch.Tensor, order: SortedPairs) 
 
 
 def decode_error(
-    found: torch.Tensor, given: Sequence[Any], scale: float, window: int | None
+    result: torch.Tensor, given: Sequence[Any], scale: float, window: int | None
 ) -> float:
     """Returns the error of all queries.
 
@@ -146,13 +151,13 @@ def decode_error(
     """
     *tensors, (first, second), _ = given
     if len(tensors) == 6:  # MLA: queries and pages are two parts each
-        return relative_error(found, ref.mla_decode(*tensors, scale=scale, latent_scale=first))
+        return relative_error(result, ref.mla_decode(*tensors, scale=scale, latent_scale=first))
     scales = {"k_scale": first, "v_scale": second}
-    return relative_error(found, ref.gqa_decode(*tensors, scale=scale, window=window, **scales))
+    return relative_error(result, ref.gqa_decode(*tensors, scale=scale, window=window, **scales))
 
 
 def prefill_error(
-    found: torch.Tensor,
+    result: torch.Tensor,
     given: Sequence[torch.Tensor],
     batch: Ragged,
     scale: float,
@@ -168,8 +173,8 @@ def prefill_error(
     last = replace(batch, q_starts=starts, q_lengths=torch.full_like(starts, n), max_queries=n)
     op: Any = ref.mla_prefill if len(given) == 5 else ref.gqa_prefill
     truth = op(*given, last, scale=scale, **options)
-    rows = torch.cat([torch.arange(s, s + n, device=found.device) for s in starts.tolist()])
-    return relative_error(found[rows], truth[rows])
+    rows = torch.cat([torch.arange(s, s + n, device=result.device) for s in starts.tolist()])
+    return relative_error(result[rows], truth[rows])
 
 
 def router_error(
@@ -193,14 +198,14 @@ def sort_error(order: SortedPairs, ids: torch.Tensor, E: int) -> float:
 
 
 def route_error(
-    found: tuple[Routing, SortedPairs, torch.Tensor | None],
+    result: tuple[Routing, SortedPairs, torch.Tensor | None],
     logits: torch.Tensor,
     spec: RouterSpec,
     bias: torch.Tensor | None,
     x: torch.Tensor | None,
 ) -> float:
     """The largest of the choice's, the sort's and the gathered rows'."""
-    routing, order, gathered = found
+    routing, order, gathered = result
     errors = [router_error(routing, logits, spec, bias)]
     errors.append(sort_error(order, routing.ids, logits.shape[1]))
     if x is not None and gathered is not None:

@@ -9,7 +9,7 @@ import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.gpu.gemm.weights import Matrices, empty_for_gpu
-from pykernels.gpu.moe.fused_moe import Experts
+from pykernels.gpu.moe.fused_moe import GpuExperts
 from pykernels.quant import get_format
 
 
@@ -61,7 +61,7 @@ def random_stack(name: str, count: int, N: int, K: int, device: torch.device) ->
     return stack
 
 
-def random_experts(name: str, E: int, H: int, inter: int, device: torch.device) -> Experts:
+def random_experts(name: str, E: int, H: int, inter: int, device: torch.device) -> GpuExperts:
     """A layer of E experts."""
     stacks = (random_stack(name, 2 * E, inter, H, device), random_stack(name, E, H, inter, device))
-    return Experts(get_format(name), *stacks)
+    return GpuExperts(get_format(name), *stacks)

@@ -176,7 +176,7 @@ def _roof_lines(r: Row) -> dict[str, str]:
     }
 
 
-def _beside_gpu(r: Row) -> str:
+def _gpu_busy(r: Row) -> str:
     """What the CPU's workers and a GPU do to each other, where there is one."""
     if r["device"] == "cpu":
         return f"; {r['deferred']} experts deferred" if r["deferred"] else ""
@@ -204,7 +204,7 @@ def _show(row: Row) -> None:
         f" {r['bytes_per_step'] / 1e6:.1f} MB",
         "speed": f"{r['gbps']:.2f} GB/s",
         **_roof_lines(r),
-        "workers": f"busy {r['cpu_busy']:.0%} of the step{_beside_gpu(r)}",
+        "workers": f"busy {r['cpu_busy']:.0%} of the step{_gpu_busy(r)}",
         **_cache_line(r),
         "made in": f"{r['load_seconds']:.1f} s loading and packing,"
         f" {r['warmup_seconds']:.1f} s compiling and warming up",

@@ -191,12 +191,12 @@ def measure(
             steps += timer.decode(load.batch, load.context, load.tokens)
         roofs.append(roof(threads))
         program = timer.runner.decode_steps[0].program
-        found = decode_speed(steps, program, load.batch, ours.layers, mean(roofs))
+        figures = decode_speed(steps, program, load.batch, ours.layers, mean(roofs))
         return {
             "prefill_tok_s": round(load.prompt / median(prompts), 2),
-            **asdict(found),
+            **asdict(figures),
             "lanes": 2 if load.batch > 1 and timer.runner.dual_batch else 1,
-            "cached_experts": sum(map(len, timer.runner.plan.placement.experts_beside.values())),
+            "cached_experts": sum(map(len, timer.runner.plan.placement.gpu_experts_of.values())),
             **cache_figures(timer.runner),
             "staged_gib": staged_gib(timer.runner),
             "deferred": timer.runner.deferred,
@@ -221,9 +221,12 @@ def staged_gib(runner: PagedRunner) -> float:
 
 def cache_figures(runner: PagedRunner) -> dict[str, float]:
     """What an expert cache did, if there is one."""
-    if runner.slots is None:
+    if runner.expert_slots is None:
         return {}
-    stats, slots = runner.slots.stats, sum(spec.shape[0] for spec in runner.slots.specs)
+    stats, slots = (
+        runner.expert_slots.stats,
+        sum(spec.shape[0] for spec in runner.expert_slots.specs),
+    )
     return {"cache_slots": slots, "cache_hit_rate": round(stats.hit_rate, 4)}
 
 

@@ -227,8 +227,8 @@ class E2ERun:
         """The figures of a step; ``tok_s`` stands for ``decode_tok_s``."""
         runner = engines.timer(case).runner
         program = runner.decode_steps[0].program
-        found = decode_speed(engines.steps[case], program, case.batch, layers, roof_gbps)
-        row = {key: value for key, value in asdict(found).items() if key != "decode_tok_s"}
+        figures = decode_speed(engines.steps[case], program, case.batch, layers, roof_gbps)
+        row = {key: value for key, value in asdict(figures).items() if key != "decode_tok_s"}
         return row | {"deferred": runner.deferred}
 
     def _head(self, arch: str, fmt: str, case: Case, place: str) -> Row:

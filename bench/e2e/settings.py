@@ -66,7 +66,7 @@ class Settings:
 
     @property
     def cases(self) -> list[Case]:
-        """In the order in which they are timed."""
+        """Engines in the order in which they are timed."""
         decodes = [
             Case("decode", self.tokens, batch, context)
             for batch in self.batches

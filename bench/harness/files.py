@@ -103,11 +103,11 @@ def _write_texts(results: Results, folder: Path, name: str, plots: list[str]) ->
 
 def _unused(folder: Path, name: str) -> str:
     """``name``, or with the first number that no results in the folder have: "2031-02-03-2"."""
-    found, number = name, 1
-    while (folder / f"{found}.json").exists():
+    unused, number = name, 1
+    while (folder / f"{unused}.json").exists():
         number += 1
-        found = f"{name}-{number}"
-    return found
+        unused = f"{name}-{number}"
+    return unused
 
 
 class Partial:

@@ -37,7 +37,7 @@ def _describe(name: str, folder: str, about: str, versions: dict[str, str]) -> M
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "about": about,
         "versions": {
-            "pykernels": f"{found}{'+' * dirty()}" if (found := commit()) else __version__,
+            "pykernels": f"{sha}{'+' * dirty()}" if (sha := commit()) else __version__,
             "python": platform.python_version(),
             **versions,
         },
@@ -70,15 +70,15 @@ def describe_gpu(device: torch.device) -> Machine:
     from .timing.timer import l2_bytes
 
     cuda = device.type == "cuda"
-    found = torch.cuda.get_device_properties(device) if cuda else None
+    gpu = torch.cuda.get_device_properties(device) if cuda else None
     about = "Triton's interpreter."
-    if found:
+    if gpu:
         about = (
-            f"Compute capability {found.major}.{found.minor}, {found.multi_processor_count}"
+            f"Compute capability {gpu.major}.{gpu.minor}, {gpu.multi_processor_count}"
             f" multiprocessors, L2 {l2_bytes(device) >> 20} MiB, memory"
-            f" {found.total_memory / 2**30:.0f} GiB."
+            f" {gpu.total_memory / 2**30:.0f} GiB."
         )
-    name = found.name if found else "interpreter"
+    name = gpu.name if gpu else "interpreter"
     versions = {
         "torch": torch.__version__,
         "CUDA": torch.version.cuda or "",
@@ -116,7 +116,7 @@ def check_gpu(name: str) -> torch.device:
 
 
 def describe_machine(target: Target, device: str) -> Machine:
-    """The CPU; where ``device`` is no "cpu", beside that GPU."""
+    """The CPU; where ``device`` is no "cpu", with that GPU."""
     if device == "cpu":
         return describe_cpu(target)
     import torch

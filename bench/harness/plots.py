@@ -111,10 +111,10 @@ def _roofline(axes: Any, rows: list[Row], colours: dict[str, Any]) -> None:
 
 def _lines(rows: list[Row], x: str, y: str) -> dict[tuple[str, str], list[tuple[float, float]]]:
     """Points by (format, name)."""
-    found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    lines: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
-        found[row["format"], row["name"]].append((row[x], row[y]))
-    return found
+        lines[row["format"], row["name"]].append((row[x], row[y]))
+    return lines
 
 
 def _latency(plt: Any, rows: list[Row]) -> Any:

@@ -24,8 +24,8 @@ Reading = tuple[float, float]
 
 def others(before: Reading, after: Reading, cores: int, wall: float) -> float:
     """Share of ``cores`` that others used between two ``clock`` readings ``wall`` seconds apart."""
-    busy, own = (b - a for a, b in zip(before, after, strict=True))
-    return max(0.0, (busy - own) / (cores * wall))
+    busy, ours = (b - a for a, b in zip(before, after, strict=True))
+    return max(0.0, (busy - ours) / (cores * wall))
 
 
 def clock() -> Reading:
@@ -34,13 +34,13 @@ def clock() -> Reading:
     names = ("user", "nice", "system", "irq", "softirq", "steal")
     busy = sum(getattr(all_times, name, 0.0) for name in names)
     me = psutil.Process()
-    own = sum(me.cpu_times()[:4])  # user, system, and those of children that have ended
+    ours = sum(me.cpu_times()[:4])  # user, system, and those of children that have ended
     for child in me.children(recursive=True):
         try:
-            own += sum(child.cpu_times()[:4])
+            ours += sum(child.cpu_times()[:4])
         except psutil.NoSuchProcess:
             continue
-    return busy, own
+    return busy, ours
 
 
 def _collect(rows: list[dict[str, Any]], part: Callable[[], list[dict[str, Any]]]) -> None:

@@ -11,7 +11,7 @@ from .timing.rows import Row, peers_of, title
 
 Results = dict[str, Any]
 OWN = {"e2e": e2e, "ablation": ablation}
-"""By the first word of an op: what writes its rows, if not this file."""
+"""Modules that write an op's rows in place of this file, by the op's first word."""
 
 NOTE = (
     "Medians; inputs, or weights, rotate over more than the last cache holds. GB/s counts "
@@ -73,8 +73,8 @@ def markdown(results: Results, plots: list[str]) -> str:
     by_op = sorted(results["rows"], key=lambda row: ops.index(row["op"]))
     for op, rows in groupby(by_op, key=lambda row: row["op"]):
         some = list(rows)
-        own = _own(some[0])
-        shown = own.table(some) if own else _table(some)
+        writer = _own(some[0])
+        shown = writer.table(some) if writer else _table(some)
         lines += [f"## {op}", "", *shown, ""]
     lines += [f"![{plot}]({plot})\n" for plot in plots]
     return "\n".join(lines).rstrip() + "\n"
@@ -124,10 +124,10 @@ def _ratio(row: Row, peer: str) -> str:
 
 def _missing(rows: list[Row]) -> dict[tuple[str, str], list[str]]:
     """Cases without a peer, by peer and reason."""
-    found: dict[tuple[str, str], list[str]] = {}
+    missing: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for key in row:
             if key.startswith("why_"):
                 peer = key.removeprefix("why_")
-                found.setdefault((peer, row[key]), []).append(title(row))
-    return found
+                missing.setdefault((peer, row[key]), []).append(title(row))
+    return missing

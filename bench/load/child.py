@@ -35,7 +35,7 @@ def read(folder: Path, kept: bool) -> dict[str, Any]:
     files = files_of(folder)
     touch(files)
     start, total = time.perf_counter(), 0
-    rooms = [memoryview(bytearray(CHUNK)) for _ in range(4 * READERS)]
+    buffers = [memoryview(bytearray(CHUNK)) for _ in range(4 * READERS)]
     for file in files:
         size = file.stat().st_size
         whole = allocate(size).numpy().data if kept else None
@@ -43,8 +43,8 @@ def read(folder: Path, kept: bool) -> dict[str, Any]:
 
         def one(i: int, descriptor: int = descriptor, whole: memoryview | None = whole) -> int:
             at = i * CHUNK
-            room = rooms[i % len(rooms)] if whole is None else whole[at : at + CHUNK]
-            return os.preadv(descriptor, [room], at)
+            buffer = buffers[i % len(buffers)] if whole is None else whole[at : at + CHUNK]
+            return os.preadv(descriptor, [buffer], at)
 
         total += sum(ahead(one, -(-size // CHUNK), CHUNK))
         os.close(descriptor)
@@ -103,8 +103,8 @@ def load(folder: Path, threads: int, fmt: str | None) -> dict[str, Any]:
 
 def memory(what: str) -> int:
     """Bytes that /proc/self/status gives."""
-    found = re.search(rf"^{what}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(found[1]) << 10 if found else 0
+    match = re.search(rf"^{what}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(match[1]) << 10 if match else 0
 
 
 if __name__ == "__main__":

@@ -118,8 +118,8 @@ class Loads:
         if done.returncode:
             last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
             raise PykernelsError(f"loading {folder} failed: {''.join(last)}", "Load it by itself")
-        found: Row = json.loads(done.stdout)
-        return found
+        row: Row = json.loads(done.stdout)
+        return row
 
 
 def prepare(files: list[Path], cache: str) -> bool:

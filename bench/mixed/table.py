@@ -1,4 +1,4 @@
-"""A prompt beside streams as a table: an engine without a cap, and one with."""
+"""A prompt in parallel with streams as a table: an engine without a cap, and one with."""
 
 from __future__ import annotations
 

@@ -77,10 +77,10 @@ def saved(path: Path, text: Path, chunks: int, threads: int) -> Saved:
             file,
         ]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-        found = re.search(r"Final estimate: PPL = ([\d.]+)", done.stdout + done.stderr)
-        assert found is not None, done.stderr[-500:]
+        match = re.search(r"Final estimate: PPL = ([\d.]+)", done.stdout + done.stderr)
+        assert match is not None, done.stderr[-500:]
         tokens, likeliest = _read(file)
-    return Saved(tokens, likeliest, float(found[1]))
+    return Saved(tokens, likeliest, float(match[1]))
 
 
 def compare(path: Path, text: Path, chunks: int, threads: int, given: Path | None = None) -> str:

@@ -101,7 +101,7 @@ class KtKernel:
         def repeated(expert: Any) -> Any:
             return expert.expand(count, *expert.shape).contiguous()
 
-        found = {}
+        weights = {}
         for part, N, K in (("gate", I, H), ("up", I, H), ("down", H, I)):
             scale = None
             if mode.endswith("fp8"):
@@ -112,8 +112,8 @@ class KtKernel:
                 scale = (torch.rand(N, K // 32) * 1e-2).to(torch.bfloat16)
             else:
                 weight = (torch.randn(N, K) / K**0.5).to(torch.bfloat16)
-            found[part] = repeated(weight), None if scale is None else repeated(scale)
-        return found
+            weights[part] = repeated(weight), None if scale is None else repeated(scale)
+        return weights
 
     def prepare(self, tokens: int, ids: list[list[int]]) -> None:
         torch = self.torch

@@ -63,7 +63,7 @@ backend has it."""
 
 
 def batchings(tokens: int) -> list[Batching]:
-    """Those that differ for a prompt: no ``-ub`` beyond the first that takes it in one step."""
+    """Batchings that differ for a prompt: no ``-ub`` beyond the first that takes it in one step."""
     b = max(DEFAULT.b, *_sizes(tokens))
     return [Batching(ub, b, fa) for ub, fa in product(_sizes(tokens), _FLASH)]
 
@@ -127,14 +127,14 @@ def decode(
     if batch == 1:
         words = "-p", "0", "-n", str(tokens), "-d", str(context)
         return _rate(model, threads, repeat, offload, *words)
-    room = batch * (context + tokens + 1)
+    positions = batch * (context + tokens + 1)
     lines = _run(
         "llama-batched-bench",
         offload,
         "-m",
         str(model),
         "-c",
-        str(room),
+        str(positions),
         "-npp",
         f"{context},1",
         "-ntg",

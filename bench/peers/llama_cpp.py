@@ -103,9 +103,9 @@ class Ggml:
             raise RuntimeError("llama-cpp-python is not installed")
         folder = Path(spec.submodule_search_locations[0]) / "lib"
         names = "libggml-base.so", "libggml-cpu.so", "libggml.so"
-        found = [ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL) for name in names]
+        libraries = [ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL) for name in names]
         for name, (result, arguments) in _FUNCTIONS.items():
-            function = next((getattr(lib, name) for lib in found if hasattr(lib, name)), None)
+            function = next((getattr(lib, name) for lib in libraries if hasattr(lib, name)), None)
             if function is None:
                 raise RuntimeError(f"this ggml has no {name}")
             function.restype, function.argtypes = result, arguments
@@ -127,10 +127,10 @@ class Ggml:
         types = ctypes.CFUNCTYPE(POINTER(c_void_p), c_void_p)(address)(
             self.backend_get_device(backend)
         )
-        found: list[int] = []
-        while types and types[len(found)]:
-            found.append(int(types[len(found)]))
-        return found
+        buffers: list[int] = []
+        while types and types[len(buffers)]:
+            buffers.append(int(types[len(buffers)]))
+        return buffers
 
 
 class LlamaCpp:

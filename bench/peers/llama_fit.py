@@ -26,8 +26,8 @@ def lowest_ncmoe(sizes: Mapping[str, int], free: int) -> int:
     experts: dict[int, int] = {}
     left = free - ROOM
     for name, nbytes in sizes.items():
-        if found := _EXPERTS.match(name):
-            experts[int(found[1])] = experts.get(int(found[1]), 0) + nbytes
+        if match := _EXPERTS.match(name):
+            experts[int(match[1])] = experts.get(int(match[1]), 0) + nbytes
         elif name != _ON_THE_CPU:
             left -= nbytes
     kept = len(experts)

@@ -169,9 +169,9 @@ def download(folder: Path) -> Path:
     path = folder / URL.rsplit("/", 1)[1]
     with urllib.request.urlopen(URL) as response, path.open("wb") as file:
         shutil.copyfileobj(response, file)
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != SHA256:
-        raise ToolMissing(f"{URL} is not what it was: its SHA-256 is {found}")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if digest != SHA256:
+        raise ToolMissing(f"{URL} is not what it was: its SHA-256 is {digest}")
     return path
 
 
@@ -186,15 +186,15 @@ def unpack(source: Path, folder: Path) -> Path:
         source = folder
     places = ("tools/llama-bench", "*/tools/llama-bench", "**/llama.cpp/tools/llama-bench")
     for place in places:
-        for found in source.glob(place):
-            return found.parents[1].resolve()
+        for tool in source.glob(place):
+            return tool.parents[1].resolve()
     raise ToolMissing(f"there is no llama.cpp in {source}")
 
 
 def _cmake(pip: list[str], folder: Path) -> tuple[Path, dict[str, str]]:
     """The system's cmake, or one from pip; and the environment that it wants."""
-    if found := shutil.which("cmake"):
-        return Path(found), dict(os.environ)
+    if cmake := shutil.which("cmake"):
+        return Path(cmake), dict(os.environ)
     packages = folder / "cmake"
     subprocess.run([*pip, "install", "--target", str(packages), CMAKE_PACKAGE], check=True)
     return packages / "bin/cmake", os.environ | {"PYTHONPATH": str(packages)}

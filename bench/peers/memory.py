@@ -8,7 +8,7 @@ from dataclasses import replace
 from bench.peers.catalog import Peer
 from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
-from runtime.devices.cpu.routed import RoutedExperts
+from runtime.devices.cpu.routed import CpuExperts
 from runtime.profiling.roofline import roof_bytes
 from runtime.profiling.workload import layers_out_of_cache
 
@@ -54,7 +54,7 @@ def group_bytes(fmt: str, peers: Collection[Peer], shape: MoEShape, l3: int) -> 
     )
     processes = OURS + roof_bytes() + sum(PROCESS[p.engine] for p in peers)
     layers = [
-        RoutedExperts.bytes_needed(shape, fmt),
+        CpuExperts.bytes_needed(shape, fmt),
         *(_layer_bytes(p, shape, p.bytes_per_weight) for p in peers),
     ]
     return processes + loading + sum(nbytes * layers_out_of_cache(l3, nbytes) for nbytes in layers)
@@ -83,15 +83,15 @@ def layer_shape(
         need, fmt = max((group_bytes(f, peers(f, shape), shape, l3), f) for f in formats)
         if need <= SHARE * memory:
             return shape, why and f"{E} experts: {why}"
-        beside = ", ".join(dict.fromkeys(peer.engine for peer in peers(fmt, shape)))
+        others = ", ".join(dict.fromkeys(peer.engine for peer in peers(fmt, shape)))
         why = why or (
-            f"{E} in {fmt}{f' beside {beside}' if beside else ''} are {need / 2**30:.1f} GiB,"
+            f"{E} in {fmt}{f' beside {others}' if others else ''} are {need / 2**30:.1f} GiB,"
             f" {SHARE:.0%} of free memory {SHARE * memory / 2**30:.1f}"
         )
     raise PykernelsError(
         f"{memory / 2**30:.1f} GiB are free, the smallest layer needs {need / SHARE / 2**30:.1f}"
-        f" ({fmt}{f' beside {beside}' if beside else ''})",
-        "Free some memory, or take fewer --peers" if beside else "Free some memory",
+        f" ({fmt}{f' beside {others}' if others else ''})",
+        "Free some memory, or take fewer --peers" if others else "Free some memory",
     )
 
 

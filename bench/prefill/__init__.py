@@ -1,1 +1,1 @@
-"""`pykernels bench prefill`: prompts beside experts in main memory, by each way there is."""
+"""`pykernels bench prefill`: prompts with experts in main memory, by each way there is."""

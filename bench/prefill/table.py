@@ -40,12 +40,12 @@ def table(rows: Sequence[Row]) -> Table:
     for name in ("tokens", *ways, *(f"× {peer}" for peer in peers), *SHARES.values()):
         made.add_column(name, justify="right")
     for tokens in dict.fromkeys(row["tokens"] for row in rows):
-        found = {row["way"]: row for row in rows if row["tokens"] == tokens}
-        rates = [f"{found[way]['tok_s']:.0f}" if way in found else "" for way in ways]
-        ours = found["auto"]["tok_s"] if "auto" in found else 0
-        timed = [way if ours and way in found else None for way in peers]
-        times = [f"{ours / found[way]['tok_s']:.1f}" if way else "" for way in timed]
-        streamed = found.get("stream", {})
+        by_way = {row["way"]: row for row in rows if row["tokens"] == tokens}
+        rates = [f"{by_way[way]['tok_s']:.0f}" if way in by_way else "" for way in ways]
+        ours = by_way["auto"]["tok_s"] if "auto" in by_way else 0
+        timed = [way if ours and way in by_way else None for way in peers]
+        times = [f"{ours / by_way[way]['tok_s']:.1f}" if way else "" for way in timed]
+        streamed = by_way.get("stream", {})
         shares = [f"{streamed[key]:.0%}" if key in streamed else "" for key in SHARES]
         made.add_row(str(tokens), *rates, *times, *shares)
     return made
@@ -66,8 +66,10 @@ def draw(results: Results, path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(5.5, 3.6), layout="constrained")
     for way in dict.fromkeys(row["way"] for row in rows):
-        own = [row for row in rows if row["way"] == way]
-        axes.plot([r["tokens"] for r in own], [r["tok_s"] for r in own], marker="o", label=way)
+        way_rows = [row for row in rows if row["way"] == way]
+        axes.plot(
+            [r["tokens"] for r in way_rows], [r["tok_s"] for r in way_rows], marker="o", label=way
+        )
     axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel="tokens/s")
     axes.set_title("{model} {format}, {gpu}".format_map(results), fontsize=9)
     axes.grid(True, which="both", alpha=0.2)

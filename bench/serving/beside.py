@@ -87,7 +87,7 @@ class Rounds:
         return min(map(len, self.rows.values()))
 
     def medians(self) -> dict[str, dict[str, float]]:
-        """By server, those of its whole rounds."""
+        """Medians of the complete rounds of each server."""
         return {name: _medians(rows[: self.whole]) for name, rows in self.rows.items()}
 
     def results(self, why: str) -> dict[str, Any]:

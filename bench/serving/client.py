@@ -12,7 +12,7 @@ import httpx2
 
 from pykernels.errors import PykernelsError
 
-from .workload import Piece, Request, prompt_of, words
+from .workload import PromptWord, Request, prompt_of, words
 
 SILENCE = 600.0
 """Seconds without a byte after which a request has failed."""
@@ -67,7 +67,7 @@ class Accepted:
     """What a server takes: the model that it names, fields of a request, prompts."""
 
     model: str
-    vocabulary: Sequence[Piece]
+    vocabulary: Sequence[PromptWord]
     pieces_per_token: float
     ignores_eos: bool
 
@@ -112,7 +112,7 @@ class Server:
             PykernelsError: nobody answers, or it accepts none of them.
         """
         model = await self._model()
-        texts: Sequence[Piece] = words(_WORDS, seed)
+        texts: Sequence[PromptWord] = words(_WORDS, seed)
         ids = await self._ids(model, prompt_of(texts))
         refused = Outcome(0.0)
         tries = [
@@ -186,17 +186,17 @@ class Server:
                 f"{self.root}/v1/models names no model", "Give the address of such a server"
             ) from None
 
-    async def _ids(self, model: str, text: list[int] | str) -> Sequence[Piece]:
+    async def _ids(self, model: str, text: list[int] | str) -> Sequence[PromptWord]:
         """Distinct token ids of that text, as ``/tokenize`` of vLLM gives them; none without it."""
         body = {"model": model, "prompt": text, "add_special_tokens": False}
         try:
             answer = await self._http.post(f"{self.root}/tokenize", json=body)
-            found = answer.json()["tokens"] if answer.status_code == 200 else []
+            tokens = answer.json()["tokens"] if answer.status_code == 200 else []
         except (httpx2.HTTPError, ValueError, KeyError, TypeError):
             return []
-        if not isinstance(found, list) or not all(type(one) is int for one in found):
+        if not isinstance(tokens, list) or not all(type(one) is int for one in tokens):
             return []
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(tokens))
 
 
 async def _read(answer: httpx2.Response, outcome: Outcome, cancel_after: int | None) -> None:

@@ -79,8 +79,8 @@ def figures(
 def _percentiles(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
     if not seconds:
         return {f"{name}_ms_p{p}": None for p in PERCENTILES}
-    found = np.percentile(np.asarray(seconds, dtype=np.float64), PERCENTILES)
-    return {f"{name}_ms_p{p}": float(v) * 1e3 for p, v in zip(PERCENTILES, found, strict=True)}
+    values = np.percentile(np.asarray(seconds, dtype=np.float64), PERCENTILES)
+    return {f"{name}_ms_p{p}": float(v) * 1e3 for p, v in zip(PERCENTILES, values, strict=True)}
 
 
 def _is_good(one: Outcome, ttft_limit: float | None, itl_limit: float | None) -> bool:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from runtime.planning.option import SettingError, option
 
 CLIENTS = 8
-"""At once, where they ask as soon as they are answered."""
+"""Clients at once, where they ask as soon as they are answered."""
 
-Piece = int | str
+PromptWord = int | str
 """What prompts are made of: a token id, or a word with the space before it."""
 
 _CONSONANTS, _VOWELS = "bcdfghjklmnprstvwz", "aeiou"
@@ -94,14 +94,16 @@ def words(count: int, seed: int) -> list[str]:
     ]
 
 
-def prompt_of(pieces: Sequence[Piece]) -> list[int] | str:
+def prompt_of(pieces: Sequence[PromptWord]) -> list[int] | str:
     """Ids stay a list; words become a text."""
     if isinstance(pieces[0], int):
         return [piece for piece in pieces if isinstance(piece, int)]
     return "".join(str(piece) for piece in pieces)
 
 
-def plan(load: Load, vocabulary: Sequence[Piece], pieces_per_token: float = 1.0) -> list[Request]:
+def plan(
+    load: Load, vocabulary: Sequence[PromptWord], pieces_per_token: float = 1.0
+) -> list[Request]:
     """The requests in the order of their arrival.
 
     Args:
@@ -116,11 +118,11 @@ def plan(load: Load, vocabulary: Sequence[Piece], pieces_per_token: float = 1.0)
     shared = min(total, round(load.shared_prefix * pieces_per_token))
     prefix = texts.choices(vocabulary, k=shared)
     cancelled = set(cancels.sample(range(load.requests), round(load.cancel * load.requests)))
-    at, found = 0.0, []
+    at, requests = 0.0, []
     for index in range(load.requests):
         if load.rate != float("inf"):
             at += arrivals.expovariate(load.rate)
         after = cancels.randint(1, max(1, load.tokens - 1)) if index in cancelled else None
-        own = texts.choices(vocabulary, k=total - shared)
-        found.append(Request(at, prompt_of([*prefix, *own]), after))
-    return found
+        tail = texts.choices(vocabulary, k=total - shared)
+        requests.append(Request(at, prompt_of([*prefix, *tail]), after))
+    return requests

@@ -71,12 +71,12 @@ def run(chosen: argparse.Namespace) -> Counts:
             other = stack.enter_context(model.load_engine(folder, **settings))
             engine, runner, pool = other.engine, other.runner, other.pool
         prompts = own_text(llm, 24, chosen.seed)
-        found = answers(llm.engine, engine, prompts, chosen.tokens)
+        expected = answers(llm.engine, engine, prompts, chosen.tokens)
         delays = Delays(pool, chosen.seed, chosen.most_us, chosen.late_in, 12 * chosen.late_in)
         delays.add(runner)
         start = time.perf_counter()
-        soak(engine, runner.num_pages, found, chosen.steps, chosen.seed, counts)
-        end(engine, pool, found, counts)
+        soak(engine, runner.num_pages, expected, chosen.steps, chosen.seed, counts)
+        end(engine, pool, expected, counts)
         counts.late, counts.seconds = delays.late, round(time.perf_counter() - start, 2)
     return counts
 
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--late-in", type=int, default=300, metavar="N", help="a late step in so many")
     add("--defer", default="off", metavar="N|off", help="experts deferred (default: off)")
     add("--gpu-experts", metavar="N", help="experts of each layer that the GPU has too")
-    add("--dual-batch", action="store_true", help="decode steps in two lanes")
+    add("--dual-batch", action="store_true", help="decode steps in two microbatches")
     add("--threads", type=int, metavar="N", help="default: every core")
     add("--seed", type=int, default=1, metavar="N", help="default: 1")
     add("--hangs", type=float, default=600, metavar="S", help="seconds after which it hangs")

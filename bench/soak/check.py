@@ -15,7 +15,7 @@ from runtime.workers.pool import TaskError, WorkerPool
 AT_ONCE = 8
 """Requests that run at once."""
 SURE = 0.3
-"""By how much the likeliest token's logprob must be ahead: what is closer, rounding may decide."""
+"""Lead that the likeliest token's logprob must have: rounding may decide what is closer."""
 
 
 class Wrong(PykernelsError):
@@ -23,7 +23,7 @@ class Wrong(PykernelsError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class Expected:
     """A prompt, and the tokens that follow it for sure."""
 
     prompt: list[int]
@@ -56,7 +56,7 @@ class Counts:
 
 def answers(
     truth: Engine, engine: Engine, prompts: Sequence[list[int]], tokens: int, sure: float = SURE
-) -> list[Answer]:
+) -> list[Expected]:
     """What an engine of the CPU writes greedily, up to the first token that is not sure.
 
     A token is sure if it is far ahead of the second one on both engines, alone and undisturbed: the
@@ -68,7 +68,7 @@ def answers(
     Raises:
         Wrong: the engines differ too often for that.
     """
-    found, alone, both = [], 0, 0
+    answers_, alone, both = [], 0, 0
     for prompt in prompts:
         first, second = (_sure(one, prompt, tokens, sure) for one in (truth, engine))
         shared = 0
@@ -78,10 +78,10 @@ def answers(
             shared += 1
         alone, both = alone + len(first), both + shared
         if shared:
-            found.append(Answer(prompt, first[:shared]))
-    if both < alone / 2 or len(found) < AT_ONCE:
+            answers_.append(Expected(prompt, first[:shared]))
+    if both < alone / 2 or len(answers_) < AT_ONCE:
         raise Wrong(f"both engines write only {both} of {alone} tokens alike", "A bug")
-    return found
+    return answers_
 
 
 def _sure(engine: Engine, prompt: list[int], tokens: int, least: float) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ def _sure(engine: Engine, prompt: list[int], tokens: int, least: float) -> tuple
 
 
 def soak(
-    engine: Engine, pages: int, found: Sequence[Answer], steps: int, seed: int, counts: Counts
+    engine: Engine, pages: int, expected: Sequence[Expected], steps: int, seed: int, counts: Counts
 ) -> None:
     """Asks for answers until an engine has done so many steps more; checks each.
 
@@ -112,7 +112,7 @@ def soak(
     last = engine.stats.steps + steps
     while engine.stats.steps < last or asked:
         more = AT_ONCE - len(asked)
-        for answer in random_.sample(found, more if engine.stats.steps < last else 0):
+        for answer in random_.sample(expected, more if engine.stats.steps < last else 0):
             tokens = answer.tokens[: random_.randint(1, len(answer.tokens))]
             asked.append((engine.submit(answer.prompt, _greedy(len(tokens))), tokens))
             counts.requests += 1
@@ -125,13 +125,13 @@ def soak(
         raise Wrong(f"of {pages} pages {stats.free_pages + stats.cached_pages} are left", "A bug")
 
 
-def end(engine: Engine, pool: WorkerPool, found: Sequence[Answer], counts: Counts) -> None:
+def end(engine: Engine, pool: WorkerPool, expected: Sequence[Expected], counts: Counts) -> None:
     """Ends the workers while requests run: those that are not answered get the error.
 
     Raises:
         Wrong: the engine still takes requests, or gave a wrong token.
     """
-    asked = found[:AT_ONCE]
+    asked = expected[:AT_ONCE]
     handles = [(engine.submit(a.prompt, _greedy(len(a.tokens))), a.tokens) for a in asked]
     next(handles[0][0])
     pool.close()
@@ -139,7 +139,7 @@ def end(engine: Engine, pool: WorkerPool, found: Sequence[Answer], counts: Count
     for handle, tokens in handles[1:]:
         _check(handle, tokens, counts)
     try:  # if all were answered, the engine finds out now
-        _check(engine.submit(found[0].prompt, _greedy(1)), found[0].tokens[:1], counts)
+        _check(engine.submit(expected[0].prompt, _greedy(1)), expected[0].tokens[:1], counts)
     except PykernelsError as error:
         if "engine has failed" not in error.cause and "closed" not in error.cause:
             raise

@@ -61,18 +61,18 @@ class Delays:
         self._record = np.array([seed, most_us * 1000, fails_in], np.int64)
 
     def add(self, runner: PagedRunner) -> None:
-        """Those of all programs that have a half on the CPU."""
+        """Delays all programs that have a half on the CPU."""
         address = delay.address
         assert address is not None
         for step in {id(step): step for step in (*runner.steps, *runner.decode_steps)}.values():
             if not isinstance(step, RefExecutable | CudaExecutable) or step.cpu is None:
                 continue
             for job in step.cpu.jobs.jobs:
-                if job.opens:  # it stands for a flag, and has no task of its own
+                if job.wait_for:  # it stands for a flag, and has no task of its own
                     job.set_task(0, address, self._record.ctypes.data)
             step.before = self._before(step)
             if isinstance(step, RefExecutable) and step.link is not None:
-                step.link.late = lambda: time.sleep(self._drawn_us() / 1e6)
+                step.link.delay = lambda: time.sleep(self._drawn_us() / 1e6)
 
     def _before(self, step: RefExecutable | CudaExecutable) -> Callable[[], None]:
         before = step.before

@@ -60,8 +60,8 @@ def entries(name: str, config: pytest.Config) -> list[Entry]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A benchmark for each entry."""
     if "entry" in metafunc.fixturenames:
-        found = entries(metafunc.function.__name__.removeprefix("bench_gpu_"), metafunc.config)
-        metafunc.parametrize("entry", found, ids=[entry.name for entry in found])
+        cases = entries(metafunc.function.__name__.removeprefix("bench_gpu_"), metafunc.config)
+        metafunc.parametrize("entry", cases, ids=[entry.name for entry in cases])
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch
 
 from pykernels.quant.split import repeat_first
 from pykernels.shapes import MoEShape
-from runtime.devices.cpu.routed import RoutedExperts
+from runtime.devices.cpu.routed import CpuExperts
 from runtime.machine.topology import Topology
 from runtime.workers.job import Job, Jobs
 from runtime.workers.pool import WorkerPool, make_pool
@@ -63,7 +63,7 @@ def bench_ring(benchmark, pool: WorkerPool) -> None:
 def bench_call(benchmark, pool: WorkerPool, T: int) -> None:
     """A whole call of a small layer in cache; empty: all but the arithmetic."""
     wide = len(pool.nodes) * EMBEDDED.I
-    layer = RoutedExperts(MoEShape(EMBEDDED.E, EMBEDDED.H, wide, EMBEDDED.topk), "fp8", pool)
+    layer = CpuExperts(MoEShape(EMBEDDED.E, EMBEDDED.H, wide, EMBEDDED.topk), "fp8", pool)
     quantize, sizes = layer.weights.fmt.quantize, ((wide, EMBEDDED.H), (EMBEDDED.H, wide))
     up, down = (quantize(torch.randn(size) / size[1] ** 0.5) for size in sizes)
     layer.load_expert(0, up, up, down)

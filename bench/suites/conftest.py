@@ -98,16 +98,16 @@ def pytest_terminal_summary(
 ) -> None:
     """One table of all ``extra_info`` after pytest-benchmark's own of times."""
     session = getattr(config, "_benchmarksession", None)
-    found = [bench for bench in getattr(session, "benchmarks", ()) if bench.extra_info]
-    if not found:
+    benchmarks = [bench for bench in getattr(session, "benchmarks", ()) if bench.extra_info]
+    if not benchmarks:
         return
-    machines = dict.fromkeys(bench.extra_info.get("gpu", detect().cpu) for bench in found)
-    columns = [name for name in COLUMNS if any(name in bench.extra_info for bench in found)]
+    machines = dict.fromkeys(bench.extra_info.get("gpu", detect().cpu) for bench in benchmarks)
+    columns = [name for name in COLUMNS if any(name in bench.extra_info for bench in benchmarks)]
     table = Table(title=f"medians on {' and '.join(machines)}")
     table.add_column("case", no_wrap=True)
     for heading in ("median ms", *columns):
         table.add_column(heading, justify="right")
-    for bench in found:
+    for bench in benchmarks:
         cells = [_cell(bench.extra_info.get(name)) for name in columns]
         case = bench.fullname.split("::")[-1].removeprefix("bench_")
         table.add_row(Text(case), f"{bench.stats.median * 1e3:.4g}", *cells)

@@ -44,9 +44,9 @@ def _bars(axes: Any, rows: list[Row], cases: list[str], every: list[Row]) -> Non
             bars.setdefault(peer, []).append((group, row[f"tok_s_{peer}"]))
     for i, key in enumerate([*places, *peers]):
         name = _name(key) if key in places else key
-        found = dict(bars.get(name, []))
-        at = [group + i * width for group in found]
-        axes.bar(at, list(found.values()), width, label=name, color=f"C{colours.index(key)}")
+        by_case = dict(bars.get(name, []))
+        at = [group + i * width for group in by_case]
+        axes.bar(at, list(by_case.values()), width, label=name, color=f"C{colours.index(key)}")
     label: str | None = "read roof"
     for row in rows:
         if row.get("bytes_per_step"):

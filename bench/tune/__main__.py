@@ -39,7 +39,7 @@ def asked(op: str, format: str, rows: str, sizes: Sequence[str] = ()) -> list[Jo
             )
     ops, formats = set(op.split(",")), set(format.split(","))
     of_products = list(products.jobs(ops, formats))
-    found: list[Job] = [*of_products, *attention.jobs(ops, formats)]
+    jobs: list[Job] = [*of_products, *attention.jobs(ops, formats)]
     if rows:
         names = set(rows.split(","))
         known_rows = sorted({job.rows for job in of_products})
@@ -50,15 +50,15 @@ def asked(op: str, format: str, rows: str, sizes: Sequence[str] = ()) -> list[Jo
                 if of_products
                 else "Leave them out",
             )
-        found = [job for job in of_products if str(job.rows) in names]
+        jobs = [job for job in of_products if str(job.rows) in names]
     if sizes:
-        found = list(attention.jobs(ops, formats, sizes))
-    if not found:
+        jobs = list(attention.jobs(ops, formats, sizes))
+    if not jobs:
         raise PykernelsError(
             f"no {op} is tuned in {format}" + (f" at {' or '.join(sizes)}" if sizes else ""),
             "Ask for more ops or formats; --size is of attention alone",
         )
-    return found
+    return jobs
 
 
 def main(arguments: list[str] | None = None) -> int:

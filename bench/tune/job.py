@@ -40,7 +40,7 @@ class Job(Protocol):
         ...
 
     def calls(self, device: torch.device, kept: Kept) -> Calls:
-        """On "meta" nothing is computed."""
+        """The calls of each plan on a device; on "meta" nothing is computed."""
         ...
 
     def write(self, device_name: str, plan: Any) -> Path:

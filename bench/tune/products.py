@@ -19,7 +19,7 @@ from pykernels.gpu.gemm.hopper.dequant import KINDS as DEQUANT_KINDS
 from pykernels.gpu.gemm.linear import linear
 from pykernels.gpu.gemm.select import kernel_of, most_skinny_rows
 from pykernels.gpu.gemm.weights import empty_for_gpu, kind_of
-from pykernels.gpu.moe.fused_moe import Experts, down, gate_up, sort_pairs
+from pykernels.gpu.moe.fused_moe import GpuExperts, down, gate_up, sort_pairs
 from pykernels.gpu.plans.gemm import DequantPlan, GemmPlan, LinearPlan
 from pykernels.gpu.plans.tuned import EXPERTS_PLANS, write_tuned
 from pykernels.quant import get_format
@@ -80,7 +80,7 @@ class ProductJob:
                 kept.clear()  # before the next ones are made
                 format = get_format(self.format)
                 kept[self.format] = (
-                    Experts.empty(format, E, H, INTER, device)
+                    GpuExperts.empty(format, E, H, INTER, device)
                     if device.type == "meta"
                     else random_experts(self.format, E, H, INTER, device)
                 )
@@ -94,7 +94,7 @@ class ProductJob:
         turn = itertools.cycle(stacks)
         return lambda plan: linear(x, next(turn), plan=plan), len(stacks)
 
-    def _layer(self, device: torch.device, experts: Experts) -> Calls:
+    def _layer(self, device: torch.device, experts: GpuExperts) -> Calls:
         T = self.tokens
         x = torch.randn(T, H, device=device).bfloat16()
         ids = torch.empty(T, TOPK, dtype=torch.int64, device=device)

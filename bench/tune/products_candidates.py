@@ -191,8 +191,8 @@ _DEQUANT = [
     for split in ((1, 2, 4) if cols <= 128 else (1, 2) if num_warps == 4 else (1,))
 ]
 _DEQUANT_STREAM_K = [
-    even_shares(cols, num_warps, num_stages, words, room, H200_SMS)
-    for cols, num_warps, num_stages, words, rooms in (
+    even_shares(cols, num_warps, num_stages, words, programs, H200_SMS)
+    for cols, num_warps, num_stages, words, programs_per_sm in (
         (16, 4, 6, 6, (4, 6)),
         (32, 4, 6, 6, (4,)),
         (32, 8, 4, 4, (2, 3)),
@@ -204,7 +204,7 @@ _DEQUANT_STREAM_K = [
         (256, 4, 3, 4, (2,)),
         (256, 8, 5, 4, (1,)),
     )
-    for room in rooms
+    for programs in programs_per_sm
 ]
 _FIXED: dict[type, list[LinearPlan]] = {
     GemvInt8Plan: [*_GEMV_INT8],

@@ -52,12 +52,12 @@ def tried(job: Job, device: torch.device, capability: tuple[int, int]) -> list[A
 
 def distinct(wanted: Sequence[tuple[Job, list[Any]]]) -> list[tuple[Job, Any]]:
     """One (job, plan) for each kernel."""
-    found: dict[object, tuple[Job, Any]] = {}
+    by_kernel: dict[object, tuple[Job, Any]] = {}
     for job, plans in wanted:
         for plan in plans:
             key, compiles = job.kernel(plan)
-            found.setdefault(key, (job, compiles))
-    return list(found.values())
+            by_kernel.setdefault(key, (job, compiles))
+    return list(by_kernel.values())
 
 
 def compile_all(wanted: Sequence[tuple[Job, list[Any]]]) -> None:
@@ -80,13 +80,13 @@ def time_all(
 
     The first plan and the fastest are timed in turns, and these times are in front.
     """
-    timer, found, ready = make_timer(device), [], {}
+    timer, times, ready = make_timer(device), [], {}
     for plan in plans:
         try:
             made = timer.prepare(functools.partial(call, plan), sets, 0.02)
-            found.append((1e6 * median(made() for _ in range(min(made.rounds, 7))), plan))
+            times.append((1e6 * median(made() for _ in range(min(made.rounds, 7))), plan))
             ready[plan] = made
-            best = sorted(found, key=lambda pair: pair[0])[:_FINALISTS]
+            best = sorted(times, key=lambda pair: pair[0])[:_FINALISTS]
             for loser in set(ready) - {plans[0], *(plan for _, plan in best)}:
                 del ready[loser]  # a graph of many calls
         except Exception as error:
@@ -94,7 +94,7 @@ def time_all(
             timer.check()
     turns = [{plan: made() for plan, made in ready.items()} for _ in range(9)]
     again = [(1e6 * median(turn[plan] for turn in turns), plan) for plan in ready]
-    rest = [pair for pair in found if pair[1] not in ready]
+    rest = [pair for pair in times if pair[1] not in ready]
     by_time = functools.partial(sorted, key=lambda pair: pair[0])
     return [*by_time(again), *by_time(rest)]
 
@@ -112,18 +112,18 @@ def tune(wanted: list[Job], device: torch.device, save: bool = True) -> Iterator
         compile_all(plans)
     kept: dict[str, Any] = {}
     for job, some in plans:
-        found = time_all(job, *job.calls(device, kept), some, device)
+        times = time_all(job, *job.calls(device, kept), some, device)
         gc.collect()  # graphs, and inputs that their calls hold
         if cuda:
             torch.cuda.empty_cache()  # a capture cannot ask the allocator to give memory back
-        row: dict[str, object] = {**job.params, "tried": len(some), "ran": len(found)}
+        row: dict[str, object] = {**job.params, "tried": len(some), "ran": len(times)}
         shipped = job.shipped(device)
-        us = {plan: us for us, plan in found}
+        us = {plan: us for us, plan in times}
         if shipped in us:
             row |= {"us_shipped": round(us[shipped], 1), "shipped": str(shipped)}
-            row["gain"] = round(us[shipped] / found[0][0], 3)
-        if found and save:
-            job.write(name, shipped if us.get(shipped, 1e9) < 1.01 * found[0][0] else found[0][1])
-        for place, (time, plan) in enumerate(found[:4]):
+            row["gain"] = round(us[shipped] / times[0][0], 3)
+        if times and save:
+            job.write(name, shipped if us.get(shipped, 1e9) < 1.01 * times[0][0] else times[0][1])
+        for place, (time, plan) in enumerate(times[:4]):
             row |= {f"us_{place}": round(time, 1), f"plan_{place}": str(plan)}
         yield row

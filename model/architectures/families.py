@@ -144,7 +144,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": Family(zero_centred=True, gated=True),
     "qwen3_next": Family(zero_centred=True, gated=True),
 }
-"""By ``model_type``."""
+"""Families by ``model_type``."""
 
 
 def family_of(config: Any) -> Family:
@@ -181,7 +181,7 @@ def rope_kinds(config: PretrainedConfig) -> tuple[str, ...]:
 
 
 def mlp_spec(config: PretrainedConfig) -> ExpertSpec:
-    """What the config's gated MLPs do beside their products."""
+    """What the config's gated MLPs do in parallel with their products."""
     return ACTIVATIONS[_activation(config)]
 
 

@@ -162,8 +162,8 @@ class MoE:
 
 def experts_of(block: Any) -> FusedMoE | None:
     """The experts of ours in a layer's MLP: itself, or a part of transformers' own block."""
-    found = block if isinstance(block, FusedMoE) else getattr(block, "experts", None)
-    return found if isinstance(found, FusedMoE) else None
+    module = block if isinstance(block, FusedMoE) else getattr(block, "experts", None)
+    return module if isinstance(module, FusedMoE) else None
 
 
 def router_spec(gate: Any, family: Family) -> RouterSpec:

@@ -74,9 +74,9 @@ class CacheWeights(WeightSource):
         return unpacked_experts(packed)
 
     def ready(self, spec: WeightSpec, layout: str) -> Ready:
-        found = self._numbers(spec, layout) if layout == "rows" else self._packed(spec)
-        self._report(found.nbytes)
-        return found
+        stored = self._numbers(spec, layout) if layout == "rows" else self._packed(spec)
+        self._report(stored.nbytes)
+        return stored
 
     def _numbers(self, spec: WeightSpec, layout: str) -> torch.Tensor:
         file, key = self._find(spec, layout)
@@ -91,9 +91,9 @@ class CacheWeights(WeightSource):
         if spec.moe is not None:
 
             def arena(nbytes: int) -> torch.Tensor:
-                found = file.tensor(f"{key}.arena")
-                self._check(found.nbytes == nbytes, key)
-                return found
+                arena_bytes = file.tensor(f"{key}.arena")
+                self._check(arena_bytes.nbytes == nbytes, key)
+                return arena_bytes
 
             down_fmt = get_format(spec.down_fmt)
             experts = PackedExperts(spec.moe, fmt, arena, pack_alone, down_fmt)

@@ -11,7 +11,7 @@ from torch import nn
 
 from pykernels.quant import get_format
 
-from ..checkpoint.plan import Dense, Plan
+from ..checkpoint.plan import Plan, PlannedDense
 from ..modules.linear import linears
 from ..modules.moe import FusedMoE
 
@@ -46,7 +46,7 @@ class Schema:
     experts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As a manifest has it."""
+        """The schema as a manifest writes it."""
         tensors = {
             name: [list(t.shape), *dict.fromkeys((t.fmt, t.linear))]
             for name, t in self.tensors.items()
@@ -74,7 +74,7 @@ def stored_schema(model: nn.Module, plan: Plan, converted: str | None = None) ->
     experts: dict[str, tuple[str, str]] = {}
     ours = linears(model)
     for item in plan.items:
-        if isinstance(item, Dense):
+        if isinstance(item, PlannedDense):
             fmt, shape = item.source.fmt or "bf16", item.source.shape
             if (linear := ours.get(item.name)) is not None:
                 fmt = linear.packed_format(fmt)

@@ -16,7 +16,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 from pykernels.quant.layout import N_BLOCK, ceil_to
 from pykernels.shapes import SWIGLU, ExpertSpec, MoEShape
-from runtime.program.weight_spec import Part, WeightSpec
+from runtime.program.weight_spec import WeightPart, WeightSpec
 
 from ..modules.moe import FusedMoE
 from .linear import Linear
@@ -59,7 +59,7 @@ class Specs:
         shape = self._tensor(name).shape
         if change == "by places":
             shape = shape[2], shape[0]
-        return WeightSpec.tensor(name, *shape, parts=[Part(name, shape, change=change)])
+        return WeightSpec.tensor(name, *shape, parts=[WeightPart(name, shape, change=change)])
 
     def table(self, name: str) -> WeightSpec:
         """An embedding [V, H], in the format that it is stored in."""
@@ -91,12 +91,12 @@ class Specs:
 
         weights = []
         for fmt, group in itertools.groupby(taken, fmt_of):
-            labels, parts, at = list[str](), list[Part](), 0
+            labels, parts, at = list[str](), list[WeightPart](), 0
             for label, module, spans in group:
                 N, K = self._tensor(f"{module}.weight").shape
                 N = sum(last - first for first, last in spans) if spans else N
                 at = ceil_to(at, N_BLOCK)
-                parts.append(Part(f"{module}.weight", (N, K), at, tuple(spans)))
+                parts.append(WeightPart(f"{module}.weight", (N, K), at, tuple(spans)))
                 labels.append(label)
                 at += N
             weight = f"{name}.{'+'.join(labels)}.weight"
@@ -121,7 +121,7 @@ class Specs:
         shapes = [(at.stop - at.start, K) for at in rows]
         shapes = [shape[::-1] for shape in shapes] if transposed else shapes
         parts = tuple(
-            Part(stored, shape, rows=((at.start, at.stop),), transposed=transposed)
+            WeightPart(stored, shape, rows=((at.start, at.stop),), transposed=transposed)
             for at, shape in zip(rows, shapes, strict=True)
         )
         fits = all(_can_cut(tensor.fmt, [(at.start, at.stop)], transposed) for at in rows)
@@ -141,7 +141,7 @@ class Specs:
                 f"{name} has the shape {list(tensor.shape)}, the model needs {list(shape)}",
                 "Check that config and weights are of one model",
             )
-        parts = tuple(Part(name, shape[1:], index=head) for head in range(shape[0]))
+        parts = tuple(WeightPart(name, shape[1:], index=head) for head in range(shape[0]))
         return WeightSpec(name, "heads", tensor.fmt, shape, parts)
 
     def mlp(self, gate: str, up: str, down: str, spec: ExpertSpec = SWIGLU) -> WeightSpec:
@@ -166,9 +166,9 @@ class Specs:
         H, I = self._tensor(down).shape  # noqa: E741
         biases = [f"{name.removesuffix('weight')}bias" for name in names]
         shapes = (I, H), (I, H), (H, I)
-        parts = [Part(name, shape) for name, shape in zip(names, shapes, strict=True)]
+        parts = [WeightPart(name, shape) for name, shape in zip(names, shapes, strict=True)]
         parts += [
-            Part(name, (N,))
+            WeightPart(name, (N,))
             for name, N in zip(biases, (I, I, H), strict=True)
             if name in self._tensors  # of some of the three in a GGUF file
         ]
@@ -189,7 +189,7 @@ class Specs:
         """The biases of stacked matrices, where some of them have one."""
         names = [f"{part.name.removesuffix('weight')}bias" for part in matrix.parts]
         parts = [
-            Part(name, part.shape[:1], part.at, part.rows)
+            WeightPart(name, part.shape[:1], part.at, part.rows)
             for name, part in zip(names, matrix.parts, strict=True)
             if name in self._tensors
         ]

@@ -10,16 +10,15 @@ import torch
 from torch import nn
 
 from pykernels.quant import Biases, Weight, get_format
-from runtime.program.weight_spec import Part, WeightSpec, part_values, taken
+from runtime.program.weight_spec import WeightPart, WeightSpec, part_values, taken
 from runtime.program.weights import Expert, Ready, WeightSource
 
-from ..checkpoint.plan import Dense, Experts, Plan
+from ..checkpoint.plan import Plan, PlannedDense, PlannedExperts
 from ..checkpoint.read import Changed, expert_weights, nbytes, stored_weight
 from ..checkpoint.read import matrix as read_matrix
 from ..checkpoint.tensors.floats import floats
 from ..checkpoint.tensors.matrix import Matrix
-from ..checkpoint.tensors.safetensors import Checkpoint
-from ..checkpoint.tensors.safetensors import Part as StoredPart
+from ..checkpoint.tensors.safetensors import Checkpoint, TensorSlice
 from ..modules.moe import FusedMoE
 from .schema import Schema
 from .specs import BLOCK, scales_by_rows
@@ -58,7 +57,7 @@ class MatrixSource(WeightSource):
             biases = Biases(*(self._bias(given.get(proj), N) for proj, N in sizes.items()))
         yield (gate, up, down), biases
 
-    def _bias(self, part: Part | None, N: int) -> torch.Tensor:
+    def _bias(self, part: WeightPart | None, N: int) -> torch.Tensor:
         if part is None:
             return torch.zeros(N, dtype=torch.float32, device="cpu")
         return self.tensor(WeightSpec.tensor(part.name, *part.shape))
@@ -84,10 +83,10 @@ class CheckpointWeights(MatrixSource):
         report: Callable[[int], None] = lambda _: None,
         changed: Callable[[str, torch.Tensor, torch.Tensor], None] | None = None,
     ) -> None:
-        self._items = {item.name: item for item in plan.items if isinstance(item, Dense)}
-        self._experts: dict[str, tuple[FusedMoE, Experts]] = {}
+        self._items = {item.name: item for item in plan.items if isinstance(item, PlannedDense)}
+        self._experts: dict[str, tuple[FusedMoE, PlannedExperts]] = {}
         for item in plan.items:
-            if isinstance(item, Experts):
+            if isinstance(item, PlannedExperts):
                 module = model.get_submodule(item.name)
                 assert isinstance(module, FusedMoE)
                 self._experts[module.stored_name] = module, item
@@ -106,7 +105,7 @@ class CheckpointWeights(MatrixSource):
     def matrix(self, name: str, index: int | None, fmt: str) -> tuple[str, Weight]:
         source, schema = self._items[name].source, self._schema.tensors[name]
         if index is not None:
-            stored = StoredPart(source.data.name, index)
+            stored = TensorSlice(source.data.name, index)
             source = Matrix(stored, source.shape[1:], fmt=source.fmt)
         self._report(sum(self._checkpoint.nbytes(part) for part in source.parts))
         found, weight = source.fmt or "bf16", self._stored(source, name)
@@ -178,7 +177,7 @@ def _in_format(stored: str, weight: Weight, fmt: str) -> Weight:
     return Weight(get_format(stored).dequantize(weight).to(torch.bfloat16))
 
 
-def _cut(weight: Weight, part: Part, fmt: str) -> Weight:
+def _cut(weight: Weight, part: WeightPart, fmt: str) -> Weight:
     """Rows of a matrix in bfloat16 or FP8, or of one whose rows have scales of their own."""
     if weight.scale is None:
         data = taken(weight.data, part)

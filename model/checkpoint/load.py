@@ -16,7 +16,7 @@ from pykernels.target import detect
 
 from ..modules.linear import linears
 from ..modules.moe import FusedMoE, routed_experts
-from .plan import Dense, Experts, Plan
+from .plan import Plan, PlannedDense, PlannedExperts
 from .progress import Callback
 from .read import expert_weights, matrix, naming, nbytes, weight_in
 from .tensors.safetensors import Checkpoint
@@ -40,13 +40,13 @@ def load(
     done, ours = 0, linears(model)
     check_whole(model, plan)
     for item in plan.items:
-        if isinstance(item, Dense) and item.name in ours:
+        if isinstance(item, PlannedDense) and item.name in ours:
             fmt = ours[item.name].packed_format(item.source.fmt or "bf16")
             ours[item.name].load(fmt, weight_in(fmt, checkpoint, item.source))
             done += nbytes(checkpoint, item)
             report(done, total)
             continue
-        if isinstance(item, Dense):
+        if isinstance(item, PlannedDense):
             tensor = matrix(checkpoint, item.source, item.dtype)
             _set_tensor(model, item.name, tensor)
             del tensor
@@ -70,7 +70,7 @@ def check_whole(model: PreTrainedModel, plan: Plan) -> None:
         for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     }
     for item in plan.items:
-        if isinstance(item, Dense) and item.name not in own:
+        if isinstance(item, PlannedDense) and item.name not in own:
             raise PykernelsError(
                 f"{item.source.data.name} is a part of a matrix that transformers' model has whole",
                 _ON_ENGINE,
@@ -98,7 +98,7 @@ def warn_of(plan: Plan) -> None:
 def check_kernels(model: nn.Module, plan: Plan) -> None:
     """Raise `PykernelsError` for a kernel that is unknown or cannot run on this machine."""
     for item in plan.items:
-        if isinstance(item, Experts):
+        if isinstance(item, PlannedExperts):
             module = model.get_submodule(item.name)
             if isinstance(module, FusedMoE):
                 for fmt in item.packed(module):
@@ -106,7 +106,7 @@ def check_kernels(model: nn.Module, plan: Plan) -> None:
 
 
 def _fill_packed(
-    module: FusedMoE, item: Experts, checkpoint: Checkpoint, *_: object
+    module: FusedMoE, item: PlannedExperts, checkpoint: Checkpoint, *_: object
 ) -> Iterator[int]:
     module.allocate(item.stored, item.down_stored)
     for e, (weights, biases) in enumerate(expert_weights(checkpoint, item, module)):
@@ -116,7 +116,7 @@ def _fill_packed(
 
 
 def _fill_fused(
-    module: Any, item: Experts, checkpoint: Checkpoint, dtype: torch.dtype
+    module: Any, item: PlannedExperts, checkpoint: Checkpoint, dtype: torch.dtype
 ) -> Iterator[int]:
     for leaf, meta in list(module.named_parameters(recurse=False)):
         tensor = torch.empty(meta.shape, dtype=dtype, device="cpu")

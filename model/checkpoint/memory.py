@@ -11,7 +11,7 @@ from torch import nn
 
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
-from runtime.devices.cpu.routed import RoutedExperts
+from runtime.devices.cpu.routed import CpuExperts
 from runtime.engine import EngineConfig
 from runtime.kv_cache.layout import PAGE
 from runtime.machine.nodes import MemoryNodes
@@ -20,7 +20,7 @@ from runtime.planning.placement import Placement
 
 from ..modules.linear import Linear, linears
 from ..modules.moe import FusedMoE
-from .plan import Dense, Plan
+from .plan import Plan, PlannedDense
 from .read import nbytes
 from .tensors.safetensors import Checkpoint
 
@@ -38,7 +38,7 @@ def needed(plan: Plan, model: nn.Module, checkpoint: Checkpoint, dtype: torch.dt
     """
     total, step, ours = 0, 0, linears(model)
     for item in plan.items:
-        if isinstance(item, Dense):
+        if isinstance(item, PlannedDense):
             numel = math.prod(item.source.shape)
             total += _packed(ours, item) or numel * item.dtype.itemsize
             step = max(
@@ -47,7 +47,7 @@ def needed(plan: Plan, model: nn.Module, checkpoint: Checkpoint, dtype: torch.dt
             continue
         module = model.get_submodule(item.name)
         if isinstance(module, FusedMoE):
-            total += RoutedExperts.bytes_needed(module.shape, *item.packed(module))
+            total += CpuExperts.bytes_needed(module.shape, *item.packed(module))
         else:
             total += sum(p.numel() for p in module.parameters()) * dtype.itemsize
         # One expert at a time: as stored, and as float32 if it is converted.
@@ -56,7 +56,7 @@ def needed(plan: Plan, model: nn.Module, checkpoint: Checkpoint, dtype: torch.dt
     return total + step
 
 
-def _packed(ours: Mapping[str, Linear], item: Dense) -> int | None:
+def _packed(ours: Mapping[str, Linear], item: PlannedDense) -> int | None:
     """Bytes of the matrix of a linear of ours; None if it is none."""
     if (linear := ours.get(item.name)) is None:
         return None
@@ -107,19 +107,19 @@ def needed_by_engine(
     ours, step, experts = linears(model), 0, 0
     converted = dict.fromkeys(CONVERTED, 0)
     for item in plan.items:
-        if isinstance(item, Dense):
+        if isinstance(item, PlannedDense):
             packed = _packed(ours, item) or nbytes(checkpoint, item)
             by_item[item.name] = min(packed, _in_format(item.source.shape, wanted) or packed)
             step = max(step, 2 * checkpoint.nbytes(item.source.data))
             continue
         module = model.get_submodule(item.name)
         assert isinstance(module, FusedMoE)
-        packed = RoutedExperts.bytes_needed(module.shape, *item.packed(module))
+        packed = CpuExperts.bytes_needed(module.shape, *item.packed(module))
         by_item[item.name] = packed
         experts += packed
         for name in CONVERTED:
             fits = min(module.shape.H, module.shape.I) % get_format(name).k_multiple == 0
-            converted[name] += RoutedExperts.bytes_needed(module.shape, name) if fits else packed
+            converted[name] += CpuExperts.bytes_needed(module.shape, name) if fits else packed
         stored = sum(checkpoint.nbytes(m.data) for m in item.experts[0])
         step = max(step, stored + 4 * sum(math.prod(m.shape) for m in item.experts[0]))
     return Packed(by_item, step, experts, converted)
@@ -277,21 +277,21 @@ def check_nodes(
         return
     needs = [0.0] * len(nodes)
     for item in plan.items:
-        if isinstance(item, Dense):
+        if isinstance(item, PlannedDense):
             sizes = [(packed or {}).get(item.name, 0) / len(nodes)] * len(nodes)
         else:
             module = model.get_submodule(item.name)
             assert isinstance(module, FusedMoE)
             fmt, down_fmt = item.packed(module)
-            found = RoutedExperts.bytes_by_node(module.shape, fmt, nodes, down_fmt)
-            sizes = [float(nbytes) for nbytes in found]
+            by_node = CpuExperts.bytes_by_node(module.shape, fmt, nodes, down_fmt)
+            sizes = [float(nbytes) for nbytes in by_node]
             if len(sizes) == 1:  # on all nodes in turns
                 sizes = [sizes[0] / len(nodes)] * len(nodes)
         needs = [need + more for need, more in zip(needs, sizes, strict=True)]
-    check_room(needs, nodes)
+    check_node_memory(needs, nodes)
 
 
-def check_room(needs: Sequence[float], nodes: MemoryNodes) -> None:
+def check_node_memory(needs: Sequence[float], nodes: MemoryNodes) -> None:
     """Raise `PykernelsError` if a NUMA node has fewer free bytes than it needs."""
     free = {node.number: node.memory_free for node in Topology.detect().nodes}
     for need, number in zip(needs, nodes.numbers, strict=True):

@@ -16,7 +16,7 @@ from pykernels.errors import PykernelsError
 from .gguf.types import format_of
 from .quantized import compressed_tensors, nvfp4, zero_points
 from .tensors.matrix import Matrix
-from .tensors.safetensors import DTYPES, Checkpoint, Part, read_json
+from .tensors.safetensors import DTYPES, Checkpoint, TensorSlice, read_json
 from .unneeded import Unneeded
 
 FLOATS = ("BF16", "F16", "F32")
@@ -76,7 +76,7 @@ class Names:
         if key not in self.stored:
             self.missing.append(key)
             return None
-        part = Part(self.stored[key])
+        part = TensorSlice(self.stored[key])
         if not self.checkpoint.blocks and self.checkpoint.tensors[part.name].dtype == "U8":
             return nvfp4.find(self, key, shape)
         self.unused.discard(key)
@@ -110,7 +110,7 @@ class Names:
         """The checkpoint's `quantization_config`."""
         return read_json(self.checkpoint.folder / "config.json").get("quantization_config") or {}
 
-    def _check_matrix(self, part: Part, fits: bool) -> None:
+    def _check_matrix(self, part: TensorSlice, fits: bool) -> None:
         """Raise `PykernelsError` unless quantized values are a matrix (`fits`), one a tensor."""
         info = self.checkpoint.tensors[part.name]
         if not fits:
@@ -120,7 +120,7 @@ class Names:
                 VECTORS if self.checkpoint.blocks else compressed_tensors.HINT,
             )
 
-    def _fp8(self, key: str, part: Part, shape: tuple[int, ...]) -> Matrix | None:
+    def _fp8(self, key: str, part: TensorSlice, shape: tuple[int, ...]) -> Matrix | None:
         """E4M3 with DeepSeek's scales (`_scale_inv`) or those of compressed-tensors (`_scale`)."""
         *fused, N, K = shape
         formats = {(*fused, -(-N // BLOCK), -(-K // BLOCK)): "fp8"}
@@ -132,7 +132,7 @@ class Names:
             return None
         return Matrix(part, shape, scale, self._scale_format(scale, part, formats, FLOATS))
 
-    def _int8(self, key: str, part: Part, shape: tuple[int, ...]) -> Matrix | None:
+    def _int8(self, key: str, part: TensorSlice, shape: tuple[int, ...]) -> Matrix | None:
         """compressed-tensors' int8, with a scale per output or one for the tensor."""
         scale = self.companion(key, "_scale")
         if scale is None:
@@ -176,34 +176,34 @@ class Names:
             dtypes = ("BF16",)
         return Matrix(part, shape, scale, self._scale_format(scale, part, formats, dtypes))
 
-    def _check_own_shape(self, own: Part, of: Part, shape: tuple[int, ...]) -> None:
+    def _check_own_shape(self, own: TensorSlice, of: TensorSlice, shape: tuple[int, ...]) -> None:
         """Raise `PykernelsError` unless the shape stored beside packed int4 is the model's.
 
         It is read now, two numbers: the packed tensor alone does not determine K.
         """
         info = self.checkpoint.tensors[own.name]
-        found: Any = f"{info.dtype} {list(info.shape)}"
+        stored: Any = f"{info.dtype} {list(info.shape)}"
         if info.shape == (2,) and info.dtype in DTYPES:
-            found = self.checkpoint.read(own).tolist()
-        if found != list(shape):
+            stored = self.checkpoint.read(own).tolist()
+        if stored != list(shape):
             raise PykernelsError(
-                f"{own.name} is {found}, {of.name} is for the model's {list(shape)}",
+                f"{own.name} is {stored}, {of.name} is for the model's {list(shape)}",
                 self.checkpoint.mismatch,
             )
 
-    def companion(self, key: str, suffix: str) -> Part | None:
+    def companion(self, key: str, suffix: str) -> TensorSlice | None:
         """The tensor `key + suffix` that `key` needs; None if it is missing (noted)."""
         name = key + suffix
         if name not in self.stored:
             self.missing.append(name)
             return None
         self.unused.discard(name)
-        return Part(self.stored[name])
+        return TensorSlice(self.stored[name])
 
     def _scale_format(
         self,
-        scale: Part,
-        of: Part,
+        scale: TensorSlice,
+        of: TensorSlice,
         formats: dict[tuple[int, ...], str],
         dtypes: tuple[str, ...],
     ) -> str:
@@ -277,7 +277,7 @@ def _check_same(checkpoint: Checkpoint, target: str, a: str, source: str, b: str
     """
     infos = checkpoint.tensors[a], checkpoint.tensors[b]
     if infos[0].shape == infos[1].shape and all(info.dtype in FLOATS for info in infos):
-        values = {name: checkpoint.read(Part(name)) for name in (a, b)}
+        values = {name: checkpoint.read(TensorSlice(name)) for name in (a, b)}
         if torch.equal(*values.values()):
             return
         for name, tensor in values.items():

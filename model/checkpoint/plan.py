@@ -49,7 +49,7 @@ differ by less than bfloat16 keeps of it, and what a gated delta net's decay ove
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class PlannedDense:
     """One parameter or buffer: its dotted name, its source, the dtype that it gets."""
 
     name: str
@@ -58,7 +58,7 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class PlannedExperts:
     """The routed experts of one block.
 
     `name`: the module that gets them, a `FusedMoE` or one of Hugging Face; `stored`: the format
@@ -84,7 +84,7 @@ class Plan:
     `lossy`: F16 or F32 if experts stored so are rounded to bfloat16. `notes`: what is left out.
     """
 
-    items: list[Dense | Experts] = field(default_factory=list)
+    items: list[PlannedDense | PlannedExperts] = field(default_factory=list)
     lossy: str | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -150,7 +150,7 @@ def _own_tensors(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 def _in_parts(
     names: Names, name: str, tensor: torch.Tensor, dtype: torch.dtype, whole: bool
-) -> list[Dense | Experts]:
+) -> list[PlannedDense | PlannedExperts]:
     """What GGUF stores instead of one of the model's matrices; nothing where it has this one."""
     return _latent_halves(names, name, tensor, dtype, whole) or _delta_parts(
         names, name, tensor, dtype
@@ -159,7 +159,7 @@ def _in_parts(
 
 def _delta_parts(
     names: Names, name: str, tensor: torch.Tensor, dtype: torch.dtype
-) -> list[Dense | Experts]:
+) -> list[PlannedDense | PlannedExperts]:
     """What it stores for Qwen3-Next's ``in_proj_qkvz``: ``in_proj_qkv``, all heads of each below
     the other, and ``in_proj_z``."""
     keys = [name.replace("in_proj_qkvz", part) for part in ("in_proj_qkv", "in_proj_z")]
@@ -169,12 +169,14 @@ def _delta_parts(
     cfg = names.config
     z = cfg.linear_num_value_heads * cfg.linear_value_head_dim
     found = [names.take(key, (rows, K)) for key, rows in zip(keys, (N - z, z), strict=True)]
-    return [Dense(key, m, dtype) for key, m in zip(keys, found, strict=True) if m is not None]
+    return [
+        PlannedDense(key, m, dtype) for key, m in zip(keys, found, strict=True) if m is not None
+    ]
 
 
 def _latent_halves(
     names: Names, name: str, tensor: torch.Tensor, dtype: torch.dtype, whole: bool
-) -> list[Dense | Experts]:
+) -> list[PlannedDense | PlannedExperts]:
     """What GGUF stores for MLA's ``kv_b_proj`` [NH (nope + dv), L]: ``k_b_proj`` [NH, L, nope],
     already transposed, and ``v_b_proj`` [NH, dv, L]. Some files have it whole, some in both ways;
     the first ones with halves had their heads one below the other.
@@ -189,13 +191,15 @@ def _latent_halves(
     N, L = tensor.shape
     NH, nope = names.config.num_attention_heads, names.config.qk_nope_head_dim
     shapes = (NH, L, nope), (NH, N // NH - nope, L)
-    found = [names.take(key, shape) for key, shape in zip(keys, shapes, strict=True)]
-    return [Dense(key, m, dtype) for key, m in zip(keys, found, strict=True) if m is not None]
+    halves = [names.take(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    return [
+        PlannedDense(key, m, dtype) for key, m in zip(keys, halves, strict=True) if m is not None
+    ]
 
 
 def _dense(
     name: str, source: Matrix, tensor: torch.Tensor, dtype: torch.dtype, checkpoint: Checkpoint
-) -> Dense:
+) -> PlannedDense:
     stored = checkpoint.tensors[source.data.name].dtype
     if not tensor.is_floating_point():
         dtype = tensor.dtype
@@ -204,7 +208,7 @@ def _dense(
             f"{source.data.name} is {stored}, the model needs {', '.join(FLOATS)} there",
             "Store it as float32" if stored == "F64" else HINT,
         )
-    return Dense(name, source, dtype)
+    return PlannedDense(name, source, dtype)
 
 
 def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
@@ -213,18 +217,18 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
     block = module.stored_name if packed else path
     shape = module.shape if packed else fused_shape(module)
     if f"{block}.gate_proj" in names.stored:
-        found = stored_experts.stacked(names, block, shape)
+        experts = stored_experts.stacked(names, block, shape)
     elif f"{block}.gate_up_proj_blocks" in names.stored:
-        found = mxfp4.find(names, block, shape.E, shape.H, shape.I)
+        experts = mxfp4.find(names, block, shape.E, shape.H, shape.I)
     elif f"{block}.gate_up_proj" in names.stored:
         in_turns = packed and module.in_turns and not names.checkpoint.blocks
         fused = stored_experts.in_turns if in_turns else stored_experts.fused
-        found = fused(names, block, shape)
+        experts = fused(names, block, shape)
     else:
-        found = stored_experts.separate(names, block, shape)
-    if not found:
+        experts = stored_experts.separate(names, block, shape)
+    if not experts:
         return  # missing, which `Names.finish` reports
-    plain = [m for expert in found for m in expert if m.fmt is None]
+    plain = [m for expert in experts for m in expert if m.fmt is None]
     for dtype, matrix in {names.checkpoint.tensors[m.data.name].dtype: m for m in plain}.items():
         if dtype not in FLOATS:
             raise PykernelsError(
@@ -233,10 +237,10 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
             )
         if packed and dtype in ("F16", "F32") and module.packed_format("bf16") == "bf16":
             plan.lossy = dtype
-    if len(_formats(m for expert in found for m in expert)) > 1:
-        found = [(_whole(gate), _whole(up), _whole(down)) for gate, up, down in found]
-    stored = _formats(m for gate, up, _ in found for m in (gate, up))
-    down_stored = _formats(down for *_, down in found)
+    if len(_formats(m for expert in experts for m in expert)) > 1:
+        experts = [(_whole(gate), _whole(up), _whole(down)) for gate, up, down in experts]
+    stored = _formats(m for gate, up, _ in experts for m in (gate, up))
+    down_stored = _formats(down for *_, down in experts)
     for each in (stored, down_stored):
         if len(each) > 1:
             raise PykernelsError(
@@ -244,7 +248,7 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
                 names.checkpoint.mismatch,
             )
     biases = stored_experts.biases(names, block, shape) if packed and shape.spec.bias else []
-    plan.items.append(Experts(path, stored[0], found, down_stored[0], biases))
+    plan.items.append(PlannedExperts(path, stored[0], experts, down_stored[0], biases))
 
 
 def _formats(matrices: Iterable[Matrix]) -> list[str]:

@@ -12,7 +12,7 @@ from pykernels.quant import Biases, Weight, get_format
 
 from ..modules.moe import FusedMoE
 from .gguf.types import as_weight
-from .plan import Dense, Experts
+from .plan import PlannedDense, PlannedExperts
 from .quantized import mxfp4, nvfp4, zero_points
 from .quantized.compressed_tensors import as_q4_0, unpack_int4
 from .tensors.ahead import ahead
@@ -80,7 +80,7 @@ def weight_in(
 
 
 def expert_weights(
-    checkpoint: Checkpoint, item: Experts, module: FusedMoE, changed: Changed | None = None
+    checkpoint: Checkpoint, item: PlannedExperts, module: FusedMoE, changed: Changed | None = None
 ) -> Iterator[Expert]:
     """Each expert in the formats that `module` wants, read and converted ahead of its use."""
 
@@ -104,15 +104,17 @@ def naming(module: FusedMoE, expert: int) -> Iterator[None]:
         raise PykernelsError(f"{name}: {error.cause}", error.hint) from None
 
 
-def _biases(checkpoint: Checkpoint, item: Experts, expert: int) -> Biases | None:
+def _biases(checkpoint: Checkpoint, item: PlannedExperts, expert: int) -> Biases | None:
     if not item.biases:
         return None
     return Biases(*(matrix(checkpoint, m, torch.float32) for m in item.biases[expert]))
 
 
-def nbytes(checkpoint: Checkpoint, item: Dense | Experts) -> int:
+def nbytes(checkpoint: Checkpoint, item: PlannedDense | PlannedExperts) -> int:
     """Stored bytes of what a plan's item takes."""
-    matrices = [item.source] if isinstance(item, Dense) else [m for e in item.experts for m in e]
+    matrices = (
+        [item.source] if isinstance(item, PlannedDense) else [m for e in item.experts for m in e]
+    )
     return sum(
         checkpoint.nbytes(part) // (1 if m.pick is None else 2)
         for m in matrices

@@ -11,19 +11,19 @@ from pykernels.shapes import MoEShape
 
 from .names import BLOCK, Names
 from .tensors.matrix import Matrix
-from .tensors.safetensors import Part
+from .tensors.safetensors import TensorSlice
 
 
 def separate(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
-    found = []
+    experts = []
     H, I = shape.H, shape.I  # noqa: E741
     for e in range(shape.E):
         gate = names.take(f"{block}.{e}.gate_proj.weight", (I, H))
         up = names.take(f"{block}.{e}.up_proj.weight", (I, H))
         down = names.take(f"{block}.{e}.down_proj.weight", (H, I))
         if gate and up and down:
-            found.append((gate, up, down))
-    return found
+            experts.append((gate, up, down))
+    return experts
 
 
 def stacked(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matrix, Matrix]]:
@@ -37,7 +37,12 @@ def stacked(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Mat
         return []
     return [
         tuple(
-            Matrix(Part(m.data.name, e), (N, K), fmt=m.fmt, whole=m.whole and Part(m.whole.name, e))
+            Matrix(
+                TensorSlice(m.data.name, e),
+                (N, K),
+                fmt=m.fmt,
+                whole=m.whole and TensorSlice(m.whole.name, e),
+            )
             for m, N, K in stacks
             if m
         )  # type: ignore[misc]
@@ -59,9 +64,9 @@ def fused(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matri
 
     def part(matrix: Matrix, e: int, rows: tuple[int, int] | None) -> Matrix:
         blocks = None if rows is None else (rows[0] // BLOCK, rows[1] // BLOCK)
-        scale = Part(matrix.scale.name, e, blocks) if matrix.scale else None
-        data = Part(matrix.data.name, e, rows)
-        whole = matrix.whole and Part(matrix.whole.name, e)
+        scale = TensorSlice(matrix.scale.name, e, blocks) if matrix.scale else None
+        data = TensorSlice(matrix.data.name, e, rows)
+        whole = matrix.whole and TensorSlice(matrix.whole.name, e)
         return Matrix(data, names.checkpoint.shape(data), scale, matrix.fmt, whole=whole)
 
     return [
@@ -79,7 +84,7 @@ def in_turns(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Ma
         return []
 
     def part(matrix: Matrix, e: int, N: int, K: int, pick: int | None = None) -> Matrix:
-        return Matrix(Part(matrix.data.name, e), (N, K), transposed=True, pick=pick)
+        return Matrix(TensorSlice(matrix.data.name, e), (N, K), transposed=True, pick=pick)
 
     return [
         (part(gate_up, e, I, H, 0), part(gate_up, e, I, H, 1), part(down, e, H, I))
@@ -96,8 +101,8 @@ def biases(names: Names, block: str, shape: MoEShape) -> list[tuple[Matrix, Matr
 
     def part(matrix: Matrix, e: int, N: int, pick: int | None = None) -> Matrix:
         if halves and pick is not None:
-            return Matrix(Part(matrix.data.name, e, (pick * N, (pick + 1) * N)), (N,))
-        return Matrix(Part(matrix.data.name, e), (N,), pick=pick)
+            return Matrix(TensorSlice(matrix.data.name, e, (pick * N, (pick + 1) * N)), (N,))
+        return Matrix(TensorSlice(matrix.data.name, e), (N,), pick=pick)
 
     if f"{block}.gate_proj_bias" in names.stored:
         sizes = {"gate": I, "up": I, "down": H}

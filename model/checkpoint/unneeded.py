@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from .quantized import compressed_tensors
 from .tensors.matrix import Lookup
-from .tensors.safetensors import Part
+from .tensors.safetensors import TensorSlice
 
 _MATRIX = {".bias": ".qweight", ".weight_zero_point": ".weight_scale"}
 """Companions that some writers add to a quantized matrix though they are zeros, and the tensor by
@@ -50,12 +50,12 @@ class Unneeded:
 
     def notes_of(self, keys: Iterable[str]) -> list[str]:
         """A line for each kind of those stored names that a user would miss."""
-        found = list(keys)
+        unneeded = list(keys)
         return list(
             dict.fromkeys(
                 note
                 for pattern, note in self._notes.items()
-                if any(re.search(pattern, key) for key in found)
+                if any(re.search(pattern, key) for key in unneeded)
             )
         )
 
@@ -65,5 +65,5 @@ def _of_zeros(names: Lookup, key: str) -> bool:
     for suffix, matrix in _MATRIX.items():
         base = key.removesuffix(suffix)
         if base != key and f"{base}{matrix}" in names.stored:
-            return not names.checkpoint.read(Part(names.stored[key])).any()
+            return not names.checkpoint.read(TensorSlice(names.stored[key])).any()
     return False

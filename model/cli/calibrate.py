@@ -55,7 +55,7 @@ def calibrate(
     able = [fmt for fmt in formats if chosen[fmt].gemm_from]
     for backend in {backends[fmt] for fmt in able}:  # an error before anything is timed
         tuning.write(backend, {}, activations)
-    found: list[Calibration] = []
+    calibrations: list[Calibration] = []
     file = None
     usual = Topology.detect().default_threads()
     if able and chosen_threads not in (None, usual):
@@ -67,7 +67,7 @@ def calibrate(
         with WorkerPool(chosen_threads) as pool, err().status("", spinner_style="dim") as status:
             for fmt in able:
                 status.update(f"{fmt}: random experts, compiling …")
-                found.append(
+                calibrations.append(
                     measuring.calibrate(
                         fmt,
                         pool,
@@ -76,15 +76,15 @@ def calibrate(
                         progress=lambda share, fmt=fmt: status.update(f"{fmt}: {share:.0%}"),  # type: ignore[misc]
                     )
                 )
-                file = tuning.write(backends[fmt], {fmt: found[-1].gemm_from}, activations)
+                file = tuning.write(backends[fmt], {fmt: calibrations[-1].gemm_from}, activations)
     unable = {fmt: backends[fmt] for fmt in formats if fmt not in able}
     if as_json:
-        print(json.dumps(_as_dict(target.cpu, file, found, unable)))
+        print(json.dumps(_as_dict(target.cpu, file, calibrations, unable)))
         return
-    for calibration in found:
+    for calibration in calibrations:
         out().print(_table(calibration))
         out().print(f"{_decision(calibration)}\n")
-    if found:
+    if calibrations:
         out().print(f"Kept in {file}", markup=False)
     if unable:
         names = ", ".join(sorted(set(unable.values())))
@@ -93,12 +93,12 @@ def calibrate(
 
 
 def _as_dict(
-    cpu: str, file: Path | None, found: list[Calibration], unable: dict[str, str]
+    cpu: str, file: Path | None, calibrations: list[Calibration], unable: dict[str, str]
 ) -> dict[str, object]:
     """What `--json` prints; `no_gemm` maps formats to their kernel, which has no GEMM."""
     from dataclasses import asdict
 
-    formats = {calibration.fmt: asdict(calibration) for calibration in found}
+    formats = {calibration.fmt: asdict(calibration) for calibration in calibrations}
     return {"cpu": cpu, "file": file and str(file), "formats": formats, "no_gemm": unable}
 
 

@@ -94,11 +94,11 @@ def inspect(
             out().print(str(placed), markup=False)
             return
         given = expert_cache, gpu_experts, gpu_memory
-        found = examine(which, rules, device, eager, where, *given)
+        inspection = examine(which, rules, device, eager, where, *given)
     if as_json:
-        print(json.dumps(found.as_dict(), indent=2))
+        print(json.dumps(inspection.as_dict(), indent=2))
     else:
-        _show(found)
+        _show(inspection)
 
 
 def _show(found: Inspection) -> None:

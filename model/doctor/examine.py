@@ -184,13 +184,13 @@ def look_at_versions() -> Iterator[Fact]:
             yield Fact(name, "missing", f"{name} cannot be imported: {error}", hint)
 
 
-def version_fact(name: str, found: str, oldest: str) -> Fact:
-    """`found` as a fact, with a problem if it is older than `oldest`."""
-    old = _numbers(found) < _numbers(oldest)
+def version_fact(name: str, installed: str, oldest: str) -> Fact:
+    """`installed` as a fact, with a problem if it is older than `oldest`."""
+    old = _numbers(installed) < _numbers(oldest)
     return Fact(
         name,
-        found,
-        f"{name} {found} is older than {oldest}" if old else "",
+        installed,
+        f"{name} {installed} is older than {oldest}" if old else "",
         f"Install a newer one: pip install {pinned()}'{name}>={oldest}'",
     )
 

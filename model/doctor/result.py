@@ -17,7 +17,7 @@ def result_fact(fmt: str, kernel: str) -> Fact:
     from pykernels import ref
     from pykernels.quant import get_format
     from pykernels.shapes import MoEShape
-    from runtime.devices.cpu.routed import RoutedExperts
+    from runtime.devices.cpu.routed import CpuExperts
 
     shape = MoEShape(E=4, H=256, I=256, topk=2)  # expert 3 gets no token
     random = torch.Generator().manual_seed(0)
@@ -31,7 +31,7 @@ def result_fact(fmt: str, kernel: str) -> Fact:
     name, hint = f"{fmt} on {kernel}", "Use --kernel generic and report this CPU"
     try:
         quantize = get_format(fmt).quantize
-        experts = RoutedExperts(shape, fmt, kernel=kernel)
+        experts = CpuExperts(shape, fmt, kernel=kernel)
         for expert in range(shape.E):
             gate, up = matrix(shape.I, shape.H), matrix(shape.I, shape.H)
             down = matrix(shape.H, shape.I)

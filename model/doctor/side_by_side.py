@@ -36,19 +36,19 @@ def tried_side_by_side(
     topology = Topology.detect()
     most = min(topology.usable, topology.memory_available // MEMORY, len(cases))
     todo: SimpleQueue[Case] = SimpleQueue()
-    found: SimpleQueue[tuple[Case, Fact | None]] = SimpleQueue()
+    results: SimpleQueue[tuple[Case, Fact | None]] = SimpleQueue()
     for case in cases:
         todo.put(case)
     cores = topology.cores[: max(1, most)]
     threads = [
-        threading.Thread(target=_work, args=(core, todo, found), daemon=True) for core in cores
+        threading.Thread(target=_work, args=(core, todo, results), daemon=True) for core in cores
     ]
     for thread in threads if cases else ():
         thread.start()
     running: list[Case] = []
     left = len(cases)
     while left:
-        case, fact = found.get()
+        case, fact = results.get()
         if fact is None:
             running.append(case)
         else:
@@ -59,7 +59,9 @@ def tried_side_by_side(
         progress(f"{left} to go, compiling {names}")
 
 
-def _work(core: int, todo: SimpleQueue[Case], found: SimpleQueue[tuple[Case, Fact | None]]) -> None:
+def _work(
+    core: int, todo: SimpleQueue[Case], results: SimpleQueue[tuple[Case, Fact | None]]
+) -> None:
     """Has a process on one core try cases, one after the other."""
     process: subprocess.Popen[str] | None = None
     while True:
@@ -67,7 +69,7 @@ def _work(core: int, todo: SimpleQueue[Case], found: SimpleQueue[tuple[Case, Fac
             fmt, kernel = case = todo.get_nowait()
         except Empty:
             break
-        found.put((case, None))
+        results.put((case, None))
         process = process or _start(core)
         assert process.stdin is not None and process.stdout is not None
         line = ""
@@ -77,14 +79,14 @@ def _work(core: int, todo: SimpleQueue[Case], found: SimpleQueue[tuple[Case, Fac
         except OSError:
             pass  # it has ended
         if line:
-            found.put((case, Fact(**json.loads(line))))
+            results.put((case, Fact(**json.loads(line))))
             continue
         name, code = f"{fmt} on {kernel}", process.wait()
         cause = (
             f"{name}: its process ended with {f'signal {-code}' if code < 0 else f'code {code}'}"
         )
         hint = "Use --kernel generic and report this CPU"
-        found.put((case, Fact(name, "failed", cause, hint)))
+        results.put((case, Fact(name, "failed", cause, hint)))
         process = None
     if process is not None and process.stdin is not None:
         process.stdin.close()  # which ends it

@@ -24,9 +24,9 @@ def topology_facts(topology: Topology) -> Iterator[Fact]:
     yield Fact("cores", f"{cores} of {os.cpu_count()} may be used{siblings}")
     if math.isfinite(topology.cpu_quota):
         yield Fact("CPU quota", f"the cgroup grants {topology.cpu_quota:g} CPUs' worth of time")
-    threads, beside = (topology.default_threads(works) for works in (True, False))
+    threads, with_gpu = (topology.default_threads(works) for works in (True, False))
     asked = f" (PYKERNELS_THREADS: {env.threads})" if env.threads else ""
-    yield Fact("workers", f"{threads} by default, {beside} beside a GPU{asked}")
+    yield Fact("workers", f"{threads} by default, {with_gpu} with a GPU{asked}")
     yield from _nodes(topology)
 
 

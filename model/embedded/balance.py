@@ -20,11 +20,11 @@ def router_bias(router: nn.Module) -> Tensor:
 
 def routers(model: nn.Module) -> dict[int, nn.Module]:
     """The MoE routers by layer number."""
-    found: dict[int, nn.Module] = {}
+    routers_by_layer: dict[int, nn.Module] = {}
     for name, module in model.named_modules():
         if name.endswith(".mlp.gate") and hasattr(module, "e_score_correction_bias"):
-            found[int(name.split(".layers.")[1].split(".")[0])] = module
-    return found
+            routers_by_layer[int(name.split(".layers.")[1].split(".")[0])] = module
+    return routers_by_layer
 
 
 class LoadCounter:

@@ -61,7 +61,7 @@ def find_sources(stdlib: Path) -> list[SourceFile]:
     Installed packages, caches, empty files and `_sysconfigdata*` (written by each build, with that
     build's own paths) are left out. Raises `ValueError` when no file is left.
     """
-    found: list[SourceFile] = []
+    sources: list[SourceFile] = []
     for file in sorted(stdlib.rglob("*.py"), key=lambda f: f.relative_to(stdlib).as_posix()):
         relative = file.relative_to(stdlib)
         if _SKIPPED_FOLDERS & set(relative.parts) or file.name.startswith("_sysconfigdata"):
@@ -72,10 +72,10 @@ def find_sources(stdlib: Path) -> list[SourceFile]:
         except UnicodeDecodeError:
             continue
         if data:
-            found.append(SourceFile(relative.as_posix(), data))
-    if not found:
+            sources.append(SourceFile(relative.as_posix(), data))
+    if not sources:
         raise ValueError(f"no UTF-8 *.py file under {stdlib}; give a standard library's folder")
-    return found
+    return sources
 
 
 def split(sources: Iterable[SourceFile]) -> Split:

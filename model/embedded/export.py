@@ -100,8 +100,8 @@ def fused_state(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     experts: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in plain.items():
-        head, found, tail = name.partition(".mlp.experts.")
-        if not found:
+        head, separator, tail = name.partition(".mlp.experts.")
+        if not separator:
             out[name] = tensor
             continue
         number, projection, _ = tail.split(".")

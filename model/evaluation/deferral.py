@@ -67,7 +67,7 @@ class Result:
 
 
 TOKENS = 16000
-"""Of the text that is scored, where no number is given."""
+"""Tokens of the text that is scored, if no number is given."""
 
 
 def evaluate(

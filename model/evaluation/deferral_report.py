@@ -22,9 +22,9 @@ def write(result: Result, folder: Path, date: str) -> list[Path]:
 
 def summary(result: Result) -> list[str]:
     """The findings, in sentences that follow from the numbers alone."""
-    found = {(row.method, row.affected): row for row in result.rows}
+    by_method = {(row.method, row.affected): row for row in result.rows}
     numbers = sorted({row.affected for row in result.rows if row.affected})
-    pairs = [(N, found["skipping", N], found["deferral", N]) for N in numbers]
+    pairs = [(N, by_method["skipping", N], by_method["deferral", N]) for N in numbers]
     if not pairs:
         return []
     better = [N for N, skipped, deferred in pairs if deferred.change < skipped.change]

@@ -80,9 +80,9 @@ def score(
     else:
         pairs = zip(prompts, params, strict=True)
         results = [llm.engine.generate([each], how)[0] for each, how in pairs]
-    found = []
+    scores = []
     for document, result in zip(documents, results, strict=True):
         [output] = result.completions
         assert list(output.token_ids) == list(document[prompt:])
-        found.append([token.logprob for token in (*output.prompt_logprobs, *output.logprobs)])
-    return np.array(found, np.float64)
+        scores.append([token.logprob for token in (*output.prompt_logprobs, *output.logprobs)])
+    return np.array(scores, np.float64)

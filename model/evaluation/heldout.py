@@ -32,7 +32,7 @@ class Heldout:
 def heldout(
     tokenizer: Any, tokens: int, length: int, stdlib: Path | None = None, least: int = 1
 ) -> Heldout:
-    """As many files as hold so many tokens.
+    """Takes as many files as hold so many tokens.
 
     Args:
         tokens: that are scored, at least, where there are as many.

@@ -121,12 +121,12 @@ def check_solutions(
     chosen: Sequence[Problem], done: Callable[[int], None] = lambda count: None
 ) -> list[Outcome]:
     """The problems' own solutions through the sandbox: what shows that it scores right."""
-    found = []
+    outcomes = []
     with checking() as check:
         for future in [check(problem, problem.solution) for problem in chosen]:
-            found.append(future.result())
+            outcomes.append(future.result())
             done(1)
-    return found
+    return outcomes
 
 
 def evaluate(
@@ -150,7 +150,7 @@ def evaluate(
     handles: list[Any] = []
     try:
         with checking() as check:
-            found: list[list[Any]] = []
+            outcomes: list[list[Any]] = []
             if not in_turn:
                 handles = [llm.submit(ids, _params(draws, seed)) for ids, seed in requests]
             for at, problem in enumerate(chosen):
@@ -158,9 +158,9 @@ def evaluate(
                     ids, seed = requests[at]
                     handles.append(llm.submit(ids, _params(draws, seed)))
                 texts = [one.text for one in handles[at].result().completions]
-                found.append([check(problem, text) for text in texts])
+                outcomes.append([check(problem, text) for text in texts])
                 done(1)
-            return [[future.result() for future in row] for row in found]
+            return [[future.result() for future in row] for row in outcomes]
     except BaseException:
         for handle in handles:
             handle.cancel()

@@ -61,11 +61,11 @@ def likelihoods(
     try:
         for tokens, (_, continuation) in zip(whole, pairs, strict=True):
             handles.append(_submit(llm, tokens, len(continuation)) if continuation else None)
-        found = []
+        results = []
         for handle in handles:
-            found.append(Likelihood(0.0, True, 0) if handle is None else _of(handle.result()))
+            results.append(Likelihood(0.0, True, 0) if handle is None else _of(handle.result()))
             progress(1)
-        return found
+        return results
     except BaseException:
         for handle in handles:
             if handle is not None:
@@ -73,20 +73,20 @@ def likelihoods(
         raise
 
 
-def _fit(context: Sequence[int], continuation: Sequence[int], room: int) -> list[int]:
+def _fit(context: Sequence[int], continuation: Sequence[int], limit: int) -> list[int]:
     """Both, the context cut on its left where the model has no room for it."""
     if not context:
         raise PykernelsError("an empty context", "Give it the token that texts begin with")
     whole = [*context, *continuation]
-    if len(whole) <= room:
+    if len(whole) <= limit:
         return whole
-    if len(continuation) >= room:
+    if len(continuation) >= limit:
         raise PykernelsError(
-            f"a continuation of {len(continuation)} tokens and a context of the model of {room}",
+            f"a continuation of {len(continuation)} tokens and a context of the model of {limit}",
             "Score it in pieces",
         )
-    warnings.warn(f"A context is cut to the model's {room} tokens.", stacklevel=4)
-    return whole[-room:]
+    warnings.warn(f"A context is cut to the model's {limit} tokens.", stacklevel=4)
+    return whole[-limit:]
 
 
 def _submit(llm: LLM, tokens: list[int], continuation: int) -> RequestHandle:

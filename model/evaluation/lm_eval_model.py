@@ -81,8 +81,8 @@ class EngineLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        found = self._score([(context, continuation) for _, context, continuation in requests])
-        return [(one.logprob, one.greedy) for one in found]
+        scores = self._score([(context, continuation) for _, context, continuation in requests])
+        return [(one.logprob, one.greedy) for one in scores]
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -96,8 +96,8 @@ class EngineLM(TemplateLM):
             ]
             for (text,) in (request.args for request in requests)
         ]
-        found = iter(self._score([pair for each in windows for pair in each]))
-        return [sum(next(found).logprob for _ in each) for each in windows]
+        scores = iter(self._score([pair for each in windows for pair in each]))
+        return [sum(next(scores).logprob for _ in each) for each in windows]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         done = self._progress("writing", len(requests))
@@ -113,8 +113,8 @@ class EngineLM(TemplateLM):
                 context, how = request.args
                 params = _params(how)
                 assert params.max_tokens is not None
-                room = self.max_length - params.max_tokens
-                handles.append(self.llm.engine.submit(self.tok_encode(context)[-room:], params))
+                longest = self.max_length - params.max_tokens
+                handles.append(self.llm.engine.submit(self.tok_encode(context)[-longest:], params))
                 if self._in_turn:
                     take()
             while len(texts) < len(handles):

@@ -149,8 +149,8 @@ def ways(device: str, length: int, documents: int, slots: int) -> list[Way]:
         cache = llm.expert_cache
         return f"{cache.hit_rate:.0%} hits, {cache.swaps} swaps" if cache else ""
 
-    def lanes(llm: LLM) -> str:
-        return "two lanes" if llm.runner.dual_batch else ""
+    def microbatches(llm: LLM) -> str:
+        return "two microbatches" if llm.runner.dual_batch else ""
 
     gpu = ("ref", "cuda")
     every = [
@@ -163,7 +163,7 @@ def ways(device: str, length: int, documents: int, slots: int) -> list[Way]:
         Way("streamed prefill", {"prefill": "stream"}, gpu),
         Way("split prefill", {"prefill": "split"}, ("cuda",)),
         Way("expert cache", {"expert_cache": slots}, gpu, shown=swapped),
-        Way("dual batch", {"dual_batch": True}, gpu, at_once=True, shown=lanes),
+        Way("dual batch", {"dual_batch": True}, gpu, at_once=True, shown=microbatches),
         Way("experts on the GPU too", {"gpu_experts": slots}, ("cuda",)),
         Way("all experts on the GPU", {"experts": "gpu"}, ("cuda",)),
         Way("streamed dense weights", {"dense_gib": 0.0}, ("cuda",)),
@@ -276,20 +276,20 @@ def _row(
                 start = max(1, prompt - TAIL)
                 once = SamplingParams(max_tokens=1, temperature=0)
                 llm.engine.generate([document[:prompt] for document in documents], once)
-            found = score(llm, documents, prompt, start, way.at_once)
+            scores = score(llm, documents, prompt, start, way.at_once)
             shown = way.shown(llm)
     except PykernelsError as error:
         return Row(way.name, way.lossless, refused=str(error))
     same = base[:, start - 1 :]
-    difference = found - same
+    difference = scores - same
     return Row(
         way.name,
         way.lossless,
-        perplexity=_perplexity(found),
+        perplexity=_perplexity(scores),
         plain=_perplexity(same),
         rms=_rms(difference),
         largest=float(np.abs(difference).max()),
-        tokens=found.size,
+        tokens=scores.size,
         equal=bool((difference == 0).all()),
         within=_rms(difference) <= allowed,
         shown=shown,

@@ -15,13 +15,13 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu.gemm.weights import supports_format
 from pykernels.quant import get_format
 from pykernels.quant.layout import padded
-from runtime.devices.cpu.routed import RoutedExperts
+from runtime.devices.cpu.routed import CpuExperts
 
 from ..architectures.schema import ROUTERS
 from ..checkpoint.config import EXPERT_COUNTS
 from ..modules.linear import Linear
 from ..modules.moe import FusedMoE
-from ..modules.placement import Placement
+from ..modules.placement import ModulePlacement
 from ..modules.recognise import experts_per_token
 from .formats import Formats
 
@@ -58,7 +58,7 @@ class Entry:
 
 def entries(
     model: PreTrainedModel,
-    placement: Placement,
+    placement: ModulePlacement,
     formats: Formats,
     engine: bool,
     dtype: torch.dtype,
@@ -69,7 +69,7 @@ def entries(
 
     Args:
         engine: whether the engine runs it: matrices packed as stored, vectors in float32.
-        dtype: of what is not packed, eagerly.
+        dtype: dtype of unpacked weights, without the engine.
         routed: the device of routed experts of ours; ``slots``: of each layer for some of them,
             where the rest of the layer is.
     """
@@ -83,19 +83,19 @@ def entries(
         elif _are_experts(name, module):
             yield _fused_experts(name, module, model, placement.of(name), dtype)
             continue
-        own = [(leaf, p) for leaf, p in module.named_parameters(recurse=False)]
-        own += [
+        parameters = [(leaf, p) for leaf, p in module.named_parameters(recurse=False)]
+        parameters += [
             (leaf, buffer)
             for leaf, buffer in module.named_buffers(recurse=False)
             if leaf not in module._non_persistent_buffers_set
         ]
-        own = [(leaf, t) for leaf, t in own if id(t) not in seen]
-        seen.update(id(tensor) for _, tensor in own)
-        if own:
+        parameters = [(leaf, t) for leaf, t in parameters if id(t) not in seen]
+        seen.update(id(tensor) for _, tensor in parameters)
+        if parameters:
             around = model.get_submodule(name.rpartition(".")[0])
             on_gpu = placement.of(name) != "cpu"
             entry = _Sizes(name, module, around, formats, engine, dtype, tied, on_gpu)
-            for leaf, tensor in own:
+            for leaf, tensor in parameters:
                 entry.add(leaf, tensor)
             yield entry.finish(placement.of(name))
 
@@ -171,8 +171,8 @@ class _Sizes:
 
 def matrix_bytes(fmt: str, N: int, K: int) -> int:
     """Memory of a packed matrix."""
-    found = get_format(fmt)
-    return padded(N, 1)[0] // 32 * (found.block_bytes(K) + found.scale_bytes(K))
+    format_ = get_format(fmt)
+    return padded(N, 1)[0] // 32 * (format_.block_bytes(K) + format_.scale_bytes(K))
 
 
 def _heads_bytes(fmt: str, attention: Any) -> int:
@@ -188,7 +188,7 @@ def packed_experts(name: str, block: FusedMoE, formats: Formats, device: str) ->
     reads = ((fmt, shape.H), (down, shape.I))
     if device != "cpu" and any(supports_format(get_format(f), K) for f, K in reads):
         fmt = down = "bf16"
-    nbytes = RoutedExperts.bytes_needed(shape, fmt, down)
+    nbytes = CpuExperts.bytes_needed(shape, fmt, down)
     return Entry(
         f"{name}.experts",
         f"{shape.E} experts, top-{shape.topk}",
@@ -217,8 +217,8 @@ def _slots(name: str, block: FusedMoE, formats: Formats, device: str, count: int
 
 def _are_experts(name: str, module: nn.Module) -> bool:
     """Whether a module of transformers' holds the matrices of all experts of a block."""
-    own = module.parameters(recurse=False)
-    return name.endswith("experts") and any(parameter.ndim == 3 for parameter in own)
+    parameters = module.parameters(recurse=False)
+    return name.endswith("experts") and any(parameter.ndim == 3 for parameter in parameters)
 
 
 def _fused_experts(

@@ -32,10 +32,10 @@ from ..pinning.choose import Wanted, parse
 from ..pretrained import build_meta
 from ..rules import Rules, known_architectures, resolve_rules
 from ..rules.schema import is_device
-from .beside import Beside, room_beside, with_experts_beside
 from .dealt import dealt
 from .entries import Entry, entries
 from .formats import Formats, cached, configured, planned
+from .gpu_experts import GpuShare, gpu_bytes_for_experts, with_gpu_experts
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,12 @@ class Inspection:
     Attributes:
         source: what it was told from: "its headers", "its config.json alone", "its known shape".
         engine: whether the engine runs it; ``reason``: why not, if so.
-        classes: of every module, by its name.
-        cache_bytes: that one token's keys and values take, by ``kv_dtype`` ("fp8" in the engine
+        classes: class of every module, by its name.
+        cache_bytes: bytes of one token's keys and values by ``kv_dtype`` ("fp8" in the engine
             alone); none if it is not known.
-        state_bytes: that the engine keeps of a sequence beside keys and values.
-        beside: the experts that a GPU has beside all of them on the CPU; None if none was asked.
+        state_bytes: bytes of state that the engine keeps of a sequence besides keys and values.
+        gpu_share: the experts that a GPU has besides all of them on the CPU; None if none was
+            asked.
     """
 
     name: str
@@ -60,17 +61,17 @@ class Inspection:
     entries: list[Entry]
     classes: dict[str, str]
     cache_bytes: dict[str, int]
-    beside: Beside | None = None
+    gpu_share: GpuShare | None = None
     state_bytes: int = 0
 
     @property
     def devices(self) -> dict[str, tuple[int, int]]:
         """(parameters, bytes) on each device."""
-        found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+        by_device: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
         for entry in self.entries:
-            numbers, nbytes = found[entry.device]
-            found[entry.device] = numbers + entry.parameters, nbytes + entry.bytes
-        return dict(found)
+            numbers, nbytes = by_device[entry.device]
+            by_device[entry.device] = numbers + entry.parameters, nbytes + entry.bytes
+        return dict(by_device)
 
     def parameters(self, routed: bool) -> int:
         """Parameters of the routed experts, or of everything else."""
@@ -99,7 +100,7 @@ class Inspection:
             "token_bytes": self.token_bytes,
             "kv_cache_token_bytes": self.cache_bytes,
             "state_bytes": self.state_bytes,
-            "gpu_experts": None if self.beside is None else asdict(self.beside),
+            "gpu_experts": None if self.gpu_share is None else asdict(self.gpu_share),
         }
 
 
@@ -117,10 +118,10 @@ def examine(
 
     Args:
         which: a checkpoint's folder, a config.json or its folder, or a name in ``ARCHS``.
-        device: of all that no rule places, or GPUs over which layers are dealt; they need not be
-            there, and are taken to have the same room.
-        experts: where the engine has routed experts beside a GPU: "cpu" or "gpu".
-        slots: of each layer on the GPU, for experts that are on the CPU.
+        device: default device, or GPUs over which layers are distributed; they need not be
+            there, and are taken to have the same memory.
+        experts: where the engine has routed experts with a GPU: "cpu" or "gpu".
+        slots: expert slots of each layer on the GPU, for experts that are on the CPU.
         gpu_experts: experts of each layer that the GPU has too, see ``choose``; ``gpu_gib``: GiB of
             its memory, for as many as fit; None: of this machine's.
 
@@ -151,13 +152,13 @@ def examine(
     reason = "--eager asks for it" if eager else why_not(config)
     _refuse(gpus, reason, experts, slots, wanted)
     routed = gpus[0] if experts == "gpu" else CPU
-    found = list(entries(model, placement, formats, reason is None, dtype, routed, slots))
-    cache_bytes, beside = _cache_bytes(model, reason is None), None
+    listed = list(entries(model, placement, formats, reason is None, dtype, routed, slots))
+    cache_bytes, gpu_share = _cache_bytes(model, reason is None), None
     if wanted:
-        room = room_beside(found, cache_bytes["bf16"], gpus, gpu_gib)
-        found, beside = with_experts_beside(found, wanted, model, placement, formats, room)
+        free_bytes = gpu_bytes_for_experts(listed, cache_bytes["bf16"], gpus, gpu_gib)
+        listed, gpu_share = with_gpu_experts(listed, wanted, model, placement, formats, free_bytes)
     if len(gpus) > 1:
-        found = dealt(found, gpus)
+        listed = dealt(listed, gpus)
     classes = {name: type(module).__name__ for name, module in model.named_modules()}
     return Inspection(
         str(which),
@@ -165,10 +166,10 @@ def examine(
         source,
         reason is None,
         reason,
-        found,
+        listed,
         classes,
         cache_bytes,
-        beside,
+        gpu_share,
         cache_state_bytes(model) if reason is None else 0,
     )
 
@@ -185,17 +186,17 @@ def _refuse(gpus: list[str], reason: str | None, experts: str, slots: int, wante
         )
     if experts == "gpu" and gpus == [CPU]:
         raise PykernelsError("experts on a GPU without one", "Add --device cuda:0")
-    beside = gpus != [CPU] and experts != "gpu"
-    if slots and not beside:
+    hybrid = gpus != [CPU] and experts != "gpu"
+    if slots and not hybrid:
         raise PykernelsError(
             "an expert cache without experts on the CPU beside a GPU, in the engine",
             "Use --device cuda:0 with --experts cpu",
         )
     if slots and len(gpus) > 1:
         raise PykernelsError(*several_refused("an expert cache"))
-    if wanted and (not beside or slots):
+    if wanted and (not hybrid or slots):
         raise PykernelsError(
-            "some experts on a GPU without the others on the CPU, or beside an expert cache",
+            "some experts on a GPU without the others on the CPU, or with an expert cache",
             "Use --gpu-experts with --device cuda:0 and --experts cpu alone",
         )
 

@@ -1,4 +1,4 @@
-"""In which weight format each matrix is stored: by a load plan, or by what a configuration says."""
+"""The format in which each matrix is stored, from a load plan or from a configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ..architectures.schema import Schema
 from ..checkpoint.packed.mapped import PackedFolder
-from ..checkpoint.plan import Dense, Plan
+from ..checkpoint.plan import Plan, PlannedDense
 from ..checkpoint.quantized import auto_round
 
 EXPERTS = "experts"
@@ -25,10 +25,11 @@ class Formats:
     """Names of ``pykernels.quant``'s formats by parameter.
 
     Attributes:
-        known: those that a checkpoint stores; the experts of a block under its name, gate and up.
+        known: formats that a checkpoint stores; a block's name stands for gate and up of its
+            experts.
         known_down: by block, that of its experts' down.
         parts: of a matrix that is stored in parts, the format and the rows of each.
-        linear, experts: of the others, linears and routed experts.
+        linear, experts: formats of all other linears and routed experts.
         ignored: names of linears that are bfloat16 for all that.
     """
 
@@ -56,11 +57,15 @@ class Formats:
 def planned(plan: Plan) -> Formats:
     """The formats of a checkpoint."""
     known = {
-        item.name: (item.source.fmt or "bf16") if isinstance(item, Dense) else item.stored
+        item.name: (item.source.fmt or "bf16") if isinstance(item, PlannedDense) else item.stored
         for item in plan.items
     }
-    down = {item.name: item.down_stored for item in plan.items if not isinstance(item, Dense)}
-    rows = {item.name: item.source.shape[0] for item in plan.items if isinstance(item, Dense)}
+    down = {
+        item.name: item.down_stored for item in plan.items if not isinstance(item, PlannedDense)
+    }
+    rows = {
+        item.name: item.source.shape[0] for item in plan.items if isinstance(item, PlannedDense)
+    }
     return Formats(known, known_down=down, parts=_in_parts(known, rows))
 
 

@@ -9,15 +9,15 @@ from itertools import groupby
 from rich.table import Table
 from rich.text import Text
 
-from .beside import SUFFIX, Beside
 from .entries import Entry
 from .examine import Inspection
+from .gpu_experts import SUFFIX, GpuShare
 
 _LAYER = re.compile(r"(?P<list>.*\blayers)\.(?P<i>\d+)\.(?P<rest>.+)$")
 OURS = "•"
 
 
-def table(found: Inspection) -> Table:
+def table(result: Inspection) -> Table:
     """Modules with weights of their own; layers that are the same, but for their number, summed."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     made.add_column("module", no_wrap=True)
@@ -26,33 +26,33 @@ def table(found: Inspection) -> Table:
         made.add_column(title, no_wrap=True)
     for title in ("parameters", "bytes", "per token"):
         made.add_column(title, justify="right", no_wrap=True)
-    for first, last, group in layers(found.entries):
-        _add(made, found, first, last, group)
+    for first, last, group in layers(result.entries):
+        _add(made, result, first, last, group)
     return made
 
 
-def summary(found: Inspection) -> list[str]:
+def summary(result: Inspection) -> list[str]:
     """The lines below the table."""
     lines = [
         f"{device:<8}{count(numbers):>8} parameters {size(nbytes):>12}"
-        for device, (numbers, nbytes) in found.devices.items()
+        for device, (numbers, nbytes) in result.devices.items()
     ]
-    routed, other = found.parameters(True), found.parameters(False)
-    kinds = [f"{size(nbytes)} in {kind}" for kind, nbytes in found.cache_bytes.items()]
+    routed, other = result.parameters(True), result.parameters(False)
+    kinds = [f"{size(nbytes)} in {kind}" for kind, nbytes in result.cache_bytes.items()]
     cache = ", ".join(kinds) or "unknown"
     lines += [
         f"{count(routed + other)} parameters: {count(routed)} in routed experts, {count(other)} in"
         " everything else",
-        f"a token reads {size(found.token_bytes)} of weights; its part of the KV cache: {cache}",
+        f"a token reads {size(result.token_bytes)} of weights; its part of the KV cache: {cache}",
     ]
-    if found.state_bytes:
-        lines.append(f"a sequence keeps {size(found.state_bytes)} of states, whatever its length")
-    if found.beside is not None:
-        lines += _beside(found.beside)
-    if found.engine:
+    if result.state_bytes:
+        lines.append(f"a sequence keeps {size(result.state_bytes)} of states, whatever its length")
+    if result.gpu_share is not None:
+        lines += _gpu_share(result.gpu_share)
+    if result.engine:
         lines.append("the engine runs it: every module on our kernels")
     else:
-        lines.append(f"eager, as {found.reason}: {OURS} on our kernels, else transformers' own")
+        lines.append(f"eager, as {result.reason}: {OURS} on our kernels, else transformers' own")
     return lines
 
 
@@ -87,33 +87,33 @@ def _kind(entry: Entry) -> tuple[object, ...]:
     return (match["rest"], entry.cls, entry.ours, entry.device, entry.format, entry.bytes)
 
 
-def _add(made: Table, found: Inspection, first: int, last: int, rows: list[list[Entry]]) -> None:
+def _add(made: Table, result: Inspection, first: int, last: int, rows: list[list[Entry]]) -> None:
     """Rows of a run of layers under a heading, or of one module."""
     shown: list[str] = []  # headings that stand above
     for row in rows:
         head = row[0]
         match = _LAYER.match(head.name)
         if match is None:
-            made.add_row(*_cells(head.name, 0, row, found))
+            made.add_row(*_cells(head.name, 0, row, result))
             continue
         top = f"{match['list']}.{first}" + (f"-{last}" if last > first else "")
         real = f"{match['list']}.{first}"
         if not shown:
-            made.add_row(Text(top, style="bold"), Text(found.classes.get(real, ""), "dim"))
+            made.add_row(Text(top, style="bold"), Text(result.classes.get(real, ""), "dim"))
         *parents, leaf = match["rest"].split(".")
         for depth in range(len(parents)):
             path = ".".join(parents[: depth + 1])
             if path not in shown:
                 shown.append(path)
-                cls = found.classes.get(f"{real}.{path}", "")
+                cls = result.classes.get(f"{real}.{path}", "")
                 made.add_row("  " * (depth + 1) + parents[depth], Text(cls, "dim"))
         shown.append(match["rest"])
-        made.add_row(*_cells(leaf, len(parents) + 1, row, found))
+        made.add_row(*_cells(leaf, len(parents) + 1, row, result))
 
 
-def _cells(leaf: str, depth: int, row: list[Entry], found: Inspection) -> list[str]:
+def _cells(leaf: str, depth: int, row: list[Entry], result: Inspection) -> list[str]:
     one = row[0]
-    mark = f" {OURS}" if one.ours and not found.engine else ""
+    mark = f" {OURS}" if one.ours and not result.engine else ""
     read = sum(entry.token_bytes for entry in row)
     return [
         "  " * depth + leaf,
@@ -126,13 +126,12 @@ def _cells(leaf: str, depth: int, row: list[Entry], found: Inspection) -> list[s
     ]
 
 
-def _beside(some: Beside) -> list[str]:
-    how = "as the profile has it" if some.profiled else "if it takes all alike"
+def _gpu_share(gpu: GpuShare) -> list[str]:
+    how = "as the profile has it" if gpu.profiled else "if it takes all alike"
     return [
-        f"{some.experts} experts of {some.layers} layers are on the GPU too, {size(some.bytes)}: a"
-        f" token takes {some.share:.1%} of its experts there {how}",
-        f"so the CPU reads {size(some.cpu_token_bytes)} of experts a token, not"
-        f" {size(some.without)}",
+        f"{gpu.experts} experts of {gpu.layers} layers are on the GPU too, {size(gpu.bytes)}: a"
+        f" token takes {gpu.share:.1%} of its experts there {how}",
+        f"so the CPU reads {size(gpu.cpu_token_bytes)} of experts a token, not {size(gpu.without)}",
     ]
 
 

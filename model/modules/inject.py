@@ -104,10 +104,10 @@ def _none_hold(rule: Rule, model: PreTrainedModel) -> PykernelsError:
         for name, module in model.named_modules()
         if name.rpartition(".")[2] == "experts"
     ]
-    found = experts[0] if experts else "none of its modules is called experts"
+    holder = experts[0] if experts else "none of its modules is called experts"
     return PykernelsError(
         f"{rule.origin}: {model.config.model_type} has no routed experts that could be recognised:"
-        f" {found}",
+        f" {holder}",
         "Run it as transformers has it, with an empty list of rules",
     )
 

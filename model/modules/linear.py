@@ -68,27 +68,29 @@ class Linear(Operator):
 
     def check(self, fmt: str) -> None:
         """Raise `PykernelsError` if this matrix cannot be in a format, on its device."""
-        K, found = self.in_features, get_format(fmt)
+        K, stored = self.in_features, get_format(fmt)
         reason = None
-        if K % found.k_multiple:
-            reason = f"{fmt} takes inputs in multiples of {found.k_multiple}, not {K}"
+        if K % stored.k_multiple:
+            reason = f"{fmt} takes inputs in multiples of {stored.k_multiple}, not {K}"
         elif self.placed not in (None, "cpu"):
-            reason = supports_format(found, K)
+            reason = supports_format(stored, K)
         if reason is not None:
             raise PykernelsError(f"{self.name}: {reason}", "Exclude it in the rule's name")
 
     def packed_bytes(self, fmt: str) -> int:
         """Memory of the packed matrix."""
         blocks = padded(self.out_features, 1)[0] // 32
-        found = get_format(fmt)
-        return blocks * (found.block_bytes(self.in_features) + found.scale_bytes(self.in_features))
+        stored = get_format(fmt)
+        return blocks * (
+            stored.block_bytes(self.in_features) + stored.scale_bytes(self.in_features)
+        )
 
     def load(self, fmt: str, weight: Weight) -> None:
         """Packs the matrix, in ``fmt``; the parameter is gone then."""
-        found = get_format(fmt)
-        found.check(weight, self.out_features, self.in_features, self.name)
+        stored = get_format(fmt)
+        stored.check(weight, self.out_features, self.in_features, self.name)
         pool = default_pool()
-        self._packed = PackedMatrix.of(found, [weight], packer(pool), weights_on(pool.memory))
+        self._packed = PackedMatrix.of(stored, [weight], packer(pool), weights_on(pool.memory))
         self.register_parameter("weight", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,5 +131,5 @@ class Linear(Operator):
 
 def linears(model: nn.Module) -> dict[str, Linear]:
     """The linears of a model, by the names of their weights."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    return {f"{name}.weight": module for name, module in found.items()}
+    by_name = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    return {f"{name}.weight": module for name, module in by_name.items()}

@@ -14,7 +14,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import Biases, Weight
 from pykernels.registry import ACTIVATIONS
 from pykernels.shapes import MoEShape
-from runtime.devices.cpu.routed import RoutedExperts
+from runtime.devices.cpu.routed import CpuExperts
 
 from .recognise import experts_per_token, experts_shape, in_turns
 from .registry import ModuleContext, Operator, operator
@@ -81,7 +81,7 @@ class FusedMoE(Operator):
         self.activations = activations
         self.defer, self.stay = defer, stay
         self.shape = self._take(original, context)
-        self.routed: RoutedExperts | None = None
+        self.routed: CpuExperts | None = None
 
     def _take(self, original: Any, context: ModuleContext) -> MoEShape:
         """Sizes of the experts; keeps of what is replaced what is to run on. `PykernelsError` if it
@@ -99,11 +99,11 @@ class FusedMoE(Operator):
         """What the checkpoint's names of the experts begin with."""
         return f"{self.name}.experts"
 
-    def allocate(self, stored: str, down_stored: str | None = None) -> RoutedExperts:
+    def allocate(self, stored: str, down_stored: str | None = None) -> CpuExperts:
         """Make room for the packed experts of a checkpoint that stores them as `stored`, and down
         as `down_stored` (None: the same)."""
         fmt, down_fmt = self.packed_format(stored), self.packed_format(down_stored or stored)
-        self.routed = RoutedExperts(
+        self.routed = CpuExperts(
             self.shape, fmt, kernel=self.kernel, activations=self.activations, down_fmt=down_fmt
         )
         return self.routed
@@ -158,7 +158,7 @@ class FusedMoE(Operator):
             return torch.sigmoid(gate(x)) * shared(x)
         return None
 
-    def _ready(self, hidden_states: torch.Tensor) -> RoutedExperts:
+    def _ready(self, hidden_states: torch.Tensor) -> CpuExperts:
         if self.training or (torch.is_grad_enabled() and hidden_states.requires_grad):
             raise PykernelsError(
                 f"{self.name}: the CPU experts cannot be trained",
@@ -234,10 +234,10 @@ def _own_tensors(block: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor) for name, tensor in own if tensor is not None]
 
 
-def routed_experts(model: nn.Module) -> list[RoutedExperts]:
+def routed_experts(model: nn.Module) -> list[CpuExperts]:
     """The packed experts of a model, in the order of its layers."""
-    found = (module for module in model.modules() if isinstance(module, FusedMoE))
-    return [module.routed for module in found if module.routed is not None]
+    modules = (module for module in model.modules() if isinstance(module, FusedMoE))
+    return [module.routed for module in modules if module.routed is not None]
 
 
 def deferred_by_rules(model: nn.Module) -> int:
@@ -247,14 +247,14 @@ def deferred_by_rules(model: nn.Module) -> int:
         PykernelsError: not the same number in all layers.
     """
     blocks = (module for module in model.modules() if isinstance(module, FusedMoE))
-    found = {block.defer: block.name for block in blocks}
-    if len(found) > 1:
-        (one, here), (other, there), *_ = found.items()
+    by_count = {block.defer: block.name for block in blocks}
+    if len(by_count) > 1:
+        (one, here), (other, there), *_ = by_count.items()
         raise PykernelsError(
             f"rules defer {one} experts in {here} and {other} in {there}",
             "Defer as many in all layers",
         )
-    return next(iter(found), 0)
+    return next(iter(by_count), 0)
 
 
 def stay_on_cpu(model: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Where rules place a model's layers and weights, as the engine follows it beside GPUs."""
+"""Where rules place a model's layers and weights, as the engine follows it with GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pykernels.errors import PykernelsError
 from runtime.planning.placement import CPU
 from runtime.program import Node, Program
 
-from .placement import Placement
+from .placement import ModulePlacement
 
 
 class Placed(NamedTuple):
@@ -24,7 +24,7 @@ class Placed(NamedTuple):
     by_layer: dict[int, str] | None
 
 
-def placed_nodes(program: Program, placement: Placement) -> Placed:
+def placed_nodes(program: Program, placement: ModulePlacement) -> Placed:
     """The weights and layers of a program as rules place them.
 
     Args:
@@ -35,7 +35,7 @@ def placed_nodes(program: Program, placement: Placement) -> Placed:
         PykernelsError: a rule that the engine cannot follow: it keeps a layer on one GPU, but for
             what is on the CPU, and attention with its keys and values there too.
     """
-    root, layers, found = placement.root, dict[int, str](), dict[str, str]()
+    root, layers, placed = placement.root, dict[int, str](), dict[str, str]()
     for node in program.nodes:
         if node.role != "attention" or node.layer is None:
             continue
@@ -68,18 +68,18 @@ def placed_nodes(program: Program, placement: Placement) -> Placed:
                 )
             named = node.layer is None and any(_is_named(part, placement) for part in parts)
             if device != here or named:
-                found[name] = device
+                placed[name] = device
     elsewhere = {layer: device for layer, device in layers.items() if device != root}
-    return Placed(found, elsewhere or None)
+    return Placed(placed, elsewhere or None)
 
 
-def _is_named(name: str, placement: Placement) -> bool:
+def _is_named(name: str, placement: ModulePlacement) -> bool:
     """Whether a rule places just this, or a module around it that is not the whole model."""
     while name and name not in placement.placed:
         name = name.rpartition(".")[0]
     return bool(name)
 
 
-def _devices(program: Program, node: Node, placement: Placement) -> list[str]:
+def _devices(program: Program, node: Node, placement: ModulePlacement) -> list[str]:
     parts = [part.name for name in node.weights.values() for part in program.weights[name].parts]
     return sorted({placement.of(part) for part in parts})

@@ -1,4 +1,4 @@
-"""On which device rules place each module.
+"""The device on which rules place each module.
 
 A module runs where the first placing rule that matches it says, else where its parent does. An
 operator with a device of its own (``Operator.placed``) is there whatever the rules say.
@@ -22,7 +22,7 @@ from .registry import Operator, is_class
 
 
 @dataclass(frozen=True)
-class Placement:
+class ModulePlacement:
     """The device of every module and tensor by its dotted name.
 
     Attributes:
@@ -46,7 +46,7 @@ class Placement:
         return [root, *sorted({*self.placed.values()} - {root})]
 
 
-def place(model: nn.Module, rules: Sequence[Rule], root: str = "cpu") -> Placement:
+def place(model: nn.Module, rules: Sequence[Rule], root: str = "cpu") -> ModulePlacement:
     """Where each module of an injected model runs.
 
     Raises:
@@ -58,9 +58,9 @@ def place(model: nn.Module, rules: Sequence[Rule], root: str = "cpu") -> Placeme
     for rule in rules:
         if rule.replace.cls is not None or rule.check:
             continue
-        found = [name for name, module in model.named_modules() if matches(rule, name, module)]
+        matching = [name for name, module in model.named_modules() if matches(rule, name, module)]
         # What is in a module goes with it: only the outermost ones are dealt out.
-        tops = [name for name in found if not any(within(name, other) for other in found)]
+        tops = [name for name in matching if not any(within(name, other) for other in matching)]
         if not tops:
             few = ", ".join(names[1:4])
             raise PykernelsError(
@@ -79,7 +79,7 @@ def place(model: nn.Module, rules: Sequence[Rule], root: str = "cpu") -> Placeme
     for name, module in model.named_modules():
         if isinstance(module, Operator) and module.placed is not None:
             placed[name] = module.placed
-    placement = Placement(root, placed)
+    placement = ModulePlacement(root, placed)
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if placement.of(target) != placement.of(source):
             raise PykernelsError(
@@ -90,7 +90,7 @@ def place(model: nn.Module, rules: Sequence[Rule], root: str = "cpu") -> Placeme
     return placement
 
 
-def check_places(model: nn.Module, rules: Sequence[Rule], placement: Placement) -> None:
+def check_places(model: nn.Module, rules: Sequence[Rule], placement: ModulePlacement) -> None:
     """Holds a placement against the rules that only check one.
 
     Raises:
@@ -100,14 +100,14 @@ def check_places(model: nn.Module, rules: Sequence[Rule], placement: Placement) 
         if not rule.check:
             continue
         device, name = rule.devices[0], rule.match.name or ""
-        found = {
+        places = {
             part: module for part, module in _parts(model, rule.match.part) if re.search(name, part)
         }
-        if not found:
+        if not places:
             raise PykernelsError(
                 f"{rule.origin} ({rule.clauses}) matches no module", "Correct it or drop it"
             )
-        for part, module in found.items():
+        for part, module in places.items():
             if (there := placement.of(module)) != device:
                 raise PykernelsError(
                     f"{rule.origin} wants {part} on {device}, and its layer is on {there}",

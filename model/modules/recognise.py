@@ -95,9 +95,9 @@ def _spec(experts: Any) -> ExpertSpec | None:
     if apply is not None:
         turned = in_turns(experts)
         both = torch.stack([gate, up], -1).flatten() if turned else torch.cat([gate, up])
-        found = apply(both[None])[0]
+        outputs = apply(both[None])[0]
     elif hasattr(experts, "act_fn"):
-        found = experts.act_fn(gate) * up
+        outputs = experts.act_fn(gate) * up
     else:
         return None
     bias = any(name.endswith("bias") for name, _ in experts.named_parameters())
@@ -105,5 +105,5 @@ def _spec(experts: Any) -> ExpertSpec | None:
     known = [ExpertSpec(bias=bias), replace(GEGLU, bias=bias)]
     if limit is not None:
         known += [ExpertSpec(alpha, limit, offset, bias) for offset in (0.0, 1.0)]
-    close = (s for s in known if torch.allclose(found, swiglu(gate, up, s), atol=1e-5))
+    close = (s for s in known if torch.allclose(outputs, swiglu(gate, up, s), atol=1e-5))
     return next(close, None)

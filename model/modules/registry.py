@@ -58,16 +58,16 @@ def find_operator(path: str, origin: str) -> type[Operator]:
 
     Raises `PykernelsError`, which names the rule's `origin`, if there is none or several.
     """
-    found = [cls for full, cls in OPERATORS.items() if f".{full}".endswith(f".{path}")]
-    if not found:
+    candidates = [cls for full, cls in OPERATORS.items() if f".{full}".endswith(f".{path}")]
+    if not candidates:
         by_leaf = {full.rpartition(".")[2]: full for full in OPERATORS}
         near = difflib.get_close_matches(path.rpartition(".")[2], by_leaf, 1, 0.5)
         known = f"Use one of {', '.join(sorted(OPERATORS))}"
         hint = f"Did you mean {by_leaf[near[0]]}?" if near else known
         raise PykernelsError(f"{origin}: there is no operator {path!r}", hint)
-    if len(found) > 1:
+    if len(candidates) > 1:
         raise PykernelsError(f"{origin}: {path!r} names several operators", "Write its full path")
-    return found[0]
+    return candidates[0]
 
 
 def build(

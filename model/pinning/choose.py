@@ -64,12 +64,12 @@ def choose(
         raise PykernelsError(
             f"{N} of a layer's {least} experts on the GPU", f"Give {least - 1} at most"
         )
-    for device, room in fits.items():
-        if N > room:
+    for device, capacity in fits.items():
+        if N > capacity:
             raise PykernelsError(
                 f"{N} experts of each layer need {N * each[device] / 2**30:.1f} GiB on {device},"
                 f" {max(0, free[device]) / 2**30:.1f} GiB are left for them",
-                f"Give {max(0, room)} at most, or auto",
+                f"Give {max(0, capacity)} at most, or auto",
             )
     return {name: list(range(N)) for name in blocks}
 

@@ -28,12 +28,12 @@ def placement_of(
         placed, by_layer: what rules say, see ``placement.place``.
 
     Raises:
-        PykernelsError: as ``place_beside``.
+        PykernelsError: as ``place_hybrid``.
     """
     if config.on_gpu:
-        from .beside import place_beside
+        from .hybrid import place_hybrid
 
-        return place_beside(
+        return place_hybrid(
             parse(config.gpu_experts),
             model,
             config.device,
@@ -50,6 +50,6 @@ def placement_of(
     placement = Placement(REF, CPU if config.experts == CPU else REF)
     if not config.slots:
         return placement
-    from .beside import with_slots
+    from .hybrid import with_slots
 
     return with_slots(placement, model, config.slots)

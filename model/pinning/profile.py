@@ -71,19 +71,22 @@ def count(
     Raises:
         PykernelsError: no tokens, or a model without MoE blocks of ours.
     """
-    found = blocks(model)
-    if not found:
+    blocks_by_name = blocks(model)
+    if not blocks_by_name:
         raise PykernelsError("This model has no experts of ours", "Give an MoE model")
     if not ids:
         raise PykernelsError("There is no text to count", "Give files with some text")
-    counts = {n: torch.zeros(b.shape.E, dtype=torch.int64, device="cpu") for n, b in found.items()}
+    counts = {
+        n: torch.zeros(b.shape.E, dtype=torch.int64, device="cpu")
+        for n, b in blocks_by_name.items()
+    }
 
     def hook(name: str, gate: nn.Module, args: Any, output: Any) -> None:
         counts[name] += torch.bincount(output[2].flatten().cpu(), minlength=len(counts[name]))
 
     handles = [
         block.gate.register_forward_hook(functools.partial(hook, name))
-        for name, block in found.items()
+        for name, block in blocks_by_name.items()
     ]
     try:
         with torch.no_grad():
@@ -96,7 +99,7 @@ def count(
     finally:
         for handle in handles:
             handle.remove()
-    topk = next(iter(found.values())).shape.topk
+    topk = next(iter(blocks_by_name.values())).shape.topk
     return Profile(
         model_type=model.config.model_type,
         tokens=len(ids),
@@ -106,7 +109,7 @@ def count(
 
 
 def write(profile: Profile, file: Path) -> None:
-    """As JSON, a layer a line; `PykernelsError` if it cannot be written."""
+    """Writes JSON, a layer a line; `PykernelsError` if it cannot be written."""
     head = profile.model_dump(exclude={"counts"})
     lines = (f"    {json.dumps(name)}: {row}" for name, row in profile.counts.items())
     rows = ",\n".join(lines)

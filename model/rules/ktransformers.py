@@ -123,8 +123,8 @@ def _linear(rule: Rule, given: Arguments) -> list[Rule]:
 
 def _one_device(rule: Rule, given: Arguments) -> str | None:
     """The device of a module whose weights are read by prompts and answers alike."""
-    found = [given.device(name) for name in _PLACES]
-    known = {each for each in (*found, *rule.devices) if each is not None}
+    devices = [given.device(name) for name in _PLACES]
+    known = {each for each in (*devices, *rule.devices) if each is not None}
     if len(known) > 1:
         raise PykernelsError(
             f"{given.origin}: {given.cls} is on {' and '.join(sorted(known))}",
@@ -161,8 +161,8 @@ def _model(rule: Rule, given: Arguments) -> list[Rule]:
     name = "per_layer_prefill_intput_threshold"
     if threshold := _number(given, name):
         raise given.refused(name, threshold, "Write 0, and give --prefill stream")
-    found = [given.device("device"), _one_device(rule, given)]
-    checks = [_check(rule, "model", device) for device in found if device is not None]
+    devices = [given.device("device"), _one_device(rule, given)]
+    checks = [_check(rule, "model", device) for device in devices if device is not None]
     layers = given.take("transfer_map") or {}
     if not isinstance(layers, dict) or not all(type(layer) is int for layer in layers):
         raise given.refused("transfer_map", layers, "Write numbers of layers and their devices")
@@ -176,9 +176,9 @@ def _check(rule: Rule, part: Part, device: str, name: str | None = None) -> Rule
     # Without a class: those of its own models, which transformers has by other names.
     match = Match.model_validate({"name": name or rule.match.name, "part": part})
     replace = Replace.model_validate({"device": device})
-    found = Rule(match=match, replace=replace, check=True)
-    found._origin = rule.origin
-    return found
+    checked = Rule(match=match, replace=replace, check=True)
+    checked._origin = rule.origin
+    return checked
 
 
 def _written(
@@ -189,7 +189,7 @@ def _written(
     holds: str | None = None,
 ) -> Rule:
     match = rule.match
-    found = Rule(
+    written = Rule(
         match=Match.model_validate(
             # Its classes are copies of transformers', in modules of its own.
             {"class": _leaf(match.cls), "name": match.name, "holds": holds or match.holds}
@@ -197,8 +197,8 @@ def _written(
         replace=Replace.model_validate({"class": operator, "device": device, "kwargs": kwargs}),
         recursive=rule.recursive,
     )
-    found._origin = rule.origin
-    return found
+    written._origin = rule.origin
+    return written
 
 
 def _leaf(path: str | None) -> str | None:
@@ -270,7 +270,7 @@ def _accept(rule: Rule) -> list[Rule]:
 
 
 def _bare(name: str) -> Becomes | None:
-    """By its last name alone, where it is not ours."""
+    """What becomes of a class known by its last name alone, where it is not ours."""
     if name == "FusedMoE":
         return None
-    return next((found for end, found in ALIASES.items() if end.endswith(f".{name}")), None)
+    return next((becomes for end, becomes in ALIASES.items() if end.endswith(f".{name}")), None)

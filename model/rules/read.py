@@ -80,8 +80,8 @@ def _parse(entry: object, where: Where) -> Rule:
 def _mistake(error: ValidationError, where: Where) -> PykernelsError:
     """The first thing that is wrong with an entry; a key that is not known before all others,
     since it is why another one is missing."""
-    found = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")[0]
-    path, kind = tuple(found["loc"]), found["type"]
+    error_ = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")[0]
+    path, kind = tuple(error_["loc"]), error_["type"]
     name, parents = str(path[-1]) if path else "", tuple(map(str, path[:-1]))
     inside = f" in {'.'.join(parents)}" if parents else ""
     if kind == "extra_forbidden":
@@ -91,7 +91,7 @@ def _mistake(error: ValidationError, where: Where) -> PykernelsError:
         return PykernelsError(f"{where(path)}: unknown key {name!r}{inside}", hint)
     if kind == "missing":
         return PykernelsError(f"{where(path[:-1])}: {name} is missing{inside}", "Add it")
-    reason = found["msg"].removeprefix("Value error, ")
+    reason = error_["msg"].removeprefix("Value error, ")
     place = ".".join(map(str, path))
     return PykernelsError(f"{where(path)}: {place}: {reason}", "Correct the rule")
 

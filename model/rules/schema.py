@@ -47,7 +47,7 @@ class Match(BaseModel):
 
 
 class Replace(BaseModel):
-    """By which operator, on which device, and with which arguments.
+    """The operator that replaces a module, its device and its arguments.
 
     Without a class the module stays what it is and only its place changes: it runs on ``device``
     with everything in it, or, where that is a list, the modules that match are dealt to the

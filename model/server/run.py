@@ -16,8 +16,8 @@ from .http.settings import ServerSettings
 from .serving.served import Served
 
 _SWITCH_SECONDS = 0.0005
-"""That the engine waits at most for Python threads that render a template or read JSON; 5 ms is
-Python's default, and several steps of a small model."""
+"""Longest wait of the engine for Python threads that render a template or read JSON. Python's
+default of 5 ms is several steps of a small model."""
 
 
 _LAST_SECONDS = 3

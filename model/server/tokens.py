@@ -45,14 +45,14 @@ def token_routes(served: Served) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         served.check_name(body.model)
         ids = await served.prepared(_ids, served, body)
-        found: dict[str, Any] = {
+        body_: dict[str, Any] = {
             "tokens": ids,
             "count": len(ids),
             "max_model_len": served.facts.longest,
         }
         if body.return_token_strs:
-            found["token_strs"] = served.tokenizer.convert_ids_to_tokens(ids)
-        return found
+            body_["token_strs"] = served.tokenizer.convert_ids_to_tokens(ids)
+        return body_
 
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:

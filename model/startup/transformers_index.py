@@ -20,7 +20,7 @@ from runtime.machine.kept import kept
 _MAKER = "transformers.utils.import_utils"
 _FUNCTION = "define_import_structure"
 Structure = dict[frozenset[str], dict[str, set[str]]]
-"""By the packages that are needed: names of modules, and what they export."""
+"""Names of modules and what they export, by the packages that are needed."""
 
 
 @contextmanager

@@ -51,19 +51,19 @@ def upcycle(
     """
     generator = torch.Generator().manual_seed(recipe.seed)
     for name, tensor in tensors:
-        found = _MLP.fullmatch(name)
-        if found is None:
+        match = _MLP.fullmatch(name)
+        if match is None:
             yield name, tensor.bfloat16()
             continue
-        block = f"{found[1]}.block_sparse_moe"
-        if found[2] == "gate":  # once a layer
+        block = f"{match[1]}.block_sparse_moe"
+        if match[2] == "gate":  # once a layer
             H = tensor.shape[1]
             router = _normal((recipe.experts, H), generator) / H**0.5
             yield f"{block}.gate.weight", router.bfloat16()
         scale = recipe.noise * tensor.std()
         for e in range(recipe.experts):
             own = tensor + scale * _normal(tensor.shape, generator)
-            yield f"{block}.experts.{e}.{_EXPERT[found[2]]}.weight", own.bfloat16()
+            yield f"{block}.experts.{e}.{_EXPERT[match[2]]}.weight", own.bfloat16()
 
 
 def _normal(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:

@@ -56,7 +56,7 @@ def shipped() -> Path:
 
 
 def default_folder(source: Path, recipe: Recipe) -> Path:
-    """In PYKERNELS_CACHE_DIR, by the source and the recipe."""
+    """The folder in PYKERNELS_CACHE_DIR that belongs to a source and a recipe."""
     kind = f"{recipe.experts}x-top{recipe.topk}-noise{recipe.noise:g}-seed{recipe.seed}"
     return env.cache_dir / "upcycled" / f"{source.stem}-{kind}"
 
@@ -171,8 +171,8 @@ def _stored(lm: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _figures(file: Path) -> Figures:
-    found = json.loads(file.read_text())
-    return Figures(**{**found, "recipe": Recipe(**found["recipe"])})
+    figures = json.loads(file.read_text())
+    return Figures(**{**figures, "recipe": Recipe(**figures["recipe"])})
 
 
 def _write_json(file: Path, value: object) -> None:

@@ -16,5 +16,5 @@ TEXT = Path(__file__).parent / "heldout.txt"
 def perplexity(llm: LLM, tokenizer: PreTrainedTokenizerBase) -> float:
     """Perplexity of the text's tokens but the first."""
     ids: list[int] = tokenizer(TEXT.read_text(), add_special_tokens=False)["input_ids"]
-    [found] = likelihoods(llm, [(ids[:1], ids[1:])])
-    return math.exp(-found.logprob / found.tokens)
+    [likelihood] = likelihoods(llm, [(ids[:1], ids[1:])])
+    return math.exp(-likelihood.logprob / likelihood.tokens)

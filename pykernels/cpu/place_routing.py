@@ -20,8 +20,8 @@ PLACE, place_at = descriptor(
         "slots",  # int32 [E]: the slot of each expert, negative if it has none
         "E",
         "topk",
-        "here_ids",  # int64 [T, topk]: slots, -1 where an expert has none
-        "there_ids",  # int64 [T, topk]: the experts that have none, -1 where one has
+        "local_ids",  # int64 [T, topk]: slots, -1 where an expert has none
+        "remote_ids",  # int64 [T, topk]: the experts that have none, -1 where one has
     ),
 )
 
@@ -40,16 +40,16 @@ def make_place() -> tuple[Any, Any]:
         shape = (i64(args.count_at, 0) * args.topk,)
         ids = carray(as_pointer(args.ids), shape, types.int64)
         slots = carray(as_pointer(args.slots), (args.E,), types.int32)
-        here = carray(as_pointer(args.here_ids), shape, types.int64)
-        there = carray(as_pointer(args.there_ids), shape, types.int64)
+        local = carray(as_pointer(args.local_ids), shape, types.int64)
+        remote = carray(as_pointer(args.remote_ids), shape, types.int64)
         for i in range(len(ids)):
             expert = ids[i]
-            here[i] = there[i] = -1
+            local[i] = remote[i] = -1
             if 0 <= expert < args.E:
                 if slots[expert] >= 0:
-                    here[i] = slots[expert]
+                    local[i] = slots[expert]
                 else:
-                    there[i] = expert
+                    remote[i] = expert
         return 0
 
     return setup, run

@@ -219,7 +219,7 @@ def combine(
             order: what shared experts, experts on the GPU and experts on the CPU (of both
             this layer's, and those deferred from the one before) gave.
         weight: [H], of the RMSNorm.
-        eps: beside its mean.
+        eps: added to its mean.
         out: the normed sum and the sum (which may be ``residual`` itself), contiguous floats; None:
             new ones, like ``residual``.
 

@@ -116,7 +116,7 @@ def rms_norm(
     Args:
         x: [..., H], rows contiguous and equally far apart (a slice of wider rows is fine).
         weight: [H].
-        eps: beside the mean.
+        eps: added to the mean.
         residual: [..., H], added to ``x`` first.
         out: results to write to, contiguous: the normed rows and, with a residual, the sum (which
             may be ``residual`` or ``x`` itself).
@@ -176,7 +176,7 @@ def post_norm(
     Args:
         x: [..., H]; ``residual``: the same, or None for zeros; rows contiguous, equally far apart.
         weight: [H]; ``scale``: [1], or None for 1.
-        eps: beside the mean.
+        eps: added to the mean.
         out: float32 of x's shape, contiguous (it may be ``residual`` itself); None: new.
 
     Returns:

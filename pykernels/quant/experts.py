@@ -91,7 +91,7 @@ class PackedExperts:
 
     @property
     def spec(self) -> ExpertSpec:
-        """What an expert does beside its products."""
+        """What an expert does besides its products."""
         return self.shape.spec
 
     @property
@@ -218,10 +218,10 @@ def check_expert(
     fmt.check(gate, I, H, f"expert {expert}'s gate_proj")
     fmt.check(up, I, H, f"expert {expert}'s up_proj")
     down_fmt.check(down, H, I, f"expert {expert}'s down_proj")
-    found = None if biases is None else [tuple(bias.shape) for bias in biases]
-    if found != ([(I,), (I,), (H,)] if shape.spec.bias else None):
+    dims = None if biases is None else [tuple(bias.shape) for bias in biases]
+    if dims != ([(I,), (I,), (H,)] if shape.spec.bias else None):
         raise PykernelsError(
-            f"expert {expert} has {'no biases' if found is None else f'biases of shapes {found}'}",
+            f"expert {expert} has {'no biases' if dims is None else f'biases of shapes {dims}'}",
             f"Give gate [{I}], up [{I}] and down [{H}]"
             if shape.spec.bias
             else "Experts with biases have them in their shape's spec",

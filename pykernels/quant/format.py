@@ -177,10 +177,10 @@ class Format(ABC):
                 "Convert the tensor or load it in its own format",
             )
         expected = self.scale_shape(N, K)
-        found = None if weight.scale is None else tuple(weight.scale.shape)
-        if found != expected:
+        actual = None if weight.scale is None else tuple(weight.scale.shape)
+        if actual != expected:
             raise PykernelsError(
-                f"{name} has scales of shape {found}, format {self.name} needs {expected}",
+                f"{name} has scales of shape {actual}, format {self.name} needs {expected}",
                 "Check the checkpoint's weight scales and the group or block size in its config",
             )
         if weight.scale is not None and weight.scale.dtype not in self.scale_dtypes:

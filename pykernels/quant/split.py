@@ -105,7 +105,7 @@ class SplitExperts:
 
     @property
     def spec(self) -> ExpertSpec:
-        """What an expert does beside its products."""
+        """What an expert does besides its products."""
         return self.shape.spec
 
     @property
@@ -207,9 +207,9 @@ def _scales_run_along_k(fmt: Format) -> bool:
 
 def _scales(fmt: Format, N: int, K: int) -> tuple[int, int]:
     """Shape of the scales of a matrix [N, K]; along an empty side there are none."""
-    found = fmt.scale_shape(max(N, 1), max(K, 1))
-    assert found is not None  # the weight has scales
-    return found[0] if N else 0, found[1] if K else 0
+    shape = fmt.scale_shape(max(N, 1), max(K, 1))
+    assert shape is not None  # the weight has scales
+    return shape[0] if N else 0, shape[1] if K else 0
 
 
 Experts = PackedExperts | SplitExperts

@@ -102,13 +102,13 @@ def mla_read(
         out: ([rows, L], [rows, R]) of rope's dtype; rows of no token are left as they are.
     """
     widths = latent.shape[2], rope.shape[2]
-    found = out or (rope.new_zeros(rows, widths[0]), rope.new_zeros(rows, widths[1]))
+    rows_ = out or (rope.new_zeros(rows, widths[0]), rope.new_zeros(rows, widths[1]))
     for b, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
         table = page_table[b, : -(-length // latent.shape[1])].long()
         here = slice(start, start + length)
         values = latent[table].flatten(0, 1)[:length].float()
         if latent_scale is not None:
             values = values * latent_scale[table].flatten()[:length, None]
-        found[0][here] = values.to(rope.dtype)
-        found[1][here] = rope[table].flatten(0, 1)[:length]
-    return found
+        rows_[0][here] = values.to(rope.dtype)
+        rows_[1][here] = rope[table].flatten(0, 1)[:length]
+    return rows_

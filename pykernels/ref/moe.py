@@ -119,7 +119,7 @@ def combine(
         addends: of the same shape, added in this order: what shared experts, experts on the GPU and
             experts on the CPU (this layer's, and those deferred from the one before) gave.
         weight: [H], of the RMSNorm.
-        eps: beside its mean.
+        eps: added to its mean.
         dtype: of the arithmetic and of the normed rows.
 
     Returns:

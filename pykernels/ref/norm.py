@@ -18,7 +18,7 @@ def rms_norm(
         x: [..., H].
         weight: [H]; of a zero-centred norm (Qwen3-Next), which has ``1 + weight``, that sum, made
             in float32 when it is loaded.
-        eps: beside the mean.
+        eps: added to the mean.
         residual: [..., H], added to ``x`` first; the sum is rounded to x's dtype, as it is stored.
         dtype: of the arithmetic and of the result.
 
@@ -45,7 +45,7 @@ def post_norm(
     Args:
         x: [..., H]; ``residual``: the same, or None for zeros.
         weight: [H]; ``scale``: [1], or None for 1.
-        eps: beside the mean.
+        eps: added to the mean.
         dtype: of the arithmetic and of the result.
     """
     out = rms_norm(x, weight, eps, dtype=dtype)[0]

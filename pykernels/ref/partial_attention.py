@@ -42,6 +42,6 @@ def merge_attention(first: Partial, second: Partial) -> Partial:
 
 
 def merge_sinks(part: Partial, sinks: torch.Tensor) -> Partial:
-    """With one more logit of each head, float [NH], whose probability falls to no key."""
+    """Adds one more logit of each head, float [NH], whose probability falls to no key."""
     out, lse = part
     return merge_attention(part, (torch.zeros_like(out), sinks.to(lse.dtype).expand_as(lse)))

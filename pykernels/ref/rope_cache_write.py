@@ -36,7 +36,7 @@ def _rotated(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.
 def gqa_rope_cache_write(
     qkv: torch.Tensor,
     angles: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     k_scale: torch.Tensor | None = None,
@@ -55,7 +55,7 @@ def gqa_rope_cache_write(
     Args:
         qkv: [T, (NH + 2 KVH) D] or, with ``heads``, wider: queries, keys, values.
         angles: float32 [T, 2, R / 2] of `rope_table`, R <= D; the first R numbers of a head turn.
-        slots: int [T], ``page * page_size + offset``; what lies outside (-1) is not written.
+        slot_mapping: int [T], ``page * page_size + offset``; what lies outside (-1) is not written.
         k, v: the cache, [P, page, KVH, D]; with scales, E4M3.
         k_scale, v_scale: float32 [P, page, KVH].
         q_norm, k_norm: weights of RMSNorm: [D] for a norm of each head, [NH D] and [KVH D] for one
@@ -86,7 +86,7 @@ def gqa_rope_cache_write(
     )
     if v_norm:
         values = rms_norm(values, values.new_ones(D), eps, dtype=dtype)[0]
-    kv_write(_rotated(keys, angles, interleaved), values, slots, k, v, k_scale, v_scale)
+    kv_write(_rotated(keys, angles, interleaved), values, slot_mapping, k, v, k_scale, v_scale)
     return _rotated(queries, angles, interleaved)
 
 
@@ -94,7 +94,7 @@ def mla_rope_cache_write(
     q: torch.Tensor,
     kv: torch.Tensor,
     angles: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     latent: torch.Tensor,
     rope: torch.Tensor,
     kv_norm: torch.Tensor,
@@ -109,7 +109,7 @@ def mla_rope_cache_write(
         q: [T, NH, R], the part of each query that turns.
         kv: [T, L + R]: latents, and the key part that turns.
         angles: float32 [T, 2, R / 2] of `rope_table`.
-        slots: as above.
+        slot_mapping: as above.
         latent: the cache, [P, page, L]; with ``latent_scale``, E4M3.
         rope: [P, page, R].
         kv_norm: [L], the weight of the latents' RMSNorm.
@@ -122,5 +122,5 @@ def mla_rope_cache_write(
     L = len(kv_norm)
     normed = rms_norm(kv[:, :L], kv_norm, eps, dtype=dtype)[0]
     turned = _rotated(kv[:, None, L:].to(dtype), angles, interleaved)[:, 0]
-    mla_write(normed, turned, slots, latent, rope, latent_scale)
+    mla_write(normed, turned, slot_mapping, latent, rope, latent_scale)
     return _rotated(q.to(dtype), angles, interleaved)

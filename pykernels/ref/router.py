@@ -20,7 +20,7 @@ def router(
     logits: torch.Tensor,
     spec: RouterSpec,
     bias: torch.Tensor | None = None,
-    here: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
     factors: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Routing:
@@ -33,7 +33,8 @@ def router(
         logits: [T, E].
         spec: how.
         bias: [E], added to the scores for the choice only (e_score_correction_bias).
-        here: ints [T]; a token with a negative number (padding) takes no expert: its ids are -1.
+        slot_mapping: ints [T]; a token with a negative number (padding) takes no expert: its ids
+            are -1.
         factors: [E], of the experts' weights (Gemma 4's per_expert_scale).
         dtype: of the arithmetic.
 
@@ -64,8 +65,8 @@ def router(
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20).clamp(min=spec.min_sum)
     if factors is not None:
         weights = weights * factors.to(dtype)[ids]
-    if here is not None:
-        ids = ids.masked_fill(here[:, None] < 0, -1)
+    if slot_mapping is not None:
+        ids = ids.masked_fill(slot_mapping[:, None] < 0, -1)
     return Routing(ids, weights * spec.scale)
 
 

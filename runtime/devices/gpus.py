@@ -10,7 +10,7 @@ from pykernels.errors import PykernelsError
 from pykernels.gpu.common.launch import supports
 
 Gpus = Mapping[str, torch.device]
-"""By the name that nodes have as their device, in the order in which the GPUs have layers."""
+"""GPUs by the name that nodes have as their device, in the order of their layers."""
 INTERPRETED = "cuda:interpreted"
 HEADROOM = 1 << 30
 """Bytes of GPU memory that stay free for what nobody counts: kernels, graphs, decode's splits."""
@@ -25,7 +25,7 @@ def gpus_of(devices: str) -> dict[str, torch.device]:
     Raises:
         PykernelsError: no device of that name.
     """
-    found: dict[str, torch.device] = {}
+    gpus: dict[str, torch.device] = {}
     for number, name in enumerate(devices.split(",")):
         try:
             device = torch.device(name.strip())
@@ -34,13 +34,13 @@ def gpus_of(devices: str) -> dict[str, torch.device]:
                 f"no device {name.strip()!r}", "Use cpu, or cuda:0 for the first GPU"
             ) from None
         if device.type != "cuda":
-            found[INTERPRETED + (f".{number}" if number else "")] = device
+            gpus[INTERPRETED + (f".{number}" if number else "")] = device
             continue
         device = torch.device("cuda", device.index or 0)
-        if str(device) in found:
+        if str(device) in gpus:
             raise PykernelsError(f"{device} is named twice in {devices!r}", "Name each GPU once")
-        found[str(device)] = device
-    return found
+        gpus[str(device)] = device
+    return gpus
 
 
 def check_device(devices: str) -> None:

@@ -31,15 +31,15 @@ class Link:
         pinned: whether a GPU reads and writes the flags.
 
     Attributes:
-        late: called by a thread that plays the other device's stream before it sets a flag or
-            waits for one; what it sleeps is a delay of that device.
+        delay: test hook that delays a flag. A thread that plays the other device's stream calls it
+            before it sets a flag or waits for one.
     """
 
     def __init__(
         self, parts: Mapping[str, Program], buffers: Mapping[str, torch.Tensor], pinned: bool
     ) -> None:
         self.buffers = buffers
-        self.late: Callable[[], None] = lambda: None
+        self.delay: Callable[[], None] = lambda: None
         nodes = [node for part in parts.values() for node in part.nodes if node.op == "submit"]
         self._rows = {node.attr("channel"): row for row, node in enumerate(nodes)}
         self._flags = torch.zeros(
@@ -52,9 +52,9 @@ class Link:
         """The address of the int64 flag of a submit or a wait."""
         return int(self._flags[self._row(node)].data_ptr())
 
-    def expect(self, node: Node, tellers: int) -> None:
-        """Says how many jobs count the flag of a submit up; one, if nothing is said."""
-        self._needed[self._row(node)] = tellers
+    def set_signals(self, node: Node, signals: int) -> None:
+        """Sets the number of jobs that increment the flag of a submit (default 1)."""
+        self._needed[self._row(node)] = signals
 
     def needed(self, node: Node) -> int:
         """The flag's number when what is sent is there."""
@@ -70,7 +70,7 @@ class Link:
 
     def set(self, node: Node) -> None:
         """Sets the flag of a submit."""
-        self.late()
+        self.delay()
         self._array[self._row(node)] = self.needed(node)
 
     def wait(self, node: Node) -> None:
@@ -79,7 +79,7 @@ class Link:
         Raises:
             PykernelsError: it does not come.
         """
-        self.late()
+        self.delay()
         row, end = self._row(node), time.monotonic() + _LIMIT_S
         while self._array[row] < self._needed[row]:
             if time.monotonic() > end:

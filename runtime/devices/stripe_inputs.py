@@ -14,7 +14,7 @@ _PADDING = {"sequences": -1, "slot_mapping": -1}
 def deal_inputs(
     whole: Mapping[str, torch.Tensor],
     ranks: Mapping[str, torch.Tensor],
-    own: torch.Tensor,
+    rows: torch.Tensor,
     T: int,
     R: int,
 ) -> None:
@@ -23,7 +23,7 @@ def deal_inputs(
     Args:
         whole: by name, those of a step of T tokens and R rows of logits.
         ranks: by name, those of the ranks, as far as their programs have them.
-        own: which tokens are whose, as ``stripes`` says.
+        rows: which tokens are whose, as ``stripes`` says.
     """
     by_token = {name: value[:T] for name, value in whole.items()}
     by_token[PREFIX_LENGTHS] = prefix_lengths(whole, T)
@@ -32,13 +32,13 @@ def deal_inputs(
         if name == BLOCK_SLOTS:
             value.copy_(torch.arange(len(value), dtype=torch.int64, device="cpu"))
         elif name == of_all("logits_indices"):
-            value[:R] = places(own, T)[whole["logits_indices"][:R]]
+            value[:R] = places(rows, T)[whole["logits_indices"][:R]]
         elif name == of_all(of):
-            value[: own.numel()] = _dealt(by_token[of], own.flatten(), of)
+            value[: rows.numel()] = _dealt(by_token[of], rows.flatten(), of)
         elif kind.startswith("rank") and kind[4:].isdecimal():
             rank = int(kind[4:])
             assert name == of_rank(rank, of)
-            value[: own.shape[1]] = _dealt(by_token[of], own[rank], of)
+            value[: rows.shape[1]] = _dealt(by_token[of], rows[rank], of)
 
 
 def prefix_lengths(whole: Mapping[str, torch.Tensor], T: int) -> torch.Tensor:
@@ -55,5 +55,5 @@ def prefix_lengths(whole: Mapping[str, torch.Tensor], T: int) -> torch.Tensor:
     return least[sequences]
 
 
-def _dealt(value: torch.Tensor, own: torch.Tensor, name: str) -> torch.Tensor:
-    return torch.where(own >= 0, value[own.clamp_min(0)], _PADDING.get(name, 0))
+def _dealt(value: torch.Tensor, rows: torch.Tensor, name: str) -> torch.Tensor:
+    return torch.where(rows >= 0, value[rows.clamp_min(0)], _PADDING.get(name, 0))

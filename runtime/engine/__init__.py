@@ -43,7 +43,7 @@ _PLACES = {
     ".requests.text": ("Detokenizer",),
     ".scheduling.config": ("EngineConfig",),
 }
-"""By module, what this package offers of it."""
+"""Names that this package exports, by the module that has them."""
 _MODULE = {name: module for module, names in _PLACES.items() for name in names}
 
 __all__ = [

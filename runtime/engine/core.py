@@ -20,8 +20,8 @@ What the next step draws must not depend on that:
 - A request that ends for a reason which shows later (a stop string, a deadline, an error of its
   consumer) has one row more, which nobody reads.
 
-Prompts of the scheduler's lane are a second step, which runs beside these ones (``PrefillLane``).
-Without overlap it is one of them: the next one begins when it has ended.
+Prompts of the scheduler's prefill stream are a second step, which runs in parallel with these ones
+(``PrefillStream``). Without overlap it is one of them: the next one begins when it has ended.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class Core:
             self._drafts = Drafts(make_drafter, config.draft_tokens, runner, self._lost)
         self.scheduler = Scheduler(runner, self.stats, config, self._drafts)
         runner.bind(self.scheduler.writer.batch)
-        self.scheduler.add_lane(runner)
+        self.scheduler.add_prefill_stream(runner)
         if make_tiers is not None:
             self.scheduler.tiers = make_tiers(self.scheduler.manager)
         self._running: ScheduledStep | None = None
-        self._beside: ScheduledStep | None = None  # of the lane
-        self._launched_at = self._beside_at = math.nan
+        self._prefill_step: ScheduledStep | None = None  # of the prefill stream
+        self._launched_at = self._prefill_began = math.nan
         self._timed: set[Request] = set()
         self._routed: set[Request] = set()
         self._observation: Observation | None = None
@@ -95,7 +95,7 @@ class Core:
     @property
     def busy(self) -> bool:
         """Whether a step runs, or one is to be done."""
-        running = self._running is not None or self._beside is not None
+        running = self._running is not None or self._prefill_step is not None
         return running or self.scheduler.busy
 
     def news(self) -> bool:
@@ -141,11 +141,11 @@ class Core:
             self._running = None
             with suppress(Exception):  # nobody reads what it drew
                 self.runner.result()
-        if (beside := self._beside) is not None:
-            self._beside = None
+        if (prompts := self._prefill_step) is not None:
+            self._prefill_step = None
             with suppress(Exception):
                 self._prefill_runner.result()
-            self.scheduler.finished_prefill(beside, whole=False)
+            self.scheduler.finished_prefill(prompts, whole=False)
         for request in self.scheduler.requests():
             self._end(request, "error" if error else "cancelled", error)
         if self._observation is not None:
@@ -185,14 +185,14 @@ class Core:
         now = self.clock()
         if now >= self._next_deadline:
             self._expire(now)
-        if self._beside is not None and self._prefill_runner.ready():
-            self._end_beside()
+        if self._prefill_step is not None and self._prefill_runner.ready():
+            self._end_prefill()
         prompts = self.scheduler.schedule_prefill(now)
         if self._running is None:
             if prompts is not None:
-                self._launch_beside(prompts)
+                self._launch_prefill(prompts)
                 if not self.overlap:
-                    self._end_beside()
+                    self._end_prefill()
                     return True
             first = self.scheduler.schedule(now)
             if first is None:
@@ -249,7 +249,7 @@ class Core:
                 if self._running is not None and ahead is not None and ahead.masked:
                     self.runner.write_masks()
         if prompts is not None:
-            self._launch_beside(prompts)
+            self._launch_prefill(prompts)
         self.scheduler.timed(running, seconds)
         phase("deliver")
         self._deliver(running, sampled_token_ids, result, seconds)
@@ -301,31 +301,31 @@ class Core:
         assert self.runner.prefill_runner is not None
         return self.runner.prefill_runner
 
-    def _launch_beside(self, step: ScheduledStep) -> None:
+    def _launch_prefill(self, step: ScheduledStep) -> None:
         self.stats.steps += 1
         try:
             self._prefill_runner.launch(step.batch)
         except BaseException as error:
-            self._fail_beside(step, error)
+            self._fail_prefill(step, error)
         else:
-            self._beside, self._beside_at = step, self.clock()
+            self._prefill_step, self._prefill_began = step, self.clock()
 
     def _await_others(self) -> bool:
-        """Nothing else is to be done: waits for the lane's step, for pages that are being read, or
-        until somebody asks for something. False if there is none of these."""
-        if self._beside is None and not self.scheduler.loading:
+        """Nothing else is to be done: waits for the prefill stream's step, for pages that are being
+        read, or until somebody asks for something. False if there is none of these."""
+        if self._prefill_step is None and not self.scheduler.loading:
             return False
         for _ in range(_POLLS):
-            if self._beside is not None and self._prefill_runner.ready():
+            if self._prefill_step is not None and self._prefill_runner.ready():
                 break
             if self.news():
                 break
             time.sleep(_POLL_SECONDS)
         return True
 
-    def _end_beside(self) -> None:
-        """Deliver the tokens of the lane's step, if one runs."""
-        step, self._beside = self._beside, None
+    def _end_prefill(self) -> None:
+        """Deliver the tokens of the prefill stream's step, if one runs."""
+        step, self._prefill_step = self._prefill_step, None
         if step is None:
             return
         try:
@@ -333,16 +333,16 @@ class Core:
             sampled_token_ids = result.sampled_token_ids[: step.R].tolist()
             check_drawn(sampled_token_ids, step.R, self.runner.vocab_size)
         except BaseException as error:
-            self._fail_beside(step, error)
+            self._fail_prefill(step, error)
             return
         self._count(step, sampled_token_ids)
         self._mask(step, sampled_token_ids)
         if self._routed:
             write_routing(step, result)
         self.scheduler.finished_prefill(step, whole=True)
-        self._deliver(step, sampled_token_ids, result, self.clock() - self._beside_at)
+        self._deliver(step, sampled_token_ids, result, self.clock() - self._prefill_began)
 
-    def _fail_beside(self, step: ScheduledStep, error: BaseException) -> None:
+    def _fail_prefill(self, step: ScheduledStep, error: BaseException) -> None:
         self.scheduler.finished_prefill(step, whole=False)
         self._fail(step, error)
 

@@ -35,7 +35,7 @@ _DRAIN_POLL_SECONDS = 0.01
 
 
 class EngineBusy(PykernelsError):
-    """As many requests as may wait are waiting: try again later."""
+    """The queue is full (``max_waiting``): try again later."""
 
 
 class Engine:

@@ -16,10 +16,10 @@ from ..workers import matrix
 from ..workers.pool import WorkerPool, default_pool
 
 
-def make_room(
+def allocate_experts(
     shape: MoEShape, fmt: Format, down_fmt: Format, nodes: MemoryNodes, packer: Packer
 ) -> Experts:
-    """Memory for experts, a slice on each node; whole and interleaved where they are not cut.
+    """Allocates memory for experts, a slice on each node; interleaved if they are not cut.
 
     Args:
         fmt: of gate and up; ``down_fmt``: of down.
@@ -44,5 +44,5 @@ def shared_packer(own: WorkerPool | None) -> Packer:
 
 
 def slices_on(shape: MoEShape, down_fmt: Format, nodes: MemoryNodes) -> int:
-    """Into how many slices the experts of a layer are cut."""
+    """Number of slices into which the experts of a layer are cut."""
     return min(len(nodes), most_parts(shape, down_fmt)) if nodes.narrow else len(nodes)

@@ -91,15 +91,15 @@ class PrefixTree:
 
     def match(self, keys: Sequence[PageKey], limit: int) -> list[PrefixNode]:
         """The longest cached prefix, at most ``limit`` pages, from the root on."""
-        found: list[PrefixNode] = []
+        matched: list[PrefixNode] = []
         parent = None
         for i in range(limit):
             node = self.find(parent, keys[i])
             if node is None:
                 break
-            found.append(node)
+            matched.append(node)
             parent = node
-        return found
+        return matched
 
     def find(self, parent: PrefixNode | None, key: PageKey) -> PrefixNode | None:
         node = self._nodes.get(key[0])

@@ -36,7 +36,7 @@ class Snapshots:
         self.spacing, self.most = spacing, max(1, most)
 
     def deepest(self, nodes: list[PrefixNode]) -> list[PrefixNode]:
-        """As much of a cached prefix as ends with a snapshot."""
+        """The longest part of a cached prefix that ends with a snapshot."""
         last = next((i for i in range(len(nodes), 0, -1) if nodes[i - 1] in self.states), 0)
         return nodes[:last]
 

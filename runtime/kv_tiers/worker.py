@@ -1,4 +1,5 @@
-"""The thread that moves blocks between a device's pages and the levels behind, beside the steps.
+"""The thread that moves blocks between a device's pages and the levels behind, in parallel with the
+steps.
 
 Reads come first: a request waits for them. What is to be written is a page of the device until it
 is copied, so a page that is needed meanwhile is not written at all; no step waits for a disk.

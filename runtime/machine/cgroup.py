@@ -51,7 +51,7 @@ def cpu_quota(root: Path = Path("/")) -> float:
 
 def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
     """The limits that hold for this process, its own cgroup's first."""
-    found = []
+    limits = []
     for folder in _chain(root, "memory"):
         for limit_file, used_file in (
             ("memory.max", "memory.current"),
@@ -60,8 +60,8 @@ def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
             limit, used = read(folder / limit_file), read(folder / used_file)
             if limit and used and limit != "max" and int(limit) < NO_LIMIT:
                 free = int(limit) - int(used) + _reclaimable(folder)
-                found.append(MemoryLimit(int(limit), max(0, min(int(limit), free))))
-    return found
+                limits.append(MemoryLimit(int(limit), max(0, min(int(limit), free))))
+    return limits
 
 
 def read(path: Path) -> str | None:
@@ -76,8 +76,8 @@ def _reclaimable(folder: Path) -> int:
     """Page cache that the cgroup is charged for and gives up under pressure: its children's too,
     which in v1 only the line "total_" counts."""
     stat = read(folder / "memory.stat") or ""
-    found = re.findall(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
-    return max(map(int, found), default=0)
+    matches = re.findall(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
+    return max(map(int, matches), default=0)
 
 
 def _chain(root: Path, controller: str) -> Iterator[Path]:

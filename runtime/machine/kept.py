@@ -28,9 +28,9 @@ def kept(name: str, measure: Callable[[], Any], fits: Callable[[Any], bool]) -> 
     """
     file = env.cache_dir / f"{name}.json"
     with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
-        age, found = time.time() - file.stat().st_mtime, json.loads(file.read_text())
-        if 0 <= age < DAY and fits(found):
-            return found
+        age, stored = time.time() - file.stat().st_mtime, json.loads(file.read_text())
+        if 0 <= age < DAY and fits(stored):
+            return stored
     value = measure()
     fresh = file.with_name(f"{file.name}.{os.getpid()}.new")
     with contextlib.suppress(OSError):  # measured again the next time

@@ -59,8 +59,8 @@ def allocate(
     large = nbytes >= HUGE_PAGE
     try:
         # Private: shared memory is shmem, which gets no huge pages on most systems.
-        room = nbytes + HUGE_PAGE if large else max(1, nbytes)
-        region = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        size = nbytes + HUGE_PAGE if large else max(1, nbytes)
+        region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError):
         raise PykernelsError(
             f"the system refuses {nbytes / 2**30:.1f} GiB for weights",
@@ -125,7 +125,7 @@ def huge_bytes(memory: torch.Tensor) -> int:
 
     A mapping that holds more than the tensor counts up to the tensor's part of it.
     """
-    start, end, found, overlap = memory.data_ptr(), memory.data_ptr() + memory.nbytes, 0, 0
+    start, end, huge, overlap = memory.data_ptr(), memory.data_ptr() + memory.nbytes, 0, 0
     try:
         lines = Path("/proc/self/smaps").read_text().splitlines()
     except OSError:
@@ -135,8 +135,8 @@ def huge_bytes(memory: torch.Tensor) -> int:
             first, last = (int(at, 16) for at in bounds.groups())
             overlap = max(0, min(end, last) - max(start, first))
         elif overlap and line.startswith("AnonHugePages:"):
-            found += min(overlap, int(line.split()[1]) << 10)
-    return found
+            huge += min(overlap, int(line.split()[1]) << 10)
+    return huge
 
 
 def policy_node(memory: torch.Tensor) -> int | None:

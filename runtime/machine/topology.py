@@ -88,7 +88,7 @@ class Topology:
         )
 
     def at(self, node: NumaNode) -> Topology:
-        """The same machine with the cores of one node alone."""
+        """This machine with the cores of one node alone."""
         return replace(
             self,
             cores=node.cores,
@@ -107,7 +107,7 @@ class Topology:
         cores = tuple(sorted(os.sched_getaffinity(0) if affinity is None else affinity))
         machine = psutil.virtual_memory()
         limits = memory_limits(root)
-        found = cls(
+        topology = cls(
             cores,
             _physical(root, cores),
             cpu_quota(root),
@@ -116,7 +116,7 @@ class Topology:
             min([machine.available, *(m.free for m in limits)]),
             _huge_pages(root),
         )
-        return found._dealt(env.fake_numa) if env.fake_numa else found
+        return topology._dealt(env.fake_numa) if env.fake_numa else topology
 
     @classmethod
     def fake(cls, nodes: int, cores: int | None = None) -> Topology:
@@ -177,7 +177,7 @@ def _nodes(root: Path, cores: tuple[int, ...]) -> tuple[NumaNode, ...]:
     allowed = re.search(
         r"^Mems_allowed_list:\s*(\S+)$", read(root / "proc/self/status") or "", re.MULTILINE
     )
-    found = []
+    nodes = []
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
     for path in sorted(folders, key=lambda p: int(p.name[4:])):
         number = int(path.name[4:])
@@ -191,15 +191,15 @@ def _nodes(root: Path, cores: tuple[int, ...]) -> tuple[NumaNode, ...]:
         # What a new allocation can have: about what the kernel calls available, of one node.
         given_up = (r"Active\(file\)", r"Inactive\(file\)", "SReclaimable")
         free = sum(_kib(meminfo, name) for name in ("MemFree", *given_up))
-        found.append(NumaNode(number, mine, _kib(meminfo, "MemTotal"), free))
+        nodes.append(NumaNode(number, mine, _kib(meminfo, "MemTotal"), free))
     machine = psutil.virtual_memory()
-    return tuple(found) or (NumaNode(None, cores, machine.total, machine.available),)
+    return tuple(nodes) or (NumaNode(None, cores, machine.total, machine.available),)
 
 
 def _kib(meminfo: str, name: str) -> int:
     """Bytes of one line of a node's ``meminfo``; 0 if there is none."""
-    found = re.search(rf" {name}:\s*(\d+) kB", meminfo)
-    return int(found[1]) << 10 if found else 0
+    match = re.search(rf" {name}:\s*(\d+) kB", meminfo)
+    return int(match[1]) << 10 if match else 0
 
 
 def _parse_cpu_list(text: str) -> list[int]:

@@ -1,6 +1,6 @@
 """From how many tokens an expert takes the GEMM on this machine: what was calibrated, or a default.
 
-``pykernels calibrate`` measures it, ``RoutedExperts`` reads it. One JSON file ``{format: tokens}``
+``pykernels calibrate`` measures it, ``CpuExperts`` reads it. One JSON file ``{format: tokens}``
 in the cache folder for each CPU, kernel, set of instructions (``PYKERNELS_ISA`` moves where the two
 paths cross) and kind of activations.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pykernels.cpu.isa import instructions
-from pykernels.cpu.moe.kernel import NEVER
+from pykernels.cpu.moe.kernel import NO_GEMM
 from pykernels.cpu.moe.plan import gemm_from_here
 from pykernels.env import env
 from pykernels.errors import PykernelsError
@@ -43,10 +43,12 @@ def read(backend: str, activations: str = "bf16") -> dict[str, int]:
     """
     file = path(backend, activations)
     try:
-        found: dict[str, int] = json.loads(file.read_text())
-        if not all(type(tokens) is int and 1 <= tokens <= NEVER for tokens in found.values()):
+        thresholds: dict[str, int] = json.loads(file.read_text())
+        if not all(
+            type(tokens) is int and 1 <= tokens <= NO_GEMM for tokens in thresholds.values()
+        ):
             raise ValueError("a value is no whole number from 1 to 2**62")
-        return found
+        return thresholds
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, AttributeError, RecursionError) as error:
@@ -63,17 +65,17 @@ def gemm_from(backend: str, fmt: str, activations: str = "bf16") -> int:
         PykernelsError: there is a file, and it cannot be read.
     """
     usual = default(backend, fmt, activations)
-    return usual if usual == NEVER else read(backend, activations).get(fmt, usual)
+    return usual if usual == NO_GEMM else read(backend, activations).get(fmt, usual)
 
 
 def default(backend: str, fmt: str, activations: str = "bf16") -> int:
-    """The same where nothing was calibrated; ``NEVER`` for a kernel without a GEMM."""
-    return gemm_from_here(backend, fmt, activations) or NEVER
+    """The threshold where nothing was calibrated; ``NO_GEMM`` for a kernel without a GEMM."""
+    return gemm_from_here(backend, fmt, activations) or NO_GEMM
 
 
 def describe(tokens: int) -> str:
     """A threshold in words."""
-    return "tiles always" if tokens >= NEVER else f"GEMM from {tokens} tokens an expert"
+    return "tiles always" if tokens >= NO_GEMM else f"GEMM from {tokens} tokens an expert"
 
 
 def write(backend: str, tokens: Mapping[str, int], activations: str = "bf16") -> Path:
@@ -87,12 +89,12 @@ def write(backend: str, tokens: Mapping[str, int], activations: str = "bf16") ->
     Raises:
         PykernelsError: the file cannot be written, or the one that is there cannot be read.
     """
-    file, found = path(backend, activations), read(backend, activations)
+    file, thresholds = path(backend, activations), read(backend, activations)
     fresh = file.with_name(f"{file.name}.{os.getpid()}.new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
-            fresh.write_text(json.dumps({**found, **tokens}, indent=1) + "\n")
+            fresh.write_text(json.dumps({**thresholds, **tokens}, indent=1) + "\n")
             fresh.replace(file)
         finally:
             fresh.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Slots for experts of each layer on another device, filled anew between steps (SMOE IV-D, E).
 
-Which expert is in which slot says a table of each layer, kept from step to step; at first there is
-none in any. ``experts.cache`` decides what the slots hold.
+A table per layer says which expert is in which slot; at first all slots are empty.
+``experts.cache`` decides what they hold.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from ..program import Program
 from ..program.weight_spec import WeightSpec
-from .gpu_experts import BY_ROUTER, in_slots
+from .gpu_experts import BY_ROUTER, in_expert_slots
 from .order import ordered
 
 
@@ -29,7 +29,7 @@ def expert_cache(
             already.
     """
 
-    def room(layer: int, experts: WeightSpec) -> WeightSpec:
+    def slots_of(layer: int, experts: WeightSpec) -> WeightSpec:
         return experts.slots(slots[layer])
 
-    return in_slots(program, [layer for layer in slots if slots[layer]], room, devices)
+    return in_expert_slots(program, [layer for layer in slots if slots[layer]], slots_of, devices)

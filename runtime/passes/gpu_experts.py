@@ -2,8 +2,8 @@
 
 A layer's choice is parted by where its experts are: those in slots of the device that routes are
 computed there, the others where the layer's experts are, both at once; the next norm adds both.
-Which expert is in which slot says a table of each layer, kept from step to step: what it says is
-what a step does, so slots can be filled anew between steps.
+A table per layer says which expert is in which slot. A step reads it anew, so slots can be filled
+with other experts between steps.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def gpu_experts(
     def some(layer: int, experts: WeightSpec) -> WeightSpec:
         return experts.some(chosen[layer])
 
-    return in_slots(program, [layer for layer in chosen if chosen[layer]], some, devices)
+    return in_expert_slots(program, [layer for layer in chosen if chosen[layer]], some, devices)
 
 
-def in_slots(
+def in_expert_slots(
     program: Program,
     layers: Sequence[int],
     weight: Callable[[int, WeightSpec], WeightSpec],
@@ -104,7 +104,7 @@ def in_slots(
     return rebuilt(replace(program, weights=weights), nodes, buffers)
 
 
-def slot_tables(program: Program) -> dict[str, torch.Tensor]:
+def expert_slot_tables(program: Program) -> dict[str, torch.Tensor]:
     """The tables of a program's layers as they are at first, int32 [E] on the CPU, by buffer; all
     -1 where the slots are empty."""
     tables: dict[str, torch.Tensor] = {}
@@ -113,8 +113,8 @@ def slot_tables(program: Program) -> dict[str, torch.Tensor]:
         if node.op == "place_routing":
             name, spec = node.inputs["slots"], program.weight(cached[node.layer], "experts")
             table = torch.full(program.shape(name), -1, dtype=torch.int32, device="cpu")
-            numbers = torch.arange(len(spec.chosen), dtype=torch.int32, device="cpu")
-            table[list(spec.chosen)] = numbers
+            numbers = torch.arange(len(spec.expert_ids), dtype=torch.int32, device="cpu")
+            table[list(spec.expert_ids)] = numbers
             tables[name] = table
     return tables
 
@@ -154,21 +154,21 @@ def _part(program: Program, layer: MoELayer, weight: WeightSpec, device: str | N
     whole = _experts(program, layer)
     router = next(other for other in program.nodes if ids.name in other.writes)
     slots = f"{node.name}.slots"
-    here, there = f"{ids.name}.cached", f"{ids.name}.without_cached"
+    gpu_ids, cpu_ids = f"{ids.name}.cached", f"{ids.name}.without_cached"
     total = f"{layer.sum}.cached"
     place = Node(
         "place_routing",
         {"ids": ids.name, "slots": slots},
-        {"here_ids": here, "there_ids": there},
+        {"local_ids": gpu_ids, "remote_ids": cpu_ids},
         device=device or router.device,
         name=f"{node.name}.cached_place",
         layer=node.layer,
         role="router",
     )
-    rest = replace(node, inputs={**node.inputs, "ids": there})
+    rest = replace(node, inputs={**node.inputs, "ids": cpu_ids})
     cached = replace(
         node,
-        inputs={**node.inputs, "ids": here},
+        inputs={**node.inputs, "ids": gpu_ids},
         outputs={"out": total},
         weights=MappingProxyType({**node.weights, "experts": weight.name}),
         device=device or router.device,
@@ -177,8 +177,8 @@ def _part(program: Program, layer: MoELayer, weight: WeightSpec, device: str | N
     )
     buffers = {
         slots: Buffer(slots, (whole.shape[0],), torch.int32, "cache"),
-        here: replace(ids, name=here),
-        there: replace(ids, name=there),
+        gpu_ids: replace(ids, name=gpu_ids),
+        cpu_ids: replace(ids, name=cpu_ids),
         total: replace(program.buffers[layer.sum], name=total),
     }
     return _Part(layer, router.name, place, rest, cached, weight, buffers)

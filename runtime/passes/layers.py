@@ -87,7 +87,7 @@ class RoutingSplit:
 
     Attributes:
         replaced: by a node's name, what takes its place.
-        buffers: that they write.
+        buffers: buffers that they write.
         rests: the sums [T, H] of the second part, of the layer's experts and of those in slots;
             none: it is dropped.
     """
@@ -112,7 +112,7 @@ def split(
     the weights alone, wherever they lie.
 
     Args:
-        name: of the second part.
+        name: name of the second part.
         role: of the second node, whose sum is among ``RoutingSplit.rests``; None: there is none,
             and no experts are in slots.
         whole: the input [T] of tokens that are not split; None: all are.
@@ -155,12 +155,12 @@ def split(
         )
 
     if place is None:
-        own = replace(node, inputs={**node.inputs, "ids": outputs["first_ids"]})
+        first_node = replace(node, inputs={**node.inputs, "ids": outputs["first_ids"]})
         others = () if role is None else (second(node, outputs["last_ids"], role),)
         rests = tuple(other.outputs["out"] for other in others)
-        return RoutingSplit({node.name: (routing, own, *others)}, buffers, rests)
+        return RoutingSplit({node.name: (routing, first_node, *others)}, buffers, rests)
     assert role is not None
-    cached = next(n for n in program.nodes if place.outputs["here_ids"] in n.inputs.values())
+    cached = next(n for n in program.nodes if place.outputs["local_ids"] in n.inputs.values())
     parts = {port: f"{label}.{name}" for port, label in place.outputs.items()}
     buffers |= {parts[port]: replace(ids, name=parts[port]) for port in parts}
     first = replace(place, inputs={**place.inputs, "ids": outputs["first_ids"]})
@@ -170,7 +170,10 @@ def split(
         outputs=parts,
         name=f"{place.name}.{name}",
     )
-    rest, late = second(node, parts["there_ids"], role), second(cached, parts["here_ids"], "cached")
+    rest, late = (
+        second(node, parts["remote_ids"], role),
+        second(cached, parts["local_ids"], "cached"),
+    )
     replaced = {
         place.name: (routing, first, last),
         node.name: (node, rest),

@@ -31,7 +31,7 @@ class _Slices:
     """What takes the place of a node.
 
     Attributes:
-        weights: that the slices read.
+        weights: weights that the slices read.
         sums: for each buffer that is now a sum of several, those.
     """
 
@@ -52,24 +52,24 @@ def split_over_nodes(program: Program, nodes: MemoryNodes) -> Program:
     """
     if len(nodes) < 2:
         return program
-    found: list[Node] = []
+    new_nodes: list[Node] = []
     weights = dict(program.weights)
     sums: dict[str, tuple[str, ...]] = {}
     ends: dict[str, list[str]] = {}  # of each node, the names of its slices
     for node in program.nodes:
         slices = _slices(program, node, nodes)
-        found += slices.nodes
+        new_nodes += slices.nodes
         weights |= {spec.name: spec for spec in slices.weights}
         sums |= slices.sums
         ends[node.name] = [one.name for one in slices.nodes]
-    found = [_renamed(node, ends) for node in found]
+    new_nodes = [_renamed(node, ends) for node in new_nodes]
     buffers = {
         part: replace(program.buffers[name], name=part, kind="scratch")
         for name, parts in sums.items()
         for part in parts
     }
     program = replace(program, weights=weights)
-    return rebuilt(program, _read_sums(program, found, sums), buffers)
+    return rebuilt(program, _read_sums(program, new_nodes, sums), buffers)
 
 
 def _slices(program: Program, node: Node, nodes: MemoryNodes) -> _Slices:
@@ -123,18 +123,18 @@ def _side_by_side(
     """
     if len(cuts) == 2:
         return _Slices([node])
-    found = _Slices([])
+    slices = _Slices([])
     for i, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
         weights: dict[str, str] = {}
         for port, name in node.weights.items():
             spec = program.weights[name]
             if spec.kind == "tensor":  # a bias, of which each row has a number
-                own = spec.part(unit * first, min(unit * last, spec.shape[0]))
+                slice_spec = spec.part(unit * first, min(unit * last, spec.shape[0]))
             else:
-                own = spec.part(first, last)
-            found.weights.append(own)
-            weights[port] = own.name
-        found.nodes.append(
+                slice_spec = spec.part(first, last)
+            slices.weights.append(slice_spec)
+            weights[port] = slice_spec.name
+        slices.nodes.append(
             replace(
                 node,
                 name=f"{node.name}.node{i}",
@@ -145,7 +145,7 @@ def _side_by_side(
                 numa=i,
             )
         )
-    return found
+    return slices
 
 
 def _renamed(node: Node, ends: Mapping[str, list[str]]) -> Node:
@@ -173,7 +173,7 @@ def _read_sums(
             for node in program.readers(name)
         )
     }
-    found: list[Node] = []
+    new_nodes: list[Node] = []
     for node in nodes:
         if node.op in NORMS and any(name in sums for name in node.series("add")):
             adds = [part for name in node.series("add") for part in _parts(name, sums, whole)]
@@ -181,12 +181,12 @@ def _read_sums(
                 port: name for port, name in node.inputs.items() if not port.startswith("add")
             }
             node = replace(node, inputs={**others, **repeated("add", adds)})
-        found.append(node)
+        new_nodes.append(node)
         for name in whole:
             if sums[name][-1] in node.writes:
                 add = Node("add", repeated("x", sums[name]), {"out": name}, name=f"{name}.add")
-                found.append(replace(add, device=node.device, layer=node.layer, role=node.role))
-    return found
+                new_nodes.append(replace(add, device=node.device, layer=node.layer, role=node.role))
+    return new_nodes
 
 
 def _parts(name: str, sums: Mapping[str, tuple[str, ...]], whole: set[str]) -> tuple[str, ...]:

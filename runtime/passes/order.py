@@ -1,7 +1,7 @@
-"""In which order passes may rewrite a program, and which exclude each other: two tables.
+"""The order in which passes may rewrite a program, and which exclude each other: two tables.
 
 A program names the passes that have rewritten it (``Program.passes``). A pass that comes too late,
-or beside one that does the same thing in another way, is refused in one line that names both.
+or with one that does the same thing in another way, is refused in one line that names both.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ONE_OF: tuple[tuple[str, ...], ...] = (
     ("split_over_nodes",),
     ("gpu_metadata",),
 )
-"""Of each row a program has been through one pass at most, and through that once."""
+"""A program goes through at most one pass of each row, and through that one once."""
 
 NOT_AFTER: dict[str, tuple[str, ...]] = {
     # The smallest weights would be those of the experts that are not deferred, or in no slot.
     "skip": ("defer", "gpu_experts", "expert_cache", "split_experts", "dual_batch", "gpu_metadata"),
-    # Each lane would have its own. What a GPU's kernels read belongs to a program as it is.
+    # Each microbatch would have its own. What a GPU's kernels read belongs to a program as it is.
     "defer": ("dual_batch", "gpu_metadata"),
     # What crosses is computed where its router is, wherever its node was before.
     "offload": ("stream_weights", "split_experts", "dual_batch"),
@@ -40,10 +40,10 @@ NOT_AFTER: dict[str, tuple[str, ...]] = {
     "stream_weights": ("defer", "dual_batch", "split_over_nodes", "gpu_metadata"),
     # A rank has experts of its own, wherever they lie then.
     "shard": ("gpu_experts", "expert_cache", "split_experts", "stream_weights"),
-    # Experts are streamed for prompts, whose steps have no lanes.
+    # Experts are streamed for prompts, whose steps have no microbatches.
     "dual_batch": ("stream_weights", "split_experts", "gpu_metadata"),
 }
-"""By pass, those after which it would do something else than it says."""
+"""Passes, by pass, after which it would do something else than it says."""
 
 
 def ordered(
@@ -60,8 +60,8 @@ def ordered(
     def apply(program: Program, *args: P.args, **kwargs: P.kwargs) -> Program:
         if fault := out_of_order(name, program.passes):
             raise PykernelsError(f"{program.name!r}: {fault[0]}", fault[1])
-        found = rewrite(program, *args, **kwargs)
-        return found if found is program else found.rewritten_by(name)
+        rewritten = rewrite(program, *args, **kwargs)
+        return rewritten if rewritten is program else rewritten.rewritten_by(name)
 
     return apply
 

@@ -18,18 +18,18 @@ import torch
 from ..machine.nodes import ONE_NODE, MemoryNodes
 from ..program import Buffer, Node, Program
 from ..program.weight_spec import WeightSpec
-from .gpu_experts import in_slots
+from .gpu_experts import in_expert_slots
 from .layers import moe_layers, rebuilt
 from .order import ordered
-from .stream_weights import Ring, streamed
+from .stream_weights import StreamRing, streamed
 
 
 @ordered
 def split_experts(
     program: Program,
     share: float,
-    room: Callable[[WeightSpec], int],
-    ring: Ring | None = None,
+    resident_bytes: Callable[[WeightSpec], int],
+    ring: StreamRing | None = None,
     nodes: MemoryNodes = ONE_NODE,
 ) -> Program:
     """The program with a share of each layer's experts computed on the device of its router, to
@@ -37,7 +37,7 @@ def split_experts(
 
     Args:
         share: of a layer's experts, 0 to 1; one at the least crosses, and one stays.
-        room, ring, nodes: see ``stream_weights``.
+        resident_bytes, ring, nodes: see ``stream_weights``.
 
     Raises:
         PykernelsError: no routed experts; some are deferred, streamed, or on that device already.
@@ -48,10 +48,10 @@ def split_experts(
         return experts.some(range(min(E - 1, max(1, round(share * E)))))
 
     layers = [layer.experts.layer for layer in moe_layers(program)]
-    parted = in_slots(program, [number for number in layers if number is not None], some)
+    parted = in_expert_slots(program, [number for number in layers if number is not None], some)
     ranked, orders = _ranked(parted)
     moved = [node for node in ranked.nodes if node.role == "cached"]
-    return streamed(ranked, moved, room, ring or Ring(), nodes, orders)
+    return streamed(ranked, moved, resident_bytes, ring or StreamRing(), nodes, orders)
 
 
 def _ranked(program: Program) -> tuple[Program, dict[str, str]]:
@@ -61,18 +61,18 @@ def _ranked(program: Program) -> tuple[Program, dict[str, str]]:
     nodes, orders, buffers = list[Node](), dict[str, str](), dict[str, Buffer]()
     for node in program.nodes:
         if node.op == "place_routing":
-            own, slots = cached[node.layer], node.inputs["slots"]
-            order = f"{own.name}.order"
-            count = program.weight(own, "experts").shape[0]
+            cached_node, slots = cached[node.layer], node.inputs["slots"]
+            order = f"{cached_node.name}.order"
+            count = program.weight(cached_node, "experts").shape[0]
             buffers[slots] = replace(program.buffers[slots], kind="scratch")
             buffers[order] = Buffer(order, (count,), torch.int32)
-            orders[own.name] = order
+            orders[cached_node.name] = order
             rank = Node(
                 "rank_experts",
                 {"ids": node.inputs["ids"]},
                 {"slots": slots, "order": order},
                 device=node.device,
-                name=f"{own.name}_rank",
+                name=f"{cached_node.name}_rank",
                 layer=node.layer,
                 role="router",
             )

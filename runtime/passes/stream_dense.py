@@ -26,10 +26,10 @@ from ..program.ops import OPS
 from .layers import rebuilt
 from .order import ordered
 
-SLOTS = 2
-"""Of each GPU: one layer is computed while the next one crosses."""
+STAGING_BUFFERS = 2
+"""Buffers of each GPU: one layer is computed while the next one crosses."""
 ALIGN = 256
-"""Bytes: weights begin at multiples of it in a slot."""
+"""Bytes: weights begin at multiples of it in a buffer."""
 STAYING = ("routed", "cached", "deferred", "load")
 """Roles whose weights are experts, which have ways of their own."""
 
@@ -55,7 +55,7 @@ class _Layer:
 def dense_weights(program: Program, node: Node) -> Iterator[tuple[str, str]]:
     """(port, name) of the weights of a node that may cross: matrices of a layer, on its GPU. What
     is in no layer (embedding, head) and vectors stay where they are."""
-    if node.layer is None or node.role in STAYING or "staged" not in OPS[node.op].inputs:
+    if node.layer is None or node.role in STAYING or "streamed" not in OPS[node.op].inputs:
         return
     if "resident" in node.inputs:
         return
@@ -65,13 +65,15 @@ def dense_weights(program: Program, node: Node) -> Iterator[tuple[str, str]]:
 
 
 @ordered
-def stream_dense(program: Program, sizes: Mapping[str, int], slots: int = SLOTS) -> Program:
+def stream_dense(
+    program: Program, sizes: Mapping[str, int], slots: int = STAGING_BUFFERS
+) -> Program:
     """The program with these weights loaded in each step.
 
     Args:
         sizes: by name, bytes of a weight in the layout of its device. Of a node that has one of
             them, all that may cross (``dense_weights``) must be there.
-        slots: that the layers of a device take in turns.
+        slots: number of buffers that the layers of a device take in turns.
 
     Raises:
         PykernelsError: a program that loads its dense weights already, or whose layers are not one
@@ -91,11 +93,11 @@ def stream_dense(program: Program, sizes: Mapping[str, int], slots: int = SLOTS)
     buffers: dict[str, Buffer] = {}
     devices = dict.fromkeys(device for device, _ in layers)
     for device in devices:
-        own = [layer for layer in layers.values() if layer.device == device]
+        device_layers = [layer for layer in layers.values() if layer.device == device]
         label = "dense" if len(devices) == 1 else f"dense.{device}"
-        nbytes = max(layer.nbytes(sizes) for layer in own)
-        for i, layer in enumerate(own):
-            at = 0 if i < slots else own[i - slots].last + 1
+        nbytes = max(layer.nbytes(sizes) for layer in device_layers)
+        for i, layer in enumerate(device_layers):
+            at = 0 if i < slots else device_layers[i - slots].last + 1
             if at > layer.first:
                 raise PykernelsError(
                     f"layers of {program.name!r} are not one behind the other", "Give more slots"
@@ -107,9 +109,9 @@ def stream_dense(program: Program, sizes: Mapping[str, int], slots: int = SLOTS)
     nodes = list[Node]()
     for i, node in enumerate(program.nodes):
         nodes += before.get(i, [])
-        found = slot_of.get((node.device, -1 if node.layer is None else node.layer))
-        if found and any(name in sizes for _, name in dense_weights(program, node)):
-            node = replace(node, inputs={**node.inputs, "staged": found})
+        buffer = slot_of.get((node.device, -1 if node.layer is None else node.layer))
+        if buffer and any(name in sizes for _, name in dense_weights(program, node)):
+            node = replace(node, inputs={**node.inputs, "streamed": buffer})
         nodes.append(node)
     return rebuilt(program, nodes, buffers)
 

@@ -65,7 +65,7 @@ def _stream(program: Program, plan: ExecutionPlan, step: Step) -> Program:
 
 
 def _defer(program: Program, plan: ExecutionPlan, step: Step) -> Program:
-    """In steps of every kind: what a token is does not depend on what else is in its step."""
+    """Runs in steps of every phase: a token must not depend on what else is in its step."""
     return defer(program, plan.deferred)
 
 
@@ -80,7 +80,7 @@ def _stream_dense(program: Program, plan: ExecutionPlan, step: Step) -> Program:
 
 
 def _gpu_metadata(program: Program, plan: ExecutionPlan, step: Step) -> Program:
-    """Everything else has its place: what kernels read besides activations joins the program."""
+    """Adds what kernels read besides activations, once everything else has its place."""
     if plan.placement.device in (CPU, REF):
         return program
     return gpu_metadata(program, step.phase is Phase.DECODE)
@@ -97,7 +97,7 @@ STAGES: tuple[Stage, ...] = (
     _stream_dense,
     _gpu_metadata,
 )
-"""In the order in which they rewrite a program; ``passes.order`` says why not in another one."""
+"""Stages in the order in which they rewrite a program; ``passes.order`` says why."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Compiled:
         program: the whole, every node with its device.
         parts: the program of each device, with the submits and waits where they meet; the CPU's in
             slices where its workers are dealt over NUMA nodes.
-        step: for which it was made; None: a program that somebody wrote.
+        step: the step for which it was made; None: a program that somebody wrote.
         decided: the plan's records of weights that are not simply on their device.
     """
 
@@ -118,7 +118,7 @@ class Compiled:
     decided: Mapping[str, Residency] = field(default_factory=dict)
 
     def work(self, tokens: int = 1, context: int = 0) -> dict[str, Work]:
-        """By node, the bytes that a step reads and what it computes (``planning.work``)."""
+        """Bytes that a step reads and operations that it computes, by node (``planning.work``)."""
         return {
             name: each
             for part in self.parts.values()

@@ -19,12 +19,12 @@ if TYPE_CHECKING:  # it imports torch, for which a start of any command would wa
 DEVICES = ("cpu", "ref")
 """Devices that are no GPU."""
 EXPERTS = ("auto", "cpu", "gpu")
-"""Where routed experts may be beside a GPU; "auto": there if all fit, else on the CPU."""
+"""Where routed experts may be; "auto": on the GPU if all fit, else on the CPU."""
 PREFILL = ("auto", "cpu", "split", "stream")
-"""Where experts of prompts are computed, if they lie in main memory beside a GPU."""
+"""Where a prompt's experts are computed, if a GPU leaves them in main memory."""
 MOST_EXPERTS = 1 << 16
-"""Of a layer, and so of its slots."""
-LANES = {"auto": "auto", "on": True, "off": False}
+"""Most experts, and so slots, of a layer."""
+MICROBATCHES = {"auto": "auto", "on": True, "off": False}
 """``dual_batch`` by what is typed for it."""
 
 
@@ -35,9 +35,9 @@ def _count(text: str) -> int | str:
 def _gib(text: str) -> float | str:
     if text == "auto":
         return text
-    if not 0 <= (found := float(text)) < math.inf:
+    if not 0 <= (gib := float(text)) < math.inf:
         raise ValueError
-    return found
+    return gib
 
 
 def _whole(text: str) -> int:
@@ -55,8 +55,8 @@ class ExecutionConfig:
         device: "cpu"; "cuda:0": attention, dense layers and shared experts on that GPU;
             "cuda:0,cuda:1": the layers dealt over these GPUs, in order, by size or as rules say; or
             "ref": the reference ops in float32, exact and slow, the cache too.
-        experts: where routed experts are beside a GPU: "cpu", "gpu", or "auto": on the GPU if all
-            fit.
+        experts: where routed experts are if there is a GPU: "cpu", "gpu", or "auto": on the GPU if
+            all fit.
         gpu_experts: experts of each layer that the GPU has besides, where the others are on the
             CPU: a number (the first ones), "auto": as many as fit, or a file of `pykernels profile
             experts`: the most used of all layers, as many as fit.
@@ -77,9 +77,9 @@ class ExecutionConfig:
             busy, which is none where it is alone. The text is another one, and does not depend on
             neighbours, on what is cached or preempted, nor on where experts lie; pages of an output
             are not reused by prompts.
-        dual_batch: whether decode steps of two sequences or more are two lanes, so that a GPU
-            computes the attention of one while the CPU computes the experts of the other; "auto":
-            beside experts on the CPU.
+        dual_batch: whether decode steps of two sequences or more are two microbatches, so that a
+            GPU computes the attention of one while the CPU computes the experts of the other;
+            "auto": with experts on the CPU.
         kv_dtype: "bf16", or "fp8" (E4M3 with a scale per token and head): half the memory.
         threads: workers; None: one on each physical core.
         kernel: auto, amx, avx512, avx2 or generic.
@@ -130,7 +130,7 @@ class ExecutionConfig:
     expert_cache: int | str = option(
         OFF,
         "Slots of each layer on the GPU for the experts that the routers choose most of late,"
-        " beside those on the CPU: N, or what fits.",
+        " besides those on the CPU: N, or what fits.",
         "N|auto|off",
         read=_count,
         no_gpu=(OFF, 0),
@@ -160,11 +160,11 @@ class ExecutionConfig:
     )
     dual_batch: bool | str = option(
         False,
-        "Decode steps of several sequences in two lanes: a GPU computes the attention of one while"
-        " the CPU computes the experts of the other.",
+        "Decode steps of several sequences in two microbatches: a GPU computes the attention of one"
+        " while the CPU computes the experts of the other.",
         "auto|on|off",
         text=OFF,
-        read=lambda text: LANES[text],
+        read=lambda text: MICROBATCHES[text],
         no_gpu=(False, "auto"),
         on_ref=True,
     )
@@ -195,7 +195,7 @@ class ExecutionConfig:
             raise SettingError("device", self.device, "Give cpu, ref or cuda:0", "is no device")
         check_one_of("experts", self.experts, EXPERTS)
         check_one_of("prefill", self.prefill, PREFILL)
-        check_one_of("dual_batch", self.dual_batch, tuple(LANES.values()))
+        check_one_of("dual_batch", self.dual_batch, tuple(MICROBATCHES.values()))
         if self.kv_dtype != "bf16":
             from ..kv_cache.layout import KV_DTYPES
 

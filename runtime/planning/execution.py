@@ -31,11 +31,11 @@ class Phase(StrEnum):
     DECODE = "decode"
     """No sequence has more than one token."""
     PROMPT = "prompt"
-    """With chunks of prompts, or drafts; experts are computed where they lie."""
+    """The step has chunks of prompts, or drafts; experts are computed where they lie."""
     STREAMED = "streamed"
-    """With chunks of prompts, all experts cross to a GPU (OSDI'26 3.1)."""
+    """The step has chunks of prompts, and all experts cross to a GPU (OSDI'26 3.1)."""
     SPLIT = "split"
-    """With chunks of prompts, a share of the experts crosses (SMOE, Algorithm 1)."""
+    """The step has chunks of prompts, and a share of the experts crosses (SMOE, Algorithm 1)."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class ExecutionPlan:
         sizes: of the largest step, and of the cache.
         placement: the device of every node, and where each weight lies.
         deferred: experts of a token of an output that join one layer later (SOSP'25 4.1).
-        dual_batch: whether decode steps of two sequences or more have two lanes (OSDI'26 3.3.1).
+        dual_batch: whether decode steps of two sequences or more have two microbatches (OSDI'26
+            3.3.1).
         streaming: how experts cross in steps that stream or split them; None: none do.
         nodes: NUMA nodes of the CPU's workers; each has a slice of every matrix.
         passes: of the user, for decode steps.
@@ -120,7 +121,7 @@ class ExecutionPlan:
         if not (self.passes or self.dual_batch or self.streaming or self.decode_buckets):
             return ()
         buckets = self.decode_buckets or self.buckets
-        if self.dual_batch:  # one sequence is no two lanes, and has a program
+        if self.dual_batch:  # one sequence is no two microbatches, and has a program
             buckets = (1, *buckets)
         sizes = self._up_to_most(buckets)
         enough = next(T for T in sizes if self.sizes.sequences <= T)
@@ -136,7 +137,7 @@ class ExecutionPlan:
         Args:
             program: any of the model's.
         """
-        return self.streaming is not None and self.streaming.whole(program)
+        return self.streaming is not None and self.streaming.streams_all(program)
 
 
 def largest_step(

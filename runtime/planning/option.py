@@ -15,9 +15,9 @@ from typing import Any
 from pykernels.errors import PykernelsError
 
 _WORDS = {"N": "a number", "GIB": "a number of GiB"}
-"""Of a metavar, as a sentence has them."""
+"""Metavars as a sentence names them."""
 SAME: Any = object()
-"""As text the default of a field is the field's own."""
+"""Marks that a field's own default is shown as its text."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Option:
 
     Attributes:
         help: one sentence or two; ``metavar``: what may be given, such as "N|auto".
-        kind: of what is given: str, int, float or bool (a flag).
+        kind: type of the value: str, int, float or bool (a flag).
         text: the default as it is given, where that is not the field's.
         shown: in place of the default, in the help.
         least: of a number; ``most``: likewise.

@@ -1,4 +1,4 @@
-"""On which device each node of a model's programs runs, and so where its weights lie.
+"""The device on which each node of a model's programs runs, and so where its weights lie.
 
 It follows from sizes and the machine alone, before a weight is read: what is on a GPU is then made
 in the GPU's layout, and nothing is packed for a device that does not read it.
@@ -33,8 +33,8 @@ class Placement:
     """The device of every node, and what is not simply there of its weights.
 
     Attributes:
-        device: of all that no other attribute names; the first of several GPUs.
-        experts: of the routed experts; on a GPU they are on that of their layer.
+        device: default device; the first GPU if there are several.
+        experts: device of the routed experts; on GPUs each layer's are on the GPU of the layer.
         by_layer: GPUs of layers that are not on ``device``. What is in no layer is on the GPU of
             the layer before it: the head on the last one.
         residency: by name, records of the weights whose nodes run elsewhere than their layer, or
@@ -74,11 +74,11 @@ class Placement:
             PykernelsError: it has no such experts.
         """
         named = _routed(program).items()
-        beside = {n: self.residency[name] for n, name in named if name in self.residency}
-        devices = {layer: record.device for layer, record in beside.items()}
-        if slots := {layer: record.slots for layer, record in beside.items() if record.slots}:
+        with_gpu = {n: self.residency[name] for n, name in named if name in self.residency}
+        devices = {layer: record.device for layer, record in with_gpu.items()}
+        if slots := {layer: record.slots for layer, record in with_gpu.items() if record.slots}:
             return expert_cache(program, slots, devices)
-        some = {layer: record.experts for layer, record in beside.items() if record.experts}
+        some = {layer: record.experts for layer, record in with_gpu.items() if record.experts}
         return gpu_experts(program, some, devices) if some else program
 
     def filled(self, when: Filled) -> dict[str, Residency]:
@@ -86,7 +86,7 @@ class Placement:
         return {name: each for name, each in self.residency.items() if each.filled is when}
 
     @property
-    def experts_beside(self) -> dict[str, tuple[int, ...]]:
+    def gpu_experts_of(self) -> dict[str, tuple[int, ...]]:
         """By name, the experts of layers that GPUs have for good beside all of them on the CPU."""
         return {name: each.experts for name, each in self.residency.items() if each.experts}
 
@@ -121,7 +121,7 @@ class Placement:
         )
 
     def weights(self, program: Program) -> Mapping[str, frozenset[str]]:
-        """By weight, the devices whose nodes read it."""
+        """The devices whose nodes read each weight."""
         devices: dict[str, frozenset[str]] = {}
         for node, device in self.of(program):
             for name in node.weights.values():
@@ -137,10 +137,10 @@ class Placement:
     ) -> int:
         """Bytes of the weights that a device reads, each of ``size``, and of its ``caches``."""
         devices = self.weights(program)
-        own = {name for node, at in self.of(program) if at == device for name in node.reads}
+        read_names = {name for node, at in self.of(program) if at == device for name in node.reads}
         return sum(
             size(spec) for name, spec in program.weights.items() if device in devices[name]
-        ) + sum(nbytes for name, nbytes in caches.items() if name in own)
+        ) + sum(nbytes for name, nbytes in caches.items() if name in read_names)
 
 
 def place(
@@ -170,19 +170,19 @@ def place(
     if experts not in EXPERTS:
         raise PykernelsError(f"experts on {experts!r}", f"Give {', '.join(EXPERTS)}")
 
-    def beside(at: str) -> Placement:
+    def with_gpu(at: str) -> Placement:
         records = {name: Residency(gpu) for name, gpu in placed.items()}
         one = Placement(next(iter(free)), at, residency=records)
         if by_layer is not None:
             return replace(one, by_layer=_checked(program, one.device, by_layer, list(free)))
         return replace(one, by_layer=_dealt(program, one, free, size, caches))
 
-    whole = beside(next(iter(free)))
+    whole = with_gpu(next(iter(free)))
     fits = experts == "auto" and all(
-        whole.nbytes(program, gpu, size, caches) <= room for gpu, room in free.items()
+        whole.nbytes(program, gpu, size, caches) <= free_bytes for gpu, free_bytes in free.items()
     )
     dense = not any(node.op == "moe_ffn" and node.role == "routed" for node in program.nodes)
-    return whole if fits or dense or experts == "gpu" else beside(CPU)
+    return whole if fits or dense or experts == "gpu" else with_gpu(CPU)
 
 
 def _routed(program: Program) -> dict[int, str]:
@@ -218,11 +218,11 @@ def _dealt(
     return {layer: names[number] for layer, number in dealt if number}
 
 
-def deal(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
+def deal(sizes: Sequence[int], free_bytes: Sequence[int]) -> list[int]:
     """Deals layers over GPUs, in order, so that the fullest GPU is as empty as can be.
 
     Args:
-        sizes: bytes of each layer; ``room``: of each GPU.
+        sizes: bytes of each layer; ``free_bytes``: of each GPU.
 
     Returns:
         The number of each layer's GPU; every GPU has one at least.
@@ -230,14 +230,14 @@ def deal(sizes: Sequence[int], room: Sequence[int]) -> list[int]:
     Raises:
         PykernelsError: fewer layers than GPUs.
     """
-    if len(sizes) < len(room):
+    if len(sizes) < len(free_bytes):
         raise PykernelsError(
-            f"{len(sizes)} layer{'s' * (len(sizes) > 1)} for {len(room)} GPUs",
+            f"{len(sizes)} layer{'s' * (len(sizes) > 1)} for {len(free_bytes)} GPUs",
             f"Give {len(sizes)} at most",
         )
     upto = list(accumulate(sizes, initial=0))
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by layers that are dealt
-    for each in room:
+    for each in free_bytes:
         best = {
             end: min(
                 (max(full, (upto[end] - upto[start]) / max(1, each)), (*ends, end))

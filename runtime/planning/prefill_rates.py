@@ -1,5 +1,5 @@
-"""By which way the experts of a prompt are faster: on the CPU, on a GPU to which they cross, or on
-both."""
+"""Decides where the experts of a prompt are fastest: on the CPU, on a GPU to which they cross, or
+on both."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _GAIN = 0.95
-"""A split is chosen where it takes no more of the next best way's time: it keeps both devices
+"""A step is split only if that takes at most 95 % of the next best way: it keeps both devices
 busy."""
 _CHANGE = 0.8
-"""Of the experts that stay, or that cross, in the next split that is tried."""
+"""Factor between the shares that are tried."""
 
 Point = tuple[int, float]
 """Tokens of a step, and seconds or a share."""
@@ -52,7 +52,7 @@ class Rates:
 
 
 def _between(points: Sequence[Point], tokens: int) -> float:
-    """On the line through the two points beside so many tokens, or through those next to them."""
+    """Interpolates between the two points next to so many tokens; extrapolates beyond the ends."""
     i = min(max(1, bisect_left(points, (tokens, 0.0))), len(points) - 1)
     if len(points) == 1:
         return points[0][1]

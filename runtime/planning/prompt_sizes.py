@@ -1,4 +1,4 @@
-"""Sizes of the programs of prompts beside experts in main memory, by the way of their experts."""
+"""Sizes of the programs of prompts with experts in main memory, by the way of their experts."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class PromptSizes:
     Attributes:
         by_cpu, split, streamed: sizes, in order.
         shares: of the experts, those that cross in a split step, by its size.
-        beside: a streamed step of so many tokens or more is faster than the CPU's, which it leaves
-            to requests that decode meanwhile.
-        alone: the same where none decodes, so that a step may be split.
+        min_tokens: tokens from which a streamed step is faster than the CPU's; it leaves the CPU to
+            requests that decode meanwhile.
+        alone: that number where no request decodes, so that a step may be split.
     """
 
     by_cpu: tuple[int, ...]
     split: tuple[int, ...]
     streamed: tuple[int, ...]
-    beside: int
+    min_tokens: int
     alone: int
     shares: tuple[float, ...] = ()
 
@@ -52,11 +52,11 @@ class PromptSizes:
 
     @classmethod
     def chosen(cls, rates: Rates, most: int, may_split: bool, sequences: int = 0) -> PromptSizes:
-        """By the way that takes the least time.
+        """Sizes by the way that takes the least time.
 
         Args:
             most: tokens of a step.
-            sequences: that may decode in a step besides: what is not streamed has room for them.
+            sequences: sequences that may decode in the same step if it is not streamed.
         """
         turn = turning_point(rates, most)
         both = split_range(rates, most) if may_split else range(0)

@@ -70,10 +70,10 @@ def residency(
             spec = part.weights[name]
             if name in crossing:
                 when, nbytes = crossing[name], decided[name].nbytes if name in decided else 0
-                slots = len(spec.chosen) if when is Filled.GATHERED else 0
+                slots = len(spec.expert_ids) if when is Filled.GATHERED else 0
                 found[name] = Residency(node.device, when, slots=slots, nbytes=nbytes)
-            elif spec.is_slots:
+            elif spec.is_expert_slots:
                 found[name] = Residency(node.device, Filled.BETWEEN_STEPS, slots=spec.shape[0])
             else:
-                found[name] = Residency(node.device, experts=spec.chosen)
+                found[name] = Residency(node.device, experts=spec.expert_ids)
     return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..machine.nodes import ONE_NODE, MemoryNodes
 from ..passes.layers import moe_layers
 from ..passes.split_experts import split_experts
-from ..passes.stream_weights import Ring, resident, stream_weights
+from ..passes.stream_weights import StreamRing, resident, stream_weights
 from ..program import Program
 from ..program.node import Node
 from ..program.weight_spec import WeightSpec
@@ -25,28 +25,28 @@ class Streaming:
 
     Attributes:
         tokens: budget of a step.
-        nodes: that have a slice of the experts each.
+        nodes: NUMA nodes that have a slice of the experts each.
         layers: whose experts are; None: all.
-        room: bytes of a layer's experts in the layout of the device to which they cross.
+        resident_bytes: bytes of a layer's experts in the layout of the device to which they cross.
         link_bytes_per_s: that bring them, as measured; 0: nobody has.
     """
 
-    ring: Ring
+    ring: StreamRing
     tokens: int
     nodes: MemoryNodes = ONE_NODE
     layers: frozenset[int] | None = None
-    room: Callable[[WeightSpec], int] = stored_bytes
+    resident_bytes: Callable[[WeightSpec], int] = stored_bytes
     link_bytes_per_s: float = 0.0
 
     def apply(self, program: Program) -> Program:
         """The program with its experts streamed."""
-        return stream_weights(program, self.room, self.ring, self.layers, self.nodes)
+        return stream_weights(program, self.resident_bytes, self.ring, self.layers, self.nodes)
 
     def split(self, program: Program, share: float) -> Program:
         """The program with that share of each layer's experts streamed."""
-        return split_experts(program, share, self.room, self.ring, self.nodes)
+        return split_experts(program, share, self.resident_bytes, self.ring, self.nodes)
 
-    def whole(self, program: Program) -> bool:
+    def streams_all(self, program: Program) -> bool:
         """Whether no experts are left to the CPU."""
         return len([*self.experts(program)]) == len(moe_layers(program))
 

@@ -20,7 +20,7 @@ def weight_bytes(program: Program, tokens: int = 1, device: str | None = None) -
 
 
 def expert_bytes(program: Program, tokens: int = 1, device: str | None = None) -> int:
-    """As ``weight_bytes``, of the routed experts alone."""
+    """Bytes of routed experts that a step reads; see ``weight_bytes``."""
     routed = [
         node
         for node in program.nodes
@@ -37,7 +37,7 @@ def _weight_bytes(program: Program, node: Node, tokens: int) -> float:
             total += weight.nbytes
         elif name == "experts":
             share, ids = share_of_experts(program, node), node.inputs.get("ids")
-            E = (weight.whole or weight).shape[0] * share
+            E = (weight.full or weight).shape[0] * share
             topk = E if ids is None else experts_per_token(program, ids) * share
             if not E:
                 continue
@@ -50,7 +50,7 @@ class Work:
     """What a node does in a step.
 
     Attributes:
-        nbytes: of weights and of the cache that it reads.
+        nbytes: bytes of weights and of the cache that it reads.
         flops: multiplications and additions of its matrix products.
     """
 
@@ -59,7 +59,7 @@ class Work:
 
 
 def work(program: Program, tokens: int = 1, context: int = 0) -> dict[str, Work]:
-    """By node, what a step does.
+    """What a step reads and computes, by node.
 
     Args:
         tokens: of the step, all of one sequence; ``context``: keys that each of them reads.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pykernels.cpu.moe.kernel import NEVER
+from pykernels.cpu.moe.kernel import NO_GEMM
 from pykernels.shapes import MoEShape
 
 from ..machine import tuning
@@ -29,7 +29,7 @@ SHAPE = MoEShape(E=8, H=7168, I=2048, topk=8)
 TOKENS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
 MORE_TOKENS = (96, 128)
 """Measured too, one by one, while no GEMM has paid: together they cost about what ``TOKENS`` do."""
-PATHS = {"tiles": NEVER, "gemm": 1}
+PATHS = {"tiles": NO_GEMM, "gemm": 1}
 """The ``gemm_from`` that sends every expert down a path."""
 
 _ROUNDS, _SECONDS = 7, 0.2  # of one token count: rounds at most, seconds (3 rounds at least)
@@ -127,7 +127,7 @@ def measure(timer: Timer, tokens: int) -> Point:
 
 
 def crossover(points: Sequence[Point]) -> tuple[int, float]:
-    """(tokens from which to take the GEMM, or ``NEVER``; the regret, as in ``Calibration``).
+    """(tokens from which to take the GEMM, or ``NO_GEMM``; the regret, as in ``Calibration``).
 
     The threshold with the least loss over all points, where a point's loss is the log of how much
     slower the chosen path is than the other. One point that noise has turned around moves nothing.
@@ -141,7 +141,7 @@ def crossover(points: Sequence[Point]) -> tuple[int, float]:
 
     best = min(range(len(points), -1, -1), key=loss)
     regret = math.expm1(loss(best) / len(points))
-    return (points[best].tokens if best < len(points) else NEVER), regret
+    return (points[best].tokens if best < len(points) else NO_GEMM), regret
 
 
 def calibrate(
@@ -170,9 +170,9 @@ def calibrate(
         progress(number / len(TOKENS))
         points += (measure(timer, tokens),)
     for tokens in MORE_TOKENS:
-        if crossover(points)[0] == NEVER:
+        if crossover(points)[0] == NO_GEMM:
             points += (measure(timer, tokens),)
     gemm_from, regret = crossover(points)
-    if gemm_from == NEVER:  # nothing is known beyond the last point
+    if gemm_from == NO_GEMM:  # nothing is known beyond the last point
         gemm_from = max(tuning.default(backend, fmt, activations), points[-1].tokens + 1)
     return Calibration(backend, fmt, activations, pool.threads, gemm_from, points, regret)

@@ -71,11 +71,11 @@ class StepTime:
     """One decode step.
 
     Attributes:
-        seconds: of the engine's step.
+        seconds: time of the engine's step.
         jobs: seconds from the jobs' publishing to the last one's completion.
         busy: seconds of its jobs in which workers had something to do, if their share is that of
             a step shortly before; ``wait``: the mean of the CPU's waits for a GPU in that step.
-        tokens: that it drew.
+        tokens: number that it drew.
         context: mean positions of its sequences.
         expert_bytes: of the experts that the CPU read, counted; of a step shortly before too.
     """
@@ -106,7 +106,7 @@ class EngineTimer:
 
     Args:
         runner: with the pages of the ``Load``.
-        seed: of the prompts.
+        seed: seed of the prompts.
         engine: that is bound to the runner and has no thread; None: one is made, and no other one
             may be bound to the runner.
         overlap, target_itl_ms: of the engine that is made. Steps can be observed only without
@@ -211,7 +211,7 @@ class _Watched:
     Attributes:
         times: of the last step that was looked at, one in ``_EVERY``: the next one waits meanwhile.
         busy_share: of that step's jobs, in which workers had something to do.
-        expert_bytes: that the CPU read in that step.
+        expert_bytes: bytes of experts that the CPU read in that step.
     """
 
     def __init__(self, runner: PagedRunner) -> None:
@@ -224,11 +224,11 @@ class _Watched:
 
     def result(self) -> StepResult:
         """The runner's."""
-        found = self._runner.result()
+        step_result = self._runner.result()
         if self._count % _EVERY == 0:
             self.look()
         self._count += 1
-        return found
+        return step_result
 
     def look_next(self) -> None:
         """The next step that ends is looked at."""
@@ -288,7 +288,7 @@ def decode_speed(
     """What the times of decode steps say.
 
     Args:
-        program: of a decode step.
+        program: program of a decode step.
         roof_gbps: read rate of the same threads, measured in the same run.
 
     Raises:

@@ -30,7 +30,7 @@ from ..machine.kept import kept
 from ..machine.memory import allocate
 from ..machine.topology import Topology
 from ..machine.tuning import slug
-from ..workers.job import Job, Jobs, beside
+from ..workers.job import Job, Jobs, in_parallel
 from ..workers.pool import WorkerPool
 
 _CHUNK = 4 << 20  # of one task: shorter ones lost up to 9 % to finding their stream
@@ -60,7 +60,7 @@ def roof_bytes() -> int:
 def _alike(pool: WorkerPool, task: int, records: Sequence[int], counts: Sequence[int]) -> Jobs:
     """A number of tasks of one kind on each node of a pool."""
     nodes = range(len(pool.nodes)) if pool.is_split else [None]
-    return beside(
+    return in_parallel(
         [
             Job("roof", task, record, tasks=count, node=node)
             for record, count, node in zip(records, counts, nodes, strict=True)
@@ -160,7 +160,7 @@ def kept_read_roof(threads: int, pool: Callable[[], WorkerPool], least: float = 
         PykernelsError: as ``read_roof``.
     """
     name = f"read-roof-{slug(f'{detect().cpu} {threads} threads')}"
-    return float(kept(name, lambda: read_roof(pool()), lambda found: float(found) >= least))
+    return float(kept(name, lambda: read_roof(pool()), lambda roof: float(roof) >= least))
 
 
 class ComputeRoof:

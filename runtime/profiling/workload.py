@@ -12,7 +12,7 @@ from pykernels.quant.split import Experts, repeat_first
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
-from ..devices.cpu.routed import RoutedExperts
+from ..devices.cpu.routed import CpuExperts
 from ..machine.memory import HUGE_PAGE
 from ..machine.topology import Topology
 from ..workers.pool import WorkerPool
@@ -51,7 +51,7 @@ def routings(shape: MoEShape, T: int, kind: str, count: int = _COUNT) -> list[to
     order = torch.randperm(shape.E, generator=g, dtype=torch.int64, device="cpu")
     log_p = -torch.arange(1, shape.E + 1, dtype=torch.float32, device="cpu").log()
     slots = torch.arange(T * shape.topk, dtype=torch.int64, device="cpu").view(T, shape.topk)
-    found = []
+    result = []
     for number in range(count):
         if kind == "balanced":
             ranks, shift = slots % shape.E, number * T * shape.topk
@@ -61,8 +61,8 @@ def routings(shape: MoEShape, T: int, kind: str, count: int = _COUNT) -> list[to
             noise = uniform(g, T, shape.E).clamp(1e-9, 1 - 1e-7)
             keys = log_p - (-noise.log()).log()
             ranks, shift = keys.argsort(-1, descending=True)[:, : shape.topk], number
-        found.append(order[(ranks + shift) % shape.E].contiguous())
-    return found
+        result.append(order[(ranks + shift) % shape.E].contiguous())
+    return result
 
 
 def check_calls(shape: MoEShape, T: int, count: int = _COUNT) -> None:
@@ -80,7 +80,7 @@ def check_calls(shape: MoEShape, T: int, count: int = _COUNT) -> None:
 def check_layers(shape: MoEShape, fmt: str, count: int = 1) -> None:
     """Raises PykernelsError if ``count`` layers of random experts are more than ``MOST_LAYERS``, or
     do not fit in memory."""
-    nbytes = RoutedExperts.bytes_needed(shape, fmt)
+    nbytes = CpuExperts.bytes_needed(shape, fmt)
     if count > MOST_LAYERS:
         raise PykernelsError(
             f"a layer of {nbytes / 2**10:.0f} KiB is too small to be timed out of cache: that"
@@ -101,13 +101,13 @@ def distinct(ids: torch.Tensor) -> int:
     return int(ids.unique().numel())
 
 
-def experts_between(found: list[torch.Tensor]) -> int:
+def experts_between(calls: list[torch.Tensor]) -> int:
     """The fewest distinct experts that one layer reads from a use of an expert to its next use.
 
     Args:
-        found: the routings, used one after the other, again and again.
+        calls: the routings, used one after the other, again and again.
     """
-    sets = [frozenset(ids.unique().tolist()) for ids in found]
+    sets = [frozenset(ids.unique().tolist()) for ids in calls]
     fewest = len(frozenset().union(*sets))
     for start in range(len(sets)):
         waiting, read = sets[start], sets[start]
@@ -154,18 +154,18 @@ class RandomLayers:
         progress: Callable[[float], None] | None = None,
     ) -> None:
         self.shape, self.fmt, self._pool = shape, fmt, pool
-        nbytes = RoutedExperts.bytes_needed(shape, fmt)
+        nbytes = CpuExperts.bytes_needed(shape, fmt)
         count = layers_out_of_cache(detect().l3, nbytes / shape.E * experts_between(routings))
         check_layers(shape, fmt, count)
-        self.packed = [_fill(RoutedExperts(shape, fmt, pool))]
+        self.packed = [_fill(CpuExperts(shape, fmt, pool))]
         while len(self.packed) < count:
             if progress:
                 progress(len(self.packed) / count)
             # The same bytes, in other memory: a cache goes by addresses.
-            self.packed.append(_copy(self.packed[0], RoutedExperts(shape, fmt, pool).weights))
+            self.packed.append(_copy(self.packed[0], CpuExperts(shape, fmt, pool).weights))
         self.bytes_per_expert = self.packed[0].bytes_per_expert
 
-    def experts(self, kernel: str, activations: str = "bf16") -> list[RoutedExperts]:
+    def experts(self, kernel: str, activations: str = "bf16") -> list[CpuExperts]:
         """The layers on one backend; every backend reads the same weights.
 
         Raises:
@@ -173,7 +173,7 @@ class RandomLayers:
         """
         made = []
         for packed in self.packed:
-            layer = RoutedExperts(self.shape, self.fmt, self._pool, kernel, activations)
+            layer = CpuExperts(self.shape, self.fmt, self._pool, kernel, activations)
             layer.weights = packed  # its own pages were never touched and take no memory
             made.append(layer)
         return made
@@ -203,7 +203,7 @@ def _copy(filled: Experts, into: Experts) -> Experts:
     return into
 
 
-def _fill(layer: RoutedExperts) -> Experts:
+def _fill(layer: CpuExperts) -> Experts:
     """One random expert, quantized and packed; the others are copies of its bytes."""
     packed, H, I = layer.weights, layer.shape.H, layer.shape.I  # noqa: E741
     g = torch.Generator().manual_seed(0)

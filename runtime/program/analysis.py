@@ -76,8 +76,8 @@ def ordered(waits: Sequence[Sequence[int]]) -> Order:
 
 
 def _hazards(nodes: Sequence[Node]) -> list[list[int]]:
-    """By node, the nodes that a shared buffer makes it wait for: the writers of what it reads, and
-    the writers and the readers of what it overwrites. Slices of one linear, which write other
+    """The nodes that each node waits for because of a shared buffer: the writers of what it reads,
+    and the writers and the readers of what it overwrites. Slices of one linear, which write other
     columns of the same buffer, do not wait for each other. The collectives of one group, and the
     sends to a peer or the receives from it, follow each other: its other members run them in that
     order, too."""
@@ -87,32 +87,32 @@ def _hazards(nodes: Sequence[Node]) -> list[list[int]]:
     numbers = {node.name: i for i, node in enumerate(nodes)}
     waits: list[list[int]] = []
     for i, node in enumerate(nodes):
-        beside = _writes_beside(node, nodes, writers)
-        found = [
+        parallel = _parallel_write(node, nodes, writers)
+        hazards = [
             j
             for name in (*node.reads, *node.writes)
-            if name != beside
+            if name != parallel
             for j in writers.get(name, [])
         ]
-        if beside is not None:  # its memory must be free, for which the first one has waited
-            found += waits[writers[beside][0]]
+        if parallel is not None:  # its memory must be free, for which the first one has waited
+            hazards += waits[writers[parallel][0]]
         for name in node.writes:
-            found += readers.get(name, [])
+            hazards += readers.get(name, [])
         if node.op == "wait" and node.attr("since"):
-            found.append(numbers[node.attr("since")])
+            hazards.append(numbers[node.attr("since")])
         if (meeting := _meeting(node)) is not None:
             if meeting in meetings:
-                found.append(meetings[meeting])
+                hazards.append(meetings[meeting])
             meetings[meeting] = i
         for name in node.reads:
-            if name != beside:
+            if name != parallel:
                 readers.setdefault(name, []).append(i)
         for name in node.writes:
-            if name == beside:
+            if name == parallel:
                 writers[name].append(i)
             else:
                 writers[name], readers[name] = [i], []
-        waits.append(found)
+        waits.append(hazards)
     return waits
 
 
@@ -123,7 +123,7 @@ def _meeting(node: Node) -> tuple[object, ...] | None:
     return (node.op, node.attr("peer")) if "peer" in node.attrs else None
 
 
-def _writes_beside(
+def _parallel_write(
     node: Node, nodes: Sequence[Node], writers: Mapping[str, list[int]]
 ) -> str | None:
     """The buffer of which a slice of a linear writes its own columns, as the slices before it have
@@ -291,8 +291,8 @@ def share_of_experts(program: Program, node: Node) -> float:
     if not cached or node.role not in ("routed", "cached", "deferred"):
         return 1.0
     weight = program.weight(cached[0], "experts")
-    assert weight.whole is not None
-    here = weight.shape[0] / weight.whole.shape[0]
+    assert weight.full is not None
+    here = weight.shape[0] / weight.full.shape[0]
     return here if node.role == "cached" else 1 - here
 
 

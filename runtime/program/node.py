@@ -11,15 +11,15 @@ import torch
 
 from .op_table.collectives import ALL_TOKENS
 from .ops import OPS
-from .sizes import LANES, lane_dim
+from .sizes import MICROBATCHES, microbatch_dim
 from .weight_spec import WeightSpec
 
 Dim = int | str
 """A size, or the name of one that differs from step to step, one of ``RANK_SIZES``."""
 
-STEP_SIZES = ("T", "S", "R", *map(lane_dim, LANES))
-"""Tokens, sequences and sampled rows of a step, then the tokens of each of its lanes; in this order
-devices have them."""
+STEP_SIZES = ("T", "S", "R", *map(microbatch_dim, MICROBATCHES))
+"""Tokens, sequences and sampled rows of a step, then the tokens of each of its microbatches; in
+this order devices have them."""
 RANK_SIZES = (*STEP_SIZES, ALL_TOKENS)
 """The same where ranks have tokens of their own, and then those of all ranks."""
 
@@ -59,7 +59,8 @@ class Node:
         name: unique in a program.
         layer: the decoder layer that it belongs to; None outside the layers.
         role: what it does in its layer, one of ``ops.ROLES``; passes find nodes by it.
-        lane: one of ``lanes.LANES``; "" where a program has none, or both are joined.
+        microbatch: one of ``microbatches.MICROBATCHES``; "" where a program has none, or both are
+            joined.
         numa: index of the NUMA node whose workers run it, from memory of its own; None: all
             workers.
         on_stream: the stream of its device that runs it; None: that of its op.
@@ -74,7 +75,7 @@ class Node:
     name: str = ""
     layer: int | None = None
     role: str = ""
-    lane: str = ""
+    microbatch: str = ""
     numa: int | None = None
     on_stream: str | None = None
 
@@ -91,10 +92,10 @@ class Node:
     def series(self, name: str) -> tuple[str, ...]:
         """The buffers of a repeated input or output, ``name0``, ``name1`` and so on."""
         ports = {**self.outputs, **self.inputs}
-        found: list[str] = []
-        while (port := f"{name}{len(found)}") in ports:
-            found.append(ports[port])
-        return tuple(found)
+        names: list[str] = []
+        while (port := f"{name}{len(names)}") in ports:
+            names.append(ports[port])
+        return tuple(names)
 
     @property
     def reads(self) -> tuple[str, ...]:

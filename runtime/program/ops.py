@@ -56,7 +56,7 @@ def _bytes(*dims: str, optional: bool = False) -> Port:
     return Port("bytes", dims, optional)
 
 
-_STAGED = {"staged": Port("bytes", ("slot_bytes",), True)}
+_STREAMED = {"streamed": Port("bytes", ("slot_bytes",), True)}
 """Where matrices are that ``load_weights`` has brought, of an op that reads them from there."""
 
 
@@ -196,7 +196,7 @@ OPS: dict[str, Op] = {
         inputs={
             "x": _activation("T", ">K"),
             "out": _activation("T", ">start + N", optional=True),
-            **_STAGED,
+            **_STREAMED,
         },
         outputs={"out": _activation("T", ">start + N")},
         weights={"weight": _weight("N", "K"), "bias": _weight("N", optional=True)},
@@ -211,7 +211,7 @@ OPS: dict[str, Op] = {
             "out": _activation("T", ">first*out_head + G*out_head", optional=True),
             "sequences": _index("T", optional=True),
             "expansion": METADATA["expansion"],
-            **_STAGED,
+            **_STREAMED,
         },
         outputs={"out": _activation("T", ">first*out_head + G*out_head")},
         weights={"heads": _weight("G", "N", "K")},
@@ -343,7 +343,7 @@ OPS: dict[str, Op] = {
             "latent": _LATENT["latent"],
             "rope": _kv("R", optional=True),
             "latent_scale": _LATENT["latent_scale"],
-            **_STAGED,
+            **_STREAMED,
         },
         outputs={"out": _activation("T", "heads*dv")},
         weights={"uk": _weight("heads", "L", "nope"), "uv": _weight("heads", "dv", "L")},
@@ -391,7 +391,7 @@ OPS: dict[str, Op] = {
     # may change between steps; -1 in it is no slot.
     "place_routing": Op(
         inputs={"ids": _index("T", "topk"), "slots": Port("int32", ("experts",))},
-        outputs={"here_ids": _index("T", "topk"), "there_ids": _index("T", "topk")},
+        outputs={"local_ids": _index("T", "topk"), "remote_ids": _index("T", "topk")},
     ),
     # The experts that most tokens take: the place of each of all among them, -1 for no place, and
     # them in order.
@@ -399,9 +399,8 @@ OPS: dict[str, Op] = {
         inputs={"ids": _index("T", "topk")},
         outputs={"slots": Port("int32", ("experts",)), "order": Port("int32", ("ranked",))},
     ),
-    # The bytes of `count` experts of a layer, from `first` on, as they lie in main memory, brought
-    # to the device but for those `without` which it does; where `order` is given, from there on in
-    # that order. Where out is an input, its memory is used again.
+    # Copies experts first .. first + count (or order[first:..]) of a layer as they are stored in
+    # main memory, except `without`. Where out is an input, its memory is used again.
     "load_experts": Op(
         inputs={
             "out": _bytes("bytes", optional=True),
@@ -439,14 +438,14 @@ OPS: dict[str, Op] = {
             "weights": _float32("T", "topk", optional=True),
             **ORDER,
             "resident": _bytes("bytes", optional=True),
-            **_STAGED,
+            **_STREAMED,
         },
         outputs={"out": _activation("T", "H")},
         weights={"experts": _weight("E", "H", "I")},
         attrs={"activations": Attr(str, "bf16")},
         rule=_moe_rule,
     ),
-    # The rows of both lanes, one behind the other.
+    # The rows of both microbatches, one behind the other.
     "join_rows": Op(
         inputs={"first": _float32("A", "H"), "last": _float32("B", "H")},
         outputs={"out": _float32("T", "H")},
@@ -491,7 +490,7 @@ OPS: dict[str, Op] = {
     ),
     **COLLECTIVES,
 }
-"""By name. An op means the same function in ``pykernels.ref`` and on every device."""
+"""Ops by name. An op is the same function in ``pykernels.ref`` and on every device."""
 
 SAMPLING = tuple(_SAMPLING)
 """Inputs of ``sample_requests`` that have a number for each row of logits."""

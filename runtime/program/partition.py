@@ -161,23 +161,23 @@ def _with_spans(nodes: Sequence[Node], unordered: Collection[str]) -> list[Node]
         local.setdefault(node.device, []).append(i)
         if node.op == "wait":
             waits[i].append(ends["submit", node.attrs["channel"]])
-    for device, own in local.items():
-        part = Program("", tuple(nodes[i] for i in own), {}, {})
+    for device, device_nodes in local.items():
+        part = Program("", tuple(nodes[i] for i in device_nodes), {}, {})
         order = dependencies(part) if device in unordered else on_streams(part)
-        for i, direct in zip(own, order.direct, strict=True):
-            waits[i] += [own[j] for j in direct]
+        for i, direct in zip(device_nodes, order.direct, strict=True):
+            waits[i] += [device_nodes[j] for j in direct]
     before = ordered(waits).before
     spans = list(nodes)
     for (op, channel), i in ends.items():
         node = nodes[i]
-        own = local[node.device]
+        device_nodes = local[node.device]
         if op == "wait":
             # The peer writes there before it submits; with other things, perhaps long before.
             begun = before[ends["submit", channel]]
             for j in local[nodes[ends["submit", channel]].device]:
                 if set(nodes[j].writes) & set(node.writes):
                     begun &= before[j]
-            last = max((j for j in own if begun >> j & 1), default=None)
+            last = max((j for j in device_nodes if begun >> j & 1), default=None)
             span = {"since": "" if last is None else nodes[last].name}
         else:
             peer = ends["wait", channel]
@@ -185,20 +185,22 @@ def _with_spans(nodes: Sequence[Node], unordered: Collection[str]) -> list[Node]
             for j in local[nodes[peer].device]:
                 if j > peer and set(nodes[j].reads) & set(node.reads):
                     readers |= 1 << j
-            free = next((j for j in own if j > i and not readers & ~before[j]), None)
+            free = next((j for j in device_nodes if j > i and not readers & ~before[j]), None)
             span = {"until": "" if free is None else nodes[free].name}
         spans[i] = replace(node, attrs=MappingProxyType({**node.attrs, **span}))
     return spans
 
 
 def _part(program: Program, device: str, nodes: Sequence[Node]) -> Program:
-    own = tuple(node for node in nodes if node.device == device)
-    written = {name for node in own if node.op != "wait" for name in node.writes}
+    device_nodes = tuple(node for node in nodes if node.device == device)
+    written = {name for node in device_nodes if node.op != "wait" for name in node.writes}
     buffers: dict[str, Buffer] = {}
-    for name in dict.fromkeys(name for node in own for name in (*node.reads, *node.writes)):
+    for name in dict.fromkeys(
+        name for node in device_nodes for name in (*node.reads, *node.writes)
+    ):
         buffer = program.buffers[name]
         is_copy = buffer.kind == "output" and name not in written
         buffers[name] = replace(buffer, kind="scratch") if is_copy else buffer
     name = f"{program.name} on {device}"
-    part = replace(program, name=name, nodes=own, buffers=buffers)
+    part = replace(program, name=name, nodes=device_nodes, buffers=buffers)
     return part.check()

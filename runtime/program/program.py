@@ -7,8 +7,8 @@ often as there are steps. ``ops`` says what each op reads and writes; nothing he
 or transformers.
 
 Dims: ``T`` tokens of the step, ``S`` sequences, ``R`` rows of logits that are sampled; ``TA`` and
-``TB`` tokens of each lane, where there are two; ``TW`` tokens of all ranks. A dimension is a number
-or one of these names: its size differs from step to step, up to the bucket's.
+``TB`` tokens of each microbatch, where there are two; ``TW`` tokens of all ranks. A dimension is a
+number or one of these names: its size differs from step to step, up to the bucket's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Program:
 
     Attributes:
         name: of the model and the bucket.
-        sizes: the bucket: the most "T", "S" and "R" of a step, and of its lanes if it has any.
+        sizes: the bucket: the most "T", "S" and "R" of a step, and of its microbatches if it has
+            any.
         weights: what each weight is; a ``WeightStore`` has them.
         passes: names of those that have rewritten it, in order.
         rank: which of its ranks runs it; its collectives name the others.
@@ -75,7 +76,8 @@ class Program:
         return tuple(self.sizes[dim] if isinstance(dim, str) else dim for dim in dims)
 
     def step_sizes(self) -> torch.Tensor:
-        """int64 [3], [5] with lanes, [6] with tokens by rank: zeros for the sizes of a step."""
+        """int64 [3], [5] with microbatches, [6] with tokens by rank: zeros for the sizes of a
+        step."""
         named = next(s for s in (STEP_SIZES[:3], STEP_SIZES, RANK_SIZES) if {*s} >= {*self.sizes})
         return torch.zeros(len(named), dtype=torch.int64, device="cpu")
 

@@ -13,7 +13,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, PackedHeads, PackedMatrix, Packer, get_format
 from pykernels.quant.split import SplitExperts
 
-from .weight_spec import Part, WeightSpec, part_values, stored_shape
+from .weight_spec import WeightPart, WeightSpec, part_values, stored_shape
 
 _EXPERT = re.compile(r"(?P<layer>.+)\.(?P<expert>\d+)\.(?P<matrix>gate|up|down)_proj\.weight")
 _MATRICES = "gate", "up", "down"
@@ -64,7 +64,7 @@ def writer(
         PykernelsError: a layout that cannot be written in part, values that the format cannot hold.
             Nothing is written then.
     """
-    if spec.cut is not None:
+    if spec.slice_of is not None:
         return lambda: None  # in the memory of the whole
     if device != "cpu" or spec.shard is not None or not _is_writable(spec, made):
         where = "the host, for a GPU" if device == "cpu" else device
@@ -106,7 +106,7 @@ def _is_writable(spec: WeightSpec, made: Any) -> bool:
     if isinstance(made, torch.Tensor):  # as numbers, not as bytes of a GPU's layout
         return made.dtype in (torch.float32, torch.bfloat16) and made.shape == spec.shape
     if isinstance(made, PackedExperts | SplitExperts | Derived):
-        return spec.whole is None
+        return spec.full is None
     return isinstance(made, PackedMatrix | PackedHeads)
 
 
@@ -130,19 +130,19 @@ def _expert_writer(
 
 def _expert(spec: WeightSpec, name: str) -> tuple[int, int] | None:
     """(expert, 0 to 2 for gate, up, down) of a routed expert's matrix in a layer; else None."""
-    found = _EXPERT.fullmatch(name)
-    if spec.moe is None or spec.parts or found is None or found["layer"] != spec.name:
+    match = _EXPERT.fullmatch(name)
+    if spec.moe is None or spec.parts or match is None or match["layer"] != spec.name:
         return None
-    expert = int(found["expert"])
-    return (expert, _MATRICES.index(found["matrix"])) if expert < spec.moe.E else None
+    expert = int(match["expert"])
+    return (expert, _MATRICES.index(match["matrix"])) if expert < spec.moe.E else None
 
 
 def base(spec: WeightSpec) -> WeightSpec:
     """The weight that it is a slice of, or some experts of."""
-    return spec.cut.whole if spec.cut is not None else spec.whole or spec
+    return spec.slice_of.full if spec.slice_of is not None else spec.full or spec
 
 
-def _rows(part: Part, values: torch.Tensor) -> torch.Tensor:
+def _rows(part: WeightPart, values: torch.Tensor) -> torch.Tensor:
     """What a part of a weight takes of a parameter."""
     if part.index is not None:
         values = values[part.index]

@@ -1,8 +1,8 @@
-"""The sizes for which a model is lowered, and those of the two lanes of a decode step.
+"""The sizes for which a model is lowered, and those of the two microbatches of a decode step.
 
-With dual batch (OSDI'26 3.3.1) each lane has half of a step's sequences. They have one token each,
-so that the tokens of a lane are its sequences, too. Lane A has the first ones, and one more if
-their number is odd.
+With dual batch (OSDI'26 3.3.1) each microbatch has half of a step's sequences. They have one token
+each, so that the tokens of a microbatch are its sequences, too. Microbatch A has the first ones,
+and one more if their number is odd.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class StepSizes:
 ONE_TOKEN = StepSizes()
 """For what is the same in every program of a model: its nodes and weights."""
 
-LANES = ("A", "B")
+MICROBATCHES = ("A", "B")
 
 
-def lane_name(lane: str, name: str) -> str:
-    """What a lane calls its own of a node or a buffer; "" is no lane."""
-    return f"{lane}.{name}" if lane else name
+def microbatch_name(microbatch: str, name: str) -> str:
+    """What a microbatch calls its own of a node or a buffer; "" is no microbatch."""
+    return f"{microbatch}.{name}" if microbatch else name
 
 
-def lane_dim(lane: str) -> str:
-    """The dimension of a lane's tokens."""
-    return f"T{lane}"
+def microbatch_dim(microbatch: str) -> str:
+    """The dimension of a microbatch's tokens."""
+    return f"T{microbatch}"
 
 
-def lane_tokens(T: int) -> tuple[int, int]:
-    """The tokens of each lane of a step of T."""
+def microbatch_tokens(T: int) -> tuple[int, int]:
+    """The tokens of each microbatch of a step of T."""
     return T - T // 2, T // 2

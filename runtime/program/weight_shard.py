@@ -17,7 +17,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import Biases, Format, Weight, get_format
 from pykernels.quant.layout import N_BLOCK
 
-from .weight_spec import Part, Piece, Shard, WeightSpec
+from .weight_spec import RowRange, Shard, WeightPart, WeightSpec
 
 Expert = tuple[tuple[Weight, Weight, Weight], Biases | None]
 """(gate [I, H], up [I, H], down [H, I]) and their biases."""
@@ -26,49 +26,49 @@ _BLOCKS = (32, 64, 128, 256)
 
 
 def shard_of(
-    spec: WeightSpec, pieces: Sequence[Piece], columns: tuple[int, int] | None = None
+    spec: WeightSpec, ranges: Sequence[RowRange], columns: tuple[int, int] | None = None
 ) -> WeightSpec:
     """Some rows, heads or numbers of a weight, and of a matrix some columns.
 
     Args:
-        pieces, columns: see ``Shard``.
+        ranges, columns: see ``Shard``.
 
     Raises:
         PykernelsError: a matrix would be cut inside a block of its format.
     """
-    assert spec.cut is None and spec.whole is None and spec.shard is None
-    label = ",".join(f"{piece.first}:{piece.last}" for piece in pieces)
+    assert spec.slice_of is None and spec.full is None and spec.shard is None
+    label = ",".join(f"{run.first}:{run.last}" for run in ranges)
     if columns is not None:
         label += f"; {columns[0]}:{columns[1]}"
-    end = max(piece.at + piece.last - piece.first for piece in pieces)
-    shard = Shard(spec, tuple(pieces), columns)
-    found = replace(spec, name=f"{spec.name}[{label}]", parts=(), shard=shard)
+    end = max(run.at + run.last - run.first for run in ranges)
+    shard = Shard(spec, tuple(ranges), columns)
+    result = replace(spec, name=f"{spec.name}[{label}]", parts=(), shard=shard)
     if spec.moe is not None:
-        assert columns is None and len(pieces) == 1
+        assert columns is None and len(ranges) == 1
         E, H, I = spec.shape  # noqa: E741
-        span = pieces[0].first, pieces[0].last
+        span = ranges[0].first, ranges[0].last
         _check_cut(spec.fmt, f"gate and up of {spec.name}", span, (0, H))
         _check_cut(spec.down_fmt, f"down of {spec.name}", (0, H), span)
-        return replace(found, shape=(E, H, end), moe=replace(spec.moe, I=end))
+        return replace(result, shape=(E, H, end), moe=replace(spec.moe, I=end))
     if spec.kind != "matrix":
-        parts = [part for p in pieces for part in spec.parts[p.first : p.last]]
+        parts = [part for p in ranges for part in spec.parts[p.first : p.last]]
         shape = end, *spec.shape[1:]
-        return replace(found, shape=shape, parts=tuple(parts) if spec.kind == "heads" else ())
+        return replace(result, shape=shape, parts=tuple(parts) if spec.kind == "heads" else ())
     first, last = columns or (0, spec.shape[1])
-    own = [(piece, _part(spec, piece)) for piece in pieces]
-    for piece, part in own:
-        rows = piece.first - part.at, piece.last - part.at
+    with_parts = [(run, _part(spec, run)) for run in ranges]
+    for run, part in with_parts:
+        rows = run.first - part.at, run.last - part.at
         _check_cut(spec.fmt, part.name, rows, (first, last))
-    made = (Part(part.name, (p.last - p.first, last - first), p.at) for p, part in own)
-    return replace(found, shape=(end, last - first), parts=tuple(made))
+    made = (WeightPart(part.name, (p.last - p.first, last - first), p.at) for p, part in with_parts)
+    return replace(result, shape=(end, last - first), parts=tuple(made))
 
 
 def tensor_shard(spec: WeightSpec, whole: torch.Tensor) -> torch.Tensor:
-    """The shard of a tensor; zeros between its pieces."""
+    """The shard of a tensor; zeros between its ranges."""
     assert spec.shard is not None
     out = whole.new_zeros(spec.shape)
-    for piece in spec.shard.pieces:
-        out[piece.at : piece.at + piece.last - piece.first] = whole[piece.first : piece.last]
+    for run in spec.shard.ranges:
+        out[run.at : run.at + run.last - run.first] = whole[run.first : run.last]
     return out
 
 
@@ -79,25 +79,23 @@ def matrix_shards(spec: WeightSpec, whole: Iterable[Weight]) -> Iterator[Weight]
         whole: the parts, or the heads, of the whole.
     """
     assert spec.shard is not None
-    pieces, fmt = list(spec.shard.pieces), get_format(spec.fmt)
+    ranges, fmt = list(spec.shard.ranges), get_format(spec.fmt)
     if spec.kind == "heads":
-        (piece,) = pieces
-        yield from islice(whole, piece.first, piece.last)
+        (run,) = ranges
+        yield from islice(whole, run.first, run.last)
         return
-    for part, weight in zip(spec.shard.whole.parts, whole, strict=True):
+    for part, weight in zip(spec.shard.full.parts, whole, strict=True):
         columns = spec.shard.columns or (0, part.shape[1])
-        while pieces and _part(spec.shard.whole, pieces[0]) == part:
-            piece = pieces.pop(0)
-            yield _taken(fmt, weight, (piece.first - part.at, piece.last - part.at), columns)
-        if not pieces:
+        while ranges and _part(spec.shard.full, ranges[0]) == part:
+            run = ranges.pop(0)
+            yield _taken(fmt, weight, (run.first - part.at, run.last - part.at), columns)
+        if not ranges:
             return
 
 
-def _part(spec: WeightSpec, piece: Piece) -> Part:
+def _part(spec: WeightSpec, run: RowRange) -> WeightPart:
     return next(
-        part
-        for part in spec.parts
-        if part.at <= piece.first and piece.last <= part.at + part.shape[0]
+        part for part in spec.parts if part.at <= run.first and run.last <= part.at + part.shape[0]
     )
 
 
@@ -118,8 +116,8 @@ def _taken(fmt: Format, weight: Weight, rows: tuple[int, int], columns: tuple[in
 
 def expert_shards(spec: WeightSpec, whole: Iterable[Expert]) -> Iterator[Expert]:
     """A run of each expert's intermediate numbers; the first run has the bias of down."""
-    assert spec.shard is not None and spec.shard.whole.moe is not None
-    ((first, last),) = ((piece.first, piece.last) for piece in spec.shard.pieces)
+    assert spec.shard is not None and spec.shard.full.moe is not None
+    ((first, last),) = ((run.first, run.last) for run in spec.shard.ranges)
     H, fmt, down_fmt = spec.shape[1], get_format(spec.fmt), get_format(spec.down_fmt)
     for (gate, up, down), biases in whole:
         own = (
@@ -141,7 +139,7 @@ def row_unit(name: str) -> int:
 
 
 def input_unit(name: str) -> int:
-    """The same of inputs."""
+    """Columns of a matrix of that format to a multiple of which it is cut."""
     fmt = get_format(name)
     shared = 0 if fmt.scale_shape(1, 256) is None else _scale_blocks(fmt)[1]
     return max(N_BLOCK, fmt.k_multiple, shared)
@@ -180,6 +178,6 @@ def _ends(fmt: Format, size: int, axis: int) -> bool:
 
 
 def _scales(fmt: Format, N: int, K: int) -> tuple[int, int]:
-    found = fmt.scale_shape(N, K)
-    assert found is not None
-    return found
+    shape = fmt.scale_shape(N, K)
+    assert shape is not None
+    return shape

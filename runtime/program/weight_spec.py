@@ -27,22 +27,21 @@ CHANGES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     # A convolution's, a row for each place of its window: [C, 1, K] -> [K, C].
     "by places": lambda x: x.flatten(1).T,
 }
-"""What becomes of stored numbers while they are loaded, by ``Part.change``."""
+"""What becomes of stored numbers while they are loaded, by ``WeightPart.change``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightPart:
     """A stored tensor in a weight, or some of it.
 
     Attributes:
-        name: of the model's parameter.
-        shape: that it has in the weight, [N, K] of a matrix.
+        name: name of the model's parameter.
+        shape: its shape in the weight, [N, K] of a matrix.
         at: the first row of the weight that is its own.
-        rows: of the stored tensor, runs (first, last) in the order that the weight has them; none:
-            all of them.
-        index: of the stored [heads, N, K], which head; None: it is no stack.
+        rows: runs (first, last) of the stored tensor's rows in the weight's order; empty: all.
+        index: the head of a stored [heads, N, K]; None: it is no stack.
         transposed: whether the weight has the rows as its columns.
-        change: of the numbers, a key of ``CHANGES``; "": none.
+        change: what the numbers go through, a key of ``CHANGES``; "": nothing.
     """
 
     name: str
@@ -55,7 +54,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class WeightSlice:
     """Says which weight a slice is cut from.
 
     Attributes:
@@ -63,13 +62,13 @@ class Cut:
             slice ``first`` of ``last`` (``quant.split``).
     """
 
-    whole: WeightSpec
+    full: WeightSpec
     first: int
     last: int
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RowRange:
     """Rows of a matrix, numbers of a tensor or heads ``first .. last - 1``, which a shard has from
     ``at`` on."""
 
@@ -83,12 +82,12 @@ class Shard:
     """Says what a rank has of a weight, as a weight of its own (``weight_shard``).
 
     Attributes:
-        pieces: in order; of a matrix each is of one part.
+        ranges: in order; of a matrix each is of one part.
         columns: the inputs ``first .. last - 1`` of a matrix; None: all.
     """
 
-    whole: WeightSpec
-    pieces: tuple[Piece, ...]
+    full: WeightSpec
+    ranges: tuple[RowRange, ...]
     columns: tuple[int, int] | None = None
 
 
@@ -104,37 +103,37 @@ class WeightSpec:
         fmt: of ``pykernels.quant``; of gate and up, where ``down_fmt`` is that of down.
         shape: of a tensor its own; [N, K]; [heads, N, K]; [E, H, I].
         parts: what it is made of; none of routed experts, which a source knows by their name.
-        moe: the sizes of experts, and what they do beside their products.
-        whole: where it is some of a layer's experts, those of the layer; ``chosen``: the number of
-            each among them, in order; none where it is slots that are filled later.
-        cut: what it is a slice of, in that one's memory; None: it is whole.
-        shard: what it is read from as a rank's own; None: it is all of it.
+        moe: sizes and activation of the experts.
+        full: spec of the full layer if this is a subset of its experts; ``expert_ids``: their ids,
+            in order (empty: slots that are filled at run time).
+        cut: the weight of which it is a slice, in that one's memory; None: it is no slice.
+        shard: the weight of which it is a rank's shard; None: it is no shard.
     """
 
     name: str
     kind: str
     fmt: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...] = ()
+    parts: tuple[WeightPart, ...] = ()
     down_fmt: str = ""
     moe: MoEShape | None = None
-    whole: WeightSpec | None = None
-    chosen: tuple[int, ...] = ()
-    cut: Cut | None = None
+    full: WeightSpec | None = None
+    expert_ids: tuple[int, ...] = ()
+    slice_of: WeightSlice | None = None
     shard: Shard | None = None
 
     @classmethod
-    def tensor(cls, name: str, *shape: int, parts: Sequence[Part] = ()) -> WeightSpec:
+    def tensor(cls, name: str, *shape: int, parts: Sequence[WeightPart] = ()) -> WeightSpec:
         """A tensor of that shape, by default the parameter of that name."""
-        return cls(name, "tensor", "float32", shape, tuple(parts) or (Part(name, shape),))
+        return cls(name, "tensor", "float32", shape, tuple(parts) or (WeightPart(name, shape),))
 
     @classmethod
     def matrix(cls, name: str, fmt: str, parts: Sequence[tuple[str, int, int]]) -> WeightSpec:
         """Matrices (parameter, N, K) of one format and one K, stacked."""
-        stacked = list[Part]()
+        stacked = list[WeightPart]()
         at = 0
         for parameter, N, K in parts:
-            stacked.append(Part(parameter, (N, K), at))
+            stacked.append(WeightPart(parameter, (N, K), at))
             at += ceil_to(N, N_BLOCK)
         N, K = stacked[-1].shape
         assert all(part.shape[1] == K for part in stacked), "one matrix reads the same inputs"
@@ -142,31 +141,31 @@ class WeightSpec:
 
     @classmethod
     def experts(
-        cls, name: str, moe: MoEShape, fmt: str, down_fmt: str, parts: Sequence[Part] = ()
+        cls, name: str, moe: MoEShape, fmt: str, down_fmt: str, parts: Sequence[WeightPart] = ()
     ) -> WeightSpec:
         """A layer's experts."""
         return cls(name, "experts", fmt, (moe.E, moe.H, moe.I), tuple(parts), down_fmt, moe)
 
-    def some(self, chosen: Sequence[int]) -> WeightSpec:
+    def some(self, expert_ids: Sequence[int]) -> WeightSpec:
         """Some of a layer's experts as a weight of their own, in which they are 0, 1 and so on.
 
         Raises:
             PykernelsError: an expert that the layer has not, or twice the same one.
         """
-        assert self.moe is not None and self.whole is None and self.cut is None
+        assert self.moe is not None and self.full is None and self.slice_of is None
         E, H, I = self.shape  # noqa: E741
-        wrong = [e for e in chosen if not 0 <= e < E]
-        if wrong or len(set(chosen)) < len(chosen) or not chosen:
+        wrong = [e for e in expert_ids if not 0 <= e < E]
+        if wrong or len(set(expert_ids)) < len(expert_ids) or not expert_ids:
             raise PykernelsError(
-                f"the experts {', '.join(map(str, chosen)) or 'of no number'} of the {E} of"
+                f"the experts {', '.join(map(str, expert_ids)) or 'of no number'} of the {E} of"
                 f" {self.name}",
                 f"Give each of 0 to {E - 1} once at most",
             )
-        numbers = tuple(sorted(chosen))
+        numbers = tuple(sorted(expert_ids))
         moe = replace(self.moe, E=len(numbers), topk=min(self.moe.topk, len(numbers)))
         name = f"{self.name}[{','.join(map(str, numbers))}]"
         shape = (moe.E, H, I)
-        return replace(self, name=name, shape=shape, moe=moe, whole=self, chosen=numbers)
+        return replace(self, name=name, shape=shape, moe=moe, full=self, expert_ids=numbers)
 
     def slots(self, count: int) -> WeightSpec:
         """Room for so many of a layer's experts, which nothing is in at first.
@@ -174,7 +173,7 @@ class WeightSpec:
         Raises:
             PykernelsError: no slots, or more than the layer has experts.
         """
-        assert self.moe is not None and self.whole is None and self.cut is None
+        assert self.moe is not None and self.full is None and self.slice_of is None
         E, H, I = self.shape  # noqa: E741
         if not 0 < count <= E:
             raise PykernelsError(
@@ -182,15 +181,15 @@ class WeightSpec:
             )
         moe = replace(self.moe, E=count, topk=min(self.moe.topk, count))
         name = f"{self.name}[{count} slots]"
-        return replace(self, name=name, shape=(count, H, I), moe=moe, whole=self)
+        return replace(self, name=name, shape=(count, H, I), moe=moe, full=self)
 
     def part(self, first: int, last: int) -> WeightSpec:
         """The numbers, the 32-row blocks or the heads ``first .. last - 1``."""
         count = last - first
         if self.kind == "matrix":
             count = min(N_BLOCK * last, self.shape[0]) - N_BLOCK * first
-        name, cut = f"{self.name}[{first}:{last}]", Cut(self, first, last)
-        return replace(self, name=name, shape=(count, *self.shape[1:]), parts=(), cut=cut)
+        name, cut = f"{self.name}[{first}:{last}]", WeightSlice(self, first, last)
+        return replace(self, name=name, shape=(count, *self.shape[1:]), parts=(), slice_of=cut)
 
     def expert_slices(self, count: int) -> list[WeightSpec]:
         """Experts cut along their intermediate size.
@@ -207,15 +206,15 @@ class WeightSpec:
                 shape=(E, H, len(rows)),
                 parts=(),
                 moe=replace(self.moe, I=len(rows)),
-                cut=Cut(self, i, count),
+                slice_of=WeightSlice(self, i, count),
             )
             for i, rows in enumerate(cut(self.moe, get_format(self.down_fmt), count))
         ]
 
     @property
-    def is_slots(self) -> bool:
-        """Whether it is room for experts, in which there are none at first."""
-        return self.whole is not None and not self.chosen
+    def is_expert_slots(self) -> bool:
+        """Whether it is expert slots, which are empty at first."""
+        return self.full is not None and not self.expert_ids
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -253,20 +252,20 @@ class WeightSpec:
         return f"{'/'.join(dict.fromkeys((self.fmt, self.down_fmt)))} {E} x [{I}, {H}]"
 
 
-def taken(values: torch.Tensor, part: Part) -> torch.Tensor:
+def taken(values: torch.Tensor, part: WeightPart) -> torch.Tensor:
     """The rows of a stored tensor that a part takes, in their order."""
     if not part.rows:
         return values
     return torch.cat([values[first:last] for first, last in part.rows])
 
 
-def part_values(values: torch.Tensor, part: Part) -> torch.Tensor:
+def part_values(values: torch.Tensor, part: WeightPart) -> torch.Tensor:
     """What a part has of a stored tensor, in the shape and the order of the weight."""
     values = CHANGES[part.change](taken(values, part))
     return (values.T if part.transposed else values).reshape(part.shape).contiguous()
 
 
-def stored_shape(part: Part) -> tuple[int, ...]:
+def stored_shape(part: WeightPart) -> tuple[int, ...]:
     """The shape of the tensor that a part is all of."""
     if part.change == "by places":
         K, C = part.shape

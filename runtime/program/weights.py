@@ -25,7 +25,7 @@ from .node import Node
 from .program import Program
 from .replaced import base, holds, shape_of, writer
 from .weight_shard import Expert, expert_shards, matrix_shards, tensor_shard
-from .weight_spec import Part, WeightSpec
+from .weight_spec import WeightPart, WeightSpec
 
 Packed = PackedMatrix | PackedHeads | PackedExperts | SplitExperts
 """A weight in the CPU's tiles."""
@@ -104,7 +104,7 @@ class WeightStore:
         if key not in self._made:
             made = layout(spec, self, device)
             for name, values in self._replaced.items():
-                if spec.whole is None and holds(spec, name):  # some experts: of the changed tiles
+                if spec.full is None and holds(spec, name):  # some experts: of the changed tiles
                     writer(spec, made, device.type, name, values, self.pack)()
             self._made[key], self._specs[spec.name] = made, spec
         return self._made[key]
@@ -195,38 +195,38 @@ class WeightStore:
     def tensor(self, spec: WeightSpec) -> torch.Tensor:
         """A tensor, float32 and contiguous, on the CPU."""
         if spec.shard is not None:
-            return tensor_shard(spec, self.tensor(spec.shard.whole))
-        given = self._given.get(spec.name)
-        value = given if isinstance(given, torch.Tensor) else self._reader(spec).tensor(spec)
+            return tensor_shard(spec, self.tensor(spec.shard.full))
+        added = self._given.get(spec.name)
+        value = added if isinstance(added, torch.Tensor) else self._reader(spec).tensor(spec)
         return value.detach().float().contiguous()
 
     def matrices(self, spec: WeightSpec) -> Iterator[Weight]:
         """The parts of a matrix, or the matrices of all heads, in the spec's format."""
         if spec.shard is not None:
-            return matrix_shards(spec, self.matrices(spec.shard.whole))
-        given = self._given.get(spec.name)
-        if isinstance(given, torch.Tensor):
-            return iter([Weight(given)])
-        if given is not None:
-            return unpacked(given, spec)
+            return matrix_shards(spec, self.matrices(spec.shard.full))
+        added = self._given.get(spec.name)
+        if isinstance(added, torch.Tensor):
+            return iter([Weight(added)])
+        if added is not None:
+            return unpacked(added, spec)
         return self._reader(spec).matrices(spec)
 
     def experts(self, spec: WeightSpec) -> Iterator[Expert]:
         """All experts of a layer, in order."""
         if spec.shard is not None:
-            return expert_shards(spec, self.experts(spec.shard.whole))
-        given = self._given.get(spec.name)
-        if isinstance(given, PackedExperts | SplitExperts):
-            return unpacked_experts(given)
+            return expert_shards(spec, self.experts(spec.shard.full))
+        added = self._given.get(spec.name)
+        if isinstance(added, PackedExperts | SplitExperts):
+            return unpacked_experts(added)
         return self._reader(spec).experts(spec)
 
     def ready(self, spec: WeightSpec, layout: str) -> Ready | None:
         """The weight in one of the CPU's layouts, where it exists so already."""
         if spec.shard is not None:
             return None
-        given = self._given.get(spec.name)
-        if given is not None:
-            return given if isinstance(given, torch.Tensor) == (layout == "rows") else None
+        added = self._given.get(spec.name)
+        if added is not None:
+            return added if isinstance(added, torch.Tensor) == (layout == "rows") else None
         return None if self._source is None else self._source.ready(spec, layout)
 
     def _reader(self, spec: WeightSpec) -> WeightSource:
@@ -246,11 +246,12 @@ def spec_of(name: str, value: Ready) -> WeightSpec:
     """The spec of a weight that is in memory."""
     if isinstance(value, PackedMatrix):
         parts = tuple(
-            Part(name, shape, at) for at, shape in zip(value.starts, value.shapes, strict=True)
+            WeightPart(name, shape, at)
+            for at, shape in zip(value.starts, value.shapes, strict=True)
         )
         return WeightSpec(name, "matrix", value.fmt.name, value.shape, parts)
     if isinstance(value, PackedHeads):
-        parts = tuple(Part(name, (value.N, value.K)) for _ in range(value.G))
+        parts = tuple(WeightPart(name, (value.N, value.K)) for _ in range(value.G))
         return WeightSpec(name, "heads", value.fmt.name, value.shape, parts)
     if isinstance(value, PackedExperts | SplitExperts):
         return WeightSpec.experts(name, value.shape, value.fmt.name, value.down_fmt.name)

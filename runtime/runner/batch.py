@@ -25,7 +25,7 @@ class DeviceLost(PykernelsError):
     other error of a step ends only the requests of that step."""
 
 
-NEVER = -1e30
+BANNED_BIAS = -1e30
 """Bias of a token that must not be sampled: minus infinity to a softmax, and still finite."""
 
 
@@ -41,7 +41,8 @@ class SequenceSampling:
         seed: of the draws, 0 to 2**63 - 1.
         counts: seen tokens; None if ``params`` has no penalties.
         bias_ids: int32 [N], distinct.
-        bias_values: float32 [N], added to the logits; finite, ``NEVER`` for what must not be drawn.
+        bias_values: float32 [N], added to the logits; finite, ``BANNED_BIAS`` for what must not be
+            drawn.
         mask: int32 [ceil(vocab_size / 32)], read before each step: bit v % 32 of word v // 32 is
             set where token v may be drawn; None: all may.
     """
@@ -58,7 +59,9 @@ class SequenceSampling:
     ) -> None:
         self.params, self.seed, self.counts, self.mask = params, seed, counts, mask
         self.bias_ids = np.fromiter(bias.keys(), np.int32, len(bias))
-        self.bias_values = np.clip(list(bias.values()), NEVER, -NEVER).astype(np.float32)
+        self.bias_values = np.clip(list(bias.values()), BANNED_BIAS, -BANNED_BIAS).astype(
+            np.float32
+        )
 
 
 @cache
@@ -68,7 +71,7 @@ def _greedy(logprobs: int | None) -> SamplingParams:
 
 def forced(token: int, logprobs: int | None) -> SequenceSampling:
     """Draws ``token`` whatever the logits are: for its log-probability, which no bias changes."""
-    return SequenceSampling(_greedy(logprobs), 0, None, {token: -NEVER})
+    return SequenceSampling(_greedy(logprobs), 0, None, {token: -BANNED_BIAS})
 
 
 @dataclass(slots=True, eq=False)
@@ -177,7 +180,7 @@ class StepBatch:
         return StepBatch.allocate(T, S, R, np.zeros_like(self.page_tables))
 
     def copy_to(self, other: StepBatch) -> None:
-        """Make of one that is as this was some steps ago what this is now.
+        """Brings ``other``, a copy from some steps ago, up to date.
 
         It costs a few microseconds while the version stays.
         """
@@ -298,8 +301,8 @@ class PrefillRunner(StepRunner, Protocol):
     min_alone: int
     """The same while no sequence decodes, so that the other runner may use the whole machine."""
     max_others: int
-    """Tokens of the other runner's largest step with chunks of prompts: ``min_tokens`` - 1 beside
-    as many sequences as may decode, or more; 0: it has none, and is given none."""
+    """Most tokens of a step with prompts on the main runner: ``min_tokens`` - 1 and those of as
+    many sequences as may decode, or more; 0: it takes no prompts."""
 
     def ready(self) -> bool:
         """Whether ``result`` need not wait."""
@@ -317,7 +320,7 @@ class Runner(StepRunner, Protocol):
     late_masks: bool
     """Whether a step with masks may be launched before they are written."""
     next_runs: bool
-    """Behind ``result``: whether the step runs that was launched behind that one."""
+    """After ``result``: whether the step that was launched behind that one runs."""
 
     def bind(self, batch: StepBatch) -> None:
         """Called once, before the first step, with the batch that later steps are written into."""
@@ -334,11 +337,11 @@ class Runner(StepRunner, Protocol):
         ...
 
     def give_up_next(self) -> None:
-        """Another step is to come than the one that was launched behind. Any thread may call
-        it."""
+        """Gives up the step that was launched behind: another one is to come. Any thread may
+        call it."""
         ...
 
     def write_masks(self) -> None:
-        """Called once behind each ``launch`` of a batch with masks, where they may be late: they
-        are what the sampler, which waits for that, is to read."""
+        """Called once after each ``launch`` of a batch whose masks may be late: they are written,
+        and the sampler, which waits for this, may read them."""
         ...

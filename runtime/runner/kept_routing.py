@@ -18,7 +18,7 @@ _Array = NDArray[Any]
 
 
 def routed_layers(program: Program) -> list[RoutedLayer]:
-    """The layers that choose experts, of a program without lanes."""
+    """The layers that choose experts, of a program without microbatches."""
     return [
         RoutedLayer(node.layer or 0, node.attr("experts"), node.attr("spec").topk)
         for node in routers(program)
@@ -28,12 +28,12 @@ def routed_layers(program: Program) -> list[RoutedLayer]:
 class KeptRouting:
     """What each layer's router chose in the step that a bound program has ended last.
 
-    Tokens of two lanes are one behind the other, joined when somebody asks for them: nothing is
-    copied in steps of which nobody does.
+    Tokens of two microbatches are one behind the other, joined when somebody asks for them: nothing
+    is copied in steps of which nobody does.
 
     Args:
         outputs: of the bound program, by buffer.
-        sizes: those of the step (``STEP_SIZES``), as they change.
+        sizes: the sizes of the step (``STEP_SIZES``), as they change.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class KeptRouting:
 
     def __iter__(self) -> Iterator[LayerRouting]:
         sizes = self._sizes.tolist()
-        for lanes in self._layers.values():
-            rows = [(ids[: sizes[at]], weights[: sizes[at]]) for at, ids, weights in lanes]
+        for microbatches in self._layers.values():
+            rows = [(ids[: sizes[at]], weights[: sizes[at]]) for at, ids, weights in microbatches]
             if len(rows) == 1:
                 yield LayerRouting(*rows[0])
             else:

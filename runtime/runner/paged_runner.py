@@ -21,17 +21,17 @@ from ..planning.placement import CPU
 from ..planning.work import expert_bytes, weight_bytes
 from ..program import Program
 from ..program.node import STEP_SIZES
-from ..program.sizes import lane_tokens
+from ..program.sizes import microbatch_tokens
 from ..program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
 from ..program.weights import LayoutOf
 from ..workers.pool import WorkerPool
 from .active import phase
 from .batch import DeviceLost, PrefillRunner, StepBatch, StepResult
+from .expert_slots import ExpertSlots
 from .kept_routing import KeptRouting, routed_layers
-from .lane_inputs import LaneInputs
+from .microbatch_inputs import MicrobatchInputs
 from .routing import RoutedLayer
-from .sampling import SamplingInputs
-from .slots import Slots
+from .sampling import SamplingBatch
 
 
 class Executable(Protocol):
@@ -85,10 +85,10 @@ class PagedRunner(ABC):
     """Where sampling keeps what penalties go by."""
     layouts: Callable[[Program], LayoutOf]
     copies_inputs = False
-    """Whether the device copies a step's inputs itself, those of lanes too."""
+    """Whether the device copies a step's inputs itself, those of microbatches too."""
     routed_layers: Sequence[RoutedLayer] = ()
-    slots: Slots | None = None
-    """Of a device beside the CPU's experts, where what is in them changes from step to step."""
+    expert_slots: ExpertSlots | None = None
+    """Expert slots of the GPU that change between steps, or None."""
     prefill_runner: PrefillRunner | None = None
     """Runs long prompts beside this one's steps; its programs are among ``steps``, too."""
     late_masks = False
@@ -98,7 +98,7 @@ class PagedRunner(ABC):
     decodes = True
     """Whether it binds the plan's programs of decode steps."""
     caches: dict[str, torch.Tensor]
-    """By name, the tensors of the "cache" buffers."""
+    """Tensors of the "cache" buffers by name."""
     decode_queries = 1
     """Tokens of a sequence that programs of decode steps take; steps in which any has more run
     those of prompts."""
@@ -117,7 +117,7 @@ class PagedRunner(ABC):
         self._sequences = np.zeros(self.max_num_batched_tokens, np.int64)
         self._query_lengths = np.zeros(self.max_num_seqs, np.int64)
         self._has_state = np.zeros(self.max_num_seqs, np.int64)
-        self._lanes: LaneInputs | None = None
+        self._microbatches: MicrobatchInputs | None = None
         self._batch: StepBatch  # what the device reads, while the engine writes the next
         self._executable: Executable  # of the last step
         self._running = False
@@ -152,7 +152,7 @@ class PagedRunner(ABC):
 
     @property
     def dual_batch(self) -> bool:
-        """Whether decode steps of two sequences or more have two lanes."""
+        """Whether decode steps of two sequences or more have two microbatches."""
         return self.plan.dual_batch
 
     def compiled(self, phase: Phase = Phase.PROMPT, tokens: int = 1, share: float = 0) -> Compiled:
@@ -181,7 +181,7 @@ class PagedRunner(ABC):
         """The plan's steps with chunks of prompts, by size."""
         return self.bind_steps(self.plan.prompt_steps(), inputs)
 
-    def before_slots(self, slots: Slots) -> None:
+    def update_expert_slots(self, slots: ExpertSlots) -> None:
         """Before each step: brings the tables that it reads up to date."""
         slots.before_step()
 
@@ -199,7 +199,7 @@ class PagedRunner(ABC):
         names = self.model.caches(1)
         return HostPages({name: self.caches[name] for name in names}, self.model.states)
 
-    def make_slots(self) -> Slots | None:
+    def make_expert_slots(self) -> ExpertSlots | None:
         """The cache of experts, if there is one; called once, when weights are there."""
         return None
 
@@ -229,19 +229,19 @@ class PagedRunner(ABC):
             STATE_SLOTS: batch.state_slots,
             HAS_STATE: self._has_state,
         }
-        self._sampling = SamplingInputs(batch, self.vocab_size, self.max_num_seqs, self.device)
+        self._sampling = SamplingBatch(batch, self.vocab_size, self.max_num_seqs, self.device)
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         inputs |= self._sampling.tensors()
         if self.dual_batch and not self.copies_inputs:
-            self._lanes = LaneInputs(inputs)
-            inputs |= self._lanes.tensors
+            self._microbatches = MicrobatchInputs(inputs)
+            inputs |= self._microbatches.tensors
         return inputs
 
     def bind(self, batch: StepBatch) -> None:
         """Makes the programs over arrays of the runner's own, and compiles what they need."""
         assert not self.plan.is_open, "take the finished() runner"
         inputs = self.host_inputs(batch)
-        self.slots = self.make_slots()
+        self.expert_slots = self.make_expert_slots()
         self.steps = self.bind_prompts(inputs)
         self.routed_layers = routed_layers(self.steps[0].program)
         steps = self.plan.decode_steps() if self.decodes else ()
@@ -257,8 +257,8 @@ class PagedRunner(ABC):
     def _step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> Executable:
         step = self.make_step(compiled, inputs)
         out = {name: tensor.numpy() for name, tensor in step.outputs.items()}
-        if self.slots is not None:
-            self.slots.add(step, step.program, out)
+        if self.expert_slots is not None:
+            self.expert_slots.add(step, step.program, out)
         self._results[id(step)] = StepResult(
             out["sampled_token_ids"],
             out["logprobs"],
@@ -276,13 +276,13 @@ class PagedRunner(ABC):
     def read_bytes(self, tokens: int) -> tuple[int, int]:
         """Bytes of weights that the CPU reads in a decode step of so many tokens, and how many of
         them are routed experts'; see ``weight_bytes``."""
-        found = self._read_bytes.get(tokens)
-        if found is None:
+        known = self._read_bytes.get(tokens)
+        if known is None:
             program = self.decode_steps[0].program
             here = CPU if any(node.device == CPU for node in program.nodes) else None
-            found = weight_bytes(program, tokens, here), expert_bytes(program, tokens, here)
-            self._read_bytes[tokens] = found
-        return found
+            known = weight_bytes(program, tokens, here), expert_bytes(program, tokens, here)
+            self._read_bytes[tokens] = known
+        return known
 
     def launch(self, batch: StepBatch) -> None:
         """Starts one forward step, which samples one token for each row of logits.
@@ -303,10 +303,10 @@ class PagedRunner(ABC):
             self._sampling.delay_masks()
         else:
             self._sampling.write_masks()
-        if self._lanes is not None and self._takes_decode(own):
-            self._lanes.send(own.T)
-        if self.slots is not None:
-            self.before_slots(self.slots)
+        if self._microbatches is not None and self._takes_decode(own):
+            self._microbatches.send(own.T)
+        if self.expert_slots is not None:
+            self.update_expert_slots(self.expert_slots)
         phase("run")
         try:
             self._executable.launch()
@@ -314,8 +314,8 @@ class PagedRunner(ABC):
             self._sampling.write_masks()  # what was launched ends
             raise
         self._running = True
-        if self.slots is not None:
-            self.slots.plan()
+        if self.expert_slots is not None:
+            self.expert_slots.plan()
 
     def launch_behind(self, batch: StepBatch, ends: Set[int]) -> bool:
         """See ``runner.batch.Runner``; a device whose steps cannot follow each other declines."""
@@ -342,8 +342,8 @@ class PagedRunner(ABC):
         own = self._batch
         last = LastStep(own.T, own.S, own.D == own.S, self._executable.program)
         self.last_steps.append(last)
-        if self.slots is not None:
-            self.slots.ended(self._executable, self.sizes.tolist(), own.D == own.S)
+        if self.expert_slots is not None:
+            self.expert_slots.ended(self._executable, self.sizes.tolist(), own.D == own.S)
         return self._results[id(self._executable)]
 
     # Where the model was loaded in it, tensors can be changed in it only.
@@ -355,7 +355,9 @@ class PagedRunner(ABC):
             raise PykernelsError(
                 f"a step of {T} tokens of {S} sequences, {R} rows of logits", "Make a larger runner"
             )
-        self.sizes[:] = torch.tensor((T, S, R, *lane_tokens(T)), dtype=torch.int64, device="cpu")
+        self.sizes[:] = torch.tensor(
+            (T, S, R, *microbatch_tokens(T)), dtype=torch.int64, device="cpu"
+        )
         counts = self._query_lengths[:S]
         counts[:] = batch.num_scheduled
         # The same as long as the version is: only a prompt starts from nothing.

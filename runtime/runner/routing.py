@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-NOT_HERE = -1
-"""In place of an expert, in a layer that takes fewer of them than others do."""
+NO_EXPERT = -1
+"""Stands for no expert in a layer that takes fewer experts a token than others do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class RoutedExperts:
 
     Attributes:
         first: position of the first of these tokens in the sequence.
-        ids: int32 [N, L, K], experts; ``NOT_HERE`` behind the last one of a layer.
+        ids: int32 [N, L, K], experts; ``NO_EXPERT`` behind the last one of a layer.
         weights: float32 [N, L, K].
     """
 
@@ -71,7 +71,7 @@ class RoutingLog:
         begin += max(0, self._first + len(self._rows) - position)
         if begin >= end:
             return
-        ids = np.full((end - begin, *self._shape), NOT_HERE, np.int32)
+        ids = np.full((end - begin, *self._shape), NO_EXPERT, np.int32)
         weights = np.zeros(ids.shape, np.float32)
         for at, layer in enumerate(step):
             topk = layer.ids.shape[1]

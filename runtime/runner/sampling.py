@@ -23,7 +23,7 @@ _PARAMS = {
 """Columns, and the fields of ``SamplingParams`` that they hold."""
 
 
-class SamplingInputs:
+class SamplingBatch:
     """The parameters of the rows of a batch.
 
     Seeds and draws are read where the engine's batch has them, so a step that goes on as the last
@@ -34,7 +34,7 @@ class SamplingInputs:
     Args:
         V: logits of a row.
         S: sequences of a step.
-        device: that of ``seen``. On a GPU it is written on the current stream.
+        device: device of ``seen``. On a GPU it is written on the current stream.
 
     Attributes:
         columns: numpy arrays [R] by name; rows behind those of the batch take the likeliest token.
@@ -75,10 +75,10 @@ class SamplingInputs:
         self._penalized: list[int] = []  # rows of `seen` that the batch has
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By the names of input buffers, tensors over columns and tables."""
+        """Tensors over columns and tables, by the names of input buffers."""
         columns = {name: torch.from_numpy(array) for name, array in self.columns.items()}
-        found = {**columns, **self.tables, "seen": self.seen, "masks_written": self.masks_written}
-        return {f"sampling.{name}": tensor for name, tensor in found.items()}
+        arrays = {**columns, **self.tables, "seen": self.seen, "masks_written": self.masks_written}
+        return {f"sampling.{name}": tensor for name, tensor in arrays.items()}
 
     def arrange(self, sampling: Sequence[SequenceSampling]) -> None:
         """Writes the rows of a batch whose sequences have changed; no step may be running."""

@@ -66,13 +66,13 @@ class GpuActivity:
 
 def clock_offset(tries: int = 32) -> int:
     """System clock less monotonic clock, ns: of several readings the one that took least."""
-    found = []
+    offsets = []
     for _ in range(tries):
         before = time.monotonic_ns()
         system = time.time_ns()
         after = time.monotonic_ns()
-        found.append((after - before, system - (before + after) // 2))
-    return min(found)[1]
+        offsets.append((after - before, system - (before + after) // 2))
+    return min(offsets)[1]
 
 
 def kineto_events(trace: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -60,15 +60,15 @@ _PACKAGE = "pykernels.gpu."
 
 
 def launched_by() -> Mapping[str, frozenset[str]]:
-    """By name of a kernel, the ops that launch it; of all modules that are loaded."""
-    found: dict[str, set[str]] = {}
+    """The ops that launch each kernel of all modules that are loaded, by its name."""
+    launchers: dict[str, set[str]] = {}
     for module in [m for name, m in sys.modules.items() if name.startswith(_PACKAGE)]:
         for kernel in vars(module).values():
             function: Any = getattr(kernel, "fn", None)  # of Triton's and Gluon's decorators
             home = getattr(function, "__module__", None) or ""
             if home.startswith(_PACKAGE) and (ops := ops_of(f"{home}.{function.__name__}")):
-                found.setdefault(function.__name__, set()).update(ops)
-    return {name: frozenset(ops) for name, ops in found.items()}
+                launchers.setdefault(function.__name__, set()).update(ops)
+    return {name: frozenset(ops) for name, ops in launchers.items()}
 
 
 def ops_of(kernel: str) -> tuple[str, ...]:
@@ -88,15 +88,15 @@ def assigned(spans: Sequence[Span], nodes: Sequence[Node]) -> list[Span]:
         nodes: those of one step; behind the last one comes the first one again.
     """
     known = launched_by()
-    found: list[Span] = []
+    spans_: list[Span] = []
     at, first, last, times = 0, "", "", 0
     for span in spans:
         if span.lane.kind != STREAM or span.op == COPY:
-            found.append(span)
+            spans_.append(span)
             continue
         launching = known.get(span.name)
         if launching is None:
-            found.append(replace(span, op=TORCH, layer=_layer(nodes, at)))
+            spans_.append(replace(span, op=TORCH, layer=_layer(nodes, at)))
             continue
         ahead = [(at + i) % len(nodes) for i in range(min(LOOKAHEAD, len(nodes)))]
         # The kernel that a node begins with belongs to the next one when it comes again; only
@@ -107,15 +107,15 @@ def assigned(spans: Sequence[Span], nodes: Sequence[Node]) -> list[Span]:
             ahead = ahead[1:]
         nearest = next((i for i in ahead if nodes[i].op in launching), None)
         if nearest is None:
-            found.append(replace(span, op=min(launching), layer=_layer(nodes, at)))
+            spans_.append(replace(span, op=min(launching), layer=_layer(nodes, at)))
             continue
         if nearest != at or not first:
             at, first, times = nearest, span.name, 0
         last, times = span.name, times + (span.name == first)
         node = nodes[at]
         op = COPY if node.op in ("submit", "wait") else op_of(node)
-        found.append(replace(span, op=op, layer=node.layer, detail=node.name))
-    return [*found, *idle(found)]
+        spans_.append(replace(span, op=op, layer=node.layer, detail=node.name))
+    return [*spans_, *idle(spans_)]
 
 
 def _layer(nodes: Sequence[Node], at: int) -> int | None:

@@ -82,12 +82,12 @@ def _shown(timeline: Timeline) -> list[Span]:
     if not timeline.steps:
         return []
     first, last = timeline.steps[0].begin, timeline.steps[-1].end
-    found = []
+    shown = []
     for span in timeline.spans:
         begin, end = max(span.begin, first), min(span.end, last)
         if begin < end:
-            found.append(Span(span.lane, span.name, span.op, begin, end, span.layer, span.detail))
-    return found
+            shown.append(Span(span.lane, span.name, span.op, begin, end, span.layer, span.detail))
+    return shown
 
 
 def _complete(name: str, cat: str, begin: int, end: int, args: dict[str, Any]) -> dict[str, Any]:

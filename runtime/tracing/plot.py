@@ -110,14 +110,14 @@ def draw(timeline: Timeline, file: Path) -> None:
 
 def panels_of(timeline: Timeline) -> list[Panel]:
     """The panels, in the order in which they are drawn."""
-    found: list[Panel] = []
+    panels: list[Panel] = []
     decode = sorted(
         (step for step in timeline.steps if step.kind == "decode"), key=lambda s: s.end - s.begin
     )
     if decode:
         step = decode[len(decode) // 2]
-        found.append(_whole(timeline, step))
-        spans, begins = found[0].spans, found[0].layers
+        panels.append(_whole(timeline, step))
+        spans, begins = panels[0].spans, panels[0].layers
         if len(begins) > ZOOMED:
             numbers = list(begins)
             first = numbers[len(numbers) // 2 - ZOOMED // 2]
@@ -125,21 +125,21 @@ def panels_of(timeline: Timeline) -> list[Panel]:
             end = begins[numbers[behind]] if behind < len(numbers) else step.end
             begin = begins[first]
             title = f"layers {first} and {first + 1} of it, {(end - begin) / 1e3:,.0f} µs"
-            found.append(Panel(title, begin, end, _cut(spans, begin, end), begins, True))
+            panels.append(Panel(title, begin, end, _cut(spans, begin, end), begins, True))
     prefill = [step for step in timeline.steps if step.kind == "prefill"]
     if prefill:
         step = max(prefill, key=lambda step: step.T)
-        found.append(_whole(timeline, step))
-    return found
+        panels.append(_whole(timeline, step))
+    return panels
 
 
 def layer_begins(spans: Sequence[Span]) -> dict[int, int]:
     """When each layer's first span begins, in the layers' order."""
-    found: dict[int, int] = {}
+    begins: dict[int, int] = {}
     for span in spans:
         if span.layer is not None and span.op != WAIT and span.lane.kind in (WORKER, STREAM):
-            found[span.layer] = min(span.begin, found.get(span.layer, span.begin))
-    return dict(sorted(found.items()))
+            begins[span.layer] = min(span.begin, begins.get(span.layer, span.begin))
+    return dict(sorted(begins.items()))
 
 
 def _whole(timeline: Timeline, step: Step) -> Panel:
@@ -149,15 +149,15 @@ def _whole(timeline: Timeline, step: Step) -> Panel:
 
 def _title(timeline: Timeline, step: Step) -> str:
     tokens = f"{step.T} token{'s' * (step.T > 1)}"
-    found = usage(Timeline((step,), timeline.spans), step.kind)
-    assert found is not None
-    parts = [f"{step.kind} step, {tokens}, {found.us / 1e3:,.2f} ms"]
-    if found.workers:
-        parts.append(f"CPU busy {found.cpu:.0%} (mean of its workers {found.workers:.0%})")
-    parts += [f"{device} busy {share:.0%}" for device, share in found.streams.items()]
-    if found.workers and found.streams:
-        parts.append(f"both {found.both:.0%}")
-    parts.append(f"neither {found.neither:.0%}" if found.streams else f"idle {found.neither:.0%}")
+    use = usage(Timeline((step,), timeline.spans), step.kind)
+    assert use is not None
+    parts = [f"{step.kind} step, {tokens}, {use.us / 1e3:,.2f} ms"]
+    if use.workers:
+        parts.append(f"CPU busy {use.cpu:.0%} (mean of its workers {use.workers:.0%})")
+    parts += [f"{device} busy {share:.0%}" for device, share in use.streams.items()]
+    if use.workers and use.streams:
+        parts.append(f"both {use.both:.0%}")
+    parts.append(f"neither {use.neither:.0%}" if use.streams else f"idle {use.neither:.0%}")
     return " · ".join(parts)
 
 
@@ -181,8 +181,8 @@ def _draw_panel(axes: Any, panel: Panel, lanes: Sequence[Lane]) -> None:
     for span in panel.spans:
         if span.op not in _HIDDEN:
             bars.setdefault((span.lane, span.op), []).append((span.begin, span.end))
-    for (lane, op), found in bars.items():
-        intervals = np.array(found, np.int64)
+    for (lane, op), pairs in bars.items():
+        intervals = np.array(pairs, np.int64)
         if op not in _THIN:  # a wait within a task is idle time
             intervals = without(intervals, merged(bars.get((lane, WAIT), [])))
         tall = 0.14 if op in _THIN else 0.78

@@ -88,23 +88,23 @@ class Timeline:
         """The lanes that have spans, as they are shown: the engine, the GPUs, the workers."""
         if not self._lanes:
             order = {kind: i for i, kind in enumerate((ENGINE, CALLS, STREAM, COPIES, WORKER))}
-            found = {span.lane for span in self.spans}
+            seen_lanes = {span.lane for span in self.spans}
             self._lanes.extend(
-                sorted(found, key=lambda lane: (order[lane.kind], lane.device, lane.number))
+                sorted(seen_lanes, key=lambda lane: (order[lane.kind], lane.device, lane.number))
             )
         return self._lanes
 
     def within(self, steps: Iterable[Step]) -> list[Span]:
         """The spans in these steps, cut at their ends."""
-        found = []
+        inside = []
         for step in steps:
             for span in self.spans:
                 begin, end = max(span.begin, step.begin), min(span.end, step.end)
                 if begin < end:
-                    found.append(
+                    inside.append(
                         Span(span.lane, span.name, span.op, begin, end, span.layer, span.detail)
                     )
-        return found
+        return inside
 
 
 def op_of(node: Node) -> str:

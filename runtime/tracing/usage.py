@@ -21,7 +21,7 @@ class OpTime:
 
     Attributes:
         where: "CPU", or the stream's device.
-        us: of a step in which some lane runs it.
+        us: microseconds of a step in which a lane runs it.
         lane_us: summed over the lanes, waits within left out.
         spans: tasks or kernels in a step.
     """
@@ -38,7 +38,7 @@ class Usage:
     """Steps of one kind. Shares are of their time.
 
     Attributes:
-        us: of a step, the mean; ``median_us``.
+        us: mean microseconds of a step; ``median_us``: the median.
         cpu: some worker computes; ``workers``: the mean of all workers.
         streams: some stream of a device computes, by device.
         both: a worker and a stream compute; ``neither``: none.
@@ -88,7 +88,7 @@ def usage(timeline: Timeline, kind: str) -> Usage | None:
         median_us=median(step.end - step.begin for step in steps) / 1e3,
         cpu=length(cpu) / total,
         workers=sum(length(busy[w]) for w in workers if w in busy) / total / max(1, len(workers)),
-        streams={device: length(found) / total for device, found in streams.items()},
+        streams={device: length(intervals) / total for device, intervals in streams.items()},
         both=both / total,
         neither=1 - length(union([cpu, gpu])) / total,
         copies=length(copies) / total,
@@ -105,26 +105,26 @@ def busy_of(spans: Iterable[Span]) -> dict[Lane, Intervals]:
         of = waits if span.op == WAIT else runs
         of.setdefault(span.lane, []).append((span.begin, span.end))
     return {
-        lane: without(merged(found), merged(waits.get(lane, []))) for lane, found in runs.items()
+        lane: without(merged(pairs), merged(waits.get(lane, []))) for lane, pairs in runs.items()
     }
 
 
 def merged(pairs: Sequence[tuple[int, int]] | Intervals) -> Intervals:
     """Intervals that may overlap, as those that do not."""
-    found = np.array(pairs, np.int64).reshape(-1, 2)
-    found = found[np.argsort(found[:, 0], kind="stable")]
-    if not len(found):
-        return found
-    ends = np.maximum.accumulate(found[:, 1])
-    first = np.concatenate(([True], found[1:, 0] > ends[:-1]))
+    intervals = np.array(pairs, np.int64).reshape(-1, 2)
+    intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
+    if not len(intervals):
+        return intervals
+    ends = np.maximum.accumulate(intervals[:, 1])
+    first = np.concatenate(([True], intervals[1:, 0] > ends[:-1]))
     last = np.concatenate((first[1:], [True]))
-    return np.stack((found[first, 0], ends[last]), axis=1)
+    return np.stack((intervals[first, 0], ends[last]), axis=1)
 
 
 def union(parts: Iterable[Intervals]) -> Intervals:
     """What lies in any of them."""
-    found = list(parts)
-    return merged(np.concatenate(found) if found else [])
+    intervals = list(parts)
+    return merged(np.concatenate(intervals) if intervals else [])
 
 
 def without(whole: Intervals, holes: Intervals) -> Intervals:
@@ -134,13 +134,13 @@ def without(whole: Intervals, holes: Intervals) -> Intervals:
     # Between two holes everything of ``whole`` stays.
     begins = np.concatenate(([np.iinfo(np.int64).min], holes[:, 1]))
     ends = np.concatenate((holes[:, 0], [np.iinfo(np.int64).max]))
-    found = []
+    rest = []
     for begin, end in whole.tolist():
         first = np.searchsorted(ends, begin, side="right")
         last = np.searchsorted(begins, end, side="left")
         for i in range(first, last):
-            found.append((max(begin, int(begins[i])), min(end, int(ends[i]))))
-    return np.array(found, np.int64).reshape(-1, 2)
+            rest.append((max(begin, int(begins[i])), min(end, int(ends[i]))))
+    return np.array(rest, np.int64).reshape(-1, 2)
 
 
 def length(intervals: Intervals) -> int:
@@ -155,11 +155,11 @@ def _ops(spans: Sequence[Span], steps: Sequence[Step]) -> tuple[OpTime, ...]:
         if span.lane.kind in (WORKER, STREAM) and span.op != WAIT:
             where = "CPU" if span.lane.kind == WORKER else span.lane.device
             groups.setdefault((span.op, where), []).append(span)
-    found = []
+    times = []
     for (op, where), some in groups.items():
         busy = busy_of([*some, *waits]) if where == "CPU" else busy_of(some)
         lanes = [busy[lane] for lane in {span.lane for span in some}]
-        found.append(
+        times.append(
             OpTime(
                 op,
                 where,
@@ -168,4 +168,4 @@ def _ops(spans: Sequence[Span], steps: Sequence[Step]) -> tuple[OpTime, ...]:
                 len(some) / len(steps),
             )
         )
-    return tuple(sorted(found, key=lambda each: -each.us))
+    return tuple(sorted(times, key=lambda each: -each.us))

@@ -26,7 +26,7 @@ class BusyTimes:
         busy, ended, waits = 0, 0, []
         for job in jobs:
             begun, complete = job.times
-            if job.opens and ended:
+            if job.wait_for and ended:
                 waits.append(max(0, begun - ended) / 1e9)
             busy += max(0, complete - max(begun, ended))
             ended = max(ended, complete)

@@ -36,7 +36,7 @@ FENCE, _fence_at = descriptor(
         "kept",  # int64 [S]: its copy
         "ends",  # int64 [ends_count]: tokens that end a request
         "ends_count",
-        "staged",  # int64 [columns, stride]: the inputs, but for the first column, the tokens
+        "next_inputs",  # int64 [columns, stride]: the inputs, but for the first column, the tokens
         "inputs",  # the same: what the jobs read
         "columns",
         "stride",
@@ -65,7 +65,7 @@ def make_fence() -> Any:
             return 0
         for column in range(f.columns):
             at = column * f.stride
-            source = f.staged + 8 * at if column > 0 else f.kept
+            source = f.next_inputs + 8 * at if column > 0 else f.kept
             for s in range(f.S):
                 poke_i64(f.inputs + 8 * at, s, i64(source, s))
         f.passed = 1
@@ -95,13 +95,13 @@ class FencedJobs:
     def __init__(
         self, jobs: Jobs, ring: int, inputs: np.ndarray, drawn: np.ndarray, give_up: np.ndarray
     ) -> None:
-        self._staged, self.kept = np.zeros_like(inputs), np.zeros_like(drawn)
+        self._next_inputs, self.kept = np.zeros_like(inputs), np.zeros_like(drawn)
         self._ends, self._of = np.zeros(0, np.int64), _NO_TOKENS
         self._arrays = inputs, drawn, give_up
         self._record = record = np.zeros(1, FENCE)
         record["ring"], record["give_up"] = ring, give_up.ctypes.data
         record["drawn"], record["kept"] = drawn.ctypes.data, self.kept.ctypes.data
-        record["staged"], record["inputs"] = self._staged.ctypes.data, inputs.ctypes.data
+        record["next_inputs"], record["inputs"] = self._next_inputs.ctypes.data, inputs.ctypes.data
         record["columns"], record["stride"] = len(inputs), inputs.strides[0] // 8
         address = make_fence().address
         fence = Job("fence", 0, record.ctypes.data, setup=address, after=1)
@@ -119,7 +119,7 @@ class FencedJobs:
             ends: tokens that end one of them.
             head: number of the job that was published last.
         """
-        self._staged[1:, :S] = inputs[1:, :S]
+        self._next_inputs[1:, :S] = inputs[1:, :S]
         record = self._record
         if ends is not self._of:
             self._ends, self._of = np.fromiter(ends, np.int64, len(ends)), ends

@@ -17,7 +17,7 @@ _settled = os.getpid()
 
 
 def settle_in_child() -> None:
-    """In a process that was forked behind this module's import: has torch compute in one thread.
+    """Makes torch compute in one thread in a process that was forked after this module's import.
 
     Called before torch is needed there, by what makes threads anew; once a process.
     """

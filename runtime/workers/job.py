@@ -22,8 +22,8 @@ class Job:
         node: index of the pool's NUMA node whose workers run it; None: all workers.
 
     Attributes:
-        opens: address of the int64 flag that opens it; 0: none. ``tells``: that of the one that it
-            counts up when it is complete.
+        wait_for: address of the int64 flag that opens it; 0: none. ``signal``: that of the one that
+            it counts up when it is complete.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Job:
             words.RECORD,
             words.TASKS,
             words.NODE,
-            words.OPENS,
-            words.TELLS,
+            words.WAIT_FOR,
+            words.SIGNAL,
         ):
             job.words[at // 8] = self.words[at // 8]
         return job
@@ -89,20 +89,20 @@ class Job:
         self.words[words.AFTER_COUNT // 8] = len(self._after)
 
     @property
-    def opens(self) -> int:
-        return int(self.words[words.OPENS // 8])
+    def wait_for(self) -> int:
+        return int(self.words[words.WAIT_FOR // 8])
 
-    @opens.setter
-    def opens(self, flag: int) -> None:
-        self.words[words.OPENS // 8] = flag
+    @wait_for.setter
+    def wait_for(self, flag: int) -> None:
+        self.words[words.WAIT_FOR // 8] = flag
 
     @property
-    def tells(self) -> int:
-        return int(self.words[words.TELLS // 8])
+    def signal(self) -> int:
+        return int(self.words[words.SIGNAL // 8])
 
-    @tells.setter
-    def tells(self, flag: int) -> None:
-        self.words[words.TELLS // 8] = flag
+    @signal.setter
+    def signal(self, flag: int) -> None:
+        self.words[words.SIGNAL // 8] = flag
 
     @property
     def tasks(self) -> int:
@@ -155,7 +155,7 @@ class Jobs:
             self._ring = ring
 
 
-def beside(jobs: Sequence[Job]) -> Jobs:
+def in_parallel(jobs: Sequence[Job]) -> Jobs:
     """Jobs that wait for no other one, and are over together."""
     for job in jobs:
         job.after = ()

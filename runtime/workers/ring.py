@@ -17,7 +17,7 @@ tasks, and the others walk past it. So the slices of a matrix are jobs beside ea
 by the cores that its memory is near to (SOSP'25 section 3.3). Every node has a worker.
 
 A job may meet another device at flags, words in memory that both reach: it is opened when one is
-not 0 (``OPENS``), and counts one up when it is complete, even if it failed (``TELLS``). Whoever
+not 0 (``WAIT_FOR``), and counts one up when it is complete, even if it failed (``SIGNAL``). Whoever
 publishes the jobs clears the flags before. A flag that is not set in time (``LIMIT_NS``) is a
 failure, and the jobs behind it wait no more, so no step lasts for ever.
 
@@ -56,7 +56,7 @@ LINE = 64
 HEAD, STOP, SLEEPERS, FAILED = 0, 1 * LINE, 2 * LINE, 3 * LINE
 STATUS, FAILED_JOB, FAILED_TASK = FAILED + 8, FAILED + 16, FAILED + 24
 FAILED_NUMBER, SKIPPED = FAILED + 32, FAILED + 40
-SLOTS, MASK, SPIN_NS, PLACES = 4 * LINE, 4 * LINE + 8, 4 * LINE + 16, 4 * LINE + 24
+ENTRIES, MASK, SPIN_NS, PLACES = 4 * LINE, 4 * LINE + 8, 4 * LINE + 16, 4 * LINE + 24
 DEADLINE, LIMIT_NS, TRACE = 4 * LINE + 32, 4 * LINE + 40, 4 * LINE + 48
 RING_BYTES = 5 * LINE
 WORKER_NODE = 8
@@ -73,13 +73,13 @@ LATE = -110
 SETUP, RUN, RECORD, AFTER, SETUP_AT, COMPLETED_AT, AFTER_COUNT = 0, 8, 16, 24, 32, 40, 48
 NODE = 56
 CLAIMED, READY, TASKS = 1 * LINE, 1 * LINE + 8, 1 * LINE + 16
-OPENS, TELLS = 1 * LINE + 24, 1 * LINE + 32
+WAIT_FOR, SIGNAL = 1 * LINE + 24, 1 * LINE + 32
 TAKEN = 2 * LINE
 DONE, COMPLETED = 3 * LINE, 3 * LINE + 8
 JOB_BYTES = 4 * LINE
 """``AFTER`` is the address of int64 [AFTER_COUNT]: how many places before it each job stands that
 must be complete before this one is opened. ``NODE``: the NUMA node that it is bound to, counted
-from 1; 0: none. ``OPENS`` and ``TELLS`` are addresses of flags, 0 for none."""
+from 1; 0: none. ``WAIT_FOR`` and ``SIGNAL`` are addresses of flags, 0 for none."""
 
 _PAUSES = 16  # between two looks at the clock
 _COUNT = 0xFFFFFFFF
@@ -143,8 +143,8 @@ def _record_failure(ring, job, number, index, status):  # type: ignore[no-untype
 @inlined
 def _complete(ring, job, number):  # type: ignore[no-untyped-def]
     atomic_store(job + COMPLETED_AT, clock_ns())
-    if atomic_load(job + TELLS) != 0:
-        atomic_add(atomic_load(job + TELLS), 1)
+    if atomic_load(job + SIGNAL) != 0:
+        atomic_add(atomic_load(job + SIGNAL), 1)
     atomic_store(job + COMPLETED, number)
     wake(ring, job + COMPLETED)
 
@@ -152,7 +152,7 @@ def _complete(ring, job, number):  # type: ignore[no-untyped-def]
 @inlined
 def _poll(ring, job, number):  # type: ignore[no-untyped-def]
     """Spins until a job's flag is set, or it is late; at once if the ring stops."""
-    flag, deadline = atomic_load(job + OPENS), atomic_load(ring + DEADLINE)
+    flag, deadline = atomic_load(job + WAIT_FOR), atomic_load(ring + DEADLINE)
     while atomic_load(flag) == 0 and atomic_load(ring + STOP) == 0:
         for _ in range(_PAUSES):
             if atomic_load(flag) != 0:
@@ -168,7 +168,7 @@ def _setup(ring, job, number, worker):  # type: ignore[no-untyped-def]
     """Runs a job's setup, then makes its tasks available."""
     trace, begin = atomic_load(ring + TRACE), clock_ns()
     skipped = number <= atomic_load(ring + SKIPPED)
-    if not skipped and atomic_load(job + OPENS) != 0:
+    if not skipped and atomic_load(job + WAIT_FOR) != 0:
         _poll(ring, job, number)
         if trace != 0:
             record(trace, worker, job, number, spans.WAIT, begin, clock_ns())
@@ -197,11 +197,11 @@ def _setup(ring, job, number, worker):  # type: ignore[no-untyped-def]
 def _wait_for_setup(ring, job, number, worker):  # type: ignore[no-untyped-def]
     """Returns when the job is set up; runs its setup as soon as that may begin, unless another
     does."""
-    slots, mask = atomic_load(ring + SLOTS), atomic_load(ring + MASK)
+    entries, mask = atomic_load(ring + ENTRIES), atomic_load(ring + MASK)
     after = atomic_load(job + AFTER)
     for i in range(atomic_load(job + AFTER_COUNT)):
         needed = number - atomic_load(after + 8 * i)
-        before = atomic_load(slots + 8 * (needed & mask))
+        before = atomic_load(entries + 8 * (needed & mask))
         # The worker that completes the last one of them looks at this job next.
         wait_as(ring, worker, before, needed, before + COMPLETED, needed)
         if atomic_load(ring + STOP) != 0 or atomic_load(job + READY) >= number:
@@ -219,7 +219,7 @@ def work(ring: int, worker: int, number: int, until: int) -> int:
 
     A worker thread is one call with an ``until`` that is never reached.
     """
-    slots, mask = atomic_load(ring + SLOTS), atomic_load(ring + MASK)
+    entries, mask = atomic_load(ring + ENTRIES), atomic_load(ring + MASK)
     place = atomic_load(ring + PLACES) + worker * LINE
     mine = atomic_load(place + WORKER_NODE)
     while number < until:
@@ -227,7 +227,7 @@ def work(ring: int, worker: int, number: int, until: int) -> int:
         wait_as(ring, worker, 0, 0, ring + HEAD, number)
         if atomic_load(ring + STOP) != 0:
             return number
-        job = atomic_load(slots + 8 * (number & mask))
+        job = atomic_load(entries + 8 * (number & mask))
         node = atomic_load(job + NODE)
         if node != 0 and node != mine:
             number += 1
@@ -266,9 +266,9 @@ def _publish(ring: int, jobs: int, count: int) -> int:
     """
     atomic_store(ring + DEADLINE, clock_ns() + atomic_load(ring + LIMIT_NS))
     first = atomic_load(ring + HEAD) + 1
-    slots, mask = atomic_load(ring + SLOTS), atomic_load(ring + MASK)
+    entries, mask = atomic_load(ring + ENTRIES), atomic_load(ring + MASK)
     for i in range(count):
-        atomic_store(slots + 8 * ((first + i) & mask), atomic_load(jobs + 8 * i))
+        atomic_store(entries + 8 * ((first + i) & mask), atomic_load(jobs + 8 * i))
     atomic_store(ring + HEAD, first + count - 1)
     wake(ring, ring + HEAD)
     return first

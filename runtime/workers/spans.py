@@ -19,7 +19,7 @@ JOB, TASK, BEGIN, END = 0, 8, 16, 24
 SPAN_BYTES = 32
 
 SETUP, WAIT = -1, -2
-"""In place of a task's index: a job's setup; a wait, for another job or within a task."""
+"""Stand for a task's index: a job's setup; a wait for another job or within a task."""
 
 LOW = 0xFFFFFFFF
 """The bits of the index in ``TASK``; the others are the job's number."""

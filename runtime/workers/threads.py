@@ -11,18 +11,18 @@ from pykernels.errors import PykernelsError
 
 from ..machine.topology import NumaNode, Topology
 
-_SPIN_US, _SPIN_US_BESIDE_GPU = 50.0, 1000.0
+_SPIN_US, _SPIN_US_WITH_GPU = 50.0, 1000.0
 
 
 def spin_budget(driver_works: bool) -> float:
     """Microseconds that an idle thread spins: PYKERNELS_SPIN_US, or else what suits the driver.
 
     Waking a sleeper takes up to 50 us. Where torch computes on the same cores between the calls, a
-    longer spin would hold it up; beside a GPU the workers' cores have nothing else to do.
+    longer spin would hold it up; with a GPU the workers' cores have nothing else to do.
     """
     if (asked := env.spin_us) is not None:
         return asked
-    return _SPIN_US if driver_works else _SPIN_US_BESIDE_GPU
+    return _SPIN_US if driver_works else _SPIN_US_WITH_GPU
 
 
 def whole_threads(threads: object) -> int | None:
@@ -50,13 +50,13 @@ def threads_here(threads: int | None, driver_works: bool, topology: Topology) ->
         PykernelsError: more than usable cores, fewer than one, or no whole number.
     """
     wanted = whole_threads(env.threads if threads is None else threads)
-    found = topology.default_threads(driver_works) if wanted is None else wanted
-    if not 1 <= found <= topology.usable:
+    count = topology.default_threads(driver_works) if wanted is None else wanted
+    if not 1 <= count <= topology.usable:
         raise PykernelsError(
-            f"{found} threads asked for, {topology.usable} cores are usable",
+            f"{count} threads asked for, {topology.usable} cores are usable",
             f"Use 1 to {topology.usable} threads",
         )
-    return 1 if env.debug else found
+    return 1 if env.debug else count
 
 
 def threads_of_nodes(
@@ -68,26 +68,26 @@ def threads_of_nodes(
         PykernelsError: more than usable cores, or fewer than nodes.
     """
     wanted = whole_threads(env.threads if threads is None else threads)
-    rooms = [len(node.cores) for node in nodes]
+    cores = [len(node.cores) for node in nodes]
     if wanted is None:
-        rooms = [topology.at(node).default_threads() for node in nodes]
-        wanted = min(topology.default_threads(driver_works), sum(rooms))
-    most = min(sum(rooms), topology.usable)
+        cores = [topology.at(node).default_threads() for node in nodes]
+        wanted = min(topology.default_threads(driver_works), sum(cores))
+    most = min(sum(cores), topology.usable)
     if not len(nodes) <= wanted <= most:
         raise PykernelsError(
             f"{wanted} threads asked for on {len(nodes)} NUMA nodes, {most} cores are usable",
             f"Use {len(nodes)} to {most} threads, or --numa off",
         )
-    return deal(wanted, rooms)
+    return deal(wanted, cores)
 
 
-def deal(threads: int, rooms: Sequence[int]) -> list[int]:
-    """Threads of each node: as even as their cores (``rooms``) allow, the last nodes first.
+def deal(threads: int, cores: Sequence[int]) -> list[int]:
+    """Threads of each node: as even as their cores (``cores``) allow, the last nodes first.
 
     The first node has the fewest, since the driver runs on it.
     """
-    dealt = [0] * len(rooms)
+    dealt = [0] * len(cores)
     for _ in range(threads):
-        free = [i for i in range(len(rooms)) if dealt[i] < rooms[i]]
+        free = [i for i in range(len(cores)) if dealt[i] < cores[i]]
         dealt[min(free, key=lambda i: (dealt[i], -i))] += 1
     return dealt

@@ -28,7 +28,7 @@ from .job import Jobs, TaskError
 from .threads import spin_budget, threads_here, threads_of_nodes
 from .trace import WorkerTrace
 
-_SLOTS = 1 << 13
+_ENTRIES = 1 << 13
 """Most published jobs that some worker has not passed yet; a step has a few hundred."""
 
 STEP_LIMIT_S = 120.0
@@ -82,7 +82,7 @@ class WorkerPool:
 
     The workers are pinned, each to a core of its own, in ``Topology.order``. With ``driver_works``
     the thread that waits is one of the ``threads`` (right where nothing else keeps it busy);
-    without, all of them are workers and the driver only waits (right beside a GPU).
+    without, all of them are workers and the driver only waits (right with a GPU).
 
     On several NUMA nodes the workers of each are neighbours in number, the driver on the first one.
     A job that is bound to a node (``Job``) is run by its workers alone, so that they read what lies
@@ -135,14 +135,14 @@ class WorkerPool:
         self.lock = threading.Lock()
         self.workspaces: dict[str, MoEWorkspace] = {}
         places = self.threads * words.LINE // 8
-        memory = np.zeros(words.RING_BYTES // 8 + 8 + places + _SLOTS, np.int64)
+        memory = np.zeros(words.RING_BYTES // 8 + 8 + places + _ENTRIES, np.int64)
         skip = -memory.ctypes.data % words.LINE // 8
         self._ring = memory[skip : skip + words.RING_BYTES // 8]
         self._word = self._ring.data  # the same as a memoryview: numpy's scalars are slow
         self.ring = int(self._ring.ctypes.data)
         self._ring[words.PLACES // 8] = self.ring + words.RING_BYTES
-        self._ring[words.SLOTS // 8] = self.ring + words.RING_BYTES + 8 * places
-        self._ring[words.MASK // 8] = _SLOTS - 1
+        self._ring[words.ENTRIES // 8] = self.ring + words.RING_BYTES + 8 * places
+        self._ring[words.MASK // 8] = _ENTRIES - 1
         for i, node in enumerate(self.nodes):
             for worker in range(node.first, node.first + node.count):
                 line = skip + (words.RING_BYTES + worker * words.LINE) // 8
@@ -245,9 +245,9 @@ class WorkerPool:
         """Number of the job that was published last."""
         return int(self._word[words.HEAD // 8])
 
-    def has_room(self, jobs: Jobs) -> bool:
+    def has_entries(self, jobs: Jobs) -> bool:
         """Whether these jobs may be published behind those that are in flight."""
-        return jobs.count + sum(each.jobs.count for each in self._in_flight) <= _SLOTS
+        return jobs.count + sum(each.jobs.count for each in self._in_flight) <= _ENTRIES
 
     def start_behind(self, jobs: Jobs, buffers: object, arrange: Callable[[int], None]) -> InFlight:
         """Like ``start``, while another batch is in flight; ``jobs`` begin with a fence.
@@ -261,7 +261,7 @@ class WorkerPool:
         self._refuse_if_ended()
         with self.lock:
             assert self.head, "a fence waits for a job"
-            assert self.has_room(jobs), "the ring has no room for them"
+            assert self.has_entries(jobs), "the ring has no room for them"
             assert all(each.jobs is not jobs for each in self._in_flight), "they are in flight"
             self._own(jobs)
             arrange(self.head)
@@ -325,9 +325,9 @@ class WorkerPool:
 
     def _quiesce(self, jobs: Jobs) -> None:
         """Before jobs are published: waits until no worker reads others any more."""
-        if jobs.count > _SLOTS:
+        if jobs.count > _ENTRIES:
             raise PykernelsError(
-                f"{jobs.count} jobs at once", f"The workers' ring has room for {_SLOTS}"
+                f"{jobs.count} jobs at once", f"The workers' ring has room for {_ENTRIES}"
             )
         if all(jobs is not each for each in self._published):
             words.quiesce(self.ring, 1 if self.driver_works else 0, self.threads)

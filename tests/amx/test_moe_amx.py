@@ -21,7 +21,7 @@ from pykernels.testing import (
     random_experts,
     skewed_routing,
 )
-from runtime.devices.cpu.routed import RoutedExperts
+from runtime.devices.cpu.routed import CpuExperts
 from runtime.machine.topology import Topology
 from runtime.workers.pool import WorkerPool
 
@@ -68,7 +68,7 @@ def test_the_same_bits_at_any_thread_count(fmt):
     usable = Topology.detect().usable
     for threads in sorted({1, min(2, usable), min(3, usable), usable}):
         with WorkerPool(threads) as pool:
-            routed = RoutedExperts(shape, fmt, pool, kernel="amx")
+            routed = CpuExperts(shape, fmt, pool, kernel="amx")
             for e in range(shape.E):
                 routed.load_expert(e, *experts.unpack(e))
             for _ in range(5):

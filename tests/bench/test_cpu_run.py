@@ -16,7 +16,7 @@ import torch
 
 from bench import cpu as command
 from bench.cases import cpu_run, experts, skew
-from bench.cases.cpu_run import CpuRun, Part
+from bench.cases.cpu_run import CpuRun, RunPart
 from bench.cases.ours import Ours, StaticOurs
 from bench.cases.peers.table import PeerTable
 from bench.harness.quiet import Watch
@@ -62,7 +62,7 @@ def rows(*tokens: int) -> Callable[[], list[Row]]:
 def planned(parts: dict[str, Callable[[], list[Row]]], **options: Any) -> CpuRun:
     """A run of made-up parts of the latency section."""
     run = make(("latency",), peers=(), **options)
-    run.parts = [Part(name, 1.0, part) for name, part in parts.items()]
+    run.parts = [RunPart(name, 1.0, part) for name, part in parts.items()]
     run._left = list(parts)
     return run
 

@@ -10,7 +10,7 @@ import torch
 from pykernels.quant import PackedExperts, get_format
 from pykernels.shapes import MoEShape
 from pykernels.testing import random_experts, skewed_routing
-from runtime.devices.cpu.routed import RoutedExperts
+from runtime.devices.cpu.routed import CpuExperts
 from runtime.machine.topology import Topology
 from runtime.workers.pool import WorkerPool
 
@@ -30,9 +30,9 @@ def load(
     experts: PackedExperts | None = None,
     kernel: str = "generic",
     activations: str = "bf16",
-) -> RoutedExperts:
+) -> CpuExperts:
     experts = experts or packed()
-    routed = RoutedExperts(experts.shape, experts.fmt.name, pool, kernel, activations)
+    routed = CpuExperts(experts.shape, experts.fmt.name, pool, kernel, activations)
     for e in range(experts.shape.E):
         routed.load_expert(e, *experts.unpack(e))
     return routed

@@ -19,7 +19,7 @@ from pykernels.cpu.jit import task
 from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
 from pykernels.testing import assert_close, balanced_routing, skewed_routing
-from runtime.devices.cpu.routed import RoutedExperts
+from runtime.devices.cpu.routed import CpuExperts
 from runtime.machine.topology import Topology
 from runtime.workers.pool import TaskError, WorkerPool, make_pool
 
@@ -48,7 +48,7 @@ def pause_until_interrupted() -> None:
 
 
 @contextmanager
-def gate_up(routed: RoutedExperts, replacement):
+def gate_up(routed: CpuExperts, replacement):
     """Runs another gate-up task in its place."""
     calls = [call.args for call in routed._bound.step._context.calls]
     for args in calls:
@@ -112,7 +112,7 @@ def test_threads_get_right_results():
         wanted = {T: layers[0](*inputs(T)).clone() for T in (1, 2, 33)}
         outcomes: list[bool] = []
 
-        def call(routed: RoutedExperts, T: int) -> None:
+        def call(routed: CpuExperts, T: int) -> None:
             for _ in range(100):
                 outcomes.append(torch.equal(routed(*inputs(T)), wanted[T]))
 
@@ -184,7 +184,7 @@ def test_experts_may_change_their_pool():
 
 
 def test_experts_that_are_not_loaded_are_named(pool):
-    routed = RoutedExperts(SHAPE, "fp8", pool)
+    routed = CpuExperts(SHAPE, "fp8", pool)
     routing = balanced_routing(1, SHAPE)
     with pytest.raises(PykernelsError, match="8 of 8 experts are not loaded"):
         routed(torch.randn(1, SHAPE.H), routing.ids, routing.weights)

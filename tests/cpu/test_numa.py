@@ -21,9 +21,9 @@ from pykernels.quant import FORMATS, PackedExperts, get_format
 from pykernels.quant.split import SplitExperts, cut, most_parts
 from pykernels.shapes import MoEShape
 from pykernels.testing import relative_error, skewed_routing
-from runtime.devices.cpu.routed import RoutedExperts
+from runtime.devices.cpu.routed import CpuExperts
 from runtime.machine.topology import NumaNode, Topology
-from runtime.workers.job import Job, beside
+from runtime.workers.job import Job, in_parallel
 from runtime.workers.pool import WorkerPool, make_pool
 
 from . import routed
@@ -32,7 +32,7 @@ from .routed import TWO_CORES, packed
 SHAPE = MoEShape(E=6, H=256, I=512, topk=3)
 
 
-def load(whole: PackedExperts, pool) -> RoutedExperts:
+def load(whole: PackedExperts, pool) -> CpuExperts:
     return routed.load(pool, whole, "auto")
 
 
@@ -176,7 +176,7 @@ def test_a_job_of_a_node_is_run_by_its_workers_alone(driver_works: bool) -> None
         for row, node in zip(counts, (0, 1, None), strict=True)
     ]
     with WorkerPool(4, driver_works, topology, topology.nodes) as pool:
-        together = beside(jobs)
+        together = in_parallel(jobs)
         for _ in range(20):
             pool.run(together)
     assert counts.sum(1).tolist() == [4000] * 3

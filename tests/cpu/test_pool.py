@@ -155,8 +155,8 @@ def test_batches_behind_a_fence(pool, ends_with):
     inputs[:, 0], seen = (1, 10), []
     running = pool.start(jobs)
     for step in range(1, 20):
-        behind, staged = fenced[step % 2], np.array([[0, 0], [10 + step, 0]])
-        arrange = partial(behind.arrange, staged, 1, ends)
+        behind, next_inputs = fenced[step % 2], np.array([[0, 0], [10 + step, 0]])
+        arrange = partial(behind.arrange, next_inputs, 1, ends)
         following = pool.start_behind(behind.jobs, behind, arrange)
         if ends_with == "request" and step == 5:
             give_up[0] = 1
@@ -341,7 +341,7 @@ def test_workers_are_pinned_to_different_cores():
 @pytest.mark.parametrize("driver_works", [True, False])
 def test_threads_are_the_physical_cores_or_as_asked(driver_works):
     topology = Topology.detect()
-    with WorkerPool(driver_works=driver_works) as pool:  # beside a GPU a core is left to its driver
+    with WorkerPool(driver_works=driver_works) as pool:  # with a GPU a core is left to its driver
         assert pool.threads == topology.default_threads(driver_works)
         assert len(pool._threads) == pool.threads - driver_works
     with env.override(threads=1), WorkerPool(driver_works=driver_works) as pool:

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from pykernels.cpu import make_kernel
-from pykernels.cpu.moe.kernel import NEVER
+from pykernels.cpu.moe.kernel import NO_GEMM
 from pykernels.cpu.roofline import NEEDS, make_compute
 from pykernels.env import env
 from pykernels.registry import kernels
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
-from runtime.devices.cpu.routed import RoutedExperts
+from runtime.devices.cpu.routed import CpuExperts
 from runtime.machine import tuning
 from runtime.machine.kept import DAY
 from runtime.machine.topology import Topology
@@ -77,10 +77,10 @@ def test_experts_take_what_this_machine_was_calibrated_to(tmp_path, monkeypatch)
     amx = next(b for b in kernels() if b.name == "amx")
     monkeypatch.setattr("runtime.devices.cpu.routed.resolve", lambda *_: amx)
     with env.override(cache_dir=tmp_path):
-        assert RoutedExperts(SMALL, "bf16").gemm_from == tuning.default("amx", "bf16")
+        assert CpuExperts(SMALL, "bf16").gemm_from == tuning.default("amx", "bf16")
         tuning.write("amx", {"bf16": 11})
-        assert RoutedExperts(SMALL, "bf16").gemm_from == 11
-        assert RoutedExperts(SMALL, "int4").gemm_from == tuning.default("amx", "int4")
+        assert CpuExperts(SMALL, "bf16").gemm_from == 11
+        assert CpuExperts(SMALL, "int4").gemm_from == tuning.default("amx", "int4")
 
 
 @pytest.mark.parametrize("name", [b.name for b in kernels()])
@@ -88,7 +88,7 @@ def test_backends_with_a_gemm_are_listed(name: str) -> None:
     backend = next(b for b in kernels() if b.name == name)
     if backend.supports("bf16", detect()) is not None:
         pytest.skip(f"{name} does not run here")
-    assert make_kernel(name, "bf16").has_gemm == (tuning.default(name, "bf16") < NEVER)
+    assert make_kernel(name, "bf16").has_gemm == (tuning.default(name, "bf16") < NO_GEMM)
 
 
 def test_the_read_roof_is_measured_once_a_day(tmp_path, monkeypatch) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from runtime.engine import SequenceSampling, StepBatch, StepResult
 from runtime.kv_cache import BlockManager, PageTable
-from runtime.runner.batch import NEVER
+from runtime.runner.batch import BANNED_BIAS
 
 
 def draw(history: Sequence[int] | np.ndarray, seed: int, draws: int, vocab: int) -> int:
@@ -146,7 +146,7 @@ class FakeRunner:
             at = int(batch.logits_indices[row])
             s = int(np.searchsorted(batch.query_start_loc[: batch.S + 1], at, side="right")) - 1
             history = histories[s][: batch.positions[at] + 1]
-            given = how.bias_ids[how.bias_values == np.float32(-NEVER)].tolist()
+            given = how.bias_ids[how.bias_values == np.float32(-BANNED_BIAS)].tolist()
             if given:
                 assert (batch.seeds[row], batch.draws[row]) == (0, 0)
             else:
@@ -220,8 +220,8 @@ class FakeRunner:
         assert wrong or history[len(history) - draws :].tolist() == before
         if how.counts is not None:
             self._check_counts(history, before, how)
-        banned = how.bias_ids[how.bias_values <= np.float32(NEVER)].tolist()
-        never = {token for token, bias in how.params.logit_bias.items() if bias <= NEVER}
+        banned = how.bias_ids[how.bias_values <= np.float32(BANNED_BIAS)].tolist()
+        never = {token for token, bias in how.params.logit_bias.items() if bias <= BANNED_BIAS}
         assert never.issuperset(banned) or draws < how.params.min_tokens
         token = draw(history, seed, draws, self.vocab_size)
         allowed = (

@@ -31,7 +31,7 @@ from pykernels.cpu.jit import task
 from pykernels.cpu.words import i64
 from runtime.devices.cpu.context import Context
 from runtime.devices.cpu.step import BINDERS
-from runtime.devices.ref.memory import Memory
+from runtime.devices.ref.memory import RefBuffers
 from runtime.devices.ref.ops import OPS as REF_OPS
 from runtime.extend import register_op
 from runtime.kv_cache.layout import CachePart, CacheSpec
@@ -78,9 +78,9 @@ class Recurrent:
         return self.o.lower(b, f"{layer}.o", out, f"{layer}.mixed")
 
 
-def on_ref(m: Memory, node: Node) -> None:
+def on_ref(m: RefBuffers, node: Node) -> None:
     slots, goes_on, starts, counts = (m.read(node.inputs[name]).tolist() for name in _BY_SEQUENCE)
-    taps, mean = m.whole(node.inputs["taps"]), m.whole(node.inputs["mean"])
+    taps, mean = m.full(node.inputs["taps"]), m.full(node.inputs["mean"])
     out = m.read(node.outputs["out"])
     x = m.read(node.inputs["x"])[:, : out.shape[1]]
     for slot, past, start, count in zip(slots, goes_on, starts, counts, strict=True):

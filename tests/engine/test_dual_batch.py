@@ -1,5 +1,5 @@
-"""Two lanes: the tokens of one batch, and a CPU that has one lane's experts beside the other's
-attention."""
+"""Two microbatches: the tokens of one batch, and a CPU that has one microbatch's experts beside the
+other's attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from runtime.planning.lowerable import Pass
 from runtime.program import Node
 from runtime.program.sizes import StepSizes
 from runtime.program.step_inputs import allocate_inputs
-from runtime.runner.lane_inputs import LaneInputs
+from runtime.runner.microbatch_inputs import MicrobatchInputs
 
 from ..model import tiny
 from ..runners import ref_runner
@@ -56,10 +56,12 @@ def test_tokens_are_those_of_one_lane(family: str, deferred: int, tmp_path: Path
     ]
     found = []
     with model.load_engine(tmp_path, max_model_len=64, threads=1, device="ref") as llm:
-        for lanes in (False, True):
+        for microbatches in (False, True):
             sizes: dict[str, Any] = {"max_num_batched_tokens": 16, "max_num_seqs": 5}
-            sizes |= {"passes": [offload] if lanes else [], "deferred": deferred}
-            runner = ref_runner(llm.runner.model, 64, 12, **sizes, pool=llm.pool, dual_batch=lanes)
+            sizes |= {"passes": [offload] if microbatches else [], "deferred": deferred}
+            runner = ref_runner(
+                llm.runner.model, 64, 12, **sizes, pool=llm.pool, dual_batch=microbatches
+            )
             engine = Engine(runner, threaded=False)
             found.append([result.token_ids for result in engine.generate(prompts(), params)])
     assert found[0] == found[1]
@@ -83,15 +85,15 @@ def _decode_step(llm: model.LLM, kind: type, passes: list[Pass]) -> Any:
         "lengths": torch.ones(6, dtype=torch.int64),
         "logits_indices": torch.tensor([0, 2, 4, 0, 0, 0]),
     }
-    lanes = LaneInputs(whole)
-    lanes.send(5)
+    microbatches = MicrobatchInputs(whole)
+    microbatches.send(5)
     caches = {name: part.zeros() for name, part in lowered.caches(6).items()}
     if not on_cpu:
         caches = {name: pages.float() for name, pages in caches.items()}
     step = kind(
         program if on_cpu else Compiled.of(program),
         llm.runner.weights,
-        inputs=whole | lanes.tensors,
+        inputs=whole | microbatches.tensors,
         caches=caches,
         pool=llm.pool,
         kernel="generic",
@@ -114,14 +116,14 @@ def test_lanes_are_halves_of_the_step_on_every_device(llm: model.LLM) -> None:
 
 
 def test_one_lane_is_on_the_cpu_while_the_other_attends(llm: model.LLM) -> None:
-    """Lane A's experts begin when lane B has attended, and lane B's when A has in the next layer:
-    were one to wait for the other, they would be waited for in vain."""
+    """Microbatch A's experts begin when microbatch B has attended, and microbatch B's when A has in
+    the next layer: were one to wait for the other, they would be waited for in vain."""
     step = _decode_step(llm, RefExecutable, [offload, dual_batch])
     after = {"A.layer1.experts": "B.layer1.attention", "B.layer1.experts": "A.layer2.attention"}
     attended = {name: np.zeros(1, np.int64) for name in after.values()}
     for job in step.cpu.jobs.jobs:
         if job.name in after:
-            job.opens = attended[after[job.name]].ctypes.data
+            job.wait_for = attended[after[job.name]].ctypes.data
     execute = step.execute
 
     def noted(node: Node) -> None:

@@ -12,7 +12,7 @@ import torch
 
 import model
 from model.llm import meta_decoder
-from model.pinning.beside import experts_beside, place_beside
+from model.pinning.hybrid import gpu_experts_of, place_hybrid
 from pykernels.errors import PykernelsError
 from runtime.engine import Engine, SamplingParams
 from runtime.experts.cache import CachePolicy, ExpertCache, Move, Swap, plan
@@ -165,8 +165,8 @@ def test_tokens_are_the_same_while_slots_change(
             engine = Engine(runner, threaded=False)
             both = engine.generate([ids, ids[::-1]], params)
             found.append(both)
-    assert runner.slots is not None
-    stats = runner.slots.stats
+    assert runner.expert_slots is not None
+    stats = runner.expert_slots.stats
     assert 0 < stats.hits < stats.choices and stats.swaps > 2 * 3
     for without, cached in zip(*found, strict=True):
         assert without.token_ids == cached.token_ids
@@ -186,14 +186,14 @@ def test_where_there_is_no_room_for_slots() -> None:
     program = decoder.lower()
     sizes = StepSizes(16)
     with pytest.raises(PykernelsError, match="8 experts of each layer need .* are left for them"):
-        experts_beside(8, program, Placement("cuda:0"), {"cuda:0": 1 << 20}, "expert_cache")
+        gpu_experts_of(8, program, Placement("cuda:0"), {"cuda:0": 1 << 20}, "expert_cache")
     with pytest.raises(PykernelsError, match="an expert cache with all experts on the GPU"):
-        place_beside(None, decoder, "cpu", sizes, "gpu", cache=4)
+        place_hybrid(None, decoder, "cpu", sizes, "gpu", cache=4)
     with pytest.raises(PykernelsError, match="an expert cache beside gpu_experts"):
-        place_beside(2, decoder, "cpu", sizes, "cpu", cache=4)
+        place_hybrid(2, decoder, "cpu", sizes, "cpu", cache=4)
     with pytest.raises(PykernelsError, match="expert_cache=4 without a GPU"):
         model.load_engine(model.EMBEDDED, expert_cache=4)
-    placed = place_beside(None, decoder, "cpu", sizes, "auto", cache=4)
+    placed = place_hybrid(None, decoder, "cpu", sizes, "auto", cache=4)
     slots = placed.filled(Filled.BETWEEN_STEPS).values()
     assert placed.experts == "cpu" and {each.slots for each in slots} == {4}
     nodes = placed.fill(placed.place(program)).nodes

@@ -25,10 +25,10 @@ from runtime.passes import (
     split_experts,
     stream_weights,
 )
-from runtime.passes.gpu_experts import slot_tables
+from runtime.passes.gpu_experts import expert_slot_tables
 from runtime.passes.layers import moe_layers
 from runtime.passes.on_ref import on_ref
-from runtime.passes.stream_weights import Ring
+from runtime.passes.stream_weights import StreamRing
 from runtime.planning.compile import Compiled
 from runtime.planning.lowerable import Pass
 from runtime.program import Program
@@ -108,7 +108,7 @@ def executable(
     caches = {name: part.zeros() for name, part in llm.runner.model.caches(1).items()}
     if reference:
         caches = {name: pages.float() for name, pages in caches.items()}
-    caches |= tables or slot_tables(program)
+    caches |= tables or expert_slot_tables(program)
     step: Any
     step = (
         RefExecutable(Compiled.of(program), llm.runner.weights, inputs, caches, **options)
@@ -160,7 +160,7 @@ def in_slots(program: Program) -> Program:
 
 def streamed(program: Program) -> Program:
     """Experts in three pieces a layer, in two buffers."""
-    return stream_weights(program, lambda spec: spec.nbytes, Ring(3, 2))
+    return stream_weights(program, lambda spec: spec.nbytes, StreamRing(3, 2))
 
 
 PASSES: dict[str, Pass] = {
@@ -169,7 +169,7 @@ PASSES: dict[str, Pass] = {
     "skip": lambda p: skip(p, 1),
     "offload": offload,
     "stream_weights": streamed,
-    "split_experts": lambda p: split_experts(p, 0.4, lambda spec: spec.nbytes, Ring(3, 2)),
+    "split_experts": lambda p: split_experts(p, 0.4, lambda spec: spec.nbytes, StreamRing(3, 2)),
 }
 PAIRS: dict[tuple[str, str], dict[str, Any] | str] = {
     ("defer", "defer"): {"deferred": 2},
@@ -249,7 +249,7 @@ def test_what_is_in_slots_may_change_between_steps(
     program = in_slots(llm.runner.model.lower(StepSizes(T, 1, T, 1, 1)))
     with torch.no_grad():
         truth = lm(torch.arange(20, 20 + T)[None]).logits[0]
-    tables = slot_tables(program)
+    tables = expert_slot_tables(program)
     assert [table.tolist() for table in tables.values()] == [[0, -1, -1, 1, -1, -1, 2, -1]] * 3
     here = on_ref(program) if device == "ref" else program
     for lost in (None, 3):
@@ -262,8 +262,10 @@ def test_what_is_in_slots_may_change_between_steps(
     assert (run(llm, here, device, tables) - truth).norm() > 0.1 * truth.norm()
 
 
-@pytest.mark.parametrize("ring", [Ring(1, 2), Ring(3, 2), Ring(8, 9)], ids=str)
-def test_loads_run_ahead_of_what_they_are_for(ring: Ring, four_experts: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("ring", [StreamRing(1, 2), StreamRing(3, 2), StreamRing(8, 9)], ids=str)
+def test_loads_run_ahead_of_what_they_are_for(
+    ring: StreamRing, four_experts: tuple[Any, Any]
+) -> None:
     """As early as the order of nodes that share a buffer allows, over the memory of that plan."""
     llm, lm = four_experts
     program = on_ref(llm.runner.model.lower(StepSizes(T, 1, T, 1, 1)))
@@ -277,7 +279,7 @@ def test_loads_run_ahead_of_what_they_are_for(ring: Ring, four_experts: tuple[An
         early.append((loads or ready)[0])
         left.remove(early[-1])
     names = [program.nodes[i].name for i in early]
-    if ring.buffers > ring.pieces:  # the next layer's, all of them, beside this layer's experts
+    if ring.buffers > ring.chunks:  # the next layer's, all of them, beside this layer's experts
         assert names.index("layer2.experts.load0") < names.index("layer1.experts")
     step = executable(llm, program)
     step.here = replace(program, nodes=tuple(program.nodes[i] for i in early))
@@ -290,7 +292,7 @@ def test_one_layer_is_streamed_and_the_others_are_on_the_cpu(
 ) -> None:
     llm, lm = four_experts
     program = offload(on_ref(llm.runner.model.lower(StepSizes(T, 1, T, 1, 1))))
-    program = stream_weights(program, lambda spec: spec.nbytes, Ring(3, 2), layers={2})
+    program = stream_weights(program, lambda spec: spec.nbytes, StreamRing(3, 2), layers={2})
     devices = [node.device for node in program.nodes if node.role == "routed"]
     assert devices == ["cpu", "ref", "cpu"]
     with torch.no_grad():

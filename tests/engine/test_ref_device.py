@@ -96,7 +96,7 @@ def test_deferred_experts_run_beside_the_next_attention(llm: model.LLM) -> None:
     attended = np.zeros(1, np.int64)
     assert step.cpu is not None
     job = next(job for job in step.cpu.jobs.jobs if job.name == "layer1.experts.deferred")
-    job.opens = attended.ctypes.data
+    job.wait_for = attended.ctypes.data
     execute = step.execute
 
     def noted(node: Node) -> None:
@@ -158,12 +158,12 @@ def test_a_failure_on_either_side_ends_the_step(llm: model.LLM) -> None:
 
     assert step.cpu is not None
     never, job = np.zeros(1, np.int64), step.cpu.jobs.jobs[0]
-    flag, job.opens = job.opens, never.ctypes.data
+    flag, job.wait_for = job.wait_for, never.ctypes.data
     llm.pool.limit_steps(0.05)
     with pytest.raises(TaskError, match="in time"):
         step.run()
     llm.pool.limit_steps(60)
-    job.opens = flag
+    job.wait_for = flag
     step.run()
     assert torch.equal(step.outputs["logits"], truth)
 

@@ -11,7 +11,7 @@ import pytest
 
 from pykernels.errors import PykernelsError
 from runtime.engine import Engine, SamplingParams, StepBatch, StepResult
-from runtime.runner.routing import NOT_HERE, LayerRouting, RoutedLayer
+from runtime.runner.routing import NO_EXPERT, LayerRouting, RoutedLayer
 
 from .fake_runner import FakeRunner, expected
 from .test_drafts import Known
@@ -58,7 +58,7 @@ def test_each_token_has_its_own_experts(drafts: bool) -> None:
         routed = output.routed_experts
         assert routed is not None and routed.first == output.stats.cached_tokens == 0
         tokens = [*result.prompt_ids, *output.token_ids][:-1]
-        wanted = [[[t, p % 32, NOT_HERE], [t, p % 32, 7]] for p, t in enumerate(tokens)]
+        wanted = [[[t, p % 32, NO_EXPERT], [t, p % 32, 7]] for p, t in enumerate(tokens)]
         assert routed.ids.tolist() == wanted
 
 

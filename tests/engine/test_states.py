@@ -144,7 +144,7 @@ def test_a_restart_takes_up_states(device: str, made: tiny.Tiny, tmp_path: Path)
 def test_states_in_two_lanes(made: tiny.Tiny) -> None:
     prompts = [tokens(n, n) for n in (5, 70, 30)]
     with model.load_engine(made.path, device="ref", dual_batch=True, **SIZES) as llm:
-        assert any(node.lane for node in llm.runner.decode_steps[-1].program.nodes)
+        assert any(node.microbatch for node in llm.runner.decode_steps[-1].program.nodes)
         found = llm.engine.generate(prompts, greedy(6))
     for prompt, result in zip(prompts, found, strict=True):
         check(made, prompt, result, "ref")

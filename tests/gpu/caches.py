@@ -38,17 +38,17 @@ def make_cache(
     device: torch.device,
     *,
     fp8: tuple[bool, ...] = (),
-    room: int = 1,
+    spare: int = 1,
 ) -> Paged:
     """Random caches, one tensor for each shape of ``tokens``, that share a page table.
 
     Args:
         lengths: keys of each sequence.
         fp8: which of the tensors are E4M3 with scales.
-        room: unused entries at each row's end; they name a page that does not exist.
+        spare: unused entries at each row's end; they name a page that does not exist.
     """
     counts = [-(-length // page) for length in lengths]
-    width = max(counts) + room
+    width = max(counts) + spare
     P = sum(counts) + 3
     free = torch.randperm(P).tolist()
     table = torch.full((len(lengths), width), 1 << 30, dtype=torch.int32)

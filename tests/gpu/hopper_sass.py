@@ -3,8 +3,8 @@
 What they gain hangs on the order of a few instructions, which ptxas may change or, if it sees a
 danger, give up: then it waits after every single product and says so to nobody. Prints one JSON
 object a kernel: products (HGMMA or QGMMA), waits for them, spills (LDL, STL), the most exponentials
-between a wait for all but one group and the next wait, that is, beside products, arrivals at
-memory barriers that are loose (``loose_arrivals``); of ``gemv_mma`` how late it loads weights.
+between a wait for all but one group and the next wait, that is, in parallel with products, arrivals
+at memory barriers that are loose (``loose_arrivals``); of ``gemv_mma`` how late it loads weights.
 Without ``--all`` it compiles each kernel once.
 """
 

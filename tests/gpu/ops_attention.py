@@ -104,15 +104,18 @@ def _gqa_prefill(
 
     def make(device: torch.device) -> Tensors:
         NH, KVH, D = large(device, 8, 4), 2, large(device, wide, wide // 4)
-        room = large(device, most, 48)
-        given = {"q": normal(device, B * room, NH, D), "out": empty(device, B * room, NH, D)}
-        given |= _where(device, room)
+        most_tokens = large(device, most, 48)
+        given = {
+            "q": normal(device, B * most_tokens, NH, D),
+            "out": empty(device, B * most_tokens, NH, D),
+        }
+        given |= _where(device, most_tokens)
         if paged:
-            given["table"] = _table(device, room)["table"]
+            given["table"] = _table(device, most_tokens)["table"]
             for name in "kv":
-                given |= _cache(device, name, fp8, room, KVH, D)
+                given |= _cache(device, name, fp8, most_tokens, KVH, D)
         else:
-            given |= {name: normal(device, B * room, KVH, D) for name in "kv"}
+            given |= {name: normal(device, B * most_tokens, KVH, D) for name in "kv"}
         return given
 
     def run(t: Tensors) -> torch.Tensor:

@@ -66,7 +66,7 @@ def _experts(
 
     def run(t: Tensors) -> torch.Tensor:
         H, inter = sizes(t["x"].device)
-        layer = fused_moe.Experts.empty(fmt, E, H, inter, torch.device("meta"), spec)
+        layer = fused_moe.GpuExperts.empty(fmt, E, H, inter, torch.device("meta"), spec)
         parts: dict[str, Any] = {
             name: _filled(getattr(layer, name), name, t) for name in ("gate_up", "down")
         }
@@ -112,12 +112,14 @@ def _unpack_tiles(name: str, to: str, spec: ExpertSpec = SWIGLU) -> Op:
     def run(t: Tensors) -> None:
         shape = shape_on(t["slots"].device)
         tiles = ExpertTiles(shape, fmt, fmt, tuple(t[f"tiles' {part}"] for part in parts))
-        room = fused_moe.Experts.empty(out_fmt, count, shape.H, shape.I, torch.device("meta"), spec)
+        slots = fused_moe.GpuExperts.empty(
+            out_fmt, count, shape.H, shape.I, torch.device("meta"), spec
+        )
         filled: dict[str, Any] = {
-            part: _filled(getattr(room, part), part, t) for part in ("gate_up", "down")
+            part: _filled(getattr(slots, part), part, t) for part in ("gate_up", "down")
         }
         filled |= {part: x for part, x in t.items() if part.endswith("_bias")}
-        unpack_tiles(tiles, replace(room, **filled), t["slots"])
+        unpack_tiles(tiles, replace(slots, **filled), t["slots"])
 
     scales = ("gate_up scale", "down scale") * (to not in ("bf16", "q4_k", "q6_k"))
     biases = ("gate_up_bias", "down_bias") * spec.bias

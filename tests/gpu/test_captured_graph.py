@@ -14,7 +14,7 @@ from model.llm import meta_decoder
 from runtime.devices.cuda import graph
 from runtime.devices.cuda.graph import CapturedGraph, copy_stream
 from runtime.passes import stream_weights
-from runtime.passes.stream_weights import Ring
+from runtime.passes.stream_weights import StreamRing
 from runtime.program.analysis import dependencies
 from runtime.program.sizes import StepSizes
 
@@ -43,9 +43,9 @@ class Event:
         self.done = set(stream.done)
 
 
-@pytest.mark.parametrize("ring", [Ring(3, 2), Ring(4, 5)], ids=str)
+@pytest.mark.parametrize("ring", [StreamRing(3, 2), StreamRing(4, 5)], ids=str)
 def test_each_launch_begins_behind_those_that_share_its_buffers(
-    ring: Ring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ring: StreamRing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=4)
     program = meta_decoder(tmp_path).lower(StepSizes(8, 2, 2, 1, 1)).on("cuda:0")
@@ -75,5 +75,5 @@ def test_each_launch_begins_behind_those_that_share_its_buffers(
         assert found[i].issuperset(needed), program.nodes[i].name
     assert first.done == set(numbers)
     at = {node.name: i for i, node in enumerate(program.nodes)}
-    loaded_ahead = at["layer1.experts"] not in found[at[f"layer2.experts.load{ring.pieces - 1}"]]
-    assert loaded_ahead == (ring.buffers > ring.pieces)
+    loaded_ahead = at["layer1.experts"] not in found[at[f"layer2.experts.load{ring.chunks - 1}"]]
+    assert loaded_ahead == (ring.buffers > ring.chunks)

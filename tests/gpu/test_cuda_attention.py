@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from runtime.devices.cuda.executable import CudaExecutable, GpuMemory
-from runtime.devices.cuda.handshake import PinnedSlots
+from runtime.devices.cuda.handshake import ChannelBuffers
 from runtime.devices.cuda.inputs import Bucket, StepInputs
 from runtime.devices.cuda.memory.buffers import Arena, StepOutputs, allocated_caches
 from runtime.devices.ref.step import RefExecutable
 from runtime.kv_cache.layout import PAGE, CacheSpec
-from runtime.passes.gpu.metadata import PIECE, gpu_metadata
+from runtime.passes.gpu.metadata import MAX_CHUNK, gpu_metadata
 from runtime.passes.on_ref import on_ref
 from runtime.planning.compile import Compiled
 from runtime.program import Builder, Program
@@ -73,7 +73,7 @@ def results(
     steps: list[Step],
     pool: WorkerPool,
     device: torch.device,
-    piece: int,
+    max_chunk: int,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(found, truth) of the tokens of each step."""
     inputs = allocate_inputs(program)
@@ -91,8 +91,8 @@ def results(
     nodes = tuple(replace(node, device="cuda") for node in program.nodes)
     within = replace(program.buffers["attn_out"], kind="scratch")  # as in a model: bfloat16
     buffers = {**program.buffers, "attn_out": within}
-    made = gpu_metadata(replace(program, nodes=nodes, buffers=buffers), piece=piece)
-    bucket = Bucket(StepInputs(inputs, None, {"cuda": device}, piece), made)
+    made = gpu_metadata(replace(program, nodes=nodes, buffers=buffers), max_chunk=max_chunk)
+    bucket = Bucket(StepInputs(inputs, None, {"cuda": device}, max_chunk), made)
     kinds = {"angles": torch.float32}
     floats = {
         name: torch.zeros(x.shape, dtype=kinds.get(name, torch.bfloat16), device=device)
@@ -109,7 +109,7 @@ def results(
         {},
         allocated_caches(made, {"cuda": device}),
         sizes,
-        PinnedSlots(device.type == "cuda"),
+        ChannelBuffers(device.type == "cuda"),
         {"cuda": StepOutputs({}, device).of({})},
     )
     for seed, step in enumerate(steps):
@@ -163,14 +163,14 @@ def grouped(T: int, parts: dict[str, Any], window: int, sinks: bool) -> tuple[Pr
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "window", "sinks", "piece"),
-    [("bf16", 0, False, 8), ("bf16", 12, True, 8), ("fp8", 0, False, PIECE)],
+    ("kv_dtype", "window", "sinks", "max_chunk"),
+    [("bf16", 0, False, 8), ("bf16", 12, True, 8), ("fp8", 0, False, MAX_CHUNK)],
 )
 def test_grouped_queries(
     kv_dtype: str,
     window: int,
     sinks: bool,
-    piece: int,
+    max_chunk: int,
     pool: WorkerPool,
     device: torch.device,
 ) -> None:
@@ -181,7 +181,7 @@ def test_grouped_queries(
     ]
     parts = CacheSpec.grouped(kv_dtype, KVH, D).buffers(S * PAGES)
     made = grouped(max(step.T for step in steps) + 3, parts, window, sinks)
-    for found, wanted in results(*made, parts, steps, pool, device, piece):
+    for found, wanted in results(*made, parts, steps, pool, device, max_chunk):
         assert (found - wanted).norm() < BF16 * wanted.norm()
 
 
@@ -196,5 +196,5 @@ def test_latents(
     steps = [Step({2: (0, 12)}), Step({0: (0, 3), 2: (12, 30), 1: (0, 5)}), Step({1: (5, 6)})]
     made = mla.program(kv_dtype, 12, pool)
     parts = CacheSpec.latent(kv_dtype, mla.L, mla.R).buffers(made[0].sizes["S"] * PAGES)
-    for found, wanted in results(*made, parts, steps, pool, device, PIECE):
+    for found, wanted in results(*made, parts, steps, pool, device, MAX_CHUNK):
         assert (found - wanted).norm() < BF16 * wanted.norm()

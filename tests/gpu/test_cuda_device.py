@@ -13,7 +13,7 @@ import torch
 from model.checkpoint.config import read_config
 from model.modules.moe import FusedMoE
 from model.opened import open_weights
-from model.pinning.beside import experts_beside
+from model.pinning.hybrid import gpu_experts_of
 from model.rules import default_rules
 from model.server.backend.parts import parts
 from pykernels.errors import PykernelsError
@@ -21,7 +21,7 @@ from pykernels.quant import Format
 from runtime.engine import Engine, SamplingParams
 from runtime.experts.cache import CachePolicy
 from runtime.planning.placement import Placement
-from runtime.runner.slots import Slots
+from runtime.runner.expert_slots import ExpertSlots
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
@@ -120,7 +120,7 @@ def test_some_experts_of_a_layer_beside_those_of_the_cpu(
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
             program = decoder.lower()
-            beside = experts_beside(1, program, Placement("cuda:0"), {"cuda:0": 1 << 30})
+            beside = gpu_experts_of(1, program, Placement("cuda:0"), {"cuda:0": 1 << 30})
             assert beside == {0: (0,), 1: (0,)}
             beside = {0: (2, 5), 1: (1,)}
             runner = cuda_runner(
@@ -139,7 +139,7 @@ def test_some_experts_of_a_layer_beside_those_of_the_cpu(
         with Engine(runner) as engine:
             [result] = engine.generate([ids], params)
             step: Any = runner.steps[0]
-            told = {part.device: part for part in parts(step.program, runner.slots)}
+            told = {part.device: part for part in parts(step.program, runner.expert_slots)}
             assert told.pop("cpu").pinned == 0
             assert [part.pinned for part in told.values()] == [3]
             node = next(n for n in step.program.nodes if n.role == "cached")
@@ -176,18 +176,18 @@ def test_slots_hold_other_experts_from_step_to_step(tmp_path: Path, device: torc
                 ),
             )
             runner.load()
-        update = runner.before_slots
+        update = runner.update_expert_slots
 
-        def patient(slots: Slots) -> None:  # so that it is known which step reads what
+        def patient(slots: ExpertSlots) -> None:  # so that it is known which step reads what
             update(slots)
             while slots.cache.in_flight:
                 update(slots)
 
-        runner.before_slots = patient  # type: ignore[method-assign]
+        runner.update_expert_slots = patient  # type: ignore[method-assign]
         with Engine(runner, threaded=False) as engine:
             [result] = engine.generate([ids], params)
-        assert runner.slots is not None
-        stats = runner.slots.stats
+        assert runner.expert_slots is not None
+        stats = runner.expert_slots.stats
         runner.close()
     assert 0 < stats.hits < stats.choices
     assert stats.swaps > 2  # more than there are slots
@@ -248,7 +248,7 @@ def test_the_deferral_that_pays_is_found(tmp_path: Path, device: torch.device) -
         )
         with Engine(runner) as engine:
             [found] = engine.generate([[5, 17, 60]], params)
-        assert runner.slots is not None and len(runner.slots.specs) == 2  # layers
+        assert runner.expert_slots is not None and len(runner.expert_slots.specs) == 2  # layers
         assert runner.deferred in (0, 1)  # of three: two are immediate
         if device.type == "cpu":
             assert runner.deferred == 1  # the interpreter keeps the CPU waiting
@@ -278,9 +278,9 @@ def test_two_lanes_draw_what_one_draws(tmp_path: Path, device: torch.device) -> 
     with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
-        for lanes in (False, "auto"):
+        for microbatches in (False, "auto"):
             sizes = 64, None, 6, 3, "generic"
-            options = CudaOptions(experts="cpu", dual_batch=lanes, decode_buckets=(1,))
+            options = CudaOptions(experts="cpu", dual_batch=microbatches, decode_buckets=(1,))
             runner = cuda_runner(decoder, where, pool, *sizes, options=options)
             with Engine(runner) as engine:
                 found.append([r.token_ids for r in engine.generate(prompts, params)])
@@ -293,10 +293,12 @@ def test_two_lanes_draw_what_one_draws(tmp_path: Path, device: torch.device) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "lanes"), [("deepseek_v3", False), ("qwen3_moe", "auto")], ids=["latents", "lanes"]
+    ("family", "microbatches"),
+    [("deepseek_v3", False), ("qwen3_moe", "auto")],
+    ids=["latents", "microbatches"],
 )
 def test_drafts_draw_what_is_drawn_without(
-    family: str, lanes: bool | str, tmp_path: Path, device: torch.device
+    family: str, microbatches: bool | str, tmp_path: Path, device: torch.device
 ) -> None:
     """Right ones, and where there is room a wrong one, in a step of three sequences."""
     tiny.make(tmp_path, family, num_hidden_layers=2)
@@ -308,7 +310,7 @@ def test_drafts_draw_what_is_drawn_without(
     with WorkerPool(1, driver_works=False) as pool:
         with open_weights(tmp_path, read_config(tmp_path)) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
-        options = CudaOptions("cpu", dual_batch=lanes, buckets=(16,), decode_buckets=(1,))
+        options = CudaOptions("cpu", dual_batch=microbatches, buckets=(16,), decode_buckets=(1,))
         sizes = 64, 8, 16, 3, "generic"
         runner = cuda_runner(decoder, where, pool, *sizes, max_num_logits=16, options=options)
         with Engine(runner, threaded=False, drafter=lambda: drafter) as engine:

@@ -11,9 +11,9 @@ import torch
 from pykernels.ref.sampling import MAX_LOGPROBS
 from runtime.devices.cuda.binders.sampling import sample_requests
 from runtime.devices.cuda.inputs import Bucket, StepInputs
-from runtime.devices.cuda.memory.buffers import Arena, Memory, StepOutputs
+from runtime.devices.cuda.memory.buffers import Arena, GpuBuffers, StepOutputs
 from runtime.program.weights import WeightStore
-from runtime.runner.sampling import SamplingInputs
+from runtime.runner.sampling import SamplingBatch
 
 from ..engine.programs.sampling_rows import V, check, program
 
@@ -24,7 +24,7 @@ def test_the_launch_draws_what_the_rows_ask_for(device: torch.device) -> None:
     """The bucket has a row more than the batch, and its logits are whatever was there."""
     made = program(R)
     batch: Any = SimpleNamespace(seeds=np.zeros(R, np.int64), draws=np.zeros(R, np.int64))
-    columns = SamplingInputs(batch, V, R, device)
+    columns = SamplingBatch(batch, V, R, device)
     names = ("tokens", "positions", "is_prompt", "slot_mapping", "lengths", "page_rows")
     names += ("logits_indices",)
     arrays = {name: torch.zeros(R, dtype=torch.int64) for name in names}
@@ -42,7 +42,7 @@ def test_the_launch_draws_what_the_rows_ask_for(device: torch.device) -> None:
     ).of({})
     given = {**inputs.on["cuda"], "logits": logits}
     read = device, given, {}, results.tensors, Arena(device)
-    launch = sample_requests(Memory(made, WeightStore(), *read), made.nodes[0])
+    launch = sample_requests(GpuBuffers(made, WeightStore(), *read), made.nodes[0])
 
     def run(step: torch.Tensor) -> dict[str, torch.Tensor]:
         n = len(step)

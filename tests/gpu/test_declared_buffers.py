@@ -12,7 +12,7 @@ from model.checkpoint.config import read_config
 from model.opened import open_weights
 from runtime.devices.cuda import executable
 from runtime.devices.cuda.binders import BINDERS
-from runtime.devices.cuda.memory.buffers import Arena, Memory
+from runtime.devices.cuda.memory.buffers import Arena, GpuBuffers
 from runtime.engine import Engine, SamplingParams
 from runtime.program import Builder, Node, repeated
 from runtime.program.weights import WeightStore
@@ -29,7 +29,7 @@ TAKEN |= {"weight", "optional_weight", "whole_weight"}
 class Declared:
     """A program's memory as one node may see it."""
 
-    def __init__(self, memory: Memory, node: Node) -> None:
+    def __init__(self, memory: GpuBuffers, node: Node) -> None:
         self._memory, self._node = memory, node
 
     def __getattr__(self, name: str) -> Any:
@@ -78,6 +78,6 @@ def test_add_is_the_sum_in_order(device: torch.device) -> None:
     b.node("add", "add", repeated("x", names), {"out": b.buffer("out", "T", 8, kind="output")})
     inputs = {name: torch.randn(3, 8, device=device) for name in names}
     out = {"out": torch.zeros(3, 8, device=device)}
-    memory = Memory(b.build(), WeightStore(), device, inputs, {}, out, Arena(device))
+    memory = GpuBuffers(b.build(), WeightStore(), device, inputs, {}, out, Arena(device))
     BINDERS["add"](memory, memory.program.nodes[0])()
     torch.testing.assert_close(out["out"], torch.stack([*inputs.values()]).sum(0))

@@ -37,10 +37,10 @@ def assert_alike(ours: list[Any], theirs: list[Any]) -> None:
 
 
 def slots_of(T: int, device: torch.device) -> torch.Tensor:
-    slots = torch.randperm(P * PAGE)[:T].int()
-    slots[T // 2 : T // 2 + 1] = -1
-    slots[T // 2 + 1 : T // 2 + 2] = P * PAGE
-    return slots.to(device)
+    slot_mapping = torch.randperm(P * PAGE)[:T].int()
+    slot_mapping[T // 2 : T // 2 + 1] = -1
+    slot_mapping[T // 2 + 1 : T // 2 + 2] = P * PAGE
+    return slot_mapping.to(device)
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_gqa(
     T, NH, KVH, D, R = sizes
     qkv = torch.randn(T, (NH + 2 * KVH) * D + 8, device=device).to(dtype)[:, :-8]
     positions, frequencies = torch.randint(0, 5000, (T,)), ref.rope_frequencies(R)
-    slots = slots_of(T, device)
+    slot_mapping = slots_of(T, device)
     q_len, k_len = (NH * D, KVH * D) if norms == "row" else (D, D)
     q_norm = torch.rand(q_len, device=device).add(0.5).to(dtype) if norms else None
     k_norm = torch.rand(k_len, device=device).add(0.5) if norms in ("head", "row") else None
@@ -89,7 +89,7 @@ def test_gqa(
     rotary = positions.to(device), frequencies.to(device), interleaved
     q, k = ref.rope(normed(q, q_norm), normed(k, k_norm), *rotary)
     caches = [cache(KVH, D, dtype=kind, device=device) for _ in range(10)]
-    ref.kv_write(k, v, slots, *(caches[i][part] for part in (0, 1) for i in (0, 1)))
+    ref.kv_write(k, v, slot_mapping, *(caches[i][part] for part in (0, 1) for i in (0, 1)))
     options = {"q_norm": q_norm, "k_norm": k_norm, "eps": EPS, "interleaved": interleaved}
     apart, starts = spread(qkv, NH * D, KVH * D, KVH * D)
     for first, op, given, at in (
@@ -102,7 +102,7 @@ def test_gqa(
         out = op(
             given,
             angles,
-            slots,
+            slot_mapping,
             *(c[0] for c in mine),
             *(c[1] for c in mine),
             **options,
@@ -120,7 +120,7 @@ def test_gqa(
 def test_gqa_of_values_that_are_keys_before_their_norm(kind: torch.dtype, device: Any) -> None:
     """As Gemma 4's full layers have them."""
     T, NH, KVH, D = 3, 6, 2, 32
-    qkv, slots = torch.randn(T, (NH + KVH) * D, device=device), slots_of(T, device)
+    qkv, slot_mapping = torch.randn(T, (NH + KVH) * D, device=device), slots_of(T, device)
     norm = torch.rand(D, device=device).add(0.5)
     angles = ref.rope_table(torch.arange(T), ref.rope_frequencies(D)).to(device)
     caches = [cache(KVH, D, dtype=kind, device=device) for _ in range(4)]
@@ -128,13 +128,15 @@ def test_gqa_of_values_that_are_keys_before_their_norm(kind: torch.dtype, device
     for op, mine in ((gqa_rope_cache_write, caches[:2]), (ref.gqa_rope_cache_write, caches[2:])):
         pages, scales = (tuple(each[part] for each in mine) for part in (0, 1))
         given = norm, norm, EPS, False, NH, starts, True
-        op(qkv, angles, slots, *pages, *scales, *given)
+        op(qkv, angles, slot_mapping, *pages, *scales, *given)
     keys = qkv[:, NH * D :].view(T, KVH, D)
     ones = torch.ones(D, device=device)
     positions, frequencies = torch.arange(T).to(device), ref.rope_frequencies(D).to(device)
     k, _ = ref.rope(normed(keys, norm), normed(keys, norm), positions, frequencies)
     truth = [cache(KVH, D, dtype=kind, device=device) for _ in range(2)]
-    ref.kv_write(k, normed(keys, ones), slots, *(each[part] for part in (0, 1) for each in truth))
+    ref.kv_write(
+        k, normed(keys, ones), slot_mapping, *(each[part] for part in (0, 1) for each in truth)
+    )
     for found in (caches[:2], caches[2:]):
         for ours, theirs in zip(found, truth, strict=True):
             assert_alike(ours, theirs)
@@ -154,7 +156,7 @@ def test_mla(
 ) -> None:
     q = torch.randn(T, NH, 10 + R, device=device).to(BF16)[..., 10:]
     kv = torch.randn(T, L + R, device=device).to(BF16)
-    weight, slots = torch.rand(L, device=device) + 0.5, slots_of(T, device)
+    weight, slot_mapping = torch.rand(L, device=device) + 0.5, slots_of(T, device)
     positions = torch.randint(0, 5000, (T,), device=device)
     frequencies = ref.rope_frequencies(R).to(device)
     angles = ref.rope_table(positions, frequencies)
@@ -169,9 +171,9 @@ def test_mla(
             both, _ = cache(L + R, dtype=kind, device=device)
             codes, rope = both[..., :L], both[..., L:]
         made.append((codes, rope, scales))
-    ref.mla_write(latent, turned[:, 0], slots, *made[0])
+    ref.mla_write(latent, turned[:, 0], slot_mapping, *made[0])
     out = torch.full((T, NH, L + R), torch.nan, dtype=BF16, device=device)
-    given = q, kv, angles, slots
+    given = q, kv, angles, slot_mapping
     for (codes, rope, scales), op, options in (
         (made[1], mla_rope_cache_write, {"out": out[..., L:]}),
         (made[2], ref.mla_rope_cache_write, {}),
@@ -191,8 +193,8 @@ def test_what_is_no_number_has_no_part_in_a_scale(device: torch.device) -> None:
         values = torch.tensor([(row * 8)[:D] for row in kinds], device=device)
         qkv = torch.cat([torch.zeros(4, 2 * D, device=device), values], 1)
         (k, k_scale), (v, v_scale) = (cache(1, D, dtype=FP8, device=device) for _ in "kv")
-        angles, slots = torch.zeros(4, 2, 1, device=device), torch.arange(4, device=device)
-        gqa_rope_cache_write(qkv, angles, slots, k, v, k_scale, v_scale)
+        angles, slot_mapping = torch.zeros(4, 2, 1, device=device), torch.arange(4, device=device)
+        gqa_rope_cache_write(qkv, angles, slot_mapping, k, v, k_scale, v_scale)
         codes, scale = quantize_rows(values)
         assert v is not None and v_scale is not None
         found = v.flatten(0, 1)[:4, 0].float(), v_scale.flatten(0, 1)[:4, 0]
@@ -205,12 +207,12 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     def gqa(width: int = 64, D: int = 16, half: int = 8, starts: Any = None, **norms: int) -> None:
         k, _ = cache(1, D, dtype=BF16, device=device)
         weights = {name: torch.ones(n, device=device) for name, n in norms.items()}
-        slots = torch.zeros(2, dtype=torch.int32, device=device)
+        slot_mapping = torch.zeros(2, dtype=torch.int32, device=device)
         angles = torch.zeros(2, 2, half, device=device)
         gqa_rope_cache_write(
             torch.zeros(2, width, device=device),
             angles,
-            slots,
+            slot_mapping,
             k,
             k.clone(),
             starts=starts,

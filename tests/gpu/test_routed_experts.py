@@ -1,4 +1,4 @@
-"""Which experts each token used beside GPUs, in Triton's interpreter where there is none: against
+"""Which experts each token used with GPUs, in Triton's interpreter where there is none: against
 transformers' own routers."""
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ PROMPTS = [[5, 17, 60, 33, 8, 90], [7, 41, 2], [11]]
         pytest.param(1, "qwen3_moe", CudaOptions("gpu"), marks=pytest.mark.all),
         pytest.param(1, "qwen3_moe", CudaOptions("cpu", prefill="split"), marks=pytest.mark.all),
     ],
-    ids=["a cache, streamed prompts", "two GPUs, two lanes", "two GPUs", "on the GPU", "split"],
+    ids=[
+        "a cache, streamed prompts",
+        "two GPUs, two microbatches",
+        "two GPUs",
+        "on the GPU",
+        "split",
+    ],
 )
 def test_experts_are_those_of_transformers(
     gpus: int, family: str, options: CudaOptions, tmp_path: Path, device: torch.device

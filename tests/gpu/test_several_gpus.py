@@ -31,7 +31,12 @@ PROMPTS = [[5, 17, 60, 33], [7]]
         pytest.param(2, "qwen3_moe", CudaOptions("cpu", prefill="stream"), marks=pytest.mark.all),
         pytest.param(3, "deepseek_v3", CudaOptions("cpu", dual_batch=True), marks=pytest.mark.all),
     ],
-    ids=["mla", "gqa, some experts on both, some deferred", "gqa, streamed", "mla, two lanes"],
+    ids=[
+        "mla",
+        "gqa, some experts on both, some deferred",
+        "gqa, streamed",
+        "mla, two microbatches",
+    ],
 )
 def test_several_gpus_draw_what_one_draws(
     gpus: int,

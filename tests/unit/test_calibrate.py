@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 
-from pykernels.cpu.moe.kernel import NEVER
+from pykernels.cpu.moe.kernel import NO_GEMM
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from pykernels.target import ISA_NAMES, detect
@@ -49,7 +49,7 @@ def points(ratios: dict[int, float]) -> list[Point]:
         pytest.param({2: 0.5, 4: 0.9, 8: 1.2, 16: 2.0}, 8, id="one crossing"),
         pytest.param({2: 0.5, 4: 1.02, 8: 0.7, 16: 2.0}, 16, id="a small lead before a loss"),
         pytest.param({2: 0.5, 4: 1.5, 8: 0.98, 16: 2.0}, 4, id="a small loss after a lead"),
-        pytest.param({2: 0.5, 4: 0.9, 8: 0.99}, NEVER, id="never"),
+        pytest.param({2: 0.5, 4: 0.9, 8: 0.99}, NO_GEMM, id="never"),
         pytest.param({2: 0.5, 4: 1.0, 8: 1.5}, 8, id="a draw stays with the tiles"),
     ],
 )
@@ -90,9 +90,9 @@ def cache(tmp_path: Path) -> Iterator[Path]:
 def test_what_was_written_is_found_for_its_key_alone(cache: Path, monkeypatch) -> None:
     assert tuning.read("amx") == {}
     file = tuning.write("amx", {"fp8": 9})
-    assert tuning.write("amx", {"bf16": NEVER}) == file
+    assert tuning.write("amx", {"bf16": NO_GEMM}) == file
     tuning.write("amx", {"int4": 33}, "int8")
-    assert tuning.read("amx") == {"fp8": 9, "bf16": NEVER}
+    assert tuning.read("amx") == {"fp8": 9, "bf16": NO_GEMM}
     assert tuning.gemm_from("amx", "fp8") == 9
     assert tuning.gemm_from("amx", "int4") == tuning.default("amx", "int4") != 33
     assert tuning.read("avx512") == {}
@@ -111,7 +111,7 @@ def test_a_damaged_file_is_one_error(cache: Path, text: str) -> None:
     for use in (lambda: tuning.gemm_from("amx", "fp8"), lambda: tuning.write("amx", {"fp8": 5})):
         with pytest.raises(PykernelsError, match=r"cannot be read \(.*Delete it"):
             use()
-    assert tuning.gemm_from("generic", "fp8") == NEVER  # has no GEMM: its file is never opened
+    assert tuning.gemm_from("generic", "fp8") == NO_GEMM  # has no GEMM: its file is never opened
 
 
 def test_a_full_disk_leaves_the_old_file(cache: Path, monkeypatch) -> None:

@@ -170,13 +170,13 @@ SIBLINGS = [
 ]
 
 
-@pytest.mark.parametrize(("affinity", "physical", "order", "threads", "beside_gpu"), SIBLINGS)
+@pytest.mark.parametrize(("affinity", "physical", "order", "threads", "with_gpu"), SIBLINGS)
 def test_workers_take_physical_cores_first(
-    tmp_path: Path, affinity, physical, order, threads: int, beside_gpu: int
+    tmp_path: Path, affinity, physical, order, threads: int, with_gpu: int
 ) -> None:
     found = detect(tree(tmp_path, {}), affinity)
     assert (found.physical, found.order) == (physical, order)
-    assert (found.default_threads(), found.default_threads(False)) == (threads, beside_gpu)
+    assert (found.default_threads(), found.default_threads(False)) == (threads, with_gpu)
     assert found.usable == len(affinity)  # --threads may ask for all
 
 

@@ -110,7 +110,7 @@ def prefill_peers(rotated: list[Any], B: int, Q: int, K: int, window: int) -> di
         return x.unflatten(0, (B, T)).transpose(1, 2).contiguous()
 
     def sets() -> list[Any]:
-        found = []
+        peers = []
         for given in rotated:
             if len(given) == 6:
                 q_nope, q_rope, k_nope, k_rope, v, _ = given
@@ -118,8 +118,8 @@ def prefill_peers(rotated: list[Any], B: int, Q: int, K: int, window: int) -> di
                 k = torch.cat([k_nope, k_rope[:, None].expand(-1, q.shape[1], -1)], -1)
             else:
                 q, k, v, _ = given
-            found.append((heads_first(q, Q), heads_first(k, K), heads_first(v, K)))
-        return found
+            peers.append((heads_first(q, Q), heads_first(k, K), heads_first(v, K)))
+        return peers
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         grouped = q.shape[1] != k.shape[1]
@@ -152,9 +152,9 @@ def prefill_peers(rotated: list[Any], B: int, Q: int, K: int, window: int) -> di
 
     if window:
         return {"torch flex": lazily(flex)}
-    found = {"torch sdpa": lazily(lambda: (attend, sets()))}
+    peers = {"torch sdpa": lazily(lambda: (attend, sets()))}
     if Q == K:
-        found["torch cudnn"] = lazily(lambda: (cudnn, sets()))
+        peers["torch cudnn"] = lazily(lambda: (cudnn, sets()))
     if K == 8192:
-        found["torch flex"] = lazily(flex)
-    return found
+        peers["torch flex"] = lazily(flex)
+    return peers

@@ -80,8 +80,8 @@ class PeerTable:
         return started
 
     def ready(self, peer: Peer, T: int, threads: int | None = None) -> PeerProcess:
-        """The same with the routings of calls of T tokens, balanced as ours: where it holds fewer
-        experts a call of its own still reads as many.
+        """A peer that has the routings of calls of T tokens, balanced as ours: if it holds fewer
+        experts, a call of its own still reads as many.
 
         Raises:
             PeerMissing: there is none, or it fails on them.

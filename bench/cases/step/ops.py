@@ -54,17 +54,17 @@ def gqa_write_case(T: int, heads: int, kv: int, D: int, device: torch.device) ->
         qkv = torch.randn(T, (heads + 2 * kv) * D, device=device).to(BF16)
         return qkv, torch.randperm(PAGES * PAGE, device=device)[:T]
 
-    def ours(qkv: torch.Tensor, slots: torch.Tensor) -> object:
+    def ours(qkv: torch.Tensor, slot_mapping: torch.Tensor) -> object:
         return gqa_rope_cache_write(
-            qkv, angles, slots, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm, out=out
+            qkv, angles, slot_mapping, k_cache, v_cache, q_norm=q_norm, k_norm=k_norm, out=out
         )
 
-    def peer(qkv: torch.Tensor, slots: torch.Tensor) -> object:
+    def peer(qkv: torch.Tensor, slot_mapping: torch.Tensor) -> object:
         q, k, v = qkv.unflatten(1, (-1, D)).split([heads, kv, kv], 1)
         q, k = (rms_norm(x.contiguous(), w, 1e-6)[0] for x, w in ((q, q_norm), (k, k_norm)))
         q, k = _turned(q, angles, False), _turned(k, angles, False)
         for rows, cache in ((k, k_cache), (v, v_cache)):
-            cache.flatten(0, 1).index_copy_(0, slots, rows)
+            cache.flatten(0, 1).index_copy_(0, slot_mapping, rows)
         return q
 
     sets = _sets(make, nbytes, device)
@@ -94,15 +94,15 @@ def mla_write_case(T: int, heads: int, device: torch.device) -> Case:
         kv = torch.randn(T, L + R, device=device).to(BF16)
         return q, kv, torch.randperm(PAGES * PAGE, device=device)[:T]
 
-    def ours(q: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> object:
+    def ours(q: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> object:
         return mla_rope_cache_write(
-            q, kv, angles, slots, latent, keys, weight, interleaved=True, out=out
+            q, kv, angles, slot_mapping, latent, keys, weight, interleaved=True, out=out
         )
 
-    def peer(q: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor) -> object:
-        latent.flatten(0, 1).index_copy_(0, slots, rms_norm(kv[:, :L], weight, 1e-6)[0])
+    def peer(q: torch.Tensor, kv: torch.Tensor, slot_mapping: torch.Tensor) -> object:
+        latent.flatten(0, 1).index_copy_(0, slot_mapping, rms_norm(kv[:, :L], weight, 1e-6)[0])
         turned = _turned(kv[:, None, L:], angles, True)[:, 0]
-        keys.flatten(0, 1).index_copy_(0, slots, turned)
+        keys.flatten(0, 1).index_copy_(0, slot_mapping, turned)
         return out.copy_(_turned(q, angles, True))
 
     sets = _sets(make, nbytes, device)

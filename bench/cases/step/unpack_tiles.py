@@ -8,7 +8,7 @@ import torch
 
 from bench.harness.timing.case import Case, built, rotating, sets_for
 from pykernels.errors import PykernelsError
-from pykernels.gpu.moe.experts import Experts
+from pykernels.gpu.moe.experts import GpuExperts
 from pykernels.gpu.moe.from_tiles import ExpertTiles, supports, unpack_tiles
 from pykernels.quant import get_format
 from pykernels.shapes import MoEShape
@@ -28,7 +28,7 @@ def unpack_case(
     if reason := supports(fmt, fmt, H, inter, out_fmt):
         raise PykernelsError(reason, "Give to=bf16")
     shape = MoEShape(experts, H, inter, 1)
-    out = Experts.empty(out_fmt, experts, H, inter, device)
+    out = GpuExperts.empty(out_fmt, experts, H, inter, device)
     slots = torch.arange(experts, dtype=torch.int32, device=device)
     tiles = ExpertTiles.empty(shape, fmt, fmt, experts, device)
     written = experts * (2 * out.gate_up.nbytes + out.down.nbytes)

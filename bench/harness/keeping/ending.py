@@ -29,7 +29,7 @@ def why_ended(error: BaseException) -> str:
 
 
 def not_measured(plan: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
-    """Those of a plan that no row has figures of.
+    """Rows of a plan that have no figures.
 
     Args:
         plan: of each row the columns that name it.

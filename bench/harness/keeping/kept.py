@@ -56,8 +56,8 @@ TABLES = {
     "mixed": "bench.mixed.table",
     "load": "bench.load.table",
 }
-"""By the command: ``line(row)`` for the terminal, ``tables(results)`` to print at the end, and,
-where it has a plot, ``draw(results, path)``."""
+"""Modules by the command: ``line(row)`` for the terminal, ``tables(results)`` to print at the end,
+and, where it has a plot, ``draw(results, path)``."""
 
 
 def table_of(bench: str) -> Any:

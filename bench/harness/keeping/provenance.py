@@ -47,16 +47,16 @@ def command() -> str:
 
 def versions() -> str:
     """Python, the packages that kernels depend on, and CUDA where torch has it."""
-    found = {"python": platform.python_version()}
+    versions_ = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions_[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     torch = sys.modules.get("torch")
     if torch is not None and torch.version.cuda:
-        found["CUDA"] = torch.version.cuda
-    return ", ".join(f"{name} {version}" for name, version in found.items())
+        versions_["CUDA"] = torch.version.cuda
+    return ", ".join(f"{name} {version}" for name, version in versions_.items())
 
 
 def gpus() -> str:

@@ -22,7 +22,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def replace(path: Path, text: str) -> None:
-    """As ``write_whole``. Raises OSError."""
+    """Replaces a file as ``write_whole`` does. Raises OSError."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(text, encoding="utf-8")
     new.replace(path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pykernels.errors import PykernelsError
 
 from ..tensors.floats import floats
-from ..tensors.safetensors import Part
+from ..tensors.safetensors import TensorSlice
 from . import hyperparameters
 from .families import FAMILIES, Config
 from .files import GGUF
@@ -102,5 +102,5 @@ def _frequency_factors(checkpoint: GGUF, head: int) -> list[float] | None:
             f" needs F32 [{turned // 2}]",
             checkpoint.mismatch,
         )
-    factors: list[float] = floats(checkpoint, Part("rope_freqs.weight")).flatten().tolist()
+    factors: list[float] = floats(checkpoint, TensorSlice("rope_freqs.weight")).flatten().tolist()
     return factors

@@ -54,7 +54,8 @@ def _qwen2(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
 
 
 def _qwen3next(meta: Metadata, config: Config, checkpoint: GGUF) -> Config:
-    """Gated delta nets beside attention. llama.cpp has values of the size of keys alone."""
+    """Gated delta nets in parallel with attention. llama.cpp has values of the size of keys
+    alone."""
     size, heads = meta.size("ssm.state_size"), meta.size("ssm.time_step_rank")
     groups, layers = meta.size("ssm.group_count"), config["num_hidden_layers"]
     if (inner := meta.size("ssm.inner_size")) != heads * size:
@@ -314,4 +315,4 @@ FAMILIES: dict[str, Callable[[Metadata, Config, GGUF], Config]] = {
     "lfm2": _lfm2,
     "lfm2moe": _lfm2_moe,
 }
-"""By ``general.architecture``."""
+"""Families by ``general.architecture``."""

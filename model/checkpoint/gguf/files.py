@@ -14,7 +14,7 @@ import torch
 
 from pykernels.errors import PykernelsError
 
-from ..tensors.safetensors import DTYPES, Checkpoint, Part, TensorInfo
+from ..tensors.safetensors import DTYPES, Checkpoint, TensorInfo, TensorSlice
 from .container import Header, read_header
 from .fused import split_qkv
 from .metadata import Metadata
@@ -72,10 +72,10 @@ class GGUF(Checkpoint):
         """Stored bytes of one row."""
         return _nbytes(info, info.shape[-1])
 
-    def nbytes(self, part: Part) -> int:
+    def nbytes(self, part: TensorSlice) -> int:
         return _nbytes(self.tensors[part.name], math.prod(self.shape(part)))
 
-    def read(self, part: Part) -> torch.Tensor:
+    def read(self, part: TensorSlice) -> torch.Tensor:
         """One freshly allocated CPU tensor: floats in their dtype, or uint8 [..., row bytes]."""
         info, shape, size = self.tensors[part.name], self.shape(part), self.nbytes(part)
         begin = info.start
@@ -108,8 +108,8 @@ def find_gguf(path: Path) -> Path | None:
     Raises `PykernelsError` for a folder of several.
     """
     if not path.is_dir():
-        found = path.is_file() and path.suffix.lower() != ".json"
-        return path if found or path.suffix.lower() == SUFFIX else None
+        is_file = path.is_file() and path.suffix.lower() != ".json"
+        return path if is_file or path.suffix.lower() == SUFFIX else None
     if any(file for pattern in _FOREIGN for file in path.glob(pattern)):
         return None
     files = sorted(f for f in path.iterdir() if f.suffix.lower() == SUFFIX and f.is_file())
@@ -173,10 +173,10 @@ def _set_of(path: Path) -> list[Path]:
 
 def _stamp(file: Path) -> tuple[int, int]:
     try:
-        found = os.stat(file)
+        stat = os.stat(file)
     except OSError:
         return 0, 0  # what is wrong with it, reading says
-    return found.st_mtime_ns, found.st_size
+    return stat.st_mtime_ns, stat.st_size
 
 
 @functools.lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ from .metadata import Metadata
 
 READ, ANY = "read", "any value"
 Table = dict[str, Any]
-"""By key: READ, ANY, or a tuple of the values that are accepted."""
+"""Accepted values by key: READ, ANY, or a tuple of them."""
 
 _OFF = (0, 1)
 """The values of a factor that scales nothing: llama.cpp takes 0 as "not scaled"."""
@@ -151,7 +151,7 @@ OWN: dict[str, Table] = {
         "expert_weights_norm": (True,),
     },
 }
-"""By ``general.architecture``; they override the others."""
+"""Tables by ``general.architecture``, which override the others."""
 
 ELSEWHERE: Table = {
     "logit_scale": _OFF,
@@ -185,7 +185,7 @@ _LIKE = {
     "rope.dimension_count_swa": "rope.dimension_count",
     "rope.freq_base_swa": "rope.freq_base",
 }
-"""Those that layers with a window have may only be the same as the other layers'."""
+"""Keys of layers with a window, whose values must equal those of the other layers."""
 
 
 def check(meta: Metadata) -> None:

@@ -79,7 +79,7 @@ class Metadata:
         return value
 
     def value(self, key: str) -> Any:
-        """As it is stored; None if it is not there."""
+        """The value as it is stored; None if it is not there."""
         return self._values.get(f"{self.architecture}.{key}")
 
     def by_layer(self, key: str, default: int) -> list[int]:

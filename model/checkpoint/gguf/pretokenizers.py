@@ -61,7 +61,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
     "kimi-k2": (_KIMI,),
 }
-"""By llama.cpp's names."""
+"""Pre-tokenizers by llama.cpp's names."""
 
 WHOLE_WORDS_FIRST = frozenset(("llama3", "llama-v3", "llama-bpe", "lfm2"))
 """The pre-tokenizers whose words that are tokens stay whole, whatever the merges say."""

@@ -10,7 +10,7 @@ from typing import Any
 from pykernels.errors import PykernelsError
 
 from ..tensors.floats import floats
-from ..tensors.safetensors import Part
+from ..tensors.safetensors import TensorSlice
 from .files import GGUF
 from .metadata import Metadata
 
@@ -40,7 +40,7 @@ def turned_share(checkpoint: GGUF, D: int) -> float:
     """
     if "rope_freqs.weight" not in checkpoint.tensors:
         return 1.0
-    factors = floats(checkpoint, Part("rope_freqs.weight")).flatten()
+    factors = floats(checkpoint, TensorSlice("rope_freqs.weight")).flatten()
     turned = int((factors == 1).sum())
     still = factors[turned:]
     if len(factors) != D // 2 or (factors[:turned] != 1).any() or (still < 1e29).any():
@@ -89,8 +89,8 @@ def _scaling(meta: Metadata, factors: list[float] | None) -> dict[str, Any]:
 
 
 def _factor(meta: Metadata) -> float:
-    """By how much positions are stretched. ``rope.scale_linear`` is the key's old name; 0 stands
-    for 1, not stretched."""
+    """The factor by which positions are stretched. ``rope.scale_linear`` is the key's old name; 0
+    stands for 1, not stretched."""
     key = "rope.scaling.factor" if meta.has("rope.scaling.factor") else "rope.scale_linear"
     factor: float = meta.number(key, 0.0) or 1.0
     if factor < 0:

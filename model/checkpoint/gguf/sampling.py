@@ -18,7 +18,7 @@ _NAMES = {
     "mirostat": "mirostat",
     "xtc_probability": "xtc_probability",
 }
-"""By ``general.sampling``'s keys; transformers has no names of its own for the last two."""
+"""Settings by the keys of ``general.sampling``; transformers has no names for the last two."""
 _SUPPRESSED = "tokenizer.ggml.suppress_tokens"
 
 

@@ -222,4 +222,4 @@ def _gemma4(vocabulary: Vocabulary, pre: str) -> Tokenizer:
 
 
 _KINDS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}
-"""By ``tokenizer.ggml.model``."""
+"""Tokenizers by ``tokenizer.ggml.model``."""

@@ -40,7 +40,7 @@ FORMAT_OF = {
         "F16",
     )
 }
-"""By ggml's names; F32 and BF16 are floats, and so is F16 where it is no matrix."""
+"""Formats by ggml's names; F32 and BF16 are floats, and so is F16 where it is no matrix."""
 
 NAME_OF = {kind.value: kind.name for kind in GGMLQuantizationType} | {42: "Q2_0"}
 """ggml's names of types by their numbers in a file; the package `gguf` does not know all yet."""

@@ -57,7 +57,7 @@ _FILL_ENDS = {
 """Tokens around files and gaps in code, which end an answer too: by key, else by text."""
 
 _DEFAULTS = {"llama": {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}}
-"""By ``tokenizer.ggml.model``: ids where the metadata names none."""
+"""Default ids by ``tokenizer.ggml.model``, where the metadata names none."""
 
 
 class Vocabulary:

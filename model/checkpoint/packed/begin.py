@@ -13,7 +13,7 @@ from .mapped import MappedFile
 from .one_writer import one_writer
 
 LOCK = "converting.lock"
-"""Beside the files that one process writes."""
+"""Name of the file that a process locks while it writes the others."""
 _NOTHING = {LOCK, f"{CONVERTING}.part"}
 """What a process leaves that was killed before it had begun."""
 

@@ -33,6 +33,6 @@ class Errors:
 
     def take(self) -> dict[str, float]:
         """``|converted - stored| / |stored|`` (Frobenius) of each kind; begins again."""
-        found = {kind: math.sqrt(a / b) if b else 0.0 for kind, (a, b) in self._sums.items()}
+        errors = {kind: math.sqrt(a / b) if b else 0.0 for kind, (a, b) in self._sums.items()}
         self._sums = {}
-        return found
+        return errors

@@ -60,7 +60,7 @@ class Manifest:
     version: str = __version__
 
     def difference(self, other: Manifest) -> str | None:
-        """In what another conversion gives other files; None if in nothing."""
+        """What makes another conversion give other files; None if nothing does."""
         for name, what in _WORK.items():
             if getattr(self, name) != getattr(other, name):
                 return what
@@ -91,14 +91,14 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} is a packed cache whose conversion was interrupted",
             "Run the same pykernels convert again: it goes on where it was",
         )
-    found = parse(folder / PACKED)
-    for name, entry in found.files.items():
+    manifest = parse(folder / PACKED)
+    for name, entry in manifest.files.items():
         file = folder / name
         size = file.stat().st_size if file.is_file() else None
         if size != entry.get("bytes"):
             state = "is missing" if size is None else f"has {size} bytes, not {entry.get('bytes')}"
             raise PykernelsError(f"{file} {state}", AGAIN)
-    return found
+    return manifest
 
 
 def parse(file: Path) -> Manifest:

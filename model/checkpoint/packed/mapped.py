@@ -84,9 +84,9 @@ class PackedFolder:
 def described(file: MappedFile, what: str = "objects") -> dict[str, Any]:
     """A JSON object of a file's metadata. Raises `PykernelsError` if there is none."""
     try:
-        found = json.loads(file.metadata[what])
+        description = json.loads(file.metadata[what])
     except (KeyError, ValueError):
-        found = None
-    if not isinstance(found, dict):
+        description = None
+    if not isinstance(description, dict):
         raise PykernelsError(f"{file.path} does not say what is in it", AGAIN)
-    return found
+    return description

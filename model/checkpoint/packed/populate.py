@@ -50,8 +50,8 @@ def populate(files: Sequence[MappedFile], report: Callable[[int], None]) -> None
 def resident(memory: torch.Tensor) -> int:
     """Bytes of a mapped file, uint8 from its beginning, that are in memory, whoever read them."""
     libc = ctypes.CDLL(None, use_errno=True)
-    found = torch.zeros(-(-memory.nbytes // mmap.PAGESIZE), dtype=torch.uint8, device="cpu")
-    arguments = (memory.data_ptr(), memory.nbytes, found.data_ptr())
+    in_memory = torch.zeros(-(-memory.nbytes // mmap.PAGESIZE), dtype=torch.uint8, device="cpu")
+    arguments = (memory.data_ptr(), memory.nbytes, in_memory.data_ptr())
     if libc.mincore(*map(ctypes.c_void_p, arguments)):
         return 0
-    return min(memory.nbytes, int((found & 1).sum()) * mmap.PAGESIZE)
+    return min(memory.nbytes, int((in_memory & 1).sum()) * mmap.PAGESIZE)

@@ -21,7 +21,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import Weight
 
 from ..tensors.matrix import Lookup, Matrix
-from ..tensors.safetensors import Checkpoint, Part
+from ..tensors.safetensors import Checkpoint, TensorSlice
 
 GROUP = 32
 
@@ -48,8 +48,10 @@ def find(
     if gate_up is None or down is None:
         return []
 
-    def matrix(parts: tuple[Part, Part], e: int, N: int, K: int, pick: int | None) -> Matrix:
-        data, scale = (Part(part.name, e) for part in parts)
+    def matrix(
+        parts: tuple[TensorSlice, TensorSlice], e: int, N: int, K: int, pick: int | None
+    ) -> Matrix:
+        data, scale = (TensorSlice(part.name, e) for part in parts)
         return Matrix(data, (N, K), scale, "mxfp4", pick=pick)
 
     return [
@@ -58,7 +60,9 @@ def find(
     ]
 
 
-def _find(names: Lookup, key: str, E: int, N: int, K: int) -> tuple[Part, Part] | None:
+def _find(
+    names: Lookup, key: str, E: int, N: int, K: int
+) -> tuple[TensorSlice, TensorSlice] | None:
     data, scale = names.companion(key, "_blocks"), names.companion(key, "_scales")
     if data is None or scale is None:
         return None

@@ -15,7 +15,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import Weight
 
 from ..tensors.matrix import Lookup, Matrix
-from ..tensors.safetensors import Checkpoint, Part
+from ..tensors.safetensors import Checkpoint, TensorSlice
 from . import auto_round, awq, gptq
 from .words import HINT
 
@@ -38,7 +38,7 @@ def find(names: Lookup, base: str, shape: tuple[int, ...]) -> Matrix | None:
     rows = checkpoint.tensors[scale.name].shape
     groups = rows[0] if rows else 0
     words = (K, N // 8) if layout == "awq" else (K // 8, N)
-    needed: dict[Part, tuple[str | None, tuple[int, ...]]] = {
+    needed: dict[TensorSlice, tuple[str | None, tuple[int, ...]]] = {
         data: ("I32", words),
         zero: ("I32", (groups, N // 8)),
         scale: (None, (groups, N)),
@@ -57,10 +57,10 @@ def find(names: Lookup, base: str, shape: tuple[int, ...]) -> Matrix | None:
         raise PykernelsError(f"{scale.name} has {groups} groups for {K} inputs", HINT)
     fmt = "int4-zp" if K // groups % 128 else "int4-zp-g128"
     symmetric = layout != "awq" and gptq.is_symmetric(names.quantization)
-    found = Matrix(data, shape, scale, fmt, zero, order, layout, symmetric)
+    matrix = Matrix(data, shape, scale, fmt, zero, order, layout, symmetric)
     if names.quantization.get("desc_act"):  # if not, it is checked when it is read
-        _check_order(checkpoint, found, groups)
-    return found
+        _check_order(checkpoint, matrix, groups)
+    return matrix
 
 
 def read(checkpoint: Checkpoint, source: Matrix) -> Weight:
@@ -94,10 +94,10 @@ def read(checkpoint: Checkpoint, source: Matrix) -> Weight:
     return Weight(codes, both.reshape(len(codes), -1))
 
 
-def _tell(checkpoint: Checkpoint, said: str, found: str) -> None:
+def _tell(checkpoint: Checkpoint, said: str, actual: str) -> None:
     warnings.warn(
         f"{checkpoint.folder} says that its zero points are stored as in {said}, and those of its"
-        f" symmetric weights are as in {found}: they are read so",
+        f" symmetric weights are as in {actual}: they are read so",
         stacklevel=2,
     )
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .safetensors import Checkpoint, Part
+from .safetensors import Checkpoint, TensorSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +26,17 @@ class Matrix:
         pick: of rows that two matrices share in turns, the even (0) or the odd ones (1).
     """
 
-    data: Part
+    data: TensorSlice
     shape: tuple[int, ...]
-    scale: Part | None = None
+    scale: TensorSlice | None = None
     fmt: str | None = None
-    zero: Part | None = None
-    order: Part | None = None
+    zero: TensorSlice | None = None
+    order: TensorSlice | None = None
     layout: str = ""
     symmetric: bool = False
     transposed: bool = False
     pick: int | None = None
-    whole: Part | None = None
+    whole: TensorSlice | None = None
 
     def of(self, stored: torch.Tensor) -> torch.Tensor:
         """Its part of the floats that were read."""
@@ -44,7 +44,7 @@ class Matrix:
         return (rows if self.pick is None else rows[self.pick :: 2]).contiguous()
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[TensorSlice]:
         """All that is stored of it."""
         every = (self.data, self.scale, self.zero, self.order, self.whole)
         return [part for part in every if part is not None]
@@ -60,5 +60,5 @@ class Lookup(Protocol):
     def quantization(self) -> dict[str, Any]:
         """The checkpoint's `quantization_config`."""
 
-    def companion(self, key: str, suffix: str) -> Part | None:
+    def companion(self, key: str, suffix: str) -> TensorSlice | None:
         """The tensor `key + suffix` that `key` needs; None if it is missing (noted)."""

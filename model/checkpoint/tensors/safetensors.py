@@ -60,7 +60,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorSlice:
     """A contiguous part of a stored tensor: all of it, or rows of one expert's matrix.
 
     `expert` picks one matrix of a fused [E, N, K] tensor, `rows` a range of the matrix's rows.
@@ -95,7 +95,7 @@ class Checkpoint:
         self._start()
 
     def _start(self) -> None:
-        """With no file open."""
+        """Starts with no file open."""
         self._files: dict[Path, int] = {}
         self._opening = threading.Lock()  # several threads read
 
@@ -111,7 +111,7 @@ class Checkpoint:
         """A tensor that the model needs in that shape; it has its own if that is another one."""
         return self.tensors[name]
 
-    def shape(self, part: Part) -> tuple[int, ...]:
+    def shape(self, part: TensorSlice) -> tuple[int, ...]:
         """Shape of `part` as `read` will return it."""
         shape = self.tensors[part.name].shape
         if part.expert is not None:
@@ -120,12 +120,12 @@ class Checkpoint:
             shape = (part.rows[1] - part.rows[0], *shape[1:])
         return shape
 
-    def nbytes(self, part: Part) -> int:
+    def nbytes(self, part: TensorSlice) -> int:
         """Bytes that `read` will read."""
         info = self.tensors[part.name]
         return info.nbytes // max(1, math.prod(info.shape)) * math.prod(self.shape(part))
 
-    def read(self, part: Part) -> torch.Tensor:
+    def read(self, part: TensorSlice) -> torch.Tensor:
         """One freshly allocated CPU tensor, in its stored dtype."""
         info = self.tensors[part.name]
         shape = self.shape(part)

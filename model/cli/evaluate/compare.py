@@ -50,12 +50,12 @@ def compare(
     from ...evaluation.harness import find_tasks
     from ...evaluation.humaneval import Draws
 
-    found = find_tasks(which, data)
-    tell_sandbox(bool(found.problems))
+    tasks = find_tasks(which, data)
+    tell_sandbox(bool(tasks.problems))
     with progress() as told:
         result = compared.compare(
             path,
-            found,
+            tasks,
             numbers,
             limit,
             Draws(drawn.samples, drawn.temperature, drawn.max_tokens),

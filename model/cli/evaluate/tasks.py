@@ -87,8 +87,8 @@ def tasks(
     from ...evaluation.humaneval import Draws
     from ...evaluation.likelihood import ROWS
 
-    found = find_tasks(which, data)
-    tell_sandbox(bool(found.problems))
+    chosen = find_tasks(which, data)
+    tell_sandbox(bool(chosen.problems))
     with (
         load_engine(path, execution=execution, max_num_logits=ROWS) as llm,
         progress() as told,
@@ -96,7 +96,7 @@ def tasks(
         for line in llm.runner.decisions:
             note(line)
         draws = Draws(drawn.samples, drawn.temperature, drawn.max_tokens)
-        scores = evaluate(llm, found, limit, chat, told, draws)
+        scores = evaluate(llm, chosen, limit, chat, told, draws)
     if as_json:
         print(json.dumps(scores.as_dict(), indent=2))
     else:

@@ -45,14 +45,14 @@ def experts(
     lm = from_pretrained(path, rules, threads=execution.threads, kernel=execution.kernel)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("counting", total=len(ids))
-        found = profile.count(lm, ids, length, lambda n: bar.advance(task, n))
-    profile.write(found, write)
+        counted = profile.count(lm, ids, length, lambda n: bar.advance(task, n))
+    profile.write(counted, write)
     if plot is not None:
-        plots.heatmap(found, plot)
-    half, tenth = found.coverage(0.5), found.coverage(0.1)
+        plots.heatmap(counted, plot)
+    half, tenth = counted.coverage(0.5), counted.coverage(0.1)
     out().print(
-        f"{found.tokens} tokens, {len(found.counts)} layers of {len(found.rows[0])} experts,"
-        f" top-{found.topk}: the most used half takes {half:.0%} of the choices, the most used"
+        f"{counted.tokens} tokens, {len(counted.counts)} layers of {len(counted.rows[0])} experts,"
+        f" top-{counted.topk}: the most used half takes {half:.0%} of the choices, the most used"
         f" tenth {tenth:.0%}"
     )
     for file in (write, plot):

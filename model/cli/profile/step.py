@@ -129,8 +129,8 @@ def step(
         write_trace(recorded.timeline, write)
         for picture in files[1:]:
             draw(recorded.timeline, picture)
-    found = [usage(recorded.timeline, kind) for kind in ("prefill", "decode")]
-    kinds = [each for each in found if each is not None]
+    usages = [usage(recorded.timeline, kind) for kind in ("prefill", "decode")]
+    kinds = [each for each in usages if each is not None]
     if as_json:
         figures = {each.kind: asdict(each) for each in kinds}
         print(json.dumps({"title": recorded.timeline.title, **figures}))
@@ -168,7 +168,7 @@ def _show(recorded: Recorded, kinds: list[Usage]) -> None:
         table.add_column(each.kind, justify="right")
     rows: dict[str, list[str]] = {}
     for each in kinds:
-        found = {
+        usages = {
             "steps": f"{each.steps}",
             "ms a step, mean": f"{each.us / 1e3:.3f}",
             "a CPU worker computes": f"{each.cpu:.1%}",
@@ -180,8 +180,10 @@ def _show(recorded: Recorded, kinds: list[Usage]) -> None:
             "engine's Python": f"{each.engine:.1%}",
         }
         if not each.streams:
-            found = {k: v for k, v in found.items() if k not in ("both", "copies between devices")}
-        for name, text in found.items():
+            usages = {
+                k: v for k, v in usages.items() if k not in ("both", "copies between devices")
+            }
+        for name, text in usages.items():
             rows.setdefault(name, []).append(text)
     for name, texts in rows.items():
         table.add_row(name, *texts)

@@ -14,7 +14,7 @@ from .model_options import model_path
 from .options import Choose
 
 Workers = Annotated[ExecutionConfig, Choose(only=("threads",))]
-"""Of a command that packs or reads matrices; ``WorkersKernel``: and computes experts."""
+"""Options of a command that packs or reads matrices; ``WorkersKernel``: and computes experts."""
 WorkersKernel = Annotated[ExecutionConfig, Choose(only=("threads", "kernel"))]
 
 

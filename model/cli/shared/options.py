@@ -53,7 +53,7 @@ class _Group:
         }
         self._own = {each.name: each.default for each in fields(cls)}
         self.names = {name: choose.names.get(name, name) for name in self.options}
-        """By field, the parameter's name."""
+        """The parameter's name of each field."""
         self.flags = {name: "--" + given.replace("_", "-") for name, given in self.names.items()}
 
     def parameters(self) -> list[inspect.Parameter]:

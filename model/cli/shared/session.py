@@ -161,7 +161,7 @@ def _tell(llm: LLM, execution: ExecutionConfig) -> None:
         note(f"{count} experts of {len(layers)} layers are on {execution.device} too")
     for line in llm.runner.decisions:
         note(line)
-    if (slots := llm.runner.slots) is not None:
+    if (slots := llm.runner.expert_slots) is not None:
         sizes = [spec.shape[0] for spec in slots.specs]
         note(f"{sum(sizes)} slots for experts of {len(sizes)} layers are on {execution.device}")
 

@@ -11,14 +11,14 @@ from ...text.detokenize import Detokenizer
 from ..http.errors import as_api_error, error_body
 from ..http.frames import frame
 from ..parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallEnd, ToolCallStart
-from ..serving.generation import Generation, Piece, Usage
+from ..serving.generation import Generation, OutputDelta, Usage
 from ..serving.served import Served
 from .schema import MessagesRequest
 
 PATH = "/v1/messages"
 
 
-class Answer:
+class MessageAnswer:
     """Writes one request's answer."""
 
     def __init__(self, served: Served, body: MessagesRequest, generation: Generation) -> None:
@@ -41,19 +41,19 @@ class Answer:
             "usage": usage_body(Usage(prompt_tokens=self.generation.prompt_tokens)),
         }
         try:
-            async with self.generation as pieces:
+            async with self.generation as output_deltas:
                 yield _frame("message_start", message=start)
                 yield _frame("ping")
-                async for piece in pieces:
-                    for event in piece.events:
+                async for output_delta in output_deltas:
+                    for event in output_delta.events:
                         for name, fields in blocks.events(event):
                             yield _frame(name, **fields)
-                    if piece.finish_reason:
-                        last = piece
+                    if output_delta.finish_reason:
+                        last = output_delta
                 for name, fields in blocks.close():
                     yield _frame(name, **fields)
                 reason = await self._reason(last)
-                usage = usage_body(await pieces.usage())
+                usage = usage_body(await output_deltas.usage())
                 yield _frame("message_delta", delta=reason, usage=usage)
                 yield _frame("message_stop")
         except Exception as error:
@@ -62,20 +62,20 @@ class Answer:
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
         blocks = _Blocks()
-        async with self.generation as pieces:
-            async for piece in pieces:
-                for event in piece.events:
+        async with self.generation as output_deltas:
+            async for output_delta in output_deltas:
+                for event in output_delta.events:
                     for _ in blocks.events(event):
                         pass
-                if piece.finish_reason:
-                    last = piece
+                if output_delta.finish_reason:
+                    last = output_delta
             for _ in blocks.close():
                 pass
-            usage = usage_body(await pieces.usage())
+            usage = usage_body(await output_deltas.usage())
             reason = await self._reason(last)
         return {**self.head, "content": blocks.content, **reason, "usage": usage}
 
-    async def _reason(self, last: Piece) -> dict[str, Any]:
+    async def _reason(self, last: OutputDelta) -> dict[str, Any]:
         """Why it ended, and the stop sequence that ended it."""
         if last.finish_reason != "stop":
             cut = (self.generation.params.max_tokens or 0) < self.body.max_tokens
@@ -97,8 +97,8 @@ class Answer:
         (completion,) = await self.generation.completions()
         text = "".join(detokenizer.push(token) for token in completion.token_ids)
         text += detokenizer.finish()
-        found = [(at, stop) for stop in stops if stop and (at := text.find(stop)) >= 0]
-        return min(found)[1] if found else None
+        matches = [(at, stop) for stop in stops if stop and (at := text.find(stop)) >= 0]
+        return min(matches)[1] if matches else None
 
 
 class _Blocks:

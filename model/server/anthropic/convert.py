@@ -27,14 +27,14 @@ def conversation(body: PromptRequest) -> list[dict[str, Any]]:
     """The messages of a request, its instructions first."""
     texts = [without_billing(block.text) for block in body.system or ()]
     system = "\n\n".join(text for text in texts if text)
-    found: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     names: dict[str, str] = {}
     for message in body.messages:
         if message.role == "assistant":
-            found.append(_assistant(message.content, names))
+            messages.append(_assistant(message.content, names))
         else:
-            _add_user(found, message, names)
-    return found
+            _add_user(messages, message, names)
+    return messages
 
 
 def effort(body: PromptRequest) -> str | None:
@@ -71,7 +71,7 @@ def _assistant(content: Content, names: dict[str, str]) -> dict[str, Any]:
     return message
 
 
-def _add_user(found: list[dict[str, Any]], message: Message, names: dict[str, str]) -> None:
+def _add_user(messages: list[dict[str, Any]], message: Message, names: dict[str, str]) -> None:
     """Texts that follow each other become one message: some templates want turns to alternate."""
     for block in message.content:
         if isinstance(block, ToolResult):
@@ -82,7 +82,7 @@ def _add_user(found: list[dict[str, Any]], message: Message, names: dict[str, st
             }
             if (name := names.get(block.tool_use_id)) is not None:
                 result["name"] = name
-            found.append(result)
+            messages.append(result)
             continue
         if isinstance(block, TextBlock):
             text = block.text
@@ -92,10 +92,10 @@ def _add_user(found: list[dict[str, Any]], message: Message, names: dict[str, st
             continue
         if message.role == "system":  # within a conversation, where many templates refuse one
             text = f"<system-reminder>\n{text}\n</system-reminder>"
-        if found and found[-1]["role"] == "user":
-            found[-1]["content"] += f"\n{text}"
+        if messages and messages[-1]["role"] == "user":
+            messages[-1]["content"] += f"\n{text}"
         else:
-            found.append({"role": "user", "content": text})
+            messages.append({"role": "user", "content": text})
 
 
 def _result(result: ToolResult) -> str:

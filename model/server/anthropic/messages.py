@@ -10,7 +10,7 @@ from starlette.responses import Response
 from ..http.answers import respond
 from ..serving.prompts import Prompt
 from ..serving.served import Served
-from .answer import Answer
+from .answer import MessageAnswer
 from .convert import conversation, effort, pictures
 from .schema import MessagesRequest, PromptRequest, ServedTool, Tool
 
@@ -34,7 +34,7 @@ def message_routes(served: Served) -> APIRouter:
     return router
 
 
-async def _submitted(served: Served, body: MessagesRequest, request: Request) -> Answer:
+async def _submitted(served: Served, body: MessagesRequest, request: Request) -> MessageAnswer:
     served.check_name(body.model)
     given = body.sampling() | {"priority": served.enter(request)}
     prompt = await _prompt(served, body)
@@ -50,7 +50,7 @@ async def _submitted(served: Served, body: MessagesRequest, request: Request) ->
     )
     params = served.params(prompt, given)
     generation = served.submit(request, prompt, params, True, _tools(body), one_call)
-    return Answer(served, body, generation)
+    return MessageAnswer(served, body, generation)
 
 
 async def _prompt(served: Served, body: PromptRequest) -> Prompt:

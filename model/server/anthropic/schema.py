@@ -167,7 +167,7 @@ class ToolChoice(Strict):
         return self
 
     def plain(self) -> str | dict[str, Any]:
-        """As OpenAI's."""
+        """The choice as OpenAI's API has it."""
         if self.name is None:
             return "required" if self.type == "any" else self.type
         return {"type": "function", "function": {"name": self.name}}

@@ -21,13 +21,13 @@ from ..structured import GrammarConstraint, Vocabulary
 from .channel import Channel
 from .local import LocalModel, figures_of
 from .messages import (
-    Answer,
     Ask,
     Batch,
     Cancel,
     Failure,
     Observe,
     Ready,
+    Reply,
     Routed,
     Submit,
     Told,
@@ -52,7 +52,7 @@ class Host:
         self._told_prompts: set[Request] = set()
         self._observed: dict[int, Future[None]] = {}
         self._events: deque[tuple[int, Event]] = deque()
-        self._answers: deque[Told | Answer] = deque()
+        self._answers: deque[Told | Reply] = deque()
         self._news, self._ended = threading.Event(), False
         self._texts = ThreadPoolExecutor(1, "timelines")
         for run in (self._receive, self._send):
@@ -77,7 +77,7 @@ class Host:
                     if (requests := self._requests.get(key)) is not None:
                         self._llm.engine.cancel(requests[output])
                 case Ask(key):
-                    self._answer(Answer(key, figures_of(self._llm)))
+                    self._answer(Reply(key, figures_of(self._llm)))
                 case Observe():
                     self._observe(message)
                 case Ready():
@@ -118,7 +118,7 @@ class Host:
         try:
             done, make = LocalModel(self._llm).observe(asked.steps, asked.title)
         except Exception as error:
-            self._answer(Answer(key, None, failure_of(error)))
+            self._answer(Reply(key, None, failure_of(error)))
             return
         self._observed[key] = done
 
@@ -128,9 +128,9 @@ class Host:
                 return
             try:
                 done.result()
-                self._answer(Answer(key, make()))
+                self._answer(Reply(key, make()))
             except Exception as error:
-                self._answer(Answer(key, None, failure_of(error)))
+                self._answer(Reply(key, None, failure_of(error)))
 
         done.add_done_callback(lambda _: self._texts.submit(told))
 
@@ -142,7 +142,7 @@ class Host:
         if not self._news.is_set():
             self._news.set()
 
-    def _answer(self, answer: Told | Answer) -> None:
+    def _answer(self, answer: Told | Reply) -> None:
         self._answers.append(answer)
         self._news.set()
 
@@ -155,7 +155,7 @@ class Host:
             self._news.clear()
             sent = time.monotonic()
             healthy = self._llm.engine.healthy
-            news: list[Told | Routed | Answer] = []
+            news: list[Told | Routed | Reply] = []
             while self._events:
                 news += self._told(*self._events.popleft())
             while self._answers:

@@ -119,7 +119,7 @@ class ServedModel(Protocol):
         ...
 
     async def figures(self) -> Figures:
-        """As they are now."""
+        """The figures as they are now."""
         ...
 
     def observe(self, steps: int, title: str) -> tuple[Future[None], Callable[[], bytes]]:

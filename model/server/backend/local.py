@@ -53,7 +53,7 @@ def facts_of(llm: LLM) -> ModelFacts:
     """What stays as it is of a model that an engine has."""
     runner, engine = llm.runner, llm.engine
     program = runner.decode_steps[0].program if runner.decode_steps else None
-    found = () if program is None else parts(program, runner.slots)
+    device_parts = () if program is None else parts(program, runner.expert_slots)
     return ModelFacts(
         config=ConfigFacts(llm.config.model_type, getattr(llm.config, "bos_token_id", None)),
         settings=llm.settings,
@@ -67,8 +67,8 @@ def facts_of(llm: LLM) -> ModelFacts:
         page_size=runner.page_size,
         routed_layers=tuple(runner.routed_layers),
         workers=0 if runner.pool is None else runner.pool.threads,
-        devices=tuple(part.device for part in found),
-        parts=found,
+        devices=tuple(part.device for part in device_parts),
+        parts=device_parts,
     )
 
 

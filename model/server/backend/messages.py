@@ -64,7 +64,7 @@ class Routed(NamedTuple):
     experts: RoutedExperts
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """Answers an ``Ask`` or an ``Observe`` by a value, or a failure."""
 
     key: int
@@ -81,7 +81,7 @@ class Batch:
     """
 
     healthy: bool
-    news: Sequence[Told | Routed | Answer]
+    news: Sequence[Told | Routed | Reply]
 
 
 # The other way.

@@ -23,7 +23,7 @@ from ...text.detokenize import Detokenizer
 from ..structured import GrammarConstraint
 from .channel import Channel
 from .interface import Figures, ModelFacts
-from .messages import Answer, Ask, Batch, Cancel, Failure, Observe, Routed, Submit, Told
+from .messages import Ask, Batch, Cancel, Failure, Observe, Reply, Routed, Submit, Told
 
 
 class RemoteModel:
@@ -115,7 +115,7 @@ class RemoteModel:
             return
         self._healthy = batch.healthy
         for news in batch.news:
-            if isinstance(news, Answer):
+            if isinstance(news, Reply):
                 self._answered(news)
             elif news.key in self._requests:
                 request = self._requests[news.key][news.output]
@@ -125,7 +125,7 @@ class RemoteModel:
                 else:
                     self._grow(request, news)
 
-    def _answered(self, answer: Answer) -> None:
+    def _answered(self, answer: Reply) -> None:
         future = self._answers.pop(answer.key)
         if not future.set_running_or_notify_cancel():
             return
@@ -141,7 +141,7 @@ class RemoteModel:
             request.logprobs.append(told.logprob)
         request.prompt_logprobs += told.prompt_logprobs
         if request.text is not None and told.text:
-            request.text.pieces.append(told.text)
+            request.text.deltas.append(told.text)
         if told.reason is not None:
             request.state, request.reason = State.FINISHED, told.reason
             if told.failure is not None:

@@ -45,22 +45,22 @@ def timeline_body(timeline: Timeline) -> dict[str, Any]:
             for span, end, tasks in _joined(within)
         ],
         "usage": {
-            kind: asdict(found)
+            kind: asdict(usage_)
             for kind in ("decode", "prefill")
-            if (found := usage(timeline, kind)) is not None
+            if (usage_ := usage(timeline, kind)) is not None
         },
     }
 
 
 def _joined(spans: list[Span]) -> list[tuple[Span, int, int]]:
     """Tasks of one node that follow each other, as one: the first, the end, their number."""
-    found: list[tuple[Span, int, int]] = []
+    joined: list[tuple[Span, int, int]] = []
     for span in sorted(spans, key=lambda span: (span.lane, span.begin)):
-        if found:
-            first, end, tasks = found[-1]
+        if joined:
+            first, end, tasks = joined[-1]
             same = (first.lane, first.name, first.op) == (span.lane, span.name, span.op)
             if same and span.begin - end < _GAP_NS:
-                found[-1] = first, max(end, span.end), tasks + 1
+                joined[-1] = first, max(end, span.end), tasks + 1
                 continue
-        found.append((span, span.end, 1))
-    return found
+        joined.append((span, span.end, 1))
+    return joined

@@ -52,15 +52,15 @@ def insight_routes(served: Served) -> APIRouter:
         """The engine's counts since its start: what lies between two of them belongs to the steps
         between, whoever asked for them. Bytes are those of weights that steps without prompts have
         read; ``read_roof`` is in bytes a second, null where the CPU reads none or it is unknown."""
-        found = await served.model.figures()
+        current = await served.model.figures()
         return {
-            "running": found.stats.running,
-            "decode_steps": sum(found.stats.decode_steps.values()),
-            "decode_seconds": found.stats.decode_seconds,
-            "read_bytes": found.read_bytes,
-            "expert_bytes": found.expert_bytes,
+            "running": current.stats.running,
+            "decode_steps": sum(current.stats.decode_steps.values()),
+            "decode_seconds": current.stats.decode_seconds,
+            "read_bytes": current.read_bytes,
+            "expert_bytes": current.expert_bytes,
             "read_roof": None if served.read_roof is None else served.read_roof * 1e9,
-            "expert_cache": dict(found.cache) or None,
+            "expert_cache": dict(current.cache) or None,
         }
 
     @router.post("/v1/pykernels/steps")

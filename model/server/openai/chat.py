@@ -15,7 +15,7 @@ from ..http.errors import as_api_error, bad_request, error_body
 from ..http.frames import DONE, frame
 from ..insight.experts import ExpertsTold
 from ..parsers import Content, Event, Reasoning, ToolCallArguments, ToolCallStart
-from ..serving.generation import Generation, Piece, Usage
+from ..serving.generation import Generation, OutputDelta, Usage
 from ..serving.served import Served
 from .chat_schema import ChatRequest
 from .logprobs import chat_logprobs
@@ -90,11 +90,13 @@ class _Answer:
         if with_usage:
             head["usage"] = None
 
-        def chunk(output: int, delta: Mapping[str, Any], piece: Piece | None = None) -> bytes:
+        def chunk(
+            output: int, delta: Mapping[str, Any], output_delta: OutputDelta | None = None
+        ) -> bytes:
             choice = {"index": output, "delta": delta, "logprobs": None, "finish_reason": None}
-            if piece is not None:
-                choice["logprobs"] = self._logprobs(piece)
-                choice["finish_reason"] = self._reason(piece)
+            if output_delta is not None:
+                choice["logprobs"] = self._logprobs(output_delta)
+                choice["finish_reason"] = self._reason(output_delta)
                 told = self.experts.new(self.generation, output)
                 if told is not None:
                     choice["pykernels"] = told
@@ -103,19 +105,19 @@ class _Answer:
             return frame({**head, "choices": [choice]})
 
         try:
-            async with self.generation as pieces:
-                for output in range(len(pieces.parsers)):
+            async with self.generation as output_deltas:
+                for output in range(len(output_deltas.parsers)):
                     yield chunk(output, {"role": "assistant", "content": ""})
-                async for piece in pieces:
-                    deltas = [delta for event in piece.events if (delta := _delta(event))]
-                    asked = piece.logprobs or self.body.pykernels
-                    last = piece if piece.finish_reason or asked else None
+                async for output_delta in output_deltas:
+                    deltas = [delta for event in output_delta.events if (delta := _delta(event))]
+                    asked = output_delta.logprobs or self.body.pykernels
+                    last = output_delta if output_delta.finish_reason or asked else None
                     if last is not None and not deltas:
                         deltas = [{}]
                     for i, delta in enumerate(deltas, 1):
-                        yield chunk(piece.output, delta, last if i == len(deltas) else None)
+                        yield chunk(output_delta.output, delta, last if i == len(deltas) else None)
                 if with_usage:
-                    usage = usage_body(await pieces.usage())
+                    usage = usage_body(await output_deltas.usage())
                     yield frame({**head, "choices": [], "usage": usage})
         except Exception as error:
             yield frame(error_body(PATH, as_api_error(error)))
@@ -124,12 +126,12 @@ class _Answer:
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
         messages = [_Message() for _ in self.generation.parsers]
-        async with self.generation as pieces:
-            async for piece in pieces:
-                messages[piece.output].add(piece, self._logprobs(piece))
-                if piece.finish_reason:
-                    messages[piece.output].reason = self._reason(piece)
-            usage = await pieces.usage()
+        async with self.generation as output_deltas:
+            async for output_delta in output_deltas:
+                messages[output_delta.output].add(output_delta, self._logprobs(output_delta))
+                if output_delta.finish_reason:
+                    messages[output_delta.output].reason = self._reason(output_delta)
+            usage = await output_deltas.usage()
         choices = [message.choice(i) for i, message in enumerate(messages)]
         for i, choice in enumerate(choices):
             if (told := self.experts.new(self.generation, i)) is not None:
@@ -137,15 +139,15 @@ class _Answer:
         body = {**self.head, "object": "chat.completion", "choices": choices}
         return {**body, "usage": usage_body(usage)}
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        if not piece.logprobs or self.served.model.tokenizer is None:
+    def _logprobs(self, output_delta: OutputDelta) -> dict[str, Any] | None:
+        if not output_delta.logprobs or self.served.model.tokenizer is None:
             return None
-        return chat_logprobs(self.served.model.tokenizer, piece.logprobs)
+        return chat_logprobs(self.served.model.tokenizer, output_delta.logprobs)
 
-    def _reason(self, piece: Piece) -> str | None:
-        if piece.finish_reason is None:
+    def _reason(self, output_delta: OutputDelta) -> str | None:
+        if output_delta.finish_reason is None:
             return None
-        return reason_word(piece, self.generation)
+        return reason_word(output_delta, self.generation)
 
 
 class _Message:
@@ -157,10 +159,10 @@ class _Message:
         self.logprobs: list[dict[str, Any]] = []
         self.reason: str | None = None
 
-    def add(self, piece: Piece, logprobs: dict[str, Any] | None) -> None:
+    def add(self, output_delta: OutputDelta, logprobs: dict[str, Any] | None) -> None:
         if logprobs is not None:
             self.logprobs += logprobs["content"]
-        for event in piece.events:
+        for event in output_delta.events:
             if isinstance(event, Content):
                 self.content.append(event.text)
             elif isinstance(event, Reasoning):
@@ -201,10 +203,10 @@ def _delta(event: Event) -> dict[str, Any] | None:
     return None
 
 
-def reason_word(piece: Piece, generation: Generation) -> str:
+def reason_word(output_delta: OutputDelta, generation: Generation) -> str:
     """Why an output ended, in OpenAI's words: it has none for a time limit but "length"."""
-    if piece.finish_reason == "stop":
-        return "tool_calls" if piece.output in generation.called else "stop"
+    if output_delta.finish_reason == "stop":
+        return "tool_calls" if output_delta.output in generation.called else "stop"
     return "length"
 
 

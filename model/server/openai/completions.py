@@ -14,7 +14,7 @@ from starlette.responses import Response
 from ..http.answers import respond
 from ..http.errors import as_api_error, error_body
 from ..http.frames import DONE, frame
-from ..serving.generation import Generation, Piece, Usage, merged
+from ..serving.generation import Generation, OutputDelta, Usage, merged
 from ..serving.prompts import Prompt
 from ..serving.served import Served
 from .chat import running_usage, usage_body
@@ -93,12 +93,12 @@ class _Answer:
         running = options is not None and options.continuous_usage_stats
         head = self.head | ({"usage": None} if with_usage else {})
         try:
-            async with aclosing(merged(self.generations)) as pieces:
-                async for index, piece in pieces:
-                    at = index * self.n + piece.output
-                    text, logprobs = self.outputs[at].new(piece)
-                    if text or logprobs or piece.finish_reason:
-                        choice = _choice(at, text, logprobs, _reason(piece))
+            async with aclosing(merged(self.generations)) as output_deltas:
+                async for index, output_delta in output_deltas:
+                    at = index * self.n + output_delta.output
+                    text, logprobs = self.outputs[at].new(output_delta)
+                    if text or logprobs or output_delta.finish_reason:
+                        choice = _choice(at, text, logprobs, _reason(output_delta))
                         if running:
                             head["usage"] = running_usage(self.generations)
                         yield frame({**head, "choices": [choice]})
@@ -113,15 +113,15 @@ class _Answer:
         texts = ["" for _ in self.outputs]
         logprobs: list[dict[str, Any] | None] = [None for _ in self.outputs]
         reasons: list[str | None] = [None for _ in self.outputs]
-        async with aclosing(merged(self.generations)) as pieces:
-            async for index, piece in pieces:
-                at = index * self.n + piece.output
-                text, new = self.outputs[at].new(piece)
+        async with aclosing(merged(self.generations)) as output_deltas:
+            async for index, output_delta in output_deltas:
+                at = index * self.n + output_delta.output
+                text, new = self.outputs[at].new(output_delta)
                 texts[at] += text
                 if new is not None:
                     old = logprobs[at]
                     logprobs[at] = new if old is None else {k: old[k] + new[k] for k in new}
-                reasons[at] = _reason(piece)
+                reasons[at] = _reason(output_delta)
         choices = [_choice(i, texts[i], logprobs[i], reasons[i]) for i in range(len(texts))]
         return {**self.head, "choices": choices, "usage": usage_body(await self._usage())}
 
@@ -159,18 +159,18 @@ class _Output:
                 size = sum(len(self.logprobs.token(token)) for token in prompt.ids)
                 self.logprobs = TextLogprobs(self.tokenizer, len(self.echo) - size)
 
-    def new(self, piece: Piece) -> tuple[str, dict[str, Any] | None]:
+    def new(self, output_delta: OutputDelta) -> tuple[str, dict[str, Any] | None]:
         """What a piece adds: text, and log-probabilities if they are asked for."""
-        text, found = "", None
+        text, lists = "", None
         if not self.begun:
             self.begun, text = True, self.echo
-            found = self._of_prompt()
+            lists = self._of_prompt()
         if self.body.max_tokens == 0:
-            return text, found
-        if self.logprobs is not None and piece.logprobs:
-            new = self.logprobs.lists(piece.logprobs, self.body.logprobs or 0)
-            found = new if found is None else {k: found[k] + new[k] for k in new}
-        return text + piece.text, found
+            return text, lists
+        if self.logprobs is not None and output_delta.logprobs:
+            new = self.logprobs.lists(output_delta.logprobs, self.body.logprobs or 0)
+            lists = new if lists is None else {k: lists[k] + new[k] for k in new}
+        return text + output_delta.text, lists
 
     def _of_prompt(self) -> dict[str, Any] | None:
         if self.logprobs is None:
@@ -192,7 +192,7 @@ def _choice(
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _reason(piece: Piece) -> str | None:
-    if piece.finish_reason is None:
+def _reason(output_delta: OutputDelta) -> str | None:
+    if output_delta.finish_reason is None:
         return None
-    return "stop" if piece.finish_reason == "stop" else "length"
+    return "stop" if output_delta.finish_reason == "stop" else "length"

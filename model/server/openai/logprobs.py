@@ -50,9 +50,9 @@ class TextLogprobs:
 
     def first(self, token: int) -> dict[str, Any]:
         """The lists of a prompt's first token, which has no logprob."""
-        found = self.empty()
-        self._add(found, token, None, None)
-        return found
+        lists = self.empty()
+        self._add(lists, token, None, None)
+        return lists
 
     def token(self, token: int) -> str:
         """The text of one token; one that is a part of a character is shown as its bytes."""
@@ -68,16 +68,16 @@ class TextLogprobs:
 
     def _add(
         self,
-        found: dict[str, Any],
+        lists: dict[str, Any],
         token: int,
         logprob: float | None,
         others: dict[str, float] | None,
     ) -> None:
         text = self.token(token)
-        found["tokens"].append(text)
-        found["token_logprobs"].append(logprob)
-        found["top_logprobs"].append(others)
-        found["text_offset"].append(max(0, self._offset))
+        lists["tokens"].append(text)
+        lists["token_logprobs"].append(logprob)
+        lists["top_logprobs"].append(others)
+        lists["text_offset"].append(max(0, self._offset))
         self._offset += len(text)
 
 

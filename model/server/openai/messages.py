@@ -46,7 +46,7 @@ class Call(Strict):
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:
-        """With its arguments as a mapping; a text that is no JSON object stays."""
+        """The call with its arguments as a mapping; a text that is no JSON object stays."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
@@ -171,7 +171,7 @@ def only(functions: Sequence[dict[str, Any]], names: Set[str]) -> list[dict[str,
 
 
 def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As chat templates take them; the result of a tool gets the name of its call."""
+    """Messages as chat templates take them; the result of a tool gets the name of its call."""
     found: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     for message in messages:

@@ -31,7 +31,7 @@ FILES = {
 
 def page_routes() -> APIRouter:
     router = APIRouter(include_in_schema=False)
-    found = {
+    files = {
         path: Response(
             file.read_bytes(), headers=_HEADERS, media_type=f"{_TYPES[file.suffix]}; charset=utf-8"
         )
@@ -40,11 +40,11 @@ def page_routes() -> APIRouter:
 
     @router.get("/")
     async def index() -> Response:
-        return found["/"]
+        return files["/"]
 
     @router.get("/page/{name:path}")
     async def part(name: str) -> Response:
-        if (response := found.get(f"/page/{name}")) is None:
+        if (response := files.get(f"/page/{name}")) is None:
             raise ApiError(404, f"The page has no file {name}.")
         return response
 

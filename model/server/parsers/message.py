@@ -59,7 +59,7 @@ class ToolCallEnd:
 Event = Content | Reasoning | ToolCallStart | ToolCallArguments | ToolCallEnd
 
 Tools = Sequence[Mapping[str, Any]]
-"""As OpenAI's ``tools``: ``{"type": "function", "function": {"name", "parameters"}}``."""
+"""OpenAI's ``tools``: ``{"type": "function", "function": {"name", "parameters"}}``."""
 
 
 class Broken(Exception):

@@ -27,21 +27,21 @@ _SEALED = "pykernels1."
 def conversation(body: ResponsesRequest) -> list[dict[str, Any]]:
     """The messages of a request. What the assistant did in a row is one message: its reasoning, its
     text and its calls."""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     if body.instructions:
-        found.append({"role": "system", "content": body.instructions})
+        messages.append({"role": "system", "content": body.instructions})
     names: dict[str, str] = {}
     for item in body.input:
         if isinstance(item, MessageItem) and item.role != "assistant":
-            _add_message(found, item)
+            _add_message(messages, item)
         elif isinstance(item, CallOutputItem):
             result = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
             if (name := names.get(item.call_id)) is not None:
                 result["name"] = name
-            found.append(result)
+            messages.append(result)
         else:
-            _add_to_assistant(found, item, names)
-    return found
+            _add_to_assistant(messages, item, names)
+    return messages
 
 
 def sealed(reasoning: str) -> str:
@@ -59,23 +59,25 @@ def unsealed(text: str) -> str:
         return ""
 
 
-def _add_message(found: list[dict[str, Any]], item: MessageItem) -> None:
-    text, last = _text(item.content), found[-1] if found else None
+def _add_message(messages: list[dict[str, Any]], item: MessageItem) -> None:
+    text, last = _text(item.content), messages[-1] if messages else None
     # Several instructions, or texts of the user's, in a row are one message: some templates want
     # turns to alternate, and allow instructions at the start only.
     if last is not None and last["role"] == item.role == "user":
         last["content"] += f"\n{text}"
-    elif item.role != "user" and len(found) == 1 and last is not None and last["role"] == "system":
+    elif (
+        item.role != "user" and len(messages) == 1 and last is not None and last["role"] == "system"
+    ):
         last["content"] += f"\n\n{text}"
     else:
-        role = "system" if item.role == "developer" and not found else item.role
-        found.append({"role": role, "content": text})
+        role = "system" if item.role == "developer" and not messages else item.role
+        messages.append({"role": role, "content": text})
 
 
-def _add_to_assistant(found: list[dict[str, Any]], item: Any, names: dict[str, str]) -> None:
-    if not found or found[-1]["role"] != "assistant":
-        found.append({"role": "assistant", "content": ""})
-    message = found[-1]
+def _add_to_assistant(messages: list[dict[str, Any]], item: Any, names: dict[str, str]) -> None:
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    message = messages[-1]
     if isinstance(item, MessageItem):
         message["content"] += _text(item.content)
     elif isinstance(item, ReasoningItem):

@@ -18,7 +18,7 @@ from ..http.errors import as_api_error
 from ..http.frames import frame
 from ..openai.logprobs import chat_logprobs
 from ..parsers import Content
-from ..serving.generation import Generation, Piece, Usage
+from ..serving.generation import Generation, OutputDelta, Usage
 from ..serving.served import Served
 from .convert import conversation, pictures
 from .items import Items, Told
@@ -125,15 +125,15 @@ class _Answer:
         yield event("response.created", {"response": begun})
         yield event("response.in_progress", {"response": begun})
         try:
-            async with self.generation as pieces:
+            async with self.generation as output_deltas:
                 cut = None
-                async for piece in pieces:
-                    for told in self._told(piece):
+                async for output_delta in output_deltas:
+                    for told in self._told(output_delta):
                         yield event(*told)
-                    cut = piece.finish_reason
+                    cut = output_delta.finish_reason
                 for told in self.items.close("completed" if cut == "stop" else "incomplete"):
                     yield event(*told)
-                whole = self._ended(cut, await pieces.usage())
+                whole = self._ended(cut, await output_deltas.usage())
                 yield event(f"response.{whole['status']}", {"response": whole})
         except Exception as error:
             told_error = as_api_error(error)
@@ -144,25 +144,25 @@ class _Answer:
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
         cut = None
-        async with self.generation as pieces:
-            async for piece in pieces:
-                for _ in self._told(piece):
+        async with self.generation as output_deltas:
+            async for output_delta in output_deltas:
+                for _ in self._told(output_delta):
                     pass
-                cut = piece.finish_reason
+                cut = output_delta.finish_reason
             for _ in self.items.close("completed" if cut == "stop" else "incomplete"):
                 pass
-            return self._ended(cut, await pieces.usage())
+            return self._ended(cut, await output_deltas.usage())
 
-    def _told(self, piece: Piece) -> Iterator[Told]:
+    def _told(self, output_delta: OutputDelta) -> Iterator[Told]:
         """Yields what the client is told of a piece."""
-        self._logprobs += piece.logprobs
-        texts = [i for i, event in enumerate(piece.events) if isinstance(event, Content)]
-        for i, event in enumerate(piece.events):
+        self._logprobs += output_delta.logprobs
+        texts = [i for i, event in enumerate(output_delta.events) if isinstance(event, Content)]
+        for i, event in enumerate(output_delta.events):
             logprobs = []
             if texts and i == texts[-1] and self._logprobs:
                 logprobs = chat_logprobs(self.tokenizer, self._logprobs)["content"]
             yield from self.items.events(event, logprobs)
-        if piece.events:  # those of reasoning and calls are not told
+        if output_delta.events:  # those of reasoning and calls are not told
             self._logprobs = []
 
     def _ended(self, cut: str | None, usage: Usage) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from .metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OutputDelta:
     """One output's new text and tokens.
 
     Attributes:
@@ -108,7 +108,7 @@ class Generation:
         if self._waiting is not None:
             self._waiting.cancel()
 
-    async def __aiter__(self) -> AsyncGenerator[Piece, None]:
+    async def __aiter__(self) -> AsyncGenerator[OutputDelta, None]:
         watch = self.metrics.watch()
         async for chunk in self._chunks():
             watch.chunk(chunk.output, len(chunk.token_ids))
@@ -118,7 +118,7 @@ class Generation:
             self.completion_tokens += len(chunk.token_ids)
             if events and isinstance(events[-1], Reasoning):
                 self._reasoning_tokens += len(chunk.token_ids)
-            yield Piece(
+            yield OutputDelta(
                 chunk.output,
                 chunk.text,
                 events,
@@ -193,22 +193,24 @@ class Generation:
         )
 
 
-async def merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, Piece], None]:
+async def merged(
+    generations: Sequence[Generation],
+) -> AsyncGenerator[tuple[int, OutputDelta], None]:
     """Pieces of several requests as they come, each with the index of its request. Leaving it
     early cancels all."""
     async with AsyncExitStack() as stack:
         for one in generations:
             await stack.enter_async_context(one)
         if len(generations) == 1:
-            async for piece in generations[0]:
-                yield 0, piece
+            async for output_delta in generations[0]:
+                yield 0, output_delta
             return
-        queue: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[int, OutputDelta] | BaseException | None] = asyncio.Queue()
 
         async def carry(index: int) -> None:
             try:
-                async for piece in generations[index]:
-                    queue.put_nowait((index, piece))
+                async for output_delta in generations[index]:
+                    queue.put_nowait((index, output_delta))
             except Exception as error:  # raised again in whoever iterates
                 queue.put_nowait(error)
             queue.put_nowait(None)

@@ -63,7 +63,7 @@ class Metrics:
         return Watch(self)
 
     def text(self, figures: Figures) -> bytes:
-        """In Prometheus' text format, with the engine's figures."""
+        """Writes Prometheus' text format, with the engine's figures."""
         engine = CollectorRegistry()
         engine.register(_EngineCollector(figures, self._facts.num_pages, self._read_roof))
         return generate_latest(engine) + generate_latest(self.registry)

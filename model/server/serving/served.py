@@ -29,7 +29,7 @@ from .prompts import CONTEXT_CODE, Prompt, Prompts
 T = TypeVar("T")
 
 ENTERED = "pykernels.entered"
-"""Where a request's scope has the ``ExitStack`` of what it has entered."""
+"""Scope key of the request's ``ExitStack``."""
 
 
 _POLL_SECONDS = 0.05

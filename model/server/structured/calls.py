@@ -219,7 +219,7 @@ def _(form: Harmony, lark: Lark, functions: Signatures, many: bool) -> str:
 def signatures(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Names and schemas of OpenAI's ``tools``. Arguments that no schema declares are not allowed,
     unless it says so."""
-    found: dict[str, Mapping[str, Any]] = {}
+    by_name: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
         function = tool.get("function", tool)
         schema = dict(function.get("parameters") or {})
@@ -227,8 +227,8 @@ def signatures(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any
         schema.setdefault("type", "object")
         schema.setdefault("properties", {})
         schema.setdefault("additionalProperties", False)
-        found[function["name"]] = schema
-    return found
+        by_name[function["name"]] = schema
+    return by_name
 
 
 def _check(name: str, schema: Mapping[str, Any]) -> None:

@@ -28,15 +28,15 @@ def has_finite_value(root: Mapping[str, Any]) -> bool:
 
 def _schemas(root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """All mappings: some are no schemas, which does no harm."""
-    found, left = [], [root]
+    schemas, left = [], [root]
     while left:
         value: Any = left.pop()
         if isinstance(value, Mapping):
-            found.append(value)
+            schemas.append(value)
             left += value.values()
         elif isinstance(value, list):
             left += value
-    return found
+    return schemas
 
 
 def _ends(node: Mapping[str, Any], root: Mapping[str, Any], finite: set[int]) -> bool:

@@ -26,8 +26,8 @@ class Lark:
     """
 
     def __init__(self, vocabulary: Vocabulary, markers: Iterable[str]) -> None:
-        found = {marker: vocabulary.special_token(marker) for marker in markers}
-        self._ids = {marker: token for marker, token in found.items() if token is not None}
+        tokens = {marker: vocabulary.special_token(marker) for marker in markers}
+        self._ids = {marker: token for marker, token in tokens.items() if token is not None}
         longest = sorted(self._ids, key=len, reverse=True)
         self._split = re.compile("|".join(map(re.escape, longest)) or r"(?!)")
         self._rules: list[str] = []

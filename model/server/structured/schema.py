@@ -15,9 +15,9 @@ from .endless import has_finite_value
 _EXACT = 1 << 53
 """Up to here doubles hold whole numbers, of which llguidance makes all."""
 _DEPTH, _SIZE = 100, 50_000
-"""Of nested lists and objects, and of all values: about what llguidance takes."""
+"""Most nested lists and objects, and most values: about what llguidance takes."""
 _DIVISOR = 1 << 16
-"""Of ``multipleOf``, in units of its last decimal: an automaton has as many states."""
+"""Largest ``multipleOf`` in units of its last decimal: an automaton has as many states."""
 _STEP = 1e-9
 
 _DROPPED = frozenset(
@@ -70,9 +70,9 @@ def enforceable(schema: Mapping[str, Any], strict: bool) -> dict[str, Any]:
     _check_size(schema)
     if not has_finite_value(schema):
         raise _Refused("#", "a $ref that leads to itself for ever, so that no value ends")
-    found = _Walk(strict).node(schema, "#", False)
-    assert isinstance(found, dict)
-    return found
+    enforced = _Walk(strict).node(schema, "#", False)
+    assert isinstance(enforced, dict)
+    return enforced
 
 
 class _Refused(PykernelsError):

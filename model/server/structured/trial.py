@@ -16,7 +16,7 @@ from pathlib import Path
 from pykernels.errors import PykernelsError
 
 SECONDS = 2.0
-"""Of CPU time that a grammar may take to compile."""
+"""CPU time that a grammar may take to compile."""
 _PROGRAM = Path(__file__).with_name("trial_child.py")
 _PLACE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 SIMPLER = "Simplify the schema, regular expression or grammar"

@@ -54,11 +54,11 @@ def make_setup(D_V: int, ROWS: int) -> Any:
             first, last = low // keys, (end + keys - 1) // keys
         splits = max(1, last - first)
         tasks = (tokens * heads + COMBINE_ROWS - 1) // COMBINE_ROWS if splits > 1 else 0
-        room = splits * partial_bytes(tokens * heads, D_V) if splits > 1 else 0
+        partial_size = splits * partial_bytes(tokens * heads, D_V) if splits > 1 else 0
         if (
             items + splits * tiles > args.items_capacity
             or combines + tasks * tiles > args.combines_capacity
-            or partial + room * tiles > args.partial + args.partial_bytes
+            or partial + partial_size * tiles > args.partial + args.partial_bytes
         ):
             return FULL, combines, partial
         for tile in range(tiles):
@@ -74,14 +74,14 @@ def make_setup(D_V: int, ROWS: int) -> Any:
                 if splits > 1:
                     item.start = max(item.start, (first + s) * keys)
                     item.end = min(end, (first + s + 1) * keys)
-                    item.partial = partial + tile * room + s * partial_bytes(rows, D_V)
+                    item.partial = partial + tile * partial_size + s * partial_bytes(rows, D_V)
             if splits > 1:
                 for row in range(0, rows, COMBINE_ROWS):
                     combine = combine_at(args.combines + combines * COMBINE_BYTES)
                     combine.item, combine.splits = items + tile, splits
                     combine.row, combine.rows = row, min(COMBINE_ROWS, rows - row)
                     combines += 1
-        return items + splits * tiles, combines, partial + room * tiles
+        return items + splits * tiles, combines, partial + partial_size * tiles
 
     @task(f"attention-setup-{D_V}-{ROWS}")
     def setup(address, index, worker):

@@ -108,12 +108,12 @@ def _is_ours(file: str) -> bool:
 @functools.cache
 def closure(file: str) -> frozenset[str]:
     """The file and all of the project that it imports, directly or not."""
-    found, left = {file}, [file]
+    files, left = {file}, [file]
     while left:
-        for other in _imported(left.pop()) - found:
-            found.add(other)
+        for other in _imported(left.pop()) - files:
+            files.add(other)
             left.append(other)
-    return frozenset(found)
+    return frozenset(files)
 
 
 @functools.cache
@@ -153,11 +153,11 @@ def _imported(file: str) -> frozenset[str]:
     """The files of the project that one imports itself."""
     if file == _JIT:
         return frozenset()  # it compiles, and is compiled into nothing
-    found: set[str] = set()
+    files: set[str] = set()
     for level, module, names in _parsed(file).imports:
         for root in _roots(file, level, module):
-            found.update(_files(root, module, names))
-    return frozenset(other for other in found if of_project(other))
+            files.update(_files(root, module, names))
+    return frozenset(other for other in files if of_project(other))
 
 
 def _roots(file: str, level: int, module: str) -> list[str]:

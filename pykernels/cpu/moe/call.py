@@ -21,7 +21,7 @@ from ..activations.row_layout import RowFormat, row_bytes
 from ..intrin.sync import as_pointer
 from ..jit import inlined
 from .args import MOE_ARGS, moe_args_at
-from .kernel import NEVER, MoEKernel, tables_address
+from .kernel import NO_GEMM, MoEKernel, tables_address
 from .plan import MoEPlan, gemm_from_here, plan
 from .sort import OK, sort_pairs
 
@@ -178,7 +178,7 @@ class MoECall:
         fmt, down_fmt, shape = experts.fmt, experts.down_fmt, experts.shape
         assert (gate_up.fmt, down.fmt, kernel.spec) == (fmt.name, down_fmt.name, shape.spec)
         self._gemm_from = gemm_from or max(
-            gemm_from_here(one.backend, one.fmt, one.activations) or NEVER
+            gemm_from_here(one.backend, one.fmt, one.activations) or NO_GEMM
             for one in (gate_up, down)
         )
         self.experts, self.kernel, self._workspace = experts, kernel, workspace
@@ -286,7 +286,7 @@ class MoECall:
         self._h_cuts = np.array(moe_plan.down_cuts(self.experts.down.shape[1]), np.int64)
         args["h_cuts"], args["h_chunks"] = self._h_cuts.ctypes.data, len(self._h_cuts) - 1
         args["down_splits"] = moe_plan.down_splits
-        args["gemm_from"] = moe_plan.gemm_from if self.kernel.has_gemm else NEVER
+        args["gemm_from"] = moe_plan.gemm_from if self.kernel.has_gemm else NO_GEMM
 
     def _reserve(self, T: int, topk: int) -> None:
         """Points the descriptor at scratch of the workspace."""

@@ -22,7 +22,7 @@ from ..weights.lookup import TABLES
 from .epilogue import Epilogue
 from .stages import Stages, make_stages
 
-NEVER = 1 << 62
+NO_GEMM = 1 << 62
 """``gemm_from`` of a kernel without a GEMM."""
 
 
@@ -72,7 +72,7 @@ class MoEKernel:
 
     Attributes:
         gate_up, down: the routines of each stage's format.
-        spec: what an expert does beside its products.
+        spec: what an expert does besides its products.
         stages: the tasks (``stages`` has their indices).
     """
 

@@ -42,7 +42,7 @@ def gated_delta_rule(
         state: float32 [slots, HV, DK, DV], contiguous, read and written.
         batch: where each sequence's tokens and state lie.
         scale: of the queries; ``DK ** -0.5`` if None.
-        eps: beside the sum of squares of queries and keys.
+        eps: added to the sum of squares of queries and keys.
         plan: how heads are divided into tasks, here one after the other.
 
     Returns:

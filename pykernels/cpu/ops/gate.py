@@ -21,7 +21,7 @@ def gated_rms_norm(
         x: floats [T, heads, D], D a multiple of 16; each head is normed by itself.
         gate: floats [T, heads, D].
         weight: floats [D].
-        eps: beside the mean.
+        eps: added to the mean.
 
     Returns:
         float32 [T, heads, D].

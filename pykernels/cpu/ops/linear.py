@@ -12,7 +12,7 @@ from ...target import detect
 from ..activations.row_layout import row_bytes
 from ..gemm.common import MAX_BLOCKS
 from ..linear import LINEAR, make_linear
-from ..moe.kernel import NEVER, make_routines, tables_address
+from ..moe.kernel import NO_GEMM, make_routines, tables_address
 from ..moe.plan import gemm_from_here
 from .checks import floats, optional_floats
 from .rows import make_rows, tile_steps
@@ -51,7 +51,7 @@ def linear(
     gemm_from = gemm_from_here(backend.name, fmt, activations) if routines.has_gemm else None
     M, padded = x.shape[0], weight.fmt.padded_k(weight.K)
     out = torch.empty(M, weight.N, dtype=torch.float32, device="cpu")
-    rows, tiles = make_rows(x, padded, routines, M >= (gemm_from or NEVER))
+    rows, tiles = make_rows(x, padded, routines, M >= (gemm_from or NO_GEMM))
     blocks, block_bytes = weight.blocks.shape
     record = Record(
         LINEAR,
@@ -70,7 +70,7 @@ def linear(
         out_stride=4 * weight.N,
         chunk=blocks,
         gemm_chunk=min(MAX_BLOCKS, blocks),
-        gemm_from=gemm_from or NEVER,
+        gemm_from=gemm_from or NO_GEMM,
         tiles=routines.tiles,
         gemm=routines.gemm,
         tables=tables_address(),

@@ -24,7 +24,7 @@ def rms_norm(
     Args:
         x: float32, bfloat16 or float16 [..., H].
         weight: floats [H].
-        eps: beside the mean.
+        eps: added to the mean.
         residual: floats [..., H], added to ``x`` first.
 
     Returns:
@@ -79,7 +79,7 @@ def post_norm(
     Args:
         x: floats [..., H]; ``residual``: the same, or None for zeros.
         weight: floats [H]; ``scale``: floats [1], or None for 1.
-        eps: beside the mean.
+        eps: added to the mean.
 
     Returns:
         float32 [..., H].

@@ -55,7 +55,7 @@ def rope_table(
 def gqa_rope_cache_write(
     qkv: torch.Tensor,
     angles: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     k_scale: torch.Tensor | None = None,
@@ -74,7 +74,8 @@ def gqa_rope_cache_write(
     Args:
         qkv: floats [T, (NH + 2 KVH) D] or, with ``heads``, wider: queries, keys, values.
         angles: float32 [T, 2, R / 2] of ``rope_table``, R <= D; the first R numbers of a head turn.
-        slots: int32 or int64 [T], ``page * 64 + offset``; what lies outside (-1) is not written.
+        slot_mapping: int32 or int64 [T], ``page * 64 + offset``; what lies outside (-1) is not
+            written.
         k, v: the cache, bfloat16 [P, 64, KVH, D], contiguous, D a multiple of 16 and 1024 at most;
             with scales, float8_e4m3fn.
         k_scale, v_scale: float32 [P, 64, KVH].
@@ -120,7 +121,7 @@ def gqa_rope_cache_write(
         table=angles,
         half=half,
         interleaved=bool(interleaved),
-        slot_mapping=_slots(slots, T, cache.pages),
+        slot_mapping=_slots(slot_mapping, T, cache.pages),
         page_bytes=fields["page_bytes"],
         token_bytes=fields["token_bytes"],
         eps=number("eps", eps),
@@ -152,7 +153,7 @@ def mla_rope_cache_write(
     q: torch.Tensor,
     kv: torch.Tensor,
     angles: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     latent: torch.Tensor,
     rope: torch.Tensor,
     kv_norm: torch.Tensor,
@@ -166,7 +167,7 @@ def mla_rope_cache_write(
     Args:
         q: floats [T, NH, R], the part of each query that turns.
         kv: floats [T, L + R]: latents, and the key part that turns.
-        angles, slots: as in ``gqa_rope_cache_write``.
+        angles, slot_mapping: as in ``gqa_rope_cache_write``.
         latent: the cache, bfloat16 [P, 64, L], L a multiple of 16 and 1024 at most; with
             ``latent_scale``, float8_e4m3fn.
         rope: bfloat16 [P, 64, R].
@@ -204,7 +205,7 @@ def mla_rope_cache_write(
         table=angles,
         half=half,
         interleaved=bool(interleaved),
-        slot_mapping=_slots(slots, T, P),
+        slot_mapping=_slots(slot_mapping, T, P),
         page_bytes=size * latent.stride(0),
         token_bytes=size * latent.stride(1),
         eps=number("eps", eps),
@@ -243,10 +244,10 @@ def _angles(angles: torch.Tensor, T: int, D: int) -> tuple[torch.Tensor, int]:
     return angles, half
 
 
-def _slots(slots: torch.Tensor, T: int, pages: int) -> torch.Tensor:
+def _slots(slot_mapping: torch.Tensor, T: int, pages: int) -> torch.Tensor:
     """Slots as the kernels take them: outside of the cache, -1."""
-    slots = integers("slots", slots, T)
-    return slots.where((slots >= 0) & (slots < pages * PAGE), -1)
+    slot_mapping = integers("slot_mapping", slot_mapping, T)
+    return slot_mapping.where((slot_mapping >= 0) & (slot_mapping < pages * PAGE), -1)
 
 
 def _norm(name: str, weight: torch.Tensor, heads: int, D: int) -> torch.Tensor:

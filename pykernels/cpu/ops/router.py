@@ -15,7 +15,7 @@ def router(
     logits: torch.Tensor,
     spec: RouterSpec,
     bias: torch.Tensor | None = None,
-    here: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
     factors: torch.Tensor | None = None,
 ) -> Routing:
     """Experts of each token, best first, and their weights, on the calling thread alone.
@@ -24,8 +24,8 @@ def router(
         logits: floats [T, E]; E is 1024 at most.
         spec: how.
         bias: floats [E], added to the scores for the choice only (e_score_correction_bias).
-        here: int32 or int64 [T]; a token with a negative number (padding) takes no expert: its ids
-            are -1.
+        slot_mapping: int32 or int64 [T]; a token with a negative number (padding) takes no expert:
+            its ids are -1.
         factors: floats [E], of the experts' weights (Gemma 4's per_expert_scale).
 
     Returns:
@@ -64,6 +64,6 @@ def router(
         chunk=max(1, T),
     )
     run_tasks(make_router(), record.address)
-    if here is not None:
-        ids.masked_fill_(integers("here", here, T)[:, None] < 0, -1)
+    if slot_mapping is not None:
+        ids.masked_fill_(integers("slot_mapping", slot_mapping, T)[:, None] < 0, -1)
     return Routing(ids, weights)

@@ -284,8 +284,8 @@ def _unpacks(given: Inputs) -> bool:
     if given.scales[0] is None or table is None:
         return False
     (NH, D), (KVH, DV) = given.q.shape[1:], given.v.shape[1:]
-    room = table.numel() * given.page * KVH * (D + DV) * 2
-    return worth_unpacking(given.batch.max_queries * NH // KVH, room)
+    nbytes = table.numel() * given.page * KVH * (D + DV) * 2
+    return worth_unpacking(given.batch.max_queries * NH // KVH, nbytes)
 
 
 def checked(given: Inputs, plan: PrefillPlan | None = None) -> PrefillPlan:

@@ -94,8 +94,8 @@ def check_device(*tensors: torch.Tensor) -> torch.device:
     """
     device = tensors[0].device
     if any(tensor.device != device for tensor in tensors):
-        found = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
-        raise PykernelsError(f"the inputs lie on {found}", "Move them to one GPU")
+        devices = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
+        raise PykernelsError(f"the inputs lie on {devices}", "Move them to one GPU")
     if reason := supports(device):
         raise PykernelsError(f"no GPU kernel runs here: {reason}", "Use the CPU's kernels")
     if device.type == "cuda" and device.index != (current := torch.cuda.current_device()):

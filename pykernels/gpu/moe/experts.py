@@ -14,7 +14,7 @@ from ..gemm.weights import Matrices, empty_for_gpu, pack_for_gpu, unpack_from_gp
 
 
 @dataclass(frozen=True)
-class Experts:
+class GpuExperts:
     """A layer's experts on the GPU, or those of them that lie there (``place_routing``).
 
     Attributes:
@@ -73,7 +73,7 @@ class Experts:
         device: torch.device,
         spec: ExpertSpec = SWIGLU,
         biases: Sequence[Biases] = (),
-    ) -> Experts:
+    ) -> GpuExperts:
         """From (gate, up, down) of each expert, as a checkpoint (or ``PackedExperts``) has them,
         and its biases, where ``spec`` has them."""
         both = [weight for gate, up, _ in experts for weight in (gate, up)]
@@ -95,7 +95,7 @@ class Experts:
         I: int,  # noqa: E741
         device: torch.device,
         spec: ExpertSpec = SWIGLU,
-    ) -> Experts:
+    ) -> GpuExperts:
         """Memory for E experts, to be copied in one by one."""
         stacks = (
             empty_for_gpu(fmt, 2 * E, I, H, device),

@@ -24,7 +24,7 @@ from ...quant.layout import K_BLOCK, N_BLOCK
 from ...quant.zero_point import ZeroPoint
 from ..common.launch import check_device
 from ..gemm.weights import Matrices, kind_of, supports_format
-from .experts import Experts
+from .experts import GpuExperts
 from .tiles.kernel import CHUNK, unpack_tiles_kernel
 from .tiles.staging import ExpertTiles, copy_expert, copy_experts, section_bytes
 
@@ -52,12 +52,14 @@ def supports(fmt: Format, down_fmt: Format, H: int, I: int, out: Format) -> str 
     )
 
 
-def unpack_tiles(staging: ExpertTiles, out: Experts, slots: torch.Tensor, first: int = 0) -> None:
+def unpack_tiles(
+    staging: ExpertTiles, out: GpuExperts, slots: torch.Tensor, first: int = 0
+) -> None:
     """Makes the GPU's matrices of staged experts, in two launches that wait for nothing.
 
     A captured graph reads staging and slots anew each time. Codes and scales are what
-    ``Experts.pack`` would make of the same weights, bit for bit; where ``out`` is bfloat16 and the
-    tiles are not, weights are dequantized in float32 and rounded once.
+    ``GpuExperts.pack`` would make of the same weights, bit for bit; where ``out`` is bfloat16 and
+    the tiles are not, weights are dequantized in float32 and rounded once.
 
     Args:
         out: its experts are written over.

@@ -20,7 +20,7 @@ from ..gemm.select import select_experts
 from ..gemm.weights import Matrices, supports_format
 from ..plans.gemm import ExpertsPlan, GemmPlan
 from ..quantize import GROUP, launch_quantize
-from .experts import Experts
+from .experts import GpuExperts
 from .permute import check_sum, launch_permute, launch_unpermute, sort_pairs
 
 ACTIVATIONS = ("bf16", "fp8")
@@ -43,7 +43,7 @@ def _supports_formats(fmt: Format, H: int, I: int, activations: str) -> str | No
 
 def gate_up(
     x: torch.Tensor,
-    experts: Experts,
+    experts: GpuExperts,
     order: SortedPairs,
     *,
     activations: str = "bf16",
@@ -65,7 +65,7 @@ def gate_up(
 
 
 def gate_up_quantized(
-    x: torch.Tensor, experts: Experts, order: SortedPairs, *, plan: ExpertsPlan | None = None
+    x: torch.Tensor, experts: GpuExperts, order: SortedPairs, *, plan: ExpertsPlan | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``quantize_fp8`` of ``gate_up`` with fp8 activations, bit for bit; one launch where it can.
 
@@ -79,7 +79,7 @@ def gate_up_quantized(
 
 def down(
     h: torch.Tensor,
-    experts: Experts,
+    experts: GpuExperts,
     order: SortedPairs,
     *,
     activations: str = "bf16",
@@ -110,7 +110,7 @@ def moe_ffn(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    experts: Experts,
+    experts: GpuExperts,
     *,
     activations: str = "bf16",
     add: torch.Tensor | None = None,
@@ -160,7 +160,7 @@ def moe_ffn(
 def _plan(
     op: str,
     stack: Matrices,
-    experts: Experts,
+    experts: GpuExperts,
     order: SortedPairs,
     activations: str,
     rows: torch.Tensor,
@@ -174,7 +174,7 @@ def _plan(
 
 def _gate_up(
     x: torch.Tensor,
-    experts: Experts,
+    experts: GpuExperts,
     order: SortedPairs,
     activations: str,
     plan: ExpertsPlan,
@@ -206,7 +206,7 @@ def _gate_up(
 
 
 def _gate_up_quantized(
-    x: torch.Tensor, experts: Experts, order: SortedPairs, plan: ExpertsPlan
+    x: torch.Tensor, experts: GpuExperts, order: SortedPairs, plan: ExpertsPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
     S, I, device = order.pairs.shape[0], experts.I, x.device  # noqa: E741
     if not isinstance(plan, GemmPlan) or not plan.warp_specialized:
@@ -222,7 +222,7 @@ def _gate_up_quantized(
 def _down(
     h: torch.Tensor,
     h_scale: torch.Tensor | None,
-    experts: Experts,
+    experts: GpuExperts,
     order: SortedPairs,
     plan: ExpertsPlan,
     out: torch.Tensor,
@@ -238,7 +238,9 @@ def _down(
     )
 
 
-def _check_tokens(x: torch.Tensor, experts: Experts, order: SortedPairs, activations: str) -> None:
+def _check_tokens(
+    x: torch.Tensor, experts: GpuExperts, order: SortedPairs, activations: str
+) -> None:
     """Raises PykernelsError unless a kernel multiplies these tokens, and the order is theirs."""
     _check(x, experts.gate_up, experts, order, activations)
     S = order.pairs.shape[0]
@@ -251,7 +253,7 @@ def _check_tokens(x: torch.Tensor, experts: Experts, order: SortedPairs, activat
 def _check(
     x: torch.Tensor,
     stack: Matrices,
-    experts: Experts,
+    experts: GpuExperts,
     order: SortedPairs,
     activations: str,
     scale: torch.Tensor | None = None,

@@ -14,14 +14,14 @@ _BLOCK = 256
 
 
 @triton.jit(do_not_specialize=["n"])
-def _place(ids, slots, here, there, n, E, BLOCK: tl.constexpr):
+def _place(ids, slots, local, remote, n, E, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(ids + i, mask=i < n, other=-1)
     known = (expert >= 0) & (expert < E)
     slot = tl.load(slots + expert, mask=known, other=-1)
-    to = here.dtype.element_ty
-    tl.store(here + i, tl.where(slot >= 0, slot, -1).to(to), mask=i < n)
-    tl.store(there + i, tl.where(known & (slot < 0), expert, -1).to(to), mask=i < n)
+    to = local.dtype.element_ty
+    tl.store(local + i, tl.where(slot >= 0, slot, -1).to(to), mask=i < n)
+    tl.store(remote + i, tl.where(known & (slot < 0), expert, -1).to(to), mask=i < n)
 
 
 def place_routing(
@@ -53,10 +53,12 @@ def place_routing(
             f"the slot table is {slots.dtype} {tuple(slots.shape)}", "Give contiguous int32 [E]"
         )
     T, topk = ids.shape
-    here, there = (check_out(part, ids, T, topk, dtype=ids.dtype) for part in (out or (None, None)))
+    local, remote = (
+        check_out(part, ids, T, topk, dtype=ids.dtype) for part in (out or (None, None))
+    )
     n = ids.numel()
     if n:
         _place[(triton.cdiv(n, _BLOCK),)](
-            ids, slots, here, there, n, len(slots), BLOCK=_BLOCK, num_warps=2
+            ids, slots, local, remote, n, len(slots), BLOCK=_BLOCK, num_warps=2
         )
-    return here, there
+    return local, remote

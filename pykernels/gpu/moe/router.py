@@ -29,7 +29,7 @@ def _router(
     logits,
     bias,
     factors,
-    here,
+    slot_mapping,
     ids,
     weights,
     E,
@@ -70,8 +70,8 @@ def _router(
     )
     if factors is not None:
         w *= tl.load(factors + chosen)
-    if here is not None:
-        chosen = tl.where(tl.load(here + row) < 0, -1, chosen)
+    if slot_mapping is not None:
+        chosen = tl.where(tl.load(slot_mapping + row) < 0, -1, chosen)
     k = tl.arange(0, KP)
     tl.store(ids + row * TOPK + k, chosen, mask=k < TOPK)
     tl.store(weights + row * TOPK + k, w, mask=k < TOPK)
@@ -217,7 +217,7 @@ def router(
     logits: torch.Tensor,
     spec: RouterSpec,
     bias: torch.Tensor | None = None,
-    here: torch.Tensor | None = None,
+    slot_mapping: torch.Tensor | None = None,
     factors: torch.Tensor | None = None,
     out: Routing | None = None,
 ) -> Routing:
@@ -227,8 +227,8 @@ def router(
         logits: float32 [T, E], contiguous.
         spec: how; topk and group_topk up to ``MAX_TOPK``.
         bias: float32 [E], added to the scores for the choice only.
-        here: int32 or int64 [T], contiguous; a token with a negative number, such as the cache slot
-            of padding, takes no expert: its ids are -1.
+        slot_mapping: int32 or int64 [T], contiguous; a token with a negative number, such as the
+            cache slot of padding, takes no expert: its ids are -1.
         factors: float32 [E], of the experts' weights (Gemma 4's per_expert_scale).
         out: ids int32 or int64 [T, topk] and weights float32 [T, topk] to write to.
 
@@ -237,14 +237,15 @@ def router(
     """
     out = _prepare(logits, spec, bias, factors, out)
     T, E = logits.shape
-    if here is not None and (
-        here.shape != (T,)
-        or here.dtype not in (torch.int32, torch.int64)
-        or not here.is_contiguous()
-        or here.device != logits.device
+    if slot_mapping is not None and (
+        slot_mapping.shape != (T,)
+        or slot_mapping.dtype not in (torch.int32, torch.int64)
+        or not slot_mapping.is_contiguous()
+        or slot_mapping.device != logits.device
     ):
         raise PykernelsError(
-            f"`here` is {here.dtype} {tuple(here.shape)} on {here.device}",
+            f"`slot_mapping` is {slot_mapping.dtype} {tuple(slot_mapping.shape)}"
+            f" on {slot_mapping.device}",
             f"Give contiguous ints [{T}] on {logits.device}",
         )
     if T:
@@ -252,7 +253,7 @@ def router(
         width = triton.next_power_of_2(E // spec.groups) * triton.next_power_of_2(spec.groups)
         # One warp a row: its maxima are shuffles, without barriers or shared memory.
         num_warps = max(1, min(8, width // 512))
-        tensors = (logits, bias, factors, here, out.ids, out.weights)
+        tensors = (logits, bias, factors, slot_mapping, out.ids, out.weights)
         _router[(T,)](*tensors, E, **constants, num_warps=num_warps)
     return out
 

@@ -298,14 +298,14 @@ def _shipped_gqa(
     )
 
 
-def worth_unpacking(rows: int, room: int) -> bool:
+def worth_unpacking(rows: int, nbytes: int) -> bool:
     """Whether E4M3 should become bf16 before a prefill: if enough ``rows`` read each key.
 
     Args:
         rows: queries of a sequence x query heads of a KV head.
-        room: bytes for all keys that the page table has room for.
+        nbytes: bytes for all keys that the page table has room for.
     """
-    return rows >= 512 and room <= 2 << 30
+    return rows >= 512 and nbytes <= 2 << 30
 
 
 def shipped_prefill(

@@ -64,9 +64,9 @@ def gemv_mma_plan(kind: str, group: int, N: int, K: int, num_sms: int) -> GemvMm
 def _even_rows(plan: GemvMmaPlan, N: int, num_sms: int) -> int:
     """So many of a block's rows that the blocks are whole waves of programs; 0: all, where this
     would leave more than a quarter of the products without use."""
-    room = 65536 // (32 * plan.num_warps * plan.registers) * num_sms
-    rounds = triton.cdiv(triton.cdiv(N, plan.rows), room)
-    used = triton.cdiv(N, rounds * room)
+    programs = 65536 // (32 * plan.num_warps * plan.registers) * num_sms
+    rounds = triton.cdiv(triton.cdiv(N, plan.rows), programs)
+    used = triton.cdiv(N, rounds * programs)
     return used if 4 * used >= 3 * plan.rows else 0
 
 
@@ -150,7 +150,7 @@ def _even_plan(
     A step of nibbles is half the bytes, so one program waits for them longer than it dequantizes:
     one more an SM, and shares of six steps, pay too.
     """
-    num_warps, num_stages, words, room = {
+    num_warps, num_stages, words, programs = {
         16: (4, 6, 6, 4),
         32: (8, 4, 4, 3),
         64: (4, 4, 4, 3),
@@ -160,38 +160,43 @@ def _even_plan(
     ctas_per_sm = blocks * triton.cdiv(N, 16 * num_warps) * steps / num_sms
     if kind == "int4" and cols <= 64:
         least = 6.0
-        room = 4 if cols == 64 else room
-        while room > 2 and ctas_per_sm < 7 * room:
-            room -= 1
-    if not least * room <= ctas_per_sm < 4 * steps * room:
+        programs = 4 if cols == 64 else programs
+        while programs > 2 and ctas_per_sm < 7 * programs:
+            programs -= 1
+    if not least * programs <= ctas_per_sm < 4 * steps * programs:
         return None
-    return even_shares(cols, num_warps, num_stages, words, room, num_sms)
+    return even_shares(cols, num_warps, num_stages, words, programs, num_sms)
 
 
 def even_shares(
-    cols: int, num_warps: int, num_stages: int, words: int, room: int, num_sms: int
+    cols: int, num_warps: int, num_stages: int, words: int, programs: int, num_sms: int
 ) -> DequantPlan:
-    """``room`` programs on each SM, with the registers that this leaves them."""
-    registers = 65536 // (32 * num_warps * room) // 8 * 8
+    """``programs`` programs on each SM, with the registers that this leaves them."""
+    registers = 65536 // (32 * num_warps * programs) // 8 * 8
     bound = registers if registers < 256 else 0  # no thread has more
-    return DequantPlan(cols, num_warps, num_stages, words, num_ctas=room * num_sms, registers=bound)
+    return DequantPlan(
+        cols, num_warps, num_stages, words, num_ctas=programs * num_sms, registers=bound
+    )
 
 
 def _parts_plan(cols: int, num_ctas: int, steps: int, num_sms: int) -> DequantPlan:
     """A program for each tile of 64 outputs, or for a half or a quarter of its steps."""
     if cols == 256:
-        plan, room = DequantPlan(cols, num_stages=3), num_sms
+        plan, programs = DequantPlan(cols, num_stages=3), num_sms
     elif cols == 128:  # two programs an SM, or with a stage less three
-        plan, room = DequantPlan(cols, num_stages=3 if num_ctas > 2 * num_sms else 4), 2 * num_sms
+        plan, programs = (
+            DequantPlan(cols, num_stages=3 if num_ctas > 2 * num_sms else 4),
+            2 * num_sms,
+        )
     elif cols == 64:
-        plan, room = DequantPlan(cols), 4 * num_sms
+        plan, programs = DequantPlan(cols), 4 * num_sms
     else:
-        plan, room = (
+        plan, programs = (
             DequantPlan(cols, num_stages=6, word_stages=6),
             (5 if cols == 16 else 9) * num_sms,
         )
     parts = 1
-    while parts < 4 and 2 * parts * num_ctas <= room and steps >= 8 * parts:
+    while parts < 4 and 2 * parts * num_ctas <= programs and steps >= 8 * parts:
         parts *= 2
     share = triton.cdiv(steps, parts)
     return replace(plan, split_k=triton.cdiv(steps, share))  # no part is empty

@@ -68,8 +68,8 @@ def tuned_plan(
     op: str, path: str, device: str, rows: float, N: int, K: int
 ) -> dict[str, Any] | None:
     """The fields of a product's plan in the line of this shape with the nearest number of rows."""
-    found = _nearest(env.text(Env.cache_dir), (op, path, device, N, K), (rows,))
-    return None if found is None else found.fields
+    nearest = _nearest(env.text(Env.cache_dir), (op, path, device, N, K), (rows,))
+    return None if nearest is None else nearest.fields
 
 
 def tuned_attention(
@@ -83,8 +83,8 @@ def tuned_attention(
     """
     cut = len(attention.SAME)
     key = (op, path, device, *shape[:cut])
-    found = _nearest(env.text(Env.cache_dir), key, shape[cut:])
-    return found.plan if found and isinstance(found.plan, DecodePlan | PrefillPlan) else None
+    nearest = _nearest(env.text(Env.cache_dir), key, shape[cut:])
+    return nearest.plan if nearest and isinstance(nearest.plan, DecodePlan | PrefillPlan) else None
 
 
 @functools.lru_cache(4096)
@@ -102,13 +102,13 @@ def _nearest(folder: str, key: Key, near: tuple[float, ...]) -> _Tuned | None:
 @functools.cache
 def _index(folder: str) -> dict[Key, list[_Tuned]]:
     """Lines by what must be equal. Raises as ``_lines``."""
-    found: dict[Key, list[_Tuned]] = {}
+    index: dict[Key, list[_Tuned]] = {}
     for line in _lines(Env.cache_dir.read(folder) / _NAME):
         same, near = _names(line["op"])
         key = (line["op"], line["path"], line["device"], *(line[name] for name in same))
         numbers = tuple(line[name] for name in near)
-        found.setdefault(key, []).append(_Tuned(numbers, _plan(line), line["plan"]))
-    return found
+        index.setdefault(key, []).append(_Tuned(numbers, _plan(line), line["plan"]))
+    return index
 
 
 def _names(op: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

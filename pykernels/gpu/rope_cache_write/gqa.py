@@ -14,7 +14,7 @@ from .kernels import gqa_write
 def gqa_rope_cache_write(
     qkv: torch.Tensor,
     angles: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     k_scale: torch.Tensor | None = None,
@@ -34,8 +34,8 @@ def gqa_rope_cache_write(
         qkv: [T, (NH + 2 KVH) D] or, with ``heads``, wider; bf16, fp16 or float32, rows dense:
             queries, keys, values.
         angles: float32 [T, 2, R / 2] of `rope_table`, R <= D; the first R numbers of a head turn.
-        slots: int32 or int64 [T], ``page * page_size + offset``; what is outside the cache (-1) is
-            not written.
+        slot_mapping: int32 or int64 [T], ``page * page_size + offset``; what is outside the cache
+            (-1) is not written.
         k, v: the cache, [P, page, KVH, D], contiguous; with scales, E4M3 (or bytes).
         k_scale, v_scale: float32 [P, page, KVH].
         q_norm, k_norm: weights of RMSNorm: [D] for a norm of each head, [NH D] and [KVH D] for one
@@ -55,7 +55,7 @@ def gqa_rope_cache_write(
         PykernelsError: other dtypes or shapes, or no Triton for this device.
     """
     given = [x for x in (k_scale, v_scale, q_norm, k_norm, out) if x is not None]
-    check_device(qkv, angles, slots, k, v, *given)
+    check_device(qkv, angles, slot_mapping, k, v, *given)
     if reason := supports(qkv):
         raise PykernelsError(f"the rows are {reason}", "Convert them")
     if k.ndim != 4 or not k.is_contiguous() or not v.is_contiguous() or k.shape != v.shape:
@@ -77,7 +77,7 @@ def gqa_rope_cache_write(
     codes = [check_cache(n, *x, KVH, D) for n, x in (("k", (k, k_scale)), ("v", (v, v_scale)))]
     if k.dtype != v.dtype:
         raise PykernelsError(f"caches in {k.dtype} and {v.dtype}", "Give both the same dtype")
-    check_ints("slots", slots, T)
+    check_ints("slot_mapping", slot_mapping, T)
     check_angles(angles, T)
     if 2 * angles.shape[2] > D:
         raise PykernelsError(f"{angles.shape[2]} pairs in heads of {D}", "Give D / 2 at most")
@@ -94,7 +94,7 @@ def gqa_rope_cache_write(
         gqa_write[(T, triton.cdiv(rows, together))](
             qkv,
             angles,
-            slots,
+            slot_mapping,
             *codes,
             k_scale,
             v_scale,

@@ -73,7 +73,7 @@ def _row_factor(row, count, eps, BLOCK: tl.constexpr):
 def gqa_write(
     qkv,
     angles,
-    slots,
+    slot_mapping,
     k,
     v,
     k_scale,
@@ -89,7 +89,7 @@ def gqa_write(
     NH,
     KVH,
     D,
-    NUM_SLOTS,
+    NUM_CACHE_SLOTS,
     eps,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
@@ -141,8 +141,8 @@ def gqa_write(
     turned = _rotate(x, partner, angles, t, d, half, pair, second)
     x = tl.where(is_q | is_k, turned, x)
     tl.store(out + (t * NH + head) * D + d, _as(x, out.dtype.element_ty), mask=real & is_q)
-    slot = tl.load(slots + t).to(tl.int64)
-    if (slot >= 0) & (slot < NUM_SLOTS):
+    slot = tl.load(slot_mapping + t).to(tl.int64)
+    if (slot >= 0) & (slot < NUM_CACHE_SLOTS):
         k_at, v_at = slot * KVH + k_head, slot * KVH + v_head
         k_scales = k_scale + tl.reshape(k_at, [HEADS]) if QUANTIZE else None
         v_scales = v_scale + tl.reshape(v_at, [HEADS]) if QUANTIZE else None
@@ -155,7 +155,7 @@ def mla_write(
     q,
     kv,
     angles,
-    slots,
+    slot_mapping,
     latent,
     rope,
     latent_scale,
@@ -171,7 +171,7 @@ def mla_write(
     half,
     NH,
     L,
-    NUM_SLOTS,
+    NUM_CACHE_SLOTS,
     eps,
     QUANTIZE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -188,8 +188,8 @@ def mla_write(
     other, pair, second = _pairs(d, half, INTERLEAVED)
     turns = d < 2 * half
     if tl.program_id(1) == 0:
-        slot = tl.load(slots + t).to(tl.int64)
-        if (slot >= 0) & (slot < NUM_SLOTS):
+        slot = tl.load(slot_mapping + t).to(tl.int64)
+        if (slot >= 0) & (slot < NUM_CACHE_SLOTS):
             row = kv + t * kv_t
             i = tl.arange(0, L_BLOCK)[None, :]
             x = tl.load(row + i, mask=i < L, other=0.0).to(tl.float32)

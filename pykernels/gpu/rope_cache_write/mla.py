@@ -16,7 +16,7 @@ def mla_rope_cache_write(
     q: torch.Tensor,
     kv: torch.Tensor,
     angles: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     latent: torch.Tensor,
     rope: torch.Tensor,
     kv_norm: torch.Tensor,
@@ -32,7 +32,7 @@ def mla_rope_cache_write(
             of wider heads is read where it lies.
         kv: [T, L + R], rows dense: latents, and the key part that turns.
         angles: float32 [T, 2, R / 2] of `rope_table`.
-        slots: int32 or int64 [T], as above.
+        slot_mapping: int32 or int64 [T], as above.
         latent: the cache, [P, page, L]; with ``latent_scale``, E4M3 (or bytes). Tokens are equally
             far apart: contiguous, or both caches slices of one [P, page, L + R].
         rope: [P, page, R], floats.
@@ -48,7 +48,7 @@ def mla_rope_cache_write(
         PykernelsError: other dtypes or shapes, or no Triton for this device.
     """
     given = [x for x in (latent_scale, out) if x is not None]
-    check_device(q, kv, angles, slots, latent, rope, kv_norm, *given)
+    check_device(q, kv, angles, slot_mapping, latent, rope, kv_norm, *given)
     if reason := supports(kv):
         raise PykernelsError(f"kv is {reason}", "Convert them")
     if q.ndim != 3 or q.dtype not in FLOATS or q.stride(2) != 1:
@@ -65,7 +65,7 @@ def mla_rope_cache_write(
     codes, P, page = check_cache("latents", latent, latent_scale, L), *latent.shape[:2]
     check_cache("rotated keys", rope, None, R)
     strides = rows_of(codes, "the latents")[1], rows_of(rope, "the rotated keys")[1]
-    check_ints("slots", slots, T)
+    check_ints("slot_mapping", slot_mapping, T)
     check_angles(angles, T)
     if 2 * angles.shape[2] != R:
         raise PykernelsError(f"{angles.shape[2]} pairs for {R} numbers", f"Give {R // 2}")
@@ -82,7 +82,7 @@ def mla_rope_cache_write(
             q,
             kv,
             angles,
-            slots,
+            slot_mapping,
             codes,
             rope,
             latent_scale,

@@ -46,7 +46,7 @@ def gated_delta_rule(
         state: float32 [slots, HV, DK, DV], read and written.
         batch: where each sequence's tokens and state lie.
         scale: of the queries; ``DK ** -0.5`` if None.
-        eps: beside the sum of squares of queries and keys.
+        eps: added to the sum of squares of queries and keys.
         tiled: whether value heads go over the key heads in turns, as in llama.cpp's files.
         dtype: of all arithmetic and of the result.
 

@@ -25,7 +25,7 @@ def gated_rms_norm(
         x: [T, heads, D]; each head is normed by itself.
         gate: [T, heads, D].
         weight: [D].
-        eps: beside the mean.
+        eps: added to the mean.
         dtype: of the arithmetic and of the result.
 
     Returns:

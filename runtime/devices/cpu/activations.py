@@ -1,8 +1,8 @@
-"""What matrices read: *rows*, a buffer's tokens in the form that a weight format asks for.
+"""Activation layouts: a buffer's tokens as a kernel reads them, in rows and in A tiles.
 
-A norm writes these forms and no float tensor (``pykernels.cpu.norm``), so its output exists packed
-only; an input of a linear that no norm has written is converted by the first node that reads it.
-Which forms a buffer has follows from the program: from its readers and their weights.
+A norm writes these layouts and no float tensor (``pykernels.cpu.norm``), so its output exists
+packed only; an input of a linear that no norm has written is converted by the first node that reads
+it. Which layouts a buffer has follows from the program: from its readers and their weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pykernels.cpu.activations.row_layout import row_bytes
 from pykernels.cpu.gemm.common import TILE
-from pykernels.cpu.moe.kernel import NEVER, Routines, make_routines
+from pykernels.cpu.moe.kernel import NO_GEMM, Routines, make_routines
 from pykernels.cpu.moe.plan import gemm_from_here
 from pykernels.quant import get_format
 from pykernels.quant.layout import K_BLOCK, ceil_to
@@ -26,7 +26,7 @@ from ...program.analysis import ALIGN
 
 
 @dataclass(frozen=True)
-class Form:
+class ActivationLayout:
     """A buffer's rows for one kind of kernel.
 
     Attributes:
@@ -58,12 +58,12 @@ class Form:
         return 2 if self.kernel.int8 else 4
 
 
-FormKey = tuple[str, bool]
-"""What tells apart the forms of a buffer: the layout of a row, and whether there are A tiles."""
+LayoutKey = tuple[str, bool]
+"""What tells apart the layouts of a buffer: the layout of a row, and whether there are A tiles."""
 
 
-class Forms:
-    """The forms of all buffers of a program.
+class ActivationLayouts:
+    """The layouts of all buffers of a program.
 
     Args:
         kernel: a backend of ``pykernels.registry``, or "auto".
@@ -73,15 +73,15 @@ class Forms:
 
     def __init__(self, program: Program, kernel: str, gemm_from: int | None = None) -> None:
         self._program, self._kernel, self._gemm_from = program, kernel, gemm_from
-        self.of: dict[str, dict[FormKey, Form]] = {}
+        self.of: dict[str, dict[LayoutKey, ActivationLayout]] = {}
         for node in program.nodes:
             if (reading := self._reading(node)) is None:
                 continue
             name, routines, gemm = reading
             key = self.key(name, routines, gemm)
-            forms = self.of.setdefault(name, {})
-            if key not in forms:
-                forms[key] = self._form(name, routines, key[1])
+            layouts = self.of.setdefault(name, {})
+            if key not in layouts:
+                layouts[key] = self._layout(name, routines, key[1])
 
     def kernel_of(self, fmt: str, activations: str) -> Routines:
         """The compiled routines of a weight format."""
@@ -91,14 +91,14 @@ class Forms:
     def gemm_from(self, kernel: Routines) -> int:
         """Tokens from which a matrix goes through the GEMM."""
         if not kernel.has_gemm:
-            return NEVER
+            return NO_GEMM
         if self._gemm_from is not None:
             return self._gemm_from
         tuned = tuning.gemm_from(kernel.backend, kernel.fmt, kernel.activations)
-        return tuned or gemm_from_here(kernel.backend, kernel.fmt, kernel.activations) or NEVER
+        return tuned or gemm_from_here(kernel.backend, kernel.fmt, kernel.activations) or NO_GEMM
 
-    def key(self, name: str, kernel: Routines, gemm: bool) -> FormKey:
-        """The key of the form in which a kernel reads a buffer.
+    def key(self, name: str, kernel: Routines, gemm: bool) -> LayoutKey:
+        """The key of the layout in which a kernel reads a buffer.
 
         Args:
             gemm: whether it reads A tiles, where there are tokens enough.
@@ -117,13 +117,13 @@ class Forms:
             return None
         return node.inputs["x"], self.kernel_of(fmt, node.attr("activations")), gemm
 
-    def _form(self, name: str, kernel: Routines, tiles: bool) -> Form:
+    def _layout(self, name: str, kernel: Routines, tiles: bool) -> ActivationLayout:
         most, *inner = self._program.shape(name)
         padded = ceil_to(math.prod(inner), get_format(kernel.fmt).k_block)
         stride = row_bytes(padded, kernel.row_formats[0])
         steps = 2 if kernel.int8 else 4
         groups = ceil_to(most, 32) // 16 if tiles else 0
-        return Form(
+        return ActivationLayout(
             kernel, stride, padded, stride * most, groups * steps * padded // K_BLOCK * TILE
         )
 
@@ -133,13 +133,15 @@ def packed_only(program: Program) -> frozenset[str]:
     return frozenset(node.outputs["out"] for node in program.nodes if node.op == "rms_norm")
 
 
-def sizes_with_forms(
-    sizes: Mapping[str, int], forms: Mapping[str, Mapping[FormKey, Form]], packed: Sequence[str]
+def sizes_with_layouts(
+    sizes: Mapping[str, int],
+    layouts: Mapping[str, Mapping[LayoutKey, ActivationLayout]],
+    packed: Sequence[str],
 ) -> dict[str, int]:
-    """Bytes of each buffer's floats (none of ``packed`` ones) and of its forms behind them."""
+    """Bytes of each buffer's floats (none of ``packed`` ones) and of its layouts behind them."""
     floats = {name: 0 if name in packed else n for name, n in sizes.items()}
     return {
         name: ceil_to(floats.get(name, 0), ALIGN)
-        + sum(ceil_to(form.nbytes, ALIGN) for form in forms.get(name, {}).values())
-        for name in dict.fromkeys((*floats, *forms))
+        + sum(ceil_to(layout.nbytes, ALIGN) for layout in layouts.get(name, {}).values())
+        for name in dict.fromkeys((*floats, *layouts))
     }

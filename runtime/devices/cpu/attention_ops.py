@@ -24,7 +24,7 @@ from ...workers.job import Job
 from .context import Context
 from .dense_ops import head_matrices
 
-_NEVER = 1 << 40
+_NO_EXPANSION = 1 << 40
 
 
 def rope_table(ctx: Context, node: Node) -> list[Job]:
@@ -134,7 +134,7 @@ def attention(ctx: Context, node: Node) -> list[Job]:
     record = ctx.record(
         ATTENTION,
         **_reads(ctx, node, kernel.scratch_bytes),
-        tokens_to=node.attr("expand_from") or _NEVER,
+        tokens_to=node.attr("expand_from") or _NO_EXPANSION,
         k_head_bytes=head_bytes,
         v_head_bytes=head_bytes,
         KVH=KVH,
@@ -170,7 +170,7 @@ def attention_expanded(ctx: Context, node: Node) -> list[Job]:
         ATTENTION,
         **_reads(ctx, node, kernel.scratch_bytes(row_bytes)),
         tokens_from=node.attr("expand_from"),
-        tokens_to=_NEVER,
+        tokens_to=_NO_EXPANSION,
         KVH=NH,
         q_nope=ctx.at(q_nope),
         q_nope_stride=ctx.stride(q_nope),

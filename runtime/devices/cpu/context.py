@@ -28,7 +28,13 @@ from ...program.weights import WeightStore
 from ...workers.job import Job, float_bits
 from ...workers.pool import WorkerPool
 from ..link import Link
-from .activations import Form, FormKey, Forms, packed_only, sizes_with_forms
+from .activations import (
+    ActivationLayout,
+    ActivationLayouts,
+    LayoutKey,
+    packed_only,
+    sizes_with_layouts,
+)
 from .weights import layouts
 
 _LINE = 64
@@ -60,11 +66,11 @@ class LazyJob:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ActivationRows:
     """A buffer as rows in one activation layout.
 
     Attributes:
-        address: of token 0's row.
+        address: where token 0's row begins.
         stride: bytes from one row to the next.
         a_tiles: address of the GEMM's A tiles of it, 0 for none.
     """
@@ -78,14 +84,14 @@ class Context:
     """A program being bound: memory, weights and layouts for its binders.
 
     Args:
-        weights: of the program's model.
+        weights: the weights of the program's model.
         inputs, caches: by name, tensors of the buffers of these kinds.
         in_order: whether each node waits for the whole of the one before, whatever it reads.
         link: to the device that has the other half of the program.
-        gemm_from, workspaces: as of ``CpuExecutable``.
+        gemm_from, workspaces: see ``CpuExecutable``.
 
     Attributes:
-        sizes: those of a step (``Program.step_sizes``).
+        sizes: the sizes of a step (``Program.step_sizes``).
         outputs: by name, tensors of the "output" buffers.
         uncompiled: jobs that are compiled when a step needs them.
 
@@ -113,7 +119,7 @@ class Context:
         self.outputs: dict[str, torch.Tensor] = {}
         self.uncompiled: list[LazyJob] = []
         self._retained: list[Any] = [sizes, inputs, caches, link]
-        self._forms = Forms(program, kernel, gemm_from)
+        self._layouts = ActivationLayouts(program, kernel, gemm_from)
         self._packed_only = packed_only(program)
         self._in_order = in_order
         self._order = dependencies(program, in_order)
@@ -123,8 +129,9 @@ class Context:
         self._node = 0  # the one that is being bound
         self._waits: list[list[int]] = [list(direct) for direct in self._order.direct]
         self._users: dict[str, int] = {}  # of shared memory: the node that used it last
-        self._makers: dict[tuple[str, FormKey], int] = {}  # of rows: the node that writes them
-        self._conversions: dict[tuple[str, FormKey], Job] = {}  # or a job of a node that reads them
+        self._makers: dict[tuple[str, LayoutKey], int] = {}  # of rows: the node that writes them
+        # Or a job of a node that reads them.
+        self._conversions: dict[tuple[str, LayoutKey], Job] = {}
         self._converted: dict[int, list[Job]] = {}  # by node, those that it waits for
         self._tensors: dict[str, torch.Tensor] = {}
         self._take({**inputs, **caches})
@@ -156,17 +163,17 @@ class Context:
 
     def _wait(self, jobs: list[Job], spans: list[tuple[int, int]]) -> None:
         """Tells each job which ones before it must be complete."""
-        own = [i for i, (first, end) in enumerate(spans) if first <= end]
-        for i in own:  # behind a submit that has no job of its own: what that waits for
+        indices = [i for i, (first, end) in enumerate(spans) if first <= end]
+        for i in indices:  # behind a submit that has no job of its own: what that waits for
             self._waits[i] = sorted({k for j in self._waits[i] for k in self._with_jobs(j, spans)})
-        waited = {j for i in own for j in self._waits[i]}
-        last = own[-1]
+        waited = {j for i in indices for j in self._waits[i]}
+        last = indices[-1]
         self._waits[last] += [
-            i for i in own if i < last and i not in waited
+            i for i in indices if i < last and i not in waited
         ]  # a step ends with all
         places = {id(job): place for place, job in enumerate(jobs)}
         direct = ordered(self._waits).direct
-        for i in own:
+        for i in indices:
             first, end = spans[i]
             for job in jobs[first + 1 : end + 1]:
                 job.after = (1,)
@@ -180,24 +187,24 @@ class Context:
         return [k for j in self._waits[node] for k in self._with_jobs(j, spans)]
 
     def _tell(self, jobs: list[Job], spans: list[tuple[int, int]]) -> bool:
-        """Lets the jobs whose end the submit that is being bound waits for count its flag up, so
-        that no worker has to come by and see that they are done; False if one of them cannot."""
+        """Makes the jobs that a submit waits for signal its flag themselves; False if one of them
+        already signals another one."""
         ends = {spans[k][1] for j in self._waits[self._node] for k in self._with_jobs(j, spans)}
-        if not ends or any(jobs[end].tells for end in ends):
+        if not ends or any(jobs[end].signal for end in ends):
             return False
         node, link = self.program.nodes[self._node], self._link()
         for end in ends:
-            jobs[end].tells = link.address(node)
-        link.expect(node, len(ends))
+            jobs[end].signal = link.address(node)
+        link.set_signals(node, len(ends))
         return True
 
     def flag_job(self, node: Node) -> Job:
         """A job without tasks that stands for a wait or a submit."""
         job = Job(node.name, 0, 0, tasks=0)
         if node.op == "wait":
-            job.opens = self._link().address(node)
+            job.wait_for = self._link().address(node)
         else:
-            job.tells = self._link().address(node)
+            job.signal = self._link().address(node)
         return job
 
     def _link(self) -> Link:
@@ -280,9 +287,9 @@ class Context:
         return self._shared[key]
 
     def workspace(self, node: Node) -> MoEWorkspace:
-        """Scratch of the experts of one role (of one lane, on one NUMA node), which run one after
-        the other; those of other roles may run in parallel."""
-        key = f"workspace {node.lane} {node.role} {node.numa}"
+        """Scratch of the experts of one role (of one microbatch, on one NUMA node), which run one
+        after the other; those of other roles may run in parallel."""
+        key = f"workspace {node.microbatch} {node.role} {node.numa}"
         self._take_turns(key)
         return self._workspaces.setdefault(key, MoEWorkspace())
 
@@ -321,11 +328,11 @@ class Context:
 
     def kernel_of(self, fmt: str, activations: str) -> Routines:
         """The compiled routines of a weight format."""
-        return self._forms.kernel_of(fmt, activations)
+        return self._layouts.kernel_of(fmt, activations)
 
     def gemm_from(self, kernel: Routines) -> int:
         """Number of tokens from which a linear uses the GEMM."""
-        return self._forms.gemm_from(kernel)
+        return self._layouts.gemm_from(kernel)
 
     def bits(self, value: float) -> int:
         """A float32 as records hold it."""
@@ -333,13 +340,15 @@ class Context:
 
     # Packed activations.
 
-    def rows(self, node: Node, name: str, kernel: Routines, tiles: bool) -> tuple[Rows, list[Job]]:
+    def rows(
+        self, node: Node, name: str, kernel: Routines, tiles: bool
+    ) -> tuple[ActivationRows, list[Job]]:
         """A buffer's rows for a kernel, and the jobs that make them, if no node has made them.
 
         Args:
             tiles: whether the GEMM's A tiles are needed too.
         """
-        key = self._forms.key(name, kernel, tiles)
+        key = self._layouts.key(name, kernel, tiles)
         rows = self._rows[name, key]
         maker, conversion = self._makers.get((name, key)), self._conversions.get((name, key))
         if maker is None:
@@ -360,7 +369,7 @@ class Context:
         out: str,
         total: str | None,
         fields: Mapping[str, int],
-        keys: list[FormKey],
+        keys: list[LayoutKey],
         source: str,
         adds: tuple[str, ...] = (),
         K: int = 0,
@@ -370,7 +379,7 @@ class Context:
         H = K or int(np.prod(self.program.shape(source)[1:]))
         records, addends = np.zeros(max(1, len(keys)), LAYOUT), np.zeros(max(1, len(adds)), ADD)
         for record, key in zip(records, keys, strict=False):
-            rows, layout = self._rows[out, key], self._forms.of[out][key]
+            rows, layout = self._rows[out, key], self._layouts.of[out][key]
             kernel = layout.kernel
             record["rows"], record["stride"], record["K"] = rows.address, rows.stride, layout.padded
             record["quantize_row"], record["tiles"] = kernel.quantize_row, rows.a_tiles
@@ -403,11 +412,11 @@ class Context:
         )
         return [Job(label, run.address, address, setup.address)]
 
-    def layouts_of(self, name: str) -> list[FormKey]:
+    def layouts_of(self, name: str) -> list[LayoutKey]:
         """The activation layouts that a buffer's readers need."""
-        return list(self._forms.of.get(name, {}))
+        return list(self._layouts.of.get(name, {}))
 
-    def _take(self, given: Mapping[str, torch.Tensor]) -> None:
+    def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The inputs and caches, which the caller has."""
         for node in self.program.nodes:
             op = OPS[node.op]
@@ -423,20 +432,20 @@ class Context:
         for name, declared in self.program.buffers.items():
             if declared.kind not in ("input", "cache"):
                 continue
-            if name not in given:
+            if name not in tensors:
                 raise PykernelsError(
                     f"the {declared.kind} {name!r} of {self.program.name!r} is not given",
                     "See runtime.program.step_inputs.allocate_inputs",
                 )
-            if given[name].dtype != declared.dtype:
+            if tensors[name].dtype != declared.dtype:
                 raise PykernelsError(
-                    f"{name!r} is {given[name].dtype}, not {declared.dtype}", "Convert it"
+                    f"{name!r} is {tensors[name].dtype}, not {declared.dtype}", "Convert it"
                 )
-            self._tensors[name] = given[name]
+            self._tensors[name] = tensors[name]
 
     def _lay_out(self) -> None:
         """Memory for what nodes write, and for the layouts of what they read."""
-        program, layouts = self.program, self._forms.of
+        program, layouts = self.program, self._layouts.of
         for name in self._packed_only:
             if program.buffers[name].kind == "output":
                 raise PykernelsError(
@@ -446,11 +455,11 @@ class Context:
                 )
         sizes = buffer_bytes(program)
         plan = plan_memory(
-            program, self._order, sizes_with_forms(sizes, layouts, tuple(self._packed_only))
+            program, self._order, sizes_with_layouts(sizes, layouts, tuple(self._packed_only))
         )
         arena = allocate(max(plan.nbytes, ALIGN))
         self.retain(arena)
-        self._rows: dict[tuple[str, FormKey], Rows] = {}
+        self._rows: dict[tuple[str, LayoutKey], ActivationRows] = {}
         for name, buffer in program.buffers.items():
             shape, offset = program.shape(name), plan.offsets.get(name, 0)
             if buffer.kind == "output":
@@ -466,5 +475,7 @@ class Context:
                 offset += ceil_to(layout.nbytes, ALIGN)
 
 
-def _rows_at(address: int, layout: Form) -> Rows:
-    return Rows(address, layout.stride, address + layout.tiles_at if layout.tile_bytes else 0)
+def _rows_at(address: int, layout: ActivationLayout) -> ActivationRows:
+    return ActivationRows(
+        address, layout.stride, address + layout.tiles_at if layout.tile_bytes else 0
+    )

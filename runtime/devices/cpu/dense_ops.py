@@ -66,7 +66,7 @@ def embed(ctx: Context, node: Node) -> list[Job]:
 
 
 def join_rows(ctx: Context, node: Node) -> list[Job]:
-    """The rows of both lanes, one behind the other."""
+    """The rows of both microbatches, one behind the other."""
     setup, run = make_join()
     out, fields = node.outputs["out"], dict[str, int]()
     for port, name in node.inputs.items():
@@ -267,5 +267,5 @@ def sample_requests(ctx: Context, node: Node) -> list[Job]:
         for name, (setup, run) in zip(("scan", "draw", "finish"), make_ops(), strict=True)
     ]
     if "masks_written" in node.inputs:
-        jobs[0].opens = ctx.at(node.inputs["masks_written"])
+        jobs[0].wait_for = ctx.at(node.inputs["masks_written"])
     return jobs

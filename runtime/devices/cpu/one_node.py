@@ -29,7 +29,7 @@ class OneNode:
         op: with an output "out" of float32 [T, N]; ``name``: of the node, as errors tell it.
         inputs: by name, the numbers of a row and their dtype.
         weights: by the op's names.
-        kernel, gemm_from, workspaces: as of ``CpuExecutable``.
+        kernel, gemm_from, workspaces: see ``CpuExecutable``.
 
     Raises:
         PykernelsError: weights that are sliced for other NUMA nodes, a kernel that cannot run here.
@@ -78,16 +78,16 @@ class OneNode:
                 workspaces=workspaces,
             )
 
-    def begin(self, *given: torch.Tensor) -> InFlight:
+    def begin(self, *inputs: torch.Tensor) -> InFlight:
         """Copies a call's inputs, [T or fewer, width] each in their order, and starts it.
 
         Raises:
             PykernelsError: the pool is closed, or the parent process's.
         """
         self.pool.finish()  # a call that Ctrl-C has cut off may still be reading its inputs
-        for own, rows in zip(self._inputs.values(), given, strict=True):
-            _copy(rows.detach(), own[: len(rows)])
-        self.step.sizes[0] = self._count = len(given[0])
+        for buffer, rows in zip(self._inputs.values(), inputs, strict=True):
+            _copy(rows.detach(), buffer[: len(rows)])
+        self.step.sizes[0] = self._count = len(inputs[0])
         return self.step.launch()
 
     def result(self, dtype: torch.dtype) -> torch.Tensor:
@@ -109,8 +109,8 @@ def _copy(rows: torch.Tensor, to: torch.Tensor) -> None:
         to.copy_(rows)
         return
     step = max(1, _SERIAL // rows[:1].numel())
-    for part, own in zip(rows.split(step), to.split(step), strict=True):
-        own.copy_(part)
+    for part, target in zip(rows.split(step), to.split(step), strict=True):
+        target.copy_(part)
 
 
 def one_linear(

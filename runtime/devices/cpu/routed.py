@@ -23,7 +23,7 @@ from pykernels.registry import resolve
 from pykernels.shapes import MoEShape
 from pykernels.target import detect
 
-from ...experts.sharding import make_room, shared_packer, slices_on
+from ...experts.sharding import allocate_experts, shared_packer, slices_on
 from ...machine import tuning
 from ...machine.memory import collapse
 from ...machine.nodes import MemoryNodes
@@ -36,7 +36,7 @@ _KEPT_BYTES = 64 << 20
 """Inputs and outputs of a call that a layer keeps for the next one of its size, at most."""
 
 
-class RoutedExperts:
+class CpuExperts:
     """``E`` experts of one layer. Any thread may call them: calls of a layer take turns.
 
     Args:
@@ -80,7 +80,7 @@ class RoutedExperts:
             tuning.gemm_from(self.down_backend.name, down_fmt, activations),
         )
         nodes = self.pool.memory
-        self.weights = make_room(
+        self.weights = allocate_experts(
             shape, get_format(fmt), get_format(down_fmt), nodes, shared_packer(pool)
         )
         self.read_bytes, self.read_seconds = 0, 0.0
@@ -98,7 +98,7 @@ class RoutedExperts:
     def bytes_by_node(
         shape: MoEShape, fmt: str, nodes: MemoryNodes, down_fmt: str | None = None
     ) -> list[int]:
-        """The same of each slice.
+        """Memory of the packed experts of each slice.
 
         Raises:
             PykernelsError: too narrow for the nodes that were asked for.

@@ -61,14 +61,19 @@ class CpuRunner(PagedRunner):
         )
 
     def launch_behind(self, batch: StepBatch, ends: Set[int]) -> bool:
-        own = self._batch
+        staged_batch = self._batch
         # Tables must not change under the running step: a page may have been given for another one.
-        same = own.version == batch.version and own.tables_version == batch.tables_version
+        same = (
+            staged_batch.version == batch.version
+            and staged_batch.tables_version == batch.tables_version
+        )
         if not same or self.pool.closed:
             return False
         self._give_up[0] = 0
         step = self._executable
-        return step.launch_behind(own.every, batch.every, own.S, ends, self._give_up)
+        return step.launch_behind(
+            staged_batch.every, batch.every, staged_batch.S, ends, self._give_up
+        )
 
     def give_up_next(self) -> None:
         self._give_up[0] = 1

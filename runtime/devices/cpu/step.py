@@ -57,7 +57,7 @@ class CpuExecutable:
     Args:
         program: with ops of ``BINDERS`` only, all on this device; in slices where the workers are
             dealt over NUMA nodes (``Compiled.parts``).
-        weights: of its model.
+        weights: the weights of its model.
         inputs: by name, tensors of the program's input buffers, in their largest shape.
         caches: by name, tensors of the "cache" buffers.
         kernel: a backend of ``pykernels.registry``, or "auto".
@@ -151,7 +151,7 @@ class CpuExecutable:
     def launch_behind(
         self,
         inputs: np.ndarray,
-        staged: np.ndarray,
+        next_inputs: np.ndarray,
         S: int,
         ends: Set[int],
         give_up: np.ndarray,
@@ -161,7 +161,7 @@ class CpuExecutable:
 
         Args:
             inputs: int64 [columns, N], which the program reads; row 0 holds the tokens.
-            staged: the same for the step to come; row 0 is not read.
+            next_inputs: the same for the step to come; row 0 is not read.
             S: sequences, with one token each.
             ends: tokens that end one of them: the step is given up where one is drawn.
             give_up: int64 [1], not 0 where another step is to come.
@@ -176,17 +176,17 @@ class CpuExecutable:
                 FencedJobs(self.jobs, self.pool.ring, inputs, drawn, give_up) for _ in range(2)
             ]
         fenced = self._fenced[-1]
-        if not self.pool.has_room(fenced.jobs):
+        if not self.pool.has_entries(fenced.jobs):
             return False
         self._fenced.reverse()
         self._behind = self.pool.start_behind(
-            fenced.jobs, self, lambda head: fenced.arrange(staged, S, ends, head)
+            fenced.jobs, self, lambda head: fenced.arrange(next_inputs, S, ends, head)
         )
         return True
 
     def next_runs(self) -> np.ndarray | None:
-        """Behind ``result``, where a step was launched behind that one: what that one has drawn, if
-        the next one runs; None: it was given up, or there is none."""
+        """Tokens that the step of ``result`` has drawn, if the step that was launched behind it
+        runs; None if that one was given up, or there is none."""
         behind, self._behind = self._behind, None
         if behind is None:
             return None

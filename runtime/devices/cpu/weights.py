@@ -11,7 +11,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, PackedHeads, PackedMatrix, get_format
 from pykernels.quant.split import Experts, SplitExperts
 
-from ...experts.sharding import make_room
+from ...experts.sharding import allocate_experts
 from ...machine.nodes import ONE_NODE, MemoryNodes
 from ...program import Program
 from ...program.node import Node
@@ -19,21 +19,21 @@ from ...program.weight_spec import WeightSpec
 from ...program.weights import Expert, Layout, LayoutOf, Packed, WeightStore, naming
 from ...workers.matrix import weights_on
 
-HERE = torch.device("cpu")
+CPU_DEVICE = torch.device("cpu")
 
 
 def layouts(program: Program) -> LayoutOf:
-    """In which layout each node reads its weights."""
+    """The layout in which each node reads its weights."""
 
     def layout_of(node: Node, port: str) -> tuple[torch.device, Layout]:
         spec = program.weight(node, port)
-        if spec.cut is not None:
-            return HERE, sliced
+        if spec.slice_of is not None:
+            return CPU_DEVICE, sliced
         if spec.kind == "tensor":
-            return HERE, vector
+            return CPU_DEVICE, vector
         if port == "table" and spec.fmt == "bf16":
-            return HERE, rows
-        return HERE, packed
+            return CPU_DEVICE, rows
+        return CPU_DEVICE, packed
 
     return layout_of
 
@@ -52,9 +52,9 @@ def rows(spec: WeightSpec, store: WeightStore, device: torch.device) -> torch.Te
 
 
 def packed(spec: WeightSpec, store: WeightStore, device: torch.device) -> Packed:
-    """In tiles: as it lies there already, or packed, one part after the other; on several NUMA
-    nodes a slice on each."""
-    ready = None if spec.whole else store.ready(spec, packed.__name__)
+    """A weight in tiles: taken as it is if it was stored so, else packed part by part; on several
+    NUMA nodes a slice on each."""
+    ready = None if spec.full else store.ready(spec, packed.__name__)
     assert not isinstance(ready, torch.Tensor)
     as_it_is = store.is_given(spec) or isinstance(ready, SplitExperts) or len(store.nodes) == 1
     if ready is not None and as_it_is:
@@ -74,19 +74,19 @@ def packed(spec: WeightSpec, store: WeightStore, device: torch.device) -> Packed
 
 def sliced(spec: WeightSpec, store: WeightStore, device: torch.device) -> Packed | torch.Tensor:
     """A slice, in the memory of the whole."""
-    assert spec.cut is not None
-    whole, first, last = spec.cut.whole, spec.cut.first, spec.cut.last
+    assert spec.slice_of is not None
+    whole, first, last = spec.slice_of.full, spec.slice_of.first, spec.slice_of.last
     if spec.kind == "tensor":
         return store.get(whole, device, vector)[first:last]
-    found = store.get(whole, device, packed)
+    weight = store.get(whole, device, packed)
     if spec.kind != "experts":
-        return found.some(first, last)
-    if len(found.slices) != last:
+        return weight.some(first, last)
+    if len(weight.slices) != last:
         raise PykernelsError(
-            f"{whole.name} was loaded in {len(found.slices)} slices, the pool is on {last} nodes",
+            f"{whole.name} was loaded in {len(weight.slices)} slices, the pool is on {last} nodes",
             "Load the model for the nodes of the pool",
         )
-    return found.slices[first]
+    return weight.slices[first]
 
 
 def empty(spec: WeightSpec, nodes: MemoryNodes = ONE_NODE) -> PackedMatrix | PackedHeads:
@@ -104,12 +104,12 @@ def experts_of(spec: WeightSpec, store: WeightStore) -> Iterator[Callable[[], Ex
     Some of a layer's are unpacked from the tiles of all of them, which are in main memory in any
     case: nothing is read twice.
     """
-    if spec.whole is None:
+    if spec.full is None:
         for expert in store.experts(spec):
             yield partial(_itself, expert)
         return
-    tiles: Experts = store.get(spec.whole, HERE, packed)
-    for e in spec.chosen:
+    tiles: Experts = store.get(spec.full, CPU_DEVICE, packed)
+    for e in spec.expert_ids:
         yield partial(_unpacked, tiles, e)
 
 
@@ -126,7 +126,7 @@ def _experts(spec: WeightSpec, store: WeightStore, mapped: Experts | None) -> Ex
     them first: processes share them, so they cannot be bound to another."""
     assert spec.moe is not None
     formats = get_format(spec.fmt), get_format(spec.down_fmt)
-    made = make_room(spec.moe, *formats, store.nodes, store.pack)
+    made = allocate_experts(spec.moe, *formats, store.nodes, store.pack)
     if mapped is not None:
         assert isinstance(mapped, PackedExperts)
         made.take(mapped)

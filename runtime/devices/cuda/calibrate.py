@@ -35,10 +35,10 @@ from ...runner.measured.kept_rates import kept_rates
 from ...runner.measured.prefill import measured_rates
 from ..cpu import weights as cpu
 from .executable import CudaExecutable
-from .lane import CudaLane
 from .layouts import machine_of
 from .memory.pinning import pin_experts
 from .resources import CudaResources
+from .step_runner import CudaStepRunner
 
 _LINK_BYTES = 64 << 20
 _ROUNDS = 3
@@ -84,7 +84,7 @@ def _with_prompts(resources: CudaResources, plan: ExecutionPlan, probe: Probe) -
     return with_rates(plan, probe.rates(plan, program, may_split), may_split)
 
 
-class Probe(CudaLane):
+class Probe(CudaStepRunner):
     """Steps of a plan that is not finished, to be measured. They write to the cache's first places,
     which nobody reads before they are written."""
 
@@ -97,8 +97,8 @@ class Probe(CudaLane):
 
     def close(self) -> None:
         """Gives back the memory of the steps."""
-        if self._maker is not None and self._resources.real:
-            self._maker = None
+        if self._step_builder is not None and self._resources.real:
+            self._step_builder = None
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -153,7 +153,7 @@ def link_rate(
 ) -> float:
     """Bytes a second from pinned experts to a GPU, while nothing else runs."""
     _, spec = next(streaming.experts(program))
-    held: Experts = store.get(spec, cpu.HERE, cpu.packed)
+    held: Experts = store.get(spec, cpu.CPU_DEVICE, cpu.packed)
     part = held.slices[0]
     count = min(part.shape.E, max(1, _LINK_BYTES // part.bytes_per_expert))
     tiles = ExpertTiles.empty(part.shape, part.fmt, part.down_fmt, count, device)

@@ -27,8 +27,8 @@ from . import handshake
 from .binders import BINDERS
 from .binders.dense import Launch
 from .graph import CapturedGraph, copy_stream, in_turn
-from .handshake import PinnedSlots
-from .memory.buffers import Arena, Caches, Memory, ProgramOutputs
+from .handshake import ChannelBuffers
+from .memory.buffers import Arena, Caches, GpuBuffers, ProgramOutputs
 
 COMPILERS = 16
 """Kernels that are compiled at a time."""
@@ -49,7 +49,7 @@ class GpuPart:
 
     def __init__(
         self,
-        memory: Memory,
+        memory: GpuBuffers,
         link: Link | None,
         last: Sequence[Launch] = (),
         high_priority: bool = False,
@@ -118,7 +118,7 @@ class GpuMemory:
 
     Attributes:
         inputs: by name, tensors of the step's inputs.
-        arena: see ``Memory``.
+        arena: see ``GpuBuffers``.
         high_priority: see ``CapturedGraph``.
     """
 
@@ -137,11 +137,11 @@ class CudaExecutable:
 
     Args:
         program: its nodes are on the CPU and on these GPUs.
-        weights: of its model.
+        weights: the weights of its model.
         gpus: by the name that nodes have as their device; the last one samples.
         host_inputs: CPU tensors of the inputs that nodes of the CPU read.
         sizes: on the CPU, those of the step to come (``Program.step_sizes``).
-        slots: pinned memory, shared with other programs that never run at the same time.
+        channel_buffers: pinned memory, shared with other programs that never run at the same time.
         results: by GPU, where its results go, shared likewise.
 
     Attributes:
@@ -164,14 +164,14 @@ class CudaExecutable:
         host_inputs: Mapping[str, torch.Tensor],
         caches: Caches,
         sizes: torch.Tensor,
-        slots: PinnedSlots,
+        channel_buffers: ChannelBuffers,
         results: Mapping[str, ProgramOutputs],
     ) -> None:
         program, parts = compiled.program, compiled.parts
         self.program, self._pool = program, pool
         self.outputs: dict[str, torch.Tensor] = {}
         self.before: Launch = lambda: None
-        self._link = handshake.link(parts, slots)
+        self._link = handshake.link(parts, channel_buffers)
         self.cpu: CpuExecutable | None = None
         if CPU in parts:
             self.cpu = CpuExecutable(
@@ -182,7 +182,7 @@ class CudaExecutable:
         for name, on in gpus.items():
             inputs, found = _sliced(parts[name], on.inputs), results[name]
             own = parts[name], weights, on.device, inputs, caches, _within(program, found.tensors)
-            memory = Memory(*own, on.arena)
+            memory = GpuBuffers(*own, on.arena)
             last = [found.receive] if found.host else []
             self.gpus.append(GpuPart(memory, self._link, last, on.high_priority))
             self.outputs |= _within(program, found.host)

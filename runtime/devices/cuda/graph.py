@@ -127,8 +127,8 @@ class CapturedGraph:
     def first_stream(self) -> CapturedGraph:
         """Without what runs in the second stream: what the others take alone can be measured."""
         others = self._copies.launches
-        own = [launch for i, launch in enumerate(self.launches) if i not in others]
-        return CapturedGraph(own, self.device)
+        own_launches = [launch for i, launch in enumerate(self.launches) if i not in others]
+        return CapturedGraph(own_launches, self.device)
 
     def _launch(self) -> None:
         second = self._second

@@ -2,8 +2,8 @@
 
 What is sent is stored into pinned memory by a kernel, then the stream writes the channel's flag;
 what comes is waited for by the stream, then loaded by a kernel. Nothing of it needs the host, so a
-whole step is one graph. What the channels carry lies in a few slots of pinned memory, used again as
-soon as the program's order allows it (``until`` and ``since`` of the nodes).
+whole step is one graph. What the channels carry lies in a few buffers of pinned memory, used again
+as soon as the program's order allows it (``until`` and ``since`` of the nodes).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...program.node import Node
 from ..link import Link
 from .graph import in_turn
 from .memory.blocks import Shape, block_bytes, view, views
-from .memory.buffers import Memory
+from .memory.buffers import GpuBuffers
 
 Launch = Callable[[], None]
 
@@ -32,7 +32,7 @@ KERNEL_BYTES = 4 << 20
 
 
 @dataclass
-class PinnedSlots:
+class ChannelBuffers:
     """Pinned memory that all programs of a runner share, since only one of them runs at once.
 
     Args:
@@ -40,16 +40,16 @@ class PinnedSlots:
     """
 
     pinned: bool
-    slots: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    buffers: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 
     def take(self, kind: str, number: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] of a slot; it grows, and programs that have the smaller one keep it."""
         key = kind, number
-        if key not in self.slots or len(self.slots[key]) < nbytes:
-            self.slots[key] = torch.zeros(
+        if key not in self.buffers or len(self.buffers[key]) < nbytes:
+            self.buffers[key] = torch.zeros(
                 nbytes, dtype=torch.uint8, device="cpu", pin_memory=self.pinned
             )
-        return self.slots[key][:nbytes]
+        return self.buffers[key][:nbytes]
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class _Life:
     last: int
 
 
-def link(parts: Mapping[str, Program], pool: PinnedSlots) -> Link | None:
-    """The link of a program's parts by device, its buffers in slots of pinned memory; None where
+def link(parts: Mapping[str, Program], pool: ChannelBuffers) -> Link | None:
+    """The link of a program's parts by device, its buffers in blocks of pinned memory; None where
     nothing goes over a channel.
 
     float32 and int64, as the CPU's kernels take them.
@@ -78,10 +78,10 @@ def link(parts: Mapping[str, Program], pool: PinnedSlots) -> Link | None:
             for name in shared.intersection(names).difference(buffers):  # in use to the end
                 shape = _shape(part, name)
                 buffers[name] = view(pool.take(name, 0, block_bytes({name: shape})), shape)
-            own = [name for name in names if name not in shared]
+            carried_names = [name for name in names if name not in shared]
             number = next((i for i, end in enumerate(ends) if end < life.first), len(ends))
             ends[number:] = [life.last, *ends[number + 1 :]]
-            shapes = {name: _shape(part, name) for name in own}
+            shapes = {name: _shape(part, name) for name in carried_names}
             buffers |= views(pool.take(device, number, block_bytes(shapes)), shapes)
     return Link(parts, buffers, pool.pinned) if _channels(parts) else None
 
@@ -97,27 +97,27 @@ def _shape(program: Program, name: str) -> Shape:
 
 
 def _lives(gpu: Program) -> list[_Life]:
-    """Those of a GPU's channels; of one between two GPUs on that which submits."""
+    """Lifetimes of this GPU's channels; those between two GPUs count at the sender."""
     places = {node.name: i for i, node in enumerate(gpu.nodes)}
-    found = []
+    lives = []
     for i, node in enumerate(gpu.nodes):
         if node.op == "submit":
             until = node.attr("until")
-            found.append(_Life(node, i, places[until] if until else len(gpu.nodes)))
+            lives.append(_Life(node, i, places[until] if until else len(gpu.nodes)))
         elif node.op == "wait" and node.attr("source") == CPU:
             since = node.attr("since")
-            found.append(_Life(node, places[since] + 1 if since else 0, i))
-    return found
+            lives.append(_Life(node, places[since] + 1 if since else 0, i))
+    return lives
 
 
-def submit(m: Memory, node: Node, shared: Link) -> Launch:
+def submit(m: GpuBuffers, node: Node, shared: Link) -> Launch:
     """Stores what a node reads to pinned memory, then sets the channel's flag."""
     pairs = [(m.tensor(name), shared.buffers[name]) for name in node.reads]
     copies = [in_turn(launch, m.device) for launch in _copies(pairs)]
     return _in_order([*copies, _setter(m, node, shared)])
 
 
-def wait(m: Memory, node: Node, shared: Link) -> Launch:
+def wait(m: GpuBuffers, node: Node, shared: Link) -> Launch:
     """Waits for the channel's flag, then loads what a node writes from pinned memory."""
     pairs = [(shared.buffers[name], m.tensor(name)) for name in node.writes]
     copies = [in_turn(launch, m.device) for launch in _copies(pairs)]
@@ -145,7 +145,7 @@ def _copies(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Launch]:
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """By the copy engine, in the source's dtype; converted on the GPU."""
+    """Copies by the copy engine in the source's dtype, and converts on the GPU."""
     if source.dtype == target.dtype:
         target.copy_(source, non_blocking=True)
     elif source.device.type == "cpu":
@@ -154,14 +154,14 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source.to(target.dtype), non_blocking=True)
 
 
-def _setter(m: Memory, node: Node, shared: Link) -> Launch:
+def _setter(m: GpuBuffers, node: Node, shared: Link) -> Launch:
     if m.device.type != "cuda":
         return lambda: shared.set(node)
     address = shared.address(node)
     return lambda: write_value(address, 1)
 
 
-def _waiter(m: Memory, node: Node, shared: Link) -> Launch:
+def _waiter(m: GpuBuffers, node: Node, shared: Link) -> Launch:
     if m.device.type == "cuda":
         address, value = shared.address(node), shared.needed(node)
         return lambda: wait_value(address, value)

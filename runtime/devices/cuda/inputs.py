@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from ...kv_cache.layout import PAGE
-from ...passes.gpu.metadata import PIECE, most_chunks
+from ...passes.gpu.metadata import MAX_CHUNK, most_chunks
 from ...program import Node, Program
-from ...program.sizes import LANES, lane_name, lane_tokens
+from ...program.sizes import MICROBATCHES, microbatch_name, microbatch_tokens
 from ...program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
-from ...runner.sampling import SamplingInputs
+from ...runner.sampling import SamplingBatch
 from ..gpus import Gpus
 from .binders.sampling import SamplingColumns, SamplingTables
 from .memory.blocks import Shape, block_bytes, views
@@ -33,7 +33,7 @@ class StepInputs:
     Args:
         arrays: by name, int64 CPU tensors that the engine writes before each step.
         sampling: how rows are sampled, on the last GPU; None: programs that sample nothing.
-        piece: tokens of a chunk of its programs, where any are cut.
+        max_chunk: tokens of a chunk of its programs, where any are cut.
 
     Attributes:
         first: bytes of the block in front of a bucket's own.
@@ -44,9 +44,9 @@ class StepInputs:
     def __init__(
         self,
         arrays: Mapping[str, torch.Tensor],
-        sampling: SamplingInputs | None,
+        sampling: SamplingBatch | None,
         gpus: Gpus,
-        piece: int = PIECE,
+        max_chunk: int = MAX_CHUNK,
     ) -> None:
         self.last = list(gpus)[-1]
         self.arrays = {
@@ -58,14 +58,14 @@ class StepInputs:
         self._columns, self._rows = columns, {} if columns is None else columns.shapes
         self.first = block_bytes(self._rows)
         pages = arrays["page_table"].shape[1]
-        size = self.first + _most_bytes(T, S, R, pages, piece)
+        size = self.first + _most_bytes(T, S, R, pages, max_chunk)
         pinned = gpus[self.last].type == "cuda"
         self.host = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self.blocks = {
             name: torch.zeros(size, dtype=torch.uint8, device=device)
             for name, device in gpus.items()
         }
-        self._staged = {n: x.numpy() for n, x in views(self.host, self._rows).items()}
+        self._staging = {n: x.numpy() for n, x in views(self.host, self._rows).items()}
         self.tensors: dict[str, torch.Tensor] = {}
         if columns is not None and self._tables is not None:
             columns_there = views(self.blocks[self.last], self._rows)
@@ -74,7 +74,7 @@ class StepInputs:
     def stage_sampling(self) -> None:
         """Stages how the rows of the step to come are sampled, and sends its tables."""
         if self._columns is not None and self._tables is not None:
-            self._columns.stage(self._staged)
+            self._columns.stage(self._staging)
             self._tables.send()
 
 
@@ -82,8 +82,8 @@ class Bucket:
     """The inputs of a program's steps; those of a short step are little to copy.
 
     Args:
-        program: with ``passes.gpu.metadata``. If it has two lanes the second one's tokens and
-            sequences begin at a row of their own, so that both are parts of the block.
+        program: with ``passes.gpu.metadata``. If it has two microbatches the second one's tokens
+            and sequences begin at a row of their own, so that both are parts of the block.
 
     Attributes:
         on: by GPU, tensors by the program's names.
@@ -91,12 +91,12 @@ class Bucket:
 
     def __init__(self, owner: StepInputs, program: Program) -> None:
         self._owner, self._arrays, self.T = owner, owner.arrays, program.sizes["T"]
-        lanes = any(node.lane for node in program.nodes)
-        self._second = lane_tokens(self.T)[0] if lanes else None
+        microbatches = any(node.microbatch for node in program.nodes)
+        self._second = microbatch_tokens(self.T)[0] if microbatches else None
         writes = [node for node in program.nodes if node.op == "attention_metadata"]
         shapes: dict[str, Shape] = dict.fromkeys(BY_TOKEN, ((self.T,), torch.int32))
         self._by_sequence = BY_SEQUENCE if _reads_states(program) else {}
-        S = self.T if lanes else min(self.T, program.sizes["S"])
+        S = self.T if microbatches else min(self.T, program.sizes["S"])
         shapes |= dict.fromkeys(self._by_sequence, ((S,), torch.int32))
         shapes |= {
             "logits_indices": ((program.sizes["R"],), torch.int32),
@@ -104,12 +104,12 @@ class Bucket:
         }
         end = owner.first + block_bytes(shapes)
         self._host = owner.host[:end]
-        staged = views(self._host[owner.first :], shapes)
-        self._staged = {name: view.numpy() for name, view in staged.items()}
+        staging = views(self._host[owner.first :], shapes)
+        self._staging = {name: view.numpy() for name, view in staging.items()}
         expansion = torch.zeros(3, dtype=torch.int64, device="cpu")
         self._metadata: HostMetadata | None = None  # in decode steps there is nothing to find out
         if any(port not in _OF_DECODES for node in writes for port in node.outputs):
-            outputs = {**self._staged, "expansion": expansion.numpy()}
+            outputs = {**self._staging, "expansion": expansion.numpy()}
             own = {port: outputs[port] for port in writes[0].outputs}
             attrs = writes[0].attr("expand_from"), writes[0].attr("chunk")
             self._metadata = HostMetadata(own, *attrs)
@@ -123,16 +123,22 @@ class Bucket:
     def _named(
         self, tensors: Mapping[str, torch.Tensor], writes: Sequence[Node]
     ) -> dict[str, torch.Tensor]:
-        """A GPU's inputs by the program's names, those of lanes as parts."""
+        """A GPU's inputs by the program's names, those of microbatches as parts."""
         own = *BY_TOKEN, *self._by_sequence
         named = {name: tensors[name] for name in (*own, "logits_indices")}
         rows = {"": slice(None)}
-        if self._second is not None:  # the second lane begins at that row
-            rows |= zip(LANES, (slice(0, self._second), slice(self._second, None)), strict=True)
-        for lane in rows:
-            named |= {lane_name(lane, name): tensors[name][rows[lane]] for name in own}
+        if self._second is not None:  # the second microbatch begins at that row
+            rows |= zip(
+                MICROBATCHES, (slice(0, self._second), slice(self._second, None)), strict=True
+            )
+        for microbatch in rows:
+            named |= {
+                microbatch_name(microbatch, name): tensors[name][rows[microbatch]] for name in own
+            }
         for node in writes:
-            named |= {name: tensors[port][rows[node.lane]] for port, name in node.outputs.items()}
+            named |= {
+                name: tensors[port][rows[node.microbatch]] for port, name in node.outputs.items()
+            }
         return named
 
     def send(self, T: int, S: int, R: int) -> None:
@@ -140,19 +146,19 @@ class Bucket:
 
         The block is free again when the step's results are there.
         """
-        staged, arrays = self._staged, self._arrays
-        staged["logits_indices"][:R] = arrays["logits_indices"][:R]
-        staged["logits_indices"][R:] = 0
+        staging, arrays = self._staging, self._arrays
+        staging["logits_indices"][:R] = arrays["logits_indices"][:R]
+        staging["logits_indices"][R:] = 0
         lengths = arrays["lengths"][:S]
         used = -(-int(lengths.max(initial=0)) // PAGE)  # pages of the longest sequence
         start = self._second
         if start is None:
             self._place(slice(0, self.T), slice(0, T), slice(0, S), used)
         else:
-            first = lane_tokens(T)[0]
+            first = microbatch_tokens(T)[0]
             self._place(slice(0, start), slice(0, first), slice(0, first), used)
             self._place(slice(start, self.T), slice(first, T), slice(first, T), used)
-            rows = staged["logits_indices"][:R]
+            rows = staging["logits_indices"][:R]
             rows[rows >= first] += start - first
         if self._metadata is not None:
             starts, counts = arrays["query_starts"][:S], arrays["query_lengths"][:S]
@@ -166,24 +172,26 @@ class Bucket:
         Args:
             used: pages of the longest sequence.
         """
-        staged, arrays = self._staged, self._arrays
+        staging, arrays = self._staging, self._arrays
         for name, padding in BY_TOKEN.items():  # what another bucket left here may be no id
-            pad(staged[name][rows], arrays[name][tokens], padding)
+            pad(staging[name][rows], arrays[name][tokens], padding)
         for name, padding in self._by_sequence.items():
-            first = tokens.start if name == "query_starts" else 0  # which is counted in the lane
-            pad(staged[name][rows], arrays[name][sequences] - first, padding)
-        if "table" not in staged:  # nothing attends
+            first = (
+                tokens.start if name == "query_starts" else 0
+            )  # which is counted in the microbatch
+            pad(staging[name][rows], arrays[name][sequences] - first, padding)
+        if "table" not in staging:  # nothing attends
             return
-        table = staged["table"][rows]
+        table = staging["table"][rows]
         S = sequences.stop - sequences.start
         table[:S, :used] = arrays["page_table"][arrays["page_rows"][sequences], :used]
         table[:S, used:] = 0
         table[S:] = 0
         if self._metadata is None:
-            pad(staged["decode_lengths"][rows], arrays["lengths"][sequences])
+            pad(staging["decode_lengths"][rows], arrays["lengths"][sequences])
 
     def _copy(self) -> None:
-        """To every GPU, on the current stream of each."""
+        """Copies the block to every GPU, on the current stream of each."""
         self._owner.stage_sampling()
         for block in self._blocks.values():
             block.copy_(self._host, non_blocking=True)
@@ -191,15 +199,15 @@ class Bucket:
     def pretend(self) -> None:
         """Sends a step that compiles what other steps launch, and writes nothing to the cache: one
         chunk of all tokens, or one token of each sequence."""
-        staged, T = self._staged, self.T
-        for array in staged.values():
+        staging, T = self._staging, self.T
+        for array in staging.values():
             array[:] = 0
         for name, padding in {**BY_TOKEN, **self._by_sequence}.items():
-            staged[name][:] = padding
-        if "decode_lengths" in staged:
-            staged["decode_lengths"][:] = 1
+            staging[name][:] = padding
+        if "decode_lengths" in staging:
+            staging["decode_lengths"][:] = 1
         if self._metadata is not None:
-            n = min(T, staged["table"].shape[1] * PAGE)
+            n = min(T, staging["table"].shape[1] * PAGE)
             lengths = np.array([n], np.int64)
             self._metadata.write(np.zeros(1, np.int64), lengths, lengths, np.zeros(n, np.int64))
         self._copy()
@@ -210,27 +218,27 @@ def _reads_states(program: Program) -> bool:
 
 
 def _shapes(program: Program, writes: Sequence[Node]) -> dict[str, Shape]:
-    """By port, the metadata of one GPU's attention in the block: of both lanes, behind each
-    other."""
-    found: dict[str, Shape] = {}
+    """Shapes of the metadata of one GPU's attention in the block, by port; both microbatches' lie
+    one behind the other."""
+    shapes: dict[str, Shape] = {}
     for node in writes:
         if node.device != writes[0].device:
             continue
         for port in node.outputs.keys() - {"expansion"}:
             rows, *rest = program.shape(node.outputs[port])
-            before = found[port][0][0] if port in found else 0
-            found[port] = (before + rows, *rest), torch.int32
-    return found
+            before = shapes[port][0][0] if port in shapes else 0
+            shapes[port] = (before + rows, *rest), torch.int32
+    return shapes
 
 
-def _most_bytes(T: int, S: int, R: int, pages: int, piece: int) -> int:
-    """Bytes that a bucket takes, at most; lanes have room for a sequence a token."""
-    C = most_chunks(T, S, piece)
+def _most_bytes(T: int, S: int, R: int, pages: int, max_chunk: int) -> int:
+    """Bytes that a bucket takes, at most; microbatches have room for a sequence a token."""
+    C = most_chunks(T, S, max_chunk)
     tokens = ((T,),) * (len(BY_TOKEN) + 2)
     n = 1 + len(BY_SEQUENCE)
     mixed = (*tokens, (R,), *((S,),) * n, (S, pages), *((C,),) * 4, (C, pages))
-    lanes = (*tokens, (R,), *((T,),) * n, (T, pages))
+    microbatches = (*tokens, (R,), *((T,),) * n, (T, pages))
     return max(
         block_bytes({str(i): (shape, torch.int32) for i, shape in enumerate(shapes)})
-        for shapes in (mixed, lanes)
+        for shapes in (mixed, microbatches)
     )

@@ -12,20 +12,20 @@ from ...experts.cache import CachePolicy
 from ...kv_cache.page_store import PageStore
 from ...planning.execution import ExecutionPlan, Phase
 from ...planning.residency import Filled
+from ...runner.expert_slots import ExpertSlots
 from ...runner.paged_runner import Executable
-from ...runner.slots import Slots
 from ...workers.pool import WorkerPool
 from ..gpus import Gpus
 from .binders.sampling import waits_for_masks
 from .calibrate import calibrated
-from .lane import CudaLane
 from .memory.experts import on_gpu
 from .memory.pages import GpuPages
 from .resources import CudaResources
+from .step_runner import CudaStepRunner
 from .streamed_runner import StreamedRunner
 
 
-class CudaRunner(CudaLane):
+class CudaRunner(CudaStepRunner):
     """See ``runner.batch.Runner``.
 
     Args:
@@ -49,7 +49,7 @@ class CudaRunner(CudaLane):
             return self
         return CudaRunner(self._resources, calibrated(self._resources, self.plan))
 
-    def make_slots(self) -> Slots | None:
+    def make_expert_slots(self) -> ExpertSlots | None:
         if not self.plan.placement.filled(Filled.BETWEEN_STEPS):
             return None
         program, policy = self.compiled().program, self.plan.policy or CachePolicy()
@@ -62,14 +62,14 @@ class CudaRunner(CudaLane):
         caches = {name: self.caches[name] for name in names}
         return GpuPages(caches, self.model.states, self.pinned)
 
-    def before_slots(self, slots: Slots) -> None:
+    def update_expert_slots(self, slots: ExpertSlots) -> None:
         if slots.before_step():
             with torch.cuda.device(self.device) if self._resources.real else nullcontext():
                 self._table.copy_(slots.table, non_blocking=True)
 
     def close(self) -> None:
-        if self.slots is not None:
-            self.slots.close()
+        if self.expert_slots is not None:
+            self.expert_slots.close()
         self.pinned.close()
 
     def bind_prompts(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
@@ -83,7 +83,7 @@ class CudaRunner(CudaLane):
         apart = bool(across) and not self.model.states
         if apart and self.plan.streams_all(self.compiled().program):
             self.prepare(inputs)
-            self.prefill_runner = StreamedRunner(self._resources, self.plan, self.slots)
+            self.prefill_runner = StreamedRunner(self._resources, self.plan, self.expert_slots)
             self.prefill_runner.bind(self._batch)
             streamed = self.prefill_runner.steps
         else:

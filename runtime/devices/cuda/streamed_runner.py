@@ -1,4 +1,5 @@
-"""Steps of prompts whose experts are streamed, beside the steps of another runner (OSDI 3.3.2).
+"""Steps of prompts whose experts are streamed, in parallel with the steps of another runner (OSDI
+3.3.2).
 
 They need no worker of the CPU, so requests decode meanwhile: those steps share the GPU, which works
 for a part of the time in which experts cross, and main memory, of which the link reads a part.
@@ -15,14 +16,14 @@ import torch
 from ...planning.compile import Compiled
 from ...planning.execution import ExecutionPlan, Phase
 from ...runner.batch import StepBatch, StepResult
+from ...runner.expert_slots import ExpertSlots
 from ...runner.paged_runner import Executable
-from ...runner.slots import Slots
 from .executable import CudaExecutable
-from .lane import CudaLane
 from .resources import CudaResources
+from .step_runner import CudaStepRunner
 
 
-class StreamedRunner(CudaLane):
+class StreamedRunner(CudaStepRunner):
     """See ``runner.batch.PrefillRunner``.
 
     Args:
@@ -35,11 +36,13 @@ class StreamedRunner(CudaLane):
     high_priority = False
     decodes = False
 
-    def __init__(self, resources: CudaResources, plan: ExecutionPlan, slots: Slots | None) -> None:
+    def __init__(
+        self, resources: CudaResources, plan: ExecutionPlan, slots: ExpertSlots | None
+    ) -> None:
         super().__init__(resources, replace(plan, passes=(), dual_batch=False))
         assert plan.prompts is not None
-        self.min_tokens, self.min_alone = plan.prompts.beside, plan.prompts.alone
-        self.max_others, self._decode_slots = plan.prompts.not_streamed, slots
+        self.min_tokens, self.min_alone = plan.prompts.min_tokens, plan.prompts.alone
+        self.max_others, self._decode_expert_slots = plan.prompts.not_streamed, slots
         # Not the stream of decode steps, which would wait for these.
         devices = resources.gpus.values() if resources.real else ()
         self._streams = [torch.cuda.Stream(device) for device in devices]
@@ -53,10 +56,10 @@ class StreamedRunner(CudaLane):
     def bind_prompts(self, inputs: Mapping[str, torch.Tensor]) -> list[Executable]:
         own = [step for step in self.plan.prompt_steps() if step.phase is Phase.STREAMED]
         steps = self.bind_steps(own, inputs)
-        if self._decode_slots is not None:
+        if self._decode_expert_slots is not None:
             for step in steps:
                 choices = {name: tensor.numpy() for name, tensor in step.outputs.items()}
-                self._decode_slots.add(step, step.program, choices)
+                self._decode_expert_slots.add(step, step.program, choices)
         return steps
 
     def allocate(self, compiled: Compiled) -> None:
@@ -73,10 +76,10 @@ class StreamedRunner(CudaLane):
         return step.ready()
 
     def result(self) -> StepResult:
-        found = super().result()
-        if self._decode_slots is not None:  # what prompts take says what decode steps will
-            self._decode_slots.ended(self._executable, self.sizes.tolist(), False)
-        return found
+        step_result = super().result()
+        if self._decode_expert_slots is not None:  # what prompts take says what decode steps will
+            self._decode_expert_slots.ended(self._executable, self.sizes.tolist(), False)
+        return step_result
 
     @contextmanager
     def _own_streams(self) -> Iterator[None]:

@@ -8,18 +8,18 @@ from itertools import pairwise
 import torch
 
 from ...program import Node
-from .memory import Memory
+from .memory import RefBuffers
 
 
-def all_reduce(m: Memory, node: Node) -> None:
+def all_reduce(m: RefBuffers, node: Node) -> None:
     m.ranks.all_reduce(*_out_and_x(m, node), node.attr("ranks"))
 
 
-def all_gather(m: Memory, node: Node) -> None:
+def all_gather(m: RefBuffers, node: Node) -> None:
     m.ranks.all_gather(*_out_and_x(m, node), node.attr("ranks"))
 
 
-def gather_columns(m: Memory, node: Node) -> None:
+def gather_columns(m: RefBuffers, node: Node) -> None:
     out, x = _out_and_x(m, node)
     widths = [last - first for first, last in pairwise(node.attr("starts"))]
     came = [x.new_empty(len(x), width) for width in widths]
@@ -27,32 +27,34 @@ def gather_columns(m: Memory, node: Node) -> None:
     out.copy_(torch.cat(came, 1))
 
 
-def reduce_scatter(m: Memory, node: Node) -> None:
+def reduce_scatter(m: RefBuffers, node: Node) -> None:
     m.ranks.reduce_scatter(*_out_and_x(m, node), node.attr("ranks"))
 
 
-def dispatch(m: Memory, node: Node) -> None:
+def dispatch(m: RefBuffers, node: Node) -> None:
     """Pairs of a token and an expert, sorted by expert, to the ranks that have these."""
     ranks, topk = node.attr("ranks"), m.read(node.inputs["ids"]).shape[1]
     order, counts = _sorted_pairs(m, node)
     ids, factors = (m.read(node.inputs[name]).flatten()[order] for name in ("ids", "weights"))
     x = m.read(node.inputs["x"])[order // topk]
-    came = m.whole(node.outputs["counts"])
+    came = m.full(node.outputs["counts"])
     m.ranks.all_to_all(came.split(1), counts.split(1), ranks)
-    rows, own_ids, weights = (m.whole(node.outputs[n]) for n in ("rows", "own_ids", "factors"))
-    own_ids.fill_(-1)
+    rows, received_ids, weights = (
+        m.full(node.outputs[n]) for n in ("rows", "received_ids", "factors")
+    )
+    received_ids.fill_(-1)
     first = node.attr("starts")[ranks.index(m.ranks.rank)]
-    for out, value in ((rows, x), (own_ids[:, 0], ids), (weights[:, 0], factors)):
+    for out, value in ((rows, x), (received_ids[:, 0], ids), (weights[:, 0], factors)):
         parts = out[: int(came.sum())].split(came.tolist())
         m.ranks.all_to_all(parts, value.split(counts.tolist()), ranks)
-    own_ids[: int(came.sum())] -= first
+    received_ids[: int(came.sum())] -= first
 
 
-def combine(m: Memory, node: Node) -> None:
+def combine(m: RefBuffers, node: Node) -> None:
     """Rows back to where they came from, in the order of ``dispatch``, and their sums."""
     topk = m.read(node.inputs["ids"]).shape[1]
     order, counts = _sorted_pairs(m, node)
-    came, rows = m.whole(node.inputs["counts"]).tolist(), m.whole(node.inputs["rows"])
+    came, rows = m.full(node.inputs["counts"]).tolist(), m.full(node.inputs["rows"])
     back = rows.new_empty(len(order), rows.shape[1])
     parts = back.split(counts.tolist())
     m.ranks.all_to_all(parts, rows[: sum(came)].split(came), node.attr("ranks"))
@@ -60,7 +62,7 @@ def combine(m: Memory, node: Node) -> None:
     out.zero_().index_add_(0, order // topk, back)
 
 
-def _sorted_pairs(m: Memory, node: Node) -> tuple[torch.Tensor, torch.Tensor]:
+def _sorted_pairs(m: RefBuffers, node: Node) -> tuple[torch.Tensor, torch.Tensor]:
     """Numbers of the pairs of a token and an expert by expert, and how many go to each rank."""
     ids = m.read(node.inputs["ids"]).flatten()
     order = ids.argsort(stable=True)[int((ids < 0).sum()) :]
@@ -68,15 +70,15 @@ def _sorted_pairs(m: Memory, node: Node) -> tuple[torch.Tensor, torch.Tensor]:
     return order, torch.searchsorted(ids[order], edges).diff()
 
 
-def send(m: Memory, node: Node) -> None:
+def send(m: RefBuffers, node: Node) -> None:
     m.ranks.send([m.read(name) for name in node.reads], node.attr("peer"))
 
 
-def recv(m: Memory, node: Node) -> None:
+def recv(m: RefBuffers, node: Node) -> None:
     m.ranks.recv([m.read(name) for name in node.writes], node.attr("peer"))
 
 
-_OPS: tuple[Callable[[Memory, Node], None], ...] = (
+_OPS: tuple[Callable[[RefBuffers, Node], None], ...] = (
     all_reduce,
     all_gather,
     gather_columns,
@@ -90,5 +92,5 @@ COLLECTIVES = {op.__name__: op for op in _OPS}
 """By the names of nodes."""
 
 
-def _out_and_x(m: Memory, node: Node) -> tuple[torch.Tensor, torch.Tensor]:
+def _out_and_x(m: RefBuffers, node: Node) -> tuple[torch.Tensor, torch.Tensor]:
     return m.read(node.outputs["out"]), m.read(node.inputs["x"])

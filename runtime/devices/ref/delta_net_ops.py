@@ -8,10 +8,10 @@ from pykernels import ref
 from pykernels.shapes import StateBatch
 
 from ...program import Node
-from .memory import Memory
+from .memory import RefBuffers
 
 
-def causal_conv1d(m: Memory, node: Node) -> None:
+def causal_conv1d(m: RefBuffers, node: Node) -> None:
     weight = m.weight(node, "weight")  # [K, C]
 
     def channels(name: str) -> torch.Tensor:
@@ -22,7 +22,7 @@ def causal_conv1d(m: Memory, node: Node) -> None:
     out = ref.causal_conv1d(
         channels("x"),
         weight.T,
-        m.whole(node.inputs["conv"]),
+        m.full(node.inputs["conv"]),
         _batch(m, node),
         silu=bool(node.attr("silu")),
         bias=m.weight(node, "bias") if "bias" in node.weights else None,
@@ -31,7 +31,7 @@ def causal_conv1d(m: Memory, node: Node) -> None:
     m.write(node.outputs["out"], out)
 
 
-def delta_gates(m: Memory, node: Node) -> None:
+def delta_gates(m: RefBuffers, node: Node) -> None:
     rate = m.weight(node, "rate")
     a, b = (
         m.read(node.inputs[name]).flatten(1)[:, start : start + len(rate)]
@@ -42,8 +42,8 @@ def delta_gates(m: Memory, node: Node) -> None:
         m.write(node.outputs[name], value)
 
 
-def gated_delta_rule(m: Memory, node: Node) -> None:
-    state, HK = m.whole(node.inputs["delta"]), node.attr("HK")
+def gated_delta_rule(m: RefBuffers, node: Node) -> None:
+    state, HK = m.full(node.inputs["delta"]), node.attr("HK")
     HV, DK, DV = state.shape[1:]
     qkv = m.read(node.inputs["qkv"]).flatten(1)
     q, k, v = qkv.split([HK * DK, HK * DK, HV * DV], 1)
@@ -62,17 +62,17 @@ def gated_delta_rule(m: Memory, node: Node) -> None:
     m.write(node.outputs["out"], out)
 
 
-def gated_rms_norm(m: Memory, node: Node) -> None:
+def gated_rms_norm(m: RefBuffers, node: Node) -> None:
     weight = m.weight(node, "weight")
     x, gate = _gated(m, node, len(weight))
     m.write(node.outputs["out"], ref.gated_rms_norm(x, gate, weight, node.attr("eps")))
 
 
-def sigmoid_mul(m: Memory, node: Node) -> None:
+def sigmoid_mul(m: RefBuffers, node: Node) -> None:
     m.write(node.outputs["out"], ref.sigmoid_mul(*_gated(m, node, node.attr("D"))))
 
 
-def _gated(m: Memory, node: Node, D: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _gated(m: RefBuffers, node: Node, D: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Heads and their gates, [T, heads, D] each."""
     heads, start = node.attr("heads"), node.attr("gate_start")
     x, gate = (m.read(node.inputs[name]).flatten(1) for name in ("x", "gate"))
@@ -80,7 +80,7 @@ def _gated(m: Memory, node: Node, D: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.unflatten(1, (heads, D)), gate.unflatten(1, (heads, D))
 
 
-def _batch(m: Memory, node: Node) -> StateBatch:
+def _batch(m: RefBuffers, node: Node) -> StateBatch:
     """Where the step's sequences have their tokens and states."""
     names = ("query_starts", "query_lengths", "state_slots", "has_state")
     starts, lengths, slots, past = (m.read(node.inputs[name]).int().contiguous() for name in names)

@@ -18,19 +18,19 @@ from ..collectives import Communicator
 from .weights import layouts
 
 
-class Memory:
+class RefBuffers:
     """The buffers of a program, as ops read and write them.
 
     Args:
-        weights: of the program's model.
-        sizes: those of the step (``Program.step_sizes``).
+        weights: the weights of the program's model.
+        sizes: the sizes of the step (``Program.step_sizes``).
         fixed: by name, tensors of the "input" and "cache" buffers.
         order: of the device, for the memory plan; None: every buffer has memory of its own.
         ranks: where the program meets those of other ranks; None: it meets none.
 
     Attributes:
         outputs: by name, tensors of the "output" buffers.
-        nbytes: of what lies between nodes.
+        nbytes: bytes of the buffers between nodes.
 
     Raises:
         PykernelsError: an input or a cache that is not given.
@@ -87,13 +87,13 @@ class Memory:
     def whole_weight(self, node: Node, port: str) -> Any:
         """The experts of a layer of which the node takes some."""
         spec = self.program.weight(node, port)
-        return self.weights.get(spec.whole or spec, *self._layout_of(node, port))
+        return self.weights.get(spec.full or spec, *self._layout_of(node, port))
 
     def optional(self, node: Node, port: str) -> Any | None:
         """A weight that a node may have or not."""
         return self.weight(node, port) if port in node.weights else None
 
-    def whole(self, name: str) -> torch.Tensor:
+    def full(self, name: str) -> torch.Tensor:
         """A buffer in its largest shape: a cache, a page table."""
         return self._tensors[name]
 

@@ -12,26 +12,26 @@ from pykernels.ref.attention import attend
 from pykernels.ref.router import split_routing as split_by_weight
 from pykernels.ref.sampling.inputs import SamplingInputs
 
-from ...experts.staged import copy_experts, staged
+from ...experts.tiles import copy_experts, expert_tiles
 from ...kv_cache.layout import cache_inputs
 from ...program import Node
 from ...program.ops import SAMPLING, SAMPLING_TABLES
 from .collective_ops import COLLECTIVES
 from .delta_net_ops import DELTA_NETS
-from .memory import Memory
+from .memory import RefBuffers
 from .partial_ops import PARTIAL, keys_values
 from .weights import Dequantized
 
-Op = Callable[[Memory, Node], None]
+Op = Callable[[RefBuffers, Node], None]
 
 
-def embed(m: Memory, node: Node) -> None:
+def embed(m: RefBuffers, node: Node) -> None:
     table = m.weight(node, "table")
     ids, scale = m.read(node.inputs["ids"]), node.attr("scale")
     m.write(node.outputs["out"], ref.embed(ids, table).float() * scale)
 
 
-def rms_norm(m: Memory, node: Node) -> None:
+def rms_norm(m: RefBuffers, node: Node) -> None:
     """The sum of x and the addends and its norm; of some of their rows where these are given."""
     weight = m.weight(node, "weight")
     rows = m.read(node.inputs["rows"]) if "rows" in node.inputs else slice(None)
@@ -43,7 +43,7 @@ def rms_norm(m: Memory, node: Node) -> None:
         m.write(node.outputs["sum"], total)
 
 
-def post_norm(m: Memory, node: Node) -> None:
+def post_norm(m: RefBuffers, node: Node) -> None:
     first, *others = (m.read(name) for name in node.series("add"))
     for other in others:
         first = first + other
@@ -52,18 +52,18 @@ def post_norm(m: Memory, node: Node) -> None:
     m.write(node.outputs["out"], ref.post_norm(first, weight, node.attr("eps"), residual, scale))
 
 
-def softcap(m: Memory, node: Node) -> None:
+def softcap(m: RefBuffers, node: Node) -> None:
     m.write(node.outputs["x"], ref.softcap(m.read(node.inputs["x"]), node.attr("cap")))
 
 
-def add(m: Memory, node: Node) -> None:
+def add(m: RefBuffers, node: Node) -> None:
     first, *others = (m.read(name) for name in node.series("x"))
     for other in others:
         first = first + other
     m.write(node.outputs["out"], first)
 
 
-def linear(m: Memory, node: Node) -> None:
+def linear(m: RefBuffers, node: Node) -> None:
     """x by a matrix, to columns of out from ``start`` on."""
     matrix, bias = m.weight(node, "weight"), m.optional(node, "bias")
     N, K = matrix.shape
@@ -73,26 +73,26 @@ def linear(m: Memory, node: Node) -> None:
     m.read(node.outputs["out"])[:, start : start + N] = y
 
 
-def per_head_linear(m: Memory, node: Node) -> None:
+def per_head_linear(m: RefBuffers, node: Node) -> None:
     """A matrix for each head, to the first numbers of each head of out."""
     heads, x = m.weight(node, "heads"), m.read(node.inputs["x"]).flatten(1)
     G, N, K = heads.shape
     x_head, out_head = node.attr("x_head"), node.attr("out_head")
-    own = slice(node.attr("first"), node.attr("first") + G)
-    x = x[:, : own.stop * x_head].unflatten(1, (-1, x_head))[:, own, :K]  # [T, G, K]
+    head_range = slice(node.attr("first"), node.attr("first") + G)
+    x = x[:, : head_range.stop * x_head].unflatten(1, (-1, x_head))[:, head_range, :K]  # [T, G, K]
     y = torch.einsum("tgk,gnk->tgn", x, heads)
-    out = m.read(node.outputs["out"]).flatten(1)[:, : own.stop * out_head]
-    out.unflatten(1, (-1, out_head))[:, own, :N] = y
+    out = m.read(node.outputs["out"]).flatten(1)[:, : head_range.stop * out_head]
+    out.unflatten(1, (-1, out_head))[:, head_range, :N] = y
 
 
-def rope_table(m: Memory, node: Node) -> None:
+def rope_table(m: RefBuffers, node: Node) -> None:
     positions, frequencies = m.read(node.inputs["positions"]), m.weight(node, "frequencies")
     angles = positions.float()[:, None] * frequencies  # [T, R / 2]
     scale = node.attr("scale")
     m.write(node.outputs["out"], torch.stack([angles.cos() * scale, angles.sin() * scale], 1))
 
 
-def mla_rope_cache_write(m: Memory, node: Node) -> None:
+def mla_rope_cache_write(m: RefBuffers, node: Node) -> None:
     q, kv, table, slot_mapping = (
         m.read(node.inputs[name]) for name in ("q", "kv", "angles", "slot_mapping")
     )
@@ -113,7 +113,7 @@ def mla_rope_cache_write(m: Memory, node: Node) -> None:
     m.write(node.outputs["rotated"], torch.cat([rotated.new_zeros(len(q), NH, L), rotated], -1))
 
 
-def gqa_rope_cache_write(m: Memory, node: Node) -> None:
+def gqa_rope_cache_write(m: RefBuffers, node: Node) -> None:
     qkv, table, slot_mapping = (
         m.read(node.inputs[name]) for name in ("qkv", "angles", "slot_mapping")
     )
@@ -137,7 +137,7 @@ def gqa_rope_cache_write(m: Memory, node: Node) -> None:
     m.write(node.outputs["rotated"], _rotated(q, table, interleaved))
 
 
-def attention(m: Memory, node: Node) -> None:
+def attention(m: RefBuffers, node: Node) -> None:
     """Each sequence's tokens, which follow each other, over its pages."""
     NH, dk, dv = node.attr("heads"), node.attr("dk"), node.attr("dv")
     q = m.read(node.inputs["q"]).flatten(1).unflatten(1, (NH, dk))
@@ -155,7 +155,7 @@ def attention(m: Memory, node: Node) -> None:
     m.write(node.outputs["out"], out)
 
 
-def attention_expanded(m: Memory, node: Node) -> None:
+def attention_expanded(m: RefBuffers, node: Node) -> None:
     """Latent attention of sequences with many tokens, by the keys and values of each head."""
     rotated, q = (m.read(node.inputs[name]) for name in ("q", "q_nope"))
     NH, dv, nope = node.attr("heads"), node.attr("dv"), node.attr("nope")
@@ -175,22 +175,22 @@ def attention_expanded(m: Memory, node: Node) -> None:
         out[at] = attend(q[at], keys, values, scale=node.attr("scale"))
 
 
-def _sequences(m: Memory, node: Node) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+def _sequences(m: RefBuffers, node: Node) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
     """Each one's tokens, in order, its pages and its keys."""
     sequences, positions = (m.read(node.inputs[name]) for name in ("sequences", "positions"))
-    table = m.whole(node.inputs["page_table"])
+    table = m.full(node.inputs["page_table"])
     for sequence in sequences.unique().tolist():
         (at,) = torch.where(sequences == sequence)
         at = at[positions[at].argsort()]
         yield at, table[sequence], int(positions[at[-1]]) + 1
 
 
-def _cache(m: Memory, node: Node) -> dict[str, torch.Tensor]:
+def _cache(m: RefBuffers, node: Node) -> dict[str, torch.Tensor]:
     """The parts of the cache that a node reads, by their names."""
-    return {part: m.whole(name) for part, name in cache_inputs(node).items()}
+    return {part: m.full(name) for part, name in cache_inputs(node).items()}
 
 
-def router(m: Memory, node: Node) -> None:
+def router(m: RefBuffers, node: Node) -> None:
     logits = m.read(node.inputs["logits"])[:, : node.attr("experts")]
     bias, factors = (m.optional(node, port) for port in ("bias", "factors"))
     chosen = ref.router(logits, node.attr("spec"), bias, factors=factors)
@@ -198,7 +198,7 @@ def router(m: Memory, node: Node) -> None:
     m.write(node.outputs["weights"], chosen.weights)
 
 
-def split_routing(m: Memory, node: Node) -> None:
+def split_routing(m: RefBuffers, node: Node) -> None:
     ids, factors = (m.read(node.inputs[name]) for name in ("ids", "weights"))
     whole = m.read(node.inputs["whole"]) if "whole" in node.inputs else None
     parts = split_by_weight(ids, factors, node.attr("last"), whole)
@@ -207,22 +207,22 @@ def split_routing(m: Memory, node: Node) -> None:
             m.write(node.outputs[name], part)
 
 
-def place_routing(m: Memory, node: Node) -> None:
-    parts = ref.place_routing(m.read(node.inputs["ids"]), m.whole(node.inputs["slots"]))
-    for name, part in zip(("here_ids", "there_ids"), parts, strict=True):
+def place_routing(m: RefBuffers, node: Node) -> None:
+    parts = ref.place_routing(m.read(node.inputs["ids"]), m.full(node.inputs["slots"]))
+    for name, part in zip(("local_ids", "remote_ids"), parts, strict=True):
         m.write(node.outputs[name], part)
 
 
-def rank_experts(m: Memory, node: Node) -> None:
-    experts, count = (len(m.whole(node.outputs[name])) for name in ("slots", "order"))
-    found = ref.rank_experts(m.read(node.inputs["ids"]), experts, count)
-    for name, table in zip(("slots", "order"), found, strict=True):
+def rank_experts(m: RefBuffers, node: Node) -> None:
+    experts, count = (len(m.full(node.outputs[name])) for name in ("slots", "order"))
+    tables = ref.rank_experts(m.read(node.inputs["ids"]), experts, count)
+    for name, table in zip(("slots", "order"), tables, strict=True):
         m.write(node.outputs[name], table)
 
 
-def load_experts(m: Memory, node: Node) -> None:
+def load_experts(m: RefBuffers, node: Node) -> None:
     first, count = node.attr("first"), node.attr("count")
-    tiles = staged(m.program.weight(node, "experts"), count, m.whole(node.outputs["out"]))
+    tiles = expert_tiles(m.program.weight(node, "experts"), count, m.full(node.outputs["out"]))
     held = m.whole_weight(node, "experts")
     if "order" not in node.inputs:
         copy_experts(held, first, count, tiles)
@@ -231,15 +231,15 @@ def load_experts(m: Memory, node: Node) -> None:
         copy_experts(held, expert, 1, tiles, i)
 
 
-def unpack_experts(m: Memory, node: Node) -> None:
+def unpack_experts(m: RefBuffers, node: Node) -> None:
     """This device reads tiles: the piece goes to its place among those of the layer."""
     spec, count = m.program.weight(node, "experts"), node.attr("count")
-    tiles = staged(spec, count, m.whole(node.inputs["tiles"]))
-    here = staged(spec, spec.shape[0], m.whole(node.outputs["out"]))
+    tiles = expert_tiles(spec, count, m.full(node.inputs["tiles"]))
+    here = expert_tiles(spec, spec.shape[0], m.full(node.outputs["out"]))
     copy_experts(tiles, 0, count, here, node.attr("first"))
 
 
-def moe_ffn(m: Memory, node: Node) -> None:
+def moe_ffn(m: RefBuffers, node: Node) -> None:
     x = m.read(node.inputs["x"])
     if "ids" in node.inputs:
         ids, factors = (m.read(node.inputs[name]) for name in ("ids", "weights"))
@@ -248,7 +248,7 @@ def moe_ffn(m: Memory, node: Node) -> None:
         factors = torch.ones(len(x), 1, dtype=torch.float32, device="cpu")
     if "resident" in node.inputs:
         spec = m.program.weight(node, "experts")
-        here = staged(spec, spec.shape[0], m.whole(node.inputs["resident"]))
+        here = expert_tiles(spec, spec.shape[0], m.full(node.inputs["resident"]))
         experts: Any = Dequantized(here, range(spec.shape[0]))
     else:
         experts = m.weight(node, "experts")
@@ -256,12 +256,12 @@ def moe_ffn(m: Memory, node: Node) -> None:
     m.write(node.outputs["out"], y)
 
 
-def join_rows(m: Memory, node: Node) -> None:
+def join_rows(m: RefBuffers, node: Node) -> None:
     parts = [m.read(node.inputs[name]) for name in ("first", "last")]
     m.write(node.outputs["out"], torch.cat(parts))
 
 
-def sample_requests(m: Memory, node: Node) -> None:
+def sample_requests(m: RefBuffers, node: Node) -> None:
     logits = m.read(node.inputs["logits"])
     inputs = SamplingInputs(
         **{

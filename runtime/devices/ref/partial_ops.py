@@ -16,10 +16,10 @@ from pykernels.ref.partial_attention import (
 
 from ...kv_cache.layout import cache_inputs
 from ...program import Node
-from .memory import Memory
+from .memory import RefBuffers
 
 
-def attention_block(m: Memory, node: Node) -> None:
+def attention_block(m: RefBuffers, node: Node) -> None:
     """Each token's sequence up to its position, among the keys of a block."""
     names = "positions", "sequences", "key_positions", "key_sequences"
     positions, sequences, key_positions, key_sequences = (m.read(node.inputs[n]) for n in names)
@@ -35,7 +35,7 @@ def attention_block(m: Memory, node: Node) -> None:
     _write(m, node, part)
 
 
-def attention_prefix(m: Memory, node: Node) -> None:
+def attention_prefix(m: RefBuffers, node: Node) -> None:
     """Each token's sequence as far as it was before the step."""
     names = "positions", "sequences", "prefix_lengths"
     positions, sequences, lengths = (m.read(node.inputs[n]) for n in names)
@@ -48,7 +48,7 @@ def attention_prefix(m: Memory, node: Node) -> None:
         length = int(lengths[at[0]])
         if not length:
             continue
-        table = m.whole(node.inputs["page_table"])[sequence]
+        table = m.full(node.inputs["page_table"])[sequence]
         keys, values = keys_values(m, node, table, length)
         mask = _in_window(
             node, positions[at], torch.arange(length, dtype=torch.int64, device="cpu")
@@ -60,27 +60,27 @@ def attention_prefix(m: Memory, node: Node) -> None:
     _write(m, node, part)
 
 
-def cache_write(m: Memory, node: Node) -> None:
+def cache_write(m: RefBuffers, node: Node) -> None:
     """Rows of a block to their slots, in every part of the cache."""
     slots = m.read(node.inputs["slot_mapping"])
     (at,) = torch.where(slots >= 0)
     for source, target in zip(node.series("rows"), node.series("cache"), strict=True):
-        rows, cache = (_bytes(m.whole(name)).flatten(0, 1) for name in (source, target))
+        rows, cache = (_bytes(m.full(name)).flatten(0, 1) for name in (source, target))
         cache[slots[at]] = rows[at]
 
 
-PARTIAL: dict[str, Callable[[Memory, Node], None]] = {
+PARTIAL: dict[str, Callable[[RefBuffers, Node], None]] = {
     op.__name__: op for op in (attention_block, attention_prefix, cache_write)
 }
 """By the names of nodes."""
 
 
 def keys_values(
-    m: Memory, node: Node, table: torch.Tensor, length: int
+    m: RefBuffers, node: Node, table: torch.Tensor, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first keys and values of a table's pages, float32 [length, KVH, D]; a latent's values are
     the first part of its keys."""
-    cache = {part: m.whole(name) for part, name in cache_inputs(node).items()}
+    cache = {part: m.full(name) for part, name in cache_inputs(node).items()}
 
     def rows(part: str) -> torch.Tensor:
         scales = cache.get(f"{part}_scale")
@@ -93,8 +93,8 @@ def keys_values(
     return keys[:, None], keys[:, None]
 
 
-def _page(m: Memory, node: Node) -> int:
-    return m.whole(next(iter(cache_inputs(node).values()))).shape[1]
+def _page(m: RefBuffers, node: Node) -> int:
+    return m.full(next(iter(cache_inputs(node).values()))).shape[1]
 
 
 def _bytes(pages: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ def _in_window(node: Node, positions: torch.Tensor, keys: torch.Tensor) -> torch
 
 
 def _attend(
-    m: Memory,
+    m: RefBuffers,
     node: Node,
     at: slice | torch.Tensor,
     keys: torch.Tensor,
@@ -119,6 +119,6 @@ def _attend(
     return partial_attention(q, keys, values[..., : node.attr("dv")], mask, node.attr("scale"))
 
 
-def _write(m: Memory, node: Node, part: Partial) -> None:
+def _write(m: RefBuffers, node: Node, part: Partial) -> None:
     m.write(node.outputs["out"], part[0])
     m.write(node.outputs["lse"], part[1])

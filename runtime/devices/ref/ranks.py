@@ -125,11 +125,11 @@ class StripedExecutable(RanksExecutable):
 
     def launch(self) -> None:
         T, S, R = self._step[:3].tolist()
-        own = stripes(T, len(self.ranks))
-        self._places = places(own, T)
-        sizes = own.shape[1], S, R, 0, 0, own.numel()
+        rows = stripes(T, len(self.ranks))
+        self._places = places(rows, T)
+        sizes = rows.shape[1], S, R, 0, 0, rows.numel()
         self.sizes[:] = torch.tensor(sizes, dtype=torch.int64, device="cpu")
-        deal_inputs(self._whole, self._own, own, T, R)
+        deal_inputs(self._whole, self._own, rows, T, R)
         super().launch()
 
     def result(self) -> None:
@@ -200,7 +200,7 @@ class RanksRunner(RefRunner):
         return self.compiled(tokens=self.max_num_batched_tokens).program
 
     def _caches_of(self, programs: Sequence[Program]) -> list[dict[str, torch.Tensor]]:
-        """By rank, keys and values, and which experts it has."""
+        """Keys and values of each rank, and which experts it has."""
         return [
             own | expert_tables(program)
             for own, program in zip(self._caches, programs, strict=True)

@@ -15,8 +15,8 @@ from ...planning.compile import Compiled
 from ...planning.execution import ExecutionPlan
 from ...planning.lowerable import Lowerable
 from ...planning.residency import Filled
+from ...runner.expert_slots import ExpertSlots, expert_slot_specs
 from ...runner.paged_runner import PagedRunner
-from ...runner.slots import Slots, slot_specs
 from ...workers.pool import WorkerPool
 from ..cpu import weights as cpu
 from .step import RefExecutable
@@ -54,13 +54,15 @@ class RefRunner(PagedRunner):
             for name, part in model.caches(self.num_pages, self.state_slots).items()
         }
 
-    def make_slots(self) -> Slots | None:
+    def make_expert_slots(self) -> ExpertSlots | None:
         if not self.plan.placement.filled(Filled.BETWEEN_STEPS):
             return None
         program = self.compiled().program
-        layers = [self.weights.get(s, cpu.HERE, exact_experts) for s in slot_specs(program)]
+        layers = [
+            self.weights.get(s, cpu.CPU_DEVICE, exact_experts) for s in expert_slot_specs(program)
+        ]
         filler = BetweenSteps(lambda move: layers[move.layer].put(move.slot, move.expert))
-        slots = Slots(program, self.plan.policy or CachePolicy(), filler)
+        slots = ExpertSlots(program, self.plan.policy or CachePolicy(), filler)
         self.caches |= slots.tables
         return slots
 

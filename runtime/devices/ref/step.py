@@ -1,7 +1,7 @@
 """The ``ref`` device: a program's nodes in float32, one after the other.
 
 Where a program has nodes on the ``cpu`` device (``passes.offload``) it is partitioned, and the
-workers run those with the real kernels, as beside a GPU: a thread plays the GPU's stream, and the
+workers run those with the real kernels, as with a GPU: a thread plays the GPU's stream, and the
 two meet at flags only. Buffers lie where the memory plan has them, over each other where their
 lives allow it.
 """
@@ -24,17 +24,17 @@ from ...workers.pool import TaskError, WorkerPool
 from ..collectives import Communicator
 from ..cpu.step import CpuExecutable
 from ..link import Launching, Link, carried
-from .memory import Memory
+from .memory import RefBuffers
 from .ops import OPS
 
-HERE, CPU = "ref", "cpu"
+REF, CPU = "ref", "cpu"
 
 
 class RefExecutable:
     """A program that is ready to run.
 
     Args:
-        weights: of the program's model.
+        weights: the weights of the program's model.
         inputs: by name, tensors of the program's input buffers, in their largest shape.
         caches: by name, tensors of the "cache" buffers.
         pool: runs the nodes on the ``cpu`` device; needed only for these.
@@ -47,7 +47,7 @@ class RefExecutable:
         sizes: T, S and R of the step to come; set it before ``run``.
         inputs: as given.
         outputs: by name, tensors of the "output" buffers.
-        here: this device's part, whose nodes run in their order; ``memory``: of it.
+        ref: this device's part, whose nodes run in their order; ``memory``: of it.
         cpu: the other part; None if there is none. ``link``: between the two.
         before: called first in every step, in the thread that launches it.
 
@@ -73,9 +73,9 @@ class RefExecutable:
         self.inputs = dict(inputs)
         self._parts = compiled.parts
         self._refuse(pool)
-        self.here = here = self._parts[HERE]
-        order = on_streams(here) if reuse else None
-        self.memory = Memory(here, weights, self.sizes, {**inputs, **caches}, order, ranks)
+        self.ref = ref = self._parts[REF]
+        order = on_streams(ref) if reuse else None
+        self.memory = RefBuffers(ref, weights, self.sizes, {**inputs, **caches}, order, ranks)
         self.outputs = dict(self.memory.outputs)
         self.cpu: CpuExecutable | None = None
         self.link: Link | None = None
@@ -151,10 +151,10 @@ class RefExecutable:
 
     def _run(self) -> None:
         try:
-            for node in self.here.nodes:
+            for node in self.ref.nodes:
                 begin = monotonic_ns()
                 self.execute(node)
-                active.node(HERE, node.name, begin, monotonic_ns())
+                active.node(REF, node.name, begin, monotonic_ns())
         except BaseException as error:
             self._give_up(error)
             raise
@@ -166,16 +166,16 @@ class RefExecutable:
 
     def _refuse(self, pool: WorkerPool | None) -> None:
         for device, part in self._parts.items():
-            if device not in (HERE, CPU):
+            if device not in (REF, CPU):
                 raise PykernelsError(
-                    f"{part.nodes[0].name} is on {device!r}", f"Use {HERE!r} and {CPU!r} here"
+                    f"{part.nodes[0].name} is on {device!r}", f"Use {REF!r} and {CPU!r} here"
                 )
             for node in part.nodes:
-                if device == HERE and node.op not in (*OPS, "submit", "wait"):
+                if device == REF and node.op not in (*OPS, "submit", "wait"):
                     raise PykernelsError(
                         f"the ref device has no {node.op!r}", f"It has {', '.join(OPS)}"
                     )
-        if HERE not in self._parts:
+        if REF not in self._parts:
             raise PykernelsError(f"{self.program.name!r} has no node here", "Run it on the cpu")
         if CPU in self._parts and pool is None:
             raise PykernelsError(

@@ -16,7 +16,7 @@ from ..cpu import weights as cpu
 
 
 def layouts(program: Program) -> LayoutOf:
-    """In which layout each node reads its weights; one on the ``cpu`` device in that one's."""
+    """The layout in which each node reads its weights; nodes on ``cpu`` keep that device's."""
     on_cpu = cpu.layouts(program)
     kinds: dict[str, Layout] = {
         "tensor": cpu.vector,
@@ -29,8 +29,8 @@ def layouts(program: Program) -> LayoutOf:
         if node.device == "cpu":
             return on_cpu(node, port)
         if node.role == "load" or "resident" in node.inputs:
-            return cpu.HERE, tiles_of_all
-        return cpu.HERE, kinds[program.weight(node, port).kind]
+            return cpu.CPU_DEVICE, tiles_of_all
+        return cpu.CPU_DEVICE, kinds[program.weight(node, port).kind]
 
     return layout_of
 
@@ -52,15 +52,15 @@ def exact_heads(spec: WeightSpec, store: WeightStore, device: torch.device) -> t
 
 def exact_experts(spec: WeightSpec, store: WeightStore, device: torch.device) -> Dequantized:
     """The experts of a layer, all or some, over those in the CPU's tiles."""
-    packed = store.get(spec.whole or spec, cpu.HERE, cpu.packed)
-    if spec.is_slots:
+    packed = store.get(spec.full or spec, cpu.CPU_DEVICE, cpu.packed)
+    if spec.is_expert_slots:
         return Dequantized(packed, [NONE] * spec.shape[0])
-    return Dequantized(packed, spec.chosen or range(spec.shape[0]))
+    return Dequantized(packed, spec.expert_ids or range(spec.shape[0]))
 
 
 def tiles_of_all(spec: WeightSpec, store: WeightStore, device: torch.device) -> Packed:
     """The CPU's tiles of a layer's experts, from which some of them are copied."""
-    tiles: Packed = store.get(spec.whole or spec, cpu.HERE, cpu.packed)
+    tiles: Packed = store.get(spec.full or spec, cpu.CPU_DEVICE, cpu.packed)
     return tiles
 
 
@@ -106,8 +106,8 @@ class Dequantized:
 
     def biases(self, expert: int) -> Biases | None:
         """The biases of one expert, float32; None where there are none."""
-        found: Biases | None = self._packed.biases(self._chosen[expert])
-        return found
+        biases_: Biases | None = self._packed.biases(self._chosen[expert])
+        return biases_
 
 
 class _Plain:

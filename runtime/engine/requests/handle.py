@@ -142,7 +142,7 @@ class RequestHandle(Handle):
 
 
 class AsyncRequestHandle(Handle):
-    """The same in an event loop: ``async for`` chunk, or ``await handle.result()``.
+    """A request's handle in an event loop: ``async for`` chunk, or ``await handle.result()``.
 
     Tokens of one output that have come by the time they are asked for are one chunk.
     """
@@ -187,7 +187,7 @@ class AsyncRequestHandle(Handle):
         )
 
     async def result(self) -> Result:
-        """As ``RequestHandle.result``."""
+        """Waits for the result; see ``RequestHandle.result``."""
         async for _ in self:
             pass
         return self._collect()

@@ -11,7 +11,7 @@ from typing import Protocol
 from pykernels.errors import PykernelsError
 
 from ...program.step_inputs import MAX_BIASES
-from ...runner.batch import NEVER
+from ...runner.batch import BANNED_BIAS
 from ...runner.routing import RoutedLayer
 from ...runner.sampling_params import MAX_SEED, SamplingParams
 from .request import Request, Sink, failed, fork_seed
@@ -164,7 +164,7 @@ class Intake:
                 )
         eos = () if params.ignore_eos else self.eos_ids
         ends = {*params.stop_token_ids, *eos} if params.min_tokens else set[int]()
-        banned = {token for token, bias in params.logit_bias.items() if bias <= NEVER}
+        banned = {token for token, bias in params.logit_bias.items() if bias <= BANNED_BIAS}
         if len(banned | ends) >= self.vocab_size:
             raise PykernelsError(
                 f"{name}: logit_bias and min_tokens exclude all {self.vocab_size} tokens",

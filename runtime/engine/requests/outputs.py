@@ -111,7 +111,7 @@ class EngineStats:
     finished: int = 0
     failed_steps: int = 0
     decode_seconds: float = 0.0
-    """Of steps that read no prompt."""
+    """Seconds of the steps that read no prompt."""
     decode_steps: Counter[int] = field(default_factory=Counter)
     """How many of those there were, by their tokens."""
     waiting: int = 0

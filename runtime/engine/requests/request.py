@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from pykernels.errors import PykernelsError
 
 from ...kv_cache import PageTable
-from ...runner.batch import NEVER, SequenceSampling
+from ...runner.batch import BANNED_BIAS, SequenceSampling
 from ...runner.constraint import MaskedOutput
 from ...runner.counts import TokenCounts
 from ...runner.routing import RoutedLayer, RoutingLog
@@ -120,7 +120,7 @@ class Request:
         counts = TokenCounts(prompt, max_tokens, vocab_size) if params.penalizes else None
         self.masked: MaskedOutput | None = None
         if params.constraint is not None:
-            banned = [token for token, bias in params.logit_bias.items() if bias <= NEVER]
+            banned = [token for token, bias in params.logit_bias.items() if bias <= BANNED_BIAS]
             ends = self.end_ids if self.min_tokens else ()
             self.masked = MaskedOutput(params.constraint, vocab_size, banned, ends, self.min_tokens)
         mask = None if self.masked is None else self.masked.mask

@@ -31,10 +31,10 @@ class StopFilter:
     def push(self, text: str) -> tuple[str, bool]:
         """What of the text so far can be shown now, and whether a stop string came."""
         text = self.held + text
-        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
-        if found:
+        matches = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        if matches:
             self.held = ""
-            return text[: min(found)], True
+            return text[: min(matches)], True
         keep = max((_overlap(text, stop) for stop in self.stops), default=0)
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep], False
@@ -59,11 +59,11 @@ class TextStream:
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
         self.detokenizer = detokenizer
         self.filter = StopFilter(stops) if stops else None
-        self.pieces: list[str] = []
+        self.deltas: list[str] = []
 
     @property
     def text(self) -> str:
-        return "".join(self.pieces)
+        return "".join(self.deltas)
 
     def push(self, token: int, check: bool = True) -> tuple[str, bool]:
         """The text to show, and whether a stop string ended it; looked for if ``check``."""
@@ -82,5 +82,5 @@ class TextStream:
 
     def _shown(self, text: str) -> str:
         if text:
-            self.pieces.append(text)
+            self.deltas.append(text)
         return text

@@ -126,7 +126,7 @@ class BatchWriter:
         return T, [sampling[s] for s in of.tolist()]
 
     def advance(self, decoding: Sequence[Request], new_pages: bool) -> None:
-        """The same sequences one token later; ``set_tokens`` is given the tokens before or after.
+        """Advances every sequence by one token; ``set_tokens`` may come before or after.
 
         Args:
             decoding: as ``write`` was given, without chunks.
@@ -140,7 +140,7 @@ class BatchWriter:
         self.batch.tables_version = self.manager.version
 
     def set_tokens(self, tokens: Ints) -> None:
-        """What a step drew: inputs of the next, if that one is written, or only advances."""
+        """Writes what a step drew as the inputs of the next one, which is written or advances."""
         S = self._live.shape[1]
         self.batch.tokens[:S] = tokens[self._rows]
         self._rows = slice(S)

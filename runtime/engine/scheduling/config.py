@@ -31,7 +31,7 @@ DRAFTERS = ("ngram",)
 """Where drafts come from, by name."""
 
 MOST_DRAFTS = 256
-"""Of an output in a step."""
+"""Most drafts of an output in a step."""
 
 MOST = {
     "max_num_batched_tokens": 1 << 16,  # each buffer of a step has room for all
@@ -48,7 +48,7 @@ MOST = {
 """Largest values of whole numbers."""
 
 _OR_NONE = ("max_waiting", "snapshot_tokens", "snapshots")
-"""Of these, those that may be 0."""
+"""Names of these that may be 0."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class EngineConfig:
             of ``max_model_len`` as fit into an eighth of the free memory, two at least.
         kv_disk: directory of keys, values and states that outlive the process; None: none do.
         kv_disk_gib: GiB of all blocks in it; None: see ``kv_tiers.directory.prepared``.
-        kv_ram_gib: GiB of main memory for the same beside a GPU, in front of that directory.
+        kv_ram_gib: GiB of main memory for the same with a GPU, in front of that directory.
         kv_store: address of the master of a Mooncake store, behind all that; None: none.
         kv_store_gib: GiB of main memory that the process lends to the store.
         snapshot_tokens: of a model whose layers have a state of each sequence: tokens of a prompt
@@ -77,8 +77,9 @@ class EngineConfig:
             1,024; 0: no snapshots.
         snapshots: that are kept besides the states of running sequences, the most recently used
             ones; None: as many as ``max_num_seqs``.
-        target_itl_ms: inter-token time to keep while a prompt is read beside running decodes; the
-            prompt tokens of such a step are capped by measured step times. None: no cap.
+        target_itl_ms: inter-token time to keep while a prompt is read in parallel with running
+            decodes; the prompt tokens of such a step are capped by measured step times. None: no
+            cap.
         max_partial_prefills: prompts that may be under way in one step.
         max_waiting: requests that may wait to be admitted; more are refused with ``EngineBusy``.
             None: no limit.
@@ -236,12 +237,12 @@ def check_drafts(most: int, sizes: object) -> None:
     """Raises PykernelsError if a step of these sizes, those that are given, has no room for one
     sequence with so many drafts."""
     for name in ("max_num_batched_tokens", "max_num_logits"):
-        room = getattr(sizes, name)
-        if room is not None and most >= room:
+        limit = getattr(sizes, name)
+        if limit is not None and most >= limit:
             raise PykernelsError(
                 f"draft_tokens={most}: a step must have room for them and the token before them,"
-                f" and {name} is {room}",
-                f"Give {room - 1} drafts or fewer, or a larger {name}"
-                if room > 1
+                f" and {name} is {limit}",
+                f"Give {limit - 1} drafts or fewer, or a larger {name}"
+                if limit > 1
                 else f"Give a larger {name}",
             )

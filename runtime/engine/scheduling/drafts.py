@@ -50,8 +50,8 @@ class Drafts:
 
     def propose(self, decoding: Iterable[Request]) -> dict[Request, list[int]]:
         """What the drafters say, of those that say anything."""
-        found = ((r, self._proposed(r, r.tokens, r.most_drafts)) for r in decoding)
-        return {request: drafts for request, drafts in found if drafts}
+        proposed = ((r, self._proposed(r, r.tokens, r.most_drafts)) for r in decoding)
+        return {request: drafts for request, drafts in proposed if drafts}
 
     def any_behind(self, step: ScheduledStep, sampled_token_ids: Sequence[int]) -> bool:
         """Whether there will be drafts behind what a step has drawn, while the next step is

@@ -15,7 +15,7 @@ reach their most tokens. Pages and rows that are given back meanwhile may be dea
 since steps run one behind the other.
 
 Where a runner has a ``prefill_runner``, chunks of so many tokens as are worth it are a step of
-their own, which runs beside those of the decoding requests (``PrefillLane``).
+their own, which runs in parallel with those of the decoding requests (``PrefillStream``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .batch_writer import BatchWriter
 from .config import EngineConfig
 from .drafts import Drafts
 from .prefill_cap import PrefillCap
-from .prefill_lane import PrefillLane
+from .prefill_stream import PrefillStream
 from .step import PrefillChunk, ScheduledStep
 
 ORDER = attrgetter("order")
@@ -46,7 +46,7 @@ class Scheduler:
         waiting: not admitted or preempted, by order.
         prefilling: have pages, and prompt tokens that are not computed yet; by order.
         decoding: every token but the last is computed; in order of arrival.
-        lane: prompts that are computed beside other steps; None: the runner cannot.
+        prefill_stream: computes prompts in parallel with other steps; None: the runner cannot.
         tiers: levels behind the pages; None: there are none.
     """
 
@@ -75,7 +75,7 @@ class Scheduler:
             -(-config.snapshot_spacing // self.page_size),
         )
         self.writer = BatchWriter(runner, self.manager)
-        self.lane: PrefillLane | None = None
+        self.prefill_stream: PrefillStream | None = None
         self.waiting: list[Request] = []
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
@@ -85,11 +85,11 @@ class Scheduler:
         self._changed = True  # since the last step: the batch must be written again
         self._until_page = 0  # steps until a decoding request fills a page
 
-    def add_lane(self, runner: Runner) -> None:
+    def add_prefill_stream(self, runner: Runner) -> None:
         """Called once the runner is bound."""
         if runner.prefill_runner is not None:
             assert self.manager.snapshots is None, "no states are copied beside a running step"
-            self.lane = PrefillLane(runner.prefill_runner, self.manager)
+            self.prefill_stream = PrefillStream(runner.prefill_runner, self.manager)
 
     @property
     def busy(self) -> bool:
@@ -118,17 +118,17 @@ class Scheduler:
             self.decoding.remove(request)
         else:
             self.prefilling.remove(request)
-        if request in self._beside:
-            assert self.lane is not None
-            self.lane.hold(request)
+        if request in self._in_prefill_stream:
+            assert self.prefill_stream is not None
+            self.prefill_stream.hold(request)
         else:
             self.manager.release(request.table)
         self._changed = True
 
     @property
-    def _beside(self) -> frozenset[Request]:
-        """Those whose prompts are computed beside other steps just now."""
-        return frozenset() if self.lane is None else self.lane.requests
+    def _in_prefill_stream(self) -> frozenset[Request]:
+        """Requests whose prompts are computed in parallel with other steps just now."""
+        return frozenset() if self.prefill_stream is None else self.prefill_stream.requests
 
     def requests(self) -> list[Request]:
         return self.decoding + self.prefilling + self.waiting
@@ -159,11 +159,15 @@ class Scheduler:
             if ahead:
                 return None
             decoding = [r for r in decoding if r.state is State.RUNNING]
-        most = self.budget if self.lane is None else min(self.budget, self.lane.max_others)
+        most = (
+            self.budget
+            if self.prefill_stream is None
+            else min(self.budget, self.prefill_stream.max_others)
+        )
         budget = most - len(decoding)
         chunks = self._prefill(min(budget, self.cap.limit(len(decoding))), len(decoding), now)
         if not decoding and not chunks:
-            idle = not (ahead or self._beside or self.loading)
+            idle = not (ahead or self._in_prefill_stream or self.loading)
             assert not (idle and self.busy), "the first request in line fits into an empty cache"
             return None
         rows = {request: row for row, request in enumerate(before.sampled)} if before else None
@@ -219,18 +223,19 @@ class Scheduler:
         return step
 
     def schedule_prefill(self, now: float) -> ScheduledStep | None:
-        """The next step of the lane, as if it were launched; None: it is busy, or too little waits.
+        """The next step of the prefill stream, as if it were launched; None: it is busy, or too
+        little waits.
 
         It may be launched when the steps have ended that are launched by now.
         """
-        lane = self.lane
-        if lane is None or lane.requests:
+        prefill_stream = self.prefill_stream
+        if prefill_stream is None or prefill_stream.requests:
             return None
         self._admit_waiting(self.budget, now, self.prefilling)
         chunks = self._chunks(self.budget, self.max_num_logits, self.prefilling)
-        if sum(chunk.size for chunk in chunks) < lane.least(bool(self.decoding)):
+        if sum(chunk.size for chunk in chunks) < prefill_stream.least(bool(self.decoding)):
             return None
-        step = lane.schedule(chunks)
+        step = prefill_stream.schedule(chunks)
         for chunk in chunks:
             chunk.request.computed = chunk.last
         for request in step.sampled:
@@ -238,27 +243,27 @@ class Scheduler:
         return step
 
     def undo_prefill(self, step: ScheduledStep) -> None:
-        """The lane's step is not launched: it is scheduled anew."""
+        """The prefill stream's step is not launched: it is scheduled anew."""
         for request in step.sampled:
             request.drawn -= 1
         for chunk in step.chunks:
             chunk.request.computed = chunk.first
-        self._leave_lane()
+        self._leave_prefill_stream()
 
     def finished_prefill(self, step: ScheduledStep, whole: bool) -> None:
-        """Called before what the lane's step drew is appended: pages that it has filled are shared,
-        if it is ``whole`` and has not failed."""
+        """Called before what the prefill stream's step drew is appended: pages that it has filled
+        are shared, if it is ``whole`` and has not failed."""
         for request, first, size in step.chunks:
             if request.state is State.RUNNING and whole:
                 self.manager.commit(request.table, request.tokens, first + size)
                 if request in step.sampled:
                     self.prefilling.remove(request)
                     self.decoding.append(request)
-        self._leave_lane()
+        self._leave_prefill_stream()
 
-    def _leave_lane(self) -> None:
-        assert self.lane is not None
-        for table in self.lane.leave():
+    def _leave_prefill_stream(self) -> None:
+        assert self.prefill_stream is not None
+        for table in self.prefill_stream.leave():
             self.manager.release(table)
         self._changed = True
 
@@ -352,7 +357,7 @@ class Scheduler:
                     self._changed = True
                     if ahead:
                         return False
-                    others = [r for r in self.prefilling if r not in self._beside]
+                    others = [r for r in self.prefilling if r not in self._in_prefill_stream]
                     self._preempt(max(self.decoding + others, key=ORDER))
                     whole = False
         return whole
@@ -379,15 +384,15 @@ class Scheduler:
         return self._chunks(budget, self.max_num_logits - decoding, self._short_enough())
 
     def _short_enough(self) -> list[Request]:
-        """The prompts that are not for the lane."""
-        lane = self.lane
-        if lane is None or not lane.requests:  # it has just declined these ones
+        """The prompts that are not for the prefill stream."""
+        prefill_stream = self.prefill_stream
+        if prefill_stream is None or not prefill_stream.requests:  # it has just declined these ones
             return self.prefilling
-        least = lane.least(bool(self.decoding))
+        least = prefill_stream.least(bool(self.decoding))
         return [
             r
             for r in self.prefilling
-            if r not in lane.requests and len(r.tokens) - r.computed < least
+            if r not in prefill_stream.requests and len(r.tokens) - r.computed < least
         ]
 
     def _chunks(self, budget: int, rows: int, prefilling: Sequence[Request]) -> list[PrefillChunk]:

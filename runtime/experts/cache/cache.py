@@ -33,7 +33,7 @@ class Filler(Protocol):
         """Queues copies and returns at once; a step may be running."""
 
     def finished(self) -> Sequence[Move]:
-        """Those whose copies have ended since the last call. No step runs."""
+        """The moves whose copies have ended since the last call. No step runs."""
 
     def close(self) -> None:
         """Ends what was queued."""
@@ -103,7 +103,7 @@ class ExpertCache:
         self.stats = CacheStats()
         self.scores = Scores(policy, L, experts)
         self._filler: Filler = BetweenSteps() if filler is None else filler
-        self._room: list[list[int]] = [list(range(n))[::-1] for n in slots]  # empty slots
+        self._empty: list[list[int]] = [list(range(n))[::-1] for n in slots]  # empty slots
         self._slot: NDArray[np.int32] = np.full((L, experts), -1, np.int32)  # or the one to be
         self._coming = np.zeros((L, experts), np.bool_)
         self._leaving: list[tuple[int, int]] = []  # (layer, expert), when the step has ended
@@ -164,7 +164,7 @@ class ExpertCache:
             each, most = E, self.burst
         if (limit := most - self.in_flight) < 1:
             return  # what is on its way takes as long as the steps: no more
-        free = np.array([len(room) for room in self._room], np.int64)
+        free = np.array([len(empty) for empty in self._empty], np.int64)
         stays = (self._slot >= 0) & ~self._coming
         margin = 0.0 if policy.recent else policy.margin
         swaps = plan(self.scores.values, stays, self._slot < 0, free, each, limit, margin)
@@ -172,7 +172,7 @@ class ExpertCache:
         at_once = []
         for layer, expert, leaves in swaps:
             if leaves == NOBODY:
-                slot = self._room[layer].pop()
+                slot = self._empty[layer].pop()
                 at_once.append(Move(layer, expert, slot))
             else:
                 slot = int(self._slot[layer, leaves])

@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 POLICIES = ("lfu", "lfu-fixed", "lru", "lru-fixed")
-"""By what experts are compared, and how a step's swaps are dealt out to the layers."""
+"""What a policy compares experts by, and how it deals a step's swaps out to the layers."""
 NOBODY = -1
 _TIE = 1e-9
 """Less than two scores differ by, and more than they are rounded by."""
@@ -151,5 +151,5 @@ def _first(keys: Floats, count: int) -> NDArray[np.int64]:
     keys = keys + _TIE * np.arange(keys.shape[1])
     if 2 * count >= keys.shape[1]:
         return np.argsort(keys, axis=1)[:, :count]
-    found = np.argpartition(keys, count - 1, axis=1)[:, :count]
-    return np.take_along_axis(found, np.argsort(np.take_along_axis(keys, found, 1), axis=1), 1)
+    indices = np.argpartition(keys, count - 1, axis=1)[:, :count]
+    return np.take_along_axis(indices, np.argsort(np.take_along_axis(keys, indices, 1), axis=1), 1)

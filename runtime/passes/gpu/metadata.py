@@ -16,11 +16,11 @@ import torch
 from ...program import Buffer, Node, Program
 from ...program.node import Dim
 from ...program.ops import OPS
-from ...program.sizes import lane_name
+from ...program.sizes import microbatch_name
 from ..layers import rebuilt
 from ..order import ordered
 
-PIECE = 128
+MAX_CHUNK = 128
 """Tokens of a chunk: a block of the prefill kernels, so that a launch which has room for any mix of
 sequences has few blocks too many."""
 _BY_SEQUENCE = ("query_starts", "query_lengths", "lengths", "page_rows")
@@ -32,7 +32,7 @@ _READ = {
     "attention_expanded": (*_CHUNKS, "chunk_rows", "expansion"),
     "per_head_linear": ("expansion",),
 }
-"""By op, the metadata that it reads; ``_TOKENS`` where tokens attend to latents one by one."""
+"""Metadata that each op reads; ``_TOKENS`` where tokens attend to latents one by one."""
 _DTYPES = {"expansion": torch.int64}  # on the host
 _CPU = "cpu"
 ORDER = ("pairs", "starts", "positions")
@@ -40,14 +40,14 @@ ORDER = ("pairs", "starts", "positions")
 
 
 @ordered
-def gpu_metadata(program: Program, decode: bool = False, piece: int = PIECE) -> Program:
+def gpu_metadata(program: Program, decode: bool = False, max_chunk: int = MAX_CHUNK) -> Program:
     """The program with what launches on GPUs read beside activations and weights.
 
     Args:
         decode: every sequence of its steps has one token.
-        piece: longer chunks are cut, where keys and values are read from the cache as they are.
+        max_chunk: longer chunks are cut, where keys and values are read from the cache as they are.
     """
-    whole = _with_orders(_with_sequences(with_latents_apart(program), decode, piece))
+    whole = _with_orders(_with_sequences(with_latents_apart(program), decode, max_chunk))
     return _of_one_token(whole) if decode else whole
 
 
@@ -58,33 +58,33 @@ def most_chunks(T: int, S: int, chunk: int) -> int:
 
 def with_latents_apart(program: Program) -> Program:
     """The program with bfloat16 latents and their rotated parts in caches of their own."""
-    found: dict[str, Buffer] = {}
+    new_buffers: dict[str, Buffer] = {}
     for node in program.nodes:
         name = node.inputs.get("latent", "")
         if node.op == "mla_rope_cache_write" and node.device != _CPU and "rope" not in node.inputs:
             buffer, L = program.buffers[name], program.weight(node, "kv_norm").shape[0]
             *pages, width = buffer.shape
-            found[name] = replace(buffer, shape=(*pages, L))
+            new_buffers[name] = replace(buffer, shape=(*pages, L))
             rope = f"{name}.rope"
-            found[rope] = replace(buffer, name=rope, shape=(*pages, int(width) - L))
-    if not found:
+            new_buffers[rope] = replace(buffer, name=rope, shape=(*pages, int(width) - L))
+    if not new_buffers:
         return program
     nodes = list[Node]()
     for node in program.nodes:
-        if (name := node.inputs.get("latent", "")) in found:
+        if (name := node.inputs.get("latent", "")) in new_buffers:
             port = {"rope": f"{name}.rope"}
             outputs = {**node.outputs, **port} if "latent" in node.outputs else node.outputs
             node = replace(node, inputs={**node.inputs, **port}, outputs=outputs)
         nodes.append(node)
-    return rebuilt(program, nodes, found)
+    return rebuilt(program, nodes, new_buffers)
 
 
 @dataclass(frozen=True)
 class _Metadata:
-    """Of the attention of one GPU, or of a lane there.
+    """Metadata of the attention of one GPU, or of a microbatch there.
 
     Attributes:
-        nodes: that write it; ``buffers``: of theirs; ``names``: these by port.
+        nodes: nodes that write it; ``buffers``: theirs; ``names``: of the buffers, by port.
         chunk: tokens of a chunk; 0: it has none.
         expand_from: 0: nothing is expanded.
     """
@@ -114,18 +114,20 @@ class _Metadata:
         return replace(node, inputs={**inputs, **ports}, attrs=attrs)
 
 
-def _with_sequences(program: Program, decode: bool, piece: int) -> Program:
+def _with_sequences(program: Program, decode: bool, max_chunk: int) -> Program:
     """The program whose nodes of attention read metadata."""
     gpus = {node.device for node in program.nodes} - {_CPU}
     made: dict[tuple[str, str], _Metadata] = {}
     for node in program.nodes:
-        key = node.device, node.lane
+        key = node.device, node.microbatch
         if node.op == "attention" and _reads(node) and key not in made:
             prefix = "attention" if len(gpus) == 1 else f"{node.device}.attention"
-            made[key] = _metadata(program, node, decode, piece, lane_name(node.lane, prefix))
+            made[key] = _metadata(
+                program, node, decode, max_chunk, microbatch_name(node.microbatch, prefix)
+            )
     nodes, begun = list[Node](), set[tuple[str, str]]()
     for node in program.nodes:
-        key = node.device, node.lane
+        key = node.device, node.microbatch
         if key not in made or node.op not in _READ or not _reads(node):
             nodes.append(node)
             continue
@@ -143,7 +145,7 @@ def _reads(node: Node) -> bool:
     return node.device != _CPU and "sequences" in node.inputs
 
 
-def _metadata(program: Program, node: Node, decode: bool, piece: int, prefix: str) -> _Metadata:
+def _metadata(program: Program, node: Node, decode: bool, max_chunk: int, prefix: str) -> _Metadata:
     """What such a node of attention reads."""
     latents = "latent" in node.inputs
     expand_from = 0 if decode else node.attr("expand_from")
@@ -152,7 +154,7 @@ def _metadata(program: Program, node: Node, decode: bool, piece: int, prefix: st
         program.shape(node.inputs["positions"])[0],
         program.shape(node.inputs["page_table"])[1],
     )
-    S = T if node.lane else min(T, program.sizes["S"])
+    S = T if node.microbatch else min(T, program.sizes["S"])
     # E4M3 becomes rows of bfloat16 before a prefill: once a sequence, not once a piece.
     coded = any(program.buffers[name].dtype == torch.float8_e4m3fn for name in node.reads)
     chunk = 0
@@ -162,7 +164,7 @@ def _metadata(program: Program, node: Node, decode: bool, piece: int, prefix: st
     else:
         shapes["decode_lengths"] = (S,)
     if expand_from or not (latents or decode):
-        chunk = T if latents or coded else min(T, piece)
+        chunk = T if latents or coded else min(T, max_chunk)
         C = most_chunks(T, S, chunk)
         by_chunk = ("chunk_starts", "chunk_lengths", "chunk_keys")
         shapes |= {**dict.fromkeys(by_chunk, (C,)), "chunk_table": (C, pages)}
@@ -176,14 +178,18 @@ def _metadata(program: Program, node: Node, decode: bool, piece: int, prefix: st
         attrs={"expand_from": expand_from, "chunk": chunk},
         device=node.device,
         name=f"{prefix}.metadata",
-        lane=node.lane,
+        microbatch=node.microbatch,
     )
     nodes = [writes]
     if "token_rows" in names:
         read = {"table": names["table"], "rows": names["token_rows"]}
         names["token_table"], shapes["token_table"] = f"{prefix}.token_table", (tokens, pages)
         out, name = {"out": names["token_table"]}, f"{prefix}.tables"
-        nodes.append(Node("select_rows", read, out, device=node.device, name=name, lane=node.lane))
+        nodes.append(
+            Node(
+                "select_rows", read, out, device=node.device, name=name, microbatch=node.microbatch
+            )
+        )
     buffers = {
         names[port]: Buffer(names[port], shape, _DTYPES.get(port, torch.int32))
         for port, shape in shapes.items()
@@ -222,7 +228,7 @@ def _with_orders(program: Program) -> Program:
     for node in program.nodes:
         if node.op == "router" and node.device != _CPU:
             key = node.device, node.outputs["ids"], node.attr("experts")
-            slots = lane_name(node.lane, "slot_mapping")
+            slots = microbatch_name(node.microbatch, "slot_mapping")
             if program.shape(key[1])[0] == 1:
                 node = replace(node, outputs={**node.outputs, **orders.get(key, {})})
                 sorted_here.add(key)

@@ -86,9 +86,9 @@ def _alone(program: Program, ranks: int) -> bool:
 
 
 def _with_one_output(programs: list[Program]) -> tuple[Program, ...]:
-    found = tuple(own if own.rank == 0 else without_outputs(own) for own in programs)
-    check_meetings(found)
-    return found
+    by_rank = tuple(own if own.rank == 0 else without_outputs(own) for own in programs)
+    check_meetings(by_rank)
+    return by_rank
 
 
 def without_outputs(program: Program) -> Program:

@@ -39,7 +39,7 @@ def all_to_all(program: Program, rank: int, ranks: int) -> Program:
         rows = ranks * math.prod(program.shape(ids.name))  # all of them may choose this rank's
         for name, own in {
             "rows": replace(x, shape=(rows, H)),
-            "own_ids": replace(ids, shape=(rows, 1)),
+            "received_ids": replace(ids, shape=(rows, 1)),
             "factors": Buffer("", (rows, 1)),
             "counts": replace(ids, shape=(ranks,)),
             "made": replace(program.buffers[node.outputs["out"]], shape=(rows, H)),
@@ -52,23 +52,26 @@ def all_to_all(program: Program, rank: int, ranks: int) -> Program:
 
 def _nodes(node: Node, experts: str, ranks: int, E: int) -> list[Node]:
     """Sends, computes, and sends back."""
-    own = {name: f"{node.name}.{name}" for name in ("rows", "own_ids", "factors", "counts", "made")}
+    names = {
+        name: f"{node.name}.{name}"
+        for name in ("rows", "received_ids", "factors", "counts", "made")
+    }
     starts = (*(experts_of_rank(r, ranks, E).start for r in range(ranks)), E)
     attrs: dict[str, Any] = {"ranks": tuple(range(ranks)), "starts": starts}
     meeting = replace(node, weights={}, attrs=MappingProxyType(attrs))
-    sent = {name: own[name] for name in ("rows", "own_ids", "factors", "counts")}
+    sent = {name: names[name] for name in ("rows", "received_ids", "factors", "counts")}
     return [
         replace(meeting, op="dispatch", outputs=sent, name=f"{node.name}.dispatch"),
         replace(
             node,
-            inputs={"x": own["rows"], "ids": own["own_ids"], "weights": own["factors"]},
-            outputs={"out": own["made"]},
+            inputs={"x": names["rows"], "ids": names["received_ids"], "weights": names["factors"]},
+            outputs={"out": names["made"]},
             weights=MappingProxyType({"experts": experts}),
         ),
         replace(
             meeting,
             op="combine",
-            inputs={"rows": own["made"], "ids": node.inputs["ids"], "counts": own["counts"]},
+            inputs={"rows": names["made"], "ids": node.inputs["ids"], "counts": names["counts"]},
             name=f"{node.name}.combine",
         ),
     ]

@@ -48,8 +48,8 @@ def local_experts(program: Program, rank: int, ranks: int) -> Program:
         if node.op != "moe_ffn" or node.role not in ROUTED:
             nodes.append(node)
             continue
-        own, part = local(program, node, rank, ranks, weights, buffers)
-        nodes += [*own, all_reduced(node, part, node.outputs["out"], ranks)]
+        new_nodes, part = local(program, node, rank, ranks, weights, buffers)
+        nodes += [*new_nodes, all_reduced(node, part, node.outputs["out"], ranks)]
     return rebuilt(replace(program, weights=weights, rank=rank), nodes, buffers)
 
 
@@ -75,45 +75,47 @@ def local(
     whole = program.weight(node, "experts")
     experts = whole.some(experts_of_rank(rank, ranks, whole.shape[0]))
     ids, out = node.inputs["ids"], node.outputs["out"]
-    here, there, table = (f"{node.name}.{name}" for name in ("here_ids", "there_ids", "table"))
+    local_ids, remote_ids, table = (
+        f"{node.name}.{name}" for name in ("local_ids", "remote_ids", "table")
+    )
     part = f"{out}.rank{rank}"
     weights[experts.name] = experts
     like = replace(program.buffers[ids], kind="scratch")
-    buffers |= {name: replace(like, name=name) for name in (here, there)}
+    buffers |= {name: replace(like, name=name) for name in (local_ids, remote_ids)}
     buffers[table] = Buffer(table, (whole.shape[0],), torch.int32, "cache")
     buffers[part] = replace(program.buffers[out], name=part)
     router = next(other for other in program.nodes if ids in other.writes)
     place = Node(
         "place_routing",
         {"ids": ids, "slots": table},
-        {"here_ids": here, "there_ids": there},
+        {"local_ids": local_ids, "remote_ids": remote_ids},
         device=router.device,
         name=f"{node.name}.place",
         layer=node.layer,
         role="router",
-        lane=node.lane,
+        microbatch=node.microbatch,
     )
-    own = replace(
+    local_node = replace(
         node,
-        inputs={**node.inputs, "ids": here},
+        inputs={**node.inputs, "ids": local_ids},
         outputs={"out": part},
         weights=MappingProxyType({"experts": experts.name}),
     )
-    return (place, own), part
+    return (place, local_node), part
 
 
 def expert_tables(program: Program) -> dict[str, torch.Tensor]:
-    """By buffer, the tables of a rank's program, int32 [E] on the CPU: the place of each expert
-    among those of the rank, or -1."""
+    """Tables of a rank's program by buffer, int32 [E] on the CPU: the place of each expert among
+    those of the rank, or -1."""
     tables: dict[str, torch.Tensor] = {}
     for place in program.nodes:
         if place.op != "place_routing":
             continue
-        (reader,) = program.readers(place.outputs["here_ids"])
+        (reader,) = program.readers(place.outputs["local_ids"])
         spec = program.weight(reader, "experts")
         name = place.inputs["slots"]
         table = torch.full(program.shape(name), -1, dtype=torch.int32, device="cpu")
-        places = torch.arange(len(spec.chosen), dtype=torch.int32, device="cpu")
-        table[list(spec.chosen)] = places
+        places = torch.arange(len(spec.expert_ids), dtype=torch.int32, device="cpu")
+        table[list(spec.expert_ids)] = places
         tables[name] = table
     return tables

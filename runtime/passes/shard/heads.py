@@ -17,7 +17,7 @@ from pykernels.quant.layout import N_BLOCK, ceil_to
 
 from ...program import Buffer, Node, Program
 from ...program.weight_shard import shard_of
-from ...program.weight_spec import Piece, WeightSpec
+from ...program.weight_spec import RowRange, WeightSpec
 from ..layers import rebuilt
 
 _WRITES = ("gqa_rope_cache_write", "mla_rope_cache_write")
@@ -43,19 +43,19 @@ def heads_of(rank: int, ranks: int, NH: int, KVH: int) -> Heads:
     """
     if ranks > NH:
         raise PykernelsError(f"{ranks} ranks for {NH} heads", f"Use at most {NH} ranks")
-    each = NH // KVH
+    group_size = NH // KVH
     if KVH >= ranks:
         first, last = (KVH * r // ranks for r in (rank, rank + 1))
-        return Heads(first * each, last * each, first, last)
+        return Heads(first * group_size, last * group_size, first, last)
     owner = [r * KVH // ranks for r in range(ranks)]
     kv, sharing = owner[rank], owner.count(owner[rank])
-    if sharing > each:
+    if sharing > group_size:
         raise PykernelsError(
-            f"{sharing} ranks for the {each} heads of queries that read one of {KVH} of keys",
+            f"{sharing} ranks for the {group_size} heads of queries that read one of {KVH} of keys",
             "Use fewer ranks",
         )
     place = rank - owner.index(kv)
-    first, last = (kv * each + each * i // sharing for i in (place, place + 1))
+    first, last = (kv * group_size + group_size * i // sharing for i in (place, place + 1))
     return Heads(first, last, kv, kv + 1)
 
 
@@ -93,24 +93,27 @@ class _Cut:
         nodes = [
             node
             for node in self._program.nodes
-            if (node.layer, node.lane, node.role) == (write.layer, write.lane, "attention")
+            if (node.layer, node.microbatch, node.role)
+            == (write.layer, write.microbatch, "attention")
         ]
-        own = self._latent(write) if write.op.startswith("mla") else self._grouped(write)
-        NH, count = write.attr("heads"), own.last - own.first
+        heads = self._latent(write) if write.op.startswith("mla") else self._grouped(write)
+        NH, count = write.attr("heads"), heads.last - heads.first
         self._narrow(write.outputs["rotated"], NH, count)
         for node in nodes:
             if node.op in _OF_HEADS:
                 attrs: dict[str, Any] = {"heads": count} if "heads" in node.attrs else {}
                 if "k" in node.inputs:
-                    attrs["kv_heads"] = own.kv_last - own.kv_first
-                self._replace(node, self._shards(node, [Piece(own.first, own.last)]), **attrs)
+                    attrs["kv_heads"] = heads.kv_last - heads.kv_first
+                self._replace(
+                    node, self._shards(node, [RowRange(heads.first, heads.last)]), **attrs
+                )
                 self._narrow(node.outputs["out"], NH, count)
-        self._sum(nodes, NH, own)
+        self._sum(nodes, NH, heads)
 
     def _grouped(self, write: Node) -> Heads:
         NH, cache = write.attr("heads"), self._program.buffers[write.inputs["k"]]
         KVH, D = (int(dim) for dim in cache.shape[2:])
-        own = heads_of(self._rank, self._ranks, NH, KVH)
+        own_heads = heads_of(self._rank, self._ranks, NH, KVH)
         for port in write.weights:
             if self._program.weight(write, port).shape[0] != D:
                 raise PykernelsError(
@@ -119,32 +122,35 @@ class _Cut:
                     "Use one rank",
                 )
         k, v = write.attr("k_start"), write.attr("v_start")
-        keys = own.kv_first * D, own.kv_last * D
-        spans = [(own.first * D, own.last * D), *((at + keys[0], at + keys[1]) for at in (k, v))]
+        keys = own_heads.kv_first * D, own_heads.kv_last * D
+        spans = [
+            (own_heads.first * D, own_heads.last * D),
+            *((at + keys[0], at + keys[1]) for at in (k, v)),
+        ]
         _, k_start, v_start = self._columns(write.inputs["qkv"], spans)
-        count = own.last - own.first
+        count = own_heads.last - own_heads.first
         self._replace(write, {}, heads=count, k_start=k_start, v_start=v_start)
         for port in ("k", "v", "k_scale", "v_scale"):
             if port in write.inputs:
                 name = write.inputs[port]
                 pages, page, _, *rest = self._program.buffers[name].shape
-                self._shape(name, pages, page, own.kv_last - own.kv_first, *rest)
-        return own
+                self._shape(name, pages, page, own_heads.kv_last - own_heads.kv_first, *rest)
+        return own_heads
 
     def _latent(self, write: Node) -> Heads:
         NH = write.attr("heads")
-        own = heads_of(self._rank, self._ranks, NH, NH)
-        count = own.last - own.first
+        own_heads = heads_of(self._rank, self._ranks, NH, NH)
+        count = own_heads.last - own_heads.first
         L = self._program.weight(write, "kv_norm").shape[0]
         half = self._program.buffers[write.inputs["angles"]].shape[2]
         rope = 2 * int(half)
         D, q, kv = write.attr("nope") + rope, write.inputs["q"], write.inputs["kv"]
-        spans, start = [(own.first * D, own.last * D)], write.attr("kv_start")
+        spans, start = [(own_heads.first * D, own_heads.last * D)], write.attr("kv_start")
         if q == kv:
             spans.append((start, start + L + rope))
         starts = self._columns(q, spans)
         self._replace(write, {}, heads=count, kv_start=starts[1] if q == kv else start)
-        return own
+        return own_heads
 
     def _columns(self, name: str, spans: Sequence[tuple[int, int]]) -> list[int]:
         """Has the linears that write a buffer compute some of its columns alone.
@@ -164,17 +170,17 @@ class _Cut:
             if name not in node.writes:
                 continue
             begin, spec = node.attr("start"), self._program.weight(node, "weight")
-            own = [
+            columns = [
                 (first - begin, last - begin, at)
                 for (first, last), at in zip(spans, starts, strict=True)
                 if begin <= first and last <= begin + spec.shape[0]
             ]
-            if not own:
+            if not columns:
                 self.replaced[node.name] = ()
                 continue
-            base = own[0][2]
-            pieces = [Piece(first, last, at - base) for first, last, at in own]
-            shards = self._shards(node, pieces)
+            base = columns[0][2]
+            ranges = [RowRange(first, last, at - base) for first, last, at in columns]
+            shards = self._shards(node, ranges)
             others = {port: read for port, read in node.inputs.items() if port != "out"}
             inputs = others if is_first else {**others, "out": name}
             self._replace(node, shards, inputs, start=base)
@@ -182,17 +188,17 @@ class _Cut:
         self._shape(name, self._program.buffers[name].shape[0], end)
         return starts
 
-    def _shards(self, node: Node, pieces: Sequence[Piece]) -> dict[str, WeightSpec]:
-        return {port: shard_of(self._program.weight(node, port), pieces) for port in node.weights}
+    def _shards(self, node: Node, ranges: Sequence[RowRange]) -> dict[str, WeightSpec]:
+        return {port: shard_of(self._program.weight(node, port), ranges) for port in node.weights}
 
-    def _sum(self, nodes: Sequence[Node], NH: int, own: Heads) -> None:
+    def _sum(self, nodes: Sequence[Node], NH: int, heads: Heads) -> None:
         """The output projection of a rank's heads, and the sum of all ranks' results."""
         read = next(n for n in reversed(nodes) if n.op in _OF_HEADS).outputs["out"]
         (linear,) = (node for node in nodes if node.op == "linear" and read in node.reads)
         spec, out = self._program.weight(linear, "weight"), linear.outputs["out"]
-        each = spec.shape[1] // NH
-        pieces = [Piece(part.at, part.at + part.shape[0], part.at) for part in spec.parts]
-        shard = shard_of(spec, pieces, (own.first * each, own.last * each))
+        head_columns = spec.shape[1] // NH
+        ranges = [RowRange(part.at, part.at + part.shape[0], part.at) for part in spec.parts]
+        shard = shard_of(spec, ranges, (heads.first * head_columns, heads.last * head_columns))
         part = f"{out}.rank{self._rank}"
         self.buffers[part] = replace(self._program.buffers[out], name=part)
         weights = {"weight": shard.name}
@@ -242,5 +248,5 @@ def all_reduced(node: Node, part: str, out: str, ranks: int) -> Node:
         name=f"{node.name}.all_reduce",
         layer=node.layer,
         role=node.role,
-        lane=node.lane,
+        microbatch=node.microbatch,
     )

@@ -20,8 +20,8 @@ def check_meetings(programs: Sequence[Program]) -> None:
     lines: dict[_Line, dict[int, list[tuple[str, _Meeting]]]] = {}
     for program in programs:
         for node in program.nodes:
-            if (found := _meeting(program, node)) is not None:
-                line, meeting = found
+            if (met := _meeting(program, node)) is not None:
+                line, meeting = met
                 by_rank = lines.setdefault(line, {rank: [] for rank in line[1]})
                 by_rank[program.rank].append((node.name, meeting))
     for (_, (first, *others)), by_rank in lines.items():
@@ -41,7 +41,7 @@ def _at(meetings: Sequence[tuple[str, _Meeting]], i: int) -> tuple[str, _Meeting
 
 
 def _meeting(program: Program, node: Node) -> tuple[_Line, _Meeting] | None:
-    """With whom a node meets, and what the others must have there, too."""
+    """The ranks that a node meets, and what they must have at that place, too."""
     if "ranks" in node.attrs:
         reads = () if node.op == "gather_columns" else node.reads  # each has its own width
         sizes = (_size(program, name) for name in (*reads, *node.writes))
@@ -62,11 +62,11 @@ def _size(program: Program, name: str) -> tuple[object, ...]:
 def sent_bytes(program: Program) -> dict[str, int]:
     """Bytes that a rank sends to others in the largest step, by op, each once to every rank that
     needs it (a ring sends as many). Tokens are taken to choose all experts alike."""
-    found: dict[str, int] = {}
+    by_device: dict[str, int] = {}
     for node in program.nodes:
         if (count := _BYTES.get(node.op)) is not None:
-            found[node.op] = found.get(node.op, 0) + count(program, node)
-    return found
+            by_device[node.op] = by_device.get(node.op, 0) + count(program, node)
+    return by_device
 
 
 def _nbytes(program: Program, names: Sequence[str]) -> int:
@@ -107,7 +107,9 @@ def _pairs(program: Program, node: Node, names: Sequence[str]) -> int:
 
 
 def _dispatch(program: Program, node: Node) -> int:
-    return _pairs(program, node, [node.outputs[port] for port in ("rows", "own_ids", "factors")])
+    return _pairs(
+        program, node, [node.outputs[port] for port in ("rows", "received_ids", "factors")]
+    )
 
 
 def _combine(program: Program, node: Node) -> int:

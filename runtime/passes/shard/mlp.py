@@ -12,7 +12,7 @@ from pykernels.quant.layout import ceil_to
 
 from ...program import Buffer, Node, Program
 from ...program.weight_shard import input_unit, row_unit, shard_of
-from ...program.weight_spec import Piece, WeightSpec
+from ...program.weight_spec import RowRange, WeightSpec
 from ..layers import rebuilt
 from .heads import all_reduced
 
@@ -30,12 +30,12 @@ def cut_mlps(program: Program, rank: int, ranks: int) -> Program:
         if span is None:
             nodes.append(node)
             continue
-        own = shard_of(program.weight(node, "experts"), [Piece(*span)])
+        shard = shard_of(program.weight(node, "experts"), [RowRange(*span)])
         out = node.outputs["out"]
         part = f"{out}.rank{rank}"
-        weights[own.name] = own
+        weights[shard.name] = shard
         buffers[part] = replace(program.buffers[out], name=part)
-        cut = MappingProxyType({"experts": own.name})
+        cut = MappingProxyType({"experts": shard.name})
         nodes.append(replace(node, outputs={"out": part}, weights=cut))
         nodes.append(all_reduced(node, part, out, ranks))
     return rebuilt(replace(program, weights=weights, rank=rank), nodes, buffers)

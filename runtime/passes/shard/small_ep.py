@@ -59,21 +59,21 @@ def small_ep(program: Program, rank: int, ranks: int) -> Program:
             nodes.append(node)
             continue
         out = node.outputs["out"]
-        own, part = local(every, node, rank, ranks, weights, buffers)
+        new_nodes, part = local(every, node, rank, ranks, weights, buffers)
         buffers |= _widened(replace(program, buffers={**program.buffers, **buffers}), {part})
-        nodes += [*own, _scattered(node, part, out, ranks)]
+        nodes += [*new_nodes, _scattered(node, part, out, ranks)]
     buffers = {**_widened(program, wide), **buffers}
     return rebuilt(replace(program, weights=weights, rank=rank), nodes, buffers)
 
 
 def _widened(program: Program, names: set[str], suffix: str = "") -> dict[str, Buffer]:
     """Buffers of all ranks' tokens instead of this one's."""
-    found = (program.buffers[name] for name in names)
+    originals = (program.buffers[name] for name in names)
     return {
         buffer.name + suffix: replace(
             buffer, name=buffer.name + suffix, shape=(ALL_TOKENS, *buffer.shape[1:])
         )
-        for buffer in found
+        for buffer in originals
     }
 
 

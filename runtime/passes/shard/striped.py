@@ -32,14 +32,14 @@ def striped(program: Program, rank: int, ranks: int) -> Program:
     """The program of a rank's stripe, up to the last norm, in front of which all ranks' rows meet.
 
     Raises:
-        PykernelsError: two lanes; no attention that it knows.
+        PykernelsError: two microbatches; no attention that it knows.
     """
-    if any(node.lane for node in program.nodes):
-        raise PykernelsError(f"{program.name!r} has two lanes", "Stripe prompts alone")
+    if any(node.microbatch for node in program.nodes):
+        raise PykernelsError(f"{program.name!r} has two microbatches", "Stripe prompts alone")
     stripe = _Stripe(program, rank, ranks)
     nodes = [new for node in program.nodes for new in stripe.nodes(node)]
-    own = stripe_tokens(program.sizes["T"], ranks)
-    sizes = {**program.sizes, "T": own, ALL_TOKENS: ranks * own}
+    rows = stripe_tokens(program.sizes["T"], ranks)
+    sizes = {**program.sizes, "T": rows, ALL_TOKENS: ranks * rows}
     named = {name for node in nodes for name in (*node.reads, *node.writes)}
     kept = {
         name: buffer
@@ -54,7 +54,7 @@ class _Stripe:
     """What becomes of a program's nodes on a rank.
 
     Attributes:
-        buffers: that are new.
+        buffers: new buffers.
     """
 
     def __init__(self, program: Program, rank: int, ranks: int) -> None:
@@ -79,7 +79,7 @@ class _Stripe:
         return [replace(node, inputs=self._inputs(node.inputs))]
 
     def _inputs(self, inputs: Mapping[str, str]) -> dict[str, str]:
-        """With the step's inputs by token those of the rank."""
+        """The inputs with those by token replaced by the rank's own."""
         return {
             port: self._own(name) if self._by_token(name) else name for port, name in inputs.items()
         }
@@ -188,22 +188,22 @@ class _Stripe:
     def _meet(self, node: Node) -> list[Node]:
         """The last norm, of rows of all ranks' tokens."""
         x = self._program.buffers[node.inputs["x"]]
-        own, every = f"{node.name}.own", f"{node.name}.all"
-        self.buffers[own] = replace(x, name=own, kind="scratch")
+        local_name, every = f"{node.name}.own", f"{node.name}.all"
+        self.buffers[local_name] = replace(x, name=local_name, kind="scratch")
         self.buffers[every] = replace(x, name=every, shape=(ALL_TOKENS, *x.shape[1:]))
         read = repeated("x", [node.inputs["x"], *node.series("add")])
-        add = replace(node, op="add", inputs=read, outputs={"out": own}, weights={})
+        add = replace(node, op="add", inputs=read, outputs={"out": local_name}, weights={})
         add = replace(add, attrs=MappingProxyType({}), name=f"{node.name}.sum")
         rows = self._input(of_all("logits_indices"), "R")
         norm = replace(node, inputs={"x": every, "rows": rows})
-        return [add, gathered(node, own, every, self._ranks), norm]
+        return [add, gathered(node, local_name, every, self._ranks), norm]
 
 
-def gathered(node: Node, own: str, every: str, ranks: int) -> Node:
+def gathered(node: Node, local_name: str, every: str, ranks: int) -> Node:
     """The rows of all ranks, in front of a node that reads them."""
     return Node(
         "all_gather",
-        {"x": own},
+        {"x": local_name},
         {"out": every},
         attrs=MappingProxyType({"ranks": tuple(range(ranks))}),
         device=node.device,

@@ -23,13 +23,13 @@ def stripes(T: int, ranks: int) -> torch.Tensor:
     return both.masked_fill(both >= T, -1)
 
 
-def places(own: torch.Tensor, T: int) -> torch.Tensor:
+def places(rows: torch.Tensor, T: int) -> torch.Tensor:
     """int64 [T]: where each token is among the places of all ranks; own: as ``stripes``."""
-    found = torch.empty(T, dtype=torch.int64, device="cpu")
-    flat = own.flatten()
+    order = torch.empty(T, dtype=torch.int64, device="cpu")
+    flat = rows.flatten()
     (at,) = torch.where(flat >= 0)
-    found[flat[at]] = at
-    return found
+    order[flat[at]] = at
+    return order
 
 
 def of_rank(rank: int, name: str) -> str:

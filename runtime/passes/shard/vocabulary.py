@@ -9,7 +9,7 @@ from pykernels.quant.layout import ceil_to
 
 from ...program import Node, Program
 from ...program.weight_shard import row_unit, shard_of
-from ...program.weight_spec import Piece
+from ...program.weight_spec import RowRange
 from ..layers import rebuilt
 
 
@@ -23,14 +23,14 @@ def cut_vocabulary(program: Program, rank: int, ranks: int) -> Program:
     if blocks < ranks:
         return program
     starts = tuple(min(V, blocks * r // ranks * unit) for r in range(ranks + 1))
-    pieces = [Piece(starts[rank], starts[rank + 1])]
-    own = {port: shard_of(program.weight(head, port), pieces) for port in head.weights}
+    ranges = [RowRange(starts[rank], starts[rank + 1])]
+    shards = {port: shard_of(program.weight(head, port), ranges) for port in head.weights}
     out = head.outputs["out"]
     part = f"{out}.rank{rank}"
     logits = program.buffers[out]
     width = starts[rank + 1] - starts[rank]
     buffers = {part: replace(logits, name=part, shape=(logits.shape[0], width), kind="scratch")}
-    cut = replace(head, outputs={"out": part}, weights={p: spec.name for p, spec in own.items()})
+    cut = replace(head, outputs={"out": part}, weights={p: spec.name for p, spec in shards.items()})
     gather = Node(
         "gather_columns",
         {"x": part},
@@ -40,5 +40,5 @@ def cut_vocabulary(program: Program, rank: int, ranks: int) -> Program:
         name=f"{head.name}.gather",
     )
     nodes = [new for node in program.nodes for new in ([cut, gather] if node is head else [node])]
-    weights = {**program.weights, **{spec.name: spec for spec in own.values()}}
+    weights = {**program.weights, **{spec.name: spec for spec in shards.values()}}
     return rebuilt(replace(program, weights=weights, rank=rank), nodes, buffers)

@@ -13,8 +13,8 @@ from ..placement import CPU
 from .machine import Machine
 
 STEP_TOKENS = (4096, 2048, 1024, 512)
-"""What a step may have, if nobody says: as many as fit, so that weights are read seldom. Beside
-experts on the CPU, and at the least, the last one."""
+"""Default token budgets of a step: the largest that fits; the last one if experts are on the CPU,
+or if none fits."""
 
 
 def step_tokens(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> int:
@@ -27,7 +27,7 @@ def step_tokens(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> int:
     if not machine.real or plan.placement.experts == CPU:
         return STEP_TOKENS[-1]
     for T in STEP_TOKENS[:-1]:
-        if all(free >= 0 for free in free_beside_steps(model, machine, plan, T).values()):
+        if all(free >= 0 for free in free_after_steps(model, machine, plan, T).values()):
             return T
     return STEP_TOKENS[-1]
 
@@ -41,10 +41,10 @@ def free_for_experts(model: Lowerable, machine: Machine, plan: ExecutionPlan) ->
     """
     if not machine.real:
         return dict.fromkeys(machine.free, 1 << 62)
-    return free_beside_steps(model, machine, plan, plan.sizes.tokens)
+    return free_after_steps(model, machine, plan, plan.sizes.tokens)
 
 
-def free_beside_steps(
+def free_after_steps(
     model: Lowerable, machine: Machine, plan: ExecutionPlan, tokens: int
 ) -> dict[str, int]:
     """Bytes that are free on each GPU beside weights, cache and steps of so many tokens."""

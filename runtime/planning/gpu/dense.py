@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...passes.stream_dense import SLOTS, dense_weights
+from ...passes.stream_dense import STAGING_BUFFERS, dense_weights
 from ...program import Program
 from ..compile import compile
 from ..execution import ExecutionPlan, Phase
@@ -73,8 +73,8 @@ def crossing_layers(sizes: Sequence[int], budget: int) -> list[int]:
         return []
     for count in range(1, n + 1):
         chosen = [(2 * i + 1) * n // (2 * count) for i in range(count)]
-        slots = min(SLOTS, count) * max(sizes[i] for i in chosen)
-        if sum(sizes) - sum(sizes[i] for i in chosen) + slots <= budget:
+        buffers = min(STAGING_BUFFERS, count) * max(sizes[i] for i in chosen)
+        if sum(sizes) - sum(sizes[i] for i in chosen) + buffers <= budget:
             return chosen
     return [*range(n)]
 

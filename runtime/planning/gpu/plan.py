@@ -59,7 +59,7 @@ def plan_on_gpus(
         check_routed(model.lower(), "dual_batch")
         raise PykernelsError(
             "dual_batch with the experts on the GPU: there is nothing beside which the other"
-            " lane could run",
+            " microbatch could run",
             "Keep the experts on the CPU (experts cpu), or leave dual_batch off",
         )
     measured = config.defer == "auto" and on_cpu

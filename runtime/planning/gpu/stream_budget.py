@@ -10,7 +10,7 @@ from pykernels.errors import PykernelsError
 from ...kv_cache.layout import PAGE
 from ...machine.nodes import MemoryNodes
 from ...passes.layers import check_routed, moe_layers
-from ...passes.stream_weights import PIECES, Ring
+from ...passes.stream_weights import CHUNKS, StreamRing
 from ...program import Program
 from ..compile import compile
 from ..execution import ExecutionPlan, Phase
@@ -27,7 +27,7 @@ OPS_PER_BYTE = 2048
 """What a GPU computes while a byte crosses its link, about: 110 TFLOP/s beside 55 GB/s."""
 RESERVED = 2048
 """Tokens of a streamed step for which an expert cache leaves room."""
-RINGS = (Ring(PIECES, PIECES + 1), Ring(PIECES, 2))
+RINGS = (StreamRing(CHUNKS, CHUNKS + 1), StreamRing(CHUNKS, 2))
 """A layer loaded beside another one that is computed; where memory is short, a quarter of one."""
 
 
@@ -123,8 +123,8 @@ def balanced_tokens(nbytes: int, numbers: int, positions: int) -> int:
     return max([4096, *(T for T in STREAM_TOKENS if most >= T <= positions)])
 
 
-def _through(machine: Machine, ring: Ring, tokens: int, nodes: MemoryNodes) -> Streaming:
-    return Streaming(ring, tokens, nodes, room=machine.layouts.resident_bytes)
+def _through(machine: Machine, ring: StreamRing, tokens: int, nodes: MemoryNodes) -> Streaming:
+    return Streaming(ring, tokens, nodes, resident_bytes=machine.layouts.resident_bytes)
 
 
 def _streamed_bytes(

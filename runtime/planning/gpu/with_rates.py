@@ -101,7 +101,7 @@ def splits(machine: Machine, plan: ExecutionPlan, program: Program) -> bool:
         program: any of the model's, placed.
     """
     streaming = plan.streaming
-    if streaming is None or not streaming.whole(program):
+    if streaming is None or not streaming.streams_all(program):
         return False
     return all(machine.layouts.gathers(spec) for _, spec in streaming.experts(program))
 

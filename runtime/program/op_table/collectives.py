@@ -29,21 +29,21 @@ def _members(node: Mapping[str, Any]) -> str | None:
 
 def _gathered(node: Mapping[str, Any]) -> str | None:
     """All members' rows are as many as a member's by the number of members."""
-    own, every, count = node["own"], node["every"], len(node["ranks"])
-    if isinstance(own, int) and isinstance(every, int):
-        fits = every == count * own
+    local, every, count = node["own"], node["every"], len(node["ranks"])
+    if isinstance(local, int) and isinstance(every, int):
+        fits = every == count * local
     else:
-        fits = (own, every) == ("T", ALL_TOKENS)
+        fits = (local, every) == ("T", ALL_TOKENS)
     if not fits:
-        return f"{own} rows of each of {count} ranks are not {every} rows"
+        return f"{local} rows of each of {count} ranks are not {every} rows"
     return _members(node)
 
 
 def _columns(node: Mapping[str, Any]) -> str | None:
-    starts, own = node["starts"], node["own"]
+    starts, local = node["starts"], node["own"]
     widths = [last - first for first, last in pairwise(starts)]
-    if len(widths) != len(node["ranks"]) or starts[-1] != node["every"] or own not in widths:
-        return f"{own} columns are none of the parts {starts} of {node['every']}"
+    if len(widths) != len(node["ranks"]) or starts[-1] != node["every"] or local not in widths:
+        return f"{local} columns are none of the parts {starts} of {node['every']}"
     return _members(node)
 
 
@@ -88,7 +88,7 @@ COLLECTIVES: dict[str, Op] = {
         },
         outputs={
             "rows": Port("activation", ("rows", "H")),
-            "own_ids": Port("index", ("rows", "1")),
+            "received_ids": Port("index", ("rows", "1")),
             "factors": Port("float32", ("rows", "1")),
             "counts": Port("index", ("members",)),
         },

@@ -46,7 +46,7 @@ METADATA = {
 SEQUENCES = {
     name: Port(port.kind, port.dims, True) for name, port in {**RAGGED, **METADATA}.items()
 }
-"""Of attention: as the engine has them, or as a GPU's kernels read them."""
+"""Sequences of attention as the engine has them, or as a GPU's kernels read them."""
 ORDER = {  # ``SortedPairs``: tokens' choices by expert
     "pairs": Port("int32", ("pairs",), True),
     "starts": Port("int32", ("experts + 1",), True),

@@ -74,9 +74,9 @@ class Op:
 
     Attributes:
         rule: what dimensions do not say.
-        asynchronous: a peer goes on reading what it reads when the node itself is over.
-        stream: of nodes that name none: nodes of one stream run in order, across streams only those
-            that share a buffer do.
+        asynchronous: another device may still read its inputs after the node has finished.
+        stream: runs its nodes that name none. Nodes of one stream run in order; across streams only
+            nodes that share a buffer do.
     """
 
     inputs: Mapping[str, Port]

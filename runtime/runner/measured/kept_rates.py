@@ -20,8 +20,7 @@ from ...program import Program
 
 _VERSION = 1  # part of the file's name: raise it when kernels change so much that it is outdated
 _LINK = 0.1
-"""Of the seconds that a stream takes: with a link that is slower or faster by more, rates are
-measured again."""
+"""Rates are measured again if the link is slower or faster by more than this share."""
 
 
 def kept_rates(
@@ -46,18 +45,18 @@ def kept_rates(
     text = repr((program.nodes, weights, own, limits))
     digest = blake2b(text.encode(), digest_size=8).hexdigest()
     name = f"prefill-rates-{slug(' '.join((detect().cpu, *devices)))}-{digest}-v{_VERSION}"
-    found = kept(
+    measured = kept(
         name,
         lambda: asdict(measure()),
         lambda rates: abs(_read(rates).stream_s - stream_s) <= _LINK * stream_s,
     )
-    return _read(found)
+    return _read(measured)
 
 
-def _read(found: dict[str, Any]) -> Rates:
+def _read(stored: dict[str, Any]) -> Rates:
     """Raises ``TypeError``, ``ValueError`` or ``LookupError`` where it is no ``Rates``."""
     points = {
-        name: tuple((int(tokens), float(value)) for tokens, value in found[name])
+        name: tuple((int(tokens), float(value)) for tokens, value in stored[name])
         for name in ("cpu", "split", "shares")
     }
-    return Rates(float(found["stream_s"]), **points)
+    return Rates(float(stored["stream_s"]), **points)

@@ -90,7 +90,7 @@ def _compile(op: Any, name: str, takes: str, gives: str) -> Any:
     return routine(4, name)(scope["call"])
 
 
-def _room(nbytes: int, offset: int = 0) -> Array:
+def _buffer(nbytes: int, offset: int = 0) -> Array:
     """Bytes ``offset`` behind a 64-byte boundary."""
     raw = np.zeros(nbytes + 128, U8)
     start = -raw.ctypes.data % 64 + offset
@@ -406,9 +406,9 @@ def _operand(kind: str, case: Case, seed: int) -> Array:
         found = rng.integers(0, 256, 64, U8)
         found[rng.permutation(64)[:10]] = 2 * [0, 1, 127, 128, 255]
         found.view(U16)[rng.integers(32)] = 0
-    room = _room(found.nbytes, case.offset if kind == "@" else 0)
-    room[:] = found.view(U8)
-    return room
+    buffer = _buffer(found.nbytes, case.offset if kind == "@" else 0)
+    buffer[:] = found.view(U8)
+    return buffer
 
 
 def _same(found: Array, wanted: Array, kind: str) -> bool:
@@ -438,7 +438,7 @@ def _check(case: Case, call: Any, seed: int, numbers: Sequence[int]) -> None:
     with np.errstate(all="ignore"):
         wanted = case.define(*typed)
     dtype, count = STORES[case.gives][1:] if case.gives in STORES else (U8, len(wanted))
-    to = _room(np.dtype(dtype).itemsize * count, case.offset if case.gives in "-h" else 0)
+    to = _buffer(np.dtype(dtype).itemsize * count, case.offset if case.gives in "-h" else 0)
     words = [int(x) if k == "n" else x.ctypes.data for x, k in zip(given, case.takes, strict=True)]
     call.ctypes(*(words + 3 * [0])[:3], to.ctypes.data)
     found = to.view(dtype)

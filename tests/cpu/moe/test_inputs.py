@@ -24,17 +24,17 @@ def test_buffers_hold_any_distribution_of_slots(gemm_from):
     """Rows of tiles, rows of the GEMM, and its pairs of A tiles, which are each expert's own."""
     E, H, I = 3, 128, 256  # noqa: E741
     for S in (1, 6, 31, 33, 80):
-        room = cpu.MoEWorkspace().reserve(S, 1, E, H, I, gemm_from, None, None)
+        memory = cpu.MoEWorkspace().reserve(S, 1, E, H, I, gemm_from, None, None)
         for first, second in product(range(S + 1), repeat=2):
             counts = [first, second, S - first - second]
             if counts[2] < 0:
                 continue
             many = [n for n in counts if n >= gemm_from]
-            assert len(room["h"]) >= S - sum(many)
-            assert len(room["h_gemm"]) >= sum(many)
+            assert len(memory["h"]) >= S - sum(many)
+            assert len(memory["h_gemm"]) >= sum(many)
             groups = sum(2 * -(-n // 32) for n in many)
-            assert len(room["x_tiles"]) >= groups * 16 * H
-            assert len(room["h_tiles"]) >= groups * 16 * I
+            assert len(memory["x_tiles"]) >= groups * 16 * H
+            assert len(memory["h_tiles"]) >= groups * 16 * I
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from pykernels import cpu, ref
-from pykernels.cpu.moe.kernel import NEVER
+from pykernels.cpu.moe.kernel import NO_GEMM
 from pykernels.cpu.moe.plan import MoEPlan
 from pykernels.cpu.weights.layout import INTEGERS
 from pykernels.quant import PackedExperts, get_format
@@ -149,7 +149,7 @@ def test_a_token_does_not_depend_on_batch_or_plan(kernel, fmt, activations):
     shape = fit(SHAPE, get_format(fmt))
     experts, routing = _experts(shape, fmt), balanced_routing(11, shape)
     x = _x(11, shape.H).float()
-    for gemm_from in (1, NEVER) if get_backend(kernel).gemm_from else (NEVER,):
+    for gemm_from in (1, NO_GEMM) if get_backend(kernel).gemm_from else (NO_GEMM,):
 
         def run(
             rows: slice | list[int],

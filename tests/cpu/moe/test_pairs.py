@@ -19,7 +19,7 @@ from pykernels.quant.split import SplitExperts
 from pykernels.registry import names
 from pykernels.shapes import ExpertSpec, MoEShape
 from pykernels.testing import assert_close, flips, poisoned, random_experts, skewed_routing
-from runtime.devices.cpu.routed import RoutedExperts
+from runtime.devices.cpu.routed import CpuExperts
 from runtime.workers.pool import WorkerPool
 
 from ..kernels import needs_vnni, only_with_all, operations, tried
@@ -109,12 +109,12 @@ def test_a_pool_does_the_same(case):
     whole, (x, ids, weights) = experts_of(case), inputs(case, 5)
     shape, fmt, down_fmt, activations = CASES[case]
     with WorkerPool(2) as pool:
-        routed = RoutedExperts(shape, fmt, pool, "generic", activations, down_fmt)
+        routed = CpuExperts(shape, fmt, pool, "generic", activations, down_fmt)
         for e in range(shape.E):
             routed.load_expert(e, *whole.unpack(e), biases=whole.biases(e))
         y = routed(x.float(), ids, weights)
         assert routed.read_bytes == len(ids.unique()) * whole.bytes_per_expert
-        assert routed.nbytes == whole.nbytes == RoutedExperts.bytes_needed(shape, fmt, down_fmt)
+        assert routed.nbytes == whole.nbytes == CpuExperts.bytes_needed(shape, fmt, down_fmt)
     assert_close(y, *truth_of(case, 5))
 
 

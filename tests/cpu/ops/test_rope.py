@@ -16,7 +16,7 @@ from pykernels.errors import PykernelsError
 from pykernels.testing import assert_close
 
 T, NH, KVH, D, L, R, P = 5, 3, 2, 32, 48, 16, 2
-SLOTS = torch.tensor([70, -1, 0, 128, 127])
+SLOT_MAPPING = torch.tensor([70, -1, 0, 128, 127])
 ANGLES = ref.rope_table(torch.arange(7, 7 + T), ref.rope_frequencies(R), 0.9)
 BOUND = 1e-6
 
@@ -58,8 +58,8 @@ def test_gqa(norms: str, interleaved: bool, coded: bool) -> None:
         given["v_norm"] = norms == "each"
     ks, vs = pages(KVH, D, coded=coded), pages(KVH, D, coded=coded)
     scales = [[torch.ones(P, 64, KVH) if coded else None for _ in "kv"] for _ in "ab"]
-    out = cpu.gqa_rope_cache_write(qkv, ANGLES, SLOTS, ks[0], vs[0], *scales[0], **given)
-    truth = ref.gqa_rope_cache_write(qkv, ANGLES, SLOTS, ks[1], vs[1], *scales[1], **given)
+    out = cpu.gqa_rope_cache_write(qkv, ANGLES, SLOT_MAPPING, ks[0], vs[0], *scales[0], **given)
+    truth = ref.gqa_rope_cache_write(qkv, ANGLES, SLOT_MAPPING, ks[1], vs[1], *scales[1], **given)
     assert_close(out, truth, BOUND)
     for mine, right in (ks, vs):
         assert_same(mine, right)
@@ -72,8 +72,10 @@ def test_gqa_of_a_wider_row() -> None:
     row, starts = randn(T, 3 + 9 * D), (3 + 2 * D, 0, 7 * D)
     ks, vs = pages(KVH, D), pages(KVH, D)
     given = {"heads": NH, "starts": starts}
-    out = cpu.gqa_rope_cache_write(row, ANGLES, SLOTS, ks[0], vs[0], **given)
-    assert_close(out, ref.gqa_rope_cache_write(row, ANGLES, SLOTS, ks[1], vs[1], **given), BOUND)
+    out = cpu.gqa_rope_cache_write(row, ANGLES, SLOT_MAPPING, ks[0], vs[0], **given)
+    assert_close(
+        out, ref.gqa_rope_cache_write(row, ANGLES, SLOT_MAPPING, ks[1], vs[1], **given), BOUND
+    )
     for mine, right in (ks, vs):
         assert_same(mine, right)
 
@@ -85,7 +87,7 @@ def test_mla(coded: bool) -> None:
     scales = [torch.ones(P, 64) if coded else None for _ in "ab"]
     out, truth = (
         op.mla_rope_cache_write(
-            q, kv, ANGLES, SLOTS, latents[i], ropes[i], weight, scales[i], interleaved=True
+            q, kv, ANGLES, SLOT_MAPPING, latents[i], ropes[i], weight, scales[i], interleaved=True
         )
         for i, op in enumerate((cpu, ref))
     )
@@ -98,7 +100,13 @@ def test_mla(coded: bool) -> None:
 
 def write(**changed: Any) -> torch.Tensor:
     (k, _), (v, _) = pages(KVH, D), pages(KVH, D)
-    given = {"qkv": randn(T, (NH + 2 * KVH) * D), "angles": ANGLES, "slots": SLOTS, "k": k, "v": v}
+    given = {
+        "qkv": randn(T, (NH + 2 * KVH) * D),
+        "angles": ANGLES,
+        "slot_mapping": SLOT_MAPPING,
+        "k": k,
+        "v": v,
+    }
     return cpu.gqa_rope_cache_write(**(given | changed))
 
 
@@ -108,7 +116,7 @@ REFUSED = {
     "rows of 224 numbers for 3 heads": lambda: write(heads=NH, starts=(0, 96, 161)),
     "angles is torch.float32 [4, 2, 8]": lambda: write(angles=ANGLES[:4]),
     "20 angles for heads of 32": lambda: write(angles=randn(T, 2, 20)),
-    "slots is torch.int64 [4]": lambda: write(slots=SLOTS[:4]),
+    "slot_mapping is torch.int64 [4]": lambda: write(slot_mapping=SLOT_MAPPING[:4]),
     "q_norm has 64 weights": lambda: write(q_norm=randn(64)),
     "a head of 24 numbers": lambda: write(k=pages(KVH, 24)[0], v=pages(KVH, 24)[0]),
 }

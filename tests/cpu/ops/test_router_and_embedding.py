@@ -21,9 +21,9 @@ SPECS = [
 @pytest.mark.parametrize("spec", SPECS)
 def test_router(spec: RouterSpec) -> None:
     logits, bias = torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(1))
-    here = torch.arange(9) - 2
+    slot_mapping = torch.arange(9) - 2
     for biased, factors in ((None, None), (bias[0], bias[1].exp())):
-        given = logits, spec, biased, here, factors
+        given = logits, spec, biased, slot_mapping, factors
         found, truth = (op(*given) for op in (cpu.router, ref.router))
         assert torch.equal(found.ids, truth.ids)
         torch.testing.assert_close(found.weights, truth.weights)

@@ -13,7 +13,7 @@ from runtime.program import Builder, Program
 from runtime.program.step_inputs import lower_sampling
 from runtime.runner.batch import SequenceSampling
 from runtime.runner.counts import TokenCounts
-from runtime.runner.sampling import SamplingInputs
+from runtime.runner.sampling import SamplingBatch
 from runtime.runner.sampling_params import SamplingParams
 
 V = 300
@@ -91,7 +91,7 @@ def request(row: SequenceSampling, draws: int) -> SamplingRequest:
 
 def check(
     batch: Any,
-    inputs: SamplingInputs,
+    inputs: SamplingBatch,
     run: Callable[[torch.Tensor], Mapping[str, torch.Tensor]],
 ) -> None:
     """Steps of a device draw what the definition draws, which goes by what the engine has counted:

@@ -12,7 +12,7 @@ import model
 from model.checkpoint.config import read_config
 from model.llm import meta_decoder
 from model.opened import engine_device, open_weights
-from model.pinning.beside import place_beside
+from model.pinning.hybrid import place_hybrid
 from model.rules import default_rules
 from pykernels.errors import PykernelsError
 from runtime.planning.placement import Placement, deal, place
@@ -25,13 +25,13 @@ from ...model import tiny
 @pytest.mark.parametrize("gpus", [1, 2, 3])
 def test_layers_are_dealt_so_that_no_gpu_is_fuller_than_needed(gpus: int) -> None:
     random = np.random.default_rng(gpus)
-    sizes, room = random.integers(1, 50, 7), random.integers(50, 150, gpus)
+    sizes, free_bytes = random.integers(1, 50, 7), random.integers(50, 150, gpus)
 
     def fullest(cuts: list[int]) -> float:
         parts = pairwise([0, *cuts, len(sizes)])
-        return max(sizes[a:b].sum() / each for (a, b), each in zip(parts, room, strict=True))
+        return max(sizes[a:b].sum() / each for (a, b), each in zip(parts, free_bytes, strict=True))
 
-    found = deal(sizes.tolist(), room.tolist())
+    found = deal(sizes.tolist(), free_bytes.tolist())
     assert found == sorted(found) and set(found) == set(range(gpus))
     cuts = [found.index(gpu) for gpu in range(1, gpus)]
     assert fullest(cuts) == min(fullest(list(c)) for c in combinations(range(1, 7), gpus - 1))
@@ -46,7 +46,7 @@ def test_a_model_without_experts_has_none_on_the_cpu(experts: str, tmp_path: Pat
         found = place(program, experts, free, lambda spec: spec.nbytes)
         assert found.experts != "cpu" and set(partition(found.place(program))) == set(free)
     with pytest.raises(PykernelsError, match="no routed experts. Leave out gpu_experts"):
-        place_beside(2, meta_decoder(tmp_path), "cuda:0", StepSizes(8, 8, 8, 1, 1), experts)
+        place_hybrid(2, meta_decoder(tmp_path), "cuda:0", StepSizes(8, 8, 8, 1, 1), experts)
 
 
 def test_three_devices_meet_where_one_reads_what_another_wrote() -> None:

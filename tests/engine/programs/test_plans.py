@@ -115,7 +115,7 @@ def test_rates_finish_a_plan(decoder: Decoder) -> None:
     assert plan.is_open
     found = with_rates(plan, Rates(0.15, ((64, 0.032), (256, 0.128))), may_split=False)
     assert not found.is_open and found.prompts is not None
-    assert found.prompts.streamed == (512,) and found.prompts.beside == 301
+    assert found.prompts.streamed == (512,) and found.prompts.min_tokens == 301
     assert "all cross in 150 ms" in found.decisions[0]
     assert found.streaming is not None and found.streaming.link_bytes_per_s == 50e9
     assert replace(found, prompts=None, decisions=()) == replace(plan, measures_prompts=False)

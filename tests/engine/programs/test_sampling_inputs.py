@@ -15,7 +15,7 @@ from runtime.devices.ref.step import RefExecutable
 from runtime.passes.on_ref import on_ref
 from runtime.planning.compile import Compiled
 from runtime.program.weights import WeightStore
-from runtime.runner.sampling import SamplingInputs
+from runtime.runner.sampling import SamplingBatch
 from runtime.workers.pool import WorkerPool
 
 from .sampling_rows import V, check, program, rows
@@ -26,7 +26,7 @@ R = len(rows())
 @pytest.mark.parametrize("device", ["cpu", "ref"])
 def test_a_device_draws_what_the_rows_ask_for(device: str) -> None:
     batch: Any = SimpleNamespace(seeds=np.zeros(R, np.int64), draws=np.zeros(R, np.int64))
-    columns = SamplingInputs(batch, V, R, torch.device("cpu"))
+    columns = SamplingBatch(batch, V, R, torch.device("cpu"))
     logits = torch.zeros(R, V)
     inputs = {"logits": logits} | columns.tensors()
     with WorkerPool(1) as pool:
@@ -48,7 +48,7 @@ def test_a_device_draws_what_the_rows_ask_for(device: str) -> None:
 def test_penalties_of_a_sequence_that_went_on_elsewhere() -> None:
     """It was preempted: the next step that has it is not the one after the last that had it."""
     batch: Any = SimpleNamespace(seeds=np.zeros(R, np.int64), draws=np.full(R, 3))
-    columns = SamplingInputs(batch, V, R, torch.device("cpu"))
+    columns = SamplingBatch(batch, V, R, torch.device("cpu"))
     penalized = rows()[2]
     assert penalized.counts is not None
     columns.arrange([penalized])

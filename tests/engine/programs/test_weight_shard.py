@@ -10,13 +10,13 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import FORMATS, Biases, get_format
 from pykernels.shapes import ExpertSpec, MoEShape
 from runtime.program.weight_shard import expert_shards, matrix_shards, shard_of, tensor_shard
-from runtime.program.weight_spec import Piece, WeightSpec
+from runtime.program.weight_spec import RowRange, WeightSpec
 
 K = 1024
-SHARDS: tuple[tuple[list[Piece], tuple[int, int] | None], ...] = (
-    ([Piece(0, 128), Piece(256, 320, 128)], None),  # some rows of both parts
-    ([Piece(0, 256), Piece(256, 384, 256)], (256, 768)),  # some columns of all
-    ([Piece(144, 160), Piece(300, 304, 32)], (768, K)),  # rows of one block of scales
+SHARDS: tuple[tuple[list[RowRange], tuple[int, int] | None], ...] = (
+    ([RowRange(0, 128), RowRange(256, 320, 128)], None),  # some rows of both parts
+    ([RowRange(0, 256), RowRange(256, 384, 256)], (256, 768)),  # some columns of all
+    ([RowRange(144, 160), RowRange(300, 304, 32)], (768, K)),  # rows of one block of scales
 )
 
 
@@ -26,12 +26,12 @@ def test_a_shard_has_the_numbers_of_the_whole(name: str) -> None:
     parts = [fmt.quantize(torch.randn(N, K, generator=generator) / 8) for N in (256, 128)]
     whole = torch.cat([fmt.dequantize(part) for part in parts])
     spec = WeightSpec.matrix("w", name, [("a", 256, K), ("b", 128, K)])
-    for pieces, columns in SHARDS:
-        shard, at = shard_of(spec, pieces, columns), slice(*(columns or (0, K)))
+    for ranges, columns in SHARDS:
+        shard, at = shard_of(spec, ranges, columns), slice(*(columns or (0, K)))
         found = list(matrix_shards(shard, parts))
-        for weight, part, piece in zip(found, shard.parts, pieces, strict=True):
+        for weight, part, run in zip(found, shard.parts, ranges, strict=True):
             fmt.check(weight, *part.shape)
-            wanted = whole[piece.first : piece.last, at]
+            wanted = whole[run.first : run.last, at]
             assert torch.equal(fmt.dequantize(weight), wanted)
 
 
@@ -47,7 +47,7 @@ def test_parts_of_an_expert_add_up_to_it(name: str) -> None:
     x = torch.randn(3, H, generator=generator)
     total = torch.zeros(3, H)
     for first, last in ((0, 256), (256, 1024)):
-        shard = shard_of(spec, [Piece(first, last)])
+        shard = shard_of(spec, [RowRange(first, last)])
         [(matrices, bias)] = expert_shards(shard, [((gate, up, down), biases)])
         g, u, d = (fmt.dequantize(weight) for weight in matrices)
         assert bias is not None and shard.moe is not None and shard.moe.I == len(g)
@@ -67,13 +67,15 @@ def test_parts_of_an_expert_add_up_to_it(name: str) -> None:
 )
 def test_no_cut_through_a_block(name: str, cause: str) -> None:
     spec = WeightSpec.matrix("w", name, [("w", 256, K)])
-    rows, columns = ([Piece(64, 192)], None) if "rows" in cause else ([Piece(0, 256)], (48, K))
+    rows, columns = (
+        ([RowRange(64, 192)], None) if "rows" in cause else ([RowRange(0, 256)], (48, K))
+    )
     with pytest.raises(PykernelsError, match=cause):
         shard_of(spec, rows, columns)
 
 
 def test_a_shard_of_a_bias_has_zeros_between_its_pieces() -> None:
-    shard = shard_of(WeightSpec.tensor("b", 96), [Piece(8, 12), Piece(64, 68, 32)])
+    shard = shard_of(WeightSpec.tensor("b", 96), [RowRange(8, 12), RowRange(64, 68, 32)])
     numbers = torch.arange(96.0)
     wanted = [*range(8, 12), *[0] * 28, *range(64, 68)]
     assert tensor_shard(shard, numbers).tolist() == wanted

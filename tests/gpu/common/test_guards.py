@@ -40,18 +40,18 @@ class Guarded:
 
     def __init__(self, given: Tensors, fill: int) -> None:
         self.fill = fill
-        self.rooms = {
+        self.buffers = {
             name: torch.full((2 * GUARD + x.nbytes,), fill, dtype=torch.uint8, device=x.device)
             for name, x in given.items()
         }
         self.tensors = {
-            name: self.rooms[name][GUARD:-GUARD].view(x.dtype).view(x.shape).copy_(x)
+            name: self.buffers[name][GUARD:-GUARD].view(x.dtype).view(x.shape).copy_(x)
             for name, x in given.items()
         }
 
     def check(self) -> None:
-        for name, room in self.rooms.items():
-            for side, guard in (("before", room[:GUARD]), ("behind", room[-GUARD:])):
+        for name, buffer in self.buffers.items():
+            for side, guard in (("before", buffer[:GUARD]), ("behind", buffer[-GUARD:])):
                 touched = (guard != self.fill).nonzero()
                 assert not len(touched), f"{len(touched)} bytes {side} {name} were written"
 

@@ -210,12 +210,12 @@ def test_tensors_of_another_gpu_are_refused(compiled: pytest.MonkeyPatch) -> Non
 def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
     """Calls that no kernel takes: as they are, some would write beside their buffers."""
     fmt = get_format("bf16")
-    experts = fused_moe.Experts.empty(fmt, 4, 64, 32, d)
+    experts = fused_moe.GpuExperts.empty(fmt, 4, 64, 32, d)
     stack = gemm_weights.empty_for_gpu(fmt, 1, 32, 64, d)
     pair = gemm_weights.empty_for_gpu(fmt, 2, 32, 64, d)
     x, ids = _zeros(d, 3, 64), torch.tensor([[0, 1], [1, 2], [3, 0]], device=d)
     order = permute.sort_pairs(ids, 4)
-    eight = fused_moe.Experts.empty(get_format("fp8"), 4, 64, 64, d)
+    eight = fused_moe.GpuExperts.empty(get_format("fp8"), 4, 64, 64, d)
     spec, (logits, weights) = RouterSpec(2), (_zeros(d, 3, n, dtype=FLOAT) for n in (8, 2))
     h, y = _zeros(d, 6, 32), _zeros(d, 6, 64)
     gate_up, down, skinny = fused_moe.gate_up, fused_moe.down, SkinnyExpertsPlan(16, 4)
@@ -238,10 +238,10 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
         "down, scales of a double": lambda: down(
             y.to(FP8), eight, order, activations="fp8", h_scale=weights[:1].double()
         ),
-        "up without a gate": lambda: fused_moe.Experts(fmt, experts.down, experts.down),
+        "up without a gate": lambda: fused_moe.GpuExperts(fmt, experts.down, experts.down),
         "biases that nobody asked for": lambda: replace(experts, down_bias=weights[:4]),
         "no biases": lambda: replace(experts, spec=ExpertSpec(bias=True)),
-        "down as wide as gate": lambda: fused_moe.Experts(fmt, eight.gate_up, experts.down),
+        "down as wide as gate": lambda: fused_moe.GpuExperts(fmt, eight.gate_up, experts.down),
         "linear, a stack of 2": lambda: lin(x, pair),
         "linear, fp8 and bf16": lambda: lin(x, stack, activations="fp8"),
         "linear, elsewhere": lambda: lin(
@@ -324,7 +324,7 @@ def test_a_layers_sum_is_checked_before_its_products(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused_moe, "multiply", None)
-    experts = fused_moe.Experts.empty(get_format("bf16"), 4, 64, 32, device)
+    experts = fused_moe.GpuExperts.empty(get_format("bf16"), 4, 64, 32, device)
     x, ids = _zeros(device, 3, 64), torch.tensor([[0, 1], [1, 2], [3, 0]], device=device)
     weights = _zeros(device, 3, 2, dtype=FLOAT)
     for more in ({"weights": weights.bfloat16()}, {"add": x[:2]}, {"out": x[:2]}):

@@ -46,14 +46,14 @@ def test_a_matrix_without_a_layout_is_refused() -> None:
 
 def test_a_matrix_that_kernels_cannot_read_is_refused(device: torch.device) -> None:
     stack = made("int8", 8, 64)[1].to(device)
-    room = torch.zeros(8 * 64 + 1, dtype=torch.int8, device=device)
+    buffer = torch.zeros(8 * 64 + 1, dtype=torch.int8, device=device)
     with pytest.raises(PykernelsError, match="begins within a word"):
-        replace(stack, data=room[1:].view(1, 8, 64))
+        replace(stack, data=buffer[1:].view(1, 8, 64))
     with pytest.raises(PykernelsError, match="has gaps"):
         replace(stack, data=stack.data.new_zeros(1, 8, 128)[..., ::2])
     with pytest.raises(PykernelsError, match="has gaps"):
         Matrices("bf16", 8, 64, 0, torch.zeros(1, 64, 8, device=device).bfloat16().mT)
     with pytest.raises(PykernelsError, match=r"data is \(1, 8, 64\)"):
         replace(stack, N=9)
-    odd = room.bfloat16()[1:].view(1, 8, 64)  # elements of two bytes are read one by one
+    odd = buffer.bfloat16()[1:].view(1, 8, 64)  # elements of two bytes are read one by one
     assert Matrices("bf16", 8, 64, 0, odd).nbytes == 1024

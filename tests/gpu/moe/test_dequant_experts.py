@@ -79,7 +79,7 @@ def test_one_scale_an_output(device: torch.device) -> None:
     downs = [fmt.quantize(torch.randn(shape.H, shape.I)) for _ in range(4)]
     stacks = (pack_for_gpu(fmt, matrices).to(device) for matrices in (weights, downs))
     biases = (torch.randn(8, shape.I).to(device), torch.randn(4, shape.H).to(device))
-    experts = fused_moe.Experts(fmt, *stacks, GPT_OSS, *biases)
+    experts = fused_moe.GpuExperts(fmt, *stacks, GPT_OSS, *biases)
     assert experts.gate_up.group == shape.H
     ids = skewed_routing(8, shape).ids
     ids[3], ids[5, 1] = -1, shape.E

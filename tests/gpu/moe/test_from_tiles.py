@@ -10,7 +10,7 @@ import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.gpu.gemm.weights import Matrices
-from pykernels.gpu.moe.experts import Experts
+from pykernels.gpu.moe.experts import GpuExperts
 from pykernels.gpu.moe.from_tiles import (
     ExpertTiles,
     copy_expert,
@@ -68,7 +68,7 @@ def made(shape: MoEShape, fmt: Format, down_fmt: Format | None = None) -> Made:
     return packed, weights, biases
 
 
-def staged(packed: PackedExperts, device: torch.device) -> ExpertTiles:
+def expert_tiles(packed: PackedExperts, device: torch.device) -> ExpertTiles:
     """All of them on the device."""
     shape = packed.shape
     tiles = ExpertTiles.empty(shape, packed.fmt, packed.down_fmt, shape.E, device)
@@ -76,15 +76,15 @@ def staged(packed: PackedExperts, device: torch.device) -> ExpertTiles:
     return tiles
 
 
-def room(fmt: Format, slots: int, shape: MoEShape, device: torch.device) -> Experts:
+def empty_experts(fmt: Format, slots: int, shape: MoEShape, device: torch.device) -> GpuExperts:
     """Slots full of -1."""
-    out = Experts.empty(fmt, slots, shape.H, shape.I, device, shape.spec)
+    out = GpuExperts.empty(fmt, slots, shape.H, shape.I, device, shape.spec)
     for part in parts(out):
         part.view(torch.uint8).fill_(255)
     return out
 
 
-def parts(experts: Experts) -> list[torch.Tensor]:
+def parts(experts: GpuExperts) -> list[torch.Tensor]:
     """The tensors that make up an expert, a slot a row."""
 
     def rows(stack: Matrices, bias: torch.Tensor | None, mats: int) -> list[torch.Tensor]:
@@ -95,8 +95,8 @@ def parts(experts: Experts) -> list[torch.Tensor]:
     return [x for stack in stacks for x in rows(*stack)]
 
 
-def check(out: Experts, truth: Experts, slots: list[int]) -> None:
-    """Slot ``slots[e]`` holds expert e; the others are as ``room`` made them."""
+def check(out: GpuExperts, truth: GpuExperts, slots: list[int]) -> None:
+    """Slot ``slots[e]`` holds expert e; the others are as ``empty_experts`` made them."""
     for mine, theirs in zip(parts(out), parts(truth), strict=True):
         for e, slot in enumerate(slots):
             if slot >= 0:
@@ -125,10 +125,12 @@ def test_bytes_are_those_of_experts_packed_for_the_gpu(
 ) -> None:
     fmt = get_format(name)
     packed, weights, biases = made(shape, fmt)
-    truth = Experts.pack(fmt, weights, torch.device("cpu"), shape.spec, biases)
-    out = room(fmt, shape.E + 1, shape, device)
+    truth = GpuExperts.pack(fmt, weights, torch.device("cpu"), shape.spec, biases)
+    out = empty_experts(fmt, shape.E + 1, shape, device)
     slots = list(range(shape.E, 0, -1))
-    unpack_tiles(staged(packed, device), out, torch.tensor(slots, dtype=torch.int32).to(device))
+    unpack_tiles(
+        expert_tiles(packed, device), out, torch.tensor(slots, dtype=torch.int32).to(device)
+    )
     check(out, truth, slots)
 
 
@@ -150,9 +152,11 @@ def test_every_format_becomes_bfloat16(
         (as_format("bf16", fmt, a), as_format("bf16", fmt, b), as_format("bf16", down_fmt, c))
         for a, b, c in weights
     ]
-    truth = Experts.pack(bf16, plain, torch.device("cpu"))
-    out = room(bf16, 1, shape, device)
-    unpack_tiles(staged(packed, device), out, torch.zeros(1, dtype=torch.int32, device=device))
+    truth = GpuExperts.pack(bf16, plain, torch.device("cpu"))
+    out = empty_experts(bf16, 1, shape, device)
+    unpack_tiles(
+        expert_tiles(packed, device), out, torch.zeros(1, dtype=torch.int32, device=device)
+    )
     check(out, truth, [0])
 
 
@@ -168,11 +172,14 @@ def test_the_largest_and_least_codes_and_scales_of_mxfp4_and_fp8(device: torch.d
         packed = PackedExperts(shape, fmt)
         packed.pack(0, weight, weight, weight)
         plain = as_format("bf16", fmt, weight)
-        tiles, slots = staged(packed, device), torch.zeros(1, dtype=torch.int32, device=device)
+        tiles, slots = (
+            expert_tiles(packed, device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+        )
         for to, given in ((fmt, weight), (get_format("bf16"), plain)):
-            out = room(to, 1, shape, device)
+            out = empty_experts(to, 1, shape, device)
             unpack_tiles(tiles, out, slots)
-            check(out, Experts.pack(to, [(given,) * 3], torch.device("cpu")), [0])
+            check(out, GpuExperts.pack(to, [(given,) * 3], torch.device("cpu")), [0])
 
 
 SLICED = [("int4", replace(WIDE, spec=GPT_OSS)), ("fp8", WIDE), ("q6_k", WHOLE), ("bf16", WIDE)]
@@ -186,23 +193,26 @@ def test_slices_of_numa_nodes_make_whole_experts(
     packed, weights, biases = made(shape, fmt)
     split = SplitExperts(shape, fmt, [aligned_zeros] * 2, [_pack] * 2)
     split.take(packed)
-    truth = Experts.pack(fmt, weights, torch.device("cpu"), shape.spec, biases)
-    out, slots = room(fmt, 1, shape, device), torch.zeros(1, dtype=torch.int32, device=device)
+    truth = GpuExperts.pack(fmt, weights, torch.device("cpu"), shape.spec, biases)
+    out, slots = (
+        empty_experts(fmt, 1, shape, device),
+        torch.zeros(1, dtype=torch.int32, device=device),
+    )
     for rows, own in zip(split.rows, split.slices, strict=True):
-        unpack_tiles(staged(own, device), out, slots, rows.start)
+        unpack_tiles(expert_tiles(own, device), out, slots, rows.start)
     check(out, truth, [0])
     with pytest.raises(PykernelsError, match="cut at multiples"):
-        unpack_tiles(staged(split.slices[0], device), out, slots, 64)
+        unpack_tiles(expert_tiles(split.slices[0], device), out, slots, 64)
 
 
 def test_only_those_with_a_slot_are_written(device: torch.device) -> None:
     fmt, shape = get_format("int4"), MoEShape(E=4, H=64, I=64, topk=2)
     packed, weights, _ = made(shape, fmt)
-    truth = Experts.pack(fmt, weights, torch.device("cpu"))
+    truth = GpuExperts.pack(fmt, weights, torch.device("cpu"))
     tiles = ExpertTiles.empty(shape, fmt, fmt, 6, device)
     for i, e in enumerate((3, 0, 1)):
         copy_expert(packed, e, tiles, i)
-    out = room(fmt, 3, shape, device)
+    out = empty_experts(fmt, 3, shape, device)
     slots = torch.tensor([2, -1, 0], dtype=torch.int32, device=device)
     unpack_tiles(tiles.part(0, 3), out, slots)
     check(out, truth, [-1, 0, -1, 2])
@@ -239,11 +249,11 @@ def test_what_has_no_way_is_refused(device: torch.device) -> None:
     tiles = ExpertTiles.empty(WHOLE, four, six, 1, device)
     slots = torch.zeros(1, dtype=torch.int32, device=device)
     with pytest.raises(PykernelsError, match="cannot become"):
-        unpack_tiles(tiles, room(four, 1, WHOLE, device), slots)
+        unpack_tiles(tiles, empty_experts(four, 1, WHOLE, device), slots)
     with pytest.raises(PykernelsError, match="the slots are"):
-        unpack_tiles(tiles, room(bf16, 1, WHOLE, device), slots.long())
+        unpack_tiles(tiles, empty_experts(bf16, 1, WHOLE, device), slots.long())
     with pytest.raises(PykernelsError, match="are no experts"):
-        unpack_tiles(tiles, room(bf16, 1, replace(WHOLE, H=128), device), slots)
+        unpack_tiles(tiles, empty_experts(bf16, 1, replace(WHOLE, H=128), device), slots)
 
 
 @pytest.mark.gpu
@@ -270,7 +280,7 @@ def _compile(name: str, to: str) -> None:
     fmt, out, meta = get_format(name), get_format(to), torch.device("meta")
     shape = MoEShape(E=2, H=2048, I=768, topk=2)
     tiles = ExpertTiles.empty(shape, fmt, fmt, 2, meta)
-    there = Experts.empty(out, 2, shape.H, shape.I, meta)
+    there = GpuExperts.empty(out, 2, shape.H, shape.I, meta)
     unpack_tiles(tiles, there, torch.empty(2, dtype=torch.int32, device=meta))
 
 

@@ -33,16 +33,16 @@ FORMATS = (
 )
 
 
-def random_experts(shape: MoEShape, fmt: Format, device: torch.device) -> fused_moe.Experts:
+def random_experts(shape: MoEShape, fmt: Format, device: torch.device) -> fused_moe.GpuExperts:
     sizes = ((shape.I, shape.H), (shape.I, shape.H), (shape.H, shape.I))
     weights = [
         tuple(fmt.quantize(torch.randn(N, K) / K**0.5) for N, K in sizes) for _ in range(shape.E)
     ]
     biases = [Biases(*(torch.randn(N) for N, _ in sizes)) for _ in weights if shape.spec.bias]
-    return fused_moe.Experts.pack(fmt, weights, device, shape.spec, biases)
+    return fused_moe.GpuExperts.pack(fmt, weights, device, shape.spec, biases)
 
 
-def native(x: torch.Tensor, routing: Routing, experts: fused_moe.Experts) -> torch.Tensor:
+def native(x: torch.Tensor, routing: Routing, experts: fused_moe.GpuExperts) -> torch.Tensor:
     """What torch makes of it in bfloat16, from the weights dequantized to bfloat16."""
     y = torch.zeros(x.shape, dtype=torch.float32)
     for e in routing.ids.unique().tolist():
@@ -63,7 +63,7 @@ def native(x: torch.Tensor, routing: Routing, experts: fused_moe.Experts) -> tor
 def check(
     x: torch.Tensor,
     routing: Routing,
-    experts: fused_moe.Experts,
+    experts: fused_moe.GpuExperts,
     device: torch.device,
     activations: str = "bf16",
     **how: Any,
@@ -220,7 +220,7 @@ def _meta_call(
     T, meta = rows * E // topk, torch.device("meta")
 
     def call() -> None:
-        experts = fused_moe.Experts.empty(get_format(name), E, H, I, meta, spec)
+        experts = fused_moe.GpuExperts.empty(get_format(name), E, H, I, meta, spec)
         x, weights = torch.empty(T, H, device=meta).bfloat16(), torch.empty(T, topk, device=meta)
         fused_moe.moe_ffn(x, weights.long(), weights, experts, activations=activations)
 

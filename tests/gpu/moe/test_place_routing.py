@@ -14,10 +14,10 @@ from pykernels.gpu.moe.place_routing import place_routing
 def test_experts_in_slots_and_the_others(dtype: torch.dtype, device: torch.device) -> None:
     ids = torch.tensor([[3, 0, -1], [5, 2, 6]], dtype=dtype, device=device)
     slots = torch.tensor([4, -1, -1, 0, -1, 1], dtype=torch.int32, device=device)
-    here, there = place_routing(ids, slots)
-    assert here.tolist() == [[0, 4, -1], [1, -1, -1]]
-    assert there.tolist() == [[-1, -1, -1], [-1, 2, -1]]  # 6 is no expert
-    assert here.dtype == there.dtype == dtype
+    local, remote = place_routing(ids, slots)
+    assert local.tolist() == [[0, 4, -1], [1, -1, -1]]
+    assert remote.tolist() == [[-1, -1, -1], [-1, 2, -1]]  # 6 is no expert
+    assert local.dtype == remote.dtype == dtype
 
 
 @pytest.mark.parametrize("T", [0, 1, 70])

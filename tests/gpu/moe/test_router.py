@@ -48,10 +48,12 @@ def test_router(
     truth = ref.router(logits, spec, bias, factors=factors, dtype=torch.float64)
     ids = torch.full_like(truth.ids, -9, dtype=torch.int32 if T == 5 else torch.int64)
     out = Routing(ids, torch.full((T, spec.topk), torch.nan, device=device))
-    here = torch.arange(T, dtype=torch.int32, device=device) % 3 - 1  # every third is padding
-    found = router(logits, spec, bias, here, factors, out)
+    slot_mapping = (
+        torch.arange(T, dtype=torch.int32, device=device) % 3 - 1
+    )  # every third is padding
+    found = router(logits, spec, bias, slot_mapping, factors, out)
     assert found is out
-    same = (found.ids == truth.ids.masked_fill(here[:, None] < 0, -1)).all(-1)
+    same = (found.ids == truth.ids.masked_fill(slot_mapping[:, None] < 0, -1)).all(-1)
     assert (~same).sum() <= T // 300  # scores within float32's rounding of each other
     assert_close(found.weights[same], truth.weights[same], 2e-6)
 
@@ -151,7 +153,7 @@ COMPILES = [
     ),
     (
         "qwen3 with padding",
-        lambda: router(_meta(64, 128), RouterSpec(8), here=_meta(64, dtype=torch.int32)),
+        lambda: router(_meta(64, 128), RouterSpec(8), slot_mapping=_meta(64, dtype=torch.int32)),
     ),
     ("several groups in a warp's row", lambda: route(_meta(4, 32), SPECS[4][2])),
     ("fewer experts than a warp has lanes", lambda: route(_meta(1, 16), RouterSpec(2))),

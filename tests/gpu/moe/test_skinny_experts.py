@@ -117,9 +117,9 @@ def test_bytes_in_groups_of_32(plan: SkinnyExpertsPlan, device: torch.device) ->
 def test_inputs_that_begin_anywhere(device: torch.device) -> None:
     """They are read 16 bytes at a time, as pairs."""
     stack = made("int8", 24, 192)[1].to(device)
-    room = torch.randn(3 * 192 + 4, device=device).bfloat16()
+    buffer = torch.randn(3 * 192 + 4, device=device).bfloat16()
     for begin in (1, 2, 4):
-        x = room[begin:][: 3 * 192].view(3, 192)
+        x = buffer[begin:][: 3 * 192].view(3, 192)
         odd, even = (x.new_full((3, 24), float("nan")) for _ in range(2))
         grouped.multiply(x, stack, odd, SkinnyExpertsPlan(16, 1, 8))
         grouped.multiply(x.clone(), stack, even, SkinnyExpertsPlan(16, 1, 8))

@@ -13,7 +13,7 @@ import torch
 
 import model
 from model.checkpoint.config import read_config
-from model.checkpoint.tensors.safetensors import Checkpoint, Part
+from model.checkpoint.tensors.safetensors import Checkpoint, TensorSlice
 from model.modules.moe import routed_experts
 from pykernels.errors import PykernelsError
 
@@ -164,7 +164,7 @@ def test_wrong_tensors(own: Own, monkeypatch: pytest.MonkeyPatch, name: str) -> 
     change_tensors(folder, change)
     read = Checkpoint.read
 
-    def only_shapes(files: Checkpoint, part: Part) -> torch.Tensor:
+    def only_shapes(files: Checkpoint, part: TensorSlice) -> torch.Tensor:
         assert part.name.endswith(("_shape", "_zero_point")), "something was loaded"
         return read(files, part)
 

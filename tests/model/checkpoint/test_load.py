@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 import model
 from model.checkpoint.config import resolve_dtype
 from model.modules.moe import routed_experts
-from runtime.devices.cpu.routed import RoutedExperts
+from runtime.devices.cpu.routed import CpuExperts
 
 from .. import tiny
 from ..checks import (
@@ -245,11 +245,11 @@ def test_kernels_are_compiled_before_the_first_token(
 ) -> None:
     called: list[str] = []
 
-    def spy(self: RoutedExperts, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    def spy(self: CpuExperts, x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
         called.append(self.activations)
         return x
 
-    monkeypatch.setattr(RoutedExperts, "__call__", spy)
+    monkeypatch.setattr(CpuExperts, "__call__", spy)
     rules = [
         fused_moe(ALL, rf"\.{layer}\.", format="int8", activations=activations)
         for layer, activations in ((1, "bf16"), (2, "int8"))

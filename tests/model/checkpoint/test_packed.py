@@ -25,7 +25,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import PackedExperts, Weight, get_format
 from pykernels.quant.matrix import pack_alone
 from pykernels.shapes import MoEShape
-from runtime.devices.cpu.weights import HERE, rows
+from runtime.devices.cpu.weights import CPU_DEVICE, rows
 from runtime.program.sizes import StepSizes
 
 from ..checks import Checkpoints
@@ -72,7 +72,7 @@ def test_a_mapped_model_is_the_packed_one(
         target, threads=1, max_model_len=64, progress=lambda *at: seen.append(at)
     ) as llm:
         assert torch.equal(logits(llm, ids), packed)
-        table = llm.runner.weights.get(llm.runner.model.table, HERE, rows)
+        table = llm.runner.weights.get(llm.runner.model.table, CPU_DEVICE, rows)
         assert in_a_file(table, target)
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     assert seen[-1] == (size, size) and verify(target) == size
@@ -357,12 +357,12 @@ def test_packed_bytes_are_those_of_their_layout_version(name: str) -> None:
 def test_experts_lie_as_in_their_layout_version() -> None:
     arena = torch.zeros(0)
 
-    def room(nbytes: int) -> torch.Tensor:
+    def memory(nbytes: int) -> torch.Tensor:
         nonlocal arena
         arena = torch.zeros(nbytes, dtype=torch.uint8)
         return arena
 
-    experts = PackedExperts(MoEShape(E=2, H=64, I=32, topk=1), get_format("bf16"), room)
+    experts = PackedExperts(MoEShape(E=2, H=64, I=32, topk=1), get_format("bf16"), memory)
     for e in range(2):
         gate, up, down = (counted(s, torch.bfloat16) + e for s in ((32, 64), (32, 64), (64, 32)))
         experts.pack(e, Weight(gate), Weight(up), Weight(down))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from model.checkpoint.tensors.safetensors import Checkpoint, Part
+from model.checkpoint.tensors.safetensors import Checkpoint, TensorSlice
 from pykernels.errors import PykernelsError
 
 from ..checks import Own
@@ -43,12 +43,12 @@ def test_reads_what_the_library_wrote(tmp_path: Path, monkeypatch: pytest.Monkey
     with Checkpoint(tmp_path) as checkpoint:
         assert set(checkpoint.tensors) == set(tensors)
         for name, want in tensors.items():
-            got = checkpoint.read(Part(name))
+            got = checkpoint.read(TensorSlice(name))
             assert (got.shape, got.dtype) == (want.shape, want.dtype)
             assert torch.equal(got.float(), want.float()), name
-            assert checkpoint.nbytes(Part(name)) == want.nbytes
-        checkpoint.read(Part("f32")).zero_()  # a read is fresh memory
-        assert torch.equal(checkpoint.read(Part("f32")), tensors["f32"])
+            assert checkpoint.nbytes(TensorSlice(name)) == want.nbytes
+        checkpoint.read(TensorSlice("f32")).zero_()  # a read is fresh memory
+        assert torch.equal(checkpoint.read(TensorSlice("f32")), tensors["f32"])
 
 
 @settings(max_examples=30, deadline=None)
@@ -62,7 +62,7 @@ def test_parts_are_slices(tmp_path_factory: pytest.TempPathFactory, data: st.Dat
     start = data.draw(st.integers(0, N))
     stop = data.draw(st.integers(start, N))
     with Checkpoint(folder) as checkpoint:
-        part = Part("t", e, (start, stop))
+        part = TensorSlice("t", e, (start, stop))
         assert torch.equal(checkpoint.read(part), tensor[e, start:stop])
         assert checkpoint.shape(part) == (stop - start, K)
         assert checkpoint.nbytes(part) == (stop - start) * K * 4
@@ -198,7 +198,7 @@ def test_a_single_file_comes_before_an_index(index: str, own: Own) -> None:
     truth = AutoModelForCausalLM.from_pretrained(folder).get_parameter(name)
     with Checkpoint(folder) as checkpoint:
         assert checkpoint.tensors.keys() == tensors.keys()
-        assert torch.equal(checkpoint.read(Part(name)), truth)
+        assert torch.equal(checkpoint.read(TensorSlice(name)), truth)
 
 
 def fail(*_: object) -> int:
@@ -220,5 +220,5 @@ def test_a_disk_that_fails_later(
     with Checkpoint(own()) as checkpoint:
         monkeypatch.setattr(os, call, fake)
         with pytest.raises(PykernelsError, match=rf"\.safetensors {message}"):
-            checkpoint.read(Part("lm_head.weight"))
+            checkpoint.read(TensorSlice("lm_head.weight"))
         monkeypatch.undo()

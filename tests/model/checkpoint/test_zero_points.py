@@ -16,7 +16,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import model
 from model.checkpoint.quantized import mxfp4
 from model.checkpoint.read import stored_weight
-from model.checkpoint.tensors.safetensors import Checkpoint, Part
+from model.checkpoint.tensors.safetensors import Checkpoint, TensorSlice
 from model.llm import meta_decoder
 from model.modules.moe import routed_experts
 from pykernels.quant import get_format
@@ -169,7 +169,9 @@ def test_gpt_oss_experts_are_its_gate_and_up_rows(tmp_path: Path) -> None:
     save_file(stored, tmp_path / "model.safetensors")
     fmt = get_format("mxfp4")
     with Checkpoint(tmp_path) as files:
-        names: Any = SimpleNamespace(checkpoint=files, companion=lambda key, what: Part(key + what))
+        names: Any = SimpleNamespace(
+            checkpoint=files, companion=lambda key, what: TensorSlice(key + what)
+        )
         found = mxfp4.find(names, block, E, H, I)
         for e, parts in enumerate(found):
             weights = [stored_weight(files, part) for part in parts]

@@ -96,7 +96,7 @@ def test_the_report_goes_on_after_an_error(
     def fails(*_: object) -> Iterator[Fact]:
         raise error
 
-    monkeypatch.setattr("runtime.devices.cpu.routed.RoutedExperts.__call__", fails)
+    monkeypatch.setattr("runtime.devices.cpu.routed.CpuExperts.__call__", fails)
     assert "failed" in result_fact("fp8", "generic").value
     for name in ("machine", "gpu", "kernels", "results", "speed"):
         monkeypatch.setattr(examine, f"look_at_{name}", fails)

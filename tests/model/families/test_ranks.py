@@ -220,8 +220,8 @@ def test_bytes_of_small_ep_and_of_all_to_all(ranks: int, checkpoint: Checkpoints
     assert small["reduce_scatter"] == layers * others * own
     assert small["all_gather"] == (layers + 1) * others * own  # and once in front of the head
     assert standard["combine"] == layers * A * own * others // ranks
-    beside_rows = layers * 12 * N // ranks * A * others // ranks  # an id and a factor each
-    assert standard["dispatch"] == standard["combine"] + beside_rows
+    routing_bytes = layers * 12 * N // ranks * A * others // ranks  # an id and a factor each
+    assert standard["dispatch"] == standard["combine"] + routing_bytes
     assert small["send"] == standard["send"]
 
 

@@ -10,7 +10,7 @@ import torch
 
 import model
 from model.modules.inject import inject
-from model.modules.placement import Placement, place
+from model.modules.placement import ModulePlacement, place
 from model.rules import parse_rules, resolve_rules
 from pykernels.errors import PykernelsError
 
@@ -18,7 +18,7 @@ from ..checks import Checkpoints, refused
 from .test_inject import meta
 
 
-def placed(*rules: Any, **config: Any) -> Placement:
+def placed(*rules: Any, **config: Any) -> ModulePlacement:
     return place(meta(**config), parse_rules(list(rules), "test.yaml"))
 
 

@@ -3,7 +3,7 @@
 The tensor cores take both operands in one type, so a producer warpgroup (``dequantize_producer``)
 takes the place of the one warp of copies: it loads bytes, makes them float16, which is exact, and
 stores them where the tensor memory accelerator would have put bf16. Each value is dequantized once,
-beside the products.
+in parallel with the products.
 """
 
 from __future__ import annotations

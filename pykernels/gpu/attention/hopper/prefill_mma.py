@@ -104,9 +104,9 @@ def _computed_here(l_i):
     """``l_i``, computed before any wait that follows.
 
     ptxas hoists a wait for products before exponentials that do not need them, and nothing runs
-    beside the products any more. It does not hoist it over a store to shared memory that may be:
-    this one does if the sum of the exponentials is negative, which it never is. (A trap instead of
-    the store makes it wait after every single product.)
+    in parallel with the products any more. It does not hoist it over a store to shared memory that
+    may be: this one does if the sum of the exponentials is negative, which it never is. (A trap
+    instead of the store makes it wait after every single product.)
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred q; .reg .u32 a; setp.lt.f32 q, $1, 0f00000000; mov.u32 a, 0;"

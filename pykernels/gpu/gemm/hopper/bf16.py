@@ -1,7 +1,8 @@
 """The grouped GEMM of bfloat16 for Hopper, warp-specialized.
 
 The same function as ``gemm_bf16`` for rows in the experts' order; see ``gemm_fp8_hopper`` for how
-the warps share the work. The next tile's copies run beside the last one's products and results.
+the warps share the work. The next tile's copies run in parallel with the last one's products and
+results.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ....program.node import Node
-from ..memory.buffers import Memory
+from ..memory.buffers import GpuBuffers
 from . import attention, dense, experts, latents, sampling
 from .delta_nets import DELTA_NETS
 from .dense import Launch
 
-BINDERS: dict[str, Callable[[Memory, Node], Launch]] = {
+BINDERS: dict[str, Callable[[GpuBuffers, Node], Launch]] = {
     "embed": dense.embed,
     "rms_norm": dense.rms_norm,
     "post_norm": dense.post_norm,

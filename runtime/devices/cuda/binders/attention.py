@@ -21,7 +21,7 @@ from pykernels.shapes import Ragged
 
 from ....program import Program
 from ....program.node import Node
-from ..memory.buffers import Memory
+from ..memory.buffers import GpuBuffers
 from . import latents
 from .dense import Launch, void
 
@@ -52,14 +52,14 @@ def check_heads(program: Program) -> None:
             )
 
 
-def rope_table(m: Memory, node: Node) -> Launch:
+def rope_table(m: GpuBuffers, node: Node) -> Launch:
     positions, out = m.read(node, "positions"), m.written(node, "out")  # [T], [T, 2, half]
     frequencies = m.weight(node, "frequencies")
     scale = node.attr("scale")
     return lambda: void(make_rope_table(positions, frequencies, scale, out))
 
 
-def mla_rope_cache_write(m: Memory, node: Node) -> Launch:
+def mla_rope_cache_write(m: GpuBuffers, node: Node) -> Launch:
     q, kv = m.read(node, "q"), m.read(node, "kv")
     angles, slot_mapping = m.read(node, "angles"), m.read(node, "slot_mapping")
     weight = m.weight(node, "kv_norm")
@@ -78,7 +78,7 @@ def mla_rope_cache_write(m: Memory, node: Node) -> Launch:
     )
 
 
-def gqa_rope_cache_write(m: Memory, node: Node) -> Launch:
+def gqa_rope_cache_write(m: GpuBuffers, node: Node) -> Launch:
     qkv, angles = m.read(node, "qkv"), m.read(node, "angles")
     slot_mapping, k, v = m.read(node, "slot_mapping"), m.read(node, "k"), m.read(node, "v")
     NH, D = node.attr("heads"), k.shape[3]
@@ -99,7 +99,7 @@ def gqa_rope_cache_write(m: Memory, node: Node) -> Launch:
     return lambda: void(write_keys_values(qkv, angles, slot_mapping, k, v, **options))
 
 
-def attention(m: Memory, node: Node) -> Launch:
+def attention(m: GpuBuffers, node: Node) -> Launch:
     if "latent" in node.inputs:
         return latents.attention(m, node)
     heads, dk, dv = node.attr("heads"), node.attr("dk"), node.attr("dv")
@@ -125,7 +125,7 @@ def attention(m: Memory, node: Node) -> Launch:
     return launch
 
 
-def _chunks(m: Memory, node: Node) -> Ragged | None:
+def _chunks(m: GpuBuffers, node: Node) -> Ragged | None:
     """The chunks over pages, however many there are; None in decode steps."""
     if "chunk_starts" not in node.inputs:
         return None
@@ -134,7 +134,7 @@ def _chunks(m: Memory, node: Node) -> Ragged | None:
     return Ragged(starts, lengths, keys, node.attr("chunk"), page_table=table)
 
 
-def attention_metadata(m: Memory, node: Node) -> Launch:
+def attention_metadata(m: GpuBuffers, node: Node) -> Launch:
     """Nothing is left to launch: the host has written it, and it crossed with the step's inputs
     (``inputs.Bucket``)."""
     return lambda: None

@@ -18,11 +18,11 @@ from pykernels.gpu.delta_net.gated_delta_rule import gated_delta_rule as remembe
 from pykernels.shapes import StateBatch
 
 from ....program.node import Node
-from ..memory.buffers import Memory
+from ..memory.buffers import GpuBuffers
 from .dense import Launch, void
 
 
-def causal_conv1d(m: Memory, node: Node) -> Launch:
+def causal_conv1d(m: GpuBuffers, node: Node) -> Launch:
     weight, bias = m.weight(node, "weight").T, m.optional_weight(node, "bias")  # [C, K], [C]
     state, batch, out = m.read(node, "conv"), _batch(m, node), m.written(node, "out")
 
@@ -37,7 +37,7 @@ def causal_conv1d(m: Memory, node: Node) -> Launch:
     )
 
 
-def delta_gates(m: Memory, node: Node) -> Launch:
+def delta_gates(m: GpuBuffers, node: Node) -> Launch:
     a_log, dt_bias = m.weight(node, "rate").neg().log(), m.weight(node, "dt_bias")
     a, b = (
         m.read(node, port)[:, start : start + len(a_log)]
@@ -47,7 +47,7 @@ def delta_gates(m: Memory, node: Node) -> Launch:
     return lambda: void(make_gates(a, b, a_log, dt_bias, out))
 
 
-def gated_delta_rule(m: Memory, node: Node) -> Launch:
+def gated_delta_rule(m: GpuBuffers, node: Node) -> Launch:
     state, HK = m.read(node, "delta"), node.attr("HK")
     how: Any = {name: node.attr(name) for name in ("scale", "eps", "tiled")}
     HV, DK, DV = state.shape[1:]
@@ -58,18 +58,18 @@ def gated_delta_rule(m: Memory, node: Node) -> Launch:
     return lambda: void(remember(*heads, *gates, state, batch, **how, out=out))
 
 
-def gated_rms_norm(m: Memory, node: Node) -> Launch:
+def gated_rms_norm(m: GpuBuffers, node: Node) -> Launch:
     weight, eps = m.weight(node, "weight"), node.attr("eps")
     x, gate, out = _gated(m, node, len(weight))
     return lambda: void(norm_and_gate(x, gate, weight, eps, out))
 
 
-def sigmoid_mul(m: Memory, node: Node) -> Launch:
+def sigmoid_mul(m: GpuBuffers, node: Node) -> Launch:
     x, gate, out = _gated(m, node, node.attr("D"))
     return lambda: void(multiply_by_sigmoid(x, gate, out))
 
 
-def _gated(m: Memory, node: Node, D: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gated(m: GpuBuffers, node: Node, D: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Heads, their gates and the results, [T, heads, D] each."""
     heads, start = node.attr("heads"), node.attr("gate_start")
     gate = m.read(node, "gate")[:, start : start + heads * D]
@@ -77,7 +77,7 @@ def _gated(m: Memory, node: Node, D: int) -> tuple[torch.Tensor, torch.Tensor, t
     return x.view(-1, heads, D), gate.unflatten(1, (heads, D)), out.view(-1, heads, D)
 
 
-def _batch(m: Memory, node: Node) -> StateBatch:
+def _batch(m: GpuBuffers, node: Node) -> StateBatch:
     """Where the step's sequences have their tokens and states."""
     return StateBatch(
         starts=m.read(node, "query_starts"),

@@ -15,18 +15,18 @@ from pykernels.gpu.norm import rms_norm as norm
 from pykernels.gpu.norm import softcap as cap_logits
 
 from ....program.node import Node
-from ..memory.buffers import Memory
+from ..memory.buffers import GpuBuffers
 
 Launch = Callable[[], None]
 
 
-def embed(m: Memory, node: Node) -> Launch:
+def embed(m: GpuBuffers, node: Node) -> Launch:
     ids, out, table = m.read(node, "ids"), m.written(node, "out"), m.weight(node, "table")
     scale = node.attr("scale")
     return lambda: void(embed_rows(ids, table, scale, out=out))
 
 
-def rms_norm(m: Memory, node: Node) -> Launch:
+def rms_norm(m: GpuBuffers, node: Node) -> Launch:
     weight = m.weight(node, "weight")
     H = len(weight)
     x = m.read(node, "x")[:, :H]  # [M, H]
@@ -50,7 +50,7 @@ def rms_norm(m: Memory, node: Node) -> Launch:
     return launch
 
 
-def post_norm(m: Memory, node: Node) -> Launch:
+def post_norm(m: GpuBuffers, node: Node) -> Launch:
     weight, scale = m.weight(node, "weight"), m.optional_weight(node, "scale")
     first, *others = (m.tensor(name)[:, : len(weight)] for name in node.series("add"))
     residual, out, eps = m.optional(node, "x"), m.written(node, "out"), node.attr("eps")
@@ -66,12 +66,12 @@ def post_norm(m: Memory, node: Node) -> Launch:
     return launch
 
 
-def softcap(m: Memory, node: Node) -> Launch:
+def softcap(m: GpuBuffers, node: Node) -> Launch:
     logits, cap = m.written(node, "x"), node.attr("cap")
     return lambda: void(cap_logits(logits, cap, out=logits))
 
 
-def add(m: Memory, node: Node) -> Launch:
+def add(m: GpuBuffers, node: Node) -> Launch:
     first, *others = (m.tensor(name) for name in node.series("x"))
     out = m.written(node, "out")
 
@@ -84,7 +84,7 @@ def add(m: Memory, node: Node) -> Launch:
     return launch
 
 
-def join_rows(m: Memory, node: Node) -> Launch:
+def join_rows(m: GpuBuffers, node: Node) -> Launch:
     first, last, out = m.read(node, "first"), m.read(node, "last"), m.written(node, "out")
     parts = (out[: len(first)], first), (out[len(first) :], last)
 
@@ -95,7 +95,7 @@ def join_rows(m: Memory, node: Node) -> Launch:
     return launch
 
 
-def linear(m: Memory, node: Node) -> Launch:
+def linear(m: GpuBuffers, node: Node) -> Launch:
     weight, bias = m.weight(node, "weight"), m.optional_weight(node, "bias")
     N, K = m.program.weight(node, "weight").shape
     x, out = m.read(node, "x")[:, :K], m.written(node, "out")
@@ -109,11 +109,11 @@ def linear(m: Memory, node: Node) -> Launch:
         rows = x.contiguous()
         for part in parts:
             at = slice(part.start, part.start + part.matrix.N)
-            own = None if bias is None else bias[at]
+            bias_rows = None if bias is None else bias[at]
             if whole:
-                multiply(rows, part.matrix, own, out=out)
+                multiply(rows, part.matrix, bias_rows, out=out)
             else:
-                y = multiply(rows, part.matrix, own)
+                y = multiply(rows, part.matrix, bias_rows)
                 out[:, start + at.start : start + at.stop] = y
 
     return launch

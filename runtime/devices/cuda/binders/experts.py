@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from pykernels.gpu.moe.experts import Experts
+from pykernels.gpu.moe.experts import GpuExperts
 from pykernels.gpu.moe.from_tiles import ExpertTiles, copy_experts, unpack_tiles
 from pykernels.gpu.moe.fused_moe import down, gate_up
 from pykernels.gpu.moe.fused_moe import moe_ffn as run_experts
@@ -25,12 +25,12 @@ from pykernels.shapes import Routing, SortedPairs
 
 from ....passes.gpu.metadata import ORDER
 from ....program.node import Node
-from ..memory.buffers import Memory
+from ..memory.buffers import GpuBuffers
 from ..memory.weights import experts_within
 from .dense import Launch, void
 
 
-def router(m: Memory, node: Node) -> Launch:
+def router(m: GpuBuffers, node: Node) -> Launch:
     logits = m.read(node, "logits")[:, : node.attr("experts")]  # [T, E]
     out = Routing(m.written(node, "ids"), m.written(node, "weights"))
     bias, factors = (m.optional_weight(node, port) for port in ("bias", "factors"))
@@ -38,35 +38,35 @@ def router(m: Memory, node: Node) -> Launch:
     if "pairs" in node.outputs:  # of one token: the choice and its order are one launch
         order = SortedPairs(*(m.written(node, port) for port in ORDER))
         return lambda: void(route(logits, spec, bias, None, factors, (out, order, None)))
-    here = m.optional(node, "slot_mapping")  # -1: padding takes no experts
-    return lambda: void(choose(logits.contiguous(), spec, bias, here, factors, out))
+    slot_mapping = m.optional(node, "slot_mapping")  # -1: padding takes no experts
+    return lambda: void(choose(logits.contiguous(), spec, bias, slot_mapping, factors, out))
 
 
-def sort_routing(m: Memory, node: Node) -> Launch:
+def sort_routing(m: GpuBuffers, node: Node) -> Launch:
     ids, E = m.read(node, "ids"), node.attr("experts")
     order = SortedPairs(*(m.written(node, port) for port in ORDER))
     return lambda: void(sort_pairs(ids, E, order))
 
 
-def split_routing(m: Memory, node: Node) -> Launch:
+def split_routing(m: GpuBuffers, node: Node) -> Launch:
     ids, factors, last = m.read(node, "ids"), m.read(node, "weights"), node.attr("last")
     second = m.written(node, "last_ids") if "last_ids" in node.outputs else None
     outs, whole = (m.written(node, "first_ids"), second), m.optional(node, "whole")
     return lambda: void(split_by_weight(ids, factors, last, outs, whole))
 
 
-def place_routing(m: Memory, node: Node) -> Launch:
+def place_routing(m: GpuBuffers, node: Node) -> Launch:
     ids, slots = m.read(node, "ids"), m.read(node, "slots")
-    out = m.written(node, "here_ids"), m.written(node, "there_ids")
+    out = m.written(node, "local_ids"), m.written(node, "remote_ids")
     return lambda: void(place(ids, slots, out))
 
 
-def rank_experts(m: Memory, node: Node) -> Launch:
+def rank_experts(m: GpuBuffers, node: Node) -> Launch:
     ids, slots, order = m.read(node, "ids"), m.written(node, "slots"), m.written(node, "order")
     return lambda: void(rank(ids, len(slots), len(order), (slots, order)))
 
 
-def moe_ffn(m: Memory, node: Node) -> Launch:
+def moe_ffn(m: GpuBuffers, node: Node) -> Launch:
     x, out = m.read(node, "x"), m.written(node, "out")
     resident = m.optional(node, "resident")
     if resident is None:
@@ -76,12 +76,12 @@ def moe_ffn(m: Memory, node: Node) -> Launch:
     ids, factors = m.optional(node, "ids"), m.optional(node, "weights")
     if ids is None or factors is None:
         return _one_expert(x, experts, out)
-    own, own_factors = ids, factors
+    expert_ids, expert_weights = ids, factors
     order = SortedPairs(*(m.read(node, port) for port in ORDER))
-    return lambda: void(run_experts(x, own, own_factors, experts, out=out, order=order))
+    return lambda: void(run_experts(x, expert_ids, expert_weights, experts, out=out, order=order))
 
 
-def _one_expert(x: torch.Tensor, experts: Experts, out: torch.Tensor) -> Launch:
+def _one_expert(x: torch.Tensor, experts: GpuExperts, out: torch.Tensor) -> Launch:
     """All tokens in their own order, so there is nothing to sort, to weight or to sum."""
     pairs = torch.arange(len(x), dtype=torch.int32, device=x.device)
     starts = torch.tensor([0, len(x)], dtype=torch.int32, device=x.device)
@@ -96,7 +96,7 @@ def _one_expert(x: torch.Tensor, experts: Experts, out: torch.Tensor) -> Launch:
     return launch
 
 
-def load_experts(m: Memory, node: Node) -> Launch:
+def load_experts(m: GpuBuffers, node: Node) -> Launch:
     first, count = node.attr("first"), node.attr("count")
     runs, held = list(_runs(first, count, node.attr("without"))), m.whole_weight(node, "experts")
     slices = _slices(held, count, m.written(node, "out"))
@@ -122,7 +122,7 @@ def _runs(first: int, count: int, without: tuple[int, ...]) -> Iterator[range]:
         start = end + 1
 
 
-def load_weights(m: Memory, node: Node) -> Launch:
+def load_weights(m: GpuBuffers, node: Node) -> Launch:
     pairs = [(weight.memory, slot) for _, weight, slot in m.in_slot(node)]
 
     def launch() -> None:
@@ -132,7 +132,7 @@ def load_weights(m: Memory, node: Node) -> Launch:
     return launch
 
 
-def unpack_experts(m: Memory, node: Node) -> Launch:
+def unpack_experts(m: GpuBuffers, node: Node) -> Launch:
     spec, first, count = m.program.weight(node, "experts"), node.attr("first"), node.attr("count")
     slices = _slices(m.whole_weight(node, "experts"), count, m.read(node, "tiles"))
     out = experts_within(spec, m.written(node, "out"))
@@ -156,9 +156,9 @@ class _Slice(NamedTuple):
 def _slices(held: PackedExperts | SplitExperts, count: int, memory: torch.Tensor) -> list[_Slice]:
     """One behind the other in ``memory``."""
     starts = [rows.start for rows in held.rows] if isinstance(held, SplitExperts) else [0]
-    at, found = 0, list[_Slice]()
+    at, made = 0, list[_Slice]()
     for start, packed in zip(starts, held.slices, strict=True):
         sizes = packed.shape, packed.fmt, packed.down_fmt, count
-        found.append(_Slice(packed, ExpertTiles.within(memory[at:], *sizes), start))
+        made.append(_Slice(packed, ExpertTiles.within(memory[at:], *sizes), start))
         at += ExpertTiles.bytes_needed(*sizes)
-    return found
+    return made

@@ -17,14 +17,14 @@ from pykernels.gpu.per_head_linear import per_head_linear
 from pykernels.shapes import Ragged
 
 from ....program.node import Node
-from ..memory.buffers import Memory
+from ..memory.buffers import GpuBuffers
 from .dense import Launch, void
 
 EXPANDED_BYTES = 512 << 20
 """Expanded keys and values take so many at a time, unless one head's are more by themselves."""
 
 
-def attention(m: Memory, node: Node) -> Launch:
+def attention(m: GpuBuffers, node: Node) -> Launch:
     heads, dk, dv = node.attr("heads"), node.attr("dk"), node.attr("dv")
     q = m.read(node, "q").view(-1, heads, dk)  # [T, NH, L + R]
     out = m.written(node, "out").view(-1, heads, dv)
@@ -58,14 +58,14 @@ def attention(m: Memory, node: Node) -> Launch:
     return launch
 
 
-def select_rows(m: Memory, node: Node) -> Launch:
+def select_rows(m: GpuBuffers, node: Node) -> Launch:
     table, rows, out = m.read(node, "table"), m.read(node, "rows"), m.written(node, "out")
     return lambda: void(torch.index_select(table, 0, rows, out=out))
 
 
 def absorbed(expansion: torch.Tensor, T: int) -> int:
-    """The first tokens of this step, those that are not expanded among them; a power of two or T,
-    so that few sizes are compiled.
+    """Number of leading tokens that covers all non-expanded ones of a step: a power of two or T, so
+    that few sizes are compiled.
 
     Args:
         expansion: see ``program.ops``; on the host.
@@ -74,7 +74,7 @@ def absorbed(expansion: torch.Tensor, T: int) -> int:
     return min(T, 1 << (tokens - 1).bit_length()) if tokens else 0
 
 
-def attention_expanded(m: Memory, node: Node) -> Launch:
+def attention_expanded(m: GpuBuffers, node: Node) -> Launch:
     heads, nope, dv = node.attr("heads"), node.attr("nope"), node.attr("dv")
     uk = m.weight(node, "uk")  # [NH, L, nope]
     uv = m.weight(node, "uv")  # [NH, dv, L]
@@ -118,7 +118,7 @@ def at_a_time(heads: int, head_bytes: int) -> int:
     return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= fits)
 
 
-def per_head(m: Memory, node: Node) -> Launch:
+def per_head(m: GpuBuffers, node: Node) -> Launch:
     """``per_head_linear``: of tokens that are not expanded."""
     matrices = m.weight(node, "heads")  # [G, N, K]
     G, N, K = matrices.shape
@@ -138,7 +138,7 @@ def per_head(m: Memory, node: Node) -> Launch:
     return launch
 
 
-def caches(m: Memory, node: Node) -> tuple[torch.Tensor, ...]:
+def caches(m: GpuBuffers, node: Node) -> tuple[torch.Tensor, ...]:
     """(latents, their rotated parts, scales where they are E4M3) of a node's cache."""
     ports = ("latent", "rope", "latent_scale")
     return tuple(m.read(node, port) for port in ports if port in node.inputs)

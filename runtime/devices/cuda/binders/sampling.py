@@ -17,9 +17,9 @@ from pykernels.ref.sampling.inputs import SamplingInputs
 from ....program.node import Node
 from ....program.ops import SAMPLING, SAMPLING_TABLES
 from ....program.step_inputs import MASKS_WRITTEN, sampling_dtype
-from ....runner.sampling import SamplingInputs as Parameters
+from ....runner.sampling import SamplingBatch
 from ..memory.blocks import Shape
-from ..memory.buffers import Memory
+from ..memory.buffers import GpuBuffers
 from .dense import Launch
 
 ROWS = 64
@@ -36,9 +36,9 @@ _DTYPES = {
 """The dtypes of the columns on a GPU."""
 
 
-def sample_requests(m: Memory, node: Node) -> Launch:
-    """The same launches whatever the rows ask for: a row that has no penalties, biases or mask, or
-    is greedy, leaves out what it does not need. Masks may come while what is before this runs."""
+def sample_requests(m: GpuBuffers, node: Node) -> Launch:
+    """Launches the same kernels whatever the rows ask for: a greedy row, or one without penalties,
+    biases or a mask, skips what it does not need. Masks may be written while earlier nodes run."""
     logits = m.read(node, "logits")  # float32 [R, V]
     inputs = SamplingInputs(
         **{
@@ -78,7 +78,7 @@ class SamplingColumns:
         shapes: by buffer, the columns [R].
     """
 
-    def __init__(self, sampling: Parameters, R: int) -> None:
+    def __init__(self, sampling: SamplingBatch, R: int) -> None:
         self._sampling, self._R, self._version = sampling, R, -1
         self.shapes: dict[str, Shape] = {
             f"sampling.{name}": ((R,), dtype) for name, dtype in _DTYPES.items()
@@ -107,7 +107,7 @@ class SamplingTables:
         tensors: by buffer.
     """
 
-    def __init__(self, sampling: Parameters, device: torch.device) -> None:
+    def __init__(self, sampling: SamplingBatch, device: torch.device) -> None:
         self._sampling, self._version = sampling, -1
         self.tensors = {
             f"sampling.{name}": torch.zeros_like(table, device=device)

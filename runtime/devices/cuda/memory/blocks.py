@@ -24,12 +24,12 @@ def view(block: torch.Tensor, shape: Shape, at: int = 0) -> torch.Tensor:
 
 
 def views(block: torch.Tensor, shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
-    """By name, tensors one behind the other in a block of ``block_bytes``."""
-    found, at = dict[str, torch.Tensor](), 0
+    """Tensors, by name, that lie one behind the other in a block of ``block_bytes``."""
+    tensors, at = dict[str, torch.Tensor](), 0
     for name, shape in shapes.items():
-        found[name] = view(block, shape, at)
+        tensors[name] = view(block, shape, at)
         at += aligned(_nbytes(shape))
-    return found
+    return tensors
 
 
 def block_bytes(shapes: Mapping[str, Shape]) -> int:
@@ -67,14 +67,14 @@ def within(value: Any, block: torch.Tensor) -> Any:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    found = list[torch.Tensor]()
+    tensors = list[torch.Tensor]()
 
     def note(part: torch.Tensor) -> torch.Tensor:
-        found.append(part)
+        tensors.append(part)
         return part
 
     _changed(value, note)
-    return found
+    return tensors
 
 
 def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -85,14 +85,14 @@ def _changed(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return tuple(_changed(part, change) for part in value)
     if not is_dataclass(value) or isinstance(value, type):
         return value
-    own = {field.name: getattr(value, field.name) for field in fields(value)}
-    new = {name: _changed(part, change) for name, part in own.items()}
-    other = {name: part for name, part in new.items() if part is not own[name]}
+    old = {field.name: getattr(value, field.name) for field in fields(value)}
+    new = {name: _changed(part, change) for name, part in old.items()}
+    other = {name: part for name, part in new.items() if part is not old[name]}
     return replace(value, **other) if other else value
 
 
 @dataclass(frozen=True)
-class Staged:
+class HostResident:
     """A weight in a GPU's layout in one block of main memory: it crosses to a slot of the GPU's.
 
     Attributes:
@@ -104,7 +104,7 @@ class Staged:
     value: Any
 
     @classmethod
-    def of(cls, value: Any) -> Staged:
+    def of(cls, value: Any) -> HostResident:
         """A copy of a weight."""
         memory = torch.empty(stored_bytes(value), dtype=torch.uint8, device="cpu")
         copy = within(value, memory)
@@ -117,11 +117,11 @@ class Staged:
         return within(self.value, slot)
 
 
-def staged(layout: Layout) -> Layout:
-    """Returns a layout that makes the same in main memory, as ``Staged``."""
+def host_resident(layout: Layout) -> Layout:
+    """Returns a layout that makes the same in main memory, as ``HostResident``."""
 
-    def make(spec: WeightSpec, store: WeightStore, device: torch.device) -> Staged:
-        return Staged.of(layout(spec, store, device))
+    def make(spec: WeightSpec, store: WeightStore, device: torch.device) -> HostResident:
+        return HostResident.of(layout(spec, store, device))
 
     make.__name__ = f"staged_{layout.__name__}"
     return make

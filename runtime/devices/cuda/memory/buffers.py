@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ....passes.gpu_experts import slot_tables
+from ....passes.gpu_experts import expert_slot_tables
 from ....passes.keep_routing import routers
 from ....passes.stream_dense import ALIGN
 from ....program import Program
@@ -19,7 +19,7 @@ from ....program.node import Node
 from ....program.ops import OPS
 from ....program.weights import WeightStore
 from ...gpus import Gpus
-from .blocks import Shape, Staged, block_bytes, view, views
+from .blocks import HostResident, Shape, block_bytes, view, views
 from .weights import layouts
 
 Caches = Mapping[str, torch.Tensor]
@@ -83,18 +83,18 @@ class Arena:
 
 
 @dataclass
-class Memory:
+class GpuBuffers:
     """Tensors of one program on one device, each in its largest shape.
 
     Buffers that are not in use at once lie over each other: what a launch leaves unwritten (rows
     of padding) holds any numbers.
 
     Attributes:
-        weights: of the program's model.
+        weights: the weights of the program's model.
         inputs: by name, tensors that are written before a step: inputs and attention's metadata.
-        caches: by name, those of the "cache" buffers.
-        outputs: by name, those of results that the host reads.
-        arena: room for all other buffers.
+        caches: by name, tensors of the "cache" buffers.
+        outputs: by name, tensors of results that the host reads.
+        arena: memory of all other buffers.
     """
 
     program: Program
@@ -134,13 +134,13 @@ class Memory:
         """A weight in the layout in which the node reads it, in a slot if it crosses to one."""
         spec = self.program.weight(node, port)
         value = self.weights.get(spec, *self._layout_of(node, port))
-        if not isinstance(value, Staged):
+        if not isinstance(value, HostResident):
             return value
         slots = self.in_slot(self._loads[spec.name])
         return next(value.within(slot) for name, _, slot in slots if name == spec.name)
 
-    def in_slot(self, load: Node) -> Iterator[tuple[str, Staged, torch.Tensor]]:
-        """By name, the weights that a node loads, and the part of its slot for each."""
+    def in_slot(self, load: Node) -> Iterator[tuple[str, HostResident, torch.Tensor]]:
+        """Yields name and value of each weight that a node loads, and its part of the slot."""
         slot = self.written(load, "out")
         for port, name in load.weights.items():
             weight = self.weights.get(self.program.weights[name], *self._layout_of(load, port))
@@ -150,7 +150,7 @@ class Memory:
     def whole_weight(self, node: Node, port: str) -> Any:
         """The experts of a layer of which the node takes some."""
         spec = self.program.weight(node, port)
-        return self.weights.get(spec.whole or spec, *self._layout_of(node, port))
+        return self.weights.get(spec.full or spec, *self._layout_of(node, port))
 
     def optional_weight(self, node: Node, port: str) -> Any | None:
         """A weight that a node may have or not."""
@@ -229,7 +229,8 @@ def kept_routing(program: Program, device: str) -> dict[str, Shape]:
 
 
 def kept_bytes(program: Program, device: str) -> int:
-    """Bytes of that, in two lanes too, where there are twice as many results of half the rows."""
+    """Bytes of that, in two microbatches too, where there are twice as many results of half the
+    rows."""
     shapes = kept_routing(program, device)
     return block_bytes(shapes) + 2 * ALIGN * len(shapes)
 
@@ -241,7 +242,7 @@ def allocated_caches(program: Program, gpus: Gpus, there: Caches = NONE) -> dict
         program: any of the model's on its way to them (``passes.gpu.metadata``).
         there: those that are allocated already.
     """
-    tables = slot_tables(program)
+    tables = expert_slot_tables(program)
     caches: dict[str, torch.Tensor] = {}
     for node in program.nodes:
         for name in node.reads:

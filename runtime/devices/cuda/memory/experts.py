@@ -1,4 +1,5 @@
-"""Fills slots on a GPU with experts of the CPU's tiles, beside the steps that it computes."""
+"""Fills slots on a GPU with experts of the CPU's tiles, in parallel with the steps that it
+computes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from queue import SimpleQueue
 
 import torch
 
-from pykernels.gpu.moe.experts import Experts
+from pykernels.gpu.moe.experts import GpuExperts
 from pykernels.gpu.moe.from_tiles import ExpertTiles, copy_expert, unpack_tiles
 from pykernels.quant import PackedExperts
 from pykernels.quant.split import SplitExperts
@@ -25,7 +26,7 @@ from ....program import Program
 from ....program.weight_spec import WeightSpec
 from ....program.weights import WeightStore
 from ....runner.batch import DeviceLost
-from ....runner.slots import Slots, slot_specs
+from ....runner.expert_slots import ExpertSlots, expert_slot_specs
 from ...cpu import weights as cpu
 from .weights import experts, place_expert
 
@@ -36,7 +37,7 @@ STAGING = 128 << 20
 
 
 @dataclass(frozen=True)
-class SlotLayer:
+class ExpertSlotLayer:
     """A layer's slots.
 
     Attributes:
@@ -46,7 +47,7 @@ class SlotLayer:
 
     spec: WeightSpec
     tiles: PackedExperts | SplitExperts
-    slots: Experts
+    slots: GpuExperts
 
 
 def on_gpu(
@@ -55,20 +56,20 @@ def on_gpu(
     device: torch.device,
     policy: CachePolicy,
     pinned: Pinned,
-) -> tuple[Slots, torch.Tensor]:
+) -> tuple[ExpertSlots, torch.Tensor]:
     """The slots of a runner's programs, and their table on the GPU, int32 [L, E].
 
     Args:
         program: any of them. Its experts lie in ``store``.
         pinned: gets their tiles; where it cannot, a warning says that copies are slower.
     """
-    layers = list[SlotLayer]()
-    for spec in slot_specs(program):
-        assert spec.whole is not None
-        tiles = store.get(spec.whole, cpu.HERE, cpu.packed)
-        layers.append(SlotLayer(spec, tiles, store.get(spec, device, experts)))
+    layers = list[ExpertSlotLayer]()
+    for spec in expert_slot_specs(program):
+        assert spec.full is not None
+        tiles = store.get(spec.full, cpu.CPU_DEVICE, cpu.packed)
+        layers.append(ExpertSlotLayer(spec, tiles, store.get(spec, device, experts)))
     real = device.type == "cuda"
-    filler = SlotFiller(layers, device)
+    filler = ExpertSlotFiller(layers, device)
     if real:
         with torch.cuda.device(device):
             arenas = [part.arena for layer in layers for part in layer.tiles.slices]
@@ -76,21 +77,21 @@ def on_gpu(
             filler.warm()
         if reason:
             warnings.warn(f"experts come into slots slower than they could: {reason}", stacklevel=2)
-    slots = Slots(program, policy, filler, real)
+    slots = ExpertSlots(program, policy, filler, real)
     return slots, slots.table.to(device, copy=True)
 
 
-def staged_experts(spec: WeightSpec) -> int:
+def experts_per_copy(spec: WeightSpec) -> int:
     """Experts that are staged at a time."""
     return max(1, min(STAGED, spec.shape[0], STAGING // spec.bytes_per_expert))
 
 
 def staging_bytes(spec: WeightSpec) -> int:
     """GPU memory that filling a layer's slots takes, besides them."""
-    return staged_experts(spec) * spec.bytes_per_expert
+    return experts_per_copy(spec) * spec.bytes_per_expert
 
 
-class SlotFiller:
+class ExpertSlotFiller:
     """See ``experts.cache.Filler``.
 
     On a GPU by a thread and a stream of its own, so that neither the engine nor a step waits, also
@@ -100,7 +101,7 @@ class SlotFiller:
         DeviceLost: in ``finished``: a copy has failed, so nobody knows what is in the slots.
     """
 
-    def __init__(self, layers: Sequence[SlotLayer], device: torch.device) -> None:
+    def __init__(self, layers: Sequence[ExpertSlotLayer], device: torch.device) -> None:
         self._layers, self._device = layers, device
         self._done: deque[Move] = deque()
         self._queue: SimpleQueue[Sequence[Move] | None] = SimpleQueue()
@@ -170,11 +171,11 @@ class SlotFiller:
                 for move in own:
                     place_expert(layer.slots, layer.spec, layer.tiles, move.expert, move.slot)
                 continue
-            count = staged_experts(layer.spec)
+            count = experts_per_copy(layer.spec)
             for first in range(0, len(own), count):
                 self._unpack(layer, layer.tiles, own[first : first + count])
 
-    def _unpack(self, layer: SlotLayer, tiles: PackedExperts, moves: Sequence[Move]) -> None:
+    def _unpack(self, layer: ExpertSlotLayer, tiles: PackedExperts, moves: Sequence[Move]) -> None:
         shape, fmt, down_fmt = tiles.shape, tiles.fmt, tiles.down_fmt
         staging = ExpertTiles.within(self._staging, shape, fmt, down_fmt, len(moves))
         for i, move in enumerate(moves):
@@ -184,7 +185,7 @@ class SlotFiller:
 
 
 def _run(
-    owner: weakref.ref[SlotFiller],
+    owner: weakref.ref[ExpertSlotFiller],
     queue: SimpleQueue[Sequence[Move] | None],
     device: torch.device,
 ) -> None:
@@ -203,9 +204,9 @@ def _run(
             filler.fail(error)
 
 
-def _bytes(layer: SlotLayer) -> int:
+def _bytes(layer: ExpertSlotLayer) -> int:
     tiles = layer.tiles
     if isinstance(tiles, SplitExperts):
         return 0
-    count = staged_experts(layer.spec)
+    count = experts_per_copy(layer.spec)
     return ExpertTiles.bytes_needed(tiles.shape, tiles.fmt, tiles.down_fmt, count)

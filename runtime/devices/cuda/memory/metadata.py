@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-NEVER = 1 << 40
+NO_EXPANSION = 1 << 40
 """Tokens of a sequence in one step: more than any has."""
 
 
@@ -33,7 +33,8 @@ class HostMetadata:
         lengths: NDArray[np.int64],
         positions: NDArray[np.int64],
     ) -> None:
-        """Fills in who attends how.
+        """Writes which kernel takes which tokens. Prefill kernels take every sequence after the
+        leading one-token ones; of latents those with ``expand_from`` tokens or more.
 
         Args:
             starts, counts, lengths: by sequence, its first token and its tokens in the step, and
@@ -41,7 +42,7 @@ class HostMetadata:
         """
         outputs, T, S = self._outputs, len(positions), len(counts)
         if self._latents:
-            chunk = counts >= (self._expand_from or NEVER)
+            chunk = counts >= (self._expand_from or NO_EXPANSION)
             pad(outputs["token_rows"], np.repeat(np.arange(S), counts)[:T])
             kept = np.where(np.repeat(chunk, counts)[:T], 0, positions + 1)
             pad(outputs["token_lengths"], kept)
@@ -84,7 +85,7 @@ class HostMetadata:
         table[len(of) :] = 0
 
 
-def pad(staged: NDArray[np.integer], values: NDArray[np.int64], padding: int = 0) -> None:
+def pad(staging: NDArray[np.integer], values: NDArray[np.int64], padding: int = 0) -> None:
     """``values``, then ``padding``."""
-    staged[: len(values)] = values
-    staged[len(values) :] = padding
+    staging[: len(values)] = values
+    staging[len(values) :] = padding

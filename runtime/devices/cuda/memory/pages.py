@@ -1,4 +1,5 @@
-"""Pages and states of GPUs as bytes, which cross to pinned memory and back beside the steps."""
+"""Pages and states of GPUs as bytes, which cross to pinned memory and back in parallel with the
+steps."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from ....planning.streaming import Streaming
 from ....program import Program
 from ....program.weights import LayoutOf, WeightStore
 from ...cpu import weights as cpu
-from .blocks import Staged
+from .blocks import HostResident
 
 
 def pin_experts(
@@ -24,7 +24,7 @@ def pin_experts(
     """
     layers = set[int]()
     for node, spec in streaming.experts(program):
-        held: Experts = store.get(spec, cpu.HERE, cpu.packed)
+        held: Experts = store.get(spec, cpu.CPU_DEVICE, cpu.packed)
         for part in held.slices:
             if reason := pinned.add(part.arena):
                 return frozenset(layers), reason
@@ -41,7 +41,7 @@ def pin_dense(part: Program, store: WeightStore, layout_of: LayoutOf, pinned: Pi
     """
     for node in part.nodes:
         for port in node.weights if node.op == "load_weights" else ():
-            held: Staged = store.get(part.weight(node, port), *layout_of(node, port))
+            held: HostResident = store.get(part.weight(node, port), *layout_of(node, port))
             if reason := pinned.add(held.memory):
                 raise PykernelsError(
                     f"dense weights cannot cross to the GPU: {reason}",

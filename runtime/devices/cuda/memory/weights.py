@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from pykernels.gpu.gemm.weights import Matrices, empty_for_gpu, pack_for_gpu, supports_format
-from pykernels.gpu.moe.experts import Experts
+from pykernels.gpu.moe.experts import GpuExperts
 from pykernels.quant import Format, Weight, get_format
 from pykernels.quant.experts import check_expert
 
@@ -22,7 +22,7 @@ from ....program.node import Node
 from ....program.weight_spec import WeightSpec
 from ....program.weights import Expert, Layout, LayoutOf, WeightStore, naming
 from ...cpu import weights as cpu
-from .blocks import staged, stored_bytes, within
+from .blocks import host_resident, stored_bytes, within
 
 FP8_ROWS = 128
 """Rows of one E4M3 scale: matrices below each other share it only from a multiple of these on."""
@@ -35,7 +35,7 @@ DEQUANTIZED = 1 << 26
 def layouts(
     program: Program, gpus: Mapping[str, torch.device], dtypes: Mapping[str, torch.dtype]
 ) -> LayoutOf:
-    """In which layout each node on a GPU reads its weights; those on the CPU in its own.
+    """The layout in which each node on a GPU reads its weights; CPU nodes keep the CPU's layouts.
 
     Args:
         gpus: by the names that nodes have as their device.
@@ -45,7 +45,7 @@ def layouts(
     readers = {
         name: (node, port)
         for node in program.nodes
-        if "staged" in node.inputs
+        if "streamed" in node.inputs
         for port, name in node.weights.items()
     }
 
@@ -55,11 +55,11 @@ def layouts(
         if node.op == "load_weights":
             node, port = readers[node.weights[port]]
         elif node.role == "load" or "resident" in node.inputs:
-            return cpu.HERE, cpu.packed
+            return cpu.CPU_DEVICE, cpu.packed
         spec = program.weight(node, port)
         layout = _layout(spec, node, port, dtypes)
-        if "staged" in node.inputs and spec.kind != "tensor":
-            return cpu.HERE, staged(layout)
+        if "streamed" in node.inputs and spec.kind != "tensor":
+            return cpu.CPU_DEVICE, host_resident(layout)
         return gpus[node.device], layout
 
     return layout_of
@@ -74,7 +74,7 @@ def _layout(spec: WeightSpec, node: Node, port: str, dtypes: Mapping[str, torch.
 
 
 @dataclass(frozen=True)
-class Rows:
+class MatrixRows:
     """Rows ``start ..`` of a weight, as one GPU matrix."""
 
     start: int
@@ -86,7 +86,7 @@ def gpu_format(fmt: Format, K: int) -> Format:
     return get_format("bf16") if supports_format(fmt, K) else fmt
 
 
-def matrix(spec: WeightSpec, store: WeightStore, device: torch.device) -> tuple[Rows, ...]:
+def matrix(spec: WeightSpec, store: WeightStore, device: torch.device) -> tuple[MatrixRows, ...]:
     """A matrix for products, its parts as one where their scales allow it; rows that fill up 32-row
     blocks are zeros."""
     stored = get_format(spec.fmt)
@@ -97,7 +97,7 @@ def matrix(spec: WeightSpec, store: WeightStore, device: torch.device) -> tuple[
     ]
     if fmt.name != "fp8" or all(at % FP8_ROWS == 0 for at in spec.starts):
         parts = [(0, _stacked(parts))]
-    return tuple(Rows(at, pack_for_gpu(fmt, [weight]).to(device)) for at, weight in parts)
+    return tuple(MatrixRows(at, pack_for_gpu(fmt, [weight]).to(device)) for at, weight in parts)
 
 
 def dense(spec: WeightSpec, store: WeightStore, device: torch.device) -> torch.Tensor:
@@ -116,13 +116,13 @@ def heads(spec: WeightSpec, store: WeightStore, device: torch.device) -> torch.T
     return out
 
 
-def experts(spec: WeightSpec, store: WeightStore, device: torch.device) -> Experts:
-    """Experts of a layer on the GPU, all or some, or room for some; a few at a time are in main
-    memory beside."""
+def experts(spec: WeightSpec, store: WeightStore, device: torch.device) -> GpuExperts:
+    """Experts of a layer on the GPU: all of them, a subset, or empty slots. While they are brought
+    there, a few at a time take main memory."""
     assert spec.moe is not None
     shape = spec.moe
-    stacks = Experts.empty(expert_format(spec), shape.E, shape.H, shape.I, device, shape.spec)
-    if spec.is_slots:
+    stacks = GpuExperts.empty(expert_format(spec), shape.E, shape.H, shape.I, device, shape.spec)
+    if spec.is_expert_slots:
         return stacks
     numbered = enumerate(cpu.experts_of(spec, store))
     with ThreadPoolExecutor(AT_ONCE) as workers:
@@ -133,7 +133,7 @@ def experts(spec: WeightSpec, store: WeightStore, device: torch.device) -> Exper
 
 
 def place_expert(
-    stacks: Experts, spec: WeightSpec, tiles: cpu.Experts, expert: int, slot: int
+    stacks: GpuExperts, spec: WeightSpec, tiles: cpu.Experts, expert: int, slot: int
 ) -> None:
     """Brings an expert of the CPU's tiles into a slot of ``stacks``, which ``spec`` says, by way of
     its matrices on the CPU."""
@@ -141,17 +141,17 @@ def place_expert(
     _place(stacks, one, slot)
 
 
-def _packed(spec: WeightSpec, e: int, expert: Callable[[], Expert]) -> Experts:
+def _packed(spec: WeightSpec, e: int, expert: Callable[[], Expert]) -> GpuExperts:
     """One expert in the GPU's layout, on the CPU."""
     assert spec.moe is not None
     fmt, shape = expert_format(spec), spec.moe
-    own, down_own = get_format(spec.fmt), get_format(spec.down_fmt)
+    stored, stored_down = get_format(spec.fmt), get_format(spec.down_fmt)
     (gate, up, down), biases = expert()
-    weights = _as(fmt, own, gate), _as(fmt, own, up), _as(fmt, down_own, down)
+    weights = _as(fmt, stored, gate), _as(fmt, stored, up), _as(fmt, stored_down, down)
     with naming(spec, e):
         check_expert(shape, (fmt, fmt), e, weights, biases)
     given = [] if biases is None else [biases]
-    return Experts.pack(fmt, [weights], torch.device("cpu"), shape.spec, given)
+    return GpuExperts.pack(fmt, [weights], torch.device("cpu"), shape.spec, given)
 
 
 def gpu_bytes(spec: WeightSpec) -> int:
@@ -178,10 +178,10 @@ def layout_bytes(program: Program, node: Node, port: str, dtypes: Mapping[str, t
     return max(stored_bytes(empty_for_gpu(fmt, 1, N, K, meta)), stored_bytes(apart))
 
 
-def experts_within(spec: WeightSpec, memory: torch.Tensor) -> Experts:
+def experts_within(spec: WeightSpec, memory: torch.Tensor) -> GpuExperts:
     """A layer's experts over the first bytes of ``memory``, uint8 [``resident_bytes`` or more]."""
-    found: Experts = within(_alike(spec), memory)
-    return found
+    experts_: GpuExperts = within(_alike(spec), memory)
+    return experts_
 
 
 def resident_bytes(spec: WeightSpec) -> int:
@@ -189,11 +189,11 @@ def resident_bytes(spec: WeightSpec) -> int:
     return stored_bytes(_alike(spec))
 
 
-def _alike(spec: WeightSpec) -> Experts:
+def _alike(spec: WeightSpec) -> GpuExperts:
     """Experts of that layout without memory."""
     assert spec.moe is not None
     E, H, I = spec.shape  # noqa: E741
-    return Experts.empty(expert_format(spec), E, H, I, torch.device("meta"), spec.moe.spec)
+    return GpuExperts.empty(expert_format(spec), E, H, I, torch.device("meta"), spec.moe.spec)
 
 
 def _stacked(parts: Sequence[tuple[int, Weight]]) -> Weight:
@@ -231,7 +231,7 @@ def _dequantize(fmt: Format, weight: Weight, out: torch.Tensor) -> None:
         out[first:last] = rows.to(torch.bfloat16)
 
 
-def _place(stacks: Experts, one: Experts, e: int) -> None:
+def _place(stacks: GpuExperts, one: GpuExperts, e: int) -> None:
     """Copies an expert to its place in the stacks."""
     _copy(stacks.gate_up, one.gate_up, 2 * e)
     _copy(stacks.down, one.down, e)

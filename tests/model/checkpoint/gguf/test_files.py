@@ -14,7 +14,7 @@ import model
 from model.checkpoint.config import read_config
 from model.checkpoint.gguf import GGUF, find_gguf
 from model.checkpoint.open import open_checkpoint
-from model.checkpoint.tensors.safetensors import Part
+from model.checkpoint.tensors.safetensors import TensorSlice
 from model.pretrained import load_tokenizer
 from pykernels.errors import PykernelsError
 
@@ -93,7 +93,7 @@ def test_halves_of_a_stacked_tensor(tmp_path: Path) -> None:
     with GGUF(tmp_path / "m.gguf") as checkpoint:
         for name, values in zip(list(checkpoint.tensors), (matrix, bias), strict=True):
             for rows in ((0, 2), (2, 4)):
-                part = Part(name, 1, rows)
+                part = TensorSlice(name, 1, rows)
                 wanted = torch.from_numpy(values[1, slice(*rows)])
                 assert torch.equal(checkpoint.read(part), wanted)
                 assert checkpoint.nbytes(part) == wanted.nbytes

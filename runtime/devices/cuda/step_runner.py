@@ -17,18 +17,18 @@ from .executable import CudaExecutable
 from .memory.buffers import dtypes
 from .memory.weights import layouts
 from .resources import CudaResources
-from .step_maker import StepMaker
+from .step_builder import StepBuilder
 
 
-class CudaLane(PagedRunner):
+class CudaStepRunner(PagedRunner):
     """What runners on GPUs share.
 
     Args:
-        resources: which other lanes use, too.
+        resources: which other step runners use, too.
 
     Attributes:
         largest: phase of the largest step.
-        high_priority: whether its kernels go before those of other lanes.
+        high_priority: whether its kernels go before those of other step runners.
     """
 
     copies_inputs = True
@@ -40,7 +40,7 @@ class CudaLane(PagedRunner):
         self.pool, self.device = resources.pool, resources.device
         self.caches, self.last_steps = resources.caches, resources.last_steps
         self._resources = resources
-        self._maker: StepMaker | None = None
+        self._step_builder: StepBuilder | None = None
 
     def layouts(self, program: Program) -> LayoutOf:
         return layouts(program, self._resources.gpus, dtypes(program))
@@ -48,13 +48,13 @@ class CudaLane(PagedRunner):
     def make_step(self, compiled: Compiled, inputs: Mapping[str, torch.Tensor]) -> CudaExecutable:
         return self.prepare(inputs).make(compiled)
 
-    def prepare(self, inputs: Mapping[str, torch.Tensor]) -> StepMaker:
+    def prepare(self, inputs: Mapping[str, torch.Tensor]) -> StepBuilder:
         """Allocates what all steps share, once."""
-        if self._maker is None:
+        if self._step_builder is None:
             with self._resources.enough_memory():
                 largest = self.compiled(self.largest, self.max_num_batched_tokens)
                 self.allocate(largest)
-                self._maker = StepMaker(
+                self._step_builder = StepBuilder(
                     self._resources,
                     largest.program,
                     inputs,
@@ -62,10 +62,10 @@ class CudaLane(PagedRunner):
                     self.sizes,
                     self.high_priority,
                 )
-        return self._maker
+        return self._step_builder
 
     def allocate(self, compiled: Compiled) -> None:
-        """Allocates and pins what the steps of all lanes share, by one of them."""
+        """Allocates and pins what the steps of all step runners share, by one of them."""
         self._resources.allocate(compiled, self.layouts)
 
     def launch(self, batch: StepBatch) -> None:

@@ -82,7 +82,7 @@ class FakePrefill:
         return found
 
 
-class Beside(FakeRunner):
+class TwoStreams(FakeRunner):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.rng = random.Random(3)
@@ -95,8 +95,8 @@ class Beside(FakeRunner):
         super().launch(batch)
 
 
-def made(overlap: bool = True, drafter: Known | None = None) -> tuple[Engine, Beside]:
-    runner = Beside(num_pages=44, vocab_size=VOCABULARY, max_num_batched_tokens=24)
+def made(overlap: bool = True, drafter: Known | None = None) -> tuple[Engine, TwoStreams]:
+    runner = TwoStreams(num_pages=44, vocab_size=VOCABULARY, max_num_batched_tokens=24)
     config = EngineConfig(overlap=overlap)
     make = None if drafter is None else lambda: drafter
     return Engine(runner, threaded=False, config=config, drafter=make), runner
@@ -152,7 +152,8 @@ def test_draws_are_those_of_each_request_alone(overlap: bool, drafts: bool) -> N
 
 
 def test_steps_beside_are_as_large_as_their_runner_can() -> None:
-    """Prompts that are each too short for the lane, and together longer than any other step."""
+    """Prompts that are each too short for the prefill stream, and together longer than any other
+    step."""
     engine, runner = made()
     long = engine.submit(list(range(60)), SamplingParams(max_tokens=2))
     engine.step()

@@ -1,4 +1,4 @@
-"""A cache of experts beside the programs of a runner: its tables, and what the routers chose."""
+"""The expert slots of a runner's programs: their tables, and what the routers chose."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Kept = tuple[tuple[int, int, NDArray[np.integer]], ...]
 """(row of the layer, which of the step's sizes, ids [bucket, topk]) of each router."""
 
 
-class Slots:
+class ExpertSlots:
     """The slots of a runner's layers.
 
     Args:
@@ -44,7 +44,7 @@ class Slots:
         named = {n.inputs["slots"]: n for n in program.nodes if n.op == "place_routing"}
         places = [*named.values()]  # of a layer that defers experts one of two, by the same table
         self._rows = {node.layer: i for i, node in enumerate(places)}
-        self.specs = slot_specs(program)
+        self.specs = expert_slot_specs(program)
         E = max(program.shape(node.inputs["slots"])[0] for node in places)
         empty = torch.full((len(places), E), -1, dtype=torch.int32, device="cpu")
         self.table = empty.pin_memory() if pinned else empty
@@ -70,14 +70,14 @@ class Slots:
         self, step: object, program: Program, outputs: Mapping[str, NDArray[np.generic]]
     ) -> None:
         """Takes note of a bound program and its outputs, among which are the routers' choices."""
-        found: list[tuple[int, int, NDArray[np.integer]]] = []
+        kept: list[tuple[int, int, NDArray[np.integer]]] = []
         for node in routers(program):
             name = node.outputs["ids"]
             if name in outputs and node.layer in self._rows:
                 ids: NDArray[np.integer] = outputs[name]  # type: ignore[assignment]
                 size = STEP_SIZES.index(str(program.buffers[name].shape[0]))
-                found.append((self._rows[node.layer], size, ids))
-        self._kept[id(step)] = tuple(found)
+                kept.append((self._rows[node.layer], size, ids))
+        self._kept[id(step)] = tuple(kept)
 
     def before_step(self) -> bool:
         """Brings the table up to date; no step runs. Whether it has changed."""
@@ -95,7 +95,7 @@ class Slots:
         """Takes what a step chose that has ended; the next one writes over it.
 
         Args:
-            sizes: those of the step (``STEP_SIZES``).
+            sizes: the sizes of the step (``STEP_SIZES``).
         """
         chosen = [
             Chosen(row, ids[max(0, sizes[size] - COUNTED) : sizes[size]].copy())
@@ -109,7 +109,7 @@ class Slots:
         self.cache.close()
 
 
-def slot_specs(program: Program) -> list[WeightSpec]:
+def expert_slot_specs(program: Program) -> list[WeightSpec]:
     """Specs of the experts in slots, one for each layer that has slots, in order."""
     names = [node.weights["experts"] for node in program.nodes if node.role == "cached"]
     return [program.weights[name] for name in dict.fromkeys(names)]

@@ -27,7 +27,7 @@ from .choose import Block, choose
 from .profile import Profile
 
 
-def place_beside(
+def place_hybrid(
     asked: int | str | Profile | None,
     model: Lowerable,
     device: str,
@@ -39,8 +39,8 @@ def place_beside(
     prefill: str = "cpu",
     dense: float | str = "auto",
 ) -> Placement:
-    """``place_on``, which dense weights cross to the GPUs in each step, and which experts they are
-    to have besides, or how many slots for some.
+    """Places a model (``place_on``), and decides which dense weights cross to the GPUs in each
+    step, and which experts these have besides, or how many expert slots.
 
     Args:
         asked: see ``choose``; None or 0: none.
@@ -49,11 +49,11 @@ def place_beside(
         experts: "auto", "cpu" or "gpu"; "auto" with a number or a profile is "cpu".
         placed, by_layer: as ``placement.place``.
         cache: slots of each layer, "auto": as many as fit, or 0.
-        prefill, dense: of ``ExecutionConfig``; both take room.
+        prefill, dense: see ``ExecutionConfig``; both take memory.
 
     Raises:
-        PykernelsError: as ``experts_beside``; some experts, or slots for them, beside all of them;
-            experts that stay beside slots for others.
+        PykernelsError: see ``gpu_experts_of``; some experts, or expert slots, though all are there;
+            experts that stay and an expert cache.
     """
     for option, wanted in (("gpu_experts", asked), ("expert_cache", cache)):
         if wanted and wanted != "auto":
@@ -72,7 +72,7 @@ def place_beside(
                 "an expert cache beside gpu_experts, which keep their places on the GPU",
                 "Give one of both; the cache finds the most used ones by itself",
             )
-        return _place_slots(cache, model, machine, experts, plan_with, prefill)
+        return _place_expert_slots(cache, model, machine, experts, plan_with, prefill)
     if not asked:
         return plan_with(experts).placement
     if experts == "gpu":
@@ -83,10 +83,10 @@ def place_beside(
         return placement
     free = free_for_experts(model, machine, plan)
     program = model.lower(sizes)
-    return placement.with_experts(program, experts_beside(asked, program, placement, free))
+    return placement.with_experts(program, gpu_experts_of(asked, program, placement, free))
 
 
-def _place_slots(
+def _place_expert_slots(
     cache: int | str,
     model: Lowerable,
     machine: Machine,
@@ -110,16 +110,16 @@ def _place_slots(
     free -= max(map(machine.layouts.filling_bytes, specs), default=0)
     if prefill in ("split", "stream") or (prefill == "auto" and cache == "auto"):
         free -= streaming_bytes(model, machine, plan)[placement.device]
-    rooms = {placement.device: free}
-    chosen = experts_beside(cache, program, placement, rooms, "expert_cache")
-    return _with_slots(placement, program, chosen)
+    free_bytes = {placement.device: free}
+    expert_ids = gpu_experts_of(cache, program, placement, free_bytes, "expert_cache")
+    return _with_slots(placement, program, expert_ids)
 
 
 def with_slots(placement: Placement, model: Lowerable, cache: int | str) -> Placement:
     """The placement with slots of each layer on its device, which has room for any number of them.
     Raises as ``choose``."""
-    program, room = model.lower(), {placement.device: 1 << 62}
-    chosen = experts_beside(cache, program, placement, room, "expert_cache")
+    program, free_bytes = model.lower(), {placement.device: 1 << 62}
+    chosen = gpu_experts_of(cache, program, placement, free_bytes, "expert_cache")
     return _with_slots(placement, program, chosen)
 
 
@@ -129,20 +129,20 @@ def _with_slots(
     return placement.with_slots(program, {layer: len(own) for layer, own in chosen.items()})
 
 
-def experts_beside(
+def gpu_experts_of(
     asked: int | str | Profile,
     program: Program,
     placement: Placement,
-    room: Mapping[str, int],
+    free_bytes: Mapping[str, int],
     option: str = "gpu_experts",
 ) -> dict[int, tuple[int, ...]]:
-    """By layer, the experts that its GPU is to have; layers without any are left out.
+    """Chooses the experts that each layer's GPU is to have; layers without any are left out.
 
     Args:
         asked: see ``choose``.
         program: any of the model's; no weight is read.
         placement: of its layers.
-        room: bytes of each GPU that they may take; ``option``: that asked for them.
+        free_bytes: bytes of each GPU that they may take; ``option``: that asked for them.
 
     Raises:
         PykernelsError: no routed experts, or none that a GPU computes alike; as ``choose``.
@@ -165,10 +165,11 @@ def experts_beside(
     if isinstance(asked, Profile):
         counts = {_block(name): row for name, row in asked.counts.items()}
         asked = asked.model_copy(update={"counts": counts})
-    chosen = choose(asked, blocks, room)
+    chosen = choose(asked, blocks, free_bytes)
     if asked and not any(chosen.values()):
         warnings.warn(
-            f"{', '.join(room)}: no room for experts beside the rest, all of them are on the CPU",
+            f"{', '.join(free_bytes)}: no room for experts beside the rest,"
+            " all of them are on the CPU",
             stacklevel=3,
         )
     return {layers[name]: tuple(experts) for name, experts in chosen.items() if experts}

@@ -12,17 +12,17 @@ from pykernels.ref.sampling import Sampled
 
 from ...planning.compile import Compiled
 from ...program import Program
-from ...runner.sampling import SamplingInputs
+from ...runner.sampling import SamplingBatch
 from .executable import CudaExecutable, GpuMemory
-from .handshake import PinnedSlots
+from .handshake import ChannelBuffers
 from .inputs import Bucket, StepInputs
 from .memory.blocks import Shape
 from .memory.buffers import Arena, ProgramOutputs, StepOutputs, kept_bytes, kept_routing
 from .resources import CudaResources
 
 
-class StepMaker:
-    """Makes the steps of one lane: none of them runs while another one does.
+class StepBuilder:
+    """Makes the steps of one step runner: none of them runs while another one does.
 
     Args:
         largest: program of the largest step; its caches are there.
@@ -39,14 +39,14 @@ class StepMaker:
         resources: CudaResources,
         largest: Program,
         inputs: Mapping[str, torch.Tensor],
-        sampling: SamplingInputs,
+        sampling: SamplingBatch,
         sizes: torch.Tensor,
         high_priority: bool,
     ) -> None:
         self._resources, self._largest = resources, largest
         self._sizes, self._high_priority = sizes, high_priority
         self._arenas = {name: Arena(device) for name, device in resources.gpus.items()}
-        self._slots = PinnedSlots(resources.real)
+        self._channel_buffers = ChannelBuffers(resources.real)
         self._pool = torch.cuda.graph_pool_handle() if resources.real else None
         self._inputs = StepInputs(inputs, sampling, resources.gpus)
         self._results: dict[str, StepOutputs] = {}
@@ -76,7 +76,7 @@ class StepMaker:
             self.host_inputs,
             resources.caches,
             self._sizes,
-            self._slots,
+            self._channel_buffers,
             self._results_of(program),
         )
         executable.before = partial(self._send, bucket)
@@ -91,7 +91,7 @@ class StepMaker:
         bucket.send(T, S, R)
 
     def _results_of(self, program: Program) -> dict[str, ProgramOutputs]:
-        """By GPU, where all programs put what they sample, and a program the choices of its
+        """Memory, by GPU, for what all programs sample and for the choices of this one's
         routers."""
         self._results = self._results or self._allocated(program)
         return {
@@ -99,12 +99,12 @@ class StepMaker:
         }
 
     def _allocated(self, program: Program) -> dict[str, StepOutputs]:
-        found: dict[str, StepOutputs] = {}
+        step_outputs: dict[str, StepOutputs] = {}
         for gpu, device in self._resources.gpus.items():
-            own = [node for node in program.nodes if node.device == gpu]
+            gpu_nodes = [node for node in program.nodes if node.device == gpu]
             buffers = [
                 program.buffers[node.outputs[name]]
-                for node in own
+                for node in gpu_nodes
                 if node.op == "sample_requests"
                 for name in Sampled._fields
             ]
@@ -112,8 +112,8 @@ class StepMaker:
             shapes: dict[str, Shape] = {
                 b.name: ((rows, *program.shape(b.name)[1:]), b.dtype) for b in buffers
             }
-            found[gpu] = StepOutputs(shapes, device, kept_bytes(self._largest, gpu))
-        return found
+            step_outputs[gpu] = StepOutputs(shapes, device, kept_bytes(self._largest, gpu))
+        return step_outputs
 
     def _warm(self, executable: CudaExecutable, bucket: Bucket, captured: bool) -> None:
         """Runs a step that writes nothing, which compiles everything, then captures it."""

@@ -16,7 +16,7 @@ from ..program.weight_spec import WeightSpec
 from .sharding import slices_on
 
 
-def staged_bytes(spec: WeightSpec, count: int, nodes: MemoryNodes = ONE_NODE) -> int:
+def expert_tile_bytes(spec: WeightSpec, count: int, nodes: MemoryNodes = ONE_NODE) -> int:
     """Bytes of so many of a layer's experts, each section aligned; on several NUMA nodes of all
     their slices."""
     assert spec.moe is not None
@@ -25,9 +25,9 @@ def staged_bytes(spec: WeightSpec, count: int, nodes: MemoryNodes = ONE_NODE) ->
     return sum(SplitExperts.slice_bytes(_shape(spec, count), fmt, parts, down))
 
 
-def staged(spec: WeightSpec, count: int, memory: torch.Tensor) -> PackedExperts:
-    """So many of a layer's experts over the first bytes of ``memory``, uint8 [``staged_bytes`` or
-    more]."""
+def expert_tiles(spec: WeightSpec, count: int, memory: torch.Tensor) -> PackedExperts:
+    """So many of a layer's experts over the first bytes of ``memory``, uint8 [``expert_tile_bytes``
+    or more]."""
     fmt, down = get_format(spec.fmt), get_format(spec.down_fmt)
     return PackedExperts(_shape(spec, count), fmt, lambda nbytes: memory[:nbytes], down_fmt=down)
 

@@ -21,11 +21,11 @@ from .batch_writer import BatchWriter
 from .step import PrefillChunk, ScheduledStep
 
 
-class PrefillLane:
-    """At most one step, with a batch of its own.
+class PrefillStream:
+    """Steps of prompts in parallel with other steps, one at a time, with a batch of their own.
 
     Attributes:
-        requests: of the step that is scheduled, or runs.
+        requests: the requests of the step that is scheduled, or runs.
     """
 
     def __init__(self, runner: PrefillRunner, manager: BlockManager) -> None:
@@ -40,7 +40,7 @@ class PrefillLane:
 
     @property
     def max_others(self) -> int:
-        """Tokens of a step with chunks that is not of the lane, at most."""
+        """Tokens of a step with chunks that is not of the prefill stream, at most."""
         return self._runner.max_others
 
     def schedule(self, chunks: Sequence[PrefillChunk]) -> ScheduledStep:
