@@ -11,10 +11,12 @@ from .text.generate import GenerationStats, check_options
 
 
 class EngineStream:
-    """Iterator of text pieces; has `stats` once it has ended (also when it was closed early)."""
+    """Iterator of text pieces; has `stats` once it has ended (also when it was closed early). Of
+    several at once drafts are counted together."""
 
     def __init__(self, llm: LLM, prompt_ids: list[int], params: SamplingParams) -> None:
-        self._llm, self._handle = llm, llm.submit(prompt_ids, params)
+        self._llm, self._before = llm, _drafts(llm)
+        self._handle = llm.submit(prompt_ids, params)
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -33,16 +35,27 @@ class EngineStream:
     def stats(self) -> GenerationStats:
         """Figures of the run."""
         stats = self._handle.result().completions[0].stats
-        steps = max(0, stats.new_tokens - 1)
+        drafts, accepted = (
+            now - before for now, before in zip(_drafts(self._llm), self._before, strict=True)
+        )
+        steps = max(0, stats.new_tokens - 1) if not drafts else 0
         return GenerationStats(
             prompt_tokens=stats.prompt_tokens,
             new_tokens=stats.new_tokens,
             prefill_seconds=stats.time_to_first_token or 0.0,
             decode_seconds=stats.decode_seconds,
             read_bytes=steps * self._llm.runner.weight_bytes,
-            read_seconds=stats.decode_seconds,
+            read_seconds=stats.decode_seconds if steps else 0.0,
             reads="weights",
+            draft_tokens=drafts,
+            accepted_tokens=accepted,
         )
+
+
+def _drafts(llm: LLM) -> tuple[int, int]:
+    """Drafts that the engine's steps have checked, and those that were right."""
+    stats = llm.engine.stats
+    return stats.draft_tokens, stats.accepted_tokens
 
 
 def engine_stream(

@@ -29,7 +29,7 @@ from runtime.passes.layers import check_topk
 from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import largest_step
 from runtime.planning.lowerable import Pass
-from runtime.planning.option import check_whole
+from runtime.planning.option import SettingError, check_whole
 from runtime.planning.placement import Placement
 from runtime.program.sizes import StepSizes
 from runtime.workers.matrix import packer
@@ -121,6 +121,9 @@ def _chosen(
             raise PykernelsError(f"load_engine has no setting {name!r}", hint)
     own, others = ({n: v for n, v in settings.items() if n in some} for some in names)
     execution, engine = replace(execution, **own), replace(engine, **others)
+    if engine.draft == "off" and engine.draft_tokens != EngineConfig.draft_tokens:
+        hint = 'Add draft="ngram"'
+        raise SettingError("draft_tokens", engine.draft_tokens, hint, "without drafts")
     if engine.draft != "off" and execution.prefill == "stream":
         raise PykernelsError(
             f"draft={engine.draft!r} and prefill='stream': drafts are checked as prompts are read,"

@@ -55,13 +55,10 @@ class GatedDeltaNet:
         kind may have ``in_proj_qkv`` and ``in_proj_z`` too."""
         HK, HV, DK, DV = _sizes(module)
         group = HV // HK
-        own: dict[str, tuple[str, str, Spans]]
-        own = {part: (part, f"{name}.in_proj_{part}", ()) for part in ("qkv", "z", "b", "a")}
         wide, narrow = f"{name}.in_proj_qkvz", f"{name}.in_proj_ba"
-        qkvz = [own["qkv"], own["z"]]
+        qkvz, ba = _own(name, "qkv", "z"), _own(name, "b", "a")
         if specs.has(f"{wide}.weight"):
             qkvz = _wide(wide, HK, group, DK, DV)
-        ba = [own["b"], own["a"]]
         if specs.has(f"{narrow}.weight"):
             ba = _narrow(narrow, HK, group)
         return cls(
@@ -143,6 +140,11 @@ def _cache(HK: int, HV: int, DK: int, DV: int, K: int) -> CacheSpec:
     """The last inputs of the convolution, and the heads' matrices."""
     conv = CachePart((K - 1, 2 * HK * DK + HV * DV))
     return CacheSpec(state={"conv": conv, "delta": CachePart((HV, DK, DV))})
+
+
+def _own(name: str, *parts: str) -> list[_Taken]:
+    """Parts that have a linear each."""
+    return [(part, f"{name}.in_proj_{part}", ()) for part in parts]
 
 
 def _wide(name: str, HK: int, group: int, DK: int, DV: int) -> list[_Taken]:

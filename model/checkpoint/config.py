@@ -16,7 +16,7 @@ from ..modules.recognise import experts_per_token
 from .gguf import GGUF, find_gguf
 from .gguf.config import config_of
 from .gguf.tokenizer import special_ids
-from .quantized import awq, compressed_tensors, gptq, mxfp4
+from .quantized import auto_round, awq, compressed_tensors, gptq, mxfp4
 from .tensors.safetensors import read_json
 
 ALIASES = {"kimi_k2": "deepseek_v3"}
@@ -52,6 +52,7 @@ METHODS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "awq": awq.check_config,
     "gptq": gptq.check_config,
     "mxfp4": mxfp4.check_config,
+    **dict.fromkeys(auto_round.METHODS, auto_round.check_config),
 }
 """What checks a `quantization_config`, by its ``quant_method``."""
 

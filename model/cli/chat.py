@@ -11,17 +11,18 @@ from typing import Annotated
 import typer
 
 from pykernels.errors import PykernelsError
+from runtime.engine.scheduling.config import EngineConfig
 from runtime.planning.config import ExecutionConfig
 from runtime.planning.option import options_of
 
 from ..startup.standard_streams import argument_text
 from .http.remote import Remote
 from .shared.common import Debug, command, err, note, read_key
-from .shared.model_options import Dtype, Eager, Model, Rules, Sampling
+from .shared.model_options import DRAFTS, Dtype, Eager, Model, Rules, Sampling
 from .shared.options import Choose
 from .shared.session import Session, check_stdin, read_stdin, summary
 
-LOADING = ("model", "rules", "dtype", "eager", *options_of(ExecutionConfig))
+LOADING = ("model", "rules", "dtype", "eager", *options_of(ExecutionConfig), *DRAFTS.only)
 """Options that say how a model is loaded."""
 
 COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -32,6 +33,7 @@ def chat(
     context: typer.Context,
     sampling: Annotated[Sampling, Choose(defaults={"max_new_tokens": 256})],
     execution: Annotated[ExecutionConfig, Choose(but=("dual_batch",))],
+    engine: Annotated[EngineConfig, DRAFTS],
     model: Model = None,
     rules: Rules = None,
     dtype: Dtype = None,
@@ -59,7 +61,7 @@ def chat(
         return
     if api_key_file is not None:
         raise PykernelsError("--api-key-file is for a server", "Add --url")
-    session = Session(model, rules, dtype, eager, execution, sampling)
+    session = Session(model, rules, dtype, eager, execution, engine, sampling)
 
     def answer(messages: list[dict[str, str]]) -> tuple[str, str]:
         text, stats = session.write(session.encode_chat(messages))

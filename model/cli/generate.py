@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pykernels.errors import PykernelsError
+from runtime.engine.scheduling.config import EngineConfig
 from runtime.planning.config import ExecutionConfig
 
 from ..startup.standard_streams import argument_text
 from .shared.common import Debug, command, err, note
-from .shared.model_options import Dtype, Eager, Model, Rules, Sampling
+from .shared.model_options import DRAFTS, Dtype, Eager, Model, Rules, Sampling
 from .shared.options import Choose
 from .shared.session import Session, check_stdin, read_stdin, status, summary
 
@@ -27,6 +28,7 @@ def generate(
     ],
     sampling: Sampling,
     execution: Annotated[ExecutionConfig, Choose(but=("dual_batch",))],
+    engine: Annotated[EngineConfig, DRAFTS],
     model: Model = None,
     rules: Rules = None,
     dtype: Dtype = None,
@@ -40,7 +42,7 @@ def generate(
         prompt = read_stdin(sys.stdin.read)
     else:
         prompt = argument_text(prompt)
-    session = Session(model, rules, dtype, eager, execution, sampling, prompt)
+    session = Session(model, rules, dtype, eager, execution, engine, sampling, prompt)
     _, stats = session.write(prompt, echo)
     err().print(summary(stats, _read_roof(session, stats)), style="dim", markup=False)
     if session.llm is not None and (cache := session.llm.expert_cache) is not None:

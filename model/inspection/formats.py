@@ -10,6 +10,7 @@ from typing import Any
 from ..architectures.schema import Schema
 from ..checkpoint.packed.mapped import PackedFolder
 from ..checkpoint.plan import Dense, Plan
+from ..checkpoint.quantized import auto_round
 
 EXPERTS = "experts"
 Parts = tuple[tuple[str, int], ...]
@@ -78,6 +79,12 @@ def configured(quantization: Any) -> Formats:
     """The formats that a ``quantization_config`` stands for, which ``read_config`` has accepted."""
     if not quantization:
         return Formats()
+    if auto_round.packed_as(quantization) is not None:
+        whole = quantization.get("group_size", 128) % 128 == 0 or quantization["group_size"] < 0
+        fmt = "int4-zp-g128" if whole else "int4-zp"
+        return Formats(linear=fmt, experts=fmt, ignored=_pattern(_left_whole(quantization)))
+    if quantization.get("quant_method") == "mxfp4":  # gpt-oss' experts alone
+        return Formats(experts="mxfp4")
     if quantization.get("quant_method") != "compressed-tensors":  # DeepSeek's FP8
         skip = quantization.get("modules_to_not_convert") or []
         return Formats(linear="fp8", experts="fp8", ignored=_pattern(skip))
@@ -92,6 +99,16 @@ def configured(quantization: Any) -> Formats:
     experts = (f"model.layers.9999.{mlp}.experts.0.up_proj" for mlp in ("mlp", "feed_forward"))
     skipped = ignored is not None and any(ignored.search(name) for name in experts)
     return Formats(linear=fmt, experts="bf16" if skipped else fmt, ignored=ignored)
+
+
+def _left_whole(quantization: Any) -> list[str]:
+    """Modules that AWQ, GPTQ or AutoRound do not quantize, as `_pattern` takes them."""
+    dynamic, extra = quantization.get("dynamic") or {}, quantization.get("extra_config") or {}
+    return [
+        *(quantization.get("modules_to_not_convert") or []),
+        *(f"re:{pattern[2:]}" for pattern in dynamic if pattern.startswith("-:")),
+        *(name for name, change in extra.items() if change.get("bits", 4) != 4),
+    ]
 
 
 def _in_parts(known: Mapping[str, str], rows: Mapping[str, int]) -> dict[str, Parts]:
@@ -110,5 +127,6 @@ def _pattern(names: list[str]) -> re.Pattern[str] | None:
     """Regexes ("re:...") and names, of a module or of one around it."""
     if not names:
         return None
+    names = [name.replace("model.language_model.", "model.") for name in names]
     parts = [n[3:] if n.startswith("re:") else rf"(?:^|\.){re.escape(n)}(?:\.|$)" for n in names]
     return re.compile("|".join(f"(?:{part})" for part in parts))

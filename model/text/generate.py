@@ -40,7 +40,8 @@ class GenerationStats:
     `prefill_seconds` ends with the first token; decoding is all after it. `read_bytes` and
     `read_seconds` are of decoding only, where memory bounds the speed: eagerly the weights of the
     distinct experts that each step touched, while they ran; in the engine all weights of a step.
-    `reads` says which.
+    `reads` says which; steps with drafts read another number each, so none is told of them.
+    `accepted_tokens` of the `draft_tokens` were what was drawn.
     """
 
     prompt_tokens: int
@@ -50,6 +51,8 @@ class GenerationStats:
     read_bytes: int
     read_seconds: float
     reads: str = "experts"
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def prefill_tokens_per_second(self) -> float:

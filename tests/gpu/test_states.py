@@ -28,6 +28,7 @@ from runtime.workers.pool import WorkerPool
 
 from ..engine.test_states import CALM, check, greedy, tokens
 from ..model import tiny
+from ..model.checkpoint.gguf import tiny_gguf
 from ..runners import CudaOptions, cuda_runner
 
 ALL = pytest.mark.all
@@ -113,6 +114,21 @@ def test_states_beside(
         results = found.generate(prompts, greedy(3))
     for prompt, result in zip(prompts, results, strict=True):
         check(made, prompt, result, "cuda")
+
+
+def test_value_heads_in_the_order_of_a_gguf_file(tmp_path: Path, device: torch.device) -> None:
+    """Qwen3.5's, which go over the key heads in turns."""
+    file = tmp_path / "m.gguf"
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "full_attention_interval": 2}
+    sizes |= {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
+    sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "gains": CALM}
+    sizes |= {"shared_expert_intermediate_size": 48, "max_position_embeddings": LENGTH}
+    kind = tiny_gguf.all_of(tiny_gguf.Type.BF16)
+    reference = tiny_gguf.write(file, "qwen3_5_moe_text", kind, **sizes)
+    prompt = tokens(9, 3)
+    with engine(file, device, 8, ON_GPU) as found:
+        [result] = found.generate([prompt], greedy(2))
+    check(tiny.Tiny(file, {}, reference), prompt, result, "cuda")
 
 
 def test_states_take_memory_of_a_gpu(made: tiny.Tiny) -> None:

@@ -101,3 +101,5 @@ def test_prompt_lookup_saves_steps_of_a_text_that_repeats_itself(llm: LLM) -> No
 def test_drafts_with_streamed_prompts_are_refused() -> None:
     with pytest.raises(PykernelsError, match="draft='ngram' and prefill='stream'"):
         model.load_engine(model.EMBEDDED, device="ref", draft="ngram", prefill="stream")
+    with pytest.raises(PykernelsError, match="draft_tokens=9 without drafts"):
+        model.load_engine(model.EMBEDDED, draft_tokens=9)

@@ -22,6 +22,7 @@ from .checkpoint.gguf import tiny_gguf
 from .checkpoint.gguf.tiny_gguf import mixed
 from .checks import Checkpoints
 from .conftest import Run, failed
+from .tiny import FP8_SIZES
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,17 @@ def test_formats_of_headers_of_a_config_and_of_rules(
     mixed = {e.name: e.format for e in examine(path, rules="int4").entries}
     assert mixed["model.layers.0.self_attn.q_b_proj"] == "int4"
     assert mixed["model.layers.0.self_attn.kv_b_proj"] == "fp8"
+
+
+@pytest.mark.parametrize(("scheme", "fmt"), [("awq", "int4-zp-g128"), ("gptq", "int4-zp")])
+def test_formats_of_a_config_with_zero_points(
+    scheme: str, fmt: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    path = checkpoint("deepseek_v3", compressed=scheme, shards=1, **FP8_SIZES).path
+    shutil.copy(path / "config.json", tmp_path)
+    stored, told = ({e.name: e.format for e in examine(p).entries} for p in (path, tmp_path))
+    for name in ("mlp.experts", "mlp.shared_experts.up_proj", "self_attn.q_a_proj"):
+        assert stored[f"model.layers.1.{name}"] == told[f"model.layers.1.{name}"] == fmt
 
 
 def test_what_an_expert_cache_would_take(run: Run) -> None:

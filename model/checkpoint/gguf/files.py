@@ -22,6 +22,8 @@ from .metadata import Metadata
 from .names import change_of, heads_of, model_name
 
 SUFFIX = ".gguf"
+TOWER = "mmproj"
+"""What llama.cpp puts into the name of a vision tower's file."""
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _FOREIGN = ("*.safetensors", "*.safetensors.index.json", "packed.json")
 """Files of a folder that is a checkpoint of another kind, GGUF files in it or not."""
@@ -100,7 +102,8 @@ class GGUF(Checkpoint):
 def find_gguf(path: Path) -> Path | None:
     """The GGUF file at a path: itself, or the one that a folder holds, the first of a split set.
 
-    A folder may have a config.json beside it, which is not read: everything is in the file. None
+    A folder may have a config.json beside it, which is not read: everything is in the file; and a
+    vision tower's file (`TOWER`), which is left out. None
     for a folder without one, of safetensors, or that is a packed cache, and for a config.json.
     Raises `PykernelsError` for a folder of several.
     """
@@ -110,6 +113,7 @@ def find_gguf(path: Path) -> Path | None:
     if any(file for pattern in _FOREIGN for file in path.glob(pattern)):
         return None
     files = sorted(f for f in path.iterdir() if f.suffix.lower() == SUFFIX and f.is_file())
+    files = [f for f in files if TOWER not in f.name.lower()] or files
     firsts = [f for f in files if not (m := _SPLIT.fullmatch(f.name)) or int(m["number"]) == 1]
     if len(firsts) > 1:
         raise PykernelsError(

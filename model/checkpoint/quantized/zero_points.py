@@ -16,7 +16,7 @@ from pykernels.quant import Weight
 
 from ..tensors.matrix import Lookup, Matrix
 from ..tensors.safetensors import Checkpoint, Part
-from . import awq, gptq
+from . import auto_round, awq, gptq
 from .words import HINT
 
 _PARTS = ("qweight", "qzeros", "scales")
@@ -104,11 +104,11 @@ def _tell(checkpoint: Checkpoint, said: str, found: str) -> None:
 
 def _layout(names: Lookup) -> str:
     """How the codes of a checkpoint lie."""
-    method = names.quantization.get("quant_method")
-    if method not in ("awq", "gptq"):
+    method = auto_round.packed_as(names.quantization)
+    if method is None:
         raise PykernelsError(
-            f"{names.checkpoint.folder} has tensors called qweight, and the quant_method {method!r}"
-            " in its config.json",
+            f"{names.checkpoint.folder} has tensors called qweight, and the quant_method"
+            f" {names.quantization.get('quant_method')!r} in its config.json",
             "Get a checkpoint whose quantization_config says awq or gptq",
         )
     return "awq" if method == "awq" else gptq.layout(names.quantization)

@@ -12,6 +12,7 @@ from runtime.planning.option import option
 
 from ... import EMBEDDED
 from ...hub import local
+from .options import Choose
 
 MODEL_METAVAR = "DIR|FILE.gguf|OWNER/NAME"
 MODEL_HELP = "Checkpoint, or its name on the Hugging Face hub (a GGUF file's: OWNER/NAME:Q4_K_M)."
@@ -48,6 +49,8 @@ Eager = Annotated[
         " --dtype uses anyway.",
     ),
 ]
+DRAFTS = Choose(only=("draft", "draft_tokens"))
+"""Of ``EngineConfig``, what is for one output at a time, too."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pykernels.errors import PykernelsError
+from runtime.engine.scheduling.config import EngineConfig
 from runtime.planning.config import ExecutionConfig
+from runtime.planning.option import SettingError
 
 from ...startup.lean_import import import_transformers
 from .common import err, note
@@ -33,13 +35,14 @@ class Session:
         dtype: str | None,
         eager: bool,
         execution: ExecutionConfig,
+        engine: EngineConfig,
         sampling: Sampling,
         prompt: str | None = None,
     ) -> None:
         """Checks the options and that ``prompt`` fits the context, then loads."""
         eager = eager or dtype is not None
         if eager:
-            _check_eager(execution)
+            _check_eager(execution, engine)
         path, execution = opened_with(execution, model, rules)
         with status("importing torch and transformers"):
             import_transformers()
@@ -71,14 +74,15 @@ class Session:
         if eager:
             from ... import from_pretrained
 
-            _check_eager(execution)
+            _check_eager(execution, engine)
             threads, kernel, numa = execution.threads, execution.kernel, execution.numa
             self.model = from_pretrained(path, parsed, "cpu", dtype, threads, kernel, numa)
         else:
             from ...load import load_engine
 
+            engine = replace(engine, max_num_seqs=1)
             self.llm = load_engine(
-                path, parsed, at_least=wanted, execution=execution, max_num_seqs=1
+                path, parsed, at_least=wanted, execution=execution, engine=engine
             )
             _tell(self.llm, execution)
 
@@ -136,7 +140,7 @@ class Session:
         return engine_stream(self.llm, prompt, **self.sampling)
 
 
-def _check_eager(execution: ExecutionConfig) -> None:
+def _check_eager(execution: ExecutionConfig, engine: EngineConfig) -> None:
     """Raises PykernelsError for what Hugging Face's own forward does not do."""
     if execution.device != "cpu":
         raise PykernelsError(
@@ -144,6 +148,9 @@ def _check_eager(execution: ExecutionConfig) -> None:
             "Leave it out, or --device and rules that name a GPU",
         )
     execution.check_eager()
+    if engine.draft != "off":
+        hint = "Leave out --eager and its kin"
+        raise SettingError("draft", engine.draft, hint, "is for the engine")
 
 
 def _tell(llm: LLM, execution: ExecutionConfig) -> None:
@@ -177,6 +184,8 @@ def summary(stats: GenerationStats, roof: float | None) -> str:
             share = 100 * stats.read_gb_per_second / roof
             read += f" ({share:.0f} % of the {roof:.0f} GB/s read roof)"
         parts.append(read)
+    if stats.draft_tokens:
+        parts.append(f"{stats.accepted_tokens} of {stats.draft_tokens} drafts were right")
     return " · ".join(parts)
 
 

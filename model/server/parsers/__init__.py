@@ -1,7 +1,7 @@
 """Text of a model, as it streams: reasoning, content and tool calls."""
 
 from .choose import parser_for
-from .events import Content, Event, Reasoning, ToolCallArguments, ToolCallEnd, ToolCallStart
+from .message import Content, Event, Reasoning, ToolCallArguments, ToolCallEnd, ToolCallStart
 from .parser import Parser, StreamParser
 
 __all__ = [

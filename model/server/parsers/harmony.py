@@ -11,8 +11,7 @@ import re
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from .events import Content, Reasoning
-from .message import Message
+from .message import Content, Message, Reasoning
 from .reader import Wait
 from .tagged import random_id
 

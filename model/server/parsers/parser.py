@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from .events import Event
-from .message import Format, Message, Tools
+from .message import Event, Format, Message, Tools
 from .reader import Reader
 
 

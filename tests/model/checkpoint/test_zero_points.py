@@ -137,6 +137,20 @@ def test_modules_that_are_left_out(own: Own) -> None:
     meta_decoder(folder)
 
 
+@pytest.mark.parametrize("scheme", ["awq", "gptq-g128"])
+def test_auto_round_packs_as_either(own: Own, scheme: str) -> None:
+    """Its config as Intel's Qwen3-Next has it, in which some modules have 16 bits."""
+    folder = own("deepseek_v3", **options(scheme))
+    before = model.from_pretrained(folder, rules=[], dtype="float32").state_dict()
+    packing = "auto_round:auto_awq" if scheme == "awq" else "auto_round:auto_gptq"
+    theirs = {"quant_method": "auto-round", "packing_format": packing, "data_type": "int"}
+    change_quantization(folder, **theirs, extra_config={"lm_head": {"bits": 16}})
+    after = model.from_pretrained(folder, rules=[], dtype="float32").state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    change_quantization(folder, extra_config={"model.layers.0.mlp.up_proj": {"bits": 8}})
+    refused("AutoRound with bits of model.layers.0.mlp.up_proj 8", folder)
+
+
 def test_biases_of_zeros_are_left_out(own: Own) -> None:
     folder = own("deepseek_v3", **options("gptq"))
     bias = f"{EXPERT}.bias"

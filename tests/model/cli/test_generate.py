@@ -186,6 +186,13 @@ def test_options_reach_the_model(run: Run, writer: Path) -> None:
     assert result.out == text + "\n"
 
 
+def test_drafts_leave_the_text_as_it_is(run: Run) -> None:
+    options = ("generate", PROMPT, "--max-new-tokens", 40, "--temperature", 0)
+    plain, drafted = run(*options), run(*options, "--draft", "ngram")
+    assert drafted.out == plain.out
+    assert re.search(r"[1-9]\d* of \d+ drafts were right", drafted.err)
+
+
 def test_eagerly_it_is_hugging_faces_own_forward(run: Run, writer: Path) -> None:
     options = ("--max-new-tokens", 12, "--temperature", 1.2, "--seed", 4, "--eager")
     result = run("generate", "--model", writer, "--no-echo", *options, "x")

@@ -48,18 +48,13 @@ def delta_gates(m: Memory, node: Node) -> Launch:
 
 
 def gated_delta_rule(m: Memory, node: Node) -> Launch:
-    state, HK, scale, eps = (
-        m.read(node, "delta"),
-        node.attr("HK"),
-        node.attr("scale"),
-        node.attr("eps"),
-    )
+    state, HK = m.read(node, "delta"), node.attr("HK")
+    how: Any = {name: node.attr(name) for name in ("scale", "eps", "tiled")}
     HV, DK, DV = state.shape[1:]
     q, k, v = m.read(node, "qkv").split([HK * DK, HK * DK, HV * DV], 1)
     heads = q.unflatten(1, (HK, DK)), k.unflatten(1, (HK, DK)), v.unflatten(1, (HV, DV))
     gates = m.read(node, "g"), m.read(node, "beta")
     batch, out = _batch(m, node), m.written(node, "out").view(-1, HV, DV)
-    how: dict[str, Any] = {"scale": scale, "eps": eps, "tiled": bool(node.attr("tiled"))}
     return lambda: void(remember(*heads, *gates, state, batch, **how, out=out))
 
 

@@ -45,10 +45,12 @@ def opens(path: Path) -> None:
 @pytest.mark.parametrize("folder", ["plain", "x.gguf"])
 @pytest.mark.parametrize("name", ["m.gguf", "M.GGUF"])
 def test_a_folder_of_one_file(folder: str, name: str, single: Path, tmp_path: Path) -> None:
-    """The hub's folders have the original model's config.json, which may be of another size."""
+    """The hub's folders have the original model's config.json, which may be of another size, and a
+    vision tower's file."""
     (tmp_path / folder).mkdir()
     shutil.copy(single, tmp_path / folder / name)
     (tmp_path / folder / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / folder / "mmproj-F16.gguf").write_bytes(b"GGUF")
     opens(tmp_path / folder)
     opens(tmp_path / folder / name)
 
