@@ -13,7 +13,7 @@ import typer
 from pykernels import __version__
 
 from ..startup.standard_streams import settle_standard_streams
-from . import calibrate, chat, convert, doctor, evaluate, generate, inspect, profile, upcycle
+from . import calibrate, chat, convert, doctor, evaluate, generate, inspect, plan, profile, upcycle
 from .http import serve
 from .shared.common import Debug, State, out
 from .shared.formats import ListsFormats
@@ -35,6 +35,7 @@ app.command("serve")(serve.serve)
 app.command("convert", cls=ListsFormats)(convert.convert)
 app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
+app.command("plan")(plan.plan)
 app.command("calibrate", cls=ListsFormats)(calibrate.calibrate)
 app.command("upcycle")(upcycle.upcycle)
 app.add_typer(evaluate.app, name="eval")

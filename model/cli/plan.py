@@ -1,0 +1,117 @@
+"""`pykernels plan`: what a model will do on a machine that need not be here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from runtime.planning.config import ExecutionConfig
+
+from ..startup.lean_import import import_transformers
+from .shared.common import Debug, command, out
+from .shared.options import Choose
+from .shared.session import status
+
+_OPTIONS = Choose(only=("experts", "prefill", "defer", "kv_dtype", "threads"))
+
+
+@command
+def plan(
+    execution: Annotated[ExecutionConfig, _OPTIONS],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Checkpoint folder, GGUF file, config.json, a shape's name like qwen3-30b, or a"
+            " name on the hub, of which config.json is enough.",
+        ),
+    ],
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="YAML file of a machine, or the name of one in bench/machines.",
+            show_default="this one, as measured",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda:0|cuda:0,cuda:1", help="As of serve.",
+                     show_default="what is fastest"),
+    ] = None,
+    fmt: Annotated[
+        str | None,
+        typer.Option("--format", metavar="FORMAT", help="Of all matrices, in place of their own."),
+    ] = None,
+    context: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of a sequence while it decodes.")
+    ] = 512,
+    prompt: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a prompt.")] = 4096,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences at once.")] = 1,
+    answer: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="Tokens of an answer, to weigh what changes gain."),
+    ] = 256,
+    routing: Annotated[
+        str,
+        typer.Option(
+            metavar="even|zipf:S", help="How unevenly tokens choose experts, by rank ** -S."
+        ),
+    ] = "even",
+    expert_cache: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Slots of each layer on the GPU.")
+    ] = 0,
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Of a shape or a configuration, in place of its own.",
+                     show_default="its own"),
+    ] = None,
+    vocab: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Likewise.", show_default="its own"),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="The decode step as a trace for ui.perfetto.dev."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Predict what MODEL will do on a machine: where it lies, how fast it is, and what bounds it.
+
+    Only headers or config.json are read, and the machine need not be here: a file names its
+    memory's and its GPU's rates. The steps that the engine would run are timed on these rates,
+    kernel by kernel. Below stands the line that serves the model so, and the three changes that
+    would gain most.
+
+    Example: pykernels plan deepseek-v3 --format q4_k --machine two-sockets.yaml --prompt 8192
+    """
+    with status("reading headers"):
+        import_transformers()
+        from runtime.devices.sim.routing import parse_routing
+
+        from ..planner.changes import changes
+        from ..planner.choose import best
+        from ..planner.machines import find_machine
+        from ..planner.report import as_dict, lines
+        from ..planner.settings import Case, Wanted
+        from ..planner.subject import open_subject
+
+        law = parse_routing(routing)
+        there = find_machine(machine)
+        subject = open_subject(model, fmt, execution.kv_dtype, layers, vocab)
+        wanted = Wanted(context, prompt, batch, answer, law)
+        found = best(Case(subject, there, execution, wanted, expert_cache), device)
+        gains = changes(found)
+    if trace is not None:
+        from runtime.devices.sim.trace import write
+
+        write(trace, found.decode, f"{model} on {there.name}", batch)
+    if as_json:
+        print(json.dumps(as_dict(found, gains), indent=2))
+        return
+    for line in lines(found, gains):
+        out().print(line, markup=False)
