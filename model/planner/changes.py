@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pykernels.errors import PykernelsError
 from runtime.devices.sim.machine import Machine
 from runtime.passes.layers import moe_layers
 from runtime.planning.placement import CPU
 
 from ..random_model import weight_bytes
-from .placing import placed
+from .placing import Placed
 from .predict import Prediction, predict
-from .settings import Case
 
 MOST = 3
+LAYERS = 8
+"""Of the model, by which gains are predicted: lowering all takes seconds."""
 LEAST = 1.02
 """A change that gains less is not worth a line."""
 SMALLER = {"bf16": ("fp8", "q4_k"), "fp8": ("q4_k",), "q8_0": ("q4_k",), "q4_k": ("iq4_xs", "q3_k")}
@@ -38,68 +38,65 @@ class Change:
 
 def changes(found: Prediction) -> list[Change]:
     """The changes that gain most, the best first."""
-    made = []
-    for case in _cases(found):
-        try:
-            there = placed(case)
-        except PykernelsError:  # an option that this model or device has not
-            continue
-        if there.fits:
-            new = predict(there)
-            made.append(
-                Change(
-                    case.changed,
-                    found.request_s / new.request_s,
-                    new.decode_tok_s / found.decode_tok_s,
-                    new.prompt.tok_s / found.prompt.tok_s,
-                )
+    case = found.placed.case
+    thin = replace(case, subject=case.subject.thinned(LAYERS))
+    now = replace(found.placed, case=thin, programs={})
+    if now.plan.placement.by_layer:  # layers are dealt by their numbers
+        now = found.placed
+    before, made = predict(now), []
+    for text, there in _changed(now):
+        new = predict(there)
+        made.append(
+            Change(
+                text,
+                before.request_s / new.request_s,
+                new.decode_tok_s / before.decode_tok_s,
+                new.prompt.tok_s / before.prompt.tok_s,
             )
+        )
     made.sort(key=lambda change: -change.gain)
     return [change for change in made if change.gain >= LEAST][:MOST]
 
 
-def _cases(found: Prediction) -> Iterator[Case]:
-    case = found.placed.case
-    machine, subject, run = case.machine, case.subject, case.execution
+def _changed(now: Placed) -> Iterator[tuple[str, Placed]]:
+    case = now.case
+    subject, run = case.subject, case.execution
     for fmt in SMALLER.get(subject.fmt, ()):
         saved = 1 - weight_bytes(fmt) / weight_bytes(subject.fmt)
-        yield replace(
-            case, subject=subject.in_format(fmt), changed=f"{fmt} weights ({saved:.0%} smaller)"
-        )
+        smaller = replace(case, subject=subject.in_format(fmt))
+        text = f"{fmt} weights ({saved:.0%} smaller)"
+        yield text, replace(now, case=smaller, programs={})
     if run.kv_dtype == "bf16" and case.wanted.context >= 4096:
-        yield replace(
-            case,
-            subject=subject.with_cache("fp8"),
-            execution=replace(run, kv_dtype="fp8"),
-            changed="--kv-dtype fp8",
-        )
-    yield replace(case, machine=_cpu(machine, 2.0, 1.0), changed="twice the memory channels")
-    yield replace(case, machine=_cpu(machine, 1.0, 2.0), changed="twice the cores")
-    if run.on_gpu and found.placed.plan.placement.experts == CPU:
-        yield from _beside_a_gpu(found)
+        smaller = replace(case, subject=subject.with_cache("fp8"))
+        yield "--kv-dtype fp8", replace(now, case=smaller, programs={})
+    yield "twice the memory channels", _on(now, _cpu(case.machine, 2.0, 1.0))
+    yield "twice the cores", _on(now, _cpu(case.machine, 1.0, 2.0))
+    if run.on_gpu and now.plan.placement.experts == CPU:
+        yield from _beside_a_gpu(now)
 
 
-def _beside_a_gpu(found: Prediction) -> Iterator[Case]:
-    case = found.placed.case
-    gpu, program = case.machine.gpu, case.subject.decoder.lower()
+def _on(now: Placed, machine: Machine) -> Placed:
+    """The same plan and programs on another machine."""
+    return replace(now, case=replace(now.case, machine=machine))
+
+
+def _beside_a_gpu(now: Placed) -> Iterator[tuple[str, Placed]]:
+    case, gpu = now.case, now.case.machine.gpu
     assert gpu is not None
-    faster = case.machine.model_copy(
-        update={"gpu": gpu.model_copy(update={"link_gbps": 2 * gpu.link_gbps})}
-    )
-    yield replace(case, machine=faster, changed="a link twice as fast")
-    if not case.execution.defer:
-        yield replace(
-            case,
-            execution=replace(case.execution, defer=2),
-            changed="--defer 2 (another text)",
-        )
+    faster = gpu.model_copy(update={"link_gbps": 2 * gpu.link_gbps})
+    yield "a link twice as fast", _on(now, case.machine.model_copy(update={"gpu": faster}))
+    program = case.subject.decoder.lower()
     layers = moe_layers(program)
-    if not case.slots and layers and len(case.execution.device.split(",")) == 1:
+    if not now.plan.deferred and not case.slots:
+        plan = replace(now.plan, deferred=2)
+        deferring = replace(now, plan=plan, programs={})
+        yield "--defer 2 (another text)", deferring
+    if not case.slots and not now.plan.deferred and layers and len(case.machine.gpus) == 1:
         spec = program.weight(layers[0].experts, "experts")
-        slots = min(spec.shape[0] // 2, found.placed.room // (len(layers) * spec.bytes_per_expert))
+        count = round(len(layers) * case.subject.stretch)
+        slots = min(spec.shape[0] // 2, now.room // (count * spec.bytes_per_expert))
         if slots > 0:
-            text = f"--expert-cache {slots}"
-            yield replace(case, slots=int(slots), changed=text)
+            yield f"--expert-cache {slots}", now.with_slots(slots)
 
 
 def _cpu(machine: Machine, memory: float, cores: float) -> Machine:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pykernels.errors import PykernelsError
 from runtime.devices.gpus import HEADROOM, gpus_of
 from runtime.passes.layers import moe_layers
-from runtime.planning.compile import compile
+from runtime.planning.compile import Compiled, compile
 from runtime.planning.execution import ExecutionPlan, Phase, largest_step
 from runtime.planning.gpu.capacity import free_for_experts, step_bytes
 from runtime.planning.gpu.machine import Machine as GpuMachine
@@ -54,12 +54,26 @@ class Placed:
 
     Attributes:
         memory: by device; ``room``: bytes of the GPU for experts besides.
+        programs: that were compiled already.
     """
 
     case: Case
     plan: ExecutionPlan
     memory: Mapping[str, Memory]
     room: int = 0
+    programs: dict[tuple[Phase, int, float], Compiled] = field(default_factory=dict)
+
+    def compiled(self, phase: Phase, tokens: int, share: float = 0.0) -> Compiled:
+        """What a step runs, see ``planning.compile.compile``."""
+        key = phase, tokens, share
+        if key not in self.programs:
+            self.programs[key] = compile(self.case.subject.decoder, self.plan, *key)
+        return self.programs[key]
+
+    def with_slots(self, slots: int) -> Placed:
+        """The same with slots of each layer for experts that change from step to step."""
+        case = replace(self.case, slots=slots)
+        return replace(self, case=case, plan=_with_slots(case, self.plan), programs={})
 
     @property
     def fits(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -10,7 +9,6 @@ from runtime.devices.sim.cost import Load
 from runtime.devices.sim.machine import kernel_of
 from runtime.devices.sim.step import SimulatedStep, simulate
 from runtime.passes.layers import moe_layers
-from runtime.planning.compile import Compiled, compile
 from runtime.planning.execution import Phase
 from runtime.planning.placement import CPU
 
@@ -79,10 +77,11 @@ def predict(placed: Placed) -> Prediction:
     if case.execution.threads is not None:
         machine = machine.with_threads(case.execution.threads)
     batch, law = case.wanted.batch, case.wanted.routing
-    compiled = compile(case.subject.decoder, placed.plan, Phase.DECODE, batch)
+    compiled = placed.compiled(Phase.DECODE, batch)
     decode = simulate(compiled, machine, Load(batch, case.wanted.context, batch, law))
     placed = replace(placed, case=replace(case, machine=machine))
-    return Prediction(placed, decode, predict_prompt(placed, case.wanted.prompt))
+    prompt = predict_prompt(placed, case.wanted.prompt)
+    return Prediction(placed, decode.stretched(case.subject.stretch), prompt)
 
 
 def predict_prompt(placed: Placed, tokens: int) -> Prompt:
@@ -107,15 +106,11 @@ def _by(placed: Placed, tokens: int, way: str, phase: Phase) -> Prompt:
     if phase is Phase.SPLIT:
         share = balanced_share(placed, min(budget, tokens))
     seconds, steps, bounds = 0.0, 0, dict[str, float]()
-
-    @functools.cache
-    def program(T: int) -> Compiled:
-        return compile(placed.case.subject.decoder, placed.plan, phase, T, share)
-
     for start in range(0, tokens, budget):
         T = min(budget, tokens - start)
         load = Load(T, start + T // 2, 1, placed.case.wanted.routing)
-        step = simulate(program(T), placed.case.machine, load)
+        step = simulate(placed.compiled(phase, T, share), placed.case.machine, load)
+        step = step.stretched(placed.case.subject.stretch)
         seconds, steps = seconds + step.seconds, steps + 1
         for name, took in step.bounds.items():
             bounds[name] = bounds.get(name, 0.0) + took

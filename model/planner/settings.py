@@ -36,12 +36,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a machine, with options; ``changed``: what was changed of the first one, in
-    words."""
+    """A model on a machine, with options; ``slots``: of each layer on a GPU, for experts that change
+    from step to step."""
 
     subject: Subject
     machine: Machine
     execution: ExecutionConfig
     wanted: Wanted
     slots: int = 0
-    changed: str = ""

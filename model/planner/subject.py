@@ -27,7 +27,8 @@ class Subject:
 
     Attributes:
         given: what it is called on the command line; ``source``: what was read of it.
-        fmt: of its routed experts; ``positions``: that it was made for.
+        fmt: of its routed experts.
+        stretch: layers of the model for each of the decoder's, which may be some of them.
     """
 
     given: str
@@ -35,6 +36,7 @@ class Subject:
     config: PretrainedConfig
     decoder: Decoder
     fmt: str
+    stretch: float = 1.0
 
     @property
     def positions(self) -> int:
@@ -49,11 +51,20 @@ class Subject:
     def in_format(self, fmt: str) -> Subject:
         """The same shape with all matrices in a format."""
         decoder = random_decoder(self.config, fmt, None)  # type: ignore[arg-type] # none is packed
-        return replace(self, decoder=replace(decoder, kv_dtype=self.decoder.kv_dtype), fmt=fmt)
+        made = replace(self, decoder=replace(decoder, kv_dtype=self.decoder.kv_dtype), fmt=fmt)
+        return made.thinned(len(self.decoder.layers))
 
     def with_cache(self, kv_dtype: str) -> Subject:
         """The same with another cache of keys and values."""
         return replace(self, decoder=replace(self.decoder, kv_dtype=kv_dtype))
+
+    def thinned(self, most: int) -> Subject:
+        """The same with so many of its layers at most, evenly taken: its steps are lowered soon."""
+        layers = self.decoder.layers
+        count = min(most, len(layers))
+        some = tuple(layers[(2 * i + 1) * len(layers) // (2 * count)] for i in range(count))
+        decoder = replace(self.decoder, layers=some)
+        return replace(self, decoder=decoder, stretch=self.stretch * len(layers) / count)
 
 
 def open_subject(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...planning.compile import Compiled
 from ...planning.placement import CPU
@@ -56,6 +56,15 @@ class SimulatedStep:
     def bound(self) -> str:
         """What most of the step waits for."""
         return max(self.bounds, key=lambda name: self.bounds[name])
+
+    def stretched(self, factor: float) -> SimulatedStep:
+        """The step of a model that has so many times the layers, all like these."""
+        outside = sum(ran.end - ran.begin for ran in self.ran if ran.node.layer is None)
+        outside += self.bounds.get(HOST, 0.0)
+        within = max(0.0, self.seconds - outside)
+        longer = 1 + within * (factor - 1) / self.seconds
+        bounds = {name: s * (1 if name == HOST else longer) for name, s in self.bounds.items()}
+        return replace(self, seconds=self.seconds * longer, bounds=bounds)
 
     def busy(self, device: str, stream: str | None = None) -> float:
         """Seconds in which a device's lanes, or one of them, do something."""
