@@ -102,20 +102,12 @@ def _beside_a_gpu(now: Placed) -> Iterator[tuple[str, Placed]]:
 def _cpu(machine: Machine, memory: float, cores: float) -> Machine:
     """The machine with so many times the memory's rates, and the cores' own."""
     cpu = machine.cpu
-    kernels = {
-        name: kernel.model_copy(
-            update={
-                "tflops": kernel.tflops * cores,
-                "decode_gweights_s": kernel.decode_gweights_s * cores,
-                "rows_gweights_s": kernel.rows_gweights_s and kernel.rows_gweights_s * cores,
-            }
-        )
-        for name, kernel in cpu.kernels.items()
-    }
+    kernels = {name: kernel.times(cores) for name, kernel in cpu.kernels.items()}
     change = {
         "read_gbps": cpu.read_gbps * memory,
         "contended_gbps": cpu.contended_gbps and cpu.contended_gbps * memory,
         "kernels": kernels,
         "attention_tflops": cpu.attention_tflops * cores,
+        "latent_attention_tflops": cpu.latent_attention_tflops * cores,
     }
     return machine.model_copy(update={"cpu": cpu.model_copy(update=change)})

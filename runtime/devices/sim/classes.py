@@ -60,13 +60,14 @@ def cpu_of(kind: str, cores: int, memory_gib: float, read_gbps: float) -> Cpu:
         else Kernel(tflops=tflops * cores, decode_gweights_s=decode * cores)
         for fmt, (decode, tflops) in _PER_CORE[kind].items()
     }
-    attention = kernels[OTHER].tflops * 0.12 if kind == "amx" else kernels[OTHER].tflops * 0.3
+    attention = cores * {"amx": 0.022, "avx512": 0.04, "avx2": 0.025}.get(kind, 0.003)
     return Cpu(
         cores=cores,
         memory_gib=memory_gib,
         read_gbps=read_gbps,
         kernels=MappingProxyType(kernels),
         attention_tflops=attention,
+        latent_attention_tflops=3 * attention,
     )
 
 

@@ -14,7 +14,7 @@ from ...planning.placement import CPU
 from ...planning.work import Work
 from ...program import Node, Program
 from ...program.analysis import experts_per_token, share_of_experts
-from .machine import Cpu, Gpu, Kernel, Machine, kernel_of
+from .machine import Cpu, Gpu, Machine, kernel_of
 from .routing import Routing
 
 MEMORY, COMPUTE, LINK, LAUNCH, HOP, HOST = (
@@ -46,6 +46,11 @@ class Load:
     context: int = 0
     sequences: int = 1
     routing: Routing = Routing()
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every sequence has one token."""
+        return self.tokens == self.sequences
 
 
 @dataclass(frozen=True)
@@ -88,21 +93,25 @@ class CostModel:
             return self._crossing(node, work)
         if node.op == "unpack_experts":
             moved = self._piece(node)
-            return self._on_gpu(2 * moved, 0.0, Cost())
+            return self._unpacking(2 * moved)
         nbytes, weights, flops = self._products(node, work)
         if node.op == "attention":
-            nbytes = work.nbytes * self.load.sequences
-            seconds = work.flops / (part.attention_tflops * 1e12)
+            nbytes = work.nbytes * self.load.sequences / (2 if node.lane else 1)
+            rate = part.attention_tflops
+            if node.attr("kv_heads") == 1:
+                rate = part.latent_attention_tflops or rate
+            seconds = work.flops / (rate * 1e12)
             return self._timed(node, part, nbytes, seconds, 0.0)
         if node.op not in _PRODUCTS:
             return self._timed(node, part, float(work.nbytes * self.load.sequences), 0.0, 0.0)
         kernel = kernel_of(part.kernels, self._format(node))
-        return self._timed(node, part, nbytes, _computing(kernel, weights, flops), nbytes)
+        return self._timed(node, part, nbytes, kernel.seconds(weights, flops), nbytes)
 
     def _timed(
         self, node: Node, part: Cpu | Gpu, nbytes: float, computing: float, weights: float
     ) -> Cost:
-        reading = nbytes / (part.read_gbps * part.read_share * 1e9)
+        share = part.experts_share if node.op == "moe_ffn" else part.linear_share
+        reading = nbytes / (part.read_gbps * share * 1e9)
         launches = _LAUNCHES.get(node.op, 1)
         on_cpu = isinstance(part, Cpu)
         starting = launches * (part.job_us if isinstance(part, Cpu) else part.launch_us) * 1e-6
@@ -111,11 +120,11 @@ class CostModel:
         bound = LAUNCH if starting > seconds else (COMPUTE if computing > reading else memory)
         return Cost(seconds + starting, nbytes if on_cpu else 0.0, bound, weights)
 
-    def _on_gpu(self, nbytes: float, seconds: float, base: Cost) -> Cost:
+    def _unpacking(self, nbytes: float) -> Cost:
         gpu = self.machine.gpu
         assert gpu is not None
-        reading = nbytes / (gpu.read_gbps * gpu.read_share * 1e9)
-        return Cost(max(seconds, reading) + gpu.launch_us * 1e-6, 0.0, GPU_MEMORY)
+        seconds = nbytes / (gpu.read_gbps * gpu.linear_share * 1e9)
+        return Cost(seconds + gpu.launch_us * 1e-6, 0.0, GPU_MEMORY)
 
     def _crossing(self, node: Node, work: Work) -> Cost:
         gpu = self.machine.gpu
@@ -124,6 +133,10 @@ class CostModel:
         if not moved:  # a dense weight: all of it
             moved = float(sum(self.program.weight(node, name).nbytes for name in node.weights))
         return Cost(moved / (gpu.link_gbps * 1e9) + 5e-6, moved, LINK, moved)
+
+    def _tokens(self, node: Node) -> int:
+        """Of the step, or of the node's lane."""
+        return -(-self.load.tokens // 2) if node.lane else self.load.tokens
 
     def _piece(self, node: Node) -> float:
         """Bytes of the experts that a node loads or unpacks."""
@@ -143,7 +156,7 @@ class CostModel:
             numbers = float(math.prod(spec.shape))
             if node.op == "linear":  # a head multiplies the last token of each sequence alone
                 rows = self.program.shape(node.outputs["out"])[0]
-                tokens = min(self.load.tokens, rows)
+                tokens = min(self._tokens(node), rows)
                 if node.layer is None:
                     tokens = min(tokens, self.load.sequences)
                 flops = 2.0 * numbers * tokens
@@ -152,11 +165,11 @@ class CostModel:
             return nbytes, 0.0, flops
         spec = self.program.weight(node, "experts")
         E, H, I = (spec.whole or spec).shape  # noqa: E741
-        ids, tokens = node.inputs.get("ids"), self.load.tokens
+        ids, tokens = node.inputs.get("ids"), self._tokens(node)
         if ids is None:
             distinct, rows = float(spec.shape[0]), float(tokens)
         else:
-            topk = float(experts_per_token(self.program, ids))
+            topk = float(experts_per_token(self.whole, ids))
             first, last = self._ranks(node, E)
             law = self.load.routing
             distinct = law.distinct(E, topk, tokens, first, last)
@@ -172,12 +185,3 @@ class CostModel:
         if node.role == "cached":
             return 0, round(share * E)
         return E - round(share * E), E
-
-
-def _computing(kernel: Kernel, weights: float, flops: float) -> float:
-    """Seconds of decoding weights and multiplying them; of one row decoding has the products."""
-    rows = flops / max(1.0, 2 * weights)
-    if rows <= 1:
-        return weights / (kernel.decode_gweights_s * 1e9)
-    decode = kernel.rows_gweights_s or kernel.decode_gweights_s
-    return weights / (decode * 1e9) + flops / (kernel.tflops * 1e12)

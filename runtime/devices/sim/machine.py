@@ -23,17 +23,35 @@ class Kernel(_Part):
     """The rates of a format's kernels, of all cores or of one GPU.
 
     A product takes as long as reading its weights, or as decoding them and multiplying, whichever
-    is longer.
+    is longer; of few rows by the kernel of one row, or by that of many, whichever is sooner.
 
     Attributes:
-        decode_gweights_s: 1e9 weights a second that are brought from the format into registers;
-            ``rows_gweights_s``: the same where they are multiplied with more than one row.
-        tflops: 1e12 operations a second of products of many rows.
+        tflops: 1e12 operations a second of products of many rows; ``rows_gweights_s``: 1e9 weights
+            a second that are decoded for them; None: as for one row.
+        decode_gweights_s: 1e9 weights a second that are decoded and multiplied with one row;
+            ``few_tflops``: 1e12 operations a second with the other rows; None: as of many.
     """
 
     tflops: Rate
-    decode_gweights_s: Rate = 1e9
+    decode_gweights_s: Rate = 1e6
     rows_gweights_s: Rate | None = None
+    few_tflops: Rate | None = None
+
+    def seconds(self, weights: float, flops: float) -> float:
+        """Of decoding so many weights and multiplying them."""
+        rows = flops / max(1.0, 2 * weights)
+        one = weights / (self.decode_gweights_s * 1e9)
+        if rows <= 1:
+            return one
+        decode = self.rows_gweights_s or self.decode_gweights_s
+        many = weights / (decode * 1e9) + flops / (self.tflops * 1e12)
+        if self.few_tflops is None:
+            return many
+        return min(one + (flops - 2 * weights) / (self.few_tflops * 1e12), many)
+
+    def times(self, factor: float) -> Kernel:
+        """So many times as fast."""
+        return Kernel(**{name: rate * factor for name, rate in self if rate is not None})
 
 
 class Cpu(_Part):
@@ -41,13 +59,14 @@ class Cpu(_Part):
 
     Attributes:
         cores: that compute; ``memory_gib``: of all sockets.
-        read_gbps: 1e9 bytes a second that all cores read at once, plain loops; ``read_share``: of
-            it that kernels of products reach.
+        read_gbps: 1e9 bytes a second that all cores read at once, plain loops; ``experts_share``:
+            of it that the kernels of experts reach, ``linear_share``: all others.
         contended_gbps: that the cores and the links to GPUs read at once, together; None: as much
             as the cores alone.
         sockets: NUMA nodes; ``cross_gbps``: 1e9 bytes a second that one of them reads from another.
         job_us: handing one node to all workers and meeting them again.
-        attention_tflops: 1e12 operations a second of attention.
+        attention_tflops: 1e12 operations a second of attention; ``latent_attention_tflops``: where
+            all heads share one latent key (MLA), which is a product of many rows.
         kernels: rates by format of the weights.
     """
 
@@ -56,8 +75,10 @@ class Cpu(_Part):
     read_gbps: Rate
     kernels: Mapping[str, Kernel]
     attention_tflops: Rate
-    job_us: Annotated[float, Field(ge=0)] = 10.0
-    read_share: Share = 0.93
+    latent_attention_tflops: Rate
+    job_us: Annotated[float, Field(ge=0)] = 5.0
+    experts_share: Share = 0.9
+    linear_share: Share = 0.75
     contended_gbps: Rate | None = None
     sockets: Annotated[int, Field(ge=1)] = 1
     cross_gbps: Rate | None = None
@@ -68,7 +89,8 @@ class Gpu(_Part):
 
     Attributes:
         count: how many; ``memory_gib``: of each.
-        read_gbps, read_share, kernels, attention_tflops: as of ``Cpu``.
+        read_gbps, kernels, and those of attention: as of ``Cpu``.
+        experts_share, linear_share: likewise; what else a kernel takes is ``launch_us``.
         launch_us: from the end of a kernel to the begin of the next in a CUDA graph, and what a
             kernel takes that reads next to nothing.
         hop_us: to the CPU's workers and back, at flags.
@@ -82,7 +104,9 @@ class Gpu(_Part):
     attention_tflops: Rate
     link_gbps: Rate
     count: Annotated[int, Field(ge=1)] = 1
-    read_share: Share = 0.88
+    experts_share: Share = 0.86
+    linear_share: Share = 0.86
+    latent_attention_tflops: Rate | None = None
     launch_us: Annotated[float, Field(ge=0)] = 3.6
     hop_us: Annotated[float, Field(ge=0)] = 10.0
 
@@ -91,10 +115,11 @@ class Engine(_Part):
     """What Python does around each step.
 
     Attributes:
-        step_us: of one, while no device computes.
+        step_us: of a decode step, while no device computes; ``prompt_us``: of a prompt's.
     """
 
-    step_us: Annotated[float, Field(ge=0)] = 100.0
+    step_us: Annotated[float, Field(ge=0)] = 60.0
+    prompt_us: Annotated[float, Field(ge=0)] = 1500.0
 
 
 class Machine(_Part):
@@ -122,20 +147,14 @@ class Machine(_Part):
         """The machine if only so many cores compute: rates of computing are theirs, and of reading
         as many times one core's as memory allows."""
         part = min(1.0, threads / self.cpu.cores)
-        kernels = {
-            name: Kernel(
-                tflops=kernel.tflops * part,
-                decode_gweights_s=kernel.decode_gweights_s * part,
-                rows_gweights_s=kernel.rows_gweights_s and kernel.rows_gweights_s * part,
-            )
-            for name, kernel in self.cpu.kernels.items()
-        }
+        kernels = {name: kernel.times(part) for name, kernel in self.cpu.kernels.items()}
         one_core = 2 * self.cpu.read_gbps / self.cpu.cores  # half of the cores read all there is
         change = {
             "cores": min(threads, self.cpu.cores),
             "kernels": MappingProxyType(kernels),
             "read_gbps": min(self.cpu.read_gbps, one_core * threads),
             "attention_tflops": self.cpu.attention_tflops * part,
+            "latent_attention_tflops": self.cpu.latent_attention_tflops * part,
         }
         return self.model_copy(update={"cpu": self.cpu.model_copy(update=change)})
 

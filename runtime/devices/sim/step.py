@@ -97,7 +97,7 @@ def simulate(compiled: Compiled, machine: Machine, load: Load) -> SimulatedStep:
     total = machine.cpu.contended_gbps or machine.cpu.read_gbps
     _run(tasks, total * 1e9, (machine.gpu.hop_us * 0.5e-6) if machine.gpu else 0.0)
     end = max((task.end for task in tasks), default=0.0)
-    host = machine.engine.step_us * 1e-6
+    host = (machine.engine.step_us if load.decodes else machine.engine.prompt_us) * 1e-6
     ran = tuple(Ran(t.node, t.lane, t.begin, t.end, t.cost.seconds, t.cost) for t in tasks)
     return SimulatedStep(end + host, ran, _chain(tasks) | {HOST: host})
 
