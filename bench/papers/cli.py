@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from pathlib import Path
 
 from model.startup.lean_import import import_transformers
 
 from .rows import RESULTS
 
+PAPERS = ("sosp", "osdi", "smoe")
+
 
 def main() -> int:
     """Runs a comparison, and prints its page."""
     parser = argparse.ArgumentParser(prog="python -m bench.papers", description=__doc__)
-    parser.add_argument("what", choices=("validate",))
+    parser.add_argument("what", choices=("validate", *PAPERS))
     parser.add_argument("--out", type=Path, default=RESULTS / "papers", help="folder of pages")
     given = parser.parse_args()
     import_transformers()
-    from .validate import page, validate
+    if given.what == "validate":
+        from .validate import page as compared
+        from .validate import validate
 
-    print(page(validate(given.out)))
+        print(compared(validate(given.out)))
+        return 0
+    from .cells import draw, page
+
+    paper = importlib.import_module(f".{given.what}", __package__)
+    cells = paper.cells()
+    given.out.mkdir(parents=True, exist_ok=True)
+    text = page(paper.TITLE, paper.ABOUT_IT, cells, f"{given.what}.png")
+    (given.out / f"{given.what}.md").write_text(text)
+    draw(cells, given.out / f"{given.what}.png")
+    print(text)
     return 0

@@ -143,6 +143,17 @@ class Machine(_Part):
         """The names by which plans have its GPUs: "cuda:0" ..."""
         return tuple(f"cuda:{i}" for i in range(self.gpu.count if self.gpu else 0))
 
+    def interleaved(self) -> Machine:
+        """The machine if weights are not sliced by socket: each reads a part of them in the memory
+        of the others."""
+        cpu = self.cpu
+        if cpu.sockets == 1 or cpu.cross_gbps is None:
+            return self
+        own, n = cpu.read_gbps / cpu.sockets, cpu.sockets
+        slower = 1 / n + (n - 1) / n * own / cpu.cross_gbps
+        change = {"read_gbps": cpu.read_gbps / slower, "contended_gbps": cpu.read_gbps / slower}
+        return self.model_copy(update={"cpu": cpu.model_copy(update=change)})
+
     def with_threads(self, threads: int) -> Machine:
         """The machine if only so many cores compute: rates of computing are theirs, and of reading
         as many times one core's as memory allows."""
