@@ -27,12 +27,13 @@ def _placed(
     dual: bool,
     positions: int,
     slots: int,
+    step_tokens: int | None,
     streamed: bool,
 ) -> Placed:
     run = ExecutionConfig(
         device="cuda:0", experts="cpu", defer=defer or None, dual_batch=dual and batch > 1
     )
-    wanted = Wanted(context=positions, prompt=1, batch=batch, answer=1)
+    wanted = Wanted(positions, 1, batch, 1, step_tokens=step_tokens)
     whole = open_subject(arch, fmt)
     thin = whole.thinned(LAYERS)
     # Streamed steps have as many tokens as memory allows beside all layers.
@@ -62,7 +63,9 @@ def run(
     """
     positions = 1 << (max(prompt, context) - 1).bit_length()
     streamed = way == "stream"
-    found = _placed(arch, fmt, machine, defer, batch, dual, positions, slots, streamed)
+    tokens = 8192 if way == "cpu" else None  # the papers' programs read such prompts at once
+    options = defer, batch, dual, positions, slots
+    found = _placed(arch, fmt, machine, *options, tokens, streamed)
     there = on or found.case.machine
     wanted = replace(found.case.wanted, context=context, prompt=prompt)
     execution = replace(found.case.execution, prefill=way)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from pykernels.errors import PykernelsError
 from runtime.devices.gpus import HEADROOM, gpus_of
+from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.passes.layers import moe_layers
 from runtime.planning.compile import Compiled, compile
 from runtime.planning.execution import ExecutionPlan, Phase, largest_step
@@ -16,6 +17,7 @@ from runtime.planning.gpu.capacity import free_for_experts, step_bytes
 from runtime.planning.gpu.machine import Machine as GpuMachine
 from runtime.planning.gpu.plan import plan_on_gpus
 from runtime.planning.placement import CPU
+from runtime.program.sizes import StepSizes
 
 from .settings import Case
 
@@ -97,14 +99,18 @@ def placed(case: Case) -> Placed:
         )
     pages = -(-wanted.positions // 64) * 4 * wanted.batch
     sizes = largest_step(
-        wanted.positions, pages, None, max(1, wanted.batch), state_slots=2 * wanted.batch
+        wanted.positions,
+        pages,
+        wanted.step_tokens,
+        max(1, wanted.batch),
+        state_slots=2 * wanted.batch,
     )
     caches = subject.decoder.caches(sizes.pages, sizes.state_slots)
     cache = sum(part.nbytes for part in caches.values())
     has = int(case.machine.cpu.memory_gib * ROOM * GIB)
     if not execution.on_gpu:
         plan = ExecutionPlan(
-            sizes.of(max(512, sizes.sequences)), deferred=execution.deferred,
+            sizes.of(sizes.tokens or max(STEP_TOKENS, sizes.sequences)), deferred=execution.deferred,
             max_model_len=wanted.positions,
         )
         every = sum(spec.nbytes for spec in subject.decoder.lower().weights.values())
@@ -119,7 +125,7 @@ def placed(case: Case) -> Placed:
     return _on_gpus(case, gpus, sizes, has)
 
 
-def _on_gpus(case: Case, gpus: list[str], sizes, has: int) -> Placed:  # type: ignore[no-untyped-def]
+def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int) -> Placed:
     from runtime.devices.cuda.layouts import CudaLayouts
 
     gpu, decoder = case.machine.gpu, case.subject.decoder

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from runtime.devices.sim.cost import Load
 from runtime.devices.sim.machine import kernel_of
 from runtime.devices.sim.step import SimulatedStep, simulate
+from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.passes.layers import moe_layers
 from runtime.planning.execution import Phase
 from runtime.planning.placement import CPU
@@ -101,8 +102,9 @@ def predict_prompt(placed: Placed, tokens: int) -> Prompt:
 
 def _by(placed: Placed, tokens: int, way: str, phase: Phase) -> Prompt:
     budget, share = placed.plan.sizes.tokens, 0.0
-    if phase is Phase.PROMPT and placed.plan.streaming is not None:
-        budget = min(budget, 512)
+    asked = placed.case.wanted.step_tokens
+    if phase is Phase.PROMPT and placed.plan.streaming is not None and asked is None:
+        budget = min(budget, STEP_TOKENS)
     if phase is Phase.SPLIT:
         share = balanced_share(placed, min(budget, tokens))
     seconds, steps, bounds = 0.0, 0, dict[str, float]()

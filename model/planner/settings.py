@@ -20,6 +20,8 @@ class Wanted:
         prompt: tokens that are read at once; ``batch``: sequences that decode at once.
         answer: tokens of an answer, by which gains of a prompt and of decoding are weighed.
         routing: by which tokens choose experts.
+        step_tokens: most of a step, as ``--max-num-batched-tokens`` of a server; None: as the
+            engine chooses.
     """
 
     context: int = 512
@@ -27,6 +29,7 @@ class Wanted:
     batch: int = 1
     answer: int = 256
     routing: Routing = Routing()
+    step_tokens: int | None = None
 
     @property
     def positions(self) -> int:

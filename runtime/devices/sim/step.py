@@ -66,13 +66,16 @@ class SimulatedStep:
         bounds = {name: s * (1 if name == HOST else longer) for name, s in self.bounds.items()}
         return replace(self, seconds=self.seconds * longer, bounds=bounds)
 
-    def busy(self, device: str, stream: str | None = None) -> float:
-        """Seconds in which a device's lanes, or one of them, do something."""
-        return sum(
-            ran.end - ran.begin
-            for ran in self.ran
-            if ran.lane[0] == device and stream in (None, ran.lane[1])
-        )
+    def busy(self, device: str) -> float:
+        """The part of the time between its first and its last node in which any of a device's lanes
+        does something."""
+        end = max((ran.end for ran in self.ran), default=0.0)
+        own = sorted((ran.begin, ran.end) for ran in self.ran if ran.lane[0] == device)
+        taken, last = 0.0, 0.0
+        for begin, finish in own:
+            taken += max(0.0, finish - max(begin, last))
+            last = max(last, finish)
+        return taken / end if end else 0.0
 
 
 @dataclass(slots=True)
