@@ -44,8 +44,8 @@ def page(title: str, about: Sequence[str], cells: Sequence[Cell], plot: str) -> 
     text = [f"# {title}", "", *about, ""]
     text += [
         "Paper: the value in its text (what is only drawn has none). Simulated: by"
-        " `runtime/devices/sim` on the paper's machine as a file in [bench/machines](../../machines),"
-        " of our own program. Measured: on a machine of ours, which is named.",
+        " `runtime/devices/sim`, of our own program on the paper's machine, which is a file in"
+        " [bench/machines](../../machines). Measured: on a machine of ours, which is named.",
         "",
     ]
     if found:
@@ -94,7 +94,9 @@ def draw(cells: Sequence[Cell], file: Path) -> None:
         own = [cell for cell in both if cell.unit == unit]
         places = range(len(own))
         axis.barh([p - 0.2 for p in places], [c.paper or 0 for c in own], 0.38, label="paper")
-        axis.barh([p + 0.2 for p in places], [c.simulated or 0 for c in own], 0.38, label="simulated")
+        axis.barh(
+            [p + 0.2 for p in places], [c.simulated or 0 for c in own], 0.38, label="simulated"
+        )
         names = [f"{cell.figure}: {cell.what}" for cell in own]
         axis.set_yticks(list(places), names, fontsize=7)
         axis.invert_yaxis()

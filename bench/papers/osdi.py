@@ -9,8 +9,10 @@ TITLE = "Cloud-grade SLOs for local MoE inference (OSDI 2026)"
 ABOUT_IT = (
     "One efficiency is taken from the paper: the share of main memory's rate that experts reach, so"
     " that DeepSeek-R1 in FP8 decodes 21.5 tok/s. DeepSeek-R1 has DeepSeek-V3's shapes. Our program"
-    " keeps a whole layer's experts on the GPU while it streams, 11 GiB of these, so that a step has"
-    " fewer tokens beside them than the paper's and crosses more often: that is what the prompts show."
+    " keeps a whole layer's experts on the GPU while it streams, 11 GiB of these, so"
+    " that a step has"
+    " fewer tokens beside them than the paper's and crosses more often: that is what"
+    " the prompts show."
     " Two GPUs of one prompt (DSLP, SmallEP) are not ours yet.",
 )
 NODE = "osdi26-5090"
@@ -30,7 +32,9 @@ def _prompts() -> list[Cell]:
         found.append(Cell("Figure 13", f"SLP, {tokens} tokens", "tok/s prompt", None, prompt.tok_s))
         says = LESS if tokens == 32768 else ""
         told = 30.0 if tokens == 32768 else None
-        found.append(Cell("Figure 14", f"SLP, {tokens} tokens", "s", told, prompt.seconds, says=says))
+        found.append(
+            Cell("Figure 14", f"SLP, {tokens} tokens", "s", told, prompt.seconds, says=says)
+        )
     found.append(
         Cell("Figure 13", "SLP, the most", "tok/s prompt", 1200.0, max(speeds.values()), says=ABOUT)
     )
@@ -42,7 +46,9 @@ def _full() -> list[Cell]:
     for tokens, told in ((1024, 21.5), (8192, None), (32768, 20.0)):
         step = run("deepseek-v3", "fp8", NODE, context=tokens)
         found.append(
-            Cell("Figure 15", f"DeepSeek-R1 fp8, context {tokens}", "tok/s", told, step.decode_tok_s)
+            Cell(
+                "Figure 15", f"DeepSeek-R1 fp8, context {tokens}", "tok/s", told, step.decode_tok_s
+            )
         )
     step = run("kimi-k2", "fp8", NODE, context=1024)
     found.append(Cell("Figure 15", "Kimi-K2 fp8, context 1024", "tok/s", 22.4, step.decode_tok_s))

@@ -7,7 +7,8 @@ from .on import run
 
 TITLE = "SMOE: dynamic expert caching"
 ABOUT_IT = (
-    "One efficiency is taken from the paper: the share of main memory's rate that ten cores reach, so"
+    "One efficiency is taken from the paper: the share of main memory's rate that"
+    " ten cores reach, so"
     " that KTransformers decodes DeepSeek-V3 at 3.16 tok/s, the mean of table I. Our program plays"
     " KTransformers (experts on the CPU), and SMOE (its split prompts; eight slots a layer).",
 )
@@ -24,7 +25,9 @@ def cells() -> list[Cell]:
         plain = run(arch, "q4_k", NODE)
         slots = run(arch, "q4_k", NODE, slots=8)
         found += [
-            Cell("Table I", f"{name}, experts on the CPU, mean", "tok/s", ktrans, plain.decode_tok_s),
+            Cell(
+                "Table I", f"{name}, experts on the CPU, mean", "tok/s", ktrans, plain.decode_tok_s
+            ),
             Cell("Table I", f"{name}, 8 slots a layer, mean", "tok/s", smoe, slots.decode_tok_s),
         ]
         gains = []

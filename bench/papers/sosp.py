@@ -15,7 +15,8 @@ ABOUT_IT = (
     "One efficiency is given: the share of main memory's rate that experts reach, 221 of 440 GB/s,"
     " which the OSDI 2026 paper works out of this one. All else are published rates, and our own"
     " kernels' by core. The GPU's part is ours: fewer and fused kernels, so that the CPU is busier"
-    " than in the paper, and deferral gains less. `v`, `m` and `d` are kernels of the baseline that we"
+    " than in the paper, and deferral gains less. `v`, `m` and `d` are kernels of"
+    " the baseline that we"
     " have not.",
 )
 A100, RTX = "sosp25-a100", "sosp25-4080"

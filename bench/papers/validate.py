@@ -99,9 +99,7 @@ def _case(row: Row) -> Placed:
     return found.with_slots(row.slots) if row.slots else found
 
 
-def _compared(
-    row: Row, laws: Mapping[tuple[object, ...], Routing], newest: str
-) -> Compared:
+def _compared(row: Row, laws: Mapping[tuple[object, ...], Routing], newest: str) -> Compared:
     there, why_not = _case(row), ""
     if row.date < newest:
         why_not = "older"
@@ -154,13 +152,16 @@ def page(found: Sequence[Compared]) -> str:
         "# Predicted beside measured",
         "",
         "`python -m bench.papers validate`: every committed run of a whole model of ours, and what"
-        " `pykernels plan`'s simulator says of it from the shape, the options and the machine's file"
+        " `pykernels plan`'s simulator says of it from the shape, the options and the"
+        " machine's file"
         " in [bench/machines](../../machines). Errors are of the time. The rows from which a"
         " machine's constants were taken are named in its file (`calibrated_on`); those of the"
         " 16-core machines are from tables of kernels alone. A batch's routing is an input: as"
         " uneven as makes the bytes that the run counted. Rows in brackets do not count: a"
-        " newer row has the same options on the same hardware (the program was slower then), they are"
-        f" unsteady (90th percentile over {UNSTEADY} times the 10th), or nobody counted which experts"
+        " newer row has the same options on the same hardware (the program was slower"
+        " then), they are"
+        f" unsteady (90th percentile over {UNSTEADY} times the 10th), or nobody counted"
+        f" which experts"
         " their batch read.",
         "",
     ]
@@ -173,7 +174,10 @@ def page(found: Sequence[Compared]) -> str:
         )
     for kind, unit in (("decode", "us a step"), ("prompt", "tok/s")):
         text += ["", f"## {kind}, {unit}", ""]
-        text += ["| machine | model | where | batch | context | measured | predicted | error | bound by |"]
+        text += [
+            "| machine | model | where | batch | context | measured | predicted | error |"
+            " bound by |"
+        ]
         text += ["|---|---|---|---:|---:|---:|---:|---:|---|"]
         for each in found:
             row = each.row

@@ -39,8 +39,9 @@ def plan(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="cpu|cuda:0|cuda:0,cuda:1", help="As of serve.",
-                     show_default="what is fastest"),
+        typer.Option(
+            metavar="cpu|cuda:0|cuda:0,cuda:1", help="As of serve.", show_default="what is fastest"
+        ),
     ] = None,
     fmt: Annotated[
         str | None,
@@ -66,8 +67,12 @@ def plan(
     ] = 0,
     layers: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Of a shape or a configuration, in place of its own.",
-                     show_default="its own"),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Of a shape or a configuration, in place of its own.",
+            show_default="its own",
+        ),
     ] = None,
     vocab: Annotated[
         int | None,

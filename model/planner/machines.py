@@ -22,7 +22,9 @@ _NEEDS = {"amx": {"amx-tile", "amx-bf16"}, "avx512": {"avx512bw", "avx512vl"}, "
 def shipped() -> dict[str, Path]:
     """By name, the files of bench/machines, where there is that folder."""
     found = importlib.util.find_spec("bench")
-    folders = [Path(place) / "machines" for place in (found and found.submodule_search_locations) or ()]
+    folders = [
+        Path(place) / "machines" for place in (found and found.submodule_search_locations) or ()
+    ]
     return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
 
 
@@ -38,7 +40,9 @@ def find_machine(given: str | None) -> Machine:
     if not path.exists() and path.suffix not in (".yaml", ".yml"):
         known = shipped()
         if given not in known:
-            hint = f"Give a YAML file, or one of {', '.join(known)}" if known else "Give a YAML file"
+            hint = (
+                f"Give a YAML file, or one of {', '.join(known)}" if known else "Give a YAML file"
+            )
             raise PykernelsError(f"There is no machine {given!r}", hint)
         path = known[given]
     return read_machine(path)
@@ -63,4 +67,3 @@ def this_machine() -> Machine:
         count = torch.cuda.device_count()
         gpu = gpu_of(about.name, about.total_memory / 2**30, count)
     return Machine(name=f"this machine ({target.cpu})", cpu=cpu, gpu=gpu)
-

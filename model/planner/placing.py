@@ -110,7 +110,8 @@ def placed(case: Case) -> Placed:
     has = int(case.machine.cpu.memory_gib * ROOM * GIB)
     if not execution.on_gpu:
         plan = ExecutionPlan(
-            sizes.of(sizes.tokens or max(STEP_TOKENS, sizes.sequences)), deferred=execution.deferred,
+            sizes.of(sizes.tokens or max(STEP_TOKENS, sizes.sequences)),
+            deferred=execution.deferred,
             max_model_len=wanted.positions,
         )
         every = sum(spec.nbytes for spec in subject.decoder.lower().weights.values())

@@ -59,8 +59,11 @@ def lines(found: Prediction, changes: Sequence[Change]) -> list[str]:
             f" steps {memory.steps / GIB:.1f})"
         )
     prompt, step = found.prompt, found.decode
-    way = {"cpu": ", experts on the CPU", "stream": ", all experts cross", "split": ", the experts"
-           " that most tokens take cross"}.get(prompt.way, "")
+    way = {
+        "cpu": ", experts on the CPU",
+        "stream": ", all experts cross",
+        "split": ", the experts that most tokens take cross",
+    }.get(prompt.way, "")
     text += [
         f"decode      {found.decode_tok_s:.1f} tok/s, {step.seconds * 1e3:.2f} ms a step at a"
         f" context of {wanted.context}"

@@ -39,8 +39,8 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a machine, with options; ``slots``: of each layer on a GPU, for experts that change
-    from step to step."""
+    """A model on a machine, with options; ``slots``: of each layer on a GPU, for experts that
+    change from step to step."""
 
     subject: Subject
     machine: Machine

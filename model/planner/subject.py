@@ -120,9 +120,7 @@ def open_subject(
     return _shape(which, "its config.json alone", config, fmt, kv_dtype)
 
 
-def _shape(
-    given: str, source: str, config: PretrainedConfig, fmt: str, kv_dtype: str
-) -> Subject:
+def _shape(given: str, source: str, config: PretrainedConfig, fmt: str, kv_dtype: str) -> Subject:
     decoder = random_decoder(config, fmt, None)  # type: ignore[arg-type] # none is packed
     return Subject(given, source, config, replace(decoder, kv_dtype=kv_dtype), fmt)
 

@@ -18,9 +18,6 @@ from ...program.analysis import dependencies, on_streams
 from .cost import HOP, HOST, Cost, CostModel, Load
 from .machine import Machine
 
-COPIES = "copies"
-"""The name of a stream over which experts cross."""
-
 
 @dataclass(frozen=True, slots=True)
 class Ran:
@@ -136,9 +133,7 @@ def _run(tasks: list[_Task], main_bytes_s: float, hop: float) -> None:
         _begin(tasks, queues, running, now, hop)
         wanted = sum(t.cost.main_bytes / t.cost.seconds for t in _demanding(tasks, running))
         slower = max(1.0, wanted / main_bytes_s)
-        paces = {
-            lane: slower if tasks[i].cost.main_bytes else 1.0 for lane, i in running.items()
-        }
+        paces = {lane: slower if tasks[i].cost.main_bytes else 1.0 for lane, i in running.items()}
         took = min(tasks[i].left * paces[lane] for lane, i in running.items())
         now += took
         for lane, i in list(running.items()):
