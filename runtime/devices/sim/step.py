@@ -131,6 +131,8 @@ def _run(tasks: list[_Task], main_bytes_s: float, hop: float) -> None:
     now = 0.0
     while running or any(queues.values()):
         _begin(tasks, queues, running, now, hop)
+        if not running:  # the rest took no time
+            break
         wanted = sum(t.cost.main_bytes / t.cost.seconds for t in _demanding(tasks, running))
         slower = max(1.0, wanted / main_bytes_s)
         paces = {lane: slower if tasks[i].cost.main_bytes else 1.0 for lane, i in running.items()}
