@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from model.planner.machines import find_machine
 
@@ -98,9 +99,8 @@ def _figure12() -> list[Cell]:
 
 def _figure14() -> list[Cell]:
     found, machine = [], find_machine(A100)
-    graphless = machine.model_copy(
-        update={"gpu": machine.gpu and machine.gpu.model_copy(update={"launch_us": 16.0})}
-    )
+    assert machine.gpu is not None
+    graphless = replace(machine, gpu=replace(machine.gpu, launch_us=16.0))
     numa, graph, prompts = [], [], []
     for name, arch, fmt, where, _ in MODELS[:3]:
         full = run(arch, fmt, where, prompt=8192, way="cpu")

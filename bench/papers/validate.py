@@ -75,7 +75,7 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
 def _same(row: Row) -> tuple[object, ...]:
     """What two rows have in common of which the newer one counts."""
     machine = find_machine(row.machine)
-    there = machine.cpu.model_dump_json() if row.device == "cpu" else row.machine
+    there = repr(machine.cpu) if row.device == "cpu" else row.machine
     shape = row.arch, row.fmt, row.layers, row.threads
     how = row.device, row.experts, row.deferred, row.lanes, row.slots, row.way
     return there, row.kind, shape, how, row.batch, row.context

@@ -10,6 +10,7 @@ import typer
 
 from runtime.planning.config import ExecutionConfig
 
+from ..planner.asked import Asked
 from ..startup.lean_import import import_transformers
 from .shared.common import Debug, command, out
 from .shared.options import Choose
@@ -20,6 +21,7 @@ _OPTIONS = Choose(only=("experts", "prefill", "defer", "kv_dtype", "threads"))
 
 @command
 def plan(
+    asked: Asked,
     execution: Annotated[ExecutionConfig, _OPTIONS],
     model: Annotated[
         str,
@@ -42,41 +44,6 @@ def plan(
         typer.Option(
             metavar="cpu|cuda:0|cuda:0,cuda:1", help="As of serve.", show_default="what is fastest"
         ),
-    ] = None,
-    fmt: Annotated[
-        str | None,
-        typer.Option("--format", metavar="FORMAT", help="Of all matrices, in place of their own."),
-    ] = None,
-    context: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Tokens of a sequence while it decodes.")
-    ] = 512,
-    prompt: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a prompt.")] = 4096,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences at once.")] = 1,
-    answer: Annotated[
-        int,
-        typer.Option(min=1, metavar="N", help="Tokens of an answer, to weigh what changes gain."),
-    ] = 256,
-    routing: Annotated[
-        str,
-        typer.Option(
-            metavar="even|zipf:S", help="How unevenly tokens choose experts, by rank ** -S."
-        ),
-    ] = "even",
-    expert_cache: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Slots of each layer on the GPU.")
-    ] = 0,
-    layers: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Of a shape or a configuration, in place of its own.",
-            show_default="its own",
-        ),
-    ] = None,
-    vocab: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Likewise.", show_default="its own"),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -105,16 +72,16 @@ def plan(
         from ..planner.settings import Case, Wanted
         from ..planner.subject import open_subject
 
-        law = parse_routing(routing)
+        law = parse_routing(asked.routing)
         there = find_machine(machine)
-        subject = open_subject(model, fmt, execution.kv_dtype, layers, vocab)
-        wanted = Wanted(context, prompt, batch, answer, law)
-        found = best(Case(subject, there, execution, wanted, expert_cache), device)
+        subject = open_subject(model, asked.format, execution.kv_dtype, asked.layers, asked.vocab)
+        wanted = Wanted(asked.context, asked.prompt, asked.batch, asked.answer, law)
+        found = best(Case(subject, there, execution, wanted, asked.expert_cache), device)
         gains = changes(found)
     if trace is not None:
         from runtime.devices.sim.trace import write
 
-        write(trace, found.decode, f"{model} on {there.name}", batch)
+        write(trace, found.decode, f"{model} on {there.name}", asked.batch)
     if as_json:
         print(json.dumps(as_dict(found, gains), indent=2))
         return

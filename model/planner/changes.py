@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from pykernels.errors import PykernelsError
 from runtime.devices.sim.machine import Machine
 from runtime.passes.layers import moe_layers
 from runtime.planning.placement import CPU
@@ -45,7 +46,10 @@ def changes(found: Prediction) -> list[Change]:
         now = found.placed
     before, made = predict(now), []
     for text, there in _changed(now):
-        new = predict(there)
+        try:
+            new = predict(there)
+        except PykernelsError:  # a format whose blocks the model's widths do not fill
+            continue
         made.append(
             Change(
                 text,
@@ -83,8 +87,8 @@ def _on(now: Placed, machine: Machine) -> Placed:
 def _beside_a_gpu(now: Placed) -> Iterator[tuple[str, Placed]]:
     case, gpu = now.case, now.case.machine.gpu
     assert gpu is not None
-    faster = gpu.model_copy(update={"link_gbps": 2 * gpu.link_gbps})
-    yield "a link twice as fast", _on(now, case.machine.model_copy(update={"gpu": faster}))
+    faster = replace(gpu, link_gbps=2 * gpu.link_gbps)
+    yield "a link twice as fast", _on(now, replace(case.machine, gpu=faster))
     program = case.subject.decoder.lower()
     layers = moe_layers(program)
     if not now.plan.deferred and not case.slots:
@@ -103,11 +107,13 @@ def _cpu(machine: Machine, memory: float, cores: float) -> Machine:
     """The machine with so many times the memory's rates, and the cores' own."""
     cpu = machine.cpu
     kernels = {name: kernel.times(cores) for name, kernel in cpu.kernels.items()}
-    change = {
-        "read_gbps": cpu.read_gbps * memory,
-        "contended_gbps": cpu.contended_gbps and cpu.contended_gbps * memory,
-        "kernels": kernels,
-        "attention_tflops": cpu.attention_tflops * cores,
-        "latent_attention_tflops": cpu.latent_attention_tflops * cores,
-    }
-    return machine.model_copy(update={"cpu": cpu.model_copy(update=change)})
+    contended = cpu.contended_gbps and cpu.contended_gbps * memory
+    changed = replace(
+        cpu,
+        read_gbps=cpu.read_gbps * memory,
+        contended_gbps=contended,
+        kernels=kernels,
+        attention_tflops=cpu.attention_tflops * cores,
+        latent_attention_tflops=cpu.latent_attention_tflops * cores,
+    )
+    return replace(machine, cpu=changed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,10 +12,11 @@ from pykernels.errors import PykernelsError
 from pykernels.target import detect
 from runtime.devices.sim.classes import cpu_of, gpu_of
 from runtime.devices.sim.machine import Machine
-from runtime.devices.sim.machine_file import read_machine
 from runtime.machine.topology import Topology
 from runtime.profiling.roofline import kept_read_roof
 from runtime.workers.pool import make_pool
+
+from .machine_file import read_machine
 
 _NEEDS = {"amx": {"amx-tile", "amx-bf16"}, "avx512": {"avx512bw", "avx512vl"}, "avx2": {"avx2"}}
 
@@ -60,7 +62,7 @@ def this_machine() -> Machine:
         topology.memory_total / 2**30,
         kept_read_roof(threads, lambda: make_pool(threads)),
     )
-    cpu = cpu.model_copy(update={"sockets": len(topology.nodes) or 1})
+    cpu = replace(cpu, sockets=len(topology.nodes) or 1)
     gpu = None
     if torch.cuda.device_count():
         about = torch.cuda.get_device_properties(0)

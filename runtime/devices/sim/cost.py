@@ -98,9 +98,11 @@ class CostModel:
         if node.op == "attention":
             nbytes = work.nbytes * self.load.sequences / (2 if node.lane else 1)
             rate = part.attention_tflops
+            flops = float(work.flops)
             if node.attr("kv_heads") == 1:
                 rate = part.latent_attention_tflops or rate
-            seconds = work.flops / (rate * 1e12)
+                flops *= 1.0 if on_cpu or self.load.decodes else self._expanded(node)
+            seconds = flops / (rate * 1e12)
             return self._timed(node, part, nbytes, seconds, 0.0)
         if node.op not in _PRODUCTS:
             return self._timed(node, part, float(work.nbytes * self.load.sequences), 0.0, 0.0)
@@ -134,6 +136,19 @@ class CostModel:
             moved = float(sum(self.program.weight(node, name).nbytes for name in node.weights))
         return Cost(moved / (gpu.link_gbps * 1e9) + 5e-6, moved, LINK, moved)
 
+    def _expanded(self, node: Node) -> float:
+        """The part of a prompt's operations that is left where a GPU expands latent keys and values
+        for each head: of the sizes of these instead of the latent's."""
+        latent = node.attr("dv")
+        heads = (
+            self.program.weight(other, "heads").shape
+            for other in self.program.nodes
+            if other.layer == node.layer and other.op == "per_head_linear"
+        )
+        plain = sum(size for _, *sizes in heads for size in sizes if size != latent)
+        rope = node.attr("dk") - latent
+        return min(1.0, (plain + rope) / (node.attr("dk") + latent)) if plain else 1.0
+
     def _tokens(self, node: Node) -> int:
         """Of the step, or of the node's lane."""
         return -(-self.load.tokens // 2) if node.lane else self.load.tokens
@@ -156,19 +171,20 @@ class CostModel:
             numbers = float(math.prod(spec.shape))
             if node.op == "linear":  # a head multiplies the last token of each sequence alone
                 rows = self.program.shape(node.outputs["out"])[0]
-                tokens = min(self._tokens(node), rows)
+                rows = min(rows, self._tokens(node))
                 if node.layer is None:
-                    tokens = min(tokens, self.load.sequences)
-                flops = 2.0 * numbers * tokens
+                    rows = min(rows, self.load.sequences)
+                flops = 2.0 * numbers * rows
             return nbytes, numbers, flops
-        if node.op != "moe_ffn":
-            return nbytes, 0.0, flops
+        return self._experts(node) if node.op == "moe_ffn" else (nbytes, 0.0, flops)
+
+    def _experts(self, node: Node) -> tuple[float, float, float]:
+        """``_products`` of the experts that a step's tokens choose."""
         spec = self.program.weight(node, "experts")
         E, H, I = (spec.whole or spec).shape  # noqa: E741
         ids, tokens = node.inputs.get("ids"), self._tokens(node)
-        if ids is None:
-            distinct, rows = float(spec.shape[0]), float(tokens)
-        else:
+        distinct, rows = float(spec.shape[0]), float(tokens)
+        if ids is not None:
             topk = float(experts_per_token(self.whole, ids))
             first, last = self._ranks(node, E)
             law = self.load.routing

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Annotated
-
-from pydantic import BaseModel, ConfigDict, Field
+from dataclasses import astuple, dataclass, field, replace
 
 OTHER = "default"
 """The key of formats that have no rates of their own."""
 
-Rate = Annotated[float, Field(gt=0)]
-Share = Annotated[float, Field(gt=0, le=1)]
 
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Kernel(_Part):
+@dataclass(frozen=True)
+class Kernel:
     """The rates of a format's kernels, of all cores or of one GPU.
 
     A product takes as long as reading its weights, or as decoding them and multiplying, whichever
@@ -32,10 +23,10 @@ class Kernel(_Part):
             ``few_tflops``: 1e12 operations a second with the other rows; None: as of many.
     """
 
-    tflops: Rate
-    decode_gweights_s: Rate = 1e6
-    rows_gweights_s: Rate | None = None
-    few_tflops: Rate | None = None
+    tflops: float
+    decode_gweights_s: float = 1e6
+    rows_gweights_s: float | None = None
+    few_tflops: float | None = None
 
     def seconds(self, weights: float, flops: float) -> float:
         """Of decoding so many weights and multiplying them."""
@@ -51,10 +42,11 @@ class Kernel(_Part):
 
     def times(self, factor: float) -> Kernel:
         """So many times as fast."""
-        return Kernel(**{name: rate * factor for name, rate in self if rate is not None})
+        return Kernel(*(rate and rate * factor for rate in astuple(self)))
 
 
-class Cpu(_Part):
+@dataclass(frozen=True)
+class Cpu:
     """Cores and main memory.
 
     Attributes:
@@ -70,21 +62,22 @@ class Cpu(_Part):
         kernels: rates by format of the weights.
     """
 
-    cores: Annotated[int, Field(ge=1)]
-    memory_gib: Rate
-    read_gbps: Rate
+    cores: int
+    memory_gib: float
+    read_gbps: float
     kernels: Mapping[str, Kernel]
-    attention_tflops: Rate
-    latent_attention_tflops: Rate
-    job_us: Annotated[float, Field(ge=0)] = 5.0
-    experts_share: Share = 0.9
-    linear_share: Share = 0.75
-    contended_gbps: Rate | None = None
-    sockets: Annotated[int, Field(ge=1)] = 1
-    cross_gbps: Rate | None = None
+    attention_tflops: float
+    latent_attention_tflops: float
+    job_us: float = 5.0
+    experts_share: float = 0.9
+    linear_share: float = 0.75
+    contended_gbps: float | None = None
+    sockets: int = 1
+    cross_gbps: float | None = None
 
 
-class Gpu(_Part):
+@dataclass(frozen=True)
+class Gpu:
     """One of the GPUs, all alike, and its link to main memory.
 
     Attributes:
@@ -98,31 +91,33 @@ class Gpu(_Part):
     """
 
     name: str
-    memory_gib: Rate
-    read_gbps: Rate
+    memory_gib: float
+    read_gbps: float
     kernels: Mapping[str, Kernel]
-    attention_tflops: Rate
-    link_gbps: Rate
-    count: Annotated[int, Field(ge=1)] = 1
-    experts_share: Share = 0.86
-    linear_share: Share = 0.86
-    latent_attention_tflops: Rate | None = None
-    launch_us: Annotated[float, Field(ge=0)] = 3.6
-    hop_us: Annotated[float, Field(ge=0)] = 10.0
+    attention_tflops: float
+    link_gbps: float
+    count: int = 1
+    experts_share: float = 0.86
+    linear_share: float = 0.86
+    latent_attention_tflops: float | None = None
+    launch_us: float = 3.6
+    hop_us: float = 10.0
 
 
-class Engine(_Part):
+@dataclass(frozen=True)
+class Engine:
     """What Python does around each step.
 
     Attributes:
         step_us: of a decode step, while no device computes; ``prompt_us``: of a prompt's.
     """
 
-    step_us: Annotated[float, Field(ge=0)] = 60.0
-    prompt_us: Annotated[float, Field(ge=0)] = 1500.0
+    step_us: float = 60.0
+    prompt_us: float = 1500.0
 
 
-class Machine(_Part):
+@dataclass(frozen=True)
+class Machine:
     """A machine.
 
     Attributes:
@@ -134,7 +129,7 @@ class Machine(_Part):
     name: str
     cpu: Cpu
     gpu: Gpu | None = None
-    engine: Engine = Engine()
+    engine: Engine = field(default_factory=Engine)
     source: str = ""
     calibrated_on: tuple[str, ...] = ()
 
@@ -151,8 +146,8 @@ class Machine(_Part):
             return self
         own, n = cpu.read_gbps / cpu.sockets, cpu.sockets
         slower = 1 / n + (n - 1) / n * own / cpu.cross_gbps
-        change = {"read_gbps": cpu.read_gbps / slower, "contended_gbps": cpu.read_gbps / slower}
-        return self.model_copy(update={"cpu": cpu.model_copy(update=change)})
+        rate = cpu.read_gbps / slower
+        return replace(self, cpu=replace(cpu, read_gbps=rate, contended_gbps=rate))
 
     def with_threads(self, threads: int) -> Machine:
         """The machine if only so many cores compute: rates of computing are theirs, and of reading
@@ -160,14 +155,17 @@ class Machine(_Part):
         part = min(1.0, threads / self.cpu.cores)
         kernels = {name: kernel.times(part) for name, kernel in self.cpu.kernels.items()}
         one_core = 2 * self.cpu.read_gbps / self.cpu.cores  # half of the cores read all there is
-        change = {
-            "cores": min(threads, self.cpu.cores),
-            "kernels": MappingProxyType(kernels),
-            "read_gbps": min(self.cpu.read_gbps, one_core * threads),
-            "attention_tflops": self.cpu.attention_tflops * part,
-            "latent_attention_tflops": self.cpu.latent_attention_tflops * part,
-        }
-        return self.model_copy(update={"cpu": self.cpu.model_copy(update=change)})
+        return replace(
+            self,
+            cpu=replace(
+                self.cpu,
+                cores=min(threads, self.cpu.cores),
+                kernels=kernels,
+                read_gbps=min(self.cpu.read_gbps, one_core * threads),
+                attention_tflops=self.cpu.attention_tflops * part,
+                latent_attention_tflops=self.cpu.latent_attention_tflops * part,
+            ),
+        )
 
 
 def kernel_of(kernels: Mapping[str, Kernel], fmt: str) -> Kernel:

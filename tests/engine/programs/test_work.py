@@ -32,7 +32,7 @@ def test_operations_are_those_of_a_plain_forward(family: str, tmp_path: Path) ->
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.003)
 
 
-def test_deferred_experts_are_counted_once_on_a_device_of_their_own(tmp_path: Path) -> None:
+def test_deferred_experts_are_counted_once_on_the_cpu(tmp_path: Path) -> None:
     """The CPU's part does not say what of a token's experts is deferred: the whole program does."""
     tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=3)
     model, beside = meta_decoder(tmp_path), Placement("cuda:0", "cpu")
