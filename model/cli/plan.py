@@ -79,7 +79,7 @@ def plan(
         found = best(Case(subject, there, execution, wanted, asked.expert_cache), device)
         gains = changes(found)
     if trace is not None:
-        from runtime.devices.sim.trace import write
+        from ..planner.trace import write
 
         write(trace, found.decode, f"{model} on {there.name}", asked.batch)
     if as_json:
