@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 
@@ -146,6 +147,22 @@ def errors(found: Sequence[Compared], kind: str) -> tuple[float, float]:
     return (median(every), max(every)) if every else (0.0, 0.0)
 
 
+def ranked(found: Sequence[Compared]) -> tuple[int, int]:
+    """Of pairs of rows that differ in where or with which options alone, and by 5 % at least: how
+    many are predicted in their order, and how many there are."""
+    right = pairs = 0
+    for one, other in combinations((each for each in found if each.counts), 2):
+        a, b = one.row, other.row
+        alike = a.machine, a.kind, a.arch, a.fmt, a.layers, a.batch, a.context
+        if alike != (b.machine, b.kind, b.arch, b.fmt, b.layers, b.batch, b.context):
+            continue
+        if abs(a.measured / b.measured - 1) < 0.05:
+            continue
+        pairs += 1
+        right += (a.measured > b.measured) == (one.predicted > other.predicted)
+    return right, pairs
+
+
 def page(found: Sequence[Compared]) -> str:
     """The comparison as Markdown."""
     text = [
@@ -172,6 +189,12 @@ def page(found: Sequence[Compared]) -> str:
             f"**{kind}**: {count} rows, median error {have[0]:.1%} (target {middle:.0%}),"
             f" worst {have[1]:.1%} (target {worst:.0%})."
         )
+    right, pairs = ranked(found)
+    text.append("")
+    text.append(
+        f"**Ranking**: of {pairs} pairs of rows that differ in place or options alone, by 5 % at"
+        f" least, {right} are predicted in the measured order."
+    )
     for kind, unit in (("decode", "us a step"), ("prompt", "tok/s")):
         text += ["", f"## {kind}, {unit}", ""]
         text += [

@@ -51,7 +51,8 @@ class Subject:
     def in_format(self, fmt: str) -> Subject:
         """The same shape with all matrices in a format."""
         decoder = random_decoder(self.config, fmt, None)  # type: ignore[arg-type] # none is packed
-        made = replace(self, decoder=replace(decoder, kv_dtype=self.decoder.kv_dtype), fmt=fmt)
+        decoder = replace(decoder, kv_dtype=self.decoder.kv_dtype)
+        made = replace(self, decoder=decoder, fmt=fmt, stretch=1.0)
         return made.thinned(len(self.decoder.layers))
 
     def with_cache(self, kv_dtype: str) -> Subject:

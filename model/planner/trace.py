@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from runtime.devices.sim.step import Ran, SimulatedStep
 from runtime.planning.placement import CPU
 from runtime.tracing.perfetto import write_trace
 from runtime.tracing.timeline import COPIES, STREAM, WAIT, WORKER, Lane, Span, Step, Timeline, op_of
-from runtime.devices.sim.step import Ran, SimulatedStep
 
 
 def timeline(step: SimulatedStep, title: str, sequences: int = 1) -> Timeline:

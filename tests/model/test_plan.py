@@ -69,3 +69,12 @@ def test_what_cannot_be_is_one_line(words: list[str], cause: str) -> None:
     result = CliRunner().invoke(app, ["plan", *words])
     assert result.exit_code == 2
     assert cause in " ".join(result.stderr.split())
+
+
+def test_a_change_gains_what_planning_it_would() -> None:
+    """Gains are told by some of the layers: the others count as these do."""
+    words = ["qwen3-30b", *H200, "--vocab", "1024", "--layers", "20"]
+    now, smaller = planned(*words), planned(*words, "--format", "fp8")
+    told = next(each for each in now["changes"] if each["change"].startswith("fp8"))  # type: ignore
+    gain = smaller["decode_tok_s"] / now["decode_tok_s"]  # type: ignore[operator]
+    assert told["decode"] == pytest.approx(gain, rel=0.02)

@@ -97,11 +97,11 @@ class CostModel:
         nbytes, weights, flops = self._products(node, work)
         if node.op == "attention":
             nbytes = work.nbytes * self.load.sequences / (2 if node.lane else 1)
-            rate = part.attention_tflops
-            flops = float(work.flops)
-            if node.attr("kv_heads") == 1:
+            rate, flops = part.attention_tflops, float(work.flops)
+            if node.attr("kv_heads") == 1 and self.load.decodes:
                 rate = part.latent_attention_tflops or rate
-                flops *= 1.0 if on_cpu or self.load.decodes else self._expanded(node)
+            elif node.attr("kv_heads") == 1:
+                flops *= self._expanded(node)
             seconds = flops / (rate * 1e12)
             return self._timed(node, part, nbytes, seconds, 0.0)
         if node.op not in _PRODUCTS:
@@ -137,7 +137,7 @@ class CostModel:
         return Cost(moved / (gpu.link_gbps * 1e9) + 5e-6, moved, LINK, moved)
 
     def _expanded(self, node: Node) -> float:
-        """The part of a prompt's operations that is left where a GPU expands latent keys and values
+        """The part of a prompt's operations that is left where latent keys and values are expanded
         for each head: of the sizes of these instead of the latent's."""
         latent = node.attr("dv")
         heads = (

@@ -58,7 +58,7 @@ class Cpu:
         sockets: NUMA nodes; ``cross_gbps``: 1e9 bytes a second that one of them reads from another.
         job_us: handing one node to all workers and meeting them again.
         attention_tflops: 1e12 operations a second of attention; ``latent_attention_tflops``: where
-            all heads share one latent key (MLA), which is a product of many rows.
+            all heads of a token read one latent key (MLA), which is a product of many rows.
         kernels: rates by format of the weights.
     """
 
