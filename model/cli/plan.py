@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pykernels.errors import PykernelsError
 from runtime.planning.config import ExecutionConfig
 
 from ..planner.asked import Asked
@@ -49,6 +51,13 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE.json", help="The decode step as a trace for ui.perfetto.dev."),
     ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(metavar="context|prompt|batch", help="A table over growing values besides."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="The sweep as a picture.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -61,6 +70,8 @@ def plan(
 
     Example: pykernels plan deepseek-v3 --format q4_k --machine two-sockets.yaml --prompt 8192
     """
+    if plot is not None and sweep is None:
+        raise PykernelsError("--plot is of a --sweep", "Add --sweep context, or leave it out")
     with status("reading headers"):
         import_transformers()
         from runtime.devices.sim.routing import parse_routing
@@ -71,19 +82,30 @@ def plan(
         from ..planner.report import as_dict, lines
         from ..planner.settings import Case, Wanted
         from ..planner.subject import open_subject
+        from ..planner.sweep import check_swept, draw, told
+        from ..planner.sweep import sweep as swept
 
+        if sweep is not None:
+            check_swept(sweep)
         law = parse_routing(asked.routing)
         there = find_machine(machine)
         subject = open_subject(model, asked.format, execution.kv_dtype, asked.layers, asked.vocab)
         wanted = Wanted(asked.context, asked.prompt, asked.batch, asked.answer, law)
         found = best(Case(subject, there, execution, wanted, asked.expert_cache), device)
         gains = changes(found)
+        points = swept(found, sweep) if sweep is not None else []
     if trace is not None:
         from ..planner.trace import write
 
         write(trace, found.decode, f"{model} on {there.name}", asked.batch)
+    if plot is not None and sweep is not None:
+        draw(points, sweep, f"{model} on {there.name}", plot)
     if as_json:
-        print(json.dumps(as_dict(found, gains), indent=2))
+        rows = {} if sweep is None else {"sweep": [asdict(point) for point in points]}
+        print(json.dumps(as_dict(found, gains) | rows, indent=2))
         return
-    for line in lines(found, gains):
+    text = lines(found, gains)
+    if sweep is not None:
+        text += ["", *told(points, sweep)]
+    for line in text:
         out().print(line, markup=False)

@@ -63,6 +63,7 @@ def test_every_machine_that_is_shipped_can_be_planned_for(name: str) -> None:
         (["qwen3-30b", "--machine", "h900"], "no machine 'h900'"),
         (["qwen9", *H200], "no known shape"),
         (["qwen3-30b", *H200, "--routing", "zipf"], "no law of routing"),
+        (["qwen3-30b", *H200, "--sweep", "heads"], "a sweep of 'heads'"),
     ],
 )
 def test_what_cannot_be_is_one_line(words: list[str], cause: str) -> None:
