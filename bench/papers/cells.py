@@ -54,7 +54,7 @@ def page(title: str, about: Sequence[str], cells: Sequence[Cell], plot: str) -> 
             f" {median(found):.1%}, worst {max(found):.1%}.**",
             "",
         ]
-    text += [f"![Paper and simulated]({plot})", ""]
+    text += [f"![{plot}]({plot})", ""]
     for figure in dict.fromkeys(cell.figure for cell in cells):
         text += [f"## {figure}", "", "| | unit | paper | simulated | measured | error |"]
         text += ["|---|---|---:|---:|---:|---:|"]
@@ -104,5 +104,5 @@ def draw(cells: Sequence[Cell], file: Path) -> None:
         axis.tick_params(axis="x", labelsize=7)
     axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=110, bbox_inches="tight")
     plt.close(figure)

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import model
 from model.planner.machines import find_machine
@@ -222,3 +223,16 @@ def validate(out: Path) -> list[Compared]:
     out.mkdir(parents=True, exist_ok=True)
     (out / "validate.md").write_text(page(found))
     return found
+
+
+def as_dict(found: Sequence[Compared]) -> dict[str, Any]:
+    """The comparison as JSON's types."""
+    rows = [
+        asdict(each.row)
+        | {"predicted": round(each.predicted, 1), "error": round(each.error, 4)}
+        | {"bound": each.bound, "zipf": each.routing.zipf, "why_not": each.why_not}
+        for each in found
+    ]
+    return {
+        kind: dict(zip(("median", "worst"), errors(found, kind), strict=True)) for kind in TARGETS
+    } | {"rows": rows}

@@ -43,7 +43,7 @@ def sweep(found: Prediction, name: str) -> list[Point]:
     case, points = found.placed.case, list[Point]()
     for step in range(STEPS):
         value = _FIRST[name] << step
-        wanted = replace(case.wanted, **{name: value})
+        wanted = replace(case.wanted, **{name: value})  # type: ignore[arg-type]
         if wanted.positions > case.subject.positions:
             break
         there = placed(replace(case, wanted=wanted))
