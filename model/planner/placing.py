@@ -120,9 +120,8 @@ def placed(case: Case) -> Placed:
     missing = [name for name in gpus if name not in case.machine.gpus]
     if missing:
         there = ", ".join(case.machine.gpus) or "none"
-        raise PykernelsError(
-            f"{case.machine.name} has no {missing[0]}: its GPUs are {there}", "Give one of these"
-        )
+        hint = "Give one of these" if case.machine.gpus else "Leave out --device"
+        raise PykernelsError(f"{case.machine.name} has no {missing[0]}: its GPUs are {there}", hint)
     return _on_gpus(case, gpus, sizes, has)
 
 

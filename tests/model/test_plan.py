@@ -72,6 +72,13 @@ def test_what_cannot_be_is_one_line(words: list[str], cause: str) -> None:
     assert cause in " ".join(result.stderr.split())
 
 
+def test_a_configuration_without_sizes_is_refused(tmp_path: Path) -> None:
+    (file := tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    result = CliRunner().invoke(app, ["plan", str(file), *H200])
+    assert result.exit_code == 2
+    assert "no hidden_size and no num_hidden_layers" in " ".join(result.stderr.split())
+
+
 def test_a_change_gains_what_planning_it_would() -> None:
     """Gains are told by some of the layers: the others count as these do."""
     words = ["qwen3-30b", *H200, "--vocab", "1024", "--layers", "20"]
