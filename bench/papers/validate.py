@@ -29,6 +29,20 @@ from .rows import ACTUAL, UNSTEADY, Row, committed
 RANDOM = Routing(1.8)
 """How unevenly the routers of random weights send a prompt's tokens: as they send batches, whose
 bytes are counted."""
+CALIBRATING = {
+    ("zen2-2-cores", "decode", "qwen3-30b", 4, "cpu", 1, 512): ("bf16", "q8_0", "q4_k"),
+    ("zen2-2-cores", "prompt", "qwen3-30b", 4, "cpu", 1, 512): ("bf16",),
+    ("xeon-amx-2-cores", "decode", "qwen3-30b", 4, "cpu", 1, 512): ("bf16", "q8_0", "q4_k"),
+    ("xeon-amx-2-cores", "prompt", "qwen3-30b", 4, "cpu", 1, 512): ("bf16", "q8_0"),
+    ("h200-16-cores", "decode", "deepseek-v3", 4, "cpu", 1, 512): ("fp8",),
+    ("h200-16-cores", "decode", "deepseek-v3", 8, "cpu", 1, 4096): ("fp8",),
+    ("h200-16-cores", "decode", "embedded", 6, "cpu", 1, 512): ("fp8",),
+    ("h100-16-cores", "decode", "embedded", 6, "cpu", 1, 256): ("fp8",),
+    ("h200-16-cores", "prompt", "qwen3-30b", 24, "cpu", 1, 512): ("q4_k",),
+    ("h200-16-cores", "prompt", "qwen3-30b", 24, "cuda:0", 1, 512): ("q4_k",),  # GPU alone
+}
+"""The rows that ``calibrated_on`` of the machines' files names, which tell nothing of a prediction:
+machine, kind, model, layers, device, batch and context, and in which formats."""
 TARGETS = {"decode": (0.07, 0.15), "prompt": (0.10, 0.20)}
 """Median and worst error that are aimed at."""
 
@@ -103,8 +117,12 @@ def _case(row: Row) -> Placed:
 
 def _compared(row: Row, laws: Mapping[tuple[object, ...], Routing], newest: str) -> Compared:
     there, why_not = _case(row), ""
+    place = row.device if row.device == "cpu" or row.experts == "gpu" else "beside"
+    key = row.machine, row.kind, row.arch, row.layers, place, row.batch, row.context
     if row.date < newest:
         why_not = "older"
+    elif row.fmt in CALIBRATING.get(key, ()):
+        why_not = "calibrated on"
     elif row.spread > UNSTEADY:
         why_not = "unsteady"
     elif row.batch > 1 and row.date < ACTUAL:
@@ -170,17 +188,16 @@ def page(found: Sequence[Compared]) -> str:
         "# Predicted beside measured",
         "",
         "`python -m bench.papers validate`: every committed run of a whole model of ours, and what"
-        " `pykernels plan`'s simulator says of it from the shape, the options and the"
-        " machine's file"
-        " in [bench/machines](../../machines). Errors are of the time. The rows from which a"
-        " machine's constants were taken are named in its file (`calibrated_on`); those of the"
-        " 16-core machines are from tables of kernels alone. A batch's routing is an input: as"
-        " uneven as makes the bytes that the run counted. Rows in brackets do not count: a"
-        " newer row has the same options on the same hardware (the program was slower"
-        " then), they are"
-        f" unsteady (90th percentile over {UNSTEADY} times the 10th), or nobody counted"
-        f" which experts"
-        " their batch read.",
+        " `pykernels plan`'s simulator says of it from the shape, the options and the machine's file"
+        " in [bench/machines](../../machines). Errors are of the time. Rates of the 16-core machines"
+        " are those of tables of kernels, but for what `calibrated_on` in their files names. A batch's"
+        " routing is an input: as uneven as makes the bytes that the run counted; prompts have the"
+        " law of these batches.",
+        "",
+        "Rows in brackets do not count: a constant was taken from them (*calibrated on*); a newer row"
+        " has the same options on the same hardware, when the program was faster (*older*); their"
+        f" 90th percentile is over {UNSTEADY} times the 10th (*unsteady*); nobody counted which"
+        " experts their batch read (*routing not counted*).",
         "",
     ]
     for kind, (middle, worst) in TARGETS.items():

@@ -122,8 +122,8 @@ class Machine:
 
     Attributes:
         source: of where its numbers are from.
-        calibrated_on: the committed rows from which constants were taken, as ``FILE: what``;
-            whoever compares predictions with measurements leaves these out.
+        calibrated_on: runs of whole models from which constants were taken, and which: they tell
+            nothing of how good predictions are.
     """
 
     name: str
