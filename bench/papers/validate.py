@@ -188,13 +188,17 @@ def page(found: Sequence[Compared]) -> str:
         "# Predicted beside measured",
         "",
         "`python -m bench.papers validate`: every committed run of a whole model of ours, and what"
-        " `pykernels plan`'s simulator says of it from the shape, the options and the machine's file"
-        " in [bench/machines](../../machines). Errors are of the time. Rates of the 16-core machines"
-        " are those of tables of kernels, but for what `calibrated_on` in their files names. A batch's"
+        " `pykernels plan`'s simulator says of it from the shape, the options and the"
+        " machine's file"
+        " in [bench/machines](../../machines). Errors are of the time. Rates of the"
+        " 16-core machines"
+        " are those of tables of kernels, but for what `calibrated_on` in their files"
+        " names. A batch's"
         " routing is an input: as uneven as makes the bytes that the run counted; prompts have the"
         " law of these batches.",
         "",
-        "Rows in brackets do not count: a constant was taken from them (*calibrated on*); a newer row"
+        "Rows in brackets do not count: a constant was taken from them (*calibrated"
+        " on*); a newer row"
         " has the same options on the same hardware, when the program was faster (*older*); their"
         f" 90th percentile is over {UNSTEADY} times the 10th (*unsteady*); nobody counted which"
         " experts their batch read (*routing not counted*).",
