@@ -13,7 +13,19 @@ import typer
 from pykernels import __version__
 
 from ..startup.standard_streams import settle_standard_streams
-from . import calibrate, chat, convert, doctor, evaluate, generate, inspect, kv, profile, upcycle
+from . import (
+    calibrate,
+    chat,
+    convert,
+    doctor,
+    evaluate,
+    generate,
+    inspect,
+    kv,
+    plan,
+    profile,
+    upcycle,
+)
 from .http import serve
 from .shared.common import Debug, State, out
 from .shared.formats import ListsFormats
@@ -35,6 +47,7 @@ app.command("serve")(serve.serve)
 app.command("convert", cls=ListsFormats)(convert.convert)
 app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
+app.command("plan")(plan.plan)
 app.command("calibrate", cls=ListsFormats)(calibrate.calibrate)
 app.command("upcycle")(upcycle.upcycle)
 app.add_typer(evaluate.app, name="eval")

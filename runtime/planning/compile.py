@@ -122,7 +122,7 @@ class Compiled:
         return {
             name: each
             for part in self.parts.values()
-            for name, each in work(part, tokens, context).items()
+            for name, each in work(part, tokens, context, self.program).items()
         }
 
     def residency(self, device: str) -> dict[str, Residency]:

@@ -29,16 +29,16 @@ def expert_bytes(program: Program, tokens: int = 1, device: str | None = None) -
     return round(sum(_weight_bytes(program, node, tokens) for node in routed))
 
 
-def _weight_bytes(program: Program, node: Node, tokens: int) -> float:
-    total = 0.0
+def _weight_bytes(program: Program, node: Node, tokens: int, whole: Program | None = None) -> float:
+    whole, total = whole or program, 0.0
     for name in node.weights:
         weight = program.weight(node, name)
         if name in ("weight", "heads") and node.op in ("linear", "per_head_linear"):
             total += weight.nbytes
         elif name == "experts":
-            share, ids = share_of_experts(program, node), node.inputs.get("ids")
+            share, ids = share_of_experts(whole, node), node.inputs.get("ids")
             E = (weight.full or weight).shape[0] * share
-            topk = E if ids is None else experts_per_token(program, ids) * share
+            topk = E if ids is None else experts_per_token(whole, ids) * share
             if not E:
                 continue
             total += weight.bytes_per_expert * expected_experts(E, topk, tokens)
@@ -58,22 +58,27 @@ class Work:
     flops: int
 
 
-def work(program: Program, tokens: int = 1, context: int = 0) -> dict[str, Work]:
+def work(
+    program: Program, tokens: int = 1, context: int = 0, whole: Program | None = None
+) -> dict[str, Work]:
     """What a step reads and computes, by node.
 
     Args:
         tokens: of the step, all of one sequence; ``context``: keys that each of them reads.
+        whole: the program that ``program`` is a device's part of, which says what of a token's
+            experts other nodes and devices have; None: itself.
     """
     return {
         node.name: Work(
-            round(_weight_bytes(program, node, tokens)) + _cache_bytes(program, node, context),
-            round(_flops(program, node, tokens, context)),
+            round(_weight_bytes(program, node, tokens, whole))
+            + _cache_bytes(program, node, context),
+            round(_flops(program, node, tokens, context, whole or program)),
         )
         for node in program.nodes
     }
 
 
-def _flops(program: Program, node: Node, tokens: int, context: int) -> float:
+def _flops(program: Program, node: Node, tokens: int, context: int, whole: Program) -> float:
     if node.op == "linear":
         N, K = program.weight(node, "weight").shape
         rows = program.shape(node.outputs["out"])[0]  # of a head: those of logits alone
@@ -82,8 +87,8 @@ def _flops(program: Program, node: Node, tokens: int, context: int) -> float:
         return 2 * math.prod(program.weight(node, "heads").shape) * tokens
     if node.op == "moe_ffn":
         _, H, I = program.weight(node, "experts").shape  # noqa: E741
-        ids, share = node.inputs.get("ids"), share_of_experts(program, node)
-        each = 1.0 if ids is None else experts_per_token(program, ids) * share
+        ids, share = node.inputs.get("ids"), share_of_experts(whole, node)
+        each = 1.0 if ids is None else experts_per_token(whole, ids) * share
         return 3 * 2 * H * I * each * tokens
     if node.op == "attention":
         keys = min(context, node.attr("window") or context)

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from model.llm import meta_decoder
 from runtime.planning.compile import compile
 from runtime.planning.execution import ExecutionPlan, Phase
+from runtime.planning.placement import Placement
 from runtime.program.sizes import StepSizes
 
 from ...model import tiny
@@ -29,3 +30,16 @@ def test_operations_are_those_of_a_plain_forward(family: str, tmp_path: Path) ->
     compiled = compile(meta_decoder(tmp_path), ExecutionPlan(StepSizes(T, 1, T)), Phase.PROMPT, T)
     ours = sum(work.flops for work in compiled.work(T, context=T).values())
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.003)
+
+
+def test_deferred_experts_are_counted_once_on_the_cpu(tmp_path: Path) -> None:
+    """The CPU's part does not say what of a token's experts is deferred: the whole program does."""
+    tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=3)
+    model, beside = meta_decoder(tmp_path), Placement("cuda:0", "cpu")
+    none, one = (
+        compile(model, ExecutionPlan(StepSizes(1, 1, 1), beside, deferred=k), Phase.DECODE)
+        for k in (0, 1)
+    )
+    for name in ("nbytes", "flops"):
+        counts = [sum(getattr(w, name) for w in each.work().values()) for each in (none, one)]
+        assert counts[0] == counts[1]

@@ -1,0 +1,2 @@
+"""The simulated device beside what was measured: our own committed runs, and the papers'
+evaluation."""

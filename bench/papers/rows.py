@@ -1,0 +1,198 @@
+"""Committed runs of whole models as rows of one form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+MACHINES = {
+    "amd-epyc-znver2-2-cores": "zen2-2-cores",
+    "intel-xeon-processor-with-amx-2-cores": "xeon-amx-2-cores",
+    "intel-xeon-processor-emeraldrapids-16-cores": "h200-16-cores",  # its CPU alone
+    "nvidia-h100-with-16-emeraldrapids-cores": "h100-16-cores",
+    "nvidia-h200-with-16-emeraldrapids-cores": "h200-16-cores",
+    "2-nvidia-h200-with-32-emeraldrapids-cores": "h200-x2-32-cores",
+}
+"""By folder of results, its machine in bench/machines."""
+PLACES = {
+    "CPU alone": ("cpu", "cpu", 0),
+    "experts on the CPU": ("cuda:0", "cpu", 0),
+    "experts on the CPU, deferral": ("cuda:0", "cpu", -1),
+    "GPU alone": ("cuda:0", "gpu", 0),
+}
+"""By place of ``bench e2e``: device, experts, deferred (-1: as the row says)."""
+ACTUAL = "2026-11-26"
+"""From this day on rows count the experts that were read; before, those of an even choice."""
+WAYS = "2026-11-28"
+"""From this day on prompts with a GPU go the way that takes the least time."""
+UNSTEADY = 1.5
+"""Rows whose 90th percentile is so many times the 10th are shown and not counted: somebody else was
+on the machine."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        machine: its name in bench/machines; ``file``: of results.
+        kind: "decode", in us a step, or "prompt", in tokens a second.
+        vocab: in place of the shape's own; 0: that.
+        nbytes: that the CPU read in a step, as the run counted them; 0: nobody did.
+        way: of a prompt's experts with a GPU; "": the fastest.
+        spread: 90th over 10th percentile.
+    """
+
+    machine: str
+    file: str
+    date: str
+    kind: str
+    arch: str
+    fmt: str
+    layers: int
+    vocab: int
+    threads: int
+    device: str
+    experts: str
+    deferred: int
+    lanes: int
+    slots: int
+    batch: int
+    context: int
+    measured: float
+    nbytes: int = 0
+    way: str = ""
+    spread: float = 1.0
+
+    @property
+    def place(self) -> str:
+        """Where it ran, in words."""
+        if self.device == "cpu":
+            return "CPU"
+        gpus = "GPU" if "," not in self.device else "2 GPUs"
+        if self.experts == "gpu":
+            return gpus
+        more = f", {self.deferred} deferred" if self.deferred else ""
+        more += f", {self.slots} slots" if self.slots else ""
+        more += ", two microbatches" if self.lanes > 1 else ""
+        more += f", {self.way}" if self.way else ""
+        return f"{gpus}, experts on CPU{more}"
+
+
+def committed() -> Iterator[Row]:
+    """Every row of a whole model of ours."""
+    for folder, machine in MACHINES.items():
+        for file in sorted((RESULTS / folder).glob("*.json")):
+            data = json.loads(file.read_text())
+            name = f"{folder}/{file.name}"
+            date = file.name[:10]
+            if "e2e" in file.name and "rows" in data:
+                yield from _of_run(machine, name, date, data)
+            elif "e2e" in file.name:
+                yield from _single(machine, name, date, data)
+            elif "prefill" in file.name:
+                yield from _ways(machine, name, date, data)
+
+
+def _of_run(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iterator[Row]:
+    vocab = data["settings"].get("vocab") or 0
+    for row in data["rows"]:
+        device, experts, deferred = PLACES[row.get("place", "CPU alone")]
+        kind = "decode" if row["op"] == "e2e decode" else "prompt"
+        if kind == "prompt" and device != "cpu" and experts == "cpu" and date < WAYS:
+            continue
+        yield Row(
+            machine,
+            name,
+            date,
+            kind,
+            row["model"],
+            row["format"],
+            row["layers"],
+            vocab,
+            row["threads"],
+            device,
+            experts,
+            row.get("deferred", 0) if deferred else 0,
+            1,
+            0,
+            row["batch"],
+            row["context"] if kind == "decode" else row["tokens"],
+            row["us_per_step"] if kind == "decode" else row["tok_s"],
+            row.get("bytes_per_step", 0),
+            spread=row["us_p90"] / row["us_p10"] if kind == "decode" else 1.0,
+        )
+
+
+def _single(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iterator[Row]:
+    device = data.get("device") or "cpu"
+    experts = "cpu" if data.get("expert_device") in (None, "auto", "cpu") else "gpu"
+    vocab = 32000 if (data["model"], data["layers"]) == ("qwen3-30b", 24) else 0
+    common: dict[str, Any] = {
+        "machine": machine,
+        "file": name,
+        "date": date,
+        "arch": data["model"],
+        "fmt": data["format"],
+        "layers": data["layers"],
+        "vocab": vocab,
+        "threads": data["threads"],
+        "device": device,
+        "experts": experts,
+    }
+    spread = data["us_p90"] / data["us_p10"]
+    yield Row(
+        **common,
+        kind="decode",
+        deferred=data.get("deferred") or 0,
+        lanes=data.get("lanes") or 1,
+        slots=int(data.get("gpu_experts") or 0),
+        batch=data["batch"],
+        context=data["context"],
+        measured=data["us_per_step"],
+        nbytes=data["bytes_per_step"],
+        spread=spread,
+    )
+    if device == "cpu" or experts == "gpu":
+        yield Row(
+            **common,
+            kind="prompt",
+            deferred=0,
+            lanes=1,
+            slots=0,
+            batch=1,
+            context=data["prompt"],
+            measured=data["prefill_tok_s"],
+        )
+
+
+def _ways(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iterator[Row]:
+    for row in data["rows"]:
+        if row["way"] not in ("cpu", "stream", "split"):
+            continue  # a peer's, or one of these by another name
+        if row["way"] == "split" and row["tokens"] > 1024:
+            continue  # its share was made for fewer tokens: the engine streams so many
+        yield Row(
+            machine,
+            name,
+            date,
+            "prompt",
+            data["model"],
+            data["format"],
+            data["layers"],
+            32000,
+            data["threads"],
+            "cuda:0",
+            "cpu",
+            0,
+            1,
+            0,
+            1,
+            row["tokens"],
+            row["tok_s"],
+            way=row["way"],
+        )

@@ -1,0 +1,162 @@
+"""Where a model's nodes run on a machine that need not be here, by the engine's own planner, and
+how much memory each device needs for that."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from pykernels.errors import PykernelsError
+from runtime.devices.gpus import HEADROOM, gpus_of
+from runtime.engine.scheduling.config import STEP_TOKENS
+from runtime.passes.layers import moe_layers
+from runtime.planning.compile import Compiled, compile
+from runtime.planning.execution import ExecutionPlan, Phase, largest_step
+from runtime.planning.gpu.capacity import free_for_experts, step_bytes
+from runtime.planning.gpu.machine import Machine as GpuMachine
+from runtime.planning.gpu.plan import plan_on_gpus
+from runtime.planning.placement import CPU
+from runtime.program.sizes import StepSizes
+
+from .settings import Case
+
+GIB = 1 << 30
+ROOM = 0.94
+"""The part of main memory that a model may take: the system and Python have the rest."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a device.
+
+    Attributes:
+        has: of it all; ``weights``, ``cache``, ``steps``: that are needed.
+    """
+
+    has: int
+    weights: int
+    cache: int
+    steps: int
+
+    @property
+    def needed(self) -> int:
+        """All that is needed."""
+        return self.weights + self.cache + self.steps
+
+    @property
+    def free(self) -> int:
+        """What is left; below 0 where it does not fit."""
+        return self.has - self.needed
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A case with its plan.
+
+    Attributes:
+        memory: by device; ``room``: bytes of the GPU for experts besides.
+        programs: that were compiled already.
+    """
+
+    case: Case
+    plan: ExecutionPlan
+    memory: Mapping[str, Memory]
+    room: int = 0
+    programs: dict[tuple[Phase, int, float], Compiled] = field(default_factory=dict)
+
+    def compiled(self, phase: Phase, tokens: int, share: float = 0.0) -> Compiled:
+        """What a step runs, see ``planning.compile.compile``."""
+        key = phase, tokens, share
+        if key not in self.programs:
+            self.programs[key] = compile(self.case.subject.decoder, self.plan, *key)
+        return self.programs[key]
+
+    def with_slots(self, slots: int) -> Placed:
+        """The same with slots of each layer for experts that change from step to step."""
+        case = replace(self.case, slots=slots)
+        return replace(self, case=case, plan=_with_slots(case, self.plan), programs={})
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has memory enough."""
+        return all(each.free >= 0 for each in self.memory.values())
+
+
+def placed(case: Case) -> Placed:
+    """The plan that the engine would make of a case on its machine.
+
+    Raises:
+        PykernelsError: options that exclude each other; a GPU that the machine has not; a context
+            beyond the model's.
+    """
+    wanted, execution, subject = case.wanted, case.execution, case.subject
+    if wanted.positions > subject.positions:
+        raise PykernelsError(
+            f"a context of {wanted.positions} tokens, and the model was made for"
+            f" {subject.positions}",
+            f"Give --context, --prompt and --answer that come to {subject.positions} at most",
+        )
+    pages = -(-wanted.positions // 64) * 4 * wanted.batch
+    sizes = largest_step(
+        wanted.positions,
+        pages,
+        wanted.step_tokens,
+        max(1, wanted.batch),
+        state_slots=2 * wanted.batch,
+    )
+    caches = subject.decoder.caches(sizes.pages, sizes.state_slots)
+    cache = sum(part.nbytes for part in caches.values())
+    has = int(case.machine.cpu.memory_gib * ROOM * GIB)
+    if not execution.on_gpu:
+        plan = ExecutionPlan(
+            sizes.of(sizes.tokens or max(STEP_TOKENS, sizes.sequences)),
+            deferred=execution.deferred,
+            max_model_len=wanted.positions,
+        )
+        every = sum(spec.nbytes for spec in subject.decoder.lower().weights.values())
+        return Placed(case, plan, {CPU: Memory(has, every, cache, 0)})
+    gpus = list(gpus_of(execution.device))
+    missing = [name for name in gpus if name not in case.machine.gpus]
+    if missing:
+        there = ", ".join(case.machine.gpus) or "none"
+        hint = "Give one of these" if case.machine.gpus else "Leave out --device"
+        raise PykernelsError(f"{case.machine.name} has no {missing[0]}: its GPUs are {there}", hint)
+    return _on_gpus(case, gpus, sizes, has)
+
+
+def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int) -> Placed:
+    from runtime.devices.cuda.layouts import CudaLayouts
+
+    gpu, decoder = case.machine.gpu, case.subject.decoder
+    assert gpu is not None
+    free = dict.fromkeys(gpus, int(gpu.memory_gib * GIB) - HEADROOM)
+    machine = GpuMachine(free, CudaLayouts())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = plan_on_gpus(case.execution, decoder, machine, case.wanted.positions, sizes)
+        room = 0
+        if plan.placement.experts == CPU:
+            room = min(free_for_experts(decoder, machine, plan).values())
+    if case.slots:
+        plan = _with_slots(case, plan)
+    compiled = compile(decoder, plan, Phase.PROMPT, plan.sizes.tokens)
+    steps = step_bytes(machine, compiled)
+    caches = decoder.caches(plan.sizes.pages, plan.sizes.state_slots)
+    program = decoder.lower()
+    memory, cpu = {}, 0
+    for name in gpus:
+        part = compiled.parts[name]
+        weights = plan.placement.nbytes(program, name, machine.layouts.weight_bytes)
+        cache = sum(each.nbytes for key, each in caches.items() if key in part.buffers)
+        memory[name] = Memory(free[name], weights, cache, steps[name])
+    cpu = plan.placement.nbytes(program, CPU, lambda spec: spec.nbytes)
+    return Placed(case, plan, {**memory, CPU: Memory(has, cpu, 0, 0)}, max(0, room))
+
+
+def _with_slots(case: Case, plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan with slots of each layer for experts that change from step to step."""
+    layers = [each.experts.layer for each in moe_layers(case.subject.decoder.lower())]
+    slots = {layer: case.slots for layer in layers if layer is not None}
+    placement = plan.placement.with_slots(case.subject.decoder.lower(), slots)
+    return replace(plan, placement=placement)

@@ -1,0 +1,159 @@
+"""Simulated steps against what follows from a machine's rates by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from model.llm import meta_decoder
+from model.planner.machine_file import parse_machine, read_machine
+from pykernels.errors import PykernelsError
+from runtime.devices.sim.cost import Load
+from runtime.devices.sim.machine import Machine
+from runtime.devices.sim.routing import Routing
+from runtime.devices.sim.step import simulate
+from runtime.passes.stream_weights import StreamRing
+from runtime.planning.compile import Compiled, compile
+from runtime.planning.execution import ExecutionPlan, Phase
+from runtime.planning.placement import Placement
+from runtime.planning.streaming import Streaming
+from runtime.planning.work import weight_bytes
+from runtime.program.sizes import StepSizes
+
+from ..model import tiny
+
+FAST = {"default": {"tflops": 1e6}}
+MACHINE = {
+    "name": "bytes alone",
+    "cpu": {
+        "cores": 4,
+        "memory_gib": 8,
+        "read_gbps": 1.0,
+        "experts_share": 0.5,
+        "linear_share": 0.5,
+        "job_us": 0,
+        "attention_tflops": 1e6,
+        "latent_attention_tflops": 1e6,
+        "kernels": FAST,
+    },
+    "gpu": {
+        "name": "of no time",
+        "memory_gib": 8,
+        "read_gbps": 1e9,
+        "launch_us": 0,
+        "hop_us": 0,
+        "link_gbps": 0.25,
+        "attention_tflops": 1e6,
+        "kernels": FAST,
+    },
+    "engine": {"step_us": 0, "prompt_us": 0},
+}
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return parse_machine(MACHINE, Path("machine.yaml"))
+
+
+def decoding(folder: Path, placement: Placement, deferred: int = 0) -> Compiled:
+    tiny.make(folder, "qwen3_moe", num_hidden_layers=3)
+    plan = ExecutionPlan(StepSizes(1, 1, 1), placement, deferred=deferred)
+    return compile(meta_decoder(folder), plan, Phase.DECODE)
+
+
+def test_a_step_takes_as_long_as_reading_its_bytes(tmp_path: Path, machine: Machine) -> None:
+    compiled = decoding(tmp_path, Placement())
+    step = simulate(compiled, machine, Load())
+    assert step.seconds == pytest.approx(weight_bytes(compiled.program) / 0.5e9, rel=1e-3)
+    assert step.bound == "main memory"
+
+
+def test_a_gpu_of_no_time_leaves_the_experts_of_the_cpu(tmp_path: Path, machine: Machine) -> None:
+    beside = Placement("cuda:0", "cpu")
+    compiled = decoding(tmp_path, beside)
+    read = weight_bytes(compiled.program, device="cpu") / 0.5e9
+    assert simulate(compiled, machine, Load()).seconds == pytest.approx(read, rel=1e-3)
+    # Deferred experts are read later, and no others: nothing is gained where the GPU takes no time.
+    deferring = simulate(decoding(tmp_path, beside, 1), machine, Load())
+    assert deferring.seconds == pytest.approx(read, rel=1e-3)
+
+
+def test_deferral_hides_the_gpu_behind_the_cpu(tmp_path: Path, machine: Machine) -> None:
+    assert machine.gpu is not None
+    beside = Placement("cuda:0", "cpu")
+    compiled = decoding(tmp_path, beside)
+    read = weight_bytes(compiled.program, device="cpu") / 0.5e9
+    slow = replace(machine.gpu, launch_us=1e6 * read / 100)
+    machine = replace(machine, gpu=slow)
+    plain = simulate(compiled, machine, Load()).seconds
+    deferring = simulate(decoding(tmp_path, beside, 1), machine, Load()).seconds
+    assert read < deferring < plain
+
+
+@pytest.mark.parametrize("contended", [None, 0.5])
+def test_streamed_experts_take_the_links_time(
+    tmp_path: Path, machine: Machine, contended: float | None
+) -> None:
+    tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=3)
+    model = meta_decoder(tmp_path)
+    sizes, beside = StepSizes(64, 1, 1), Placement("cuda:0", "cpu")
+    plan = ExecutionPlan(sizes, beside, streaming=Streaming(StreamRing(2, 3), 64))
+    compiled = compile(model, plan, Phase.STREAMED, 64)
+    nbytes = sum(spec.nbytes for spec in model.lower().weights.values() if spec.kind == "experts")
+    step = simulate(compiled, machine, Load(64, 32))
+    assert step.bound == "the link"
+    assert step.seconds == pytest.approx(nbytes / 0.25e9, rel=0.02)
+
+
+def test_the_cpu_and_the_link_share_main_memory(tmp_path: Path, machine: Machine) -> None:
+    """Split prompts read experts on both ways at once: with memory for one of them, both wait."""
+    tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    plan = ExecutionPlan(
+        StepSizes(64, 1, 1), Placement("cuda:0", "cpu"), streaming=Streaming(StreamRing(2, 3), 64)
+    )
+    compiled = compile(meta_decoder(tmp_path), plan, Phase.SPLIT, 64, share=1 / 3)
+    alone = simulate(compiled, machine, Load(64, 32)).seconds
+    cpu = replace(machine.cpu, contended_gbps=0.5)
+    shared = simulate(compiled, replace(machine, cpu=cpu), Load(64, 32)).seconds
+    assert alone * 1.05 < shared < alone * 1.6
+
+
+def test_even_routing_takes_as_many_experts_as_independent_draws() -> None:
+    assert Routing().distinct(128, 8, 8) == pytest.approx(128 * (1 - (1 - 8 / 128) ** 8))
+    uneven = Routing(1.2)
+    assert sum(uneven.taken(128, 8)) == pytest.approx(8)
+    assert max(uneven.taken(128, 8)) <= 1
+    assert uneven.distinct(128, 8, 1) == pytest.approx(8)
+    assert uneven.distinct(128, 8, 8) < Routing().distinct(128, 8, 8)
+    assert uneven.share(128, 8, 0, 13) > 13 / 128
+    assert uneven.share(128, 8, 0, 13) + uneven.share(128, 8, 13) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "cause", "hint"),
+    [
+        ("cpu", "read_gib_s", 40, "cpu.read_gib_s is no key", "read_gbps"),
+        ("gpu", "hop_ms", 1, "gpu.hop_ms is no key", "hop_us"),
+        ("cpu", "cores", 0, "cpu.cores is 0", "over 0"),
+        ("cpu", "kernels", {"q4_k": {"tflops": 1}}, "has no 'default'", "Add default"),
+    ],
+)
+def test_a_wrong_machine_is_one_line(
+    tmp_path: Path, part: str, key: str, value: object, cause: str, hint: str
+) -> None:
+    data = {**MACHINE, part: {**MACHINE[part], key: value}}  # type: ignore[dict-item]
+    (file := tmp_path / "machine.yaml").write_text(yaml.safe_dump(data))
+    with pytest.raises(PykernelsError) as error:
+        read_machine(file)
+    assert cause in error.value.cause and hint in str(error.value.hint)
+    assert "\n" not in error.value.cause
+
+
+def test_sockets_that_read_each_others_memory_are_slower(machine: Machine) -> None:
+    two = replace(machine, cpu=replace(machine.cpu, sockets=2, cross_gbps=0.25))
+    # Half of what a socket reads comes at 0.5 GB/s, half at 0.25.
+    assert two.interleaved().cpu.read_gbps == pytest.approx(2 / (0.5 / 0.5 + 0.5 / 0.25))
+    assert machine.interleaved() is machine

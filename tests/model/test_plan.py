@@ -1,0 +1,88 @@
+"""`pykernels plan`: memory as the checkpoint has it, a line that serve takes, what is refused."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from model.cli.main import app
+from model.inspection.examine import examine
+from model.planner.machines import shipped
+from model.planner.subject import open_subject
+
+from . import tiny
+
+H200 = ["--machine", "h200-16-cores", "--context", "64", "--prompt", "64", "--answer", "16"]
+
+
+def planned(*words: str) -> dict[str, object]:
+    result = CliRunner().invoke(app, ["plan", *words, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    decoder = open_subject(str(tmp_path)).decoder
+    ours = sum(spec.nbytes for spec in decoder.lower().weights.values())
+    assert ours == pytest.approx(sum(e.bytes for e in examine(tmp_path).entries), rel=0.02)
+    found = planned(str(tmp_path), *H200, "--device", "cpu")
+    assert found["source"] == "its headers"
+    assert found["serve"] == f"pykernels serve --model {tmp_path}"
+
+
+def test_the_line_is_one_that_serve_takes(tmp_path: Path) -> None:
+    tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    options = ["--experts", "cpu", "--defer", "1", "--kv-dtype", "fp8", "--threads", "8"]
+    found = planned(str(tmp_path), *H200, "--device", "cuda:0", *options)
+    words = shlex.split(str(found["serve"]))
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    context = command.make_context("serve", words[2:], resilient_parsing=False)
+    given = context.params
+    assert given["device"] == "cuda:0" and given["experts"] == "cpu"
+    assert given["defer"] == "1" and given["kv_dtype"] == "fp8" and given["threads"] == 8
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_every_machine_that_is_shipped_can_be_planned_for(name: str) -> None:
+    found = planned("qwen3-30b", "--layers", "2", "--format", "q4_k", "--machine", name)
+    assert found["decode_tok_s"] > 0  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (["deepseek-v3", *H200], "does not fit"),
+        (["qwen3-30b", *H200[:2], "--context", "50000"], "made for 40960"),
+        (["qwen3-30b", *H200, "--device", "cuda:1"], "has no cuda:1"),
+        (["qwen3-30b", "--machine", "h900"], "no machine 'h900'"),
+        (["qwen9", *H200], "no known shape"),
+        (["qwen3-30b", *H200, "--routing", "zipf"], "no law of routing"),
+        (["qwen3-30b", *H200, "--sweep", "heads"], "a sweep of 'heads'"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words: list[str], cause: str) -> None:
+    result = CliRunner().invoke(app, ["plan", *words])
+    assert result.exit_code == 2
+    assert cause in " ".join(result.stderr.split())
+
+
+def test_a_configuration_without_sizes_is_refused(tmp_path: Path) -> None:
+    (file := tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    result = CliRunner().invoke(app, ["plan", str(file), *H200])
+    assert result.exit_code == 2
+    assert "no hidden_size and no num_hidden_layers" in " ".join(result.stderr.split())
+
+
+def test_a_change_gains_what_planning_it_would() -> None:
+    """Gains are told by some of the layers: the others count as these do."""
+    words = ["qwen3-30b", *H200, "--vocab", "1024", "--layers", "20"]
+    now, smaller = planned(*words), planned(*words, "--format", "fp8")
+    told = next(each for each in now["changes"] if each["change"].startswith("fp8"))  # type: ignore
+    gain = smaller["decode_tok_s"] / now["decode_tok_s"]  # type: ignore[operator]
+    assert told["decode"] == pytest.approx(gain, rel=0.02)
