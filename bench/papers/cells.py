@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+FIT = (
+    "Rates of kernels by core, launches and hops, which no paper publishes, are estimates, and some"
+    " were changed after they had been compared: the errors are those of a fit, not of a forecast."
+)
+"""What every page says of its constants."""
 LESS, MORE, ABOUT = "up to", "over", "about"
 
 

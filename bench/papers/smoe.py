@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from .cells import LESS, Cell
+from .cells import FIT, LESS, Cell
 from .on import run
 
 TITLE = "SMOE: dynamic expert caching"
 ABOUT_IT = (
     "One efficiency is taken from the paper: the share of main memory's rate that"
     " ten cores reach, so"
-    " that KTransformers decodes DeepSeek-V3 at 3.16 tok/s, the mean of table I. Our program plays"
+    " that KTransformers decodes DeepSeek-V3 at 3.16 tok/s, the mean of table I."
+    f" {FIT} Our program plays"
     " KTransformers (experts on the CPU), and SMOE (its split prompts; eight slots a layer).",
 )
 NODE = "smoe-4090"

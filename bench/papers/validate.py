@@ -203,6 +203,10 @@ def page(found: Sequence[Compared]) -> str:
         f" 90th percentile is over {UNSTEADY} times the 10th (*unsteady*); nobody counted which"
         " experts their batch read (*routing not counted*).",
         "",
+        "These rows were compared several times while the simulator was made, and its"
+        " constants and the rules of what counts changed after some of these comparisons:"
+        " the errors are those of a fit, not of a forecast.",
+        "",
     ]
     for kind, (middle, worst) in TARGETS.items():
         have = errors(found, kind)

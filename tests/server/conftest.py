@@ -146,7 +146,7 @@ class Scripted(FakeRunner):
     max_model_len: int = 8192
     max_num_batched_tokens: int = 512
     decode_steps = ()
-    pool = slots = None
+    pool = expert_slots = None
     weight_bytes: int = 0
     texts: list[list[int]] = field(default_factory=list)
     held: threading.Event = field(default_factory=threading.Event)

@@ -135,10 +135,7 @@ def _run(tasks: list[_Task], main_bytes_s: float, hop: float) -> None:
             break
         wanted = sum(t.cost.main_bytes / t.cost.seconds for t in _demanding(tasks, running))
         slower = max(1.0, wanted / main_bytes_s)
-        paces = {
-            lane: slower if tasks[i].cost.main_bytes else 1.0
-            for lane, i in running.items()
-        }
+        paces = {lane: slower if tasks[i].cost.main_bytes else 1.0 for lane, i in running.items()}
         took = min(tasks[i].left * paces[lane] for lane, i in running.items())
         now += took
         for lane, i in list(running.items()):
