@@ -181,7 +181,7 @@ def _rebuild_computed(model: PreTrainedModel) -> None:
             continue
         scale = getattr(module, "scalar_embed_scale", None)
         if lost == ["embed_scale"] and scale is not None:  # Gemma's embedding
-            module._buffers["embed_scale"] = torch.tensor(scale, device="cpu")
+            module._buffers["embed_scale"] = torch.tensor(scale, dtype=torch.float32, device="cpu")
             continue
         config = getattr(module, "config", None)
         if config is None or list(module.children()) or list(module.parameters()):

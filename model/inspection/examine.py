@@ -189,7 +189,7 @@ def _refuse(gpus: list[str], reason: str | None, experts: str, slots: int, wante
     hybrid = gpus != [CPU] and experts != "gpu"
     if slots and not hybrid:
         raise PykernelsError(
-            "an expert cache without experts on the CPU beside a GPU, in the engine",
+            "an expert cache without experts on the CPU with a GPU, in the engine",
             "Use --device cuda:0 with --experts cpu",
         )
     if slots and len(gpus) > 1:

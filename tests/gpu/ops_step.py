@@ -89,7 +89,7 @@ def _gqa_write(name: str, eight: bool, row: bool) -> Op:
         return made | {
             "qkv": normal(device, T, (NH + 2 * KVH) * D),
             "angles": normal(device, T, 2, R // 2, dtype=FP32),
-            "slots": _slots(device, T, 48),
+            "slot_mapping": _slots(device, T, 48),
             "q_norm": normal(device, NH * D if row else D),
             "k_norm": normal(device, KVH * D if row else D, dtype=FP32),
             "out": empty(device, T, NH, D),
@@ -110,7 +110,7 @@ def _mla_write(name: str, eight: bool) -> Op:
             "q": normal(device, T, NH, R),
             "kv": normal(device, T, L + R),
             "angles": normal(device, T, 2, R // 2, dtype=FP32),
-            "slots": _slots(device, T, 48),
+            "slot_mapping": _slots(device, T, 48),
             "latent": empty(device, 3, 16, L, dtype=torch.uint8 if eight else BF16),
             "rope": empty(device, 3, 16, R),
             "kv_norm": normal(device, L),

@@ -76,7 +76,9 @@ def as_weight(
     Raises `PykernelsError` for scales that are NaN or infinite.
     """
     if fmt == "nvfp4":
-        return _nvfp4(rows, N, K, torch.ones(1, device="cpu") if whole is None else whole)
+        return _nvfp4(
+            rows, N, K, torch.ones(1, dtype=torch.float32, device="cpu") if whole is None else whole
+        )
     if fmt == "mxfp4":
         return _mxfp4(rows, N, K)
     if fmt == "f16":

@@ -136,7 +136,7 @@ def gqa_rope_cache_write(
         k_weight=norms["k"],
         q_norm=0 if norms["q"] is None else len(norms["q"]) // D,
         k_norm=0 if norms["k"] is None else len(norms["k"]) // D,
-        v_weight=torch.ones(D, device="cpu") if v_norm else None,
+        v_weight=torch.ones(D, dtype=torch.float32, device="cpu") if v_norm else None,
         k=k,
         v=v,
         k_scale=k_scale,

@@ -95,7 +95,9 @@ def gqa_rope_cache_write(ctx: Context, node: Node) -> list[Job]:
             norms[f"{name}_weight"] = ctx.retain(weight)
             norms[f"{name}_norm"] = len(weight) // pages.shape[3]
     if node.attr("v_norm"):
-        norms["v_weight"] = ctx.retain(torch.ones(pages.shape[3], device="cpu"))
+        norms["v_weight"] = ctx.retain(
+            torch.ones(pages.shape[3], dtype=torch.float32, device="cpu")
+        )
     record = ctx.record(
         GQA_ROPE_CACHE_WRITE,
         count_at=ctx.count_at(qkv),

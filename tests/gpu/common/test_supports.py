@@ -285,7 +285,7 @@ def _refused(d: torch.device) -> dict[str, Callable[[], object]]:
         "route, logits of no token": lambda: route(logits[0], spec),
         "route, other tokens": lambda: route(logits[:2], spec, None, x),
         "route, another order": lambda: route(
-            logits[:1], spec, None, None, (routing(1, torch.int64), order, None)
+            logits[:1], spec, out=(routing(1, torch.int64), order, None)
         ),
         "rms_norm, another width": lambda: norm.rms_norm(x, _zeros(d, 63), 1e-6),
         "rms_norm, integers": lambda: norm.rms_norm(x.int(), _zeros(d, 64), 1e-6),

@@ -164,7 +164,8 @@ def write(
         data, scale = _quantized(tensor, kind), torch.ones(())
         writer.add_tensor(name, data, raw_dtype=kind)
         if kind is Type.NVFP4:  # a second scale a matrix
-            scale = torch.rand(len(tensor) if tensor.ndim == 3 else 1) + 0.5
+            seeded = torch.Generator().manual_seed(len(stored))
+            scale = torch.rand(len(tensor) if tensor.ndim == 3 else 1, generator=seeded) + 0.5
             writer.add_tensor(name.replace(".weight", ".scale"), scale.numpy())
             scale = scale.view(-1, *[1] * (tensor.ndim - 1))
         found = torch.from_numpy(np.array(gguf.quants.dequantize(data, kind))).view(tensor.shape)
