@@ -248,7 +248,7 @@ class BlockManager:
         """
         node = hits[-1] if hits else None
         if node is not None and node not in self.tree:
-            full = 0  # a step that should have filled it has failed
+            node, full = None, 0  # a step that should have filled it has failed
         pages = pages.copy()
         for i in range(full):
             found = self.tree.find(node, keys[i])

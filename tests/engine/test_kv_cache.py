@@ -124,3 +124,20 @@ def test_a_long_prompt_has_snapshots_further_apart() -> None:
         manager.release(table)
     assert ends == [2, 4] + [16, 32, 40]
     assert manager.snapshots.states.snapshots == 5
+
+
+def test_nothing_is_adopted_behind_pages_that_were_forgotten() -> None:
+    """A step fails whose pages a load from another level is to go on from."""
+    manager = BlockManager(num_pages=8, page_size=PAGE, max_num_seqs=2, max_pages=8)
+    tokens, table = list(range(2 * PAGE + 1)), PageTable()
+    assert manager.admit(table, tokens)
+    computed = manager.commit(table, tokens, 2 * PAGE)
+    for keys in ([], [table.keys[1]]):
+        hits = computed[: 2 - len(keys)]
+        pages = manager.reserve(hits, len(keys), 0)
+        assert pages is not None
+        manager.forget(computed)
+        assert manager.adopt(hits, keys, pages, len(keys)) is None
+    manager.release(table)
+    assert manager.available == 8
+    check_pages(manager, [])
