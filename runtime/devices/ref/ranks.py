@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from pykernels.errors import PykernelsError
 
 from ...passes.shard import expert_tables, shard, stripe
-from ...passes.shard.stripes import places, stripes
+from ...passes.shard.stripes import places, stripe_tokens
 from ...planning.compile import Compiled
 from ...planning.execution import ExecutionPlan
 from ...planning.lowerable import Lowerable
@@ -125,11 +126,12 @@ class StripedExecutable(RanksExecutable):
 
     def launch(self) -> None:
         T, S, R = self._step[:3].tolist()
-        rows = stripes(T, len(self.ranks))
-        self._places = places(rows, T)
-        sizes = rows.shape[1], S, R, 0, 0, rows.numel()
+        ranks, room = len(self.ranks), stripe_tokens(T, len(self.ranks))
+        tokens = np.arange(T, dtype=np.int64)
+        self._places = torch.from_numpy(places(tokens, T, ranks, room))
+        sizes = room, S, R, 0, 0, ranks * room
         self.sizes[:] = torch.tensor(sizes, dtype=torch.int64, device="cpu")
-        deal_inputs(self._whole, self._own, rows, T, R)
+        deal_inputs(self._whole, self._own, ranks, (T, S, R), room)
         super().launch()
 
     def result(self) -> None:
@@ -147,7 +149,7 @@ class RanksRunner(RefRunner):
         ranks: how many.
         striped: whether steps with chunks of prompts deal their tokens over the ranks; every rank
             then has keys and values of all heads.
-        experts: of ``passes.shard.EXPERTS``, in these steps.
+        experts: of ``passes.shard.EXPERTS``, in these steps; ``attention``: of ``ATTENTION``.
         ends: by rank, where it meets the others; None: threads meet in this process's memory.
 
     Raises:
@@ -162,6 +164,7 @@ class RanksRunner(RefRunner):
         ranks: int,
         striped: bool = False,
         experts: str = "small_ep",
+        attention: str = "ring",
         ends: Sequence[Communicator] | None = None,
     ) -> None:
         if plan.streaming is not None and plan.deferred:
@@ -170,6 +173,7 @@ class RanksRunner(RefRunner):
             )
         self._streaming = plan.streaming
         self.ranks, self.striped, self.experts = ranks, striped and ranks > 1, experts
+        self.attention = attention
         apart = self.striped or plan.streaming is not None  # decode steps are others
         decode = plan.decode_buckets or (plan.buckets if apart else ())
         super().__init__(model, replace(plan, streaming=None, decode_buckets=decode))
@@ -188,7 +192,7 @@ class RanksRunner(RefRunner):
         if compiled.decodes or not self.striped:
             programs = self._sharded(program)
         else:
-            programs = stripe(program, self.ranks, self.experts)
+            programs = stripe(program, self.ranks, self.experts, self.attention)
         if self._streaming is not None and not compiled.decodes:
             programs = tuple(map(self._streaming.apply, programs))
         bound = self.weights, inputs, self._caches_of(programs), self._ends, self.sizes

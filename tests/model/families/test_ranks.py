@@ -176,20 +176,22 @@ def test_what_cannot_be_cut_is_refused(family: str, ranks: int, checkpoint: Chec
 # Most prompts are longer than 16 tokens: so they have keys from steps before. A step of 72 tokens
 # would have latents expanded, were it not striped.
 @pytest.mark.parametrize(
-    ("family", "ranks", "chunk", "experts"),
+    ("family", "ranks", "chunk", "experts", "attention"),
     [
-        ("qwen3_moe", 2, 16, "small_ep"),
-        ("qwen3_moe", 3, 16, "all_to_all"),
-        ("deepseek_v3", 3, 16, "small_ep"),
-        ("deepseek_v3", 2, 72, "small_ep"),
-        ("gpt_oss", 4, 16, "small_ep"),
+        ("qwen3_moe", 2, 16, "small_ep", "ring"),
+        ("qwen3_moe", 3, 16, "all_to_all", "gather"),
+        ("deepseek_v3", 3, 16, "small_ep", "gather"),
+        ("deepseek_v3", 2, 72, "small_ep", "ring"),
+        ("deepseek_v3", 2, 72, "small_ep", "gather"),
+        ("gpt_oss", 4, 16, "small_ep", "ring"),
+        ("gpt_oss", 2, 16, "small_ep", "gather"),
     ],
 )
 def test_stripes_of_prompts(
-    family: str, ranks: int, chunk: int, experts: str, checkpoint: Checkpoints
+    family: str, ranks: int, chunk: int, experts: str, attention: str, checkpoint: Checkpoints
 ) -> None:
     made = checkpoint(family)
-    options = {"striped": True, "experts": experts}
+    options = {"striped": True, "experts": experts, "attention": attention}
     with engine_of(made.path, ranks, chunk, **options) as (engine, runner):
         assert error(made, generated(engine)) < EXACT
     assert all(isinstance(step, StripedExecutable) for step in runner.steps)
