@@ -30,6 +30,7 @@ from .op_table.metadata import (
     sequences_rule,
 )
 from .op_table.op import Attr, Op, Port
+from .op_table.rows import ROWS
 from .op_table.sandwich import SANDWICH
 
 COPIES = "copies"
@@ -172,6 +173,7 @@ OPS: dict[str, Op] = {
     **METADATA_OPS,
     **DELTA_NETS,
     **SANDWICH,
+    **ROWS,
     # Rows of the table of embeddings, times `scale`.
     "embed": Op(
         inputs={"ids": _index("T")},

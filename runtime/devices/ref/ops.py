@@ -20,6 +20,7 @@ from .collective_ops import COLLECTIVES
 from .delta_net_ops import DELTA_NETS
 from .memory import RefBuffers
 from .partial_ops import PARTIAL, keys_values
+from .row_ops import ROWS
 from .weights import Dequantized
 
 Op = Callable[[RefBuffers, Node], None]
@@ -282,7 +283,7 @@ def sample_requests(m: RefBuffers, node: Node) -> None:
         m.write(node.outputs[name], value)
 
 
-OPS: dict[str, Op] = {**COLLECTIVES, **DELTA_NETS, **PARTIAL} | {
+OPS: dict[str, Op] = {**COLLECTIVES, **DELTA_NETS, **PARTIAL, **ROWS} | {
     op.__name__: op
     for op in (
         embed,

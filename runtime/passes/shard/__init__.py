@@ -12,9 +12,10 @@ from ...program import Node, Program
 from ...program.step_inputs import STATE_SLOTS
 from ..gpu.metadata import with_latents_apart
 from .all_to_all import all_to_all
-from .experts import expert_tables, local_experts
+from .experts import local_experts
 from .gathered import Gathered
 from .heads import cut_heads
+from .join import join, replica
 from .meetings import check_meetings, sent_bytes
 from .merge import merge_sums
 from .mlp import cut_mlps
@@ -23,7 +24,7 @@ from .small_ep import small_ep
 from .striped import Stripe, striped
 from .vocabulary import cut_vocabulary
 
-__all__ = ["ATTENTION", "EXPERTS", "expert_tables", "sent_bytes", "shard", "stripe"]
+__all__ = ["ATTENTION", "EXPERTS", "join", "replica", "sent_bytes", "shard", "stripe"]
 
 
 def shard(program: Program, ranks: int, heads: bool = True) -> tuple[Program, ...]:
