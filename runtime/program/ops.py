@@ -447,11 +447,6 @@ OPS: dict[str, Op] = {
         attrs={"activations": Attr(str, "bf16")},
         rule=_moe_rule,
     ),
-    # The rows of both microbatches, one behind the other.
-    "join_rows": Op(
-        inputs={"first": _float32("A", "H"), "last": _float32("B", "H")},
-        outputs={"out": _float32("T", "H")},
-    ),
     # The sum of its inputs, in their order.
     "add": Op(
         inputs={"x": _activation("T", "H", repeated=True)},

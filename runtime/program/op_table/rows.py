@@ -1,5 +1,5 @@
-"""The rows of the op table that move rows and columns of activations: what collectives become where
-ranks are parts of one program (``passes.shard.join``)."""
+"""The rows of the op table that move rows and columns: where microbatches are joined, and what
+collectives become where ranks are parts of one program (``passes.shard.join``)."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ def _concat_columns(node: Mapping[str, Any]) -> str | None:
 
 
 ROWS: dict[str, Op] = {
+    # The rows of both microbatches, one behind the other.
+    "join_rows": Op(
+        inputs={"first": Port("float32", ("A", "H")), "last": Port("float32", ("B", "H"))},
+        outputs={"out": Port("float32", ("T", "H"))},
+    ),
     # Rows of several buffers, each of which has as many, one behind the other.
     "concat_rows": Op(
         inputs={"x": Port("any", ("own", "H"), repeated=True)},
