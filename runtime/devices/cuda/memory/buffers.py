@@ -39,7 +39,7 @@ def dtypes(program: Program) -> dict[str, torch.dtype]:
     for node in program.nodes:  # sums of experts come from the CPU in float32
         if node.op == "wait":
             for name in node.writes:
-                if program.buffers[name].dtype.is_floating_point:
+                if program.buffers[name].dtype == torch.float32:
                     kinds[name].add("float32")
     for name, found in kinds.items():  # logits, which a sampler elsewhere reads
         declared = program.buffers[name]
@@ -57,7 +57,8 @@ def _dtype(declared: torch.dtype, kinds: set[str]) -> torch.dtype:
         return torch.int32
     if "float32" in kinds:
         return torch.float32
-    return torch.bfloat16 if declared.is_floating_point else declared
+    is_activation = declared == torch.float32 and "kv" not in kinds
+    return torch.bfloat16 if is_activation else declared
 
 
 def planned(program: Program, kinds: Mapping[str, torch.dtype]) -> MemoryPlan:
