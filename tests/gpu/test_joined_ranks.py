@@ -13,8 +13,8 @@ import torch
 
 from model.checkpoint.config import read_config
 from model.opened import open_weights
+from runtime.devices.cuda.channels import ChannelBuffers
 from runtime.devices.cuda.executable import CudaExecutable, GpuMemory
-from runtime.devices.cuda.handshake import ChannelBuffers
 from runtime.devices.cuda.memory.buffers import (
     Arena,
     ProgramOutputs,
@@ -24,6 +24,7 @@ from runtime.devices.cuda.memory.buffers import (
 )
 from runtime.devices.cuda.memory.metadata import HostMetadata
 from runtime.devices.cuda.memory.weights import layouts, resident_bytes
+from runtime.devices.cuda.peers import Peers
 from runtime.devices.gpus import Gpus, gpus_of
 from runtime.passes.gpu.metadata import gpu_metadata
 from runtime.passes.shard import join, replica, shard, stripe
@@ -101,7 +102,7 @@ class Step:
             {},
             caches,
             program.step_sizes(),
-            ChannelBuffers(all(device.type == "cuda" for device in gpus.values())),
+            ChannelBuffers(gpus, Peers.of(gpus)),
             results,
         )
 
