@@ -45,6 +45,7 @@ from .requests.request import Request, State
 from .results import check_drawn, logprob_of, write_routing
 from .scheduling.config import EngineConfig
 from .scheduling.drafts import Drafts
+from .scheduling.prefill_stream import PrefillStream
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
 
@@ -145,7 +146,7 @@ class Core:
             self._prefill_step = None
             with suppress(Exception):
                 self._prefill_runner.result()
-            self.scheduler.finished_prefill(prompts, whole=False)
+            self._finished_prefill(prompts, whole=False)
         for request in self.scheduler.requests():
             self._end(request, "error" if error else "cancelled", error)
         if self._observation is not None:
@@ -181,6 +182,12 @@ class Core:
             self.scheduler.collect()
 
     def _step(self) -> bool:
+        try:
+            return self._next_step()
+        finally:
+            self._yield()
+
+    def _next_step(self) -> bool:
         self.scheduler.collect()
         now = self.clock()
         if now >= self._next_deadline:
@@ -219,7 +226,7 @@ class Core:
             if ahead is not None:
                 self.scheduler.undo(ahead)
             if prompts is not None:
-                self.scheduler.undo_prefill(prompts)
+                self._prefill_stream.undo(prompts)
             self._fail(running, error)
             return True
         seconds = self.clock() - self._launched_at
@@ -276,6 +283,7 @@ class Core:
     def _launched(self, step: ScheduledStep) -> None:
         self._running, self._launched_at = step, self.clock()
         self.scheduler.launched(step)
+        self._yield()
 
     def _result(self) -> StepResult:
         try:
@@ -297,6 +305,11 @@ class Core:
         return True
 
     @property
+    def _prefill_stream(self) -> PrefillStream:
+        assert self.scheduler.prefill_stream is not None
+        return self.scheduler.prefill_stream
+
+    @property
     def _prefill_runner(self) -> PrefillRunner:
         assert self.runner.prefill_runner is not None
         return self.runner.prefill_runner
@@ -312,6 +325,13 @@ class Core:
             self._fail_prefill(step, error)
         else:
             self._prefill_step, self._prefill_began = step, self.clock()
+            self._prefill_stream.yields.began(self._prefill_began)
+
+    def _yield(self) -> None:
+        """The prefill stream's step is parked while one with other prompts runs."""
+        if self._prefill_step is not None:
+            others = self._running is not None and bool(self._running.chunks)
+            self._prefill_stream.yields.update(others, self.clock())
 
     def _await_others(self) -> bool:
         """Nothing else is to be done: waits for the prefill stream's step, for pages that are being
@@ -342,12 +362,16 @@ class Core:
         self._mask(step, sampled_token_ids)
         if self._routed:
             write_routing(step, result)
-        self.scheduler.finished_prefill(step, whole=True)
+        self._finished_prefill(step, whole=True)
         self._deliver(step, sampled_token_ids, result, self.clock() - self._prefill_began)
 
     def _fail_prefill(self, step: ScheduledStep, error: BaseException) -> None:
-        self.scheduler.finished_prefill(step, whole=False)
+        self._finished_prefill(step, whole=False)
         self._fail(step, error)
+
+    def _finished_prefill(self, step: ScheduledStep, whole: bool) -> None:
+        seconds = self._prefill_stream.yields.ended(self.clock())
+        self._prefill_stream.finished(step, whole, seconds)
 
     def _fail(self, step: ScheduledStep, error: BaseException) -> None:
         self.stats.failed_steps += 1

@@ -14,6 +14,7 @@ from ...planning.compile import Compiled
 from ...program import Program
 from ...runner.sampling import SamplingBatch
 from .executable import CudaExecutable, GpuMemory
+from .gate import Gate
 from .handshake import ChannelBuffers
 from .inputs import Bucket, StepInputs
 from .memory.blocks import Shape
@@ -29,6 +30,7 @@ class StepBuilder:
         inputs: by name, CPU tensors that are written before each step; ``sampling``: how its rows
             are sampled; ``sizes``: see ``PagedRunner``.
         high_priority: whether kernels of these steps go before those of others on a GPU.
+        gate: at which they may be parked.
 
     Attributes:
         host_inputs: ``inputs``, for nodes of the CPU.
@@ -42,9 +44,10 @@ class StepBuilder:
         sampling: SamplingBatch,
         sizes: torch.Tensor,
         high_priority: bool,
+        gate: Gate | None = None,
     ) -> None:
         self._resources, self._largest = resources, largest
-        self._sizes, self._high_priority = sizes, high_priority
+        self._sizes, self._high_priority, self._gate = sizes, high_priority, gate
         self._arenas = {name: Arena(device) for name, device in resources.gpus.items()}
         self._channel_buffers = ChannelBuffers(resources.real)
         self._pool = torch.cuda.graph_pool_handle() if resources.real else None
@@ -68,7 +71,9 @@ class StepBuilder:
             compiled,
             resources.model.store,
             {
-                name: GpuMemory(device, bucket.on[name], self._arenas[name], self._high_priority)
+                name: GpuMemory(
+                    device, bucket.on[name], self._arenas[name], self._high_priority, self._gate
+                )
                 for name, device in self._resources.gpus.items()
             },
             resources.pool,
