@@ -70,7 +70,7 @@ class Scheduler(Queues):
         self._last: ScheduledStep
         self._decoded_at = -math.inf  # when a request last decoded beside another one
 
-    def add_prefill_stream(self, runner: Runner) -> None:
+    def add_prefill_stream(self, runner: Runner) -> PrefillStream | None:
         """Called once the runner is bound."""
         if runner.prefill_runner is not None:
             assert self.manager.snapshots is None, "no states are copied beside a running step"
@@ -78,6 +78,7 @@ class Scheduler(Queues):
             self.prefill_stream = PrefillStream(
                 runner.prefill_runner, self, self.chunks, policy, share
             )
+        return self.prefill_stream
 
     @property
     def busy(self) -> bool:
@@ -192,6 +193,11 @@ class Scheduler(Queues):
         if self.prefill_stream is None:
             return None
         return self.prefill_stream.schedule(now, self._decoded_at)
+
+    def undo_prefill(self, step: ScheduledStep) -> None:
+        """The prefill stream's step is not launched: it is scheduled anew."""
+        assert self.prefill_stream is not None
+        self.prefill_stream.undo(step)
 
     def undo(self, step: ScheduledStep) -> None:
         """The step that was scheduled last is not launched: another takes its place."""
