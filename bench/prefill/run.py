@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from bench.harness.timing.rows import attempt, reason
-from runtime.devices.cuda.executable import CudaExecutable
 from runtime.devices.cuda.runner import CudaRunner
+from runtime.devices.cuda.step.executable import CudaExecutable
 from runtime.planning.config import PREFILL, ExecutionConfig
 from runtime.profiling.engine_speed import EngineTimer, Load
 from runtime.program import Program

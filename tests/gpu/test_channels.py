@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 
 from pykernels.env import env
-from runtime.devices.cuda.channels import received_bytes
-from runtime.devices.cuda.executable import CudaExecutable
-from runtime.devices.cuda.graph import Launch
 from runtime.devices.cuda.memory.buffers import dtypes
+from runtime.devices.cuda.step.channels import received_bytes
+from runtime.devices.cuda.step.executable import CudaExecutable
+from runtime.devices.cuda.step.graph import Launch
 from runtime.program.partition import partition
 
 from .two_gpus import bound, sums, two_gpus

@@ -13,8 +13,6 @@ import torch
 
 from model.checkpoint.config import read_config
 from model.opened import open_weights
-from runtime.devices.cuda.channels import ChannelBuffers
-from runtime.devices.cuda.executable import CudaExecutable, GpuMemory
 from runtime.devices.cuda.memory.buffers import (
     Arena,
     ProgramOutputs,
@@ -24,7 +22,9 @@ from runtime.devices.cuda.memory.buffers import (
 )
 from runtime.devices.cuda.memory.metadata import HostMetadata
 from runtime.devices.cuda.memory.weights import layouts, resident_bytes
-from runtime.devices.cuda.peers import Peers
+from runtime.devices.cuda.step.channels import ChannelBuffers
+from runtime.devices.cuda.step.executable import CudaExecutable, GpuMemory
+from runtime.devices.cuda.step.peers import Peers
 from runtime.devices.gpus import Gpus, gpus_of
 from runtime.passes.gpu.metadata import gpu_metadata
 from runtime.passes.shard import join, replica, shard, stripe

@@ -17,10 +17,10 @@ from ...program.weight_spec import WeightSpec
 from ...program.weights import WeightStore
 from ..gpus import HEADROOM, Gpus, free_bytes, interpreted
 from .binders.latents import EXPANDED_BYTES
-from .channels import received_bytes
 from .memory.buffers import dtypes, planned
 from .memory.experts import staging_bytes
 from .memory.weights import expert_format, gpu_bytes, layout_bytes, resident_bytes
+from .step.channels import received_bytes
 
 _UNPACKED_KEYS = 2 << 30  # ``worth_unpacking``'s most
 

@@ -14,24 +14,24 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.precompile import compiled_together
 
-from ...planning.compile import Compiled
-from ...planning.placement import CPU
-from ...program import Program
-from ...program.node import Node
-from ...program.ops import OPS
-from ...program.weights import WeightStore
-from ...runner.batch import DeviceLost
-from ...workers.pool import WorkerPool
-from ...workers.worker_pool import InFlight
-from ..cpu.step import CpuExecutable
-from ..link import Launching, Link
+from ....planning.compile import Compiled
+from ....planning.placement import CPU
+from ....program import Program
+from ....program.node import Node
+from ....program.ops import OPS
+from ....program.weights import WeightStore
+from ....runner.batch import DeviceLost
+from ....workers.pool import WorkerPool
+from ....workers.worker_pool import InFlight
+from ...cpu.step import CpuExecutable
+from ...link import Launching, Link
+from ..binders import BINDERS
+from ..binders.dense import Launch
+from ..memory.buffers import Arena, Caches, GpuBuffers, ProgramOutputs
 from . import handshake
-from .binders import BINDERS
-from .binders.dense import Launch
 from .channels import ChannelBuffers, link
 from .gate import Gate
 from .graph import CapturedGraph, copy_stream, in_turn
-from .memory.buffers import Arena, Caches, GpuBuffers, ProgramOutputs
 from .watch import WATCH
 
 COMPILERS = 16
@@ -235,6 +235,13 @@ class CudaExecutable:
         self.launch()
         self.result()
 
+    def run_first(self) -> None:
+        """One step of any numbers, in which GPUs do not wait for each other: CUDA loads a kernel
+        when all that was launched before has run."""
+        link = self.link if self.cpu is None else None  # the CPU counts up what is released
+        with nullcontext() if link is None else link.released():
+            self.run()
+
     def launch(self) -> None:
         """Begins a step."""
         self.before()
@@ -245,6 +252,9 @@ class CudaExecutable:
         try:
             # GPUs that wait for each other: the queue of one may be full before another has begun.
             apart = len(self.gpus) > 1
+            if self.link is not None:
+                captured = all(part.graph.is_captured for part in self.gpus)
+                self.link.in_order = captured or not apart
             for part in self.gpus:
                 part.launch(apart)
         except BaseException:
@@ -282,6 +292,8 @@ class CudaExecutable:
 
     def capture(self, pool: Any) -> None:
         """Captures the step; the program has run once before."""
+        if self.link is not None:
+            self.link.in_order = True
         for part in self.gpus:
             with part.current():
                 part.graph.capture(pool)

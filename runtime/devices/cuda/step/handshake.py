@@ -16,10 +16,10 @@ from pykernels.gpu.common.stream_memory import copy_memory, wait_value, write_va
 from pykernels.gpu.copy_bytes import MAX_COPIES, copy_bytes
 from pykernels.gpu.handshake import MAX_ROWS, copy_rows
 
-from ...program.node import Node
-from ..link import Link
+from ....program.node import Node
+from ...link import Link
+from ..memory.buffers import GpuBuffers
 from .graph import in_turn
-from .memory.buffers import GpuBuffers
 
 Launch = Callable[[], None]
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -97,5 +97,11 @@ def _setter(m: GpuBuffers, node: Node, shared: Link) -> Launch:
 def _waiter(m: GpuBuffers, node: Node, shared: Link) -> Launch:
     if m.device.type == "cuda":
         address, value = shared.address(node), shared.needed(node)
-        return lambda: wait_value(address, value)
+
+        def wait() -> None:
+            if not shared.in_order:
+                shared.wait(node)
+            wait_value(address, value)
+
+        return wait
     return lambda: shared.wait(node)

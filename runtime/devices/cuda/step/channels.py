@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...planning.placement import CPU
-from ...program import Program
-from ...program.node import Node
-from ..gpus import Gpus, interpreted
-from ..link import Link
-from .memory.blocks import Shape, block_bytes, view, views
-from .memory.buffers import dtypes
+from ....planning.placement import CPU
+from ....program import Program
+from ....program.node import Node
+from ...gpus import Gpus, interpreted
+from ...link import Link
+from ..memory.blocks import Shape, block_bytes, view, views
+from ..memory.buffers import dtypes
 from .peers import Peers
 
 

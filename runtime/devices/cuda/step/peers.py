@@ -7,7 +7,7 @@ from itertools import permutations
 
 from pykernels.gpu.common.peer_access import enable
 
-from ..gpus import Gpus
+from ...gpus import Gpus
 
 
 @dataclass(frozen=True)
