@@ -40,8 +40,8 @@ from runtime.workers.pool import WorkerPool
 from ..model import tiny
 
 PROMPTS = [5, 17, 60, 33, 8, 90, 41, 2, 71, 12, 9], [7, 41, 2, 30, 66]
-STEPS = ((6, 5), (5, 0))
-"""Tokens of each prompt in each step."""
+STEPS = ((6, 4), (4, 0), (1, 1))
+"""Tokens of each prompt in each step; in the last one each has one."""
 ROOM = 16
 TOP, EXACT = 20, ("sampling.seed", "sampling.draws")
 BF16 = 0.06
@@ -198,13 +198,15 @@ def test_logprobs_are_those_of_transformers(
         with open_weights(tmp_path, read_config(tmp_path), kv_dtype=kv_dtype) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
         sizes = StepSizes(ROOM, 2, ROOM, 3, 2)
-        joined = join(cut(decoder.lower(sizes).on(names[0]), form, 2), names)
-        program = gpu_metadata(joined)
-        ranks = 1 if form == "tensor" else 2
-        step = Step(program, decoder.store, gpus, pool, caches, ranks)
+        made_steps = []
+        for decode in (False, True) if form == "tensor" else (False,):
+            lowered = decoder.lower(sizes.of(2) if decode else sizes).on(names[0])
+            program = gpu_metadata(join(cut(lowered, form, 2), names), decode)
+            ranks = 1 if form == "tensor" else 2
+            made_steps.append(Step(program, decoder.store, gpus, pool, caches, ranks))
         errors = []
         for given, T, S, which in steps():
-            ids, logprobs = step.run(given, T, S)
+            ids, logprobs = made_steps[-1 if T == S else 0].run(given, T, S)
             for row, (sequence, position) in enumerate(which):
                 with torch.no_grad():
                     logits = made.reference(torch.tensor([PROMPTS[sequence]])).logits[0]
