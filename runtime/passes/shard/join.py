@@ -15,6 +15,7 @@ from typing import Any
 from pykernels.errors import PykernelsError
 
 from ...program import Buffer, Node, Program, repeated
+from ...program.op_table.sandwich import NORMS
 from .meetings import check_meetings
 
 
@@ -56,7 +57,7 @@ def join(programs: Sequence[Program], devices: Sequence[str]) -> Program:
         buffers=buffers,
         weights=weights,
     )
-    return _needed(joined).check().rewritten_by("join")
+    return _needed(_without_sums(joined)).check().rewritten_by("join")
 
 
 def _refuse(programs: Sequence[Program], devices: Sequence[str]) -> None:
@@ -242,6 +243,27 @@ _FORMS: dict[str, Callable[[_Meeting], list[Node]]] = {
     "gather_columns": _gather_columns,
     "reduce_scatter": _reduce_scatter,
 }
+
+
+def _without_sums(program: Program) -> Program:
+    """The program whose norms add up what ranks bring, where nothing else reads the sum: they are
+    one launch with their addends."""
+    parts = {node.outputs["out"]: node.series("x") for node in program.nodes if node.op == "add"}
+    for node in program.nodes:
+        adds = node.series("add") if node.op in NORMS else ()
+        for name in node.reads:
+            if name in parts and name not in adds:
+                del parts[name]
+    nodes = list[Node]()
+    for node in program.nodes:
+        adds = node.series("add") if node.op in NORMS else ()
+        if not parts.keys() & set(adds):
+            nodes.append(node)
+            continue
+        inputs = {port: name for port, name in node.inputs.items() if name not in adds}
+        every = [part for name in adds for part in parts.get(name, (name,))]
+        nodes.append(replace(node, inputs={**inputs, **repeated("add", every)}))
+    return replace(program, nodes=tuple(nodes))
 
 
 def _needed(program: Program) -> Program:
