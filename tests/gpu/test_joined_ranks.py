@@ -171,6 +171,8 @@ def steps() -> list[tuple[dict[str, np.ndarray], int, int, list[tuple[int, int]]
 def cut(program: Program, form: str, count: int) -> Sequence[Program]:
     if form == "tensor":
         return shard(program, count)
+    if form == "all_to_all":
+        return stripe(program, count, form, "gather")
     own = stripe(program, count, attention="gather")
     return [stream_weights(one, resident_bytes, StreamRing(2, 2)) for one in own]
 
@@ -181,6 +183,7 @@ def cut(program: Program, form: str, count: int) -> Sequence[Program]:
         ("qwen3_moe", "stripes", "bf16"),
         ("deepseek_v3", "stripes", "fp8"),
         ("deepseek_v3", "tensor", "bf16"),
+        ("qwen3_moe", "all_to_all", "bf16"),
         pytest.param("qwen3_moe", "tensor", "fp8", marks=pytest.mark.all),
         pytest.param("deepseek_v3", "stripes", "bf16", marks=pytest.mark.all),
     ],
