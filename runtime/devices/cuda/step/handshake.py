@@ -7,13 +7,14 @@ step is one graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 
 from pykernels.gpu.common.stream_memory import copy_memory, wait_value, write_value
 from pykernels.gpu.copy_bytes import MAX_COPIES, copy_bytes
+from pykernels.gpu.copy_filled import copy_filled
 from pykernels.gpu.handshake import MAX_ROWS, copy_rows
 
 from ....program.node import Node
@@ -31,14 +32,14 @@ KERNEL_BYTES = 4 << 20
 def submit(m: GpuBuffers, node: Node, shared: Link) -> Launch:
     """Stores what a node reads to the channel's memory, then sets its flag."""
     memory = shared.memory(node)
-    pairs = [(m.tensor(name), memory[name]) for name in node.reads]
+    pairs = {name: (m.tensor(name), memory[name]) for name in node.reads}
     return _in_order([*_copies(m, node, shared, pairs), _setter(m, node, shared)])
 
 
 def wait(m: GpuBuffers, node: Node, shared: Link) -> Launch:
     """Waits for the channel's flag, then loads what a node writes from its memory."""
     memory = shared.memory(node)
-    pairs = [(memory[name], m.tensor(name)) for name in node.writes]
+    pairs = {name: (memory[name], m.tensor(name)) for name in node.writes}
     return _in_order([_waiter(m, node, shared), *_copies(m, node, shared, pairs)])
 
 
@@ -50,8 +51,17 @@ def _in_order(launches: list[Launch]) -> Launch:
     return launch
 
 
-def _copies(m: GpuBuffers, node: Node, shared: Link, pairs: list[_Pair]) -> list[Launch]:
-    launches = _as_they_are(pairs) if shared.is_between_gpus(node) else _converting(pairs)
+def _copies(m: GpuBuffers, node: Node, shared: Link, pairs: Mapping[str, _Pair]) -> list[Launch]:
+    if shared.is_between_gpus(node):
+        counts = {name: m.program.buffers[name].filled for name in pairs}
+        launches = _as_they_are([pair for name, pair in pairs.items() if not counts[name]])
+        launches += [
+            partial(copy_filled, *pairs[name], pairs[count][0])
+            for name, count in counts.items()
+            if count
+        ]
+    else:
+        launches = _converting(list(pairs.values()))
     return [in_turn(launch, m.device) for launch in launches]
 
 
