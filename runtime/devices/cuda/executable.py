@@ -29,6 +29,7 @@ from . import handshake
 from .binders import BINDERS
 from .binders.dense import Launch
 from .channels import ChannelBuffers, link
+from .gate import Gate
 from .gpu_link import GpuLink
 from .graph import CapturedGraph, copy_stream, in_turn
 from .memory.buffers import Arena, Caches, GpuBuffers, ProgramOutputs
@@ -46,6 +47,7 @@ class GpuPart:
         link: to the other parts, if there are any.
         last: what is launched behind it.
         high_priority: see ``CapturedGraph``.
+        gate: what its layers wait for; None: nothing.
 
     Raises:
         PykernelsError: an op that this device does not have.
@@ -57,11 +59,14 @@ class GpuPart:
         link: GpuLink | None,
         last: Sequence[Launch] = (),
         high_priority: bool = False,
+        gate: Gate | None = None,
     ) -> None:
         self.memory, self.device, self._link = memory, memory.device, link
         self._ended = torch.cuda.Event() if self.device.type == "cuda" else None
         with self.current():
             launches = [self._bind(node) for node in memory.program.nodes]
+            if gate is not None:
+                launches = gate.before_layers(launches, memory.program, self.device)
             copies = copy_stream(memory.program)
             self.graph = CapturedGraph([*launches, *last], self.device, copies, high_priority)
         self._thread: Launching | None = None
@@ -144,13 +149,14 @@ class GpuMemory:
     Attributes:
         inputs: by name, tensors of the step's inputs.
         arena: see ``GpuBuffers``.
-        high_priority: see ``CapturedGraph``.
+        high_priority: see ``CapturedGraph``; ``gate``: see ``GpuPart``.
     """
 
     device: torch.device
     inputs: Mapping[str, torch.Tensor]
     arena: Arena
     high_priority: bool = False
+    gate: Gate | None = None
 
 
 class CudaExecutable:
@@ -210,7 +216,7 @@ class CudaExecutable:
             own = parts[name], weights, on.device, inputs, caches, _within(program, found.tensors)
             memory = GpuBuffers(*own, on.arena)
             last = [found.receive] if found.host else []
-            self.gpus.append(GpuPart(memory, self.link, last, on.high_priority))
+            self.gpus.append(GpuPart(memory, self.link, last, on.high_priority, on.gate))
             self.outputs |= _within(program, found.host)
         self.memory = self.gpus[-1].memory
         self._in_flight: InFlight | None = None
