@@ -56,6 +56,7 @@ def test_no_step_is_lost_whoever_comes_late(way: str) -> None:
     program = sums(gpus, LAYERS, H)
     if way == "one launch":
         program = one_shot_sums(program, H)
+        assert all(n.op != "submit" for part in partition(program).values() for n in part.nodes)
         if not Peers.of(gpus).atomics:
             pytest.skip("these GPUs have no atomics on each other's memory")
     with env.override(peer_access="off" if way == "main memory" else "auto"):

@@ -85,6 +85,7 @@ def plan_on_gpus(
         kernel=config.kernel,
         prefill=config.prefill,
         tensor=tensor,
+        one_shot=machine.one_shot if tensor else 0,
         buckets=HOST_BUCKETS if on_cpu else PROMPT_BUCKETS,
         decode_buckets=DECODE_BUCKETS,
         policy=config.cache_policy,
