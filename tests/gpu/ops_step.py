@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pykernels.gpu.collectives.one_shot import OneShotMemory, one_shot_all_reduce
 from pykernels.gpu.copy_bytes import copy_bytes
 from pykernels.gpu.handshake import combine, copy_rows
 from pykernels.gpu.norm import post_norm, softcap
@@ -160,6 +161,26 @@ def _copy_bytes() -> Op:
     return Op("copy_bytes", make, run, ("to_x", "to_ids"))
 
 
+def _one_shot() -> Op:
+    """Of two members on one GPU, where launches cannot wait for each other: its halves apart."""
+
+    def make(device: torch.device) -> Tensors:
+        return {
+            "x": normal(device, 2, 1500),
+            "stop": torch.zeros(1, dtype=INT32, device=device),
+            "out": empty(device, 2, 1500),
+        }
+
+    def run(t: Tensors) -> None:
+        members = [OneShotMemory.on(t["x"].device) for _ in range(2)]
+        for half in ("send", "add"):
+            for rank in range(2):
+                how = {"send": half == "send", "add": half == "add"}
+                one_shot_all_reduce(t["x"], members, rank, t["stop"], t["out"], **how)
+
+    return Op("one_shot_all_reduce", make, run, ("out",))
+
+
 def _combine() -> Op:
     def make(device: torch.device) -> Tensors:
         T, H = 3, large(device, 7168, 1000)
@@ -222,6 +243,7 @@ STEP = (
     _mla_write("mla_rope_cache_write, E4M3", True),
     _copy_rows(),
     _copy_bytes(),
+    _one_shot(),
     _combine(),
     _post_norm(),
     _softcap(),
