@@ -18,6 +18,7 @@ from ..passes.gpu.metadata import gpu_metadata
 from ..passes.keep_routing import keep_routing
 from ..passes.numa import split_over_nodes
 from ..passes.on_ref import REF, with_exact_caches
+from ..passes.shard import join, shard
 from ..passes.stream_dense import stream_dense
 from ..program import Program
 from ..program.partition import partition
@@ -60,6 +61,8 @@ def _stream(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     if plan.streaming is None:
         return program
     if step.phase is Phase.STREAMED:
+        if plan.stream_over:
+            return plan.streaming.over(program, plan.stream_over)
         return plan.streaming.apply(program)
     return plan.streaming.split(program, step.share) if step.phase is Phase.SPLIT else program
 
@@ -79,6 +82,13 @@ def _stream_dense(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     return stream_dense(program, sizes) if sizes else program
 
 
+def _tensor(program: Program, plan: ExecutionPlan, step: Step) -> Program:
+    """Heads, MLPs and experts of each layer dealt over GPUs."""
+    if not plan.tensor:
+        return program
+    return join(shard(program, len(plan.tensor)), plan.tensor)
+
+
 def _gpu_metadata(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     """Adds what kernels read besides activations, once everything else has its place."""
     if plan.placement.device in (CPU, REF):
@@ -95,6 +105,7 @@ STAGES: tuple[Stage, ...] = (
     _defer,
     _dual_batch,
     _stream_dense,
+    _tensor,
     _gpu_metadata,
 )
 """Stages in the order in which they rewrite a program; ``passes.order`` says why."""

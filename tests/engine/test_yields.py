@@ -152,6 +152,11 @@ def test_chunks_are_as_long_as_others_can_wait() -> None:
     times.record(320, 3.2)
     assert times.most_tokens() == 100
     assert times.may_split(60) and not times.may_split(50)
+    times.record(320, 320.0)  # a step that was held up by something else
+    assert times.most_tokens() == 1
+    for _ in range(10):
+        times.record(times.most_tokens(), 0.3)
+    assert times.most_tokens() > 1000
     slow = StreamedTimes(12.0)
     slow.record(32000, 32.0)
     assert slow.most_tokens() == 24000  # fewer would cost the long prompt a crossing each

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ from ..link import Launching, Link
 from . import handshake
 from .binders import BINDERS
 from .binders.dense import Launch
+from .channels import ChannelBuffers, link
 from .gate import Gate
 from .graph import CapturedGraph, copy_stream, in_turn
-from .handshake import ChannelBuffers
 from .memory.buffers import Arena, Caches, GpuBuffers, ProgramOutputs
 
 COMPILERS = 16
@@ -67,14 +68,24 @@ class GpuPart:
             self.graph = CapturedGraph([*launches, *last], self.device, copies, high_priority)
         self._thread: Launching | None = None
 
-    def launch(self) -> None:
-        """Begins a step."""
+    def launch(self, apart: bool = False) -> None:
+        """Begins a step.
+
+        Args:
+            apart: in a thread, where it is not captured.
+        """
         if self._ended is None:  # in the interpreter a thread plays the stream
             self._thread = Launching(self.graph.run, self._link)
-            return
-        with self.current():
+        elif apart and not self.graph.is_captured:
+            stream = torch.cuda.current_stream(self.device)
+            self._thread = Launching(partial(self._launch, stream), self._link)
+        else:
+            self._launch(torch.cuda.current_stream(self.device))
+
+    def _launch(self, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
             self.graph.run()
-            self._ended.record()
+            stream.record_event(self._ended)
 
     def compile(self) -> None:
         """Launches what computes once, where launches do not run but compile."""
@@ -83,14 +94,15 @@ class GpuPart:
 
     def ready(self) -> bool:
         """Whether the step that was begun has ended."""
-        if self._thread is not None:
-            return self._thread.ended
+        if self._thread is not None and not self._thread.ended:
+            return False
         return self._ended is None or self._ended.query()
 
     def result(self) -> None:
         """Waits for the step's end."""
-        if self._thread is not None:
-            self._thread.end()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.end()
         if self._ended is not None:
             self._ended.synchronize()
 
@@ -147,7 +159,7 @@ class CudaExecutable:
         gpus: by the name that nodes have as their device; the last one samples.
         host_inputs: CPU tensors of the inputs that nodes of the CPU read.
         sizes: on the CPU, those of the step to come (``Program.step_sizes``).
-        channel_buffers: pinned memory, shared with other programs that never run at the same time.
+        channel_buffers: memory shared with other programs that never run at the same time.
         results: by GPU, where its results go, shared likewise.
 
     Attributes:
@@ -155,6 +167,7 @@ class CudaExecutable:
         outputs: by name, CPU tensors of all parts' results, valid after ``run``.
         gpus: the parts of the GPUs; ``memory``: of the last one.
         cpu: the CPU's part; None if there is none.
+        link: where the parts meet; None where they do not.
 
     Raises:
         PykernelsError: an op that a device does not have.
@@ -177,11 +190,11 @@ class CudaExecutable:
         self.program, self._pool = program, pool
         self.outputs: dict[str, torch.Tensor] = {}
         self.before: Launch = lambda: None
-        self._link = handshake.link(parts, channel_buffers)
+        self.link = link(parts, channel_buffers)
         self.cpu: CpuExecutable | None = None
         if CPU in parts:
             self.cpu = CpuExecutable(
-                parts[CPU], weights, pool, host_inputs, {}, kernel, sizes, link=self._link
+                parts[CPU], weights, pool, host_inputs, {}, kernel, sizes, link=self.link
             )
             self.outputs |= self.cpu.outputs
         self.gpus = list[GpuPart]()
@@ -190,7 +203,7 @@ class CudaExecutable:
             own = parts[name], weights, on.device, inputs, caches, _within(program, found.tensors)
             memory = GpuBuffers(*own, on.arena)
             last = [found.receive] if found.host else []
-            self.gpus.append(GpuPart(memory, self._link, last, on.high_priority, on.gate))
+            self.gpus.append(GpuPart(memory, self.link, last, on.high_priority, on.gate))
             self.outputs |= _within(program, found.host)
         self.memory = self.gpus[-1].memory
         self._in_flight: InFlight | None = None
@@ -214,13 +227,15 @@ class CudaExecutable:
     def launch(self) -> None:
         """Begins a step."""
         self.before()
-        if self._link is not None:
-            self._link.clear()
+        if self.link is not None:
+            self.link.clear()
         if self.cpu is not None:
             self._in_flight = self.cpu.launch()
         try:
+            # GPUs that wait for each other: the queue of one may be full before another has begun.
+            apart = len(self.gpus) > 1
             for part in self.gpus:
-                part.launch()
+                part.launch(apart)
         except BaseException:
             self._release()
             raise
@@ -268,8 +283,8 @@ class CudaExecutable:
 
     def _end(self) -> None:
         """Ends all waiting."""
-        if self._link is not None:
-            self._link.release()
+        if self.link is not None:
+            self.link.release()
 
     def _release(self) -> None:
         """Ends the parts of a step of which another part did not begin."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,6 +30,7 @@ from ..gpus import Gpus, check_device, free_bytes, gpus_of, interpreted
 from .binders.attention import check_heads
 from .memory.buffers import allocated_caches
 from .memory.pinning import pin_dense
+from .peers import Peers
 
 
 @dataclass(frozen=True)
@@ -38,22 +39,25 @@ class CudaResources:
     the runner, so that its memory is freed at once when nobody has the runner any more.
 
     Attributes:
-        gpus: by their names in programs.
+        gpus: by their names in programs; ``sampler``: the one that samples.
         pool: runs what is on the CPU, by the kernels ``kernel``.
         sizes: of the largest step, and of the cache.
         caches: by buffer, on the GPUs; there before the first step is made.
         last_steps: the step that ended last, whoever ran it.
         pinned: what crosses from main memory.
+        peers: which GPUs reach each other's memory.
     """
 
     model: Lowerable
     gpus: Gpus
+    sampler: str
     pool: WorkerPool
     kernel: str
     sizes: StepSizes
     caches: dict[str, torch.Tensor]
     last_steps: deque[LastStep]
     pinned: Pinned
+    peers: Peers = Peers()
 
     @classmethod
     def open(
@@ -62,8 +66,8 @@ class CudaResources:
         """Those of the GPUs that ``device`` names; nothing is allocated yet.
 
         Args:
-            device: "cuda:N", or several of them, "cuda:0,cuda:1", which have the layers in this
-                order; "cpu" in Triton's interpreter (``gpus_of``).
+            device: "cuda:N", or several of them, "cuda:0,cuda:1", in the order in which they have
+                layers; "cpu" in Triton's interpreter (``gpus_of``).
             pool: runs what is on the CPU: experts.
 
         Raises:
@@ -74,7 +78,13 @@ class CudaResources:
         check_heads(model.lower())
         gpus = gpus_of(device)
         check_waits(gpus, pool if plan.placement.experts == CPU else None)
-        return cls(model, gpus, pool, plan.kernel, plan.sizes, {}, deque(maxlen=1), Pinned())
+        own = model, gpus, plan.placement.last, pool, plan.kernel, plan.sizes
+        return cls(*own, {}, deque(maxlen=1), Pinned(), Peers.of(gpus))
+
+    def over(self, gpus: Sequence[str]) -> CudaResources:
+        """What steps on these GPUs alone share, of which the first one samples."""
+        here = {gpu: self.gpus[gpu] for gpu in gpus}
+        return replace(self, gpus=here, sampler=gpus[0])
 
     def allocate(self, compiled: Compiled, layouts: Callable[[Program], LayoutOf]) -> None:
         """Allocates the caches that are not there, pins dense weights that cross in each step.
@@ -89,13 +99,17 @@ class CudaResources:
             self.pool.spin_for(spin_budget(driver_works=False))
             for part in on_gpus(compiled.parts).values():
                 pin_dense(part, self.model.store, layouts(part), self.pinned)
+        self.allocate_caches(compiled)
+
+    def allocate_caches(self, compiled: Compiled) -> None:
+        """Allocates those caches of a step that are not there."""
         missing = allocated_caches(compiled.program, self.gpus, self.caches)
         self.caches.update(missing)
 
     @property
     def device(self) -> torch.device:
-        """The last GPU, which samples."""
-        return list(self.gpus.values())[-1]
+        """The GPU that samples."""
+        return self.gpus[self.sampler]
 
     @property
     def real(self) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
-from ...planning.compile import Compiled
+from ...planning.compile import Compiled, compile
 from ...planning.execution import ExecutionPlan, Phase
 from ...program import Program
 from ...program.weights import LayoutOf
@@ -45,6 +46,11 @@ class CudaStepRunner(PagedRunner):
         self.gate: Gate | None = None
         self._step_builder: StepBuilder | None = None
 
+    @property
+    def decisions(self) -> Sequence[str]:
+        peers = self._resources.peers.described
+        return (*super().decisions, peers) if peers else super().decisions
+
     def layouts(self, program: Program) -> LayoutOf:
         return layouts(program, self._resources.gpus, dtypes(program))
 
@@ -65,8 +71,14 @@ class CudaStepRunner(PagedRunner):
                     self.sizes,
                     self.high_priority,
                     self.gate,
+                    self._whole if self.plan.stream_over[1:] else None,
                 )
         return self._step_builder
+
+    def _whole(self, tokens: int) -> Program:
+        """The program of a streamed step before its tokens were dealt over GPUs."""
+        alone = replace(self.plan, stream_over=())
+        return compile(self.model, alone, Phase.STREAMED, tokens).program
 
     def allocate(self, compiled: Compiled) -> None:
         """Allocates and pins what the steps of all step runners share, by one of them."""

@@ -3,7 +3,8 @@
 Kernels of attention do not read positions and page tables as the engine has them, but who attends
 by which kernel (``attention_metadata``, which the host writes in front of a step). Experts on a GPU
 read their tokens in order (``sort_routing``), once for all nodes that take the same choice. Latents
-in bfloat16 lie apart from their rotated parts. Programs of other devices stay as they are.
+in bfloat16 lie apart from their rotated parts. Between GPUs activations cross as they are computed
+there. Programs of other devices stay as they are.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from ...program.node import Dim
 from ...program.ops import OPS
 from ...program.sizes import microbatch_name
 from ..layers import rebuilt
+from ..on_ref import REF
 from ..order import ordered
+from .exchanges import with_exchanges
 
 MAX_CHUNK = 128
 """Tokens of a chunk: a block of the prefill kernels, so that a launch which has room for any mix of
@@ -47,7 +50,8 @@ def gpu_metadata(program: Program, decode: bool = False, max_chunk: int = MAX_CH
         decode: every sequence of its steps has one token.
         max_chunk: longer chunks are cut, where keys and values are read from the cache as they are.
     """
-    whole = _with_orders(_with_sequences(with_latents_apart(program), decode, max_chunk))
+    whole = _with_sequences(with_latents_apart(program), decode, max_chunk)
+    whole = with_exchanges(_with_orders(whole))
     return _of_one_token(whole) if decode else whole
 
 
@@ -60,8 +64,9 @@ def with_latents_apart(program: Program) -> Program:
     """The program with bfloat16 latents and their rotated parts in caches of their own."""
     new_buffers: dict[str, Buffer] = {}
     for node in program.nodes:
-        name = node.inputs.get("latent", "")
-        if node.op == "mla_rope_cache_write" and node.device != _CPU and "rope" not in node.inputs:
+        name = node.outputs.get("latent", "")
+        on_gpu = node.device not in (_CPU, REF)
+        if node.op == "mla_rope_cache_write" and on_gpu and "rope" not in node.outputs:
             buffer, L = program.buffers[name], program.weight(node, "kv_norm").shape[0]
             *pages, width = buffer.shape
             new_buffers[name] = replace(buffer, shape=(*pages, L))
@@ -232,7 +237,7 @@ def _with_orders(program: Program) -> Program:
             if program.shape(key[1])[0] == 1:
                 node = replace(node, outputs={**node.outputs, **orders.get(key, {})})
                 sorted_here.add(key)
-            elif slots in program.buffers:
+            elif slots in program.buffers and "slot_mapping" not in node.inputs:
                 node = replace(node, inputs={**node.inputs, "slot_mapping": slots})
         elif node.op == "moe_ffn" and node.device != _CPU and "ids" in node.inputs:
             key = node.device, node.inputs["ids"], program.weight(node, "experts").shape[0]
