@@ -101,7 +101,8 @@ class StreamedRunner(CudaStepRunner):
         """Whether ``result`` need not wait."""
         step = self._executable
         assert isinstance(step, CudaExecutable)
-        return step.ready()
+        with self._resources.watched():
+            return step.ready()
 
     def result(self) -> StepResult:
         self.resume()
