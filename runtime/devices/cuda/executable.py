@@ -80,13 +80,13 @@ class GpuPart:
             self._thread = Launching(self.graph.run, self._link)
         elif apart and not self.graph.is_captured:
             stream = torch.cuda.current_stream(self.device)
-            self._thread = Launching(partial(self._launch, stream), self._link)
+            self._thread = Launching(partial(self._launch, stream, True), self._link)
         else:
             self._launch(torch.cuda.current_stream(self.device))
 
-    def _launch(self, stream: torch.cuda.Stream) -> None:
+    def _launch(self, stream: torch.cuda.Stream, paced: bool = False) -> None:
         with torch.cuda.stream(stream):
-            self.graph.run()
+            self.graph.run(paced)
             stream.record_event(self._ended)
 
     def compile(self) -> None:
@@ -208,6 +208,7 @@ class CudaExecutable:
                 parts[CPU], weights, pool, host_inputs, {}, kernel, sizes, link=self.link
             )
             self.outputs |= self.cpu.outputs
+        self._beside = any(on.gate is not None for on in gpus.values())
         self.gpus = list[GpuPart]()
         for name, on in gpus.items():
             inputs, found = _sliced(parts[name], on.inputs), results[name]
@@ -244,7 +245,8 @@ class CudaExecutable:
             self._in_flight = self.cpu.launch()
         try:
             # GPUs that wait for each other: the queue of one may be full before another has begun.
-            apart = len(self.gpus) > 1
+            # Behind a full queue a host would wait whose other steps are to go on meanwhile.
+            apart = len(self.gpus) > 1 or self._beside
             for part in self.gpus:
                 part.launch(apart)
         except BaseException:
