@@ -81,13 +81,13 @@ class GpuPart:
             self._thread = Launching(self.graph.run, self._link)
         elif apart and not self.graph.is_captured:
             stream = torch.cuda.current_stream(self.device)
-            self._thread = Launching(partial(self._launch, stream), self._link)
+            self._thread = Launching(partial(self._launch, stream, True), self._link)
         else:
             self._launch(torch.cuda.current_stream(self.device))
 
-    def _launch(self, stream: torch.cuda.Stream) -> None:
+    def _launch(self, stream: torch.cuda.Stream, paced: bool = False) -> None:
         with torch.cuda.stream(stream):
-            self.graph.run()
+            self.graph.run(paced)
             stream.record_event(self._ended)
 
     def compile(self) -> None:
@@ -210,6 +210,7 @@ class CudaExecutable:
                 parts[CPU], weights, pool, host_inputs, {}, kernel, sizes, link=self.link
             )
             self.outputs |= self.cpu.outputs
+        self._beside = any(on.gate is not None for on in gpus.values())
         self.gpus = list[GpuPart]()
         for name, on in gpus.items():
             inputs, found = _sliced(parts[name], on.inputs), results[name]
@@ -253,10 +254,12 @@ class CudaExecutable:
             self._in_flight = self.cpu.launch()
         try:
             # GPUs that wait for each other: the queue of one may be full before another has begun.
-            apart = len(self.gpus) > 1
+            # Behind a full queue a host would wait whose other steps are to go on meanwhile.
+            several = len(self.gpus) > 1
+            apart = several or self._beside
             if self.link is not None:
                 captured = all(part.graph.is_captured for part in self.gpus)
-                self.link.in_order = captured or not apart
+                self.link.in_order = captured or not several
             for part in self.gpus:
                 part.launch(apart)
         except BaseException:
