@@ -37,6 +37,7 @@ from .mixed.cli import mixed
 from .prefill.cli import prefill
 from .restart.cli import restart
 from .serving.cli import serve
+from .several_gpus.dslp.cli import dslp
 
 if TYPE_CHECKING:
     from runtime.profiling.measure import MoEMeasurement
@@ -48,6 +49,7 @@ app.command(cls=ListsFormats)(load)
 app.command(cls=ListsFormats)(cache)
 app.command(cls=ListsFormats)(prefill)
 app.command(cls=ListsFormats)(restart)
+app.command(cls=ListsFormats)(dslp)
 app.command()(serve)
 
 AsJson = Annotated[

@@ -40,12 +40,14 @@ class Shape:
     Attributes:
         arch: of ``model.named.ARCHS``.
         layers, experts, vocab: in place of its own.
+        positions: at least so many, whatever it was made for.
     """
 
     arch: str
     layers: int | None = None
     experts: int | None = None
     vocab: int | None = None
+    positions: int = 1
 
     def config(self) -> PretrainedConfig:
         """Its configuration.
@@ -54,6 +56,8 @@ class Shape:
             PykernelsError: there is none of that name, or a token takes more experts than it has.
         """
         config = make_config(self.arch, num_hidden_layers=self.layers, vocab_size=self.vocab)
+        own = config.max_position_embeddings
+        config.max_position_embeddings = max(own, self.positions)
         if self.experts is not None:
             if self.experts < (topk := experts_per_token(config)):
                 raise PykernelsError(
@@ -143,6 +147,13 @@ class Ours:
         Raises:
             PykernelsError: more positions than the model has, or no memory for the cache.
         """
+        runner = self.runner(load, execution, max_num_batched_tokens)
+        return EngineTimer(runner, target_itl_ms=target_itl_ms)
+
+    def runner(
+        self, load: Load, execution: ExecutionConfig, max_num_batched_tokens: int | None = None
+    ) -> PagedRunner:
+        """What an engine with room for a load runs. Arguments and errors are ``timer``'s."""
         budget = max(max_num_batched_tokens or STEP_TOKENS, load.batch)
         if (positions := load.positions(budget)) > self.max_model_len:
             raise PykernelsError(
@@ -161,7 +172,22 @@ class Ours:
         spin(self.pool, "cpu")  # not while they pack
         runner.load()
         self.load_seconds = round(self.load_seconds + time.perf_counter() - start, 2)
-        return EngineTimer(runner.finished(), target_itl_ms=target_itl_ms)
+        return runner.finished()
+
+    def thinned(self, layers: int) -> Ours:
+        """The same with the first ``layers`` of its layers, over the same workers.
+
+        Raises:
+            PykernelsError: it has fewer, or none of these has routed experts.
+        """
+        some = self.decoder.layers[:layers]
+        if len(some) < layers or not any(layer.moe for layer in some):
+            raise PykernelsError(
+                f"{self.name} with {self.layers} layers has no {layers} with routed experts",
+                "Give another number of layers",
+            )
+        decoder = replace(self.decoder, layers=some)
+        return Ours(self.name, decoder, self.pool, self.max_model_len, self.load_seconds)
 
     def backend(self, kernel: str) -> str:
         """The kernel that "auto" stands for."""

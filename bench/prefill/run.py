@@ -21,6 +21,7 @@ from runtime.program import Program
 from runtime.runner.paged_runner import Executable
 
 from ..e2e.ours import Ours
+from ..several_gpus.crossing import loaded_by_gpu
 
 Row = dict[str, Any]
 Step = Callable[[str], None]
@@ -128,12 +129,7 @@ def step_of(runner: CudaRunner, tokens: int) -> Executable:
 
 def loaded_bytes(program: Program) -> int:
     """Bytes of experts that a program loads."""
-    total = 0
-    for node in program.nodes:
-        if node.op == "load_experts":
-            count = node.attr("count") - len(node.attr("without"))
-            total += count * program.weight(node, "experts").bytes_per_expert
-    return total
+    return sum(loaded_by_gpu(program).values())
 
 
 def overlap(seconds: float, link_s: float, gpu_s: float) -> float:

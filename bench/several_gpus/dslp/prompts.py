@@ -1,0 +1,59 @@
+"""Which prompts `pykernels bench dslp` times, and in which ways."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.planning.config import ExecutionConfig
+from runtime.planning.option import option
+
+from ..ways import Way, count_gpus, named, numbers, on_all, on_first
+
+ACCESS = ("on", "off")
+CPU_MOST = 4096
+"""Tokens of the longest prompt that --cpu times: the paper's CPU reads prompts up to there."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Which prompts are timed, and in which ways."""
+
+    lengths: str = option("256,1024,4096,16384,20480,32768,65536", "Tokens of the prompts.", "N,M")
+    rounds: int = option(3, "Of each, after one that warms up.", "N", kind=int, least=1)
+    budget: int | None = option(None, "Tokens of a step.", "N", kind=int, shown="auto", least=1)
+    cpu: bool = option(
+        False,
+        f"Also by the CPU, beside the first GPU: prompts of at most {CPU_MOST} tokens.",
+        kind=bool,
+    )
+    peer_access: str = option(
+        "on",
+        "With several GPUs: from one to the other directly (on), by main memory as cards for"
+        " consumers do (off), or both after each other.",
+        "on|off|on,off",
+    )
+    thin: int | None = option(
+        None,
+        "Time the first N layers too: what a layer adds is then known, and the whole model's time"
+        " follows.",
+        "N",
+        kind=int,
+        shown="all the time is put down to the layers with experts",
+        least=1,
+    )
+
+    def check(self) -> tuple[int, ...]:
+        """The lengths. Raises PykernelsError for what cannot be meant."""
+        named("--peer-access", self.peer_access, ACCESS)
+        return numbers("--lengths", self.lengths, "256,4096,32768")
+
+
+def ways_of(execution: ExecutionConfig, peer_access: str) -> list[Way]:
+    """The first GPU, and all of them, by each word of ``peer_access``."""
+    several = f"{count_gpus(execution.device)} GPUs"
+    found = [Way("1 GPU", on_first(execution))]
+    for access in named("--peer-access", peer_access, ACCESS):
+        name = several if access == "on" else f"{several}, no peers"
+        flags = {} if access == "on" else {"peer_access": "off"}
+        found.append(Way(name, on_all(execution, "dslp"), flags=flags))
+    return found
