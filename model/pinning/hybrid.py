@@ -17,6 +17,7 @@ from runtime.planning.gpu.capacity import free_for_experts
 from runtime.planning.gpu.dense import crossing_weights
 from runtime.planning.gpu.machine import Machine
 from runtime.planning.gpu.plan import place_on, several_refused
+from runtime.planning.gpu.routes import layer_gpus
 from runtime.planning.gpu.stream_budget import streaming_bytes
 from runtime.planning.lowerable import Lowerable
 from runtime.planning.placement import CPU, Placement
@@ -38,6 +39,7 @@ def place_hybrid(
     cache: int | str = 0,
     prefill: str = "cpu",
     dense: float | str = "auto",
+    gpus: str = "auto",
 ) -> Placement:
     """Places a model (``place_on``), and decides which dense weights cross to the GPUs in each
     step, and which experts these have besides, or how many expert slots.
@@ -49,7 +51,7 @@ def place_hybrid(
         experts: "auto", "cpu" or "gpu"; "auto" with a number or a profile is "cpu".
         placed, by_layer: as ``placement.place``.
         cache: slots of each layer, "auto": as many as fit, or 0.
-        prefill, dense: see ``ExecutionConfig``; both take memory.
+        prefill, dense, gpus: see ``ExecutionConfig``.
 
     Raises:
         PykernelsError: see ``gpu_experts_of``; some experts, or expert slots, though all are there;
@@ -59,6 +61,7 @@ def place_hybrid(
         if wanted and wanted != "auto":
             check_routed(model.lower(), option)
     machine = machine_of(gpus_of(device), model.store)
+    machine = layer_gpus(gpus, prefill, machine, model, sizes, experts, placed, by_layer)
 
     def plan_with(experts: str) -> ExecutionPlan:
         placement = place_on(machine, model, sizes, experts, placed, by_layer)

@@ -44,6 +44,7 @@ def placement_of(
             cache=config.slots,
             prefill=config.prefill,
             dense=config.dense_gib,
+            gpus=config.gpus,
         )
     if config.device == CPU:
         return Placement()

@@ -303,8 +303,11 @@ class Core:
 
     def _launch_prefill(self, step: ScheduledStep) -> None:
         self.stats.steps += 1
+        runner = self._prefill_runner
         try:
-            self._prefill_runner.launch(step.batch)
+            if len(runner.routes) > 1:
+                runner.take(step.route)
+            runner.launch(step.batch)
         except BaseException as error:
             self._fail_prefill(step, error)
         else:
@@ -402,7 +405,9 @@ class Core:
         if step.drafts:
             stats.draft_tokens += sum(map(len, step.drafts))
             stats.accepted_tokens += sum(step.num_accepted)
-        if not step.chunks:
+        if step.chunks:
+            stats.prompt_steps[step.route] += 1
+        else:
             stats.decode_steps[step.T] += 1
             stats.decode_seconds += seconds
         for i, request in enumerate(step.logprob_requests, step.drawn):

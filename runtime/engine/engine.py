@@ -267,6 +267,7 @@ class Engine:
         return replace(
             self._core.stats,
             decode_steps=self._core.stats.decode_steps.copy(),
+            prompt_steps=self._core.stats.prompt_steps.copy(),
             waiting=len(scheduler.waiting),
             running=len(scheduler.prefilling) + len(scheduler.decoding),
             free_pages=len(scheduler.manager.pool),

@@ -18,6 +18,7 @@ from ..passes.gpu.metadata import gpu_metadata
 from ..passes.keep_routing import keep_routing
 from ..passes.numa import split_over_nodes
 from ..passes.on_ref import REF, with_exact_caches
+from ..passes.shard import join, shard
 from ..passes.stream_dense import stream_dense
 from ..program import Program
 from ..program.partition import partition
@@ -37,6 +38,13 @@ def _keep_routing(program: Program, plan: ExecutionPlan, step: Step) -> Program:
 def _place(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     placed = plan.placement.place(program)
     return with_exact_caches(placed) if plan.placement.device == REF else placed
+
+
+def _tensor(program: Program, plan: ExecutionPlan, step: Step) -> Program:
+    """Heads, MLPs and experts of each layer dealt over GPUs."""
+    if not plan.tensor:
+        return program
+    return join(shard(program, len(plan.tensor)), plan.tensor)
 
 
 def _expert_slots(program: Program, plan: ExecutionPlan, step: Step) -> Program:
@@ -60,6 +68,8 @@ def _stream(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     if plan.streaming is None:
         return program
     if step.phase is Phase.STREAMED:
+        if plan.stream_over:
+            return plan.streaming.over(program, plan.stream_over)
         return plan.streaming.apply(program)
     return plan.streaming.split(program, step.share) if step.phase is Phase.SPLIT else program
 
@@ -89,6 +99,7 @@ def _gpu_metadata(program: Program, plan: ExecutionPlan, step: Step) -> Program:
 STAGES: tuple[Stage, ...] = (
     _keep_routing,
     _place,
+    _tensor,
     _expert_slots,
     _of_the_user,
     _stream,

@@ -47,6 +47,11 @@ class Placement:
     by_layer: Mapping[int, str] = field(default_factory=dict)
     residency: Mapping[str, Residency] = field(default_factory=dict)
 
+    @property
+    def last(self) -> str:
+        """The device of the last layer, which has the head and samples."""
+        return self.by_layer[max(self.by_layer)] if self.by_layer else self.device
+
     def of(self, program: Program) -> Iterator[tuple[Node, str]]:
         """Every node of a program, with its device."""
         here = self.device

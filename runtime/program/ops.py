@@ -30,6 +30,7 @@ from .op_table.metadata import (
     sequences_rule,
 )
 from .op_table.op import Attr, Op, Port
+from .op_table.rows import ROWS
 from .op_table.sandwich import SANDWICH
 
 COPIES = "copies"
@@ -172,6 +173,7 @@ OPS: dict[str, Op] = {
     **METADATA_OPS,
     **DELTA_NETS,
     **SANDWICH,
+    **ROWS,
     # Rows of the table of embeddings, times `scale`.
     "embed": Op(
         inputs={"ids": _index("T")},
@@ -444,11 +446,6 @@ OPS: dict[str, Op] = {
         weights={"experts": _weight("E", "H", "I")},
         attrs={"activations": Attr(str, "bf16")},
         rule=_moe_rule,
-    ),
-    # The rows of both microbatches, one behind the other.
-    "join_rows": Op(
-        inputs={"first": _float32("A", "H"), "last": _float32("B", "H")},
-        outputs={"out": _float32("T", "H")},
     ),
     # The sum of its inputs, in their order.
     "add": Op(

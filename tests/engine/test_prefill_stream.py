@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from runtime.engine import (
     StepResult,
 )
 from runtime.kv_cache import BlockManager
+from runtime.runner.batch import Route
 
 from .fake_runner import FakeRunner, check_pages, expected
 from .test_drafts import Known
@@ -32,15 +34,21 @@ class FakePrefill:
 
     min_tokens, min_alone = 12, 20
     max_others = 19
+    routes: Sequence[str] = (Route.STREAMED,)
 
     def __init__(self, owner: FakeRunner) -> None:
         self.owner, self.left = owner, 0
         self.fail_next: Exception | None = None
         self.own: StepBatch | None = None
         self.sizes: list[int] = []
+        self.taken: list[str] = []
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.owner, name)
+
+    def take(self, route: str) -> None:
+        assert self.own is None and route in self.routes
+        self.taken.append(route)
 
     def launch(self, batch: StepBatch) -> None:
         assert self.own is None

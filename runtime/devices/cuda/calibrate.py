@@ -34,6 +34,7 @@ from ...runner.measured.deferral import decode_times
 from ...runner.measured.kept_rates import kept_rates
 from ...runner.measured.prefill import measured_rates
 from ..cpu import weights as cpu
+from ..gpus import Gpus
 from .executable import CudaExecutable
 from .layouts import machine_of
 from .memory.pinning import pin_experts
@@ -44,9 +45,12 @@ _LINK_BYTES = 64 << 20
 _ROUNDS = 3
 
 
-def calibrated(resources: CudaResources, plan: ExecutionPlan) -> ExecutionPlan:
+def calibrated(resources: CudaResources, plan: ExecutionPlan, gpus: Gpus) -> ExecutionPlan:
     """The finished plan of an open one. Weights are there; what is allocated and pinned stays with
     ``resources``, but for the memory of the steps that are measured.
+
+    Args:
+        resources: of the GPUs that have layers; ``gpus``: all to which prompts are streamed.
 
     Raises:
         PykernelsError: experts that cannot cross as was asked for; no memory.
@@ -55,7 +59,7 @@ def calibrated(resources: CudaResources, plan: ExecutionPlan) -> ExecutionPlan:
     try:
         if plan.measures_deferral:
             plan = _with_deferral(plan, probe)
-        return _with_prompts(resources, plan, probe) if plan.measures_prompts else plan
+        return _with_prompts(resources, plan, probe, gpus) if plan.measures_prompts else plan
     finally:
         probe.close()
 
@@ -65,7 +69,9 @@ def _with_deferral(plan: ExecutionPlan, probe: Probe) -> ExecutionPlan:
     return with_deferral(plan, step.program, probe.decode_times(step))
 
 
-def _with_prompts(resources: CudaResources, plan: ExecutionPlan, probe: Probe) -> ExecutionPlan:
+def _with_prompts(
+    resources: CudaResources, plan: ExecutionPlan, probe: Probe, gpus: Gpus
+) -> ExecutionPlan:
     assert plan.streaming is not None
     model, store = resources.model, resources.model.store
     program = compile(model, plan).program
@@ -75,8 +81,8 @@ def _with_prompts(resources: CudaResources, plan: ExecutionPlan, probe: Probe) -
     if plan.streaming is None:
         return plan
     # One GPU waits for the other: what crosses to both takes as long as to one of them.
-    gpus = resources.gpus.values()
-    plan = with_link(plan, min(link_rate(plan.streaming, program, store, gpu) for gpu in gpus))
+    rates = (link_rate(plan.streaming, program, store, gpu) for gpu in gpus.values())
+    plan = with_link(plan, min(rates))
     if plan.prefill == "stream":
         return with_rates(plan, None, False)
     may_split = probe.may_split(plan, program)
@@ -128,7 +134,8 @@ class Probe(CudaStepRunner):
     def rates(self, plan: ExecutionPlan, program: Program, may_split: bool) -> Rates:
         """What steps of prompts cost by each way, measured or kept from an earlier load."""
         assert plan.streaming is not None
-        stream_s = plan.streaming.nbytes(program) / plan.streaming.link_bytes_per_s
+        links = min((len(over) for over in plan.routes.values()), default=1)
+        stream_s = plan.streaming.nbytes(program) / (links * plan.streaming.link_bytes_per_s)
         longest = min(plan.sizes.tokens, plan.max_model_len)
 
         def step(tokens: int, share: float) -> CudaExecutable:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,7 +38,7 @@ class CudaResources:
     the runner, so that its memory is freed at once when nobody has the runner any more.
 
     Attributes:
-        gpus: by their names in programs.
+        gpus: by their names in programs; ``sampler``: the one that samples.
         pool: runs what is on the CPU, by the kernels ``kernel``.
         sizes: of the largest step, and of the cache.
         caches: by buffer, on the GPUs; there before the first step is made.
@@ -48,6 +48,7 @@ class CudaResources:
 
     model: Lowerable
     gpus: Gpus
+    sampler: str
     pool: WorkerPool
     kernel: str
     sizes: StepSizes
@@ -62,8 +63,8 @@ class CudaResources:
         """Those of the GPUs that ``device`` names; nothing is allocated yet.
 
         Args:
-            device: "cuda:N", or several of them, "cuda:0,cuda:1", which have the layers in this
-                order; "cpu" in Triton's interpreter (``gpus_of``).
+            device: "cuda:N", or several of them, "cuda:0,cuda:1", in the order in which they have
+                layers; "cpu" in Triton's interpreter (``gpus_of``).
             pool: runs what is on the CPU: experts.
 
         Raises:
@@ -74,7 +75,13 @@ class CudaResources:
         check_heads(model.lower())
         gpus = gpus_of(device)
         check_waits(gpus, pool if plan.placement.experts == CPU else None)
-        return cls(model, gpus, pool, plan.kernel, plan.sizes, {}, deque(maxlen=1), Pinned())
+        last, sizes = plan.placement.last, plan.sizes
+        return cls(model, gpus, last, pool, plan.kernel, sizes, {}, deque(maxlen=1), Pinned())
+
+    def over(self, gpus: Sequence[str]) -> CudaResources:
+        """What steps on these GPUs alone share, of which the first one samples."""
+        here = {gpu: self.gpus[gpu] for gpu in gpus}
+        return replace(self, gpus=here, sampler=gpus[0])
 
     def allocate(self, compiled: Compiled, layouts: Callable[[Program], LayoutOf]) -> None:
         """Allocates the caches that are not there, pins dense weights that cross in each step.
@@ -89,13 +96,17 @@ class CudaResources:
             self.pool.spin_for(spin_budget(driver_works=False))
             for part in on_gpus(compiled.parts).values():
                 pin_dense(part, self.model.store, layouts(part), self.pinned)
+        self.allocate_caches(compiled)
+
+    def allocate_caches(self, compiled: Compiled) -> None:
+        """Allocates those caches of a step that are not there."""
         missing = allocated_caches(compiled.program, self.gpus, self.caches)
         self.caches.update(missing)
 
     @property
     def device(self) -> torch.device:
-        """The last GPU, which samples."""
-        return list(self.gpus.values())[-1]
+        """The GPU that samples."""
+        return self.gpus[self.sampler]
 
     @property
     def real(self) -> bool:

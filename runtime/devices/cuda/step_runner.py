@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
-from ...planning.compile import Compiled
+from ...planning.compile import Compiled, compile
 from ...planning.execution import ExecutionPlan, Phase
 from ...program import Program
 from ...program.weights import LayoutOf
@@ -61,8 +62,14 @@ class CudaStepRunner(PagedRunner):
                     self._sampling,
                     self.sizes,
                     self.high_priority,
+                    self._whole if self.plan.stream_over[1:] else None,
                 )
         return self._step_builder
+
+    def _whole(self, tokens: int) -> Program:
+        """The program of a streamed step before its tokens were dealt over GPUs."""
+        alone = replace(self.plan, stream_over=())
+        return compile(self.model, alone, Phase.STREAMED, tokens).program
 
     def allocate(self, compiled: Compiled) -> None:
         """Allocates and pins what the steps of all step runners share, by one of them."""

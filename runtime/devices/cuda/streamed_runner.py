@@ -7,7 +7,7 @@ for a part of the time in which experts cross, and main memory, of which the lin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ import torch
 
 from ...planning.compile import Compiled
 from ...planning.execution import ExecutionPlan, Phase
-from ...runner.batch import StepBatch, StepResult
+from ...runner.batch import Route, StepBatch, StepResult
 from ...runner.expert_slots import ExpertSlots
 from ...runner.paged_runner import Executable
 from .executable import CudaExecutable
@@ -35,6 +35,7 @@ class StreamedRunner(CudaStepRunner):
     largest = Phase.STREAMED
     high_priority = False
     decodes = False
+    routes: Sequence[str] = (Route.STREAMED,)
 
     def __init__(
         self, resources: CudaResources, plan: ExecutionPlan, slots: ExpertSlots | None
@@ -68,6 +69,10 @@ class StreamedRunner(CudaStepRunner):
     def launch(self, batch: StepBatch) -> None:
         with self._own_streams():
             super().launch(batch)
+
+    def take(self, route: str) -> None:
+        """There is one way."""
+        assert route in self.routes
 
     def ready(self) -> bool:
         """Whether ``result`` need not wait."""

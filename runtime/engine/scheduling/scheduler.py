@@ -20,13 +20,14 @@ their own, which runs in parallel with those of the decoding requests (``Prefill
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from operator import attrgetter
 
 from ...kv_cache import BlockManager
 from ...kv_tiers.tiers import KvTiers
-from ...runner.batch import Runner
+from ...runner.batch import Route, Runner
 from ..requests.outputs import EngineStats
 from ..requests.request import Request, State
 from .batch_writer import BatchWriter
@@ -63,6 +64,7 @@ class Scheduler:
         self.budget, self.max_num_logits = runner.max_num_batched_tokens, runner.max_num_logits
         target = config.target_itl_ms
         self.cap = PrefillCap(None if target is None else target / 1e3, self.budget)
+        self.policy = config.routing_policy
         self.max_partial = config.max_partial_prefills
         self.stats = stats
         max_pages = -(-runner.max_model_len // self.page_size)
@@ -83,13 +85,14 @@ class Scheduler:
         self._drafts = drafts
         self._last: ScheduledStep
         self._changed = True  # since the last step: the batch must be written again
+        self._decoded_at = -math.inf  # when a request last decoded beside another one
         self._until_page = 0  # steps until a decoding request fills a page
 
     def add_prefill_stream(self, runner: Runner) -> None:
         """Called once the runner is bound."""
         if runner.prefill_runner is not None:
             assert self.manager.snapshots is None, "no states are copied beside a running step"
-            self.prefill_stream = PrefillStream(runner.prefill_runner, self.manager)
+            self.prefill_stream = PrefillStream(runner.prefill_runner, self.manager, self.policy)
 
     @property
     def busy(self) -> bool:
@@ -141,6 +144,8 @@ class Scheduler:
                 its end is to be awaited: it gives back what others wait for.
         """
         ahead = before is not None
+        if self.decoding and (len(self.decoding) > 1 or self.prefilling or self.waiting):
+            self._decoded_at = now
         proposed: dict[Request, list[int]] = {}
         if self._drafts is not None and not ahead:
             proposed = self._drafts.propose(self.decoding)
@@ -233,9 +238,12 @@ class Scheduler:
             return None
         self._admit_waiting(self.budget, now, self.prefilling)
         chunks = self._chunks(self.budget, self.max_num_logits, self.prefilling)
-        if sum(chunk.size for chunk in chunks) < prefill_stream.least(bool(self.decoding)):
+        decoding, tokens = bool(self.decoding), sum(chunk.size for chunk in chunks)
+        idle = 0.0 if decoding else now - self._decoded_at
+        route = prefill_stream.route(tokens, decoding, idle)
+        if route == Route.CHUNKED:
             return None
-        step = prefill_stream.schedule(chunks)
+        step = prefill_stream.schedule(chunks, route)
         for chunk in chunks:
             chunk.request.computed = chunk.last
         for request in step.sampled:

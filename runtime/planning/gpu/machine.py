@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ...program import Program
@@ -56,3 +56,7 @@ class Machine:
     layouts: GpuLayouts
     real: bool = True
     is_made: Callable[[WeightSpec, str], bool] = _nothing_made
+
+    def only(self, *gpus: str) -> Machine:
+        """The machine with these of its GPUs."""
+        return replace(self, free={gpu: self.free[gpu] for gpu in gpus})

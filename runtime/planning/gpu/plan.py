@@ -20,6 +20,7 @@ from ..residency import Filled
 from .capacity import step_tokens
 from .dense import described
 from .machine import Machine
+from .routes import TENSOR, check_tensor, layer_gpus, with_routes
 from .stream_budget import wanted_streaming
 from .with_rates import check_split, splits, with_rates
 
@@ -51,7 +52,16 @@ def plan_on_gpus(
         PykernelsError: settings that exclude each other; experts that cannot be streamed as asked
             for.
     """
-    placement = placement or place_on(machine, model, sizes, config.experts)
+    every = machine
+    if placement is None:
+        machine = layer_gpus(config.gpus, config.prefill, machine, model, sizes, config.experts)
+        placement = place_on(machine, model, sizes, config.experts)
+    elif not placement.by_layer and config.gpus != TENSOR:
+        machine = machine.only(placement.device)
+    tensor = tuple(every.free) if config.gpus == TENSOR else ()
+    if tensor:
+        machine = every
+        check_tensor(model, config, placement)
     if placement.filled(Filled.BETWEEN_STEPS) and len(machine.free) > 1:
         raise PykernelsError(*several_refused("an expert cache"))
     on_cpu = placement.experts == CPU
@@ -74,6 +84,7 @@ def plan_on_gpus(
         max_model_len=max_model_len,
         kernel=config.kernel,
         prefill=config.prefill,
+        tensor=tensor,
         buckets=HOST_BUCKETS if on_cpu else PROMPT_BUCKETS,
         decode_buckets=DECODE_BUCKETS,
         policy=config.cache_policy,
@@ -90,6 +101,11 @@ def plan_on_gpus(
         measures_deferral=measured,
         decisions=_decisions(model, plan),
     )
+    if tensor:
+        said = f"gpus: {', '.join(tensor)} have a part of the heads and experts of each layer"
+        return replace(plan, decisions=(*plan.decisions, said))
+    if len(every.free) > len(machine.free):
+        plan = with_routes(config.gpus, model, every, plan)
     if streaming is None:
         return plan
     if machine.real:

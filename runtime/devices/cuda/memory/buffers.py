@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ....passes.gpu_experts import expert_slot_tables
-from ....passes.keep_routing import routers
+from ....passes.keep_routing import kept_routers
 from ....passes.stream_dense import ALIGN
 from ....program import Program
 from ....program.analysis import MemoryPlan, on_streams, plan_memory
@@ -222,7 +222,7 @@ def kept_routing(program: Program, device: str) -> dict[str, Shape]:
     kinds = dtypes(program)
     return {
         name: (program.shape(name), kinds[name])
-        for node in routers(program)
+        for node in kept_routers(program)
         if node.device == device
         for name in (node.outputs["ids"], node.outputs["weights"])
     }

@@ -1,0 +1,1 @@
+"""Steps of streamed prompts on other GPUs than the one that decodes."""

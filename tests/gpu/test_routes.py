@@ -1,0 +1,66 @@
+"""Prompts that are streamed to other GPUs than the one that decodes, in Triton's interpreter where
+there are none: the tokens are those of one GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from model.checkpoint.config import read_config
+from model.opened import open_weights
+from pykernels.errors import PykernelsError
+from runtime.engine import Engine, SamplingParams
+from runtime.engine.scheduling.config import EngineConfig
+from runtime.runner.batch import Route
+from runtime.workers.matrix import packer
+from runtime.workers.pool import WorkerPool
+
+from ..model import tiny
+from ..runners import CudaOptions, cuda_runner
+
+FIRST = [list(range(3, 70)), [7, 9, 11]]
+PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "gpus", "route", "count"),
+    [
+        ("qwen3_moe", "dslp", Route.DSLP, 2),
+        ("deepseek_v3", "dslp", Route.DSLP, 3),
+        ("qwen3_moe", "disaggregated", Route.DISAGGREGATED, 2),
+        pytest.param("deepseek_v3", "disaggregated", Route.DISAGGREGATED, 2, marks=pytest.mark.all),
+    ],
+)
+def test_routes_draw_what_one_gpu_draws(
+    family: str, gpus: str, route: str, count: int, tmp_path: Path, device: torch.device
+) -> None:
+    if device.type == "cuda" and torch.cuda.device_count() < count:
+        pytest.skip(f"there are fewer than {count} GPUs")
+    tiny.make(tmp_path, family, num_hidden_layers=2)
+    every = [f"cuda:{i}" if device.type == "cuda" else "cpu" for i in range(count)]
+    options = CudaOptions("cpu", prefill="stream", decode_buckets=(2,))
+    found = []
+    with WorkerPool(1, driver_works=False) as pool:
+        with open_weights(tmp_path, read_config(tmp_path)) as weights:
+            decoder = weights.readable(packer(pool), lambda *_: None)
+        for names, way in ((every[:1], "auto"), (every, gpus)):
+            sizes = 192, None, 48, 2, "generic"  # the first prompt has two chunks
+            own = replace(options, gpus=way)
+            runner = cuda_runner(decoder, ",".join(names), pool, *sizes, options=own)
+            runner.load()
+            with Engine(runner) as engine:
+                turns = [engine.generate(FIRST, [PARAMS] * 2)]
+                # The second turn reads its prompt's pages, and those that the first one decoded.
+                more = [FIRST[0] + list(turns[0][0].token_ids) + [5, 4, 3, 2, 1], FIRST[1]]
+                turns.append(engine.generate(more, [PARAMS] * 2))
+                routes = engine.stats.prompt_steps
+            found.append([one for turn in turns for one in turn])
+            runner.close()
+    assert routes[route] >= 3
+    for a, b in zip(*found, strict=True):
+        assert a.token_ids == b.token_ids
+        pairs = zip(a.completions[0].logprobs, b.completions[0].logprobs, strict=True)
+        assert all(x.logprob == pytest.approx(y.logprob, abs=2e-3) for x, y in pairs)
