@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pykernels.env import env
@@ -46,20 +46,12 @@ def count_gpus(device: str) -> int:
 
 def on_first(execution: ExecutionConfig, **changes: Any) -> ExecutionConfig:
     """The configuration on the first of its GPUs alone."""
-    return _sharing(execution, "auto", device=execution.device.split(",")[0], **changes)
+    return replace(execution, device=execution.device.split(",")[0], gpus="auto", **changes)
 
 
 def on_all(execution: ExecutionConfig, gpus: str, **changes: Any) -> ExecutionConfig:
     """The configuration on all of its GPUs, which share the model in a way of ``gpus``."""
-    return _sharing(execution, gpus, **changes)
-
-
-def _sharing(execution: ExecutionConfig, gpus: str, **changes: Any) -> ExecutionConfig:
-    if any(each.name == "gpus" for each in fields(execution)):
-        changes["gpus"] = gpus
-    elif gpus != "auto":
-        raise PykernelsError(f"this engine cannot share a model as {gpus!r}", "Update it")
-    return replace(execution, **changes)
+    return replace(execution, gpus=gpus, **changes)
 
 
 def check_several(bench: str, execution: ExecutionConfig) -> None:
