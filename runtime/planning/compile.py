@@ -40,13 +40,6 @@ def _place(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     return with_exact_caches(placed) if plan.placement.device == REF else placed
 
 
-def _tensor(program: Program, plan: ExecutionPlan, step: Step) -> Program:
-    """Heads, MLPs and experts of each layer dealt over GPUs."""
-    if not plan.tensor:
-        return program
-    return join(shard(program, len(plan.tensor)), plan.tensor)
-
-
 def _expert_slots(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     """Experts that a GPU has in slots. A streamed step runs while these change, and a split one
     brings those that it takes most."""
@@ -89,6 +82,13 @@ def _stream_dense(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     return stream_dense(program, sizes) if sizes else program
 
 
+def _tensor(program: Program, plan: ExecutionPlan, step: Step) -> Program:
+    """Heads, MLPs and experts of each layer dealt over GPUs."""
+    if not plan.tensor:
+        return program
+    return join(shard(program, len(plan.tensor)), plan.tensor)
+
+
 def _gpu_metadata(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     """Adds what kernels read besides activations, once everything else has its place."""
     if plan.placement.device in (CPU, REF):
@@ -99,13 +99,13 @@ def _gpu_metadata(program: Program, plan: ExecutionPlan, step: Step) -> Program:
 STAGES: tuple[Stage, ...] = (
     _keep_routing,
     _place,
-    _tensor,
     _expert_slots,
     _of_the_user,
     _stream,
     _defer,
     _dual_batch,
     _stream_dense,
+    _tensor,
     _gpu_metadata,
 )
 """Stages in the order in which they rewrite a program; ``passes.order`` says why."""

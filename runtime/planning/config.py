@@ -55,13 +55,13 @@ class ExecutionConfig:
 
     Attributes:
         device: "cpu"; "cuda:0": attention, dense layers and shared experts on that GPU;
-            "cuda:0,cuda:1": these GPUs, which share it as ``gpus`` says; or
-            "ref": the reference ops in float32, exact and slow, the cache too.
-        gpus: how several GPUs share a model. "pipeline": a part of the layers each. "tensor": a part
-            of the heads, the MLPs and the experts of each layer. With the experts in main memory
-            the first GPU decodes, and prompts are streamed: "dslp": to all GPUs at once, each of
-            which has a part of the tokens and of the experts; "disaggregated": to the other ones,
-            beside decode steps; "routed": to all while nothing decodes, else to the other ones.
+            "cuda:0,cuda:1": these GPUs, which share it as ``gpus`` says; or "ref": the reference
+            ops in float32, exact and slow, the cache too.
+        gpus: how several GPUs share a model. "pipeline": a part of the layers each. "tensor": of
+            each layer a part of the heads, the MLPs and the experts. With the experts in main
+            memory the first GPU decodes, and prompts are streamed: "dslp": to all GPUs at once,
+            each of which has a part of the tokens and of the experts; "disaggregated": to the other
+            ones, beside decode steps; "routed": to all while nothing decodes, else to the others.
             "auto": "routed" where the experts do not fit on the GPUs, else "pipeline".
         experts: where routed experts are if there is a GPU: "cpu", "gpu", or "auto": on the GPU if
             all fit.
@@ -108,8 +108,8 @@ class ExecutionConfig:
     gpus: str = option(
         "auto",
         "How several GPUs share a model: each has a part of the layers (pipeline), or of each layer"
-        " (tensor); or the first one decodes, and prompts are streamed to all of them (dslp), to the"
-        " others meanwhile (disaggregated), or as it pays (routed).",
+        " (tensor); or the first one decodes, and prompts are streamed to all of them (dslp), to"
+        " the others meanwhile (disaggregated), or as it pays (routed).",
         "|".join(GPUS),
         no_gpu=("auto",),
     )

@@ -18,6 +18,7 @@ from typing import Any
 
 from pykernels.ref.sampling import MAX_LOGPROBS
 
+from .op_table.channels import CHANNELS
 from .op_table.collectives import COLLECTIVES
 from .op_table.delta_nets import DELTA_NETS
 from .op_table.metadata import (
@@ -470,21 +471,7 @@ OPS: dict[str, Op] = {
             "top_logprobs": _float32("R", str(MAX_LOGPROBS)),
         },
     ),
-    # The two ends of a channel between devices; ``partition`` puts them there. `until` and `since`
-    # name nodes of the same program: the peer may read what was submitted until that node has run
-    # ("": to the end), and write what is waited for from that node on ("": from the beginning).
-    "submit": Op(
-        inputs={"value": Port("any", None, repeated=True)},
-        outputs={},
-        attrs={"channel": Attr(int), "to": Attr(str), "until": Attr(str, "")},
-        asynchronous=True,
-    ),
-    "wait": Op(
-        inputs={},
-        outputs={"value": Port("any", None, repeated=True)},
-        attrs={"channel": Attr(int), "source": Attr(str), "since": Attr(str, "")},
-        asynchronous=True,
-    ),
+    **CHANNELS,
     **COLLECTIVES,
 }
 """Ops by name. An op is the same function in ``pykernels.ref`` and on every device."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pykernels.gpu.copy_bytes import copy_bytes
 from pykernels.gpu.handshake import combine, copy_rows
 from pykernels.gpu.norm import post_norm, softcap
 from pykernels.gpu.per_head_linear import per_head_linear
@@ -144,6 +145,21 @@ def _copy_rows() -> Op:
     return Op("copy_rows", make, run, ("to_x", "to_ids", "to_weights"))
 
 
+def _copy_bytes() -> Op:
+    def make(device: torch.device) -> Tensors:
+        return {
+            "x": normal(device, 2, 3, 500),
+            "ids": integers(device, 60, 6, dtype=INT32),
+            "to_x": empty(device, 2, 3, 500),
+            "to_ids": empty(device, 6, dtype=INT32),
+        }
+
+    def run(t: Tensors) -> None:
+        copy_bytes([t["x"], t["ids"]], [t["to_x"], t["to_ids"]])
+
+    return Op("copy_bytes", make, run, ("to_x", "to_ids"))
+
+
 def _combine() -> Op:
     def make(device: torch.device) -> Tensors:
         T, H = 3, large(device, 7168, 1000)
@@ -205,6 +221,7 @@ STEP = (
     _mla_write("mla_rope_cache_write", False),
     _mla_write("mla_rope_cache_write, E4M3", True),
     _copy_rows(),
+    _copy_bytes(),
     _combine(),
     _post_norm(),
     _softcap(),

@@ -11,9 +11,7 @@ import torch
 
 from model.checkpoint.config import read_config
 from model.opened import open_weights
-from pykernels.errors import PykernelsError
 from runtime.engine import Engine, SamplingParams
-from runtime.engine.scheduling.config import EngineConfig
 from runtime.runner.batch import Route
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool

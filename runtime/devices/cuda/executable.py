@@ -26,8 +26,8 @@ from ..link import Launching, Link
 from . import handshake
 from .binders import BINDERS
 from .binders.dense import Launch
+from .channels import ChannelBuffers, link
 from .graph import CapturedGraph, copy_stream, in_turn
-from .handshake import ChannelBuffers
 from .memory.buffers import Arena, Caches, GpuBuffers, ProgramOutputs
 
 COMPILERS = 16
@@ -141,7 +141,7 @@ class CudaExecutable:
         gpus: by the name that nodes have as their device; the last one samples.
         host_inputs: CPU tensors of the inputs that nodes of the CPU read.
         sizes: on the CPU, those of the step to come (``Program.step_sizes``).
-        channel_buffers: pinned memory, shared with other programs that never run at the same time.
+        channel_buffers: memory shared with other programs that never run at the same time.
         results: by GPU, where its results go, shared likewise.
 
     Attributes:
@@ -149,6 +149,7 @@ class CudaExecutable:
         outputs: by name, CPU tensors of all parts' results, valid after ``run``.
         gpus: the parts of the GPUs; ``memory``: of the last one.
         cpu: the CPU's part; None if there is none.
+        link: where the parts meet; None where they do not.
 
     Raises:
         PykernelsError: an op that a device does not have.
@@ -171,11 +172,11 @@ class CudaExecutable:
         self.program, self._pool = program, pool
         self.outputs: dict[str, torch.Tensor] = {}
         self.before: Launch = lambda: None
-        self._link = handshake.link(parts, channel_buffers)
+        self.link = link(parts, channel_buffers)
         self.cpu: CpuExecutable | None = None
         if CPU in parts:
             self.cpu = CpuExecutable(
-                parts[CPU], weights, pool, host_inputs, {}, kernel, sizes, link=self._link
+                parts[CPU], weights, pool, host_inputs, {}, kernel, sizes, link=self.link
             )
             self.outputs |= self.cpu.outputs
         self.gpus = list[GpuPart]()
@@ -184,7 +185,7 @@ class CudaExecutable:
             own = parts[name], weights, on.device, inputs, caches, _within(program, found.tensors)
             memory = GpuBuffers(*own, on.arena)
             last = [found.receive] if found.host else []
-            self.gpus.append(GpuPart(memory, self._link, last, on.high_priority))
+            self.gpus.append(GpuPart(memory, self.link, last, on.high_priority))
             self.outputs |= _within(program, found.host)
         self.memory = self.gpus[-1].memory
         self._in_flight: InFlight | None = None
@@ -208,8 +209,8 @@ class CudaExecutable:
     def launch(self) -> None:
         """Begins a step."""
         self.before()
-        if self._link is not None:
-            self._link.clear()
+        if self.link is not None:
+            self.link.clear()
         if self.cpu is not None:
             self._in_flight = self.cpu.launch()
         try:
@@ -262,8 +263,8 @@ class CudaExecutable:
 
     def _end(self) -> None:
         """Ends all waiting."""
-        if self._link is not None:
-            self._link.release()
+        if self.link is not None:
+            self.link.release()
 
     def _release(self) -> None:
         """Ends the parts of a step of which another part did not begin."""

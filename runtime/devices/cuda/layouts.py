@@ -17,6 +17,7 @@ from ...program.weight_spec import WeightSpec
 from ...program.weights import WeightStore
 from ..gpus import HEADROOM, Gpus, free_bytes, interpreted
 from .binders.latents import EXPANDED_BYTES
+from .channels import received_bytes
 from .memory.buffers import dtypes, planned
 from .memory.experts import staging_bytes
 from .memory.weights import expert_format, gpu_bytes, layout_bytes, resident_bytes
@@ -40,9 +41,8 @@ class CudaLayouts:
         return staging_bytes(spec)
 
     def step_bytes(self, part: Program) -> int:
-        return planned(part, dtypes(part)).nbytes + max(
-            (_temporary(part, node) for node in part.nodes), default=0
-        )
+        temporary = max((_temporary(part, node) for node in part.nodes), default=0)
+        return planned(part, dtypes(part)).nbytes + received_bytes(part) + temporary
 
     def why_not_streamed(self, spec: WeightSpec) -> str | None:
         fmt, down, (_, H, I) = get_format(spec.fmt), get_format(spec.down_fmt), spec.shape  # noqa: E741

@@ -30,6 +30,7 @@ from ..gpus import Gpus, check_device, free_bytes, gpus_of, interpreted
 from .binders.attention import check_heads
 from .memory.buffers import allocated_caches
 from .memory.pinning import pin_dense
+from .peers import Peers
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class CudaResources:
         caches: by buffer, on the GPUs; there before the first step is made.
         last_steps: the step that ended last, whoever ran it.
         pinned: what crosses from main memory.
+        peers: which GPUs reach each other's memory.
     """
 
     model: Lowerable
@@ -55,6 +57,7 @@ class CudaResources:
     caches: dict[str, torch.Tensor]
     last_steps: deque[LastStep]
     pinned: Pinned
+    peers: Peers = Peers()
 
     @classmethod
     def open(
@@ -75,8 +78,8 @@ class CudaResources:
         check_heads(model.lower())
         gpus = gpus_of(device)
         check_waits(gpus, pool if plan.placement.experts == CPU else None)
-        last, sizes = plan.placement.last, plan.sizes
-        return cls(model, gpus, last, pool, plan.kernel, sizes, {}, deque(maxlen=1), Pinned())
+        own = model, gpus, plan.placement.last, pool, plan.kernel, plan.sizes
+        return cls(*own, {}, deque(maxlen=1), Pinned(), Peers.of(gpus))
 
     def over(self, gpus: Sequence[str]) -> CudaResources:
         """What steps on these GPUs alone share, of which the first one samples."""

@@ -23,8 +23,8 @@ from ...workers.pool import WorkerPool
 from ..gpus import Gpus
 from .binders.sampling import waits_for_masks
 from .calibrate import calibrated
-from .memory.experts import on_gpu
 from .memory.buffers import dtypes
+from .memory.experts import on_gpu
 from .memory.pages import GpuPages
 from .memory.weights import layouts
 from .resources import CudaResources
@@ -50,7 +50,8 @@ class CudaRunner(CudaStepRunner):
     def __init__(self, resources: CudaResources, plan: ExecutionPlan) -> None:
         first = (plan.placement.device,)
         super().__init__(resources.over(first) if plan.routes else resources, plan)
-        self._every, self._replicas = resources, None
+        self._every = resources
+        self._replicas: Replicas | None = None
         self.gpus: Gpus = resources.gpus
         self.pinned = resources.pinned
         self.late_masks = waits_for_masks(self.device)
@@ -110,7 +111,7 @@ class CudaRunner(CudaStepRunner):
             for gpu in over[over[0] == plan.placement.device :]:
                 others[gpu] = {name: self.caches[replica(name, gpu)] for name in names}
         first = {name: self.caches[name] for name in names}
-        self._replicas = Replicas(first, others, self.num_pages)
+        replicas = self._replicas = Replicas(first, others, self.num_pages)
         return RoutedPrefill(
             {
                 name: RouteRunner(
@@ -118,7 +119,7 @@ class CudaRunner(CudaStepRunner):
                     replace(plan, stream_over=over),
                     self.expert_slots,
                     name,
-                    self._replicas,
+                    replicas,
                 )
                 for name, over in plan.routes.items()
             }
@@ -145,9 +146,9 @@ class CudaRunner(CudaStepRunner):
         apart = bool(across) and not self.model.states
         if apart and self.plan.streams_all(self.compiled().program):
             self.prepare(inputs)
-            self.prefill_runner = self._streamed_runner()
-            self.prefill_runner.bind(self._batch)
-            streamed = self.prefill_runner.steps
+            prefill_runner = self._streamed_runner()
+            prefill_runner.bind(self._batch)
+            self.prefill_runner, streamed = prefill_runner, prefill_runner.steps
         else:
             streamed = self.bind_steps(across, inputs)
         return [*own, *(step for step in streamed if step.program.sizes["T"] >= sizes.alone)]

@@ -13,8 +13,8 @@ from pykernels.ref.sampling import Sampled
 from ...planning.compile import Compiled
 from ...program import Program
 from ...runner.sampling import SamplingBatch
+from .channels import ChannelBuffers
 from .executable import CudaExecutable, GpuMemory
-from .handshake import ChannelBuffers
 from .inputs import Bucket, StepInputs
 from .memory.blocks import Shape
 from .memory.buffers import Arena, ProgramOutputs, StepOutputs, kept_bytes, kept_routing
@@ -50,7 +50,7 @@ class StepBuilder:
         self._resources, self._largest = resources, largest
         self._sizes, self._high_priority = sizes, high_priority
         self._arenas = {name: Arena(device) for name, device in resources.gpus.items()}
-        self._channel_buffers = ChannelBuffers(resources.real)
+        self._channel_buffers = ChannelBuffers(resources.gpus, resources.peers)
         self._pool = torch.cuda.graph_pool_handle() if resources.real else None
         self._whole = whole
         self._inputs: StepInputs | StripedInputs

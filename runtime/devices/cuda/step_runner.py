@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -42,6 +42,11 @@ class CudaStepRunner(PagedRunner):
         self.caches, self.last_steps = resources.caches, resources.last_steps
         self._resources = resources
         self._step_builder: StepBuilder | None = None
+
+    @property
+    def decisions(self) -> Sequence[str]:
+        peers = self._resources.peers.described
+        return (*super().decisions, peers) if peers else super().decisions
 
     def layouts(self, program: Program) -> LayoutOf:
         return layouts(program, self._resources.gpus, dtypes(program))

@@ -15,7 +15,7 @@ from .all_to_all import all_to_all
 from .experts import local_experts
 from .gathered import Gathered
 from .heads import cut_heads
-from .join import join, replica
+from .join import join, replica, with_replicas
 from .meetings import check_meetings, sent_bytes
 from .merge import merge_sums
 from .mlp import cut_mlps
@@ -24,7 +24,16 @@ from .small_ep import small_ep
 from .striped import Stripe, striped
 from .vocabulary import cut_vocabulary
 
-__all__ = ["ATTENTION", "EXPERTS", "join", "replica", "sent_bytes", "shard", "stripe"]
+__all__ = [
+    "ATTENTION",
+    "EXPERTS",
+    "join",
+    "replica",
+    "sent_bytes",
+    "shard",
+    "stripe",
+    "with_replicas",
+]
 
 
 def shard(program: Program, ranks: int, heads: bool = True) -> tuple[Program, ...]:

@@ -256,3 +256,30 @@ def _needed(program: Program) -> Program:
     buffers: dict[str, Buffer] = {n: b for n, b in program.buffers.items() if n in named}
     weights = {name: program.weights[name] for node in kept for name in node.weights.values()}
     return replace(program, nodes=tuple(kept[::-1]), buffers=buffers, weights=weights)
+
+
+def with_replicas(program: Program, device: str) -> Program:
+    """The program whose first rank, on another device than the engine's caches, has replicas of
+    these."""
+    names = {
+        name
+        for node in program.nodes
+        if node.device == device
+        for name in (*node.reads, *node.writes)
+        if program.buffers[name].kind == "cache"
+    }
+
+    def renamed(ports: Mapping[str, str]) -> dict[str, str]:
+        return {p: replica(name, device) if name in names else name for p, name in ports.items()}
+
+    nodes = tuple(
+        replace(node, inputs=renamed(node.inputs), outputs=renamed(node.outputs))
+        for node in program.nodes
+    )
+    buffers = {
+        name if name not in names else replica(name, device): buffer
+        if name not in names
+        else replace(buffer, name=replica(name, device))
+        for name, buffer in program.buffers.items()
+    }
+    return replace(program, nodes=nodes, buffers=buffers).check()

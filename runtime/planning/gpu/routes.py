@@ -1,7 +1,7 @@
 """How several GPUs share a model whose experts lie in main memory (OSDI'26 3.2, 3.3.2).
 
-The first GPU decodes, with the CPU. Every GPU has dense weights and a cache of its own, so prompts may
-be streamed to other GPUs than that one: a *route* is the GPUs that share such a step.
+The first GPU decodes, with the CPU. Every GPU has dense weights and a cache of its own, so prompts
+may be streamed to other GPUs than that one: a *route* is the GPUs that share such a step.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ def layer_gpus(
     if place(program, experts, machine.free, size, placed, caches).experts != CPU:
         return machine
     alone = place(program, CPU, {first: machine.free[first]}, size, placed, caches)
-    fits = all(
-        alone.nbytes(program, first, size, caches) <= free for free in machine.free.values()
-    )
+    fits = all(alone.nbytes(program, first, size, caches) <= free for free in machine.free.values())
     return machine.only(first) if fits else machine
 
 

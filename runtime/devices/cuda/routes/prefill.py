@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from ....planning.execution import ExecutionPlan
 from ....runner.batch import StepBatch, StepResult
 from ....runner.expert_slots import ExpertSlots
 from ....runner.paged_runner import Executable
+from ....runner.routing import RoutedLayer
 from ..resources import CudaResources
 from ..streamed_runner import StreamedRunner
 from .replicas import Replicas, pages_before
@@ -76,7 +77,8 @@ class RoutedPrefill:
 
     def __init__(self, by_route: Mapping[str, RouteRunner]) -> None:
         self._by_route = dict(by_route)
-        self.routes = tuple(by_route)
+        self.routes: Sequence[str] = tuple(by_route)
+        self.routed_layers: Sequence[RoutedLayer] = ()
         self._taken = one = next(iter(by_route.values()))
         self.page_size, self.num_pages, self.state_slots = one.page_size, one.num_pages, 0
         self.max_num_batched_tokens, self.max_num_seqs = (
@@ -109,5 +111,5 @@ class RoutedPrefill:
     def result(self) -> StepResult:
         return self._taken.result()
 
-    def copy_states(self, copies: object) -> None:
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         raise AssertionError("no model with states has routes")

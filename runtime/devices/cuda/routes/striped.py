@@ -22,8 +22,8 @@ from ....program import Program
 from ....program.op_table.collectives import ALL_TOKENS
 from ....runner.sampling import SamplingBatch
 from ...gpus import Gpus
-from ..inputs import BY_TOKEN, Bucket, StepInputs
 from ..executable import CudaExecutable
+from ..inputs import BY_TOKEN, Bucket, StepInputs
 
 _ROWS, _SLOTS = of_all("logits_indices"), of_all("slot_mapping")
 _OTHERS = {_ROWS: 0, _SLOTS: -1, of_all("is_prompt"): 0, BLOCK_SLOTS: 0}
@@ -52,7 +52,9 @@ class StripedInputs:
             sizes |= dict.fromkeys(BY_SEQUENCE, S + 1)
             sizes |= dict.fromkeys((_SLOTS, of_all("is_prompt")), len(gpus) * room)
             sizes |= {_ROWS: R, "logits_indices": R}
-            own = {name: torch.zeros(n, dtype=torch.int64, device="cpu") for name, n in sizes.items()}
+            own = {
+                name: torch.zeros(n, dtype=torch.int64, device="cpu") for name, n in sizes.items()
+            }
             own[BLOCK_SLOTS][:] = torch.arange(room, dtype=torch.int64, device="cpu")
             own["page_table"] = arrays["page_table"]
             columns = None if rank else sampling

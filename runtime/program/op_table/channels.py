@@ -1,0 +1,28 @@
+"""The rows of the op table at which the parts of a program on several devices meet: ``partition``
+puts them there, one at each end of a channel."""
+
+from __future__ import annotations
+
+from .op import Attr, Op, Port
+
+_ENDS = {"channel": Attr(int), "kinds": Attr(tuple, ())}
+"""`kinds`: of each value between devices that choose their own precision, the kind of port that
+decides it on both; "": none does."""
+
+CHANNELS: dict[str, Op] = {
+    # `until` names a node of the same program: the peer may read what was submitted until that node
+    # has run ("": to the end).
+    "submit": Op(
+        inputs={"value": Port("any", None, repeated=True)},
+        outputs={},
+        attrs={**_ENDS, "to": Attr(str), "until": Attr(str, "")},
+        asynchronous=True,
+    ),
+    # The peer may write what is waited for from the node `since` on ("": from the beginning).
+    "wait": Op(
+        inputs={},
+        outputs={"value": Port("any", None, repeated=True)},
+        attrs={**_ENDS, "source": Attr(str), "since": Attr(str, "")},
+        asynchronous=True,
+    ),
+}
