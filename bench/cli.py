@@ -37,6 +37,7 @@ from .mixed.cli import mixed
 from .prefill.cli import prefill
 from .restart.cli import restart
 from .serving.cli import serve
+from .several_gpus.disagg.cli import disagg
 from .several_gpus.dslp.cli import dslp
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ app.command(cls=ListsFormats)(cache)
 app.command(cls=ListsFormats)(prefill)
 app.command(cls=ListsFormats)(restart)
 app.command(cls=ListsFormats)(dslp)
+app.command(cls=ListsFormats)(disagg)
 app.command()(serve)
 
 AsJson = Annotated[
