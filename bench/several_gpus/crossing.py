@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.harness.timing.rows import Row
 from runtime.devices.cuda.memory.buffers import dtypes
 from runtime.program import Program
 from runtime.program.op_table.collectives import ALL_TOKENS
@@ -48,6 +49,26 @@ def crossing(runner: Any, tokens: int) -> Crossing:
         for gpu, nbytes in loads.items():
             found.links[gpu] = found.links.get(gpu, 0) + nbytes
     return found
+
+
+def crossed(runner: Any, tokens: int, seconds: float) -> Row:
+    """The columns of a prompt that took so long; rates use 1e9 bytes."""
+    found = crossing(runner, tokens)
+    row: Row = {"steps": found.steps, "streamed_steps": found.streamed}
+    if not found.links:
+        return row
+    total = sum(found.links.values())
+    row |= {
+        "link_bytes": total,
+        "link_gbps": round(total / seconds / 1e9, 2),
+        "link_gbps_each": [round(each / seconds / 1e9, 2) for each in found.links.values()],
+        "between_bytes": found.between,
+        "between_gbps": round(found.between / seconds / 1e9, 2),
+    }
+    streaming = runner.plan.streaming
+    if streaming is not None and streaming.link_bytes_per_s:
+        row["link_roof_gbps"] = round(streaming.link_bytes_per_s / 1e9, 2)
+    return row
 
 
 def _programs(runner: Any) -> Iterator[Program]:

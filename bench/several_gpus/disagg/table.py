@@ -67,7 +67,9 @@ def _streams(results: Results, rows: Sequence[Row]) -> Table:
 
 
 def _requests(results: Results, rows: Sequence[Row]) -> Table:
-    title = "Figure 18: requests that come at once; P: a prompt of {prompt} tokens, D: an answer; paper: at most"
+    title = (
+        "Figure 18: requests at once (P: a prompt of {prompt} tokens, D: an answer); paper: at most"
+    )
     names = [
         "way",
         "load",

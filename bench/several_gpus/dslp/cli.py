@@ -59,8 +59,8 @@ def dslp(
     check_gpu(execution)
     execution = replace(settled(execution), experts="cpu", prefill="stream")
     ways = ways_of(execution, prompts.peer_access)
+    from ..turns import rows
     from .parts import head_of, parts_of
-    from .run import rows
 
     work = sum(lengths) * len(ways) * (prompts.rounds + 1) * (2 if prompts.thin else 1)
     with keeping("dslp", save, as_json, plot) as kept, bar(work) as shown:
@@ -68,8 +68,7 @@ def dslp(
         ours = open_model(chosen, execution, positions=max(lengths) + 2)
         try:
             parts = parts_of(ours, execution, ways, lengths, prompts)
-            layers = [part.layers for part in parts]
-            kept.head = head_of(ours, chosen.arch, execution, lengths, layers)
+            kept.head = head_of(ours, chosen.arch, execution, lengths, prompts.thin)
             kept.plan = [row for part in parts for row in part.plan]
             for part in parts:
                 for row in rows(part, prompts.rounds, budget, shown):

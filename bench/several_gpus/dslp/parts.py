@@ -11,10 +11,11 @@ from runtime.planning.config import ExecutionConfig
 from runtime.profiling.engine_speed import EngineTimer, Load
 
 from ...e2e.ours import Ours, spin
+from ..crossing import crossed
+from ..turns import Open, Part, prompt
 from ..ways import Way, count_gpus, on_first
 from .depth import Depth
 from .prompts import CPU_MOST, Prompts
-from .run import Open, Part
 from .volume import volumes
 
 
@@ -35,15 +36,15 @@ def parts_of(
 
         return opened
 
-    load = Load(max(lengths), 2)
-    parts = [Part(ways, lengths, ours.layers, opener(ours, load))]
+    def part(of: Ours, some: Sequence[Way], tokens: Sequence[int]) -> Part:
+        cases = [prompt(each, layers=of.layers) for each in tokens]
+        return Part(some, cases, opener(of, Load(max(tokens), 2)), crossed)
+
+    parts = [part(ours, ways, lengths)]
     if prompts.thin is not None:
-        thin = ours.thinned(prompts.thin)
-        parts.append(Part(ways, lengths, thin.layers, opener(thin, load)))
-    short = tuple(tokens for tokens in lengths if tokens <= CPU_MOST)
-    if prompts.cpu and short:
-        cpu = Way("CPU", on_first(execution, prefill="cpu"))
-        parts.append(Part([cpu], short, ours.layers, opener(ours, Load(max(short), 2))))
+        parts.append(part(ours.thinned(prompts.thin), ways, lengths))
+    if prompts.cpu and (short := [tokens for tokens in lengths if tokens <= CPU_MOST]):
+        parts.append(part(ours, [Way("CPU", on_first(execution, prefill="cpu"))], short))
     return parts
 
 
@@ -52,13 +53,14 @@ def head_of(
     arch: str | None,
     execution: ExecutionConfig,
     lengths: tuple[int, ...],
-    timed: Sequence[int],
+    thin: int | None,
 ) -> Row:
     """What rows have in common; of a part of a known shape also what the whole of it has."""
     whole = ours.layers
     if arch is not None:
         whole = max(whole, make_config(arch).num_hidden_layers)
-    depth = Depth.of(ours.decoder.layers, whole, tuple(dict.fromkeys(timed)))
+    timed = dict.fromkeys((ours.layers, thin or ours.layers))
+    depth = Depth.of(ours.decoder.layers, whole, tuple(timed))
     of_layer = min(lengths, key=lambda tokens: abs(tokens - LAYER_TOKENS))
     return {
         "model": ours.name,
