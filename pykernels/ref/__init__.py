@@ -10,7 +10,7 @@ from .delta_net.causal_conv1d import causal_conv1d
 from .delta_net.delta_rule import delta_gates, gated_delta_rule
 from .delta_net.gate import gated_rms_norm, sigmoid_mul
 from .embedding import embed
-from .kv_write import kv_write, mla_read, mla_write
+from .kv_write import cache_write, kv_write, mla_read, mla_write
 from .linear import linear, per_head_linear, quantize_fp8
 from .moe import combine, copy_rows, moe_ffn
 from .norm import post_norm, rms_norm, softcap
@@ -22,6 +22,7 @@ from .sampling import greedy
 from .sampling.inputs import count_tokens, sample
 
 __all__ = [
+    "cache_write",
     "causal_conv1d",
     "combine",
     "copy_rows",

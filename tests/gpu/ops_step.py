@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pykernels.gpu.cache_write import cache_write
 from pykernels.gpu.copy_bytes import copy_bytes
 from pykernels.gpu.handshake import combine, copy_rows
 from pykernels.gpu.norm import post_norm, softcap
@@ -125,6 +126,23 @@ def _mla_write(name: str, eight: bool) -> Op:
     return Op(name, make, run, ("out", "latent", "rope", *["latent_scale"] * eight))
 
 
+def _cache_write() -> Op:
+    T, widths = 5, {"k": (BF16, 96), "v": (torch.uint8, 21), "scale": (FP32, 3)}
+
+    def make(device: torch.device) -> Tensors:
+        made = {"slot_mapping": _slots(device, T, 48)}
+        for name, (kind, width) in widths.items():
+            made[name] = integers(device, 99, T, width, dtype=torch.int64).to(kind)
+            made[f"{name}_cache"] = empty(device, 3, 16, width, dtype=kind)
+        return made
+
+    def run(t: Tensors) -> None:
+        rows, cache = ([t[name + end] for name in widths] for end in ("", "_cache"))
+        cache_write(rows, cache, t["slot_mapping"])
+
+    return Op("cache_write", make, run, tuple(f"{name}_cache" for name in widths))
+
+
 def _copy_rows() -> Op:
     """To the GPU's own memory; tests of the handshake have pinned memory."""
 
@@ -220,6 +238,7 @@ STEP = (
     _gqa_write("gqa_rope_cache_write, E4M3", True, True),
     _mla_write("mla_rope_cache_write", False),
     _mla_write("mla_rope_cache_write, E4M3", True),
+    _cache_write(),
     _copy_rows(),
     _copy_bytes(),
     _combine(),

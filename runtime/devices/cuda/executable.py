@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,14 +63,24 @@ class GpuPart:
             self.graph = CapturedGraph([*launches, *last], self.device, copies, high_priority)
         self._thread: Launching | None = None
 
-    def launch(self) -> None:
-        """Begins a step."""
+    def launch(self, apart: bool = False) -> None:
+        """Begins a step.
+
+        Args:
+            apart: in a thread, where it is not captured.
+        """
         if self._ended is None:  # in the interpreter a thread plays the stream
             self._thread = Launching(self.graph.run, self._link)
-            return
-        with self.current():
+        elif apart and not self.graph.is_captured:
+            stream = torch.cuda.current_stream(self.device)
+            self._thread = Launching(partial(self._launch, stream), self._link)
+        else:
+            self._launch(torch.cuda.current_stream(self.device))
+
+    def _launch(self, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
             self.graph.run()
-            self._ended.record()
+            stream.record_event(self._ended)
 
     def compile(self) -> None:
         """Launches what computes once, where launches do not run but compile."""
@@ -78,14 +89,15 @@ class GpuPart:
 
     def ready(self) -> bool:
         """Whether the step that was begun has ended."""
-        if self._thread is not None:
-            return self._thread.ended
+        if self._thread is not None and not self._thread.ended:
+            return False
         return self._ended is None or self._ended.query()
 
     def result(self) -> None:
         """Waits for the step's end."""
-        if self._thread is not None:
-            self._thread.end()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.end()
         if self._ended is not None:
             self._ended.synchronize()
 
@@ -214,8 +226,10 @@ class CudaExecutable:
         if self.cpu is not None:
             self._in_flight = self.cpu.launch()
         try:
+            # GPUs that wait for each other: the queue of one may be full before another has begun.
+            apart = len(self.gpus) > 1
             for part in self.gpus:
-                part.launch()
+                part.launch(apart)
         except BaseException:
             self._release()
             raise

@@ -120,6 +120,11 @@ class CapturedGraph:
             self._launch()
         self._graph = graph
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether it is launched by one call."""
+        return self._graph is not None
+
     def drop(self) -> None:
         """From now on every launch is a call again."""
         self._graph = None

@@ -19,6 +19,7 @@ from ...planning.residency import Filled
 from ...runner.batch import StepBatch
 from ...runner.expert_slots import ExpertSlots
 from ...runner.paged_runner import Executable
+from ...runner.routed_prefill import RoutedPrefill
 from ...workers.pool import WorkerPool
 from ..gpus import Gpus
 from .binders.sampling import waits_for_masks
@@ -26,12 +27,11 @@ from .calibrate import calibrated
 from .memory.buffers import dtypes
 from .memory.experts import on_gpu
 from .memory.pages import GpuPages
+from .memory.replicas import Replicas
 from .memory.weights import layouts
 from .resources import CudaResources
-from .routes.prefill import RoutedPrefill, RouteRunner
-from .routes.replicas import Replicas
 from .step_runner import CudaStepRunner
-from .streamed_runner import StreamedRunner
+from .streamed_runner import RoutedRunner, StreamedRunner
 
 
 class CudaRunner(CudaStepRunner):
@@ -114,7 +114,7 @@ class CudaRunner(CudaStepRunner):
         replicas = self._replicas = Replicas(first, others, self.num_pages)
         return RoutedPrefill(
             {
-                name: RouteRunner(
+                name: RoutedRunner(
                     every.over(over),
                     replace(plan, stream_over=over),
                     self.expert_slots,

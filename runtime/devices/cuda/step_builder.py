@@ -19,7 +19,7 @@ from .inputs import Bucket, StepInputs
 from .memory.blocks import Shape
 from .memory.buffers import Arena, ProgramOutputs, StepOutputs, kept_bytes, kept_routing
 from .resources import CudaResources
-from .routes.striped import StripedBucket, StripedExecutable, StripedInputs
+from .striped import StripedBucket, StripedExecutable, StripedInputs
 
 
 class StepBuilder:

@@ -11,14 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+import numpy as np
 import torch
 
+from ...kv_cache.layout import PAGE
 from ...planning.compile import Compiled
 from ...planning.execution import ExecutionPlan, Phase
 from ...runner.batch import Route, StepBatch, StepResult
 from ...runner.expert_slots import ExpertSlots
 from ...runner.paged_runner import Executable
 from .executable import CudaExecutable
+from .memory.replicas import Replicas, pages_before
 from .resources import CudaResources
 from .step_runner import CudaStepRunner
 
@@ -93,3 +96,53 @@ class StreamedRunner(CudaStepRunner):
             for stream in self._streams:
                 around.enter_context(torch.cuda.stream(stream))
             yield
+
+
+class RoutedRunner(StreamedRunner):
+    """Streamed steps on the GPUs of one route.
+
+    Args:
+        resources: of these GPUs alone; ``plan``: with them as ``stream_over``.
+        slots: see ``StreamedRunner``.
+        name: of the route.
+        replicas: the caches of all GPUs.
+    """
+
+    def __init__(
+        self,
+        resources: CudaResources,
+        plan: ExecutionPlan,
+        slots: ExpertSlots | None,
+        name: str,
+        replicas: Replicas,
+    ) -> None:
+        super().__init__(resources, plan, slots)
+        self.routes = (name,)
+        self._over, self._first, self._replicas = plan.stream_over, plan.placement.device, replicas
+        self._pages = np.zeros(0, np.int64)
+        self._back: torch.cuda.Event | None = None
+
+    def launch(self, batch: StepBatch) -> None:
+        slots = batch.slot_mapping[: batch.T]
+        before = batch.seq_lens[: batch.S] - batch.num_scheduled
+        rows = batch.page_table_rows[: batch.S]
+        with self._resources.watched(), self._own_streams():
+            pages = pages_before(batch.page_tables, rows, before)
+            self._replicas.bring(pages, self._over)
+            super().launch(batch)
+            self._replicas.written(slots, self._over)
+            self._pages, self._back = np.unique(slots // PAGE), None
+            if self._first not in self._over and self._resources.real:
+                self._back = self._replicas.give_back(self._pages, self._over[0])
+
+    def ready(self) -> bool:
+        return super().ready() and (self._back is None or self._back.query())
+
+    def result(self) -> StepResult:
+        step_result = super().result()
+        if self._back is not None:
+            with self._resources.watched():
+                self._back.synchronize()
+        elif self._first not in self._over:  # in Triton's interpreter a thread plays the stream
+            self._replicas.give_back(self._pages, self._over[0])
+        return step_result

@@ -57,10 +57,10 @@ ROWS: dict[str, Op] = {
         attrs={"part": Attr(int), "parts": Attr(int)},
         rule=_take_rows,
     ),
-    # Columns of several buffers beside each other: the i-th ones from `starts[i]` to the next.
+    # Columns of logits beside each other: the i-th ones from `starts[i]` to the next.
     "concat_columns": Op(
-        inputs={"x": Port("activation", None, repeated=True)},
-        outputs={"out": Port("activation", ("T", "every"))},
+        inputs={"x": Port("float32", None, repeated=True)},
+        outputs={"out": Port("float32", ("T", "every"))},
         attrs={"starts": Attr(tuple)},
         rule=_concat_columns,
     ),

@@ -9,6 +9,7 @@ from ..memory.buffers import GpuBuffers
 from . import attention, dense, experts, latents, sampling
 from .delta_nets import DELTA_NETS
 from .dense import Launch
+from .rows import ROWS
 
 BINDERS: dict[str, Callable[[GpuBuffers, Node], Launch]] = {
     "embed": dense.embed,
@@ -35,6 +36,7 @@ BINDERS: dict[str, Callable[[GpuBuffers, Node], Launch]] = {
     "sort_routing": experts.sort_routing,
     "moe_ffn": experts.moe_ffn,
     **DELTA_NETS,
+    **ROWS,
     "join_rows": dense.join_rows,
     "sample_requests": sampling.sample_requests,
 }

@@ -36,7 +36,7 @@ def dtypes(program: Program) -> dict[str, torch.dtype]:
     for node in program.nodes:
         if node.op == "wait" and node.attr("source") == CPU:  # which has floats in float32 alone
             for name in node.writes:
-                if program.buffers[name].dtype.is_floating_point:
+                if program.buffers[name].dtype == torch.float32:
                     kinds[name].add("float32")
         if node.op in ("submit", "wait"):
             for name, kind in zip((*node.reads, *node.writes), node.attr("kinds"), strict=False):
@@ -57,8 +57,8 @@ def _dtype(declared: torch.dtype, kinds: set[str]) -> torch.dtype:
         return torch.int32
     if "float32" in kinds:
         return torch.float32
-    wide = declared.is_floating_point and declared.itemsize > 1  # rows of an FP8 cache stay
-    return torch.bfloat16 if wide else declared
+    is_activation = declared == torch.float32 and "kv" not in kinds
+    return torch.bfloat16 if is_activation else declared
 
 
 def planned(program: Program, kinds: Mapping[str, torch.dtype]) -> MemoryPlan:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ....passes.shard.stripes import (
+from ...passes.shard.stripes import (
     BLOCK_SLOTS,
     BY_SEQUENCE,
     deal,
@@ -17,13 +17,13 @@ from ....passes.shard.stripes import (
     places,
     stripe_tokens,
 )
-from ....planning.compile import Compiled
-from ....program import Program
-from ....program.op_table.collectives import ALL_TOKENS
-from ....runner.sampling import SamplingBatch
-from ...gpus import Gpus
-from ..executable import CudaExecutable
-from ..inputs import BY_TOKEN, Bucket, StepInputs
+from ...planning.compile import Compiled
+from ...program import Program
+from ...program.op_table.collectives import ALL_TOKENS
+from ...runner.sampling import SamplingBatch
+from ..gpus import Gpus
+from .executable import CudaExecutable
+from .inputs import BY_TOKEN, Bucket, StepInputs
 
 _ROWS, _SLOTS = of_all("logits_indices"), of_all("slot_mapping")
 _OTHERS = {_ROWS: 0, _SLOTS: -1, of_all("is_prompt"): 0, BLOCK_SLOTS: 0}

@@ -1,1 +1,0 @@
-"""Steps of streamed prompts on other GPUs than the one that decodes."""
