@@ -72,10 +72,9 @@ def crossed(runner: Any, tokens: int, seconds: float) -> Row:
 
 
 def _programs(runner: Any) -> Iterator[Program]:
-    """Those of prompts; where some are streamed, these alone, by whichever runner."""
-    beside = getattr(runner, "prefill_runner", None)
-    steps = [*runner.steps, *([] if beside is None else beside.steps)]
-    programs = [step.program for step in steps]
+    """Those of prompts that are streamed; where none are, all of prompts."""
+    beside = runner.prefill_runner
+    programs = [step.program for step in (runner.steps if beside is None else beside.steps)]
     yield from [each for each in programs if loaded_by_gpu(each)] or programs
 
 

@@ -3,6 +3,7 @@ apart."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -73,22 +74,26 @@ class Part:
 
 @dataclass
 class _Player:
-    """A way's engine, or why there is none; seconds of a case by round."""
+    """A way's engine, or why there is none; seconds of a case by round, and the ways
+    (``runner.batch.Route``) of its steps with prompts in the last one."""
 
     way: Way
     timer: EngineTimer | None = None
     why: str = ""
     rounds: list[float] = field(default_factory=list)
+    routes: Counter[str] = field(default_factory=Counter)
 
     def turn(self, case: Case, counts: bool) -> None:
         """The case once; where it fails it is the last time."""
         if self.timer is None or self.why:
             return
+        before = self.timer.engine.stats.prompt_steps
         try:
             seconds = case.play(self.timer)
         except Exception as error:
             self.why = reason(error)
             return
+        self.routes = self.timer.engine.stats.prompt_steps - before
         if counts:
             self.rounds.append(seconds)
 
@@ -167,6 +172,7 @@ def _figures(player: _Player, first: _Player, case: Case, part: Part) -> Row:
         "seconds_most": round(max(player.rounds), 5),
         "rounds": len(player.rounds),
         "tok_s": round(case.tokens / seconds, 1),
+        "routes": dict(player.routes),
     }
     if player is not first and first.rounds:
         pairs = zip(first.rounds, player.rounds, strict=False)
