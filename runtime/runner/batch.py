@@ -321,9 +321,23 @@ class PrefillRunner(StepRunner, Protocol):
     """Most tokens of a step with prompts on the main runner: ``min_tokens`` - 1 and those of as
     many sequences as may decode, or more; 0: it takes no prompts."""
 
+    @property
+    def least_seconds(self) -> float:
+        """A step takes about so long, however few its tokens are: all experts cross."""
+        ...
+
     def take(self, route: str) -> None:
         """The way of the step that is launched next, one of ``routes``; called before each launch
         where there are several."""
+        ...
+
+    def park(self, seconds: float) -> None:
+        """The step that runs, if any, stops at the end of a layer, with all that it holds, and goes
+        on after ``resume``, or by itself when so many seconds are over. Returns at once."""
+        ...
+
+    def resume(self) -> None:
+        """The step goes on, if it is parked; ``result`` and ``launch`` do the same."""
         ...
 
     def ready(self) -> bool:

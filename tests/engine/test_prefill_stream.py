@@ -34,6 +34,7 @@ class FakePrefill:
 
     min_tokens, min_alone = 12, 20
     max_others = 19
+    least_seconds = 0.0
     routes: Sequence[str] = (Route.STREAMED,)
 
     def __init__(self, owner: FakeRunner) -> None:
@@ -42,6 +43,7 @@ class FakePrefill:
         self.own: StepBatch | None = None
         self.sizes: list[int] = []
         self.taken: list[str] = []
+        self.parked = False
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.owner, name)
@@ -57,7 +59,16 @@ class FakePrefill:
         self.left = self.owner.rng.randrange(5)  # type: ignore[attr-defined]
         self.found = self._before()
 
+    def park(self, seconds: float) -> None:
+        assert not self.parked and seconds > 0
+        self.parked = True
+
+    def resume(self) -> None:
+        self.parked = False
+
     def ready(self) -> bool:
+        if self.parked:
+            return False
         self.left -= 1
         return self.left <= 0
 

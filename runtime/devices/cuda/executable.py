@@ -20,6 +20,7 @@ from ...program import Program
 from ...program.node import Node
 from ...program.ops import OPS
 from ...program.weights import WeightStore
+from ...runner.batch import DeviceLost
 from ...workers.pool import WorkerPool
 from ...workers.worker_pool import InFlight
 from ..cpu.step import CpuExecutable
@@ -28,8 +29,10 @@ from . import handshake
 from .binders import BINDERS
 from .binders.dense import Launch
 from .channels import ChannelBuffers, link
+from .gate import Gate
 from .graph import CapturedGraph, copy_stream, in_turn
 from .memory.buffers import Arena, Caches, GpuBuffers, ProgramOutputs
+from .watch import WATCH
 
 COMPILERS = 16
 """Kernels that are compiled at a time."""
@@ -43,6 +46,7 @@ class GpuPart:
         link: to the other parts, if there are any.
         last: what is launched behind it.
         high_priority: see ``CapturedGraph``.
+        gate: what its layers wait for; None: nothing.
 
     Raises:
         PykernelsError: an op that this device does not have.
@@ -54,11 +58,14 @@ class GpuPart:
         link: Link | None,
         last: Sequence[Launch] = (),
         high_priority: bool = False,
+        gate: Gate | None = None,
     ) -> None:
         self.memory, self.device, self._link = memory, memory.device, link
         self._ended = torch.cuda.Event() if self.device.type == "cuda" else None
         with self.current():
             launches = [self._bind(node) for node in memory.program.nodes]
+            if gate is not None:
+                launches = gate.before_layers(launches, memory.program, self.device)
             copies = copy_stream(memory.program)
             self.graph = CapturedGraph([*launches, *last], self.device, copies, high_priority)
         self._thread: Launching | None = None
@@ -94,12 +101,21 @@ class GpuPart:
         return self._ended is None or self._ended.query()
 
     def result(self) -> None:
-        """Waits for the step's end."""
+        """Waits for the step's end.
+
+        Raises:
+            DeviceLost: the GPU failed.
+        """
         thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.end()
-        if self._ended is not None:
-            self._ended.synchronize()
+        try:
+            if thread is not None:
+                thread.end()
+            if self._ended is not None:
+                self._ended.synchronize()
+        except torch.AcceleratorError as error:  # no later call on this GPU works either
+            raise DeviceLost(
+                f"{self.device} failed: {str(error).splitlines()[0]}", "Load the model again"
+            ) from error
 
     def current(self) -> AbstractContextManager[object]:
         """Within it launches go to this GPU."""
@@ -131,13 +147,14 @@ class GpuMemory:
     Attributes:
         inputs: by name, tensors of the step's inputs.
         arena: see ``GpuBuffers``.
-        high_priority: see ``CapturedGraph``.
+        high_priority: see ``CapturedGraph``; ``gate``: see ``GpuPart``.
     """
 
     device: torch.device
     inputs: Mapping[str, torch.Tensor]
     arena: Arena
     high_priority: bool = False
+    gate: Gate | None = None
 
 
 class CudaExecutable:
@@ -197,7 +214,7 @@ class CudaExecutable:
             own = parts[name], weights, on.device, inputs, caches, _within(program, found.tensors)
             memory = GpuBuffers(*own, on.arena)
             last = [found.receive] if found.host else []
-            self.gpus.append(GpuPart(memory, self.link, last, on.high_priority))
+            self.gpus.append(GpuPart(memory, self.link, last, on.high_priority, on.gate))
             self.outputs |= _within(program, found.host)
         self.memory = self.gpus[-1].memory
         self._in_flight: InFlight | None = None
@@ -237,22 +254,26 @@ class CudaExecutable:
     def ready(self) -> bool:
         """Whether a step without nodes of the CPU has ended."""
         assert self.cpu is None
-        return all(part.ready() for part in self.gpus)
+        ended = [part.ready() for part in self.gpus]  # asks all: one may wait for one that failed
+        return all(ended)
 
     def result(self) -> None:
         """Ends the step that ``launch`` has begun.
 
         Raises:
             TaskError: a task of the CPU failed, or was not given its inputs in time.
+            DeviceLost: a GPU failed.
         """
         flight = self._in_flight
+        meets = nullcontext() if self.link is None else WATCH.over(self.gpus, self.link.release)
         try:
-            if flight is not None:
-                self._pool.wait(flight)
-                if flight.error is not None or not flight.done:
-                    self._end()  # a pool that has failed or ended answers no more
-            for part in self.gpus:  # in the order in which they wait for each other
-                part.result()
+            with meets:
+                if flight is not None:
+                    self._pool.wait(flight)
+                    if flight.error is not None or not flight.done:
+                        self._end()  # a pool that has failed or ended answers no more
+                for part in self.gpus:  # in the order in which they wait for each other
+                    part.result()
         except BaseException:
             self._end()
             raise

@@ -17,6 +17,8 @@ from ...program.analysis import on_streams
 from ...program.ops import COPIES, OPS
 from .binders.dense import Launch
 
+CAPTURE = threading.Lock()
+"""Held while launches are captured: CUDA then refuses what other threads ask of events."""
 _INTERPRETER = threading.Lock()
 
 
@@ -114,9 +116,8 @@ class CapturedGraph:
         if self.device.type != "cuda" or not self.launches:
             return
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=pool, stream=_capturing(self.device, self._high_priority)
-        ):
+        stream = _capturing(self.device, self._high_priority)
+        with CAPTURE, torch.cuda.graph(graph, pool=pool, stream=stream):
             self._launch()
         self._graph = graph
 

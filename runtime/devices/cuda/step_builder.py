@@ -15,6 +15,7 @@ from ...program import Program
 from ...runner.sampling import SamplingBatch
 from .channels import ChannelBuffers
 from .executable import CudaExecutable, GpuMemory
+from .gate import Gate
 from .inputs import Bucket, StepInputs
 from .memory.blocks import Shape
 from .memory.buffers import Arena, ProgramOutputs, StepOutputs, kept_bytes, kept_routing
@@ -30,6 +31,7 @@ class StepBuilder:
         inputs: by name, CPU tensors that are written before each step; ``sampling``: how its rows
             are sampled; ``sizes``: see ``PagedRunner``.
         high_priority: whether kernels of these steps go before those of others on a GPU.
+        gate: at which they may be parked.
         whole: makes the program of a whole step of so many tokens, where tokens are dealt over the
             GPUs; None: they are not.
 
@@ -45,10 +47,11 @@ class StepBuilder:
         sampling: SamplingBatch,
         sizes: torch.Tensor,
         high_priority: bool,
+        gate: Gate | None = None,
         whole: Callable[[int], Program] | None = None,
     ) -> None:
         self._resources, self._largest = resources, largest
-        self._sizes, self._high_priority = sizes, high_priority
+        self._sizes, self._high_priority, self._gate = sizes, high_priority, gate
         self._arenas = {name: Arena(device) for name, device in resources.gpus.items()}
         self._channel_buffers = ChannelBuffers(resources.gpus, resources.peers)
         self._pool = torch.cuda.graph_pool_handle() if resources.real else None
@@ -78,7 +81,9 @@ class StepBuilder:
             compiled,
             resources.model.store,
             {
-                name: GpuMemory(device, bucket.on[name], self._arenas[name], self._high_priority)
+                name: GpuMemory(
+                    device, bucket.on[name], self._arenas[name], self._high_priority, self._gate
+                )
                 for name, device in self._resources.gpus.items()
             },
             resources.pool,

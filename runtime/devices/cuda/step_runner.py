@@ -15,6 +15,7 @@ from ...program.weights import LayoutOf
 from ...runner.batch import StepBatch, StepResult
 from ...runner.paged_runner import PagedRunner
 from .executable import CudaExecutable
+from .gate import Gate
 from .memory.buffers import dtypes
 from .memory.weights import layouts
 from .resources import CudaResources
@@ -30,6 +31,7 @@ class CudaStepRunner(PagedRunner):
     Attributes:
         largest: phase of the largest step.
         high_priority: whether its kernels go before those of other step runners.
+        gate: at which its steps may be parked; None: nowhere.
     """
 
     copies_inputs = True
@@ -41,6 +43,7 @@ class CudaStepRunner(PagedRunner):
         self.pool, self.device = resources.pool, resources.device
         self.caches, self.last_steps = resources.caches, resources.last_steps
         self._resources = resources
+        self.gate: Gate | None = None
         self._step_builder: StepBuilder | None = None
 
     @property
@@ -67,6 +70,7 @@ class CudaStepRunner(PagedRunner):
                     self._sampling,
                     self.sizes,
                     self.high_priority,
+                    self.gate,
                     self._whole if self.plan.stream_over[1:] else None,
                 )
         return self._step_builder

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from ...runner.batch import Route, StepBatch, StepResult
 from ...runner.expert_slots import ExpertSlots
 from ...runner.paged_runner import Executable
 from .executable import CudaExecutable
+from .gate import Gate
 from .memory.replicas import Replicas, pages_before
 from .resources import CudaResources
 from .step_runner import CudaStepRunner
@@ -44,6 +46,7 @@ class StreamedRunner(CudaStepRunner):
         self, resources: CudaResources, plan: ExecutionPlan, slots: ExpertSlots | None
     ) -> None:
         super().__init__(resources, replace(plan, passes=(), dual_batch=False))
+        self._gate = self.gate = Gate(resources.real)
         assert plan.prompts is not None
         self.min_tokens, self.min_alone = plan.prompts.min_tokens, plan.prompts.alone
         self.max_others, self._decode_expert_slots = plan.prompts.not_streamed, slots
@@ -69,7 +72,16 @@ class StreamedRunner(CudaStepRunner):
     def allocate(self, compiled: Compiled) -> None:
         """The runner beside which this one runs has done so."""
 
+    @cached_property
+    def least_seconds(self) -> float:
+        """Those in which all experts cross."""
+        streaming = self.plan.streaming
+        if streaming is None or not streaming.link_bytes_per_s:
+            return 0.0
+        return streaming.nbytes(self.compiled().program) / streaming.link_bytes_per_s
+
     def launch(self, batch: StepBatch) -> None:
+        self.resume()
         with self._own_streams():
             super().launch(batch)
 
@@ -77,13 +89,23 @@ class StreamedRunner(CudaStepRunner):
         """There is one way."""
         assert route in self.routes
 
+    def park(self, seconds: float) -> None:
+        """The step that runs waits at its next layer, for so long at most."""
+        self._gate.close(seconds)
+
+    def resume(self) -> None:
+        """The step goes on."""
+        self._gate.open()
+
     def ready(self) -> bool:
         """Whether ``result`` need not wait."""
         step = self._executable
         assert isinstance(step, CudaExecutable)
-        return step.ready()
+        with self._resources.watched():
+            return step.ready()
 
     def result(self) -> StepResult:
+        self.resume()
         step_result = super().result()
         if self._decode_expert_slots is not None:  # what prompts take says what decode steps will
             self._decode_expert_slots.ended(self._executable, self.sizes.tolist(), False)

@@ -28,6 +28,9 @@ SNAPSHOT_TOKENS = 1024
 """From one snapshot of a prompt's state to the next. Each takes as much memory as the keys and
 values of some thousand tokens, and makes one step more of the prompt."""
 
+PREFILL_YIELD = 0.5
+"""A long prompt takes twice as long at most, besides what it waits for anyway."""
+
 DRAFTERS = ("ngram",)
 """Where drafts come from, by name."""
 
@@ -87,6 +90,8 @@ class EngineConfig:
             where longer ones have steps of their own on a GPU; None: as is measured.
         dslp_after: seconds without decoding after which all GPUs read a prompt together, where
             they may; before that those on which nothing decodes.
+        prefill_yield: of the time of a long prompt's step, the share in which it may be parked
+            between layers while shorter prompts are read; 0: never, and they go by order.
         max_waiting: requests that may wait to be admitted; more are refused with ``EngineBusy``.
             None: no limit.
         ageing_seconds: a request that has waited so much longer than another is served as if its
@@ -186,6 +191,14 @@ class EngineConfig:
         kind=float,
         least=0,
     )
+    prefill_yield: float = option(
+        PREFILL_YIELD,
+        "Share of its time for which a long prompt whose experts are streamed to a GPU stands back"
+        " for shorter ones; 0: they wait for it.",
+        "SHARE",
+        kind=float,
+        least=0,
+    )
     max_waiting: int | None = None
     ageing_seconds: float = 30.0
     draft: str = option(
@@ -215,6 +228,10 @@ class EngineConfig:
                 raise SettingError(name, value, "Give a positive number")
         if not isinstance(self.overlap, bool):
             raise SettingError("overlap", self.overlap, "Give True or False")
+        check_number("prefill_yield", self.prefill_yield, "a share from 0 to 0.9")
+        if self.prefill_yield > 0.9:
+            hint = "Give a share from 0 to 0.9"
+            raise SettingError("prefill_yield", self.prefill_yield, hint)
         check_number("dslp_after", self.dslp_after, "a number of seconds")
         for name in ("kv_ram_gib", "kv_store_gib"):
             check_number(name, getattr(self, name), "a number of GiB")
@@ -236,6 +253,9 @@ class EngineConfig:
         if self.chunked_below is not None and not count:
             hint = 'Add device="cuda:0"'
             raise SettingError("chunked_below", self.chunked_below, hint, "without a GPU")
+        if self.prefill_yield != PREFILL_YIELD and not count:
+            hint = 'Add device="cuda:0"'
+            raise SettingError("prefill_yield", self.prefill_yield, hint, "without a GPU")
         if self.dslp_after != DSLP_AFTER and count < 2:
             hint = 'Add device="cuda:0,cuda:1"'
             raise SettingError("dslp_after", self.dslp_after, hint, "without a second GPU")

@@ -10,7 +10,7 @@ from pykernels.gpu.cache_write import cache_write as write_rows
 
 from ....program.node import Node
 from ..memory.buffers import GpuBuffers
-from .dense import Launch, void
+from .dense import Launch
 
 
 def concat_rows(m: GpuBuffers, node: Node) -> Launch:
@@ -33,7 +33,7 @@ def cache_write(m: GpuBuffers, node: Node) -> Launch:
     rows = [m.tensor(name).flatten(0, 1) for name in node.series("rows")]
     cache = [m.tensor(name) for name in node.series("cache")]
     slot_mapping = m.read(node, "slot_mapping")
-    return lambda: void(write_rows(rows, cache, slot_mapping))
+    return lambda: write_rows(rows, cache, slot_mapping)
 
 
 def _copies(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Launch:
