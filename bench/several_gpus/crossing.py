@@ -4,7 +4,7 @@ its program."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,15 +38,15 @@ def crossing(runner: Any, tokens: int) -> Crossing:
     """
     most = runner.max_num_batched_tokens
     whole, rest = divmod(tokens, most)
-    programs = sorted(_programs(runner), key=tokens_of)
+    steps = sorted(_steps(runner), key=tokens_of)
     found = Crossing()
     for chunk in [most] * whole + ([rest] if rest else []):
-        program = next((each for each in programs if chunk <= tokens_of(each)), programs[-1])
-        loads = loaded_by_gpu(program)
+        parts = _parts(next((step for step in steps if chunk <= tokens_of(step)), steps[-1]))
+        loads = [loaded_by_gpu(part) for part in parts]
         found.steps += 1
-        found.streamed += bool(loads)
-        found.between += between_gpus(program)
-        for gpu, nbytes in loads.items():
+        found.streamed += any(loads)
+        found.between += sum(map(sent_to_gpus, parts))
+        for gpu, nbytes in (pair for each in loads for pair in each.items()):
             found.links[gpu] = found.links.get(gpu, 0) + nbytes
     return found
 
@@ -71,16 +71,21 @@ def crossed(runner: Any, tokens: int, seconds: float) -> Row:
     return row
 
 
-def _programs(runner: Any) -> Iterator[Program]:
-    """Those of prompts that are streamed; where none are, all of prompts."""
+def _steps(runner: Any) -> Sequence[Any]:
+    """Executables of prompts that are streamed; where none are, all of prompts."""
     beside = runner.prefill_runner
-    programs = [step.program for step in (runner.steps if beside is None else beside.steps)]
-    yield from [each for each in programs if loaded_by_gpu(each)] or programs
+    steps: Sequence[Any] = runner.steps if beside is None else beside.steps
+    return [step for step in steps if any(map(loaded_by_gpu, _parts(step)))] or steps
 
 
-def tokens_of(program: Program) -> int:
+def _parts(step: Any) -> Sequence[Program]:
+    """The program of each GPU."""
+    return [part.memory.program for part in step.gpus]
+
+
+def tokens_of(step: Any) -> int:
     """Tokens of a step, those of all ranks."""
-    return max(program.sizes["T"], program.sizes.get(ALL_TOKENS, 0))
+    return max(max(each.sizes["T"], each.sizes.get(ALL_TOKENS, 0)) for each in _parts(step))
 
 
 def loaded_by_gpu(program: Program) -> dict[str, int]:
@@ -94,25 +99,14 @@ def loaded_by_gpu(program: Program) -> dict[str, int]:
     return found
 
 
-def between_gpus(program: Program) -> int:
-    """Bytes that a GPU reads of what another one wrote, in the largest step: each buffer once for
-    each GPU that reads it."""
-    kinds = dtypes(program)
-    writers: dict[str, str] = {}
-    sent: set[tuple[str, str]] = set()
+def sent_to_gpus(part: Program) -> int:
+    """Bytes that a GPU's part of a program (``partition``) sends to other GPUs, in the largest
+    step."""
+    kinds = dtypes(part)
     total = 0
-    for node in program.nodes:
-        for name in node.reads:
-            ends = writers.get(name, node.device), node.device
-            if ends[0] != ends[1] and _on_gpus(ends) and (name, node.device) not in sent:
-                sent.add((name, node.device))
-                item = kinds.get(name, program.buffers[name].dtype).itemsize
-                total += math.prod(program.shape(name)) * item
-        for name in node.writes:
-            writers[name] = node.device
-            sent = {pair for pair in sent if pair[0] != name}
+    for node in part.nodes:
+        if node.op == "submit" and node.attr("to").startswith("cuda"):
+            for name in node.reads:
+                item = kinds.get(name, part.buffers[name].dtype).itemsize
+                total += math.prod(part.shape(name)) * item
     return total
-
-
-def _on_gpus(devices: Sequence[str]) -> bool:
-    return all(device.startswith("cuda") for device in devices)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import model.pinning.hybrid
 from bench.report import main as report
 from bench.several_gpus.budget import Budget
-from bench.several_gpus.crossing import between_gpus
+from bench.several_gpus.crossing import sent_to_gpus
 from bench.several_gpus.disagg.client import Heard
 from bench.several_gpus.dslp.depth import Depth
 from bench.several_gpus.dslp.volume import volumes
@@ -24,6 +24,7 @@ from model.random_model import random_decoder
 from runtime.devices import gpus
 from runtime.devices.cuda import resources
 from runtime.program import Builder
+from runtime.program.partition import partition
 from runtime.program.weight_spec import WeightSpec
 
 from ..model import tiny
@@ -137,8 +138,11 @@ def test_what_a_gpu_reads_of_another_is_sent_once() -> None:
     nodes = [
         n if n.name in ("embed", "own") else replace(n, device="cuda:1") for n in program.nodes
     ]
-    assert between_gpus(program) == 0
-    assert between_gpus(replace(program, nodes=tuple(nodes))) == 4 * 8 * 2
+    parts = partition(replace(program, nodes=tuple(nodes)))
+    assert {gpu: sent_to_gpus(part) for gpu, part in parts.items()} == {
+        "cuda:0": 4 * 8 * 2,
+        "cuda:1": 0,
+    }
 
 
 def test_a_deeper_model_from_two_depths() -> None:

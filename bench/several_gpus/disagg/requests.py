@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from bench.papers.osdi_text import DECODE_PROMPT, PREFILL_TOKENS
 from pykernels.errors import PykernelsError
-from runtime.engine.scheduling.config import EngineConfig
 from runtime.planning.config import ExecutionConfig
 from runtime.planning.option import option
 
@@ -84,7 +83,7 @@ def ways_of(execution: ExecutionConfig, yields: str) -> list[Way]:
     """The CPU; or the first GPU, with yields or without, and all GPUs where there are several.
 
     Raises:
-        PykernelsError: yields, and there are none.
+        PykernelsError: no yields, and no GPU.
     """
     count = count_gpus(execution.device)
     if not count:
@@ -96,11 +95,6 @@ def ways_of(execution: ExecutionConfig, yields: str) -> list[Way]:
         if switch == "on":
             found.append(Way("1 GPU", on_first(execution)))
             continue
-        if not {*NO_YIELD} <= {each.name for each in fields(EngineConfig)}:
-            raise PykernelsError(
-                "this engine's prompts let nobody in, so that cannot be turned off",
-                "Leave --yields out",
-            )
         found.append(Way("1 GPU, no yields", on_first(execution), engine=NO_YIELD))
     if count > 1:
         found.append(Way(f"{count} GPUs", on_all(execution, "disaggregated")))
