@@ -54,13 +54,14 @@ class Part:
 
     Attributes:
         open_engine: with room for all cases.
-        more: further columns, of an engine's runner, the case's tokens and its seconds.
+        more: further columns, of an engine's runner, the case's tokens, how many steps with prompts
+            it had, and its seconds.
     """
 
     ways: Sequence[Way]
     cases: Sequence[Case]
     open_engine: Open
-    more: Callable[[Any, int, float], Row] = lambda runner, tokens, seconds: {}
+    more: Callable[[Any, int, int, float], Row] = lambda runner, tokens, steps, seconds: {}
 
     @property
     def plan(self) -> list[Row]:
@@ -177,4 +178,4 @@ def _figures(player: _Player, first: _Player, case: Case, part: Part) -> Row:
     if player is not first and first.rounds:
         pairs = zip(first.rounds, player.rounds, strict=False)
         row["x_first"] = round(median(one / own for one, own in pairs), 3)
-    return row | part.more(player.timer.runner, case.tokens, seconds)
+    return row | part.more(player.timer.runner, case.tokens, player.routes.total(), seconds)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from bench.harness.timing.rows import Row
 from bench.papers.osdi_text import LAYER_TOKENS
 from model.named import make_config
+from runtime.engine import EngineConfig
 from runtime.planning.config import ExecutionConfig
 from runtime.profiling.engine_speed import EngineTimer, Load
 
@@ -30,7 +31,8 @@ def parts_of(
 
     def opener(of: Ours, load: Load) -> Open:
         def opened(way: Way) -> EngineTimer:
-            timer = of.timer(load, way.execution, prompts.budget)
+            runner = of.runner(load, way.execution, prompts.budget)
+            timer = EngineTimer(runner, config=EngineConfig(**way.engine))
             spin(of.pool, "cuda")
             return timer
 

@@ -13,6 +13,9 @@ ACCESS = ("on", "off")
 CPU_MOST = 4096
 """Tokens of the longest prompt that --cpu times: the paper's CPU reads prompts up to there."""
 
+WHOLE_STEPS = {"prefill_yield": 0.0}
+"""Of ``EngineConfig``: nobody waits, so steps are as long as they can be."""
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -51,9 +54,9 @@ class Prompts:
 def ways_of(execution: ExecutionConfig, peer_access: str) -> list[Way]:
     """The first GPU, and all of them, by each word of ``peer_access``."""
     several = f"{count_gpus(execution.device)} GPUs"
-    found = [Way("1 GPU", on_first(execution))]
+    found = [Way("1 GPU", on_first(execution), WHOLE_STEPS)]
     for access in named("--peer-access", peer_access, ACCESS):
         name = several if access == "on" else f"{several}, no peers"
         flags = {} if access == "on" else {"peer_access": "off"}
-        found.append(Way(name, on_all(execution, "dslp"), flags=flags))
+        found.append(Way(name, on_all(execution, "dslp"), WHOLE_STEPS, flags))
     return found
