@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
@@ -23,7 +24,7 @@ from pykernels.target import detect
 from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.make_runner import make_plan, make_runner
 from runtime.planning.config import ExecutionConfig
-from runtime.planning.execution import largest_step
+from runtime.planning.execution import ExecutionPlan, largest_step
 from runtime.planning.residency import Filled
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
@@ -151,9 +152,17 @@ class Ours:
         return EngineTimer(runner, target_itl_ms=target_itl_ms)
 
     def runner(
-        self, load: Load, execution: ExecutionConfig, max_num_batched_tokens: int | None = None
+        self,
+        load: Load,
+        execution: ExecutionConfig,
+        max_num_batched_tokens: int | None = None,
+        change: Callable[[ExecutionPlan], ExecutionPlan] = lambda plan: plan,
     ) -> PagedRunner:
-        """What an engine with room for a load runs. Arguments and errors are ``timer``'s."""
+        """What an engine with room for a load runs. Other arguments and errors are ``timer``'s.
+
+        Args:
+            change: of the plan, to what no user can ask for.
+        """
         budget = max(max_num_batched_tokens or STEP_TOKENS, load.batch)
         if (positions := load.positions(budget)) > self.max_model_len:
             raise PykernelsError(
@@ -167,7 +176,7 @@ class Ours:
         if execution.on_gpu and not max_num_batched_tokens:  # as many tokens as pay there
             sizes = largest_step(positions, pages, None, batch)
         plan = make_plan(execution, self.decoder, positions, sizes, placement)
-        runner = make_runner(plan, execution.device, self.decoder, self.pool)
+        runner = make_runner(change(plan), execution.device, self.decoder, self.pool)
         start = time.perf_counter()
         spin(self.pool, "cpu")  # not while they pack
         runner.load()

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pykernels.env import env
 from pykernels.errors import PykernelsError
 from runtime.planning.config import ExecutionConfig
+
+if TYPE_CHECKING:  # it imports torch
+    from runtime.planning.execution import ExecutionPlan
 
 
 @dataclass(frozen=True)
@@ -20,17 +23,25 @@ class Way:
         name: in tables.
         execution: of ``load_engine``; ``engine``: fields of ``EngineConfig``.
         flags: of ``pykernels.env`` while its engine is made.
+        exchange: of ``passes.shard.EXPERTS``; "": as the engine has it.
     """
 
     name: str
     execution: ExecutionConfig
     engine: dict[str, Any] = field(default_factory=dict)
     flags: dict[str, str] = field(default_factory=dict)
+    exchange: str = ""
 
     @property
     def gpus(self) -> int:
         """How many it has."""
         return count_gpus(self.execution.device)
+
+    def planned(self, plan: ExecutionPlan) -> ExecutionPlan:
+        """A plan with the exchange of this way."""
+        if not self.exchange or plan.streaming is None:
+            return plan
+        return replace(plan, streaming=replace(plan.streaming, exchange=self.exchange))
 
     @contextmanager
     def flagged(self) -> Iterator[None]:

@@ -77,8 +77,8 @@ def test_prompts_on_two_gpus(tmp_path: Path, played: None) -> None:
 
 def test_a_whole_model_on_two_gpus(tmp_path: Path, played: None) -> None:
     pytest.importorskip("matplotlib")
-    tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=2)
-    sizes = "--prompts", "8", "--batches", "1", "--tokens", "2", "--context", "4", "--rounds", "1"
+    tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=1)
+    sizes = "--prompts", "4", "--batches", "1", "--tokens", "2", "--context", "4", "--rounds", "1"
     options = *sizes, *QUICK
     rows = ran(tmp_path, "tensor", "--model", str(tmp_path), *options)
     assert [row["op"] for row in rows] == ["prompt", "prompt", "decode", "decode"]
@@ -112,6 +112,7 @@ def test_nothing_is_begun_that_would_end_too_late() -> None:
         (["dslp", "--device", "cuda:0"], "compares several GPUs with one"),
         (["dslp", "--lengths", "64,x"], "--lengths 64,x"),
         (["dslp", "--peer-access", "maybe"], "--peer-access maybe: 'maybe'"),
+        (["dslp", "--exchange", "none"], "--exchange none: 'none'"),
         (["disagg", "--parts", "none"], "--parts none: 'none'"),
         (["disagg", "--device", "cpu", "--yields", "off"], "--yields off is for a GPU"),
         (["tensor", "--gpus", "dslp"], "--gpus dslp: 'dslp'"),

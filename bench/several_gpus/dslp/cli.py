@@ -58,7 +58,7 @@ def dslp(
     check_plot(plot)
     check_gpu(execution)
     execution = replace(settled(execution), experts="cpu", prefill="stream")
-    ways = ways_of(execution, prompts.peer_access)
+    ways = ways_of(execution, prompts)
     from ..turns import rows
     from .parts import head_of, parts_of
 

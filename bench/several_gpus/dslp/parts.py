@@ -31,7 +31,7 @@ def parts_of(
 
     def opener(of: Ours, load: Load) -> Open:
         def opened(way: Way) -> EngineTimer:
-            runner = of.runner(load, way.execution, prompts.budget)
+            runner = of.runner(load, way.execution, prompts.budget, way.planned)
             timer = EngineTimer(runner, config=EngineConfig(**way.engine))
             spin(of.pool, "cuda")
             return timer

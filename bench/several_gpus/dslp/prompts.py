@@ -9,7 +9,9 @@ from runtime.planning.option import option
 
 from ..ways import Way, count_gpus, named, numbers, on_all, on_first
 
-ACCESS = ("on", "off")
+ACCESS = {"on": "", "off": ", no peers"}
+EXCHANGES = {"small_ep": "", "all_to_all": ", standard EP"}
+"""How GPUs share experts, and what that adds to the name of a way."""
 CPU_MOST = 4096
 """Tokens of the longest prompt that --cpu times: the paper's CPU reads prompts up to there."""
 
@@ -35,6 +37,12 @@ class Prompts:
         " consumers do (off), or both after each other.",
         "on|off|on,off",
     )
+    exchange: str = option(
+        "small_ep",
+        "How several GPUs share the experts of a step: as the engine does (small_ep), by standard"
+        " expert parallelism (all_to_all), or both after each other.",
+        "small_ep|all_to_all|small_ep,all_to_all",
+    )
     thin: int | None = option(
         None,
         "Time the first N layers too: what a layer adds is then known, and the whole model's time"
@@ -47,16 +55,18 @@ class Prompts:
 
     def check(self) -> tuple[int, ...]:
         """The lengths. Raises PykernelsError for what cannot be meant."""
-        named("--peer-access", self.peer_access, ACCESS)
+        named("--peer-access", self.peer_access, tuple(ACCESS))
+        named("--exchange", self.exchange, tuple(EXCHANGES))
         return numbers("--lengths", self.lengths, "256,4096,32768")
 
 
-def ways_of(execution: ExecutionConfig, peer_access: str) -> list[Way]:
-    """The first GPU, and all of them, by each word of ``peer_access``."""
+def ways_of(execution: ExecutionConfig, prompts: Prompts) -> list[Way]:
+    """The first GPU, and all of them by each exchange, with peer access and without."""
     several = f"{count_gpus(execution.device)} GPUs"
     found = [Way("1 GPU", on_first(execution), WHOLE_STEPS)]
-    for access in named("--peer-access", peer_access, ACCESS):
-        name = several if access == "on" else f"{several}, no peers"
-        flags = {} if access == "on" else {"peer_access": "off"}
-        found.append(Way(name, on_all(execution, "dslp"), WHOLE_STEPS, flags))
+    for exchange in named("--exchange", prompts.exchange, tuple(EXCHANGES)):
+        for access in named("--peer-access", prompts.peer_access, tuple(ACCESS)):
+            name = f"{several}{EXCHANGES[exchange]}{ACCESS[access]}"
+            flags = {} if access == "on" else {"peer_access": "off"}
+            found.append(Way(name, on_all(execution, "dslp"), WHOLE_STEPS, flags, exchange))
     return found
