@@ -73,15 +73,5 @@ class RoutedPrefill:
     def result(self) -> StepResult:
         return self._taken.result()
 
-    @property
-    def least_seconds(self) -> float:
-        return self._taken.least_seconds
-
-    def park(self, seconds: float) -> None:
-        self._taken.park(seconds)
-
-    def resume(self) -> None:
-        self._taken.resume()
-
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         raise AssertionError("no model with states has routes")
