@@ -76,6 +76,19 @@ def test_no_step_is_lost_whoever_comes_late(way: str) -> None:
         made.assert_adds(step % 5, step // 5 % 7, LAYERS)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("peers", ["auto", "off"])
+def test_large_values_cross_by_copy_engines(peers: str) -> None:
+    """In a captured step, 8 MB each."""
+    gpus, wide = two_gpus(), 1 << 22
+    with env.override(peer_access=peers):
+        made = bound(sums(gpus, 3, wide), gpus, wide)
+    made.assert_adds(1, 2, 3)
+    made.executable.capture(torch.cuda.graph_pool_handle())
+    for step in range(20):
+        made.assert_adds(step % 5, step // 5, 3)
+
+
 def test_both_ends_have_one_dtype_and_memory_is_used_again() -> None:
     gpus = two_gpus()
     parts = partition(sums(gpus, 6, H))
