@@ -82,6 +82,11 @@ class LLM:
         return min(self.runner.max_model_len, places)
 
     @property
+    def decisions(self) -> Sequence[str]:
+        """What sizes and measurements have decided, and why, a line each."""
+        return (*self.runner.decisions, *self.engine.decisions)
+
+    @property
     def gpu_experts(self) -> Mapping[str, Sequence[int]]:
         """By the name of a layer's experts, those that a GPU has beside all of them on the CPU."""
         return self.runner.plan.placement.gpu_experts_of

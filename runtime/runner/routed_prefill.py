@@ -56,6 +56,17 @@ class RoutedPrefill:
     def launch(self, batch: StepBatch) -> None:
         self._taken.launch(batch)
 
+    @property
+    def least_seconds(self) -> float:
+        """Of the fastest route."""
+        return min(runner.least_seconds for runner in self._by_route.values())
+
+    def park(self, seconds: float) -> None:
+        self._taken.park(seconds)
+
+    def resume(self) -> None:
+        self._taken.resume()
+
     def ready(self) -> bool:
         return self._taken.ready()
 

@@ -31,14 +31,14 @@ PAPER = RoutingPolicy(chunked_below=2048, dslp_after=300)
 )
 def test_routes_are_the_papers(tokens: int, idle: float, route: str) -> None:
     least = PAPER.least(turning_point=700, chunks=True)
-    assert PAPER.choice(BOTH, tokens, least, idle).route == route
+    assert PAPER.route(BOTH, tokens, least, idle) == route
 
 
 def test_what_is_measured_says_how_short_is_chunked() -> None:
     """Unless it is set; and nothing is where the main runner takes no prompts."""
     assert RoutingPolicy().least(turning_point=700, chunks=True) == 700
     assert PAPER.least(turning_point=700, chunks=False) == 1
-    assert PAPER.choice((Route.DSLP,), 1, 1, 0).route == Route.DSLP
+    assert PAPER.route((Route.DSLP,), 1, 1, 0) == Route.DSLP
 
 
 def test_prompts_beside_answers_are_read_on_the_other_gpus() -> None:
@@ -68,6 +68,10 @@ def test_prompts_beside_answers_are_read_on_the_other_gpus() -> None:
     now += 61
     read(6)
     assert prefill.taken[4:] == [Route.DISAGGREGATED, Route.DSLP]
+    assert engine.decisions == (
+        "prompts: below 12 tokens beside answers, longer ones in steps of their own, on all GPUs"
+        " where nothing decodes for 60 s, else on a GPU on which nothing decodes",
+    )
     assert engine.stats.prompt_steps == {Route.DSLP: 4, Route.DISAGGREGATED: 2}
 
 

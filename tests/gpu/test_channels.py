@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 from pykernels.env import env
-from runtime.devices.cuda.channels import received_bytes
-from runtime.devices.cuda.executable import CudaExecutable
-from runtime.devices.cuda.graph import Launch
 from runtime.devices.cuda.memory.buffers import dtypes
-from runtime.devices.cuda.peers import Peers
+from runtime.devices.cuda.step.channels import received_bytes
+from runtime.devices.cuda.step.executable import CudaExecutable
+from runtime.devices.cuda.step.graph import Launch
+from runtime.devices.cuda.step.peers import Peers
 from runtime.passes.shard.one_shot import one_shot_sums
 from runtime.program.partition import partition
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime.devices.cuda.watch import Watch
+from runtime.devices.cuda.step.watch import Watch
 from runtime.passes.shard.one_shot import one_shot_sums
 
 from .two_gpus import bound, sums, two_gpus

@@ -123,6 +123,7 @@ _COUNTERS = {
     "preemptions": "Requests that gave their pages back and were computed again",
     "finished": "Outputs that have ended",
     "failed_steps": "Steps that failed",
+    "parked_seconds": "Seconds for which steps of long prompts waited for those of short ones",
 }
 _GAUGES = {
     "waiting": "Outputs that wait for a place in the batch",

@@ -18,11 +18,11 @@ from ...program.weight_spec import WeightSpec
 from ...program.weights import WeightStore
 from ..gpus import HEADROOM, Gpus, free_bytes, interpreted
 from .binders.latents import EXPANDED_BYTES
-from .channels import received_bytes
 from .memory.buffers import dtypes, planned
 from .memory.experts import staging_bytes
 from .memory.weights import expert_format, gpu_bytes, layout_bytes, resident_bytes
-from .peers import Peers
+from .step.channels import received_bytes
+from .step.peers import Peers
 
 _UNPACKED_KEYS = 2 << 30  # ``worth_unpacking``'s most
 

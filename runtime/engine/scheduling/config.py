@@ -84,7 +84,7 @@ class EngineConfig:
             ones; None: as many as ``max_num_seqs``.
         target_itl_ms: inter-token time to keep while a prompt is read in parallel with running
             decodes; the prompt tokens of such a step are capped by measured step times. None: no
-            cap.
+            cap; half a second where long prompts have steps of their own that yield.
         max_partial_prefills: prompts that may be under way in one step.
         chunked_below: prompts of fewer tokens are read in chunks beside the requests that decode,
             where longer ones have steps of their own on a GPU; None: as is measured.

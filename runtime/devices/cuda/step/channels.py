@@ -16,13 +16,13 @@ import torch
 
 from pykernels.gpu.collectives.one_shot import OneShotMemory
 
-from ...planning.placement import CPU
-from ...program import Program
-from ...program.node import Node
-from ..gpus import Gpus, interpreted
+from ....planning.placement import CPU
+from ....program import Program
+from ....program.node import Node
+from ...gpus import Gpus, interpreted
+from ..memory.blocks import Shape, block_bytes, view, views
+from ..memory.buffers import dtypes
 from .gpu_link import GpuLink, Members, OneShots
-from .memory.blocks import Shape, block_bytes, view, views
-from .memory.buffers import dtypes
 from .peers import Peers
 
 

@@ -7,7 +7,7 @@ from itertools import permutations
 
 from pykernels.gpu.common.peer_access import enable, has_atomics
 
-from ..gpus import Gpus
+from ...gpus import Gpus
 
 
 @dataclass(frozen=True)

@@ -14,25 +14,25 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.precompile import compiled_together
 
-from ...planning.compile import Compiled
-from ...planning.placement import CPU
-from ...program import Program
-from ...program.node import Node
-from ...program.ops import OPS
-from ...program.weights import WeightStore
-from ...runner.batch import DeviceLost
-from ...workers.pool import WorkerPool
-from ...workers.worker_pool import InFlight
-from ..cpu.step import CpuExecutable
-from ..link import Launching
+from ....planning.compile import Compiled
+from ....planning.placement import CPU
+from ....program import Program
+from ....program.node import Node
+from ....program.ops import OPS
+from ....program.weights import WeightStore
+from ....runner.batch import DeviceLost
+from ....workers.pool import WorkerPool
+from ....workers.worker_pool import InFlight
+from ...cpu.step import CpuExecutable
+from ...link import Launching
+from ..binders import BINDERS
+from ..binders.dense import Launch
+from ..memory.buffers import Arena, Caches, GpuBuffers, ProgramOutputs
 from . import handshake
-from .binders import BINDERS
-from .binders.dense import Launch
 from .channels import ChannelBuffers, link
 from .gate import Gate
 from .gpu_link import GpuLink
 from .graph import CapturedGraph, copy_stream, in_turn
-from .memory.buffers import Arena, Caches, GpuBuffers, ProgramOutputs
 from .watch import WATCH
 
 COMPILERS = 16
@@ -81,13 +81,13 @@ class GpuPart:
             self._thread = Launching(self.graph.run, self._link)
         elif apart and not self.graph.is_captured:
             stream = torch.cuda.current_stream(self.device)
-            self._thread = Launching(partial(self._launch, stream), self._link)
+            self._thread = Launching(partial(self._launch, stream, True), self._link)
         else:
             self._launch(torch.cuda.current_stream(self.device))
 
-    def _launch(self, stream: torch.cuda.Stream) -> None:
+    def _launch(self, stream: torch.cuda.Stream, paced: bool = False) -> None:
         with torch.cuda.stream(stream):
-            self.graph.run()
+            self.graph.run(paced)
             stream.record_event(self._ended)
 
     def compile(self) -> None:
@@ -210,6 +210,7 @@ class CudaExecutable:
                 parts[CPU], weights, pool, host_inputs, {}, kernel, sizes, link=self.link
             )
             self.outputs |= self.cpu.outputs
+        self._beside = any(on.gate is not None for on in gpus.values())
         self.gpus = list[GpuPart]()
         for name, on in gpus.items():
             inputs, found = _sliced(parts[name], on.inputs), results[name]
@@ -237,6 +238,13 @@ class CudaExecutable:
         self.launch()
         self.result()
 
+    def run_first(self) -> None:
+        """One step of any numbers, in which GPUs do not wait for each other: CUDA loads a kernel
+        when all that was launched before has run."""
+        link = self.link if self.cpu is None else None  # the CPU counts up what is released
+        with nullcontext() if link is None else link.released():
+            self.run()
+
     def launch(self) -> None:
         """Begins a step."""
         self.before()
@@ -246,7 +254,12 @@ class CudaExecutable:
             self._in_flight = self.cpu.launch()
         try:
             # GPUs that wait for each other: the queue of one may be full before another has begun.
-            apart = len(self.gpus) > 1
+            # Behind a full queue a host would wait whose other steps are to go on meanwhile.
+            several = len(self.gpus) > 1
+            apart = several or self._beside
+            if self.link is not None:
+                captured = all(part.graph.is_captured for part in self.gpus)
+                self.link.in_order = captured or not several
             for part in self.gpus:
                 part.launch(apart)
         except BaseException:
@@ -286,6 +299,8 @@ class CudaExecutable:
 
     def capture(self, pool: Any) -> None:
         """Captures the step; the program has run once before."""
+        if self.link is not None:
+            self.link.in_order = True
         for part in self.gpus:
             with part.current():
                 part.graph.capture(pool)

@@ -8,7 +8,7 @@ step is one graph.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -17,12 +17,13 @@ from pykernels.gpu.collectives.one_shot import BLOCK, OneShotMemory
 from pykernels.gpu.collectives.one_shot import one_shot_all_reduce as all_reduce
 from pykernels.gpu.common.stream_memory import copy_memory, wait_value, write_value
 from pykernels.gpu.copy_bytes import MAX_COPIES, copy_bytes
+from pykernels.gpu.copy_filled import copy_filled
 from pykernels.gpu.handshake import MAX_ROWS, copy_rows
 
-from ...program.node import Node
+from ....program.node import Node
+from ..memory.buffers import GpuBuffers
 from .gpu_link import GpuLink
 from .graph import in_turn
-from .memory.buffers import GpuBuffers
 
 Launch = Callable[[], None]
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -35,14 +36,14 @@ KERNEL_BYTES = 4 << 20
 def submit(m: GpuBuffers, node: Node, shared: GpuLink) -> Launch:
     """Stores what a node reads to the channel's memory, then sets its flag."""
     memory = shared.memory(node)
-    pairs = [(m.tensor(name), memory[name]) for name in node.reads]
+    pairs = {name: (m.tensor(name), memory[name]) for name in node.reads}
     return _in_order([*_copies(m, node, shared, pairs), _setter(m, node, shared)])
 
 
 def wait(m: GpuBuffers, node: Node, shared: GpuLink) -> Launch:
     """Waits for the channel's flag, then loads what a node writes from its memory."""
     memory = shared.memory(node)
-    pairs = [(memory[name], m.tensor(name)) for name in node.writes]
+    pairs = {name: (memory[name], m.tensor(name)) for name in node.writes}
     return _in_order([_waiter(m, node, shared), *_copies(m, node, shared, pairs)])
 
 
@@ -84,8 +85,17 @@ def _in_order(launches: list[Launch]) -> Launch:
     return launch
 
 
-def _copies(m: GpuBuffers, node: Node, shared: GpuLink, pairs: list[_Pair]) -> list[Launch]:
-    launches = _as_they_are(pairs) if shared.is_between_gpus(node) else _converting(pairs)
+def _copies(m: GpuBuffers, node: Node, shared: GpuLink, pairs: Mapping[str, _Pair]) -> list[Launch]:
+    if shared.is_between_gpus(node):
+        counts = {name: m.program.buffers[name].filled for name in pairs}
+        launches = _as_they_are([pair for name, pair in pairs.items() if not counts[name]])
+        launches += [
+            partial(copy_filled, *pairs[name], pairs[count][0])
+            for name, count in counts.items()
+            if count
+        ]
+    else:
+        launches = _converting(list(pairs.values()))
     return [in_turn(launch, m.device) for launch in launches]
 
 
@@ -131,7 +141,13 @@ def _setter(m: GpuBuffers, node: Node, shared: GpuLink) -> Launch:
 def _waiter(m: GpuBuffers, node: Node, shared: GpuLink) -> Launch:
     if m.device.type == "cuda":
         address, value = shared.address(node), shared.needed(node)
-        return lambda: wait_value(address, value)
+
+        def wait() -> None:
+            if not shared.in_order:
+                shared.wait(node)
+            wait_value(address, value)
+
+        return wait
     return lambda: shared.wait(node)
 
 

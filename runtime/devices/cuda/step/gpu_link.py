@@ -9,10 +9,10 @@ import torch
 
 from pykernels.gpu.collectives.one_shot import OneShotMemory
 
-from ...program import Program
-from ...program.node import Node
-from ...runner.batch import DeviceLost
-from ..link import Link
+from ....program import Program
+from ....program.node import Node
+from ....runner.batch import DeviceLost
+from ...link import Link
 
 Members = tuple[str, ...]
 """Devices that make sums together, in the order of the sum."""
@@ -70,7 +70,7 @@ class GpuLink(Link):
 
     def clear(self) -> None:
         super().clear()
-        if self.one_shots.stop[0]:
+        if self.clears and self.one_shots.stop[0]:
             self.one_shots.reset()
 
     def release(self) -> None:
@@ -80,7 +80,7 @@ class GpuLink(Link):
     def check(self) -> None:
         """Raises DeviceLost if a GPU has waited for another one's part of a sum in vain, in a step
         that has ended."""
-        if self.one_shots.stop[0]:
+        if self.clears and self.one_shots.stop[0]:
             raise DeviceLost(
                 "a GPU has waited in vain for another one's part of a sum", "Load the model again"
             )
