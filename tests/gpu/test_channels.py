@@ -16,7 +16,7 @@ from runtime.devices.cuda.step.channels import received_bytes
 from runtime.devices.cuda.step.executable import CudaExecutable
 from runtime.devices.cuda.step.graph import Launch
 from runtime.devices.cuda.step.peers import Peers
-from runtime.passes.shard.one_shot import one_shot_sums
+from runtime.passes.shard.merge import one_shot_sums
 from runtime.program.partition import partition
 
 from .two_gpus import bound, sums, two_gpus
