@@ -19,7 +19,7 @@ from ..passes.keep_routing import keep_routing
 from ..passes.numa import split_over_nodes
 from ..passes.on_ref import REF, with_exact_caches
 from ..passes.shard import join, shard
-from ..passes.shard.one_shot import one_shot_sums
+from ..passes.shard.merge import one_shot_sums
 from ..passes.stream_dense import stream_dense
 from ..program import Program
 from ..program.partition import partition
