@@ -16,6 +16,7 @@ from ...planning.option import SettingError, check_number, check_one_of, check_w
 from .routing_policy import DSLP_AFTER, RoutingPolicy
 
 if TYPE_CHECKING:
+    from ...planning.config import ExecutionConfig
     from ..requests.drafters import MakeDrafter
 
 PREFILL_CAP_FLOOR = 8
@@ -248,17 +249,21 @@ class EngineConfig:
                 "kv_tokens and kv_bytes both give the size of the KV cache", "Give one of them"
             )
 
-    def check_gpus(self, count: int) -> None:
-        """Raises SettingError for a way of prompts that a machine of so many GPUs does not have."""
-        if self.chunked_below is not None and not count:
-            hint = 'Add device="cuda:0"'
-            raise SettingError("chunked_below", self.chunked_below, hint, "without a GPU")
-        if self.prefill_yield != PREFILL_YIELD and not count:
-            hint = 'Add device="cuda:0"'
-            raise SettingError("prefill_yield", self.prefill_yield, hint, "without a GPU")
-        if self.dslp_after != DSLP_AFTER and count < 2:
-            hint = 'Add device="cuda:0,cuda:1"'
-            raise SettingError("dslp_after", self.dslp_after, hint, "without a second GPU")
+    def check_ways(self, execution: ExecutionConfig) -> None:
+        """Raises SettingError for a choice among ways of prompts of which there is one."""
+        on_gpu = execution.on_gpu and execution.experts != "gpu"
+        ways = on_gpu and execution.prefill == "auto", on_gpu and execution.prefill != "cpu"
+        hint = 'Add device="cuda:0", experts="cpu" and prefill="auto"'
+        for name, own, there in (
+            ("chunked_below", None, ways[0]),
+            ("prefill_yield", PREFILL_YIELD, ways[1]),
+        ):
+            if (value := getattr(self, name)) != own and not there:
+                raise SettingError(name, value, hint, "where no prompt has a step of its own")
+        routed = "," in execution.device and execution.gpus in ("auto", "routed")
+        if self.dslp_after != DSLP_AFTER and not (ways[1] and routed):
+            hint = 'Add device="cuda:0,cuda:1" and gpus="routed"'
+            raise SettingError("dslp_after", self.dslp_after, hint, "without a choice of GPUs")
 
     @property
     def routing_policy(self) -> RoutingPolicy:
