@@ -206,11 +206,9 @@ def placed_program(
         from runtime.devices.cuda.layouts import CudaLayouts
         from runtime.devices.gpus import gpus_of
         from runtime.planning.gpu.machine import Machine
-        from runtime.planning.gpu.plan import place_on, several_refused
+        from runtime.planning.gpu.plan import place_on
 
         gpus = gpus_of(device)
-        if slots and len(gpus) > 1:
-            raise PykernelsError(*several_refused("an expert cache"))
         free = dict.fromkeys(gpus, 1 << 40)  # bytes: GPUs that need not be there
         machine = Machine(free, CudaLayouts())
         placement = place_on(machine, weights.decoder, ONE_TOKEN, experts, *weights.placed)

@@ -16,7 +16,7 @@ from runtime.planning.execution import ExecutionPlan
 from runtime.planning.gpu.capacity import free_for_experts
 from runtime.planning.gpu.dense import crossing_weights
 from runtime.planning.gpu.machine import Machine
-from runtime.planning.gpu.plan import place_on, several_refused
+from runtime.planning.gpu.plan import place_on
 from runtime.planning.gpu.routes import layer_gpus
 from runtime.planning.gpu.stream_budget import streaming_bytes
 from runtime.planning.lowerable import Lowerable
@@ -101,19 +101,20 @@ def _place_expert_slots(
         raise PykernelsError(
             "an expert cache with all experts on the GPU", "Leave it out, or use experts cpu"
         )
-    if len(machine.free) > 1:
-        raise PykernelsError(*several_refused("an expert cache"))
     plan = plan_with(experts if cache == "auto" else CPU)
     placement = plan.placement
     if placement.experts != CPU:  # all fit
         return placement
     program = model.lower(plan.sizes)
-    free = free_for_experts(model, machine, plan)[placement.device]
-    specs = [program.weight(layer.experts, "experts") for layer in moe_layers(program)]
-    free -= max(map(machine.layouts.filling_bytes, specs), default=0)
+    free_bytes = free_for_experts(model, machine, plan)
+    filling = dict.fromkeys(free_bytes, 0)
+    for layer in moe_layers(program):
+        spec, gpu = program.weight(layer.experts, "experts"), placement.gpu_of(layer.experts)
+        filling[gpu] = max(filling[gpu], machine.layouts.filling_bytes(spec))
+    streamed = dict.fromkeys(free_bytes, 0)
     if prefill in ("split", "stream") or (prefill == "auto" and cache == "auto"):
-        free -= streaming_bytes(model, machine, plan)[placement.device]
-    free_bytes = {placement.device: free}
+        streamed = streaming_bytes(model, machine, plan)
+    free_bytes = {gpu: n - filling[gpu] - streamed[gpu] for gpu, n in free_bytes.items()}
     expert_ids = gpu_experts_of(cache, program, placement, free_bytes, "expert_cache")
     return _with_slots(placement, program, expert_ids)
 
@@ -121,7 +122,8 @@ def _place_expert_slots(
 def with_slots(placement: Placement, model: Lowerable, cache: int | str) -> Placement:
     """The placement with slots of each layer on its device, which has room for any number of them.
     Raises as ``choose``."""
-    program, free_bytes = model.lower(), {placement.device: 1 << 62}
+    program = model.lower()
+    free_bytes = dict.fromkeys((placement.device, *placement.by_layer.values()), 1 << 62)
     chosen = gpu_experts_of(cache, program, placement, free_bytes, "expert_cache")
     return _with_slots(placement, program, chosen)
 
@@ -163,8 +165,7 @@ def gpu_experts_of(
         name = _block(spec.name)
         assert node.layer is not None
         layers[name] = node.layer
-        gpu = placement.by_layer.get(node.layer, placement.device)
-        blocks[name] = Block(spec.shape[0], gpu_bytes(spec.some([0])), gpu)
+        blocks[name] = Block(spec.shape[0], gpu_bytes(spec.some([0])), placement.gpu_of(node))
     if isinstance(asked, Profile):
         counts = {_block(name): row for name, row in asked.counts.items()}
         asked = asked.model_copy(update={"counts": counts})

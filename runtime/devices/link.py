@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -30,21 +30,19 @@ class Link:
         parts: the programs of the devices.
         buffers: by name, tensors that both ends of a channel reach, of what any channel carries.
         pinned: whether a GPU reads and writes the flags.
-        between: by number, the same of channels that have memory of their own, between two GPUs.
 
     Attributes:
+        clears: whether ``clear`` does so; ``in_order``: False: the host launches nothing behind a
+            wait before what it waits for is there.
         delay: test hook that delays a flag. A thread that plays the other device's stream calls it
             before it sets a flag or waits for one.
     """
 
     def __init__(
-        self,
-        parts: Mapping[str, Program],
-        buffers: Mapping[str, torch.Tensor],
-        pinned: bool,
-        between: Mapping[int, Mapping[str, torch.Tensor]] = MappingProxyType({}),
+        self, parts: Mapping[str, Program], buffers: Mapping[str, torch.Tensor], pinned: bool
     ) -> None:
-        self.buffers, self._between = buffers, between
+        self.buffers = buffers
+        self.clears = self.in_order = True
         self.delay: Callable[[], None] = lambda: None
         nodes = [node for part in parts.values() for node in part.nodes if node.op == "submit"]
         self._rows = {node.attr("channel"): row for row, node in enumerate(nodes)}
@@ -53,14 +51,6 @@ class Link:
         )
         self._array = self._flags.numpy()[:, 0]
         self._needed = np.ones(len(self._array), np.int64)
-
-    def is_between_gpus(self, node: Node) -> bool:
-        """Whether the channel of a submit or a wait has memory of its own."""
-        return node.attr("channel") in self._between
-
-    def memory(self, node: Node) -> Mapping[str, torch.Tensor]:
-        """By name, the tensors in which the channel of a submit or a wait carries its buffers."""
-        return self._between.get(node.attr("channel"), self.buffers)
 
     def address(self, node: Node) -> int:
         """The address of the int64 flag of a submit or a wait."""
@@ -75,12 +65,23 @@ class Link:
         return int(self._needed[self._row(node)])
 
     def clear(self) -> None:
-        """Clears all flags."""
-        self._array[:] = 0
+        """Clears all flags, unless they are released."""
+        if self.clears:
+            self._array[:] = 0
 
     def release(self) -> None:
         """Sets all flags, so that nobody waits any more."""
         self._array[:] = self._needed
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Within it nobody waits; what is received is not what was sent."""
+        self.clears = False
+        self.release()
+        try:
+            yield
+        finally:
+            self.clears = True
 
     def set(self, node: Node) -> None:
         """Sets the flag of a submit."""

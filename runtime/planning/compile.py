@@ -19,6 +19,7 @@ from ..passes.keep_routing import keep_routing
 from ..passes.numa import split_over_nodes
 from ..passes.on_ref import REF, with_exact_caches
 from ..passes.shard import join, shard
+from ..passes.shard.one_shot import one_shot_sums
 from ..passes.stream_dense import stream_dense
 from ..program import Program
 from ..program.partition import partition
@@ -86,7 +87,8 @@ def _tensor(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     """Heads, MLPs and experts of each layer dealt over GPUs."""
     if not plan.tensor:
         return program
-    return join(shard(program, len(plan.tensor)), plan.tensor)
+    joined = join(shard(program, len(plan.tensor)), plan.tensor)
+    return one_shot_sums(joined, plan.one_shot) if plan.one_shot else joined
 
 
 def _gpu_metadata(program: Program, plan: ExecutionPlan, step: Step) -> Program:

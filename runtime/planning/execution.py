@@ -67,7 +67,7 @@ class ExecutionPlan:
         routes: by name, the GPUs to which prompts may be streamed other than the one that decodes;
             none: to the GPUs of the layers. ``stream_over``: those of the route that is taken.
         tensor: GPUs that have a part of each layer's heads, MLPs and experts; none: no layer is
-            parted.
+            parted. ``one_shot``: most numbers of each that they add up without channels.
         nodes: NUMA nodes of the CPU's workers; each has a slice of every matrix.
         passes: of the user, for decode steps.
         max_model_len: positions that the model was made for, or fewer.
@@ -93,6 +93,7 @@ class ExecutionPlan:
     routes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     stream_over: tuple[str, ...] = ()
     tensor: tuple[str, ...] = ()
+    one_shot: int = 0
     nodes: MemoryNodes = ONE_NODE
     passes: tuple[Pass, ...] = ()
     max_model_len: int = 1

@@ -31,6 +31,7 @@ from .op_table.metadata import (
     sequences_rule,
 )
 from .op_table.op import Attr, Op, Port
+from .op_table.pairs import PAIRS
 from .op_table.rows import ROWS
 from .op_table.sandwich import SANDWICH
 
@@ -175,6 +176,7 @@ OPS: dict[str, Op] = {
     **DELTA_NETS,
     **SANDWICH,
     **ROWS,
+    **PAIRS,
     # Rows of the table of embeddings, times `scale`.
     "embed": Op(
         inputs={"ids": _index("T")},

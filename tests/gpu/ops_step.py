@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pykernels.gpu.cache_write import cache_write
+from pykernels.gpu.collectives.one_shot import OneShotMemory, one_shot_all_reduce
 from pykernels.gpu.copy_bytes import copy_bytes
 from pykernels.gpu.handshake import combine, copy_rows
 from pykernels.gpu.norm import post_norm, softcap
@@ -75,7 +75,7 @@ def _count_tokens() -> Op:
     return Op("count_tokens", make, run, ("seen",))
 
 
-def _slots(device: torch.device, T: int, places: int) -> torch.Tensor:
+def slots_of(device: torch.device, T: int, places: int) -> torch.Tensor:
     slots = torch.randperm(places, device=device)[:T].to(INT32)
     return slots.masked_fill(slots % 3 == 0, -1)
 
@@ -91,7 +91,7 @@ def _gqa_write(name: str, eight: bool, row: bool) -> Op:
         return made | {
             "qkv": normal(device, T, (NH + 2 * KVH) * D),
             "angles": normal(device, T, 2, R // 2, dtype=FP32),
-            "slot_mapping": _slots(device, T, 48),
+            "slot_mapping": slots_of(device, T, 48),
             "q_norm": normal(device, NH * D if row else D),
             "k_norm": normal(device, KVH * D if row else D, dtype=FP32),
             "out": empty(device, T, NH, D),
@@ -112,7 +112,7 @@ def _mla_write(name: str, eight: bool) -> Op:
             "q": normal(device, T, NH, R),
             "kv": normal(device, T, L + R),
             "angles": normal(device, T, 2, R // 2, dtype=FP32),
-            "slot_mapping": _slots(device, T, 48),
+            "slot_mapping": slots_of(device, T, 48),
             "latent": empty(device, 3, 16, L, dtype=torch.uint8 if eight else BF16),
             "rope": empty(device, 3, 16, R),
             "kv_norm": normal(device, L),
@@ -124,23 +124,6 @@ def _mla_write(name: str, eight: bool) -> Op:
         mla_rope_cache_write(**t, interleaved=eight)
 
     return Op(name, make, run, ("out", "latent", "rope", *["latent_scale"] * eight))
-
-
-def _cache_write() -> Op:
-    T, widths = 5, {"k": (BF16, 96), "v": (torch.uint8, 21), "scale": (FP32, 3)}
-
-    def make(device: torch.device) -> Tensors:
-        made = {"slot_mapping": _slots(device, T, 48)}
-        for name, (kind, width) in widths.items():
-            made[name] = integers(device, 99, T, width, dtype=torch.int64).to(kind)
-            made[f"{name}_cache"] = empty(device, 3, 16, width, dtype=kind)
-        return made
-
-    def run(t: Tensors) -> None:
-        rows, cache = ([t[name + end] for name in widths] for end in ("", "_cache"))
-        cache_write(rows, cache, t["slot_mapping"])
-
-    return Op("cache_write", make, run, tuple(f"{name}_cache" for name in widths))
 
 
 def _copy_rows() -> Op:
@@ -176,6 +159,26 @@ def _copy_bytes() -> Op:
         copy_bytes([t["x"], t["ids"]], [t["to_x"], t["to_ids"]])
 
     return Op("copy_bytes", make, run, ("to_x", "to_ids"))
+
+
+def _one_shot() -> Op:
+    """Of two members on one GPU, where launches cannot wait for each other: its halves apart."""
+
+    def make(device: torch.device) -> Tensors:
+        return {
+            "x": normal(device, 2, 1500),
+            "stop": torch.zeros(1, dtype=INT32, device=device),
+            "out": empty(device, 2, 1500),
+        }
+
+    def run(t: Tensors) -> None:
+        members = [OneShotMemory.on(t["x"].device) for _ in range(2)]
+        for half in ("send", "add"):
+            for rank in range(2):
+                how = {"send": half == "send", "add": half == "add"}
+                one_shot_all_reduce(t["x"], members, rank, t["stop"], t["out"], **how)
+
+    return Op("one_shot_all_reduce", make, run, ("out",))
 
 
 def _combine() -> Op:
@@ -238,9 +241,9 @@ STEP = (
     _gqa_write("gqa_rope_cache_write, E4M3", True, True),
     _mla_write("mla_rope_cache_write", False),
     _mla_write("mla_rope_cache_write, E4M3", True),
-    _cache_write(),
     _copy_rows(),
     _copy_bytes(),
+    _one_shot(),
     _combine(),
     _post_norm(),
     _softcap(),

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from model.llm import meta_decoder
-from runtime.devices.cuda import graph
-from runtime.devices.cuda.graph import CapturedGraph, copy_stream
+from runtime.devices.cuda.step import graph
+from runtime.devices.cuda.step.graph import CapturedGraph, copy_stream
 from runtime.passes import stream_weights
 from runtime.passes.stream_weights import StreamRing
 from runtime.program.analysis import dependencies

@@ -13,8 +13,6 @@ import torch
 
 from model.checkpoint.config import read_config
 from model.opened import open_weights
-from runtime.devices.cuda.channels import ChannelBuffers
-from runtime.devices.cuda.executable import CudaExecutable, GpuMemory
 from runtime.devices.cuda.memory.buffers import (
     Arena,
     ProgramOutputs,
@@ -24,7 +22,9 @@ from runtime.devices.cuda.memory.buffers import (
 )
 from runtime.devices.cuda.memory.metadata import HostMetadata
 from runtime.devices.cuda.memory.weights import layouts, resident_bytes
-from runtime.devices.cuda.peers import Peers
+from runtime.devices.cuda.step.channels import ChannelBuffers
+from runtime.devices.cuda.step.executable import CudaExecutable, GpuMemory
+from runtime.devices.cuda.step.peers import Peers
 from runtime.devices.gpus import Gpus, gpus_of
 from runtime.passes.gpu.metadata import gpu_metadata
 from runtime.passes.shard import join, replica, shard, stripe
@@ -40,8 +40,8 @@ from runtime.workers.pool import WorkerPool
 from ..model import tiny
 
 PROMPTS = [5, 17, 60, 33, 8, 90, 41, 2, 71, 12, 9], [7, 41, 2, 30, 66]
-STEPS = ((6, 5), (5, 0))
-"""Tokens of each prompt in each step."""
+STEPS = ((6, 4), (4, 0), (1, 1))
+"""Tokens of each prompt in each step; in the last one each has one."""
 ROOM = 16
 TOP, EXACT = 20, ("sampling.seed", "sampling.draws")
 BF16 = 0.06
@@ -171,6 +171,8 @@ def steps() -> list[tuple[dict[str, np.ndarray], int, int, list[tuple[int, int]]
 def cut(program: Program, form: str, count: int) -> Sequence[Program]:
     if form == "tensor":
         return shard(program, count)
+    if form == "all_to_all":
+        return stripe(program, count, form, "gather")
     own = stripe(program, count, attention="gather")
     return [stream_weights(one, resident_bytes, StreamRing(2, 2)) for one in own]
 
@@ -181,6 +183,7 @@ def cut(program: Program, form: str, count: int) -> Sequence[Program]:
         ("qwen3_moe", "stripes", "bf16"),
         ("deepseek_v3", "stripes", "fp8"),
         ("deepseek_v3", "tensor", "bf16"),
+        ("qwen3_moe", "all_to_all", "bf16"),
         pytest.param("qwen3_moe", "tensor", "fp8", marks=pytest.mark.all),
         pytest.param("deepseek_v3", "stripes", "bf16", marks=pytest.mark.all),
     ],
@@ -198,13 +201,15 @@ def test_logprobs_are_those_of_transformers(
         with open_weights(tmp_path, read_config(tmp_path), kv_dtype=kv_dtype) as weights:
             decoder = weights.readable(packer(pool), lambda *_: None)
         sizes = StepSizes(ROOM, 2, ROOM, 3, 2)
-        joined = join(cut(decoder.lower(sizes).on(names[0]), form, 2), names)
-        program = gpu_metadata(joined)
-        ranks = 1 if form == "tensor" else 2
-        step = Step(program, decoder.store, gpus, pool, caches, ranks)
+        made_steps = []
+        for decode in (False, True) if form == "tensor" else (False,):
+            lowered = decoder.lower(sizes.of(2) if decode else sizes).on(names[0])
+            program = gpu_metadata(join(cut(lowered, form, 2), names), decode)
+            ranks = 1 if form == "tensor" else 2
+            made_steps.append(Step(program, decoder.store, gpus, pool, caches, ranks))
         errors = []
         for given, T, S, which in steps():
-            ids, logprobs = step.run(given, T, S)
+            ids, logprobs = made_steps[-1 if T == S else 0].run(given, T, S)
             for row, (sequence, position) in enumerate(which):
                 with torch.no_grad():
                     logits = made.reference(torch.tensor([PROMPTS[sequence]])).logits[0]

@@ -12,7 +12,7 @@ import torch
 
 from model.checkpoint.config import read_config
 from model.opened import open_weights
-from runtime.devices.cuda.gate import Gate
+from runtime.devices.cuda.step.gate import Gate
 from runtime.engine import Engine, SamplingParams
 from runtime.runner.batch import StepBatch
 from runtime.workers.matrix import packer

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.devices.cuda.channels import ChannelBuffers
-from runtime.devices.cuda.executable import CudaExecutable, GpuMemory
 from runtime.devices.cuda.memory.buffers import Arena, StepOutputs
-from runtime.devices.cuda.peers import Peers
+from runtime.devices.cuda.step.channels import ChannelBuffers
+from runtime.devices.cuda.step.executable import CudaExecutable, GpuMemory
+from runtime.devices.cuda.step.peers import Peers
 from runtime.devices.gpus import Gpus, gpus_of
 from runtime.planning.compile import Compiled
 from runtime.program import Node, Program

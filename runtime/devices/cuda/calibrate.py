@@ -35,10 +35,10 @@ from ...runner.measured.kept_rates import kept_rates
 from ...runner.measured.prefill import measured_rates
 from ..cpu import weights as cpu
 from ..gpus import Gpus
-from .executable import CudaExecutable
 from .layouts import machine_of
 from .memory.pinning import pin_experts
 from .resources import CudaResources
+from .step.executable import CudaExecutable
 from .step_runner import CudaStepRunner
 
 _LINK_BYTES = 64 << 20

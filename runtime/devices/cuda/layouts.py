@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pykernels.gpu.collectives.one_shot import BLOCK, MAX_MEMBERS, MAX_PROGRAMS
 from pykernels.gpu.delta_net.chunked import CHUNK
 from pykernels.gpu.gemm.unpack import SCRATCH
 from pykernels.gpu.moe.from_tiles import supports
@@ -17,10 +18,11 @@ from ...program.weight_spec import WeightSpec
 from ...program.weights import WeightStore
 from ..gpus import HEADROOM, Gpus, free_bytes, interpreted
 from .binders.latents import EXPANDED_BYTES
-from .channels import received_bytes
 from .memory.buffers import dtypes, planned
 from .memory.experts import staging_bytes
 from .memory.weights import expert_format, gpu_bytes, layout_bytes, resident_bytes
+from .step.channels import received_bytes
+from .step.peers import Peers
 
 _UNPACKED_KEYS = 2 << 30  # ``worth_unpacking``'s most
 
@@ -66,6 +68,7 @@ def machine_of(gpus: Gpus, store: WeightStore) -> Machine:
         CudaLayouts(),
         not interpreted(gpus),
         lambda spec, gpu: store.is_made(spec, gpus[gpu]),
+        MAX_PROGRAMS * BLOCK if len(gpus) <= MAX_MEMBERS and Peers.of(gpus).atomics else 0,
     )
 
 

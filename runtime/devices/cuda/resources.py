@@ -30,7 +30,7 @@ from ..gpus import Gpus, check_device, free_bytes, gpus_of, interpreted
 from .binders.attention import check_heads
 from .memory.buffers import allocated_caches
 from .memory.pinning import pin_dense
-from .peers import Peers
+from .step.peers import Peers
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ they do not fit."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -25,7 +24,7 @@ from ..gpus import Gpus
 from .binders.sampling import waits_for_masks
 from .calibrate import calibrated
 from .memory.buffers import dtypes
-from .memory.experts import on_gpu
+from .memory.expert_slots import SlotsOnGpus
 from .memory.pages import GpuPages
 from .memory.replicas import Replicas
 from .memory.weights import layouts
@@ -66,9 +65,10 @@ class CudaRunner(CudaStepRunner):
         if not self.plan.placement.filled(Filled.BETWEEN_STEPS):
             return None
         program, policy = self.compiled().program, self.plan.policy or CachePolicy()
-        slots, self._table = on_gpu(program, self.weights, self.device, policy, self.pinned)
-        self.caches.update(zip(slots.tables, self._table, strict=True))
-        return slots
+        gpus = self._resources.gpus
+        self._slots = SlotsOnGpus.of(program, self.weights, gpus, policy, self.pinned)
+        self.caches.update(self._slots.rows)
+        return self._slots.slots
 
     def page_store(self) -> PageStore:
         caches = {name: self.caches[name] for name in self._kv_names()}
@@ -127,8 +127,7 @@ class CudaRunner(CudaStepRunner):
 
     def update_expert_slots(self, slots: ExpertSlots) -> None:
         if slots.before_step():
-            with torch.cuda.device(self.device) if self._resources.real else nullcontext():
-                self._table.copy_(slots.table, non_blocking=True)
+            self._slots.update()
 
     def close(self) -> None:
         if self.expert_slots is not None:

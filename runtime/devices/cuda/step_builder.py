@@ -13,13 +13,13 @@ from pykernels.ref.sampling import Sampled
 from ...planning.compile import Compiled
 from ...program import Program
 from ...runner.sampling import SamplingBatch
-from .channels import ChannelBuffers
-from .executable import CudaExecutable, GpuMemory
-from .gate import Gate
-from .inputs import Bucket, StepInputs
 from .memory.blocks import Shape
 from .memory.buffers import Arena, ProgramOutputs, StepOutputs, kept_bytes, kept_routing
 from .resources import CudaResources
+from .step.channels import ChannelBuffers
+from .step.executable import CudaExecutable, GpuMemory
+from .step.gate import Gate
+from .step.inputs import Bucket, StepInputs
 from .striped import StripedBucket, StripedExecutable, StripedInputs
 
 
@@ -139,7 +139,7 @@ class StepBuilder:
         self._sizes[:] = 0
         before, executable.before = executable.before, bucket.pretend
         executable.compile()
-        executable.run()
+        executable.run_first()
         if captured:
             assert self._pool is not None
             executable.capture(self._pool)

@@ -14,11 +14,11 @@ from ...program import Program
 from ...program.weights import LayoutOf
 from ...runner.batch import StepBatch, StepResult
 from ...runner.paged_runner import PagedRunner
-from .executable import CudaExecutable
-from .gate import Gate
 from .memory.buffers import dtypes
 from .memory.weights import layouts
 from .resources import CudaResources
+from .step.executable import CudaExecutable
+from .step.gate import Gate
 from .step_builder import StepBuilder
 
 

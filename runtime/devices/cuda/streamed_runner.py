@@ -21,10 +21,10 @@ from ...planning.execution import ExecutionPlan, Phase
 from ...runner.batch import Ints, Route, StepBatch, StepResult
 from ...runner.expert_slots import ExpertSlots
 from ...runner.paged_runner import Executable
-from .executable import CudaExecutable
-from .gate import Gate
 from .memory.replicas import Replicas, pages_before
 from .resources import CudaResources
+from .step.executable import CudaExecutable
+from .step.gate import Gate
 from .step_runner import CudaStepRunner
 
 

@@ -22,8 +22,8 @@ from ...program import Program
 from ...program.op_table.collectives import ALL_TOKENS
 from ...runner.sampling import SamplingBatch
 from ..gpus import Gpus
-from .executable import CudaExecutable
-from .inputs import BY_TOKEN, Bucket, StepInputs
+from .step.executable import CudaExecutable
+from .step.inputs import BY_TOKEN, Bucket, StepInputs
 
 _ROWS, _SLOTS = of_all("logits_indices"), of_all("slot_mapping")
 _OTHERS = {_ROWS: 0, _SLOTS: -1, of_all("is_prompt"): 0, BLOCK_SLOTS: 0}

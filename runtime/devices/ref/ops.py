@@ -19,6 +19,7 @@ from ...program.ops import SAMPLING, SAMPLING_TABLES
 from .collective_ops import COLLECTIVES
 from .delta_net_ops import DELTA_NETS
 from .memory import RefBuffers
+from .pair_ops import PAIRS
 from .partial_ops import PARTIAL, keys_values
 from .row_ops import ROWS
 from .weights import Dequantized
@@ -283,7 +284,7 @@ def sample_requests(m: RefBuffers, node: Node) -> None:
         m.write(node.outputs[name], value)
 
 
-OPS: dict[str, Op] = {**COLLECTIVES, **DELTA_NETS, **PARTIAL, **ROWS} | {
+OPS: dict[str, Op] = {**COLLECTIVES, **DELTA_NETS, **PARTIAL, **PAIRS, **ROWS} | {
     op.__name__: op
     for op in (
         embed,

@@ -7,20 +7,17 @@ buffers; nothing of it waits for all. The first rank keeps all names: its caches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from pykernels.errors import PykernelsError
 
 from ...program import Buffer, Node, Program, repeated
+from ...program.op_table.sandwich import NORMS
+from .forms import FORMS, Meeting, Rank, replica
 from .meetings import check_meetings
 
-
-def replica(name: str, device: str) -> str:
-    """What a buffer or a node of the first rank is called on the device of another one."""
-    return f"{device}.{name}"
+__all__ = ["join", "replica", "with_replicas"]
 
 
 def join(programs: Sequence[Program], devices: Sequence[str]) -> Program:
@@ -35,14 +32,14 @@ def join(programs: Sequence[Program], devices: Sequence[str]) -> Program:
 
     Raises:
         PykernelsError: fewer devices than ranks, or the same one twice; nodes on several devices;
-            a collective that has no such form (``dispatch``, ``combine``); ranks that do not meet.
+            ranks that do not meet.
     """
     _refuse(programs, devices)
     if len(programs) == 1:
         return programs[0].on(devices[0])
     check_meetings(programs)
     ranks = [
-        _Rank(program, device, device if r else "")
+        Rank(program, device, device if r else "")
         for r, (program, device) in enumerate(zip(programs, devices, strict=True))
     ]
     nodes = _in_lockstep(ranks)
@@ -56,7 +53,7 @@ def join(programs: Sequence[Program], devices: Sequence[str]) -> Program:
         buffers=buffers,
         weights=weights,
     )
-    return _needed(joined).check().rewritten_by("join")
+    return _needed(_without_sums(joined)).check().rewritten_by("join")
 
 
 def _refuse(programs: Sequence[Program], devices: Sequence[str]) -> None:
@@ -73,71 +70,9 @@ def _refuse(programs: Sequence[Program], devices: Sequence[str]) -> None:
                 f"rank {program.rank} of {name!r} has nodes on {' and '.join(several)}",
                 "Keep all of a rank on its own device",
             )
-        for node in program.nodes:
-            if "ranks" in node.attrs and node.op not in _FORMS:
-                raise PykernelsError(
-                    f"{node.name} of {name!r} is a {node.op}, which has no form on joined ranks",
-                    f"Use {', '.join(_FORMS)}",
-                )
 
 
-class _Rank:
-    """A rank's nodes, renamed and on its device, as far as they have their place.
-
-    Args:
-        prefix: in front of its names; "" of the first rank.
-
-    Attributes:
-        nodes: in order; ``done``: how many of them have their place.
-        buffers: by name, of all that they name.
-        sent: by peer, what it has sent to it, each a tuple of names, in order; ``received``: how
-            many of those of a peer it has received.
-    """
-
-    def __init__(self, program: Program, device: str, prefix: str) -> None:
-        self._program, self._prefix = program, prefix
-        self.rank, self.device, self.done = program.rank, device, 0
-        self.nodes = [self._renamed(node) for node in program.nodes]
-        self.buffers = {
-            self.name(name): replace(buffer, name=self.name(name))
-            for name, buffer in program.buffers.items()
-        }
-        self.sent: dict[int, list[tuple[str, ...]]] = {}
-        self.received: dict[int, int] = {}
-        self._alias: dict[str, str] = {}
-
-    def name(self, buffer: str) -> str:
-        """What a buffer of its program is called."""
-        if not self._prefix or self._program.buffers[buffer].kind == "input":
-            return buffer
-        return replica(buffer, self._prefix)
-
-    def new(self, name: str, like: str) -> str:
-        """A buffer like another one of its own."""
-        self.buffers[name] = replace(self.buffers[like], name=name, kind="scratch")
-        return name
-
-    @property
-    def next(self) -> Node | None:
-        """The node that has its place next; None behind the last one."""
-        if self.done == len(self.nodes):
-            return None
-        node = self.nodes[self.done]
-        inputs = {port: self._alias.get(name, name) for port, name in node.inputs.items()}
-        return replace(node, inputs=inputs)
-
-    def receive(self, names: Sequence[str], values: Sequence[str]) -> None:
-        """Reads ``values``, which another rank has sent, where it would read ``names``."""
-        self._alias |= zip(names, values, strict=True)
-
-    def _renamed(self, node: Node) -> Node:
-        inputs = {port: self.name(name) for port, name in node.inputs.items()}
-        outputs = {port: self.name(name) for port, name in node.outputs.items()}
-        name = replica(node.name, self._prefix) if self._prefix else node.name
-        return replace(node, inputs=inputs, outputs=outputs, device=self.device, name=name)
-
-
-def _in_lockstep(ranks: Sequence[_Rank]) -> list[Node]:
+def _in_lockstep(ranks: Sequence[Rank]) -> list[Node]:
     """All ranks' nodes: each rank goes on until it meets others, and these come there, too."""
     nodes = list[Node]()
     while any(rank.next is not None for rank in ranks):
@@ -151,14 +86,14 @@ def _in_lockstep(ranks: Sequence[_Rank]) -> list[Node]:
                 rank.done += 1
         meeting = [n for rank in ranks if (n := rank.next) is not None and "ranks" in n.attrs]
         if len(meeting) == len(ranks):
-            nodes += _FORMS[meeting[0].op](_Meeting(ranks, meeting))
+            nodes += FORMS[meeting[0].op](Meeting(ranks, meeting))
             for rank in ranks:
                 rank.done += 1
         assert sum(rank.done for rank in ranks) > before, "ranks wait for each other"
     return nodes
 
 
-def _passed(rank: _Rank, node: Node, ranks: Sequence[_Rank]) -> bool:
+def _passed(rank: Rank, node: Node, ranks: Sequence[Rank]) -> bool:
     """Whether a value is sent, or one that was sent is received."""
     peer: int = node.attr("peer")
     if node.op == "send":
@@ -172,76 +107,25 @@ def _passed(rank: _Rank, node: Node, ranks: Sequence[_Rank]) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class _Meeting:
-    """The nodes of one collective, by rank."""
-
-    ranks: Sequence[_Rank]
-    nodes: Sequence[Node]
-
-    def values(self, port: str = "x") -> list[str]:
-        """By rank, what it brings."""
-        return [node.inputs[port] for node in self.nodes]
-
-    def on_each(self, op: str, **attrs: Any) -> list[Node]:
-        """On each rank a node over the values of all."""
-        return [
-            _node(node, op, repeated("x", self.values()), node.outputs["out"], node.name, attrs)
-            for node in self.nodes
-        ]
-
-
-def _node(
-    like: Node, op: str, inputs: Mapping[str, str], out: str, name: str, attrs: Mapping[str, Any]
-) -> Node:
-    """A node in the place of another one."""
-    return replace(
-        like,
-        op=op,
-        inputs=inputs,
-        outputs={"out": out},
-        weights={},
-        attrs=MappingProxyType(dict(attrs)),
-        name=name,
-    )
-
-
-def _all_reduce(meeting: _Meeting) -> list[Node]:
-    return meeting.on_each("add")
-
-
-def _all_gather(meeting: _Meeting) -> list[Node]:
-    return meeting.on_each("concat_rows")
-
-
-def _gather_columns(meeting: _Meeting) -> list[Node]:
-    return meeting.on_each("concat_columns", starts=meeting.nodes[0].attr("starts"))
-
-
-def _reduce_scatter(meeting: _Meeting) -> list[Node]:
-    """Each rank takes from its own sum the rows of each other one, which adds them up in the order
-    of ranks."""
-    count, taken, parts = len(meeting.ranks), list[Node](), list[dict[int, str]]()
-    for to in range(count):
-        parts.append({})
-        for source, (rank, node) in enumerate(zip(meeting.ranks, meeting.nodes, strict=True)):
-            name = f"{node.name}.rows{to}"
-            parts[to][source] = rank.new(name, node.outputs["out"])
-            attrs = {"part": to, "parts": count}
-            taken.append(_node(node, "take_rows", {"x": node.inputs["x"]}, name, name, attrs))
-    sums = [
-        _node(node, "add", repeated("x", own.values()), node.outputs["out"], node.name, {})
-        for node, own in zip(meeting.nodes, parts, strict=True)
-    ]
-    return [*taken, *sums]
-
-
-_FORMS: dict[str, Callable[[_Meeting], list[Node]]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "gather_columns": _gather_columns,
-    "reduce_scatter": _reduce_scatter,
-}
+def _without_sums(program: Program) -> Program:
+    """The program whose norms add up what ranks bring, where nothing else reads the sum: they are
+    one launch with their addends."""
+    parts = {node.outputs["out"]: node.series("x") for node in program.nodes if node.op == "add"}
+    for node in program.nodes:
+        adds = node.series("add") if node.op in NORMS else ()
+        for name in node.reads:
+            if name in parts and name not in adds:
+                del parts[name]
+    nodes = list[Node]()
+    for node in program.nodes:
+        adds = node.series("add") if node.op in NORMS else ()
+        if not parts.keys() & set(adds):
+            nodes.append(node)
+            continue
+        inputs = {port: name for port, name in node.inputs.items() if name not in adds}
+        every = [part for name in adds for part in parts.get(name, (name,))]
+        nodes.append(replace(node, inputs={**inputs, **repeated("add", every)}))
+    return replace(program, nodes=tuple(nodes))
 
 
 def _needed(program: Program) -> Program:

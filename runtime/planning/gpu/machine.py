@@ -50,12 +50,14 @@ class Machine:
         layouts: see ``GpuLayouts``.
         real: False: Triton's interpreter plays the GPUs, and there is always room.
         is_made: whether a weight lies on a GPU already.
+        one_shot: numbers of each GPU that all add up in one launch, over peer access; 0: none.
     """
 
     free: Mapping[str, int]
     layouts: GpuLayouts
     real: bool = True
     is_made: Callable[[WeightSpec, str], bool] = _nothing_made
+    one_shot: int = 0
 
     def only(self, *gpus: str) -> Machine:
         """The machine with these of its GPUs."""

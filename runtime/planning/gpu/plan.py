@@ -62,8 +62,6 @@ def plan_on_gpus(
     if tensor:
         machine = every
         check_tensor(model, config, placement)
-    if placement.filled(Filled.BETWEEN_STEPS) and len(machine.free) > 1:
-        raise PykernelsError(*several_refused("an expert cache"))
     on_cpu = placement.experts == CPU
     if config.dual_batch is True and not on_cpu:
         check_routed(model.lower(), "dual_batch")
@@ -85,6 +83,7 @@ def plan_on_gpus(
         kernel=config.kernel,
         prefill=config.prefill,
         tensor=tensor,
+        one_shot=machine.one_shot if tensor else 0,
         buckets=HOST_BUCKETS if on_cpu else PROMPT_BUCKETS,
         decode_buckets=DECODE_BUCKETS,
         policy=config.cache_policy,
@@ -141,8 +140,3 @@ def place_on(
     caches = {name: part.nbytes for name, part in parts.items()}
     size = machine.layouts.weight_bytes
     return place(model.lower(), experts, machine.free, size, placed, caches, by_layer)
-
-
-def several_refused(what: str) -> tuple[str, str]:
-    """The error of what only one GPU can do yet."""
-    return f"{what} on several GPUs is not there yet", "Name one GPU, or leave it out"

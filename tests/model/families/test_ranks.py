@@ -206,8 +206,9 @@ def test_stripes_of_prompts(
         ("qwen3_moe", 3, {"striped": True, "prefill": "stream"}),
         ("deepseek_v3", 2, {"striped": True, "prefill": "stream", "chunk": 72}),
         ("gpt_oss", 2, {"striped": True, "attention": "ring"}),
+        ("qwen3_moe", 3, {"striped": True, "experts": "all_to_all", "prefill": "stream"}),
     ],
-    ids=["heads", "latents", "stripes", "stripes of latents", "a ring"],
+    ids=["heads", "latents", "stripes", "stripes of latents", "a ring", "all to all"],
 )
 def test_ranks_that_are_joined_to_one_program(
     family: str, ranks: int, options: dict[str, Any], checkpoint: Checkpoints

@@ -9,6 +9,7 @@ from ..memory.buffers import GpuBuffers
 from . import attention, dense, experts, latents, sampling
 from .delta_nets import DELTA_NETS
 from .dense import Launch
+from .pairs import PAIRS
 from .rows import ROWS
 
 BINDERS: dict[str, Callable[[GpuBuffers, Node], Launch]] = {
@@ -37,6 +38,7 @@ BINDERS: dict[str, Callable[[GpuBuffers, Node], Launch]] = {
     "moe_ffn": experts.moe_ffn,
     **DELTA_NETS,
     **ROWS,
+    **PAIRS,
     "join_rows": dense.join_rows,
     "sample_requests": sampling.sample_requests,
 }

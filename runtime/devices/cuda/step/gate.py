@@ -15,9 +15,9 @@ import torch
 
 from pykernels.gpu.common.stream_memory import wait_value
 
-from ...program import Program
-from ...program.ops import COPIES, OPS
-from .binders.dense import Launch
+from ....program import Program
+from ....program.ops import COPIES, OPS
+from ..binders.dense import Launch
 
 _OPEN, _CLOSED = 1, 0
 _WORDS = 16

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ...program import Program
-from ...program.analysis import on_streams
-from ...program.ops import COPIES, OPS
-from .binders.dense import Launch
+from ....program import Program
+from ....program.analysis import on_streams
+from ....program.ops import COPIES, OPS
+from ..binders.dense import Launch
 
 CAPTURE = threading.Lock()
 """Held while launches are captured: CUDA then refuses what other threads ask of events."""

@@ -8,17 +8,17 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from ...kv_cache.layout import PAGE
-from ...passes.gpu.metadata import MAX_CHUNK, most_chunks
-from ...planning.compile import Compiled
-from ...program import Node, Program
-from ...program.sizes import MICROBATCHES, microbatch_name, microbatch_tokens
-from ...program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
-from ...runner.sampling import SamplingBatch
-from ..gpus import Gpus
-from .binders.sampling import SamplingColumns, SamplingTables
-from .memory.blocks import Shape, block_bytes, views
-from .memory.metadata import HostMetadata, pad
+from ....kv_cache.layout import PAGE
+from ....passes.gpu.metadata import MAX_CHUNK, most_chunks
+from ....planning.compile import Compiled
+from ....program import Node, Program
+from ....program.sizes import MICROBATCHES, microbatch_name, microbatch_tokens
+from ....program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
+from ....runner.sampling import SamplingBatch
+from ...gpus import Gpus
+from ..binders.sampling import SamplingColumns, SamplingTables
+from ..memory.blocks import Shape, block_bytes, views
+from ..memory.metadata import HostMetadata, pad
 
 BY_TOKEN = {"tokens": 0, "positions": 0, IS_PROMPT: 0, "slot_mapping": -1}
 """Inputs [T] that nodes read by name, and what padding has."""

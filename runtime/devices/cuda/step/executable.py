@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,24 +14,25 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.precompile import compiled_together
 
-from ...planning.compile import Compiled
-from ...planning.placement import CPU
-from ...program import Program
-from ...program.node import Node
-from ...program.ops import OPS
-from ...program.weights import WeightStore
-from ...runner.batch import DeviceLost
-from ...workers.pool import WorkerPool
-from ...workers.worker_pool import InFlight
-from ..cpu.step import CpuExecutable
-from ..link import Launching, Link
+from ....planning.compile import Compiled
+from ....planning.placement import CPU
+from ....program import Program
+from ....program.node import Node
+from ....program.ops import OPS
+from ....program.weights import WeightStore
+from ....runner.batch import DeviceLost
+from ....workers.pool import WorkerPool
+from ....workers.worker_pool import InFlight
+from ...cpu.step import CpuExecutable
+from ...link import Launching
+from ..binders import BINDERS
+from ..binders.dense import Launch
+from ..memory.buffers import Arena, Caches, GpuBuffers, ProgramOutputs
 from . import handshake
-from .binders import BINDERS
-from .binders.dense import Launch
 from .channels import ChannelBuffers, link
 from .gate import Gate
+from .gpu_link import GpuLink
 from .graph import CapturedGraph, copy_stream, in_turn
-from .memory.buffers import Arena, Caches, GpuBuffers, ProgramOutputs
 from .watch import WATCH
 
 COMPILERS = 16
@@ -55,7 +56,7 @@ class GpuPart:
     def __init__(
         self,
         memory: GpuBuffers,
-        link: Link | None,
+        link: GpuLink | None,
         last: Sequence[Launch] = (),
         high_priority: bool = False,
         gate: Gate | None = None,
@@ -122,10 +123,11 @@ class GpuPart:
         return nullcontext() if self._ended is None else torch.cuda.device(self.device)
 
     def _bind(self, node: Node) -> Launch:
-        if node.op in ("submit", "wait"):
+        if node.op in handshake.ENDS:
             assert self._link is not None
-            end = handshake.submit if node.op == "submit" else handshake.wait
-            return end(self.memory, node, self._link)
+            end = getattr(handshake, node.op)
+            launch: Launch = end(self.memory, node, self._link)
+            return launch
         binder = BINDERS.get(node.op)
         if binder is None:
             raise PykernelsError(
@@ -236,6 +238,13 @@ class CudaExecutable:
         self.launch()
         self.result()
 
+    def run_first(self) -> None:
+        """One step of any numbers, in which GPUs do not wait for each other: CUDA loads a kernel
+        when all that was launched before has run."""
+        link = self.link if self.cpu is None else None  # the CPU counts up what is released
+        with nullcontext() if link is None else link.released():
+            self.run()
+
     def launch(self) -> None:
         """Begins a step."""
         self.before()
@@ -246,7 +255,11 @@ class CudaExecutable:
         try:
             # GPUs that wait for each other: the queue of one may be full before another has begun.
             # Behind a full queue a host would wait whose other steps are to go on meanwhile.
-            apart = len(self.gpus) > 1 or self._beside
+            several = len(self.gpus) > 1
+            apart = several or self._beside
+            if self.link is not None:
+                captured = all(part.graph.is_captured for part in self.gpus)
+                self.link.in_order = captured or not several
             for part in self.gpus:
                 part.launch(apart)
         except BaseException:
@@ -264,7 +277,7 @@ class CudaExecutable:
 
         Raises:
             TaskError: a task of the CPU failed, or was not given its inputs in time.
-            DeviceLost: a GPU failed.
+            DeviceLost: a GPU failed, or waited in vain for another one.
         """
         flight = self._in_flight
         meets = nullcontext() if self.link is None else WATCH.over(self.gpus, self.link.release)
@@ -281,9 +294,13 @@ class CudaExecutable:
             raise
         if flight is not None and flight.error is not None:
             raise flight.error
+        if self.link is not None:
+            self.link.check()
 
     def capture(self, pool: Any) -> None:
         """Captures the step; the program has run once before."""
+        if self.link is not None:
+            self.link.in_order = True
         for part in self.gpus:
             with part.current():
                 part.graph.capture(pool)
@@ -299,9 +316,12 @@ class CudaExecutable:
         return part.graph.first_stream()
 
     def _end(self) -> None:
-        """Ends all waiting."""
+        """Ends all waiting, and what waited: nothing of this step runs beside the next one."""
         if self.link is not None:
             self.link.release()
+        for part in self.gpus:
+            with suppress(Exception):  # one is being raised already
+                part.result()
 
     def _release(self) -> None:
         """Ends the parts of a step of which another part did not begin."""
