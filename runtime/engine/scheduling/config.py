@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING
 from pykernels.errors import PykernelsError
 
 from ...planning.option import SettingError, check_number, check_one_of, check_whole, option
+from .draft_limits import DRAFTERS, MOST_DRAFTS, check_drafts
 from .routing_policy import DSLP_AFTER, RoutingPolicy
 
 if TYPE_CHECKING:
     from ...planning.config import ExecutionConfig
     from ..requests.drafters import MakeDrafter
-
-PREFILL_CAP_FLOOR = 8
-"""Fewest prompt tokens of a step: one tile of the kernels. Below it a prompt would never end."""
 
 STEP_TOKENS = 512
 """Token budget of a step where weights lie in main memory."""
@@ -31,12 +29,6 @@ values of some thousand tokens, and makes one step more of the prompt."""
 
 PREFILL_YIELD = 0.5
 """A long prompt takes twice as long at most, besides what it waits for anyway."""
-
-DRAFTERS = ("ngram",)
-"""Where drafts come from, by name."""
-
-MOST_DRAFTS = 256
-"""Most drafts of an output in a step."""
 
 MOST = {
     "max_num_batched_tokens": 1 << 16,  # each buffer of a step has room for all
@@ -294,18 +286,3 @@ class EngineConfig:
         if self.max_num_logits is not None or self.draft == "off":
             return self.max_num_logits
         return self.max_num_seqs * (1 + self.draft_tokens)
-
-
-def check_drafts(most: int, sizes: object) -> None:
-    """Raises PykernelsError if a step of these sizes, those that are given, has no room for one
-    sequence with so many drafts."""
-    for name in ("max_num_batched_tokens", "max_num_logits"):
-        limit = getattr(sizes, name)
-        if limit is not None and most >= limit:
-            raise PykernelsError(
-                f"draft_tokens={most}: a step must have room for them and the token before them,"
-                f" and {name} is {limit}",
-                f"Give {limit - 1} drafts or fewer, or a larger {name}"
-                if limit > 1
-                else f"Give a larger {name}",
-            )
