@@ -16,7 +16,7 @@ from ...kv_cache import BlockManager
 from ...runner.batch import Runner
 from ..requests.drafters import MakeDrafter
 from ..requests.request import Request, State
-from .config import check_drafts
+from .draft_limits import check_drafts
 from .step import ScheduledStep
 
 
