@@ -147,7 +147,7 @@ def _bytes(gib: float | None) -> int | None:
 def _behind(
     engine: EngineConfig, limit: int, folder: Path, config: PretrainedConfig, weights: Opened
 ) -> KvBehind | None:
-    """What is behind the pages of the KV cache of the model in ``folder``."""
+    """The levels behind the KV cache of the model in ``folder``; None: there are none."""
     ram, root, store = _bytes(engine.kv_ram_gib) or 0, engine.kv_disk, engine.kv_store or ""
     if root is None and not ram and not store:
         return None

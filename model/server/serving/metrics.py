@@ -174,7 +174,7 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("pykernels_pages", "Pages of the KV cache", value=self._num_pages)
 
     def _levels(self) -> Iterator[Metric]:
-        """What is behind the pages of the KV cache."""
+        """Blocks and bytes of the levels that keep pages beyond the KV cache."""
         levels = self._figures.stats.kv_levels
         if not levels:
             return
