@@ -21,6 +21,7 @@ from pykernels.errors import PykernelsError
 from runtime.devices.cpu import precompile
 from runtime.engine import EngineConfig
 from runtime.engine.scheduling.config import STEP_TOKENS
+from runtime.engine.scheduling.drafts import check_taken_back
 from runtime.extend import checked
 from runtime.kv_tiers.behind import KvBehind
 from runtime.kv_tiers.directory import prepared
@@ -107,6 +108,8 @@ def load_engine(
                 own = [checked(each) for each in passes]
                 plan = make_plan(execution, decoder, longest, sizes, placement, own)
                 runner = make_runner(plan, execution.device, decoder, pool)
+                if engine.draft != "off":
+                    check_taken_back(runner)
                 runner.load()
             with compiling(progress):
                 kernel, runner = execution.kernel, runner.finished()
