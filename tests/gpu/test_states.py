@@ -24,7 +24,8 @@ from runtime.devices.gpus import gpus_of
 from runtime.engine import Engine, EngineConfig
 from runtime.experts.cache import CachePolicy
 from runtime.kv_tiers.behind import KvBehind
-from runtime.planning.execution import ExecutionPlan, largest_step
+from runtime.planning.compile import compile
+from runtime.planning.execution import ExecutionPlan, Phase, largest_step
 from runtime.planning.gpu.capacity import free_for_steps
 from runtime.planning.gpu.dense import crossing_weights
 from runtime.planning.gpu.machine import Machine
@@ -215,6 +216,27 @@ def test_value_heads_in_the_order_of_a_gguf_file(tmp_path: Path, device: torch.d
     with engine(file, device, 8, ON_GPU) as found:
         [result] = found.generate([prompt], greedy(2))
     check(tiny.Tiny(file, {}, reference), prompt, result, "cuda")
+
+
+def test_a_decode_step_of_a_delta_net_has_two_launches(made: tiny.Tiny) -> None:
+    """Between the linears around them; prompts have the four ops apart, LFM2's layer has one."""
+    with open_weights(made.path, read_config(made.path)) as weights:
+        sizes = largest_step(LENGTH, 8, STEP)
+        machine = Machine({"cuda:0": 1 << 30}, CudaLayouts())
+        plan = ExecutionPlan(sizes, place_on(machine, weights.decoder, sizes, "gpu"))
+
+        def mixer(phase: Phase) -> list[str]:
+            nodes = compile(weights.decoder, plan, phase, 8).program.nodes
+            names = [node.op for node in nodes if node.layer == 0]
+            first = names.index("linear") + 1
+            return names[first : names.index("linear", first)]
+
+        found = mixer(Phase.DECODE), mixer(Phase.PROMPT)
+    if made.reference.config.model_type == "qwen3_next":
+        apart = ["causal_conv1d", "delta_gates", "gated_delta_rule", "gated_rms_norm"]
+        assert found == (["delta_step", "delta_norm"], apart)
+    else:
+        assert found == (["causal_conv1d"], ["causal_conv1d"])
 
 
 def test_states_take_memory_of_a_gpu(made: tiny.Tiny) -> None:

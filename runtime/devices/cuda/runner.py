@@ -3,10 +3,12 @@ they do not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
+
+from pykernels.gpu.delta_net.copy_states import StateCopies
 
 from ...experts.cache import CachePolicy
 from ...kv_cache.page_store import PageStore
@@ -43,6 +45,7 @@ class CudaRunner(CudaStepRunner):
         self.gpus: Gpus = resources.gpus
         self.pinned = resources.pinned
         self.late_masks = waits_for_masks(self.device)
+        self._state_copies: list[StateCopies] | None = None
 
     def finished(self) -> CudaRunner:
         if not self.plan.is_open:
@@ -61,6 +64,21 @@ class CudaRunner(CudaStepRunner):
         names = self.model.caches(1)
         caches = {name: self.caches[name] for name in names}
         return GpuPages(caches, self.model.states, self.pinned)
+
+    # Where the model was loaded in it, tensors can be changed in it only.
+    @torch.inference_mode()
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """See ``runner.batch.Runner``; of all layers in one launch on each GPU."""
+        if self._state_copies is None:
+            states = [self.caches[name] for name in self.model.states]
+            devices = dict.fromkeys(state.device for state in states)
+            self._state_copies = [
+                StateCopies([state for state in states if state.device == device])
+                for device in devices
+            ]
+        for source, target in copies:
+            for of_gpu in self._state_copies:
+                of_gpu.copy(source, target)
 
     def update_expert_slots(self, slots: ExpertSlots) -> None:
         if slots.before_step():
