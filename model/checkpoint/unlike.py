@@ -1,0 +1,45 @@
+"""Layers whose gate and up are of two formats, as GGUF files have them for which each tensor's type
+was chosen (`llama-quantize --tensor-type ffn_up_exps=q6_k`).
+
+Kernels read both in one stream, in one format: so both are dequantized to bfloat16 while loading.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+_UPS = {"gate_proj.weight": "up_proj.weight", "w1.weight": "w3.weight"}
+"""Endings of the names of a dense MLP's gates, and of its ups."""
+
+
+def unlike_pairs(formats: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The names of gate and up of the dense MLPs whose formats differ, of these by name."""
+    for gate, fmt in formats.items():
+        for ending, other in _UPS.items():
+            up = gate.removesuffix(ending) + other
+            if gate.endswith(ending) and formats.get(up, fmt) != fmt:
+                yield gate, up
+
+
+def notes(plan: Plan) -> list[str]:
+    """A line for each pair of formats that gate and up have somewhere in a checkpoint."""
+    found, dense = Counter[tuple[str, str]](), dict[str, str]()
+    items: list[Any] = plan.items
+    for item in items:
+        if hasattr(item, "experts"):
+            gate, up, _ = item.experts[0]
+            found[gate.fmt or "bf16", up.fmt or "bf16"] += 1
+        else:
+            dense[item.name] = item.source.fmt or "bf16"
+    found.update((dense[gate], dense[up]) for gate, up in unlike_pairs(dense))
+    return [
+        f"gate is {gate} and up is {up} in {count} MLPs: both are kept as bf16, which takes more"
+        " memory; one type for both is faster"
+        for (gate, up), count in found.items()
+        if gate != up
+    ]
