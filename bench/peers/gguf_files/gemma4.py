@@ -10,6 +10,15 @@ import numpy as np
 from .family import Family, Shapes
 
 _FULL = "full_attention"
+_NORMS = (
+    "attn_norm",
+    "post_attention_norm",
+    "ffn_norm",
+    "post_ffw_norm",
+    "post_ffw_norm_1",
+    "pre_ffw_norm_2",
+    "post_ffw_norm_2",
+)
 _STOPPED = 1e30
 """The divisor of a frequency that does not turn."""
 
@@ -20,10 +29,8 @@ def _layer(config: Any, layer: int) -> Shapes:
     D, full = own.head_dim, config.layer_types[layer] == _FULL
     queries, keys = config.num_attention_heads * D, own.num_key_value_heads * D
     values = {} if full and config.attention_k_eq_v else {"attn_v.weight": (keys, H)}
-    norms = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
-    norms += "post_ffw_norm_1", "pre_ffw_norm_2", "post_ffw_norm_2"
     return {
-        **{f"{name}.weight": (H,) for name in norms},
+        **{f"{name}.weight": (H,) for name in _NORMS},
         "attn_q.weight": (queries, H),
         "attn_k.weight": (keys, H),
         **values,
