@@ -57,7 +57,7 @@ class StateCopies:
 
     def copy(self, source: int, target: int) -> None:
         """The state of a slot to another one, in one launch."""
-        if not self._states or source == target:
+        if not self._states:
             return
         arrays = self._addresses, self._sizes
         with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():

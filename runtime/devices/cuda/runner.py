@@ -14,6 +14,7 @@ from ...experts.cache import CachePolicy
 from ...kv_cache.page_store import PageStore
 from ...planning.execution import ExecutionPlan, Phase
 from ...planning.residency import Filled
+from ...runner.batch import StepBatch
 from ...runner.expert_slots import ExpertSlots
 from ...runner.paged_runner import Executable
 from ...workers.pool import WorkerPool
@@ -45,7 +46,7 @@ class CudaRunner(CudaStepRunner):
         self.gpus: Gpus = resources.gpus
         self.pinned = resources.pinned
         self.late_masks = waits_for_masks(self.device)
-        self._state_copies: list[StateCopies] | None = None
+        self._state_copies: Sequence[StateCopies] = ()
 
     def finished(self) -> CudaRunner:
         if not self.plan.is_open:
@@ -65,17 +66,19 @@ class CudaRunner(CudaStepRunner):
         caches = {name: self.caches[name] for name in names}
         return GpuPages(caches, self.model.states, self.pinned)
 
+    def bind(self, batch: StepBatch) -> None:
+        super().bind(batch)
+        states = [self.caches[name] for name in self.model.states]
+        devices = dict.fromkeys(state.device for state in states)
+        self._state_copies = [
+            StateCopies([state for state in states if state.device == device]) for device in devices
+        ]
+        self.copy_states([(0, 0)])  # compiles
+
     # Where the model was loaded in it, tensors can be changed in it only.
     @torch.inference_mode()
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """See ``runner.batch.Runner``; of all layers in one launch on each GPU."""
-        if self._state_copies is None:
-            states = [self.caches[name] for name in self.model.states]
-            devices = dict.fromkeys(state.device for state in states)
-            self._state_copies = [
-                StateCopies([state for state in states if state.device == device])
-                for device in devices
-            ]
         for source, target in copies:
             for of_gpu in self._state_copies:
                 of_gpu.copy(source, target)
