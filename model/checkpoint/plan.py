@@ -123,8 +123,17 @@ def make_plan(
                 exact = any(f".{part}." in f".{name}." for part in strict)
                 target = torch.float32 if exact else dtype
                 plan.items.append(_dense(name, source, tensor, target, checkpoint))
-    plan.notes = [*names.finish(), *unlike.notes(plan)]
+    plan.notes = [*names.finish(), *_unlike_notes(plan)]
     return plan
+
+
+def _unlike_notes(plan: Plan) -> list[str]:
+    experts = [item.experts[0] for item in plan.items if isinstance(item, PlannedExperts)]
+    dense = [item for item in plan.items if isinstance(item, PlannedDense)]
+    return unlike.notes(
+        {item.name: item.source.fmt or "bf16" for item in dense},
+        ((gate.fmt or "bf16", up.fmt or "bf16") for gate, up, _ in experts),
+    )
 
 
 def is_fused_experts(module: nn.Module) -> bool:

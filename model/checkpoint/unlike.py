@@ -7,11 +7,7 @@ Kernels read both in one stream, in one format: so both are dequantized to bfloa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .plan import Plan
+from collections.abc import Iterable, Iterator, Mapping
 
 _UPS = {"gate_proj.weight": "up_proj.weight", "w1.weight": "w3.weight"}
 """Endings of the names of a dense MLP's gates, and of its ups."""
@@ -26,16 +22,13 @@ def unlike_pairs(formats: Mapping[str, str]) -> Iterator[tuple[str, str]]:
                 yield gate, up
 
 
-def notes(plan: Plan) -> list[str]:
-    """A line for each pair of formats that gate and up have somewhere in a checkpoint."""
-    found, dense = Counter[tuple[str, str]](), dict[str, str]()
-    items: list[Any] = plan.items
-    for item in items:
-        if hasattr(item, "experts"):
-            gate, up, _ = item.experts[0]
-            found[gate.fmt or "bf16", up.fmt or "bf16"] += 1
-        else:
-            dense[item.name] = item.source.fmt or "bf16"
+def notes(dense: Mapping[str, str], experts: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each pair of formats that gate and up have somewhere in a checkpoint.
+
+    Args:
+        dense: formats of matrices by name; ``experts``: of gate and of up, of each block.
+    """
+    found = Counter(experts)
     found.update((dense[gate], dense[up]) for gate, up in unlike_pairs(dense))
     return [
         f"gate is {gate} and up is {up} in {count} MLPs: both are kept as bf16, which takes more"
