@@ -21,6 +21,7 @@ from pykernels.errors import PykernelsError
 from runtime.devices.cpu import precompile
 from runtime.engine import EngineConfig
 from runtime.engine.scheduling.config import STEP_TOKENS
+from runtime.engine.scheduling.drafts import check_taken_back
 from runtime.extend import checked
 from runtime.kv_tiers.behind import KvBehind
 from runtime.kv_tiers.directory import prepared
@@ -108,6 +109,8 @@ def load_engine(
                 own = [checked(each) for each in passes]
                 plan = make_plan(execution, decoder, longest, sizes, placement, own)
                 runner = make_runner(plan, execution.device, decoder, pool)
+                if engine.draft != "off":
+                    check_taken_back(runner)
                 runner.load()
             with compiling(progress):
                 kernel, runner = execution.kernel, runner.finished()
@@ -148,7 +151,7 @@ def _bytes(gib: float | None) -> int | None:
 def _behind(
     engine: EngineConfig, limit: int, folder: Path, config: PretrainedConfig, weights: Opened
 ) -> KvBehind | None:
-    """What is behind the pages of the KV cache of the model in ``folder``."""
+    """The levels behind the KV cache of the model in ``folder``; None: there are none."""
     ram, root, store = _bytes(engine.kv_ram_gib) or 0, engine.kv_disk, engine.kv_store or ""
     if root is None and not ram and not store:
         return None
