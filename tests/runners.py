@@ -82,6 +82,7 @@ class CudaOptions:
     crossing: Mapping[str, Residency] = field(default_factory=dict)
     buckets: tuple[int, ...] | None = None
     decode_buckets: tuple[int, ...] | None = None
+    kv_in_main: tuple[int, ...] = ()
 
 
 def cuda_runner(
@@ -112,6 +113,7 @@ def cuda_runner(
     placement = placement.with_experts(program, options.gpu_experts or {})
     placement = placement.with_slots(program, options.slots or {})
     placement = placement.with_residency(options.crossing)
+    placement = replace(placement, kv_in_main=options.kv_in_main)
     config = ExecutionConfig(
         "cuda:0",
         experts=options.experts,

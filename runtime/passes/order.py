@@ -23,6 +23,7 @@ ONE_OF: tuple[tuple[str, ...], ...] = (
     ("stream_dense",),
     ("split_over_nodes",),
     ("gpu_metadata",),
+    ("offload_kv",),
 )
 """A program goes through at most one pass of each row, and through that one once."""
 

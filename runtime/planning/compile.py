@@ -17,6 +17,7 @@ from ..passes.dual_batch import dual_batch
 from ..passes.gpu.metadata import gpu_metadata
 from ..passes.keep_routing import keep_routing
 from ..passes.numa import split_over_nodes
+from ..passes.offload_kv import offload_kv
 from ..passes.on_ref import REF, with_exact_caches
 from ..passes.stream_dense import stream_dense
 from ..program import Program
@@ -86,6 +87,10 @@ def _gpu_metadata(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     return gpu_metadata(program, step.phase is Phase.DECODE)
 
 
+def _offload_kv(program: Program, plan: ExecutionPlan, step: Step) -> Program:
+    return offload_kv(program, plan.placement.kv_in_main)
+
+
 STAGES: tuple[Stage, ...] = (
     _keep_routing,
     _place,
@@ -96,6 +101,7 @@ STAGES: tuple[Stage, ...] = (
     _dual_batch,
     _stream_dense,
     _gpu_metadata,
+    _offload_kv,
 )
 """Stages in the order in which they rewrite a program; ``passes.order`` says why."""
 

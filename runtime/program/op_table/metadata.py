@@ -28,6 +28,8 @@ METADATA = {
     # by the decode kernel; 0 for the others.
     "table": _index("rows", "table_pages", optional=True),
     "decode_lengths": _index("rows", optional=True),
+    # Keys of each sequence, where its pages come from main memory (``passes.offload_kv``).
+    "key_lengths": _index("rows", optional=True),
     # Tokens that attend to latents one by one: row of `table`, pages, and keys; 0 for the others.
     "token_rows": _index("T", optional=True),
     "token_table": _index("T", "table_pages", optional=True),

@@ -12,6 +12,7 @@ import torch
 
 from ....passes.gpu_experts import expert_slot_tables
 from ....passes.keep_routing import routers
+from ....passes.offload_kv import host_caches
 from ....passes.stream_dense import ALIGN
 from ....program import Program
 from ....program.analysis import MemoryPlan, on_streams, plan_memory
@@ -24,6 +25,7 @@ from .weights import layouts
 
 Caches = Mapping[str, torch.Tensor]
 NONE: Caches = MappingProxyType({})
+CPU = torch.device("cpu")
 
 
 def dtypes(program: Program) -> dict[str, torch.dtype]:
@@ -57,6 +59,8 @@ def _dtype(declared: torch.dtype, kinds: set[str]) -> torch.dtype:
         return torch.int32
     if "float32" in kinds:
         return torch.float32
+    if "kv" in kinds:
+        return declared
     return torch.bfloat16 if declared.is_floating_point else declared
 
 
@@ -236,13 +240,13 @@ def kept_bytes(program: Program, device: str) -> int:
 
 
 def allocated_caches(program: Program, gpus: Gpus, there: Caches = NONE) -> dict[str, torch.Tensor]:
-    """The caches of a model on its GPUs, and tables of its experts' slots.
+    """The caches of a model on its GPUs or in main memory, and tables of its experts' slots.
 
     Args:
         program: any of the model's on its way to them (``passes.gpu.metadata``).
         there: those that are allocated already.
     """
-    tables = expert_slot_tables(program)
+    tables, in_main = expert_slot_tables(program), host_caches(program)
     caches: dict[str, torch.Tensor] = {}
     for node in program.nodes:
         for name in node.reads:
@@ -250,7 +254,7 @@ def allocated_caches(program: Program, gpus: Gpus, there: Caches = NONE) -> dict
                 continue
             if name in caches or name in there:
                 continue
-            device = gpus[node.device]
+            device = CPU if name in in_main else gpus[node.device]
             if name in tables:
                 caches[name] = tables[name].to(device)
             else:
