@@ -15,9 +15,9 @@ from ..machine.nodes import ONE_NODE, MemoryNodes
 from ..passes.defer import defer
 from ..passes.dual_batch import dual_batch
 from ..passes.gpu.metadata import gpu_metadata
+from ..passes.gpu.offload_kv import offload_kv
 from ..passes.keep_routing import keep_routing
 from ..passes.numa import split_over_nodes
-from ..passes.offload_kv import offload_kv
 from ..passes.on_ref import REF, with_exact_caches
 from ..passes.stream_dense import stream_dense
 from ..program import Program

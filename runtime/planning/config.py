@@ -67,6 +67,11 @@ class ExecutionConfig:
         dense_gib: GiB of GPU memory for the dense weights of a model's layers. Those of as few
             layers as can be lie in main memory besides, and cross to the GPU in every step; "auto":
             of none, if all fit.
+        kv_gpu_gib: GiB of GPU memory for keys and values. Those of as few layers as can be lie in
+            main memory besides, and of them what a step reads crosses to the GPU; "auto": of none,
+            if all fit.
+        gpu_gib: GiB of each GPU that are taken at most, as if it had no more; None: all that is
+            free.
         expert_cache: slots of each layer for experts that a GPU computes beside the others on the
             CPU, and that change from step to step by what the routers choose; "auto": as many as
             fit; "off".
@@ -126,6 +131,22 @@ class ExecutionConfig:
         "GIB|auto",
         read=_gib,
         no_gpu=("auto",),
+    )
+    kv_gpu_gib: float | str = option(
+        "auto",
+        "GPU memory for keys and values; those of other layers lie in main memory and cross in"
+        " every step. auto: all that fit.",
+        "GIB|auto",
+        read=_gib,
+        no_gpu=("auto",),
+    )
+    gpu_gib: float | None = option(
+        None,
+        "Memory of each GPU that is taken at most, as if it had no more.",
+        "GIB",
+        kind=float,
+        shown="all that is free",
+        no_gpu=(None,),
     )
     expert_cache: int | str = option(
         OFF,
@@ -202,6 +223,10 @@ class ExecutionConfig:
             check_one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         if self.dense_gib != "auto":
             check_number("dense_gib", self.dense_gib, "a number of GiB, or auto")
+        if self.kv_gpu_gib != "auto":
+            check_number("kv_gpu_gib", self.kv_gpu_gib, "a number of GiB, or auto")
+        if self.gpu_gib is not None:
+            check_number("gpu_gib", self.gpu_gib, "a number of GiB")
         if self.expert_cache not in ("auto", OFF):
             wanted = "a number of slots, auto or off"
             check_whole("expert_cache", self.expert_cache, 0, MOST_EXPERTS, wanted)

@@ -74,6 +74,7 @@ class ExecutionPlan:
         buckets: tokens of steps besides ``sizes.tokens``; ``decode_buckets``: of decode steps;
             none: the same, and one program for both, unless passes tell them apart.
         policy: by which experts in slots change.
+        gpu_gib: GiB that may be taken of each GPU; None: all that is free.
         measures_deferral: whether ``deferred`` is yet to become what keeps the CPU busy, as
             measured; ``measures_prompts``: likewise ``streaming`` and ``prompts``, which experts
             can be pinned and what is fast.
@@ -94,6 +95,7 @@ class ExecutionPlan:
     buckets: tuple[int, ...] = BUCKETS
     decode_buckets: tuple[int, ...] = ()
     policy: CachePolicy | None = None
+    gpu_gib: float | None = None
     measures_deferral: bool = False
     measures_prompts: bool = False
     decisions: tuple[str, ...] = ()

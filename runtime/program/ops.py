@@ -20,7 +20,6 @@ from pykernels.ref.sampling import MAX_LOGPROBS
 
 from .op_table.collectives import COLLECTIVES
 from .op_table.delta_nets import DELTA_NETS
-from .op_table.kv_offload import KV_OFFLOAD
 from .op_table.metadata import (
     METADATA,
     METADATA_OPS,
@@ -171,7 +170,6 @@ def _moe_rule(node: Mapping[str, Any]) -> str | None:
 
 OPS: dict[str, Op] = {
     **METADATA_OPS,
-    **KV_OFFLOAD,
     **DELTA_NETS,
     **SANDWICH,
     # Rows of the table of embeddings, times `scale`.

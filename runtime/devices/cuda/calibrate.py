@@ -118,11 +118,12 @@ class Probe(CudaStepRunner):
 
     def may_split(self, plan: ExecutionPlan, program: Program) -> bool:
         """Whether there are kernels for split steps, and memory beside that of streamed ones."""
-        machine = machine_of(self._resources.gpus, self.weights)
+        place = self._resources.gpus, self.weights, plan.gpu_gib
+        machine = machine_of(*place)
         if not splits(machine, plan, program):
             return False
         self.prepare(self._inputs)
-        machine = machine_of(self._resources.gpus, self.weights)  # less than before the caches
+        machine = machine_of(*place)  # less than before the caches
         return fits_split(self.model, machine, plan, program)
 
     def rates(self, plan: ExecutionPlan, program: Program, may_split: bool) -> Rates:

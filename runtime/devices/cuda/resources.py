@@ -26,10 +26,10 @@ from ...runner.batch import DeviceLost
 from ...runner.paged_runner import LastStep
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
-from ..gpus import Gpus, check_device, free_bytes, gpus_of, interpreted
+from ..gpus import Gpus, check_device, free_bytes, gpus_of, interpreted, limit
 from .binders.attention import check_heads
 from .memory.buffers import allocated_caches
-from .memory.pinning import pin_dense
+from .memory.pinning import pin_caches, pin_dense
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class CudaResources:
         caches: by buffer, on the GPUs; there before the first step is made.
         last_steps: the step that ended last, whoever ran it.
         pinned: what crosses from main memory.
+        gpu_gib: of the plan.
     """
 
     model: Lowerable
@@ -54,6 +55,7 @@ class CudaResources:
     caches: dict[str, torch.Tensor]
     last_steps: deque[LastStep]
     pinned: Pinned
+    gpu_gib: float | None = None
 
     @classmethod
     def open(
@@ -74,7 +76,10 @@ class CudaResources:
         check_heads(model.lower())
         gpus = gpus_of(device)
         check_waits(gpus, pool if plan.placement.experts == CPU else None)
-        return cls(model, gpus, pool, plan.kernel, plan.sizes, {}, deque(maxlen=1), Pinned())
+        limit(gpus, plan.gpu_gib)
+        return cls(
+            model, gpus, pool, plan.kernel, plan.sizes, {}, deque(maxlen=1), Pinned(), plan.gpu_gib
+        )
 
     def allocate(self, compiled: Compiled, layouts: Callable[[Program], LayoutOf]) -> None:
         """Allocates the caches that are not there, pins dense weights that cross in each step.
@@ -90,6 +95,8 @@ class CudaResources:
             for part in on_gpus(compiled.parts).values():
                 pin_dense(part, self.model.store, layouts(part), self.pinned)
         missing = allocated_caches(compiled.program, self.gpus, self.caches)
+        if self.real:
+            pin_caches(missing, self.pinned)
         self.caches.update(missing)
 
     @property
@@ -120,7 +127,8 @@ class CudaResources:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            free = ", ".join(f"{n >> 20} MiB of {gpu}" for gpu, n in free_bytes(self.gpus).items())
+            there = free_bytes(self.gpus, self.gpu_gib).items()
+            free = ", ".join(f"{n >> 20} MiB of {gpu}" for gpu, n in there)
             raise PykernelsError(
                 f"too little GPU memory: {free} are free, the weights there, a KV cache of"
                 f" {self.sizes.pages * PAGE} tokens and steps of"

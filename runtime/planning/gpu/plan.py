@@ -17,6 +17,7 @@ from ..lowerable import Lowerable, Pass
 from ..placement import CPU, Placement, place
 from ..prompt_sizes import HOST_BUCKETS, PromptSizes
 from ..residency import Filled
+from . import kv
 from .capacity import step_tokens
 from .dense import described
 from .machine import Machine
@@ -77,6 +78,7 @@ def plan_on_gpus(
         buckets=HOST_BUCKETS if on_cpu else PROMPT_BUCKETS,
         decode_buckets=DECODE_BUCKETS,
         policy=config.cache_policy,
+        gpu_gib=config.gpu_gib,
     )
     tokens = sizes.tokens
     streaming = wanted_streaming(config.prefill, model, machine, plan, tokens or None)
@@ -98,8 +100,15 @@ def plan_on_gpus(
 
 
 def _decisions(model: Lowerable, plan: ExecutionPlan) -> tuple[str, ...]:
-    crossing = plan.placement.filled(Filled.EACH_STEP)
-    return (described(crossing, compile(model, plan).program),) if crossing else ()
+    crossing, layers = plan.placement.filled(Filled.EACH_STEP), plan.placement.kv_in_main
+    lines = list[str]()
+    program = compile(model, plan).program if crossing or layers else None
+    if program is not None and layers:
+        caches = model.caches(plan.sizes.pages, plan.sizes.state_slots)
+        lines.append(kv.described(layers, program, caches))
+    if program is not None and crossing:
+        lines.append(described(crossing, program))
+    return tuple(lines)
 
 
 def _unmeasured(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> ExecutionPlan:

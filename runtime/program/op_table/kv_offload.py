@@ -1,4 +1,4 @@
-"""The rows of the op table that bring a KV cache in main memory to a GPU (``passes.offload_kv``)."""
+"""The rows of the op table that bring keys and values to a GPU (``passes.gpu.offload_kv``)."""
 
 from __future__ import annotations
 

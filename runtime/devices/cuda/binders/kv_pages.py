@@ -1,4 +1,4 @@
-"""Pages of caches in main memory as launches (``passes.offload_kv``)."""
+"""Pages of caches in main memory as launches (``passes.gpu.offload_kv``)."""
 
 from __future__ import annotations
 

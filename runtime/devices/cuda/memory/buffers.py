@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ....passes.gpu.offload_kv import host_caches
 from ....passes.gpu_experts import expert_slot_tables
 from ....passes.keep_routing import routers
-from ....passes.offload_kv import host_caches
 from ....passes.stream_dense import ALIGN
 from ....program import Program
 from ....program.analysis import MemoryPlan, on_streams, plan_memory

@@ -22,12 +22,12 @@ import torch
 
 from pykernels.errors import PykernelsError
 
-from ..kv_cache.layout import cache_inputs
-from ..program import Buffer, Node, Program
-from ..program.node import repeated
-from .layers import rebuilt
-from .order import ordered
-from .stream_dense import STAGING_BUFFERS
+from ...kv_cache.layout import cache_inputs
+from ...program import Buffer, Node, Program
+from ...program.node import repeated
+from ..layers import rebuilt
+from ..order import ordered
+from ..stream_dense import STAGING_BUFFERS
 
 _DECODES = frozenset({"table", "decode_lengths"})
 """What attention reads of the sequences of decode steps."""
