@@ -83,6 +83,7 @@ class CudaOptions:
     buckets: tuple[int, ...] | None = None
     decode_buckets: tuple[int, ...] | None = None
     kv_in_main: tuple[int, ...] = ()
+    kv_attention: str = "gpu"
 
 
 def cuda_runner(
@@ -121,6 +122,7 @@ def cuda_runner(
         dual_batch=options.dual_batch,
         prefill=options.prefill,
         kernel=kernel,
+        kv_attention=options.kv_attention,
     )
     plan = plan_on_gpus(config, model, machine, max_model_len, sizes, placement, passes)
     plan = replace(

@@ -24,6 +24,7 @@ _OPTIONS = Choose(
         "prefill",
         "dense_gib",
         "kv_gpu_gib",
+        "kv_attention",
         "gpu_gib",
         "defer",
         "kv_dtype",

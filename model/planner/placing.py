@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from pykernels.errors import PykernelsError
 from runtime.devices.gpus import HEADROOM, gpus_of
+from runtime.devices.sim.machine import Gpu
 from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.passes.gpu.offload_kv import host_caches
 from runtime.passes.layers import moe_layers
@@ -21,6 +22,8 @@ from runtime.planning.gpu.machine import Machine as GpuMachine
 from runtime.planning.gpu.plan import place_on, plan_on_gpus
 from runtime.planning.placement import CPU
 from runtime.planning.residency import Filled
+from runtime.planning.work import work
+from runtime.program import Program
 from runtime.program.sizes import StepSizes
 
 from .settings import Case
@@ -144,6 +147,8 @@ def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int) -> Placed:
         placement = place_on(machine, decoder, largest, run.experts)
         how = run.kv_gpu_gib, run.dense_gib, run.prefill
         placement = fitted(decoder, machine, ExecutionPlan(largest, placement), *how).placement
+        if run.kv_attention == "auto":
+            run = replace(run, kv_attention=_faster(case, decoder.lower(), gpu))
         plan = plan_on_gpus(run, decoder, machine, case.wanted.positions, sizes, placement)
         room = 0
         if plan.placement.experts == CPU:
@@ -170,6 +175,15 @@ def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int) -> Placed:
     cpu += sum(record.nbytes for record in crossing.values())
     cache = bytes_in_main(compiled.program, caches)
     return Placed(case, plan, {**memory, CPU: Memory(has, cpu, cache, 0)}, max(0, room))
+
+
+def _faster(case: Case, program: Program, gpu: Gpu) -> str:
+    """Where attention to keys and values in main memory takes less time: "cpu" or "gpu"."""
+    cpu = case.machine.cpu
+    node = next(node for node in program.nodes if node.op == "attention")
+    one = work(program, 1, 1)[node.name]
+    on_cpu = max(one.nbytes / cpu.read_gbps, one.flops / cpu.attention_tflops / 1e3)
+    return CPU if on_cpu < one.nbytes / gpu.link_gbps else "gpu"
 
 
 def _with_slots(case: Case, plan: ExecutionPlan) -> ExecutionPlan:

@@ -34,6 +34,8 @@ def serve_line(found: Prediction) -> str:
         words += ["--prefill", run.prefill]
     if run.gpu_gib is not None:
         words += ["--gpu-gib", f"{run.gpu_gib:g}"]
+    if run.kv_attention != "auto":
+        words += ["--kv-attention", run.kv_attention]
     for name, value in (("--kv-gpu-gib", run.kv_gpu_gib), ("--dense-gib", run.dense_gib)):
         if value != "auto":
             words += [name, f"{value:g}"]

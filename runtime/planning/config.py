@@ -70,6 +70,9 @@ class ExecutionConfig:
         kv_gpu_gib: GiB of GPU memory for keys and values. Those of as few layers as can be lie in
             main memory besides, and of them what a step reads crosses to the GPU; "auto": of none,
             if all fit.
+        kv_attention: where decode steps attend in layers whose keys and values lie in main memory:
+            "gpu", to which they cross, "cpu", or "auto": where a step took less time. Prompts and
+            latent attention: on the GPU. The CPU rounds elsewhere: the text may be another one.
         gpu_gib: GiB of each GPU that are taken at most, as if it had no more; None: all that is
             free.
         expert_cache: slots of each layer for experts that a GPU computes beside the others on the
@@ -138,6 +141,14 @@ class ExecutionConfig:
         " every step. auto: all that fit.",
         "GIB|auto",
         read=_gib,
+        no_gpu=("auto",),
+    )
+    kv_attention: str = option(
+        "auto",
+        "Where decode steps attend in layers whose keys and values lie in main memory: on the GPU,"
+        " to which these cross, or on the CPU; auto: where a step took less time. Each rounds in"
+        " its own way.",
+        "auto|gpu|cpu",
         no_gpu=("auto",),
     )
     gpu_gib: float | None = option(
@@ -216,6 +227,7 @@ class ExecutionConfig:
             raise SettingError("device", self.device, "Give cpu, ref or cuda:0", "is no device")
         check_one_of("experts", self.experts, EXPERTS)
         check_one_of("prefill", self.prefill, PREFILL)
+        check_one_of("kv_attention", self.kv_attention, ("auto", "gpu", "cpu"))
         check_one_of("dual_batch", self.dual_batch, tuple(MICROBATCHES.values()))
         if self.kv_dtype != "bf16":
             from ..kv_cache.layout import KV_DTYPES

@@ -174,8 +174,9 @@ class CudaExecutable:
         self._link = handshake.link(parts, channel_buffers)
         self.cpu: CpuExecutable | None = None
         if CPU in parts:
+            own_caches = {name: caches[name] for name in parts[CPU].buffers if name in caches}
             self.cpu = CpuExecutable(
-                parts[CPU], weights, pool, host_inputs, {}, kernel, sizes, link=self._link
+                parts[CPU], weights, pool, host_inputs, own_caches, kernel, sizes, link=self._link
             )
             self.outputs |= self.cpu.outputs
         self.gpus = list[GpuPart]()

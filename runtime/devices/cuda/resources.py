@@ -75,7 +75,8 @@ class CudaResources:
         check_device(device)
         check_heads(model.lower())
         gpus = gpus_of(device)
-        check_waits(gpus, pool if plan.placement.experts == CPU else None)
+        uses_cpu = CPU in (plan.placement.experts, plan.kv_attention) or plan.measures_kv
+        check_waits(gpus, pool if uses_cpu else None)
         limit(gpus, plan.gpu_gib)
         return cls(
             model, gpus, pool, plan.kernel, plan.sizes, {}, deque(maxlen=1), Pinned(), plan.gpu_gib

@@ -29,6 +29,7 @@ from ..layers import rebuilt
 from ..order import ordered
 from ..stream_dense import STAGING_BUFFERS
 
+_CPU = "cpu"
 _DECODES = frozenset({"table", "decode_lengths"})
 """What attention reads of the sequences of decode steps."""
 
@@ -54,7 +55,8 @@ def offload_kv(program: Program, layers: Collection[int]) -> Program:
     """The program with the caches of these layers in main memory, pages loaded in each step.
 
     Args:
-        layers: numbers of layers with keys and values; others are left as they are.
+        layers: numbers of layers with keys and values; others are left as they are, and those that
+            attend on the CPU.
 
     Raises:
         PykernelsError: attention of such a layer does not read metadata of a GPU
@@ -131,7 +133,7 @@ def _key(node: Node) -> tuple[str, int | None, str]:
 def _layers(program: Program, layers: Collection[int]) -> list[_Layer]:
     found: dict[tuple[str, int | None, str], _Layer] = {}
     for i, node in enumerate(program.nodes):
-        if node.layer not in layers or not (parts := cache_inputs(node)):
+        if node.layer not in layers or node.device == _CPU or not (parts := cache_inputs(node)):
             continue
         layer = found.setdefault(_key(node), _Layer(node, i, i))
         layer.last = i

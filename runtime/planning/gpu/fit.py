@@ -16,7 +16,7 @@ from ..lowerable import Lowerable
 from ..placement import CPU
 from .capacity import STEP_TOKENS, free_for_steps, step_bytes
 from .dense import crossing_weights
-from .kv import layers_in_main
+from .kv import layers_in_main, with_kv_in_main
 from .machine import Machine
 from .stream_budget import streaming_bytes
 
@@ -43,7 +43,7 @@ def fitted(
     tokens = plan.sizes.tokens
     reserved = _for_streams(model, machine, plan) if prefill != CPU else {}
     layers = layers_in_main(model, machine, plan, kv, tokens, reserved)
-    plan = replace(plan, placement=replace(plan.placement, kv_in_main=layers))
+    plan = with_kv_in_main(plan, layers)
     crossing = crossing_weights(model, machine, plan, dense, tokens)
     plan = replace(plan, placement=plan.placement.with_residency(crossing))
     if machine.capped:

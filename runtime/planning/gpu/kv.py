@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from math import prod
 from types import MappingProxyType
 
 from ...kv_cache.layout import CachePart, cache_inputs
+from ...passes.gpu.attend_on_cpu import attend_on_cpu
 from ...passes.gpu.offload_kv import host_caches
 from ...passes.stream_dense import STAGING_BUFFERS
 from ...program import Program
 from ..compile import compile
 from ..execution import ExecutionPlan, Phase
 from ..lowerable import Lowerable
+from ..placement import CPU, Placement
 from .capacity import STEP_TOKENS, free_for_steps, step_bytes
 from .dense import crossing_layers
 from .machine import Machine
@@ -36,24 +39,48 @@ def layers_in_main(
         tokens: budget of a step; None: the fewest of ``STEP_TOKENS``.
         reserved: bytes of each GPU that something else is to have if caches can make room for it.
     """
-    compiled = compile(model, plan, Phase.PROMPT, tokens or STEP_TOKENS[-1])
-    free: Mapping[str, int] = {}
-    if asked == "auto" and machine.bounded:
-        steps = step_bytes(machine, compiled)
-        free = {gpu: n - steps[gpu] for gpu, n in free_for_steps(model, machine, plan).items()}
+    T = tokens or STEP_TOKENS[-1]
+    parts = compile(model, plan, Phase.PROMPT, T).parts
+    layers = {gpu: cached_layers(parts[gpu]) for gpu in machine.free}
+    if asked != "auto":
+        return _chosen(layers, dict.fromkeys(layers, round(float(asked) * 2**30)))
+    if not machine.bounded:
+        return ()
+    free = _free(model, machine, plan, T)
+    budgets = dict[str, int]()
+    for gpu, sizes in layers.items():
+        more, room = reserved.get(gpu, 0), sum(sizes.values()) + free[gpu]
+        least = STAGING_BUFFERS * max(sizes.values(), default=0)
+        budgets[gpu] = room - (more if room - more >= least else 0)
+    found = _chosen(layers, budgets)
+    if found:  # staging buffers are a little more than what lies in them
+        left = _free(model, machine, with_kv_in_main(plan, found), T)
+        short = {gpu: min(0, n - reserved.get(gpu, 0)) for gpu, n in left.items()}
+        most = {gpu: max(sizes.values(), default=0) for gpu, sizes in layers.items()}
+        few = {
+            gpu: n + (short[gpu] if -short[gpu] < most[gpu] else 0) for gpu, n in budgets.items()
+        }
+        found = _chosen(layers, few)
+    return found
+
+
+def with_kv_in_main(plan: ExecutionPlan, layers: tuple[int, ...]) -> ExecutionPlan:
+    """The plan with the keys and values of these layers in main memory."""
+    return replace(plan, placement=replace(plan.placement, kv_in_main=layers))
+
+
+def _chosen(layers: Mapping[str, Mapping[int, int]], budgets: Mapping[str, int]) -> tuple[int, ...]:
     found = list[int]()
-    for gpu in machine.free:
-        layers = cached_layers(compiled.parts[gpu])
-        sizes = list(layers.values())
-        if asked == "auto":
-            more, room = reserved.get(gpu, 0), sum(sizes) + free.get(gpu, 0)
-            least = STAGING_BUFFERS * max(sizes, default=0)
-            budget = min(sum(sizes), room - (more if room - more >= least else 0))
-        else:
-            budget = round(float(asked) * 2**30)
-        numbers = list(layers)
-        found += (numbers[i] for i in crossing_layers(sizes, budget))
+    for gpu, sizes in layers.items():
+        numbers = list(sizes)
+        found += (numbers[i] for i in crossing_layers(list(sizes.values()), budgets[gpu]))
     return tuple(sorted(found))
+
+
+def _free(model: Lowerable, machine: Machine, plan: ExecutionPlan, T: int) -> dict[str, int]:
+    """Bytes of each GPU that are left beside all else."""
+    steps = step_bytes(machine, compile(model, plan, Phase.PROMPT, T))
+    return {gpu: n - steps[gpu] for gpu, n in free_for_steps(model, machine, plan).items()}
 
 
 def cached_layers(part: Program) -> dict[int, int]:
@@ -75,6 +102,31 @@ def bytes_in_main(program: Program, caches: Mapping[str, CachePart]) -> int:
     """
     here = host_caches(program)
     return sum(cache.nbytes for name, cache in caches.items() if name in here)
+
+
+def chooses(model: Lowerable, placement: Placement, machine: Machine) -> bool:
+    """Whether decode steps may attend to keys and values in main memory on the CPU or on the
+    GPU, which is to be measured."""
+    if not placement.kv_in_main or not machine.real:
+        return False
+    program = placement.place(model.lower())
+    return attend_on_cpu(program, placement.kv_in_main) is not program
+
+
+def with_attention(plan: ExecutionPlan, context: int, gpu_s: float, cpu_s: float) -> ExecutionPlan:
+    """The plan that attends where it takes less time.
+
+    Args:
+        context: of a decode step that took ``gpu_s`` with keys and values that crossed, ``cpu_s``
+            with attention on the CPU.
+    """
+    where = CPU if cpu_s < gpu_s else "gpu"
+    told = (
+        f"decode steps attend to what lies in main memory on the {where.upper()}: at a context"
+        f" of {context} a step takes {1e3 * cpu_s:.1f} ms on the CPU,"
+        f" {1e3 * gpu_s:.1f} ms where they cross to the GPU"
+    )
+    return replace(plan, kv_attention=where, measures_kv=False, decisions=(*plan.decisions, told))
 
 
 def described(layers: Collection[int], program: Program, caches: Mapping[str, CachePart]) -> str:

@@ -63,13 +63,19 @@ def plan_on_gpus(
             " microbatch could run",
             "Keep the experts on the CPU (experts cpu), or leave dual_batch off",
         )
+    attends = config.kv_attention == CPU and bool(placement.kv_in_main)
+    if config.dual_batch is True and attends:
+        raise PykernelsError(
+            "dual_batch with kv_attention cpu: a microbatch has no inputs on the CPU",
+            "Leave one of them out",
+        )
     measured = config.defer == "auto" and on_cpu
     plan = ExecutionPlan(
         sizes,
         placement,
         # What is deferred takes memory; of how many experts it is makes no difference.
         config.deferred or int(measured),
-        on_cpu and bool(config.dual_batch),
+        on_cpu and bool(config.dual_batch) and not attends,
         nodes=model.store.nodes,
         passes=tuple(passes),
         max_model_len=max_model_len,
@@ -78,6 +84,8 @@ def plan_on_gpus(
         buckets=HOST_BUCKETS if on_cpu else PROMPT_BUCKETS,
         decode_buckets=DECODE_BUCKETS,
         policy=config.cache_policy,
+        kv_attention=CPU if config.kv_attention == CPU else "gpu",
+        measures_kv=config.kv_attention == "auto" and kv.chooses(model, placement, machine),
         gpu_gib=config.gpu_gib,
     )
     tokens = sizes.tokens
@@ -90,6 +98,7 @@ def plan_on_gpus(
         streaming=streaming,
         deferred=config.deferred,
         measures_deferral=measured,
+        measures_kv=plan.measures_kv and not plan.dual_batch,
         decisions=_decisions(model, plan),
     )
     if streaming is None:

@@ -26,6 +26,8 @@ from .weights import layouts
 Caches = Mapping[str, torch.Tensor]
 NONE: Caches = MappingProxyType({})
 CPU = torch.device("cpu")
+_ROUNDING = ("linear", "sigmoid_mul")
+"""Ops that read what came from the CPU, as what it attended to, in bfloat16."""
 
 
 def dtypes(program: Program) -> dict[str, torch.dtype]:
@@ -38,10 +40,11 @@ def dtypes(program: Program) -> dict[str, torch.dtype]:
             for port, buffer in names.items():
                 row = ports.get(port) or ports[port.rstrip("0123456789")]
                 kinds.setdefault(buffer, set()).add(row.kind)
+    rounded = {n for node in program.nodes if node.op in _ROUNDING for n in node.reads}
     for node in program.nodes:  # sums of experts come from the CPU in float32
         if node.op == "wait":
             for name in node.writes:
-                if program.buffers[name].dtype.is_floating_point:
+                if program.buffers[name].dtype.is_floating_point and name not in rounded:
                     kinds[name].add("float32")
     for name, found in kinds.items():  # logits, which a sampler elsewhere reads
         declared = program.buffers[name]
