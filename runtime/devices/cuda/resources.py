@@ -95,7 +95,9 @@ class CudaResources:
             self.pool.spin_for(spin_budget(driver_works=False))
             for part in on_gpus(compiled.parts).values():
                 pin_dense(part, self.model.store, layouts(part), self.pinned)
-        missing = allocated_caches(compiled.program, self.gpus, self.caches)
+        missing = allocated_caches(
+            compiled.program, self.gpus, self.caches, self.pool.memory.allocate
+        )
         if self.real:
             pin_caches(missing, self.pinned)
         self.caches.update(missing)

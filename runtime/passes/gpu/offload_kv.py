@@ -112,10 +112,11 @@ def offload_kv(program: Program, layers: Collection[int]) -> Program:
         nodes += before.get(i, [])
         if node.op == "attention_metadata":  # it is in front of all
             continue
-        names = staging.get(_key(node), {}) if (parts := cache_inputs(node)) else {}
-        nodes.append(_on_staging(node, names))
-        if names and set(parts.values()) & set(node.writes):
-            nodes.append(_store(node, parts, names))
+        parts = cache_inputs(node)
+        there = staging.get(_key(node), {}) if parts else {}
+        nodes.append(_on_staging(node, there))
+        if there and set(parts.values()) & set(node.writes):
+            nodes.append(_store(node, parts, there))
     return rebuilt(program, nodes, buffers)
 
 

@@ -60,7 +60,11 @@ def pin_caches(caches: Mapping[str, torch.Tensor], pinned: Pinned) -> None:
         PykernelsError: the system does not allow it.
     """
     for cache in caches.values():
-        if cache.device.type == "cpu" and (reason := pinned.add(cache)):
+        if cache.device.type != "cpu":
+            continue
+        # From the begin of the storage on, by which torch decides whether a tensor is pinned.
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(cache.untyped_storage())
+        if reason := pinned.add(memory):
             raise PykernelsError(
                 f"keys and values in main memory cannot cross to the GPU: {reason}",
                 "Raise the limit of locked memory (ulimit -l), or ask for fewer kv_tokens",
