@@ -21,23 +21,36 @@ _BLOCK = 4096
 _PROGRAMS = 64
 """Programs that bring pages: 1 MB on its way is several times what the link holds."""
 _SCAN = 1024
+EDGE = 512
+"""Tokens: from a multiple of them on, pages of a window are read. Kernels of attention begin at the
+edge of a block of keys, in front of the window, which must hold numbers."""
 
 
 @triton.jit(do_not_specialize=["columns", "stride", "window"])
-def _mark(table, lengths, marks, columns, stride, window, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def _mark_kv_pages(
+    table,
+    lengths,
+    marks,
+    columns,
+    stride,
+    window,
+    PAGE: tl.constexpr,
+    EDGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     length = tl.load(lengths + row)
     first = 0
     if window > 0:
-        first = tl.maximum(length - window, 0) // PAGE
+        first = tl.maximum(length - window, 0) // EDGE * EDGE // PAGE
     read = (column * PAGE < length) & (column >= first) & (column < columns)
     page = tl.load(table + row.to(tl.int64) * stride + column, mask=read, other=0)
     tl.store(marks + page, 1, mask=read)
 
 
 @triton.jit(do_not_specialize=["pages"])
-def _list(marks, out, pages, BLOCK: tl.constexpr):
+def _list_kv_pages(marks, out, pages, BLOCK: tl.constexpr):
     found = tl.zeros([], tl.int32)
     for start in tl.range(0, pages, BLOCK):
         page = start + tl.arange(0, BLOCK)
@@ -49,7 +62,7 @@ def _list(marks, out, pages, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load(pages, source, out, words, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+def _load_kv_pages(pages, source, out, words, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
     count = tl.load(pages)
     blocks = tl.cdiv(words, BLOCK)
     for i in tl.range(tl.program_id(0), count * blocks, PROGRAMS):
@@ -60,7 +73,7 @@ def _load(pages, source, out, words, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _store(slot_mapping, source, out, words, BLOCK: tl.constexpr):
+def _store_kv_rows(slot_mapping, source, out, words, BLOCK: tl.constexpr):
     slot = tl.load(slot_mapping + tl.program_id(0)).to(tl.int64)
     w = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kept = (w < words) & (slot >= 0)
@@ -77,7 +90,8 @@ def list_pages(
         lengths: contiguous int32 [S], tokens of each; 0: none.
         out: contiguous int32 [1 + pages of the cache]: how many they are, then they; written.
         page: tokens of a page.
-        window: of tokens, the last ones of each sequence, whose pages are read; 0: those of all.
+        window: of tokens, the last ones of each sequence, whose pages are read, from a multiple of
+            ``EDGE`` on; 0: those of all.
 
     Raises:
         PykernelsError: other dtypes or shapes, or no Triton here.
@@ -97,8 +111,9 @@ def list_pages(
     marks = torch.zeros(max(1, pages), dtype=torch.int32, device=out.device)
     grid = S, triton.cdiv(columns, _SCAN)
     if S and columns:
-        _mark[grid](table, lengths, marks, columns, table.stride(0), window, PAGE=page, BLOCK=_SCAN)
-    _list[(1,)](marks, out, pages, BLOCK=_SCAN)
+        where = (table, lengths, marks, columns, table.stride(0), window)
+        _mark_kv_pages[grid](*where, PAGE=page, EDGE=EDGE, BLOCK=_SCAN)
+    _list_kv_pages[(1,)](marks, out, pages, BLOCK=_SCAN)
     return out
 
 
@@ -122,7 +137,7 @@ def load_pages(
             raise PykernelsError(
                 f"a list of {len(pages) - 1} pages at most, of {len(source)}", "Give room for all"
             )
-        _load[(_PROGRAMS,)](
+        _load_kv_pages[(_PROGRAMS,)](
             pages,
             from_words,
             to_words,
@@ -152,7 +167,7 @@ def store_rows(
         if len(slot_mapping):
             block = min(_BLOCK, triton.next_power_of_2(words))
             grid = len(slot_mapping), triton.cdiv(words, block)
-            _store[grid](slot_mapping, from_words, to_words, words, BLOCK=block)
+            _store_kv_rows[grid](slot_mapping, from_words, to_words, words, BLOCK=block)
 
 
 def _words(
