@@ -94,6 +94,7 @@ def load_engine(
     config = read_config(folder)
     execution = on_device(execution, rules, config.model_type)
     check_lowered(config)
+    engine.check_gpus(len(execution.device.split(",")) if execution.on_gpu else 0)
     disk_bytes = _check_behind(execution, engine, passes)
     longest = _longest(engine, config, at_least)
     with _opened(folder, config, rules, execution) as weights:

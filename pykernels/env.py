@@ -78,6 +78,12 @@ def _microseconds(text: str) -> float | None:
     return value
 
 
+def _automatic(text: str) -> str:
+    if text not in ("auto", "off"):
+        raise ValueError("it is neither auto nor off")
+    return text
+
+
 def _switch(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError("it is neither 0 nor 1")
@@ -174,6 +180,12 @@ class Env:
         "",
         "Made-up NUMA nodes to deal the cores over, to try things; empty: none.",
         "Set it to a whole number from 1, or unset it",
+    )
+    peer_access = Flag(
+        _automatic,
+        "auto",
+        "auto: GPUs write to each other's memory where they can; off: they meet in main memory.",
+        "Set it to auto or off",
     )
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:

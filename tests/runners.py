@@ -84,6 +84,7 @@ class CudaOptions:
     decode_buckets: tuple[int, ...] | None = None
     kv_in_main: tuple[int, ...] = ()
     kv_attention: str = "gpu"
+    gpus: str = "pipeline"
 
 
 def cuda_runner(
@@ -109,14 +110,18 @@ def cuda_runner(
         max_model_len, num_pages, max_num_batched_tokens, max_num_seqs, max_num_logits
     )
     machine = machine_of(gpus_of(device), model.store)
-    placement = place_on(machine, model, sizes, options.experts, options.placed, options.by_layer)
+    first, *others = machine.free
+    has_layers = machine if options.gpus == "pipeline" else machine.only(first)
+    dealt = options.placed, options.by_layer
+    placement = place_on(has_layers, model, sizes, options.experts, *dealt)
     program = model.lower()
     placement = placement.with_experts(program, options.gpu_experts or {})
     placement = placement.with_slots(program, options.slots or {})
     placement = placement.with_residency(options.crossing)
     placement = replace(placement, kv_in_main=options.kv_in_main)
     config = ExecutionConfig(
-        "cuda:0",
+        "cuda:0,cuda:1" if others else "cuda:0",
+        gpus=options.gpus if others else "auto",
         experts=options.experts,
         defer="auto" if options.deferred is None else options.deferred,
         dual_batch=options.dual_batch,

@@ -11,7 +11,7 @@ import torch
 
 from pykernels.cpu.intrin.sync import atomic_load, atomic_store, clock_ns, pause
 from pykernels.cpu.jit import task
-from runtime.devices.cuda.executable import CudaExecutable
+from runtime.devices.cuda.step.executable import CudaExecutable
 from runtime.devices.ref.step import RefExecutable
 from runtime.runner.paged_runner import PagedRunner
 from runtime.workers.pool import WorkerPool

@@ -46,6 +46,7 @@ def placement_of(
             dense=config.dense_gib,
             kv=config.kv_gpu_gib,
             gpu_gib=config.gpu_gib,
+            gpus=config.gpus,
         )
     if config.device == CPU:
         return Placement()

@@ -10,10 +10,11 @@ from .delta_net.causal_conv1d import causal_conv1d
 from .delta_net.delta_rule import delta_gates, gated_delta_rule
 from .delta_net.gate import gated_rms_norm, sigmoid_mul
 from .embedding import embed
-from .kv_write import kv_write, mla_read, mla_write
+from .kv_write import cache_write, kv_write, mla_read, mla_write
 from .linear import linear, per_head_linear, quantize_fp8
 from .moe import combine, copy_rows, moe_ffn
 from .norm import post_norm, rms_norm, softcap
+from .pairs import place_pairs, sum_pairs, take_pairs
 from .permute import permute, sort_pairs, unpermute
 from .rope import rope, rope_frequencies, yarn_frequencies, yarn_scale
 from .rope_cache_write import gqa_rope_cache_write, mla_rope_cache_write, rope_table
@@ -22,6 +23,7 @@ from .sampling import greedy
 from .sampling.inputs import count_tokens, sample
 
 __all__ = [
+    "cache_write",
     "causal_conv1d",
     "combine",
     "copy_rows",
@@ -44,6 +46,7 @@ __all__ = [
     "moe_ffn",
     "per_head_linear",
     "permute",
+    "place_pairs",
     "place_routing",
     "post_norm",
     "quantize_fp8",
@@ -58,6 +61,8 @@ __all__ = [
     "sigmoid_mul",
     "softcap",
     "sort_pairs",
+    "sum_pairs",
+    "take_pairs",
     "unpermute",
     "yarn_frequencies",
     "yarn_scale",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 E4M3_MAX = 448.0
@@ -78,6 +80,25 @@ def kv_write(
     """
     _write(k, slot_mapping, k_cache, k_scale)
     _write(v, slot_mapping, v_cache, v_scale)
+
+
+def cache_write(
+    rows: Sequence[torch.Tensor], cache: Sequence[torch.Tensor], slot_mapping: torch.Tensor
+) -> None:
+    """Writes rows, coded as the cache is, to their slots in every part of a layer's cache.
+
+    Args:
+        rows: [T, *row] of each part.
+        cache: of the same dtypes, [P, page, *row].
+        slot_mapping: as above.
+    """
+    slots = cache[0].shape[0] * cache[0].shape[1]
+    (at,) = torch.where((slot_mapping >= 0) & (slot_mapping < slots))
+    for source, target in zip(rows, cache, strict=True):
+        values, there = source.flatten(1), target.flatten(0, 1).flatten(1)
+        if source.dtype == torch.float8_e4m3fn:  # indices take no such numbers
+            values, there = values.view(torch.uint8), there.view(torch.uint8)
+        there[slot_mapping[at].long()] = values[at]
 
 
 def mla_read(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ class Link:
         pinned: whether a GPU reads and writes the flags.
 
     Attributes:
+        clears: whether ``clear`` does so; ``in_order``: False: the host launches nothing behind a
+            wait before what it waits for is there.
         delay: test hook that delays a flag. A thread that plays the other device's stream calls it
             before it sets a flag or waits for one.
     """
@@ -39,6 +42,7 @@ class Link:
         self, parts: Mapping[str, Program], buffers: Mapping[str, torch.Tensor], pinned: bool
     ) -> None:
         self.buffers = buffers
+        self.clears = self.in_order = True
         self.delay: Callable[[], None] = lambda: None
         nodes = [node for part in parts.values() for node in part.nodes if node.op == "submit"]
         self._rows = {node.attr("channel"): row for row, node in enumerate(nodes)}
@@ -61,12 +65,23 @@ class Link:
         return int(self._needed[self._row(node)])
 
     def clear(self) -> None:
-        """Clears all flags."""
-        self._array[:] = 0
+        """Clears all flags, unless they are released."""
+        if self.clears:
+            self._array[:] = 0
 
     def release(self) -> None:
         """Sets all flags, so that nobody waits any more."""
         self._array[:] = self._needed
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Within it nobody waits; what is received is not what was sent."""
+        self.clears = False
+        self.release()
+        try:
+            yield
+        finally:
+            self.clears = True
 
     def set(self, node: Node) -> None:
         """Sets the flag of a submit."""

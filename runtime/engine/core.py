@@ -30,19 +30,20 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import chain, repeat
 
 from pykernels.errors import PykernelsError
 
 from ..kv_cache import BlockManager
 from ..kv_tiers.tiers import CLOSE_SECONDS, KvTiers
 from ..runner.active import phase
-from ..runner.batch import DeviceLost, PrefillRunner, Runner, StepResult
+from ..runner.batch import Runner, StepResult
+from .drawn_tokens import DrawnTokens
 from .observation import Observation
+from .prefill_steps import PrefillSteps
 from .requests.drafters import MakeDrafter
-from .requests.outputs import EngineStats, FinishReason, TokenLogprob
+from .requests.outputs import EngineStats
 from .requests.request import Request, State
-from .results import check_drawn, logprob_of, write_routing
+from .results import check_drawn
 from .scheduling.config import EngineConfig
 from .scheduling.drafts import Drafts
 from .scheduling.scheduler import Scheduler
@@ -75,28 +76,32 @@ class Core:
         self.runner, self.clock, self._asked = runner, clock, news
         self.overlap = self._overlap = config.overlap
         self.stats = EngineStats()
-        self._lost: dict[Request, Exception] = {}  # to constraints and drafters
+        lost: dict[Request, Exception] = {}  # to constraints and drafters
         self._drafts: Drafts | None = None
         if make_drafter is not None:
-            self._drafts = Drafts(make_drafter, config.draft_tokens, runner, self._lost)
+            self._drafts = Drafts(make_drafter, config.draft_tokens, runner, lost)
         self.scheduler = Scheduler(runner, self.stats, config, self._drafts)
         runner.bind(self.scheduler.writer.batch)
-        self.scheduler.add_prefill_stream(runner)
+        stream = self.scheduler.add_prefill_stream(runner)
         if make_tiers is not None:
             self.scheduler.tiers = make_tiers(self.scheduler.manager)
+        self._drawn = DrawnTokens(self.scheduler, self.stats, lost, clock)
+        self._prefill: PrefillSteps | None = None
+        if stream is not None and runner.prefill_runner is not None:
+            self._prefill = PrefillSteps(runner.prefill_runner, stream, self._drawn)
         self._running: ScheduledStep | None = None
-        self._prefill_step: ScheduledStep | None = None  # of the prefill stream
-        self._launched_at = self._prefill_began = math.nan
-        self._timed: set[Request] = set()
-        self._routed: set[Request] = set()
+        self._launched_at = math.nan
         self._observation: Observation | None = None
-        self._next_deadline = math.inf
 
     @property
     def busy(self) -> bool:
         """Whether a step runs, or one is to be done."""
-        running = self._running is not None or self._prefill_step is not None
+        running = self._running is not None or self._prefill_runs
         return running or self.scheduler.busy
+
+    @property
+    def _prefill_runs(self) -> bool:
+        return self._prefill is not None and self._prefill.running
 
     def news(self) -> bool:
         """Whether something waits to be done before the next step is scheduled."""
@@ -110,16 +115,12 @@ class Core:
         if self._drafts is not None:
             self._drafts.add(request)
         self.scheduler.add(request)
-        if request.deadline < math.inf:
-            self._timed.add(request)
-            self._next_deadline = min(self._next_deadline, request.deadline)
-        if request.routing is not None:
-            self._routed.add(request)
+        self._drawn.add(request)
 
     def cancel(self, request: Request) -> None:
         """End a request with what it has; nothing happens if it has ended, or was not added."""
         if request.state not in (State.NEW, State.FINISHED):
-            self._end(request, "cancelled")
+            self._drawn.end(request, "cancelled")
 
     def observe(self, observation: Observation) -> None:
         """The next steps run inside of it, one after the other without overlap; of two
@@ -141,13 +142,10 @@ class Core:
             self._running = None
             with suppress(Exception):  # nobody reads what it drew
                 self.runner.result()
-        if (prompts := self._prefill_step) is not None:
-            self._prefill_step = None
-            with suppress(Exception):
-                self._prefill_runner.result()
-            self.scheduler.finished_prefill(prompts, whole=False)
+        if self._prefill is not None:
+            self._prefill.give_up()
         for request in self.scheduler.requests():
-            self._end(request, "error" if error else "cancelled", error)
+            self._drawn.end(request, "error" if error else "cancelled", error)
         if self._observation is not None:
             self._observation.end(error or PykernelsError("The engine is closed", "Make a new one"))
 
@@ -181,25 +179,31 @@ class Core:
             self.scheduler.collect()
 
     def _step(self) -> bool:
+        try:
+            return self._next_step()
+        finally:
+            self._yield()
+
+    def _next_step(self) -> bool:
         self.scheduler.collect()
         now = self.clock()
-        if now >= self._next_deadline:
-            self._expire(now)
-        if self._prefill_step is not None and self._prefill_runner.ready():
-            self._end_prefill()
+        self._drawn.expire(now)
+        beside = self._prefill
+        if beside is not None and beside.ended:
+            beside.end()
         prompts = self.scheduler.schedule_prefill(now)
         if self._running is None:
-            if prompts is not None:
-                self._launch_prefill(prompts)
+            if beside is not None and prompts is not None:
+                beside.launch(prompts)
                 if not self.overlap:
-                    self._end_prefill()
+                    beside.end()
                     return True
             first = self.scheduler.schedule(now)
             if first is None:
                 return self._await_others()
             prompts = None
             if (failure := self._launch(first)) is not None:
-                self._fail(first, failure)
+                self._drawn.fail(first, failure)
                 return True
         running = self._running
         assert running is not None
@@ -220,16 +224,15 @@ class Core:
                 self.scheduler.undo(ahead)
             if prompts is not None:
                 self.scheduler.undo_prefill(prompts)
-            self._fail(running, error)
+            self._drawn.fail(running, error)
             return True
         seconds = self.clock() - self._launched_at
         running.accept(sampled_token_ids)
         self.scheduler.writer.set_tokens(result.sampled_token_ids)
-        ended = self._count(running, sampled_token_ids)
+        ended = self._drawn.count(running, sampled_token_ids)
         if not self.runner.late_masks:
-            ended |= self._mask(running, sampled_token_ids)
-        if self._routed:
-            write_routing(running, result)
+            ended |= self._drawn.mask(running, sampled_token_ids)
+        self._drawn.keep_routing(running, result)
         failure = None
         if behind and self.runner.next_runs:
             self.stats.steps += 1
@@ -244,17 +247,17 @@ class Core:
                 failure = self._launch(ahead, masked=False)
         if self.runner.late_masks:
             try:
-                self._mask(running, sampled_token_ids)
+                self._drawn.mask(running, sampled_token_ids)
             finally:
                 if self._running is not None and ahead is not None and ahead.masked:
                     self.runner.write_masks()
-        if prompts is not None:
-            self._launch_prefill(prompts)
+        if beside is not None and prompts is not None:
+            beside.launch(prompts)
         self.scheduler.timed(running, seconds)
         phase("deliver")
-        self._deliver(running, sampled_token_ids, result, seconds)
+        self._drawn.deliver(running, sampled_token_ids, result, seconds)
         if ahead is not None and failure is not None:
-            self._fail(ahead, failure)
+            self._drawn.fail(ahead, failure)
         if not self.busy:
             self._settle()
         return alive or self.busy
@@ -276,6 +279,7 @@ class Core:
     def _launched(self, step: ScheduledStep) -> None:
         self._running, self._launched_at = step, self.clock()
         self.scheduler.launched(step)
+        self._yield()
 
     def _result(self) -> StepResult:
         try:
@@ -286,7 +290,7 @@ class Core:
     def _launch_behind(self, step: ScheduledStep) -> bool:
         """Launch a step's successor, which has the same requests, while it runs; False if that must
         wait for its end."""
-        if step.scored or step.counted or step.masked or self._routed or self.news():
+        if step.scored or step.counted or step.masked or self._drawn.routed or self.news():
             return False
         if self.scheduler.copies_states or self.scheduler.may_draft(step):
             return False
@@ -296,199 +300,18 @@ class Core:
             self.runner.give_up_next()
         return True
 
-    @property
-    def _prefill_runner(self) -> PrefillRunner:
-        assert self.runner.prefill_runner is not None
-        return self.runner.prefill_runner
-
-    def _launch_prefill(self, step: ScheduledStep) -> None:
-        self.stats.steps += 1
-        try:
-            self._prefill_runner.launch(step.batch)
-        except BaseException as error:
-            self._fail_prefill(step, error)
-        else:
-            self._prefill_step, self._prefill_began = step, self.clock()
+    def _yield(self) -> None:
+        """The prefill stream's step is parked while one with other prompts runs."""
+        if self._prefill is not None:
+            self._prefill.park(self._running is not None and bool(self._running.chunks))
 
     def _await_others(self) -> bool:
         """Nothing else is to be done: waits for the prefill stream's step, for pages that are being
         read, or until somebody asks for something. False if there is none of these."""
-        if self._prefill_step is None and not self.scheduler.loading:
+        if not self._prefill_runs and not self.scheduler.loading:
             return False
         for _ in range(_POLLS):
-            if self._prefill_step is not None and self._prefill_runner.ready():
-                break
-            if self.news():
+            if (self._prefill is not None and self._prefill.ended) or self.news():
                 break
             time.sleep(_POLL_SECONDS)
         return True
-
-    def _end_prefill(self) -> None:
-        """Deliver the tokens of the prefill stream's step, if one runs."""
-        step, self._prefill_step = self._prefill_step, None
-        if step is None:
-            return
-        try:
-            result = self._prefill_runner.result()
-            sampled_token_ids = result.sampled_token_ids[: step.R].tolist()
-            check_drawn(sampled_token_ids, step.R, self.runner.vocab_size)
-        except BaseException as error:
-            self._fail_prefill(step, error)
-            return
-        self._count(step, sampled_token_ids)
-        self._mask(step, sampled_token_ids)
-        if self._routed:
-            write_routing(step, result)
-        self.scheduler.finished_prefill(step, whole=True)
-        self._deliver(step, sampled_token_ids, result, self.clock() - self._prefill_began)
-
-    def _fail_prefill(self, step: ScheduledStep, error: BaseException) -> None:
-        self.scheduler.finished_prefill(step, whole=False)
-        self._fail(step, error)
-
-    def _fail(self, step: ScheduledStep, error: BaseException) -> None:
-        self.stats.failed_steps += 1
-        for request in step.requests:
-            if request.state is State.RUNNING:
-                self._end(request, "error", error)
-        self.scheduler.failed(step)
-        if isinstance(error, DeviceLost) or not isinstance(error, Exception):
-            raise error
-
-    def _count(self, step: ScheduledStep, sampled_token_ids: list[int]) -> bool:
-        """What must be done before the next step: penalties count what was drawn.
-
-        Returns:
-            Whether an end token is among it.
-        """
-        for row, request in step.counted:
-            if request.state is State.RUNNING:
-                assert request.sampling.counts is not None
-                request.sampling.counts.add(sampled_token_ids[row])
-        if step.ends.isdisjoint(sampled_token_ids):
-            return False
-        pairs = zip(step.sampled, step.rows, strict=True)
-        return any(_ends(request, sampled_token_ids[row]) for request, row in pairs)
-
-    def _mask(self, step: ScheduledStep, sampled_token_ids: list[int]) -> bool:
-        """Constraints say what may follow.
-
-        Returns:
-            Whether one of them has failed.
-        """
-        for row, request in step.masked:
-            token = sampled_token_ids[row]
-            last = request.num_output_tokens + 1 >= request.max_tokens
-            if request.state is State.RUNNING and not last and not _ends(request, token):
-                assert request.masked is not None
-                try:
-                    request.masked.accept(token)
-                except Exception as error:  # it fails alone, unless a stop string ends it here
-                    self._lost[request] = error
-                    request.masked.mask[:] = -1  # a row that nobody reads may have begun
-        return bool(self._lost)
-
-    def _deliver(
-        self,
-        step: ScheduledStep,
-        sampled_token_ids: list[int],
-        result: StepResult,
-        seconds: float,
-    ) -> None:
-        """Append a step's tokens, and end or tell whom they are for."""
-        self.scheduler.finished(step)
-        stats, sampled = self.stats, step.sampled
-        stats.computed_tokens += step.T
-        if step.drafts:
-            stats.draft_tokens += sum(map(len, step.drafts))
-            stats.accepted_tokens += sum(step.num_accepted)
-        if not step.chunks:
-            stats.decode_steps[step.T] += 1
-            stats.decode_seconds += seconds
-        for i, request in enumerate(step.logprob_requests, step.drawn):
-            if request.state is State.RUNNING:
-                top = request.params.logprobs or 0
-                request.prompt_logprobs.append(logprob_of(sampled_token_ids[i], top, i, result))
-        now = self.clock()
-        accepted = chain(step.num_accepted, repeat(0))
-        for request, first, more in zip(sampled, step.rows, accepted, strict=False):
-            for row in range(first, first + 1 + more):
-                if request.state is not State.RUNNING:  # it has ended, here or meanwhile
-                    break
-                stats.new_tokens += 1
-                try:
-                    if row > first and request.routing is not None:  # of an accepted draft
-                        at = len(request.tokens) - 1
-                        request.routing.write(at, row, row + 1, result.routing)
-                    self._append(request, sampled_token_ids[row], row, result, now)
-                except Exception as error:  # of its detokenizer, constraint or consumer: it alone
-                    self._end(request, "error", error)
-
-    def _append(
-        self, request: Request, token: int, row: int, result: StepResult, now: float
-    ) -> None:
-        request.tokens.append(token)
-        num_output_tokens = len(request.tokens) - request.prompt_size
-        request.last_at = now
-        if num_output_tokens == 1:
-            request.first_at = now
-        logprob = None
-        if (top := request.params.logprobs) is not None:
-            logprob = logprob_of(token, top, row, result)
-            request.logprobs.append(logprob)
-        lost = self._lost.pop(request, None)
-        text, stopped, may_end = "", False, num_output_tokens > request.min_tokens
-        reason: FinishReason | None = None
-        if may_end and token in request.end_ids:
-            reason = "stop"
-        elif request.text is not None:
-            text, stopped = request.text.push(token, check=may_end)
-        if stopped:
-            reason = "stop"
-        elif reason is None and num_output_tokens >= request.max_tokens:
-            reason = "length"
-        if reason is not None:
-            self._end(request, reason, None, token, logprob, text, cut=stopped)
-            return
-        if lost is not None:
-            raise lost
-        if request.streamed:
-            request.sink((request, token, logprob, text, None))
-
-    def _end(
-        self,
-        request: Request,
-        reason: FinishReason,
-        error: BaseException | None = None,
-        token: int = -1,
-        logprob: TokenLogprob | None = None,
-        text: str = "",
-        cut: bool = False,
-    ) -> None:
-        """Take a request out and tell its consumer; ``cut``: a stop string has ended its text."""
-        if request.text is not None and error is None and not cut:
-            try:
-                rest, stopped = request.text.finish()
-            except Exception as failure:
-                reason, error = "error", failure
-            else:
-                text += rest
-                reason = "stop" if stopped else reason
-        self.scheduler.remove(request)
-        self._timed.discard(request)
-        self._routed.discard(request)
-        self._lost.pop(request, None)
-        request.state, request.reason, request.error = State.FINISHED, reason, error
-        self.stats.finished += 1
-        with suppress(RuntimeError):  # a consumer's event loop that is closed
-            request.sink((request, token, logprob, text, reason))
-
-    def _expire(self, now: float) -> None:
-        for request in [r for r in self._timed if r.deadline <= now]:
-            self._end(request, "deadline")
-        self._next_deadline = min((r.deadline for r in self._timed), default=math.inf)
-
-
-def _ends(request: Request, token: int) -> bool:
-    """Whether a token that is not yet appended ends a request."""
-    return token in request.end_ids and request.num_output_tokens >= request.min_tokens

@@ -267,12 +267,19 @@ class Engine:
         return replace(
             self._core.stats,
             decode_steps=self._core.stats.decode_steps.copy(),
+            prompt_steps=self._core.stats.prompt_steps.copy(),
             waiting=len(scheduler.waiting),
             running=len(scheduler.prefilling) + len(scheduler.decoding),
             free_pages=len(scheduler.manager.pool),
             cached_pages=scheduler.manager.tree.idle,
             kv_levels={} if (tiers := scheduler.tiers) is None else tiers.figures(),
         )
+
+    @property
+    def decisions(self) -> Sequence[str]:
+        """Which prompts go which way, where there are several, a line each."""
+        prefill_stream = self._core.scheduler.prefill_stream
+        return () if prefill_stream is None else (prefill_stream.described,)
 
     @property
     def healthy(self) -> bool:

@@ -105,13 +105,15 @@ def in_expert_slots(
 
 
 def expert_slot_tables(program: Program) -> dict[str, torch.Tensor]:
-    """The tables of a program's layers as they are at first, int32 [E] on the CPU, by buffer; all
-    -1 where the slots are empty."""
+    """The tables of a program's layers as they are at first, int32 [E] on the CPU, by buffer: the
+    place of each expert among those of the node that reads it, or -1; all -1 where its slots are
+    empty."""
     tables: dict[str, torch.Tensor] = {}
-    cached = {node.layer: node for node in program.nodes if node.role == "cached"}
-    for node in program.nodes:
-        if node.op == "place_routing":
-            name, spec = node.inputs["slots"], program.weight(cached[node.layer], "experts")
+    for place in program.nodes:
+        if place.op == "place_routing":
+            name, ids = place.inputs["slots"], place.outputs["local_ids"]
+            reader = next(n for n in program.nodes if ids in n.reads and "experts" in n.weights)
+            spec = program.weight(reader, "experts")
             table = torch.full(program.shape(name), -1, dtype=torch.int32, device="cpu")
             numbers = torch.arange(len(spec.expert_ids), dtype=torch.int32, device="cpu")
             table[list(spec.expert_ids)] = numbers

@@ -25,3 +25,10 @@ def routers(program: Program) -> tuple[Node, ...]:
     """The nodes that choose experts, in the order of their layers; not those of a shared expert,
     which every token takes."""
     return tuple(node for node in program.nodes if node.op == "router" and node.role != "shared")
+
+
+def kept_routers(program: Program) -> tuple[Node, ...]:
+    """Those whose choice is a result: on one of the ranks that choose alike."""
+    return tuple(
+        node for node in routers(program) if program.buffers[node.outputs["ids"]].kind == "output"
+    )

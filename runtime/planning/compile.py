@@ -20,6 +20,8 @@ from ..passes.gpu.offload_kv import offload_kv
 from ..passes.keep_routing import keep_routing
 from ..passes.numa import split_over_nodes
 from ..passes.on_ref import REF, with_exact_caches
+from ..passes.shard import join, shard
+from ..passes.shard.one_shot import one_shot_sums
 from ..passes.stream_dense import stream_dense
 from ..program import Program
 from ..program.partition import partition
@@ -68,6 +70,8 @@ def _stream(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     if plan.streaming is None:
         return program
     if step.phase is Phase.STREAMED:
+        if plan.stream_over:
+            return plan.streaming.over(program, plan.stream_over)
         return plan.streaming.apply(program)
     return plan.streaming.split(program, step.share) if step.phase is Phase.SPLIT else program
 
@@ -85,6 +89,14 @@ def _stream_dense(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     crossing = plan.placement.filled(Filled.EACH_STEP)
     sizes = {name: record.nbytes for name, record in crossing.items()}
     return stream_dense(program, sizes) if sizes else program
+
+
+def _tensor(program: Program, plan: ExecutionPlan, step: Step) -> Program:
+    """Heads, MLPs and experts of each layer dealt over GPUs."""
+    if not plan.tensor:
+        return program
+    joined = join(shard(program, len(plan.tensor)), plan.tensor)
+    return one_shot_sums(joined, plan.one_shot) if plan.one_shot else joined
 
 
 def _gpu_metadata(program: Program, plan: ExecutionPlan, step: Step) -> Program:
@@ -108,6 +120,7 @@ STAGES: tuple[Stage, ...] = (
     _defer,
     _dual_batch,
     _stream_dense,
+    _tensor,
     _gpu_metadata,
     _offload_kv,
 )

@@ -22,6 +22,8 @@ EXPERTS = ("auto", "cpu", "gpu")
 """Where routed experts may be; "auto": on the GPU if all fit, else on the CPU."""
 PREFILL = ("auto", "cpu", "split", "stream")
 """Where a prompt's experts are computed, if a GPU leaves them in main memory."""
+GPUS = ("auto", "pipeline", "tensor", "dslp", "disaggregated", "routed")
+"""How several GPUs share a model; see ``ExecutionConfig.gpus``."""
 MOST_EXPERTS = 1 << 16
 """Most experts, and so slots, of a layer."""
 MICROBATCHES = {"auto": "auto", "on": True, "off": False}
@@ -53,8 +55,14 @@ class ExecutionConfig:
 
     Attributes:
         device: "cpu"; "cuda:0": attention, dense layers and shared experts on that GPU;
-            "cuda:0,cuda:1": the layers dealt over these GPUs, in order, by size or as rules say; or
-            "ref": the reference ops in float32, exact and slow, the cache too.
+            "cuda:0,cuda:1": these GPUs, which share it as ``gpus`` says; or "ref": the reference
+            ops in float32, exact and slow, the cache too.
+        gpus: how several GPUs share a model. "pipeline": a part of the layers each. "tensor": of
+            each layer a part of the heads, the MLPs and the experts. With the experts in main
+            memory the first GPU decodes, and prompts are streamed: "dslp": to all GPUs at once,
+            each of which has a part of the tokens and of the experts; "disaggregated": to the other
+            ones, beside decode steps; "routed": to all while nothing decodes, else to the others.
+            "auto": "routed" where the experts do not fit on the GPUs, else "pipeline".
         experts: where routed experts are if there is a GPU: "cpu", "gpu", or "auto": on the GPU if
             all fit.
         gpu_experts: experts of each layer that the GPU has besides, where the others are on the
@@ -100,10 +108,18 @@ class ExecutionConfig:
 
     device: str = option(
         "cpu",
-        "Where attention, dense layers and shared experts run; several GPUs have a part of the"
-        " layers each.",
+        "Where attention, dense layers and shared experts run; several GPUs share them as --gpus"
+        " says.",
         "cpu|cuda:0|cuda:0,cuda:1",
         eager=True,
+    )
+    gpus: str = option(
+        "auto",
+        "How several GPUs share a model: each has a part of the layers (pipeline), or of each layer"
+        " (tensor); or the first one decodes, and prompts are streamed to all of them (dslp), to"
+        " the others meanwhile (disaggregated), or as it pays (routed).",
+        "|".join(GPUS),
+        no_gpu=("auto",),
     )
     experts: str = option(
         "auto",
@@ -228,6 +244,10 @@ class ExecutionConfig:
         check_one_of("experts", self.experts, EXPERTS)
         check_one_of("prefill", self.prefill, PREFILL)
         check_one_of("kv_attention", self.kv_attention, ("auto", "gpu", "cpu"))
+        check_one_of("gpus", self.gpus, GPUS)
+        if self.gpus != "auto" and self.on_gpu and "," not in self.device:
+            hint = "Name the others too, as in device='cuda:0,cuda:1'"
+            raise SettingError("gpus", self.gpus, hint, f"with {self.device} alone")
         check_one_of("dual_batch", self.dual_batch, tuple(MICROBATCHES.values()))
         if self.kv_dtype != "bf16":
             from ..kv_cache.layout import KV_DTYPES

@@ -8,7 +8,8 @@ which runners are made.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ..experts.cache import CachePolicy
@@ -63,6 +64,10 @@ class ExecutionPlan:
         dual_batch: whether decode steps of two sequences or more have two microbatches (OSDI'26
             3.3.1).
         streaming: how experts cross in steps that stream or split them; None: none do.
+        routes: by name, the GPUs to which prompts may be streamed other than the one that decodes;
+            none: to the GPUs of the layers. ``stream_over``: those of the route that is taken.
+        tensor: GPUs that have a part of each layer's heads, MLPs and experts; none: no layer is
+            parted. ``one_shot``: most numbers of each that they add up without channels.
         nodes: NUMA nodes of the CPU's workers; each has a slice of every matrix.
         passes: of the user, for decode steps.
         max_model_len: positions that the model was made for, or fewer.
@@ -88,6 +93,10 @@ class ExecutionPlan:
     deferred: int = 0
     dual_batch: bool = False
     streaming: Streaming | None = None
+    routes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    stream_over: tuple[str, ...] = ()
+    tensor: tuple[str, ...] = ()
+    one_shot: int = 0
     nodes: MemoryNodes = ONE_NODE
     passes: tuple[Pass, ...] = ()
     max_model_len: int = 1

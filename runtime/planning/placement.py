@@ -50,6 +50,15 @@ class Placement:
     residency: Mapping[str, Residency] = field(default_factory=dict)
     kv_in_main: tuple[int, ...] = ()
 
+    @property
+    def last(self) -> str:
+        """The device of the last layer, which has the head and samples."""
+        return self.by_layer[max(self.by_layer)] if self.by_layer else self.device
+
+    def gpu_of(self, node: Node) -> str:
+        """The device of the layer of a node, wherever the node runs."""
+        return self.device if node.layer is None else self.by_layer.get(node.layer, self.device)
+
     def of(self, program: Program) -> Iterator[tuple[Node, str]]:
         """Every node of a program, with its device."""
         here = self.device

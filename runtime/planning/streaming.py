@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..machine.nodes import ONE_NODE, MemoryNodes
 from ..passes.layers import moe_layers
+from ..passes.shard import join, stripe, with_replicas
 from ..passes.split_experts import split_experts
 from ..passes.stream_weights import StreamRing, resident, stream_weights
 from ..program import Program
@@ -29,6 +30,7 @@ class Streaming:
         layers: whose experts are; None: all.
         resident_bytes: bytes of a layer's experts in the layout of the device to which they cross.
         link_bytes_per_s: that bring them, as measured; 0: nobody has.
+        exchange: of ``passes.shard.EXPERTS``: how GPUs with tokens of their own share experts.
     """
 
     ring: StreamRing
@@ -37,10 +39,23 @@ class Streaming:
     layers: frozenset[int] | None = None
     resident_bytes: Callable[[WeightSpec], int] = stored_bytes
     link_bytes_per_s: float = 0.0
+    exchange: str = "small_ep"
 
     def apply(self, program: Program) -> Program:
         """The program with its experts streamed."""
         return stream_weights(program, self.resident_bytes, self.ring, self.layers, self.nodes)
+
+    def over(self, program: Program, gpus: Sequence[str]) -> Program:
+        """The program of the first GPU with its tokens dealt over these GPUs, each of which streams
+        the experts that it has (OSDI'26 3.2); on a single one it is as it was.
+
+        Raises:
+            PykernelsError: see ``passes.shard.stripe``.
+        """
+        (first,) = {node.device for node in program.nodes if node.op == "embed"}
+        own = stripe(program, len(gpus), self.exchange, attention="gather")
+        joined = join([self.apply(each.on(gpus[0])) for each in own], gpus)
+        return joined if gpus[0] == first else with_replicas(joined, gpus[0])
 
     def split(self, program: Program, share: float) -> Program:
         """The program with that share of each layer's experts streamed."""

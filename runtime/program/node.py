@@ -36,12 +36,15 @@ class Buffer:
         shape: sizes, outermost first.
         kind: "scratch", written and read within a step; "input", written before it; "output", read
             after it; "cache", kept from step to step.
+        filled: the buffer [1] that says how many of its first rows hold anything, which crosses
+            with it; "": all do.
     """
 
     name: str
     shape: tuple[Dim, ...]
     dtype: torch.dtype = torch.float32
     kind: str = "scratch"
+    filled: str = ""
 
 
 @dataclass(frozen=True)

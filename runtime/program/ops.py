@@ -18,6 +18,7 @@ from typing import Any
 
 from pykernels.ref.sampling import MAX_LOGPROBS
 
+from .op_table.channels import CHANNELS
 from .op_table.collectives import COLLECTIVES
 from .op_table.delta_nets import DELTA_NETS
 from .op_table.metadata import (
@@ -30,6 +31,8 @@ from .op_table.metadata import (
     sequences_rule,
 )
 from .op_table.op import Attr, Op, Port
+from .op_table.pairs import PAIRS
+from .op_table.rows import ROWS
 from .op_table.sandwich import SANDWICH
 
 COPIES = "copies"
@@ -172,6 +175,8 @@ OPS: dict[str, Op] = {
     **METADATA_OPS,
     **DELTA_NETS,
     **SANDWICH,
+    **ROWS,
+    **PAIRS,
     # Rows of the table of embeddings, times `scale`.
     "embed": Op(
         inputs={"ids": _index("T")},
@@ -445,11 +450,6 @@ OPS: dict[str, Op] = {
         attrs={"activations": Attr(str, "bf16")},
         rule=_moe_rule,
     ),
-    # The rows of both microbatches, one behind the other.
-    "join_rows": Op(
-        inputs={"first": _float32("A", "H"), "last": _float32("B", "H")},
-        outputs={"out": _float32("T", "H")},
-    ),
     # The sum of its inputs, in their order.
     "add": Op(
         inputs={"x": _activation("T", "H", repeated=True)},
@@ -473,21 +473,7 @@ OPS: dict[str, Op] = {
             "top_logprobs": _float32("R", str(MAX_LOGPROBS)),
         },
     ),
-    # The two ends of a channel between devices; ``partition`` puts them there. `until` and `since`
-    # name nodes of the same program: the peer may read what was submitted until that node has run
-    # ("": to the end), and write what is waited for from that node on ("": from the beginning).
-    "submit": Op(
-        inputs={"value": Port("any", None, repeated=True)},
-        outputs={},
-        attrs={"channel": Attr(int), "to": Attr(str), "until": Attr(str, "")},
-        asynchronous=True,
-    ),
-    "wait": Op(
-        inputs={},
-        outputs={"value": Port("any", None, repeated=True)},
-        attrs={"channel": Attr(int), "source": Attr(str), "since": Attr(str, "")},
-        asynchronous=True,
-    ),
+    **CHANNELS,
     **COLLECTIVES,
 }
 """Ops by name. An op is the same function in ``pykernels.ref`` and on every device."""

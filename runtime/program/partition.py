@@ -8,7 +8,7 @@ channel, and nothing is sent twice.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +17,7 @@ from pykernels.errors import PykernelsError
 
 from .analysis import dependencies, on_streams, ordered
 from .node import Buffer, Node, repeated
+from .port_kinds import port_kinds
 from .program import Program
 
 _Key = tuple[int, int, int]
@@ -55,8 +56,10 @@ def partition(program: Program, unordered: Collection[str] = ("cpu",)) -> dict[s
     if len(devices) < 2:
         return dict.fromkeys(devices, program)
     keyed: list[tuple[_Key, Node]] = [((i, 0, 0), n) for i, n in enumerate(program.nodes)]
+    agreed = _agreed(program, unordered)
     for channel in _channels(program):
-        keyed += _ends(program, channel)
+        alike = not {channel.source, channel.to}.intersection(unordered)
+        keyed += _ends(program, channel, agreed if alike else {})
     keyed.sort(key=lambda item: item[0])
     nodes = _with_spans([node for _, node in keyed], unordered)
     return {device: _part(program, device, nodes) for device in devices}
@@ -101,6 +104,20 @@ def _channels(program: Program) -> list[_Channel]:
     return channels
 
 
+def _agreed(program: Program, unordered: Collection[str]) -> dict[str, str]:
+    """By buffer, the kind of port that decides its dtype on all devices but those of
+    ``unordered``, whose dtypes are the program's."""
+    kinds = port_kinds(node for node in program.nodes if node.device not in unordered)
+    for name, found in kinds.items():  # logits, which a sampler elsewhere reads
+        buffer = program.buffers[name]
+        if buffer.kind == "output" and buffer.dtype.is_floating_point:
+            found.add("float32")
+    return {
+        name: next((kind for kind in ("index", "float32") if kind in found), "")
+        for name, found in kinds.items()
+    }
+
+
 def _refuse_shared_cache(program: Program, name: str, node: Node) -> None:
     for other in program.nodes:
         if other.device != node.device and name in (*other.reads, *other.writes):
@@ -111,18 +128,23 @@ def _refuse_shared_cache(program: Program, name: str, node: Node) -> None:
             )
 
 
-def _ends(program: Program, channel: _Channel) -> list[tuple[_Key, Node]]:
+def _ends(
+    program: Program, channel: _Channel, agreed: Mapping[str, str]
+) -> list[tuple[_Key, Node]]:
     reader = program.nodes[channel.reader]
     several = sum(1 for other in _channels_of(program, reader) if other != channel.source) > 0
     suffix = f".{channel.source}" if several else ""
     values = MappingProxyType(repeated("value", channel.buffers))
     marks: dict[str, Any] = {"layer": reader.layer, "role": reader.role}
+    common: dict[str, Any] = {"channel": channel.number}
+    if agreed:
+        common["kinds"] = tuple(agreed[name] for name in channel.buffers)
     submit = Node(
         "submit",
         inputs=values,
         device=channel.source,
         name=f"{reader.name}.submit{suffix}",
-        attrs=MappingProxyType({"channel": channel.number, "to": channel.to}),
+        attrs=MappingProxyType({**common, "to": channel.to}),
         **marks,
     )
     wait = Node(
@@ -130,7 +152,7 @@ def _ends(program: Program, channel: _Channel) -> list[tuple[_Key, Node]]:
         outputs=values,
         device=channel.to,
         name=f"{reader.name}.wait{suffix}",
-        attrs=MappingProxyType({"channel": channel.number, "source": channel.source}),
+        attrs=MappingProxyType({**common, "source": channel.source}),
         **marks,
     )
     return [

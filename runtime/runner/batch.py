@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cache
 from typing import Protocol
 
@@ -292,9 +293,25 @@ class StepRunner(Protocol):
         ...
 
 
+class Route(StrEnum):
+    """Ways of a step of prompts, by which GPUs read it."""
+
+    CHUNKED = "chunked"
+    """Chunks of prompts are in the main runner's steps, beside the requests that decode."""
+    STREAMED = "streamed"
+    """A step of its own on the GPU of those steps."""
+    DSLP = "dslp"
+    """A step of its own, shared by all GPUs."""
+    DISAGGREGATED = "disaggregated"
+    """A step of its own on GPUs on which nothing decodes."""
+
+
 class PrefillRunner(StepRunner, Protocol):
     """Runs steps of prompts over the cache of another runner, beside its steps. A sequence is in a
     step of one of them only."""
+
+    routes: Sequence[str]
+    """Ways in which it can run a step, of ``Route``; one at least."""
 
     min_tokens: int
     """A step of fewer is faster on the other runner."""
@@ -303,6 +320,25 @@ class PrefillRunner(StepRunner, Protocol):
     max_others: int
     """Most tokens of a step with prompts on the main runner: ``min_tokens`` - 1 and those of as
     many sequences as may decode, or more; 0: it takes no prompts."""
+
+    @property
+    def least_seconds(self) -> float:
+        """A step takes about so long, however few its tokens are: all experts cross."""
+        ...
+
+    def take(self, route: str) -> None:
+        """The way of the step that is launched next, one of ``routes``; called before each launch
+        where there are several."""
+        ...
+
+    def park(self, seconds: float) -> None:
+        """The step that runs, if any, stops at the end of a layer, with all that it holds, and goes
+        on after ``resume``, or by itself when so many seconds are over. Returns at once."""
+        ...
+
+    def resume(self) -> None:
+        """The step goes on, if it is parked; ``result`` and ``launch`` do the same."""
+        ...
 
     def ready(self) -> bool:
         """Whether ``result`` need not wait."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..passes.keep_routing import routers
+from ..passes.keep_routing import kept_routers, routers
 from ..program import Program
 from ..program.node import STEP_SIZES
 from .routing import LayerRouting, RoutedLayer
@@ -41,7 +41,7 @@ class KeptRouting:
     ) -> None:
         self._sizes = sizes
         self._layers: dict[int | None, list[tuple[int, _Array, _Array]]] = {}
-        for node in routers(program):
+        for node in kept_routers(program):
             ids, weights = node.outputs["ids"], node.outputs["weights"]
             size = STEP_SIZES.index(str(program.buffers[ids].shape[0]))
             part = size, outputs[ids], outputs[weights]

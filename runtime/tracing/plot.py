@@ -34,6 +34,7 @@ OPS: Mapping[str, tuple[str, str]] = {
     "rope_table": ("rope, cache write", "#74c6d4"),
     "rms_norm": ("norm", "#8d99ae"),
     "add": ("sum", "#adb5c4"),
+    "one_shot_all_reduce": ("sum", "#adb5c4"),
     "router": ("router", "#6a4c93"),
     "split_routing": ("router", "#6a4c93"),
     "sort_routing": ("router", "#6a4c93"),

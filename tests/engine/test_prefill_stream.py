@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from runtime.engine import (
     StepResult,
 )
 from runtime.kv_cache import BlockManager
+from runtime.runner.batch import Route
 
 from .fake_runner import FakeRunner, check_pages, expected
 from .test_drafts import Known
@@ -32,15 +34,23 @@ class FakePrefill:
 
     min_tokens, min_alone = 12, 20
     max_others = 19
+    least_seconds = 0.0
+    routes: Sequence[str] = (Route.STREAMED,)
 
     def __init__(self, owner: FakeRunner) -> None:
         self.owner, self.left = owner, 0
         self.fail_next: Exception | None = None
         self.own: StepBatch | None = None
         self.sizes: list[int] = []
+        self.taken: list[str] = []
+        self.parked = False
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.owner, name)
+
+    def take(self, route: str) -> None:
+        assert self.own is None and route in self.routes
+        self.taken.append(route)
 
     def launch(self, batch: StepBatch) -> None:
         assert self.own is None
@@ -49,7 +59,16 @@ class FakePrefill:
         self.left = self.owner.rng.randrange(5)  # type: ignore[attr-defined]
         self.found = self._before()
 
+    def park(self, seconds: float) -> None:
+        assert not self.parked and seconds > 0
+        self.parked = True
+
+    def resume(self) -> None:
+        self.parked = False
+
     def ready(self) -> bool:
+        if self.parked:
+            return False
         self.left -= 1
         return self.left <= 0
 

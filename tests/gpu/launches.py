@@ -42,9 +42,10 @@ def launched_by_rows() -> Iterator[str]:
     from .ops_attention import ATTENTION
     from .ops_delta_net import DELTA_NET
     from .ops_products import PRODUCTS
+    from .ops_ranks import RANKS
     from .ops_step import STEP
 
-    for op in (*AROUND, *PRODUCTS, *ATTENTION, *STEP, *DELTA_NET):
+    for op in (*AROUND, *PRODUCTS, *ATTENTION, *STEP, *RANKS, *DELTA_NET):
         for kernel, *_ in launches(partial(op.run, op.make(torch.device("meta")))):
             yield f"{kernel.fn.__module__.split('.')[-1]}.{kernel.__name__}"
 

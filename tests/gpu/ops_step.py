@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from pykernels.gpu.collectives.one_shot import OneShotMemory, one_shot_all_reduce
+from pykernels.gpu.copy_bytes import copy_bytes
 from pykernels.gpu.handshake import combine, copy_rows
 from pykernels.gpu.norm import post_norm, softcap
 from pykernels.gpu.per_head_linear import per_head_linear
@@ -74,7 +76,7 @@ def _count_tokens() -> Op:
     return Op("count_tokens", make, run, ("seen",))
 
 
-def _slots(device: torch.device, T: int, places: int) -> torch.Tensor:
+def slots_of(device: torch.device, T: int, places: int) -> torch.Tensor:
     slots = torch.randperm(places, device=device)[:T].to(INT32)
     return slots.masked_fill(slots % 3 == 0, -1)
 
@@ -90,7 +92,7 @@ def _gqa_write(name: str, eight: bool, row: bool) -> Op:
         return made | {
             "qkv": normal(device, T, (NH + 2 * KVH) * D),
             "angles": normal(device, T, 2, R // 2, dtype=FP32),
-            "slot_mapping": _slots(device, T, 48),
+            "slot_mapping": slots_of(device, T, 48),
             "q_norm": normal(device, NH * D if row else D),
             "k_norm": normal(device, KVH * D if row else D, dtype=FP32),
             "out": empty(device, T, NH, D),
@@ -111,7 +113,7 @@ def _mla_write(name: str, eight: bool) -> Op:
             "q": normal(device, T, NH, R),
             "kv": normal(device, T, L + R),
             "angles": normal(device, T, 2, R // 2, dtype=FP32),
-            "slot_mapping": _slots(device, T, 48),
+            "slot_mapping": slots_of(device, T, 48),
             "latent": empty(device, 3, 16, L, dtype=torch.uint8 if eight else BF16),
             "rope": empty(device, 3, 16, R),
             "kv_norm": normal(device, L),
@@ -143,6 +145,41 @@ def _copy_rows() -> Op:
         copy_rows([t[name] for name in names], [t[f"to_{name}"] for name in names])
 
     return Op("copy_rows", make, run, ("to_x", "to_ids", "to_weights"))
+
+
+def _copy_bytes() -> Op:
+    def make(device: torch.device) -> Tensors:
+        return {
+            "x": normal(device, 2, 3, 500),
+            "ids": integers(device, 60, 6, dtype=INT32),
+            "to_x": empty(device, 2, 3, 500),
+            "to_ids": empty(device, 6, dtype=INT32),
+        }
+
+    def run(t: Tensors) -> None:
+        copy_bytes([t["x"], t["ids"]], [t["to_x"], t["to_ids"]])
+
+    return Op("copy_bytes", make, run, ("to_x", "to_ids"))
+
+
+def _one_shot() -> Op:
+    """Of two members on one GPU, where launches cannot wait for each other: its halves apart."""
+
+    def make(device: torch.device) -> Tensors:
+        return {
+            "x": normal(device, 2, 1500),
+            "stop": torch.zeros(1, dtype=INT32, device=device),
+            "out": empty(device, 2, 1500),
+        }
+
+    def run(t: Tensors) -> None:
+        members = [OneShotMemory.on(t["x"].device) for _ in range(2)]
+        for half in ("send", "add"):
+            for rank in range(2):
+                how = {"send": half == "send", "add": half == "add"}
+                one_shot_all_reduce(t["x"], members, rank, t["stop"], t["out"], **how)
+
+    return Op("one_shot_all_reduce", make, run, ("out",))
 
 
 def _combine() -> Op:
@@ -207,6 +244,8 @@ STEP = (
     _mla_write("mla_rope_cache_write, E4M3", True),
     *KV_PAGES,
     _copy_rows(),
+    _copy_bytes(),
+    _one_shot(),
     _combine(),
     _post_norm(),
     _softcap(),

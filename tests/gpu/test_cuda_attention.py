@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.devices.cuda.executable import CudaExecutable, GpuMemory
-from runtime.devices.cuda.handshake import ChannelBuffers
-from runtime.devices.cuda.inputs import Bucket, StepInputs
 from runtime.devices.cuda.memory.buffers import Arena, StepOutputs, allocated_caches
+from runtime.devices.cuda.step.channels import ChannelBuffers
+from runtime.devices.cuda.step.executable import CudaExecutable, GpuMemory
+from runtime.devices.cuda.step.inputs import Bucket, StepInputs
 from runtime.devices.ref.step import RefExecutable
 from runtime.kv_cache.layout import PAGE, CacheSpec
 from runtime.passes.gpu.metadata import MAX_CHUNK, gpu_metadata
@@ -109,7 +109,7 @@ def results(
         {},
         allocated_caches(made, {"cuda": device}),
         sizes,
-        ChannelBuffers(device.type == "cuda"),
+        ChannelBuffers({"cuda": device}),
         {"cuda": StepOutputs({}, device).of({})},
     )
     for seed, step in enumerate(steps):

@@ -10,8 +10,8 @@ import torch
 
 from pykernels.ref.sampling import MAX_LOGPROBS
 from runtime.devices.cuda.binders.sampling import sample_requests
-from runtime.devices.cuda.inputs import Bucket, StepInputs
 from runtime.devices.cuda.memory.buffers import Arena, GpuBuffers, StepOutputs
+from runtime.devices.cuda.step.inputs import Bucket, StepInputs
 from runtime.program.weights import WeightStore
 from runtime.runner.sampling import SamplingBatch
 

@@ -10,9 +10,9 @@ import torch
 
 from model.checkpoint.config import read_config
 from model.opened import open_weights
-from runtime.devices.cuda import executable
 from runtime.devices.cuda.binders import BINDERS
 from runtime.devices.cuda.memory.buffers import Arena, GpuBuffers
+from runtime.devices.cuda.step import executable
 from runtime.engine import Engine, SamplingParams
 from runtime.program import Builder, Node, repeated
 from runtime.program.weights import WeightStore

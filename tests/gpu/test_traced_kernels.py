@@ -9,7 +9,7 @@ import torch
 
 from model.checkpoint.config import read_config
 from model.opened import open_weights
-from runtime.devices.cuda import executable, handshake
+from runtime.devices.cuda.step import executable, handshake
 from runtime.engine import Engine, SamplingParams
 from runtime.program.partition import partition
 from runtime.tracing.kernels import TORCH, assigned

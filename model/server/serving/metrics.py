@@ -123,6 +123,7 @@ _COUNTERS = {
     "preemptions": "Requests that gave their pages back and were computed again",
     "finished": "Outputs that have ended",
     "failed_steps": "Steps that failed",
+    "parked_seconds": "Seconds for which steps of long prompts waited for those of short ones",
 }
 _GAUGES = {
     "waiting": "Outputs that wait for a place in the batch",
@@ -166,12 +167,26 @@ class _EngineCollector(Collector):
             label = f"pykernels_expert_cache_{name}"
             yield CounterMetricFamily(label, _CACHE_COUNTERS[name], value=value)
         yield from self._levels()
+        yield self._prompt_steps()
         text = (
             "Packed weights that a step of one token reads: times the rate of steps, bytes a second"
         )
         yield GaugeMetricFamily("pykernels_step_weight_bytes", text, value=figures.weight_bytes)
         yield from self._reads()
         yield GaugeMetricFamily("pykernels_pages", "Pages of the KV cache", value=self._num_pages)
+
+    def _prompt_steps(self) -> Metric:
+        """Steps with prompts, by the way that was chosen for each."""
+        steps = CounterMetricFamily(
+            "pykernels_prompt_steps",
+            "Steps with prompts; chunked: in the steps of the answers that are written, others: in"
+            " steps of their own, on the same GPU (streamed), on all (dslp), on others"
+            " (disaggregated)",
+            labels=("route",),
+        )
+        for route, count in self._figures.stats.prompt_steps.items():
+            steps.add_metric((route,), count)
+        return steps
 
     def _levels(self) -> Iterator[Metric]:
         """What is behind the pages of the KV cache."""

@@ -1,4 +1,5 @@
 """Stream memory operations: a CUDA stream writes a 32-bit flag, or waits until it has a value.
+And copies, between any two memories, that only the stream waits for.
 
 Captured in a graph, value and address are constants. So the flags of a graph's hops are numbered:
 hop i writes i + 1 and waits for i + 1 *with equality*, and nobody resets anything between replays,
@@ -6,13 +7,14 @@ as long as a graph has two hops or more: the only one would find the answer to i
 A wait has no time limit: the side that answers needs a watchdog, which writes every flag that is
 still open.
 
-Source: CUDA driver API, "Stream Memory Operations".
+Source: CUDA driver API, "Stream Memory Operations" and "Memory Management".
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -37,6 +39,9 @@ def _driver() -> ctypes.CDLL | str:
         function = getattr(library, name)
         function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
         function.restype = ctypes.c_int
+    library.cuMemcpyAsync.argtypes = [
+        *(ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    ]
     return library
 
 
@@ -64,12 +69,31 @@ def wait_value(address: int, value: int) -> None:
     _operate("cuStreamWaitValue32_v2", address, value, _EQUAL)
 
 
+def copy_memory(target: torch.Tensor, source: torch.Tensor) -> None:
+    """The current stream copies a buffer by a copy engine; no other GPU's stream waits for it, as
+    it would for ``Tensor.copy_``.
+
+    Args:
+        target, source: contiguous, of as many bytes; on this GPU, a peer of it, or pinned.
+
+    Raises:
+        PykernelsError: the driver refuses it.
+    """
+    assert target.is_contiguous() and source.is_contiguous() and target.nbytes == source.nbytes
+    addresses = target.data_ptr(), source.data_ptr()
+    _call("cuMemcpyAsync", lambda stream: (*addresses, source.nbytes, stream))
+
+
 def _operate(name: str, address: int, value: int, flags: int) -> None:
+    _call(name, lambda stream: (stream, address, value, flags))
+
+
+def _call(name: str, arguments: Callable[[int], tuple[int, ...]]) -> None:
+    """Calls the driver with what is made of the current stream."""
     if only_compiles():
         return
     library = _driver()
     if isinstance(library, str):
         raise PykernelsError(library, "Update the driver")
-    stream = torch.cuda.current_stream().cuda_stream
-    if error := getattr(library, name)(stream, address, value, flags):
+    if error := getattr(library, name)(*arguments(torch.cuda.current_stream().cuda_stream)):
         raise PykernelsError(f"{name} failed with CUDA error {error}", "Update the driver")

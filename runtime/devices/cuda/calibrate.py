@@ -37,19 +37,23 @@ from ...runner.measured.kept_rates import kept_rates
 from ...runner.measured.kv_attention import context_of, decode_seconds
 from ...runner.measured.prefill import measured_rates
 from ..cpu import weights as cpu
-from .executable import CudaExecutable
+from ..gpus import Gpus
 from .layouts import machine_of
 from .memory.pinning import pin_experts
 from .resources import CudaResources
+from .step.executable import CudaExecutable
 from .step_runner import CudaStepRunner
 
 _LINK_BYTES = 64 << 20
 _ROUNDS = 3
 
 
-def calibrated(resources: CudaResources, plan: ExecutionPlan) -> ExecutionPlan:
+def calibrated(resources: CudaResources, plan: ExecutionPlan, gpus: Gpus) -> ExecutionPlan:
     """The finished plan of an open one. Weights are there; what is allocated and pinned stays with
     ``resources``, but for the memory of the steps that are measured.
+
+    Args:
+        resources: of the GPUs that have layers; ``gpus``: all to which prompts are streamed.
 
     Raises:
         PykernelsError: experts that cannot cross as was asked for; no memory.
@@ -60,7 +64,7 @@ def calibrated(resources: CudaResources, plan: ExecutionPlan) -> ExecutionPlan:
             plan = _with_deferral(plan, probe)
         if plan.measures_kv:
             plan = _with_kv_attention(plan, probe)
-        return _with_prompts(resources, plan, probe) if plan.measures_prompts else plan
+        return _with_prompts(resources, plan, probe, gpus) if plan.measures_prompts else plan
     finally:
         probe.close()
 
@@ -77,7 +81,9 @@ def _with_kv_attention(plan: ExecutionPlan, probe: Probe) -> ExecutionPlan:
     return with_attention(plan, context, *times)
 
 
-def _with_prompts(resources: CudaResources, plan: ExecutionPlan, probe: Probe) -> ExecutionPlan:
+def _with_prompts(
+    resources: CudaResources, plan: ExecutionPlan, probe: Probe, gpus: Gpus
+) -> ExecutionPlan:
     assert plan.streaming is not None
     model, store = resources.model, resources.model.store
     program = compile(model, plan).program
@@ -87,8 +93,8 @@ def _with_prompts(resources: CudaResources, plan: ExecutionPlan, probe: Probe) -
     if plan.streaming is None:
         return plan
     # One GPU waits for the other: what crosses to both takes as long as to one of them.
-    gpus = resources.gpus.values()
-    plan = with_link(plan, min(link_rate(plan.streaming, program, store, gpu) for gpu in gpus))
+    rates = (link_rate(plan.streaming, program, store, gpu) for gpu in gpus.values())
+    plan = with_link(plan, min(rates))
     if plan.prefill == "stream":
         return with_rates(plan, None, False)
     may_split = probe.may_split(plan, program)
@@ -145,7 +151,8 @@ class Probe(CudaStepRunner):
     def rates(self, plan: ExecutionPlan, program: Program, may_split: bool) -> Rates:
         """What steps of prompts cost by each way, measured or kept from an earlier load."""
         assert plan.streaming is not None
-        stream_s = plan.streaming.nbytes(program) / plan.streaming.link_bytes_per_s
+        links = min((len(over) for over in plan.routes.values()), default=1)
+        stream_s = plan.streaming.nbytes(program) / (links * plan.streaming.link_bytes_per_s)
         longest = min(plan.sizes.tokens, plan.max_model_len)
 
         def step(tokens: int, share: float) -> CudaExecutable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pykernels.gpu.collectives.one_shot import BLOCK, MAX_MEMBERS, MAX_PROGRAMS
 from pykernels.gpu.delta_net.chunked import CHUNK
 from pykernels.gpu.gemm.unpack import SCRATCH
 from pykernels.gpu.moe.from_tiles import supports
@@ -20,6 +21,8 @@ from .binders.latents import EXPANDED_BYTES
 from .memory.buffers import dtypes, planned
 from .memory.experts import staging_bytes
 from .memory.weights import expert_format, gpu_bytes, layout_bytes, resident_bytes
+from .step.channels import received_bytes
+from .step.peers import Peers
 
 _UNPACKED_KEYS = 2 << 30  # ``worth_unpacking``'s most
 
@@ -40,9 +43,8 @@ class CudaLayouts:
         return staging_bytes(spec)
 
     def step_bytes(self, part: Program) -> int:
-        return planned(part, dtypes(part)).nbytes + max(
-            (_temporary(part, node) for node in part.nodes), default=0
-        )
+        temporary = max((_temporary(part, node) for node in part.nodes), default=0)
+        return planned(part, dtypes(part)).nbytes + received_bytes(part) + temporary
 
     def why_not_streamed(self, spec: WeightSpec) -> str | None:
         fmt, down, (_, H, I) = get_format(spec.fmt), get_format(spec.down_fmt), spec.shape  # noqa: E741
@@ -67,6 +69,7 @@ def machine_of(gpus: Gpus, store: WeightStore, gpu_gib: float | None = None) -> 
         CudaLayouts(),
         not interpreted(gpus),
         lambda spec, gpu: store.is_made(spec, gpus[gpu]),
+        MAX_PROGRAMS * BLOCK if len(gpus) <= MAX_MEMBERS and Peers.of(gpus).atomics else 0,
         {} if gpu_gib is None else dict.fromkeys(gpus, round(gpu_gib * 2**30)),
     )
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,6 +30,7 @@ from ..gpus import Gpus, check_device, free_bytes, gpus_of, interpreted, limit
 from .binders.attention import check_heads
 from .memory.buffers import allocated_caches
 from .memory.pinning import pin_caches, pin_dense
+from .step.peers import Peers
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,19 @@ class CudaResources:
     the runner, so that its memory is freed at once when nobody has the runner any more.
 
     Attributes:
-        gpus: by their names in programs.
+        gpus: by their names in programs; ``sampler``: the one that samples.
         pool: runs what is on the CPU, by the kernels ``kernel``.
         sizes: of the largest step, and of the cache.
         caches: by buffer, on the GPUs; there before the first step is made.
         last_steps: the step that ended last, whoever ran it.
         pinned: what crosses from main memory.
         gpu_gib: of the plan.
+        peers: which GPUs reach each other's memory.
     """
 
     model: Lowerable
     gpus: Gpus
+    sampler: str
     pool: WorkerPool
     kernel: str
     sizes: StepSizes
@@ -56,6 +59,7 @@ class CudaResources:
     last_steps: deque[LastStep]
     pinned: Pinned
     gpu_gib: float | None = None
+    peers: Peers = Peers()
 
     @classmethod
     def open(
@@ -64,8 +68,8 @@ class CudaResources:
         """Those of the GPUs that ``device`` names; nothing is allocated yet.
 
         Args:
-            device: "cuda:N", or several of them, "cuda:0,cuda:1", which have the layers in this
-                order; "cpu" in Triton's interpreter (``gpus_of``).
+            device: "cuda:N", or several of them, "cuda:0,cuda:1", in the order in which they have
+                layers; "cpu" in Triton's interpreter (``gpus_of``).
             pool: runs what is on the CPU: experts.
 
         Raises:
@@ -78,9 +82,13 @@ class CudaResources:
         uses_cpu = CPU in (plan.placement.experts, plan.kv_attention) or plan.measures_kv
         check_waits(gpus, pool if uses_cpu else None)
         limit(gpus, plan.gpu_gib)
-        return cls(
-            model, gpus, pool, plan.kernel, plan.sizes, {}, deque(maxlen=1), Pinned(), plan.gpu_gib
-        )
+        own = model, gpus, plan.placement.last, pool, plan.kernel, plan.sizes
+        return cls(*own, {}, deque(maxlen=1), Pinned(), plan.gpu_gib, Peers.of(gpus))
+
+    def over(self, gpus: Sequence[str]) -> CudaResources:
+        """What steps on these GPUs alone share, of which the first one samples."""
+        here = {gpu: self.gpus[gpu] for gpu in gpus}
+        return replace(self, gpus=here, sampler=gpus[0])
 
     def allocate(self, compiled: Compiled, layouts: Callable[[Program], LayoutOf]) -> None:
         """Allocates the caches that are not there, pins dense weights that cross in each step.
@@ -95,6 +103,14 @@ class CudaResources:
             self.pool.spin_for(spin_budget(driver_works=False))
             for part in on_gpus(compiled.parts).values():
                 pin_dense(part, self.model.store, layouts(part), self.pinned)
+        self.allocate_caches(compiled)
+
+    def allocate_caches(self, compiled: Compiled) -> None:
+        """Allocates those caches of a step that are not there, and pins those in main memory.
+
+        Raises:
+            PykernelsError: they cannot be pinned.
+        """
         missing = allocated_caches(
             compiled.program, self.gpus, self.caches, self.pool.memory.allocate
         )
@@ -104,8 +120,8 @@ class CudaResources:
 
     @property
     def device(self) -> torch.device:
-        """The last GPU, which samples."""
-        return list(self.gpus.values())[-1]
+        """The GPU that samples."""
+        return self.gpus[self.sampler]
 
     @property
     def real(self) -> bool:

@@ -4,25 +4,33 @@ they do not fit."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
 from ...experts.cache import CachePolicy
 from ...kv_cache.page_store import PageStore
+from ...passes.gpu_experts import expert_slot_tables
+from ...passes.shard.join import replica
+from ...planning.compile import compile
 from ...planning.execution import ExecutionPlan, Phase
 from ...planning.residency import Filled
+from ...runner.batch import StepBatch
 from ...runner.expert_slots import ExpertSlots
 from ...runner.paged_runner import Executable
+from ...runner.routed_prefill import RoutedPrefill
 from ...workers.pool import WorkerPool
 from ..gpus import Gpus
 from .binders.sampling import waits_for_masks
 from .calibrate import calibrated
-from .memory.experts import on_gpu
+from .memory.buffers import dtypes
+from .memory.expert_slots import SlotsOnGpus
 from .memory.pages import GpuPages
+from .memory.replicas import Replicas
+from .memory.weights import layouts
 from .resources import CudaResources
 from .step_runner import CudaStepRunner
-from .streamed_runner import StreamedRunner
+from .streamed_runner import RoutedRunner, StreamedRunner
 
 
 class CudaRunner(CudaStepRunner):
@@ -39,7 +47,10 @@ class CudaRunner(CudaStepRunner):
     pool: WorkerPool
 
     def __init__(self, resources: CudaResources, plan: ExecutionPlan) -> None:
-        super().__init__(resources, plan)
+        first = (plan.placement.device,)
+        super().__init__(resources.over(first) if plan.routes else resources, plan)
+        self._every = resources
+        self._replicas: Replicas | None = None
         self.gpus: Gpus = resources.gpus
         self.pinned = resources.pinned
         self.late_masks = waits_for_masks(self.device)
@@ -47,25 +58,76 @@ class CudaRunner(CudaStepRunner):
     def finished(self) -> CudaRunner:
         if not self.plan.is_open:
             return self
-        return CudaRunner(self._resources, calibrated(self._resources, self.plan))
+        every = self._every
+        return CudaRunner(every, calibrated(self._resources, self.plan, every.gpus))
 
     def make_expert_slots(self) -> ExpertSlots | None:
         if not self.plan.placement.filled(Filled.BETWEEN_STEPS):
             return None
         program, policy = self.compiled().program, self.plan.policy or CachePolicy()
-        slots, self._table = on_gpu(program, self.weights, self.device, policy, self.pinned)
-        self.caches.update(zip(slots.tables, self._table, strict=True))
-        return slots
+        gpus = self._resources.gpus
+        self._slots = SlotsOnGpus.of(program, self.weights, gpus, policy, self.pinned)
+        self.caches.update(self._slots.rows)
+        return self._slots.slots
 
     def page_store(self) -> PageStore:
-        names = self.model.caches(1)
-        caches = {name: self.caches[name] for name in names}
-        return GpuPages(caches, self.model.states, self.pinned)
+        caches = {name: self.caches[name] for name in self._kv_names()}
+        overwritten = None if self._replicas is None else self._replicas.overwritten
+        return GpuPages(caches, self.model.states, self.pinned, overwritten)
+
+    def load(self) -> None:
+        super().load()
+        for over in self.plan.routes.values():
+            route = replace(self.plan, stream_over=over)
+            if route.streaming is None or not route.streaming.streams_all(self.compiled().program):
+                continue
+            compiled = compile(self.model, route, Phase.STREAMED, self.max_num_batched_tokens)
+            parts = compiled.parts.values()
+            gpus = self._every.gpus
+            self.weights.load(*((part, layouts(part, gpus, dtypes(part))) for part in parts))
+
+    def launch(self, batch: StepBatch) -> None:
+        if self._replicas is not None:
+            self._replicas.written(batch.slot_mapping[: batch.T])
+        super().launch(batch)
+
+    def _kv_names(self) -> list[str]:
+        """The caches of pages and states, as programs on a GPU have them."""
+        program = self.compiled().program
+        caches = (name for name, buffer in program.buffers.items() if buffer.kind == "cache")
+        return [name for name in caches if name not in expert_slot_tables(program)]
+
+    def _streamed_runner(self) -> StreamedRunner | RoutedPrefill:
+        """What runs streamed steps beside this one's: on the same GPU, or by a route over others,
+        whose caches are allocated."""
+        plan, every = self.plan, self._every
+        if not plan.routes:
+            return StreamedRunner(every, plan, self.expert_slots)
+        names, others = self._kv_names(), dict[str, dict[str, torch.Tensor]]()
+        for over in plan.routes.values():
+            route = replace(plan, stream_over=over)
+            largest = compile(self.model, route, Phase.STREAMED, self.max_num_batched_tokens)
+            every.allocate_caches(largest)
+            for gpu in over[over[0] == plan.placement.device :]:
+                others[gpu] = {name: self.caches[replica(name, gpu)] for name in names}
+        first = {name: self.caches[name] for name in names}
+        replicas = self._replicas = Replicas(first, others, self.num_pages)
+        return RoutedPrefill(
+            {
+                name: RoutedRunner(
+                    every.over(over),
+                    replace(plan, stream_over=over),
+                    self.expert_slots,
+                    name,
+                    replicas,
+                )
+                for name, over in plan.routes.items()
+            }
+        )
 
     def update_expert_slots(self, slots: ExpertSlots) -> None:
         if slots.before_step():
-            with torch.cuda.device(self.device) if self._resources.real else nullcontext():
-                self._table.copy_(slots.table, non_blocking=True)
+            self._slots.update()
 
     def close(self) -> None:
         if self.expert_slots is not None:
@@ -83,9 +145,9 @@ class CudaRunner(CudaStepRunner):
         apart = bool(across) and not self.model.states
         if apart and self.plan.streams_all(self.compiled().program):
             self.prepare(inputs)
-            self.prefill_runner = StreamedRunner(self._resources, self.plan, self.expert_slots)
-            self.prefill_runner.bind(self._batch)
-            streamed = self.prefill_runner.steps
+            prefill_runner = self._streamed_runner()
+            prefill_runner.bind(self._batch)
+            self.prefill_runner, streamed = prefill_runner, prefill_runner.steps
         else:
             streamed = self.bind_steps(across, inputs)
         return [*own, *(step for step in streamed if step.program.sizes["T"] >= sizes.alone)]

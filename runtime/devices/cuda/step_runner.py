@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
-from ...planning.compile import Compiled
+from ...planning.compile import Compiled, compile
 from ...planning.execution import ExecutionPlan, Phase
 from ...program import Program
 from ...program.weights import LayoutOf
 from ...runner.batch import StepBatch, StepResult
 from ...runner.paged_runner import PagedRunner
-from .executable import CudaExecutable
 from .memory.buffers import dtypes
 from .memory.weights import layouts
 from .resources import CudaResources
+from .step.executable import CudaExecutable
+from .step.gate import Gate
 from .step_builder import StepBuilder
 
 
@@ -29,6 +31,7 @@ class CudaStepRunner(PagedRunner):
     Attributes:
         largest: phase of the largest step.
         high_priority: whether its kernels go before those of other step runners.
+        gate: at which its steps may be parked; None: nowhere.
     """
 
     copies_inputs = True
@@ -40,7 +43,13 @@ class CudaStepRunner(PagedRunner):
         self.pool, self.device = resources.pool, resources.device
         self.caches, self.last_steps = resources.caches, resources.last_steps
         self._resources = resources
+        self.gate: Gate | None = None
         self._step_builder: StepBuilder | None = None
+
+    @property
+    def decisions(self) -> Sequence[str]:
+        peers = self._resources.peers.described
+        return (*super().decisions, peers) if peers else super().decisions
 
     def layouts(self, program: Program) -> LayoutOf:
         return layouts(program, self._resources.gpus, dtypes(program))
@@ -61,8 +70,15 @@ class CudaStepRunner(PagedRunner):
                     self._sampling,
                     self.sizes,
                     self.high_priority,
+                    self.gate,
+                    self._whole if self.plan.stream_over[1:] else None,
                 )
         return self._step_builder
+
+    def _whole(self, tokens: int) -> Program:
+        """The program of a streamed step before its tokens were dealt over GPUs."""
+        alone = replace(self.plan, stream_over=())
+        return compile(self.model, alone, Phase.STREAMED, tokens).program
 
     def allocate(self, compiled: Compiled) -> None:
         """Allocates and pins what the steps of all step runners share, by one of them."""

@@ -19,7 +19,9 @@ from ...program.ops import SAMPLING, SAMPLING_TABLES
 from .collective_ops import COLLECTIVES
 from .delta_net_ops import DELTA_NETS
 from .memory import RefBuffers
+from .pair_ops import PAIRS
 from .partial_ops import PARTIAL, keys_values
+from .row_ops import ROWS
 from .weights import Dequantized
 
 Op = Callable[[RefBuffers, Node], None]
@@ -176,13 +178,16 @@ def attention_expanded(m: RefBuffers, node: Node) -> None:
 
 
 def _sequences(m: RefBuffers, node: Node) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Each one's tokens, in order, its pages and its keys."""
+    """Each one's tokens that follow each other, its pages, and keys up to the last of them."""
     sequences, positions = (m.read(node.inputs[name]) for name in ("sequences", "positions"))
     table = m.full(node.inputs["page_table"])
-    for sequence in sequences.unique().tolist():
-        (at,) = torch.where(sequences == sequence)
-        at = at[positions[at].argsort()]
-        yield at, table[sequence], int(positions[at[-1]]) + 1
+    follows = (sequences.diff() == 0) & (positions.diff() == 1)
+    (cuts,) = torch.where(~follows)
+    tokens = torch.arange(len(sequences), dtype=torch.int64, device="cpu")
+    for at in tokens.tensor_split(cuts + 1):
+        sequence = int(sequences[at[0]])
+        if sequence >= 0:
+            yield at, table[sequence], int(positions[at[-1]]) + 1
 
 
 def _cache(m: RefBuffers, node: Node) -> dict[str, torch.Tensor]:
@@ -194,7 +199,10 @@ def router(m: RefBuffers, node: Node) -> None:
     logits = m.read(node.inputs["logits"])[:, : node.attr("experts")]
     bias, factors = (m.optional(node, port) for port in ("bias", "factors"))
     chosen = ref.router(logits, node.attr("spec"), bias, factors=factors)
-    m.write(node.outputs["ids"], chosen.ids)
+    ids = chosen.ids
+    if "slot_mapping" in node.inputs:  # padding takes none
+        ids = ids.masked_fill(m.read(node.inputs["slot_mapping"])[:, None] < 0, -1)
+    m.write(node.outputs["ids"], ids)
     m.write(node.outputs["weights"], chosen.weights)
 
 
@@ -276,7 +284,7 @@ def sample_requests(m: RefBuffers, node: Node) -> None:
         m.write(node.outputs[name], value)
 
 
-OPS: dict[str, Op] = {**COLLECTIVES, **DELTA_NETS, **PARTIAL} | {
+OPS: dict[str, Op] = {**COLLECTIVES, **DELTA_NETS, **PARTIAL, **PAIRS, **ROWS} | {
     op.__name__: op
     for op in (
         embed,

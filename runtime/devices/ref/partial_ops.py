@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from pykernels import ref
 from pykernels.ref.attention import read_pages
 from pykernels.ref.partial_attention import (
     Partial,
@@ -62,11 +63,9 @@ def attention_prefix(m: RefBuffers, node: Node) -> None:
 
 def cache_write(m: RefBuffers, node: Node) -> None:
     """Rows of a block to their slots, in every part of the cache."""
-    slots = m.read(node.inputs["slot_mapping"])
-    (at,) = torch.where(slots >= 0)
-    for source, target in zip(node.series("rows"), node.series("cache"), strict=True):
-        rows, cache = (_bytes(m.full(name)).flatten(0, 1) for name in (source, target))
-        cache[slots[at]] = rows[at]
+    slot_mapping = m.read(node.inputs["slot_mapping"])
+    rows = [_rows(m, name)[: len(slot_mapping)] for name in node.series("rows")]
+    ref.cache_write(rows, [m.full(name) for name in node.series("cache")], slot_mapping)
 
 
 PARTIAL: dict[str, Callable[[RefBuffers, Node], None]] = {
@@ -97,8 +96,9 @@ def _page(m: RefBuffers, node: Node) -> int:
     return m.full(next(iter(cache_inputs(node).values()))).shape[1]
 
 
-def _bytes(pages: torch.Tensor) -> torch.Tensor:
-    return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
+def _rows(m: RefBuffers, name: str) -> torch.Tensor:
+    """A block's rows, one behind the other."""
+    return m.full(name).flatten(0, 1)
 
 
 def _in_window(node: Node, positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

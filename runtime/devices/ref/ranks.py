@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from pykernels.errors import PykernelsError
 
-from ...passes.shard import expert_tables, shard, stripe
-from ...passes.shard.stripes import places, stripes
+from ...passes.gpu_experts import expert_slot_tables
+from ...passes.shard import join, replica, shard, stripe
+from ...passes.shard.stripes import places, stripe_tokens
 from ...planning.compile import Compiled
 from ...planning.execution import ExecutionPlan
 from ...planning.lowerable import Lowerable
@@ -22,17 +24,17 @@ from ...runner.batch import DeviceLost
 from ..collectives import Communicator, ThreadGroup, lost
 from ..stripe_inputs import deal_inputs
 from .runner import RefRunner
-from .step import RefExecutable
+from .step import REF, RefExecutable
 
 
 class RanksExecutable:
     """The programs of all ranks as one step.
 
     Args:
-        programs: by rank (``passes.shard``).
+        programs: by rank (``passes.shard``); or the one program that they are joined to.
         inputs: by name, tensors of the programs' inputs, which all ranks read.
-        caches: by rank and name, tensors of the "cache" buffers.
-        ends: by rank, where it meets the others.
+        caches: by program and name, tensors of the "cache" buffers.
+        ends: by program, where it meets the others; None: it meets none.
         sizes: as ``Program.step_sizes``; None for its own.
 
     Attributes:
@@ -45,7 +47,7 @@ class RanksExecutable:
         weights: WeightStore,
         inputs: Mapping[str, torch.Tensor],
         caches: Sequence[Mapping[str, torch.Tensor]],
-        ends: Sequence[Communicator],
+        ends: Sequence[Communicator | None],
         sizes: torch.Tensor | None = None,
     ) -> None:
         self.program, self.inputs = programs[0], dict(inputs)
@@ -94,7 +96,8 @@ class StripedExecutable(RanksExecutable):
     Args:
         program: of the whole step; ``programs``: by rank (``passes.shard.stripe``).
         inputs: by name, tensors of the whole step's inputs.
-        sizes: T, S and R of the whole step. Other arguments: see ``RanksExecutable``.
+        sizes: T, S and R of the whole step.
+        ranks: over which tokens are dealt. Other arguments: see ``RanksExecutable``.
 
     Attributes:
         outputs: by name, of the whole step.
@@ -107,9 +110,11 @@ class StripedExecutable(RanksExecutable):
         weights: WeightStore,
         inputs: Mapping[str, torch.Tensor],
         caches: Sequence[Mapping[str, torch.Tensor]],
-        ends: Sequence[Communicator],
+        ends: Sequence[Communicator | None],
         sizes: torch.Tensor,
+        ranks: int,
     ) -> None:
+        self._count = ranks
         self._step, self._whole = sizes, dict(inputs)
         own = {name: value for one in programs for name, value in allocate_inputs(one).items()}
         super().__init__(programs, weights, own | self._whole, caches, ends)
@@ -125,11 +130,12 @@ class StripedExecutable(RanksExecutable):
 
     def launch(self) -> None:
         T, S, R = self._step[:3].tolist()
-        rows = stripes(T, len(self.ranks))
-        self._places = places(rows, T)
-        sizes = rows.shape[1], S, R, 0, 0, rows.numel()
+        ranks, room = self._count, stripe_tokens(T, self._count)
+        tokens = np.arange(T, dtype=np.int64)
+        self._places = torch.from_numpy(places(tokens, T, ranks, room))
+        sizes = room, S, R, 0, 0, ranks * room
         self.sizes[:] = torch.tensor(sizes, dtype=torch.int64, device="cpu")
-        deal_inputs(self._whole, self._own, rows, T, R)
+        deal_inputs(self._whole, self._own, ranks, (T, S, R), room)
         super().launch()
 
     def result(self) -> None:
@@ -147,8 +153,9 @@ class RanksRunner(RefRunner):
         ranks: how many.
         striped: whether steps with chunks of prompts deal their tokens over the ranks; every rank
             then has keys and values of all heads.
-        experts: of ``passes.shard.EXPERTS``, in these steps.
+        experts: of ``passes.shard.EXPERTS``, in these steps; ``attention``: of ``ATTENTION``.
         ends: by rank, where it meets the others; None: threads meet in this process's memory.
+        joined: whether all ranks are parts of one program, as on GPUs.
 
     Raises:
         PykernelsError: more ranks than there are heads or experts; what ``shard`` refuses; deferred
@@ -162,7 +169,9 @@ class RanksRunner(RefRunner):
         ranks: int,
         striped: bool = False,
         experts: str = "small_ep",
+        attention: str = "ring",
         ends: Sequence[Communicator] | None = None,
+        joined: bool = False,
     ) -> None:
         if plan.streaming is not None and plan.deferred:
             raise PykernelsError(
@@ -170,12 +179,27 @@ class RanksRunner(RefRunner):
             )
         self._streaming = plan.streaming
         self.ranks, self.striped, self.experts = ranks, striped and ranks > 1, experts
+        self.attention = attention
         apart = self.striped or plan.streaming is not None  # decode steps are others
         decode = plan.decode_buckets or (plan.buckets if apart else ())
         super().__init__(model, replace(plan, streaming=None, decode_buckets=decode))
-        self._ends = ThreadGroup(ranks).ranks if ends is None else ends
+        self._joined = joined
+        self._ends: Sequence[Communicator | None] = (
+            ThreadGroup(ranks).ranks if ends is None else ends
+        )
         self.caches = {}
         self._caches = [caches_of(own) for own in self._sharded(self._largest())]
+        if joined:
+            self._ends = (None,)
+            self._caches = [
+                {
+                    replica(name, device) if rank else name: cache
+                    for rank, (device, caches) in enumerate(
+                        zip(self._devices, self._caches, strict=True)
+                    )
+                    for name, cache in caches.items()
+                }
+            ]
 
     def load(self) -> None:
         programs = self._sharded(self._largest())
@@ -188,13 +212,20 @@ class RanksRunner(RefRunner):
         if compiled.decodes or not self.striped:
             programs = self._sharded(program)
         else:
-            programs = stripe(program, self.ranks, self.experts)
+            programs = stripe(program, self.ranks, self.experts, self.attention)
         if self._streaming is not None and not compiled.decodes:
             programs = tuple(map(self._streaming.apply, programs))
+        if self._joined:
+            programs = (join(programs, self._devices).on(REF),)
         bound = self.weights, inputs, self._caches_of(programs), self._ends, self.sizes
         if self.striped and not compiled.decodes:
-            return StripedExecutable(program, programs, *bound)
+            return StripedExecutable(program, programs, *bound, self.ranks)
         return RanksExecutable(programs, *bound)
+
+    @property
+    def _devices(self) -> list[str]:
+        """Of joined ranks, which this one then plays."""
+        return [REF, *(f"{REF}:{rank}" for rank in range(1, self.ranks))]
 
     def _largest(self) -> Program:
         return self.compiled(tokens=self.max_num_batched_tokens).program
@@ -202,7 +233,7 @@ class RanksRunner(RefRunner):
     def _caches_of(self, programs: Sequence[Program]) -> list[dict[str, torch.Tensor]]:
         """Keys and values of each rank, and which experts it has."""
         return [
-            own | expert_tables(program)
+            own | expert_slot_tables(program)
             for own, program in zip(self._caches, programs, strict=True)
         ]
 

@@ -114,6 +114,10 @@ class EngineStats:
     """Seconds of the steps that read no prompt."""
     decode_steps: Counter[int] = field(default_factory=Counter)
     """How many of those there were, by their tokens."""
+    prompt_steps: Counter[str] = field(default_factory=Counter)
+    """Steps with prompts, by their way (``runner.batch.Route``)."""
+    parked_seconds: float = 0.0
+    """For which steps of long prompts waited for those of short ones."""
     waiting: int = 0
     running: int = 0
     free_pages: int = 0

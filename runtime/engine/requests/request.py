@@ -151,6 +151,11 @@ class Request:
         return len(self.tokens) - self.prompt_size
 
     @property
+    def left(self) -> int:
+        """Tokens that are not computed yet."""
+        return len(self.tokens) - self.computed
+
+    @property
     def next_sampling(self) -> SequenceSampling:
         """How the next token is drawn: no end token among the first ``min_tokens``."""
         return self.early if self.drawn < self.min_tokens else self.sampling

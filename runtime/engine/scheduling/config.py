@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from pykernels.errors import PykernelsError
 
 from ...planning.option import SettingError, check_number, check_one_of, check_whole, option
+from .routing_policy import DSLP_AFTER, RoutingPolicy
 
 if TYPE_CHECKING:
     from ..requests.drafters import MakeDrafter
@@ -26,6 +27,9 @@ STEP_TOKENS = 512
 SNAPSHOT_TOKENS = 1024
 """From one snapshot of a prompt's state to the next. Each takes as much memory as the keys and
 values of some thousand tokens, and makes one step more of the prompt."""
+
+PREFILL_YIELD = 0.5
+"""A long prompt takes twice as long at most, besides what it waits for anyway."""
 
 DRAFTERS = ("ngram",)
 """Where drafts come from, by name."""
@@ -42,6 +46,7 @@ MOST = {
     "kv_bytes": 1 << 50,
     "max_partial_prefills": 1 << 12,
     "max_waiting": 1 << 31,
+    "chunked_below": 1 << 31,
     "snapshot_tokens": 1 << 31,
     "snapshots": 1 << 16,
 }
@@ -79,8 +84,14 @@ class EngineConfig:
             ones; None: as many as ``max_num_seqs``.
         target_itl_ms: inter-token time to keep while a prompt is read in parallel with running
             decodes; the prompt tokens of such a step are capped by measured step times. None: no
-            cap.
+            cap; half a second where long prompts have steps of their own that yield.
         max_partial_prefills: prompts that may be under way in one step.
+        chunked_below: prompts of fewer tokens are read in chunks beside the requests that decode,
+            where longer ones have steps of their own on a GPU; None: as is measured.
+        dslp_after: seconds without decoding after which all GPUs read a prompt together, where
+            they may; before that those on which nothing decodes.
+        prefill_yield: of the time of a long prompt's step, the share in which it may be parked
+            between layers while shorter prompts are read; 0: never, and they go by order.
         max_waiting: requests that may wait to be admitted; more are refused with ``EngineBusy``.
             None: no limit.
         ageing_seconds: a request that has waited so much longer than another is served as if its
@@ -163,6 +174,31 @@ class EngineConfig:
         None, "Between two tokens, kept while prompts are read.", "MS", kind=float
     )
     max_partial_prefills: int = 4
+    chunked_below: int | None = option(
+        None,
+        "Prompts of fewer tokens are read beside the answers that are written; longer ones have"
+        " steps of their own, where their experts are streamed to a GPU.",
+        "N",
+        kind=int,
+        shown="as is measured",
+        least=1,
+    )
+    dslp_after: float = option(
+        DSLP_AFTER,
+        "With several GPUs, all of them read a prompt where no answer was written beside another"
+        " one for so many seconds; before that those that write none.",
+        "S",
+        kind=float,
+        least=0,
+    )
+    prefill_yield: float = option(
+        PREFILL_YIELD,
+        "Share of its time for which a long prompt whose experts are streamed to a GPU stands back"
+        " for shorter ones; 0: they wait for it.",
+        "SHARE",
+        kind=float,
+        least=0,
+    )
     max_waiting: int | None = None
     ageing_seconds: float = 30.0
     draft: str = option(
@@ -192,6 +228,11 @@ class EngineConfig:
                 raise SettingError(name, value, "Give a positive number")
         if not isinstance(self.overlap, bool):
             raise SettingError("overlap", self.overlap, "Give True or False")
+        check_number("prefill_yield", self.prefill_yield, "a share from 0 to 0.9")
+        if self.prefill_yield > 0.9:
+            hint = "Give a share from 0 to 0.9"
+            raise SettingError("prefill_yield", self.prefill_yield, hint)
+        check_number("dslp_after", self.dslp_after, "a number of seconds")
         for name in ("kv_ram_gib", "kv_store_gib"):
             check_number(name, getattr(self, name), "a number of GiB")
         if self.kv_store_gib and self.kv_store is None:
@@ -206,6 +247,23 @@ class EngineConfig:
             raise PykernelsError(
                 "kv_tokens and kv_bytes both give the size of the KV cache", "Give one of them"
             )
+
+    def check_gpus(self, count: int) -> None:
+        """Raises SettingError for a way of prompts that a machine of so many GPUs does not have."""
+        if self.chunked_below is not None and not count:
+            hint = 'Add device="cuda:0"'
+            raise SettingError("chunked_below", self.chunked_below, hint, "without a GPU")
+        if self.prefill_yield != PREFILL_YIELD and not count:
+            hint = 'Add device="cuda:0"'
+            raise SettingError("prefill_yield", self.prefill_yield, hint, "without a GPU")
+        if self.dslp_after != DSLP_AFTER and count < 2:
+            hint = 'Add device="cuda:0,cuda:1"'
+            raise SettingError("dslp_after", self.dslp_after, hint, "without a second GPU")
+
+    @property
+    def routing_policy(self) -> RoutingPolicy:
+        """Says which way a step of prompts takes."""
+        return RoutingPolicy(self.chunked_below, self.dslp_after)
 
     @property
     def state_slots(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from .config import PREFILL_CAP_FLOOR
 
+STALL_SECONDS = 0.5
+"""Target where long prompts have steps of their own, and nobody gave another one."""
 _FIRST = 64
 """Prompt tokens of the first such step, of which nothing is known yet."""
 _SMOOTHING = 0.2

@@ -9,7 +9,7 @@ from itertools import accumulate, takewhile
 from typing import NamedTuple
 
 from ...kv_cache.prefix import PrefixNode
-from ...runner.batch import StepBatch
+from ...runner.batch import Route, StepBatch
 from ..requests.request import Request
 
 
@@ -46,6 +46,7 @@ class ScheduledStep:
         T, R: its tokens, and rows of logits.
         decoding: the requests that decode: their last token, and drafts behind it.
         drafts: of each of these; none: none has drafts.
+        route: the way of its chunks.
         num_scheduled: tokens of each of these; ``num_accepted``: those of its drafts that are what
             was drawn, once the step has ended.
         chunks: those that end their prompt come first.
@@ -67,6 +68,7 @@ class ScheduledStep:
     logprob_requests: list[Request]
     scored: bool
     drafts: list[list[int]] = field(default_factory=list)
+    route: str = Route.CHUNKED
     num_scheduled: list[int] = field(init=False)
     num_accepted: list[int] = field(init=False)
     rows: Sequence[int] = field(init=False)

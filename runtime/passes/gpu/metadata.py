@@ -18,6 +18,7 @@ from ...program.node import Dim
 from ...program.ops import OPS
 from ...program.sizes import microbatch_name
 from ..layers import rebuilt
+from ..on_ref import REF
 from ..order import ordered
 
 MAX_CHUNK = 128
@@ -60,8 +61,9 @@ def with_latents_apart(program: Program) -> Program:
     """The program with bfloat16 latents and their rotated parts in caches of their own."""
     new_buffers: dict[str, Buffer] = {}
     for node in program.nodes:
-        name = node.inputs.get("latent", "")
-        if node.op == "mla_rope_cache_write" and node.device != _CPU and "rope" not in node.inputs:
+        name = node.outputs.get("latent", "")
+        on_gpu = node.device not in (_CPU, REF)
+        if node.op == "mla_rope_cache_write" and on_gpu and "rope" not in node.outputs:
             buffer, L = program.buffers[name], program.weight(node, "kv_norm").shape[0]
             *pages, width = buffer.shape
             new_buffers[name] = replace(buffer, shape=(*pages, L))
@@ -232,7 +234,7 @@ def _with_orders(program: Program) -> Program:
             if program.shape(key[1])[0] == 1:
                 node = replace(node, outputs={**node.outputs, **orders.get(key, {})})
                 sorted_here.add(key)
-            elif slots in program.buffers:
+            elif slots in program.buffers and "slot_mapping" not in node.inputs:
                 node = replace(node, inputs={**node.inputs, "slot_mapping": slots})
         elif node.op == "moe_ffn" and node.device != _CPU and "ids" in node.inputs:
             key = node.device, node.inputs["ids"], program.weight(node, "experts").shape[0]

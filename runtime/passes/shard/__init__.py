@@ -10,17 +10,30 @@ from pykernels.errors import PykernelsError
 
 from ...program import Node, Program
 from ...program.step_inputs import STATE_SLOTS
+from ..gpu.metadata import with_latents_apart
 from .all_to_all import all_to_all
-from .experts import expert_tables, local_experts
+from .experts import local_experts
+from .gathered import Gathered
 from .heads import cut_heads
+from .join import join, replica, with_replicas
 from .meetings import check_meetings, sent_bytes
 from .merge import merge_sums
 from .mlp import cut_mlps
+from .ring import Ring
 from .small_ep import small_ep
-from .striped import striped
+from .striped import Stripe, striped
 from .vocabulary import cut_vocabulary
 
-__all__ = ["EXPERTS", "expert_tables", "sent_bytes", "shard", "stripe"]
+__all__ = [
+    "ATTENTION",
+    "EXPERTS",
+    "join",
+    "replica",
+    "sent_bytes",
+    "shard",
+    "stripe",
+    "with_replicas",
+]
 
 
 def shard(program: Program, ranks: int, heads: bool = True) -> tuple[Program, ...]:
@@ -55,23 +68,37 @@ EXPERTS: Mapping[str, Callable[[Program, int, int], Program]] = {
 """How ranks with tokens of their own share experts."""
 
 
-def stripe(program: Program, ranks: int, experts: str = "small_ep") -> tuple[Program, ...]:
+ATTENTION: Mapping[str, Callable[[Program, int, int], Stripe]] = {
+    "ring": Ring,
+    "gather": Gathered,
+}
+"""How their tokens attend to those of others."""
+
+
+def stripe(
+    program: Program, ranks: int, experts: str = "small_ep", attention: str = "ring"
+) -> tuple[Program, ...]:
     """A program for each rank, each of which has some of the tokens, for all layers; and some
     experts of each layer, for all tokens. Rank 0 has the outputs.
 
     Args:
-        experts: of ``EXPERTS``.
+        program: where GPUs are to run it, its nodes are placed.
+        experts: of ``EXPERTS``; ``attention``: of ``ATTENTION``.
 
     Raises:
         PykernelsError: fewer than one rank; layers with a state; more than there are experts; what
             ``striped`` and the form of ``experts`` refuse.
     """
-    if experts not in EXPERTS:
-        raise PykernelsError(f"no experts {experts!r}", f"Use {' or '.join(EXPERTS)}")
+    for what, given, known in (("experts", experts, EXPERTS), ("attention", attention, ATTENTION)):
+        if given not in known:
+            raise PykernelsError(f"no {what} {given!r}", f"Use {' or '.join(known)}")
     if _alone(program, ranks):
         return (program,)
-    rewrite = EXPERTS[experts]
-    return _with_one_output([rewrite(striped(program, r, ranks), r, ranks) for r in range(ranks)])
+    rewrite, form = EXPERTS[experts], ATTENTION[attention]
+    program = with_latents_apart(program)  # their rows cross as they lie in caches
+    return _with_one_output(
+        [rewrite(striped(program, r, ranks, form), r, ranks) for r in range(ranks)]
+    )
 
 
 def _alone(program: Program, ranks: int) -> bool:

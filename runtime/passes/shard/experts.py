@@ -102,20 +102,3 @@ def local(
         weights=MappingProxyType({"experts": experts.name}),
     )
     return (place, local_node), part
-
-
-def expert_tables(program: Program) -> dict[str, torch.Tensor]:
-    """Tables of a rank's program by buffer, int32 [E] on the CPU: the place of each expert among
-    those of the rank, or -1."""
-    tables: dict[str, torch.Tensor] = {}
-    for place in program.nodes:
-        if place.op != "place_routing":
-            continue
-        (reader,) = program.readers(place.outputs["local_ids"])
-        spec = program.weight(reader, "experts")
-        name = place.inputs["slots"]
-        table = torch.full(program.shape(name), -1, dtype=torch.int32, device="cpu")
-        places = torch.arange(len(spec.expert_ids), dtype=torch.int32, device="cpu")
-        table[list(spec.expert_ids)] = places
-        tables[name] = table
-    return tables

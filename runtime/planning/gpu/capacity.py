@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -59,15 +60,17 @@ def free_after_steps(
 def free_for_steps(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> dict[str, int]:
     """Bytes of each GPU that are left beside the weights that are yet to come and the cache."""
     compiled = compile(model, plan)
-    caches = model.caches(plan.sizes.pages, plan.sizes.state_slots)
     left: dict[str, int] = {}
     for gpu, free in machine.free.items():
         part, records = compiled.parts[gpu], compiled.residency(gpu).items()
         specs = [part.weights[name] for name, record in records if not record.crosses]
         missing = [spec for spec in specs if not machine.is_made(spec, gpu)]
         elsewhere = host_caches(part)
-        names = (name for name in caches if name in part.buffers and name not in elsewhere)
-        cached = sum(caches[name].nbytes for name in names)
+        cached = sum(
+            math.prod(part.shape(name)) * buffer.dtype.itemsize
+            for name, buffer in part.buffers.items()
+            if buffer.kind == "cache" and name not in elsewhere
+        )
         left[gpu] = free - cached - sum(map(machine.layouts.weight_bytes, missing))
     return left
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ...program import Program
@@ -51,6 +51,7 @@ class Machine:
         real: False: Triton's interpreter plays the GPUs, and there is always room unless they are
             capped.
         is_made: whether a weight lies on a GPU already.
+        one_shot: numbers of each GPU that all add up in one launch, over peer access; 0: none.
         caps: by GPU, bytes that may be taken of it in all (``ExecutionConfig.gpu_gib``); none: all
             that is free.
     """
@@ -59,6 +60,7 @@ class Machine:
     layouts: GpuLayouts
     real: bool = True
     is_made: Callable[[WeightSpec, str], bool] = _nothing_made
+    one_shot: int = 0
     caps: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -70,3 +72,7 @@ class Machine:
     def bounded(self) -> bool:
         """Whether there may be no room."""
         return self.real or self.capped
+
+    def only(self, *gpus: str) -> Machine:
+        """The machine with these of its GPUs."""
+        return replace(self, free={gpu: self.free[gpu] for gpu in gpus})

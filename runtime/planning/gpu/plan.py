@@ -21,6 +21,7 @@ from . import kv
 from .capacity import step_tokens
 from .dense import described
 from .machine import Machine
+from .routes import TENSOR, check_tensor, layer_gpus, with_routes
 from .stream_budget import wanted_streaming
 from .with_rates import check_split, splits, with_rates
 
@@ -52,9 +53,16 @@ def plan_on_gpus(
         PykernelsError: settings that exclude each other; experts that cannot be streamed as asked
             for.
     """
-    placement = placement or place_on(machine, model, sizes, config.experts)
-    if placement.filled(Filled.BETWEEN_STEPS) and len(machine.free) > 1:
-        raise PykernelsError(*several_refused("an expert cache"))
+    every = machine
+    if placement is None:
+        machine = layer_gpus(config.gpus, config.prefill, machine, model, sizes, config.experts)
+        placement = place_on(machine, model, sizes, config.experts)
+    elif not placement.by_layer and config.gpus != TENSOR:
+        machine = machine.only(placement.device)
+    tensor = tuple(every.free) if config.gpus == TENSOR else ()
+    if tensor:
+        machine = every
+        check_tensor(model, config, placement)
     on_cpu = placement.experts == CPU
     if config.dual_batch is True and not on_cpu:
         check_routed(model.lower(), "dual_batch")
@@ -81,6 +89,8 @@ def plan_on_gpus(
         max_model_len=max_model_len,
         kernel=config.kernel,
         prefill=config.prefill,
+        tensor=tensor,
+        one_shot=machine.one_shot if tensor else 0,
         buckets=HOST_BUCKETS if on_cpu else PROMPT_BUCKETS,
         decode_buckets=DECODE_BUCKETS,
         policy=config.cache_policy,
@@ -101,6 +111,11 @@ def plan_on_gpus(
         measures_kv=plan.measures_kv and not plan.dual_batch,
         decisions=_decisions(model, plan),
     )
+    if tensor:
+        said = f"gpus: {', '.join(tensor)} have a part of the heads and experts of each layer"
+        return replace(plan, decisions=(*plan.decisions, said))
+    if len(every.free) > len(machine.free):
+        plan = with_routes(config.gpus, model, every, plan)
     if streaming is None:
         return plan
     if machine.real:
@@ -143,8 +158,3 @@ def place_on(
     caches = {name: part.nbytes for name, part in parts.items()}
     size = machine.layouts.weight_bytes
     return place(model.lower(), experts, machine.free, size, placed, caches, by_layer)
-
-
-def several_refused(what: str) -> tuple[str, str]:
-    """The error of what only one GPU can do yet."""
-    return f"{what} on several GPUs is not there yet", "Name one GPU, or leave it out"

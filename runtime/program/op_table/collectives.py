@@ -65,8 +65,8 @@ COLLECTIVES: dict[str, Op] = {
     # The columns of all members beside each other; the r-th one has `starts[r]` up to
     # `starts[r + 1]`.
     "gather_columns": Op(
-        inputs={"x": Port("activation", ("T", "own"))},
-        outputs={"out": Port("activation", ("T", "every"))},
+        inputs={"x": Port("float32", ("T", "own"))},
+        outputs={"out": Port("float32", ("T", "every"))},
         attrs={**_RANKS, "starts": Attr(tuple)},
         rule=_columns,
     ),

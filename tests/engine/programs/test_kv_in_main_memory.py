@@ -55,7 +55,7 @@ def needed(decoder: Decoder) -> tuple[int, int]:
     return (1 << 40) - free, sizes[0]
 
 
-def test_as_few_caches_leave_the_gpu_as_can_be_and_before_any_dense_weight(
+def test_few_caches_leave_the_gpu_and_before_dense_weights(
     decoder: Decoder, needed: tuple[int, int]
 ) -> None:
     every, layer = needed
@@ -83,7 +83,7 @@ def test_what_is_asked_for_is_kept(decoder: Decoder, needed: tuple[int, int]) ->
     assert any("keys and values of 3 of 6 layers" in line for line in found)
 
 
-def test_room_for_the_experts_of_prompts_is_worth_caches_unless_it_is_vain(
+def test_room_for_prompts_is_worth_caches_unless_in_vain(
     decoder: Decoder, needed: tuple[int, int]
 ) -> None:
     every, layer = needed
@@ -102,9 +102,7 @@ def test_a_cap_below_what_is_needed_says_what_would_do(decoder: Decoder) -> None
 
 
 @pytest.mark.parametrize("phase", [Phase.DECODE, Phase.PROMPT])
-def test_a_layers_pages_come_while_the_layer_in_front_is_computed(
-    phase: Phase, decoder: Decoder
-) -> None:
+def test_pages_come_while_the_layer_in_front_is_computed(phase: Phase, decoder: Decoder) -> None:
     plan = planned(decoder, machine(1 << 40), kv=0)
     program = compile(decoder, plan, phase, 64).parts[GPU]
     order, nodes = on_streams(program), program.nodes

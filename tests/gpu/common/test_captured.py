@@ -9,9 +9,10 @@ from ..ops import AROUND, Op, Tensors, bits
 from ..ops_attention import ATTENTION
 from ..ops_delta_net import DELTA_NET
 from ..ops_products import PRODUCTS
+from ..ops_ranks import RANKS
 from ..ops_step import STEP
 
-OPS = (*AROUND, *PRODUCTS, *ATTENTION, *STEP, *DELTA_NET)
+OPS = (*AROUND, *PRODUCTS, *ATTENTION, *STEP, *RANKS, *DELTA_NET)
 
 
 def fill(held: Tensors, seed: int, op: Op, device: torch.device) -> None:

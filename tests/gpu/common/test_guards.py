@@ -13,6 +13,7 @@ from ..ops import AROUND, Op, Tensors, bits
 from ..ops_attention import ATTENTION
 from ..ops_delta_net import DELTA_NET
 from ..ops_products import PRODUCTS
+from ..ops_ranks import RANKS
 from ..ops_step import STEP
 
 GUARD = 4096
@@ -32,7 +33,8 @@ def _row(op: Op) -> object:
     return pytest.param(op, id=op.name, marks=[pytest.mark.gpu] * bool(_SLOW.search(op.name)))
 
 
-OPS = [_row(op) for op in (*AROUND, *PRODUCTS, *ATTENTION, *STEP, *DELTA_NET)]
+EVERY = (*AROUND, *PRODUCTS, *ATTENTION, *STEP, *RANKS, *DELTA_NET)
+OPS = [_row(op) for op in EVERY]
 
 
 class Guarded:
@@ -111,7 +113,9 @@ def _spread(x: torch.Tensor, dim: int) -> torch.Tensor:
     return wide.unflatten(dim, (-1, 2)).select(dim + 1, 0).view(x.dtype)
 
 
-SPREAD = [op for op in (*AROUND, *PRODUCTS, *ATTENTION, *STEP, *DELTA_NET) if op.name in _GAPS]
+SPREAD = [
+    op for op in (*AROUND, *PRODUCTS, *ATTENTION, *STEP, *RANKS, *DELTA_NET) if op.name in _GAPS
+]
 
 
 @pytest.mark.parametrize("op", SPREAD, ids=[op.name for op in SPREAD])

@@ -17,9 +17,10 @@ import model
 from pykernels.errors import PykernelsError
 from runtime.devices.process_groups import ProcessGroups
 from runtime.devices.ref.ranks import RanksExecutable, RanksRunner, StripedExecutable
+from runtime.devices.ref.step import REF
 from runtime.engine import Engine, Result, SamplingParams
 from runtime.make_runner import make_plan
-from runtime.passes.shard import EXPERTS, sent_bytes, shard, stripe
+from runtime.passes.shard import EXPERTS, replica, sent_bytes, shard, stripe
 from runtime.passes.shard.meetings import check_meetings
 from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import largest_step
@@ -176,23 +177,51 @@ def test_what_cannot_be_cut_is_refused(family: str, ranks: int, checkpoint: Chec
 # Most prompts are longer than 16 tokens: so they have keys from steps before. A step of 72 tokens
 # would have latents expanded, were it not striped.
 @pytest.mark.parametrize(
-    ("family", "ranks", "chunk", "experts"),
+    ("family", "ranks", "chunk", "experts", "attention"),
     [
-        ("qwen3_moe", 2, 16, "small_ep"),
-        ("qwen3_moe", 3, 16, "all_to_all"),
-        ("deepseek_v3", 3, 16, "small_ep"),
-        ("deepseek_v3", 2, 72, "small_ep"),
-        ("gpt_oss", 4, 16, "small_ep"),
+        ("qwen3_moe", 2, 16, "small_ep", "ring"),
+        ("qwen3_moe", 3, 16, "all_to_all", "gather"),
+        ("deepseek_v3", 3, 16, "small_ep", "gather"),
+        ("deepseek_v3", 2, 72, "small_ep", "ring"),
+        ("deepseek_v3", 2, 72, "small_ep", "gather"),
+        ("gpt_oss", 4, 16, "small_ep", "ring"),
+        ("gpt_oss", 2, 16, "small_ep", "gather"),
     ],
 )
 def test_stripes_of_prompts(
-    family: str, ranks: int, chunk: int, experts: str, checkpoint: Checkpoints
+    family: str, ranks: int, chunk: int, experts: str, attention: str, checkpoint: Checkpoints
 ) -> None:
     made = checkpoint(family)
-    options = {"striped": True, "experts": experts}
+    options = {"striped": True, "experts": experts, "attention": attention}
     with engine_of(made.path, ranks, chunk, **options) as (engine, runner):
         assert error(made, generated(engine)) < EXACT
     assert all(isinstance(step, StripedExecutable) for step in runner.steps)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "options"),
+    [
+        ("qwen3_moe", 2, {}),
+        ("deepseek_v3", 3, {}),
+        ("qwen3_moe", 3, {"striped": True, "prefill": "stream"}),
+        ("deepseek_v3", 2, {"striped": True, "prefill": "stream", "chunk": 72}),
+        ("gpt_oss", 2, {"striped": True, "attention": "ring"}),
+        ("qwen3_moe", 3, {"striped": True, "experts": "all_to_all", "prefill": "stream"}),
+    ],
+    ids=["heads", "latents", "stripes", "stripes of latents", "a ring", "all to all"],
+)
+def test_ranks_that_are_joined_to_one_program(
+    family: str, ranks: int, options: dict[str, Any], checkpoint: Checkpoints
+) -> None:
+    made = checkpoint(family)
+    chosen = {"attention": "gather", **options, "joined": True}
+    with engine_of(made.path, ranks, **chosen) as (engine, runner):
+        assert error(made, generated(engine)) < EXACT
+        caches = runner._caches[0]
+        for name, cache in caches.items():  # all ranks have all keys and values
+            if runner.striped and "." in name and not name.startswith(REF):
+                for device in runner._devices[1:]:
+                    assert torch.equal(cache, caches[replica(name, device)])
 
 
 def test_a_rank_reads_its_share_of_the_weights(checkpoint: Checkpoints) -> None:

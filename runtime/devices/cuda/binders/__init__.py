@@ -9,6 +9,8 @@ from ..memory.buffers import GpuBuffers
 from . import attention, dense, experts, kv_pages, latents, sampling
 from .delta_nets import DELTA_NETS
 from .dense import Launch
+from .pairs import PAIRS
+from .rows import ROWS
 
 BINDERS: dict[str, Callable[[GpuBuffers, Node], Launch]] = {
     "embed": dense.embed,
@@ -38,6 +40,8 @@ BINDERS: dict[str, Callable[[GpuBuffers, Node], Launch]] = {
     "load_pages": kv_pages.load_pages,
     "store_rows": kv_pages.store_rows,
     **DELTA_NETS,
+    **ROWS,
+    **PAIRS,
     "join_rows": dense.join_rows,
     "sample_requests": sampling.sample_requests,
 }

@@ -80,13 +80,20 @@ def mla_rope_cache_write(m: GpuBuffers, node: Node) -> Launch:
 
 def gqa_rope_cache_write(m: GpuBuffers, node: Node) -> Launch:
     qkv, angles = m.read(node, "qkv"), m.read(node, "angles")
-    slot_mapping, k, v = m.read(node, "slot_mapping"), m.read(node, "k"), m.read(node, "v")
+    slot_mapping, k, v = (
+        m.read(node, "slot_mapping"),
+        m.written(node, "k"),
+        m.written(node, "v"),
+    )
     NH, D = node.attr("heads"), k.shape[3]
     out = m.written(node, "rotated").view(-1, NH, D)
     norms = [m.optional_weight(node, name) for name in ("q_norm", "k_norm")]
+    scales = [
+        m.written(node, name) if name in node.outputs else None for name in ("k_scale", "v_scale")
+    ]
     options: dict[str, Any] = {
-        "k_scale": m.optional(node, "k_scale"),
-        "v_scale": m.optional(node, "v_scale"),
+        "k_scale": scales[0],
+        "v_scale": scales[1],
         "q_norm": norms[0],
         "k_norm": norms[1],
         "eps": node.attr("eps"),

@@ -16,6 +16,7 @@ from pykernels.gpu.attention.mla_read import mla_read
 from pykernels.gpu.per_head_linear import per_head_linear
 from pykernels.shapes import Ragged
 
+from ....kv_cache.layout import cache_inputs
 from ....program.node import Node
 from ..memory.buffers import GpuBuffers
 from .dense import Launch, void
@@ -139,6 +140,8 @@ def per_head(m: GpuBuffers, node: Node) -> Launch:
 
 
 def caches(m: GpuBuffers, node: Node) -> tuple[torch.Tensor, ...]:
-    """(latents, their rotated parts, scales where they are E4M3) of a node's cache."""
-    ports = ("latent", "rope", "latent_scale")
-    return tuple(m.read(node, port) for port in ports if port in node.inputs)
+    """(latents, their rotated parts, scales where they are E4M3) that a node reads or writes."""
+    parts = cache_inputs(node)
+    return tuple(
+        m.tensor(parts[port]) for port in ("latent", "rope", "latent_scale") if port in parts
+    )

@@ -13,12 +13,13 @@ import torch
 from ....machine.memory import allocate
 from ....passes.gpu.offload_kv import host_caches
 from ....passes.gpu_experts import expert_slot_tables
-from ....passes.keep_routing import routers
+from ....passes.keep_routing import kept_routers
 from ....passes.stream_dense import ALIGN
+from ....planning.placement import CPU
 from ....program import Program
 from ....program.analysis import MemoryPlan, on_streams, plan_memory
 from ....program.node import Node
-from ....program.ops import OPS
+from ....program.port_kinds import port_kinds
 from ....program.weights import WeightStore
 from ...gpus import Gpus
 from .blocks import HostResident, Shape, block_bytes, view, views
@@ -32,20 +33,19 @@ _ROUNDING = ("linear", "sigmoid_mul")
 
 def dtypes(program: Program) -> dict[str, torch.dtype]:
     """The dtype of each scratch buffer on a GPU: activations are bfloat16 unless a node wants them
-    in float32 (residual stream, logits, routing weights); indices are int32."""
-    kinds: dict[str, set[str]] = {}
-    for node in program.nodes:
-        op = OPS[node.op]
-        for ports, names in ((op.inputs, node.inputs), (op.outputs, node.outputs)):
-            for port, buffer in names.items():
-                row = ports.get(port) or ports[port.rstrip("0123456789")]
-                kinds.setdefault(buffer, set()).add(row.kind)
+    in float32 (residual stream, logits, routing weights); indices are int32.
+
+    Of a part of a program, too: what comes from another GPU has the dtype that it has there."""
+    kinds = port_kinds(program.nodes)
     rounded = {n for node in program.nodes if node.op in _ROUNDING for n in node.reads}
-    for node in program.nodes:  # sums of experts come from the CPU in float32
-        if node.op == "wait":
+    for node in program.nodes:
+        if node.op == "wait" and node.attr("source") == CPU:  # which has floats in float32 alone
             for name in node.writes:
-                if program.buffers[name].dtype.is_floating_point and name not in rounded:
+                if program.buffers[name].dtype == torch.float32 and name not in rounded:
                     kinds[name].add("float32")
+        if node.op in ("submit", "wait"):
+            for name, kind in zip((*node.reads, *node.writes), node.attr("kinds"), strict=False):
+                kinds[name].add(kind)
     for name, found in kinds.items():  # logits, which a sampler elsewhere reads
         declared = program.buffers[name]
         if declared.kind == "output" and declared.dtype.is_floating_point:
@@ -62,9 +62,8 @@ def _dtype(declared: torch.dtype, kinds: set[str]) -> torch.dtype:
         return torch.int32
     if "float32" in kinds:
         return torch.float32
-    if "kv" in kinds:
-        return declared
-    return torch.bfloat16 if declared.is_floating_point else declared
+    is_activation = declared == torch.float32 and "kv" not in kinds
+    return torch.bfloat16 if is_activation else declared
 
 
 def planned(program: Program, kinds: Mapping[str, torch.dtype]) -> MemoryPlan:
@@ -229,7 +228,7 @@ def kept_routing(program: Program, device: str) -> dict[str, Shape]:
     kinds = dtypes(program)
     return {
         name: (program.shape(name), kinds[name])
-        for node in routers(program)
+        for node in kept_routers(program)
         if node.device == device
         for name in (node.outputs["ids"], node.outputs["weights"])
     }

@@ -4,7 +4,7 @@ steps."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -21,11 +21,17 @@ class GpuPages:
             interpreter.
         states: the names of those that are states.
         pinned: keeps memory of the host pinned.
+        overwritten: called with each page that is written.
     """
 
     def __init__(
-        self, caches: Mapping[str, torch.Tensor], states: Collection[str], pinned: Pinned
+        self,
+        caches: Mapping[str, torch.Tensor],
+        states: Collection[str],
+        pinned: Pinned,
+        overwritten: Callable[[int], None] | None = None,
     ) -> None:
+        self._overwritten = overwritten
         self.layout, self._pinned = layout_of(caches, states), pinned
         self._parts = parts_of(caches, states)
         devices = {cache.device for cache in caches.values() if cache.device.type == "cuda"}
@@ -45,6 +51,8 @@ class GpuPages:
 
     def write(self, kind: Kind, place: int, data: Bytes) -> None:
         self._cross(kind, place, torch.from_numpy(data), reads=False)
+        if self._overwritten is not None and kind is Kind.PAGE:
+            self._overwritten(place)
 
     def space(self, kind: Kind, place: int) -> Sequence[memoryview] | None:
         return None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,22 +14,26 @@ import torch
 from pykernels.errors import PykernelsError
 from pykernels.gpu.common.precompile import compiled_together
 
-from ...planning.compile import Compiled
-from ...planning.placement import CPU
-from ...program import Program
-from ...program.node import Node
-from ...program.ops import OPS
-from ...program.weights import WeightStore
-from ...workers.pool import WorkerPool
-from ...workers.worker_pool import InFlight
-from ..cpu.step import CpuExecutable
-from ..link import Launching, Link
+from ....planning.compile import Compiled
+from ....planning.placement import CPU
+from ....program import Program
+from ....program.node import Node
+from ....program.ops import OPS
+from ....program.weights import WeightStore
+from ....runner.batch import DeviceLost
+from ....workers.pool import WorkerPool
+from ....workers.worker_pool import InFlight
+from ...cpu.step import CpuExecutable
+from ...link import Launching
+from ..binders import BINDERS
+from ..binders.dense import Launch
+from ..memory.buffers import Arena, Caches, GpuBuffers, ProgramOutputs
 from . import handshake
-from .binders import BINDERS
-from .binders.dense import Launch
+from .channels import ChannelBuffers, link
+from .gate import Gate
+from .gpu_link import GpuLink
 from .graph import CapturedGraph, copy_stream, in_turn
-from .handshake import ChannelBuffers
-from .memory.buffers import Arena, Caches, GpuBuffers, ProgramOutputs
+from .watch import WATCH
 
 COMPILERS = 16
 """Kernels that are compiled at a time."""
@@ -42,6 +47,7 @@ class GpuPart:
         link: to the other parts, if there are any.
         last: what is launched behind it.
         high_priority: see ``CapturedGraph``.
+        gate: what its layers wait for; None: nothing.
 
     Raises:
         PykernelsError: an op that this device does not have.
@@ -50,26 +56,39 @@ class GpuPart:
     def __init__(
         self,
         memory: GpuBuffers,
-        link: Link | None,
+        link: GpuLink | None,
         last: Sequence[Launch] = (),
         high_priority: bool = False,
+        gate: Gate | None = None,
     ) -> None:
         self.memory, self.device, self._link = memory, memory.device, link
         self._ended = torch.cuda.Event() if self.device.type == "cuda" else None
         with self.current():
             launches = [self._bind(node) for node in memory.program.nodes]
+            if gate is not None:
+                launches = gate.before_layers(launches, memory.program, self.device)
             copies = copy_stream(memory.program)
             self.graph = CapturedGraph([*launches, *last], self.device, copies, high_priority)
         self._thread: Launching | None = None
 
-    def launch(self) -> None:
-        """Begins a step."""
+    def launch(self, apart: bool = False) -> None:
+        """Begins a step.
+
+        Args:
+            apart: in a thread, where it is not captured.
+        """
         if self._ended is None:  # in the interpreter a thread plays the stream
             self._thread = Launching(self.graph.run, self._link)
-            return
-        with self.current():
-            self.graph.run()
-            self._ended.record()
+        elif apart and not self.graph.is_captured:
+            stream = torch.cuda.current_stream(self.device)
+            self._thread = Launching(partial(self._launch, stream, True), self._link)
+        else:
+            self._launch(torch.cuda.current_stream(self.device))
+
+    def _launch(self, stream: torch.cuda.Stream, paced: bool = False) -> None:
+        with torch.cuda.stream(stream):
+            self.graph.run(paced)
+            stream.record_event(self._ended)
 
     def compile(self) -> None:
         """Launches what computes once, where launches do not run but compile."""
@@ -78,26 +97,37 @@ class GpuPart:
 
     def ready(self) -> bool:
         """Whether the step that was begun has ended."""
-        if self._thread is not None:
-            return self._thread.ended
+        if self._thread is not None and not self._thread.ended:
+            return False
         return self._ended is None or self._ended.query()
 
     def result(self) -> None:
-        """Waits for the step's end."""
-        if self._thread is not None:
-            self._thread.end()
-        if self._ended is not None:
-            self._ended.synchronize()
+        """Waits for the step's end.
+
+        Raises:
+            DeviceLost: the GPU failed.
+        """
+        thread, self._thread = self._thread, None
+        try:
+            if thread is not None:
+                thread.end()
+            if self._ended is not None:
+                self._ended.synchronize()
+        except torch.AcceleratorError as error:  # no later call on this GPU works either
+            raise DeviceLost(
+                f"{self.device} failed: {str(error).splitlines()[0]}", "Load the model again"
+            ) from error
 
     def current(self) -> AbstractContextManager[object]:
         """Within it launches go to this GPU."""
         return nullcontext() if self._ended is None else torch.cuda.device(self.device)
 
     def _bind(self, node: Node) -> Launch:
-        if node.op in ("submit", "wait"):
+        if node.op in handshake.ENDS:
             assert self._link is not None
-            end = handshake.submit if node.op == "submit" else handshake.wait
-            return end(self.memory, node, self._link)
+            end = getattr(handshake, node.op)
+            launch: Launch = end(self.memory, node, self._link)
+            return launch
         binder = BINDERS.get(node.op)
         if binder is None:
             raise PykernelsError(
@@ -119,13 +149,14 @@ class GpuMemory:
     Attributes:
         inputs: by name, tensors of the step's inputs.
         arena: see ``GpuBuffers``.
-        high_priority: see ``CapturedGraph``.
+        high_priority: see ``CapturedGraph``; ``gate``: see ``GpuPart``.
     """
 
     device: torch.device
     inputs: Mapping[str, torch.Tensor]
     arena: Arena
     high_priority: bool = False
+    gate: Gate | None = None
 
 
 class CudaExecutable:
@@ -141,7 +172,7 @@ class CudaExecutable:
         gpus: by the name that nodes have as their device; the last one samples.
         host_inputs: CPU tensors of the inputs that nodes of the CPU read.
         sizes: on the CPU, those of the step to come (``Program.step_sizes``).
-        channel_buffers: pinned memory, shared with other programs that never run at the same time.
+        channel_buffers: memory shared with other programs that never run at the same time.
         results: by GPU, where its results go, shared likewise.
 
     Attributes:
@@ -149,6 +180,7 @@ class CudaExecutable:
         outputs: by name, CPU tensors of all parts' results, valid after ``run``.
         gpus: the parts of the GPUs; ``memory``: of the last one.
         cpu: the CPU's part; None if there is none.
+        link: where the parts meet; None where they do not.
 
     Raises:
         PykernelsError: an op that a device does not have.
@@ -171,21 +203,22 @@ class CudaExecutable:
         self.program, self._pool = program, pool
         self.outputs: dict[str, torch.Tensor] = {}
         self.before: Launch = lambda: None
-        self._link = handshake.link(parts, channel_buffers)
+        self.link = link(parts, channel_buffers)
         self.cpu: CpuExecutable | None = None
         if CPU in parts:
             own_caches = {name: caches[name] for name in parts[CPU].buffers if name in caches}
             self.cpu = CpuExecutable(
-                parts[CPU], weights, pool, host_inputs, own_caches, kernel, sizes, link=self._link
+                parts[CPU], weights, pool, host_inputs, own_caches, kernel, sizes, link=self.link
             )
             self.outputs |= self.cpu.outputs
+        self._beside = any(on.gate is not None for on in gpus.values())
         self.gpus = list[GpuPart]()
         for name, on in gpus.items():
             inputs, found = _sliced(parts[name], on.inputs), results[name]
             own = parts[name], weights, on.device, inputs, caches, _within(program, found.tensors)
             memory = GpuBuffers(*own, on.arena)
             last = [found.receive] if found.host else []
-            self.gpus.append(GpuPart(memory, self._link, last, on.high_priority))
+            self.gpus.append(GpuPart(memory, self.link, last, on.high_priority, on.gate))
             self.outputs |= _within(program, found.host)
         self.memory = self.gpus[-1].memory
         self._in_flight: InFlight | None = None
@@ -206,16 +239,30 @@ class CudaExecutable:
         self.launch()
         self.result()
 
+    def run_first(self) -> None:
+        """One step of any numbers, in which GPUs do not wait for each other: CUDA loads a kernel
+        when all that was launched before has run."""
+        link = self.link if self.cpu is None else None  # the CPU counts up what is released
+        with nullcontext() if link is None else link.released():
+            self.run()
+
     def launch(self) -> None:
         """Begins a step."""
         self.before()
-        if self._link is not None:
-            self._link.clear()
+        if self.link is not None:
+            self.link.clear()
         if self.cpu is not None:
             self._in_flight = self.cpu.launch()
         try:
+            # GPUs that wait for each other: the queue of one may be full before another has begun.
+            # Behind a full queue a host would wait whose other steps are to go on meanwhile.
+            several = len(self.gpus) > 1
+            apart = several or self._beside
+            if self.link is not None:
+                captured = all(part.graph.is_captured for part in self.gpus)
+                self.link.in_order = captured or not several
             for part in self.gpus:
-                part.launch()
+                part.launch(apart)
         except BaseException:
             self._release()
             raise
@@ -223,30 +270,38 @@ class CudaExecutable:
     def ready(self) -> bool:
         """Whether a step without nodes of the CPU has ended."""
         assert self.cpu is None
-        return all(part.ready() for part in self.gpus)
+        ended = [part.ready() for part in self.gpus]  # asks all: one may wait for one that failed
+        return all(ended)
 
     def result(self) -> None:
         """Ends the step that ``launch`` has begun.
 
         Raises:
             TaskError: a task of the CPU failed, or was not given its inputs in time.
+            DeviceLost: a GPU failed, or waited in vain for another one.
         """
         flight = self._in_flight
+        meets = nullcontext() if self.link is None else WATCH.over(self.gpus, self.link.release)
         try:
-            if flight is not None:
-                self._pool.wait(flight)
-                if flight.error is not None or not flight.done:
-                    self._end()  # a pool that has failed or ended answers no more
-            for part in self.gpus:  # in the order in which they wait for each other
-                part.result()
+            with meets:
+                if flight is not None:
+                    self._pool.wait(flight)
+                    if flight.error is not None or not flight.done:
+                        self._end()  # a pool that has failed or ended answers no more
+                for part in self.gpus:  # in the order in which they wait for each other
+                    part.result()
         except BaseException:
             self._end()
             raise
         if flight is not None and flight.error is not None:
             raise flight.error
+        if self.link is not None:
+            self.link.check()
 
     def capture(self, pool: Any) -> None:
         """Captures the step; the program has run once before."""
+        if self.link is not None:
+            self.link.in_order = True
         for part in self.gpus:
             with part.current():
                 part.graph.capture(pool)
@@ -262,9 +317,12 @@ class CudaExecutable:
         return part.graph.first_stream()
 
     def _end(self) -> None:
-        """Ends all waiting."""
-        if self._link is not None:
-            self._link.release()
+        """Ends all waiting, and what waited: nothing of this step runs beside the next one."""
+        if self.link is not None:
+            self.link.release()
+        for part in self.gpus:
+            with suppress(Exception):  # one is being raised already
+                part.result()
 
     def _release(self) -> None:
         """Ends the parts of a step of which another part did not begin."""

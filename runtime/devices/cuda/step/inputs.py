@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
-from ...kv_cache.layout import PAGE
-from ...passes.gpu.metadata import MAX_CHUNK, most_chunks
-from ...program import Node, Program
-from ...program.sizes import MICROBATCHES, microbatch_name, microbatch_tokens
-from ...program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
-from ...runner.sampling import SamplingBatch
-from ..gpus import Gpus
-from .binders.sampling import SamplingColumns, SamplingTables
-from .memory.blocks import Shape, block_bytes, views
-from .memory.metadata import HostMetadata, pad
+from ....kv_cache.layout import PAGE
+from ....passes.gpu.metadata import MAX_CHUNK, most_chunks
+from ....planning.compile import Compiled
+from ....program import Node, Program
+from ....program.sizes import MICROBATCHES, microbatch_name, microbatch_tokens
+from ....program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
+from ....runner.sampling import SamplingBatch
+from ...gpus import Gpus
+from ..binders.sampling import SamplingColumns, SamplingTables
+from ..memory.blocks import Shape, block_bytes, views
+from ..memory.metadata import HostMetadata, pad
 
 BY_TOKEN = {"tokens": 0, "positions": 0, IS_PROMPT: 0, "slot_mapping": -1}
 """Inputs [T] that nodes read by name, and what padding has."""
@@ -32,13 +34,15 @@ class StepInputs:
 
     Args:
         arrays: by name, int64 CPU tensors that the engine writes before each step.
-        sampling: how rows are sampled, on the last GPU; None: programs that sample nothing.
+        sampling: how rows are sampled, on ``sampler``; None: programs that sample nothing.
         max_chunk: tokens of a chunk of its programs, where any are cut.
+        others: names of further arrays that programs may read, each with what padding has.
+        sampler: the GPU that samples; "": the last one.
 
     Attributes:
         first: bytes of the block in front of a bucket's own.
-        blocks: by GPU, its copy of the block ``host``; ``last``: the GPU that samples.
-        tensors: by name, views on the last GPU of how rows are sampled, in their largest shape.
+        blocks: by GPU, its copy of the block ``host``.
+        tensors: by name, views on that GPU of how rows are sampled, in their largest shape.
     """
 
     def __init__(
@@ -47,19 +51,22 @@ class StepInputs:
         sampling: SamplingBatch | None,
         gpus: Gpus,
         max_chunk: int = MAX_CHUNK,
+        others: Mapping[str, int] = MappingProxyType({}),
+        sampler: str = "",
     ) -> None:
-        self.last = list(gpus)[-1]
+        self.sampler, self.others = sampler or list(gpus)[-1], others
         self.arrays = {
             name: tensor.numpy() for name, tensor in arrays.items() if tensor.dtype == torch.int64
         }
         T, S, R = (len(arrays[name]) for name in ("tokens", "lengths", "logits_indices"))
         columns = None if sampling is None else SamplingColumns(sampling, R)
-        self._tables = None if sampling is None else SamplingTables(sampling, gpus[self.last])
+        self._tables = None if sampling is None else SamplingTables(sampling, gpus[self.sampler])
         self._columns, self._rows = columns, {} if columns is None else columns.shapes
         self.first = block_bytes(self._rows)
         pages = arrays["page_table"].shape[1]
-        size = self.first + _most_bytes(T, S, R, pages, max_chunk)
-        pinned = gpus[self.last].type == "cuda"
+        sizes: dict[str, Shape] = {n: (tuple(arrays[n].shape), torch.int32) for n in others}
+        size = self.first + _most_bytes(T, S, R, pages, max_chunk) + block_bytes(sizes)
+        pinned = gpus[self.sampler].type == "cuda"
         self.host = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self.blocks = {
             name: torch.zeros(size, dtype=torch.uint8, device=device)
@@ -68,8 +75,12 @@ class StepInputs:
         self._staging = {n: x.numpy() for n, x in views(self.host, self._rows).items()}
         self.tensors: dict[str, torch.Tensor] = {}
         if columns is not None and self._tables is not None:
-            columns_there = views(self.blocks[self.last], self._rows)
+            columns_there = views(self.blocks[self.sampler], self._rows)
             self.tensors = {**columns_there, **self._tables.tensors}
+
+    def bucket(self, compiled: Compiled) -> Bucket:
+        """The inputs of what was compiled."""
+        return Bucket(self, compiled.program)
 
     def stage_sampling(self) -> None:
         """Stages how the rows of the step to come are sampled, and sends its tables."""
@@ -84,13 +95,16 @@ class Bucket:
     Args:
         program: with ``passes.gpu.metadata``. If it has two microbatches the second one's tokens
             and sequences begin at a row of their own, so that both are parts of the block.
+        prefix: what the names of its inputs by token and by sequence begin with.
 
     Attributes:
         on: by GPU, tensors by the program's names.
     """
 
-    def __init__(self, owner: StepInputs, program: Program) -> None:
+    def __init__(self, owner: StepInputs, program: Program, prefix: str = "") -> None:
         self._owner, self._arrays, self.T = owner, owner.arrays, program.sizes["T"]
+        self._prefix = prefix
+        self._others = {n: pad for n, pad in owner.others.items() if n in program.buffers}
         microbatches = any(node.microbatch for node in program.nodes)
         self._second = microbatch_tokens(self.T)[0] if microbatches else None
         writes = [node for node in program.nodes if node.op == "attention_metadata"]
@@ -101,6 +115,7 @@ class Bucket:
         shapes |= {
             "logits_indices": ((program.sizes["R"],), torch.int32),
             **_shapes(program, writes),
+            **{name: (program.shape(name), torch.int32) for name in self._others},
         }
         end = owner.first + block_bytes(shapes)
         self._host = owner.host[:end]
@@ -118,20 +133,21 @@ class Bucket:
         for gpu, block in self._blocks.items():
             there = views(block[owner.first :], shapes) | {"expansion": expansion}
             self.on[gpu] = self._named(there, [node for node in writes if node.device == gpu])
-        self.on[owner.last].update(owner.tensors)
+        self.on[owner.sampler].update(owner.tensors)
 
     def _named(
         self, tensors: Mapping[str, torch.Tensor], writes: Sequence[Node]
     ) -> dict[str, torch.Tensor]:
         """A GPU's inputs by the program's names, those of microbatches as parts."""
         own = *BY_TOKEN, *self._by_sequence
-        named = {name: tensors[name] for name in (*own, "logits_indices")}
+        named = {self._prefix + name: tensors[name] for name in own}
+        named |= {name: tensors[name] for name in ("logits_indices", *self._others)}
         rows = {"": slice(None)}
         if self._second is not None:  # the second microbatch begins at that row
             rows |= zip(
                 MICROBATCHES, (slice(0, self._second), slice(self._second, None)), strict=True
             )
-        for microbatch in rows:
+        for microbatch in rows if self._second is not None else ():
             named |= {
                 microbatch_name(microbatch, name): tensors[name][rows[microbatch]] for name in own
             }
@@ -160,6 +176,8 @@ class Bucket:
             self._place(slice(start, self.T), slice(first, T), slice(first, T), used)
             rows = staging["logits_indices"][:R]
             rows[rows >= first] += start - first
+        for name in self._others:
+            staging[name][:] = arrays[name][: len(staging[name])]
         if self._metadata is not None:
             starts, counts = arrays["query_starts"][:S], arrays["query_lengths"][:S]
             self._metadata.write(starts, counts, lengths, arrays["positions"][:T])
@@ -202,7 +220,7 @@ class Bucket:
         staging, T = self._staging, self.T
         for array in staging.values():
             array[:] = 0
-        for name, padding in {**BY_TOKEN, **self._by_sequence}.items():
+        for name, padding in {**BY_TOKEN, **self._by_sequence, **self._others}.items():
             staging[name][:] = padding
         if "decode_lengths" in staging:
             staging["decode_lengths"][:] = 1

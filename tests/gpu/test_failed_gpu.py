@@ -1,0 +1,70 @@
+"""A GPU that fails while the other one waits for it: the step ends with its error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.devices.cuda.step.watch import Watch
+from runtime.passes.shard.one_shot import one_shot_sums
+
+from .two_gpus import bound, sums, two_gpus
+
+
+class _Failed:
+    """A part of a step whose GPU has failed."""
+
+    def ready(self) -> bool:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+class _Waits:
+    """One that waits for it."""
+
+    def ready(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("one_launch", [False, True])
+def test_a_part_that_fails_ends_the_step(one_launch: bool) -> None:
+    """Of the other one, too; in Triton's interpreter, where no step spoils the next one."""
+    if torch.cuda.is_available():
+        pytest.skip("it would spoil the GPU; see the next test")
+    gpus = two_gpus()
+    made = bound(one_shot_sums(sums(gpus, 3, 16), 16 * one_launch), gpus, 16)
+    graph = made.executable.gpus[1].graph
+    launches = graph.launches
+
+    def fail() -> None:
+        raise MemoryError("the second GPU has failed")
+
+    graph.launches = (*launches[:3], fail, *launches[4:])
+    with pytest.raises(MemoryError, match="the second GPU"):
+        made.executable.run()
+    graph.launches = launches
+    made.assert_adds(1, 2, 3)
+
+
+def test_whoever_waits_for_a_failed_gpu_is_released() -> None:
+    released = threading.Event()
+    with Watch().over([_Waits(), _Failed()], released.set):
+        assert released.wait(10)
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_fails_in_a_graph_ends_the_step() -> None:
+    """In a process of its own, since no later call on that GPU works."""
+    two_gpus()
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.fail_in_a_step"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "cuda:1 failed: CUDA error" in found.stdout, found.stdout + found.stderr
