@@ -18,7 +18,7 @@ from .common.launch import check_device, interpreted
 
 _BLOCK = 4096
 """Words of four bytes that a program has on their way."""
-_PROGRAMS = 64
+PROGRAMS = 64
 """Programs that bring pages: 1 MB on its way is several times what the link holds."""
 _SCAN = 1024
 EDGE = 512
@@ -118,7 +118,10 @@ def list_pages(
 
 
 def load_pages(
-    pages: torch.Tensor, caches: Sequence[torch.Tensor], staging: Sequence[torch.Tensor]
+    pages: torch.Tensor,
+    caches: Sequence[torch.Tensor],
+    staging: Sequence[torch.Tensor],
+    programs: int = PROGRAMS,
 ) -> None:
     """Copies the pages that a list names to the same places of the staging. A launch a part.
 
@@ -126,6 +129,7 @@ def load_pages(
         pages: as ``list_pages`` writes it, on the GPU.
         caches: contiguous [pages, page, ...], pinned or on the GPU.
         staging: of the same shapes and dtypes, on the GPU; written.
+        programs: that bring them.
 
     Raises:
         PykernelsError: other shapes, memory that is not pinned, or no Triton here.
@@ -137,12 +141,12 @@ def load_pages(
             raise PykernelsError(
                 f"a list of {len(pages) - 1} pages at most, of {len(source)}", "Give room for all"
             )
-        _load_kv_pages[(_PROGRAMS,)](
+        _load_kv_pages[(programs,)](
             pages,
             from_words,
             to_words,
             from_words.shape[1],
-            PROGRAMS=_PROGRAMS,
+            PROGRAMS=programs,
             BLOCK=min(_BLOCK, triton.next_power_of_2(from_words.shape[1])),
             num_warps=8,
         )
