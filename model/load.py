@@ -23,6 +23,7 @@ from runtime.engine import EngineConfig
 from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.engine.scheduling.drafts import check_taken_back
 from runtime.extend import checked
+from runtime.kv_cache.layout import PAGE
 from runtime.kv_tiers.behind import KvBehind
 from runtime.kv_tiers.directory import prepared
 from runtime.kv_tiers.mooncake import check_store
@@ -265,7 +266,7 @@ def _fitted(
     if execution.on_gpu:
         from runtime.devices.gpus import free_bytes, gpus_of
 
-        free = sum(free_bytes(gpus_of(execution.device)).values())
+        free = sum(free_bytes(gpus_of(execution.device), execution.gpu_gib).values())
     token, placement = weights.decoder.token_bytes, Placement()
     needed, smaller = weights.needed(placement), weights.smaller(placement)
     states = weights.decoder.state_bytes * engine.state_slots
@@ -283,6 +284,10 @@ def _fitted(
         needed, smaller = weights.needed(placement), weights.smaller(placement)
         needed += sum(each.nbytes for each in placement.filled(Filled.EACH_STEP).values())
         memory.check_engine(needed, 0, 0, 0, smaller)
+        specs = weights.decoder.cache_specs
+        row = sum(specs[layer].token_bytes for layer in placement.kv_in_main)
+        memory.check_cache(row, pages, len(placement.kv_in_main), needed)
+        needed += row * pages * PAGE
     memory.check_behind(_bytes(engine.kv_ram_gib + engine.kv_store_gib) or 0, needed)
     return placement, largest_step(longest, pages, given, *most)
 

@@ -42,6 +42,8 @@ OPS: Mapping[str, tuple[str, str]] = {
     "sort_routing": ("router", "#6a4c93"),
     "load_experts": ("copy", "#e07be0"),
     "load_weights": ("copy", "#e07be0"),
+    "load_pages": ("copy", "#e07be0"),
+    "store_rows": ("copy", "#e07be0"),
     "unpack_experts": ("unpacking", "#b5838d"),
     "join_rows": ("norm", "#8d99ae"),
     "embed": ("embedding", "#b08968"),
