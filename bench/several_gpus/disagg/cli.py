@@ -85,7 +85,7 @@ def disagg(
             kept.plan = named
 
             def opened(way: Way) -> PagedRunner:
-                return ours.runner(room, way.execution)
+                return ours.runner(room, way.execution, requests.budget)
 
             for row in rows(ways, opened, requests, budget, shown):
                 kept.add(row)

@@ -50,6 +50,7 @@ class Requests:
         85000, "Tokens of the prompt that the short request is behind.", "N", kind=int, least=1
     )
     short: int = option(128, "Tokens of that request.", "N", kind=int, least=1)
+    budget: int | None = option(None, "Tokens of a step.", "N", kind=int, shown="auto", least=1)
     repeats: int = option(3, "Of requests and behind: medians.", "N", kind=int, least=1)
     yields: str = option(
         "on",
