@@ -28,6 +28,7 @@ class KvBehind:
         limit: bytes of all blocks in it.
         store: the address of a store of several machines, "mooncake://HOST:PORT"; "": none.
         lent: bytes of main memory that this process gives to it.
+        shared: other engines wait for what this one fills.
         name: of the model, for people.
         weights: what tells the values of the model's weights from any others.
     """
@@ -39,6 +40,7 @@ class KvBehind:
     weights: bytes
     store: str = ""
     lent: int = 0
+    shared: bool = False
 
     def tiers(self, runner: PagedRunner, manager: BlockManager) -> KvTiers:
         """The levels behind a bound runner's pages.
@@ -68,5 +70,5 @@ class KvBehind:
         store = None
         if self.store:
             store = MooncakeBlocks(self.store, self.lent, named, pages)
-        levels = Levels(pages, folder, ram, store)
-        return KvTiers(manager, levels, named, lambda: runner.weights.changed)
+        levels = Levels(pages, folder, ram, store, self.shared)
+        return KvTiers(manager, levels, named, lambda: runner.weights.changed, self.shared)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +66,10 @@ class ModelFolder:
         """``look``, if the last one is some time ago."""
         if time.monotonic() - self._looked >= _LOOK_SECONDS:
             self.look()
+
+    def ask(self, names: Iterable[str]) -> None:
+        """Finds which of these blocks others have written by now."""
+        self.names.update(name for name in names if (self.path / name).exists())
 
     def read(self, block: BlockName, space: Sequence[memoryview]) -> Found:
         """Reads a block's payload to where it is to be.

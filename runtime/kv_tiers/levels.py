@@ -35,6 +35,7 @@ class Levels:
         pages: of the device.
         folder: None: nothing is on disk; ``ram``, ``store``: likewise, in main memory, and in a
             store.
+        shared: other engines write into the directory, which is asked for each block.
 
     Attributes:
         stats: of each level, by its name.
@@ -46,13 +47,16 @@ class Levels:
         folder: ModelFolder | None,
         ram: RamBlocks | None = None,
         store: MooncakeBlocks | None = None,
+        shared: bool = False,
     ) -> None:
+        self._shared = folder if shared else None
         self._pages, self.folder, self.ram, self.behind = pages, folder, ram, store
         there = {RAM: ram is not None, DISK: folder is not None, STORE: store is not None}
         self.stats = {name: LevelStats() for name, is_there in there.items() if is_there}
         self._rates = {name: Rate() for name in self.stats}
         self._staging = pages.host(max(map(pages.nbytes, Kind)))
         self._later: OrderedDict[str, tuple[BlockName, int]] = OrderedDict()
+        self._storing = ""  # the one of these that is being written
         self._write_after = dict.fromkeys(self.stats, 0.0)
         self._ask_after = 0.0
         self._told: set[tuple[str, str]] = set()
@@ -73,8 +77,17 @@ class Levels:
 
     @property
     def is_asked(self) -> bool:
-        """Whether there is a store, and it has answered of late."""
-        return self.behind is not None and time.monotonic() >= self._ask_after
+        """Whether there is something to be asked, and it has answered of late."""
+        there = self.behind is not None or self._shared is not None
+        return there and time.monotonic() >= self._ask_after
+
+    def stored(self, name: str) -> bool:
+        """Whether the level has it that is behind all others."""
+        return name in self._behind()[-1]
+
+    def is_late(self, name: str) -> bool:
+        """Whether it is in main memory, and is to be written, or is being."""
+        return name in self._later or name == self._storing
 
     def seconds(self, names: Iterable[tuple[Kind, str]]) -> float | None:
         """That reading these blocks takes; None: unknown."""
@@ -163,7 +176,9 @@ class Levels:
         return True
 
     def ask(self, names: Sequence[str]) -> None:
-        """Finds which of these blocks the store has."""
+        """Finds which of these blocks others have written."""
+        if (folder := self._shared) is not None:
+            self._try(DISK, "asked for", lambda: folder.ask(names))
         if (store := self.behind) is None or not self.is_asked:
             return
         failed = self.stats[STORE].failed
@@ -198,12 +213,14 @@ class Levels:
 
     def store_late(self) -> None:
         """Writes one of them."""
-        _, (block, used) = self._later.popitem(last=False)
+        self._storing = next(iter(self._later))
+        block, used = self._later.pop(self._storing)
         data = None if self.ram is None else self.ram.find(block)
         if data is None:
             self.last.dropped += 1
         else:
             self._write(block, data, used)
+        self._storing = ""
 
     def touch(self, block: BlockName, used: int) -> None:
         """A block was of use."""
