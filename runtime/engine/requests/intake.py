@@ -164,11 +164,10 @@ class Intake:
     ) -> None:
         if not drawn:
             return
-        fits = params.n == 1 and params.seed is not None and len(drawn) < max_tokens
-        if not fits or min(drawn) < 0 or max(drawn) >= self.vocab_size:
+        if params.n > 1 or len(drawn) >= max_tokens or min(drawn) < 0 or max(drawn) >= self.vocab_size:
             raise PykernelsError(
                 f"{name} cannot go on behind {len(drawn)} tokens that were drawn elsewhere",
-                "Give one output, its seed, and fewer of its tokens than max_tokens",
+                "Give one output, and fewer of its tokens than max_tokens",
             )
 
     def _check_ids(self, name: str, params: SamplingParams) -> None:
