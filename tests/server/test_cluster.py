@@ -7,8 +7,10 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,10 @@ from typer.testing import CliRunner
 
 from model.cli.main import app
 
+from ..mooncake import master
 from .conftest import Running
+
+__all__ = ["master"]
 
 ROOT = Path(__file__).parents[2]
 PROMPT = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(30))
@@ -61,27 +66,30 @@ class Cluster:
         return sum(float(line.split()[-1]) for line in lines)
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One node that reads prompts, and two that write answers."""
-    folder = tmp_path_factory.mktemp("cluster")
-    own = ["--kernel", "generic", "--threads", "1", "--kv-disk", str(folder / "kv")]
-    roles = {"p": "prefill", "d1": "decode", "d2": "decode"}
+@contextmanager
+def nodes(folder: Path, roles: Mapping[str, str], *options: str) -> Iterator[Cluster]:
+    """Nodes of these names, and a router."""
     logs = {name: folder / name for name in (*roles, "router")}
+    own = ["--kernel", "generic", "--threads", "1", *options]
     processes = {name: serve(logs[name], "--role", role, *own) for name, role in roles.items()}
     try:
         urls = {name: url_of(logs[name], process) for name, process in processes.items()}
-        nodes = [
-            option
-            for name, role in roles.items()
-            for option in (f"--{role}-node", f"{name}={urls[name]}")
-        ]
-        processes["router"] = serve(logs["router"], "--role", "router", *nodes)
+        given = [(f"--{role}-node", f"{name}={urls[name]}") for name, role in roles.items()]
+        processes["router"] = serve(logs["router"], "--role", "router", *chain(*given))
         yield Cluster(url_of(logs["router"], processes["router"]), urls, processes)
     finally:
         for process in processes.values():
             process.kill()
             process.wait()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One node that reads prompts, and two that write answers."""
+    folder = tmp_path_factory.mktemp("cluster")
+    roles = {"p": "prefill", "d1": "decode", "d2": "decode"}
+    with nodes(folder, roles, "--kv-disk", str(folder / "kv")) as running:
+        yield running
 
 
 def text_of(client: openai.OpenAI, model: str, **given: Any) -> tuple[str, Any]:
@@ -151,6 +159,34 @@ def test_a_prefill_node_is_killed(cluster: Cluster, served: Running) -> None:
     answer = cluster.client().completions.create(model="embedded", **asked)
     alone = served.openai().completions.create(model="tested", **asked)
     assert answer.choices[0].text == alone.choices[0].text
+
+
+def test_pages_go_by_mooncake(
+    master: tuple[str, subprocess.Popen[bytes]], served: Running, tmp_path: Path
+) -> None:
+    """What a node that is killed has lent to the store is a miss, and so is a master's end."""
+    url, process = master
+    options = "--kv-store", url, "--kv-store-gib", "0.25"
+    with nodes(tmp_path, {"p": "prefill", "d": "decode"}, *options) as cluster:
+        asked: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+
+        def is_one_servers(client: openai.OpenAI, prompt: str) -> bool:
+            texts = [
+                each.completions.create(model=model, prompt=prompt, **asked).choices[0].text
+                for each, model in ((client, "embedded"), (served.openai(), "tested"))
+            ]
+            return texts[0] == texts[1]
+
+        assert is_one_servers(cluster.client(), PROMPT)
+        read = cluster.figure("pykernels_kv_level_blocks_total", 'level="store",what="read"', "d")
+        assert read >= 5
+        reader = openai.OpenAI(base_url=f"{cluster.urls['p']}/v1", api_key="none")
+        assert is_one_servers(reader, "# " + PROMPT)
+        cluster.processes["p"].kill()
+        assert is_one_servers(cluster.client(), "# " + PROMPT)
+        process.kill()
+        process.wait()
+        assert is_one_servers(cluster.client(), "## " + PROMPT)
 
 
 @pytest.mark.parametrize(
