@@ -70,6 +70,9 @@ class MooncakeBlocks:
         self.names: set[str] = set()
         host, port = address_of(url)
         self._store = _connected(host, port, lent)
+        self._where = _module().ReplicateConfig()
+        if lent:  # a node whose memory it is writes without a network
+            self._where.preferred_segment = self._store.get_hostname()
         self._buffer = np.empty(0, np.uint8)
 
     def ask(self, names: Iterable[str]) -> None:
@@ -116,7 +119,8 @@ class MooncakeBlocks:
         header = block.header([data.data])
         buffer[: len(header)] = np.frombuffer(header, np.uint8)
         buffer[len(header) :] = data
-        code = self._store.put_from(self._key(block.file), buffer.ctypes.data, buffer.nbytes)
+        key, place = self._key(block.file), buffer.ctypes.data
+        code = self._store.put_from(key, place, buffer.nbytes, self._where)
         if code:
             raise MooncakeError(f"error {code}")
         self.names.add(block.file)

@@ -112,6 +112,9 @@ def test_answers_are_those_of_one_server(cluster: Cluster, served: Running) -> N
     read = sum(cluster.figure("pykernels_kv_level_blocks_total", "read", d) for d in ("d1", "d2"))
     assert read >= pages
     assert cluster.figure("pykernels_node_requests_total", '"prefill"') == 1
+    figures = httpx2.get(f"{cluster.router}/v1/pykernels/figures").json()
+    assert figures["kv_levels"]["p disk"]["written"] == pages
+    assert figures["decode_steps"] and [node["up"] for node in figures["nodes"]] == [True] * 3
 
 
 def test_a_form_is_kept(cluster: Cluster, served: Running) -> None:

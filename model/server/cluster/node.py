@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx2
 
 from pykernels.errors import PykernelsError
+from runtime.engine import EngineStats
 from runtime.kv_cache.prefix import Held
 from runtime.kv_tiers.stats import Rate
 
 from ..backend.messages import Routed, Told
 from .addresses import Address
 from .policy import Candidate
-from .protocol import FACTS, PATH, VERSION, NodeFacts, Prefilled, news_of
+from .protocol import FACTS, PATH, VERSION, NodeFacts, Prefilled, news_of, stats_of
 
 LOG = logging.getLogger("pykernels.server")
 _CONNECT_SECONDS = 3.0
@@ -25,6 +26,8 @@ _SILENT_SECONDS = 10.0
 """A node that says nothing for so long is lost: it speaks once a second."""
 LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
 TIMEOUT = httpx2.Timeout(_SILENT_SECONDS, connect=_CONNECT_SECONDS)
+_AT_ONCE = httpx2.Timeout(3.0)
+"""For what a node knows without computing anything."""
 
 
 class NodeLost(Exception):
@@ -37,7 +40,7 @@ class Node:
     Attributes:
         facts: as it has told them last; ``up``: whether it answers, and takes requests.
         inside: outputs that this router has there; ``queued``: tokens of prompts likewise.
-        rate: tokens of prompts that it reads a second.
+        rate: tokens of prompts that it reads a second; ``stats``: its engine's counts.
         requests, lost: how often it was asked for an output or a prompt, and did not end one.
     """
 
@@ -46,7 +49,7 @@ class Node:
         self.name, self.role = address.name, address.role
         self.up = facts.ready
         self.inside = self.queued = self.requests = self.lost = 0
-        self.rate = Rate()
+        self.rate, self.stats = Rate(), EngineStats()
         self.http: httpx2.AsyncClient
 
     def candidate(self, held: int) -> Candidate:
@@ -77,7 +80,7 @@ class Node:
     async def look(self) -> None:
         """Finds whether it is up."""
         try:
-            answer = await self.http.get(self.address.url + PATH)
+            answer = await self.http.get(self.address.url + PATH, timeout=_AT_ONCE)
             facts = facts_of(self.address, answer)
             if facts.kv_model != self.facts.kv_model:
                 raise NodeLost("it has another model now")
@@ -88,11 +91,22 @@ class Node:
             LOG.warning("the %s node %s takes requests", self.role, self.name)
         self.facts, self.up = facts, facts.ready
 
+    async def count(self) -> None:
+        """Asks for its engine's counts; the last ones stay if it does not say them."""
+        with suppress(httpx2.HTTPError, ValueError, KeyError, TypeError):
+            answer = await self.http.get(f"{self.address.url}{PATH}/stats", timeout=_AT_ONCE)
+            self.stats = stats_of(answer.raise_for_status().json())
+
     async def held(self, keys: Sequence[str]) -> Held:
         """What it has of a prompt. Raises NodeLost."""
-        async for line in self._lines("held", {"keys": keys}):
-            return Held(**json.loads(line))
-        raise NodeLost("it has not answered")
+        url = f"{self.address.url}{PATH}/held"
+        try:
+            answer = await self.http.post(url, json={"keys": keys}, timeout=_AT_ONCE)
+            if answer.status_code != 200:
+                raise NodeLost(f"it answers {answer.status_code}")
+            return Held(**answer.json())
+        except (httpx2.HTTPError, ValueError, TypeError) as error:
+            raise NodeLost(_why(error)) from error
 
     async def prefill(self, prompt: Sequence[int], keys: Sequence[str], priority: int) -> Prefilled:
         """Has it read a prompt, and share its pages. Raises NodeLost."""

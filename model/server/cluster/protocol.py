@@ -4,6 +4,7 @@ A node has these routes under ``PATH``. Answers that take their time are lines o
 line, or one that begins with a colon, says that it is still there.
 
     GET  node             what it is (``NodeFacts``)
+    GET  node/stats       its engine's counts (``EngineStats``)
     POST node/held        {keys}: what it has of a prompt (``Held``)
     POST node/prefill     {prompt, keys}: reads a prompt, shares its pages (``Prefilled``)
     POST node/generate    {prompt, params, grammar, special, drawn}: events (``Told``, ``Routed``)
@@ -12,6 +13,7 @@ line, or one that begins with a colon, says that it is still there.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -19,7 +21,8 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from runtime.engine import RequestStats, SamplingParams, TokenLogprob
+from runtime.engine import EngineStats, RequestStats, SamplingParams, TokenLogprob
+from runtime.kv_tiers.stats import LevelStats
 from runtime.runner.routing import RoutedExperts, RoutedLayer
 
 from ..backend.interface import DevicePart
@@ -89,6 +92,31 @@ def params_of(body: Mapping[str, Any]) -> SamplingParams:
     """
     bias = {int(token): value for token, value in dict(body.get("logit_bias") or {}).items()}
     return SamplingParams(**{**body, "logit_bias": bias})
+
+
+def stats_body(stats: EngineStats) -> dict[str, Any]:
+    """Counts of an engine, as JSON has them."""
+    body = {f.name: getattr(stats, f.name) for f in fields(EngineStats)}
+    levels = {name: asdict(level) for name, level in stats.kv_levels.items()}
+    return {**body, "decode_steps": dict(stats.decode_steps), "kv_levels": levels}
+
+
+def stats_of(body: Mapping[str, Any]) -> EngineStats:
+    """Those that ``stats_body`` was made of."""
+    steps = Counter({int(tokens): count for tokens, count in body["decode_steps"].items()})
+    levels = {name: LevelStats(**level) for name, level in body["kv_levels"].items()}
+    return EngineStats(**{**body, "decode_steps": steps, "kv_levels": levels})
+
+
+def summed(stats: Mapping[str, EngineStats]) -> EngineStats:
+    """Those of several nodes, by name, as one; levels of the KV cache stay each its own."""
+    total, levels = EngineStats(), {}
+    for node, each in stats.items():
+        for name in (f.name for f in fields(EngineStats) if f.name != "kv_levels"):
+            setattr(total, name, getattr(total, name) + getattr(each, name))
+        levels |= {f"{node} {level}": counts for level, counts in each.kv_levels.items()}
+    total.kv_levels = levels
+    return total
 
 
 def line_of(news: Told | Routed) -> bytes:

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import httpx2
 from transformers import PreTrainedTokenizerBase
 
 from pykernels.errors import PykernelsError
-from runtime.engine import AsyncRequestHandle, EngineBusy, EngineStats, SamplingParams
+from runtime.engine import AsyncRequestHandle, EngineBusy, SamplingParams
 from runtime.engine.requests.intake import Intake
-from runtime.engine.requests.request import Request, State, fork_seed
+from runtime.engine.requests.request import Request, State
 from runtime.kv_cache.prefix import Held, PageKey, extend_keys
 
 from ..backend.interface import Figures, ModelFacts, NodeFigures
@@ -31,60 +30,18 @@ from ..backend.mirror import grow, mirrored
 from ..backend.telling import failure_of
 from ..http.errors import LOG
 from ..http.settings import DECODE, PREFILL
+from .job import Job
 from .node import LIMITS, TIMEOUT, Node, NodeLost
-from .policy import decode_node, is_read_elsewhere, prefill_node
-from .protocol import params_body
+from .policy import Candidate, decode_node, is_read_elsewhere, prefill_node
+from .protocol import summed
 
 _LOOK_SECONDS = 1.0
 _WAIT_SECONDS = 60.0
 """For a node to come up, while a request waits for one."""
 _POLL_SECONDS = 0.05
-
-
-@dataclass(eq=False)
-class _Job:
-    """One prompt.
-
-    Attributes:
-        keys: of its full pages that may come from elsewhere.
-        cached: tokens that nobody had to compute; None: the node that writes the answer knows.
-        began: when it was submitted.
-    """
-
-    prompt: list[int]
-    params: SamplingParams
-    grammar: str | None
-    special: tuple[str, ...]
-    requests: list[Request]
-    keys: list[str]
-    began: float = field(default_factory=time.monotonic)
-    cached: int | None = None
-
-    def open(self, outputs: Sequence[int]) -> list[int]:
-        """Those that have not ended."""
-        return [o for o in outputs if self.requests[o].state is not State.FINISHED]
-
-    def body(self, outputs: Sequence[int]) -> dict[str, Any]:
-        """What a node is asked for: all outputs from their beginning, or one from where it is."""
-        params, drawn = self.params, list[int]()
-        if params.deadline is not None:
-            left = params.deadline - (time.monotonic() - self.began)
-            params = replace(params, deadline=max(left, 0.001))
-        if len(outputs) < params.n or self.requests[outputs[0]].num_output_tokens:
-            (output,) = outputs
-            request = self.requests[output]
-            drawn = list(request.output)
-            seed = fork_seed(params.seed or 0, output)
-            told = bool(request.prompt_logprobs)
-            start = None if told else params.logprob_start
-            params = replace(params, n=1, seed=seed, logprob_start=start)
-        return {
-            "prompt": self.prompt,
-            "params": params_body(params),
-            "grammar": self.grammar,
-            "special": self.special,
-            "drawn": drawn,
-        }
+_MOST_TRIES = 3
+"""A request that so many nodes are lost with, one after another and without a token, is given up:
+it may be what ends them."""
 
 
 class ClusterModel:
@@ -106,7 +63,7 @@ class ClusterModel:
         self.facts, self.tokenizer, self.nodes = facts, tokenizer, nodes
         self._key, self._max_ttft = key, max_ttft
         self._intake = Intake(facts, facts.eos_token_ids, facts.ageing_seconds, clock=lambda: 0.0)
-        self._tasks: dict[_Job, asyncio.Task[None]] = {}
+        self._tasks: dict[Job, asyncio.Task[None]] = {}
         self._looking: asyncio.Task[None] | None = None
 
     def attach(self) -> None:
@@ -148,7 +105,7 @@ class ClusterModel:
         extend_keys(page_keys, prompt_ids, (len(prompt_ids) - 1) // size, size)
         keys = [key.hex() for key, _ in page_keys]
         how = mirror.params, mirror.grammar, tuple(special)
-        job = _Job(list(prompt_ids), *how, mirror.requests, keys)
+        job = Job(list(prompt_ids), *how, mirror.requests, keys)
         self._tasks[job] = asyncio.create_task(self._run(job))
         return mirror.handle(partial(self._cancel, job))
 
@@ -160,14 +117,14 @@ class ClusterModel:
                 f"the first token would come after some {min(waits):.0f} seconds", "Try again later"
             )
 
-    def _cancel(self, job: _Job, request: Request) -> None:
+    def _cancel(self, job: Job, request: Request) -> None:
         if request.state is State.FINISHED:
             return
         grow(request, Told(0, request.index, -1, None, "", "cancelled", stats=request.stats()))
         if not job.open(range(len(job.requests))) and (task := self._tasks.get(job)) is not None:
             task.cancel()  # which ends it on its node
 
-    async def _run(self, job: _Job) -> None:
+    async def _run(self, job: Job) -> None:
         outputs = range(len(job.requests))
         try:
             await self._generate(job, outputs)
@@ -180,23 +137,35 @@ class ClusterModel:
         finally:
             self._tasks.pop(job, None)
 
-    async def _generate(self, job: _Job, outputs: Sequence[int]) -> None:
+    async def _generate(self, job: Job, outputs: Sequence[int]) -> None:
         """These outputs to their ends, on one node after another."""
+        fruitless = 0
         while left := job.open(outputs):
-            begun = any(job.requests[output].num_output_tokens for output in left)
-            if len(left) > 1 and (begun or len(left) < job.params.n):
+            before = job.drawn(left)
+            if len(left) > 1 and (before or len(left) < job.params.n):
                 await asyncio.gather(*(self._generate(job, [output]) for output in left))
                 return
             node = await self._placed(job)
-            with suppress(NodeLost), node.working(len(left)):
-                async with aclosing(node.generate(job.body(left))) as events:
-                    async for news in events:
-                        at = left[0] if len(left) == 1 else news.output
-                        self._tell(job, job.requests[at], news._replace(output=at))
-                if job.open(left):
-                    raise NodeLost("it has ended before its answer")
+            try:
+                with node.working(len(left)):
+                    await self._generate_on(node, job, left)
+            except NodeLost as error:
+                fruitless = 0 if job.drawn(left) > before else fruitless + 1
+                if fruitless == _MOST_TRIES:
+                    raise PykernelsError(
+                        f"{fruitless} nodes were lost with this request: {error}",
+                        "Look into the nodes' logs",
+                    ) from error
 
-    def _tell(self, job: _Job, request: Request, news: Told | Routed) -> None:
+    async def _generate_on(self, node: Node, job: Job, left: Sequence[int]) -> None:
+        async with aclosing(node.generate(job.body(left))) as events:
+            async for news in events:
+                at = left[0] if len(left) == 1 else news.output
+                self._tell(job, job.requests[at], news._replace(output=at))
+        if job.open(left):
+            raise NodeLost("it has ended before its answer")
+
+    def _tell(self, job: Job, request: Request, news: Told | Routed) -> None:
         if request.state is State.FINISHED:  # it was cancelled here
             return
         if isinstance(news, Routed):
@@ -208,40 +177,43 @@ class ClusterModel:
             news = news._replace(stats=replace(news.stats, cached_tokens=job.cached))
         grow(request, news)
 
-    async def _placed(self, job: _Job) -> Node:
+    async def _placed(self, job: Job) -> Node:
         """The node that is to write an answer; the prompt's pages are where it finds them, as far
         as a prefill node could be had.
 
         Raises:
             PykernelsError: no node came up.
         """
-        pages, size = len(job.keys), self.facts.page_size
-        ups = await self._ups()
-        held = await self._held(job, ups)
-        decode = [node.candidate(held[node].cached) for node in ups if node.role == DECODE]
-        if not held or not decode:
-            return await self._placed(job)
-        chosen = decode_node(decode, pages)
-        stored = max(each.stored for each in held.values())
-        node = next(node for node in ups if node.name == chosen.name)
-        if job.params.logprob_start is not None or not is_read_elsewhere(chosen, stored, pages):
-            return node
-        readers = [node for node in ups if node.role == PREFILL and node in held]
-        while readers:
-            each = [r.candidate(max(stored, held[r].cached)) for r in readers]
-            best = prefill_node(each, len(job.prompt), size)
-            reader = next(r for r in readers if r.name == best.name)
-            readers.remove(reader)
-            with suppress(NodeLost), reader.working(0, len(job.prompt) - best.held * size):
+        end = time.monotonic() + _WAIT_SECONDS
+        while True:
+            held = await self._held(job, await self._ups(end))
+            writers = [node for node in held if node.role == DECODE]
+            if not writers:
+                continue
+            pages, stored = len(job.keys), max(each.stored for each in held.values())
+            chosen, writer = best(writers, partial(decode_node, pages=pages), held)
+            needs_rows = job.params.logprob_start is not None  # of the prompt's own tokens
+            if not needs_rows and is_read_elsewhere(chosen, stored, pages):
+                await self._read(job, {n: h for n, h in held.items() if n.role == PREFILL}, stored)
+            if writer.up:
+                return writer
+
+    async def _read(self, job: Job, held: dict[Node, Held], stored: int) -> None:
+        """Has a prompt read by one of these nodes, another one where it is lost."""
+        size, tokens = self.facts.page_size, len(job.prompt)
+        held = {node: replace(each, cached=max(each.cached, stored)) for node, each in held.items()}
+        choose = partial(prefill_node, tokens=tokens, page_size=size)
+        for _ in range(min(_MOST_TRIES, len(held))):
+            chosen, reader = best(list(held), choose, held)
+            del held[reader]
+            with suppress(NodeLost), reader.working(0, tokens - chosen.held * size):
                 done = await reader.prefill(job.prompt, job.keys, job.params.priority)
                 if job.cached is None:
                     job.cached = done.cached
-                break
-        return node if node.up else await self._placed(job)
+                return
 
-    async def _ups(self) -> list[Node]:
-        """Nodes that are up, a decode node among them."""
-        end = time.monotonic() + _WAIT_SECONDS
+    async def _ups(self, end: float) -> list[Node]:
+        """Nodes that are up, a decode node among them. Raises PykernelsError at the end."""
         while not self.healthy:
             if time.monotonic() > end:
                 names = ", ".join(node.name for node in self._of(DECODE))
@@ -251,7 +223,7 @@ class ClusterModel:
             await asyncio.sleep(_POLL_SECONDS)
         return [node for node in self.nodes if node.up]
 
-    async def _held(self, job: _Job, nodes: Sequence[Node]) -> dict[Node, Held]:
+    async def _held(self, job: Job, nodes: Sequence[Node]) -> dict[Node, Held]:
         """What nodes have of a prompt; those that do not say it are down."""
 
         async def one(node: Node) -> tuple[Node, Held] | None:
@@ -267,11 +239,23 @@ class ClusterModel:
         return Held(0)
 
     async def figures(self) -> Figures:
+        await asyncio.gather(*(node.count() for node in self.nodes if node.up))
         nodes = tuple(
             NodeFigures(n.name, n.role, n.up, n.inside, n.requests, n.lost, n.rate.value)
             for n in self.nodes
         )
-        return Figures(EngineStats(), 0, 0, 0, nodes=nodes)
+        return Figures(summed({node.name: node.stats for node in self.nodes}), 0, 0, 0, nodes=nodes)
 
     def observe(self, steps: int, title: str) -> tuple[Future[None], Callable[[], bytes]]:
         raise PykernelsError("A router computes no steps", "Ask one of its nodes")
+
+
+def best(
+    nodes: Sequence[Node],
+    choose: Callable[[Sequence[Candidate]], Candidate],
+    held: Mapping[Node, Held],
+) -> tuple[Candidate, Node]:
+    """The one of these nodes that is chosen by what they have of a prompt."""
+    candidates = [node.candidate(held[node].cached) for node in nodes]
+    chosen = choose(candidates)
+    return chosen, nodes[candidates.index(chosen)]

@@ -21,7 +21,7 @@ from ..http.frames import json_bytes
 from ..http.sse import EventStream
 from ..serving.fields import Body
 from ..serving.served import Served
-from .protocol import FACTS, PATH, VERSION, NodeFacts, Prefilled, line_of, params_of
+from .protocol import FACTS, PATH, VERSION, NodeFacts, Prefilled, line_of, params_of, stats_body
 
 _SILENCE_SECONDS = 1.0
 """After which a node says that it is still there."""
@@ -55,6 +55,10 @@ def node_routes(served: Served) -> APIRouter:
     async def node() -> Response:
         """What this node is."""
         return Response(FACTS.dump_json(_facts(served)), media_type="application/json")
+
+    @router.get(f"{PATH}/stats")
+    async def stats() -> dict[str, Any]:
+        return stats_body((await model.figures()).stats)
 
     @router.post(f"{PATH}/held")
     async def held(body: HeldRequest) -> dict[str, Any]:

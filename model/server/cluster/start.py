@@ -58,7 +58,7 @@ def cluster_of(
         ageing_seconds=AGEING_SECONDS,
         page_size=first.page_size,
         routed_layers=first.routed_layers,
-        workers=sum(node.facts.workers for node in nodes),
+        workers=0,
         devices=(),
         parts=tuple(part for node in nodes for part in _parts(node)),
         kv_model=first.kv_model,
