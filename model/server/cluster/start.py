@@ -94,7 +94,8 @@ def _check_same(nodes: Sequence[Node], model_type: str) -> None:
         if node.facts.kv_model != first.facts.kv_model:
             raise PykernelsError(
                 f"the nodes {first.name} and {node.name} cannot read each other's pages",
-                "Give both the same files of one --model, and the same --kv-dtype and --defer",
+                "Give both one --kv-dtype and --defer, and one --model whose files have the same"
+                " times: from the hub, or copied with cp -p or rsync -t",
             )
 
 
