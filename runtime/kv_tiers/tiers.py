@@ -276,7 +276,7 @@ class KvTiers:
             return Load(blocks)
         snapshots = self._manager.snapshots
         assert snapshots is not None
-        slot = snapshots.states.take()
+        slot = snapshots.states.take_apart()
         if slot == NO_SLOT:
             self._manager.adopt(hits, keys, pages, 0)
             return None
