@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,10 @@ from .identity import fingerprint
 from .levels import Levels
 from .mooncake import MooncakeBlocks
 from .ram import RamBlocks
+from .reading import fastest
 from .tiers import KvTiers
+
+LOG = logging.getLogger("pykernels")
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,9 @@ class KvBehind:
                     f" {least / 2**20:.1f} MiB",
                     "Give a larger kv_disk_gib",
                 )
-            folder = ModelFolder(self.disk, self.limit, named, about)
+            way = fastest(self.disk, pages.nbytes(Kind.PAGE))
+            LOG.info("blocks of the KV cache in %s are read %s", self.disk, way.name)
+            folder = ModelFolder(self.disk, self.limit, named, about, way)
         ram = RamBlocks(pages, self.ram) if self.ram else None
         store = None
         if self.store:

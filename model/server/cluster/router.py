@@ -206,6 +206,8 @@ class ClusterModel:
         for _ in range(min(_MOST_TRIES, len(held))):
             chosen, reader = best(list(held), choose, held)
             del held[reader]
+            for other in held:  # which may have been slow but once
+                other.rate.hope()
             with suppress(NodeLost), reader.working(0, tokens - chosen.held * size):
                 done = await reader.prefill(job.prompt, job.keys, job.params.priority)
                 if job.cached is None:

@@ -164,7 +164,12 @@ class Intake:
     ) -> None:
         if not drawn:
             return
-        if params.n > 1 or len(drawn) >= max_tokens or min(drawn) < 0 or max(drawn) >= self.vocab_size:
+        if (
+            params.n > 1
+            or len(drawn) >= max_tokens
+            or min(drawn) < 0
+            or max(drawn) >= self.vocab_size
+        ):
             raise PykernelsError(
                 f"{name} cannot go on behind {len(drawn)} tokens that were drawn elsewhere",
                 "Give one output, and fewer of its tokens than max_tokens",
