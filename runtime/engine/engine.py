@@ -289,7 +289,7 @@ class Engine:
         """What it has of a prompt with these keys of its full pages; from any thread."""
         scheduler = self._core.scheduler
         if scheduler.tiers is None:
-            return Held(scheduler.manager.tree.depth(keys))
+            return Held(scheduler.manager.cached(keys))
         return scheduler.tiers.held(keys)
 
     @property

@@ -130,9 +130,14 @@ class PrefixTree:
             parent = node
         return matched
 
-    def depth(self, keys: Iterable[bytes]) -> int:
-        """Leading pages of these keys that are here, as any thread may ask."""
-        return leading(keys, self._nodes.__contains__)
+    def known(self, keys: Iterable[bytes]) -> list[PrefixNode]:
+        """Leading pages with these keys; any thread may ask."""
+        found = []
+        for key in keys:
+            if (node := self._nodes.get(key)) is None:
+                break
+            found.append(node)
+        return found
 
     def find(self, parent: PrefixNode | None, key: PageKey) -> PrefixNode | None:
         node = self._nodes.get(key[0])

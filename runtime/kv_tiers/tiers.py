@@ -78,7 +78,8 @@ class KvTiers:
         levels: behind them; ``fingerprint``: of the model, as its blocks have it.
         is_other: whether weights were changed, so that it is another model's; then nothing is read
             or written any more.
-        shared: other engines wait for what this one fills.
+        shared: other engines wait for what this one fills; then its states are kept at the end of
+            each prompt.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class KvTiers:
         is_other: Callable[[], bool] = lambda: False,
         shared: bool = False,
     ) -> None:
-        self._shared = shared
+        self.shared = shared
         self._manager, self._levels, self.fingerprint = manager, levels, fingerprint
         self._is_other = is_other
         self._worker = Worker(levels)
@@ -115,11 +116,14 @@ class KvTiers:
 
     def held(self, keys: Sequence[bytes]) -> Held:
         """What there is of a prompt with these keys of its pages; any thread may ask."""
-        cached = self._manager.tree.depth(keys)
-        if not self._shared:
+        cached = self._manager.cached(keys)
+        if not self.shared:
             return Held(cached)
         pages, states = ([_file(kind, (key, b"")) for key in keys] for kind in Kind)
         stored = leading(pages, self._levels.stored)
+        if self._manager.snapshots is not None:
+            while stored and not self._levels.stored(states[stored - 1]):
+                stored -= 1
         storing = self._leaving.has_state(keys) or self._worker.is_writing({*pages, *states})
         return Held(cached, stored, storing)
 
@@ -147,7 +151,7 @@ class KvTiers:
     def filled(self, nodes: Sequence[PrefixNode]) -> None:
         """They hold what they should, or are not in the tree any more."""
         self._leaving.filling.difference_update(nodes)
-        if self._shared:
+        if self.shared:
             self._leaving.filled([node for node in nodes if node in self._manager.tree])
 
     def computed(self, tokens: int, seconds: float) -> None:
