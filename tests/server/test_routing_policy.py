@@ -22,7 +22,7 @@ def test_a_prompt_is_read_where_it_is_done_first() -> None:
     fast = Candidate("fast", held=0, inside=0, seats=8, queued=0, rate=1000.0)
     slow = Candidate("slow", held=0, inside=0, seats=8, queued=0, rate=100.0)
     assert prefill_node([slow, fast], tokens=640, page_size=64) is fast
-    half = Candidate("half", held=9, inside=0, seats=8, rate=100.0)
+    half = Candidate("half", held=8, inside=0, seats=8, rate=100.0)
     assert prefill_node([half, fast], tokens=640, page_size=64) is fast
     busy = Candidate("busy", held=0, inside=0, seats=8, queued=9000, rate=1000.0)
     assert prefill_node([half, busy], tokens=640, page_size=64) is half
