@@ -10,6 +10,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import TypeVar
 
 from ..kv_cache.page_store import Bytes, Kind, PageStore
@@ -58,7 +59,7 @@ class Levels:
         self._later: OrderedDict[str, tuple[BlockName, int]] = OrderedDict()
         self._storing = ""  # the one of these that is being written
         self._write_after = dict.fromkeys(self.stats, 0.0)
-        self._ask_after = 0.0
+        self._ask_after = self._got_seconds = 0.0  # of one block of the last batch
         self._told: set[tuple[str, str]] = set()
 
     # What the engine's thread asks.
@@ -123,7 +124,11 @@ class Levels:
     # What the worker's thread does.
 
     def prefetch(self, blocks: Sequence[BlockName], at: int) -> None:
-        """Called before each of these blocks is read: has the disk begin with later ones."""
+        """Called before each of these blocks is read: has the disk begin with later ones, and the
+        store bring those that follow each other there."""
+        if self.behind is not None and not self.behind.has_ahead(blocks[at]):
+            run = takewhile(lambda block: self._level_of(block.file) == STORE, blocks[at:])
+            self._get(self.behind, list(run))
         ahead = blocks[at + 1 : at + 1 + _AHEAD] if at == 0 else blocks[at + _AHEAD :][:1]
         for block in ahead:
             if self.folder is not None and self._level_of(block.file) == DISK:
@@ -160,7 +165,7 @@ class Levels:
 
     def _read_store(self, store: MooncakeBlocks, block: BlockName, place: int) -> bool:
         """What comes from there stays in the levels in front."""
-        began = time.perf_counter()
+        began = time.perf_counter() - self._got_seconds * store.has_ahead(block)
         if (got := self._try(STORE, "read", lambda: store.read(block))) is None:
             return False
         found, data = got
@@ -174,6 +179,12 @@ class Levels:
             self.ram.keep(block)
         self.store(block, data, time.time_ns())
         return True
+
+    def _get(self, store: MooncakeBlocks, blocks: Sequence[BlockName]) -> None:
+        if batch := store.batch(blocks):
+            began = time.perf_counter()
+            self._try(STORE, "read", lambda: store.prefetch(batch))
+            self._got_seconds = (time.perf_counter() - began) / len(batch)
 
     def ask(self, names: Sequence[str]) -> None:
         """Finds which of these blocks others have written."""
