@@ -144,7 +144,7 @@ def test_nothing_is_adopted_behind_pages_that_were_forgotten() -> None:
     check_pages(manager, [])
 
 
-def test_a_slot_that_is_to_be_copied_is_not_written_beside_the_steps() -> None:
+def test_a_slot_to_be_copied_is_not_written_meanwhile() -> None:
     """A snapshot is dropped, as that of a step that failed, before its copy is made."""
     states = StateSlots(4)
     own = states.take()

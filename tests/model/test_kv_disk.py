@@ -65,7 +65,7 @@ def test_another_model_or_dtype_has_blocks_of_its_own(tmp_path: Path) -> None:
     assert again.stats.cached_tokens == 192 and again.token_ids == first.token_ids
 
 
-def test_a_file_of_the_hub_is_the_same_wherever_it_was_downloaded(tmp_path: Path) -> None:
+def test_a_file_of_the_hub_is_the_same_anywhere(tmp_path: Path) -> None:
     config, found = LlamaConfig(), []
     for machine, name in (
         ("a", "0" * 64),

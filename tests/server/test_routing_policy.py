@@ -10,7 +10,7 @@ from model.server.cluster.policy import (
 )
 
 
-def test_an_answer_is_written_where_its_prompt_is_unless_others_wait_there() -> None:
+def test_an_answer_is_written_where_its_prompt_is() -> None:
     has, idle = Candidate("has", held=8, inside=2, seats=8), Candidate("idle", 0, 0, 8)
     assert decode_node([idle, has], pages=10) is has
     assert decode_node([idle, Candidate("has", 8, 7, 8)], pages=10) is idle

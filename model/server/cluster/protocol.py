@@ -110,7 +110,7 @@ def stats_of(body: Mapping[str, Any]) -> EngineStats:
 
 def summed(stats: Mapping[str, EngineStats]) -> EngineStats:
     """Those of several nodes, by name, as one; levels of the KV cache stay each its own."""
-    total, levels = EngineStats(), {}
+    total, levels = EngineStats(), dict[str, LevelStats]()
     for node, each in stats.items():
         for name in (f.name for f in fields(EngineStats) if f.name != "kv_levels"):
             setattr(total, name, getattr(total, name) + getattr(each, name))
