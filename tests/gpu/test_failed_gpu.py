@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from runtime.devices.cuda.step.watch import Watch
-from runtime.passes.shard.one_shot import one_shot_sums
+from runtime.passes.shard.merge import one_shot_sums
 
 from .two_gpus import bound, sums, two_gpus
 

@@ -56,19 +56,21 @@ class CudaLayouts:
         return few and spec.moe is not None and gatherable(spec.moe, *formats)
 
 
-def machine_of(gpus: Gpus, store: WeightStore) -> Machine:
+def machine_of(gpus: Gpus, store: WeightStore, gpu_gib: float | None = None) -> Machine:
     """These GPUs, as much of their memory as is free now.
 
     Args:
         store: of the model that is planned; what it has made on a GPU already takes no more.
+        gpu_gib: ``ExecutionConfig.gpu_gib``.
     """
-    free = {name: nbytes - HEADROOM for name, nbytes in free_bytes(gpus).items()}
+    free = {name: nbytes - HEADROOM for name, nbytes in free_bytes(gpus, gpu_gib).items()}
     return Machine(
         free,
         CudaLayouts(),
         not interpreted(gpus),
         lambda spec, gpu: store.is_made(spec, gpus[gpu]),
         MAX_PROGRAMS * BLOCK if len(gpus) <= MAX_MEMBERS and Peers.of(gpus).atomics else 0,
+        {} if gpu_gib is None else dict.fromkeys(gpus, round(gpu_gib * 2**30)),
     )
 
 
@@ -76,8 +78,9 @@ def _temporary(program: Program, node: Node) -> int:
     T = program.sizes["T"]
     if node.op == "moe_ffn":  # rows of pairs: sorted, permuted, within experts, behind them
         _, H, inner = program.weight(node, "experts").shape
+        rows = program.shape(node.inputs["x"])[0]  # where ranks share tokens, those of all
         each = experts_per_token(program, node.inputs["ids"]) if "ids" in node.inputs else 1
-        return 2 * T * each * (3 * H + 2 * inner) + SCRATCH
+        return 2 * rows * each * (3 * H + 2 * inner) + SCRATCH
     if node.op == "gated_delta_rule":  # within chunks: inverses and scores
         HV = program.shape(node.outputs["delta"])[1]
         return 0 if node.attr("longest") == 1 else 2 * 2 * T * HV * CHUNK
