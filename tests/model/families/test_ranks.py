@@ -236,8 +236,13 @@ def test_a_rank_reads_its_share_of_the_weights(checkpoint: Checkpoints) -> None:
         assert shapes["lm_head"] in ((32, 64), (64, 64))
         layer = [n.name for n in program.nodes if n.op == "all_reduce" and n.layer == 1]
         assert len(layer) == 2
+
+
+def test_joined_ranks_read_each_expert_once(checkpoint: Checkpoints) -> None:
+    decoder = model.llm.meta_decoder(checkpoint("qwen3_moe").path)
     joined = join(shard(decoder.lower(), 2), ["cuda:0", "cuda:1"])
-    assert expert_bytes(joined) == expert_bytes(decoder.lower())  # all ranks' together
+    for tokens in (1, 8):
+        assert expert_bytes(joined, tokens) == expert_bytes(decoder.lower(), tokens)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
