@@ -4,7 +4,7 @@
 `bench.load.cli`; `prefill`, prompts with experts in main memory, in `bench.prefill.cli`; `cache`,
 a GPU's cache of experts, in `bench.cache.cli`; `restart`, a conversation that outlives the process,
 in `bench.restart.cli`; `serve`, a server under load, in
-`bench.serving.cli`.
+`bench.serving.cli`; `dslp`, `disagg` and `tensor`, several GPUs, in `bench.several_gpus`.
 
 `model.cli.main` offers these commands where this package is installed. `moe` on the CPU is the
 measurement of `bench/cpu`; on a GPU all four time one case of `bench/gpu`, of whose `case()` (or
@@ -37,6 +37,9 @@ from .mixed.cli import mixed
 from .prefill.cli import prefill
 from .restart.cli import restart
 from .serving.cli import serve
+from .several_gpus.disagg.cli import disagg
+from .several_gpus.dslp.cli import dslp
+from .several_gpus.tensor.cli import tensor
 
 if TYPE_CHECKING:
     from runtime.profiling.measure import MoEMeasurement
@@ -48,6 +51,9 @@ app.command(cls=ListsFormats)(load)
 app.command(cls=ListsFormats)(cache)
 app.command(cls=ListsFormats)(prefill)
 app.command(cls=ListsFormats)(restart)
+app.command(cls=ListsFormats)(dslp)
+app.command(cls=ListsFormats)(disagg)
+app.command(cls=ListsFormats)(tensor)
 app.command()(serve)
 
 AsJson = Annotated[

@@ -82,6 +82,11 @@ class LLM:
         return min(self.runner.max_model_len, places)
 
     @property
+    def decisions(self) -> Sequence[str]:
+        """What sizes and measurements have decided, and why, a line each."""
+        return (*self.runner.decisions, *self.engine.decisions)
+
+    @property
     def gpu_experts(self) -> Mapping[str, Sequence[int]]:
         """By the name of a layer's experts, those that a GPU has beside all of them on the CPU."""
         return self.runner.plan.placement.gpu_experts_of
@@ -201,11 +206,9 @@ def placed_program(
         from runtime.devices.cuda.layouts import CudaLayouts
         from runtime.devices.gpus import gpus_of
         from runtime.planning.gpu.machine import Machine
-        from runtime.planning.gpu.plan import place_on, several_refused
+        from runtime.planning.gpu.plan import place_on
 
         gpus = gpus_of(device)
-        if slots and len(gpus) > 1:
-            raise PykernelsError(*several_refused("an expert cache"))
         free = dict.fromkeys(gpus, 1 << 40)  # bytes: GPUs that need not be there
         machine = Machine(free, CudaLayouts())
         placement = place_on(machine, weights.decoder, ONE_TOKEN, experts, *weights.placed)

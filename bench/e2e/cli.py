@@ -83,8 +83,12 @@ def check_gpu(execution: ExecutionConfig) -> None:
         check_device(execution.device)
 
 
-def open_model(chosen: ModelOptions, execution: ExecutionConfig) -> Ours:
-    """A checkpoint, or random weights, ready to be timed. Raises what loading does."""
+def open_model(chosen: ModelOptions, execution: ExecutionConfig, positions: int = 1) -> Ours:
+    """A checkpoint, or random weights, ready to be timed. Raises what loading does.
+
+    Args:
+        positions: that random weights have at least, whatever their shape was made for.
+    """
     import model
 
     from .ours import Ours, Shape
@@ -92,7 +96,7 @@ def open_model(chosen: ModelOptions, execution: ExecutionConfig) -> Ours:
     if chosen.arch is None:
         folder = model.EMBEDDED if chosen.model is None else local(chosen.model)
         return Ours.checkpoint(folder, execution)
-    shape = Shape(chosen.arch, chosen.layers, chosen.experts, chosen.vocab)
+    shape = Shape(chosen.arch, chosen.layers, chosen.experts, chosen.vocab, positions)
     fmt, activations = chosen.format or "q4_k", chosen.activations or "bf16"
     return Ours.random(shape, fmt, execution, activations)
 
@@ -107,6 +111,8 @@ def described(execution: ExecutionConfig) -> Row:
         "prefill": execution.prefill,
         "expert_cache": execution.expert_cache,
         "dense_gib": execution.dense_gib,
+        "kv_gpu_gib": execution.kv_gpu_gib,
+        "gpu_gib": "" if execution.gpu_gib is None else execution.gpu_gib,
     }
 
 

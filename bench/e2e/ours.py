@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
@@ -23,7 +24,7 @@ from pykernels.target import detect
 from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.make_runner import make_plan, make_runner
 from runtime.planning.config import ExecutionConfig
-from runtime.planning.execution import largest_step
+from runtime.planning.execution import ExecutionPlan, largest_step
 from runtime.planning.residency import Filled
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
@@ -31,6 +32,8 @@ from runtime.runner.paged_runner import PagedRunner
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool, make_pool
 from runtime.workers.threads import spin_budget
+
+from .kv import kv_figures
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,14 @@ class Shape:
     Attributes:
         arch: of ``model.named.ARCHS``.
         layers, experts, vocab: in place of its own.
+        positions: at least so many, whatever it was made for.
     """
 
     arch: str
     layers: int | None = None
     experts: int | None = None
     vocab: int | None = None
+    positions: int = 1
 
     def config(self) -> PretrainedConfig:
         """Its configuration.
@@ -54,6 +59,8 @@ class Shape:
             PykernelsError: there is none of that name, or a token takes more experts than it has.
         """
         config = make_config(self.arch, num_hidden_layers=self.layers, vocab_size=self.vocab)
+        own = config.max_position_embeddings
+        config.max_position_embeddings = max(own, self.positions)
         if self.experts is not None:
             if self.experts < (topk := experts_per_token(config)):
                 raise PykernelsError(
@@ -143,6 +150,21 @@ class Ours:
         Raises:
             PykernelsError: more positions than the model has, or no memory for the cache.
         """
+        runner = self.runner(load, execution, max_num_batched_tokens)
+        return EngineTimer(runner, target_itl_ms=target_itl_ms)
+
+    def runner(
+        self,
+        load: Load,
+        execution: ExecutionConfig,
+        max_num_batched_tokens: int | None = None,
+        change: Callable[[ExecutionPlan], ExecutionPlan] = lambda plan: plan,
+    ) -> PagedRunner:
+        """What an engine with room for a load runs. Other arguments and errors are ``timer``'s.
+
+        Args:
+            change: of the plan, to what no user can ask for.
+        """
         budget = max(max_num_batched_tokens or STEP_TOKENS, load.batch)
         if (positions := load.positions(budget)) > self.max_model_len:
             raise PykernelsError(
@@ -156,12 +178,27 @@ class Ours:
         if execution.on_gpu and not max_num_batched_tokens:  # as many tokens as pay there
             sizes = largest_step(positions, pages, None, batch)
         plan = make_plan(execution, self.decoder, positions, sizes, placement)
-        runner = make_runner(plan, execution.device, self.decoder, self.pool)
+        runner = make_runner(change(plan), execution.device, self.decoder, self.pool)
         start = time.perf_counter()
         spin(self.pool, "cpu")  # not while they pack
         runner.load()
         self.load_seconds = round(self.load_seconds + time.perf_counter() - start, 2)
-        return EngineTimer(runner.finished(), target_itl_ms=target_itl_ms)
+        return runner.finished()
+
+    def thinned(self, layers: int) -> Ours:
+        """The same with the first ``layers`` of its layers, over the same workers.
+
+        Raises:
+            PykernelsError: it has fewer, or none of these has routed experts.
+        """
+        some = self.decoder.layers[:layers]
+        if len(some) < layers or not any(layer.moe for layer in some):
+            raise PykernelsError(
+                f"{self.name} with {self.layers} layers has no {layers} with routed experts",
+                "Give another number of layers",
+            )
+        decoder = replace(self.decoder, layers=some)
+        return Ours(self.name, decoder, self.pool, self.max_model_len, self.load_seconds)
 
     def backend(self, kernel: str) -> str:
         """The kernel that "auto" stands for."""
@@ -199,6 +236,7 @@ def measure(
             "cached_experts": sum(map(len, timer.runner.plan.placement.gpu_experts_of.values())),
             **cache_figures(timer.runner),
             "staged_gib": staged_gib(timer.runner),
+            **kv_figures(timer.runner, load, figures.us_per_step),
             "deferred": timer.runner.deferred,
             "warmup_seconds": round(warmup, 2),
         }

@@ -17,10 +17,10 @@ from runtime.devices.cuda.runner import CudaRunner
 from runtime.devices.cuda.step.executable import CudaExecutable
 from runtime.planning.config import PREFILL, ExecutionConfig
 from runtime.profiling.engine_speed import EngineTimer, Load
-from runtime.program import Program
 from runtime.runner.paged_runner import Executable
 
 from ..e2e.ours import Ours
+from ..several_gpus.crossing import loaded_bytes
 
 Row = dict[str, Any]
 Step = Callable[[str], None]
@@ -124,16 +124,6 @@ def step_of(runner: CudaRunner, tokens: int) -> Executable:
     """Which program runs a step of so many tokens of one prompt."""
     steps = runner.decode_steps if tokens == 1 else runner.steps
     return next(step for step in steps if tokens <= step.program.sizes["T"])
-
-
-def loaded_bytes(program: Program) -> int:
-    """Bytes of experts that a program loads."""
-    total = 0
-    for node in program.nodes:
-        if node.op == "load_experts":
-            count = node.attr("count") - len(node.attr("without"))
-            total += count * program.weight(node, "experts").bytes_per_expert
-    return total
 
 
 def overlap(seconds: float, link_s: float, gpu_s: float) -> float:

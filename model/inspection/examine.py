@@ -13,7 +13,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pykernels.errors import PykernelsError
 from runtime.devices.gpus import gpus_of
-from runtime.planning.gpu.plan import several_refused
 from runtime.planning.placement import CPU
 
 from ..architectures.decoder import cache_state_bytes, cache_token_bytes
@@ -192,8 +191,6 @@ def _refuse(gpus: list[str], reason: str | None, experts: str, slots: int, wante
             "an expert cache without experts on the CPU with a GPU, in the engine",
             "Use --device cuda:0 with --experts cpu",
         )
-    if slots and len(gpus) > 1:
-        raise PykernelsError(*several_refused("an expert cache"))
     if wanted and (not hybrid or slots):
         raise PykernelsError(
             "some experts on a GPU without the others on the CPU, or with an expert cache",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
@@ -14,10 +13,10 @@ from runtime.devices.gpus import gpus_of
 from runtime.passes.layers import check_routed, moe_layers
 from runtime.planning.execution import ExecutionPlan
 from runtime.planning.gpu.capacity import free_for_experts
-from runtime.planning.gpu.dense import crossing_weights
+from runtime.planning.gpu.fit import fitted
 from runtime.planning.gpu.machine import Machine
-from runtime.planning.gpu.plan import place_on, several_refused
-from runtime.planning.gpu.routes import layer_gpus
+from runtime.planning.gpu.plan import place_on
+from runtime.planning.gpu.routes import TENSOR, layer_gpus
 from runtime.planning.gpu.stream_budget import streaming_bytes
 from runtime.planning.lowerable import Lowerable
 from runtime.planning.placement import CPU, Placement
@@ -39,10 +38,12 @@ def place_hybrid(
     cache: int | str = 0,
     prefill: str = "cpu",
     dense: float | str = "auto",
+    kv: float | str = "auto",
+    gpu_gib: float | None = None,
     gpus: str = "auto",
 ) -> Placement:
-    """Places a model (``place_on``), and decides which dense weights cross to the GPUs in each
-    step, and which experts these have besides, or how many expert slots.
+    """Places a model (``place_on``), and decides which keys, values and dense weights cross to the
+    GPUs in each step (``fit``), and which experts these have besides, or how many expert slots.
 
     Args:
         asked: see ``choose``; None or 0: none.
@@ -51,23 +52,24 @@ def place_hybrid(
         experts: "auto", "cpu" or "gpu"; "auto" with a number or a profile is "cpu".
         placed, by_layer: as ``placement.place``.
         cache: slots of each layer, "auto": as many as fit, or 0.
-        prefill, dense, gpus: see ``ExecutionConfig``.
+        prefill, dense, gpus, gpu_gib: see ``ExecutionConfig``; ``kv``: its ``kv_gpu_gib``.
 
     Raises:
         PykernelsError: see ``gpu_experts_of``; some experts, or expert slots, though all are there;
-            experts that stay and an expert cache.
+            experts that stay and an expert cache; more than ``gpu_gib``.
     """
     for option, wanted in (("gpu_experts", asked), ("expert_cache", cache)):
         if wanted and wanted != "auto":
             check_routed(model.lower(), option)
-    machine = machine_of(gpus_of(device), model.store)
+    machine = machine_of(gpus_of(device), model.store, gpu_gib)
     machine = layer_gpus(gpus, prefill, machine, model, sizes, experts, placed, by_layer)
 
     def plan_with(experts: str) -> ExecutionPlan:
         placement = place_on(machine, model, sizes, experts, placed, by_layer)
         plan = ExecutionPlan(sizes, placement)
-        crossing = crossing_weights(model, machine, plan, dense, sizes.tokens)
-        return replace(plan, placement=placement.with_residency(crossing))
+        if gpus == TENSOR and (kv, dense) == ("auto", "auto"):  # each GPU has a part of a layer
+            return plan
+        return fitted(model, machine, plan, kv, dense, prefill)
 
     if cache:
         if asked:
@@ -101,19 +103,20 @@ def _place_expert_slots(
         raise PykernelsError(
             "an expert cache with all experts on the GPU", "Leave it out, or use experts cpu"
         )
-    if len(machine.free) > 1:
-        raise PykernelsError(*several_refused("an expert cache"))
     plan = plan_with(experts if cache == "auto" else CPU)
     placement = plan.placement
     if placement.experts != CPU:  # all fit
         return placement
     program = model.lower(plan.sizes)
-    free = free_for_experts(model, machine, plan)[placement.device]
-    specs = [program.weight(layer.experts, "experts") for layer in moe_layers(program)]
-    free -= max(map(machine.layouts.filling_bytes, specs), default=0)
+    free_bytes = free_for_experts(model, machine, plan)
+    filling = dict.fromkeys(free_bytes, 0)
+    for layer in moe_layers(program):
+        spec, gpu = program.weight(layer.experts, "experts"), placement.gpu_of(layer.experts)
+        filling[gpu] = max(filling[gpu], machine.layouts.filling_bytes(spec))
+    streamed = dict.fromkeys(free_bytes, 0)
     if prefill in ("split", "stream") or (prefill == "auto" and cache == "auto"):
-        free -= streaming_bytes(model, machine, plan)[placement.device]
-    free_bytes = {placement.device: free}
+        streamed = streaming_bytes(model, machine, plan)
+    free_bytes = {gpu: n - filling[gpu] - streamed[gpu] for gpu, n in free_bytes.items()}
     expert_ids = gpu_experts_of(cache, program, placement, free_bytes, "expert_cache")
     return _with_slots(placement, program, expert_ids)
 
@@ -121,7 +124,8 @@ def _place_expert_slots(
 def with_slots(placement: Placement, model: Lowerable, cache: int | str) -> Placement:
     """The placement with slots of each layer on its device, which has room for any number of them.
     Raises as ``choose``."""
-    program, free_bytes = model.lower(), {placement.device: 1 << 62}
+    program = model.lower()
+    free_bytes = dict.fromkeys((placement.device, *placement.by_layer.values()), 1 << 62)
     chosen = gpu_experts_of(cache, program, placement, free_bytes, "expert_cache")
     return _with_slots(placement, program, chosen)
 
@@ -163,8 +167,7 @@ def gpu_experts_of(
         name = _block(spec.name)
         assert node.layer is not None
         layers[name] = node.layer
-        gpu = placement.by_layer.get(node.layer, placement.device)
-        blocks[name] = Block(spec.shape[0], gpu_bytes(spec.some([0])), gpu)
+        blocks[name] = Block(spec.shape[0], gpu_bytes(spec.some([0])), placement.gpu_of(node))
     if isinstance(asked, Profile):
         counts = {_block(name): row for name, row in asked.counts.items()}
         asked = asked.model_copy(update={"counts": counts})

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ class Link:
         parts: the programs of the devices.
         buffers: by name, tensors that both ends of a channel reach, of what any channel carries.
         pinned: whether a GPU reads and writes the flags.
-        between: by number, the same of channels that have memory of their own, between two GPUs.
 
     Attributes:
         clears: whether ``clear`` does so; ``in_order``: False: the host launches nothing behind a
@@ -41,13 +39,9 @@ class Link:
     """
 
     def __init__(
-        self,
-        parts: Mapping[str, Program],
-        buffers: Mapping[str, torch.Tensor],
-        pinned: bool,
-        between: Mapping[int, Mapping[str, torch.Tensor]] = MappingProxyType({}),
+        self, parts: Mapping[str, Program], buffers: Mapping[str, torch.Tensor], pinned: bool
     ) -> None:
-        self.buffers, self._between = buffers, between
+        self.buffers = buffers
         self.clears = self.in_order = True
         self.delay: Callable[[], None] = lambda: None
         nodes = [node for part in parts.values() for node in part.nodes if node.op == "submit"]
@@ -57,14 +51,6 @@ class Link:
         )
         self._array = self._flags.numpy()[:, 0]
         self._needed = np.ones(len(self._array), np.int64)
-
-    def is_between_gpus(self, node: Node) -> bool:
-        """Whether the channel of a submit or a wait has memory of its own."""
-        return node.attr("channel") in self._between
-
-    def memory(self, node: Node) -> Mapping[str, torch.Tensor]:
-        """By name, the tensors in which the channel of a submit or a wait carries its buffers."""
-        return self._between.get(node.attr("channel"), self.buffers)
 
     def address(self, node: Node) -> int:
         """The address of the int64 flag of a submit or a wait."""

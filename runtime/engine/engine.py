@@ -276,6 +276,12 @@ class Engine:
         )
 
     @property
+    def decisions(self) -> Sequence[str]:
+        """Which prompts go which way, where there are several, a line each."""
+        prefill_stream = self._core.scheduler.prefill_stream
+        return () if prefill_stream is None else (prefill_stream.described,)
+
+    @property
     def healthy(self) -> bool:
         """Whether it takes requests: not closed, not failed, not draining."""
         return not (self._loop.closed or self._draining or self._loop.error)

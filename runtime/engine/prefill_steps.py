@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 
-from ..runner.batch import PrefillRunner
+from ..runner.batch import PrefillRunner, Route
 from .drawn_tokens import DrawnTokens
 from .results import check_drawn
 from .scheduling.prefill_stream import PrefillStream
@@ -49,8 +49,9 @@ class PrefillSteps:
             self._stream.yields.began(self._began)
 
     def park(self, others: bool) -> None:
-        """The step waits while one with other prompts runs, and goes on behind it."""
-        if self._step is not None:
+        """The step waits while one with other prompts runs, and goes on behind it, unless it has
+        GPUs of its own."""
+        if self._step is not None and self._step.route != Route.DISAGGREGATED:
             self._stream.yields.update(others, self._clock())
 
     def end(self) -> None:
@@ -82,4 +83,5 @@ class PrefillSteps:
 
     def _finished(self, step: ScheduledStep, whole: bool) -> None:
         seconds = self._stream.yields.ended(self._clock())
+        self._stats.parked_seconds = self._stream.yields.seconds
         self._stream.finished(step, whole, seconds)

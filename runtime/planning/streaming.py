@@ -30,6 +30,7 @@ class Streaming:
         layers: whose experts are; None: all.
         resident_bytes: bytes of a layer's experts in the layout of the device to which they cross.
         link_bytes_per_s: that bring them, as measured; 0: nobody has.
+        exchange: of ``passes.shard.EXPERTS``: how GPUs with tokens of their own share experts.
     """
 
     ring: StreamRing
@@ -38,6 +39,7 @@ class Streaming:
     layers: frozenset[int] | None = None
     resident_bytes: Callable[[WeightSpec], int] = stored_bytes
     link_bytes_per_s: float = 0.0
+    exchange: str = "small_ep"
 
     def apply(self, program: Program) -> Program:
         """The program with its experts streamed."""
@@ -51,7 +53,7 @@ class Streaming:
             PykernelsError: see ``passes.shard.stripe``.
         """
         (first,) = {node.device for node in program.nodes if node.op == "embed"}
-        own = stripe(program, len(gpus), attention="gather")
+        own = stripe(program, len(gpus), self.exchange, attention="gather")
         joined = join([self.apply(each.on(gpus[0])) for each in own], gpus)
         return joined if gpus[0] == first else with_replicas(joined, gpus[0])
 

@@ -111,6 +111,7 @@ class EngineTimer:
             may be bound to the runner.
         overlap, target_itl_ms: of the engine that is made. Steps can be observed only without
             overlap.
+        config: of that engine, in place of these.
 
     Raises:
         PykernelsError: a kernel that cannot run here.
@@ -123,11 +124,12 @@ class EngineTimer:
         engine: Engine | None = None,
         overlap: bool = True,
         target_itl_ms: float | None = None,
+        config: EngineConfig | None = None,
     ) -> None:
         self.runner = runner
         self._watched = _Watched(runner)
         if engine is None:
-            config = EngineConfig(overlap=overlap, target_itl_ms=target_itl_ms)
+            config = config or EngineConfig(overlap=overlap, target_itl_ms=target_itl_ms)
             engine = Engine(self._watched, threaded=False, config=config)
         self.engine = engine
         self._random = np.random.default_rng(seed)

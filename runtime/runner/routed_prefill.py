@@ -56,21 +56,22 @@ class RoutedPrefill:
     def launch(self, batch: StepBatch) -> None:
         self._taken.launch(batch)
 
-    def ready(self) -> bool:
-        return self._taken.ready()
-
-    def result(self) -> StepResult:
-        return self._taken.result()
-
     @property
     def least_seconds(self) -> float:
-        return self._taken.least_seconds
+        """Of the fastest route."""
+        return min(runner.least_seconds for runner in self._by_route.values())
 
     def park(self, seconds: float) -> None:
         self._taken.park(seconds)
 
     def resume(self) -> None:
         self._taken.resume()
+
+    def ready(self) -> bool:
+        return self._taken.ready()
+
+    def result(self) -> StepResult:
+        return self._taken.result()
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         raise AssertionError("no model with states has routes")

@@ -14,6 +14,7 @@ import model
 from model.llm import meta_decoder
 from model.pinning.hybrid import gpu_experts_of, place_hybrid
 from pykernels.errors import PykernelsError
+from runtime.devices.gpus import gpus_of
 from runtime.engine import Engine, SamplingParams
 from runtime.experts.cache import CachePolicy, ExpertCache, Move, Swap, plan
 from runtime.experts.cache.cache import Chosen
@@ -198,6 +199,9 @@ def test_where_there_is_no_room_for_slots() -> None:
     assert placed.experts == "cpu" and {each.slots for each in slots} == {4}
     nodes = placed.fill(placed.place(program)).nodes
     assert sum(node.role == "cached" for node in nodes) == len(slots) == 5
+    both = place_hybrid(None, decoder, "cpu,cpu", sizes, "auto", cache=4, gpus="pipeline")
+    gpus = {each.device for each in both.filled(Filled.BETWEEN_STEPS).values()}
+    assert gpus == set(gpus_of("cpu,cpu"))
 
 
 def test_what_a_policy_refuses() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,7 @@ from model import EMBEDDED, load_engine
 from pykernels.errors import PykernelsError
 from runtime.engine import Engine, EngineConfig, SamplingParams
 from runtime.engine.scheduling.routing_policy import RoutingPolicy
+from runtime.planning.config import ExecutionConfig
 from runtime.runner.batch import Route
 
 from .test_prefill_stream import TwoStreams
@@ -31,14 +34,14 @@ PAPER = RoutingPolicy(chunked_below=2048, dslp_after=300)
 )
 def test_routes_are_the_papers(tokens: int, idle: float, route: str) -> None:
     least = PAPER.least(turning_point=700, chunks=True)
-    assert PAPER.choice(BOTH, tokens, least, idle).route == route
+    assert PAPER.route(BOTH, tokens, least, idle) == route
 
 
 def test_what_is_measured_says_how_short_is_chunked() -> None:
     """Unless it is set; and nothing is where the main runner takes no prompts."""
     assert RoutingPolicy().least(turning_point=700, chunks=True) == 700
     assert PAPER.least(turning_point=700, chunks=False) == 1
-    assert PAPER.choice((Route.DSLP,), 1, 1, 0).route == Route.DSLP
+    assert PAPER.route((Route.DSLP,), 1, 1, 0) == Route.DSLP
 
 
 def test_prompts_beside_answers_are_read_on_the_other_gpus() -> None:
@@ -68,13 +71,30 @@ def test_prompts_beside_answers_are_read_on_the_other_gpus() -> None:
     now += 61
     read(6)
     assert prefill.taken[4:] == [Route.DISAGGREGATED, Route.DSLP]
+    assert engine.decisions == (
+        "prompts: below 12 tokens beside answers, longer ones in steps of their own, on all GPUs"
+        " where nothing decodes for 60 s, else on a GPU on which nothing decodes",
+    )
     assert engine.stats.prompt_steps == {Route.DSLP: 4, Route.DISAGGREGATED: 2}
 
 
 def test_ways_that_a_machine_does_not_have_are_refused() -> None:
-    with pytest.raises(PykernelsError, match="chunked_below=9 without a GPU"):
+    with pytest.raises(PykernelsError, match="chunked_below=9 where no prompt has a step of its"):
         load_engine(EMBEDDED, chunked_below=9)
-    with pytest.raises(PykernelsError, match=r"dslp_after=1.5 without a second GPU"):
-        EngineConfig(dslp_after=1.5).check_gpus(1)
-    with pytest.raises(PykernelsError, match="chunked_below=0"):
-        EngineConfig(chunked_below=0)
+    one = ExecutionConfig(device="cuda:0", prefill="stream")
+    with pytest.raises(PykernelsError, match="chunked_below=9 where"):
+        EngineConfig(chunked_below=9, prefill_yield=0).check_ways(one)
+    with pytest.raises(PykernelsError, match="prefill_yield=0 where"):
+        EngineConfig(prefill_yield=0).check_ways(replace(one, experts="gpu"))
+    with pytest.raises(PykernelsError, match="dslp_after=1.5 without a choice of GPUs"):
+        EngineConfig(dslp_after=1.5).check_ways(one)
+    both = replace(one, device="cuda:0,cuda:1", gpus="routed")
+    EngineConfig(dslp_after=1.5).check_ways(both)
+    faults: list[dict[str, Any]] = [
+        {"chunked_below": 0},
+        {"prefill_yield": 1.0},
+        {"dslp_after": math.nan},
+    ]
+    for wrong in faults:
+        with pytest.raises(PykernelsError, match=next(iter(wrong))):
+            EngineConfig(**wrong)

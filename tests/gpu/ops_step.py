@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pykernels.gpu.collectives.one_shot import OneShotMemory, one_shot_all_reduce
 from pykernels.gpu.copy_bytes import copy_bytes
 from pykernels.gpu.handshake import combine, copy_rows
 from pykernels.gpu.norm import post_norm, softcap
@@ -16,6 +17,7 @@ from pykernels.ref.sampling import MAX_LOGPROBS, Sampled
 from pykernels.ref.sampling.inputs import SamplingInputs
 
 from .ops import BF16, FP32, Op, Tensors, empty, integers, large, normal
+from .ops_kv_pages import KV_PAGES
 
 INT32, INT64 = torch.int32, torch.int64
 _SEEN = ("repetition", "presence", "frequency", "seen", "seen_row")
@@ -160,6 +162,26 @@ def _copy_bytes() -> Op:
     return Op("copy_bytes", make, run, ("to_x", "to_ids"))
 
 
+def _one_shot() -> Op:
+    """Of two members on one GPU, where launches cannot wait for each other: its halves apart."""
+
+    def make(device: torch.device) -> Tensors:
+        return {
+            "x": normal(device, 2, 1500),
+            "stop": torch.zeros(1, dtype=INT32, device=device),
+            "out": empty(device, 2, 1500),
+        }
+
+    def run(t: Tensors) -> None:
+        members = [OneShotMemory.on(t["x"].device) for _ in range(2)]
+        for half in ("send", "add"):
+            for rank in range(2):
+                how = {"send": half == "send", "add": half == "add"}
+                one_shot_all_reduce(t["x"], members, rank, t["stop"], t["out"], **how)
+
+    return Op("one_shot_all_reduce", make, run, ("out",))
+
+
 def _combine() -> Op:
     def make(device: torch.device) -> Tensors:
         T, H = 3, large(device, 7168, 1000)
@@ -220,8 +242,10 @@ STEP = (
     _gqa_write("gqa_rope_cache_write, E4M3", True, True),
     _mla_write("mla_rope_cache_write", False),
     _mla_write("mla_rope_cache_write, E4M3", True),
+    *KV_PAGES,
     _copy_rows(),
     _copy_bytes(),
+    _one_shot(),
     _combine(),
     _post_norm(),
     _softcap(),

@@ -18,7 +18,7 @@ PARTS = {
 def test_rows_go_to_their_slots(device: torch.device) -> None:
     slots, P, PAGE = [9, -1, 0, 24, 23], 3, 8
     rows, caches = [], []
-    for kind, row in PARTS:
+    for kind, row in PARTS.values():
         rows.append(torch.randn(5, *row).to(kind))
         caches.append(torch.full((P, PAGE, *row), 3.0).to(kind))
     there = [cache.to(device) for cache in caches]

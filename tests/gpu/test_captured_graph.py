@@ -63,7 +63,7 @@ def test_each_launch_begins_behind_those_that_share_its_buffers(
         found[i] = set(current[-1].done)
         current[-1].done.add(i)
 
-    monkeypatch.setattr(graph, "_copying", lambda device: second)
+    monkeypatch.setattr(graph, "_copying", lambda *_: second)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: first)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", within)
@@ -77,3 +77,32 @@ def test_each_launch_begins_behind_those_that_share_its_buffers(
     at = {node.name: i for i, node in enumerate(program.nodes)}
     loaded_ahead = at["layer1.experts"] not in found[at[f"layer2.experts.load{ring.chunks - 1}"]]
     assert loaded_ahead == (ring.buffers > ring.chunks)
+
+
+def test_a_thread_launches_no_further_ahead_than_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched, done = 0, 0
+
+    class Marker:
+        """The device runs only what somebody waits for."""
+
+        def __init__(self, blocking: bool) -> None:
+            assert blocking
+
+        def record(self, stream: None) -> None:
+            self.behind = launched
+
+        def synchronize(self) -> None:
+            nonlocal done
+            done = self.behind
+
+    def launch() -> None:
+        nonlocal launched
+        launched += 1
+        assert launched - done <= 512  # CUDA's queue has room for 1,024
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", Marker)
+    CapturedGraph([launch] * 2000, torch.device("cuda")).run(paced=True)
+    assert launched == 2000

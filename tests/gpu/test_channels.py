@@ -15,6 +15,8 @@ from runtime.devices.cuda.memory.buffers import dtypes
 from runtime.devices.cuda.step.channels import received_bytes
 from runtime.devices.cuda.step.executable import CudaExecutable
 from runtime.devices.cuda.step.graph import Launch
+from runtime.devices.cuda.step.peers import Peers
+from runtime.passes.shard.merge import one_shot_sums
 from runtime.program.partition import partition
 
 from .two_gpus import bound, sums, two_gpus
@@ -44,12 +46,21 @@ def lags(executable: CudaExecutable) -> list[torch.Tensor]:
     return rounds
 
 
-@pytest.mark.parametrize("peers", ["auto", pytest.param("off", marks=pytest.mark.gpu)])
-def test_no_step_is_lost_whoever_comes_late(peers: str) -> None:
-    """Memory of a channel is used again two layers later, and in the next step."""
+@pytest.mark.parametrize(
+    "way", ["peer memory", "one launch", pytest.param("main memory", marks=pytest.mark.gpu)]
+)
+def test_no_step_is_lost_whoever_comes_late(way: str) -> None:
+    """Memory of a channel, or of a sum in one launch, is used again two layers later, and in the
+    next step."""
     gpus, chosen = two_gpus(), random.Random(0)
-    with env.override(peer_access=peers):
-        made = bound(sums(gpus, LAYERS, H), gpus, H)
+    program = sums(gpus, LAYERS, H)
+    if way == "one launch":
+        program = one_shot_sums(program, H)
+        assert all(n.op != "submit" for part in partition(program).values() for n in part.nodes)
+        if not Peers.of(gpus).atomics:
+            pytest.skip("these GPUs have no atomics on each other's memory")
+    with env.override(peer_access="off" if way == "main memory" else "auto"):
+        made = bound(program, gpus, H)
     if not torch.cuda.is_available():
         assert made.executable.link is not None
         made.executable.link.delay = lambda: time.sleep(chosen.choice((0, 0, 1e-4, 5e-4)))
@@ -63,6 +74,19 @@ def test_no_step_is_lost_whoever_comes_late(peers: str) -> None:
         for each in rounds:
             each.copy_(torch.randint(0, 40, each.shape) ** 2 // 8)
         made.assert_adds(step % 5, step // 5 % 7, LAYERS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("peers", ["auto", "off"])
+def test_large_values_cross_by_copy_engines(peers: str) -> None:
+    """In a captured step, 8 MB each."""
+    gpus, wide = two_gpus(), 1 << 22
+    with env.override(peer_access=peers):
+        made = bound(sums(gpus, 3, wide), gpus, wide)
+    made.assert_adds(1, 2, 3)
+    made.executable.capture(torch.cuda.graph_pool_handle())
+    for step in range(20):
+        made.assert_adds(step % 5, step // 5, 3)
 
 
 def test_both_ends_have_one_dtype_and_memory_is_used_again() -> None:

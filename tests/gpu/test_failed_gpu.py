@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from runtime.devices.cuda.step.watch import Watch
+from runtime.passes.shard.merge import one_shot_sums
 
 from .two_gpus import bound, sums, two_gpus
 
@@ -29,19 +30,20 @@ class _Waits:
         return False
 
 
-def test_a_part_that_fails_ends_the_step() -> None:
-    """By the other one's flags; in Triton's interpreter, where no step spoils the next one."""
+@pytest.mark.parametrize("one_launch", [False, True])
+def test_a_part_that_fails_ends_the_step(one_launch: bool) -> None:
+    """Of the other one, too; in Triton's interpreter, where no step spoils the next one."""
     if torch.cuda.is_available():
         pytest.skip("it would spoil the GPU; see the next test")
     gpus = two_gpus()
-    made = bound(sums(gpus, 3, 16), gpus, 16)
+    made = bound(one_shot_sums(sums(gpus, 3, 16), 16 * one_launch), gpus, 16)
     graph = made.executable.gpus[1].graph
     launches = graph.launches
 
     def fail() -> None:
         raise MemoryError("the second GPU has failed")
 
-    graph.launches = (*launches[:4], fail, *launches[5:])
+    graph.launches = (*launches[:3], fail, *launches[4:])
     with pytest.raises(MemoryError, match="the second GPU"):
         made.executable.run()
     graph.launches = launches

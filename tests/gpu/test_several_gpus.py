@@ -14,6 +14,7 @@ from model.opened import open_weights
 from pykernels.errors import PykernelsError
 from runtime.devices.gpus import check_device
 from runtime.engine import Engine, SamplingParams
+from runtime.experts.cache import CachePolicy
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 
@@ -28,12 +29,14 @@ PROMPTS = [[5, 17, 60, 33], [7]]
     [
         (2, "deepseek_v3", CudaOptions("gpu")),
         (2, "qwen3_moe", CudaOptions("cpu", deferred=1, gpu_experts={0: (2, 5), 1: (1,)})),
+        (2, "qwen3_moe", CudaOptions("cpu", slots={0: 2, 1: 3}, policy=CachePolicy(swaps=2))),
         pytest.param(2, "qwen3_moe", CudaOptions("cpu", prefill="stream"), marks=pytest.mark.all),
         pytest.param(3, "deepseek_v3", CudaOptions("cpu", dual_batch=True), marks=pytest.mark.all),
     ],
     ids=[
         "mla",
         "gqa, some experts on both, some deferred",
+        "gqa, slots for experts on both",
         "gqa, streamed",
         "mla, two microbatches",
     ],
@@ -48,8 +51,9 @@ def test_several_gpus_draw_what_one_draws(
     if device.type == "cuda" and torch.cuda.device_count() < gpus:
         pytest.skip(f"there are fewer than {gpus} GPUs")
     tiny.make(tmp_path, family, num_hidden_layers=gpus)
+    tokens = 6 if options.slots else 2  # a few steps until slots are filled and used
     params = [
-        SamplingParams(temperature=t, seed=1, max_tokens=2, ignore_eos=True, logprobs=1)
+        SamplingParams(temperature=t, seed=1, max_tokens=tokens, ignore_eos=True, logprobs=1)
         for t in (0, 0.8)
     ]
     every = [f"cuda:{i}" if device.type == "cuda" else "cpu" for i in range(gpus)]
@@ -68,6 +72,10 @@ def test_several_gpus_draw_what_one_draws(
     nodes = runner.compiled().program.nodes
     layers = [{node.device for node in nodes if node.layer == i} - {"cpu"} for i in range(gpus)]
     assert layers == [{gpu} for gpu in runner.gpus]
+    if options.slots:
+        assert runner.expert_slots.stats.swaps and runner.expert_slots.stats.hits
+        slots = {n.device for n in nodes if n.role == "cached"}
+        assert slots == set(runner.gpus)
     for a, b in zip(*found, strict=True):
         assert a.token_ids == b.token_ids
         pairs = zip(a.completions[0].logprobs, b.completions[0].logprobs, strict=True)

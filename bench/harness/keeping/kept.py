@@ -52,6 +52,9 @@ _NAMED = 8
 
 TABLES = {
     "prefill": "bench.prefill.table",
+    "dslp": "bench.several_gpus.dslp.table",
+    "disagg": "bench.several_gpus.disagg.table",
+    "tensor": "bench.several_gpus.tensor.table",
     "cache": "bench.cache.table",
     "mixed": "bench.mixed.table",
     "load": "bench.load.table",
@@ -71,6 +74,7 @@ class Kept:
     Attributes:
         head: what they have in common; set before the first row.
         plan: of each row to come the columns that name it.
+        stopped: why no more rows come, where that is no error; "": they all came.
     """
 
     def __init__(self, bench: str, file: Path | None, show: Callable[[Row], None]) -> None:
@@ -78,7 +82,7 @@ class Kept:
         self.head: Row = {}
         self.plan: list[Row] = []
         self.rows: list[Row] = []
-        self.why = KILLED
+        self.why, self.stopped = KILLED, ""
         self._file, self._show, self._made = file, show, provenance()
 
     def add(self, row: Row) -> None:
@@ -128,7 +132,7 @@ def keeping(
     with ending_on_signals():
         try:
             yield kept
-            kept.why = ""
+            kept.why = kept.stopped
         except BaseException as error:
             kept.why = why_ended(error)
             raise

@@ -93,7 +93,7 @@ def tasks(
         load_engine(path, execution=execution, max_num_logits=ROWS) as llm,
         progress() as told,
     ):
-        for line in llm.runner.decisions:
+        for line in llm.decisions:
             note(line)
         draws = Draws(drawn.samples, drawn.temperature, drawn.max_tokens)
         scores = evaluate(llm, chosen, limit, chat, told, draws)

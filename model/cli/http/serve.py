@@ -97,7 +97,7 @@ def serve(
             engine = replace(engine, ageing_seconds=AGEING_SECONDS)
             llm = stack.enter_context(load_engine(path, rules, execution=execution, engine=engine))
             read_roof = _read_roof(llm)
-        for line in llm.runner.decisions:
+        for line in llm.decisions:
             note(line)
         text = f"{settings.names[0]} is served at {_url(bound)}"
 

@@ -159,7 +159,7 @@ def _tell(llm: LLM, execution: ExecutionConfig) -> None:
         layers = llm.gpu_experts
         count = sum(map(len, layers.values()))
         note(f"{count} experts of {len(layers)} layers are on {execution.device} too")
-    for line in llm.runner.decisions:
+    for line in llm.decisions:
         note(line)
     if (slots := llm.runner.expert_slots) is not None:
         sizes = [spec.shape[0] for spec in slots.specs]

@@ -123,6 +123,7 @@ _COUNTERS = {
     "preemptions": "Requests that gave their pages back and were computed again",
     "finished": "Outputs that have ended",
     "failed_steps": "Steps that failed",
+    "parked_seconds": "Seconds for which steps of long prompts waited for those of short ones",
 }
 _GAUGES = {
     "waiting": "Outputs that wait for a place in the batch",
@@ -188,7 +189,7 @@ class _EngineCollector(Collector):
         return steps
 
     def _levels(self) -> Iterator[Metric]:
-        """What is behind the pages of the KV cache."""
+        """Blocks and bytes of the levels that keep pages beyond the KV cache."""
         levels = self._figures.stats.kv_levels
         if not levels:
             return

@@ -13,6 +13,8 @@ import torch
 
 from ...env import env
 
+_NATIVE_ATOMIC_SUPPORTED = 3
+"""CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED."""
 _ALREADY = 704
 """CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED."""
 
@@ -35,6 +37,18 @@ def enable(device: torch.device, peer: torch.device) -> str | None:
     if not torch.cuda.can_device_access_peer(device, peer):
         return f"the driver lets {device} not reach {peer}"
     return _enabled(device, peer)
+
+
+def has_atomics(device: torch.device, peer: torch.device) -> bool:
+    """Whether an atomic of ``device`` on the memory of ``peer``, which it reaches, is one: over
+    NVLink, as a rule, and not over PCIe."""
+    if device.type != "cuda":
+        return True
+    driver, value = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+    failed = driver.cuDeviceGetP2PAttribute(
+        ctypes.byref(value), _NATIVE_ATOMIC_SUPPORTED, device.index, peer.index
+    )
+    return not failed and bool(value.value)
 
 
 @functools.cache  # once a process: the driver refuses a second time

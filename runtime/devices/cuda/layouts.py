@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pykernels.gpu.collectives.one_shot import BLOCK, MAX_MEMBERS, MAX_PROGRAMS
 from pykernels.gpu.delta_net.chunked import CHUNK
 from pykernels.gpu.gemm.unpack import SCRATCH
 from pykernels.gpu.moe.from_tiles import supports
@@ -21,6 +22,7 @@ from .memory.buffers import dtypes, planned
 from .memory.experts import staging_bytes
 from .memory.weights import expert_format, gpu_bytes, layout_bytes, resident_bytes
 from .step.channels import received_bytes
+from .step.peers import Peers
 
 _UNPACKED_KEYS = 2 << 30  # ``worth_unpacking``'s most
 
@@ -54,18 +56,21 @@ class CudaLayouts:
         return few and spec.moe is not None and gatherable(spec.moe, *formats)
 
 
-def machine_of(gpus: Gpus, store: WeightStore) -> Machine:
+def machine_of(gpus: Gpus, store: WeightStore, gpu_gib: float | None = None) -> Machine:
     """These GPUs, as much of their memory as is free now.
 
     Args:
         store: of the model that is planned; what it has made on a GPU already takes no more.
+        gpu_gib: ``ExecutionConfig.gpu_gib``.
     """
-    free = {name: nbytes - HEADROOM for name, nbytes in free_bytes(gpus).items()}
+    free = {name: nbytes - HEADROOM for name, nbytes in free_bytes(gpus, gpu_gib).items()}
     return Machine(
         free,
         CudaLayouts(),
         not interpreted(gpus),
         lambda spec, gpu: store.is_made(spec, gpus[gpu]),
+        MAX_PROGRAMS * BLOCK if len(gpus) <= MAX_MEMBERS and Peers.of(gpus).atomics else 0,
+        {} if gpu_gib is None else dict.fromkeys(gpus, round(gpu_gib * 2**30)),
     )
 
 

@@ -3,11 +3,12 @@ they do not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+
+from pykernels.gpu.delta_net.copy_states import StateCopies
 
 from ...experts.cache import CachePolicy
 from ...kv_cache.page_store import PageStore
@@ -25,7 +26,7 @@ from ..gpus import Gpus
 from .binders.sampling import waits_for_masks
 from .calibrate import calibrated
 from .memory.buffers import dtypes
-from .memory.experts import on_gpu
+from .memory.expert_slots import SlotsOnGpus
 from .memory.pages import GpuPages
 from .memory.replicas import Replicas
 from .memory.weights import layouts
@@ -55,6 +56,7 @@ class CudaRunner(CudaStepRunner):
         self.gpus: Gpus = resources.gpus
         self.pinned = resources.pinned
         self.late_masks = waits_for_masks(self.device)
+        self._state_copies: Sequence[StateCopies] = ()
 
     def finished(self) -> CudaRunner:
         if not self.plan.is_open:
@@ -66,9 +68,10 @@ class CudaRunner(CudaStepRunner):
         if not self.plan.placement.filled(Filled.BETWEEN_STEPS):
             return None
         program, policy = self.compiled().program, self.plan.policy or CachePolicy()
-        slots, self._table = on_gpu(program, self.weights, self.device, policy, self.pinned)
-        self.caches.update(zip(slots.tables, self._table, strict=True))
-        return slots
+        gpus = self._resources.gpus
+        self._slots = SlotsOnGpus.of(program, self.weights, gpus, policy, self.pinned)
+        self.caches.update(self._slots.rows)
+        return self._slots.slots
 
     def page_store(self) -> PageStore:
         caches = {name: self.caches[name] for name in self._kv_names()}
@@ -125,10 +128,26 @@ class CudaRunner(CudaStepRunner):
             }
         )
 
+    def bind(self, batch: StepBatch) -> None:
+        super().bind(batch)
+        states = [self.caches[name] for name in self.model.states]
+        devices = dict.fromkeys(state.device for state in states)
+        self._state_copies = [
+            StateCopies([state for state in states if state.device == device]) for device in devices
+        ]
+        self.copy_states([(0, 0)])  # compiles
+
+    # Where the model was loaded in it, tensors can be changed in it only.
+    @torch.inference_mode()
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """See ``runner.batch.Runner``; of all layers in one launch on each GPU."""
+        for source, target in copies:
+            for of_gpu in self._state_copies:
+                of_gpu.copy(source, target)
+
     def update_expert_slots(self, slots: ExpertSlots) -> None:
         if slots.before_step():
-            with torch.cuda.device(self.device) if self._resources.real else nullcontext():
-                self._table.copy_(slots.table, non_blocking=True)
+            self._slots.update()
 
     def close(self) -> None:
         if self.expert_slots is not None:

@@ -18,7 +18,7 @@ import torch
 from ...kv_cache.layout import PAGE
 from ...planning.compile import Compiled
 from ...planning.execution import ExecutionPlan, Phase
-from ...runner.batch import Route, StepBatch, StepResult
+from ...runner.batch import Ints, Route, StepBatch, StepResult
 from ...runner.expert_slots import ExpertSlots
 from ...runner.paged_runner import Executable
 from .memory.replicas import Replicas, pages_before
@@ -74,11 +74,11 @@ class StreamedRunner(CudaStepRunner):
 
     @cached_property
     def least_seconds(self) -> float:
-        """Those in which all experts cross."""
-        streaming = self.plan.streaming
+        """Those in which all experts cross, to each GPU its own; 0: no link was measured."""
+        streaming, links = self.plan.streaming, max(1, len(self.plan.stream_over))
         if streaming is None or not streaming.link_bytes_per_s:
             return 0.0
-        return streaming.nbytes(self.compiled().program) / streaming.link_bytes_per_s
+        return streaming.nbytes(self.compiled().program) / streaming.link_bytes_per_s / links
 
     def launch(self, batch: StepBatch) -> None:
         self.resume()
@@ -141,7 +141,7 @@ class RoutedRunner(StreamedRunner):
         super().__init__(resources, plan, slots)
         self.routes = (name,)
         self._over, self._first, self._replicas = plan.stream_over, plan.placement.device, replicas
-        self._pages = np.zeros(0, np.int64)
+        self._pages: Ints | None = None  # that the first GPU does not have yet
         self._back: torch.cuda.Event | None = None
 
     def launch(self, batch: StepBatch) -> None:
@@ -153,18 +153,27 @@ class RoutedRunner(StreamedRunner):
             self._replicas.bring(pages, self._over)
             super().launch(batch)
             self._replicas.written(slots, self._over)
-            self._pages, self._back = np.unique(slots // PAGE), None
-            if self._first not in self._over and self._resources.real:
-                self._back = self._replicas.give_back(self._pages, self._over[0])
+            self._back = None
+            self._pages = np.unique(slots // PAGE) if self._first not in self._over else None
 
     def ready(self) -> bool:
-        return super().ready() and (self._back is None or self._back.query())
+        if not super().ready():
+            return False
+        self._give_back()
+        return self._back is None or self._back.query()
 
     def result(self) -> StepResult:
         step_result = super().result()
+        self._give_back()
         if self._back is not None:
             with self._resources.watched():
                 self._back.synchronize()
-        elif self._first not in self._over:  # in Triton's interpreter a thread plays the stream
-            self._replicas.give_back(self._pages, self._over[0])
         return step_result
+
+    def _give_back(self) -> None:
+        """What the step has written goes to the GPU that decodes: its launches may have been made
+        by other threads, behind which nothing can be put before they have ended."""
+        if self._pages is not None:
+            with self._resources.watched():
+                self._back = self._replicas.give_back(self._pages, self._over[0])
+            self._pages = None

@@ -116,6 +116,8 @@ class EngineStats:
     """How many of those there were, by their tokens."""
     prompt_steps: Counter[str] = field(default_factory=Counter)
     """Steps with prompts, by their way (``runner.batch.Route``)."""
+    parked_seconds: float = 0.0
+    """For which steps of long prompts waited for those of short ones."""
     waiting: int = 0
     running: int = 0
     free_pages: int = 0

@@ -41,6 +41,7 @@ class PrefillStream:
 
     Attributes:
         yields: parks the step that runs.
+        described: which prompts go which way, as one line.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class PrefillStream:
         self.yields = Yields(runner, yield_share)
         self._times = StreamedTimes(runner.least_seconds)
         self._short_last = False
+        least = policy.least(runner.min_tokens, runner.max_others > 0)
+        self.described = policy.described(runner.routes, least, yield_share)
 
     @property
     def busy(self) -> bool:
@@ -101,7 +104,7 @@ class PrefillStream:
         chunks = self._chunks.of(prompts, budget, self._rows, self._budget)
         idle = 0.0 if queues.decoding else now - decoded_at
         tokens = sum(chunk.size for chunk in chunks)
-        route = self._policy.choice(self._runner.routes, tokens, self._least(), idle).route
+        route = self._policy.route(self._runner.routes, tokens, self._least(), idle)
         if not chunks or route == Route.CHUNKED:
             return None
         self._short_last = all(r.left <= self._budget for r in prompts)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ...runner.batch import Route
 
@@ -21,11 +20,11 @@ DSLP_AFTER = 300.0
 """Default of ``RoutingPolicy.dslp_after``."""
 
 
-class Choice(NamedTuple):
-    """A route, and the reason for it as a clause."""
-
-    route: str
-    why: str
+_SAID: dict[str, str] = {
+    Route.STREAMED: "on the same GPU",
+    Route.DSLP: "on all GPUs",
+    Route.DISAGGREGATED: "on a GPU on which nothing decodes",
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,24 @@ class RoutingPolicy:
             return 1
         return turning_point if self.chunked_below is None else self.chunked_below
 
-    def choice(self, routes: Sequence[str], tokens: int, least: int, idle: float) -> Choice:
+    def described(self, routes: Sequence[str], least: int, share: float) -> str:
+        """Which prompts go which way, as one line.
+
+        Args:
+            routes: see ``route``; ``least``: of a step while requests decode.
+            share: of a step's time, for which it stands back for short prompts.
+        """
+        apart = next((route for route in routes if route != Route.DSLP), Route.DSLP)
+        way = _SAID[apart]
+        if apart in routes and Route.DSLP in routes:
+            way = f"{_SAID[Route.DSLP]} where nothing decodes for {self.dslp_after:g} s, else {way}"
+        parts = [f"below {least} tokens beside answers"] if least > 1 else []
+        parts.append(f"{'longer ones ' if parts else ''}in steps of their own, {way}")
+        if share and apart != Route.DISAGGREGATED:
+            parts.append(f"for up to {share:.0%} of which they wait for shorter ones")
+        return f"prompts: {', '.join(parts)}"
+
+    def route(self, routes: Sequence[str], tokens: int, least: int, idle: float) -> str:
         """The way of a step of prompts.
 
         Args:
@@ -60,10 +76,7 @@ class RoutingPolicy:
             idle: seconds since a request decoded beside another one; 0 while any decodes.
         """
         if tokens < least:
-            return Choice(Route.CHUNKED, f"{tokens} tokens are fewer than {least}")
-        if len(routes) == 1:
-            return Choice(routes[0], "prompts have one way")
+            return Route.CHUNKED
         if Route.DSLP in routes and idle >= self.dslp_after:
-            return Choice(Route.DSLP, f"nothing decoded for {self.dslp_after:g} s")
-        apart = next(route for route in routes if route != Route.DSLP)
-        return Choice(apart, f"requests decoded {idle:.0f} s ago")
+            return Route.DSLP
+        return next((route for route in routes if route != Route.DSLP), Route.DSLP)

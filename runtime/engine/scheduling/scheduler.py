@@ -28,7 +28,7 @@ from .batch_writer import BatchWriter
 from .chunks import Chunks
 from .config import EngineConfig
 from .drafts import Drafts
-from .prefill_cap import PrefillCap
+from .prefill_cap import STALL_SECONDS, PrefillCap
 from .prefill_stream import PrefillStream
 from .queues import ORDER, Queues
 from .step import PrefillChunk, ScheduledStep
@@ -61,8 +61,8 @@ class Scheduler(Queues):
         )
         super().__init__(manager, stats, capacity)
         self.budget, self.max_num_logits = runner.max_num_batched_tokens, runner.max_num_logits
-        self._target_seconds = None if config.target_itl_ms is None else config.target_itl_ms / 1e3
-        self.cap = PrefillCap(self._target_seconds, self.budget)
+        target = config.target_itl_ms
+        self.cap = PrefillCap(None if target is None else target / 1e3, self.budget)
         self.chunks = Chunks(manager, config.max_partial_prefills)
         self.writer = BatchWriter(runner, manager)
         self.prefill_stream: PrefillStream | None = None
@@ -75,6 +75,8 @@ class Scheduler(Queues):
         if runner.prefill_runner is not None:
             assert self.manager.snapshots is None, "no states are copied beside a running step"
             policy, share = self._config.routing_policy, self._config.prefill_yield
+            if share and self.cap.target is None:
+                self.cap = PrefillCap(STALL_SECONDS, self.budget)
             self.prefill_stream = PrefillStream(
                 runner.prefill_runner, self, self.chunks, policy, share
             )

@@ -18,7 +18,7 @@ class StreamedTimes:
     grows with the context: the last step says how long that is.
 
     Args:
-        least_seconds: in which all experts cross.
+        least_seconds: in which all experts cross; 0: nobody knows, and nothing is concluded.
     """
 
     def __init__(self, least_seconds: float) -> None:
@@ -27,8 +27,10 @@ class StreamedTimes:
 
     def record(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens has taken so long."""
-        if seconds > _BOUND * self._least:
+        if seconds > _BOUND * self._least > 0:
             self._token = seconds / tokens
+        else:  # they take no longer than this, and perhaps far less
+            self._token = min(self._token, seconds / tokens)
 
     def most_tokens(self) -> int:
         """Of a step while others wait; more than any step has where no more is known."""

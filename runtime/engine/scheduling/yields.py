@@ -12,7 +12,7 @@ from ...runner.batch import PrefillRunner
 
 GRACE_SECONDS = 1.0
 """What a step may be parked for at any time of its life, once."""
-_LEAST_SECONDS = 0.005
+_LEAST_SECONDS = 0.05
 """A shorter wait is not worth it: no layer ends meanwhile."""
 
 
@@ -21,13 +21,16 @@ class Yields:
 
     Args:
         share: of a step's time, what it may be parked for; 0: it is never parked.
+
+    Attributes:
+        seconds: in which steps were parked so far.
     """
 
     def __init__(self, runner: PrefillRunner, share: float) -> None:
         self._runner, self._share = runner, share
         self._began = self._parked_at = self._parked = 0.0
         self._granted: float | None = None  # seconds; None: it runs
-        self.count = 0
+        self.seconds = 0.0
 
     def began(self, now: float) -> None:
         """A step was launched."""
@@ -39,15 +42,12 @@ class Yields:
         Args:
             others: whether a step with other prompts runs.
         """
-        if others == (self._granted is not None):
-            return
-        if not others:
+        if self._granted is not None:
+            if others and now < self._parked_at + self._granted:
+                return
             self._go_on(now)
-            return
-        left = self.left(now)
-        if left >= _LEAST_SECONDS:
+        if others and (left := self.left(now)) >= _LEAST_SECONDS:
             self._parked_at, self._granted = now, left
-            self.count += 1
             self._runner.park(left)
 
     def left(self, now: float) -> float:
@@ -64,6 +64,8 @@ class Yields:
 
     def _go_on(self, now: float) -> None:
         assert self._granted is not None
-        self._parked += min(now - self._parked_at, self._granted)
+        seconds = min(now - self._parked_at, self._granted)
+        self._parked += seconds
+        self.seconds += seconds
         self._granted = None
         self._runner.resume()

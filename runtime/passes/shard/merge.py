@@ -1,8 +1,14 @@
-"""Sums over the ranks that one norm adds up become one: a meeting costs more than an addition."""
+"""Sums over the ranks, as few as can be: a meeting costs more than an addition.
+
+Sums that one norm adds up become one. A sum of a few rows needs no channels, where GPUs store their
+parts in each other's memory.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from types import MappingProxyType
 
 from ...program import Buffer, Node, Program, repeated
 from ...program.op_table.sandwich import NORMS
@@ -39,3 +45,34 @@ def merge_sums(program: Program) -> Program:
         new for node in nodes if node.name not in dropped for new in behind.get(node.name, (node,))
     ]
     return rebuilt(program, every, buffers)
+
+
+def one_shot_sums(program: Program, most: int) -> Program:
+    """The program with ``one_shot_all_reduce`` where every one of several devices adds up what all
+    of them have written, as ``join`` leaves an all-reduce.
+
+    Args:
+        most: numbers of each device that go in one launch.
+    """
+    writers = {name: node.device for node in program.nodes for name in node.writes}
+    nodes = list(program.nodes)
+    for i, first in enumerate(program.nodes):
+        names = first.series("x") if first.op == "add" else ()
+        members = tuple(writers.get(name, "") for name in names)
+        group = program.nodes[i : i + len(names)]  # together, so that none waits for another first
+        if not _meet(group, names, members):
+            continue
+        if math.prod(program.shape(names[0])) <= most:
+            attrs = MappingProxyType({"members": members})
+            nodes[i : i + len(names)] = [
+                replace(node, op="one_shot_all_reduce", inputs={"x": name}, attrs=attrs)
+                for node, name in zip(group, names, strict=True)
+            ]
+    return replace(program, nodes=tuple(nodes)).check().rewritten_by("one_shot_sums")
+
+
+def _meet(group: tuple[Node, ...], names: tuple[str, ...], members: tuple[str, ...]) -> bool:
+    """Whether each member adds up the same, one part of each."""
+    alike = all(node.op == "add" and node.series("x") == names for node in group)
+    apart = len(set(members)) == len(members) > 1
+    return alike and apart and tuple(node.device for node in group) == members

@@ -1,5 +1,5 @@
-"""The rows of the op table at which the parts of a program on several devices meet: ``partition``
-puts them there, one at each end of a channel."""
+"""The rows of the op table at which the parts of a program on several devices meet: the two ends of
+a channel, which ``partition`` puts there, and sums that devices make without one."""
 
 from __future__ import annotations
 
@@ -24,5 +24,12 @@ CHANNELS: dict[str, Op] = {
         outputs={"value": Port("any", None, repeated=True)},
         attrs={**_ENDS, "source": Attr(str), "since": Attr(str, "")},
         asynchronous=True,
+    ),
+    # The sum of the x of all members, devices of one program, which run this node at once and store
+    # their parts in each other's memory; in their order.
+    "one_shot_all_reduce": Op(
+        inputs={"x": Port("activation", ("T", "H"))},
+        outputs={"out": Port("activation", ("T", "H"))},
+        attrs={"members": Attr(tuple)},
     ),
 }

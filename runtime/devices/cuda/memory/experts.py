@@ -4,10 +4,9 @@ computes."""
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,15 +19,10 @@ from pykernels.gpu.moe.from_tiles import ExpertTiles, copy_expert, unpack_tiles
 from pykernels.quant import PackedExperts
 from pykernels.quant.split import SplitExperts
 
-from ....experts.cache import CachePolicy, Move
-from ....machine.pinned import Pinned
-from ....program import Program
+from ....experts.cache import Move
 from ....program.weight_spec import WeightSpec
-from ....program.weights import WeightStore
 from ....runner.batch import DeviceLost
-from ....runner.expert_slots import ExpertSlots, expert_slot_specs
-from ...cpu import weights as cpu
-from .weights import experts, place_expert
+from .weights import place_expert
 
 STAGED = 16
 """Experts that are brought into the GPU's layout at a time, at most."""
@@ -50,37 +44,6 @@ class ExpertSlotLayer:
     slots: GpuExperts
 
 
-def on_gpu(
-    program: Program,
-    store: WeightStore,
-    device: torch.device,
-    policy: CachePolicy,
-    pinned: Pinned,
-) -> tuple[ExpertSlots, torch.Tensor]:
-    """The slots of a runner's programs, and their table on the GPU, int32 [L, E].
-
-    Args:
-        program: any of them. Its experts lie in ``store``.
-        pinned: gets their tiles; where it cannot, a warning says that copies are slower.
-    """
-    layers = list[ExpertSlotLayer]()
-    for spec in expert_slot_specs(program):
-        assert spec.full is not None
-        tiles = store.get(spec.full, cpu.CPU_DEVICE, cpu.packed)
-        layers.append(ExpertSlotLayer(spec, tiles, store.get(spec, device, experts)))
-    real = device.type == "cuda"
-    filler = ExpertSlotFiller(layers, device)
-    if real:
-        with torch.cuda.device(device):
-            arenas = [part.arena for layer in layers for part in layer.tiles.slices]
-            reason = next(filter(None, map(pinned.add, arenas)), None)
-            filler.warm()
-        if reason:
-            warnings.warn(f"experts come into slots slower than they could: {reason}", stacklevel=2)
-    slots = ExpertSlots(program, policy, filler, real)
-    return slots, slots.table.to(device, copy=True)
-
-
 def experts_per_copy(spec: WeightSpec) -> int:
     """Experts that are staged at a time."""
     return max(1, min(STAGED, spec.shape[0], STAGING // spec.bytes_per_expert))
@@ -97,16 +60,19 @@ class ExpertSlotFiller:
     On a GPU by a thread and a stream of its own, so that neither the engine nor a step waits, also
     where the tiles are not pinned; in Triton's interpreter between the steps.
 
+    Args:
+        layers: of the GPU ``device``, by the number that moves have.
+
     Raises:
         DeviceLost: in ``finished``: a copy has failed, so nobody knows what is in the slots.
     """
 
-    def __init__(self, layers: Sequence[ExpertSlotLayer], device: torch.device) -> None:
+    def __init__(self, layers: Mapping[int, ExpertSlotLayer], device: torch.device) -> None:
         self._layers, self._device = layers, device
         self._done: deque[Move] = deque()
         self._queue: SimpleQueue[Sequence[Move] | None] = SimpleQueue()
         self._error: BaseException | None = None
-        needed = max((_bytes(layer) for layer in layers), default=0)
+        needed = max((_bytes(layer) for layer in layers.values()), default=0)
         self._staging = torch.empty(needed, dtype=torch.uint8, device=device)
         self._thread: threading.Thread | None = None
 
@@ -114,7 +80,7 @@ class ExpertSlotFiller:
         """Compiles what filling takes: experts come into slots that no table names yet."""
         kinds = {
             (layer.spec.fmt, layer.spec.down_fmt, layer.spec.shape): i
-            for i, layer in enumerate(self._layers)
+            for i, layer in self._layers.items()
         }
         self._fill([Move(i, 0, 0) for i in kinds.values()])
 

@@ -9,18 +9,20 @@ used again as soon as the program's order allows it (``until`` and ``since`` of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+
+from pykernels.gpu.collectives.one_shot import OneShotMemory
 
 from ....planning.placement import CPU
 from ....program import Program
 from ....program.node import Node
 from ...gpus import Gpus, interpreted
-from ...link import Link
 from ..memory.blocks import Shape, block_bytes, view, views
 from ..memory.buffers import dtypes
+from .gpu_link import GpuLink, Members, OneShots
 from .peers import Peers
 
 
@@ -35,6 +37,7 @@ class ChannelBuffers:
     gpus: Gpus
     peers: Peers = Peers()
     buffers: dict[tuple[str, str, int], torch.Tensor] = field(default_factory=dict)
+    sums: dict[Members, list[OneShotMemory]] = field(default_factory=dict)
 
     @property
     def pinned(self) -> bool:
@@ -58,6 +61,16 @@ class ChannelBuffers:
                 torch.cuda.synchronize(device)
         return self.buffers[key][:nbytes]
 
+    def one_shots(self, groups: Iterable[Members]) -> OneShots:
+        """What these groups of GPUs need for sums without channels."""
+        for members in groups:
+            if members not in self.sums:
+                self.sums[members] = [OneShotMemory.on(self.gpus[name]) for name in members]
+                for device in (self.gpus[name] for name in members):
+                    if device.type == "cuda":  # zeros are written before a peer writes
+                        torch.cuda.synchronize(device)
+        return OneShots(self.sums, self.take("stop", 0, torch.int32.itemsize).view(torch.int32))
+
 
 @dataclass(frozen=True)
 class _Life:
@@ -68,16 +81,18 @@ class _Life:
     last: int
 
 
-def link(parts: Mapping[str, Program], pool: ChannelBuffers) -> Link | None:
-    """The link of a program's parts by device; None where nothing goes over a channel."""
-    submits = [node for part in parts.values() for node in part.nodes if node.op == "submit"]
-    if not submits:
+def link(parts: Mapping[str, Program], pool: ChannelBuffers) -> GpuLink | None:
+    """The link of a program's parts by device; None where they do not meet."""
+    nodes = [node for part in parts.values() for node in part.nodes]
+    if not any(node.op in ("submit", "one_shot_all_reduce") for node in nodes):
         return None
+    groups = dict.fromkeys(n.attr("members") for n in nodes if n.op == "one_shot_all_reduce")
     between: dict[int, dict[str, torch.Tensor]] = {}
     for device, part in parts.items():
         if device != CPU:
             between |= _received(device, part, pool)
-    return Link(parts, _with_cpu(parts, pool), pool.pinned, between)
+    one_shots = pool.one_shots(groups)
+    return GpuLink(parts, _with_cpu(parts, pool), pool.pinned, between, one_shots)
 
 
 def received_bytes(part: Program) -> int:

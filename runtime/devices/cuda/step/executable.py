@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,13 +24,14 @@ from ....runner.batch import DeviceLost
 from ....workers.pool import WorkerPool
 from ....workers.worker_pool import InFlight
 from ...cpu.step import CpuExecutable
-from ...link import Launching, Link
+from ...link import Launching
 from ..binders import BINDERS
 from ..binders.dense import Launch
 from ..memory.buffers import Arena, Caches, GpuBuffers, ProgramOutputs
 from . import handshake
 from .channels import ChannelBuffers, link
 from .gate import Gate
+from .gpu_link import GpuLink
 from .graph import CapturedGraph, copy_stream, in_turn
 from .watch import WATCH
 
@@ -55,7 +56,7 @@ class GpuPart:
     def __init__(
         self,
         memory: GpuBuffers,
-        link: Link | None,
+        link: GpuLink | None,
         last: Sequence[Launch] = (),
         high_priority: bool = False,
         gate: Gate | None = None,
@@ -80,13 +81,13 @@ class GpuPart:
             self._thread = Launching(self.graph.run, self._link)
         elif apart and not self.graph.is_captured:
             stream = torch.cuda.current_stream(self.device)
-            self._thread = Launching(partial(self._launch, stream), self._link)
+            self._thread = Launching(partial(self._launch, stream, True), self._link)
         else:
             self._launch(torch.cuda.current_stream(self.device))
 
-    def _launch(self, stream: torch.cuda.Stream) -> None:
+    def _launch(self, stream: torch.cuda.Stream, paced: bool = False) -> None:
         with torch.cuda.stream(stream):
-            self.graph.run()
+            self.graph.run(paced)
             stream.record_event(self._ended)
 
     def compile(self) -> None:
@@ -122,10 +123,11 @@ class GpuPart:
         return nullcontext() if self._ended is None else torch.cuda.device(self.device)
 
     def _bind(self, node: Node) -> Launch:
-        if node.op in ("submit", "wait"):
+        if node.op in handshake.ENDS:
             assert self._link is not None
-            end = handshake.submit if node.op == "submit" else handshake.wait
-            return end(self.memory, node, self._link)
+            end = getattr(handshake, node.op)
+            launch: Launch = end(self.memory, node, self._link)
+            return launch
         binder = BINDERS.get(node.op)
         if binder is None:
             raise PykernelsError(
@@ -204,10 +206,12 @@ class CudaExecutable:
         self.link = link(parts, channel_buffers)
         self.cpu: CpuExecutable | None = None
         if CPU in parts:
+            own_caches = {name: caches[name] for name in parts[CPU].buffers if name in caches}
             self.cpu = CpuExecutable(
-                parts[CPU], weights, pool, host_inputs, {}, kernel, sizes, link=self.link
+                parts[CPU], weights, pool, host_inputs, own_caches, kernel, sizes, link=self.link
             )
             self.outputs |= self.cpu.outputs
+        self._beside = any(on.gate is not None for on in gpus.values())
         self.gpus = list[GpuPart]()
         for name, on in gpus.items():
             inputs, found = _sliced(parts[name], on.inputs), results[name]
@@ -251,10 +255,12 @@ class CudaExecutable:
             self._in_flight = self.cpu.launch()
         try:
             # GPUs that wait for each other: the queue of one may be full before another has begun.
-            apart = len(self.gpus) > 1
+            # Behind a full queue a host would wait whose other steps are to go on meanwhile.
+            several = len(self.gpus) > 1
+            apart = several or self._beside
             if self.link is not None:
                 captured = all(part.graph.is_captured for part in self.gpus)
-                self.link.in_order = captured or not apart
+                self.link.in_order = captured or not several
             for part in self.gpus:
                 part.launch(apart)
         except BaseException:
@@ -272,7 +278,7 @@ class CudaExecutable:
 
         Raises:
             TaskError: a task of the CPU failed, or was not given its inputs in time.
-            DeviceLost: a GPU failed.
+            DeviceLost: a GPU failed, or waited in vain for another one.
         """
         flight = self._in_flight
         meets = nullcontext() if self.link is None else WATCH.over(self.gpus, self.link.release)
@@ -289,6 +295,8 @@ class CudaExecutable:
             raise
         if flight is not None and flight.error is not None:
             raise flight.error
+        if self.link is not None:
+            self.link.check()
 
     def capture(self, pool: Any) -> None:
         """Captures the step; the program has run once before."""
@@ -309,9 +317,12 @@ class CudaExecutable:
         return part.graph.first_stream()
 
     def _end(self) -> None:
-        """Ends all waiting."""
+        """Ends all waiting, and what waited: nothing of this step runs beside the next one."""
         if self.link is not None:
             self.link.release()
+        for part in self.gpus:
+            with suppress(Exception):  # one is being raised already
+                part.result()
 
     def _release(self) -> None:
         """Ends the parts of a step of which another part did not begin."""

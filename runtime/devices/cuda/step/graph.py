@@ -43,10 +43,31 @@ def _capturing(device: torch.device, high_priority: bool) -> torch.cuda.Stream:
 
 
 @functools.cache
-def _copying(device: torch.device) -> torch.cuda.Stream:
-    """The second stream of all segments of a GPU, none of which runs beside another: torch has but
-    32, and gives them out in turns."""
+def _copying(device: torch.device, high_priority: bool) -> torch.cuda.Stream:
+    """The second stream of all steps of a GPU none of which runs beside another, which are those of
+    one priority: torch has but 32, and gives them out in turns."""
     return torch.cuda.Stream(device)
+
+
+class _Pace:
+    """Keeps the host at most twice ``AHEAD`` launches ahead of a stream: behind a full queue it
+    would wait in the driver, and other threads with it."""
+
+    AHEAD = 128
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream, self._count = stream, 0
+        self._before: torch.cuda.Event | None = None
+
+    def launched(self) -> None:
+        """Called behind each launch."""
+        self._count += 1
+        if self._count % self.AHEAD == 0:
+            event = torch.cuda.Event(blocking=True)
+            event.record(self._stream)
+            if self._before is not None:
+                self._before.synchronize()
+            self._before = event
 
 
 @dataclass(frozen=True)
@@ -96,15 +117,19 @@ class CapturedGraph:
         self._copies, self._high_priority = copies or CopyStream(), high_priority
         self._second: torch.cuda.Stream | None = None
         if self._copies.launches and device.type == "cuda":
-            self._second = _copying(device)
+            self._second = _copying(device, high_priority)
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def run(self) -> None:
-        """Launches everything; returns before it has run."""
+    def run(self, paced: bool = False) -> None:
+        """Launches everything; returns before it has run.
+
+        Args:
+            paced: not far ahead of the device, where it is not captured.
+        """
         if self._graph is not None:
             self._graph.replay()
             return
-        self._launch()
+        self._launch(paced)
 
     def capture(self, pool: Any) -> None:
         """Captures the launches, which have run before: what they compile is compiled.
@@ -136,13 +161,19 @@ class CapturedGraph:
         own_launches = [launch for i, launch in enumerate(self.launches) if i not in others]
         return CapturedGraph(own_launches, self.device)
 
-    def _launch(self) -> None:
+    def _launch(self, paced: bool = False) -> None:
         second = self._second
-        if second is None:
+        if second is None and not paced:
             for launch in self.launches:
                 launch()
             return
         first = torch.cuda.current_stream(self.device)
+        launched = _Pace(first).launched if paced else lambda: None
+        if second is None:
+            for launch in self.launches:
+                launch()
+                launched()
+            return
         second.wait_stream(first)  # a step begins when the one before has ended
         ends = {j: torch.cuda.Event() for others in self._copies.waits.values() for j in others}
         for i, launch in enumerate(self.launches):
@@ -153,4 +184,5 @@ class CapturedGraph:
                 launch()
             if i in ends:
                 ends[i].record(stream)
+            launched()
         first.wait_stream(second)

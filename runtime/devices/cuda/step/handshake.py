@@ -7,40 +7,74 @@ step is one graph.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 
+from pykernels.gpu.collectives.one_shot import BLOCK, OneShotMemory
+from pykernels.gpu.collectives.one_shot import one_shot_all_reduce as all_reduce
 from pykernels.gpu.common.stream_memory import copy_memory, wait_value, write_value
 from pykernels.gpu.copy_bytes import MAX_COPIES, copy_bytes
 from pykernels.gpu.copy_filled import copy_filled
 from pykernels.gpu.handshake import MAX_ROWS, copy_rows
 
 from ....program.node import Node
-from ...link import Link
 from ..memory.buffers import GpuBuffers
+from .gpu_link import GpuLink
 from .graph import in_turn
 
 Launch = Callable[[], None]
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
+POLL_S = 2e-5
 KERNEL_BYTES = 4 << 20
 """Up to here a kernel copies faster than the copy engine, which takes 10 us to begin."""
 
 
-def submit(m: GpuBuffers, node: Node, shared: Link) -> Launch:
+def submit(m: GpuBuffers, node: Node, shared: GpuLink) -> Launch:
     """Stores what a node reads to the channel's memory, then sets its flag."""
     memory = shared.memory(node)
     pairs = {name: (m.tensor(name), memory[name]) for name in node.reads}
     return _in_order([*_copies(m, node, shared, pairs), _setter(m, node, shared)])
 
 
-def wait(m: GpuBuffers, node: Node, shared: Link) -> Launch:
+def wait(m: GpuBuffers, node: Node, shared: GpuLink) -> Launch:
     """Waits for the channel's flag, then loads what a node writes from its memory."""
     memory = shared.memory(node)
     pairs = {name: (memory[name], m.tensor(name)) for name in node.writes}
     return _in_order([_waiter(m, node, shared), *_copies(m, node, shared, pairs)])
+
+
+def one_shot_all_reduce(m: GpuBuffers, node: Node, shared: GpuLink) -> Launch:
+    """Stores the own part in the others' memory, waits for theirs, and adds up."""
+    members = node.attr("members")
+    rank, memory = members.index(node.device), shared.one_shots.memory[members]
+    x, out, stop = m.read(node, "x"), m.written(node, "out"), shared.one_shots.stop
+    whole = partial(all_reduce, x, memory, rank, stop, out)
+    if m.device.type == "cuda":
+        return whole
+    # In the interpreter a launch that waits for another thread's would wait for ever.
+    send = in_turn(partial(whole, add=False), m.device)
+    return _in_order(
+        [
+            lambda: shared.delay(),
+            send,
+            partial(_await_parts, memory[rank], x.numel(), len(members), rank, stop),
+            in_turn(partial(whole, send=False), m.device),
+        ]
+    )
+
+
+def _await_parts(
+    own: OneShotMemory, numbers: int, members: int, rank: int, stop: torch.Tensor
+) -> None:
+    programs = -(-numbers // BLOCK)
+    counts = own.counts[:programs] + 1
+    others = [own.flags[i, :programs] for i in range(members) if i != rank]
+    while not stop[0] and any(bool((flags < counts).any()) for flags in others):
+        time.sleep(POLL_S)
 
 
 def _in_order(launches: list[Launch]) -> Launch:
@@ -51,7 +85,7 @@ def _in_order(launches: list[Launch]) -> Launch:
     return launch
 
 
-def _copies(m: GpuBuffers, node: Node, shared: Link, pairs: Mapping[str, _Pair]) -> list[Launch]:
+def _copies(m: GpuBuffers, node: Node, shared: GpuLink, pairs: Mapping[str, _Pair]) -> list[Launch]:
     if shared.is_between_gpus(node):
         counts = {name: m.program.buffers[name].filled for name in pairs}
         launches = _as_they_are([pair for name, pair in pairs.items() if not counts[name]])
@@ -97,14 +131,14 @@ def _convert(source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source.to(target.dtype), non_blocking=True)
 
 
-def _setter(m: GpuBuffers, node: Node, shared: Link) -> Launch:
+def _setter(m: GpuBuffers, node: Node, shared: GpuLink) -> Launch:
     if m.device.type != "cuda":
         return lambda: shared.set(node)
     address = shared.address(node)
     return lambda: write_value(address, 1)
 
 
-def _waiter(m: GpuBuffers, node: Node, shared: Link) -> Launch:
+def _waiter(m: GpuBuffers, node: Node, shared: GpuLink) -> Launch:
     if m.device.type == "cuda":
         address, value = shared.address(node), shared.needed(node)
 
@@ -115,3 +149,7 @@ def _waiter(m: GpuBuffers, node: Node, shared: Link) -> Launch:
 
         return wait
     return lambda: shared.wait(node)
+
+
+ENDS = submit.__name__, wait.__name__, one_shot_all_reduce.__name__
+"""The ops of nodes at which this GPU meets another device: what binds them has their name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import permutations
 
-from pykernels.gpu.common.peer_access import enable
+from pykernels.gpu.common.peer_access import enable, has_atomics
 
 from ...gpus import Gpus
 
@@ -17,10 +17,12 @@ class Peers:
     Attributes:
         direct: pairs of a GPU and one whose memory it reaches.
         described: a line for people; "" where there is one GPU.
+        atomics: whether all of them reach all others, with atomics.
     """
 
     direct: frozenset[tuple[str, str]] = frozenset()
     described: str = ""
+    atomics: bool = False
 
     @classmethod
     def of(cls, gpus: Gpus) -> Peers:
@@ -32,7 +34,8 @@ class Peers:
         if not reasons:
             return cls()
         if len(direct) == len(reasons):
-            return cls(direct, "GPUs write to each other's memory (peer access)")
+            atomics = all(has_atomics(gpus[name], gpus[peer]) for name, peer in direct)
+            return cls(direct, "GPUs write to each other's memory (peer access)", atomics)
         missing = dict.fromkeys(reason for reason in reasons.values() if reason is not None)
         some = "some GPUs" if direct else "GPUs"
         return cls(direct, f"{some} meet in main memory, not by peer access: {'; '.join(missing)}")

@@ -1,0 +1,95 @@
+"""How long a run may take, and a bar that says how long it will."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from model.cli.shared.common import err
+
+Minutes = Annotated[
+    float | None,
+    typer.Option(
+        "--minutes",
+        min=0.01,
+        metavar="M",
+        help="Begin no part beyond this time, loading included; rows so far are kept, and the"
+        " others named.",
+        show_default="no limit",
+    ),
+]
+
+
+class Budget:
+    """The time of a run, from when this object is made.
+
+    Args:
+        minutes: None: no limit.
+    """
+
+    def __init__(
+        self, minutes: float | None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._minutes, self._clock = minutes, clock
+        self._began = clock()
+
+    def fits(self, seconds: float = 0.0) -> bool:
+        """Whether a part that takes so long would end in time."""
+        if self._minutes is None:
+            return True
+        return self._clock() - self._began + seconds < 60 * self._minutes
+
+    @property
+    def why(self) -> str:
+        """What is said of rows that there was no time for."""
+        return f"--minutes {self._minutes:g} were too few"
+
+
+class Bar:
+    """Work that is done, on a terminal, with the time that is left."""
+
+    def __init__(self, say: Callable[[str], None], advance: Callable[[float], None]) -> None:
+        self._say, self._advance = say, advance
+
+    def say(self, what: str) -> None:
+        """What is done now."""
+        self._say(what)
+
+    def advance(self, work: float) -> None:
+        """So much of the total is done."""
+        self._advance(work)
+
+
+NO_BAR = Bar(lambda what: None, lambda work: None)
+
+
+@contextmanager
+def bar(total: float) -> Iterator[Bar]:
+    """A bar that is gone behind the block.
+
+    Args:
+        total: work in all, in any unit.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import TimeRemainingColumn as Left
+
+    console = err()
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        Left(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as shown:
+        task = shown.add_task("", total=total)
+        yield Bar(
+            lambda what: shown.update(task, description=what),
+            lambda work: shown.advance(task, work),
+        )

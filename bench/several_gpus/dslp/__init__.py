@@ -1,0 +1,1 @@
+"""`pykernels bench dslp`: streamed prompts on several GPUs against one."""

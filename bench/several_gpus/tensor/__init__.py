@@ -1,0 +1,1 @@
+"""`pykernels bench tensor`: a whole model on several GPUs against one."""

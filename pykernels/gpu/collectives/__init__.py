@@ -1,0 +1,1 @@
+"""Sums over GPUs that reach each other's memory."""
