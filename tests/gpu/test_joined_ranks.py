@@ -88,10 +88,13 @@ class Step:
                 if buffer.kind == "output"
             }
             results[gpu] = StepOutputs(shapes, device).of({})
-        memory = {
-            gpu: GpuMemory(device, {n: x.to(device) for n, x in tensors.items()}, Arena(device))
-            for gpu, device in gpus.items()
-        }
+        memory: dict[str, GpuMemory] = {}
+        for gpu, device in gpus.items():
+            there = {  # what is expanded the host knows
+                name: x if name.endswith(".expansion") else x.to(device)
+                for name, x in tensors.items()
+            }
+            memory[gpu] = GpuMemory(device, there, Arena(device))
         self._on = {gpu: on.inputs for gpu, on in memory.items()}
         self.executable = CudaExecutable(
             compiled,
@@ -105,6 +108,11 @@ class Step:
             ChannelBuffers(gpus, Peers.of(gpus)),
             results,
         )
+        if all(device.type == "cuda" for device in gpus.values()):
+            self.executable.compile()
+            self.executable.run_first()
+            if not any(node.op == "attention_expanded" for node in program.nodes):
+                self.executable.capture(torch.cuda.graph_pool_handle())
 
     def run(self, step: Mapping[str, np.ndarray], T: int, S: int) -> torch.Tensor:
         """Tokens of the model's step by their likeliest ones: ids and log-probabilities."""
