@@ -21,7 +21,9 @@ from pykernels.errors import PykernelsError
 from runtime.devices.cpu import precompile
 from runtime.engine import EngineConfig
 from runtime.engine.scheduling.config import STEP_TOKENS
+from runtime.engine.scheduling.drafts import check_taken_back
 from runtime.extend import checked
+from runtime.kv_cache.layout import PAGE
 from runtime.kv_tiers.behind import KvBehind
 from runtime.kv_tiers.directory import prepared
 from runtime.kv_tiers.mooncake import check_store
@@ -93,7 +95,7 @@ def load_engine(
     config = read_config(folder)
     execution = on_device(execution, rules, config.model_type)
     check_lowered(config)
-    engine.check_gpus(len(execution.device.split(",")) if execution.on_gpu else 0)
+    engine.check_ways(execution)
     disk_bytes = _check_behind(execution, engine, passes)
     longest = _longest(engine, config, at_least)
     with _opened(folder, config, rules, execution) as weights:
@@ -108,6 +110,8 @@ def load_engine(
                 own = [checked(each) for each in passes]
                 plan = make_plan(execution, decoder, longest, sizes, placement, own)
                 runner = make_runner(plan, execution.device, decoder, pool)
+                if engine.draft != "off":
+                    check_taken_back(runner)
                 runner.load()
             with compiling(progress):
                 kernel, runner = execution.kernel, runner.finished()
@@ -148,7 +152,7 @@ def _bytes(gib: float | None) -> int | None:
 def _behind(
     engine: EngineConfig, limit: int, folder: Path, config: PretrainedConfig, weights: Opened
 ) -> KvBehind | None:
-    """What is behind the pages of the KV cache of the model in ``folder``."""
+    """The levels behind the KV cache of the model in ``folder``; None: there are none."""
     ram, root, store = _bytes(engine.kv_ram_gib) or 0, engine.kv_disk, engine.kv_store or ""
     if root is None and not ram and not store:
         return None
@@ -262,7 +266,7 @@ def _fitted(
     if execution.on_gpu:
         from runtime.devices.gpus import free_bytes, gpus_of
 
-        free = sum(free_bytes(gpus_of(execution.device)).values())
+        free = sum(free_bytes(gpus_of(execution.device), execution.gpu_gib).values())
     token, placement = weights.decoder.token_bytes, Placement()
     needed, smaller = weights.needed(placement), weights.smaller(placement)
     states = weights.decoder.state_bytes * engine.state_slots
@@ -280,6 +284,10 @@ def _fitted(
         needed, smaller = weights.needed(placement), weights.smaller(placement)
         needed += sum(each.nbytes for each in placement.filled(Filled.EACH_STEP).values())
         memory.check_engine(needed, 0, 0, 0, smaller)
+        specs = weights.decoder.cache_specs
+        row = sum(specs[layer].token_bytes for layer in placement.kv_in_main)
+        memory.check_cache(row, pages, len(placement.kv_in_main), needed)
+        needed += row * pages * PAGE
     memory.check_behind(_bytes(engine.kv_ram_gib + engine.kv_store_gib) or 0, needed)
     return placement, largest_step(longest, pages, given, *most)
 

@@ -44,7 +44,7 @@ def make_plan(
         from .devices.gpus import gpus_of
         from .planning.gpu.plan import plan_on_gpus
 
-        machine = machine_of(gpus_of(config.device), model.store)
+        machine = machine_of(gpus_of(config.device), model.store, config.gpu_gib)
         return plan_on_gpus(config, model, machine, max_model_len, sizes, placement, passes)
     if not sizes.tokens:
         sizes = sizes.of(max(STEP_TOKENS, sizes.sequences))

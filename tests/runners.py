@@ -82,6 +82,8 @@ class CudaOptions:
     crossing: Mapping[str, Residency] = field(default_factory=dict)
     buckets: tuple[int, ...] | None = None
     decode_buckets: tuple[int, ...] | None = None
+    kv_in_main: tuple[int, ...] = ()
+    kv_attention: str = "gpu"
     gpus: str = "pipeline"
 
 
@@ -116,6 +118,7 @@ def cuda_runner(
     placement = placement.with_experts(program, options.gpu_experts or {})
     placement = placement.with_slots(program, options.slots or {})
     placement = placement.with_residency(options.crossing)
+    placement = replace(placement, kv_in_main=options.kv_in_main)
     config = ExecutionConfig(
         "cuda:0,cuda:1" if others else "cuda:0",
         gpus=options.gpus if others else "auto",
@@ -124,6 +127,7 @@ def cuda_runner(
         dual_batch=options.dual_batch,
         prefill=options.prefill,
         kernel=kernel,
+        kv_attention=options.kv_attention,
     )
     plan = plan_on_gpus(config, model, machine, max_model_len, sizes, placement, passes)
     plan = replace(

@@ -111,6 +111,8 @@ def described(execution: ExecutionConfig) -> Row:
         "prefill": execution.prefill,
         "expert_cache": execution.expert_cache,
         "dense_gib": execution.dense_gib,
+        "kv_gpu_gib": execution.kv_gpu_gib,
+        "gpu_gib": "" if execution.gpu_gib is None else execution.gpu_gib,
     }
 
 

@@ -33,6 +33,8 @@ from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool, make_pool
 from runtime.workers.threads import spin_budget
 
+from .kv import kv_figures
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -234,6 +236,7 @@ def measure(
             "cached_experts": sum(map(len, timer.runner.plan.placement.gpu_experts_of.values())),
             **cache_figures(timer.runner),
             "staged_gib": staged_gib(timer.runner),
+            **kv_figures(timer.runner, load, figures.us_per_step),
             "deferred": timer.runner.deferred,
             "warmup_seconds": round(warmup, 2),
         }

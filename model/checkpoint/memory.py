@@ -192,11 +192,11 @@ def cache_pages(
         )
     if on_gpu is None:
         check_engine(weights + states, token, PAGE, 1, smaller)
-    if on_gpu is not None and pages * page > on_gpu:
+    if on_gpu is not None and pages * page > (most := max(0, on_gpu) + max(0, free)):
         raise PykernelsError(
             f"A KV cache of {size(pages * page)} for {pages * PAGE} tokens, and the GPU has"
-            f" {size(on_gpu)} free",
-            f"Ask for kv_tokens={on_gpu // page * PAGE} at most",
+            f" {size(max(0, on_gpu))} free, main memory {size(max(0, free))}",
+            f"Ask for kv_tokens={most // page * PAGE} at most",
         )
     if on_gpu is None and weights + pages * page > free:
         raise PykernelsError(
@@ -239,6 +239,23 @@ def check_engine(
             f"The model's {size(weights)} and a KV cache of {size(cache * sequences)} for"
             f" {context * sequences} tokens need more than the {size(free)} that are free",
             f"Ask for {', or '.join(choices)}" if choices else "Free memory",
+        )
+
+
+def check_cache(token: int, pages: int, layers: int, weights: int) -> None:
+    """Raise `PykernelsError` if main memory has no room for the caches of layers that a GPU has
+    none for.
+
+    Args:
+        token: bytes of them per token; ``layers``: how many they are.
+        weights: bytes of main memory that loading takes.
+    """
+    free, page = available() - weights, token * PAGE
+    if pages * page > max(0, free):
+        raise PykernelsError(
+            f"Keys and values of {layers} layers, which the GPU has no room for, take"
+            f" {size(pages * page)} of main memory, and the model leaves {size(max(0, free))}",
+            f"Ask for kv_tokens={max(0, free) // page * PAGE} at most, or kv_dtype fp8",
         )
 
 

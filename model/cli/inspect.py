@@ -26,7 +26,9 @@ _WIDE = 160
 
 @command
 def inspect(
-    execution: Annotated[ExecutionConfig, Choose(only=("device", "experts", "gpu_experts"))],
+    execution: Annotated[
+        ExecutionConfig, Choose(only=("device", "experts", "gpu_experts", "gpu_gib"))
+    ],
     model: Annotated[
         str | None,
         typer.Argument(
@@ -41,15 +43,6 @@ def inspect(
         int,
         typer.Option(min=0, metavar="N", help="Slots of each layer for experts on the GPU, too."),
     ] = 0,
-    gpu_memory: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            metavar="GIB",
-            help="Of the GPU, for --gpu-experts auto or a profile.",
-            show_default="what is free here",
-        ),
-    ] = None,
     eager: Eager = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout, every module in it.")
@@ -74,8 +67,10 @@ def inspect(
     where = "cpu" if execution.experts == "auto" else execution.experts
     if program and gpu_experts is not None:
         raise PykernelsError("--program has no --gpu-experts", "Leave one of them out")
-    if gpu_memory is not None and gpu_experts is None:
-        raise PykernelsError("--gpu-memory is for --gpu-experts", "Add that, or leave it out")
+    if execution.gpu_gib is not None and gpu_experts is None:
+        raise PykernelsError(
+            "--gpu-gib is for --gpu-experts here", "Add that, or ask pykernels plan what fits"
+        )
     if program and as_json:
         raise PykernelsError("--program has no JSON", "Leave one of them out")
     with status("reading headers"):
@@ -93,7 +88,7 @@ def inspect(
             placed = placed_program(Path(which), rules, device, where, tokens, expert_cache)
             out().print(str(placed), markup=False)
             return
-        given = expert_cache, gpu_experts, gpu_memory
+        given = expert_cache, gpu_experts, execution.gpu_gib
         inspection = examine(which, rules, device, eager, where, *given)
     if as_json:
         print(json.dumps(inspection.as_dict(), indent=2))

@@ -18,7 +18,19 @@ from .shared.common import Debug, command, out
 from .shared.options import Choose
 from .shared.session import status
 
-_OPTIONS = Choose(only=("experts", "prefill", "defer", "kv_dtype", "threads"))
+_OPTIONS = Choose(
+    only=(
+        "experts",
+        "prefill",
+        "dense_gib",
+        "kv_gpu_gib",
+        "kv_attention",
+        "gpu_gib",
+        "defer",
+        "kv_dtype",
+        "threads",
+    )
+)
 
 
 @command

@@ -86,7 +86,7 @@ def with_gpu_experts(
     if free_bytes is None and not isinstance(asked, int):
         raise PykernelsError(
             "how many experts fit depends on the GPU's memory, and there is no GPU here",
-            "Add --gpu-memory 80, in GiB, or give a number of experts",
+            "Add --gpu-gib 80, or give a number of experts",
         )
     modules = {name: m for name, m in model.named_modules() if isinstance(m, FusedMoE)}
     if not modules:

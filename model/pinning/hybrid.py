@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 from pykernels.errors import PykernelsError
@@ -14,10 +13,10 @@ from runtime.devices.gpus import gpus_of
 from runtime.passes.layers import check_routed, moe_layers
 from runtime.planning.execution import ExecutionPlan
 from runtime.planning.gpu.capacity import free_for_experts
-from runtime.planning.gpu.dense import crossing_weights
+from runtime.planning.gpu.fit import fitted
 from runtime.planning.gpu.machine import Machine
 from runtime.planning.gpu.plan import place_on
-from runtime.planning.gpu.routes import layer_gpus
+from runtime.planning.gpu.routes import TENSOR, layer_gpus
 from runtime.planning.gpu.stream_budget import streaming_bytes
 from runtime.planning.lowerable import Lowerable
 from runtime.planning.placement import CPU, Placement
@@ -39,10 +38,12 @@ def place_hybrid(
     cache: int | str = 0,
     prefill: str = "cpu",
     dense: float | str = "auto",
+    kv: float | str = "auto",
+    gpu_gib: float | None = None,
     gpus: str = "auto",
 ) -> Placement:
-    """Places a model (``place_on``), and decides which dense weights cross to the GPUs in each
-    step, and which experts these have besides, or how many expert slots.
+    """Places a model (``place_on``), and decides which keys, values and dense weights cross to the
+    GPUs in each step (``fit``), and which experts these have besides, or how many expert slots.
 
     Args:
         asked: see ``choose``; None or 0: none.
@@ -51,23 +52,24 @@ def place_hybrid(
         experts: "auto", "cpu" or "gpu"; "auto" with a number or a profile is "cpu".
         placed, by_layer: as ``placement.place``.
         cache: slots of each layer, "auto": as many as fit, or 0.
-        prefill, dense, gpus: see ``ExecutionConfig``.
+        prefill, dense, gpus, gpu_gib: see ``ExecutionConfig``; ``kv``: its ``kv_gpu_gib``.
 
     Raises:
         PykernelsError: see ``gpu_experts_of``; some experts, or expert slots, though all are there;
-            experts that stay and an expert cache.
+            experts that stay and an expert cache; more than ``gpu_gib``.
     """
     for option, wanted in (("gpu_experts", asked), ("expert_cache", cache)):
         if wanted and wanted != "auto":
             check_routed(model.lower(), option)
-    machine = machine_of(gpus_of(device), model.store)
+    machine = machine_of(gpus_of(device), model.store, gpu_gib)
     machine = layer_gpus(gpus, prefill, machine, model, sizes, experts, placed, by_layer)
 
     def plan_with(experts: str) -> ExecutionPlan:
         placement = place_on(machine, model, sizes, experts, placed, by_layer)
         plan = ExecutionPlan(sizes, placement)
-        crossing = crossing_weights(model, machine, plan, dense, sizes.tokens)
-        return replace(plan, placement=placement.with_residency(crossing))
+        if gpus == TENSOR and (kv, dense) == ("auto", "auto"):  # each GPU has a part of a layer
+            return plan
+        return fitted(model, machine, plan, kv, dense, prefill)
 
     if cache:
         if asked:

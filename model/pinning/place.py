@@ -44,6 +44,8 @@ def placement_of(
             cache=config.slots,
             prefill=config.prefill,
             dense=config.dense_gib,
+            kv=config.kv_gpu_gib,
+            gpu_gib=config.gpu_gib,
             gpus=config.gpus,
         )
     if config.device == CPU:

@@ -9,14 +9,21 @@ from dataclasses import dataclass, field, replace
 
 from pykernels.errors import PykernelsError
 from runtime.devices.gpus import HEADROOM, gpus_of
+from runtime.devices.sim.machine import Gpu
 from runtime.engine.scheduling.config import STEP_TOKENS
+from runtime.passes.gpu.offload_kv import host_caches
 from runtime.passes.layers import moe_layers
 from runtime.planning.compile import Compiled, compile
 from runtime.planning.execution import ExecutionPlan, Phase, largest_step
 from runtime.planning.gpu.capacity import free_for_experts, step_bytes
+from runtime.planning.gpu.fit import fitted
+from runtime.planning.gpu.kv import bytes_in_main
 from runtime.planning.gpu.machine import Machine as GpuMachine
-from runtime.planning.gpu.plan import plan_on_gpus
+from runtime.planning.gpu.plan import place_on, plan_on_gpus
 from runtime.planning.placement import CPU
+from runtime.planning.residency import Filled
+from runtime.planning.work import work
+from runtime.program import Program
 from runtime.program.sizes import StepSizes
 
 from .settings import Case
@@ -46,7 +53,7 @@ class Memory:
 
     @property
     def free(self) -> int:
-        """What is left; below 0 where it does not fit."""
+        """Bytes of the memory that nothing takes; below 0 where the model does not fit."""
         return self.has - self.needed
 
 
@@ -130,11 +137,19 @@ def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int) -> Placed:
 
     gpu, decoder = case.machine.gpu, case.subject.decoder
     assert gpu is not None
-    free = dict.fromkeys(gpus, int(gpu.memory_gib * GIB) - HEADROOM)
+    run = case.execution
+    has_gib = min(gpu.memory_gib, run.gpu_gib or gpu.memory_gib)
+    free = dict.fromkeys(gpus, int(has_gib * GIB) - HEADROOM)
     machine = GpuMachine(free, CudaLayouts())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plan = plan_on_gpus(case.execution, decoder, machine, case.wanted.positions, sizes)
+        largest = sizes.of(sizes.tokens or max(STEP_TOKENS, sizes.sequences))
+        placement = place_on(machine, decoder, largest, run.experts)
+        how = run.kv_gpu_gib, run.dense_gib, run.prefill
+        placement = fitted(decoder, machine, ExecutionPlan(largest, placement), *how).placement
+        if run.kv_attention == "auto":
+            run = replace(run, kv_attention=_faster(case, decoder.lower(), gpu))
+        plan = plan_on_gpus(run, decoder, machine, case.wanted.positions, sizes, placement)
         room = 0
         if plan.placement.experts == CPU:
             room = min(free_for_experts(decoder, machine, plan).values())
@@ -144,14 +159,31 @@ def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int) -> Placed:
     steps = step_bytes(machine, compiled)
     caches = decoder.caches(plan.sizes.pages, plan.sizes.state_slots)
     program = decoder.lower()
-    memory, cpu = {}, 0
+    in_main, memory = host_caches(compiled.program), {}
+    crossing = plan.placement.filled(Filled.EACH_STEP)
     for name in gpus:
         part = compiled.parts[name]
         weights = plan.placement.nbytes(program, name, machine.layouts.weight_bytes)
-        cache = sum(each.nbytes for key, each in caches.items() if key in part.buffers)
-        memory[name] = Memory(free[name], weights, cache, steps[name])
+        weights -= sum(
+            machine.layouts.weight_bytes(program.weights[each])
+            for each, record in crossing.items()
+            if record.device == name
+        )
+        own = (key for key in caches if key in part.buffers and key not in in_main)
+        memory[name] = Memory(free[name], weights, sum(caches[n].nbytes for n in own), steps[name])
     cpu = plan.placement.nbytes(program, CPU, lambda spec: spec.nbytes)
-    return Placed(case, plan, {**memory, CPU: Memory(has, cpu, 0, 0)}, max(0, room))
+    cpu += sum(record.nbytes for record in crossing.values())
+    cache = bytes_in_main(compiled.program, caches)
+    return Placed(case, plan, {**memory, CPU: Memory(has, cpu, cache, 0)}, max(0, room))
+
+
+def _faster(case: Case, program: Program, gpu: Gpu) -> str:
+    """Where attention to keys and values in main memory takes less time: "cpu" or "gpu"."""
+    cpu = case.machine.cpu
+    node = next(node for node in program.nodes if node.op == "attention")
+    one = work(program, 1, 1)[node.name]
+    on_cpu = max(one.nbytes / cpu.read_gbps, one.flops / cpu.attention_tflops / 1e3)
+    return CPU if on_cpu < one.nbytes / gpu.link_gbps else "gpu"
 
 
 def _with_slots(case: Case, plan: ExecutionPlan) -> ExecutionPlan:

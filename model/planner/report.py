@@ -32,6 +32,13 @@ def serve_line(found: Prediction) -> str:
         words += ["--kv-dtype", run.kv_dtype]
     if run.prefill != "auto":
         words += ["--prefill", run.prefill]
+    if run.gpu_gib is not None:
+        words += ["--gpu-gib", f"{run.gpu_gib:g}"]
+    if run.kv_attention != "auto":
+        words += ["--kv-attention", run.kv_attention]
+    for name, value in (("--kv-gpu-gib", run.kv_gpu_gib), ("--dense-gib", run.dense_gib)):
+        if value != "auto":
+            words += [name, f"{value:g}"]
     if run.threads is not None:
         words += ["--threads", str(run.threads)]
     if case.wanted.positions > DEFAULT_POSITIONS:
@@ -42,7 +49,7 @@ def serve_line(found: Prediction) -> str:
 
 
 def lines(found: Prediction, changes: Sequence[Change]) -> list[str]:
-    """What is printed."""
+    """The lines that ``pykernels plan`` prints of a prediction and of changes to it."""
     case, plan = found.placed.case, found.placed.plan
     wanted, subject = case.wanted, case.subject
     layers = subject.config.num_hidden_layers

@@ -14,6 +14,8 @@ Gpus = Mapping[str, torch.device]
 INTERPRETED = "cuda:interpreted"
 HEADROOM = 1 << 30
 """Bytes of GPU memory that stay free for what nobody counts: kernels, graphs, decode's splits."""
+CONTEXT = 1 << 29
+"""Bytes of GPU memory that the driver takes for a process, about: its context, kernels, graphs."""
 
 
 def gpus_of(devices: str) -> dict[str, torch.device]:
@@ -79,9 +81,29 @@ def interpreted(gpus: Gpus) -> bool:
     return any(device.type != "cuda" for device in gpus.values())
 
 
-def free_bytes(gpus: Gpus) -> dict[str, int]:
-    """Free memory of each GPU; in the interpreter more than anything takes."""
-    return {
-        name: torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 1 << 62
-        for name, device in gpus.items()
-    }
+def free_bytes(gpus: Gpus, gpu_gib: float | None = None) -> dict[str, int]:
+    """Free memory of each GPU; in the interpreter more than anything takes.
+
+    Args:
+        gpu_gib: GiB that this process may take of each (``ExecutionConfig.gpu_gib``).
+    """
+    free: dict[str, int] = {}
+    for name, device in gpus.items():
+        taken, free[name] = 0, 1 << 62
+        if device.type == "cuda":
+            taken, free[name] = (
+                torch.cuda.memory_reserved(device),
+                torch.cuda.mem_get_info(device)[0],
+            )
+        if gpu_gib is not None:
+            free[name] = min(free[name], round(gpu_gib * 2**30) - CONTEXT - taken)
+    return free
+
+
+def limit(gpus: Gpus, gpu_gib: float | None) -> None:
+    """Lets this process take no more than so much of each GPU; None: all of it again."""
+    for device in gpus.values():
+        if device.type == "cuda":
+            whole = torch.cuda.get_device_properties(device).total_memory
+            share = 1.0 if gpu_gib is None else (gpu_gib * 2**30 - CONTEXT) / whole
+            torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, share)), device)

@@ -23,6 +23,8 @@ ONE_OF: tuple[tuple[str, ...], ...] = (
     ("stream_dense",),
     ("split_over_nodes",),
     ("gpu_metadata",),
+    ("attend_on_cpu",),
+    ("offload_kv",),
 )
 """A program goes through at most one pass of each row, and through that one once."""
 
@@ -40,6 +42,8 @@ NOT_AFTER: dict[str, tuple[str, ...]] = {
     "stream_weights": ("defer", "dual_batch", "split_over_nodes", "gpu_metadata"),
     # A rank has experts of its own, wherever they lie then.
     "shard": ("gpu_experts", "expert_cache", "split_experts", "stream_weights"),
+    # A microbatch's attention reads inputs that the CPU has not.
+    "attend_on_cpu": ("dual_batch", "gpu_metadata"),
     # Experts are streamed for prompts, whose steps have no microbatches.
     "dual_batch": ("stream_weights", "split_experts", "gpu_metadata"),
 }

@@ -14,7 +14,9 @@ from types import MappingProxyType
 from ..machine.nodes import ONE_NODE, MemoryNodes
 from ..passes.defer import defer
 from ..passes.dual_batch import dual_batch
+from ..passes.gpu.attend_on_cpu import attend_on_cpu
 from ..passes.gpu.metadata import gpu_metadata
+from ..passes.gpu.offload_kv import offload_kv
 from ..passes.keep_routing import keep_routing
 from ..passes.numa import split_over_nodes
 from ..passes.on_ref import REF, with_exact_caches
@@ -38,6 +40,12 @@ def _keep_routing(program: Program, plan: ExecutionPlan, step: Step) -> Program:
 def _place(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     placed = plan.placement.place(program)
     return with_exact_caches(placed) if plan.placement.device == REF else placed
+
+
+def _attend_on_cpu(program: Program, plan: ExecutionPlan, step: Step) -> Program:
+    if plan.kv_attention != CPU or step.phase is not Phase.DECODE:
+        return program
+    return attend_on_cpu(program, plan.placement.kv_in_main)
 
 
 def _expert_slots(program: Program, plan: ExecutionPlan, step: Step) -> Program:
@@ -96,9 +104,14 @@ def _gpu_metadata(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     return gpu_metadata(program, step.phase is Phase.DECODE)
 
 
+def _offload_kv(program: Program, plan: ExecutionPlan, step: Step) -> Program:
+    return offload_kv(program, plan.placement.kv_in_main)
+
+
 STAGES: tuple[Stage, ...] = (
     _keep_routing,
     _place,
+    _attend_on_cpu,
     _expert_slots,
     _of_the_user,
     _stream,
@@ -107,6 +120,7 @@ STAGES: tuple[Stage, ...] = (
     _stream_dense,
     _tensor,
     _gpu_metadata,
+    _offload_kv,
 )
 """Stages in the order in which they rewrite a program; ``passes.order`` says why."""
 

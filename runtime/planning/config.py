@@ -75,6 +75,14 @@ class ExecutionConfig:
         dense_gib: GiB of GPU memory for the dense weights of a model's layers. Those of as few
             layers as can be lie in main memory besides, and cross to the GPU in every step; "auto":
             of none, if all fit.
+        kv_gpu_gib: GiB of GPU memory for keys and values. Those of as few layers as can be lie in
+            main memory besides, and of them what a step reads crosses to the GPU; "auto": of none,
+            if all fit.
+        kv_attention: where decode steps attend in layers whose keys and values lie in main memory:
+            "gpu", to which they cross, "cpu", or "auto": where a step took less time. Prompts and
+            latent attention: on the GPU. The CPU rounds elsewhere: the text may be another one.
+        gpu_gib: GiB of each GPU that are taken at most, as if it had no more; None: all that is
+            free.
         expert_cache: slots of each layer for experts that a GPU computes beside the others on the
             CPU, and that change from step to step by what the routers choose; "auto": as many as
             fit; "off".
@@ -142,6 +150,30 @@ class ExecutionConfig:
         "GIB|auto",
         read=_gib,
         no_gpu=("auto",),
+    )
+    kv_gpu_gib: float | str = option(
+        "auto",
+        "GPU memory for keys and values; those of other layers lie in main memory and cross in"
+        " every step. auto: all that fit.",
+        "GIB|auto",
+        read=_gib,
+        no_gpu=("auto",),
+    )
+    kv_attention: str = option(
+        "auto",
+        "Where decode steps attend in layers whose keys and values lie in main memory: on the GPU,"
+        " to which these cross, or on the CPU; auto: where a step took less time. Each rounds in"
+        " its own way.",
+        "auto|gpu|cpu",
+        no_gpu=("auto",),
+    )
+    gpu_gib: float | None = option(
+        None,
+        "Memory of each GPU that is taken at most, as if it had no more.",
+        "GIB",
+        kind=float,
+        shown="all that is free",
+        no_gpu=(None,),
     )
     expert_cache: int | str = option(
         OFF,
@@ -211,6 +243,7 @@ class ExecutionConfig:
             raise SettingError("device", self.device, "Give cpu, ref or cuda:0", "is no device")
         check_one_of("experts", self.experts, EXPERTS)
         check_one_of("prefill", self.prefill, PREFILL)
+        check_one_of("kv_attention", self.kv_attention, ("auto", "gpu", "cpu"))
         check_one_of("gpus", self.gpus, GPUS)
         if self.gpus != "auto" and self.on_gpu and "," not in self.device:
             hint = "Name the others too, as in device='cuda:0,cuda:1'"
@@ -222,6 +255,10 @@ class ExecutionConfig:
             check_one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         if self.dense_gib != "auto":
             check_number("dense_gib", self.dense_gib, "a number of GiB, or auto")
+        if self.kv_gpu_gib != "auto":
+            check_number("kv_gpu_gib", self.kv_gpu_gib, "a number of GiB, or auto")
+        if self.gpu_gib is not None:
+            check_number("gpu_gib", self.gpu_gib, "a number of GiB")
         if self.expert_cache not in ("auto", OFF):
             wanted = "a number of slots, auto or off"
             check_whole("expert_cache", self.expert_cache, 0, MOST_EXPERTS, wanted)

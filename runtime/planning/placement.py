@@ -40,12 +40,15 @@ class Placement:
         residency: by name, records of the weights whose nodes run elsewhere than their layer, or
             which do not stay where they run; of routed experts on the CPU, what a GPU has of them
             besides: some from loading on, or slots, in all layers alike.
+        kv_in_main: numbers of the layers whose keys and values lie in main memory, and cross to
+            their GPU in each step.
     """
 
     device: str = CPU
     experts: str = CPU
     by_layer: Mapping[int, str] = field(default_factory=dict)
     residency: Mapping[str, Residency] = field(default_factory=dict)
+    kv_in_main: tuple[int, ...] = ()
 
     @property
     def last(self) -> str:

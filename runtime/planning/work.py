@@ -71,7 +71,8 @@ def work(
     return {
         node.name: Work(
             round(_weight_bytes(program, node, tokens, whole))
-            + _cache_bytes(program, node, context),
+            + _cache_bytes(program, node, context)
+            + _loaded_bytes(program, node, context),
             round(_flops(program, node, tokens, context, whole or program)),
         )
         for node in program.nodes
@@ -150,6 +151,13 @@ def cache_bytes(program: Program, context: int) -> int:
     return sum(_cache_bytes(program, node, context) for node in program.nodes)
 
 
+def _loaded_bytes(program: Program, node: Node, context: int) -> int:
+    """Keys and values of a sequence that a node brings from main memory."""
+    if node.op != "load_pages":
+        return 0
+    return context * sum(_row_bytes(program, name, 2) for name in node.series("cache"))
+
+
 def _cache_bytes(program: Program, node: Node, context: int) -> int:
     if node.op == "attention":
         keys, leading = min(context, node.attr("window") or context), 2  # pages, tokens
@@ -159,7 +167,9 @@ def _cache_bytes(program: Program, node: Node, context: int) -> int:
         names = [name for name in node.reads if program.buffers[name].kind == "cache"]
     else:
         return 0
-    return keys * sum(
-        math.prod(program.shape(name)[leading:]) * program.buffers[name].dtype.itemsize
-        for name in names
-    )
+    return keys * sum(_row_bytes(program, name, leading) for name in names)
+
+
+def _row_bytes(program: Program, name: str, leading: int) -> int:
+    """Bytes of a buffer behind its first dimensions."""
+    return math.prod(program.shape(name)[leading:]) * program.buffers[name].dtype.itemsize

@@ -6,6 +6,7 @@ import pytest
 
 from runtime.engine import Engine, EngineConfig, RequestHandle, SamplingParams, StepBatch
 from runtime.engine.scheduling.streamed_times import StreamedTimes
+from runtime.engine.scheduling.yields import Yields
 from runtime.runner.batch import StepResult
 
 from .fake_runner import FakeRunner, expected
@@ -145,6 +146,16 @@ def test_a_long_prompt_is_read_however_many_short_ones_come() -> None:
     # As much again for which it is parked, and what a busy machine costs it.
     assert served.first(served.long) <= 3 * served.first(alone.long)
     served.check()
+
+
+def test_a_step_is_parked_for_its_share_however_long_it_takes() -> None:
+    prefill = TimedPrefill(Timed())
+    yields = Yields(prefill, 0.5)
+    yields.began(0.0)
+    for tenth in range(100):
+        yields.update(True, tenth / 10)
+    assert yields.ended(10.0) == pytest.approx(10 - yields.seconds)
+    assert 0.9 * 0.5 * 10 < yields.seconds <= 1 + 0.5 * 10
 
 
 def test_chunks_are_as_long_as_others_can_wait() -> None:

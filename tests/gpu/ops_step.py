@@ -17,6 +17,7 @@ from pykernels.ref.sampling import MAX_LOGPROBS, Sampled
 from pykernels.ref.sampling.inputs import SamplingInputs
 
 from .ops import BF16, FP32, Op, Tensors, empty, integers, large, normal
+from .ops_kv_pages import KV_PAGES
 
 INT32, INT64 = torch.int32, torch.int64
 _SEEN = ("repetition", "presence", "frequency", "seen", "seen_row")
@@ -241,6 +242,7 @@ STEP = (
     _gqa_write("gqa_rope_cache_write, E4M3", True, True),
     _mla_write("mla_rope_cache_write", False),
     _mla_write("mla_rope_cache_write, E4M3", True),
+    *KV_PAGES,
     _copy_rows(),
     _copy_bytes(),
     _one_shot(),

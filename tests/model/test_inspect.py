@@ -164,13 +164,13 @@ def test_what_experts_on_the_gpu_too_would_take(run: Run, tmp_path: Path) -> Non
     profile = Profile(model_type="deepseek_v3", tokens=1000, topk=8, counts=counts)
     write(profile, tmp_path / "profile.json")
     asked = ["--device", "cuda:0", "--gpu-experts", tmp_path / "profile.json"]
-    shown = run("inspect", "deepseek-v3", *asked, "--gpu-memory", 24, "--json")
+    shown = run("inspect", "deepseek-v3", *asked, "--gpu-gib", 24, "--json")
     gpu_share = json.loads(shown.out)["gpu_experts"]
     assert gpu_share["profiled"] and gpu_share["layers"] == 58
     assert gpu_share["share"] == pytest.approx(0.745, abs=2e-3)
     assert "58 layers are on the GPU too" in run("inspect", "deepseek-v3", *asked[:3], 1).out
     if not torch.cuda.is_available():
-        failed(run("inspect", "deepseek-v3", *asked), "no GPU here. Add --gpu-memory")
+        failed(run("inspect", "deepseek-v3", *asked), "no GPU here. Add --gpu-gib")
     failed(run("inspect", "deepseek-v3", "--gpu-experts", 1), "--device cuda:0")
     failed(run("inspect", "deepseek-v3", *asked[:3], 256), "256 experts on the GPU. Give 255")
 

@@ -33,6 +33,7 @@ from runtime.devices.ref.partial_ops import PARTIAL
 from runtime.engine import EngineConfig
 from runtime.planning.config import ExecutionConfig
 from runtime.program.op_table.collectives import COLLECTIVES
+from runtime.program.op_table.kv_offload import KV_OFFLOAD
 from runtime.program.ops import OPS
 
 from ..cpu.kernels import variants
@@ -252,7 +253,8 @@ def test_ops_are_those_of_the_table() -> None:
     named = set(quoted([row[0] for row in rows(PAGES["runtime/README.md"], "op")]))
     assert named == set(OPS)
     # Bytes in a GPU's own layout, and what its kernels read besides: no other device has them.
-    moved = {"load_weights", "attention_metadata", "select_rows", "sort_routing"}
+    moved = {"load_weights", "attention_metadata", "select_rows", "sort_routing", *KV_OFFLOAD}
+    moved |= {"delta_step", "delta_norm"}  # others have the four that these two are
     assert named - moved == {*ops.OPS, "submit", "wait"}
     loads = {name for name in OPS if name.endswith("_experts")}  # the CPU reads main memory
     assert set(step.BINDERS) == named - loads - moved - {*COLLECTIVES, *PARTIAL}

@@ -189,7 +189,7 @@ class _EngineCollector(Collector):
         return steps
 
     def _levels(self) -> Iterator[Metric]:
-        """What is behind the pages of the KV cache."""
+        """Blocks and bytes of the levels that keep pages beyond the KV cache."""
         levels = self._figures.stats.kv_levels
         if not levels:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,6 +15,7 @@ from pykernels.quant.split import Experts
 
 from ...planning.compile import compile
 from ...planning.execution import ExecutionPlan, Phase
+from ...planning.gpu.kv import with_attention
 from ...planning.gpu.with_rates import (
     DecodeTimes,
     check_split,
@@ -32,6 +34,7 @@ from ...program.weights import WeightStore
 from ...runner.batch import StepBatch
 from ...runner.measured.deferral import decode_times
 from ...runner.measured.kept_rates import kept_rates
+from ...runner.measured.kv_attention import context_of, decode_seconds
 from ...runner.measured.prefill import measured_rates
 from ..cpu import weights as cpu
 from ..gpus import Gpus
@@ -59,6 +62,8 @@ def calibrated(resources: CudaResources, plan: ExecutionPlan, gpus: Gpus) -> Exe
     try:
         if plan.measures_deferral:
             plan = _with_deferral(plan, probe)
+        if plan.measures_kv:
+            plan = _with_kv_attention(plan, probe)
         return _with_prompts(resources, plan, probe, gpus) if plan.measures_prompts else plan
     finally:
         probe.close()
@@ -67,6 +72,13 @@ def calibrated(resources: CudaResources, plan: ExecutionPlan, gpus: Gpus) -> Exe
 def _with_deferral(plan: ExecutionPlan, probe: Probe) -> ExecutionPlan:
     step = probe.step(plan, Phase.DECODE)
     return with_deferral(plan, step.program, probe.decode_times(step))
+
+
+def _with_kv_attention(plan: ExecutionPlan, probe: Probe) -> ExecutionPlan:
+    context = context_of(plan.max_model_len, plan.sizes.pages)
+    ways = (replace(plan, kv_attention=where) for where in ("gpu", "cpu"))
+    times = [probe.decode_seconds(way, context) for way in ways]
+    return with_attention(plan, context, *times)
 
 
 def _with_prompts(
@@ -115,20 +127,25 @@ class Probe(CudaStepRunner):
         return self.make_step(compile(self.model, plan, phase, tokens, share), self._inputs)
 
     def decode_times(self, step: CudaExecutable) -> DecodeTimes | None:
-        """Of a step of one token; None: nothing of it is on the CPU."""
+        """The times of a decode step of one token; None: nothing of it is on the CPU."""
         if step.cpu is None:
             return None
         self.sizes[0], self.sizes[1], self.sizes[2] = 1, 1, 0
         self._inputs["slot_mapping"][0] = self._inputs[STATE_SLOTS][0] = 0
         return decode_times(step.program, step.cpu.jobs.jobs, step.run)
 
+    def decode_seconds(self, plan: ExecutionPlan, context: int) -> float:
+        """Of a step of one token with so many keys, by a plan of the same sizes."""
+        return decode_seconds(self.step(plan, Phase.DECODE), self._inputs, self.sizes, context)
+
     def may_split(self, plan: ExecutionPlan, program: Program) -> bool:
         """Whether there are kernels for split steps, and memory beside that of streamed ones."""
-        machine = machine_of(self._resources.gpus, self.weights)
+        place = self._resources.gpus, self.weights, plan.gpu_gib
+        machine = machine_of(*place)
         if not splits(machine, plan, program):
             return False
         self.prepare(self._inputs)
-        machine = machine_of(self._resources.gpus, self.weights)  # less than before the caches
+        machine = machine_of(*place)  # less than before the caches
         return fits_split(self.model, machine, plan, program)
 
     def rates(self, plan: ExecutionPlan, program: Program, may_split: bool) -> Rates:

@@ -56,19 +56,21 @@ class CudaLayouts:
         return few and spec.moe is not None and gatherable(spec.moe, *formats)
 
 
-def machine_of(gpus: Gpus, store: WeightStore) -> Machine:
+def machine_of(gpus: Gpus, store: WeightStore, gpu_gib: float | None = None) -> Machine:
     """These GPUs, as much of their memory as is free now.
 
     Args:
         store: of the model that is planned; what it has made on a GPU already takes no more.
+        gpu_gib: ``ExecutionConfig.gpu_gib``.
     """
-    free = {name: nbytes - HEADROOM for name, nbytes in free_bytes(gpus).items()}
+    free = {name: nbytes - HEADROOM for name, nbytes in free_bytes(gpus, gpu_gib).items()}
     return Machine(
         free,
         CudaLayouts(),
         not interpreted(gpus),
         lambda spec, gpu: store.is_made(spec, gpus[gpu]),
         MAX_PROGRAMS * BLOCK if len(gpus) <= MAX_MEMBERS and Peers.of(gpus).atomics else 0,
+        {} if gpu_gib is None else dict.fromkeys(gpus, round(gpu_gib * 2**30)),
     )
 
 

@@ -26,10 +26,10 @@ from ...runner.batch import DeviceLost
 from ...runner.paged_runner import LastStep
 from ...workers.pool import WorkerPool
 from ...workers.threads import spin_budget
-from ..gpus import Gpus, check_device, free_bytes, gpus_of, interpreted
+from ..gpus import Gpus, check_device, free_bytes, gpus_of, interpreted, limit
 from .binders.attention import check_heads
 from .memory.buffers import allocated_caches
-from .memory.pinning import pin_dense
+from .memory.pinning import pin_caches, pin_dense
 from .step.peers import Peers
 
 
@@ -45,6 +45,7 @@ class CudaResources:
         caches: by buffer, on the GPUs; there before the first step is made.
         last_steps: the step that ended last, whoever ran it.
         pinned: what crosses from main memory.
+        gpu_gib: of the plan.
         peers: which GPUs reach each other's memory.
     """
 
@@ -57,6 +58,7 @@ class CudaResources:
     caches: dict[str, torch.Tensor]
     last_steps: deque[LastStep]
     pinned: Pinned
+    gpu_gib: float | None = None
     peers: Peers = Peers()
 
     @classmethod
@@ -77,9 +79,11 @@ class CudaResources:
         check_device(device)
         check_heads(model.lower())
         gpus = gpus_of(device)
-        check_waits(gpus, pool if plan.placement.experts == CPU else None)
+        uses_cpu = CPU in (plan.placement.experts, plan.kv_attention) or plan.measures_kv
+        check_waits(gpus, pool if uses_cpu else None)
+        limit(gpus, plan.gpu_gib)
         own = model, gpus, plan.placement.last, pool, plan.kernel, plan.sizes
-        return cls(*own, {}, deque(maxlen=1), Pinned(), Peers.of(gpus))
+        return cls(*own, {}, deque(maxlen=1), Pinned(), plan.gpu_gib, Peers.of(gpus))
 
     def over(self, gpus: Sequence[str]) -> CudaResources:
         """What steps on these GPUs alone share, of which the first one samples."""
@@ -102,8 +106,16 @@ class CudaResources:
         self.allocate_caches(compiled)
 
     def allocate_caches(self, compiled: Compiled) -> None:
-        """Allocates those caches of a step that are not there."""
-        missing = allocated_caches(compiled.program, self.gpus, self.caches)
+        """Allocates those caches of a step that are not there, and pins those in main memory.
+
+        Raises:
+            PykernelsError: they cannot be pinned.
+        """
+        missing = allocated_caches(
+            compiled.program, self.gpus, self.caches, self.pool.memory.allocate
+        )
+        if self.real:
+            pin_caches(missing, self.pinned)
         self.caches.update(missing)
 
     @property
@@ -134,7 +146,8 @@ class CudaResources:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            free = ", ".join(f"{n >> 20} MiB of {gpu}" for gpu, n in free_bytes(self.gpus).items())
+            there = free_bytes(self.gpus, self.gpu_gib).items()
+            free = ", ".join(f"{n >> 20} MiB of {gpu}" for gpu, n in there)
             raise PykernelsError(
                 f"too little GPU memory: {free} are free, the weights there, a KV cache of"
                 f" {self.sizes.pages * PAGE} tokens and steps of"

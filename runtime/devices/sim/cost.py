@@ -89,8 +89,10 @@ class CostModel:
             return Cost(bound=HOP)
         on_cpu = node.device == CPU
         part: Cpu | Gpu = self.machine.cpu if on_cpu or not self.machine.gpu else self.machine.gpu
-        if node.op in ("load_experts", "load_weight"):
+        if node.op in ("load_experts", "load_weights"):
             return self._crossing(node, work)
+        if node.op == "load_pages":
+            return self._crossing(node, work, self.load.sequences)
         if node.op == "unpack_experts":
             moved = self._piece(node)
             return self._unpacking(2 * moved)
@@ -128,10 +130,10 @@ class CostModel:
         seconds = nbytes / (gpu.read_gbps * gpu.linear_share * 1e9)
         return Cost(seconds + gpu.launch_us * 1e-6, 0.0, GPU_MEMORY)
 
-    def _crossing(self, node: Node, work: Work) -> Cost:
+    def _crossing(self, node: Node, work: Work, times: int = 1) -> Cost:
         gpu = self.machine.gpu
         assert gpu is not None
-        moved = self._piece(node) if node.op == "load_experts" else float(work.nbytes)
+        moved = self._piece(node) if node.op == "load_experts" else float(work.nbytes * times)
         if not moved:  # a dense weight: all of it
             moved = float(sum(self.program.weight(node, name).nbytes for name in node.weights))
         return Cost(moved / (gpu.link_gbps * 1e9) + 5e-6, moved, LINK, moved)
@@ -150,7 +152,7 @@ class CostModel:
         return min(1.0, (plain + rope) / (node.attr("dk") + latent)) if plain else 1.0
 
     def _tokens(self, node: Node) -> int:
-        """Of the step, or of the node's microbatch."""
+        """How many tokens the node takes: the step's, or those of its microbatch."""
         return -(-self.load.tokens // 2) if node.microbatch else self.load.tokens
 
     def _piece(self, node: Node) -> float:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ...passes.gpu.offload_kv import host_caches
 from ...program import Program
 from ..compile import Compiled, compile
 from ..execution import ExecutionPlan, Phase
@@ -25,7 +26,7 @@ def step_tokens(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> int:
         machine: in the interpreter the fewest.
         plan: of the model, whose tokens are not chosen yet.
     """
-    if not machine.real or plan.placement.experts == CPU:
+    if not machine.bounded or plan.placement.experts == CPU:
         return STEP_TOKENS[-1]
     for T in STEP_TOKENS[:-1]:
         if all(free >= 0 for free in free_after_steps(model, machine, plan, T).values()):
@@ -40,7 +41,7 @@ def free_for_experts(model: Lowerable, machine: Machine, plan: ExecutionPlan) ->
     Args:
         plan: of all that is no routed expert.
     """
-    if not machine.real:
+    if not machine.bounded:
         return dict.fromkeys(machine.free, 1 << 62)
     return free_after_steps(model, machine, plan, plan.sizes.tokens)
 
@@ -64,10 +65,11 @@ def free_for_steps(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> d
         part, records = compiled.parts[gpu], compiled.residency(gpu).items()
         specs = [part.weights[name] for name, record in records if not record.crosses]
         missing = [spec for spec in specs if not machine.is_made(spec, gpu)]
+        elsewhere = host_caches(part)
         cached = sum(
             math.prod(part.shape(name)) * buffer.dtype.itemsize
             for name, buffer in part.buffers.items()
-            if buffer.kind == "cache"
+            if buffer.kind == "cache" and name not in elsewhere
         )
         left[gpu] = free - cached - sum(map(machine.layouts.weight_bytes, missing))
     return left

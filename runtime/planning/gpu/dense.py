@@ -31,7 +31,7 @@ def crossing_weights(
     """
     compiled = compile(model, plan, Phase.PROMPT, tokens or STEP_TOKENS[-1])
     free: Mapping[str, int] = {}
-    if asked == "auto" and machine.real:
+    if asked == "auto" and machine.bounded:
         steps = step_bytes(machine, compiled)
         free = {gpu: n - steps[gpu] for gpu, n in free_for_steps(model, machine, plan).items()}
     found: dict[str, Residency] = {}

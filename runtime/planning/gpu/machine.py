@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ...program import Program
@@ -48,9 +48,12 @@ class Machine:
         free: by GPU, in the order in which they have layers, bytes that weights, cache and steps
             may take.
         layouts: see ``GpuLayouts``.
-        real: False: Triton's interpreter plays the GPUs, and there is always room.
+        real: False: Triton's interpreter plays the GPUs, and there is always room unless they are
+            capped.
         is_made: whether a weight lies on a GPU already.
         one_shot: numbers of each GPU that all add up in one launch, over peer access; 0: none.
+        caps: by GPU, bytes that may be taken of it in all (``ExecutionConfig.gpu_gib``); none: all
+            that is free.
     """
 
     free: Mapping[str, int]
@@ -58,6 +61,17 @@ class Machine:
     real: bool = True
     is_made: Callable[[WeightSpec, str], bool] = _nothing_made
     one_shot: int = 0
+    caps: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def capped(self) -> bool:
+        """Whether less may be taken than is free."""
+        return bool(self.caps)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there may be no room."""
+        return self.real or self.capped
 
     def only(self, *gpus: str) -> Machine:
         """The machine with these of its GPUs."""

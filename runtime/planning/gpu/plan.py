@@ -17,6 +17,7 @@ from ..lowerable import Lowerable, Pass
 from ..placement import CPU, Placement, place
 from ..prompt_sizes import HOST_BUCKETS, PromptSizes
 from ..residency import Filled
+from . import kv
 from .capacity import step_tokens
 from .dense import described
 from .machine import Machine
@@ -70,13 +71,19 @@ def plan_on_gpus(
             " microbatch could run",
             "Keep the experts on the CPU (experts cpu), or leave dual_batch off",
         )
+    attends = config.kv_attention == CPU and bool(placement.kv_in_main)
+    if config.dual_batch is True and attends:
+        raise PykernelsError(
+            "dual_batch with kv_attention cpu: a microbatch has no inputs on the CPU",
+            "Leave one of them out",
+        )
     measured = config.defer == "auto" and on_cpu
     plan = ExecutionPlan(
         sizes,
         placement,
         # What is deferred takes memory; of how many experts it is makes no difference.
         config.deferred or int(measured),
-        on_cpu and bool(config.dual_batch),
+        on_cpu and bool(config.dual_batch) and not attends,
         nodes=model.store.nodes,
         passes=tuple(passes),
         max_model_len=max_model_len,
@@ -87,6 +94,9 @@ def plan_on_gpus(
         buckets=HOST_BUCKETS if on_cpu else PROMPT_BUCKETS,
         decode_buckets=DECODE_BUCKETS,
         policy=config.cache_policy,
+        kv_attention=CPU if config.kv_attention == CPU else "gpu",
+        measures_kv=config.kv_attention == "auto" and kv.chooses(model, placement, machine),
+        gpu_gib=config.gpu_gib,
     )
     tokens = sizes.tokens
     streaming = wanted_streaming(config.prefill, model, machine, plan, tokens or None)
@@ -98,6 +108,7 @@ def plan_on_gpus(
         streaming=streaming,
         deferred=config.deferred,
         measures_deferral=measured,
+        measures_kv=plan.measures_kv and not plan.dual_batch,
         decisions=_decisions(model, plan),
     )
     if tensor:
@@ -113,8 +124,15 @@ def plan_on_gpus(
 
 
 def _decisions(model: Lowerable, plan: ExecutionPlan) -> tuple[str, ...]:
-    crossing = plan.placement.filled(Filled.EACH_STEP)
-    return (described(crossing, compile(model, plan).program),) if crossing else ()
+    crossing, layers = plan.placement.filled(Filled.EACH_STEP), plan.placement.kv_in_main
+    lines = list[str]()
+    program = compile(model, plan).program if crossing or layers else None
+    if program is not None and layers:
+        caches = model.caches(plan.sizes.pages, plan.sizes.state_slots)
+        lines.append(kv.described(layers, program, caches))
+    if program is not None and crossing:
+        lines.append(described(crossing, program))
+    return tuple(lines)
 
 
 def _unmeasured(model: Lowerable, machine: Machine, plan: ExecutionPlan) -> ExecutionPlan:

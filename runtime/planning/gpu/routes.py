@@ -79,12 +79,13 @@ def check_tensor(model: Lowerable, config: ExecutionConfig, placement: Placement
         "experts are on the CPU": placement.experts == CPU and bool(moe_layers(program)),
         "experts are deferred": config.defer not in (None, "off", 0, "0", "auto"),
         "dense weights cross in each step": bool(placement.filled(Filled.EACH_STEP)),
+        "keys and values lie in main memory": bool(placement.kv_in_main),
     }
     for fault, is_there in faults.items():
         if is_there:
             raise PykernelsError(
                 f"gpus 'tensor': {fault}",
-                "Use --experts gpu, and leave defer and dense_gib out, or --gpus pipeline",
+                "Use --experts gpu without defer, dense_gib or kv_gpu_gib, or --gpus pipeline",
             )
 
 
@@ -127,6 +128,9 @@ def _why_not(model: Lowerable, plan: ExecutionPlan) -> tuple[str, str] | None:
         return "no prompt is streamed", "Use --prefill stream, or --gpus pipeline"
     if plan.deferred or plan.measures_deferral:
         return "experts are deferred", "Leave defer out, or use --gpus pipeline"
+    if plan.placement.kv_in_main:
+        hint = "Ask for fewer kv_tokens, or use --gpus pipeline"
+        return "keys and values lie in main memory", hint
     if plan.placement.gpu_experts_of:
         return "the first GPU has some experts for good", "Leave gpu_experts out"
     if plan.placement.filled(Filled.EACH_STEP):

@@ -80,7 +80,7 @@ def plan_streaming(
     if reason := _why_not(machine, program):
         raise PykernelsError(f"experts cannot be streamed: {reason}", "Leave prefill at cpu")
     nodes = model.store.nodes
-    if not machine.real:
+    if not machine.bounded:
         return _through(machine, RINGS[0], tokens or STREAM_TOKENS[-1], nodes)
     free = free_for_steps(model, machine, plan)
     short, most = "", balanced_tokens(*_crossing(program), plan.sizes.table_pages * PAGE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .kv_offload import KV_OFFLOAD
 from .op import Attr, Op, Port
 
 
@@ -28,6 +29,8 @@ METADATA = {
     # by the decode kernel; 0 for the others.
     "table": _index("rows", "table_pages", optional=True),
     "decode_lengths": _index("rows", optional=True),
+    # Keys of each sequence, where its pages come from main memory (``passes.gpu.offload_kv``).
+    "key_lengths": _index("rows", optional=True),
     # Tokens that attend to latents one by one: row of `table`, pages, and keys; 0 for the others.
     "token_rows": _index("T", optional=True),
     "token_table": _index("T", "table_pages", optional=True),
@@ -71,6 +74,7 @@ def order_rule(node: Mapping[str, Any]) -> str | None:
 
 
 METADATA_OPS: dict[str, Op] = {
+    **KV_OFFLOAD,
     # What attention's kernels read of the step's sequences. The host writes it in front of the
     # step; it crosses with the inputs. Chunks are sequences of `expand_from` tokens or more where
     # tokens attend to latents, else all behind the leading ones of one token each; of `chunk`

@@ -20,10 +20,11 @@ from runtime.devices.ref.ranks import RanksExecutable, RanksRunner, StripedExecu
 from runtime.devices.ref.step import REF
 from runtime.engine import Engine, Result, SamplingParams
 from runtime.make_runner import make_plan
-from runtime.passes.shard import EXPERTS, replica, sent_bytes, shard, stripe
+from runtime.passes.shard import EXPERTS, join, replica, sent_bytes, shard, stripe
 from runtime.passes.shard.meetings import check_meetings
 from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import largest_step
+from runtime.planning.work import expert_bytes
 from runtime.program import Node
 from runtime.program.sizes import StepSizes
 
@@ -235,6 +236,8 @@ def test_a_rank_reads_its_share_of_the_weights(checkpoint: Checkpoints) -> None:
         assert shapes["lm_head"] in ((32, 64), (64, 64))
         layer = [n.name for n in program.nodes if n.op == "all_reduce" and n.layer == 1]
         assert len(layer) == 2
+    joined = join(shard(decoder.lower(), 2), ["cuda:0", "cuda:1"])
+    assert expert_bytes(joined) == expert_bytes(decoder.lower())  # all ranks' together
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

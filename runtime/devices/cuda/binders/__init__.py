@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ....program.node import Node
 from ..memory.buffers import GpuBuffers
-from . import attention, dense, experts, latents, sampling
+from . import attention, dense, experts, kv_pages, latents, sampling
 from .delta_nets import DELTA_NETS
 from .dense import Launch
 from .pairs import PAIRS
@@ -36,6 +36,9 @@ BINDERS: dict[str, Callable[[GpuBuffers, Node], Launch]] = {
     "load_weights": experts.load_weights,
     "sort_routing": experts.sort_routing,
     "moe_ffn": experts.moe_ffn,
+    "list_pages": kv_pages.list_pages,
+    "load_pages": kv_pages.load_pages,
+    "store_rows": kv_pages.store_rows,
     **DELTA_NETS,
     **ROWS,
     **PAIRS,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from ....machine.memory import allocate
+from ....passes.gpu.offload_kv import host_caches
 from ....passes.gpu_experts import expert_slot_tables
 from ....passes.keep_routing import kept_routers
 from ....passes.stream_dense import ALIGN
@@ -25,6 +27,8 @@ from .weights import layouts
 
 Caches = Mapping[str, torch.Tensor]
 NONE: Caches = MappingProxyType({})
+_ROUNDING = ("linear", "sigmoid_mul")
+"""Ops that read what came from the CPU, as what it attended to, in bfloat16."""
 
 
 def dtypes(program: Program) -> dict[str, torch.dtype]:
@@ -33,10 +37,11 @@ def dtypes(program: Program) -> dict[str, torch.dtype]:
 
     Of a part of a program, too: what comes from another GPU has the dtype that it has there."""
     kinds = port_kinds(program.nodes)
+    rounded = {n for node in program.nodes if node.op in _ROUNDING for n in node.reads}
     for node in program.nodes:
         if node.op == "wait" and node.attr("source") == CPU:  # which has floats in float32 alone
             for name in node.writes:
-                if program.buffers[name].dtype == torch.float32:
+                if program.buffers[name].dtype == torch.float32 and name not in rounded:
                     kinds[name].add("float32")
         if node.op in ("submit", "wait"):
             for name, kind in zip((*node.reads, *node.writes), node.attr("kinds"), strict=False):
@@ -236,14 +241,20 @@ def kept_bytes(program: Program, device: str) -> int:
     return block_bytes(shapes) + 2 * ALIGN * len(shapes)
 
 
-def allocated_caches(program: Program, gpus: Gpus, there: Caches = NONE) -> dict[str, torch.Tensor]:
-    """The caches of a model on its GPUs, and tables of its experts' slots.
+def allocated_caches(
+    program: Program,
+    gpus: Gpus,
+    there: Caches = NONE,
+    main: Callable[[int], torch.Tensor] = allocate,
+) -> dict[str, torch.Tensor]:
+    """The caches of a model on its GPUs or in main memory, and tables of its experts' slots.
 
     Args:
         program: any of the model's on its way to them (``passes.gpu.metadata``).
         there: those that are allocated already.
+        main: uint8 of so many bytes of main memory, zeros.
     """
-    tables = expert_slot_tables(program)
+    tables, in_main = expert_slot_tables(program), host_caches(program)
     caches: dict[str, torch.Tensor] = {}
     for node in program.nodes:
         for name in node.reads:
@@ -251,10 +262,12 @@ def allocated_caches(program: Program, gpus: Gpus, there: Caches = NONE) -> dict
                 continue
             if name in caches or name in there:
                 continue
-            device = gpus[node.device]
+            device, dtype = gpus[node.device], program.buffers[name].dtype
+            shape = program.shape(name)
             if name in tables:
                 caches[name] = tables[name].to(device)
+            elif name in in_main:  # pages of their own, which can be pinned by themselves
+                caches[name] = main(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
             else:
-                dtype = program.buffers[name].dtype
-                caches[name] = torch.zeros(program.shape(name), dtype=dtype, device=device)
+                caches[name] = torch.zeros(shape, dtype=dtype, device=device)
     return caches

@@ -41,6 +41,8 @@ class HostMetadata:
                 its keys; ``positions``: of the tokens.
         """
         outputs, T, S = self._outputs, len(positions), len(counts)
+        if "key_lengths" in outputs:
+            pad(outputs["key_lengths"], lengths)
         if self._latents:
             chunk = counts >= (self._expand_from or NO_EXPANSION)
             pad(outputs["token_rows"], np.repeat(np.arange(S), counts)[:T])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
+
 from pykernels.errors import PykernelsError
 from pykernels.quant.split import Experts
 
@@ -47,3 +51,21 @@ def pin_dense(part: Program, store: WeightStore, layout_of: LayoutOf, pinned: Pi
                     f"dense weights cannot cross to the GPU: {reason}",
                     "Raise the limit of locked memory (ulimit -l), or leave dense_gib at auto",
                 )
+
+
+def pin_caches(caches: Mapping[str, torch.Tensor], pinned: Pinned) -> None:
+    """Pins those that are in main memory.
+
+    Raises:
+        PykernelsError: the system does not allow it.
+    """
+    for cache in caches.values():
+        if cache.device.type != "cpu":
+            continue
+        # From the begin of the storage on, by which torch decides whether a tensor is pinned.
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(cache.untyped_storage())
+        if reason := pinned.add(memory):
+            raise PykernelsError(
+                f"keys and values in main memory cannot cross to the GPU: {reason}",
+                "Raise the limit of locked memory (ulimit -l), or ask for fewer kv_tokens",
+            )

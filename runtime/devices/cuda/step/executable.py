@@ -206,8 +206,9 @@ class CudaExecutable:
         self.link = link(parts, channel_buffers)
         self.cpu: CpuExecutable | None = None
         if CPU in parts:
+            own_caches = {name: caches[name] for name in parts[CPU].buffers if name in caches}
             self.cpu = CpuExecutable(
-                parts[CPU], weights, pool, host_inputs, {}, kernel, sizes, link=self.link
+                parts[CPU], weights, pool, host_inputs, own_caches, kernel, sizes, link=self.link
             )
             self.outputs |= self.cpu.outputs
         self._beside = any(on.gate is not None for on in gpus.values())

@@ -253,7 +253,7 @@ def _most_bytes(T: int, S: int, R: int, pages: int, max_chunk: int) -> int:
     """Bytes that a bucket takes, at most; microbatches have room for a sequence a token."""
     C = most_chunks(T, S, max_chunk)
     tokens = ((T,),) * (len(BY_TOKEN) + 2)
-    n = 1 + len(BY_SEQUENCE)
+    n = 2 + len(BY_SEQUENCE)
     mixed = (*tokens, (R,), *((S,),) * n, (S, pages), *((C,),) * 4, (C, pages))
     microbatches = (*tokens, (R,), *((T,),) * n, (T, pages))
     return max(
