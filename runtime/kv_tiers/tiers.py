@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ..kv_cache import BlockManager, PageTable
 from ..kv_cache.page_store import Kind
-from ..kv_cache.prefix import ROOT, PageKey, PrefixNode
+from ..kv_cache.prefix import ROOT, Held, PageKey, PrefixNode, leading
 from ..kv_cache.states import NO_SLOT
 from .block import SUFFIXES, BlockName
 from .leaving import Leaving
@@ -78,6 +78,8 @@ class KvTiers:
         levels: behind them; ``fingerprint``: of the model, as its blocks have it.
         is_other: whether weights were changed, so that it is another model's; then nothing is read
             or written any more.
+        shared: other engines wait for what this one fills; then its states are kept at the end of
+            each prompt.
     """
 
     def __init__(
@@ -86,8 +88,10 @@ class KvTiers:
         levels: Levels,
         fingerprint: bytes,
         is_other: Callable[[], bool] = lambda: False,
+        shared: bool = False,
     ) -> None:
-        self._manager, self._levels, self._fingerprint = manager, levels, fingerprint
+        self.shared = shared
+        self._manager, self._levels, self.fingerprint = manager, levels, fingerprint
         self._is_other = is_other
         self._worker = Worker(levels)
         self._compute_rate = Rate()  # tokens of prompts a second
@@ -110,6 +114,19 @@ class KvTiers:
         """A copy of the counts of each level."""
         return {name: replace(stats) for name, stats in self._levels.stats.items()}
 
+    def held(self, keys: Sequence[bytes]) -> Held:
+        """What there is of a prompt with these keys of its pages; any thread may ask."""
+        cached = self._manager.cached(keys)
+        if not self.shared:
+            return Held(cached)
+        pages, states = ([_file(kind, (key, b"")) for key in keys] for kind in Kind)
+        stored = leading(pages, self._levels.stored)
+        if self._manager.snapshots is not None:
+            while stored and not self._levels.stored(states[stored - 1]):
+                stored -= 1
+        storing = self._leaving.has_state(keys) or self._worker.is_writing({*pages, *states})
+        return Held(cached, stored, storing)
+
     def has_news(self) -> bool:
         """Whether ``collect`` has something to do."""
         return bool(self._worker.done) or any(ask.ended for ask, _ in self._asks.values())
@@ -131,9 +148,11 @@ class KvTiers:
         self._ended += 1
         self._begin_loads()
 
-    def filled(self, nodes: Iterable[PrefixNode]) -> None:
+    def filled(self, nodes: Sequence[PrefixNode]) -> None:
         """They hold what they should, or are not in the tree any more."""
         self._leaving.filling.difference_update(nodes)
+        if self.shared:
+            self._leaving.filled([node for node in nodes if node in self._manager.tree])
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A step took so long for so many tokens of prompts."""
@@ -254,20 +273,20 @@ class KvTiers:
         last = hits[-1].key if hits else ROOT
         parents = [last, *(key for key, _ in keys)]
         blocks = [
-            (BlockName(Kind.PAGE, self._fingerprint, key, parent, data), page)
+            (BlockName(Kind.PAGE, self.fingerprint, key, parent, data), page)
             for (key, data), parent, page in zip(keys, parents, pages, strict=False)
         ]
         if not state:
             return Load(blocks)
         snapshots = self._manager.snapshots
         assert snapshots is not None
-        slot = snapshots.states.take()
+        slot = snapshots.states.take_apart()
         if slot == NO_SLOT:
             self._manager.adopt(hits, keys, pages, 0)
             return None
         at = len(hits) + len(keys)
         (key, data), before = table.keys[at - 1], table.keys[at - 2][0] if at > 1 else ROOT
-        name = BlockName(Kind.STATE, self._fingerprint, key, before, data)
+        name = BlockName(Kind.STATE, self.fingerprint, key, before, data)
         return Load(blocks, (name, slot))
 
     def _adopt(self, done: _Loading) -> None:
