@@ -212,7 +212,9 @@ def test_logprobs_are_those_of_transformers(
         made_steps = []
         for decode in (False, True) if form == "tensor" else (False,):
             lowered = decoder.lower(sizes.of(2) if decode else sizes).on(names[0])
-            program = gpu_metadata(join(cut(lowered, form, 2), names), decode)
+            one_shot = 1 << 17 if decode and Peers.of(gpus).atomics else 0
+            program = gpu_metadata(join(cut(lowered, form, 2), names, one_shot), decode)
+            assert bool(one_shot) == any(n.op == "one_shot_all_reduce" for n in program.nodes)
             ranks = 1 if form == "tensor" else 2
             made_steps.append(Step(program, decoder.store, gpus, pool, caches, ranks))
         errors = []
