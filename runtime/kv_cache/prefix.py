@@ -59,11 +59,13 @@ class Held:
         cached: in its cache.
         stored: in what it shares with other engines; 0: it shares nothing.
         storing: whether some of them are on their way there.
+        takes: whether it would read pages from there that it lacks, and not compute them faster.
     """
 
     cached: int
     stored: int = 0
     storing: bool = False
+    takes: bool = True
 
 
 def leading(keys: Iterable[T], there: Callable[[T], bool]) -> int:

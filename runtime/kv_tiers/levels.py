@@ -99,6 +99,10 @@ class Levels:
         each = [self._rates[level].seconds(n) for level, n in nbytes.items() if n]
         return None if None in each else sum(s for s in each if s is not None)
 
+    def last_seconds(self, pages: int) -> float | None:
+        """That reading so many pages from the level behind all others takes; None: unknown."""
+        return list(self._rates.values())[-1].seconds(pages * self._pages.nbytes(Kind.PAGE))
+
     def hope(self) -> None:
         """They were too slow to be used."""
         for rate in self._rates.values():

@@ -17,35 +17,11 @@ from dataclasses import dataclass, field
 from ..kv_cache.page_store import Kind
 from .block import BlockName
 from .levels import Levels
+from .loading import Ask, Load
 
 LOG = logging.getLogger("pykernels")
 _HANGS_SECONDS = 5
 """A disk that answers no more is left alone after so long."""
-
-
-@dataclass(eq=False)
-class Load:
-    """Blocks to be read into pages that nobody else has, in order, and perhaps a state.
-
-    Attributes:
-        pages: block and page of each; ``state``: block and slot.
-        cancelled: the rest is not needed any more.
-        loaded: how many of the pages are read; ``has_state``: whether the state is.
-    """
-
-    pages: list[tuple[BlockName, int]]
-    state: tuple[BlockName, int] | None = None
-    cancelled: bool = False
-    loaded: int = 0
-    has_state: bool = False
-
-
-@dataclass(eq=False)
-class Ask:
-    """Which of these files' blocks a store has: known when it has ended."""
-
-    names: list[str]
-    ended: bool = False
 
 
 @dataclass

@@ -15,6 +15,7 @@ from pykernels.errors import PykernelsError
 from runtime.engine import Engine, EngineConfig, SamplingParams
 from runtime.kv_cache import BlockManager
 from runtime.kv_cache.page_store import Bytes, Kind
+from runtime.kv_cache.prefix import Held
 from runtime.kv_tiers.contents import by_model, clear, damaged, opened
 from runtime.kv_tiers.directory import blocks, prepared
 from runtime.kv_tiers.folder import ModelFolder
@@ -205,7 +206,11 @@ def test_what_is_faster_to_compute_is_not_read(tmp_path: Path) -> None:
         KvTiers.computed(tiers, 10**9, 1.0)
         assert answered(engine, chats[1]) == 0
         assert engine.stats.kv_levels["disk"].declined == 7
+        tiers.shared = True
+        assert not tiers.held([bytes(16)]).takes
         tiers._compute_rate.value = 1e-3
+        assert tiers.held([bytes(16)]) == Held(0)
+        tiers.shared = False
         assert answered(engine, chats[2]) == 28
 
 

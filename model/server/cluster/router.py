@@ -160,6 +160,10 @@ class ClusterModel:
     async def _generate_on(self, node: Node, job: Job, left: Sequence[int]) -> None:
         async with aclosing(node.generate(job.body(left))) as events:
             async for news in events:
+                if isinstance(news, Told) and news.reason == "error":
+                    await node.look()
+                    if not node.up:  # its engine has failed, and not for what it was asked
+                        raise NodeLost(news.failure.cause if news.failure else "its engine failed")
                 at = left[0] if len(left) == 1 else news.output
                 self._tell(job, job.requests[at], news._replace(output=at))
         if job.open(left):
@@ -192,8 +196,9 @@ class ClusterModel:
                 continue
             pages, stored = len(job.keys), max(each.stored for each in held.values())
             chosen, writer = best(writers, partial(decode_node, pages=pages), held)
-            needs_rows = job.params.logprob_start is not None  # of the prompt's own tokens
-            if not needs_rows and is_read_elsewhere(chosen, stored, pages):
+            # Log-probabilities of the prompt's own tokens are computed where they are told.
+            own = job.params.logprob_start is not None or not held[writer].takes
+            if not own and is_read_elsewhere(chosen, stored, pages):
                 await self._read(job, {n: h for n, h in held.items() if n.role == PREFILL}, stored)
             if writer.up:
                 return writer
