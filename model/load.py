@@ -102,7 +102,7 @@ def load_engine(
         execution = _by_rules(execution, weights, config.model_type)
         _begin_compiling(execution, engine, weights)
         placement, sizes = _fitted(execution, engine, weights, longest)
-        generation, tokenizer, eos = _texts(folder, config)
+        generation, tokenizer, eos = texts_of(folder, config)
         pool = make_pool(execution.threads, numa=execution.numa)
         try:
             with reporting(progress) as report:
@@ -159,7 +159,7 @@ def _behind(
     known = identity(config, weights.files) if root is not None or store else b""
     lent = _bytes(engine.kv_store_gib) or 0
     name = "embedded" if folder.resolve() == PATH else folder.resolve().name
-    return KvBehind(ram, root, limit, name, known, store, lent)
+    return KvBehind(ram, root, limit, name, known, store, lent, engine.kv_shared)
 
 
 def _chosen(
@@ -292,7 +292,7 @@ def _fitted(
     return placement, largest_step(longest, pages, given, *most)
 
 
-def _texts(
+def texts_of(
     folder: Path, config: PretrainedConfig
 ) -> tuple[GenerationConfig | None, PreTrainedTokenizerBase | None, list[int]]:
     """The generation config, the tokenizer and the end tokens.

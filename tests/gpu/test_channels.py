@@ -97,3 +97,12 @@ def test_both_ends_have_one_dtype_and_memory_is_used_again() -> None:
         assert kinds["3.part0"] == kinds["3.part1"] == torch.bfloat16
         assert kinds[f"out{rank}"] == torch.float32
         assert received_bytes(part) == 2 * 2 * H  # of two layers, in bfloat16
+
+
+def test_gpus_that_may_not_reach_each_other_say_so() -> None:
+    gpus = two_gpus()
+    with env.override(peer_access="off"):
+        peers = Peers.of(gpus)
+    assert not peers.direct and not peers.atomics
+    assert "PYKERNELS_PEER_ACCESS=off" in peers.described
+    assert Peers.of(dict([*gpus.items()][:1])).described == ""

@@ -39,6 +39,7 @@ def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
 def test_the_line_is_one_that_serve_takes(tmp_path: Path) -> None:
     tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=2)
     options = ["--experts", "cpu", "--defer", "1", "--kv-dtype", "fp8", "--threads", "8"]
+    options += ["--gpu-gib", "40", "--kv-gpu-gib", "0", "--kv-attention", "cpu"]
     found = planned(str(tmp_path), *H200, "--device", "cuda:0", *options)
     words = shlex.split(str(found["serve"]))
     command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
@@ -46,6 +47,21 @@ def test_the_line_is_one_that_serve_takes(tmp_path: Path) -> None:
     given = context.params
     assert given["device"] == "cuda:0" and given["experts"] == "cpu"
     assert given["defer"] == "1" and given["kv_dtype"] == "fp8" and given["threads"] == 8
+    assert given["gpu_gib"] == 40 and given["kv_gpu_gib"] == "0" and given["kv_attention"] == "cpu"
+    memory: dict[str, dict[str, float]] = found["memory_gib"]  # type: ignore[assignment]
+    assert memory["cuda:0"]["has"] == 39 and memory["cuda:0"]["cache"] == 0
+
+
+def test_a_context_that_fits_no_card_lies_in_main_memory() -> None:
+    many = ["--context", "32768", "--batch", "2", "--layers", "8", "--format", "q4_k"]
+    there = ["--machine", "h200-16-cores", "--device", "cuda:0", "--gpu-gib", "4"]
+    found = planned("qwen3-30b", *many, *there)
+    memory: dict[str, dict[str, float]] = found["memory_gib"]  # type: ignore[assignment]
+    cache = 2 * 8 * 2 * 4 * 128 * 2 * 32768 / 2**30  # sequences, layers, keys and values, heads
+    assert memory["cpu"]["cache"] + memory["cuda:0"]["cache"] >= cache
+    assert memory["cuda:0"]["has"] == 3
+    bound: dict[str, float] = found["decode_us_by_bound"]  # type: ignore[assignment]
+    assert max(bound, key=lambda name: bound[name]) == "the link"
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))

@@ -170,4 +170,5 @@ class CudaRunner(CudaStepRunner):
             self.prefill_runner, streamed = prefill_runner, prefill_runner.steps
         else:
             streamed = self.bind_steps(across, inputs)
+            self.streams_from = sizes.alone if across else 0
         return [*own, *(step for step in streamed if step.program.sizes["T"] >= sizes.alone)]

@@ -69,6 +69,8 @@ class EngineConfig:
         kv_ram_gib: GiB of main memory for the same with a GPU, in front of that directory.
         kv_store: address of the master of a Mooncake store, behind all that; None: none.
         kv_store_gib: GiB of main memory that the process lends to the store.
+        kv_shared: other engines wait for what this one reads, and it for what they do: pages go to
+            the level behind all others as soon as they are filled, and it is asked for each block.
         snapshot_tokens: of a model whose layers have a state of each sequence: tokens of a prompt
             from one snapshot of its state to the next; with another at its end and at the end of
             the output. A prompt that begins like an earlier one is read from a snapshot on. None:
@@ -153,6 +155,7 @@ class EngineConfig:
     kv_store_gib: float = option(
         0.0, "Main memory that this server lends to the store.", "GIB", kind=float, least=0
     )
+    kv_shared: bool = False
     snapshot_tokens: int | None = option(
         None,
         "Of a model with recurrent layers: tokens of a prompt between snapshots of its state, from"
@@ -231,6 +234,8 @@ class EngineConfig:
         if self.kv_store_gib and self.kv_store is None:
             hint = "Give its address as kv_store"
             raise SettingError("kv_store_gib", self.kv_store_gib, hint, "without a store")
+        if self.kv_shared and self.kv_store is None and self.kv_disk is None:
+            raise SettingError("kv_shared", True, "Give kv_store or kv_disk", "without either")
         if self.kv_disk_gib is not None:
             check_number("kv_disk_gib", self.kv_disk_gib, "a number of GiB")
             if self.kv_disk is None:

@@ -4,6 +4,7 @@ asked, no weight is read."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -20,10 +21,12 @@ from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import ExecutionPlan, Phase, largest_step
 from runtime.planning.gpu.capacity import free_after_steps
 from runtime.planning.gpu.fit import fitted
-from runtime.planning.gpu.kv import bytes_in_main, cached_layers
+from runtime.planning.gpu.kv import bytes_in_main, cached_layers, with_attention
 from runtime.planning.gpu.machine import Machine
 from runtime.planning.gpu.plan import place_on, plan_on_gpus
 from runtime.program.analysis import on_streams
+
+from ...model import tiny
 
 GPU = "cuda:0"
 SIZES = largest_step(4096, 2048, 64, 2)
@@ -118,6 +121,25 @@ def test_pages_come_while_the_layer_in_front_is_computed(phase: Phase, decoder: 
     assert host_caches(program) == {
         n for n in program.buffers if program.buffers[n].kind == "cache"
     }
+
+
+def test_decode_steps_attend_where_that_took_less_time(tmp_path: Path) -> None:
+    tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=3)
+    decoder, config = meta_decoder(tmp_path), ExecutionConfig(GPU, experts="cpu", kv_gpu_gib=0)
+    sizes = largest_step(64, 16, 16, 2)
+    placement = place_on(machine(1 << 36), decoder, sizes, "cpu")
+    placement = fitted(decoder, machine(1 << 36), ExecutionPlan(sizes, placement), kv=0).placement
+    plan = plan_on_gpus(config, decoder, machine(1 << 36), 64, sizes, placement)
+    assert plan.measures_kv and plan.is_open
+    for cpu_s, where in ((0.01, "cpu"), (0.03, GPU)):
+        found = with_attention(plan, 64, gpu_s=0.02, cpu_s=cpu_s)
+        assert not found.measures_kv
+        for phase, device in ((Phase.DECODE, where), (Phase.PROMPT, GPU)):
+            nodes = compile(decoder, found, phase, 4).program.nodes
+            assert {node.device for node in nodes if node.op == "attention"} == {device}
+    with pytest.raises(PykernelsError, match="dual_batch with kv_attention cpu"):
+        both = replace(config, kv_attention="cpu", dual_batch=True)
+        plan_on_gpus(both, decoder, machine(1 << 36), 64, sizes, placement)
 
 
 def test_what_cannot_be_is_refused_in_a_line(decoder: Decoder) -> None:
