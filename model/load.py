@@ -21,6 +21,7 @@ from pykernels.errors import PykernelsError
 from runtime.devices.cpu import precompile
 from runtime.engine import EngineConfig
 from runtime.engine.scheduling.config import STEP_TOKENS
+from runtime.engine.scheduling.drafts import check_taken_back
 from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE
 from runtime.kv_tiers.behind import KvBehind
@@ -94,14 +95,14 @@ def load_engine(
     config = read_config(folder)
     execution = on_device(execution, rules, config.model_type)
     check_lowered(config)
-    engine.check_gpus(len(execution.device.split(",")) if execution.on_gpu else 0)
+    engine.check_ways(execution)
     disk_bytes = _check_behind(execution, engine, passes)
     longest = _longest(engine, config, at_least)
     with _opened(folder, config, rules, execution) as weights:
         execution = _by_rules(execution, weights, config.model_type)
         _begin_compiling(execution, engine, weights)
         placement, sizes = _fitted(execution, engine, weights, longest)
-        generation, tokenizer, eos = _texts(folder, config)
+        generation, tokenizer, eos = texts_of(folder, config)
         pool = make_pool(execution.threads, numa=execution.numa)
         try:
             with reporting(progress) as report:
@@ -109,6 +110,8 @@ def load_engine(
                 own = [checked(each) for each in passes]
                 plan = make_plan(execution, decoder, longest, sizes, placement, own)
                 runner = make_runner(plan, execution.device, decoder, pool)
+                if engine.draft != "off":
+                    check_taken_back(runner)
                 runner.load()
             with compiling(progress):
                 kernel, runner = execution.kernel, runner.finished()
@@ -149,14 +152,14 @@ def _bytes(gib: float | None) -> int | None:
 def _behind(
     engine: EngineConfig, limit: int, folder: Path, config: PretrainedConfig, weights: Opened
 ) -> KvBehind | None:
-    """What is behind the pages of the KV cache of the model in ``folder``."""
+    """The levels behind the KV cache of the model in ``folder``; None: there are none."""
     ram, root, store = _bytes(engine.kv_ram_gib) or 0, engine.kv_disk, engine.kv_store or ""
     if root is None and not ram and not store:
         return None
     known = identity(config, weights.files) if root is not None or store else b""
     lent = _bytes(engine.kv_store_gib) or 0
     name = "embedded" if folder.resolve() == PATH else folder.resolve().name
-    return KvBehind(ram, root, limit, name, known, store, lent)
+    return KvBehind(ram, root, limit, name, known, store, lent, engine.kv_shared)
 
 
 def _chosen(
@@ -289,7 +292,7 @@ def _fitted(
     return placement, largest_step(longest, pages, given, *most)
 
 
-def _texts(
+def texts_of(
     folder: Path, config: PretrainedConfig
 ) -> tuple[GenerationConfig | None, PreTrainedTokenizerBase | None, list[int]]:
     """The generation config, the tokenizer and the end tokens.

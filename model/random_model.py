@@ -30,6 +30,14 @@ from .rules import default_rules
 _ROWS = 128
 _FACTORS = ("norm", "scale", "scalar")
 """What the names of weights have that multiply: they are ones."""
+_NARROW = {
+    **dict.fromkeys(("q2_k", "q3_k", "tq1_0", "tq2_0", "q2_0"), "q4_0"),
+    **{"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"},
+    **dict.fromkeys(
+        ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs"), "iq4_nl"
+    ),
+}
+"""What `llama-quantize` takes for matrices whose rows are no multiple of a type's blocks."""
 
 
 def random_decoder(
@@ -40,9 +48,9 @@ def random_decoder(
     activations: str = "bf16",
     nodes: MemoryNodes = ONE_NODE,
 ) -> Decoder:
-    """A decoder of those shapes, its matrices in ``fmt``; where that cannot be (K-quants of narrow
-    matrices) in bfloat16, as routers and the embedding are. A device makes the weights when it
-    loads them."""
+    """A decoder of those shapes, its matrices in ``fmt``, or where that cannot be in the format of
+    ``fitting``; routers and the embedding are bfloat16. A device makes the weights when it loads
+    them."""
     from .pretrained import build_meta
 
     get_format(fmt)
@@ -55,7 +63,10 @@ def random_decoder(
     formats = {name: _format(name, shape, fmt) for name, shape in shapes.items()}
     schema = Schema(
         {name: Tensor(shape, formats[name], formats[name]) for name, shape in shapes.items()},
-        {block.name: (fmt, _narrow(fmt, block.shape.I)) for block in blocks},
+        {
+            block.name: (fitting(fmt, block.shape.H), fitting(fmt, block.shape.I))
+            for block in blocks
+        },
     )
     return make_decoder(model, schema, WeightStore(RandomWeights(schema), pack, nodes))
 
@@ -127,13 +138,18 @@ def weight_bytes(fmt: str) -> float:
 def _format(name: str, shape: tuple[int, ...], fmt: str) -> str:
     if len(shape) != 2 or "embed_tokens" in name or name.endswith(_ROUTERS):
         return "bf16"
-    narrow = shape[1] % get_format(fmt).k_multiple or "kv_b_proj" in name
-    return "bf16" if narrow and fmt not in ("bf16", "fp8") else fmt
+    if "kv_b_proj" in name and fmt not in ("bf16", "fp8"):
+        return "bf16"
+    return fitting(fmt, shape[1])
 
 
-def _narrow(fmt: str, K: int) -> str:
-    """A format of matrices with K inputs: int8 blocks of 32 where there is no other, as in GGUF."""
-    return "q8_0" if K % get_format(fmt).k_multiple and K % 32 == 0 else fmt
+def fitting(fmt: str, K: int) -> str:
+    """A format of matrices with K inputs: ``fmt`` itself if their rows are whole blocks of it, else
+    what `llama-quantize` takes instead, int8 blocks of 32, or bfloat16."""
+    for each in (fmt, _NARROW.get(fmt, "q8_0")):
+        if K % get_format(each).k_multiple == 0:
+            return each
+    return "bf16"
 
 
 def _matrix(fmt: str, N: int, K: int) -> Weight:

@@ -15,7 +15,8 @@ from bench.harness.machine import describe_machine
 from bench.harness.quiet import LIMIT, Watch
 from bench.harness.timing.rows import reason
 from bench.peers.client import PeerMissing
-from bench.peers.gguf_model import FAMILIES, TYPES, model_file
+from bench.peers.gguf_files.types import TYPES
+from bench.peers.gguf_files.write import FAMILIES, model_file
 from bench.peers.llama_bench import CPU_ONLY, ON_THE_GPU, Offload
 from bench.peers.llama_tools import ToolMissing, find, source_of
 from bench.tables.e2e import Row

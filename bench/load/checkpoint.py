@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bench.peers.gguf_model import FAMILIES, TYPES, model_file
+from bench.peers.gguf_files.types import TYPES
+from bench.peers.gguf_files.write import FAMILIES, model_file
 from model.pretrained import build_meta
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format

@@ -17,7 +17,8 @@ import torch
 import model
 from bench.harness.timing.rows import Row
 from bench.peers.client import PeerMissing
-from bench.peers.gguf_model import FAMILIES, TYPES, model_file
+from bench.peers.gguf_files.types import TYPES
+from bench.peers.gguf_files.write import FAMILIES, model_file
 from bench.peers.llama_tools import ToolMissing, find
 from model.checkpoint.packed.populate import resident
 from pykernels.errors import PykernelsError

@@ -98,7 +98,7 @@ def measured(
         PykernelsError: more positions than the model has; a stream ended before the prompt's first
             token.
     """
-    from runtime.engine.scheduling.config import PREFILL_CAP_FLOOR
+    from runtime.engine.scheduling.prefill_cap import PREFILL_CAP_FLOOR
     from runtime.profiling.engine_speed import Load
 
     most = WARM + ALONE + 2 * (-(-prompt // PREFILL_CAP_FLOOR)) + 64

@@ -37,7 +37,7 @@ class Cell:
 
     @property
     def error(self) -> float | None:
-        """Of the simulated value to the paper's, where that is no bound."""
+        """How far the simulated value is from the paper's, as a share; None: that is a bound."""
         if self.paper is None or self.simulated is None or self.says in (LESS, MORE):
             return None
         return self.simulated / self.paper - 1

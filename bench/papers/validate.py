@@ -59,7 +59,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the predicted time, relative to the measured one."""
+        """How far the predicted time is from the measured one, relative to it."""
         if self.row.kind == "decode":
             return self.predicted / self.row.measured - 1
         return self.row.measured / self.predicted - 1
@@ -167,8 +167,8 @@ def errors(found: Sequence[Compared], kind: str) -> tuple[float, float]:
 
 
 def ranked(found: Sequence[Compared]) -> tuple[int, int]:
-    """Of pairs of rows that differ in where or with which options alone, and by 5 % at least: how
-    many are predicted in their order, and how many there are."""
+    """How many pairs of rows are predicted in their order, and how many pairs there are: of rows
+    that differ in where or with which options alone, and by 5 % at least."""
     right = pairs = 0
     for one, other in combinations((each for each in found if each.counts), 2):
         a, b = one.row, other.row

@@ -25,7 +25,8 @@ def llama_rows(chosen: ModelOptions, lengths: tuple[int, ...], threads: int) -> 
     """Its prompts, of each length a row by default and a row with the fastest of ``batchings``,
     ``settings`` in both; none, and a note why, where it is not there."""
     from ..e2e.ours import Shape
-    from ..peers.gguf_model import FAMILIES, TYPES, model_file
+    from ..peers.gguf_files.types import TYPES
+    from ..peers.gguf_files.write import FAMILIES, model_file
 
     arch, fmt = chosen.arch or "", chosen.format or "q4_k"
     config = Shape(arch, chosen.layers, None, chosen.vocab).config()

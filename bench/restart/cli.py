@@ -24,6 +24,7 @@ ROWS = {
     "disk": ("from disk", 0.1),
     "ram": ("from memory", 0.05),
     "memory": ("from pages", 0.05),
+    "turn": ("of a next turn", 0.1),
 }
 """By name in the figures: what they are, and the largest share of a cold one that is good."""
 
@@ -38,6 +39,9 @@ def restart(
     conversations: Annotated[
         int, typer.Option(min=1, metavar="N", help="Of which the median is taken.")
     ] = 3,
+    turn: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of the next turn's message.")
+    ] = 64,
     kv_disk: Annotated[
         Path | None,
         typer.Option(
@@ -47,7 +51,8 @@ def restart(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Time the first token of a conversation: cold, from disk after a restart, from memory.
+    """Time the first token of a conversation: cold, from disk after a restart, from memory, and
+    behind an answer and the message of a next turn.
 
     What was written is taken out of the system's page cache before it is read. Random tokens; the
     last ones, less than a page, are computed each time.
@@ -58,7 +63,9 @@ def restart(
     with err().status("loading, timing …", spinner_style="dim") as status:
         with tempfile.TemporaryDirectory(dir=kv_disk, prefix="bench-") as folder:
             try:
-                found = timed(path, execution, tokens, conversations, Path(folder), status.update)
+                found = timed(
+                    path, execution, tokens, conversations, Path(folder), turn, status.update
+                )
             except OSError as error:
                 raise PykernelsError(
                     f"{folder}: {error.strerror}", "Give another --kv-disk"
@@ -72,5 +79,7 @@ def restart(
         if (seconds := found.get(f"{name}_s")) is not None:
             share = f"{found[f'{name}_over_cold']:.3f} x"
             good = f", good if at most {most}" if most else ""
-            out().print(f"first token {what:<11} {1e3 * seconds:9.1f} ms, {share}{good}")
+            out().print(f"first token {what:<14} {1e3 * seconds:9.1f} ms, {share}{good}")
+    computed = found["turn_computed_tokens"]
+    out().print(f"a next turn of {turn} tokens computed {computed}, at most")
     out().print(f"read with {found['read_gbps']:.2f} GB/s, beside the engine")

@@ -21,7 +21,8 @@ from typing import Any, Protocol
 
 from bench.harness.keeping.ending import end_on_signals, ending, why_ended
 from bench.harness.keeping.provenance import provenance
-from bench.peers.gguf_model import FAMILIES, TYPES, model_file
+from bench.peers.gguf_files.types import TYPES
+from bench.peers.gguf_files.write import FAMILIES, model_file
 from model.named import make_config
 from pykernels.errors import PykernelsError
 from runtime.machine.topology import Topology

@@ -76,7 +76,7 @@ class Decoder:
 
     @property
     def norms_experts(self) -> bool:
-        """Whether what a token's experts give is normed before it joins the residual stream."""
+        """Whether a layer norms what a token's experts give before the residual stream takes it."""
         return any(isinstance(layer, SandwichLayer) for layer in self.layers)
 
     @property

@@ -150,18 +150,10 @@ class Specs:
 
         Args:
             spec: what it does beside its products, but for biases.
-
-        Raises:
-            PykernelsError: they differ in a GGUF file.
         """
         names = gate, up, down
         formats = [self._tensor(name).linear for name in names]
         if formats[0] != formats[1]:
-            if any(_holds_scales(fmt) for fmt in formats[:2]):
-                raise PykernelsError(
-                    f"{gate} is {formats[0]} and {up} is {formats[1]}",
-                    "Quantize the model with one type for both",
-                )
             formats[:2] = "bf16", "bf16"
         H, I = self._tensor(down).shape  # noqa: E741
         biases = [f"{name.removesuffix('weight')}bias" for name in names]

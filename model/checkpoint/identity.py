@@ -22,7 +22,8 @@ def identity(config: PretrainedConfig, files: Iterable[Path]) -> bytes:
     """16 bytes that are others for other weights, or for another use of them.
 
     Of each file it takes size and time of modification, and samples of its content; so files that
-    were copied are others unless their times were kept.
+    were copied are others unless their times were kept. One of the hub's cache has its digest in
+    place of a time: it is the same wherever it was downloaded.
 
     Raises:
         OSError: a file cannot be read.
@@ -36,9 +37,18 @@ def identity(config: PretrainedConfig, files: Iterable[Path]) -> bytes:
     for path, size in zip(ordered, sizes, strict=True):
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            found.update(f"{path.name} {size} {os.fstat(file).st_mtime_ns}".encode())
+            version = _digest(path) or os.fstat(file).st_mtime_ns
+            found.update(f"{path.name} {size} {version}".encode())
             for at in range(0, size, apart):
                 found.update(os.pread(file, _SAMPLE, at))
         finally:
             os.close(file)
     return found.digest()
+
+
+def _digest(path: Path) -> str | None:
+    """The SHA-256 of a file's content, by which the hub's cache names it; None: it is none of
+    those."""
+    real = path.resolve()
+    is_digest = len(real.name) == 64 and not set(real.name) - set("0123456789abcdef")
+    return real.name if is_digest and real.parent.name == "blobs" else None

@@ -36,7 +36,7 @@ from pykernels.errors import PykernelsError
 from pykernels.shapes import MoEShape
 
 from ..modules.moe import FusedMoE
-from . import stored_experts
+from . import stored_experts, unlike
 from .names import FLOATS, Matrix, Names, tied
 from .quantized import mxfp4
 from .quantized.compressed_tensors import HINT
@@ -62,8 +62,9 @@ class PlannedExperts:
     """The routed experts of one block.
 
     `name`: the module that gets them, a `FusedMoE` or one of Hugging Face; `stored`: the format
-    of gate and up in `pykernels.quant`; `experts`: (gate [I, H], up [I, H], down [H, I]) of each;
-    `down_stored`: the format of down; `biases`: of each, if they have some.
+    of gate and up in `pykernels.quant`, bf16 where a GGUF file has them in two; `experts`: (gate
+    [I, H], up [I, H], down [H, I]) of each; `down_stored`: the format of down; `biases`: of each,
+    if they have some.
     """
 
     name: str
@@ -122,8 +123,17 @@ def make_plan(
                 exact = any(f".{part}." in f".{name}." for part in strict)
                 target = torch.float32 if exact else dtype
                 plan.items.append(_dense(name, source, tensor, target, checkpoint))
-    plan.notes = names.finish()
+    plan.notes = [*names.finish(), *_unlike_notes(plan)]
     return plan
+
+
+def _unlike_notes(plan: Plan) -> list[str]:
+    experts = [item.experts[0] for item in plan.items if isinstance(item, PlannedExperts)]
+    dense = [item for item in plan.items if isinstance(item, PlannedDense)]
+    return unlike.notes(
+        {item.name: item.source.fmt or "bf16" for item in dense},
+        ((gate.fmt or "bf16", up.fmt or "bf16") for gate, up, _ in experts),
+    )
 
 
 def is_fused_experts(module: nn.Module) -> bool:
@@ -240,6 +250,8 @@ def _add_experts(plan: Plan, names: Names, module: Any, path: str) -> None:
     if len(_formats(m for expert in experts for m in expert)) > 1:
         experts = [(_whole(gate), _whole(up), _whole(down)) for gate, up, down in experts]
     stored = _formats(m for gate, up, _ in experts for m in (gate, up))
+    if names.checkpoint.blocks and len(stored) == 2:  # a type for each projection
+        stored = ["bf16"]
     down_stored = _formats(down for *_, down in experts)
     for each in (stored, down_stored):
         if len(each) > 1:

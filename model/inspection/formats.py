@@ -11,6 +11,7 @@ from ..architectures.schema import Schema
 from ..checkpoint.packed.mapped import PackedFolder
 from ..checkpoint.plan import Plan, PlannedDense
 from ..checkpoint.quantized import auto_round
+from ..checkpoint.unlike import unlike_pairs
 
 EXPERTS = "experts"
 Parts = tuple[tuple[str, int], ...]
@@ -66,7 +67,7 @@ def planned(plan: Plan) -> Formats:
     rows = {
         item.name: item.source.shape[0] for item in plan.items if isinstance(item, PlannedDense)
     }
-    return Formats(known, known_down=down, parts=_in_parts(known, rows))
+    return Formats(_kept(known), known_down=down, parts=_in_parts(known, rows))
 
 
 def cached(folder: PackedFolder) -> Formats:
@@ -77,7 +78,12 @@ def cached(folder: PackedFolder) -> Formats:
     down = {block: formats[1] for block, formats in experts}
     parts = _in_parts(known, {name: tensor.shape[0] for name, tensor in schema.tensors.items()})
     known |= {block: formats[0] for block, formats in experts}
-    return Formats(known, known_down=down, parts=parts)
+    return Formats(_kept(known), known_down=down, parts=parts)
+
+
+def _kept(known: Mapping[str, str]) -> dict[str, str]:
+    """The formats with bfloat16 for gate and up of an MLP that are stored in two."""
+    return {**known, **{name: "bf16" for pair in unlike_pairs(known) for name in pair}}
 
 
 def configured(quantization: Any) -> Formats:

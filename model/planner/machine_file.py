@@ -87,8 +87,8 @@ def _numbers(part: object, inside: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _mistake(path: Path, error: ValidationError) -> PykernelsError:
-    """What is wrong first: a key that is not known before all others, since it is why another one
-    is missing."""
+    """The error of the first mistake in ``path``. An unknown key comes before all others, since it
+    is why another one is missing."""
     found = sorted(error.errors(), key=lambda one: one["type"] not in _UNKNOWN)[0]
     place, kind = ".".join(map(str, found["loc"])), found["type"]
     if kind in _UNKNOWN:

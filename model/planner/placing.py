@@ -53,7 +53,7 @@ class Memory:
 
     @property
     def free(self) -> int:
-        """What is left; below 0 where it does not fit."""
+        """Bytes of the memory that nothing takes; below 0 where the model does not fit."""
         return self.has - self.needed
 
 

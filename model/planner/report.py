@@ -49,7 +49,7 @@ def serve_line(found: Prediction) -> str:
 
 
 def lines(found: Prediction, changes: Sequence[Change]) -> list[str]:
-    """What is printed."""
+    """The lines that ``pykernels plan`` prints of a prediction and of changes to it."""
     case, plan = found.placed.case, found.placed.plan
     wanted, subject = case.wanted, case.subject
     layers = subject.config.num_hidden_layers

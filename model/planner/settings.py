@@ -1,4 +1,4 @@
-"""What is asked of a machine: which requests, and with which options the model runs."""
+"""What a prediction is made for: the requests, and the options that the model runs with."""
 
 from __future__ import annotations
 

@@ -13,10 +13,11 @@ from pykernels import __version__
 
 from .anthropic.messages import message_routes
 from .backend.interface import ServedModel
+from .cluster.routes import node_routes
 from .guard import Guard
 from .health import health_routes
 from .http.errors import add_handlers
-from .http.settings import ServerSettings
+from .http.settings import ROUTER, ServerSettings
 from .insight.routes import insight_routes
 from .openai.chat import chat_routes
 from .openai.completions import completion_routes
@@ -44,6 +45,7 @@ def create_app(
         model.attach()
         yield
         served.close()
+        await model.detach()
 
     app = FastAPI(
         title="pykernels",
@@ -66,6 +68,8 @@ def create_app(
         insight_routes,
     ):
         app.include_router(routes(of_routes))
+    if settings.role not in (None, ROUTER):
+        app.include_router(node_routes(of_routes))
     app.include_router(page_routes())
     app.add_middleware(Guard, served=served)
     if settings.cors_origins:

@@ -73,7 +73,7 @@ class NVFP4(Format):
         return N, -(-K // SUPER_K) * _BYTES
 
     def scale_bytes(self, K: int) -> int:
-        """Of each 256 inputs float32 [32 outputs] of a block, then E4M3 [16, 32 outputs]."""
+        """Bytes of a block's scales: of 256 inputs float32 [32 outputs], then E4M3 [16, 32]."""
         return self.padded_k(K) // SUPER_K * N_BLOCK * _BYTES
 
     def check(self, weight: Weight, N: int, K: int, name: str = "weight") -> None:

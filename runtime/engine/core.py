@@ -112,6 +112,8 @@ class Core:
         request.state = State.WAITING
         if self.runner.deferred:
             request.table.output_from = request.prompt_size
+        if (tiers := self.scheduler.tiers) is not None and tiers.shared:
+            request.table.forks = True
         if self._drafts is not None:
             self._drafts.add(request)
         self.scheduler.add(request)

@@ -139,7 +139,7 @@ class DrawnTokens:
         request.tokens.append(token)
         num_output_tokens = len(request.tokens) - request.prompt_size
         request.last_at = now
-        if num_output_tokens == 1:
+        if math.isnan(request.first_at):
             request.first_at = now
         logprob = None
         if (top := request.params.logprobs) is not None:

@@ -16,6 +16,7 @@ from types import TracebackType
 
 from pykernels.errors import PykernelsError
 
+from ..kv_cache.prefix import Held
 from ..runner.batch import DeviceLost, Runner
 from ..runner.sampling_params import SamplingParams
 from ..workers.fork import refuse_in_child
@@ -117,11 +118,13 @@ class Engine:
         *,
         name: str | None = None,
         detokenizer: MakeDetokenizer | None = None,
+        drawn: Sequence[int] = (),
     ) -> AsyncRequestHandle:
         """``submit`` for the running event loop: the handle is awaited in it.
 
         Args:
             detokenizer: in place of the engine's.
+            drawn: see ``Intake.requests``.
         """
         if not self.threaded:
             raise PykernelsError(
@@ -133,7 +136,7 @@ class Engine:
         bridge = self._bridge(asyncio.get_running_loop())
         sink = partial(bridge.put, queue)
         detokenizer = detokenizer or self._detokenizer
-        requests = self._intake.requests(prompt_ids, params, sink, True, name, detokenizer)
+        requests = self._intake.requests(prompt_ids, params, sink, True, name, detokenizer, drawn)
         handle = AsyncRequestHandle(requests, self.cancel, detokenizer, queue)
         self._enter(requests)
         return handle
@@ -145,16 +148,18 @@ class Engine:
         params: SamplingParams | None = None,
         name: str | None = None,
         detokenizer: MakeDetokenizer | None = None,
+        drawn: Sequence[int] = (),
     ) -> list[Request]:
         """``submit`` for a consumer that takes the events themselves, in the engine's thread.
 
         Args:
             sink: called with each event; it must not wait.
             detokenizer: in place of the engine's.
+            drawn: see ``Intake.requests``.
         """
         self._refuse_in_child()
         detokenizer = detokenizer or self._detokenizer
-        requests = self._intake.requests(prompt_ids, params, sink, True, name, detokenizer)
+        requests = self._intake.requests(prompt_ids, params, sink, True, name, detokenizer, drawn)
         self._enter(requests)
         return requests
 
@@ -280,6 +285,19 @@ class Engine:
         """Which prompts go which way, where there are several, a line each."""
         prefill_stream = self._core.scheduler.prefill_stream
         return () if prefill_stream is None else (prefill_stream.described,)
+
+    @property
+    def kv_model(self) -> str:
+        """What tells its pages from those of another model; "": nothing is behind them."""
+        tiers = self._core.scheduler.tiers
+        return "" if tiers is None else tiers.fingerprint.hex()
+
+    def held(self, keys: Sequence[bytes]) -> Held:
+        """What it has of a prompt with these keys of its full pages; from any thread."""
+        scheduler = self._core.scheduler
+        if scheduler.tiers is None:
+            return Held(scheduler.manager.cached(keys))
+        return scheduler.tiers.held(keys)
 
     @property
     def healthy(self) -> bool:

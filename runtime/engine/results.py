@@ -33,7 +33,7 @@ def write_routing(step: ScheduledStep, result: StepResult) -> None:
 
 
 def logprob_of(token: int, top: int, row: int, result: StepResult) -> TokenLogprob:
-    """Of a row's token, and of the ``top`` most likely ones."""
+    """The log-probability of a row's token, and those of the ``top`` most likely tokens."""
     if result.logprobs is None:
         raise RuntimeError("the runner gave no logprobs")
     pairs: tuple[tuple[int, float], ...] = ()

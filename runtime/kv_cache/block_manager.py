@@ -263,6 +263,13 @@ class BlockManager:
             self._drop(page)
         return node
 
+    def cached(self, keys: Sequence[bytes]) -> int:
+        """Leading pages with these keys that a sequence could go on from; any thread may ask."""
+        found = self.tree.known(keys)
+        if self.snapshots is not None:
+            found = self.snapshots.deepest(found)
+        return len(found)
+
     def shareable(self, tokens: Sequence[int], reusable: int | None) -> int:
         """Most leading pages that may come from the cache: the last token is always computed."""
         return (len(tokens) - 1 if reusable is None else reusable) // self.page_size

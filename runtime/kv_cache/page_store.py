@@ -14,7 +14,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Kind(IntEnum):
-    """What is read or written whole: rows of tokens, or a state behind them."""
+    """The kinds of blocks, each read or written whole: a page of tokens, or a state behind them."""
 
     PAGE = 0
     STATE = 1
@@ -32,7 +32,7 @@ class PageStore(Protocol):
     layout: str
 
     def nbytes(self, kind: Kind) -> int:
-        """Of a page in all layers, or of a slot."""
+        """Bytes of a block: a page in all layers, or a slot."""
 
     def host(self, nbytes: int) -> Bytes:
         """Main memory that crosses to the device and back fastest; the store keeps it."""

@@ -13,8 +13,12 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TypeVar
+
+T = TypeVar("T")
 
 KEY_BYTES = 16
 ROOT = bytes(KEY_BYTES)
@@ -45,6 +49,33 @@ def extend_keys(
         data = own.tobytes()
         parent = blake2b(parent + data, digest_size=KEY_BYTES).digest()
         keys.append((parent, data))
+
+
+@dataclass(frozen=True)
+class Held:
+    """What an engine has of a prompt: leading full pages.
+
+    Attributes:
+        cached: in its cache.
+        stored: in what it shares with other engines; 0: it shares nothing.
+        storing: whether some of them are on their way there.
+        takes: whether it would read pages from there that it lacks, and not compute them faster.
+    """
+
+    cached: int
+    stored: int = 0
+    storing: bool = False
+    takes: bool = True
+
+
+def leading(keys: Iterable[T], there: Callable[[T], bool]) -> int:
+    """How many of them are there up to the first that is not."""
+    count = 0
+    for key in keys:
+        if not there(key):
+            break
+        count += 1
+    return count
 
 
 class PrefixNode:
@@ -100,6 +131,15 @@ class PrefixTree:
             matched.append(node)
             parent = node
         return matched
+
+    def known(self, keys: Iterable[bytes]) -> list[PrefixNode]:
+        """Leading pages with these keys; any thread may ask."""
+        found = []
+        for key in keys:
+            if (node := self._nodes.get(key)) is None:
+                break
+            found.append(node)
+        return found
 
     def find(self, parent: PrefixNode | None, key: PageKey) -> PrefixNode | None:
         node = self._nodes.get(key[0])

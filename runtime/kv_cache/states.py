@@ -7,7 +7,7 @@ Snapshots take the slots that no sequence has; the least recently used one gives
 
 A device copies states between two steps, in the order of ``StateSlots.copies``. Each copy is of the
 state behind all steps that are launched by the time it is asked for. So a slot may be given away as
-soon as its copy is asked for.
+soon as its copy is asked for, but to one that is written beside the steps (``take_apart``).
 """
 
 from __future__ import annotations
@@ -64,6 +64,18 @@ class StateSlots:
         if not self._snapshots:
             return NO_SLOT
         return self._dropped(*self._snapshots.popitem(last=False))
+
+    def take_apart(self) -> int:
+        """A slot for whoever writes it before the copies are made that are to be: none of them has
+        to do with it; ``NO_SLOT`` if there is none."""
+        copied = {slot for copy in self.copies for slot in copy}
+        for i, slot in enumerate(self._free):
+            if slot not in copied:
+                return self._free.pop(i)
+        for node, slot in self._snapshots.items():
+            if slot not in copied:
+                return self._dropped(node, self._snapshots.pop(node))
+        return NO_SLOT
 
     def slot_of(self, node: PrefixNode) -> int:
         """That of the snapshot of a page, which has one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,10 @@ from .identity import fingerprint
 from .levels import Levels
 from .mooncake import MooncakeBlocks
 from .ram import RamBlocks
+from .reading import fastest
 from .tiers import KvTiers
+
+LOG = logging.getLogger("pykernels")
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class KvBehind:
         limit: bytes of all blocks in it.
         store: the address of a store of several machines, "mooncake://HOST:PORT"; "": none.
         lent: bytes of main memory that this process gives to it.
+        shared: other engines wait for what this one fills.
         name: of the model, for people.
         weights: what tells the values of the model's weights from any others.
     """
@@ -39,6 +44,7 @@ class KvBehind:
     weights: bytes
     store: str = ""
     lent: int = 0
+    shared: bool = False
 
     def tiers(self, runner: PagedRunner, manager: BlockManager) -> KvTiers:
         """The levels behind a bound runner's pages.
@@ -63,10 +69,12 @@ class KvBehind:
                     f" {least / 2**20:.1f} MiB",
                     "Give a larger kv_disk_gib",
                 )
-            folder = ModelFolder(self.disk, self.limit, named, about)
+            way = fastest(self.disk, pages.nbytes(Kind.PAGE))
+            LOG.info("blocks of the KV cache in %s are read %s", self.disk, way.name)
+            folder = ModelFolder(self.disk, self.limit, named, about, way)
         ram = RamBlocks(pages, self.ram) if self.ram else None
         store = None
         if self.store:
             store = MooncakeBlocks(self.store, self.lent, named, pages)
-        levels = Levels(pages, folder, ram, store)
-        return KvTiers(manager, levels, named, lambda: runner.weights.changed)
+        levels = Levels(pages, folder, ram, store, self.shared)
+        return KvTiers(manager, levels, named, lambda: runner.weights.changed, self.shared)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from .block import VERSION, BlockName
 from .directory import ABOUT, MARKER, NEW, blocks, is_block, remove_stale, write_json
+from .reading import IOV, Buffered, Way, behind
 
 _LOOK_SECONDS = 10
 _KEPT = 0.95
 """Of the limit, when blocks had to go."""
 _UNSEEN = 1 / 32
 """Of the limit: bytes that are written between two looks at what other processes have written."""
-_IOV = 1000
-"""Buffers of one ``preadv``: Linux takes 1,024."""
 
 Found = Literal["whole", "gone", "damaged"]
 
@@ -33,12 +32,14 @@ class ModelFolder:
         limit: bytes of all files of the directory.
         fingerprint: 16 bytes, of the model.
         about: of the model, for people.
+        way: how blocks are read.
     """
 
     root: Path
     limit: int
     fingerprint: bytes
     about: dict[str, object]
+    way: Way = field(default_factory=Buffered)
 
     def __post_init__(self) -> None:
         self.path = self.root / self.fingerprint.hex()
@@ -67,6 +68,10 @@ class ModelFolder:
         if time.monotonic() - self._looked >= _LOOK_SECONDS:
             self.look()
 
+    def ask(self, names: Iterable[str]) -> None:
+        """Finds which of these blocks others have written by now."""
+        self.names.update(name for name in names if (self.path / name).exists())
+
     def read(self, block: BlockName, space: Sequence[memoryview]) -> Found:
         """Reads a block's payload to where it is to be.
 
@@ -79,17 +84,12 @@ class ModelFolder:
         """
         path = self.path / block.file
         header = bytearray(block.header_bytes)
+        parts = [memoryview(header), *space]
         try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            whole = self.way.read(path, parts) == sum(map(len, parts))
         except FileNotFoundError:
             self.look()  # as others may be
             return "gone"
-        try:
-            wanted = sum(map(len, space)) + len(header)
-            whole = os.fstat(file).st_size == wanted
-            whole = whole and _read_all(file, [memoryview(header), *space]) == wanted
-        finally:
-            os.close(file)
         if whole and block.fits(header, space):
             return "whole"
         self.remove(block)
@@ -97,12 +97,7 @@ class ModelFolder:
 
     def prefetch(self, block: BlockName) -> None:
         """Has the system begin to read a block that ``read`` will be asked for."""
-        with suppress(OSError):
-            file = os.open(self.path / block.file, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(file)
+        self.way.prefetch(self.path / block.file)
 
     def write(self, block: BlockName, payload: memoryview, used: int) -> int:
         """Writes a block, whole or not at all.
@@ -175,27 +170,6 @@ class ModelFolder:
                 self.names.discard(name)
 
 
-def _read_all(file: int, space: list[memoryview]) -> int:
-    """Bytes that were read into the buffers, in order: fewer at the file's end."""
-    done = 0
-    while space:
-        count = os.preadv(file, space[:_IOV], done)
-        if not count:
-            return done
-        done += count
-        space = _behind(space, count)
-    return done
-
-
 def _write_all(file: int, data: list[memoryview]) -> None:
     while data:
-        data = _behind(data, os.writev(file, data[:_IOV]))
-
-
-def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of buffers of which so many bytes are done."""
-    for i, part in enumerate(parts):
-        if count < len(part):
-            return [part[count:], *parts[i + 1 :]]
-        count -= len(part)
-    return []
+        data = behind(data, os.writev(file, data[:IOV]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ..kv_cache import BlockManager
 from ..kv_cache.page_store import Kind
@@ -65,6 +65,16 @@ class Leaving:
                 if node in snapshots.states:
                     self._states[node] = now - i * _APART
 
+    def filled(self, nodes: Sequence[PrefixNode]) -> None:
+        """Others wait for these pages: they are written while their sequence has them."""
+        if self._is_other():
+            return
+        now = time.time_ns()
+        for i, node in enumerate(nodes):
+            block = self._name(Kind.PAGE, node)
+            if not self._levels.have(block.file):
+                self._worker.write(block, node.page, now - i * _APART)
+
     def evicted(self, page: int) -> None:
         self._worker.forget(Kind.PAGE, page)
 
@@ -89,6 +99,10 @@ class Leaving:
                 self._worker.touch(block, used)
             else:
                 self._worker.write(block, slot, used)
+
+    def has_state(self, keys: Collection[bytes]) -> bool:
+        """Whether a state of one of these pages is to be written; any thread may ask."""
+        return any(node.key in keys for node in list(self._states))
 
     def _name(self, kind: Kind, node: PrefixNode) -> BlockName:
         parent = ROOT if node.parent is None else node.parent.key

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import TypeVar
 
 from ..kv_cache.page_store import Bytes, Kind, PageStore
@@ -35,6 +36,7 @@ class Levels:
         pages: of the device.
         folder: None: nothing is on disk; ``ram``, ``store``: likewise, in main memory, and in a
             store.
+        shared: other engines write into the directory, which is asked for each block.
 
     Attributes:
         stats: of each level, by its name.
@@ -46,15 +48,18 @@ class Levels:
         folder: ModelFolder | None,
         ram: RamBlocks | None = None,
         store: MooncakeBlocks | None = None,
+        shared: bool = False,
     ) -> None:
+        self._shared = folder if shared else None
         self._pages, self.folder, self.ram, self.behind = pages, folder, ram, store
         there = {RAM: ram is not None, DISK: folder is not None, STORE: store is not None}
         self.stats = {name: LevelStats() for name, is_there in there.items() if is_there}
         self._rates = {name: Rate() for name in self.stats}
         self._staging = pages.host(max(map(pages.nbytes, Kind)))
         self._later: OrderedDict[str, tuple[BlockName, int]] = OrderedDict()
+        self._storing = ""  # the one of these that is being written
         self._write_after = dict.fromkeys(self.stats, 0.0)
-        self._ask_after = 0.0
+        self._ask_after = self._got_seconds = 0.0  # of one block of the last batch
         self._told: set[tuple[str, str]] = set()
 
     # What the engine's thread asks.
@@ -73,8 +78,17 @@ class Levels:
 
     @property
     def is_asked(self) -> bool:
-        """Whether there is a store, and it has answered of late."""
-        return self.behind is not None and time.monotonic() >= self._ask_after
+        """Whether there is something to be asked, and it has answered of late."""
+        there = self.behind is not None or self._shared is not None
+        return there and time.monotonic() >= self._ask_after
+
+    def stored(self, name: str) -> bool:
+        """Whether the level has it that is behind all others."""
+        return name in self._behind()[-1]
+
+    def is_late(self, name: str) -> bool:
+        """Whether it is in main memory, and is to be written, or is being."""
+        return name in self._later or name == self._storing
 
     def seconds(self, names: Iterable[tuple[Kind, str]]) -> float | None:
         """That reading these blocks takes; None: unknown."""
@@ -84,6 +98,10 @@ class Levels:
                 nbytes[level] += self._pages.nbytes(kind)
         each = [self._rates[level].seconds(n) for level, n in nbytes.items() if n]
         return None if None in each else sum(s for s in each if s is not None)
+
+    def last_seconds(self, pages: int) -> float | None:
+        """That reading so many pages from the level behind all others takes; None: unknown."""
+        return list(self._rates.values())[-1].seconds(pages * self._pages.nbytes(Kind.PAGE))
 
     def hope(self) -> None:
         """They were too slow to be used."""
@@ -110,7 +128,11 @@ class Levels:
     # What the worker's thread does.
 
     def prefetch(self, blocks: Sequence[BlockName], at: int) -> None:
-        """Called before each of these blocks is read: has the disk begin with later ones."""
+        """Called before each of these blocks is read: has the disk begin with later ones, and the
+        store bring those that follow each other there."""
+        if self.behind is not None and not self.behind.has_ahead(blocks[at]):
+            run = takewhile(lambda block: self._level_of(block.file) == STORE, blocks[at:])
+            self._get(self.behind, list(run))
         ahead = blocks[at + 1 : at + 1 + _AHEAD] if at == 0 else blocks[at + _AHEAD :][:1]
         for block in ahead:
             if self.folder is not None and self._level_of(block.file) == DISK:
@@ -147,7 +169,7 @@ class Levels:
 
     def _read_store(self, store: MooncakeBlocks, block: BlockName, place: int) -> bool:
         """What comes from there stays in the levels in front."""
-        began = time.perf_counter()
+        began = time.perf_counter() - self._got_seconds * store.has_ahead(block)
         if (got := self._try(STORE, "read", lambda: store.read(block))) is None:
             return False
         found, data = got
@@ -162,8 +184,16 @@ class Levels:
         self.store(block, data, time.time_ns())
         return True
 
+    def _get(self, store: MooncakeBlocks, blocks: Sequence[BlockName]) -> None:
+        if batch := store.batch(blocks):
+            began = time.perf_counter()
+            self._try(STORE, "read", lambda: store.prefetch(batch))
+            self._got_seconds = (time.perf_counter() - began) / len(batch)
+
     def ask(self, names: Sequence[str]) -> None:
-        """Finds which of these blocks the store has."""
+        """Finds which of these blocks others have written."""
+        if (folder := self._shared) is not None:
+            self._try(DISK, "asked for", lambda: folder.ask(names))
         if (store := self.behind) is None or not self.is_asked:
             return
         failed = self.stats[STORE].failed
@@ -198,12 +228,14 @@ class Levels:
 
     def store_late(self) -> None:
         """Writes one of them."""
-        _, (block, used) = self._later.popitem(last=False)
+        self._storing = next(iter(self._later))
+        block, used = self._later.pop(self._storing)
         data = None if self.ram is None else self.ram.find(block)
         if data is None:
             self.last.dropped += 1
         else:
             self._write(block, data, used)
+        self._storing = ""
 
     def touch(self, block: BlockName, used: int) -> None:
         """A block was of use."""

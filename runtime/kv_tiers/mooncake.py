@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,13 +19,15 @@ import numpy as np
 
 from pykernels.errors import PykernelsError
 
-from ..kv_cache.page_store import Bytes, Kind, PageStore
-from .block import BlockName, header_bytes
+from ..kv_cache.page_store import Bytes, PageStore
+from .block import BlockName
 from .folder import Found
 
 SCHEME = "mooncake"
 _BUFFER = 64 << 20
 """Bytes that Mooncake has for requests of this process."""
+_BATCH = 32 << 20
+"""Bytes of the blocks that are got at once."""
 _INSTALL = "Install pykernels[mooncake], and Debian's libibverbs1"
 _GONE = -704
 """Mooncake's OBJECT_NOT_FOUND."""
@@ -70,7 +73,17 @@ class MooncakeBlocks:
         self.names: set[str] = set()
         host, port = address_of(url)
         self._store = _connected(host, port, lent)
+        self._where = _module().ReplicateConfig()
+        if lent:  # a node whose memory it is writes without a network
+            self._where.preferred_segment = self._store.get_hostname()
         self._buffer = np.empty(0, np.uint8)
+        self._ahead: dict[str, tuple[int, int]] = {}  # where it is in the buffer, and what was got
+
+    def batch(self, blocks: Sequence[BlockName]) -> Sequence[BlockName]:
+        """As many of these, from the first on, as are got at once."""
+        ends = accumulate(map(self._size, blocks))
+        fit = sum(end <= _BATCH for end in ends)
+        return blocks[: max(1, fit)]
 
     def ask(self, names: Iterable[str]) -> None:
         """Finds which of these blocks are there.
@@ -85,14 +98,38 @@ class MooncakeBlocks:
         for name, there in zip(asked, found, strict=True):
             (self.names.add if there else self.names.discard)(name)
 
+    def prefetch(self, blocks: Sequence[BlockName]) -> None:
+        """Gets blocks that ``read`` will be asked for next, in one batch.
+
+        Raises:
+            MooncakeError: of the store.
+        """
+        sizes = [self._size(block) for block in blocks]
+        self._ahead = {}
+        buffer = self._room(sum(sizes))
+        starts = list(accumulate(sizes, initial=0))[:-1]
+        keys = [self._key(block.file) for block in blocks]
+        places = [buffer.ctypes.data + at for at in starts]
+        got = self._store.batch_get_into(keys, places, sizes)
+        if len(got) != len(keys):
+            raise MooncakeError("its answer has another length")
+        for block, at, size in zip(blocks, starts, got, strict=True):
+            self._ahead[block.file] = at, size
+
+    def has_ahead(self, block: BlockName) -> bool:
+        """Whether ``prefetch`` has got it."""
+        return block.file in self._ahead
+
     def read(self, block: BlockName) -> tuple[Found, Bytes]:
         """Whether a block is there and whole, and its payload, valid until the next call.
 
         Raises:
             MooncakeError: of the store.
         """
-        buffer = self._room(block)
-        got = self._store.get_into(self._key(block.file), buffer.ctypes.data, buffer.nbytes)
+        if block.file not in self._ahead:
+            self.prefetch([block])
+        at, got = self._ahead.pop(block.file)
+        buffer = self._buffer[at : at + self._size(block)]
         payload = buffer[block.header_bytes :]
         if got == _GONE:
             self.names.discard(block.file)
@@ -112,11 +149,12 @@ class MooncakeBlocks:
         Raises:
             MooncakeError: of the store, such as that it is full.
         """
-        buffer = self._room(block)
+        buffer = self._room(self._size(block))
         header = block.header([data.data])
         buffer[: len(header)] = np.frombuffer(header, np.uint8)
         buffer[len(header) :] = data
-        code = self._store.put_from(self._key(block.file), buffer.ctypes.data, buffer.nbytes)
+        key, place = self._key(block.file), buffer.ctypes.data
+        code = self._store.put_from(key, place, buffer.nbytes, self._where)
         if code:
             raise MooncakeError(f"error {code}")
         self.names.add(block.file)
@@ -129,15 +167,20 @@ class MooncakeBlocks:
     def _key(self, name: str) -> str:
         return f"pykernels/{self._model}/{name}"
 
-    def _room(self, block: BlockName) -> Bytes:
-        """Registered memory for a block's header and payload."""
-        nbytes = block.header_bytes + self._pages.nbytes(block.kind)
+    def _size(self, block: BlockName) -> int:
+        """Bytes of a block's value."""
+        return block.header_bytes + self._pages.nbytes(block.kind)
+
+    def _room(self, nbytes: int) -> Bytes:
+        """Registered memory; what was in it is not valid any more."""
+        self._ahead = {}
         if len(self._buffer) < nbytes:
             if len(self._buffer):
                 self._store.unregister_buffer(self._buffer.ctypes.data)
-            most = max(map(self._pages.nbytes, Kind)) + header_bytes(len(block.tokens))
-            self._buffer = np.empty(most, np.uint8)
-            if code := self._store.register_buffer(self._buffer.ctypes.data, most):
+            self._buffer = np.empty(max(nbytes, _BATCH), np.uint8)
+            place = self._buffer.ctypes.data
+            if code := self._store.register_buffer(place, len(self._buffer)):
+                self._buffer = np.empty(0, np.uint8)
                 raise MooncakeError(f"error {code}: its buffer cannot be registered")
         return self._buffer[:nbytes]
 

@@ -13,18 +13,18 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 from ..kv_cache import BlockManager, PageTable
 from ..kv_cache.page_store import Kind
-from ..kv_cache.prefix import ROOT, PageKey, PrefixNode
+from ..kv_cache.prefix import ROOT, Held, PageKey, PrefixNode, leading
 from ..kv_cache.states import NO_SLOT
 from .block import SUFFIXES, BlockName
 from .leaving import Leaving
 from .levels import Levels
+from .loading import Ask, Found, Load, Loading
 from .stats import LevelStats, Rate
-from .worker import Ask, Load, Worker
+from .worker import Worker
 
 _PATIENCE_SECONDS = 30.0
 """That a request waits for blocks, where nobody knows what computing them takes."""
@@ -34,38 +34,6 @@ _ASK_SECONDS = 1.0
 """For a store to say what it has."""
 CLOSE_SECONDS = 30.0
 """For what is to be written when the engine ends."""
-
-
-@dataclass
-class _Loading:
-    """A load, what of the tree it goes on from, and the keys of what it brings."""
-
-    load: Load
-    behind: list[PrefixNode]
-    keys: list[PageKey]
-    give_up: float
-    last: tuple[int, PageKey]
-    """The deepest page that it is for, and how many are before it."""
-
-    def is_for(self, table: PageTable) -> bool:
-        """Whether a request, whose keys are known, begins with what it brings."""
-        at, key = (len(self.behind), self.keys[0]) if self.keys else self.last
-        return len(table.keys) > at and table.keys[at] == key
-
-
-class _Found(NamedTuple):
-    """What the tree and the levels have of a prompt."""
-
-    hits: list[PrefixNode]
-    """Pages of the tree."""
-    depth: int
-    """Pages with those of the levels."""
-    saved: int
-    """Pages that need not be computed if blocks are read."""
-    state: bool
-    """Whether a state is to be read behind them."""
-    missing: list[tuple[Kind, PageKey]]
-    """What nobody here has, and would be of use."""
 
 
 class KvTiers:
@@ -78,6 +46,8 @@ class KvTiers:
         levels: behind them; ``fingerprint``: of the model, as its blocks have it.
         is_other: whether weights were changed, so that it is another model's; then nothing is read
             or written any more.
+        shared: other engines wait for what this one fills; then its states are kept at the end of
+            each prompt.
     """
 
     def __init__(
@@ -86,12 +56,14 @@ class KvTiers:
         levels: Levels,
         fingerprint: bytes,
         is_other: Callable[[], bool] = lambda: False,
+        shared: bool = False,
     ) -> None:
-        self._manager, self._levels, self._fingerprint = manager, levels, fingerprint
+        self.shared = shared
+        self._manager, self._levels, self.fingerprint = manager, levels, fingerprint
         self._is_other = is_other
         self._worker = Worker(levels)
         self._compute_rate = Rate()  # tokens of prompts a second
-        self._loads: dict[Load, _Loading] = {}
+        self._loads: dict[Load, Loading] = {}
         self._launched = self._ended = 0  # steps
         # What runs may still write to pages that a cancelled request has given back: a load begins
         # when so many steps have ended.
@@ -109,6 +81,29 @@ class KvTiers:
     def figures(self) -> dict[str, LevelStats]:
         """A copy of the counts of each level."""
         return {name: replace(stats) for name, stats in self._levels.stats.items()}
+
+    def held(self, keys: Sequence[bytes]) -> Held:
+        """What there is of a prompt with these keys of its pages; any thread may ask."""
+        cached = self._manager.cached(keys)
+        if not self.shared:
+            return Held(cached)
+        pages, states = ([_file(kind, (key, b"")) for key in keys] for kind in Kind)
+        stored = leading(pages, self._levels.stored)
+        if self._manager.snapshots is not None:
+            while stored and not self._levels.stored(states[stored - 1]):
+                stored -= 1
+        storing = self._leaving.has_state(keys) or self._worker.is_writing({*pages, *states})
+        takes = not self._is_slow(len(keys) - cached)
+        return Held(cached, stored, storing, takes)
+
+    def _is_slow(self, pages: int) -> bool:
+        """Whether so many pages were faster to compute than to read from the last level."""
+        reads = self._levels.last_seconds(pages)
+        computes = self._compute_rate.seconds(pages * self._manager.page_size)
+        slow = reads is not None and computes is not None and reads > computes
+        if slow:
+            self._levels.hope()
+        return slow
 
     def has_news(self) -> bool:
         """Whether ``collect`` has something to do."""
@@ -131,9 +126,11 @@ class KvTiers:
         self._ended += 1
         self._begin_loads()
 
-    def filled(self, nodes: Iterable[PrefixNode]) -> None:
+    def filled(self, nodes: Sequence[PrefixNode]) -> None:
         """They hold what they should, or are not in the tree any more."""
         self._leaving.filling.difference_update(nodes)
+        if self.shared:
+            self._leaving.filled([node for node in nodes if node in self._manager.tree])
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A step took so long for so many tokens of prompts."""
@@ -187,12 +184,12 @@ class KvTiers:
             return False
         patience = _PATIENCE_SECONDS if computes is None else max(_LEAST_SECONDS, computes)
         last = depth - 1, table.keys[depth - 1]
-        self._loads[begun] = _Loading(begun, hits, keys, now + patience, last)
+        self._loads[begun] = Loading(begun, hits, keys, now + patience, last)
         self._begin_later.append((self._launched, begun))
         self._begin_loads()
         return True
 
-    def _is_asking(self, table: PageTable, found: _Found, now: float) -> bool:
+    def _is_asking(self, table: PageTable, found: Found, now: float) -> bool:
         """Whether the store is still being asked for what no other level has."""
         if not self._levels.is_asked:
             return False
@@ -221,7 +218,7 @@ class KvTiers:
             self._adopt(self._loads.pop(self._worker.done.popleft()))
         return any_done
 
-    def _found(self, table: PageTable, tokens: Sequence[int], reusable: int | None) -> _Found:
+    def _found(self, table: PageTable, tokens: Sequence[int], reusable: int | None) -> Found:
         """What is there of a prompt."""
         hits = self._manager.match(table, tokens, reusable)
         last, keys = self._manager.shareable(tokens, reusable), table.keys
@@ -237,7 +234,7 @@ class KvTiers:
                 depth -= 1
             state = depth > least
             hits = hits[:depth]
-        return _Found(hits, depth, depth - least, state, missing)
+        return Found(hits, depth, depth - least, state, missing)
 
     def _load(
         self,
@@ -254,23 +251,23 @@ class KvTiers:
         last = hits[-1].key if hits else ROOT
         parents = [last, *(key for key, _ in keys)]
         blocks = [
-            (BlockName(Kind.PAGE, self._fingerprint, key, parent, data), page)
+            (BlockName(Kind.PAGE, self.fingerprint, key, parent, data), page)
             for (key, data), parent, page in zip(keys, parents, pages, strict=False)
         ]
         if not state:
             return Load(blocks)
         snapshots = self._manager.snapshots
         assert snapshots is not None
-        slot = snapshots.states.take()
+        slot = snapshots.states.take_apart()
         if slot == NO_SLOT:
             self._manager.adopt(hits, keys, pages, 0)
             return None
         at = len(hits) + len(keys)
         (key, data), before = table.keys[at - 1], table.keys[at - 2][0] if at > 1 else ROOT
-        name = BlockName(Kind.STATE, self._fingerprint, key, before, data)
+        name = BlockName(Kind.STATE, self.fingerprint, key, before, data)
         return Load(blocks, (name, slot))
 
-    def _adopt(self, done: _Loading) -> None:
+    def _adopt(self, done: Loading) -> None:
         load = done.load
         pages = [page for _, page in load.pages]
         deepest = self._manager.adopt(done.behind, done.keys, pages, load.loaded)

@@ -11,40 +11,17 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ..kv_cache.page_store import Kind
 from .block import BlockName
 from .levels import Levels
+from .loading import Ask, Load
 
 LOG = logging.getLogger("pykernels")
 _HANGS_SECONDS = 5
 """A disk that answers no more is left alone after so long."""
-
-
-@dataclass(eq=False)
-class Load:
-    """Blocks to be read into pages that nobody else has, in order, and perhaps a state.
-
-    Attributes:
-        pages: block and page of each; ``state``: block and slot.
-        cancelled: the rest is not needed any more.
-        loaded: how many of the pages are read; ``has_state``: whether the state is.
-    """
-
-    pages: list[tuple[BlockName, int]]
-    state: tuple[BlockName, int] | None = None
-    cancelled: bool = False
-    loaded: int = 0
-    has_state: bool = False
-
-
-@dataclass(eq=False)
-class Ask:
-    """Which of these files' blocks a store has: known when it has ended."""
-
-    names: list[str]
-    ended: bool = False
 
 
 @dataclass
@@ -53,7 +30,7 @@ class _Asked:
 
     Attributes:
         writes: by kind, and page or slot: the block, and when it was used.
-        copying: the one of these that is being copied.
+        copying: the one of these that is being copied; ``writing``: whose block is being written.
     """
 
     loads: deque[Load] = field(default_factory=deque)
@@ -64,6 +41,7 @@ class _Asked:
     asks: deque[Ask] = field(default_factory=deque)
     look: bool = False
     copying: tuple[Kind, int] | None = None
+    writing: str = ""
     end: float | None = None  # the time at which the thread ends, whatever is left
 
     @property
@@ -123,6 +101,14 @@ class Worker:
             self._asked.look = True
             self._changed.notify_all()
 
+    def is_writing(self, names: Collection[str]) -> bool:
+        """Whether one of these files' blocks is to be written, or is being."""
+        with self._changed:
+            asked, late = self._asked, self.levels.is_late
+            if asked.writing in names or any(map(late, names)):
+                return True
+            return any(block.file in names for block, _ in asked.writes.values())
+
     def forget(self, kind: Kind, place: int) -> None:
         """A page or slot is about to get other contents: from now on it is not read."""
         with self._changed:
@@ -179,6 +165,7 @@ class Worker:
             write = None
             if load is None and asked.writes:
                 asked.copying, write = asked.writes.popitem(last=False)
+                asked.writing = write[0].file
         for ask in asks:
             levels.ask(ask.names)
             ask.ended = True
@@ -218,3 +205,4 @@ class Worker:
                 self._asked.copying = None
                 self._changed.notify_all()
         self.levels.store(block, data, used)
+        self._asked.writing = ""

@@ -21,7 +21,6 @@ from ..passes.keep_routing import keep_routing
 from ..passes.numa import split_over_nodes
 from ..passes.on_ref import REF, with_exact_caches
 from ..passes.shard import join, shard
-from ..passes.shard.one_shot import one_shot_sums
 from ..passes.stream_dense import stream_dense
 from ..program import Program
 from ..program.partition import partition
@@ -95,8 +94,7 @@ def _tensor(program: Program, plan: ExecutionPlan, step: Step) -> Program:
     """Heads, MLPs and experts of each layer dealt over GPUs."""
     if not plan.tensor:
         return program
-    joined = join(shard(program, len(plan.tensor)), plan.tensor)
-    return one_shot_sums(joined, plan.one_shot) if plan.one_shot else joined
+    return join(shard(program, len(plan.tensor)), plan.tensor, plan.one_shot)
 
 
 def _gpu_metadata(program: Program, plan: ExecutionPlan, step: Step) -> Program:

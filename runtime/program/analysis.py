@@ -285,15 +285,19 @@ def experts_per_token(program: Program, ids: str) -> int:
 
 
 def share_of_experts(program: Program, node: Node) -> float:
-    """The part of its layer's routed experts that a node computes, deferred or not: all but for
-    those that another device has in slots ("cached"), or just these."""
+    """The part of its layer's routed experts that a node computes, deferred or not: those of its
+    rank; all but for those that another device has in slots ("cached"), or just these."""
+    if node.role not in ("routed", "cached", "deferred"):
+        return 1.0
+    own = program.weight(node, "experts") if "experts" in node.weights else None
+    if own is not None and own.full is not None:
+        return own.shape[0] / own.full.shape[0]
     cached = [n for n in program.nodes if n.role == "cached" and n.layer == node.layer]
-    if not cached or node.role not in ("routed", "cached", "deferred"):
+    if not cached:
         return 1.0
     weight = program.weight(cached[0], "experts")
     assert weight.full is not None
-    here = weight.shape[0] / weight.full.shape[0]
-    return here if node.role == "cached" else 1 - here
+    return 1 - weight.shape[0] / weight.full.shape[0]
 
 
 def refuse_devices(program: Program, device: str) -> None:

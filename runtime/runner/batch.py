@@ -271,6 +271,11 @@ class StepRunner(Protocol):
         its keys and values are others than those of the same token in a prompt."""
 
     @property
+    def least_seconds(self) -> float:
+        """A step with streamed prompts takes about so long, however few its tokens are: all
+        experts cross. 0: nobody knows, or there is none."""
+
+    @property
     def why_no_drafts(self) -> str:
         """Why no sequence that decodes may have drafts, as a clause; "": each may. Keys and values
         of drafts that are not accepted are written over."""
@@ -321,11 +326,6 @@ class PrefillRunner(StepRunner, Protocol):
     """Most tokens of a step with prompts on the main runner: ``min_tokens`` - 1 and those of as
     many sequences as may decode, or more; 0: it takes no prompts."""
 
-    @property
-    def least_seconds(self) -> float:
-        """A step takes about so long, however few its tokens are: all experts cross."""
-        ...
-
     def take(self, route: str) -> None:
         """The way of the step that is launched next, one of ``routes``; called before each launch
         where there are several."""
@@ -353,6 +353,8 @@ class Runner(StepRunner, Protocol):
         """Runs long prompts beside this one's steps, once this one is bound; None: nothing does."""
         ...
 
+    streams_from: int
+    """Tokens from which its own steps with prompts stream experts, once it is bound; 0: none do."""
     late_masks: bool
     """Whether a step with masks may be launched before they are written."""
     next_runs: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -91,6 +92,8 @@ class PagedRunner(ABC):
     """Expert slots of the GPU that change between steps, or None."""
     prefill_runner: PrefillRunner | None = None
     """Runs long prompts beside this one's steps; its programs are among ``steps``, too."""
+    streams_from = 0
+    """See ``runner.batch.Runner``."""
     late_masks = False
     """Whether masks are written while a step runs (``write_masks``)."""
     next_runs = False
@@ -128,6 +131,14 @@ class PagedRunner(ABC):
     def last_step(self) -> LastStep | None:
         """The step that ended last."""
         return self.last_steps[-1] if self.last_steps else None
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """Those in which all experts cross, to each GPU its own; 0: no link was measured."""
+        streaming, links = self.plan.streaming, max(1, len(self.plan.stream_over))
+        if streaming is None or not streaming.link_bytes_per_s:
+            return 0.0
+        return streaming.nbytes(self.compiled().program) / streaming.link_bytes_per_s / links
 
     @property
     def why_no_drafts(self) -> str:

@@ -21,6 +21,9 @@ OPS_OF = {
     "attention": ("attention", "attention_expanded"),
     "delta_net": ("gated_delta_rule",),
     "delta_net.causal_conv1d": ("causal_conv1d",),
+    "delta_net.copy_states": (),  # between steps
+    "delta_net.decode._delta_step": ("delta_step",),
+    "delta_net.decode._norm_and_shift": ("delta_norm",),
     "delta_net.gate": ("gated_rms_norm", "sigmoid_mul"),
     "delta_net.gate._delta_gates": ("delta_gates",),
     "embedding": ("embed",),

@@ -16,7 +16,8 @@ from bench.e2e.ours import Shape
 from bench.e2e.players import Case, LlamaCpp
 from bench.peers import llama_bench, llama_tools
 from bench.peers.client import PeerMissing
-from bench.peers.gguf_model import TYPES, model_file, tensors
+from bench.peers.gguf_files.types import TYPES
+from bench.peers.gguf_files.write import model_file, tensors
 from bench.peers.llama_fit import ROOM, lowest_ncmoe
 from bench.prefill import table as prefill_table
 from bench.tables.e2e import table
@@ -26,6 +27,11 @@ gguf = pytest.importorskip("gguf")
 
 
 ALL = [(arch, fmt) for arch in ("qwen3-30b", "mixtral-8x7b") for fmt in TYPES]
+_OF_SMALL_GEMMAS = {
+    *(f"per_layer_{name}" for name in ("token_embd", "model_proj", "proj_norm")),
+    *(f"blk.0.{name}" for name in ("inp_gate", "proj", "post_norm")),
+}
+"""What E2B and E4B have besides."""
 DELTA_NETS = [("qwen3.6-35b", "q4_k"), ("qwen3-next-80b", "q4_k")]
 
 
@@ -52,16 +58,35 @@ def test_gguf_reads_back_what_was_written(arch: str, fmt: str, tmp_path: Path) -
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_layers_of_several_kinds_are_written_as_they_are_read(tmp_path: Path) -> None:
-    """LFM2's: a short convolution or attention, a dense MLP or experts; llama.cpp's own names."""
-    config = Shape("lfm2-8b", layers=4, experts=8, vocab=384).config()
-    config.hidden_size = config.moe_intermediate_size = config.intermediate_size = 256
-    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 64
-    path = model_file(config, "q8_0", tmp_path, "lfm2", vocabulary=True)
-    arch = gguf.MODEL_ARCH.LFM2MOE
-    known = {gguf.TENSOR_NAMES[kind].format(bid=0) for kind in gguf.MODEL_TENSORS[arch]}
-    written = {re.sub(r"\d+", "0", t.name).rpartition(".")[0] for t in tensors(config)}
-    assert written == known - {"output"}
+@pytest.mark.parametrize(
+    ("arch", "kind", "absent"),
+    [
+        ("lfm2-8b", "LFM2MOE", {"output"}),
+        (
+            "gemma4-26b",
+            "GEMMA4",
+            {"output", *_OF_SMALL_GEMMAS},
+        ),
+    ],
+)
+def test_layers_of_several_kinds_are_written_as_they_are_read(
+    arch: str, kind: str, absent: set[str], tmp_path: Path
+) -> None:
+    """LFM2's short convolutions, attention, dense MLPs and experts, Gemma 4's layers with and
+    without a window, by llama.cpp's own names. Rows of 96 numbers are no blocks of Q4_K."""
+    config = Shape(arch, layers=6 if kind == "GEMMA4" else 4, experts=8, vocab=384).config()
+    config.hidden_size = 256
+    config.moe_intermediate_size, config.intermediate_size = 96, 256
+    config.num_attention_heads, config.num_key_value_heads = 4, 2
+    if kind == "LFM2MOE":
+        config.head_dim = 64
+    path = model_file(config, "q4_k", tmp_path, arch, vocabulary=True)
+    names = gguf.MODEL_TENSORS[gguf.MODEL_ARCH[kind]]
+    known = {gguf.TENSOR_NAMES[name].format(bid=0) for name in names}
+    written = {re.sub(r"\d+", "0", t.name, count=1).rpartition(".")[0] for t in tensors(config)}
+    assert written == known - absent
+    types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(path).tensors}
+    assert (types["blk.3.ffn_down_exps.weight"], types["token_embd.weight"]) == ("Q5_0", "Q4_K")
     with model.load_engine(path, max_model_len=64, threads=1) as llm:
         assert len(llm.generate("ab", max_tokens=2, temperature=0).token_ids) == 2
 

@@ -53,6 +53,8 @@ class FakeRunner:
     deferred = 0
     routed_layers = ()
     prefill_runner = None
+    streams_from = 0
+    least_seconds = 0.0
     why_no_drafts = ""
     late_masks = True
     cache: np.ndarray = field(init=False)

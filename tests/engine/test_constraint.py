@@ -10,6 +10,7 @@ import pytest
 
 from pykernels.errors import PykernelsError
 from runtime.engine import Engine, SamplingParams
+from runtime.engine.requests.request import Event
 
 from .fake_runner import FakeRunner, expected
 
@@ -68,6 +69,20 @@ def test_each_output_keeps_to_its_own_constraint_beside_others() -> None:
                 i % steps.period for i in range(20)
             ]
     assert (seven.begun, five.begun) == (2, 1)
+
+
+def test_an_output_goes_on_behind_what_another_engine_drew() -> None:
+    given = params(2, 20, constraint=Steps(7), min_tokens=3)
+    (whole,) = Engine(FakeRunner(), threaded=False).generate([[3, 4]], [given])
+    for count in (1, 2, 19):
+        drawn, events = whole.token_ids[:count], list[Event]()
+        engine = Engine(FakeRunner(drawn={2: list(drawn)}), threaded=False)
+        engine.submit_to(events.append, [3, 4], given, drawn=drawn)
+        while engine.step():
+            pass
+        assert tuple(event[1] for event in events) == whole.token_ids[count:]
+    with pytest.raises(PykernelsError, match="cannot go on behind 20 tokens"):
+        engine.submit_to(events.append, [3, 4], given, drawn=whole.token_ids)
 
 
 def test_a_constraint_that_fails_ends_its_request_alone() -> None:

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.kv_cache import BlockManager, PageTable, PrefixTree
-from runtime.kv_cache.prefix import extend_keys
+from runtime.kv_cache.prefix import PrefixNode, extend_keys
+from runtime.kv_cache.states import NO_SLOT, StateSlots
 
 from .fake_runner import check_pages
 
@@ -141,3 +142,18 @@ def test_nothing_is_adopted_behind_pages_that_were_forgotten() -> None:
     manager.release(table)
     assert manager.available == 8
     check_pages(manager, [])
+
+
+def test_a_slot_to_be_copied_is_not_written_meanwhile() -> None:
+    """A snapshot is dropped, as that of a step that failed, before its copy is made."""
+    states = StateSlots(4)
+    own = states.take()
+    node = PrefixNode(b"a", b"", None, 0)
+    states.keep(node, states.save(own))
+    forked = states.begin(node)
+    states.drop(node)
+    assert len(states.copies) == 2
+    assert states.take_apart() not in (own, forked, states.copies[0][1])
+    assert states.take_apart() == NO_SLOT
+    states.take_copies()
+    assert states.take_apart() != NO_SLOT

@@ -15,11 +15,13 @@ from pykernels.errors import PykernelsError
 from runtime.engine import Engine, EngineConfig, SamplingParams
 from runtime.kv_cache import BlockManager
 from runtime.kv_cache.page_store import Bytes, Kind
+from runtime.kv_cache.prefix import Held
 from runtime.kv_tiers.contents import by_model, clear, damaged, opened
 from runtime.kv_tiers.directory import blocks, prepared
 from runtime.kv_tiers.folder import ModelFolder
 from runtime.kv_tiers.levels import Levels
 from runtime.kv_tiers.ram import RamBlocks
+from runtime.kv_tiers.reading import Buffered, Direct, Mapped, Way, fastest
 from runtime.kv_tiers.tiers import KvTiers
 
 from .fake_runner import FakeRunner, check_pages, check_states, expected
@@ -204,7 +206,11 @@ def test_what_is_faster_to_compute_is_not_read(tmp_path: Path) -> None:
         KvTiers.computed(tiers, 10**9, 1.0)
         assert answered(engine, chats[1]) == 0
         assert engine.stats.kv_levels["disk"].declined == 7
+        tiers.shared = True
+        assert not tiers.held([bytes(16)]).takes
         tiers._compute_rate.value = 1e-3
+        assert tiers.held([bytes(16)]) == Held(0)
+        tiers.shared = False
         assert answered(engine, chats[2]) == 28
 
 
@@ -286,3 +292,20 @@ def test_blocks_are_listed_checked_and_removed(tmp_path: Path) -> None:
     damage(Path(files[0].path), random.Random(0))
     assert [each.path for each in damaged(tmp_path) if each] == [Path(files[0].path)]
     assert clear(tmp_path) > 0 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("way", [Buffered(), Mapped(), Direct()], ids=lambda way: way.name)
+def test_each_way_reads_a_file_whole(way: Way, tmp_path: Path) -> None:
+    data, path = random.Random(0).randbytes(9000), tmp_path / "file"
+    for size in (8999, 9000, 9001):
+        path.write_bytes((data + b"x")[:size])
+        head, rest = bytearray(512), bytearray(9000 - 512)
+        way.prefetch(path)
+        try:
+            found = way.read(path, [memoryview(head), memoryview(rest)])
+        except OSError:
+            assert way.name == "direct"
+            pytest.skip("this file system has no O_DIRECT")
+        assert found == size and (size != 9000 or head + rest == data)
+    assert fastest(tmp_path, 9000).name in ("buffered", "mapped", "direct")
+    assert list(tmp_path.iterdir()) == [path], "what was measured with is gone"

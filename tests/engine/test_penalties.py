@@ -10,6 +10,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import model
 from runtime.engine import Engine, SamplingParams
+from runtime.engine.requests.request import Event
 
 from ..model import tiny
 from ..runners import ref_runner
@@ -28,6 +29,11 @@ def test_penalties_are_transformers_whoever_is_preempted(tmp_path: Path) -> None
             temperature=0, repetition_penalty=1.4, max_tokens=NEW, ignore_eos=True
         )
         found = engine.generate(prompts, params)
+        drawn = found[0].token_ids
+        events: list[Event] = []
+        engine.submit_to(events.append, prompts[0], params, drawn=drawn[:5])
+        while engine.step():
+            pass
     penalty = RepetitionPenaltyLogitsProcessor(1.4)
     for prompt, result in zip(prompts, found, strict=True):
         ids = torch.tensor([prompt])
@@ -37,3 +43,4 @@ def test_penalties_are_transformers_whoever_is_preempted(tmp_path: Path) -> None
                 ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
         assert list(result.token_ids) == ids[0, len(prompt) :].tolist()
     assert engine.stats.preemptions > 0
+    assert tuple(event[1] for event in events) == drawn[5:], "behind what another engine drew"

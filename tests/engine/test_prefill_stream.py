@@ -43,7 +43,7 @@ class FakePrefill:
         self.own: StepBatch | None = None
         self.sizes: list[int] = []
         self.taken: list[str] = []
-        self.parked = False
+        self.parked, self.parks = False, 0
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.owner, name)
@@ -62,6 +62,7 @@ class FakePrefill:
     def park(self, seconds: float) -> None:
         assert not self.parked and seconds > 0
         self.parked = True
+        self.parks += 1
 
     def resume(self) -> None:
         self.parked = False
@@ -166,6 +167,7 @@ def test_draws_are_those_of_each_request_alone(overlap: bool, drafts: bool) -> N
     assert reasons == {"length", "cancelled", "error"}
     assert engine.stats.preemptions and engine.stats.cached_tokens > 100
     assert len(runner.prefill_runner.sizes) > 20
+    assert (runner.prefill_runner.parks > 20) == overlap
     assert (engine.stats.accepted_tokens > 100) == drafts
     check_pages(manager_of(engine), [])
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,7 @@ from model import EMBEDDED, load_engine
 from pykernels.errors import PykernelsError
 from runtime.engine import Engine, EngineConfig, SamplingParams
 from runtime.engine.scheduling.routing_policy import RoutingPolicy
+from runtime.planning.config import ExecutionConfig
 from runtime.runner.batch import Route
 
 from .test_prefill_stream import TwoStreams
@@ -76,9 +79,22 @@ def test_prompts_beside_answers_are_read_on_the_other_gpus() -> None:
 
 
 def test_ways_that_a_machine_does_not_have_are_refused() -> None:
-    with pytest.raises(PykernelsError, match="chunked_below=9 without a GPU"):
+    with pytest.raises(PykernelsError, match="chunked_below=9 where no prompt has a step of its"):
         load_engine(EMBEDDED, chunked_below=9)
-    with pytest.raises(PykernelsError, match=r"dslp_after=1.5 without a second GPU"):
-        EngineConfig(dslp_after=1.5).check_gpus(1)
-    with pytest.raises(PykernelsError, match="chunked_below=0"):
-        EngineConfig(chunked_below=0)
+    one = ExecutionConfig(device="cuda:0", prefill="stream")
+    with pytest.raises(PykernelsError, match="chunked_below=9 where"):
+        EngineConfig(chunked_below=9, prefill_yield=0).check_ways(one)
+    with pytest.raises(PykernelsError, match="prefill_yield=0 where"):
+        EngineConfig(prefill_yield=0).check_ways(replace(one, experts="gpu"))
+    with pytest.raises(PykernelsError, match="dslp_after=1.5 without a choice of GPUs"):
+        EngineConfig(dslp_after=1.5).check_ways(one)
+    both = replace(one, device="cuda:0,cuda:1", gpus="routed")
+    EngineConfig(dslp_after=1.5).check_ways(both)
+    faults: list[dict[str, Any]] = [
+        {"chunked_below": 0},
+        {"prefill_yield": 1.0},
+        {"dslp_after": math.nan},
+    ]
+    for wrong in faults:
+        with pytest.raises(PykernelsError, match=next(iter(wrong))):
+            EngineConfig(**wrong)

@@ -12,6 +12,7 @@ import torch
 
 import model
 from pykernels.errors import PykernelsError
+from runtime.devices.cpu.runner import CpuRunner
 from runtime.engine import Result, SamplingParams
 from runtime.planning.work import cache_bytes
 
@@ -173,3 +174,11 @@ def test_snapshots_of_a_model_without_states_are_refused(tmp_path: Path) -> None
     tiny.make(tmp_path, "deepseek_v3")
     with pytest.raises(PykernelsError, match="deepseek_v3 has no layer with a state"):
         model.load_engine(tmp_path, snapshots=4)
+
+
+def test_drafts_are_refused_before_weights_are_read(
+    made: tiny.Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuRunner, "load", lambda self: pytest.fail("weights were read"))
+    with pytest.raises(PykernelsError, match="keep a state, from which no token can be taken back"):
+        model.load_engine(made.path, draft="ngram", **SIZES)

@@ -6,6 +6,7 @@ import pytest
 
 from runtime.engine import Engine, EngineConfig, RequestHandle, SamplingParams, StepBatch
 from runtime.engine.scheduling.streamed_times import StreamedTimes
+from runtime.engine.scheduling.yields import Yields
 from runtime.runner.batch import StepResult
 
 from .fake_runner import FakeRunner, expected
@@ -69,11 +70,28 @@ class Timed(TwoStreams):
         return FakeRunner.result(self)
 
 
+class OneStream(FakeRunner):
+    """Streams in its own steps, as where layers keep states."""
+
+    prefill_runner = None
+    streams_from, least_seconds = 20, CROSSING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.now = 0.0
+
+    def result(self) -> StepResult:
+        prompt = self.own.T - self.own.D
+        streamed = self.own.T >= self.streams_from
+        self.now += max(CROSSING, TOKEN * prompt) if streamed else DECODE + BESIDE * prompt
+        return super().result()
+
+
 class Served:
     """An engine that reads a prompt of 850 tokens, of which a step has 320 at most."""
 
-    def __init__(self, share: float) -> None:
-        self.runner = Timed(
+    def __init__(self, share: float, kind: type[Timed | OneStream] = Timed) -> None:
+        self.runner = kind(
             num_pages=600, vocab_size=VOCABULARY, max_num_batched_tokens=320, max_model_len=900
         )
         config = EngineConfig(prefill_yield=share)
@@ -135,6 +153,22 @@ def test_decodes_are_not_held_up(beside: float) -> None:
     served.check()
 
 
+def test_steps_that_stream_are_no_longer_than_they_must() -> None:
+    """Where no other runner does: the first two are, which begin before it is known how long they
+    take."""
+    stalls = dict[float, list[float]]()
+    for share in (0.5, 0.0):
+        served = Served(share, OneStream)
+        decoding, last = served.ask(5, 40), 0.0
+        stalls[share] = []
+        for _ in decoding:
+            stalls[share].append(served.runner.now - last)
+            last = served.runner.now
+        served.check()
+    assert max(stalls[0.0]) >= 3.2
+    assert sorted(stalls[0.5])[-3] <= 1.0 + DECODE
+
+
 def test_a_long_prompt_is_read_however_many_short_ones_come() -> None:
     alone = Served(0.5)
     alone.check()
@@ -145,6 +179,16 @@ def test_a_long_prompt_is_read_however_many_short_ones_come() -> None:
     # As much again for which it is parked, and what a busy machine costs it.
     assert served.first(served.long) <= 3 * served.first(alone.long)
     served.check()
+
+
+def test_a_step_is_parked_for_its_share_however_long_it_takes() -> None:
+    prefill = TimedPrefill(Timed())
+    yields = Yields(prefill, 0.5)
+    yields.began(0.0)
+    for tenth in range(100):
+        yields.update(True, tenth / 10)
+    assert yields.ended(10.0) == pytest.approx(10 - yields.seconds)
+    assert 0.9 * 0.5 * 10 < yields.seconds <= 1 + 0.5 * 10
 
 
 def test_chunks_are_as_long_as_others_can_wait() -> None:

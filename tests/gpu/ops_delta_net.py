@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from pykernels.gpu.delta_net.causal_conv1d import causal_conv1d
+from pykernels.gpu.delta_net.decode import DeltaNet, delta_step, norm_and_shift
 from pykernels.gpu.delta_net.gate import delta_gates, gated_rms_norm, sigmoid_mul
 from pykernels.gpu.delta_net.gated_delta_rule import gated_delta_rule
 from pykernels.shapes import StateBatch
@@ -100,7 +101,32 @@ def _delta_gates() -> Op:
     return Op("delta_gates", make, run, ("g", "beta"))
 
 
+def _step() -> Op:
+    def make(device: torch.device) -> Tensors:
+        HK, HV = large(device, 16, 1), large(device, 32, 2)
+        DK, DV = large(device, 128, 32), large(device, 128, 48)
+        C = 2 * HK * DK + HV * DV
+        made = {"x": normal(device, 7, C), "weight": normal(device, C, 4)}
+        made |= {name: normal(device, 7, HV) for name in "ab"}
+        made |= {name: normal(device, HV, dtype=FP32) for name in ("a_log", "dt_bias")}
+        made |= {"conv": normal(device, 5, 3, C, dtype=FP32), "norm": normal(device, DV)}
+        made |= {"state": normal(device, 5, HV, DK, DV, dtype=FP32)}
+        made |= {name: empty(device, 7, HV, DV) for name in ("read", "out")}
+        return made | {"gate": normal(device, 7, HV, DV)} | _sequences(device, 1)
+
+    def run(t: Tensors) -> None:
+        HK = (t["x"].shape[1] - t["out"][0].numel()) // (2 * t["state"].shape[2])
+        net = DeltaNet(t["weight"], t["conv"], t["state"], t["a_log"], t["dt_bias"], HK)
+        batch = _batch(t, 1)
+        delta_step(t["x"], t["a"], t["b"], net, batch, t["read"])
+        norm = t["gate"], t["norm"], 1e-6
+        norm_and_shift(t["read"], *norm, t["x"], t["conv"], batch, t["out"])
+
+    return Op("delta_step", make, run, ("read", "out", "state", "conv"))
+
+
 DELTA_NET = (
+    _step(),
     _rule(1),
     _rule(70),
     _conv(1),

@@ -79,7 +79,7 @@ def test_each_launch_begins_behind_those_that_share_its_buffers(
     assert loaded_ahead == (ring.buffers > ring.chunks)
 
 
-def test_a_thread_launches_no_further_ahead_than_a_queue_has_room(
+def test_a_thread_launches_no_further_ahead_than_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launched, done = 0, 0

@@ -16,7 +16,7 @@ from runtime.devices.cuda.step.channels import received_bytes
 from runtime.devices.cuda.step.executable import CudaExecutable
 from runtime.devices.cuda.step.graph import Launch
 from runtime.devices.cuda.step.peers import Peers
-from runtime.passes.shard.one_shot import one_shot_sums
+from runtime.passes.shard.merge import one_shot_sums
 from runtime.program.partition import partition
 
 from .two_gpus import bound, sums, two_gpus
@@ -76,6 +76,19 @@ def test_no_step_is_lost_whoever_comes_late(way: str) -> None:
         made.assert_adds(step % 5, step // 5 % 7, LAYERS)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("peers", ["auto", "off"])
+def test_large_values_cross_by_copy_engines(peers: str) -> None:
+    """In a captured step, 8 MB each."""
+    gpus, wide = two_gpus(), 1 << 22
+    with env.override(peer_access=peers):
+        made = bound(sums(gpus, 3, wide), gpus, wide)
+    made.assert_adds(1, 2, 3)
+    made.executable.capture(torch.cuda.graph_pool_handle())
+    for step in range(20):
+        made.assert_adds(step % 5, step // 5, 3)
+
+
 def test_both_ends_have_one_dtype_and_memory_is_used_again() -> None:
     gpus = two_gpus()
     parts = partition(sums(gpus, 6, H))
@@ -84,3 +97,12 @@ def test_both_ends_have_one_dtype_and_memory_is_used_again() -> None:
         assert kinds["3.part0"] == kinds["3.part1"] == torch.bfloat16
         assert kinds[f"out{rank}"] == torch.float32
         assert received_bytes(part) == 2 * 2 * H  # of two layers, in bfloat16
+
+
+def test_gpus_that_may_not_reach_each_other_say_so() -> None:
+    gpus = two_gpus()
+    with env.override(peer_access="off"):
+        peers = Peers.of(gpus)
+    assert not peers.direct and not peers.atomics
+    assert "PYKERNELS_PEER_ACCESS=off" in peers.described
+    assert Peers.of(dict([*gpus.items()][:1])).described == ""

@@ -7,12 +7,23 @@ import torch
 
 from pykernels import ref
 from pykernels.gpu.delta_net.causal_conv1d import causal_conv1d
+from pykernels.gpu.delta_net.copy_states import StateCopies
+from pykernels.gpu.delta_net.decode import DeltaNet, delta_step, norm_and_shift
 from pykernels.gpu.delta_net.gate import delta_gates, gated_rms_norm, sigmoid_mul
 from pykernels.gpu.delta_net.gated_delta_rule import DeltaRulePlan, gated_delta_rule
 from pykernels.gpu.norm import rms_norm
 from pykernels.shapes import StateBatch
 from pykernels.testing import relative_error
-from tests.delta_nets import RAGGED, ConvStep, DeltaStep, batch_of, is_real_row, real, rows_of
+from tests.delta_nets import (
+    RAGGED,
+    SLOTS,
+    ConvStep,
+    DeltaStep,
+    batch_of,
+    is_real_row,
+    real,
+    rows_of,
+)
 from tests.gpu.rounding import assert_rounded
 
 SIZES = (1, 2, 32, 48)
@@ -181,6 +192,59 @@ def test_zero_centred_norms_are_norms_of_weight_plus_one(device: torch.device) -
     assert_rounded(found, norm(x).detach().double())
 
 
+@pytest.mark.parametrize("dtype", [FLOAT, BF16])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_a_decode_step_in_two_launches(
+    tiled: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Of sequences that go on, that begin, and of none, beside the float64 of ``ref``'s ops."""
+    HK, HV, DK, DV, K = 2, 4, 20, 48, 4
+    sequences = ((1, 3, 2), (1, 1, 0), (0, 2, 3), (1, -1, 5), (1, 0, 9))
+    conv = ConvStep.random(sequences, 2 * HK * DK + HV * DV, K, dtype, device)
+    rows, (T, C) = conv.x.new_zeros(len(conv.x), 700), conv.x.shape
+    x, z, b, a = rows.split([C, HV * DV, HV, 700 - C - HV * DV - HV], 1)
+    r = torch.Generator().manual_seed(2)
+    rows.copy_(torch.randn(T, 700, generator=r))
+    x.copy_(conv.x)
+    a = a[:, :HV]
+    state = torch.randn(SLOTS, HV, DK, DV, generator=r).to(device)
+    a_log, dt_bias, weight = (torch.randn(n, generator=r).to(device) for n in (HV, HV, DV))
+    batch = batch_of(sequences)[0]
+    wide = [each.cpu().double() for each in (x, conv.weight, conv.state, state)]
+    how = {"dtype": torch.float64}
+    truth = ref.causal_conv1d(wide[0], wide[1], wide[2], batch, **how)
+    q, k, v = truth.split([HK * DK, HK * DK, HV * DV], 1)
+    heads = q.view(T, HK, DK), k.view(T, HK, DK), v.view(T, HV, DV)
+    gates = ref.delta_gates(a.cpu(), b.cpu(), a_log.cpu(), dt_bias.cpu(), torch.float64)
+    truth = ref.gated_delta_rule(*heads, *gates, wide[3], batch, tiled=tiled, **how)
+    net = DeltaNet(conv.weight, conv.state.clone(), state.clone(), a_log, dt_bias, HK, tiled)
+    found = delta_step(x, a, b, net, conv.batch, x.new_full((T, HV, DV), torch.nan))
+    here = is_real_row(conv.batch, T)
+    assert_rows(found[here], truth[here].float(), bounds(dtype, device, False))
+    assert found[~here].isnan().all() and torch.equal(net.conv_state.isnan(), conv.state.isnan())
+    gate = z.view(T, HV, DV)
+    normed = norm_and_shift(found, gate, weight, 1e-5, x, net.conv_state, conv.batch)
+    wanted = ref.gated_rms_norm(found.cpu(), gate.cpu(), weight.cpu(), 1e-5, torch.float64)
+    assert_rounded(normed[here], wanted[here])
+    assert torch.equal(net.conv_state.cpu().nan_to_num(7), wide[2].float().nan_to_num(7))
+    used = conv.batch.slots[real(conv.batch)].long().cpu()
+    assert_rows(net.state.cpu()[used], wide[3][used].float(), bounds(dtype, device, False))
+    rest = [i for i in range(SLOTS) if i not in used]
+    assert torch.equal(net.state[rest], state[rest])
+
+
+def test_states_of_all_layers_are_copied_in_one_launch(device: torch.device) -> None:
+    states = [torch.randn(4, *shape, device=device) for shape in ((3, 1700), (2, 8, 16), (1,))]
+    wanted = [state.clone() for state in states]
+    copies = StateCopies(states)
+    for source, target in ((1, 3), (3, 0), (2, 2)):
+        copies.copy(source, target)
+        for state in wanted:
+            state[target] = state[source]
+    for state, other in zip(states, wanted, strict=True):
+        assert torch.equal(state, other)
+
+
 def _meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
@@ -200,11 +264,21 @@ def _conv(T: int, S: int, longest: int) -> None:
     causal_conv1d(_meta(T, 8192), _meta(8192, 4), state, _meta_batch(S, longest))
 
 
+def _step(S: int) -> None:
+    gates, batch = (_meta(S, 32), _meta(S, 32)), _meta_batch(S, 1)
+    states = _meta(9, 3, 8192, dtype=FLOAT), _meta(9, 32, 128, 128, dtype=FLOAT)
+    net = DeltaNet(_meta(8192, 4), *states, _meta(32), _meta(32), 16)
+    out = delta_step(_meta(S, 8192), *gates, net, batch)
+    norm_and_shift(out, _meta(*out.shape), _meta(128), 1e-6, _meta(S, 8192), states[0], batch)
+
+
 HEADS = (64, 32, 128)
 COMPILES = [
     ("gated_delta_rule decode", lambda: _rule(8, 8, 1)),
     ("gated_delta_rule prompt", lambda: _rule(4096, 2, 4000)),
     ("causal_conv1d decode", lambda: _conv(8, 8, 1)),
+    ("delta_step", lambda: _step(8)),
+    ("copy_states", lambda: StateCopies([_meta(9, 32, 128, 128, dtype=FLOAT)]).copy(1, 2)),
     ("causal_conv1d prompt", lambda: _conv(4096, 2, 4000)),
     ("gated_rms_norm", lambda: gated_rms_norm(_meta(*HEADS), _meta(*HEADS), _meta(128), 1e-6)),
     ("sigmoid_mul", lambda: sigmoid_mul(_meta(64, 16, 256), _meta(64, 16, 256))),

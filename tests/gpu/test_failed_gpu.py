@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from runtime.devices.cuda.step.watch import Watch
-from runtime.passes.shard.one_shot import one_shot_sums
+from runtime.passes.shard.merge import one_shot_sums
+from runtime.runner.batch import DeviceLost
 
 from .two_gpus import bound, sums, two_gpus
 
@@ -41,11 +42,12 @@ def test_a_part_that_fails_ends_the_step(one_launch: bool) -> None:
     launches = graph.launches
 
     def fail() -> None:
-        raise MemoryError("the second GPU has failed")
+        raise torch.AcceleratorError("CUDA error: an illegal memory access\nmore of it")
 
     graph.launches = (*launches[:3], fail, *launches[4:])
-    with pytest.raises(MemoryError, match="the second GPU"):
+    with pytest.raises(DeviceLost) as lost:
         made.executable.run()
+    assert lost.value.cause == "cpu failed: CUDA error: an illegal memory access"
     graph.launches = launches
     made.assert_adds(1, 2, 3)
 

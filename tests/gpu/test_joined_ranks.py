@@ -88,10 +88,13 @@ class Step:
                 if buffer.kind == "output"
             }
             results[gpu] = StepOutputs(shapes, device).of({})
-        memory = {
-            gpu: GpuMemory(device, {n: x.to(device) for n, x in tensors.items()}, Arena(device))
-            for gpu, device in gpus.items()
-        }
+        memory: dict[str, GpuMemory] = {}
+        for gpu, device in gpus.items():
+            there = {  # what is expanded the host knows
+                name: x if name.endswith(".expansion") else x.to(device)
+                for name, x in tensors.items()
+            }
+            memory[gpu] = GpuMemory(device, there, Arena(device))
         self._on = {gpu: on.inputs for gpu, on in memory.items()}
         self.executable = CudaExecutable(
             compiled,
@@ -105,6 +108,11 @@ class Step:
             ChannelBuffers(gpus, Peers.of(gpus)),
             results,
         )
+        if all(device.type == "cuda" for device in gpus.values()):
+            self.executable.compile()
+            self.executable.run_first()
+            if not any(node.op == "attention_expanded" for node in program.nodes):
+                self.executable.capture(torch.cuda.graph_pool_handle())
 
     def run(self, step: Mapping[str, np.ndarray], T: int, S: int) -> torch.Tensor:
         """Tokens of the model's step by their likeliest ones: ids and log-probabilities."""
@@ -204,7 +212,9 @@ def test_logprobs_are_those_of_transformers(
         made_steps = []
         for decode in (False, True) if form == "tensor" else (False,):
             lowered = decoder.lower(sizes.of(2) if decode else sizes).on(names[0])
-            program = gpu_metadata(join(cut(lowered, form, 2), names), decode)
+            one_shot = 1 << 17 if decode and Peers.of(gpus).atomics else 0
+            program = gpu_metadata(join(cut(lowered, form, 2), names, one_shot), decode)
+            assert bool(one_shot) == any(n.op == "one_shot_all_reduce" for n in program.nodes)
             ranks = 1 if form == "tensor" else 2
             made_steps.append(Step(program, decoder.store, gpus, pool, caches, ranks))
         errors = []

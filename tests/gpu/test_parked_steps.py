@@ -22,10 +22,13 @@ from ..model import tiny
 from ..runners import CudaOptions, cuda_runner
 
 
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.all)]
+)
 def test_requests_decode_while_a_step_is_parked(
-    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    family: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=2)
+    made = tiny.make(tmp_path, family, num_hidden_layers=2)
     prompts, count = ([7, 41, 2], [5, 17, 60, 33, 8]), 6
     truth = []
     for prompt in prompts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 import model
+from model.checkpoint.identity import identity
 from pykernels.errors import PykernelsError
 from runtime.engine import Completion, SamplingParams
 
@@ -60,6 +63,24 @@ def test_another_model_or_dtype_has_blocks_of_its_own(tmp_path: Path) -> None:
         assert found.stats.cached_tokens == 0 and logprobs(found) != logprobs(first)
     (again,) = turns(FIRST.copy(), 1, kv_disk=disk)
     assert again.stats.cached_tokens == 192 and again.token_ids == first.token_ids
+
+
+def test_a_file_of_the_hub_is_the_same_anywhere(tmp_path: Path) -> None:
+    config, found = LlamaConfig(), []
+    for machine, name in (
+        ("a", "0" * 64),
+        ("b", "0" * 64),
+        ("c", "1" * 64),
+        ("d", "kept"),
+        ("e", "kept"),
+    ):
+        blob, file = tmp_path / machine / "blobs" / name, tmp_path / machine / "x.safetensors"
+        blob.parent.mkdir(parents=True)
+        blob.write_bytes(b"weights")
+        os.utime(blob, (ord(machine), ord(machine)))
+        file.symlink_to(blob)
+        found.append(identity(config, [file]))
+    assert found[0] == found[1] and len(set(found)) == 4
 
 
 def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 import openai
 import pytest
 import uvicorn
+from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import DeepseekV3Config, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -95,7 +97,6 @@ def running(llm: LLM, remote: bool = False, **settings: object) -> Iterator[Runn
     given = {"names": (NAME,), "port": 0, **settings}
     chosen = ServerSettings(**given)  # type: ignore[arg-type]
     with bound_socket(chosen) as bound:
-        started = threading.Event()
         served: ServedModel = LocalModel(llm)
         if remote:
             ours, theirs = pair()
@@ -103,16 +104,26 @@ def running(llm: LLM, remote: bool = False, **settings: object) -> Iterator[Runn
             served = RemoteModel(
                 Channel(theirs.detach()), facts_of(llm), llm.tokenizer, lambda: None
             )
-        server = server_of(create_app(served, chosen), chosen, started.set)
-        thread = threading.Thread(target=server.run, args=([bound],))
-        thread.start()
-        assert started.wait(60)
-        try:
+        with listening(create_app(served, chosen), chosen, bound) as server:
             port = bound.getsockname()[1]
             yield Running(f"http://127.0.0.1:{port}", llm, chosen.api_key or "none", server)
-        finally:
-            server.should_exit = True
-            thread.join()
+
+
+@contextmanager
+def listening(
+    app: FastAPI, settings: ServerSettings, bound: socket.socket
+) -> Iterator[uvicorn.Server]:
+    """Serves an application in a thread of this process."""
+    started = threading.Event()
+    server = server_of(app, settings, started.set)
+    thread = threading.Thread(target=server.run, args=([bound],))
+    thread.start()
+    assert started.wait(60)
+    try:
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @pytest.fixture(scope="session")

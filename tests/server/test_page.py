@@ -226,3 +226,6 @@ def test_experts_and_workers_are_shown(served: Running, page: Any) -> None:
     assert len(cell.split(", ")) == 6
     page.locator("#map").press("Escape")
     assert "all" in title.text_content()
+    page.get_by_role("tab", name="Devices").click()
+    page.get_by_role("rowheader", name="disk").wait_for()
+    assert not page.get_by_role("table", name="Nodes of this router").is_visible()

@@ -118,7 +118,7 @@ class Streams:
                 if task.done():
                     task.result()
                     raise PykernelsError("a stream ended by itself", "Report this")
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.004)
 
     def gaps(self, begin: float, end: float) -> list[float]:
         """Seconds from token to token, of those that came within a span."""

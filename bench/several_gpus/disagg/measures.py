@@ -15,6 +15,8 @@ from .requests import LEAST_DECODE, MOST_DECODE, Requests
 
 ALONE = 48
 """Tokens of each stream before a prompt comes, which are timed too."""
+LEAD_SECONDS = 0.2
+"""After so long a short request comes behind a long prompt."""
 WORKLOADS = {"1P": (1, 0), "1D": (0, 1), "1P+1D": (1, 1), "2D": (0, 2), "1P+2D": (1, 2)}
 """Figure 18's: how many prompts, and how many requests that decode, come at once."""
 
@@ -100,7 +102,7 @@ async def behind(client: Client, sizes: Requests) -> Row:
             usual += streams.gaps(begin, arrived)
             heard = Heard(0.0)
             long = asyncio.create_task(client.ask(sizes.behind, 1, heard))
-            await streams.until(2)  # the long prompt is under way
+            await asyncio.wait({long}, timeout=LEAD_SECONDS)
             firsts.append((await client.ask(sizes.short, 1)).first_s)
             longs.append((await long).first_s)
             stalls.append(max(streams.gaps(arrived, await streams.until(1))))

@@ -32,8 +32,8 @@ def rope(meta: Metadata, factors: list[float] | None) -> dict[str, Any]:
 
 
 def turned_share(checkpoint: GGUF, D: int) -> float:
-    """Of heads of D numbers, the share that a proportional embedding turns: the pairs whose
-    frequency ``rope_freqs.weight`` divides by 1, the first ones; by 1e30 it does not turn.
+    """The share of a head's D numbers that a proportional embedding turns: the first pairs, whose
+    frequency ``rope_freqs.weight`` divides by 1. A pair whose divisor is 1e30 does not turn.
 
     Raises:
         PykernelsError: other factors.

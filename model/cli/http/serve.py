@@ -15,7 +15,7 @@ from pykernels.errors import PykernelsError
 from runtime.engine.scheduling.config import EngineConfig
 from runtime.planning.config import ExecutionConfig
 
-from ...server.http.settings import ServerSettings
+from ...server.http.settings import ROUTER, ServerSettings
 from ...server.loading import bound_socket, told_to_wait
 from ...server.start import HttpProcess
 from ...startup.lean_import import import_transformers
@@ -24,6 +24,7 @@ from ..shared.execution import opened_with
 from ..shared.model_options import Model, Rules
 from ..shared.options import Choose
 from ..shared.session import status
+from .router import check_unused, nodes_of, route, shared
 
 if TYPE_CHECKING:
     from ...llm import LLM
@@ -61,10 +62,31 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = None,
+    prefill_node: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]URL",
+            help="Of a router: a server that reads prompts; may be repeated.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    decode_node: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]URL",
+            help="Of a router: a server that writes answers; may be repeated.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
     rules: Rules = None,
     debug: Debug = False,
 ) -> None:
     """Serve a model over HTTP until Ctrl-C or SIGTERM."""
+    nodes = nodes_of(settings.role, prefill_node or (), decode_node or ())
+    if settings.role == ROUTER:
+        check_unused(engine, execution, rules)
+    elif settings.role is not None:
+        engine = shared(engine, settings.role)
     path, execution = opened_with(execution, model, rules)
     settings = replace(
         settings,
@@ -75,6 +97,14 @@ def serve(
     level = _log_level(settings)
     with ExitStack() as stack:
         bound = stack.enter_context(bound_socket(settings))
+        text = f"{settings.names[0]} is served at {_url(bound)}"
+
+        def told() -> None:
+            err().print(text, markup=False)
+
+        if settings.role == ROUTER:
+            route(path, nodes, settings, bound, told)
+            return
         http = None
         # A GPU waits for Python between two steps; the CPU's workers do not.
         if execution.device != "cpu":
@@ -99,11 +129,6 @@ def serve(
             read_roof = _read_roof(llm)
         for line in llm.decisions:
             note(line)
-        text = f"{settings.names[0]} is served at {_url(bound)}"
-
-        def told() -> None:
-            err().print(text, markup=False)
-
         if http is None:
             run(create_app(LocalModel(llm), settings, read_roof), settings, bound, told)
         else:

@@ -10,21 +10,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
 
-from pykernels.errors import PykernelsError
 from runtime.engine.delivery import INTERVAL
 from runtime.engine.requests.request import Event, Request
 
 from ...llm import LLM
 from ...text.detokenize import Detokenizer
-from ..http.errors import LOG
 from ..structured import GrammarConstraint, Vocabulary
 from .channel import Channel
 from .local import LocalModel, figures_of
 from .messages import (
     Ask,
+    AskHeld,
     Batch,
     Cancel,
-    Failure,
     Observe,
     Ready,
     Reply,
@@ -32,6 +30,7 @@ from .messages import (
     Submit,
     Told,
 )
+from .telling import Teller, failure_of
 
 
 class Host:
@@ -48,8 +47,7 @@ class Host:
         self._llm, self._channel, self._started = llm, channel, started
         self._requests: dict[int, list[Request]] = {}
         self._open: dict[int, int] = {}
-        self._told_routing: dict[Request, int] = {}
-        self._told_prompts: set[Request] = set()
+        self._teller = Teller()
         self._observed: dict[int, Future[None]] = {}
         self._events: deque[tuple[int, Event]] = deque()
         self._answers: deque[Told | Reply] = deque()
@@ -78,6 +76,8 @@ class Host:
                         self._llm.engine.cancel(requests[output])
                 case Ask(key):
                     self._answer(Reply(key, figures_of(self._llm)))
+                case AskHeld(key, keys):
+                    self._answer(Reply(key, self._llm.engine.held(keys)))
                 case Observe():
                     self._observe(message)
                 case Ready():
@@ -101,7 +101,7 @@ class Host:
             sink = partial(self._put, key)
             params = replace(params, constraint=constraint)
             self._requests[key] = self._llm.engine.submit_to(
-                sink, asked.prompt_ids, params, asked.name, detokenizer
+                sink, asked.prompt_ids, params, asked.name, detokenizer, asked.drawn
             )
             if key not in self._open:  # it has ended meanwhile
                 self._requests.pop(key, None)
@@ -164,35 +164,9 @@ class Host:
                 return
 
     def _told(self, key: int, event: Event) -> list[Told | Routed]:
-        request, token, logprob, text, reason = event
-        news: list[Told | Routed] = []
-        if request.routing is not None:
-            count = self._told_routing.get(request, 0)
-            routed = request.routing.since(count)
-            if len(routed.ids):
-                self._told_routing[request] = count + len(routed.ids)
-                news.append(Routed(key, request.index, routed))
-        told = Told(key, request.index, token, logprob, text, reason)
-        if request.params.logprob_start is not None and request not in self._told_prompts:
-            self._told_prompts.add(request)
-            told = told._replace(prompt_logprobs=tuple(request.prompt_logprobs))
-        if reason is not None:
-            self._told_routing.pop(request, None)
-            self._told_prompts.discard(request)
+        if event[4] is not None:
             self._open[key] -= 1
             if not self._open[key]:
                 del self._open[key]
                 self._requests.pop(key, None)  # which may not be there yet
-            told = told._replace(stats=request.stats())
-            if request.error is not None:
-                if not isinstance(request.error, PykernelsError):
-                    LOG.error("%s", request.error, exc_info=request.error)
-                told = told._replace(failure=failure_of(request.error))
-        return [*news, told]
-
-
-def failure_of(error: BaseException) -> Failure:
-    """What the other process is told of an exception."""
-    if isinstance(error, PykernelsError):
-        return Failure("PykernelsError", error.cause, error.hint)
-    return Failure(type(error).__name__, str(error))
+        return self._teller.told(key, event)

@@ -10,6 +10,7 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from runtime.engine import AsyncRequestHandle, EngineStats, SamplingParams
+from runtime.kv_cache.prefix import Held
 from runtime.runner.routing import RoutedLayer
 
 from ...text.settings import EngineSettings
@@ -53,6 +54,7 @@ class ModelFacts:
         ageing_seconds: see ``EngineConfig``.
         num_pages, page_size: of the KV cache.
         routed_layers: those that choose experts.
+        kv_model: what tells pages of its KV cache from those of another model, if they are shared.
         workers: threads on the CPU; ``devices``: their names; ``parts``: what each computes.
     """
 
@@ -70,6 +72,27 @@ class ModelFacts:
     workers: int
     devices: tuple[str, ...]
     parts: tuple[DevicePart, ...] = ()
+    kv_model: str = ""
+
+
+@dataclass(frozen=True)
+class NodeFigures:
+    """A router's counts of one of its nodes.
+
+    Attributes:
+        up: whether it takes requests.
+        inside: outputs that it has now; ``requests``: that it was asked for, prompts included;
+            ``lost``: of these, those that it has not ended.
+        rate: tokens of prompts that it reads a second; 0: unknown.
+    """
+
+    name: str
+    role: str
+    up: bool
+    inside: int
+    requests: int
+    lost: int
+    rate: float
 
 
 @dataclass(frozen=True)
@@ -80,6 +103,7 @@ class Figures:
         weight_bytes: that a one-token step reads.
         read_bytes, expert_bytes: of weights, and of experts among them, that the CPU has read in
             steps without prompts.
+        nodes: of a router.
         cache: counts of the experts in a GPU's slots, by name; none without slots.
     """
 
@@ -88,6 +112,7 @@ class Figures:
     read_bytes: int
     expert_bytes: int
     cache: Mapping[str, float] = field(default_factory=dict)
+    nodes: Sequence[NodeFigures] = ()
 
 
 class ServedModel(Protocol):
@@ -100,22 +125,35 @@ class ServedModel(Protocol):
         """Called once, in the event loop that asks it from then on."""
         ...
 
+    async def detach(self) -> None:
+        """Called once, in that loop, when nothing is asked any more."""
+        ...
+
     @property
     def healthy(self) -> bool:
         """Whether the engine can still serve anything."""
         ...
 
     def asubmit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, special: Collection[str]
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        special: Collection[str],
+        drawn: Sequence[int] = (),
     ) -> AsyncRequestHandle:
         """Queue a prompt.
 
         Args:
+            drawn: tokens of its output that were drawn elsewhere, see ``Intake.requests``.
             special: tokens that have a text here, though texts usually leave them out.
 
         Raises:
             PykernelsError: the engine can never serve it, or takes no requests; ``EngineBusy``.
         """
+        ...
+
+    async def held(self, keys: Sequence[bytes]) -> Held:
+        """What the engine has of a prompt with these keys of its full pages."""
         ...
 
     async def figures(self) -> Figures:

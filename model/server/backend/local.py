@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from runtime.engine import AsyncRequestHandle, SamplingParams
+from runtime.kv_cache.prefix import Held
 from runtime.tracing.recorder import Recorder
 
 from ...llm import LLM
@@ -28,17 +29,28 @@ class LocalModel:
     def attach(self) -> None:
         """The engine finds the loop of each request by itself."""
 
+    async def detach(self) -> None:
+        """Nor has it anything to end."""
+
     @property
     def healthy(self) -> bool:
         return self.llm.engine.healthy
 
     def asubmit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, special: Collection[str]
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        special: Collection[str],
+        drawn: Sequence[int] = (),
     ) -> AsyncRequestHandle:
         detokenizer = None
         if special and self.tokenizer is not None:
             detokenizer = partial(Detokenizer, self.tokenizer, special)
-        return self.llm.engine.asubmit(prompt_ids, params, detokenizer=detokenizer)
+        engine = self.llm.engine
+        return engine.asubmit(prompt_ids, params, detokenizer=detokenizer, drawn=drawn)
+
+    async def held(self, keys: Sequence[bytes]) -> Held:
+        return self.llm.engine.held(keys)
 
     async def figures(self) -> Figures:
         return figures_of(self.llm)
@@ -69,6 +81,7 @@ def facts_of(llm: LLM) -> ModelFacts:
         workers=0 if runner.pool is None else runner.pool.threads,
         devices=tuple(part.device for part in device_parts),
         parts=device_parts,
+        kv_model=engine.kv_model,
     )
 
 

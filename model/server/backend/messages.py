@@ -97,7 +97,7 @@ class Submit(NamedTuple):
     Attributes:
         params: with a seed, and without a constraint.
         grammar: of its constraint; None: it has none.
-        special: see ``ServedModel.asubmit``.
+        special, drawn: see ``ServedModel.asubmit``.
     """
 
     key: int
@@ -106,6 +106,7 @@ class Submit(NamedTuple):
     params: SamplingParams
     grammar: str | None
     special: tuple[str, ...]
+    drawn: tuple[int, ...] = ()
 
 
 class Cancel(NamedTuple):
@@ -119,6 +120,13 @@ class Ask(NamedTuple):
     """Asks for the engine's figures."""
 
     key: int
+
+
+class AskHeld(NamedTuple):
+    """Asks what it has of a prompt: see ``ServedModel.held``."""
+
+    key: int
+    keys: Sequence[bytes]
 
 
 class Observe(NamedTuple):

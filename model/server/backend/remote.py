@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,14 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from pykernels.errors import PykernelsError
 from runtime.engine import AsyncRequestHandle, SamplingParams
 from runtime.engine.requests.intake import Intake
-from runtime.engine.requests.request import Event, Request, State
-from runtime.runner.sampling_params import MAX_SEED
+from runtime.engine.requests.request import Request, State
+from runtime.kv_cache.prefix import Held
 
-from ...text.detokenize import Detokenizer
-from ..structured import GrammarConstraint
 from .channel import Channel
 from .interface import Figures, ModelFacts
-from .messages import Ask, Batch, Cancel, Failure, Observe, Reply, Routed, Submit, Told
+from .messages import Ask, AskHeld, Batch, Cancel, Observe, Reply, Routed, Submit, Told
+from .mirror import grow, mirrored
+from .telling import error_of
 
 
 class RemoteModel:
@@ -51,39 +49,38 @@ class RemoteModel:
     def attach(self) -> None:
         asyncio.get_running_loop().add_reader(self._channel.fileno(), self._receive)
 
+    async def detach(self) -> None:
+        """The other process ends when the channel does."""
+
     @property
     def healthy(self) -> bool:
         return self._healthy
 
     def asubmit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, special: Collection[str]
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        special: Collection[str],
+        drawn: Sequence[int] = (),
     ) -> AsyncRequestHandle:
         if not self._healthy:
             raise PykernelsError("The engine has failed", "Start the server again")
-        grammar = None
-        if params.constraint is not None:
-            assert isinstance(params.constraint, GrammarConstraint)
-            grammar = params.constraint.grammar
-        seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
-        params = replace(params, constraint=None, seed=seed)
-        detokenizer = None
-        if self.tokenizer is not None:
-            detokenizer = partial(Detokenizer, self.tokenizer, special)
-        queue: asyncio.Queue[Event] = asyncio.Queue()
-        # Nothing is counted here: the engine does.
-        shown = replace(params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
-        requests = self._intake.requests(
-            prompt_ids, shown, queue.put_nowait, True, None, detokenizer
-        )
-        key, name = next(self._keys), requests[0].name
-        self._requests[key] = requests
-        handle = AsyncRequestHandle(requests, partial(self._cancel, key), detokenizer, queue)
-        ids = list(prompt_ids)
-        self._channel.send(Submit(key, name, ids, params, grammar, tuple(special)))
-        return handle
+        key = next(self._keys)
+        mirror = mirrored(self._intake, self.tokenizer, prompt_ids, params, special, drawn)
+        self._requests[key] = mirror.requests
+        name, ids = mirror.requests[0].name, list(prompt_ids)
+        how = mirror.params, mirror.grammar, tuple(special), tuple(drawn)
+        self._channel.send(Submit(key, name, ids, *how))
+        return mirror.handle(partial(self._cancel, key))
 
     def _cancel(self, key: int, request: Request) -> None:
         self._channel.send(Cancel(key, request.index))
+
+    async def held(self, keys: Sequence[bytes]) -> Held:
+        key, answer = self._asked()
+        self._channel.send(AskHeld(key, keys))
+        found: Held = await asyncio.wrap_future(answer)
+        return found
 
     async def figures(self) -> Figures:
         key, answer = self._asked()
@@ -118,12 +115,12 @@ class RemoteModel:
             if isinstance(news, Reply):
                 self._answered(news)
             elif news.key in self._requests:
-                request = self._requests[news.key][news.output]
                 if isinstance(news, Routed):
-                    assert request.routing is not None
-                    request.routing.extend(news.experts)
+                    routing = self._requests[news.key][news.output].routing
+                    assert routing is not None
+                    routing.extend(news.experts)
                 else:
-                    self._grow(request, news)
+                    self._told(news)
 
     def _answered(self, answer: Reply) -> None:
         future = self._answers.pop(answer.key)
@@ -134,34 +131,8 @@ class RemoteModel:
         else:
             future.set_result(answer.value)
 
-    def _grow(self, request: Request, told: Told) -> None:
-        if told.token >= 0:
-            request.tokens.append(told.token)
-        if told.logprob is not None:
-            request.logprobs.append(told.logprob)
-        request.prompt_logprobs += told.prompt_logprobs
-        if request.text is not None and told.text:
-            request.text.deltas.append(told.text)
-        if told.reason is not None:
-            request.state, request.reason = State.FINISHED, told.reason
-            if told.failure is not None:
-                request.error = error_of(told.failure)
-            if (stats := told.stats) is not None:
-                request.cached, request.preemptions = stats.cached_tokens, stats.preemptions
-                request.submitted_at, request.admitted_at = 0.0, stats.queue_seconds
-                request.last_at = stats.queue_seconds
-                if stats.time_to_first_token is not None:
-                    request.first_at = stats.time_to_first_token
-                    request.last_at = request.first_at + stats.decode_seconds
-            requests = self._requests[told.key]
-            if told.stats is None or all(r.state is State.FINISHED for r in requests):
-                del self._requests[told.key]
-        request.sink((request, told.token, told.logprob, told.text, told.reason))
-
-
-def error_of(failure: Failure) -> Exception:
-    """The exception again, without its traceback."""
-    if failure.kind == "PykernelsError":
-        return PykernelsError(failure.cause, failure.hint)
-    kind: type[Exception] = type(failure.kind, (RuntimeError,), {})
-    return kind(failure.cause)
+    def _told(self, told: Told) -> None:
+        requests = self._requests[told.key]
+        ended = grow(requests[told.output], told)
+        if ended and (told.stats is None or all(r.state is State.FINISHED for r in requests)):
+            del self._requests[told.key]

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 
 from pykernels.errors import PykernelsError
-from runtime.planning.option import SettingError, option
+from runtime.planning.option import SettingError, check_one_of, option
+
+PREFILL, DECODE, ROUTER = ROLES = "prefill", "decode", "router"
 
 
 def _megabytes(given: int) -> int:
@@ -21,6 +23,7 @@ class ServerSettings:
         host: address to listen at; only this machine reaches the default.
         port: 0: any free one.
         api_key: what each request must bring; None: nobody is asked.
+        role: of this server among several, see ``server.cluster``; None: it does all by itself.
         names: of the model; a request may give any of them, or none.
         max_waiting: requests that may wait behind those that run; more get 429.
         max_seconds: of a request, after which it ends with what it has; None: no limit.
@@ -45,6 +48,12 @@ class ServerSettings:
     host: str = option("127.0.0.1", "0.0.0.0 lets other machines in.", "ADDRESS")
     port: int = option(8080, "0: any free one.", kind=int, least=0, most=65535)
     api_key: str | None = None
+    role: str | None = option(
+        None,
+        "Of several servers as one: read prompts, write answers, or share them out to such nodes.",
+        "|".join(ROLES),
+        shown="all by itself",
+    )
     names: tuple[str, ...] = ("model",)
     max_waiting: int = option(64, "Outputs that may wait; further ones get 429.", kind=int, least=0)
     max_ttft: float | None = option(
@@ -90,6 +99,8 @@ class ServerSettings:
                 raise _bad(name, value, "a positive number")
         if not 0 <= self.drain_seconds < math.inf:
             raise _bad("drain_seconds", self.drain_seconds, "a number from 0")
+        if self.role is not None:
+            check_one_of("role", self.role, ROLES)
         if not self.names or not all(self.names):
             raise _bad("names", self.names, "at least one name")
         if self.api_key is not None and not self.api_key.isascii():

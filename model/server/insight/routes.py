@@ -51,7 +51,8 @@ def insight_routes(served: Served) -> APIRouter:
     async def figures() -> dict[str, Any]:
         """The engine's counts since its start: what lies between two of them belongs to the steps
         between, whoever asked for them. Bytes are those of weights that steps without prompts have
-        read; ``read_roof`` is in bytes a second, null where the CPU reads none or it is unknown."""
+        read; ``read_roof`` is in bytes a second, null where the CPU reads none or it is unknown.
+        ``kv_levels`` are what is behind the pages of the KV cache, ``nodes`` those of a router."""
         current = await served.model.figures()
         return {
             "running": current.stats.running,
@@ -61,6 +62,10 @@ def insight_routes(served: Served) -> APIRouter:
             "expert_bytes": current.expert_bytes,
             "read_roof": None if served.read_roof is None else served.read_roof * 1e9,
             "expert_cache": dict(current.cache) or None,
+            "prompt_tokens": current.stats.prompt_tokens,
+            "cached_tokens": current.stats.cached_tokens,
+            "kv_levels": {name: asdict(level) for name, level in current.stats.kv_levels.items()},
+            "nodes": [asdict(node) for node in current.nodes],
         }
 
     @router.post("/v1/pykernels/steps")

@@ -22,19 +22,49 @@ function beside(part) {
   return part.pinned ? `${part.pinned} for good` : "";
 }
 
+function amount(bytes) {
+  const unit = bytes < GB ? ["MB", 1e6] : ["GB", GB];
+  return `${(bytes / unit[1]).toFixed(1)}\u00a0${unit[0]}`;
+}
+
+const blocks = (count, bytes) => (count ? `${count}, ${amount(bytes)}` : "–");
+
+const speed = (bytes, seconds) => (seconds && bytes ? `${(bytes / seconds / GB).toFixed(2)}\u00a0GB/s` : "–");
+
+/** Rows of a table, which is shown if there are any; the first text of each is its heading. */
+function fill(table, rows) {
+  table.hidden = !rows.length;
+  table.tBodies[0].replaceChildren(
+    ...rows.map(([heading, ...texts]) => {
+      const row = make("tr");
+      row.append(make("th", heading, { scope: "row" }), ...texts.map((text) => make("td", `${text}`)));
+      return row;
+    }),
+  );
+}
+
+function levelRow([name, level]) {
+  const lost = level.dropped + level.damaged + level.failed;
+  return [
+    ...[name, blocks(level.read, level.read_bytes), speed(level.read_bytes, level.read_seconds)],
+    ...[level.missed, level.declined, blocks(level.written, level.written_bytes), lost],
+  ];
+}
+
+function nodeRow(node) {
+  const rate = node.rate ? `${Math.round(node.rate).toLocaleString("en")}\u00a0tok/s` : "–";
+  return [node.name, node.role, node.up ? "up" : "down", node.inside, node.requests, node.lost, rate];
+}
+
 export class Devices {
   show(about) {
     const parts = about?.parts ?? [];
-    at("parts").hidden = !parts.length;
-    at("parts").tBodies[0].replaceChildren(
-      ...parts.map((part) => {
-        const row = make("tr");
+    fill(
+      at("parts"),
+      parts.map((part) => {
         const workers = part.device === "cpu" && about.workers ? `, ${about.workers} workers` : "";
-        row.append(make("th", part.device + workers, { scope: "row" }));
-        for (const text of [runs(part.layers), runs(part.expert_layers), beside(part)]) {
-          row.append(make("td", text || "–"));
-        }
-        return row;
+        const texts = [runs(part.layers), runs(part.expert_layers), beside(part)];
+        return [part.device + workers, ...texts.map((text) => text || "–")];
       }),
     );
     this.refresh();
@@ -43,12 +73,17 @@ export class Devices {
   async refresh() {
     if (at("devices").hidden) return;
     const found = await counts();
+    fill(at("levels"), Object.entries(found?.kv_levels ?? {}).map(levelRow));
+    fill(at("nodes"), (found?.nodes ?? []).map(nodeRow));
     at("counts").replaceChildren(...(found ? this.lines(found) : [make("p", "The server does not tell its counts.")]));
   }
 
   lines(found) {
     const { decode_steps, decode_seconds, read_bytes, read_roof, expert_cache } = found;
-    const lines = [["decode steps", decode_steps.toLocaleString("en")]];
+    const { prompt_tokens, cached_tokens } = found;
+    const lines = [["prompt tokens", prompt_tokens.toLocaleString("en")]];
+    lines.push(["of these cached", prompt_tokens ? percent(cached_tokens / prompt_tokens) : "–"]);
+    lines.push(["decode steps", decode_steps.toLocaleString("en")]);
     if (decode_steps && decode_seconds) {
       lines.push(["time of one, the mean", `${((1000 * decode_seconds) / decode_steps).toFixed(2)}\u00a0ms`]);
       if (read_bytes) lines.push(["weights read in them", `${(read_bytes / decode_seconds / GB).toFixed(1)}\u00a0GB/s`]);

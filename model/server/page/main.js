@@ -160,7 +160,7 @@ async function connect() {
   try {
     about = await getJson("/v1/pykernels");
     const workers = about.workers ? [`${about.workers} worker${about.workers === 1 ? "" : "s"}`] : [];
-    at("model").textContent = [about.model, about.devices.join(" + "), ...workers].join(" · ");
+    at("model").textContent = [about.model, about.devices.join(" + "), ...workers].filter(Boolean).join(" · ");
     messages.plain = !about.chat_template;
     messages.show(current.messages);
   } catch (error) {

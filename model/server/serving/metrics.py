@@ -168,6 +168,7 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(label, _CACHE_COUNTERS[name], value=value)
         yield from self._levels()
         yield self._prompt_steps()
+        yield from self._nodes()
         text = (
             "Packed weights that a step of one token reads: times the rate of steps, bytes a second"
         )
@@ -189,7 +190,7 @@ class _EngineCollector(Collector):
         return steps
 
     def _levels(self) -> Iterator[Metric]:
-        """What is behind the pages of the KV cache."""
+        """Blocks and bytes of the levels that keep pages beyond the KV cache."""
         levels = self._figures.stats.kv_levels
         if not levels:
             return
@@ -216,6 +217,31 @@ class _EngineCollector(Collector):
             seconds.add_metric((level, "written"), stats.write_seconds)
             errors.add_metric((level,), stats.failed)
         yield from (blocks, nbytes, seconds, errors)
+
+    def _nodes(self) -> Iterator[Metric]:
+        """What a router knows of its nodes."""
+        if not self._figures.nodes:
+            return
+        of = ("node", "role")
+        up = GaugeMetricFamily("pykernels_node_up", "Whether a node takes requests", labels=of)
+        inside = GaugeMetricFamily("pykernels_node_outputs", "Outputs that it has now", labels=of)
+        rate = GaugeMetricFamily(
+            "pykernels_node_prompt_tokens_per_second", "At which it reads prompts", labels=of
+        )
+        asked = CounterMetricFamily(
+            "pykernels_node_requests", "Prompts and outputs that it was asked for", labels=of
+        )
+        lost = CounterMetricFamily(
+            "pykernels_node_lost", "Of these, those that another node had to do", labels=of
+        )
+        for node in self._figures.nodes:
+            labels = node.name, node.role
+            up.add_metric(labels, node.up)
+            inside.add_metric(labels, node.inside)
+            rate.add_metric(labels, node.rate)
+            asked.add_metric(labels, node.requests)
+            lost.add_metric(labels, node.lost)
+        yield from (up, inside, rate, asked, lost)
 
     def _reads(self) -> Iterator[Metric]:
         """Weights that steps without prompts have read."""

@@ -20,7 +20,7 @@ from ..backend.interface import ServedModel
 from ..http.errors import ApiError, bad_request, of_ours
 from ..http.settings import ServerSettings
 from ..parsers import parser_for
-from ..structured import Vocabulary, constraint_for
+from ..structured import GrammarConstraint, Vocabulary, constraint_for
 from .admission import Admission
 from .generation import Generation
 from .metrics import Metrics
@@ -172,6 +172,11 @@ class Served:
         )
         made = await self._done_in(self._grammars, make)
         return {} if made is None else {"constraint": made}
+
+    async def grammar(self, grammar: str) -> GrammarConstraint:
+        """A constraint as a router sends it. Raises ApiError: it is none."""
+        vocabulary = await self.prepared(lambda: self._vocabulary)
+        return await self._done_in(self._grammars, partial(GrammarConstraint, vocabulary, grammar))
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

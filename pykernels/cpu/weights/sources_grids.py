@@ -137,7 +137,7 @@ def _half_iq1_s(row, scale_row, g, i):
 
 @inlined
 def _byte_iq1_s(row, scale_row, g, i):
-    """Of a group: 8 sc, then what comes off its codes times that."""
+    """Byte i of a group: 8 times its scale, or, where i is odd, the shift of its codes by it."""
     word = types.uint32(u16(row + 50 * g + 34 + i // 2 * 2))
     eighths = types.uint32(8)
     if i % 2 == 1:

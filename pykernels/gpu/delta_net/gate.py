@@ -46,12 +46,10 @@ def _gate(
     tl.store(out + row * D + d, value * tl.sigmoid(opened), mask=mask)
 
 
-@triton.jit(do_not_specialize=["count"])
-def _delta_gates(a, b, a_log, dt_bias, g, beta, count, HV, a_t, b_t, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask, t, head = i < count, (i // HV).to(tl.int64), i % HV
-    x = tl.load(a + t * a_t + head, mask=mask, other=0.0).to(tl.float32)
-    x += tl.load(dt_bias + head, mask=mask, other=0.0).to(tl.float32)
+@triton.jit
+def gates_of(a, b, a_log, dt_bias):
+    """(g, beta) of float32 numbers, see ``delta_gates``."""
+    x = a + dt_bias
     small = tl.exp(-tl.abs(x))
     # log(1 + small) = 2 atanh(z), by its series; a GPU's log is inexact near 1.
     z = small / (2.0 + small)
@@ -60,10 +58,20 @@ def _delta_gates(a, b, a_log, dt_bias, g, beta, count, HV, a_t, b_t, BLOCK: tl.c
     for n in tl.static_range(6):
         series = series * w + 1.0 / (11 - 2 * n)
     log1p = 2.0 * z * series
-    rate = tl.exp(tl.load(a_log + head, mask=mask, other=0.0).to(tl.float32))
-    tl.store(g + i, -rate * (tl.maximum(x, 0.0) + log1p), mask=mask)
+    return -tl.exp(a_log) * (tl.maximum(x, 0.0) + log1p), tl.sigmoid(b)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _delta_gates(a, b, a_log, dt_bias, g, beta, count, HV, a_t, b_t, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask, t, head = i < count, (i // HV).to(tl.int64), i % HV
+    x = tl.load(a + t * a_t + head, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(b + t * b_t + head, mask=mask, other=0.0).to(tl.float32)
-    tl.store(beta + i, tl.sigmoid(y), mask=mask)
+    bias = tl.load(dt_bias + head, mask=mask, other=0.0).to(tl.float32)
+    rate = tl.load(a_log + head, mask=mask, other=0.0).to(tl.float32)
+    log_decay, written = gates_of(x, y, rate, bias)
+    tl.store(g + i, log_decay, mask=mask)
+    tl.store(beta + i, written, mask=mask)
 
 
 def _check(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None) -> torch.device:

@@ -127,7 +127,7 @@ class Probe(CudaStepRunner):
         return self.make_step(compile(self.model, plan, phase, tokens, share), self._inputs)
 
     def decode_times(self, step: CudaExecutable) -> DecodeTimes | None:
-        """Of a step of one token; None: nothing of it is on the CPU."""
+        """The times of a decode step of one token; None: nothing of it is on the CPU."""
         if step.cpu is None:
             return None
         self.sizes[0], self.sizes[1], self.sizes[2] = 1, 1, 0

@@ -78,8 +78,9 @@ def _temporary(program: Program, node: Node) -> int:
     T = program.sizes["T"]
     if node.op == "moe_ffn":  # rows of pairs: sorted, permuted, within experts, behind them
         _, H, inner = program.weight(node, "experts").shape
+        rows = program.shape(node.inputs["x"])[0]  # where ranks share tokens, those of all
         each = experts_per_token(program, node.inputs["ids"]) if "ids" in node.inputs else 1
-        return 2 * T * each * (3 * H + 2 * inner) + SCRATCH
+        return 2 * rows * each * (3 * H + 2 * inner) + SCRATCH
     if node.op == "gated_delta_rule":  # within chunks: inverses and scores
         HV = program.shape(node.outputs["delta"])[1]
         return 0 if node.attr("longest") == 1 else 2 * 2 * T * HV * CHUNK

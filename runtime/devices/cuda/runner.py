@@ -3,10 +3,12 @@ they do not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+
+from pykernels.gpu.delta_net.copy_states import StateCopies
 
 from ...experts.cache import CachePolicy
 from ...kv_cache.page_store import PageStore
@@ -54,6 +56,7 @@ class CudaRunner(CudaStepRunner):
         self.gpus: Gpus = resources.gpus
         self.pinned = resources.pinned
         self.late_masks = waits_for_masks(self.device)
+        self._state_copies: Sequence[StateCopies] = ()
 
     def finished(self) -> CudaRunner:
         if not self.plan.is_open:
@@ -125,6 +128,23 @@ class CudaRunner(CudaStepRunner):
             }
         )
 
+    def bind(self, batch: StepBatch) -> None:
+        super().bind(batch)
+        states = [self.caches[name] for name in self.model.states]
+        devices = dict.fromkeys(state.device for state in states)
+        self._state_copies = [
+            StateCopies([state for state in states if state.device == device]) for device in devices
+        ]
+        self.copy_states([(0, 0)])  # compiles
+
+    # Where the model was loaded in it, tensors can be changed in it only.
+    @torch.inference_mode()
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """See ``runner.batch.Runner``; of all layers in one launch on each GPU."""
+        for source, target in copies:
+            for of_gpu in self._state_copies:
+                of_gpu.copy(source, target)
+
     def update_expert_slots(self, slots: ExpertSlots) -> None:
         if slots.before_step():
             self._slots.update()
@@ -150,4 +170,5 @@ class CudaRunner(CudaStepRunner):
             self.prefill_runner, streamed = prefill_runner, prefill_runner.steps
         else:
             streamed = self.bind_steps(across, inputs)
+            self.streams_from = sizes.alone if across else 0
         return [*own, *(step for step in streamed if step.program.sizes["T"] >= sizes.alone)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -71,14 +70,6 @@ class StreamedRunner(CudaStepRunner):
 
     def allocate(self, compiled: Compiled) -> None:
         """The runner beside which this one runs has done so."""
-
-    @cached_property
-    def least_seconds(self) -> float:
-        """Those in which all experts cross, to each GPU its own; 0: no link was measured."""
-        streaming, links = self.plan.streaming, max(1, len(self.plan.stream_over))
-        if streaming is None or not streaming.link_bytes_per_s:
-            return 0.0
-        return streaming.nbytes(self.compiled().program) / streaming.link_bytes_per_s / links
 
     def launch(self, batch: StepBatch) -> None:
         self.resume()

@@ -152,7 +152,7 @@ class CostModel:
         return min(1.0, (plain + rope) / (node.attr("dk") + latent)) if plain else 1.0
 
     def _tokens(self, node: Node) -> int:
-        """Of the step, or of the node's microbatch."""
+        """How many tokens the node takes: the step's, or those of its microbatch."""
         return -(-self.load.tokens // 2) if node.microbatch else self.load.tokens
 
     def _piece(self, node: Node) -> float:

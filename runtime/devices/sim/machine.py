@@ -29,7 +29,7 @@ class Kernel:
     few_tflops: float | None = None
 
     def seconds(self, weights: float, flops: float) -> float:
-        """Of decoding so many weights and multiplying them."""
+        """Seconds that decoding so many weights takes, and multiplying them in so many FLOPs."""
         rows = flops / max(1.0, 2 * weights)
         one = weights / (self.decode_gweights_s * 1e9)
         if rows <= 1:

@@ -186,6 +186,16 @@ class AsyncRequestHandle(Handle):
             chunks[-1].finish_reason,
         )
 
+    async def events(self) -> AsyncIterator[Event]:
+        """The events in place of chunks, for a consumer that makes their text itself."""
+        while not self.finished:
+            event = await self._queue.get()
+            if event[4] is not None:
+                self._open -= 1
+                if self.finished:
+                    self._let_go()
+            yield event
+
     async def result(self) -> Result:
         """Waits for the result; see ``RequestHandle.result``."""
         async for _ in self:

@@ -59,8 +59,13 @@ class Intake:
         streamed: bool,
         name: str | None,
         detokenizer: MakeDetokenizer | None,
+        drawn: Sequence[int] = (),
     ) -> list[Request]:
         """``params.n`` requests of one prompt.
+
+        Args:
+            drawn: tokens of its one output that another engine has drawn, with the same seed; it
+                goes on behind them.
 
         Raises:
             PykernelsError: this engine can never serve it; the line has its name.
@@ -71,6 +76,7 @@ class Intake:
         prompt = self._prompt(name, prompt_ids)
         max_tokens = self._max_new_tokens(name, len(prompt), params)
         self._check_ids(name, params)
+        self._check_drawn(name, params, drawn, max_tokens)
         if (params.logprob_start or 0) > len(prompt):
             raise PykernelsError(
                 f"{name}: logprob_start={params.logprob_start} lies behind a prompt of"
@@ -113,7 +119,10 @@ class Intake:
             )
 
         try:
-            return [one(index) for index in range(params.n)]
+            requests = [one(index) for index in range(params.n)]
+            if drawn:
+                requests[0].resume(drawn)
+            return requests
         except Exception as error:  # of a constraint or a detokenizer, which are not the engine's
             raise failed(name, error) from error
 
@@ -149,6 +158,22 @@ class Intake:
                 + ("" if limit == self.max_model_len else ", or give the cache more pages"),
             )
         return limit - P if params.max_tokens is None else params.max_tokens
+
+    def _check_drawn(
+        self, name: str, params: SamplingParams, drawn: Sequence[int], max_tokens: int
+    ) -> None:
+        if not drawn:
+            return
+        if (
+            params.n > 1
+            or len(drawn) >= max_tokens
+            or min(drawn) < 0
+            or max(drawn) >= self.vocab_size
+        ):
+            raise PykernelsError(
+                f"{name} cannot go on behind {len(drawn)} tokens that were drawn elsewhere",
+                "Give one output, and fewer of its tokens than max_tokens",
+            )
 
     def _check_ids(self, name: str, params: SamplingParams) -> None:
         named: Sequence[tuple[str, Iterable[int]]] = (

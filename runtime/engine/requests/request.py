@@ -145,6 +145,19 @@ class Request:
         self.cached = 0
         self.preemptions = 0
 
+    def resume(self, drawn: Sequence[int]) -> None:
+        """Goes on behind tokens that another engine has drawn for it, as if it had been preempted
+        behind them; they are not told again."""
+        for count, token in enumerate(drawn, 1):
+            self.tokens.append(token)
+            if self.sampling.counts is not None:
+                self.sampling.counts.add(token)
+            if self.masked is not None:
+                self.masked.accept(token)
+            if self.text is not None:
+                self.text.push(token, check=count > self.min_tokens)
+        self.drawn = len(drawn)
+
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 from pykernels.errors import PykernelsError
 
 from ...planning.option import SettingError, check_number, check_one_of, check_whole, option
+from .draft_limits import DRAFTERS, MOST_DRAFTS, check_drafts
 from .routing_policy import DSLP_AFTER, RoutingPolicy
 
 if TYPE_CHECKING:
+    from ...planning.config import ExecutionConfig
     from ..requests.drafters import MakeDrafter
-
-PREFILL_CAP_FLOOR = 8
-"""Fewest prompt tokens of a step: one tile of the kernels. Below it a prompt would never end."""
 
 STEP_TOKENS = 512
 """Token budget of a step where weights lie in main memory."""
@@ -30,12 +29,6 @@ values of some thousand tokens, and makes one step more of the prompt."""
 
 PREFILL_YIELD = 0.5
 """A long prompt takes twice as long at most, besides what it waits for anyway."""
-
-DRAFTERS = ("ngram",)
-"""Where drafts come from, by name."""
-
-MOST_DRAFTS = 256
-"""Most drafts of an output in a step."""
 
 MOST = {
     "max_num_batched_tokens": 1 << 16,  # each buffer of a step has room for all
@@ -76,6 +69,8 @@ class EngineConfig:
         kv_ram_gib: GiB of main memory for the same with a GPU, in front of that directory.
         kv_store: address of the master of a Mooncake store, behind all that; None: none.
         kv_store_gib: GiB of main memory that the process lends to the store.
+        kv_shared: other engines wait for what this one reads, and it for what they do: pages go to
+            the level behind all others as soon as they are filled, and it is asked for each block.
         snapshot_tokens: of a model whose layers have a state of each sequence: tokens of a prompt
             from one snapshot of its state to the next; with another at its end and at the end of
             the output. A prompt that begins like an earlier one is read from a snapshot on. None:
@@ -160,6 +155,7 @@ class EngineConfig:
     kv_store_gib: float = option(
         0.0, "Main memory that this server lends to the store.", "GIB", kind=float, least=0
     )
+    kv_shared: bool = False
     snapshot_tokens: int | None = option(
         None,
         "Of a model with recurrent layers: tokens of a prompt between snapshots of its state, from"
@@ -238,6 +234,8 @@ class EngineConfig:
         if self.kv_store_gib and self.kv_store is None:
             hint = "Give its address as kv_store"
             raise SettingError("kv_store_gib", self.kv_store_gib, hint, "without a store")
+        if self.kv_shared and self.kv_store is None and self.kv_disk is None:
+            raise SettingError("kv_shared", True, "Give kv_store or kv_disk", "without either")
         if self.kv_disk_gib is not None:
             check_number("kv_disk_gib", self.kv_disk_gib, "a number of GiB")
             if self.kv_disk is None:
@@ -248,17 +246,21 @@ class EngineConfig:
                 "kv_tokens and kv_bytes both give the size of the KV cache", "Give one of them"
             )
 
-    def check_gpus(self, count: int) -> None:
-        """Raises SettingError for a way of prompts that a machine of so many GPUs does not have."""
-        if self.chunked_below is not None and not count:
-            hint = 'Add device="cuda:0"'
-            raise SettingError("chunked_below", self.chunked_below, hint, "without a GPU")
-        if self.prefill_yield != PREFILL_YIELD and not count:
-            hint = 'Add device="cuda:0"'
-            raise SettingError("prefill_yield", self.prefill_yield, hint, "without a GPU")
-        if self.dslp_after != DSLP_AFTER and count < 2:
-            hint = 'Add device="cuda:0,cuda:1"'
-            raise SettingError("dslp_after", self.dslp_after, hint, "without a second GPU")
+    def check_ways(self, execution: ExecutionConfig) -> None:
+        """Raises SettingError for a choice among ways of prompts of which there is one."""
+        on_gpu = execution.on_gpu and execution.experts != "gpu"
+        ways = on_gpu and execution.prefill == "auto", on_gpu and execution.prefill != "cpu"
+        hint = 'Add device="cuda:0", experts="cpu" and prefill="auto"'
+        for name, own, there in (
+            ("chunked_below", None, ways[0]),
+            ("prefill_yield", PREFILL_YIELD, ways[1]),
+        ):
+            if (value := getattr(self, name)) != own and not there:
+                raise SettingError(name, value, hint, "where no prompt has a step of its own")
+        routed = "," in execution.device and execution.gpus in ("auto", "routed")
+        if self.dslp_after != DSLP_AFTER and not (ways[1] and routed):
+            hint = 'Add device="cuda:0,cuda:1" and gpus="routed"'
+            raise SettingError("dslp_after", self.dslp_after, hint, "without a choice of GPUs")
 
     @property
     def routing_policy(self) -> RoutingPolicy:
@@ -289,18 +291,3 @@ class EngineConfig:
         if self.max_num_logits is not None or self.draft == "off":
             return self.max_num_logits
         return self.max_num_seqs * (1 + self.draft_tokens)
-
-
-def check_drafts(most: int, sizes: object) -> None:
-    """Raises PykernelsError if a step of these sizes, those that are given, has no room for one
-    sequence with so many drafts."""
-    for name in ("max_num_batched_tokens", "max_num_logits"):
-        limit = getattr(sizes, name)
-        if limit is not None and most >= limit:
-            raise PykernelsError(
-                f"draft_tokens={most}: a step must have room for them and the token before them,"
-                f" and {name} is {limit}",
-                f"Give {limit - 1} drafts or fewer, or a larger {name}"
-                if limit > 1
-                else f"Give a larger {name}",
-            )

@@ -16,8 +16,15 @@ from ...kv_cache import BlockManager
 from ...runner.batch import Runner
 from ..requests.drafters import MakeDrafter
 from ..requests.request import Request, State
-from .config import check_drafts
+from .draft_limits import check_drafts
 from .step import ScheduledStep
+
+
+def check_taken_back(runner: Runner) -> None:
+    """Raises PykernelsError where a runner cannot take back the drafts that it refuses; weights
+    need not be there yet."""
+    if reason := runner.why_no_drafts:
+        raise PykernelsError(f"no drafts: {reason}", "Leave draft at off")
 
 
 class Drafts:
@@ -37,8 +44,7 @@ class Drafts:
     ) -> None:
         self._make, self._most, self._vocab_size = make, most, runner.vocab_size
         self._lost = lost
-        if reason := runner.why_no_drafts:
-            raise PykernelsError(f"no drafts: {reason}", "Leave draft at off")
+        check_taken_back(runner)
         check_drafts(most, runner)
 
     def add(self, request: Request) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .config import PREFILL_CAP_FLOOR
+PREFILL_CAP_FLOOR = 8
+"""Fewest prompt tokens of a step: one tile of the kernels. Below it a prompt would never end."""
 
 STALL_SECONDS = 0.5
 """Target where long prompts have steps of their own, and nobody gave another one."""

@@ -32,6 +32,7 @@ from .prefill_cap import STALL_SECONDS, PrefillCap
 from .prefill_stream import PrefillStream
 from .queues import ORDER, Queues
 from .step import PrefillChunk, ScheduledStep
+from .streamed_times import StreamedTimes
 
 
 class Scheduler(Queues):
@@ -68,10 +69,15 @@ class Scheduler(Queues):
         self.prefill_stream: PrefillStream | None = None
         self._config, self._drafts = config, drafts
         self._last: ScheduledStep
+        self._streams_from, self._times = 0, StreamedTimes(0.0)
         self._decoded_at = -math.inf  # when a request last decoded beside another one
 
     def add_prefill_stream(self, runner: Runner) -> PrefillStream | None:
         """Called once the runner is bound."""
+        if self._config.prefill_yield:
+            self._streams_from = runner.streams_from
+        if self._streams_from:
+            self._times = StreamedTimes(runner.least_seconds)
         if runner.prefill_runner is not None:
             assert self.manager.snapshots is None, "no states are copied beside a running step"
             policy, share = self._config.routing_policy, self._config.prefill_yield
@@ -278,6 +284,8 @@ class Scheduler(Queues):
         """A step took so long."""
         if self.tiers is not None:
             self.tiers.computed(sum(chunk.size for chunk in step.chunks), seconds)
+        if step.chunks and step.T >= self._streams_from:
+            self._times.record(step.T, seconds)
         self.cap.record(sum(step.num_scheduled), sum(chunk.size for chunk in step.chunks), seconds)
 
     def _prefill(self, budget: int, decoding: int, now: float) -> list[PrefillChunk]:
@@ -286,6 +294,8 @@ class Scheduler(Queues):
             return []
         beside, rows = self.prefill_stream, self.max_num_logits - decoding
         if beside is None:
+            if self._streams_from and self.running + len(self.waiting) > 1:
+                budget = min(budget, max(self._streams_from, self._times.most_tokens()))
             self.admit(budget, self.budget, now, self.prefilling)
             return self.chunks.of(self.prefilling, budget, rows, self.budget)
         self.admit(budget, self.budget, now, beside.others(), beside.impatient)

@@ -12,7 +12,7 @@ from ...runner.batch import PrefillRunner
 
 GRACE_SECONDS = 1.0
 """What a step may be parked for at any time of its life, once."""
-_LEAST_SECONDS = 0.005
+_LEAST_SECONDS = 0.05
 """A shorter wait is not worth it: no layer ends meanwhile."""
 
 
@@ -42,13 +42,11 @@ class Yields:
         Args:
             others: whether a step with other prompts runs.
         """
-        if others == (self._granted is not None):
-            return
-        if not others:
+        if self._granted is not None:
+            if others and now < self._parked_at + self._granted:
+                return
             self._go_on(now)
-            return
-        left = self.left(now)
-        if left >= _LEAST_SECONDS:
+        if others and (left := self.left(now)) >= _LEAST_SECONDS:
             self._parked_at, self._granted = now, left
             self._runner.park(left)
 

@@ -16,11 +16,12 @@ from ...program import Buffer, Node, Program, repeated
 from ...program.op_table.sandwich import NORMS
 from .forms import FORMS, Meeting, Rank, replica
 from .meetings import check_meetings
+from .merge import one_shot_sums
 
 __all__ = ["join", "replica", "with_replicas"]
 
 
-def join(programs: Sequence[Program], devices: Sequence[str]) -> Program:
+def join(programs: Sequence[Program], devices: Sequence[str], one_shot: int = 0) -> Program:
     """One program of all ranks.
 
     Nodes on other ranks that nothing needs are left out. Inputs have the same names for all ranks.
@@ -29,6 +30,7 @@ def join(programs: Sequence[Program], devices: Sequence[str]) -> Program:
         programs: by rank, as ``shard`` and ``stripe`` make them, experts streamed or not, each with
             all nodes on one device.
         devices: by rank, where its nodes are then; all different.
+        one_shot: see ``one_shot_sums``.
 
     Raises:
         PykernelsError: fewer devices than ranks, or the same one twice; nodes on several devices;
@@ -53,7 +55,9 @@ def join(programs: Sequence[Program], devices: Sequence[str]) -> Program:
         buffers=buffers,
         weights=weights,
     )
-    return _needed(_without_sums(joined)).check().rewritten_by("join")
+    # A device whose sum nobody needs would not meet the others.
+    summed = one_shot_sums(_needed(joined), one_shot)
+    return _needed(_without_sums(summed)).check().rewritten_by("join")
 
 
 def _refuse(programs: Sequence[Program], devices: Sequence[str]) -> None:

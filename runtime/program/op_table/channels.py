@@ -26,10 +26,10 @@ CHANNELS: dict[str, Op] = {
         asynchronous=True,
     ),
     # The sum of the x of all members, devices of one program, which run this node at once and store
-    # their parts in each other's memory; in their order.
+    # their parts in each other's memory; in their order, not rounded.
     "one_shot_all_reduce": Op(
         inputs={"x": Port("activation", ("T", "H"))},
-        outputs={"out": Port("activation", ("T", "H"))},
+        outputs={"out": Port("float32", ("T", "H"))},
         attrs={"members": Attr(tuple)},
     ),
 }

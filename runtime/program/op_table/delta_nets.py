@@ -35,6 +35,12 @@ def _delta_rule(node: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _step_rule(node: Mapping[str, Any]) -> str | None:
+    if node["C"] != 2 * node["HK"] * node["DK"] + node["HV"] * node["DV"]:
+        return f"{node['C']} channels of its queries, keys and values"
+    return _conv_rule(node) or _delta_rule(node)
+
+
 DELTA_NETS: dict[str, Op] = {
     # A convolution of each channel over a token and the K - 1 before it, of which the state has
     # those of earlier steps, oldest first; its SiLU, or the sum itself. With in_gate it is of x
@@ -95,6 +101,50 @@ DELTA_NETS: dict[str, Op] = {
         outputs={"out": _HEADS},
         weights={"weight": Port("", ("D",))},
         attrs={"heads": Attr(int), "gate_start": Attr(int, 0), "eps": Attr(float)},
+    ),
+    # A decode step's convolution, gates and rule in one launch; what the convolution's state has of
+    # a sequence stays as it is. ``delta_norm`` behind it norms and gates, and moves that on.
+    "delta_step": Op(
+        inputs={
+            "x": Port("activation", ("T", ">x_start + C")),
+            "a": Port("activation", ("T", ">a_start + HV")),
+            "b": Port("activation", ("T", ">b_start + HV")),
+            **_CONV_STATE,
+            **_DELTA_STATE,
+            **_BY_SEQUENCE,
+        },
+        outputs={"out": Port("activation", ("T", "HV*DV")), **_DELTA_STATE},
+        weights={
+            "weight": Port("", ("K", "C")),
+            "rate": Port("", ("HV",)),
+            "dt_bias": Port("", ("HV",)),
+        },
+        attrs={
+            "x_start": Attr(int, 0),
+            "a_start": Attr(int, 0),
+            "b_start": Attr(int, 0),
+            "HK": Attr(int),
+            "scale": Attr(float),
+            "eps": Attr(float),
+            "tiled": Attr(int, 0),
+        },
+        rule=_step_rule,
+    ),
+    "delta_norm": Op(
+        inputs={
+            **_GATED,
+            "inputs": Port("activation", ("T", ">x_start + C")),
+            **_CONV_STATE,
+            **_BY_SEQUENCE,
+        },
+        outputs={"out": _HEADS, **_CONV_STATE},
+        weights={"weight": Port("", ("D",))},
+        attrs={
+            "heads": Attr(int),
+            "gate_start": Attr(int, 0),
+            "x_start": Attr(int, 0),
+            "eps": Attr(float),
+        },
     ),
     # Heads times the sigmoid of their gates.
     "sigmoid_mul": Op(

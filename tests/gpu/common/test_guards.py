@@ -99,6 +99,7 @@ _GAPS = {
     "mla_prefill",
     "gated_delta_rule, 1 tokens",
     "causal_conv1d, 1 tokens",
+    "delta_step",
     "gated_rms_norm",
     "sigmoid_mul",
     "delta_gates",

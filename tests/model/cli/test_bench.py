@@ -84,6 +84,8 @@ def test_a_conversation_is_taken_up_after_a_restart(run: Run, tmp_path: Path) ->
         assert found[f"{of}_over_cold"] == pytest.approx(
             found[f"{of}_s"] / found["cold_s"], rel=0.1
         )
+    # What its answer has behind its last full page, the last token, and the message of 64.
+    assert found["turn_computed_tokens"] <= 64 + 64 < found["tokens"]
     assert not list(tmp_path.iterdir())
 
 

@@ -13,17 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import model
+import model.llm
 from pykernels.errors import PykernelsError
 from runtime.devices.process_groups import ProcessGroups
 from runtime.devices.ref.ranks import RanksExecutable, RanksRunner, StripedExecutable
 from runtime.devices.ref.step import REF
 from runtime.engine import Engine, Result, SamplingParams
 from runtime.make_runner import make_plan
-from runtime.passes.shard import EXPERTS, replica, sent_bytes, shard, stripe
+from runtime.passes.shard import EXPERTS, join, replica, sent_bytes, shard, stripe
 from runtime.passes.shard.meetings import check_meetings
 from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import largest_step
+from runtime.planning.work import expert_bytes
 from runtime.program import Node
 from runtime.program.sizes import StepSizes
 
@@ -135,7 +136,7 @@ def test_a_rank_that_fails_ends_the_engine_with_one_line(
 def test_ranks_meet_through_gloo(striped: bool, checkpoint: Checkpoints) -> None:
     made, ranks = checkpoint("qwen3_moe"), 2
     with gloo(ranks) as ends:
-        options = {"striped": striped, "experts": "all_to_all", "ends": ends}
+        options: dict[str, Any] = {"striped": striped, "experts": "all_to_all", "ends": ends}
         with engine_of(made.path, ranks, **options) as (engine, runner):
             assert error(made, generated(engine)) < EXACT
             step = runner.steps[0]
@@ -214,7 +215,7 @@ def test_ranks_that_are_joined_to_one_program(
     family: str, ranks: int, options: dict[str, Any], checkpoint: Checkpoints
 ) -> None:
     made = checkpoint(family)
-    chosen = {"attention": "gather", **options, "joined": True}
+    chosen: dict[str, Any] = {"attention": "gather", **options, "joined": True}
     with engine_of(made.path, ranks, **chosen) as (engine, runner):
         assert error(made, generated(engine)) < EXACT
         caches = runner._caches[0]
@@ -235,6 +236,13 @@ def test_a_rank_reads_its_share_of_the_weights(checkpoint: Checkpoints) -> None:
         assert shapes["lm_head"] in ((32, 64), (64, 64))
         layer = [n.name for n in program.nodes if n.op == "all_reduce" and n.layer == 1]
         assert len(layer) == 2
+
+
+def test_joined_ranks_read_each_expert_once(checkpoint: Checkpoints) -> None:
+    decoder = model.llm.meta_decoder(checkpoint("qwen3_moe").path)
+    joined = join(shard(decoder.lower(), 2), ["cuda:0", "cuda:1"])
+    for tokens in (1, 8):
+        assert expert_bytes(joined, tokens) == expert_bytes(decoder.lower(), tokens)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

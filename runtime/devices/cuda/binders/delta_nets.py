@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from pykernels.gpu.delta_net.causal_conv1d import causal_conv1d as convolve
+from pykernels.gpu.delta_net.decode import DeltaNet, norm_and_shift
+from pykernels.gpu.delta_net.decode import delta_step as step
 from pykernels.gpu.delta_net.gate import delta_gates as make_gates
 from pykernels.gpu.delta_net.gate import gated_rms_norm as norm_and_gate
 from pykernels.gpu.delta_net.gate import sigmoid_mul as multiply_by_sigmoid
@@ -20,6 +22,8 @@ from pykernels.shapes import StateBatch
 from ....program.node import Node
 from ..memory.buffers import GpuBuffers
 from .dense import Launch, void
+
+_OF_ONE_TOKEN = ("delta_step", "delta_norm")
 
 
 def causal_conv1d(m: GpuBuffers, node: Node) -> Launch:
@@ -58,6 +62,32 @@ def gated_delta_rule(m: GpuBuffers, node: Node) -> Launch:
     return lambda: void(remember(*heads, *gates, state, batch, **how, out=out))
 
 
+def delta_step(m: GpuBuffers, node: Node) -> Launch:
+    conv, state = m.weight(node, "weight").T, m.read(node, "delta")  # [C, K], [slots, HV, DK, DV]
+    gates = m.weight(node, "rate").neg().log(), m.weight(node, "dt_bias")
+    how: Any = {name: node.attr(name) for name in ("HK", "tiled", "scale", "eps")}
+    net = DeltaNet(conv, m.read(node, "conv"), state, *gates, **how)
+    x, a, b = (
+        m.read(node, port)[:, start : start + width]
+        for port, start, width in (
+            ("x", node.attr("x_start"), len(conv)),
+            ("a", node.attr("a_start"), state.shape[1]),
+            ("b", node.attr("b_start"), state.shape[1]),
+        )
+    )
+    batch, (_, HV, _, DV) = _batch(m, node), state.shape
+    out = m.written(node, "out").view(-1, HV, DV)
+    return lambda: void(step(x, a, b, net, batch, out))
+
+
+def delta_norm(m: GpuBuffers, node: Node) -> Launch:
+    weight, eps, state = m.weight(node, "weight"), node.attr("eps"), m.read(node, "conv")
+    values, gate, out = _gated(m, node, len(weight))
+    start = node.attr("x_start")
+    x, batch = m.read(node, "inputs")[:, start : start + state.shape[2]], _batch(m, node)
+    return lambda: void(norm_and_shift(values, gate, weight, eps, x, state, batch, out))
+
+
 def gated_rms_norm(m: GpuBuffers, node: Node) -> Launch:
     weight, eps = m.weight(node, "weight"), node.attr("eps")
     x, gate, out = _gated(m, node, len(weight))
@@ -79,16 +109,25 @@ def _gated(m: GpuBuffers, node: Node, D: int) -> tuple[torch.Tensor, torch.Tenso
 
 def _batch(m: GpuBuffers, node: Node) -> StateBatch:
     """Where the step's sequences have their tokens and states."""
+    longest = 1 if node.op in _OF_ONE_TOKEN else node.attr("longest")
     return StateBatch(
         starts=m.read(node, "query_starts"),
         lengths=m.read(node, "query_lengths"),
         slots=m.read(node, "state_slots"),
         past=m.read(node, "has_state"),
-        max_length=node.attr("longest") or len(m.written(node, "out")),
+        max_length=longest or len(m.written(node, "out")),
     )
 
 
 DELTA_NETS = {
     op.__name__: op
-    for op in (causal_conv1d, delta_gates, gated_delta_rule, gated_rms_norm, sigmoid_mul)
+    for op in (
+        causal_conv1d,
+        delta_gates,
+        delta_norm,
+        delta_step,
+        gated_delta_rule,
+        gated_rms_norm,
+        sigmoid_mul,
+    )
 }

@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"linear_num_value_heads": 8},
     "deepseek_v2": {"rope_scaling": tiny_gguf.ROPE},
     "deepseek_v3": {},
+    "deepseek_v3 of unlike types": {"type_of": tiny_gguf.unlike},
     "deepseek_v3 with kv_b": {"split_kv_b": False},
     "lfm2": {**LFM2, "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {**LFM2, "num_hidden_layers": 3, "num_experts": 8, "num_dense_layers": 1},

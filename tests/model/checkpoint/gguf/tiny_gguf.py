@@ -111,6 +111,13 @@ def by_trits(name: str) -> Type:
     return next((kind for part, kind in kinds.items() if part in name), Type.Q6_K)
 
 
+def unlike(name: str) -> Type:
+    """As a file for which each tensor's type was chosen: gate and up differ, of experts, of a
+    shared one and of dense layers."""
+    kinds = {"ffn_gate_inp": Type.F32, "ffn_gate": Type.Q4_K, "ffn_up": Type.Q6_K}
+    return next((kind for part, kind in kinds.items() if part in name), Type.Q8_0)
+
+
 def nvfp4(name: str) -> Type:
     return Type.NVFP4 if "_exps" in name or "attn_q" in name else Type.Q8_0
 

@@ -1,17 +1,17 @@
-"""What GGUF files of Qwen3-Next and of Qwen3.5 have besides those of Qwen3: layers with gated delta
-nets in the place of attention, gates of attention, and a shared expert with one."""
+"""Qwen3-Next and Qwen3.5: layers with gated delta nets in the place of attention, gates of
+attention, and a shared expert with one."""
 
 from __future__ import annotations
 
 from typing import Any
 
-ARCHITECTURES = {"qwen3_next": "qwen3next", "qwen3_5_moe_text": "qwen35moe"}
-"""``model_type``s, and llama.cpp's names for them."""
-Shapes = dict[str, tuple[int, ...]]
+import numpy as np
+
+from .family import Family, Shapes, experts
+from .plain import add_heads
 
 
-def shapes(config: Any, layer: int) -> Shapes:
-    """The tensors of one layer but its routed experts, by llama.cpp's names after the layer's."""
+def _layer(config: Any, layer: int) -> Shapes:
     H, I = config.hidden_size, config.shared_expert_intermediate_size  # noqa: E741
     kind = config.layer_types[layer]
     return {
@@ -23,6 +23,7 @@ def shapes(config: Any, layer: int) -> Shapes:
         "ffn_gate_shexp.weight": (I, H),
         "ffn_up_shexp.weight": (I, H),
         "ffn_down_shexp.weight": (H, I),
+        **experts(config.num_experts, config.moe_intermediate_size, H),
     }
 
 
@@ -57,8 +58,14 @@ def _delta_net(config: Any) -> Shapes:
     }
 
 
-def add_metadata(writer: Any, config: Any) -> None:
-    """What a file says of its delta nets, of how much of a head turns, and of its shared expert."""
+def _metadata(writer: Any, config: Any) -> None:
+    add_heads(writer, config)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if (size := getattr(config, "intermediate_size", None)) is not None:
+        writer.add_feed_forward_length(size)
     D, HV = config.head_dim, config.linear_num_value_heads
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
@@ -66,14 +73,21 @@ def add_metadata(writer: Any, config: Any) -> None:
     writer.add_ssm_time_step_rank(HV)
     writer.add_ssm_inner_size(HV * config.linear_value_head_dim)
     recurrent = [kind == "linear_attention" for kind in config.layer_types]
-    writer.add_array(f"{ARCHITECTURES[config.model_type]}.attention.recurrent_layers", recurrent)
+    architecture = FAMILIES[config.model_type].architecture
+    writer.add_array(f"{architecture}.attention.recurrent_layers", recurrent)
     turned = int(D * config.rope_parameters["partial_rotary_factor"])
     writer.add_rope_dimension_count(turned)
     if config.model_type == "qwen3_5_moe_text":
         writer.add_rope_dimension_sections([11, 11, 10, 0])
-    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
-def value_of(name: str) -> float:
-    """What all numbers of a vector are: 1, but of a decay's rate."""
-    return -1.0 if name.endswith("ssm_a") else 1.0
+def _vector(config: Any, name: str, shape: tuple[int, ...]) -> Any:
+    """Ones, but for a decay's rate, which is below 0."""
+    return np.full(shape, -1.0 if name.endswith("ssm_a") else 1.0, np.float32)
+
+
+FAMILIES = {
+    "qwen3_next": Family("qwen3next", _layer, _metadata, vector=_vector),
+    "qwen3_5_moe_text": Family("qwen35moe", _layer, _metadata, vector=_vector),
+}
+"""By ``model_type``."""

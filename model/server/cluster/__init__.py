@@ -1,0 +1,1 @@
+"""Several servers as one: nodes that read prompts, nodes that write answers, and a router."""
