@@ -155,7 +155,11 @@ def _loaded_bytes(program: Program, node: Node, context: int) -> int:
     """Keys and values of a sequence that a node brings from main memory."""
     if node.op != "load_pages":
         return 0
-    return context * sum(_row_bytes(program, name, 2) for name in node.series("cache"))
+    lists = {n.outputs["pages"]: n for n in program.nodes if n.op == "list_pages"}
+    window = lists[node.inputs["pages"]].attr("window")
+    return min(context, window or context) * sum(
+        _row_bytes(program, name, 2) for name in node.series("cache")
+    )
 
 
 def _cache_bytes(program: Program, node: Node, context: int) -> int:

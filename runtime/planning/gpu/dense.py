@@ -72,11 +72,16 @@ def crossing_layers(sizes: Sequence[int], budget: int) -> list[int]:
     if sum(sizes) <= budget:
         return []
     for count in range(1, n + 1):
-        chosen = [(2 * i + 1) * n // (2 * count) for i in range(count)]
+        chosen = spread(n, count)
         buffers = min(STAGING_BUFFERS, count) * max(sizes[i] for i in chosen)
         if sum(sizes) - sum(sizes[i] for i in chosen) + buffers <= budget:
             return chosen
     return [*range(n)]
+
+
+def spread(n: int, count: int) -> list[int]:
+    """``count`` of the numbers below ``n``, as far from each other as can be."""
+    return [(2 * i + 1) * n // (2 * count) for i in range(count)]
 
 
 def described(records: Mapping[str, Residency], program: Program) -> str:

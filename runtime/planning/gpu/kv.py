@@ -18,7 +18,7 @@ from ..execution import ExecutionPlan, Phase
 from ..lowerable import Lowerable
 from ..placement import CPU, Placement
 from .capacity import STEP_TOKENS, free_for_steps, step_bytes
-from .dense import crossing_layers
+from .dense import crossing_layers, spread
 from .machine import Machine
 
 
@@ -42,8 +42,10 @@ def layers_in_main(
     T = tokens or STEP_TOKENS[-1]
     parts = compile(model, plan, Phase.PROMPT, T).parts
     layers = {gpu: cached_layers(parts[gpu]) for gpu in machine.free}
+    attends = (node for part in parts.values() for node in part.nodes if node.op == "attention")
+    windowed = {node.layer for node in attends if node.layer is not None and node.attr("window")}
     if asked != "auto":
-        return _chosen(layers, dict.fromkeys(layers, round(float(asked) * 2**30)))
+        return _chosen(layers, dict.fromkeys(layers, round(float(asked) * 2**30)), windowed)
     if not machine.bounded:
         return ()
     free = _free(model, machine, plan, T)
@@ -52,7 +54,7 @@ def layers_in_main(
         more, room = reserved.get(gpu, 0), sum(sizes.values()) + free[gpu]
         least = STAGING_BUFFERS * max(sizes.values(), default=0)
         budgets[gpu] = room - (more if room - more >= least else 0)
-    found = _chosen(layers, budgets)
+    found = _chosen(layers, budgets, windowed)
     if found:  # staging buffers are a little more than what lies in them
         left = _free(model, machine, with_kv_in_main(plan, found), T)
         short = {gpu: min(0, n - reserved.get(gpu, 0)) for gpu, n in left.items()}
@@ -60,7 +62,7 @@ def layers_in_main(
         few = {
             gpu: n + (short[gpu] if -short[gpu] < most[gpu] else 0) for gpu, n in budgets.items()
         }
-        found = _chosen(layers, few)
+        found = _chosen(layers, few, windowed)
     return found
 
 
@@ -69,12 +71,38 @@ def with_kv_in_main(plan: ExecutionPlan, layers: tuple[int, ...]) -> ExecutionPl
     return replace(plan, placement=replace(plan.placement, kv_in_main=layers))
 
 
-def _chosen(layers: Mapping[str, Mapping[int, int]], budgets: Mapping[str, int]) -> tuple[int, ...]:
+def _chosen(
+    layers: Mapping[str, Mapping[int, int]], budgets: Mapping[str, int], windowed: Collection[int]
+) -> tuple[int, ...]:
     found = list[int]()
     for gpu, sizes in layers.items():
-        numbers = list(sizes)
-        found += (numbers[i] for i in crossing_layers(list(sizes.values()), budgets[gpu]))
+        found += _leaving(sizes, windowed, budgets[gpu])
     return tuple(sorted(found))
+
+
+def _leaving(sizes: Mapping[int, int], windowed: Collection[int], budget: int) -> list[int]:
+    """The layers whose caches leave a GPU. Those with windows go first: a step reads the last pages
+    of them alone."""
+    light = {layer: nbytes for layer, nbytes in sizes.items() if layer in windowed}
+    other = {layer: nbytes for layer, nbytes in sizes.items() if layer not in windowed}
+    if not light or sum(sizes.values()) <= budget:
+        return _spread(sizes, budget)
+    few = _spread(light, budget - sum(other.values()))
+    staying = sum(nbytes for layer, nbytes in sizes.items() if layer not in few)
+    staging = STAGING_BUFFERS * max(sizes.values())
+    if staying + staging <= budget:
+        return few
+    numbers = list(other)  # all of those go, and of these some, in the same buffers
+    for count in range(1, len(other)):
+        leaving = [numbers[i] for i in spread(len(other), count)]
+        if sum(other.values()) - sum(other[layer] for layer in leaving) + staging <= budget:
+            return [*light, *leaving]
+    return list(sizes)
+
+
+def _spread(sizes: Mapping[int, int], budget: int) -> list[int]:
+    numbers = list(sizes)
+    return [numbers[i] for i in crossing_layers(list(sizes.values()), budget)]
 
 
 def _free(model: Lowerable, machine: Machine, plan: ExecutionPlan, T: int) -> dict[str, int]:

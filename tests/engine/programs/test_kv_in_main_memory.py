@@ -86,6 +86,21 @@ def test_what_is_asked_for_is_kept(decoder: Decoder, needed: tuple[int, int]) ->
     assert any("keys and values of 3 of 6 layers" in line for line in found)
 
 
+def test_layers_with_windows_leave_first(tmp_path: Path) -> None:
+    tiny.make(tmp_path, "gpt_oss", num_hidden_layers=8)
+    decoder = meta_decoder(tmp_path)
+    plan = ExecutionPlan(SIZES, place_on(machine(1 << 40), decoder, SIZES, "cpu"))
+    nodes = compile(decoder, plan).program.nodes
+    windowed = {node.layer for node in nodes if node.op == "attention" and node.attr("window")}
+    assert len(windowed) == 4
+    layer = next(iter(cached_layers(compile(decoder, plan).parts[GPU]).values()))
+    for kept, count in ((8, 0), (7, 3), (6, 4), (4, 6), (0, 8)):
+        asked = kept * layer / 2**30
+        chosen = fitted(decoder, machine(1 << 40), plan, kv=asked).placement.kv_in_main
+        assert len(chosen) == count
+        assert windowed <= set(chosen) or set(chosen) <= windowed
+
+
 def test_room_for_prompts_is_worth_caches_unless_in_vain(
     decoder: Decoder, needed: tuple[int, int]
 ) -> None:
