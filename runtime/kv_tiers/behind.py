@@ -1,18 +1,24 @@
-"""The settings: main memory and a directory behind an engine's pages."""
+"""The settings: what is behind an engine's pages; and what a model's blocks are named by: all that
+decides what its keys and values are."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pykernels.errors import PykernelsError
 
 from ..kv_cache import BlockManager
+from ..kv_cache.layout import PAGE
 from ..kv_cache.page_store import Kind
+from ..planning.execution import ExecutionPlan
+from ..planning.lowerable import Lowerable
 from ..runner.paged_runner import PagedRunner
+from .block import VERSION
 from .folder import ModelFolder
-from .identity import fingerprint
 from .levels import Levels
 from .mooncake import MooncakeBlocks
 from .ram import RamBlocks
@@ -20,6 +26,7 @@ from .reading import fastest
 from .tiers import KvTiers
 
 LOG = logging.getLogger("pykernels")
+FINGERPRINT_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -78,3 +85,31 @@ class KvBehind:
             store = MooncakeBlocks(self.store, self.lent, named, pages)
         levels = Levels(pages, folder, ram, store, self.shared)
         return KvTiers(manager, levels, named, lambda: runner.weights.changed, self.shared)
+
+
+def fingerprint(model: Lowerable, plan: ExecutionPlan, layout: str, weights: bytes) -> bytes:
+    """16 bytes that are others for another model, format of weights or layout of pages.
+
+    They do not depend on the device and its kernels, which compute the same within their
+    precision, nor on how a step is cut.
+
+    Args:
+        plan: of a runner that is bound: what it has measured is decided.
+        layout: of its pages (``PageStore``).
+        weights: what tells the values of the model's weights from any others.
+    """
+    program = model.lower()
+    parts: Sequence[object] = (
+        VERSION,
+        PAGE,
+        layout,
+        plan.deferred,
+        program,
+        sorted(map(repr, program.weights.values())),
+        weights,
+    )
+    found = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode()
+        found.update(len(data).to_bytes(8, "little") + data)
+    return found.digest()

@@ -297,6 +297,8 @@ class Levels:
         except OSError as error:
             self.stats[level].failed += 1
             there = self.folder if level == DISK else self.behind
+            if level == STORE and self.behind is not None:
+                self.behind.names.clear()  # a master that begins anew has none of them
             if (level, done) not in self._told and there is not None:
                 self._told.add((level, done))
                 where, why = there.root, error.strerror or error

@@ -57,6 +57,8 @@ def test_another_server_has_read_it(
             process.kill()
             process.wait()
             assert answered(second, [9] * 30) == 0, "a store that is gone is a miss"
+            levels = second._core.scheduler.tiers._levels  # type: ignore[union-attr]
+            assert levels.behind is not None and not levels.behind.names
     with pytest.raises(PykernelsError, match="no Mooncake master at 127.0.0.1"):
         check_store(url)
 
