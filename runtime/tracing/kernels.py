@@ -39,6 +39,7 @@ OPS_OF = {
     "moe.permute._count": ("sort_routing",),
     "moe.permute._add_up": ("sort_routing",),
     "moe.permute._rank": ("sort_routing",),
+    "moe.shared_factor": ("shared_factor",),
     "moe.split_routing": ("split_routing",),
     "moe.rank_experts": ("rank_experts",),
     "moe.tiles": ("unpack_experts",),

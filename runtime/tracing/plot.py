@@ -38,6 +38,7 @@ OPS: Mapping[str, tuple[str, str]] = {
     "add": ("sum", "#adb5c4"),
     "one_shot_all_reduce": ("sum", "#adb5c4"),
     "router": ("router", "#6a4c93"),
+    "shared_factor": ("router", "#6a4c93"),
     "split_routing": ("router", "#6a4c93"),
     "sort_routing": ("router", "#6a4c93"),
     "load_experts": ("copy", "#e07be0"),

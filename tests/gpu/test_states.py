@@ -219,22 +219,27 @@ def test_value_heads_in_the_order_of_a_gguf_file(tmp_path: Path, device: torch.d
 
 
 def test_a_decode_step_of_a_delta_net_has_two_launches(made: tiny.Tiny) -> None:
-    """Between the linears around them; prompts have the four ops apart, LFM2's layer has one."""
+    """Between the linears around them; prompts have the four ops apart, LFM2's layer has one. A
+    gated shared expert has one more for its factor."""
     with open_weights(made.path, read_config(made.path)) as weights:
         sizes = largest_step(LENGTH, 8, STEP)
         machine = Machine({"cuda:0": 1 << 30}, CudaLayouts())
         plan = ExecutionPlan(sizes, place_on(machine, weights.decoder, sizes, "gpu"))
 
-        def mixer(phase: Phase) -> list[str]:
+        def ops(phase: Phase) -> list[str]:
             nodes = compile(weights.decoder, plan, phase, 8).program.nodes
-            names = [node.op for node in nodes if node.layer == 0]
+            return [node.op for node in nodes if node.layer == 0]
+
+        def mixer(phase: Phase) -> list[str]:
+            names = ops(phase)
             first = names.index("linear") + 1
             return names[first : names.index("linear", first)]
 
         found = mixer(Phase.DECODE), mixer(Phase.PROMPT)
+        factors = [names.count("shared_factor") for names in map(ops, (Phase.DECODE, Phase.PROMPT))]
     if made.reference.config.model_type == "qwen3_next":
         apart = ["causal_conv1d", "delta_gates", "gated_delta_rule", "gated_rms_norm"]
-        assert found == (["delta_step", "delta_norm"], apart)
+        assert found == (["delta_step", "delta_norm"], apart) and factors == [1, 0]
     else:
         assert found == (["causal_conv1d"], ["causal_conv1d"])
 

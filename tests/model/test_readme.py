@@ -254,7 +254,7 @@ def test_ops_are_those_of_the_table() -> None:
     assert named == set(OPS)
     # Bytes in a GPU's own layout, and what its kernels read besides: no other device has them.
     moved = {"load_weights", "attention_metadata", "select_rows", "sort_routing", *KV_OFFLOAD}
-    moved |= {"delta_step", "delta_norm"}  # others have the four that these two are
+    moved |= {"delta_step", "delta_norm", "shared_factor"}  # several of others' ops in one
     moved.add("one_shot_all_reduce")  # and "add" where this is
     assert named - moved == {*ops.OPS, "submit", "wait"}
     loads = {name for name in OPS if name.endswith("_experts")}  # the CPU reads main memory

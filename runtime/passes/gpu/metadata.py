@@ -3,8 +3,8 @@
 Kernels of attention do not read positions and page tables as the engine has them, but who attends
 by which kernel (``attention_metadata``, which the host writes in front of a step). Experts on a GPU
 read their tokens in order (``sort_routing``), once for all nodes that take the same choice. Latents
-in bfloat16 lie apart from their rotated parts, and gated delta nets take two launches in decode
-steps. Programs of other devices stay as they are.
+in bfloat16 lie apart from their rotated parts. In decode steps gated delta nets take two launches,
+and the factors of shared experts one. Programs of other devices stay as they are.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..layers import rebuilt
 from ..on_ref import REF
 from ..order import ordered
 from .delta_nets import with_delta_steps
+from .shared_factors import with_shared_factors
 
 MAX_CHUNK = 128
 """Tokens of a chunk: a block of the prefill kernels, so that a launch which has room for any mix of
@@ -51,7 +52,7 @@ def gpu_metadata(program: Program, decode: bool = False, max_chunk: int = MAX_CH
         max_chunk: longer chunks are cut, where keys and values are read from the cache as they are.
     """
     whole = _with_orders(_with_sequences(with_latents_apart(program), decode, max_chunk))
-    return with_delta_steps(_of_one_token(whole)) if decode else whole
+    return with_shared_factors(with_delta_steps(_of_one_token(whole))) if decode else whole
 
 
 def most_chunks(T: int, S: int, chunk: int) -> int:

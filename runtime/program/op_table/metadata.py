@@ -73,8 +73,30 @@ def order_rule(node: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _factor_rule(node: Mapping[str, Any]) -> str | None:
+    if node["N"] != 1 or node["topk"] != 1 or node["experts"] != 1:
+        return "it is the factor of one expert"
+    return order_rule(node)
+
+
 METADATA_OPS: dict[str, Op] = {
     **KV_OFFLOAD,
+    # A shared expert's factor, the sigmoid of a linear, as the choice of one expert of one: a
+    # decode step's `linear` and `router` in one launch.
+    "shared_factor": Op(
+        inputs={
+            "x": Port("activation", ("T", ">K")),
+            "slot_mapping": Port("index", ("T",), True),
+        },
+        outputs={
+            "ids": Port("index", ("T", "topk")),
+            "weights": Port("float32", ("T", "topk")),
+            **ORDER,
+        },
+        weights={"weight": Port("", ("N", "K"))},
+        attrs={"experts": Attr(int)},
+        rule=_factor_rule,
+    ),
     # What attention's kernels read of the step's sequences. The host writes it in front of the
     # step; it crosses with the inputs. Chunks are sequences of `expand_from` tokens or more where
     # tokens attend to latents, else all behind the leading ones of one token each; of `chunk`

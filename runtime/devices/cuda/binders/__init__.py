@@ -34,6 +34,7 @@ BINDERS: dict[str, Callable[[GpuBuffers, Node], Launch]] = {
     "load_experts": experts.load_experts,
     "unpack_experts": experts.unpack_experts,
     "load_weights": experts.load_weights,
+    "shared_factor": experts.shared_factor,
     "sort_routing": experts.sort_routing,
     "moe_ffn": experts.moe_ffn,
     "list_pages": kv_pages.list_pages,

@@ -17,6 +17,7 @@ from pykernels.gpu.moe.place_routing import place_routing as place
 from pykernels.gpu.moe.rank_experts import rank_experts as rank
 from pykernels.gpu.moe.router import route
 from pykernels.gpu.moe.router import router as choose
+from pykernels.gpu.moe.shared_factor import shared_factor as factor
 from pykernels.gpu.moe.split_routing import split_routing as split_by_weight
 from pykernels.gpu.moe.tiles.gather import gather_experts
 from pykernels.quant import PackedExperts
@@ -40,6 +41,16 @@ def router(m: GpuBuffers, node: Node) -> Launch:
         return lambda: void(route(logits, spec, bias, None, factors, (out, order, None)))
     slot_mapping = m.optional(node, "slot_mapping")  # -1: padding takes no experts
     return lambda: void(choose(logits.contiguous(), spec, bias, slot_mapping, factors, out))
+
+
+def shared_factor(m: GpuBuffers, node: Node) -> Launch:
+    gate, slots = m.weight(node, "weight"), m.optional(node, "slot_mapping")
+    x = m.read(node, "x")[:, : gate.shape[1]]
+    out = Routing(m.written(node, "ids"), m.written(node, "weights"))
+    order = None
+    if "pairs" in node.outputs:
+        order = SortedPairs(*(m.written(node, port) for port in ORDER))
+    return lambda: void(factor(x, gate, out, order, slots))
 
 
 def sort_routing(m: GpuBuffers, node: Node) -> Launch:

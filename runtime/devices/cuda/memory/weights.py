@@ -69,7 +69,8 @@ def _layout(spec: WeightSpec, node: Node, port: str, dtypes: Mapping[str, torch.
     if spec.kind != "matrix":
         return {"tensor": cpu.vector, "heads": heads, "experts": experts}[spec.kind]
     # Logits are never rounded to bfloat16; their kernel reads a matrix that is.
-    exact = node.op == "linear" and dtypes[node.outputs["out"]] == torch.float32
+    exact = node.op == "shared_factor"
+    exact = exact or (node.op == "linear" and dtypes[node.outputs["out"]] == torch.float32)
     return dense if exact or port == "table" else matrix
 
 
