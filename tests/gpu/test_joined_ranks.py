@@ -111,7 +111,8 @@ class Step:
         if all(device.type == "cuda" for device in gpus.values()):
             self.executable.compile()
             self.executable.run_first()
-            if not any(node.op == "attention_expanded" for node in program.nodes):
+            launched = {"attention_expanded", "load_experts"}  # experts are not pinned here
+            if launched.isdisjoint(node.op for node in program.nodes):
                 self.executable.capture(torch.cuda.graph_pool_handle())
 
     def run(self, step: Mapping[str, np.ndarray], T: int, S: int) -> torch.Tensor:
