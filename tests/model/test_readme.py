@@ -34,6 +34,7 @@ from runtime.engine import EngineConfig
 from runtime.planning.config import ExecutionConfig
 from runtime.program.op_table.collectives import COLLECTIVES
 from runtime.program.op_table.kv_offload import KV_OFFLOAD
+from runtime.program.op_table.pairs import PAIRS
 from runtime.program.op_table.rows import ROWS
 from runtime.program.ops import OPS
 
@@ -259,7 +260,7 @@ def test_ops_are_those_of_the_table() -> None:
     moved.add("one_shot_all_reduce")  # and "add" where this is
     assert named - moved == {*ops.OPS, "submit", "wait"}
     loads = {name for name in OPS if name.endswith("_experts")}  # the CPU reads main memory
-    of_ranks = {*COLLECTIVES, *PARTIAL, *ROWS} - {"join_rows"}
+    of_ranks = {*COLLECTIVES, *PAIRS, *PARTIAL, *ROWS} - {"join_rows"}
     assert set(step.BINDERS) == named - loads - moved - of_ranks
 
 
