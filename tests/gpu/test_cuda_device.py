@@ -20,6 +20,7 @@ from pykernels.errors import PykernelsError
 from pykernels.quant import Format
 from runtime.engine import Engine, SamplingParams
 from runtime.experts.cache import CachePolicy
+from runtime.kv_cache.page_store import Kind
 from runtime.planning.placement import Placement
 from runtime.runner.expert_slots import ExpertSlots
 from runtime.workers.matrix import packer
@@ -338,3 +339,32 @@ def test_activations_that_the_gpu_has_not_are_refused(tmp_path: Path, device: to
         )
         with pytest.raises(PykernelsError, match="int8 activations"):
             Engine(runner)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_pages_hold_all_that_attention_reads(
+    family: str, tmp_path: Path, device: torch.device
+) -> None:
+    tiny.make(tmp_path, family, num_hidden_layers=2)
+    where = "cuda:0" if device.type == "cuda" else "cpu"
+    with WorkerPool(1, driver_works=False) as pool:
+        with open_weights(tmp_path, read_config(tmp_path)) as weights:
+            decoder = weights.readable(packer(pool), lambda *_: None)
+        options = CudaOptions("gpu", buckets=(8,), decode_buckets=(1,))
+        runner = cuda_runner(decoder, where, pool, 64, None, 8, 1, "generic", options=options)
+        runner.load()
+        with Engine(runner) as engine:
+            engine.generate([[5, 17, 60, 33]], SamplingParams(temperature=0, max_tokens=2))
+            store, caches = runner.page_store(), runner.caches
+            written = {name: cache.clone() for name, cache in caches.items()}
+            assert all(cache.any() for cache in written.values())
+            pages = [store.host(store.nbytes(Kind.PAGE)) for _ in range(runner.num_pages)]
+            for number, data in enumerate(pages):
+                store.read(Kind.PAGE, number, data)
+            with torch.inference_mode():
+                for cache in caches.values():
+                    cache.zero_()
+            for number, data in enumerate(pages):
+                store.write(Kind.PAGE, number, data)
+            assert all(torch.equal(cache, written[name]) for name, cache in caches.items())
+        runner.close()

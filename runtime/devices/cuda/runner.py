@@ -97,8 +97,9 @@ class CudaRunner(CudaStepRunner):
     def _kv_names(self) -> list[str]:
         """The caches of pages and states, as programs on a GPU have them."""
         program = self.compiled().program
+        tables = expert_slot_tables(program)
         caches = (name for name, buffer in program.buffers.items() if buffer.kind == "cache")
-        return [name for name in caches if name not in expert_slot_tables(program)]
+        return [name for name in caches if name not in tables]
 
     def _streamed_runner(self) -> StreamedRunner | RoutedPrefill:
         """What runs streamed steps beside this one's: on the same GPU, or by a route over others,
