@@ -76,7 +76,7 @@ class Part:
 @dataclass
 class _Player:
     """A way's engine, or why there is none; seconds of a case by round, and the ways
-    (``runner.batch.Route``) of its steps with prompts in the last one."""
+    (``runner.route.Route``) of its steps with prompts in the last one."""
 
     way: Way
     timer: EngineTimer | None = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 
-from ..runner.batch import PrefillRunner, Route
+from ..runner.batch import PrefillRunner
+from ..runner.route import Route
 from .drawn_tokens import DrawnTokens
 from .results import check_drawn
 from .scheduling.prefill_stream import PrefillStream

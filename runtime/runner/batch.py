@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cache
 from typing import Protocol
 
@@ -298,25 +297,12 @@ class StepRunner(Protocol):
         ...
 
 
-class Route(StrEnum):
-    """Ways of a step of prompts, by which GPUs read it."""
-
-    CHUNKED = "chunked"
-    """Chunks of prompts are in the main runner's steps, beside the requests that decode."""
-    STREAMED = "streamed"
-    """A step of its own on the GPU of those steps."""
-    DSLP = "dslp"
-    """A step of its own, shared by all GPUs."""
-    DISAGGREGATED = "disaggregated"
-    """A step of its own on GPUs on which nothing decodes."""
-
-
 class PrefillRunner(StepRunner, Protocol):
     """Runs steps of prompts over the cache of another runner, beside its steps. A sequence is in a
     step of one of them only."""
 
     routes: Sequence[str]
-    """Ways in which it can run a step, of ``Route``; one at least."""
+    """Ways in which it can run a step, of ``route.Route``; one at least."""
 
     min_tokens: int
     """A step of fewer is faster on the other runner."""

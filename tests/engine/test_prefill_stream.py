@@ -18,7 +18,7 @@ from runtime.engine import (
     StepResult,
 )
 from runtime.kv_cache import BlockManager
-from runtime.runner.batch import Route
+from runtime.runner.route import Route
 
 from .fake_runner import FakeRunner, check_pages, expected
 from .test_drafts import Known

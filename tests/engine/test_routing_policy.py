@@ -13,7 +13,7 @@ from pykernels.errors import PykernelsError
 from runtime.engine import Engine, EngineConfig, SamplingParams
 from runtime.engine.scheduling.routing_policy import RoutingPolicy
 from runtime.planning.config import ExecutionConfig
-from runtime.runner.batch import Route
+from runtime.runner.route import Route
 
 from .test_prefill_stream import TwoStreams
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from pykernels.gpu.delta_net.causal_conv1d import causal_conv1d
+from pykernels.gpu.delta_net.copy_states import StateCopies
 from pykernels.gpu.delta_net.decode import DeltaNet, delta_step, norm_and_shift
 from pykernels.gpu.delta_net.gate import delta_gates, gated_rms_norm, sigmoid_mul
 from pykernels.gpu.delta_net.gated_delta_rule import gated_delta_rule
-from pykernels.shapes import StateBatch
+from pykernels.gpu.moe.shared_factor import shared_factor
+from pykernels.shapes import Routing, StateBatch
 
 from .ops import BF16, FP32, Op, Tensors, empty, large, normal
 
@@ -125,8 +127,37 @@ def _step() -> Op:
     return Op("delta_step", make, run, ("read", "out", "state", "conv"))
 
 
+def _copy_states() -> Op:
+    def make(device: torch.device) -> Tensors:
+        return {
+            "state": normal(device, 5, 3, large(device, 4096, 80), dtype=FP32),
+            "conv": normal(device, 5, 3, 200, dtype=FP32),
+        }
+
+    def run(t: Tensors) -> None:
+        StateCopies([t["state"], t["conv"]]).copy(1, 3)
+
+    return Op("copy_states", make, run, ("state", "conv"))
+
+
+def _shared_factor() -> Op:
+    def make(device: torch.device) -> Tensors:
+        H = large(device, 2048, 200)
+        made = {"x": normal(device, 5, H), "gate": normal(device, 1, H)}
+        slots = torch.tensor([3, 4, -1, 9, -1], dtype=torch.int32, device=device)
+        ids = empty(device, 5, 1, dtype=torch.int32)
+        return made | {"slots": slots, "ids": ids, "weights": empty(device, 5, 1, dtype=FP32)}
+
+    def run(t: Tensors) -> None:
+        shared_factor(t["x"], t["gate"], Routing(t["ids"], t["weights"]), None, t["slots"])
+
+    return Op("shared_factor", make, run, ("ids", "weights"))
+
+
 DELTA_NET = (
     _step(),
+    _copy_states(),
+    _shared_factor(),
     _rule(1),
     _rule(70),
     _conv(1),

@@ -11,7 +11,7 @@ import torch
 from model.checkpoint.config import read_config
 from model.opened import open_weights
 from runtime.engine import Engine, Result, SamplingParams
-from runtime.runner.batch import Route
+from runtime.runner.route import Route
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool
 

@@ -98,14 +98,18 @@ def stats_body(stats: EngineStats) -> dict[str, Any]:
     """Counts of an engine, as JSON has them."""
     body = {f.name: getattr(stats, f.name) for f in fields(EngineStats)}
     levels = {name: asdict(level) for name, level in stats.kv_levels.items()}
-    return {**body, "decode_steps": dict(stats.decode_steps), "kv_levels": levels}
+    steps = {"decode_steps": dict(stats.decode_steps), "prompt_steps": dict(stats.prompt_steps)}
+    return {**body, **steps, "kv_levels": levels}
 
 
 def stats_of(body: Mapping[str, Any]) -> EngineStats:
     """Those that ``stats_body`` was made of."""
     steps = Counter({int(tokens): count for tokens, count in body["decode_steps"].items()})
     levels = {name: LevelStats(**level) for name, level in body["kv_levels"].items()}
-    return EngineStats(**{**body, "decode_steps": steps, "kv_levels": levels})
+    prompts = Counter(body["prompt_steps"])
+    return EngineStats(
+        **{**body, "decode_steps": steps, "prompt_steps": prompts, "kv_levels": levels}
+    )
 
 
 def summed(stats: Mapping[str, EngineStats]) -> EngineStats:

@@ -17,9 +17,10 @@ import torch
 from ...kv_cache.layout import PAGE
 from ...planning.compile import Compiled
 from ...planning.execution import ExecutionPlan, Phase
-from ...runner.batch import Ints, Route, StepBatch, StepResult
+from ...runner.batch import Ints, StepBatch, StepResult
 from ...runner.expert_slots import ExpertSlots
 from ...runner.paged_runner import Executable
+from ...runner.route import Route
 from .memory.replicas import Replicas, pages_before
 from .resources import CudaResources
 from .step.executable import CudaExecutable

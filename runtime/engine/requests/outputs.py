@@ -115,7 +115,7 @@ class EngineStats:
     decode_steps: Counter[int] = field(default_factory=Counter)
     """How many of those there were, by their tokens."""
     prompt_steps: Counter[str] = field(default_factory=Counter)
-    """Steps with prompts, by their way (``runner.batch.Route``)."""
+    """Steps with prompts, by their way (``runner.route.Route``)."""
     parked_seconds: float = 0.0
     """For which steps of long prompts waited for those of short ones."""
     waiting: int = 0

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...runner.batch import PrefillRunner, Route
+from ...runner.batch import PrefillRunner
+from ...runner.route import Route
 from ..requests.request import Request, State
 from .batch_writer import BatchWriter
 from .chunks import Chunks

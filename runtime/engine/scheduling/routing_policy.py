@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...runner.batch import Route
+from ...runner.route import Route
 
 DSLP_AFTER = 300.0
 """Default of ``RoutingPolicy.dslp_after``."""

@@ -9,7 +9,8 @@ from itertools import accumulate, takewhile
 from typing import NamedTuple
 
 from ...kv_cache.prefix import PrefixNode
-from ...runner.batch import Route, StepBatch
+from ...runner.batch import StepBatch
+from ...runner.route import Route
 from ..requests.request import Request
 
 

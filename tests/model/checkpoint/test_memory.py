@@ -121,7 +121,8 @@ def test_the_size_of_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     for settings, named in (
         ({"kv_bytes": 63_999}, "64000 or more"),
         ({"kv_tokens": 10_000}, "kv_tokens=8000 at most"),
-        ({"kv_tokens": 640, "on_gpu": 100_000}, "kv_tokens=64 at most"),
+        # What does not fit on a GPU lies in main memory.
+        ({"kv_tokens": 10_240, "on_gpu": 100_000}, "kv_tokens=10048 at most"),
     ):
         with pytest.raises(PykernelsError, match=named):
             pages(**settings)
