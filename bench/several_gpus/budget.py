@@ -45,7 +45,7 @@ class Budget:
 
     @property
     def why(self) -> str:
-        """What is said of rows that there was no time for."""
+        """The reason why rows are missing."""
         return f"--minutes {self._minutes:g} were too few"
 
 
@@ -56,7 +56,7 @@ class Bar:
         self._say, self._advance = say, advance
 
     def say(self, what: str) -> None:
-        """What is done now."""
+        """Shows what is done now."""
         self._say(what)
 
     def advance(self, work: float) -> None:

@@ -21,7 +21,7 @@ Open = Callable[[Way], EngineTimer]
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed.
+    """A call that each way times.
 
     Attributes:
         named: the columns that name it, beside the way.

@@ -78,7 +78,7 @@ class StateSlots:
         return NO_SLOT
 
     def slot_of(self, node: PrefixNode) -> int:
-        """That of the snapshot of a page, which has one."""
+        """The slot of a page's snapshot; the page has one."""
         return self._snapshots[node]
 
     def begin(self, node: PrefixNode | None) -> int:

@@ -91,7 +91,7 @@ class Levels:
         return name in self._later or name == self._storing
 
     def seconds(self, names: Iterable[tuple[Kind, str]]) -> float | None:
-        """That reading these blocks takes; None: unknown."""
+        """Seconds that reading these blocks takes; None: unknown."""
         nbytes = dict.fromkeys(self.stats, 0)
         for kind, name in names:
             if (level := self._level_of(name)) is not None:
@@ -100,7 +100,7 @@ class Levels:
         return None if None in each else sum(s for s in each if s is not None)
 
     def last_seconds(self, pages: int) -> float | None:
-        """That reading so many pages from the level behind all others takes; None: unknown."""
+        """Seconds that reading so many pages from the last level takes; None: unknown."""
         return list(self._rates.values())[-1].seconds(pages * self._pages.nbytes(Kind.PAGE))
 
     def hope(self) -> None:
@@ -110,12 +110,12 @@ class Levels:
 
     @property
     def first(self) -> LevelStats:
-        """Of the nearest level, into which pages are copied."""
+        """Counts of the nearest level, into which pages are copied."""
         return next(iter(self.stats.values()))
 
     @property
     def last(self) -> LevelStats:
-        """Of the level that has what any has."""
+        """Counts of the last level, which has what any has."""
         return list(self.stats.values())[-1]
 
     def _level_of(self, name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What is to be read from the levels behind the pages, and for whom."""
+"""Requests for blocks of the levels behind the pages, and who waits for them."""
 
 from __future__ import annotations
 

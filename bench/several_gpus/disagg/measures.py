@@ -1,4 +1,4 @@
-"""What is measured of an engine: streams alone and beside prompts (OSDI'26, Figure 16), requests
+"""Measures an engine: streams alone and beside prompts (OSDI'26, Figure 16), requests
 that come at once (Figure 18), and a short request behind a long prompt."""
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Requests:
 
     @property
     def positions(self) -> int:
-        """Of the longest sequence."""
+        """Positions of the longest sequence."""
         decode = DECODE_PROMPT + (self.decode or MOST_DECODE)
         return max(self.longest, self.short, self.context + self.answer, decode) + 2
 

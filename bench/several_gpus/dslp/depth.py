@@ -50,7 +50,7 @@ class Depth:
         )
 
     def seconds(self, rows: Sequence[Row], way: str, tokens: int) -> float | None:
-        """Of the whole model; None: its rows are not there."""
+        """Seconds that the whole model takes; None: its rows are not there."""
         by_layers = {
             row["layers"]: row["seconds"]
             for row in rows

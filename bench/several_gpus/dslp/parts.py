@@ -27,7 +27,7 @@ def parts_of(
     lengths: tuple[int, ...],
     prompts: Prompts,
 ) -> list[Part]:
-    """What is timed, one part after the other."""
+    """The parts that are timed, one after the other."""
 
     def opener(of: Ours, load: Load) -> Open:
         def opened(way: Way) -> EngineTimer:

@@ -26,7 +26,7 @@ GPUS = ("tensor", "pipeline")
 
 @dataclass(frozen=True)
 class Cases:
-    """What is timed, and in which ways."""
+    """Which calls are timed, and how GPUs share the model."""
 
     prompts: str = option("512,4096", "Tokens of the prompts.", "N,M")
     batches: str = option("1,4", "Sequences that decode.", "N,M")

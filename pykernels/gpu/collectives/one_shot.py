@@ -133,7 +133,7 @@ class OneShotMemory:
 
     @classmethod
     def on(cls, device: torch.device) -> OneShotMemory:
-        """That of a GPU, at the beginning."""
+        """Allocates the memory of a GPU, all counts zero."""
         nbytes = 2 * MAX_MEMBERS * MAX_PROGRAMS * BLOCK * torch.float32.itemsize
         return cls(
             torch.zeros(nbytes, dtype=torch.uint8, device=device),

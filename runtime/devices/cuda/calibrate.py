@@ -135,7 +135,7 @@ class Probe(CudaStepRunner):
         return decode_times(step.program, step.cpu.jobs.jobs, step.run)
 
     def decode_seconds(self, plan: ExecutionPlan, context: int) -> float:
-        """Of a step of one token with so many keys, by a plan of the same sizes."""
+        """Seconds of a one-token step with so many keys, by a plan of the same sizes."""
         return decode_seconds(self.step(plan, Phase.DECODE), self._inputs, self.sizes, context)
 
     def may_split(self, plan: ExecutionPlan, program: Program) -> bool:

@@ -224,7 +224,7 @@ class RanksRunner(RefRunner):
 
     @property
     def _devices(self) -> list[str]:
-        """Of joined ranks, which this one then plays."""
+        """The devices of joined ranks, which this one then plays."""
         return [REF, *(f"{REF}:{rank}" for rank in range(1, self.ranks))]
 
     def _largest(self) -> Program:

@@ -33,7 +33,7 @@ class StreamedTimes:
             self._token = min(self._token, seconds / tokens)
 
     def most_tokens(self) -> int:
-        """Of a step while others wait; more than any step has where no more is known."""
+        """Most tokens of a step while others wait; no limit where nothing is known."""
         seconds = max(CHUNK_SECONDS, _CROSSINGS * self._least)
         return int(seconds / self._token) if self._token else 1 << 62
 

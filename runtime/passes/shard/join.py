@@ -164,10 +164,9 @@ def with_replicas(program: Program, device: str) -> Program:
         replace(node, inputs=renamed(node.inputs), outputs=renamed(node.outputs))
         for node in program.nodes
     )
-    buffers = {
-        name if name not in names else replica(name, device): buffer
-        if name not in names
-        else replace(buffer, name=replica(name, device))
-        for name, buffer in program.buffers.items()
-    }
+    buffers = dict[str, Buffer]()
+    for buffer in program.buffers.values():
+        if buffer.name in names:
+            buffer = replace(buffer, name=replica(buffer.name, device))
+        buffers[buffer.name] = buffer
     return replace(program, nodes=nodes, buffers=buffers).check()
