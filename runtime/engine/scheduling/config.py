@@ -56,7 +56,7 @@ class EngineConfig:
     Attributes:
         max_num_batched_tokens: token budget of a step; None: ``STEP_TOKENS``, and on a GPU that
             holds all experts, or to which they are streamed, as many as its memory allows, up to
-            4,096, and 32,768 where the link takes so long.
+            4,096, and 65,536 where experts cross a link.
         max_num_seqs: most sequences that run at once.
         max_num_logits: rows of logits that a step may compute; None: one per sequence, and one
             for each draft. Logprobs of prompt tokens take one row each.
