@@ -158,7 +158,12 @@ def _rows(fmt: str, K: int, seed: int) -> Weight:
     """The rows of a matrix; layers have the same ones, and to quantize them takes longest."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(_ROWS, K, generator=generator, dtype=torch.float32, device="cpu")
-    return get_format(fmt).quantize(rows / K**0.5)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so few numbers take longer by many, beside the workers
+    try:
+        return get_format(fmt).quantize(rows / K**0.5)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _matrix(fmt: str, N: int, K: int) -> Weight:
