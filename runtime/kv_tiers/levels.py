@@ -109,6 +109,11 @@ class Levels:
             rate.hope()
 
     @property
+    def near(self) -> int | None:
+        """Pages that main memory holds; None: it is no level."""
+        return None if self.ram is None else self.ram.pages
+
+    @property
     def first(self) -> LevelStats:
         """Counts of the nearest level, into which pages are copied."""
         return next(iter(self.stats.values()))
@@ -138,6 +143,20 @@ class Levels:
             if self.folder is not None and self._level_of(block.file) == DISK:
                 self.folder.prefetch(block)
 
+    def bring(self, block: BlockName) -> bool:
+        """Whether a block is as near as it comes without a page: in main memory, where that is a
+        level; else what is on disk in the system's cache, soon, and what is in a store on disk."""
+        level = self._level_of(block.file)
+        if level is None or level == RAM:
+            return level is not None
+        if self.folder is not None and level == DISK:
+            if self.ram is not None:
+                return self._read_disk(self.folder, block, None)
+            self.folder.prefetch(block)
+            return True
+        near = self.ram is not None or self.folder is not None
+        return near and self.behind is not None and self._read_store(self.behind, block, None)
+
     def read(self, block: BlockName, place: int) -> bool:
         """Whether a block is in a page or slot now; anything may be there if not."""
         kind, began = block.kind, time.perf_counter()
@@ -150,9 +169,11 @@ class Levels:
                 return True
         return self.behind is not None and self._read_store(self.behind, block, place)
 
-    def _read_disk(self, folder: ModelFolder, block: BlockName, place: int) -> bool:
-        kind, data, began = block.kind, None, time.perf_counter()
-        space = None if self.ram is not None else self._pages.space(kind, place)
+    def _read_disk(self, folder: ModelFolder, block: BlockName, place: int | None) -> bool:
+        """None: only into main memory, which is a level."""
+        kind, data, space, began = block.kind, None, None, time.perf_counter()
+        if self.ram is None and place is not None:
+            space = self._pages.space(kind, place)
         if space is None:
             data = self._room(kind)
             space = [data.data]
@@ -160,15 +181,15 @@ class Levels:
         self.stats[DISK].damaged += found == "damaged"
         if found != "whole":
             return False
-        if data is not None:
+        if data is not None and place is not None:
             self._pages.write(kind, place, data)
         if self.ram is not None:
             self.ram.keep(block)
         self._has_read(DISK, kind, time.perf_counter() - began)
         return True
 
-    def _read_store(self, store: MooncakeBlocks, block: BlockName, place: int) -> bool:
-        """What comes from there stays in the levels in front."""
+    def _read_store(self, store: MooncakeBlocks, block: BlockName, place: int | None) -> bool:
+        """What comes from there stays in the levels in front; None: it is for them alone."""
         began = time.perf_counter() - self._got_seconds * store.has_ahead(block)
         if (got := self._try(STORE, "read", lambda: store.read(block))) is None:
             return False
@@ -176,7 +197,8 @@ class Levels:
         self.stats[STORE].damaged += found == "damaged"
         if found != "whole":
             return False
-        self._pages.write(block.kind, place, data)
+        if place is not None:
+            self._pages.write(block.kind, place, data)
         self._has_read(STORE, block.kind, time.perf_counter() - began)
         if self.ram is not None:
             self.ram.room(block.kind)[:] = data

@@ -29,6 +29,19 @@ class Load:
 
 
 @dataclass(eq=False)
+class Stage:
+    """Blocks to be brought near, in order, for a request for which there are no pages yet.
+
+    Attributes:
+        done: how many of them are near, or gone.
+    """
+
+    blocks: list[BlockName]
+    cancelled: bool = False
+    done: int = 0
+
+
+@dataclass(eq=False)
 class Ask:
     """Which of these files' blocks a store has: known when it has ended."""
 

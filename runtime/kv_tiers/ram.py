@@ -42,6 +42,11 @@ class RamBlocks:
             self._memory[kind] = pages.host(count * nbytes).reshape(count, nbytes)
             self._free[kind] = list(range(count - 1, -1, -1))
 
+    @property
+    def pages(self) -> int:
+        """How many there is room for."""
+        return len(self._memory[Kind.PAGE])
+
     def __contains__(self, name: str) -> bool:
         """Whether the block of this file's name is here."""
         return any(name in kept for kept in self._kept.values())
