@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..kv_cache import PageTable
 from ..kv_cache.page_store import Kind
 from ..kv_cache.prefix import PageKey, PrefixNode
-from .block import BlockName
+from .blocks.block import BlockName
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ from ..kv_cache import BlockManager, PageTable
 from ..kv_cache.page_store import Kind
 from ..kv_cache.prefix import ROOT, PageKey, PrefixNode
 from ..kv_cache.states import NO_SLOT
-from .block import SUFFIXES, BlockName
+from .blocks.block import SUFFIXES, BlockName
 from .levels import Levels
 from .loading import Ask, Found, Load, Loading, Stage
 from .stats import Rate
@@ -166,11 +166,11 @@ class Seeking:
                 self._stage(wait, self._blocks(table, len(hits), depth, state))
                 return False  # pages are short
         if missing and not wait.sought:
-            levels.last.missed += sum(kind is Kind.PAGE for kind, _ in missing)
+            levels.counts.last.missed += sum(kind is Kind.PAGE for kind, _ in missing)
             self._worker.look()
         if slow:
-            levels.hope()
-            levels.last.declined += len(names)
+            levels.counts.hope()
+            levels.counts.last.declined += len(names)
         wait.sought += 1
         wait.depth, wait.load = depth - saved, begun
         if begun is None:

@@ -62,7 +62,7 @@ class KvTiers:
 
     def figures(self) -> dict[str, LevelStats]:
         """A copy of the counts of each level."""
-        return {name: replace(stats) for name, stats in self._levels.stats.items()}
+        return {name: replace(stats) for name, stats in self._levels.counts.stats.items()}
 
     def held(self, keys: Sequence[bytes]) -> Held:
         """What there is of a prompt with these keys of its pages; any thread may ask."""
@@ -80,11 +80,11 @@ class KvTiers:
 
     def _is_slow(self, pages: int) -> bool:
         """Whether so many pages were faster to compute than to read from the last level."""
-        reads = self._levels.last_seconds(pages)
+        reads = self._levels.counts.last_seconds(pages)
         computes = self._compute_rate.seconds(pages * self._manager.page_size)
         slow = reads is not None and computes is not None and reads > computes
         if slow:
-            self._levels.hope()
+            self._levels.counts.hope()
         return slow
 
     def has_news(self) -> bool:
@@ -117,6 +117,8 @@ class KvTiers:
         """A step took so long for so many tokens of prompts."""
         if tokens >= self._manager.page_size:
             self._compute_rate.record(tokens, seconds)
+            page = self._manager.page_size
+            self._levels.counts.page_seconds = self._compute_rate.seconds(page)
 
     # What requests are given.
 

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ..kv_cache.page_store import Kind
-from .block import BlockName
+from .blocks.block import BlockName
 from .levels import Levels
 from .loading import Ask, Load, Stage
 
@@ -124,7 +124,7 @@ class Worker:
         """A page or slot is about to get other contents: from now on it is not read."""
         with self._changed:
             if self._asked.writes.pop((kind, place), None) is not None:
-                self.levels.first.dropped += 1
+                self.levels.counts.first.dropped += 1
             while self._asked.copying == (kind, place):
                 self._changed.wait()
 
@@ -168,7 +168,7 @@ class Worker:
                     return False
                 self._changed.wait()
             if asked.end is not None and time.monotonic() >= asked.end:
-                levels.first.dropped += len(asked.writes)
+                levels.counts.first.dropped += len(asked.writes)
                 return False
             load = asked.loads[0] if asked.loads else None
             asks, asked.asks = asked.asks, deque()
@@ -177,7 +177,7 @@ class Worker:
             stage = write = None
             if load is None and asked.stages:
                 stage = asked.stages.popleft()
-            if load is None and asked.writes:
+            if load is None and asked.writes and levels.takes(next(iter(asked.writes))[0]):
                 asked.copying, write = asked.writes.popitem(last=False)
                 asked.writing = write[0].file
         for ask in asks:

@@ -16,12 +16,12 @@ from runtime.engine import Engine, EngineConfig, SamplingParams
 from runtime.kv_cache import BlockManager
 from runtime.kv_cache.page_store import Bytes, Kind
 from runtime.kv_cache.prefix import Held
-from runtime.kv_tiers.contents import by_model, clear, damaged, opened
-from runtime.kv_tiers.directory import blocks, prepared
-from runtime.kv_tiers.folder import ModelFolder
+from runtime.kv_tiers.blocks.contents import by_model, clear, damaged, opened
+from runtime.kv_tiers.blocks.directory import blocks, prepared
+from runtime.kv_tiers.blocks.folder import ModelFolder
+from runtime.kv_tiers.blocks.ram import RamBlocks
+from runtime.kv_tiers.blocks.reading import Buffered, Direct, Mapped, Way, fastest
 from runtime.kv_tiers.levels import Levels
-from runtime.kv_tiers.ram import RamBlocks
-from runtime.kv_tiers.reading import Buffered, Direct, Mapped, Way, fastest
 from runtime.kv_tiers.tiers import KvTiers
 
 from .fake_runner import FakeRunner, check_pages, check_states, expected
@@ -262,6 +262,10 @@ def test_what_is_faster_to_compute_is_not_read(tmp_path: Path) -> None:
         assert tiers.held([bytes(16)]) == Held(0)
         tiers.shared = False
         assert answered(engine, chats[2]) == 28
+        KvTiers.computed(tiers, 10**9, 1.0)
+        assert answered(engine, [7] * 30) == 0
+    with engine_on(tmp_path, FakeRunner()) as engine:
+        assert answered(engine, [7] * 30) == 0, "it was not worth writing"
 
 
 def test_blocks_that_are_cleared_are_computed(tmp_path: Path) -> None:
@@ -292,7 +296,7 @@ def test_no_page_is_filled_that_a_running_step_may_write(tmp_path: Path) -> None
 
 
 def test_two_engines_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.kv_tiers.folder._LOOK_SECONDS", 0)
+    monkeypatch.setattr("runtime.kv_tiers.blocks.folder._LOOK_SECONDS", 0)
     with (
         engine_on(tmp_path, FakeRunner()) as first,
         engine_on(tmp_path, FakeRunner()) as second,
