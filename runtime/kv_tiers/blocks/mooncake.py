@@ -8,6 +8,7 @@ Transfer Engine from and to a buffer that is registered with it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -24,6 +25,8 @@ from .ram import RamBlocks
 _BATCH = 64
 """Blocks that cross at once; ``_BATCH_BYTES``: of all of them. A load waits for what is written."""
 _BATCH_BYTES = 64 << 20
+_CHECKED = 16
+"""Blocks whose checksums are computed while the next ones come."""
 _GONE = -704
 """Mooncake's OBJECT_NOT_FOUND."""
 
@@ -81,6 +84,7 @@ class MooncakeBlocks:
                 "Give a smaller kv_ram_gib, or raise `ulimit -l`",
             ) from error
         self._ahead: dict[str, _Got] = {}
+        self._checks = ThreadPoolExecutor(1, "kv checksums")
 
     def batch(self, blocks: Sequence[BlockName]) -> Sequence[BlockName]:
         """As many of these, from the first on, as cross at once."""
@@ -115,12 +119,15 @@ class MooncakeBlocks:
         keys = [self._key(block.file) for block in blocks]
         places = [each.value.ctypes.data for each in got]
         self._ahead = {block.file: each for block, each in zip(blocks, got, strict=True)}
-        found = self._store.batch_get_into(keys, places, sizes)
-        if len(found) != len(keys):
-            self._forget_ahead()
-            raise MooncakeError("its answer has another length")
-        for each, size in zip(got, found, strict=True):
-            each.size = size
+        for first in range(0, len(keys), _CHECKED):
+            some = slice(first, first + _CHECKED)
+            found = self._store.batch_get_into(keys[some], places[some], sizes[some])
+            if len(found) != len(keys[some]):
+                self._forget_ahead()
+                raise MooncakeError("its answer has another length")
+            for block, each, size in zip(blocks[some], got[some], found, strict=True):
+                each.size = size
+                each.whole = self._checks.submit(each.is_whole, block)
 
     def has_ahead(self, block: BlockName) -> bool:
         """Whether ``prefetch`` has got it."""
@@ -136,8 +143,8 @@ class MooncakeBlocks:
         if block.file not in self._ahead:
             self.prefetch([block])
         got = self._ahead.pop(block.file)
-        header, payload = got.value[: block.header_bytes], got.value[block.header_bytes :]
-        whole = got.size == len(got.value) and block.fits(header.data, [payload.data])
+        payload = got.value[block.header_bytes :]
+        whole = got.whole is not None and got.whole.result()
         if self._ram is not None and got.place >= 0:
             self._ram.give(block.kind, got.place, block if whole else None)
         if whole:
@@ -165,18 +172,15 @@ class MooncakeBlocks:
         """
         sizes, keys = list(map(self._size, blocks)), [self._key(block.file) for block in blocks]
         values = [self._value(block, own) for block, own in zip(blocks, data, strict=True)]
-        if any(value is None for value in values):
+        copied = [i for i, value in enumerate(values) if value is None]
+        if copied:
             self._forget_ahead()
-            parts = iter(_parts(self._room(sum(sizes)), sizes))
-            for i, (own, part) in enumerate(zip(data, parts, strict=True)):
-                if values[i] is None:
-                    part[-len(own) :], values[i] = own, part
-        places = []
-        for block, own, value in zip(blocks, data, values, strict=True):
-            assert value is not None
-            header = block.header([own.data])
-            value[: len(header)] = np.frombuffer(header, np.uint8)
-            places.append(value.ctypes.data)
+            parts = _parts(self._room(sum(sizes[i] for i in copied)), [sizes[i] for i in copied])
+            for i, part in zip(copied, parts, strict=True):
+                header = blocks[i].header([data[i].data])
+                part[: len(header)] = np.frombuffer(header, np.uint8)
+                part[len(header) :], values[i] = data[i], part
+        places = [value.ctypes.data for value in values if value is not None]
         codes = self._store.batch_put_from(keys, places, sizes, self._where)
         if len(codes) != len(blocks) or all(codes):
             raise MooncakeError(f"error {codes[0] if codes else -1}")
@@ -185,6 +189,7 @@ class MooncakeBlocks:
 
     def close(self) -> None:
         """Leaves the store; what it has lent is gone."""
+        self._checks.shutdown()
         self._store.close()
 
     def _key(self, name: str) -> str:
@@ -241,12 +246,19 @@ class MooncakeBlocks:
 
 @dataclass(eq=False, slots=True)
 class _Got:
-    """A value that was got: where, its size or an error, and its place in main memory's blocks."""
+    """A value that was got: where, its place in main memory's blocks, its size or an error, and
+    whether it is what it should be."""
 
     value: Bytes
     kind: Kind = Kind.PAGE
     place: int = -1
     size: int = _GONE
+    whole: Future[bool] | None = None
+
+    def is_whole(self, block: BlockName) -> bool:
+        """Whether it is this block."""
+        header, payload = self.value[: block.header_bytes], self.value[block.header_bytes :]
+        return self.size == len(self.value) and block.fits(header.data, [payload.data])
 
 
 def _parts(buffer: Bytes, sizes: Sequence[int]) -> list[Bytes]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import numpy as np
+
 from pykernels.errors import PykernelsError
 
 from ...kv_cache.page_store import Bytes, Kind, PageStore
@@ -19,8 +21,8 @@ class RamBlocks:
     Args:
         pages: of the device, which makes the memory.
         limit: bytes.
-        header: bytes in front of each block's, for those of its file (``block``): then both are
-            one value of a store.
+        header: bytes in front of each block's, which ``keep`` fills with those of its file
+            (``block``): then both are one value of a store.
 
     Attributes:
         memory: by kind, [blocks, bytes of one].
@@ -80,7 +82,12 @@ class RamBlocks:
 
     def keep(self, block: BlockName) -> None:
         """What was put into the last ``room`` of its kind is this block."""
-        self.give(block.kind, self._free[block.kind].pop(), block)
+        place = self._free[block.kind].pop()
+        if self._header:
+            value = self.memory[block.kind][place]
+            header = block.header([value[self._header :].data])
+            value[self._header - len(header) : self._header] = np.frombuffer(header, np.uint8)
+        self.give(block.kind, place, block)
 
     def take(self, kind: Kind) -> int:
         """A place in ``memory`` that is nobody else's until ``give``: of the block that was of use
