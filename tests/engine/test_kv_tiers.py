@@ -16,6 +16,7 @@ from runtime.engine import Engine, EngineConfig, SamplingParams
 from runtime.kv_cache import BlockManager
 from runtime.kv_cache.page_store import Bytes, Kind
 from runtime.kv_cache.prefix import Held
+from runtime.kv_tiers.blocks.block import HEADER, BlockName, why_damaged
 from runtime.kv_tiers.blocks.contents import by_model, clear, damaged, opened
 from runtime.kv_tiers.blocks.directory import blocks, prepared
 from runtime.kv_tiers.blocks.folder import ModelFolder
@@ -202,6 +203,19 @@ def test_main_memory_is_asked_before_the_disk(tmp_path: Path) -> None:
         assert (levels["ram"].read, levels["disk"].read) == (21, 21)
 
 
+def test_main_memory_has_whole_files() -> None:
+    """A store gets them as they are."""
+    tokens = np.arange(4, dtype=np.int32).tobytes()
+    block = BlockName(Kind.PAGE, MODEL, b"k" * 16, bytes(16), tokens)
+    ram = RamBlocks(FakePages(FakeRunner()), 10 << 10, HEADER)
+    ram.room(Kind.PAGE)[:] = range(32)
+    ram.keep(block)
+    value = ram.value(block)
+    assert value is not None and why_damaged(value.tobytes(), block.file) is None
+    value[-1] ^= 1
+    assert why_damaged(value.tobytes(), block.file) == "its checksum is wrong"
+
+
 def read_again(engine: Engine, chats: Sequence[list[int]], blocks: int) -> list[int]:
     """Tokens of prompts that were not computed, of requests that waited while another one ran.
 
@@ -325,6 +339,7 @@ def test_a_full_disk_is_told_once_and_requests_go_on(
 
 
 def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
+    assert EngineConfig(kv_disk=str(tmp_path)).kv_disk == tmp_path  # type: ignore[arg-type]
     with pytest.raises(PykernelsError, match="no blocks"):
         clear(tmp_path)
     (tmp_path / "thesis.tex").touch()

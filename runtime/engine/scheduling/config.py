@@ -209,6 +209,8 @@ class EngineConfig:
     overlap: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.kv_disk, str):  # as many would give it
+            object.__setattr__(self, "kv_disk", Path(self.kv_disk))
         for name, most in MOST.items():
             value = getattr(self, name)
             if value is not None or name == "max_num_seqs":

@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...kv_cache.layout import PAGE
 from ...kv_cache.page_store import Kind
 
 VERSION = 1
@@ -27,9 +28,6 @@ MAGIC = b"pykv%04d" % VERSION
 ALIGN = 512
 _FIELDS = struct.Struct("<8sIIQ16s16s16s")
 _CHECKS = struct.Struct("<II")
-
-HEADER = 512
-"""Bytes in front of the payload of a page's block, and of a state's."""
 
 Buffer = memoryview | bytearray | bytes
 
@@ -83,6 +81,10 @@ class BlockName:
 def header_bytes(tokens: int) -> int:
     """Bytes in front of the payload of a block with so many bytes of tokens."""
     return -(-(_FIELDS.size + tokens + _CHECKS.size) // ALIGN) * ALIGN
+
+
+HEADER = header_bytes(4 * PAGE)
+"""Of a page's block, and of a state's."""
 
 
 def checksum(parts: Sequence[Buffer]) -> int:
