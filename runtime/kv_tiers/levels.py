@@ -168,8 +168,8 @@ class Levels(Places):
 
     @property
     def late(self) -> int:
-        """Blocks that are in main memory, and are to be written."""
-        return len(self._later)
+        """Blocks that are in main memory, and are to be written, or are being."""
+        return len(self._later) + len(self._storing)
 
     def takes(self, kind: Kind) -> bool:
         """Whether a page or slot may be copied before what is late is written."""
