@@ -18,7 +18,8 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..kv_cache.page_store import Kind
+from ...kv_cache.layout import PAGE
+from ...kv_cache.page_store import Kind
 
 VERSION = 1
 """Of the format, of the keys, and of what the kernels write into a page: another version of any of
@@ -80,6 +81,10 @@ class BlockName:
 def header_bytes(tokens: int) -> int:
     """Bytes in front of the payload of a block with so many bytes of tokens."""
     return -(-(_FIELDS.size + tokens + _CHECKS.size) // ALIGN) * ALIGN
+
+
+HEADER = header_bytes(4 * PAGE)
+"""Of a page's block, and of a state's."""
 
 
 def checksum(parts: Sequence[Buffer]) -> int:
