@@ -16,8 +16,8 @@ from typing import TypeVar
 from ..kv_cache.page_store import Bytes, Kind, PageStore
 from .block import BlockName
 from .folder import ModelFolder
-from .mooncake import MooncakeBlocks
 from .ram import RamBlocks
+from .shared import SharedBlocks
 from .stats import LevelStats, Rate
 
 T = TypeVar("T")
@@ -34,8 +34,8 @@ class Levels:
 
     Args:
         pages: of the device.
-        folder: None: nothing is on disk; ``ram``, ``store``: likewise, in main memory, and in a
-            store.
+        folder: None: nothing is on disk; ``ram``, ``store``: likewise, in main memory, and on
+            other machines.
         shared: other engines write into the directory, which is asked for each block.
 
     Attributes:
@@ -47,7 +47,7 @@ class Levels:
         pages: PageStore,
         folder: ModelFolder | None,
         ram: RamBlocks | None = None,
-        store: MooncakeBlocks | None = None,
+        store: SharedBlocks | None = None,
         shared: bool = False,
     ) -> None:
         self._shared = folder if shared else None
@@ -84,7 +84,13 @@ class Levels:
 
     def stored(self, name: str) -> bool:
         """Whether the level has it that is behind all others."""
+        if self.behind is not None:
+            return self.behind.offers(name)
         return name in self._behind()[-1]
+
+    def title(self, level: str) -> str:
+        """What figures call it."""
+        return self.behind.level if level == STORE and self.behind is not None else level
 
     def is_late(self, name: str) -> bool:
         """Whether it is in main memory, and is to be written, or is being."""
@@ -167,7 +173,7 @@ class Levels:
         self._has_read(DISK, kind, time.perf_counter() - began)
         return True
 
-    def _read_store(self, store: MooncakeBlocks, block: BlockName, place: int) -> bool:
+    def _read_store(self, store: SharedBlocks, block: BlockName, place: int) -> bool:
         """What comes from there stays in the levels in front."""
         began = time.perf_counter() - self._got_seconds * store.has_ahead(block)
         if (got := self._try(STORE, "read", lambda: store.read(block))) is None:
@@ -184,7 +190,7 @@ class Levels:
         self.store(block, data, time.time_ns())
         return True
 
-    def _get(self, store: MooncakeBlocks, blocks: Sequence[BlockName]) -> None:
+    def _get(self, store: SharedBlocks, blocks: Sequence[BlockName]) -> None:
         if batch := store.batch(blocks):
             began = time.perf_counter()
             self._try(STORE, "read", lambda: store.prefetch(batch))
@@ -272,7 +278,7 @@ class Levels:
             nbytes = self._try(level, "written", write)
             if nbytes is None:
                 self._write_after[level] = time.monotonic() + _PAUSE_SECONDS
-        if nbytes is None:
+        if not nbytes:
             self.stats[level].dropped += 1
         else:
             self._has_written(level, nbytes, time.perf_counter() - began)

@@ -79,6 +79,12 @@ class MooncakeBlocks:
         self._buffer = np.empty(0, np.uint8)
         self._ahead: dict[str, tuple[int, int]] = {}  # where it is in the buffer, and what was got
 
+    level = "store"
+
+    def offers(self, name: str) -> bool:
+        """Whether other members find the block of this file's name."""
+        return name in self.names
+
     def batch(self, blocks: Sequence[BlockName]) -> Sequence[BlockName]:
         """As many of these, from the first on, as are got at once."""
         ends = accumulate(map(self._size, blocks))

@@ -20,6 +20,7 @@ from ..kv_cache.page_store import Kind
 from ..kv_cache.prefix import ROOT, Held, PageKey, PrefixNode, leading
 from ..kv_cache.states import NO_SLOT
 from .block import SUFFIXES, BlockName
+from .handover import Handover
 from .leaving import Leaving
 from .levels import Levels
 from .loading import Ask, Found, Load, Loading
@@ -48,6 +49,7 @@ class KvTiers:
             or written any more.
         shared: other engines wait for what this one fills; then its states are kept at the end of
             each prompt.
+        handover: how it shares them; None: nobody asks.
     """
 
     def __init__(
@@ -57,8 +59,9 @@ class KvTiers:
         fingerprint: bytes,
         is_other: Callable[[], bool] = lambda: False,
         shared: bool = False,
+        handover: Handover | None = None,
     ) -> None:
-        self.shared = shared
+        self.shared, self.handover = shared, handover
         self._manager, self._levels, self.fingerprint = manager, levels, fingerprint
         self._is_other = is_other
         self._worker = Worker(levels)
@@ -80,7 +83,8 @@ class KvTiers:
 
     def figures(self) -> dict[str, LevelStats]:
         """A copy of the counts of each level."""
-        return {name: replace(stats) for name, stats in self._levels.stats.items()}
+        levels = self._levels
+        return {levels.title(name): replace(stats) for name, stats in levels.stats.items()}
 
     def held(self, keys: Sequence[bytes]) -> Held:
         """What there is of a prompt with these keys of its pages; any thread may ask."""

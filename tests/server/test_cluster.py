@@ -175,6 +175,25 @@ def test_a_prefill_node_has_ended(cluster: Cluster, served: Running) -> None:
     assert answer.choices[0].text == alone.choices[0].text
 
 
+def test_pages_go_from_memory_to_memory(served: Running, tmp_path: Path) -> None:
+    """Without a store: the decode node has the pages of the prefill node, and computes those that
+    were in the memory of one that is killed."""
+    pytest.importorskip("mooncake.engine", exc_type=ImportError)
+    sizes = {"kv_transfer": "127.0.0.1", "kv_transfer_gib": 0.05, **SIZES}
+    with nodes(tmp_path / "log", "prefill", {"d": "decode"}, **sizes) as cluster:
+        asked: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
+        for prompt in (PROMPT, "# " + PROMPT, "# " + PROMPT + PROMPT):
+            texts = [
+                each.completions.create(model=model, prompt=prompt, **asked).choices[0].text
+                for each, model in ((cluster.client(), "embedded"), (served.openai(), "tested"))
+            ]
+            assert texts[0] == texts[1]
+            read = cluster.figure("pykernels_kv_level_blocks_total", 'level="d peers",what="read"')
+            assert read == 6
+            cluster.process.kill()
+            cluster.process.wait()
+
+
 def test_pages_go_by_mooncake(
     master: tuple[str, subprocess.Popen[bytes]], served: Running, tmp_path: Path
 ) -> None:
@@ -210,7 +229,8 @@ def test_pages_go_by_mooncake(
     [
         (["--role", "router"], "--role router without a prefill node"),
         (["--role", "router", *P], "--role router without a decode node"),
-        (["--role", "prefill"], "--role prefill without anything that the nodes share"),
+        (["--role", "prefill", "--kv-transfer", "off"],
+         "--role prefill without anything that the nodes share"),
         (["--role", "cook"], "--role cook"),
         ([*P], "--prefill-node of a server that is no router"),
         (["--role", "router", *P, *D, *D], "2 nodes have the name 10.0.0.2:80"),

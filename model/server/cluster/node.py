@@ -108,9 +108,8 @@ class Node:
         except (httpx2.HTTPError, ValueError, TypeError) as error:
             raise NodeLost(_why(error)) from error
 
-    async def prefill(self, prompt: Sequence[int], keys: Sequence[str], priority: int) -> Prefilled:
+    async def prefill(self, body: Mapping[str, Any]) -> Prefilled:
         """Has it read a prompt, and share its pages. Raises NodeLost."""
-        body = {"prompt": prompt, "keys": keys, "priority": priority}
         async for line in self._lines("prefill", body):
             told = json.loads(line)
             if "error" in told:
