@@ -26,8 +26,8 @@ from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE
 from runtime.kv_tiers.behind import KvBehind
 from runtime.kv_tiers.directory import prepared
-from runtime.kv_tiers.endpoint import check_transfer
 from runtime.kv_tiers.mooncake import check_store
+from runtime.kv_tiers.transfer.endpoint import check_transfer
 from runtime.machine.topology import Topology
 from runtime.make_runner import make_plan, make_runner
 from runtime.passes.defer import cannot_join

@@ -17,8 +17,8 @@ from types import TracebackType
 from pykernels.errors import PykernelsError
 
 from ..kv_cache.prefix import Held
-from ..kv_tiers.endpoint import Peer
-from ..kv_tiers.handover import Handover
+from ..kv_tiers.transfer.endpoint import Peer
+from ..kv_tiers.transfer.handover import Handover
 from ..runner.batch import DeviceLost, Runner
 from ..runner.sampling_params import SamplingParams
 from ..workers.fork import refuse_in_child

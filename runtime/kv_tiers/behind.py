@@ -19,14 +19,14 @@ from ..planning.lowerable import Lowerable
 from ..runner.paged_runner import PagedRunner
 from .block import VERSION
 from .folder import ModelFolder
-from .handover import handover
 from .levels import Levels
 from .mooncake import MooncakeBlocks
 from .ram import RamBlocks
 from .reading import fastest
 from .shared import SharedBlocks
 from .tiers import KvTiers
-from .transfer import TransferBlocks
+from .transfer.blocks import TransferBlocks
+from .transfer.handover import handover
 
 LOG = logging.getLogger("pykernels")
 FINGERPRINT_BYTES = 16

@@ -20,11 +20,11 @@ from ..kv_cache.page_store import Kind
 from ..kv_cache.prefix import ROOT, Held, PageKey, PrefixNode, leading
 from ..kv_cache.states import NO_SLOT
 from .block import SUFFIXES, BlockName
-from .handover import Handover
 from .leaving import Leaving
 from .levels import Levels
 from .loading import Ask, Found, Load, Loading
 from .stats import LevelStats, Rate
+from .transfer.handover import Handover
 from .worker import Worker
 
 _PATIENCE_SECONDS = 30.0

@@ -20,6 +20,8 @@ from .fleet import Fleet, Process, free_ports, serve_command
 
 _CLIENTS = 6
 _PROMPTS, _TOKENS = 24, 96
+_PAUSE_SECONDS = 0.5
+"""Of a client behind an answer, on average: nodes that start need the cores, too."""
 _HANGS_SECONDS = 180.0
 """Without its end, a request hangs."""
 _AGAIN_SECONDS = 0.2
@@ -36,7 +38,7 @@ class Kills:
         sent: requests; ``right``: answered with the text of one server, once.
         wrong: with another text; ``twice``: with more than one end, or more behind that text.
         lost: with an error, or a stream that broke off; ``hung``: not at all.
-        again: sent once more by their client, for the router itself was killed.
+        again: of these, sent once more by their client, for the router itself was killed.
         kills: of these processes; ``taken``: how often one was given requests again; ``seconds``:
             that each took to start and be taken.
         told: lines in the nodes' logs that say that a store has failed.
@@ -131,6 +133,10 @@ def _body(prompt: str, stream: bool) -> dict[str, object]:
     return {**asked, "stream": stream}
 
 
+class _Wrong(ValueError):
+    """A server says that it cannot answer."""
+
+
 class _Load:
     """Clients of a router, and who kills its nodes meanwhile."""
 
@@ -175,20 +181,23 @@ class _Load:
     async def _client(self, http: httpx2.AsyncClient) -> None:
         while not self._ended:
             await self._one(http, self._draw.randrange(len(self._prompts)))
+            await asyncio.sleep(self._draw.expovariate(1 / _PAUSE_SECONDS))
 
     async def _one(self, http: httpx2.AsyncClient, number: int) -> None:
         """One request, which its client sends once more where the router has gone."""
         row, wanted = self._row, self._expected[number]
         row.sent += 1
+        asked = 0
         while True:
+            asked += 1
             try:
                 async with asyncio.timeout(_HANGS_SECONDS):
                     text, ends = await self._answer(http, self._prompts[number])
             except TimeoutError:
                 row.hung += 1
             except (httpx2.HTTPError, httpx2.StreamError, ValueError, KeyError) as error:
-                if row.kind == "router":
-                    row.again += 1
+                if row.kind == "router" and not isinstance(error, (_Wrong, KeyError)):
+                    row.again += asked == 1
                     await asyncio.sleep(_AGAIN_SECONDS)
                     continue
                 row.lost += 1
@@ -209,14 +218,15 @@ class _Load:
         url = f"{self._fleet.router.url}/v1/completions"
         async with http.stream("POST", url, json=_body(prompt, True)) as answer:
             if answer.status_code != 200:
-                raise ValueError(f"{answer.status_code} {(await answer.aread())[:200]!r}")
+                kind = ValueError if answer.status_code == 503 else _Wrong
+                raise kind(f"{answer.status_code} {(await answer.aread())[:200]!r}")
             async for line in answer.aiter_lines():
                 if line == "data: [DONE]":
                     whole = True
                 elif line.startswith("data: "):
                     body = json.loads(line.removeprefix("data: "))
                     if "error" in body:
-                        raise ValueError(str(body["error"]))
+                        raise _Wrong(str(body["error"]))
                     for choice in body["choices"]:
                         text += choice["text"]
                         ends += choice["finish_reason"] is not None

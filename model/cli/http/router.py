@@ -46,7 +46,7 @@ def shared(engine: EngineConfig, settings: ServerSettings) -> EngineConfig:
     Raises:
         PykernelsError: it shares nothing with other nodes.
     """
-    from runtime.kv_tiers.endpoint import check_transfer, why_not
+    from runtime.kv_tiers.transfer.endpoint import check_transfer, why_not
 
     if engine.kv_transfer is None and engine.kv_store is None and why_not() is None:
         host = settings.host

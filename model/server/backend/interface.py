@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from runtime.engine import AsyncRequestHandle, EngineStats, SamplingParams
 from runtime.kv_cache.prefix import Held
-from runtime.kv_tiers.endpoint import Peer
+from runtime.kv_tiers.transfer.endpoint import Peer
 from runtime.runner.routing import RoutedLayer
 
 from ...text.settings import EngineSettings

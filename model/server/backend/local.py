@@ -8,7 +8,7 @@ from functools import partial
 
 from runtime.engine import AsyncRequestHandle, SamplingParams
 from runtime.kv_cache.prefix import Held
-from runtime.kv_tiers.endpoint import Peer
+from runtime.kv_tiers.transfer.endpoint import Peer
 from runtime.tracing.recorder import Recorder
 
 from ...llm import LLM

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from runtime.engine import FinishReason, RequestStats, SamplingParams, TokenLogprob
-from runtime.kv_tiers.endpoint import Peer
+from runtime.kv_tiers.transfer.endpoint import Peer
 from runtime.runner.routing import RoutedExperts
 
 from ..http.settings import ServerSettings

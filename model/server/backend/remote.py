@@ -16,7 +16,7 @@ from runtime.engine import AsyncRequestHandle, SamplingParams
 from runtime.engine.requests.intake import Intake
 from runtime.engine.requests.request import Request, State
 from runtime.kv_cache.prefix import Held
-from runtime.kv_tiers.endpoint import Peer
+from runtime.kv_tiers.transfer.endpoint import Peer
 
 from .channel import Channel
 from .interface import Figures, ModelFacts

@@ -9,7 +9,7 @@ from typing import Any
 
 from runtime.engine import SamplingParams
 from runtime.engine.requests.request import Request, State, fork_seed
-from runtime.kv_tiers.endpoint import Peer
+from runtime.kv_tiers.transfer.endpoint import Peer
 
 from .protocol import params_body
 

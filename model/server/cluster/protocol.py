@@ -25,8 +25,8 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from runtime.engine import EngineStats, RequestStats, SamplingParams, TokenLogprob
-from runtime.kv_tiers.endpoint import Peer
 from runtime.kv_tiers.stats import LevelStats
+from runtime.kv_tiers.transfer.endpoint import Peer
 from runtime.runner.routing import RoutedExperts, RoutedLayer
 
 from ..backend.interface import DevicePart

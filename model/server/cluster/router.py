@@ -24,7 +24,7 @@ from runtime.engine import AsyncRequestHandle, EngineBusy, SamplingParams
 from runtime.engine.requests.intake import Intake
 from runtime.engine.requests.request import Request, State
 from runtime.kv_cache.prefix import Held, PageKey, extend_keys
-from runtime.kv_tiers.endpoint import Peer
+from runtime.kv_tiers.transfer.endpoint import Peer
 
 from ..backend.interface import Figures, ModelFacts, NodeFigures
 from ..backend.messages import Routed, Told

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from pykernels.errors import PykernelsError
 from runtime.engine import AsyncRequestHandle, EngineBusy, SamplingParams
-from runtime.kv_tiers.endpoint import Peer
+from runtime.kv_tiers.transfer.endpoint import Peer
 
 from ..backend.telling import Teller
 from ..http.errors import ApiError, bad_request, of_ours

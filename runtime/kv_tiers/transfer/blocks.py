@@ -18,10 +18,10 @@ import numpy as np
 
 from pykernels.errors import PykernelsError
 
-from ..kv_cache.page_store import Bytes, Kind, PageStore
-from .block import BlockName
+from ...kv_cache.page_store import Bytes, Kind, PageStore
+from ..block import BlockName
+from ..folder import Found
 from .endpoint import Endpoint, Peer, Slow
-from .folder import Found
 from .lent import Layout, LentBlocks
 
 LOG = logging.getLogger("pykernels")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..levels import DISK, STORE
+from .blocks import TransferBlocks
 from .endpoint import why_not
-from .levels import DISK, STORE
-from .transfer import TransferBlocks
 
 TRANSFER = "transfer"
 

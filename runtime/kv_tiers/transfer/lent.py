@@ -19,9 +19,9 @@ import numpy as np
 
 from pykernels.errors import PykernelsError
 
-from ..kv_cache.page_store import Bytes, Kind, PageStore
-from ..kv_cache.prefix import KEY_BYTES
-from .block import ALIGN, SUFFIXES, BlockName, header_bytes
+from ...kv_cache.page_store import Bytes, Kind, PageStore
+from ...kv_cache.prefix import KEY_BYTES
+from ..block import ALIGN, SUFFIXES, BlockName, header_bytes
 
 _STATES = 0.5
 """Of the memory, where layers have states."""
