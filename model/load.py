@@ -25,8 +25,8 @@ from runtime.engine.scheduling.drafts import check_taken_back
 from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE
 from runtime.kv_tiers.behind import KvBehind
-from runtime.kv_tiers.directory import prepared
-from runtime.kv_tiers.mooncake import check_store
+from runtime.kv_tiers.blocks.directory import prepared
+from runtime.kv_tiers.blocks.master import check_store
 from runtime.kv_tiers.transfer.endpoint import check_transfer
 from runtime.machine.topology import Topology
 from runtime.make_runner import make_plan, make_runner

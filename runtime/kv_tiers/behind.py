@@ -17,13 +17,13 @@ from ..kv_cache.page_store import Kind
 from ..planning.execution import ExecutionPlan
 from ..planning.lowerable import Lowerable
 from ..runner.paged_runner import PagedRunner
-from .block import VERSION
-from .folder import ModelFolder
+from .blocks.block import HEADER, VERSION
+from .blocks.folder import ModelFolder
+from .blocks.mooncake import MooncakeBlocks
+from .blocks.ram import RamBlocks
+from .blocks.reading import fastest
+from .blocks.shared import SharedBlocks
 from .levels import Levels
-from .mooncake import MooncakeBlocks
-from .ram import RamBlocks
-from .reading import fastest
-from .shared import SharedBlocks
 from .tiers import KvTiers
 from .transfer.blocks import TransferBlocks
 from .transfer.handover import handover
@@ -84,11 +84,11 @@ class KvBehind:
             way = fastest(self.disk, pages.nbytes(Kind.PAGE))
             LOG.info("blocks of the KV cache in %s are read %s", self.disk, way.name)
             folder = ModelFolder(self.disk, self.limit, named, about, way)
-        ram = RamBlocks(pages, self.ram) if self.ram else None
+        ram = RamBlocks(pages, self.ram, HEADER if self.store else 0) if self.ram else None
         store: SharedBlocks | None = None
         transfer = None
         if self.store:
-            store = MooncakeBlocks(self.store, self.lent, named, pages)
+            store = MooncakeBlocks(self.store, self.lent, named, pages, ram)
         elif self.host:
             size = manager.page_size
             store = transfer = TransferBlocks(self.host, self.lent, named, pages, size)

@@ -66,7 +66,7 @@ class EngineConfig:
         kv_bytes: size of the KV cache in bytes; None with ``kv_tokens`` None: as many sequences
             of ``max_model_len`` as fit into an eighth of the free memory, two at least.
         kv_disk: directory of keys, values and states that outlive the process; None: none do.
-        kv_disk_gib: GiB of all blocks in it; None: see ``kv_tiers.directory.prepared``.
+        kv_disk_gib: GiB of all blocks in it; None: see ``kv_tiers.blocks.directory.prepared``.
         kv_ram_gib: GiB of main memory for the same with a GPU, in front of that directory.
         kv_store: address of the master of a Mooncake store, behind all that; None: none.
         kv_store_gib: GiB of main memory that the process lends to the store.

@@ -19,8 +19,8 @@ import numpy as np
 from pykernels.errors import PykernelsError
 
 from ...kv_cache.page_store import Bytes, Kind, PageStore
-from ..block import BlockName
-from ..folder import Found
+from ..blocks.block import BlockName
+from ..blocks.folder import Found
 from .endpoint import Endpoint, Peer, Slow
 from .lent import Layout, LentBlocks
 
@@ -54,7 +54,7 @@ class TransferBlocks:
             memory.
     """
 
-    level = "peers"
+    level, rows = "peers", None
 
     def __init__(
         self, host: str, limit: int, fingerprint: bytes, pages: PageStore, page_size: int
@@ -132,8 +132,8 @@ class TransferBlocks:
         of_peers: dict[Peer, list[tuple[BlockName, Bytes, int]]] = {}
         for block, part in zip(blocks, parts, strict=True):
             if (known := self._known.get(block.file)) is not None:
-                peer, *place = known
-                there = self._layout(peer).offset(*place)
+                peer, kind, slot = known
+                there = self._layout(peer).offset(kind, slot)
                 of_peers.setdefault(peer, []).append((block, part, there))
         for peer, wanted in of_peers.items():
             named, here, places = zip(*wanted, strict=True)
@@ -160,7 +160,10 @@ class TransferBlocks:
         self.lent.drop(block)
         return "damaged" if block.is_in(header.data) else "gone", payload
 
-    def write(self, block: BlockName, data: Bytes) -> int:
+    def write_all(self, blocks: Sequence[BlockName], data: Sequence[Bytes]) -> list[int]:
+        return [self._write(block, own) for block, own in zip(blocks, data, strict=True)]
+
+    def _write(self, block: BlockName, data: Bytes) -> int:
         gone = self.lent.put(block, data)
         if gone is None:
             return 0

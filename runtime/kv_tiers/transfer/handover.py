@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..levels import DISK, STORE
 from .blocks import TransferBlocks
 from .endpoint import why_not
 
@@ -42,10 +41,10 @@ def handover(transfer: TransferBlocks | None, store: str, disk: str, page_size: 
             " tokens"
         )
     if store:
-        ways.append(STORE)
+        ways.append("store")
         told.append(f"by the store {store}")
     if disk:
-        ways.append(DISK)
+        ways.append("disk")
         told.append(f"by the directory {disk}")
     line = f"pages go to other nodes {', and '.join(told)}"
     if transfer is None and not store:

@@ -21,7 +21,7 @@ from pykernels.errors import PykernelsError
 
 from ...kv_cache.page_store import Bytes, Kind, PageStore
 from ...kv_cache.prefix import KEY_BYTES
-from ..block import ALIGN, SUFFIXES, BlockName, header_bytes
+from ..blocks.block import ALIGN, SUFFIXES, BlockName, header_bytes
 
 _STATES = 0.5
 """Of the memory, where layers have states."""

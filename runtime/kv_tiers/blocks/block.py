@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..kv_cache.page_store import Kind
+from ...kv_cache.page_store import Kind
 
 VERSION = 1
 """Of the format, of the keys, and of what the kernels write into a page: another version of any of
@@ -28,6 +28,9 @@ ALIGN = 512
 _FIELDS = struct.Struct("<8sIIQ16s16s16s")
 _NAMED = slice(24, _FIELDS.size)
 _CHECKS = struct.Struct("<II")
+
+HEADER = 512
+"""Bytes in front of the payload of a page's block, and of a state's."""
 
 Buffer = memoryview | bytearray | bytes
 

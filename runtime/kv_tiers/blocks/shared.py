@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from ..kv_cache.page_store import Bytes
+from ...kv_cache.page_store import Bytes
 from .block import BlockName
 from .folder import Found
+from .ram import RamBlocks
 
 
 class SharedBlocks(Protocol):
@@ -16,11 +17,15 @@ class SharedBlocks(Protocol):
     Attributes:
         level: what figures call it; ``root``: where it is, for people.
         names: of files of blocks that were there when somebody asked, or were put there.
+        rows: memory from which they are put without a copy; None: it is copied in any case.
     """
 
     level: str
     root: str
     names: set[str]
+
+    @property
+    def rows(self) -> RamBlocks | None: ...
 
     def offers(self, name: str) -> bool:
         """Whether other nodes can have the block of this file's name from here."""
@@ -50,8 +55,15 @@ class SharedBlocks(Protocol):
         """
         ...
 
-    def write(self, block: BlockName, data: Bytes) -> int:
-        """Puts a block there; returns its bytes, 0: there is no room now. Raises OSError."""
+    def write_all(self, blocks: Sequence[BlockName], data: Sequence[Bytes]) -> list[int]:
+        """Puts blocks there, at most a ``batch``.
+
+        Returns:
+            Bytes of each; 0: there is no room for it now.
+
+        Raises:
+            OSError: nothing was put there.
+        """
         ...
 
     def close(self) -> None:
