@@ -141,6 +141,9 @@ class Levels(Places):
         self._try(STORE, "asked for", lambda: store.ask(names))
         if self.counts.stats[STORE].failed > failed:
             self._ask_after = time.monotonic() + _PAUSE_SECONDS
+        elif self._ask_after:  # it is there again
+            self._ask_after = 0.0
+            self._told.discard((STORE, ""))
 
     def copy(self, block: BlockName, place: int) -> Bytes:
         """Copies a page or slot, which is not needed any more then; ``store`` follows."""

@@ -105,7 +105,8 @@ class Places:
         return STORE if self.behind is not None and name in self.behind.names else None
 
     def _try(self, level: str, done: str, do: Callable[[], T]) -> T | None:
-        """What it gives; None: the level has failed, of which the log is told once."""
+        """What it gives; None: the level has failed. The log is told once of each thing that a disk
+        does not do, and of a store that is gone."""
         try:
             return do()
         except OSError as error:
@@ -113,8 +114,9 @@ class Places:
             there = self.folder if level == DISK else self.behind
             if level == STORE and self.behind is not None:
                 self.behind.names.clear()  # a master that begins anew has none of them
-            if (level, done) not in self._told and there is not None:
-                self._told.add((level, done))
+            told = level, done if level == DISK else ""
+            if told not in self._told and there is not None:
+                self._told.add(told)
                 where, why = there.root, error.strerror or error
                 LOG.warning("blocks of the KV cache in %s cannot be %s: %s", where, done, why)
             return None

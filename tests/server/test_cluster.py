@@ -22,10 +22,14 @@ from typer.testing import CliRunner
 import model
 from model.cli.main import app
 from model.server.app import create_app
-from model.server.cluster.addresses import addresses
-from model.server.cluster.start import cluster_of
+from model.server.cluster.addresses import Address, addresses
+from model.server.cluster.node import Node
+from model.server.cluster.protocol import VERSION, NodeFacts
+from model.server.cluster.start import check_ways, cluster_of
 from model.server.http.settings import ServerSettings
 from model.server.loading import bound_socket
+from pykernels.errors import PykernelsError
+from runtime.kv_tiers.transfer.endpoint import Peer
 
 from ..mooncake import master
 from .conftest import Running, listening, running
@@ -231,6 +235,9 @@ def test_pages_go_by_mooncake(
         (["--role", "router", *P], "--role router without a decode node"),
         (["--role", "prefill", "--kv-transfer", "off"],
          "--role prefill without anything that the nodes share"),
+        (["--role", "decode", "--kv-transfer", "203.0.113.7"],
+         "203.0.113.7 is no address of this machine"),
+        (["--kv-transfer", "127.0.0.1"], "kv-transfer 127.0.0.1 of a server that is no node"),
         (["--role", "cook"], "--role cook"),
         ([*P], "--prefill-node of a server that is no router"),
         (["--role", "router", *P, *D, *D], "2 nodes have the name 10.0.0.2:80"),
@@ -244,3 +251,33 @@ def test_pages_go_by_mooncake(
 def test_bad_input_is_one_line(given: list[str], told: str) -> None:
     result = CliRunner().invoke(app, ["serve", *given])
     assert result.exit_code and told in result.stderr, result.stderr
+
+
+def facts(ways: tuple[str, ...], session: str) -> NodeFacts:
+    peer = Peer(session, "00", 4096, 1, 0) if session else None
+    sizes = (1024, 1024, 100, 8, 16, 64, 1)
+    return NodeFacts(VERSION, "prefill", True, "m", "k", *sizes, (), (), ways, peer)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "told"),
+    [
+        ((("transfer tcp",), "10.0.0.1:1"), (("store",), ""),
+         "the nodes p and d have no way in common .*p has transfer tcp, d has store"),
+        ((("transfer tcp", "disk"), "10.0.0.1:1"), (("disk",), ""), None),
+        ((("transfer tcp",), "127.0.0.1:1"), (("transfer tcp",), "10.0.0.2:1"),
+         "p offers its pages at 127.0.0.1:1, which only its own machine reaches, and d is on"),
+    ],
+)  # fmt: skip
+def test_nodes_have_a_way(one: Any, other: Any, told: str | None) -> None:
+    pair = [
+        Node(Address(role, name, "http://x:1"), facts(*given))
+        for role, name, given in (("prefill", "p", one), ("decode", "d", other))
+    ]
+    said: list[object] = []
+    if told is None:
+        check_ways(pair, said.append)
+        assert said == ["pages go by disk: p to d"]
+    else:
+        with pytest.raises(PykernelsError, match=told):
+            check_ways(pair, said.append)

@@ -19,7 +19,10 @@ from bench.harness.keeping.provenance import provenance
 from .fleet import Fleet, Process, free_ports, serve_command
 
 _CLIENTS = 6
-_PROMPTS, _TOKENS = 24, 96
+_PROMPTS, _TOKENS, _FEWEST = 24, 96, 24
+_SURE = 0.05
+"""Lead in log-probability that a token must have, or an answer ends before it: rounding, which is
+another one in another batch, may decide what is closer."""
 _PAUSE_SECONDS = 0.5
 """Of a client behind an answer, on average: nodes that start need the cores, too."""
 _HANGS_SECONDS = 180.0
@@ -70,16 +73,15 @@ def run(
 ) -> tuple[str, bool]:
     """A line of what happened, and whether that is as it should be."""
     draw = random.Random(seed)
-    prompts = [_prompt(draw) for _ in range(_PROMPTS)]
     kinds = ["decode", "prefill", "router", *(["master"] if way == "store" else [])]
     rows: list[Kills] = []
     with tempfile.TemporaryDirectory(prefix="pykernels-nodes-") as name:
         folder = Path(name)
-        expected = _alone(prompts, folder, model)
+        expected = _alone(draw, folder, model)
         with Fleet(way, folder, model, _EACH) as fleet:
             for kind in kinds:
                 before = _told(fleet)
-                row = asyncio.run(_Load(fleet, prompts, expected, draw).killed(kind, times))
+                row = asyncio.run(_Load(fleet, expected, draw).killed(kind, times))
                 row.told = _told(fleet) - before
                 rows.append(row)
                 print(_line(row), flush=True)
@@ -113,24 +115,46 @@ def _prompt(draw: random.Random) -> str:
     return "".join(f"def f{i}(x):\n    return x + {i}\n" for i in numbers)
 
 
-def _alone(prompts: Sequence[str], folder: Path, model: Sequence[str]) -> list[str]:
-    """What one server answers."""
+def _alone(draw: random.Random, folder: Path, model: Sequence[str]) -> list[_Expected]:
+    """Prompts, and what one server answers to them for sure."""
     (port,) = free_ports(1)
     command = serve_command(port, [*model, *_EACH])
     server = Process("server", "server", command, port, folder / "server.log")
+    found: list[_Expected] = []
     try:
         server.wait()
         with httpx2.Client(timeout=_HANGS_SECONDS, trust_env=False) as http:
-            url = f"{server.url}/v1/completions"
-            answers = [http.post(url, json=_body(prompt, False)) for prompt in prompts]
-        return [answer.json()["choices"][0]["text"] for answer in answers]
+            while len(found) < _PROMPTS:
+                prompt = _prompt(draw)
+                body = _body(prompt, _TOKENS) | {"logprobs": 2}
+                answer = http.post(f"{server.url}/v1/completions", json=body).raise_for_status()
+                told = answer.json()["choices"][0]["logprobs"]
+                leads = [abs(one - other) for one, other in map(_pair, told["top_logprobs"])]
+                sure = next((i for i, lead in enumerate(leads) if lead < _SURE), _TOKENS)
+                if sure >= _FEWEST:
+                    found.append(_Expected(prompt, "".join(told["tokens"][:sure]), sure))
+        return found
     finally:
         server.kill()
 
 
-def _body(prompt: str, stream: bool) -> dict[str, object]:
-    asked = {"prompt": prompt, "max_tokens": _TOKENS, "temperature": 0, "ignore_eos": True}
-    return {**asked, "stream": stream}
+def _pair(top: dict[str, float]) -> tuple[float, float]:
+    """The two likeliest; they may have one text."""
+    values = sorted(top.values(), reverse=True)
+    return values[0], values[1] if len(values) > 1 else values[0]
+
+
+def _body(prompt: str, tokens: int) -> dict[str, object]:
+    return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """A prompt, and the text of so many tokens that follow it."""
+
+    prompt: str
+    text: str
+    tokens: int
 
 
 class _Wrong(ValueError):
@@ -140,10 +164,8 @@ class _Wrong(ValueError):
 class _Load:
     """Clients of a router, and who kills its nodes meanwhile."""
 
-    def __init__(
-        self, fleet: Fleet, prompts: Sequence[str], expected: Sequence[str], draw: random.Random
-    ) -> None:
-        self._fleet, self._prompts, self._expected = fleet, prompts, expected
+    def __init__(self, fleet: Fleet, expected: Sequence[_Expected], draw: random.Random) -> None:
+        self._fleet, self._expected = fleet, expected
         self._draw, self._ended = draw, False
 
     async def killed(self, kind: str, times: int) -> Kills:
@@ -180,19 +202,19 @@ class _Load:
 
     async def _client(self, http: httpx2.AsyncClient) -> None:
         while not self._ended:
-            await self._one(http, self._draw.randrange(len(self._prompts)))
+            await self._one(http, self._draw.choice(self._expected))
             await asyncio.sleep(self._draw.expovariate(1 / _PAUSE_SECONDS))
 
-    async def _one(self, http: httpx2.AsyncClient, number: int) -> None:
+    async def _one(self, http: httpx2.AsyncClient, asked_for: _Expected) -> None:
         """One request, which its client sends once more where the router has gone."""
-        row, wanted = self._row, self._expected[number]
+        row, wanted = self._row, asked_for.text
         row.sent += 1
         asked = 0
         while True:
             asked += 1
             try:
                 async with asyncio.timeout(_HANGS_SECONDS):
-                    text, ends = await self._answer(http, self._prompts[number])
+                    text, ends = await self._answer(http, asked_for)
             except TimeoutError:
                 row.hung += 1
             except (httpx2.HTTPError, httpx2.StreamError, ValueError, KeyError) as error:
@@ -212,11 +234,12 @@ class _Load:
                     row.right += 1
             return
 
-    async def _answer(self, http: httpx2.AsyncClient, prompt: str) -> tuple[str, int]:
+    async def _answer(self, http: httpx2.AsyncClient, asked: _Expected) -> tuple[str, int]:
         """An answer's text, and how often it has ended. Raises what went wrong."""
         text, ends, whole = "", 0, False
         url = f"{self._fleet.router.url}/v1/completions"
-        async with http.stream("POST", url, json=_body(prompt, True)) as answer:
+        body = _body(asked.prompt, asked.tokens) | {"stream": True}
+        async with http.stream("POST", url, json=body) as answer:
             if answer.status_code != 200:
                 kind = ValueError if answer.status_code == 503 else _Wrong
                 raise kind(f"{answer.status_code} {(await answer.aread())[:200]!r}")
@@ -224,10 +247,10 @@ class _Load:
                 if line == "data: [DONE]":
                     whole = True
                 elif line.startswith("data: "):
-                    body = json.loads(line.removeprefix("data: "))
-                    if "error" in body:
-                        raise _Wrong(str(body["error"]))
-                    for choice in body["choices"]:
+                    told = json.loads(line.removeprefix("data: "))
+                    if "error" in told:
+                        raise _Wrong(str(told["error"]))
+                    for choice in told["choices"]:
                         text += choice["text"]
                         ends += choice["finish_reason"] is not None
         if not whole:

@@ -89,6 +89,9 @@ class Node:
             return
         if facts.ready and not self.up:
             LOG.warning("the %s node %s takes requests", self.role, self.name)
+        if facts.ways != self.facts.ways:
+            ways = ", ".join(facts.ways) or "no way"
+            LOG.warning("the %s node %s hands pages over by %s now", self.role, self.name, ways)
         self.facts, self.up = facts, facts.ready
 
     async def count(self) -> None:

@@ -44,7 +44,7 @@ def cluster_of(
     generation, tokenizer, eos = texts_of(folder, config)
     nodes = [Node(address, _awaited(address, settings.api_key, tell)) for address in addresses]
     _check_same(nodes, config.model_type)
-    _check_ways(nodes, tell)
+    check_ways(nodes, tell)
     seats = sum(node.facts.max_num_seqs for node in nodes if node.role == DECODE)
     first, vocab_size = nodes[0].facts, nodes[0].facts.vocab_size
     least = {
@@ -101,12 +101,20 @@ def _check_same(nodes: Sequence[Node], model_type: str) -> None:
             )
 
 
-def _check_ways(nodes: Sequence[Node], tell: Callable[[str], object]) -> None:
+def check_ways(nodes: Sequence[Node], tell: Callable[[str], object]) -> None:
     """Tells by which ways prompts go from nodes that read them to those that write answers.
 
     Raises:
-        PykernelsError: there is none between two of them.
+        PykernelsError: there is none between two of them, or one cannot be reached.
     """
+    near = [n for n in nodes if n.facts.peer is not None and n.facts.peer.is_local]
+    far = [n for n in nodes if n.facts.peer is not None and not n.facts.peer.is_local]
+    if near and far and near[0].facts.peer is not None:
+        raise PykernelsError(
+            f"the node {near[0].name} offers its pages at {near[0].facts.peer.session}, which only"
+            f" its own machine reaches, and {far[0].name} is on another one",
+            "Give it its machine's address as --kv-transfer",
+        )
     pairs: dict[str, list[str]] = {}
     for one, other in product(*([n for n in nodes if n.role == r] for r in (PREFILL, DECODE))):
         way = next((way for way in one.facts.ways if way in other.facts.ways), None)

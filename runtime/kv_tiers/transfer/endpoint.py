@@ -54,6 +54,11 @@ class Peer:
         if not (_SESSION.fullmatch(self.session) and numbers and 0 < self.pages <= _MOST_SLOTS):
             raise ValueError(f"{self.session} is no node's memory")
 
+    @property
+    def is_local(self) -> bool:
+        """Whether only its own machine reaches it."""
+        return self.session.startswith(("127.", "localhost:", "[::1]:"))
+
 
 class Slow(Exception):
     """A transfer's time was up: what it was to fill may be written to later."""
