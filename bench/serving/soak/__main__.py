@@ -31,6 +31,12 @@ def main(arguments: list[str] | None = None) -> int:
         default="transfer",
         help="of --kill-nodes: by which pages go from node to node (default transfer)",
     )
+    parser.add_argument(
+        "--kind",
+        action="append",
+        choices=("decode", "prefill", "router", "master"),
+        help="of --kill-nodes: kill these alone; may be repeated",
+    )
     parser.add_argument("--save", type=Path, metavar="FILE", help="of --kill-nodes: JSON")
     options = parser.parse_args(arguments)
     model = [] if options.model is None else ["--model", str(options.model)]
@@ -40,9 +46,9 @@ def main(arguments: list[str] | None = None) -> int:
         elif options.kill is not None:
             told, good = killed.run(options.kill, options.seed, model)
         elif options.kill_nodes is not None:
-            told, good = nodes.run(
-                options.kill_nodes, options.way, options.seed, model, options.save
-            )
+            kinds = options.kind or nodes.kinds_of(options.way)
+            asked = options.kill_nodes, options.way, kinds, options.seed
+            told, good = nodes.run(*asked, model, options.save)
         elif options.fuzz is not None:
             told, good = fuzz.run(options.fuzz, options.seed, model)
         else:

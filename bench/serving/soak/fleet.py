@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx2
 
@@ -119,13 +120,24 @@ class Fleet:
         """Those of a role."""
         return [each for each in self.all.values() if each.role == role]
 
+    @property
+    def moved(self) -> int:
+        """Blocks that the nodes have read that are not their own, since each began."""
+        with suppress(httpx2.HTTPError, ValueError, KeyError):
+            return sum(level["read"] for level in self._figures()["kv_levels"].values())
+        return 0
+
     def is_taken(self, name: str) -> bool:
         """Whether the router gives requests to a node."""
         with suppress(httpx2.HTTPError, ValueError, KeyError):
-            url = f"{self.router.url}/v1/pykernels/figures"
-            nodes = httpx2.get(url, timeout=5, trust_env=False).json()["nodes"]
+            nodes = self._figures()["nodes"]
             return any(node["name"] == name and node["up"] for node in nodes)
         return False
+
+    def _figures(self) -> dict[str, Any]:
+        url = f"{self.router.url}/v1/pykernels/figures"
+        found: dict[str, Any] = httpx2.get(url, timeout=5, trust_env=False).json()
+        return found
 
     def close(self) -> None:
         """Kills what is left."""

@@ -15,6 +15,8 @@ from pathlib import Path
 import httpx2
 
 from bench.harness.keeping.provenance import provenance
+from pykernels.errors import PykernelsError
+from runtime.planning.option import check_whole
 
 from .fleet import Fleet, Process, free_ports, serve_command
 
@@ -45,6 +47,7 @@ class Kills:
         kills: of these processes; ``taken``: how often one was given requests again; ``seconds``:
             that each took to start and be taken.
         told: lines in the nodes' logs that say that a store has failed.
+        moved: pages that nodes have had from others or a disk, since each began.
     """
 
     kind: str
@@ -58,6 +61,7 @@ class Kills:
     kills: int = 0
     taken: int = 0
     told: int = 0
+    moved: int = 0
     seconds: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
@@ -68,12 +72,23 @@ class Kills:
         return not bad and self.taken == self.kills and self.right == self.sent > 0
 
 
+def kinds_of(way: str) -> list[str]:
+    """Processes that there are where pages go by a way."""
+    return ["decode", "prefill", "router", *(["master"] if way == "store" else [])]
+
+
 def run(
-    times: int, way: str, seed: int, model: Sequence[str], save: Path | None
+    times: int, way: str, kinds: Sequence[str], seed: int, model: Sequence[str], save: Path | None
 ) -> tuple[str, bool]:
-    """A line of what happened, and whether that is as it should be."""
+    """A line of what happened, and whether that is as it should be.
+
+    Raises:
+        PykernelsError: there are no such processes, or one does not start.
+    """
+    check_whole("kill_nodes", times, 1, 10_000)
+    if missing := set(kinds) - set(kinds_of(way)):
+        raise PykernelsError(f"there is no {missing.pop()} with --way {way}", "Give --way store")
     draw = random.Random(seed)
-    kinds = ["decode", "prefill", "router", *(["master"] if way == "store" else [])]
     rows: list[Kills] = []
     with tempfile.TemporaryDirectory(prefix="pykernels-nodes-") as name:
         folder = Path(name)
@@ -82,7 +97,7 @@ def run(
             for kind in kinds:
                 before = _told(fleet)
                 row = asyncio.run(_Load(fleet, expected, draw).killed(kind, times))
-                row.told = _told(fleet) - before
+                row.told, row.moved = _told(fleet) - before, fleet.moved
                 rows.append(row)
                 print(_line(row), flush=True)
                 if save is not None:
@@ -98,7 +113,8 @@ def _line(row: Kills) -> str:
     return (
         f"{row.kind}: {row.kills} kills, {row.taken} taken back{longest}; {row.sent} requests:"
         f" {row.right} right, {row.wrong} wrong, {row.twice} twice, {row.lost} lost,"
-        f" {row.hung} hung, {row.again} asked again; {row.told} lines about a store"
+        f" {row.hung} hung, {row.again} asked again; {row.moved} pages moved;"
+        f" {row.told} lines about a store"
         f"{f'; {row.errors[:3]}' if row.errors else ''}"
     )
 
