@@ -157,6 +157,9 @@ def check_shared(engine: EngineConfig) -> None:
     if engine.transfer_host and engine.kv_store is not None:
         hint = "Leave out one of them"
         raise SettingError("kv_transfer", engine.kv_transfer, hint, "beside kv_store")
+    if engine.kv_transfer_gib == 0:
+        hint = "Give more, or off as kv_transfer"
+        raise SettingError("kv_transfer_gib", engine.kv_transfer_gib, hint, "for other nodes")
     if engine.kv_transfer_gib is not None and not engine.transfer_host:
         hint = "Leave it out, or give an address as kv_transfer"
         raise SettingError("kv_transfer_gib", engine.kv_transfer_gib, hint, "without kv_transfer")

@@ -133,7 +133,6 @@ def why_not() -> str | None:
 
 def check_transfer(host: str) -> None:
     """Raises PykernelsError unless Mooncake is installed, and an engine can listen at ``host``."""
-    _module()
     hint = "Give an address of this machine at which the other nodes find it"
     try:
         family, kind, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -144,6 +143,7 @@ def check_transfer(host: str) -> None:
         raise PykernelsError(f"{host} is no address of this machine: {why}", hint) from error
     if address[0] in ("0.0.0.0", "::"):
         raise PykernelsError(f"{host} is every address of this machine, and none of it", hint)
+    _module()
 
 
 def _module() -> Any:
