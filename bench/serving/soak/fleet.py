@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import socket
 import subprocess
@@ -171,9 +172,12 @@ def serve_command(port: int, options: Sequence[str]) -> list[str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """So many that nobody listens at, below those that the system gives to clients."""
+    """So many that nobody listens at, below those that the system gives to clients.
+
+    They are others each time: a process that is killed leaves its port to its next life.
+    """
     found: list[int] = []
-    for port in range(21000, 32000):
+    for port in random.sample(range(20000, 32000), 1000):
         with socket.socket() as tried:
             try:
                 tried.bind(("127.0.0.1", port))
