@@ -18,7 +18,7 @@ from bench.harness.keeping.provenance import provenance
 from pykernels.errors import PykernelsError
 from runtime.planning.option import check_whole
 
-from .fleet import Fleet, Process, free_ports, serve_command
+from .fleet import NODES, Fleet, Process, free_ports, serve_command
 
 _CLIENTS = 6
 _PROMPTS, _TOKENS, _FEWEST = 24, 96, 24
@@ -37,7 +37,7 @@ _EACH = ("--kernel", "generic", "--threads", "1", "--kv-tokens", "8192", "--max-
 
 @dataclass
 class Kills:
-    """What happened while one kind of process was killed.
+    """What happened while one kind of process was killed, or two.
 
     Attributes:
         sent: requests; ``right``: answered with the text of one server, once.
@@ -94,9 +94,9 @@ def run(
         folder = Path(name)
         expected = _alone(draw, folder, model)
         with Fleet(way, folder, model, _EACH) as fleet:
-            for kind in kinds:
+            for some in _at_once(kinds):
                 before = _told(fleet)
-                row = asyncio.run(_Load(fleet, expected, draw).killed(kind, times))
+                row = asyncio.run(_Load(fleet, expected, draw).killed(some, times))
                 row.told, row.moved = _told(fleet) - before, fleet.moved
                 rows.append(row)
                 print(_line(row), flush=True)
@@ -106,6 +106,13 @@ def run(
     sent, right = (sum(getattr(row, name) for row in rows) for name in ("sent", "right"))
     told = f"{way}: {sum(row.kills for row in rows)} kills, {right} of {sent} requests right"
     return told, all(row.good for row in rows)
+
+
+def _at_once(kinds: Sequence[str]) -> list[list[str]]:
+    """Kinds that are killed at the same time: nodes, while the others stay."""
+    nodes = [kind for kind in kinds if kind in NODES.values()]
+    others = [[kind] for kind in kinds if kind not in nodes]
+    return [each for each in (nodes, *others) if each]
 
 
 def _line(row: Kills) -> str:
@@ -184,18 +191,21 @@ class _Load:
         self._fleet, self._expected = fleet, expected
         self._draw, self._ended = draw, False
 
-    async def killed(self, kind: str, times: int) -> Kills:
-        """Kills each process of a kind in turns, so many times in all."""
-        self._row = Kills(kind)
+    async def killed(self, kinds: Sequence[str], times: int) -> Kills:
+        """Kills the processes of each kind in turns, so many times in all; kinds at once."""
+        self._row = Kills(" and ".join(kinds))
         limits = httpx2.Limits(max_connections=None)
         async with httpx2.AsyncClient(timeout=None, trust_env=False, limits=limits) as http:
             clients = [asyncio.create_task(self._client(http)) for _ in range(_CLIENTS)]
-            victims = self._fleet.of(kind)
-            for i in range(times):
-                await self._kill(victims[i % len(victims)])
+            await asyncio.gather(*(self._kill_each(kind, times) for kind in kinds))
             self._ended = True
             await asyncio.gather(*clients)
         return self._row
+
+    async def _kill_each(self, kind: str, times: int) -> None:
+        victims = self._fleet.of(kind)
+        for i in range(times):
+            await self._kill(victims[i % len(victims)])
 
     async def _kill(self, victim: Process) -> None:
         answered = self._row.sent + _CLIENTS  # the others' caches are of use again
