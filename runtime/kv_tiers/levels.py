@@ -15,8 +15,8 @@ from itertools import islice, takewhile
 from ..kv_cache.page_store import Bytes, Kind, PageStore
 from .blocks.block import BlockName
 from .blocks.folder import ModelFolder
-from .blocks.mooncake import MooncakeBlocks
 from .blocks.ram import RamBlocks
+from .blocks.shared import SharedBlocks
 from .places import DISK, RAM, STORE, Places
 
 _AHEAD = 8
@@ -35,7 +35,7 @@ class Levels(Places):
         pages: PageStore,
         folder: ModelFolder | None,
         ram: RamBlocks | None = None,
-        store: MooncakeBlocks | None = None,
+        store: SharedBlocks | None = None,
         shared: bool = False,
     ) -> None:
         super().__init__(pages, folder, ram, store, shared)
@@ -107,7 +107,7 @@ class Levels(Places):
         self._has_read(DISK, kind, time.perf_counter() - began)
         return True
 
-    def _read_store(self, store: MooncakeBlocks, block: BlockName, place: int | None) -> bool:
+    def _read_store(self, store: SharedBlocks, block: BlockName, place: int | None) -> bool:
         """What comes from there stays in the levels in front; None: it is for them alone."""
         began = time.perf_counter() - self._got_seconds * store.has_ahead(block)
         if (got := self._try(STORE, "read", lambda: store.read(block))) is None:
@@ -125,7 +125,7 @@ class Levels(Places):
         self.store(block, data, time.time_ns())
         return True
 
-    def _get(self, store: MooncakeBlocks, blocks: Sequence[BlockName]) -> None:
+    def _get(self, store: SharedBlocks, blocks: Sequence[BlockName]) -> None:
         if batch := store.batch(blocks):
             began = time.perf_counter()
             self._try(STORE, "read", lambda: store.prefetch(batch))
@@ -141,6 +141,9 @@ class Levels(Places):
         self._try(STORE, "asked for", lambda: store.ask(names))
         if self.counts.stats[STORE].failed > failed:
             self._ask_after = time.monotonic() + _PAUSE_SECONDS
+        elif self._ask_after:  # it is there again
+            self._ask_after = 0.0
+            self._told.discard((STORE, ""))
 
     def copy(self, block: BlockName, place: int) -> Bytes:
         """Copies a page or slot, which is not needed any more then; ``store`` follows."""

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from ..kv_cache.page_store import Kind, PageStore
 from .blocks.folder import ModelFolder
-from .blocks.mooncake import MooncakeBlocks
 from .blocks.ram import RamBlocks
+from .blocks.shared import SharedBlocks
 from .counts import Counts
 
 T = TypeVar("T")
@@ -23,8 +23,8 @@ class Places:
 
     Args:
         pages: of the device.
-        folder: None: nothing is on disk; ``ram``, ``store``: likewise, in main memory, and in a
-            store.
+        folder: None: nothing is on disk; ``ram``, ``store``: likewise, in main memory, and on
+            other machines.
         shared: other engines write into the directory, which is asked for each block, and wait for
             what this one writes.
 
@@ -37,7 +37,7 @@ class Places:
         pages: PageStore,
         folder: ModelFolder | None,
         ram: RamBlocks | None = None,
-        store: MooncakeBlocks | None = None,
+        store: SharedBlocks | None = None,
         shared: bool = False,
     ) -> None:
         self._shared = folder if shared else None
@@ -76,7 +76,13 @@ class Places:
 
     def stored(self, name: str) -> bool:
         """Whether the level has it that is behind all others."""
+        if self.behind is not None:
+            return self.behind.offers(name)
         return name in self._behind()[-1]
+
+    def title(self, level: str) -> str:
+        """What figures call it."""
+        return self.behind.level if level == STORE and self.behind is not None else level
 
     def seconds(self, names: Iterable[tuple[Kind, str]]) -> float | None:
         """Seconds that reading these blocks takes; None: unknown."""
@@ -99,7 +105,8 @@ class Places:
         return STORE if self.behind is not None and name in self.behind.names else None
 
     def _try(self, level: str, done: str, do: Callable[[], T]) -> T | None:
-        """What it gives; None: the level has failed, of which the log is told once."""
+        """What it gives; None: the level has failed. The log is told once of each thing that a disk
+        does not do, and of a store that is gone."""
         try:
             return do()
         except OSError as error:
@@ -107,8 +114,9 @@ class Places:
             there = self.folder if level == DISK else self.behind
             if level == STORE and self.behind is not None:
                 self.behind.names.clear()  # a master that begins anew has none of them
-            if (level, done) not in self._told and there is not None:
-                self._told.add((level, done))
+            told = level, done if level == DISK else ""
+            if told not in self._told and there is not None:
+                self._told.add(told)
                 where, why = there.root, error.strerror or error
                 LOG.warning("blocks of the KV cache in %s cannot be %s: %s", where, done, why)
             return None

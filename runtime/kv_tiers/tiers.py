@@ -18,6 +18,7 @@ from .leaving import Leaving
 from .levels import Levels
 from .seeking import Seeking, file_of
 from .stats import LevelStats, Rate
+from .transfer.handover import Handover
 from .worker import Worker
 
 CLOSE_SECONDS = 30.0
@@ -36,6 +37,7 @@ class KvTiers:
             or written any more.
         shared: other engines wait for what this one fills; then its states are kept at the end of
             each prompt.
+        handover: how it shares them; None: nobody asks.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class KvTiers:
         fingerprint: bytes,
         is_other: Callable[[], bool] = lambda: False,
         shared: bool = False,
+        handover: Handover | None = None,
     ) -> None:
-        self.shared = shared
+        self.shared, self.handover = shared, handover
         self._manager, self._levels, self.fingerprint = manager, levels, fingerprint
         self._worker = worker = Worker(levels)
         self._compute_rate = rate = Rate()  # tokens of prompts a second
@@ -62,7 +65,8 @@ class KvTiers:
 
     def figures(self) -> dict[str, LevelStats]:
         """A copy of the counts of each level."""
-        return {name: replace(stats) for name, stats in self._levels.counts.stats.items()}
+        counts, title = self._levels.counts, self._levels.title
+        return {title(name): replace(stats) for name, stats in counts.stats.items()}
 
     def held(self, keys: Sequence[bytes]) -> Held:
         """What there is of a prompt with these keys of its pages; any thread may ask."""

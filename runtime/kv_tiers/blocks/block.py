@@ -27,6 +27,7 @@ them reads other blocks."""
 MAGIC = b"pykv%04d" % VERSION
 ALIGN = 512
 _FIELDS = struct.Struct("<8sIIQ16s16s16s")
+_NAMED = slice(24, _FIELDS.size)
 _CHECKS = struct.Struct("<II")
 
 Buffer = memoryview | bytearray | bytes
@@ -71,6 +72,10 @@ class BlockName:
     def fits(self, header: Buffer, payload: Sequence[Buffer]) -> bool:
         """Whether what was read is this block, whole."""
         return bytes(header) == self.header(payload)
+
+    def is_in(self, header: Buffer) -> bool:
+        """Whether a header names this block, whole or not."""
+        return bytes(header[_NAMED]) == self._known(0)[_NAMED]
 
     def _known(self, nbytes: int) -> bytes:
         sizes = self.kind, len(self.tokens), nbytes

@@ -86,6 +86,12 @@ class MooncakeBlocks:
         self._ahead: dict[str, _Got] = {}
         self._checks = ThreadPoolExecutor(1, "kv checksums")
 
+    level = "store"
+
+    def offers(self, name: str) -> bool:
+        """Whether other members find the block of this file's name."""
+        return name in self.names
+
     def batch(self, blocks: Sequence[BlockName]) -> Sequence[BlockName]:
         """As many of these, from the first on, as cross at once."""
         ends = accumulate(map(self._size, blocks))
