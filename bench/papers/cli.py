@@ -36,7 +36,7 @@ def main() -> int:
     paper = importlib.import_module(f".{given.what}", __package__)
     cells = paper.cells()
     given.out.mkdir(parents=True, exist_ok=True)
-    text = page(paper.TITLE, paper.ABOUT_IT, cells, f"{given.what}.png")
+    text = page(paper.TITLE, paper.ABOUT_IT, cells, f"{given.what}.png", paper.UNEXPLAINED)
     (given.out / f"{given.what}.md").write_text(text)
     _keep(given.out, given.what, {"rows": [asdict(cell) for cell in cells]})
     draw(cells, given.out / f"{given.what}.png")

@@ -14,6 +14,7 @@ from ...planning.placement import CPU
 from ...planning.work import Work
 from ...program import Node, Program
 from ...program.analysis import experts_per_token, share_of_experts
+from ...program.op_table.collectives import ALL_TOKENS
 from .machine import Cpu, Gpu, Machine, kernel_of
 from .meetings import MEETS, met
 from .routing import Routing
@@ -61,7 +62,7 @@ class CostModel:
             work: of ``Compiled.work``, by which cache and products other than experts count.
         """
         if node.op in MEETS:
-            return met(node, self.program, self.machine, self._tokens(node))
+            return met(node, self.program, self.machine, self._filled)
         on_cpu = node.device == CPU
         part: Cpu | Gpu = self.machine.cpu if on_cpu or not self.machine.gpu else self.machine.gpu
         if node.op in ("load_experts", "load_weights"):
@@ -74,7 +75,8 @@ class CostModel:
         nbytes, weights, flops = self._products(node, work)
         if node.op == "attention":
             nbytes = work.nbytes * self.load.sequences / (2 if node.microbatch else 1)
-            rate, flops = part.attention_tflops, float(work.flops)
+            rate = part.attention_tflops
+            flops = work.flops * self._tokens(node) / self.load.tokens
             if node.attr("kv_heads") == 1 and self.load.decodes:
                 rate = part.latent_attention_tflops or rate
             elif node.attr("kv_heads") == 1:
@@ -128,9 +130,18 @@ class CostModel:
         rope = node.attr("dk") - latent
         return min(1.0, (plain + rope) / (node.attr("dk") + latent)) if plain else 1.0
 
-    def _tokens(self, node: Node) -> int:
-        """How many tokens the node takes: the step's, or those of its microbatch."""
-        return -(-self.load.tokens // 2) if node.microbatch else self.load.tokens
+    @property
+    def _filled(self) -> float:
+        """The part of the rows that the program has room for that the step's tokens take."""
+        sizes = self.program.sizes
+        return min(1.0, self.load.tokens / int(sizes.get(ALL_TOKENS, sizes["T"])))
+
+    def _tokens(self, node: Node) -> float:
+        """How many tokens the node takes: the step's, those of its microbatch or of its rank, or
+        pairs of a token and an expert."""
+        if node.microbatch:
+            return -(-self.load.tokens // 2)
+        return self.program.shape(next(iter(node.outputs.values())))[0] * self._filled
 
     def _piece(self, node: Node) -> float:
         """Bytes of the experts that a node loads or unpacks."""
@@ -154,6 +165,8 @@ class CostModel:
                 if node.layer is None:
                     rows = min(rows, self.load.sequences)
                 flops = 2.0 * numbers * rows
+            else:
+                flops = 2.0 * numbers * self._tokens(node)
             return nbytes, numbers, flops
         return self._experts(node) if node.op == "moe_ffn" else (nbytes, 0.0, flops)
 
