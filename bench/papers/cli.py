@@ -19,7 +19,7 @@ PAPERS = ("sosp", "osdi", "smoe")
 def main() -> int:
     """Runs a comparison, and prints its page."""
     parser = argparse.ArgumentParser(prog="python -m bench.papers", description=__doc__)
-    parser.add_argument("what", choices=("validate", *PAPERS))
+    parser.add_argument("what", choices=("validate", "routing", *PAPERS))
     parser.add_argument("--out", type=Path, default=RESULTS / "papers", help="folder of pages")
     given = parser.parse_args()
     import_transformers()
@@ -30,6 +30,11 @@ def main() -> int:
         found = validate(given.out)
         _keep(given.out, given.what, as_dict(found))
         print(compared(found))
+        return 0
+    if given.what == "routing":
+        from .smoe.choices import record_choices
+
+        record_choices(given.out)
         return 0
     from .cells import draw, page
 

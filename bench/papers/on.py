@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from model.planner.machines import find_machine
 from model.planner.placing import Placed, placed
-from model.planner.predict import Prediction, predict
+from model.planner.predict import Prediction, balanced_share, predict
 from model.planner.settings import Case, Wanted
 from model.planner.subject import open_subject
 from runtime.devices.sim.cost import Load
@@ -67,18 +67,21 @@ def _placed(
     positions: int,
     slots: int,
     step_tokens: int | None,
-    streamed: bool,
 ) -> Placed:
     run = ExecutionConfig(
         device="cuda:0", experts="cpu", defer=defer or None, dual_batch=dual and batch > 1
     )
     wanted = Wanted(positions, 1, batch, 1, step_tokens=step_tokens)
-    whole = open_subject(arch, fmt)
-    thin = whole.thinned(LAYERS)
-    # Streamed steps have as many tokens as memory allows beside all layers.
-    found = placed(Case(whole if streamed else thin, find_machine(machine), run, wanted))
-    found = replace(found, case=replace(found.case, subject=thin))
+    there = find_machine(machine)
+    found = placed(Case(open_subject(arch, fmt).thinned(LAYERS), _roomy(there), run, wanted))
+    found = replace(found, case=replace(found.case, machine=there))
     return found.with_slots(slots) if slots else found
+
+
+def _roomy(machine: Machine) -> Machine:
+    """The machine with GPU memory for whatever a paper's program keeps there by its own means."""
+    assert machine.gpu is not None
+    return replace(machine, gpu=replace(machine.gpu, memory_gib=1 << 12))
 
 
 def run(
@@ -105,15 +108,34 @@ def run(
         way: of a prompt's experts, see ``ExecutionConfig.prefill``.
     """
     positions = 1 << (max(prompt, context) - 1).bit_length()
-    streamed = way == "stream"
     tokens = 8192 if way == "cpu" else None  # the papers' programs read such prompts at once
-    options = defer, batch, dual, positions, slots
-    found = _placed(arch, fmt, machine, *options, tokens, streamed)
+    found = _placed(arch, fmt, machine, defer, batch, dual, positions, slots, tokens)
     there = change(system.on(found.case.machine, _launches(found, batch)))
     wanted = replace(found.case.wanted, context=context, prompt=prompt, routing=routing)
     execution = replace(found.case.execution, prefill=way)
     case = replace(found.case, machine=there, wanted=wanted, execution=execution)
     return predict(replace(found, case=case))
+
+
+def decoding(
+    arch: str,
+    fmt: str,
+    machine: str,
+    *,
+    system: System = OURS,
+    context: int = 300,
+    batch: int = 1,
+    dual: bool = False,
+    beside_gbps: float = 0.0,
+) -> SimulatedStep:
+    """A step of ``run`` beside something else that reads so many 1e9 bytes of main memory a
+    second."""
+    positions = 1 << (context - 1).bit_length()
+    found = _placed(arch, fmt, machine, 0, batch, dual, positions, 0, None)
+    there = system.on(found.case.machine, _launches(found, batch))
+    load = Load(batch, context, batch)
+    step = simulate(found.compiled(Phase.DECODE, batch), there, load, beside_gbps)
+    return step.stretched(found.case.subject.stretch)
 
 
 def _launches(found: Placed, batch: int) -> float:
@@ -130,15 +152,21 @@ def _streamed(arch: str, fmt: str, machine: str, tokens: int, gpus: int, exchang
     run = ExecutionConfig(device="cuda:0", experts="cpu", prefill="stream")
     wanted = Wanted(tokens, tokens - 1, 1, 1, step_tokens=tokens)
     there = find_machine(machine)
-    assert there.gpu is not None
     # OSDI'26 3.1 keeps a layer's experts and its own dense weights alone: a prompt is one step.
-    roomy = replace(there, gpu=replace(there.gpu, memory_gib=1 << 12))
-    found = placed(Case(open_subject(arch, fmt).thinned(LAYERS), roomy, run, wanted))
+    found = placed(Case(open_subject(arch, fmt).thinned(LAYERS), _roomy(there), run, wanted))
     assert found.plan.streaming is not None
     over = there.gpus[:gpus] if gpus > 1 else ()
     streaming = replace(found.plan.streaming, exchange=exchange)
     plan = replace(found.plan, streaming=streaming, stream_over=over)
     return replace(found, plan=plan, case=replace(found.case, machine=there), programs={})
+
+
+def crossing(arch: str, fmt: str, machine: str, tokens: int, routing: Routing) -> float:
+    """The share of a layer's experts that crosses in a prompt, so that the link takes as long as
+    the CPU does for the others."""
+    found = _streamed(arch, fmt, machine, tokens, 1, "small_ep")
+    wanted = replace(found.case.wanted, routing=routing)
+    return balanced_share(replace(found, case=replace(found.case, wanted=wanted)), tokens)
 
 
 def streamed(
@@ -150,15 +178,23 @@ def streamed(
     gpus: int = 1,
     exchange: str = "small_ep",
     beside_gbps: float = 0.0,
+    system: System = OURS,
+    share: float | None = 1.0,
+    routing: Routing = EVEN,
 ) -> SimulatedStep:
     """A prompt that is one step, whose experts cross to one GPU or to several.
 
     Args:
         exchange: of ``passes.shard.EXPERTS``.
         beside_gbps: that something else reads of main memory meanwhile.
+        share: of each layer's experts that cross, the most used ones; the CPU computes the others.
+            None: as many as ``crossing`` says.
     """
     found = _streamed(arch, fmt, machine, tokens, gpus, exchange)
-    compiled = found.compiled(Phase.STREAMED, tokens)
-    load = Load(tokens, tokens // 2, 1)
-    step = simulate(compiled, found.case.machine, load, beside_gbps)
+    if share is None:
+        share = crossing(arch, fmt, machine, tokens, routing)
+    split = {1.0: Phase.STREAMED, 0.0: Phase.PROMPT}.get(share, Phase.SPLIT)
+    compiled = found.compiled(split, tokens, share if split is Phase.SPLIT else 0.0)
+    there = system.on(found.case.machine, _launches(found, 1))
+    step = simulate(compiled, there, Load(tokens, tokens // 2, 1, routing), beside_gbps)
     return step.stretched(found.case.subject.stretch)

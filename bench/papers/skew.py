@@ -1,5 +1,4 @@
-"""How unevenly the routers of a trained model choose, as a law: of the embedded model, whose choices
-were recorded."""
+"""How unevenly the routers of a trained model choose, as a law: of the embedded model."""
 
 from __future__ import annotations
 

@@ -16,9 +16,7 @@ from ..on import System, run
 from ..rows import RESULTS
 from . import told
 
-TABLE = (
-    RESULTS / "intel-xeon-processor-emeraldrapids-16-cores" / "2026-11-23-table-6-formats.json"
-)
+TABLE = RESULTS / "intel-xeon-processor-emeraldrapids-16-cores" / "2026-11-23-table-6-formats.json"
 """Kernels of experts of DeepSeek-V3's sizes, on 16 cores with AMX; torch and kt-kernel beside."""
 EXPERT = 3 * 7168 * 2048
 """Numbers of an expert of DeepSeek-V3."""

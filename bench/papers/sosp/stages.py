@@ -24,7 +24,7 @@ NAMES = {
     "c": "CUDA graph",
 }
 OWN = {
-    "CUDA graph": "g",
+    "CUDA graph": "c",
     "AMX or AVX kernels": "m",
     "Expert Deferral": "deferral",
 }
@@ -123,7 +123,10 @@ def figure14() -> list[Cell]:
             found.append(Cell(FIGURE, what, "x", paper, max(each)))
         if phase == "decode":
             for what, paper, ours in zip(
-                ("the least", "the most"), told.OVER_FIDDLER, (min(totals), max(totals)), strict=True
+                ("the least", "the most"),
+                told.OVER_FIDDLER,
+                (min(totals), max(totals)),
+                strict=True,
             ):
                 found.append(Cell(FIGURE, f"decode, all over Fiddler, {what}", "x", paper, ours))
     return [*found, *_measured()]
