@@ -7,8 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from .rows import RESULTS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 FIT = (
     "Rates of kernels by core, launches and hops, which no paper publishes, are estimates, and some"
@@ -167,7 +171,7 @@ def _panels(cells: Sequence[Cell]) -> Iterator[tuple[str, list[Cell]]]:
         yield f"{figure}, {unit}", own
 
 
-def _bars(axis, title: str, own: Sequence[Cell]) -> None:  # type: ignore[no-untyped-def]
+def _bars(axis: Axes, title: str, own: Sequence[Cell]) -> None:
     for row, cell in enumerate(own):
         values = {key: getattr(cell, key) for key in _COLOURS}
         there = {key: value for key, value in values.items() if value is not None}

@@ -32,9 +32,7 @@ def main() -> int:
         print(compared(found))
         return 0
     if given.what == "routing":
-        from .smoe.choices import record_choices
-
-        record_choices(given.out)
+        importlib.import_module(".smoe.choices", __package__).record_choices(given.out)
         return 0
     from .cells import draw, page
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from runtime.devices.sim.meetings import MEETS
+from runtime.devices.sim.step import Ran
 
 from .. import osdi_text as told
 from ..cells import ABOUT, Cell
@@ -32,8 +35,9 @@ def figure15() -> list[Cell]:
     return found
 
 
-def _layer(ran) -> list[Cell]:  # type: ignore[no-untyped-def]
+def _layer(ran: Iterable[Ran]) -> list[Cell]:
     """Section 3.3.1: what a layer's experts take, and its attention with all else on the GPU."""
+    ran = list(ran)
     layers = {each.node.layer for each in ran if each.node.layer is not None}
     takes = {"cpu": 0.0, "cuda:0": 0.0}
     for each in ran:

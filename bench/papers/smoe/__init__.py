@@ -25,8 +25,8 @@ ABOUT_IT = (
 )
 UNEXPLAINED = (
     "Figure 10: KTransformers' own prompts are only drawn. Here its ten cores compute as fast as"
-    " those of Zen 2, by core. Qwen3's experts are small, and what SMOE takes for each beside the link's"
-    " time is not told.",
+    " those of Zen 2, by core. Qwen3's experts are small, and what SMOE takes for each beside the"
+    " link's time is not told.",
     "Figure 12: the GPU counts as busy here while Python launches for it, and not while it waits"
     " for the CPU; how the paper counts is not told.",
     "Table I: the embedded model's next experts are predicted more often than the paper's gains"

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from statistics import mean
+
+import numpy as np
 
 from model.planner.machines import find_machine
 from runtime.devices.sim.routing import Routing
@@ -47,12 +48,17 @@ class Fetching:
 
 
 def precision(ahead: str, count: int) -> float:
-    """How many of so many experts that are predicted are chosen, in the mean of all layers."""
+    """How many of so many experts that are predicted are chosen, in the mean of all layers; between
+    the numbers that were recorded on a straight line."""
     lines = json.loads(AHEAD[ahead].read_text())["lines"]
     columns = [int(word) for word in lines[0].split()[3:]]
-    place = columns.index(count)
-    rows = [line for line in lines[1:] if line[1:].split("%")[0].strip().startswith("trained ")]
-    return mean(int(line.split("%")[place].split()[-1]) / 100 for line in rows)
+    rows = [line.split(maxsplit=1)[1] for line in lines[1:]]
+    right = [
+        [float(share.split()[-1]) / 100 for share in row.split("%")[:-1]]
+        for row in rows
+        if row.startswith("trained  ")
+    ]
+    return float(np.interp(count, columns, np.mean(right, axis=0)))
 
 
 def fetching(model: str, count: int) -> Fetching:

@@ -13,10 +13,10 @@ TITLE = "KTransformers (SOSP 2025)"
 ABOUT_IT = (
     "One efficiency is taken from the paper: the share of main memory's rate that its experts"
     " reach, from 5.87 tok/s of DeepSeek-V3 in BF16, in which the CPU is busy for 74 %. Memories"
-    f" and links have their published rates. {FIT} Our program plays KTransformers' with as many kernels a"
-    " layer on the GPU as figure 4 counts for PyTorch's modules, 7,000 a token, since it injects"
-    " modules into the same model. Without slices a socket, all cores read a layer's experts where"
-    " they were first written, in one socket's memory, as section 2.3 has it for Fiddler (two"
+    f" and links have their published rates. {FIT} Our program plays KTransformers' with as many"
+    " kernels a layer on the GPU as figure 4 counts for PyTorch's modules, 7,000 a token, since it"
+    " injects modules into the same model. Without slices a socket, all cores read a layer's"
+    " experts where they were first written, in one socket's memory, as section 2.3 has it for Fiddler (two"
     " sockets are 16 % faster than one). How unevenly prompts choose experts is measured of our"
     " embedded model. The caption of figure 14 has the letters v, m, d, n and c.",
 )

@@ -106,8 +106,16 @@ def figure14() -> list[Cell]:
             took, before = dict[str, float](), ""
             for letter, stage in stages.items():
                 change = stage.change(law if phase == "prompt" else Routing(), experts, topk)
-                given = {"prompt": TOKENS, "way": "cpu"} if phase == "prompt" else {}
-                done = run(arch, fmt, machine, system=stage.system, change=change, **given)
+                prompt = TOKENS if phase == "prompt" else 32
+                done = run(
+                    arch,
+                    fmt,
+                    machine,
+                    system=stage.system,
+                    change=change,
+                    prompt=prompt,
+                    way="cpu",
+                )
                 took[letter] = (done.prompt if phase == "prompt" else done.decode).seconds
                 if letter:
                     base = BEFORE[phase].get(letter, before)

@@ -159,14 +159,10 @@ class CostModel:
             port = "weight" if node.op == "linear" else "heads"
             spec = self.program.weight(node, port)
             numbers = float(math.prod(spec.shape))
-            if node.op == "linear":  # a head multiplies the last token of each sequence alone
-                rows = self.program.shape(node.outputs["out"])[0]
-                rows = min(rows, self._tokens(node))
-                if node.layer is None:
-                    rows = min(rows, self.load.sequences)
-                flops = 2.0 * numbers * rows
-            else:
-                flops = 2.0 * numbers * self._tokens(node)
+            rows = self._tokens(node)
+            if node.layer is None:  # a head multiplies the last token of each sequence alone
+                rows = min(self.program.shape(node.outputs["out"])[0], self.load.sequences)
+            flops = 2.0 * numbers * rows
             return nbytes, numbers, flops
         return self._experts(node) if node.op == "moe_ffn" else (nbytes, 0.0, flops)
 
