@@ -130,7 +130,7 @@ def file_of(path: Path) -> str:
 
 
 def draw(cells: Sequence[Cell], file: Path) -> None:
-    """Bars of the paper's values beside simulated and measured ones: a panel for each unit of each
+    """Bars of simulated and measured values, the paper's beside them: a panel for each unit of each
     figure, in two columns."""
     import matplotlib
 
@@ -138,36 +138,36 @@ def draw(cells: Sequence[Cell], file: Path) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
-    panels = list(_panels(cells))
-    columns: tuple[list[int], list[int]] = ([], [])
-    heights = [0, 0]
-    for i, (_, own) in enumerate(panels):
-        place = heights.index(min(heights))
-        columns[place].append(i)
-        heights[place] += len(own) + 3
-    figure = plt.figure(figsize=(17, 0.26 * max(heights) + 0.6))
-    for column, places in enumerate(columns):
-        top = 1 - 0.6 / figure.get_figheight()
-        for i in places:
-            title, own = panels[i]
-            tall = len(own) / (max(heights)) * top
-            top -= 1.6 / max(heights)
-            axis = figure.add_axes((0.2 + 0.5 * column, top - tall, 0.28, tall))
-            _bars(axis, title, own)
-            top -= tall + 1.4 / max(heights)
-    names = dict(zip(_COLOURS, ("paper", "simulated", "measured here"), strict=True))
-    handles = [Patch(color=_COLOURS[key], label=names[key]) for key in _COLOURS]
+    ends, places = [_HEAD, _HEAD], list[tuple[int, float, str, list[Cell]]]()
+    for title, own in _panels(cells):
+        column = ends.index(min(ends))
+        places.append((column, ends[column], title, own))
+        ends[column] += len(own) * _ROW + _GAP
+    height = max(ends)
+    figure = plt.figure(figsize=(17, height))
+    for column, top, title, own in places:
+        tall = len(own) * _ROW
+        box = (0.2 + 0.5 * column, 1 - (top + tall) / height, 0.28, tall / height)
+        _bars(figure.add_axes(box), title, own)
+    names = ("paper", "simulated", "measured here")
+    handles = [
+        Patch(color=colour, label=name)
+        for name, colour in zip(names, _COLOURS.values(), strict=True)
+    ]
     figure.legend(handles=handles, fontsize=9, ncols=3, loc="upper center")
     figure.savefig(file, dpi=100)
     plt.close(figure)
 
 
+_ROW, _GAP, _HEAD = 0.24, 0.6, 0.7
+"""Inches: of a cell; of a panel besides; above all."""
 _COLOURS = {"paper": "#888888", "simulated": "#1f77b4", "measured": "#2ca02c"}
 
 
 def _panels(cells: Sequence[Cell]) -> Iterator[tuple[str, list[Cell]]]:
-    for figure, unit in dict.fromkeys((cell.figure, cell.unit) for cell in cells):
-        own = [cell for cell in cells if (cell.figure, cell.unit) == (figure, unit)]
+    ours = [cell for cell in cells if (cell.simulated, cell.measured) != (None, None)]
+    for figure, unit in dict.fromkeys((cell.figure, cell.unit) for cell in ours):
+        own = [cell for cell in ours if (cell.figure, cell.unit) == (figure, unit)]
         yield f"{figure}, {unit}", own
 
 

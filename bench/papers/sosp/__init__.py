@@ -16,8 +16,8 @@ ABOUT_IT = (
     f" and links have their published rates. {FIT} Our program plays KTransformers' with as many"
     " kernels a layer on the GPU as figure 4 counts for PyTorch's modules, 7,000 a token, since it"
     " injects modules into the same model. Without slices a socket, all cores read a layer's"
-    " experts where they were first written, in one socket's memory, as section 2.3 has it for Fiddler (two"
-    " sockets are 16 % faster than one). How unevenly prompts choose experts is measured of our"
+    " experts where they were first written, in one socket's memory, as section 2.3 has it for"
+    " Fiddler (two sockets are 16 % faster than one). How unevenly prompts choose experts is measured of our"
     " embedded model. The caption of figure 14 has the letters v, m, d, n and c.",
 )
 UNEXPLAINED = (
