@@ -25,6 +25,7 @@ from runtime.program.sizes import StepSizes
 
 from ..model import tiny
 
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 FAST = {"default": {"tflops": 1e6}}
 MACHINE = {
     "name": "bytes alone",
@@ -58,8 +59,8 @@ def machine() -> Machine:
     return parse_machine(MACHINE, Path("machine.yaml"))
 
 
-def decoding(folder: Path, placement: Placement, deferred: int = 0) -> Compiled:
-    tiny.make(folder, "qwen3_moe", num_hidden_layers=3)
+def decoding(folder: Path, placement: Placement, deferred: int = 0, **config: object) -> Compiled:
+    tiny.make(folder, "qwen3_moe", num_hidden_layers=3, **config)
     plan = ExecutionPlan(StepSizes(1, 1, 1), placement, deferred=deferred)
     return compile(meta_decoder(folder), plan, Phase.DECODE)
 
@@ -79,6 +80,33 @@ def test_a_gpu_of_no_time_leaves_the_experts_of_the_cpu(tmp_path: Path, machine:
     # Deferred experts are read later, and no others: nothing is gained where the GPU takes no time.
     deferring = simulate(decoding(tmp_path, beside, 1), machine, Load())
     assert deferring.seconds == pytest.approx(read, rel=1e-3)
+
+
+def test_a_long_context_adds_the_bytes_of_its_keys(tmp_path: Path, machine: Machine) -> None:
+    """Of each sequence, in layers without a window; a window's layers read no more than that."""
+    window = {"use_sliding_window": True, "sliding_window": 256, "max_window_layers": 0}
+    compiled = decoding(tmp_path, Placement("cuda:0", "cuda:0"), layer_types=TYPES, **window)
+    gpu = replace(machine.gpu, read_gbps=1.0, attention_share=0.5)  # type: ignore[type-var]
+    slow = replace(machine, gpu=gpu)
+    times = [simulate(compiled, slow, Load(2, n, 2)).seconds for n in (256, 4096)]
+    key = 2 * 2 * 16 * 2  # keys and values, heads, numbers, bytes
+    added = 2 * (4096 - 256) * key  # sequences
+    assert times[1] - times[0] == pytest.approx(added / 0.5e9, rel=1e-3)
+
+
+def test_latents_in_fp8_are_decoded_before_heads_multiply_them(
+    tmp_path: Path, machine: Machine
+) -> None:
+    tiny.make(tmp_path, "deepseek_v3")
+    model = replace(meta_decoder(tmp_path), kv_dtype="fp8")
+    plan = ExecutionPlan(StepSizes(1, 1, 1), Placement("cuda:0", "cuda:0"))
+    compiled = compile(model, plan, Phase.DECODE)
+    times = []
+    for gnumbers in (None, 1e-3):
+        gpu = replace(machine.gpu, fp8_latents_gnumbers_s=gnumbers)  # type: ignore[type-var]
+        times.append(simulate(compiled, replace(machine, gpu=gpu), Load(1, 1000)).seconds)
+    numbers = 1000 * 32 * len(model.layers)  # kv_lora_rank
+    assert times[1] - times[0] == pytest.approx(numbers / 1e6, rel=1e-3)
 
 
 def test_deferral_hides_the_gpu_behind_the_cpu(tmp_path: Path, machine: Machine) -> None:
