@@ -16,6 +16,7 @@ from types import TracebackType
 
 from pykernels.errors import PykernelsError
 
+from ..kv_cache import BlockManager
 from ..kv_cache.prefix import Held
 from ..runner.batch import DeviceLost, Runner
 from ..runner.sampling_params import SamplingParams
@@ -291,6 +292,11 @@ class Engine:
         """What tells its pages from those of another model; "": nothing is behind them."""
         tiers = self._core.scheduler.tiers
         return "" if tiers is None else tiers.fingerprint.hex()
+
+    @property
+    def cache(self) -> BlockManager:
+        """What sequences have of the cache; for the thread that drives the engine alone."""
+        return self._core.scheduler.manager
 
     def held(self, keys: Sequence[bytes]) -> Held:
         """What it has of a prompt with these keys of its full pages; from any thread."""
