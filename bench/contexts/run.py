@@ -10,6 +10,7 @@ from typing import Any
 from bench.harness.timing.rows import attempt, reason
 from runtime.devices.sim.machine import Machine
 from runtime.planning.config import ExecutionConfig
+from runtime.planning.placement import CPU
 from runtime.profiling.engine_speed import EngineTimer, Load, decode_speed
 
 from ..e2e.ours import Ours, roof
@@ -79,6 +80,7 @@ def _measured(ours: Ours, timer: EngineTimer, batch: int, context: int, steps: i
         "steps": steps,
         "tok_s": found.decode_tok_s,
         **{key: getattr(found, key) for key in KEPT},
+        "experts": "cpu" if runner.plan.placement.experts == CPU else "gpu",
         "deferred": runner.deferred,
         "lanes": 2 if batch > 1 and runner.dual_batch else 1,
     }

@@ -192,7 +192,7 @@ def of_contexts(machine: str, name: str, date: str, data: Mapping[str, Any]) -> 
             data["vocab"],
             data["threads"],
             data["device"],
-            "cpu" if data["expert_device"] in ("auto", "cpu") else "gpu",
+            row["experts"],
             row["deferred"],
             row["lanes"],
             0,
