@@ -98,7 +98,9 @@ def compare(rows: Sequence[Row]) -> list[Compared]:
 def predicted(rows: Sequence[Row], machine: Machine) -> list[Compared]:
     """Predicts each row as a run on this machine; batches whose bytes nobody counted as uneven as
     ``RANDOM``."""
-    laws = {(row.arch, row.layers, row.batch): RANDOM for row in rows if row.batch > 1}
+    laws: dict[tuple[object, ...], Routing] = {
+        (row.arch, row.layers, row.batch): RANDOM for row in rows if row.batch > 1
+    }
     return [_compared(row, laws, row.date, machine) for row in rows]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from transformers import PretrainedConfig
 from pykernels.errors import PykernelsError
 from pykernels.quant import get_format
 
-from ..architectures.decoder import Decoder, Layer
-from ..architectures.sandwich import SandwichLayer
+from ..architectures.decoder import Decoder
 from ..checkpoint.config import read_config
 from ..checkpoint.gguf import find_gguf
 from ..checkpoint.packed.manifest import is_packed
@@ -64,34 +62,9 @@ class Subject:
         return replace(self, decoder=replace(self.decoder, kv_dtype=kv_dtype))
 
     def thinned(self, most: int) -> Subject:
-        """The same with so many of its layers at most, so that its steps are lowered soon: of each
-        kind (attention, window, experts) a part like the whole's, evenly taken."""
-        layers = self.decoder.layers
-        count = min(most, len(layers))
-        some = tuple(layers[i] for i in _some([_kind(layer) for layer in layers], count))
-        decoder = replace(self.decoder, layers=some)
-        return replace(self, decoder=decoder, stretch=self.stretch * len(layers) / count)
-
-
-def _kind(layer: Layer | SandwichLayer) -> tuple[str, int, bool]:
-    """What makes layers cost alike: mixer, window, and whether experts are behind it."""
-    window = getattr(layer.attention, "window", 0)
-    return type(layer.attention).__name__, window, layer.moe is not None
-
-
-def _some(kinds: Sequence[Hashable], count: int) -> list[int]:
-    """So many places among layers, of each kind as near to its part of all as can be."""
-    places = {kind: [i for i, own in enumerate(kinds) if own == kind] for kind in kinds}
-    wanted = {kind: count * len(own) / len(kinds) for kind, own in places.items()}
-    parts = {kind: int(share) for kind, share in wanted.items()}
-    most_left = sorted(wanted, key=lambda kind: parts[kind] - wanted[kind])
-    for kind in most_left[: count - sum(parts.values())]:
-        parts[kind] += 1
-    return sorted(
-        own[(2 * i + 1) * len(own) // (2 * parts[kind])]
-        for kind, own in places.items()
-        for i in range(parts[kind])
-    )
+        """The same with so many of its layers at most, so that its steps are lowered soon."""
+        decoder, stretch = self.decoder.thinned(most)
+        return replace(self, decoder=decoder, stretch=self.stretch * stretch)
 
 
 def open_subject(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -49,7 +49,7 @@ class Load:
     tokens: int
     batch: int = 1
     context: int = 1
-    filled: bool = False
+    filled: bool = field(default=False, kw_only=True)
 
     def pages(self, max_num_batched_tokens: int) -> int:
         """Pages of the cache: all sequences to their ends, the scheduler's page of reserve

@@ -12,7 +12,8 @@ from model.llm import meta_decoder
 from model.planner.machine_file import parse_machine, read_machine
 from pykernels.errors import PykernelsError
 from runtime.devices.sim.cost import Load
-from runtime.devices.sim.machine import Machine
+from runtime.devices.sim.deferral import with_deferral
+from runtime.devices.sim.machine import Kernel, Machine
 from runtime.devices.sim.routing import Routing
 from runtime.devices.sim.step import simulate
 from runtime.passes.stream_weights import StreamRing
@@ -119,6 +120,38 @@ def test_deferral_hides_the_gpu_behind_the_cpu(tmp_path: Path, machine: Machine)
     plain = simulate(compiled, machine, Load()).seconds
     deferring = simulate(decoding(tmp_path, beside, 1), machine, Load()).seconds
     assert read < deferring < plain
+
+
+@pytest.mark.parametrize(
+    ("experts_long", "sequences", "wanted"),
+    [(0.01, 1, 0), (0.5, 1, 1), (2.5, 1, 3), (5.5, 1, 6), (2.5, 64, 0)],
+)
+def test_as_many_are_deferred_as_hide_the_gpu(
+    tmp_path: Path, machine: Machine, experts_long: float, sequences: int, wanted: int
+) -> None:
+    """SOSP'25 4.2: as few of 8 experts as take as long as what is between two layers, here reading
+    a context; two stay. 64 sequences read all experts, deferred or not: none would hide it."""
+    tiny.make(tmp_path, "qwen3_moe", num_experts=32, num_experts_per_tok=8, num_hidden_layers=4)
+    model, context = meta_decoder(tmp_path), 4096
+    plan = ExecutionPlan(
+        StepSizes(sequences, sequences, sequences),
+        Placement("cuda:0", "cpu"),
+        chooses_deferral=True,
+    )
+    program = model.lower()
+    experts = next(node for node in program.nodes if node.op == "moe_ffn")
+    seconds = experts_long * program.weight(experts, "experts").bytes_per_expert / 0.5e9
+    read = context * 2 * 2 * 16 * 2  # keys and values, heads, numbers, bytes
+    gpu = replace(  # type: ignore[type-var]
+        machine.gpu, read_gbps=read / seconds / 1e9, attention_share=1.0, linear_share=1.0
+    )
+    assert gpu is not None
+    kernels = {"default": Kernel(1e6)}
+    there = replace(machine, gpu=replace(gpu, kernels=kernels))
+    # What the GPU reads besides takes no time beside such a context.
+    found = with_deferral(plan, model, there, Load(sequences, context, sequences))
+    assert found.deferred == wanted and not found.is_open
+    assert found.decisions[-1].startswith(f"defer: {wanted or 'no'} experts")
 
 
 @pytest.mark.parametrize("contended", [None, 0.5])
