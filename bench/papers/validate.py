@@ -21,6 +21,7 @@ from runtime.devices.sim.cost import Load
 from runtime.devices.sim.machine import Machine
 from runtime.devices.sim.routing import Routing
 from runtime.devices.sim.step import SimulatedStep, simulate
+from runtime.kv_cache.layout import PAGE
 from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import Phase
 from runtime.planning.placement import CPU
@@ -125,7 +126,8 @@ def _case(row: Row, machine: Machine | None = None) -> Placed:
     )
     prompt = row.context if row.kind == "prompt" else 64
     context = row.context if row.kind == "decode" else 1
-    wanted = Wanted(context, prompt, row.batch, 1, RANDOM)
+    pages = row.batch * (-(-row.most // PAGE) + 2) + 3 if row.most else None
+    wanted = Wanted(context, prompt, row.batch, 1, RANDOM, pages=pages)
     model_of = row.arch, row.fmt, row.layers, row.vocab
     subject = _subject(*model_of, row.kv_dtype, 1 << (wanted.positions - 1).bit_length())
     found = placed(Case(subject, machine, run, wanted))

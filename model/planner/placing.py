@@ -105,7 +105,7 @@ def placed(case: Case) -> Placed:
             f" {subject.positions}",
             f"Give --context, --prompt and --answer that come to {subject.positions} at most",
         )
-    pages = -(-wanted.positions // 64) * 4 * wanted.batch
+    pages = wanted.pages or -(-wanted.positions // 64) * 4 * wanted.batch
     sizes = largest_step(
         wanted.positions,
         pages,
@@ -153,7 +153,7 @@ def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int) -> Placed:
         plan = plan_on_gpus(run, decoder, machine, case.wanted.positions, sizes, placement)
         if plan.chooses_deferral:
             wanted = case.wanted
-            load = deferral_load(run, wanted.positions, wanted.context, wanted.batch)
+            load = deferral_load(run, case.subject.positions, wanted.context, wanted.batch)
             load = replace(load, routing=wanted.routing)
             plan = with_deferral(plan, decoder, case.machine, load)
         room = 0

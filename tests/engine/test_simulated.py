@@ -151,7 +151,7 @@ def test_as_many_are_deferred_as_hide_the_gpu(
     # What the GPU reads besides takes no time beside such a context.
     found = with_deferral(plan, model, there, Load(sequences, context, sequences))
     assert found.deferred == wanted and not found.is_open
-    assert found.decisions[-1].startswith(f"defer: {wanted or 'no'} experts")
+    assert found.decisions[-1].startswith(f"defer: {wanted or 'no'} expert")
 
 
 @pytest.mark.parametrize("contended", [None, 0.5])

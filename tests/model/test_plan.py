@@ -18,6 +18,7 @@ from model.planner.subject import open_subject
 
 from . import tiny
 
+LONGER = ["--defer", "auto:50000"]
 H200 = ["--machine", "h200-16-cores", "--context", "64", "--prompt", "64", "--answer", "16"]
 
 
@@ -79,6 +80,10 @@ def test_every_machine_that_is_shipped_can_be_planned_for(name: str) -> None:
         (["qwen3-30b", *H200, "--device", "cuda:1"], "has no cuda:1"),
         (["qwen3-30b", "--machine", "h900"], "no machine 'h900'"),
         (["qwen9", *H200], "no known shape"),
+        (
+            ["qwen3-30b", *H200, "--device", "cuda:0", "--experts", "cpu", *LONGER],
+            "than there can be",
+        ),
         (["qwen3-30b", *H200, "--routing", "zipf"], "no law of routing"),
         (["qwen3-30b", *H200, "--sweep", "heads"], "a sweep of 'heads'"),
     ],

@@ -21,6 +21,7 @@ from ...planning.compile import compile
 from ...planning.config import LONG, ExecutionConfig
 from ...planning.execution import ExecutionPlan, Phase
 from ...planning.lowerable import Lowerable
+from ...planning.option import SettingError
 from ...planning.placement import CPU
 from .cost import Load
 from .machine import Machine
@@ -40,8 +41,14 @@ def deferral_load(
 
     Args:
         context, batch: where it does not; 0: half of the longest sequence, or ``LONG``.
+
+    Raises:
+        SettingError: it names a context beyond the longest sequence.
     """
     named = config.defer_load or (0, 0)
+    if named[0] > max_model_len:
+        hint = f"Give a context of {max_model_len} at most, or a larger max_model_len"
+        raise SettingError("defer", config.defer, hint, "is of longer sequences than there can be")
     context = named[0] or context or min(LONG, max(1, max_model_len // 2))
     batch = named[1] or batch
     return Load(batch, min(context, max_model_len), batch)
@@ -98,8 +105,8 @@ def _told(times: Sequence[float], deferred: int, load: Load) -> str:
     if deferred:
         before, after = (1e3 * times[number] for number in (0, deferred))
         return (
-            f"defer: {deferred} experts of a token {at}: {after:.2f} ms a step are predicted,"
-            f" {before:.2f} without"
+            f"defer: {deferred} expert{'s' * (deferred > 1)} of a token {at}: {after:.2f} ms a step"
+            f" are predicted, {before:.2f} without"
         )
     gain = times[0] / min(times) - 1
     return f"defer: no experts {at}: {gain:.1%} faster steps are predicted, too little"
