@@ -2,7 +2,7 @@
 
 Three terms make a kernel's time: what it reads over the rate of reading, or decoding and
 multiplying, whichever is longer; and what starting it takes. A node that moves experts takes the
-link's time, and main memory's.
+link's time, and main memory's; so does what devices send each other where they meet.
 """
 
 from __future__ import annotations
@@ -15,27 +15,19 @@ from ...planning.placement import CPU
 from ...planning.work import Work
 from ...program import Node, Program
 from ...program.analysis import experts_per_token, share_of_experts
+from ...program.op_table.collectives import ALL_TOKENS
 from ...program.step_inputs import STATE_SLOTS
 from .machine import Cpu, Gpu, Machine, kernel_of
+from .meetings import MEETS, met
 from .routing import Routing
+from .terms import COMPUTE, GPU_MEMORY, LAUNCH, LINK, MEMORY, Cost
 
-MEMORY, COMPUTE, LINK, LAUNCH, HOP, HOST = (
-    "main memory",
-    "computing",
-    "the link",
-    "launches",
-    "the way to the CPU and back",
-    "Python",
-)
-"""What a span is bound by."""
-GPU_MEMORY = "GPU memory"
 _PRODUCTS = ("linear", "per_head_linear", "moe_ffn")
-_FREE = ("submit", "wait")
 _LAUNCHES = {"moe_ffn": 2}
 """Kernels of an op on a GPU, jobs on the CPU; one of all others."""
-_LATENT_LAUNCHES = 3
-"""Of a decode step's attention to latents on a GPU: parts of the keys, and what they give together,
-take as long as three kernels that do next to nothing."""
+_LATENT_LAUNCHES, _PARTED = 3, 1024
+"""Of a decode step's attention to so many latents on a GPU: parts of the keys, and what they give
+together, take as long as three kernels that do next to nothing."""
 
 
 def _is_latent(node: Node) -> bool:
@@ -63,22 +55,6 @@ class Load:
         return self.tokens == self.sequences
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What a node takes.
-
-    Attributes:
-        seconds: alone; ``main_bytes``: of main memory meanwhile.
-        bound: which term is the largest.
-        weights: bytes of weights that it reads.
-    """
-
-    seconds: float = 0.0
-    main_bytes: float = 0.0
-    bound: str = LAUNCH
-    weights: float = 0.0
-
-
 class CostModel:
     """Costs of the nodes of one device's part of a step.
 
@@ -95,8 +71,8 @@ class CostModel:
         Args:
             work: of ``Compiled.work``, by which cache and products other than experts count.
         """
-        if node.op in _FREE:
-            return Cost(bound=HOP)
+        if node.op in MEETS:
+            return met(node, self.program, self.machine, self._filled)
         on_cpu = node.device == CPU
         part: Cpu | Gpu = self.machine.cpu if on_cpu or not self.machine.gpu else self.machine.gpu
         if node.op in ("load_experts", "load_weights"):
@@ -156,13 +132,16 @@ class CostModel:
         launches = _LAUNCHES.get(node.op, 1)
         if node.op == "attention" and isinstance(part, Gpu):
             share = part.attention_share
-            launches = _LATENT_LAUNCHES if _is_latent(node) and self.load.decodes else launches
+            parted = self.load.decodes and self._keys(node) >= _PARTED
+            launches = _LATENT_LAUNCHES if _is_latent(node) and parted else launches
         reading = nbytes / (part.read_gbps * share * 1e9)
         on_cpu = isinstance(part, Cpu)
         starting = launches * (part.job_us if isinstance(part, Cpu) else part.launch_us) * 1e-6
         seconds = max(reading, computing)
         memory = MEMORY if on_cpu else GPU_MEMORY
         bound = LAUNCH if starting > seconds else (COMPUTE if computing > reading else memory)
+        if isinstance(part, Gpu) and launches * part.host_us * 1e-6 > seconds + starting:
+            return Cost(launches * part.host_us * 1e-6, 0.0, LAUNCH, weights)
         return Cost(seconds + starting, nbytes if on_cpu else 0.0, bound, weights)
 
     def _unpacking(self, nbytes: float) -> Cost:
@@ -177,7 +156,7 @@ class CostModel:
         moved = self._piece(node) if node.op == "load_experts" else float(work.nbytes * times)
         if not moved:  # a dense weight: all of it
             moved = float(sum(self.program.weight(node, name).nbytes for name in node.weights))
-        return Cost(moved / (gpu.link_gbps * 1e9) + 5e-6, moved, LINK, moved)
+        return Cost(moved / (gpu.link_gbps * 1e9) + 5e-6, moved, LINK, moved, moved)
 
     def _expanded(self, node: Node) -> float:
         """The part of a prompt's operations that is left where latent keys and values are expanded
@@ -192,9 +171,18 @@ class CostModel:
         rope = node.attr("dk") - latent
         return min(1.0, (plain + rope) / (node.attr("dk") + latent)) if plain else 1.0
 
-    def _tokens(self, node: Node) -> int:
-        """How many tokens the node takes: the step's, or those of its microbatch."""
-        return -(-self.load.tokens // 2) if node.microbatch else self.load.tokens
+    @property
+    def _filled(self) -> float:
+        """The part of the rows that the program has room for that the step's tokens take."""
+        sizes = self.program.sizes
+        return min(1.0, self.load.tokens / int(sizes.get(ALL_TOKENS, sizes["T"])))
+
+    def _tokens(self, node: Node) -> float:
+        """How many tokens the node takes: the step's, those of its microbatch or of its rank, or
+        pairs of a token and an expert."""
+        if node.microbatch:
+            return -(-self.load.tokens // 2)
+        return self.program.shape(next(iter(node.outputs.values())))[0] * self._filled
 
     def _piece(self, node: Node) -> float:
         """Bytes of the experts that a node loads or unpacks."""
@@ -218,6 +206,8 @@ class CostModel:
                 if node.layer is None:
                     rows = min(rows, self.load.sequences)
                 flops = 2.0 * numbers * rows
+            else:
+                flops = 2.0 * numbers * self._tokens(node)
             return nbytes, numbers, flops
         return self._experts(node) if node.op == "moe_ffn" else (nbytes, 0.0, flops)
 
