@@ -57,6 +57,7 @@ from .modules.moe import FusedMoE, deferred_by_rules, stay_on_cpu
 from .opened import Opened, engine_device, open_weights
 from .pinning.choose import parse
 from .pinning.place import placement_of
+from .planner.machines import this_machine
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
 from .rules import Rules
 from .text.settings import engine_settings, note_of
@@ -109,7 +110,7 @@ def load_engine(
             with reporting(progress) as report:
                 decoder = weights.readable(packer(pool), report, pool.memory)
                 own = [checked(each) for each in passes]
-                plan = make_plan(execution, decoder, longest, sizes, placement, own)
+                plan = make_plan(execution, decoder, longest, sizes, placement, own, this_machine)
                 runner = make_runner(plan, execution.device, decoder, pool)
                 if engine.draft != "off":
                     check_taken_back(runner)
@@ -255,7 +256,7 @@ def _by_rules(execution: ExecutionConfig, weights: Opened, model_type: str) -> E
     if weights.decoder.norms_experts:
         if execution.deferred:
             raise cannot_join(model_type)
-        execution = replace(execution, defer=0)  # whatever a GPU would measure
+        execution = replace(execution, defer=0)  # whatever would pay
     if execution.on_gpu and execution.experts == "auto" and stay_on_cpu(model):
         execution = replace(execution, experts="cpu")
     if execution.deferred:

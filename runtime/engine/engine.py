@@ -16,6 +16,7 @@ from types import TracebackType
 
 from pykernels.errors import PykernelsError
 
+from ..kv_cache import BlockManager
 from ..kv_cache.prefix import Held
 from ..kv_tiers.transfer.endpoint import Peer
 from ..kv_tiers.transfer.handover import Handover
@@ -306,6 +307,11 @@ class Engine:
         thread."""
         if (shares := self.handover) is not None and shares.transfer is not None:
             shares.transfer.meet(peers)
+
+    @property
+    def cache(self) -> BlockManager:
+        """What sequences have of the cache; for the thread that drives the engine alone."""
+        return self._core.scheduler.manager
 
     def held(self, keys: Sequence[bytes]) -> Held:
         """What it has of a prompt with these keys of its full pages; from any thread."""

@@ -13,7 +13,8 @@ from model.llm import meta_decoder
 from model.planner.machine_file import parse_machine, read_machine
 from pykernels.errors import PykernelsError
 from runtime.devices.sim.cost import Load
-from runtime.devices.sim.machine import Machine
+from runtime.devices.sim.deferral import with_deferral
+from runtime.devices.sim.machine import Kernel, Machine
 from runtime.devices.sim.routing import Routing
 from runtime.devices.sim.step import simulate
 from runtime.passes.shard import sent_bytes, stripe
@@ -28,6 +29,7 @@ from runtime.program.sizes import StepSizes
 
 from ..model import tiny
 
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 FAST = {"default": {"tflops": 1e6}}
 MACHINE = {
     "name": "bytes alone",
@@ -61,8 +63,8 @@ def machine() -> Machine:
     return parse_machine(MACHINE, Path("machine.yaml"))
 
 
-def decoding(folder: Path, placement: Placement, deferred: int = 0) -> Compiled:
-    tiny.make(folder, "qwen3_moe", num_hidden_layers=3)
+def decoding(folder: Path, placement: Placement, deferred: int = 0, **config: object) -> Compiled:
+    tiny.make(folder, "qwen3_moe", num_hidden_layers=3, **config)
     plan = ExecutionPlan(StepSizes(1, 1, 1), placement, deferred=deferred)
     return compile(meta_decoder(folder), plan, Phase.DECODE)
 
@@ -92,6 +94,33 @@ def test_a_gpu_of_no_time_leaves_the_experts_of_the_cpu(tmp_path: Path, machine:
     assert read < deferring.seconds < 1.001 * taken
 
 
+def test_a_long_context_adds_the_bytes_of_its_keys(tmp_path: Path, machine: Machine) -> None:
+    """Of each sequence, in layers without a window; a window's layers read no more than that."""
+    window = {"use_sliding_window": True, "sliding_window": 256, "max_window_layers": 0}
+    compiled = decoding(tmp_path, Placement("cuda:0", "cuda:0"), layer_types=TYPES, **window)
+    gpu = replace(machine.gpu, read_gbps=1.0, attention_share=0.5)  # type: ignore[type-var]
+    slow = replace(machine, gpu=gpu)
+    times = [simulate(compiled, slow, Load(2, n, 2)).seconds for n in (256, 4096)]
+    key = 2 * 2 * 16 * 2  # keys and values, heads, numbers, bytes
+    added = 2 * (4096 - 256) * key  # sequences
+    assert times[1] - times[0] == pytest.approx(added / 0.5e9, rel=1e-3)
+
+
+def test_latents_in_fp8_are_decoded_before_heads_multiply_them(
+    tmp_path: Path, machine: Machine
+) -> None:
+    tiny.make(tmp_path, "deepseek_v3")
+    model = replace(meta_decoder(tmp_path), kv_dtype="fp8")
+    plan = ExecutionPlan(StepSizes(1, 1, 1), Placement("cuda:0", "cuda:0"))
+    compiled = compile(model, plan, Phase.DECODE)
+    times = []
+    for gnumbers in (None, 1e-3):
+        gpu = replace(machine.gpu, fp8_latents_gnumbers_s=gnumbers)  # type: ignore[type-var]
+        times.append(simulate(compiled, replace(machine, gpu=gpu), Load(1, 1000)).seconds)
+    numbers = 1000 * 32 * len(model.layers)  # kv_lora_rank
+    assert times[1] - times[0] == pytest.approx(numbers / 1e6, rel=1e-3)
+
+
 def test_deferral_hides_the_gpu_behind_the_cpu(tmp_path: Path, machine: Machine) -> None:
     assert machine.gpu is not None
     beside = Placement("cuda:0", "cpu")
@@ -102,6 +131,38 @@ def test_deferral_hides_the_gpu_behind_the_cpu(tmp_path: Path, machine: Machine)
     plain = simulate(compiled, machine, Load()).seconds
     deferring = simulate(decoding(tmp_path, beside, 1), machine, Load()).seconds
     assert read < deferring < plain
+
+
+@pytest.mark.parametrize(
+    ("experts_long", "sequences", "wanted"),
+    [(0.01, 1, 0), (0.5, 1, 1), (2.5, 1, 3), (5.5, 1, 6), (2.5, 64, 0)],
+)
+def test_as_many_are_deferred_as_hide_the_gpu(
+    tmp_path: Path, machine: Machine, experts_long: float, sequences: int, wanted: int
+) -> None:
+    """SOSP'25 4.2: as few of 8 experts as take as long as what is between two layers, here reading
+    a context; two stay. 64 sequences read all experts, deferred or not: none would hide it."""
+    tiny.make(tmp_path, "qwen3_moe", num_experts=32, num_experts_per_tok=8, num_hidden_layers=4)
+    model, context = meta_decoder(tmp_path), 4096
+    plan = ExecutionPlan(
+        StepSizes(sequences, sequences, sequences),
+        Placement("cuda:0", "cpu"),
+        chooses_deferral=True,
+    )
+    program = model.lower()
+    experts = next(node for node in program.nodes if node.op == "moe_ffn")
+    seconds = experts_long * program.weight(experts, "experts").bytes_per_expert / 0.5e9
+    read = context * 2 * 2 * 16 * 2  # keys and values, heads, numbers, bytes
+    gpu = replace(  # type: ignore[type-var]
+        machine.gpu, read_gbps=read / seconds / 1e9, attention_share=1.0, linear_share=1.0
+    )
+    assert gpu is not None
+    kernels = {"default": Kernel(1e6)}
+    there = replace(machine, gpu=replace(gpu, kernels=kernels))
+    # What the GPU reads besides takes no time beside such a context.
+    found = with_deferral(plan, model, there, Load(sequences, context, sequences))
+    assert found.deferred == wanted and not found.is_open
+    assert found.decisions[-1].startswith(f"defer: {wanted or 'no'} expert")
 
 
 @pytest.mark.parametrize("contended", [None, 0.5])

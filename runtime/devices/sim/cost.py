@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ...kv_cache.layout import cache_inputs
 from ...planning.placement import CPU
 from ...planning.work import Work
 from ...program import Node, Program
 from ...program.analysis import experts_per_token, share_of_experts
 from ...program.op_table.collectives import ALL_TOKENS
+from ...program.step_inputs import STATE_SLOTS
 from .machine import Cpu, Gpu, Machine, kernel_of
 from .meetings import MEETS, met
 from .routing import Routing
@@ -23,6 +25,14 @@ from .terms import COMPUTE, GPU_MEMORY, LAUNCH, LINK, MEMORY, Cost
 _PRODUCTS = ("linear", "per_head_linear", "moe_ffn")
 _LAUNCHES = {"moe_ffn": 2}
 """Kernels of an op on a GPU, jobs on the CPU; one of all others."""
+_LATENT_LAUNCHES, _PARTED = 3, 1024
+"""Of a decode step's attention to so many latents on a GPU: parts of the keys, and what they give
+together, take as long as three kernels that do next to nothing."""
+
+
+def _is_latent(node: Node) -> bool:
+    """Whether all heads of a token read the same key (MLA)."""
+    return bool(node.attr("kv_heads") == 1 and node.attr("dk") != node.attr("dv"))
 
 
 @dataclass(frozen=True)
@@ -74,26 +84,57 @@ class CostModel:
             return self._unpacking(2 * moved)
         nbytes, weights, flops = self._products(node, work)
         if node.op == "attention":
-            nbytes = work.nbytes * self.load.sequences / (2 if node.microbatch else 1)
-            rate = part.attention_tflops
-            flops = work.flops * self._tokens(node) / self.load.tokens
-            if node.attr("kv_heads") == 1 and self.load.decodes:
-                rate = part.latent_attention_tflops or rate
-            elif node.attr("kv_heads") == 1:
-                flops *= self._expanded(node)
-            seconds = flops / (rate * 1e12)
-            return self._timed(node, part, nbytes, seconds, 0.0)
+            return self._attention(node, part, work)
         if node.op not in _PRODUCTS:
-            return self._timed(node, part, float(work.nbytes * self.load.sequences), 0.0, 0.0)
+            written = 2 if STATE_SLOTS in node.inputs else 1  # a step replaces the state
+            nbytes = float(work.nbytes * self._sequences(node) * written)
+            return self._timed(node, part, nbytes, 0.0, 0.0)
         kernel = kernel_of(part.kernels, self._format(node))
         return self._timed(node, part, nbytes, kernel.seconds(weights, flops), nbytes)
+
+    def _attention(self, node: Node, part: Cpu | Gpu, work: Work) -> Cost:
+        """Keys and values of all sequences are read once; a latent's heads share what they read, so
+        that they may compute longer than they read."""
+        sequences, latent = self._sequences(node), _is_latent(node)
+        rate = part.attention_tflops
+        flops = work.flops * self._tokens(node) / max(1, self.load.tokens)
+        if latent and self.load.decodes:
+            rate = part.latent_attention_tflops or rate
+        elif latent:
+            flops *= self._expanded(node)
+        seconds = flops / (rate * 1e12)
+        if latent and isinstance(part, Gpu) and part.fp8_latents_gnumbers_s:
+            numbers = self._keys(node) * sequences * self._fp8_numbers(node)
+            seconds += numbers / (part.fp8_latents_gnumbers_s * 1e9)
+        return self._timed(node, part, work.nbytes * sequences, seconds, 0.0)
+
+    def _keys(self, node: Node) -> int:
+        """How many keys of a sequence a token attends to."""
+        return min(self.load.context, node.attr("window") or self.load.context)
+
+    def _fp8_numbers(self, node: Node) -> int:
+        """Numbers of a key that lie in FP8 and are decoded; 0: none does."""
+        buffers = {name: self.program.buffers[name] for name in cache_inputs(node).values()}
+        return sum(
+            math.prod(self.program.shape(name)[2:])
+            for name, buffer in buffers.items()
+            if "float8" in str(buffer.dtype)
+        )
+
+    def _sequences(self, node: Node) -> int:
+        """How many sequences the node takes: the step's, or those of its microbatch."""
+        return -(-self.load.sequences // 2) if node.microbatch else self.load.sequences
 
     def _timed(
         self, node: Node, part: Cpu | Gpu, nbytes: float, computing: float, weights: float
     ) -> Cost:
         share = part.experts_share if node.op == "moe_ffn" else part.linear_share
-        reading = nbytes / (part.read_gbps * share * 1e9)
         launches = _LAUNCHES.get(node.op, 1)
+        if node.op == "attention" and isinstance(part, Gpu):
+            share = part.attention_share
+            parted = self.load.decodes and self._keys(node) >= _PARTED
+            launches = _LATENT_LAUNCHES if _is_latent(node) and parted else launches
+        reading = nbytes / (part.read_gbps * share * 1e9)
         on_cpu = isinstance(part, Cpu)
         starting = launches * (part.job_us if isinstance(part, Cpu) else part.launch_us) * 1e-6
         seconds = max(reading, computing)
