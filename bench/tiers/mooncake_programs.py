@@ -6,12 +6,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from pykernels.errors import PykernelsError
 
@@ -100,12 +101,21 @@ def _program(name: str) -> str:
 
 @contextmanager
 def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, text=True, env=_environment(), **how) as process:  # type: ignore[call-overload]
+    """Mooncake's programs are scripts that start what they are named after: both end with it."""
+    with subprocess.Popen(
+        command,
+        text=True,
+        env=_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
         try:
             yield process
         finally:
-            process.kill()
+            with suppress(ProcessLookupError):  # it has failed
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextmanager
