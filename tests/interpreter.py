@@ -28,7 +28,7 @@ def quicken() -> None:
     _patch_once()
     _keep_types()
     _keep_constants()
-    _check_types_of_others()
+    _check_operands_once()
     _shift_to_bfloat16()
 
 
@@ -134,6 +134,9 @@ def _keep_types() -> None:
             known[scalar.name] = numpy_of(scalar)
         return known[scalar.name]
 
+    to_ir = block_type.to_ir
+    builder = interpreter.interpreter_builder
+    block_type.to_ir = lambda self, to: self if to is builder else to_ir(self, to)
     core._unwrap_if_constexpr = unwrapped
     block_type.__init__ = new_type
     tensor.__init__ = new_tensor
@@ -141,55 +144,88 @@ def _keep_types() -> None:
 
 
 def _keep_constants() -> None:
-    """One tensor for the same number and type: nothing writes into a value."""
+    """One tensor for the same number and type, or the same range: nothing writes into a value."""
     from triton.runtime import interpreter
 
-    semantic = interpreter.interpreter_semantic
-    make = semantic.scalar_constant
+    semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
+    make, make_range = semantic.scalar_constant, builder.create_make_range
     constants: dict[Any, Any] = {}
 
     def scalar_constant(value: Any, dtype: Any) -> Any:
-        sign = math.copysign(1, value) if type(value) is float else 0
-        key = (type(value), value, sign, getattr(dtype, "name", None))
+        key = (*_number(value), getattr(dtype, "name", None))
         if key not in constants:
-            if len(constants) > 10_000:
-                constants.clear()
-            constants[key] = make(value, dtype)
+            _bound(constants)[key] = make(value, dtype)
         return constants[key]
 
+    @functools.cache
+    def create_range(start: int, stop: int) -> Any:
+        return make_range(None, start, stop)
+
     semantic.scalar_constant = scalar_constant
+    builder.create_make_range = lambda kind, start, stop: create_range(start, stop)
 
 
-def _check_types_of_others() -> None:
-    """Two tensors of one type need no conversion and no broadcast for an operation on both."""
+def _number(value: Any) -> tuple[Any, ...]:
+    """What tells a number from all others: 1 from 1.0 and True, 0.0 from -0.0."""
+    return type(value), value, math.copysign(1, value) if type(value) is float else 0
+
+
+def _bound(kept: dict[Any, Any]) -> dict[Any, Any]:
+    """The same table, emptied where it has grown large."""
+    if len(kept) > 4000:
+        kept.clear()
+    return kept
+
+
+def _check_operands_once() -> None:
+    """Operands of one type need no conversion; a number becomes the same block beside the same."""
+    import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 
-    semantic = interpreter.interpreter_semantic
+    semantic, handle = interpreter.interpreter_semantic, interpreter.TensorHandle
     check: Callable[..., Any] = semantic.binary_op_type_checking_impl
+    slowly: Callable[..., Any] = semantic.broadcast_impl_value
     tensor, block_type = tl.tensor, tl.block_type
     alike = {"int1", "int32", "int64", "uint32", "fp32"}
+    blocks: dict[Any, Any] = {}
 
-    def checked(
-        lhs: Any,
-        rhs: Any,
-        allow_lhs_ptr: bool = False,
-        allow_rhs_ptr: bool = False,
-        arithmetic_check: bool = True,
-        div_or_mod: bool = False,
-    ) -> Any:
-        if type(lhs) is tensor and type(rhs) is tensor and lhs.dtype.name in alike:
-            a, b = lhs.type, rhs.type
-            if a is b or (
-                lhs.dtype.name == rhs.dtype.name
-                and type(a) is block_type
-                and type(b) is block_type
-                and a.shape is b.shape
-            ):
-                return lhs, rhs
-        return check(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+    def checked(lhs: Any, rhs: Any, *flags: bool, **named: bool) -> Any:
+        if type(lhs) is tensor and type(rhs) is tensor:
+            if lhs.dtype.name in alike and lhs.dtype.name == rhs.dtype.name:
+                return broadcast(lhs, rhs)
+        elif type(lhs) is tensor and type(rhs) in (int, float) and lhs.type.is_block():
+            kind = lhs.dtype.name, getattr(lhs.dtype, "address_space", None), *lhs.type.shape.values
+            key = (kind, _number(rhs), flags, *named.items())
+            if key not in blocks:
+                left, right = check(lhs, rhs, *flags, **named)
+                if left is not lhs or right.handle.data.size > 4096:
+                    return left, right
+                _bound(blocks)[key] = right
+            return lhs, blocks[key]
+        return check(lhs, rhs, *flags, **named)
+
+    def grown(value: Any, sizes: list[int]) -> Any:
+        data = np.broadcast_to(value.handle.data, sizes)
+        kind = block_type(value.dtype, sizes)
+        return tensor(handle(data, value.handle.dtype.scalar), kind)
+
+    def broadcast(lhs: Any, rhs: Any) -> Any:
+        a, b = lhs.type, rhs.type
+        if type(a) is not block_type or type(b) is not block_type:
+            return (lhs, rhs) if type(a) is type(b) else slowly(lhs, rhs)
+        if a.shape is b.shape:
+            return lhs, rhs
+        left, right = a.shape.values, b.shape.values
+        pairs = list(zip(left, right, strict=False))
+        if len(left) != len(right) or any(m != n and 1 not in (m, n) for m, n in pairs):
+            return slowly(lhs, rhs)
+        sizes = [max(pair) for pair in pairs]
+        lhs = lhs if left == sizes else grown(lhs, sizes)
+        return lhs, rhs if right == sizes else grown(rhs, sizes)
 
     semantic.binary_op_type_checking_impl = checked
+    semantic.broadcast_impl_value = broadcast
 
 
 def _shift_to_bfloat16() -> None:
