@@ -87,7 +87,7 @@ def test_layers_of_several_kinds_are_written_as_they_are_read(
     assert written == known - absent
     types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(path).tensors}
     assert (types["blk.3.ffn_down_exps.weight"], types["token_embd.weight"]) == ("Q5_0", "Q4_K")
-    with model.load_engine(path, max_model_len=64, threads=1) as llm:
+    with model.load_engine(path, max_model_len=64, threads=1, device="ref") as llm:
         assert len(llm.generate("ab", max_tokens=2, temperature=0).token_ids) == 2
 
 

@@ -19,7 +19,8 @@ SHAPE = "linear:format=int8,tokens=2,inputs=256,outputs=32"
 
 
 def run(*options: str) -> pytest.ExitCode | int:
-    quiet = ("-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist")
+    without = ("cacheprovider", "faulthandler", "unraisableexception", "xdist")
+    quiet = ("-q", *(word for name in without for word in ("-p", f"no:{name}")))
     chosen = ("--benchmark-only", "--benchmark-max-time", "0.02", "-k", "gpu and linear")
     return pytest.main([str(SUITE), *quiet, *chosen, *options])
 

@@ -38,10 +38,10 @@ def test_a_tensor_too_few_or_too_many_is_named(own: Own, case: str) -> None:
 
 def test_layers_of_multi_token_prediction_are_left_out(own: Own) -> None:
     folder = own("deepseek_v3", shards=1, num_nextn_predict_layers=1)
-    with model.load_engine(folder, max_model_len=64) as llm:
+    with model.load_engine(folder, max_model_len=64, device="ref") as llm:
         want = llm.generate([5, 6, 7], temperature=0, max_tokens=4).token_ids
     extra = ("eh_proj.weight", "shared_head.norm.weight", "mlp.experts.0.up_proj.weight")
     for name in extra:
         change_tensors(folder, put(f"model.layers.3.{name}", torch.zeros(2)))
-    with model.load_engine(folder, max_model_len=64) as llm:
+    with model.load_engine(folder, max_model_len=64, device="ref") as llm:
         assert llm.generate([5, 6, 7], temperature=0, max_tokens=4).token_ids == want
