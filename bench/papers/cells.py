@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FIT = (
-    "Rates of kernels by core, launches and hops, which no paper publishes, are estimates, and some"
-    " were changed after they had been compared: the errors are those of a fit, not of a forecast."
+    "Rates of kernels by core and hops, which no paper publishes, are estimates, and some were"
+    " changed after they had been compared; which published number stands for a program's launches,"
+    " its link or its memory was chosen with the errors in view, too: they are those of a fit, not"
+    " of a forecast."
 )
 """What every page says of its constants."""
 LESS, MORE, ABOUT = "up to", "over", "about"

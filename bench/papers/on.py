@@ -22,6 +22,7 @@ from runtime.planning.placement import CPU
 
 LAYERS = 20
 """Of a model, of which steps are simulated; the others count as these."""
+FEW = 32000
 EVEN = Routing()
 
 
@@ -148,12 +149,15 @@ def _launches(found: Placed, batch: int) -> float:
 
 
 @functools.lru_cache(maxsize=32)
-def _streamed(arch: str, fmt: str, machine: str, tokens: int, gpus: int, exchange: str) -> Placed:
+def _streamed(
+    arch: str, fmt: str, machine: str, tokens: int, gpus: int, exchange: str, layers: int | None
+) -> Placed:
     run = ExecutionConfig(device="cuda:0", experts="cpu", prefill="stream")
     wanted = Wanted(tokens, tokens - 1, 1, 1, step_tokens=tokens)
     there = find_machine(machine)
     # OSDI'26 3.1 keeps a layer's experts and its own dense weights alone: a prompt is one step.
-    found = placed(Case(open_subject(arch, fmt).thinned(LAYERS), _roomy(there), run, wanted))
+    subject = open_subject(arch, fmt, layers=layers, vocab=layers and FEW).thinned(LAYERS)
+    found = placed(Case(subject, _roomy(there), run, wanted))
     assert found.plan.streaming is not None
     over = there.gpus[:gpus] if gpus > 1 else ()
     streaming = replace(found.plan.streaming, exchange=exchange)
@@ -164,7 +168,7 @@ def _streamed(arch: str, fmt: str, machine: str, tokens: int, gpus: int, exchang
 def crossing(arch: str, fmt: str, machine: str, tokens: int, routing: Routing) -> float:
     """The share of a layer's experts that crosses in a prompt, so that the link takes as long as
     the CPU does for the others."""
-    found = _streamed(arch, fmt, machine, tokens, 1, "small_ep")
+    found = _streamed(arch, fmt, machine, tokens, 1, "small_ep", None)
     wanted = replace(found.case.wanted, routing=routing)
     return balanced_share(replace(found, case=replace(found.case, wanted=wanted)), tokens)
 
@@ -181,6 +185,7 @@ def streamed(
     system: System = OURS,
     share: float | None = 1.0,
     routing: Routing = EVEN,
+    layers: int | None = None,
 ) -> SimulatedStep:
     """A prompt that is one step, whose experts cross to one GPU or to several.
 
@@ -189,8 +194,9 @@ def streamed(
         beside_gbps: that something else reads of main memory meanwhile.
         share: of each layer's experts that cross, the most used ones; the CPU computes the others.
             None: as many as ``crossing`` says.
+        layers: of a model of fewer, with ``FEW`` tokens in its vocabulary, as runs of ours have.
     """
-    found = _streamed(arch, fmt, machine, tokens, gpus, exchange)
+    found = _streamed(arch, fmt, machine, tokens, gpus, exchange, layers)
     if share is None:
         share = crossing(arch, fmt, machine, tokens, routing)
     split = {1.0: Phase.STREAMED, 0.0: Phase.PROMPT}.get(share, Phase.SPLIT)

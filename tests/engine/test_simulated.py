@@ -14,6 +14,7 @@ from model.planner.machine_file import parse_machine, read_machine
 from pykernels.errors import PykernelsError
 from runtime.devices.sim.cost import Load
 from runtime.devices.sim.deferral import with_deferral
+from runtime.devices.sim.drafts import Drafts
 from runtime.devices.sim.machine import Kernel, Machine
 from runtime.devices.sim.routing import Routing
 from runtime.devices.sim.step import simulate
@@ -23,7 +24,7 @@ from runtime.planning.compile import Compiled, compile
 from runtime.planning.execution import ExecutionPlan, Phase
 from runtime.planning.placement import Placement
 from runtime.planning.streaming import Streaming
-from runtime.planning.work import weight_bytes
+from runtime.planning.work import cache_bytes, weight_bytes
 from runtime.program import Program
 from runtime.program.sizes import StepSizes
 
@@ -217,6 +218,21 @@ def test_gpus_wait_for_what_collectives_send(tmp_path: Path, machine: Machine) -
     program = meta_decoder(tmp_path).lower(StepSizes(64, 1, 1))
     sent = sent_bytes(stripe(program, 2, attention="gather")[0])
     assert took[1] - took[0] == pytest.approx(sum(sent.values()) / 0.5e9, rel=1e-3)
+
+
+def test_drafts_read_a_sequences_cache_once(tmp_path: Path, machine: Machine) -> None:
+    """Three drafts cost what three more sequences do, but for the keys and values of these."""
+    tiny.make(tmp_path, "qwen3_moe", num_hidden_layers=3)
+    compiled = compile(meta_decoder(tmp_path), ExecutionPlan(StepSizes(4, 4, 4)), Phase.PROMPT, 4)
+    drafted = simulate(compiled, machine, Load(4, 512, 1, drafts=3)).seconds
+    alone = simulate(compiled, machine, Load(4, 512, 4)).seconds
+    assert alone - drafted == pytest.approx(3 * cache_bytes(compiled.program, 512) / 0.5e9)
+
+
+def test_a_step_yields_tokens_until_a_draft_is_wrong() -> None:
+    drafts = Drafts(2, 0.5, seconds=0.1)
+    assert drafts.tokens == pytest.approx(1 * 0.5 + 2 * 0.25 + 3 * 0.25)
+    assert drafts.seconds_a_token(1.55) == pytest.approx(1.75 / 1.75)
 
 
 def dslp(folder: Path, gpus: int) -> Compiled:

@@ -42,17 +42,24 @@ class Load:
     Attributes:
         tokens, context: see ``planning.work``; ``sequences``: whose caches it reads.
         routing: by which experts are chosen.
+        drafts: tokens of each sequence that the step verifies, besides the one that it has.
     """
 
     tokens: int = 1
     context: int = 0
     sequences: int = 1
     routing: Routing = Routing()
+    drafts: int = 0
 
     @property
     def decodes(self) -> bool:
-        """Whether every sequence has one token."""
-        return self.tokens == self.sequences
+        """Whether every sequence has one token, and its drafts."""
+        return self.tokens == self.logits
+
+    @property
+    def logits(self) -> int:
+        """Rows of logits that are needed."""
+        return self.sequences * (1 + self.drafts)
 
 
 class CostModel:
@@ -201,8 +208,8 @@ class CostModel:
             spec = self.program.weight(node, port)
             numbers = float(math.prod(spec.shape))
             rows = self._tokens(node)
-            if node.layer is None:  # a head multiplies the last token of each sequence alone
-                rows = min(self.program.shape(node.outputs["out"])[0], self.load.sequences)
+            if node.layer is None:  # a head multiplies the last tokens of each sequence alone
+                rows = min(self.program.shape(node.outputs["out"])[0], self.load.logits)
             flops = 2.0 * numbers * rows
             return nbytes, numbers, flops
         return self._experts(node) if node.op == "moe_ffn" else (nbytes, 0.0, flops)

@@ -21,8 +21,8 @@ from .capacity import free_for_steps, step_bytes
 from .machine import Machine
 
 STREAM_TOKENS = (65536, 32768, 16384, 8192, 4096, 2048, 1024, 512)
-"""What a step may have, if nobody says: all experts cross once a step, so as many as fit, up to
-``balanced_tokens``."""
+"""What a step may have, if nobody says: all experts cross once a step, so ``most_tokens``, or as
+many of these as fit."""
 OPS_PER_BYTE = 8192
 """More than any GPU computes while a byte crosses its link: 450 TFLOP/s beside 55 GB/s. A step that
 is shorter than need be waits for the link, and a longer one takes only memory that is free."""
@@ -84,9 +84,10 @@ def plan_streaming(
     if not machine.bounded:
         return _through(machine, RINGS[0], tokens or STREAM_TOKENS[-1], nodes)
     free = free_for_steps(model, machine, plan)
-    short, most = "", balanced_tokens(*_crossing(program), plan.sizes.table_pages * PAGE)
+    short, most = "", most_tokens(*_crossing(program), plan.sizes.table_pages * PAGE)
+    fewer = [T for T in STREAM_TOKENS if most > T]
     for ring in RINGS:
-        for T in (tokens,) if tokens else (T for T in STREAM_TOKENS if most >= T):
+        for T in (tokens,) if tokens else (most, *fewer):
             streaming = _through(machine, ring, T, nodes)
             needed = _streamed_bytes(model, machine, plan, streaming)
             full = [gpu for gpu in free if needed[gpu] > free[gpu]]
@@ -112,16 +113,16 @@ def streaming_bytes(
     return _streamed_bytes(model, machine, plan, streaming)
 
 
-def balanced_tokens(nbytes: int, numbers: int, positions: int) -> int:
-    """The most of ``STREAM_TOKENS`` after which no GPU would wait for its link; no more than one
-    sequence has, or 4,096.
+def most_tokens(nbytes: int, numbers: int, positions: int) -> int:
+    """Tokens of a step after which no GPU would wait for its link; no more than the longest sequence
+    has, in whole 1,024s, or 4,096.
 
     Args:
         nbytes: of all experts; ``numbers``: of the experts that a token takes.
         positions: of the longest sequence.
     """
-    most = OPS_PER_BYTE * nbytes // (2 * numbers)
-    return max([4096, *(T for T in STREAM_TOKENS if most >= T <= positions)])
+    balanced = OPS_PER_BYTE * nbytes // (2 * numbers)
+    return max(4096, min(STREAM_TOKENS[0], balanced, -(-positions // 1024) * 1024))
 
 
 def _through(machine: Machine, ring: StreamRing, tokens: int, nodes: MemoryNodes) -> Streaming:
