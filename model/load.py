@@ -24,6 +24,7 @@ from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.engine.scheduling.drafts import check_taken_back
 from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE
+from runtime.kv_cache.windows import pool_pages
 from runtime.kv_tiers.behind import KvBehind
 from runtime.kv_tiers.directory import prepared
 from runtime.kv_tiers.mooncake import check_store
@@ -43,9 +44,10 @@ from runtime.workers.numa import nodes_to_use
 from runtime.workers.pool import make_pool
 from runtime.workers.threads import threads_here
 
-from .architectures.decoder import check_heads
+from .architectures.decoder import Decoder, check_heads
 from .architectures.families import check_lowered
 from .checkpoint import memory
+from .checkpoint.cache_cost import CacheCost
 from .checkpoint.config import read_config
 from .checkpoint.identity import identity
 from .checkpoint.progress import Callback, compiling, reporting
@@ -267,7 +269,7 @@ def _fitted(
         from runtime.devices.gpus import free_bytes, gpus_of
 
         free = sum(free_bytes(gpus_of(execution.device), execution.gpu_gib).values())
-    token, placement = weights.decoder.token_bytes, Placement()
+    cost, placement = _cache_cost(execution, engine, weights.decoder), Placement()
     needed, smaller = weights.needed(placement), weights.smaller(placement)
     states = weights.decoder.state_bytes * engine.state_slots
     if not states and (engine.snapshots, engine.snapshot_tokens) != (None, None):
@@ -275,11 +277,15 @@ def _fitted(
             f"snapshots of states, and {weights.decoder.name} has no layer with a state",
             "Leave out snapshots and snapshot_tokens",
         )
-    pages = memory.cache_pages(engine, longest, token, needed, smaller, free, states)
+    pages = memory.cache_pages(engine, longest, cost, needed, smaller, free, states)
     given = engine.max_num_batched_tokens
-    most = engine.max_num_seqs, engine.num_logits, engine.state_slots
+    most = engine.max_num_seqs, engine.num_logits, engine.state_slots, cost.pool(pages)
     largest = largest_step(longest, pages, given or STEP_TOKENS, *most)
     placement = placement_of(execution, weights.decoder, largest, *weights.placed)
+    if placement.kv_in_main and largest.window_pages:
+        most = (*most[:-1], 0)  # pages that cross are those of all layers
+        largest = largest_step(longest, pages, given or STEP_TOKENS, *most)
+        placement = placement_of(execution, weights.decoder, largest, *weights.placed)
     if execution.on_gpu:
         needed, smaller = weights.needed(placement), weights.smaller(placement)
         needed += sum(each.nbytes for each in placement.filled(Filled.EACH_STEP).values())
@@ -290,6 +296,21 @@ def _fitted(
         needed += row * pages * PAGE
     memory.check_behind(_bytes(engine.kv_ram_gib + engine.kv_store_gib) or 0, needed)
     return placement, largest_step(longest, pages, given, *most)
+
+
+def _cache_cost(execution: ExecutionConfig, engine: EngineConfig, decoder: Decoder) -> CacheCost:
+    """What the cache takes; layers with a window keep what they see where all caches are on one
+    device, and no levels behind them take whole pages."""
+    behind = engine.kv_disk is not None or engine.kv_store is not None or engine.kv_ram_gib
+    if not decoder.window or decoder.states or behind or execution.on_gpu:
+        return CacheCost(decoder.token_bytes)
+    tokens = engine.max_num_batched_tokens
+    tokens = tokens if execution.on_gpu else tokens or STEP_TOKENS
+
+    def pool(pages: int) -> int:
+        return pool_pages(pages, decoder.window, engine.max_num_seqs, tokens, PAGE)
+
+    return CacheCost(decoder.token_bytes, decoder.window_token_bytes, pool)
 
 
 def texts_of(

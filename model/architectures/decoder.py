@@ -115,12 +115,25 @@ class Decoder:
         """Bytes of one sequence's state."""
         return sum(spec.state_bytes for spec in self.cache_specs)
 
-    def caches(self, pages: int, state_slots: int = 1) -> dict[str, CachePart]:
-        """The cache's buffers, of so many pages of 64 tokens and slots of states."""
+    @property
+    def window(self) -> int:
+        """Keys that a token of layers with a window sees, the widest; 0: no layer has one."""
+        return max(spec.window for spec in self.cache_specs)
+
+    @property
+    def window_token_bytes(self) -> int:
+        """Those of ``token_bytes`` that are of layers with a window."""
+        return sum(spec.token_bytes for spec in self.cache_specs if spec.window)
+
+    def caches(
+        self, pages: int, state_slots: int = 1, window_pages: int = 0
+    ) -> dict[str, CachePart]:
+        """The cache's buffers, of so many pages of 64 tokens and slots of states; of layers with a
+        window ``window_pages``, unless it is 0."""
         return {
             f"layer{i}.{name}": part
             for i, spec in enumerate(self.cache_specs)
-            for name, part in spec.buffers(pages, state_slots).items()
+            for name, part in spec.buffers(pages, state_slots, window_pages).items()
         }
 
     def lower(self, sizes: StepSizes = ONE_TOKEN) -> Program:
@@ -128,7 +141,7 @@ class Decoder:
         H, V = self.table.shape[1], self.table.shape[0]
         T, S, R = sizes.tokens, sizes.sequences, sizes.logits
         b = Builder(f"{self.name} T={T}", {"T": T, "S": S, "R": R})
-        step_inputs(b, sizes.table_pages, states=bool(self.states))
+        step_inputs(b, sizes.table_pages, bool(self.states), bool(sizes.window_pages))
         x = b.buffer("embedded", "T", H)
         table = {"table": self.table}
         b.node("embed", "embed", {"ids": "tokens"}, {"out": x}, table, scale=self.table_scale)
@@ -145,10 +158,11 @@ class Decoder:
         add: list[str] = []
         for i, layer in enumerate(self.layers):
             name = f"layer{i}"
-            parts = layer.attention.cache(self.kv_dtype)
+            spec = layer.attention.cache(self.kv_dtype)
+            parts = spec.buffers(sizes.pages, sizes.state_slots, sizes.window_pages)
             cache = {
                 part: b.buffer(f"{name}.{part}", *of.shape, dtype=of.dtype, kind="cache")
-                for part, of in parts.buffers(sizes.pages, sizes.state_slots).items()
+                for part, of in parts.items()
             }
             with b.marked(layer=i):
                 if isinstance(layer, SandwichLayer):

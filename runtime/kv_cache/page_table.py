@@ -21,12 +21,15 @@ class PageTable:
             on other machines were.
         marks, saved, latest: for ``Snapshots``: pages behind which a snapshot is to be taken; the
             slot of one of pages that are not in the tree yet; the page of the output's last one.
+        window_first, window_end, kept: for ``WindowPages``: it has the pages of layers with a
+            window from the first to before the end; those that are kept longest behind it.
     """
 
     __slots__ = (
         "asked",
         "cached",
         "forks",
+        "kept",
         "keys",
         "latest",
         "marks",
@@ -38,6 +41,8 @@ class PageTable:
         "slot",
         "sought",
         "source",
+        "window_end",
+        "window_first",
     )
 
     def __init__(self, forks: bool = False) -> None:
@@ -48,6 +53,8 @@ class PageTable:
         self.source: PrefixNode | None = None
         self.latest: PrefixNode | None = None
         self.marks: list[int] = []
+        self.window_first = self.window_end = 0
+        self.kept: list[range] = []
         self.pages: list[int] = []
         self.row = -1  # of BlockManager.tables; -1: holds no pages
         self.keys: list[PageKey] = []

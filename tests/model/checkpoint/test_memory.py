@@ -10,6 +10,7 @@ import pytest
 
 import model
 from model.checkpoint import memory
+from model.checkpoint.cache_cost import CacheCost
 from model.checkpoint.tensors.safetensors import Checkpoint
 from model.modules.moe import routed_experts
 from pykernels.errors import PykernelsError
@@ -112,7 +113,9 @@ def test_the_size_of_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available", lambda: 10_000_000)
 
     def pages(on_gpu: int | None = None, **settings: int) -> int:
-        return memory.cache_pages(EngineConfig(**settings), 128, 1000, 2_000_000, {}, on_gpu)
+        return memory.cache_pages(
+            EngineConfig(**settings), 128, CacheCost(1000), 2_000_000, {}, on_gpu
+        )
 
     assert pages(kv_tokens=65) == 2 and pages(kv_bytes=200_000) == 3
     # An eighth of the 8 MB that are left, in sequences of 128 tokens, and a page more.
