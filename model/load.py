@@ -24,7 +24,6 @@ from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.engine.scheduling.drafts import check_taken_back
 from runtime.extend import checked
 from runtime.kv_cache.layout import PAGE
-from runtime.kv_cache.windows import pool_pages
 from runtime.kv_tiers.behind import KvBehind
 from runtime.kv_tiers.directory import prepared
 from runtime.kv_tiers.mooncake import check_store
@@ -44,10 +43,9 @@ from runtime.workers.numa import nodes_to_use
 from runtime.workers.pool import make_pool
 from runtime.workers.threads import threads_here
 
-from .architectures.decoder import Decoder, check_heads
+from .architectures.decoder import check_heads
 from .architectures.families import check_lowered
 from .checkpoint import memory
-from .checkpoint.cache_cost import CacheCost
 from .checkpoint.config import read_config
 from .checkpoint.identity import identity
 from .checkpoint.progress import Callback, compiling, reporting
@@ -61,6 +59,7 @@ from .pinning.place import placement_of
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
 from .rules import Rules
 from .text.settings import engine_settings, note_of
+from .windows import cost_of, described
 
 
 def load_engine(
@@ -111,6 +110,8 @@ def load_engine(
                 decoder = weights.readable(packer(pool), report, pool.memory)
                 own = [checked(each) for each in passes]
                 plan = make_plan(execution, decoder, longest, sizes, placement, own)
+                said = described(engine, decoder, plan.sizes)
+                plan = replace(plan, decisions=(*said, *plan.decisions))
                 runner = make_runner(plan, execution.device, decoder, pool)
                 if engine.draft != "off":
                     check_taken_back(runner)
@@ -269,7 +270,7 @@ def _fitted(
         from runtime.devices.gpus import free_bytes, gpus_of
 
         free = sum(free_bytes(gpus_of(execution.device), execution.gpu_gib).values())
-    cost, placement = _cache_cost(execution, engine, weights.decoder), Placement()
+    cost, placement = cost_of(execution, engine, weights.decoder), Placement()
     needed, smaller = weights.needed(placement), weights.smaller(placement)
     states = weights.decoder.state_bytes * engine.state_slots
     if not states and (engine.snapshots, engine.snapshot_tokens) != (None, None):
@@ -296,21 +297,6 @@ def _fitted(
         needed += row * pages * PAGE
     memory.check_behind(_bytes(engine.kv_ram_gib + engine.kv_store_gib) or 0, needed)
     return placement, largest_step(longest, pages, given, *most)
-
-
-def _cache_cost(execution: ExecutionConfig, engine: EngineConfig, decoder: Decoder) -> CacheCost:
-    """What the cache takes; layers with a window keep what they see where all caches are on one
-    device, and no levels behind them take whole pages."""
-    behind = engine.kv_disk is not None or engine.kv_store is not None or engine.kv_ram_gib
-    if not decoder.window or decoder.states or behind or execution.on_gpu:
-        return CacheCost(decoder.token_bytes)
-    tokens = engine.max_num_batched_tokens
-    tokens = tokens if execution.on_gpu else tokens or STEP_TOKENS
-
-    def pool(pages: int) -> int:
-        return pool_pages(pages, decoder.window, engine.max_num_seqs, tokens, PAGE)
-
-    return CacheCost(decoder.token_bytes, decoder.window_token_bytes, pool)
 
 
 def texts_of(

@@ -225,6 +225,16 @@ def cache_state_bytes(model: PreTrainedModel) -> int:
     return sum(kind.cached(module, "bf16").state_bytes for _, module, kind in mixers)
 
 
+def cache_window(model: PreTrainedModel) -> tuple[int, int]:
+    """Keys that a token of layers with a window sees, the most; and bytes that one token takes in
+    the cache of all of these layers."""
+    family, inner = family_of(model.config), model.model
+    windows = [family.window(model.config, i) for i in range(len(inner.layers))]
+    own = [mixer(layer) for layer, window in zip(inner.layers, windows, strict=True) if window]
+    nbytes = sum(kind.cached(module, "bf16").token_bytes for _, module, kind in own)
+    return max(windows), nbytes
+
+
 def check_heads(sizes: Iterable[tuple[int, int, int]]) -> None:
     """Raises PykernelsError for ``Decoder.head_sizes`` that the CPU's attention cannot have."""
     for dk, dv, _ in sizes:

@@ -1,4 +1,4 @@
-"""What a KV cache of so many tokens takes, where layers with a window keep less than the others."""
+"""What a KV cache takes, where layers with a window keep less than the others."""
 
 from __future__ import annotations
 

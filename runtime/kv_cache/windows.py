@@ -21,7 +21,7 @@ from .prefix import PrefixNode, PrefixTree
 
 NONE = -1
 _STEP_TOKENS = 4096
-_PER_IDLE = 8
+_PER_IDLE, _IDLE = 8, 3
 
 
 def least_pages(max_num_seqs: int, window: int, page_size: int) -> int:
@@ -35,8 +35,9 @@ def pool_pages(
 ) -> int:
     """Pages of layers with a window; 0: a pool of their own saves nothing.
 
-    Beside what sequences must have, there are pages for the prompts of two steps, and one for each
-    ``_PER_IDLE`` of the other layers, so that ends of conversations stay.
+    Beside what sequences must have, there are pages for the prompts of two steps, and for the ends
+    of conversations: one for each ``_PER_IDLE`` of the other layers, but no more than those of
+    ``_IDLE`` conversations a sequence.
 
     Args:
         num_pages: of the other layers.
@@ -46,8 +47,8 @@ def pool_pages(
     if not window:
         return 0
     tokens = 2 * (step_tokens or _STEP_TOKENS)
-    pages = least_pages(max_num_seqs, window, page_size) + -(-tokens // page_size)
-    pages += -(-num_pages // _PER_IDLE)
+    least = least_pages(max_num_seqs, window, page_size)
+    pages = least + -(-tokens // page_size) + min(-(-num_pages // _PER_IDLE), _IDLE * least)
     return pages if pages < num_pages else 0
 
 

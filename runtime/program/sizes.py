@@ -29,6 +29,11 @@ class StepSizes:
     state_slots: int = 1
     window_pages: int = 0
 
+    @property
+    def of_caches(self) -> tuple[int, int, int]:
+        """What a model's ``caches`` are made for."""
+        return self.pages, self.state_slots, self.window_pages
+
     def of(self, tokens: int) -> StepSizes:
         """The sizes of a step of fewer tokens, which has as many rows of logits at most."""
         return replace(self, tokens=tokens, logits=min(tokens, self.logits))

@@ -135,11 +135,6 @@ class PagedRunner(ABC):
         self._read_bytes: dict[int, tuple[int, int]] = {}
 
     @property
-    def cache_sizes(self) -> tuple[int, int, int]:
-        """What the model's ``caches`` are made for."""
-        return self.num_pages, self.state_slots, self.window_pages
-
-    @property
     def last_step(self) -> LastStep | None:
         """The step that ended last."""
         return self.last_steps[-1] if self.last_steps else None

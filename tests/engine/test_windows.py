@@ -18,6 +18,7 @@ MEDIAN, MOST = {"ref": 1e-4, "cpu": 5e-3}, {"ref": 1e-4, "cpu": 2e-2}
 token, and of nine in ten: a near-tie of experts may move others of the cpu's further. With whole
 pages they are the same, bit for bit."""
 DEVICES = ["ref", "cpu"]
+GAINS = tiny.Gains(layers=0.7, head=0.5, router=0.5, choice=0.1)
 LENGTH = 640
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_text": {},
@@ -38,8 +39,7 @@ SIZES: dict[str, Any] = {
 @pytest.fixture(scope="module", params=FAMILIES)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tiny.Tiny:
     path = tmp_path_factory.mktemp("windows")
-    tied = 0.02 if request.param == "gemma4_text" else 1.0
-    gains = tiny.Gains(layers=0.7, head=0.5, router=0.5, choice=0.1, embedding=tied)
+    gains = GAINS._replace(embedding=0.02) if request.param == "gemma4_text" else GAINS
     more = FAMILIES[request.param] | {"max_position_embeddings": LENGTH}
     return tiny.make(path, request.param, gains=gains, **more)
 
