@@ -34,9 +34,7 @@ def described(engine: EngineConfig, decoder: Decoder, sizes: StepSizes) -> list[
         return []
     kept = f"layers with a window of {decoder.window} tokens"
     if not sizes.window_pages:
-        why = (
-            ": kv_disk, kv_ram_gib and kv_store take whole pages" if _is_kept_whole(engine) else ""
-        )
+        why = ": levels behind the cache take whole pages" if _is_kept_whole(engine) else ""
         return [f"{kept} keep as much as the others{why}"]
     saved = (sizes.pages - sizes.window_pages) * PAGE * decoder.window_token_bytes / GIB
     return [
@@ -47,4 +45,5 @@ def described(engine: EngineConfig, decoder: Decoder, sizes: StepSizes) -> list[
 
 def _is_kept_whole(engine: EngineConfig) -> bool:
     """Whether levels behind the cache take pages of all layers."""
-    return bool(engine.kv_disk is not None or engine.kv_store is not None or engine.kv_ram_gib)
+    behind = engine.kv_disk, engine.kv_store, engine.kv_ram_gib, engine.transfer_host
+    return any(behind)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from pykernels.errors import PykernelsError
 from runtime.devices.gpus import HEADROOM, gpus_of
+from runtime.devices.sim.deferral import deferral_load, with_deferral
 from runtime.devices.sim.machine import Gpu
 from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.passes.gpu.offload_kv import host_caches
@@ -105,7 +106,7 @@ def placed(case: Case) -> Placed:
             f" {subject.positions}",
             f"Give --context, --prompt and --answer that come to {subject.positions} at most",
         )
-    pages = -(-wanted.positions // 64) * 4 * wanted.batch
+    pages = wanted.pages or -(-wanted.positions // 64) * 4 * wanted.batch
     sizes = largest_step(
         wanted.positions,
         pages,
@@ -156,6 +157,11 @@ def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int) -> Placed:
         if run.kv_attention == "auto":
             run = replace(run, kv_attention=_faster(case, decoder.lower(), gpu))
         plan = plan_on_gpus(run, decoder, machine, case.wanted.positions, sizes, placement)
+        if plan.chooses_deferral:
+            wanted = case.wanted
+            load = deferral_load(run, case.subject.positions, wanted.context, wanted.batch)
+            load = replace(load, routing=wanted.routing)
+            plan = with_deferral(plan, decoder, case.machine, load)
         room = 0
         if plan.placement.experts == CPU:
             room = min(free_for_experts(decoder, machine, plan).values())

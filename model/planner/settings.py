@@ -22,6 +22,7 @@ class Wanted:
         routing: by which tokens choose experts.
         step_tokens: most of a step, as ``--max-num-batched-tokens`` of a server; None: as the
             engine chooses.
+        pages: of 64 tokens, of the cache; None: as many as a server has.
     """
 
     context: int = 512
@@ -30,6 +31,7 @@ class Wanted:
     answer: int = 256
     routing: Routing = Routing()
     step_tokens: int | None = None
+    pages: int | None = None
 
     @property
     def positions(self) -> int:

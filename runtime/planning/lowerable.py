@@ -46,5 +46,9 @@ class Lowerable(Protocol):
             window_pages: of layers with a window; 0: ``pages``, as of the others.
         """
 
+    def thinned(self, most: int) -> tuple[Lowerable, float]:
+        """The same with so many of its layers at most, of each kind a part like the whole's, and
+        how many of its own layers each stands for: to predict by, not to run."""
+
     def lower(self, sizes: StepSizes = ONE_TOKEN) -> Program:
         """The program of a step of these sizes."""
