@@ -61,6 +61,7 @@ from .planner.machines import this_machine
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
 from .rules import Rules
 from .text.settings import engine_settings, note_of
+from .windows import cost_of, described
 
 
 def load_engine(
@@ -111,6 +112,8 @@ def load_engine(
                 decoder = weights.readable(packer(pool), report, pool.memory)
                 own = [checked(each) for each in passes]
                 plan = make_plan(execution, decoder, longest, sizes, placement, own, this_machine)
+                said = described(engine, decoder, plan.sizes)
+                plan = replace(plan, decisions=(*said, *plan.decisions))
                 runner = make_runner(plan, execution.device, decoder, pool)
                 if engine.draft != "off":
                     check_taken_back(runner)
@@ -289,7 +292,7 @@ def _fitted(
         from runtime.devices.gpus import free_bytes, gpus_of
 
         free = sum(free_bytes(gpus_of(execution.device), execution.gpu_gib).values())
-    token, placement = weights.decoder.token_bytes, Placement()
+    cost, placement = cost_of(execution, engine, weights.decoder), Placement()
     needed, smaller = weights.needed(placement), weights.smaller(placement)
     states = weights.decoder.state_bytes * engine.state_slots
     if not states and (engine.snapshots, engine.snapshot_tokens) != (None, None):
@@ -297,11 +300,15 @@ def _fitted(
             f"snapshots of states, and {weights.decoder.name} has no layer with a state",
             "Leave out snapshots and snapshot_tokens",
         )
-    pages = memory.cache_pages(engine, longest, token, needed, smaller, free, states)
+    pages = memory.cache_pages(engine, longest, cost, needed, smaller, free, states)
     given = engine.max_num_batched_tokens
-    most = engine.max_num_seqs, engine.num_logits, engine.state_slots
+    most = engine.max_num_seqs, engine.num_logits, engine.state_slots, cost.pool(pages)
     largest = largest_step(longest, pages, given or STEP_TOKENS, *most)
     placement = placement_of(execution, weights.decoder, largest, *weights.placed)
+    if placement.kv_in_main and largest.window_pages:
+        most = (*most[:-1], 0)  # pages that cross are those of all layers
+        largest = largest_step(longest, pages, given or STEP_TOKENS, *most)
+        placement = placement_of(execution, weights.decoder, largest, *weights.placed)
     if execution.on_gpu:
         needed, smaller = weights.needed(placement), weights.smaller(placement)
         needed += sum(each.nbytes for each in placement.filled(Filled.EACH_STEP).values())

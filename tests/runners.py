@@ -94,6 +94,7 @@ class CudaOptions:
     kv_in_main: tuple[int, ...] = ()
     kv_attention: str = "gpu"
     gpus: str = "pipeline"
+    window_pages: int = 0
 
 
 def cuda_runner(
@@ -118,6 +119,7 @@ def cuda_runner(
     sizes = largest_step(
         max_model_len, num_pages, max_num_batched_tokens, max_num_seqs, max_num_logits
     )
+    sizes = replace(sizes, window_pages=options.window_pages)
     machine = machine_of(gpus_of(device), model.store)
     first, *others = machine.free
     has_layers = machine if options.gpus == "pipeline" else machine.only(first)

@@ -115,12 +115,25 @@ class Decoder:
         """Bytes of one sequence's state."""
         return sum(spec.state_bytes for spec in self.cache_specs)
 
-    def caches(self, pages: int, state_slots: int = 1) -> dict[str, CachePart]:
-        """The cache's buffers, of so many pages of 64 tokens and slots of states."""
+    @property
+    def window(self) -> int:
+        """Keys that a token of layers with a window sees, the widest; 0: no layer has one."""
+        return max(spec.window for spec in self.cache_specs)
+
+    @property
+    def window_token_bytes(self) -> int:
+        """Those of ``token_bytes`` that are of layers with a window."""
+        return sum(spec.token_bytes for spec in self.cache_specs if spec.window)
+
+    def caches(
+        self, pages: int, state_slots: int = 1, window_pages: int = 0
+    ) -> dict[str, CachePart]:
+        """The cache's buffers, of so many pages of 64 tokens and slots of states; of layers with a
+        window ``window_pages``, unless it is 0."""
         return {
             f"layer{i}.{name}": part
             for i, spec in enumerate(self.cache_specs)
-            for name, part in spec.buffers(pages, state_slots).items()
+            for name, part in spec.buffers(pages, state_slots, window_pages).items()
         }
 
     def thinned(self, most: int) -> tuple[Decoder, float]:
@@ -135,7 +148,7 @@ class Decoder:
         H, V = self.table.shape[1], self.table.shape[0]
         T, S, R = sizes.tokens, sizes.sequences, sizes.logits
         b = Builder(f"{self.name} T={T}", {"T": T, "S": S, "R": R})
-        step_inputs(b, sizes.table_pages, states=bool(self.states))
+        step_inputs(b, sizes.table_pages, bool(self.states), bool(sizes.window_pages))
         x = b.buffer("embedded", "T", H)
         table = {"table": self.table}
         b.node("embed", "embed", {"ids": "tokens"}, {"out": x}, table, scale=self.table_scale)
@@ -152,10 +165,11 @@ class Decoder:
         add: list[str] = []
         for i, layer in enumerate(self.layers):
             name = f"layer{i}"
-            parts = layer.attention.cache(self.kv_dtype)
+            spec = layer.attention.cache(self.kv_dtype)
+            parts = spec.buffers(sizes.pages, sizes.state_slots, sizes.window_pages)
             cache = {
                 part: b.buffer(f"{name}.{part}", *of.shape, dtype=of.dtype, kind="cache")
-                for part, of in parts.buffers(sizes.pages, sizes.state_slots).items()
+                for part, of in parts.items()
             }
             with b.marked(layer=i):
                 if isinstance(layer, SandwichLayer):
@@ -216,6 +230,16 @@ def cache_state_bytes(model: PreTrainedModel) -> int:
     """Bytes of one sequence's states, whatever its length."""
     mixers = [mixer(layer) for layer in model.model.layers]
     return sum(kind.cached(module, "bf16").state_bytes for _, module, kind in mixers)
+
+
+def cache_window(model: PreTrainedModel) -> tuple[int, int]:
+    """Keys that a token of layers with a window sees, the most; and bytes that one token takes in
+    the cache of all of these layers."""
+    family, inner = family_of(model.config), model.model
+    windows = [family.window(model.config, i) for i in range(len(inner.layers))]
+    own = [mixer(layer) for layer, window in zip(inner.layers, windows, strict=True) if window]
+    nbytes = sum(kind.cached(module, "bf16").token_bytes for _, module, kind in own)
+    return max(windows), nbytes
 
 
 def check_heads(sizes: Iterable[tuple[int, int, int]]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.kv_cache.layout import CacheSpec
 from runtime.program import Builder
+from runtime.program.step_inputs import WINDOW_SLOTS, WINDOW_TABLE
 from runtime.program.weight_spec import WeightSpec
 
 from .attention import RAGGED, angles_of, eps_of
@@ -83,9 +84,12 @@ class GQA:
         return self.D, self.D
 
     def cache(self, kv_dtype: str) -> CacheSpec:
-        return CacheSpec.grouped(kv_dtype, self.KVH, self.D)
+        return replace(CacheSpec.grouped(kv_dtype, self.KVH, self.D), window=self.window)
 
     def lower(self, b: Builder, layer: str, x: str, cache: Mapping[str, str]) -> str:
+        windowed = bool(self.window) and b.has(WINDOW_TABLE)  # it has pages of its own
+        slots = WINDOW_SLOTS if windowed else "slot_mapping"
+        sequences = {**RAGGED, "page_table": WINDOW_TABLE} if windowed else RAGGED
         qkv = self.qkv.lower(b, f"{layer}.qkv", x, f"{layer}.qkv")
         q = b.buffer(f"{layer}.rotated", "T", self.NH, self.D)
         starts = self.qkv.starts  # each at a 32-row block, so there may be gaps
@@ -93,7 +97,7 @@ class GQA:
         b.node(
             "gqa_rope_cache_write",
             f"{layer}.write",
-            {"qkv": qkv, "angles": angles_of(self.rope), "slot_mapping": "slot_mapping", **cache},
+            {"qkv": qkv, "angles": angles_of(self.rope), "slot_mapping": slots, **cache},
             {"rotated": q, **cache},
             {"q_norm": self.q_norm, "k_norm": self.k_norm},
             heads=self.NH,
@@ -107,7 +111,7 @@ class GQA:
         b.node(
             "attention",
             f"{layer}.attention",
-            {"q": q, **cache, **RAGGED},
+            {"q": q, **cache, **sequences},
             {"out": out},
             {"sinks": self.sinks},
             heads=self.NH,

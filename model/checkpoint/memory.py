@@ -20,6 +20,7 @@ from runtime.planning.placement import Placement
 
 from ..modules.linear import Linear, linears
 from ..modules.moe import FusedMoE
+from .cache_cost import CacheCost
 from .plan import Plan, PlannedDense
 from .read import nbytes
 from .tensors.safetensors import Checkpoint
@@ -139,7 +140,7 @@ def _in_format(shape: tuple[int, ...], name: str | None) -> int | None:
 def cache_pages(
     config: EngineConfig,
     longest: int,
-    token: int,
+    cost: CacheCost,
     weights: int,
     smaller: Mapping[str, int],
     on_gpu: int | None = None,
@@ -149,7 +150,7 @@ def cache_pages(
     and two sequences of ``longest`` tokens at least.
 
     Args:
-        token: bytes of the cache per token.
+        cost: what a cache takes.
         weights: bytes that loading takes; ``smaller``: with the experts converted, by format.
         on_gpu: bytes that are free on the GPU that holds the cache, where ``check_engine`` is to
             follow for the weights; None: it is in main memory.
@@ -159,8 +160,7 @@ def cache_pages(
         PykernelsError: weights, states and cache need more memory than is free, or the cache is
             smaller than a page.
     """
-    free, token = available() - states, max(token, 1)
-    page = token * PAGE
+    free = available() - states
     if on_gpu is not None:
         on_gpu -= states
         if on_gpu < 0:
@@ -179,30 +179,34 @@ def cache_pages(
     asked = config.kv_tokens, config.kv_bytes
     if asked == (None, None):
         if on_gpu is None:
+            token = cost.of_token(-(-longest // PAGE) * sequences)
             check_engine(weights + states, token, longest, sequences, smaller)
         share = (free - weights) // 8 if on_gpu is None else on_gpu // 4
-        fit = share // (token * longest)
+        fit = cost.most_sequences(share, longest)
         return -(-longest // PAGE) * max(sequences, min(fit, config.max_num_seqs)) + 1
-    tokens = config.kv_tokens if config.kv_tokens is not None else (config.kv_bytes or 0) // token
-    pages = -(-tokens // PAGE) if config.kv_tokens is not None else tokens // PAGE
+    if config.kv_tokens is not None:
+        pages = -(-config.kv_tokens // PAGE)
+    else:
+        pages = cost.most_pages(config.kv_bytes or 0)
     if pages < 1:
         raise PykernelsError(
             f"kv_bytes={config.kv_bytes} is less than a page of {PAGE} tokens",
-            f"Give {page} or more",
+            f"Give {cost.nbytes(1)} or more",
         )
+    nbytes = cost.nbytes(pages)
     if on_gpu is None:
-        check_engine(weights + states, token, PAGE, 1, smaller)
-    if on_gpu is not None and pages * page > (most := max(0, on_gpu) + max(0, free)):
+        check_engine(weights + states, cost.of_token(1), PAGE, 1, smaller)
+    if on_gpu is not None and nbytes > (most := max(0, on_gpu) + max(0, free)):
         raise PykernelsError(
-            f"A KV cache of {size(pages * page)} for {pages * PAGE} tokens, and the GPU has"
+            f"A KV cache of {size(nbytes)} for {pages * PAGE} tokens, and the GPU has"
             f" {size(max(0, on_gpu))} free, main memory {size(max(0, free))}",
-            f"Ask for kv_tokens={most // page * PAGE} at most",
+            f"Ask for kv_tokens={cost.most_pages(most) * PAGE} at most",
         )
-    if on_gpu is None and weights + pages * page > free:
+    if on_gpu is None and weights + nbytes > free:
         raise PykernelsError(
-            f"The model's {size(weights)} and a KV cache of {size(pages * page)} for"
+            f"The model's {size(weights)} and a KV cache of {size(nbytes)} for"
             f" {pages * PAGE} tokens need more than the {size(free)} that are free",
-            f"Ask for kv_tokens={(free - weights) // page * PAGE} at most",
+            f"Ask for kv_tokens={cost.most_pages(free - weights) * PAGE} at most",
         )
     return pages
 

@@ -15,7 +15,7 @@ from pykernels.errors import PykernelsError
 from runtime.devices.gpus import gpus_of
 from runtime.planning.placement import CPU
 
-from ..architectures.decoder import cache_state_bytes, cache_token_bytes
+from ..architectures.decoder import cache_state_bytes, cache_token_bytes, cache_window
 from ..architectures.families import why_not
 from ..checkpoint.config import read_config, resolve_dtype
 from ..checkpoint.gguf import find_gguf
@@ -48,6 +48,8 @@ class Inspection:
         cache_bytes: bytes of one token's keys and values by ``kv_dtype`` ("fp8" in the engine
             alone); none if it is not known.
         state_bytes: bytes of state that the engine keeps of a sequence besides keys and values.
+        window: keys that a token of layers with a window sees; 0: no layer has one.
+        window_bytes: those of ``cache_bytes`` in bf16 that are of these layers.
         gpu_share: the experts that a GPU has besides all of them on the CPU; None if none was
             asked.
     """
@@ -62,6 +64,8 @@ class Inspection:
     cache_bytes: dict[str, int]
     gpu_share: GpuShare | None = None
     state_bytes: int = 0
+    window: int = 0
+    window_bytes: int = 0
 
     @property
     def devices(self) -> dict[str, tuple[int, int]]:
@@ -99,6 +103,8 @@ class Inspection:
             "token_bytes": self.token_bytes,
             "kv_cache_token_bytes": self.cache_bytes,
             "state_bytes": self.state_bytes,
+            "window": self.window,
+            "window_token_bytes": self.window_bytes,
             "gpu_experts": None if self.gpu_share is None else asdict(self.gpu_share),
         }
 
@@ -170,6 +176,7 @@ def examine(
         cache_bytes,
         gpu_share,
         cache_state_bytes(model) if reason is None else 0,
+        *(cache_window(model) if reason is None else (0, 0)),
     )
 
 

@@ -47,6 +47,11 @@ def summary(result: Inspection) -> list[str]:
     ]
     if result.state_bytes:
         lines.append(f"a sequence keeps {size(result.state_bytes)} of states, whatever its length")
+    if result.window:
+        lines.append(
+            f"{size(result.window_bytes)} of it in bf16 are of layers that keep the last"
+            f" {result.window} tokens alone"
+        )
     if result.gpu_share is not None:
         lines += _gpu_share(result.gpu_share)
     if result.engine:

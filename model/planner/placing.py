@@ -23,6 +23,7 @@ from runtime.planning.gpu.machine import Machine as GpuMachine
 from runtime.planning.gpu.plan import place_on, plan_on_gpus
 from runtime.planning.placement import CPU
 from runtime.planning.residency import Filled
+from runtime.planning.windows import window_pages
 from runtime.planning.work import work
 from runtime.program import Program
 from runtime.program.sizes import StepSizes
@@ -112,8 +113,11 @@ def placed(case: Case) -> Placed:
         wanted.step_tokens,
         max(1, wanted.batch),
         state_slots=2 * wanted.batch,
+        window_pages=window_pages(
+            subject.decoder, pages, max(1, wanted.batch), wanted.step_tokens, execution.device
+        ),
     )
-    caches = subject.decoder.caches(sizes.pages, sizes.state_slots)
+    caches = subject.decoder.caches(*sizes.of_caches)
     cache = sum(part.nbytes for part in caches.values())
     has = int(case.machine.cpu.memory_gib * ROOM * GIB)
     if not execution.on_gpu:
@@ -148,6 +152,8 @@ def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int) -> Placed:
         placement = place_on(machine, decoder, largest, run.experts)
         how = run.kv_gpu_gib, run.dense_gib, run.prefill
         placement = fitted(decoder, machine, ExecutionPlan(largest, placement), *how).placement
+        if placement.kv_in_main and sizes.window_pages:  # pages that cross are of all layers
+            return _on_gpus(case, gpus, replace(sizes, window_pages=0), has)
         if run.kv_attention == "auto":
             run = replace(run, kv_attention=_faster(case, decoder.lower(), gpu))
         plan = plan_on_gpus(run, decoder, machine, case.wanted.positions, sizes, placement)
@@ -163,7 +169,7 @@ def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int) -> Placed:
         plan = _with_slots(case, plan)
     compiled = compile(decoder, plan, Phase.PROMPT, plan.sizes.tokens)
     steps = step_bytes(machine, compiled)
-    caches = decoder.caches(plan.sizes.pages, plan.sizes.state_slots)
+    caches = decoder.caches(*plan.sizes.of_caches)
     program = decoder.lower()
     in_main, memory = host_caches(compiled.program), {}
     crossing = plan.placement.filled(Filled.EACH_STEP)

@@ -84,6 +84,7 @@ class Core:
         runner.bind(self.scheduler.writer.batch)
         stream = self.scheduler.add_prefill_stream(runner)
         if make_tiers is not None:
+            assert self.scheduler.manager.windows is None, "levels take pages of all layers"
             self.scheduler.tiers = make_tiers(self.scheduler.manager)
         self._drawn = DrawnTokens(self.scheduler, self.stats, lost, clock)
         self._prefill: PrefillSteps | None = None

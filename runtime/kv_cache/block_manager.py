@@ -12,6 +12,7 @@ from .pages import PagePool
 from .prefix import PageKey, PrefixNode, PrefixTree, extend_keys, path_to
 from .snapshots import Snapshots
 from .states import StateSlots
+from .windows import WindowPages
 
 
 class Below(Protocol):
@@ -29,7 +30,8 @@ class BlockManager:
 
     A page in the tree is full and is never written again. So sequences share whole pages without
     copies, and what they write lies behind, in pages of their own. Where layers have states, a
-    sequence has a slot for its own, and a prefix is shared as far as there is a snapshot.
+    sequence has a slot for its own, and a prefix is shared as far as there is a snapshot. Layers
+    with a window may have pages of their own (``WindowPages``).
 
     Args:
         num_pages: pages of the cache.
@@ -38,9 +40,12 @@ class BlockManager:
         max_pages: columns of ``tables``: pages of the longest sequence.
         state_slots: of states; 0: layers have none.
         spacing: pages from one snapshot in a prompt to the next; 0: no snapshots.
+        window_pages: of layers with a window; 0: they have ``num_pages`` like the others.
+        window: keys that a token of these layers sees.
 
     Attributes:
         snapshots: None: layers have no states.
+        windows: None: no layer has pages of its own.
         tables: int64 [max_num_seqs, max_pages]; row ``table.row`` holds ``table.pages``. Entries
             behind them are old, but always page ids.
         version: grows with every change of ``tables``.
@@ -57,6 +62,8 @@ class BlockManager:
         max_pages: int,
         state_slots: int = 0,
         spacing: int = 0,
+        window_pages: int = 0,
+        window: int = 0,
     ) -> None:
         self.page_size = page_size
         self.pool = PagePool(num_pages)
@@ -67,6 +74,13 @@ class BlockManager:
         if state_slots:
             most = (state_slots - max_num_seqs) // 2
             self.snapshots = Snapshots(StateSlots(state_slots), page_size, spacing, most)
+        self.windows: WindowPages | None = None
+        if window_pages:
+            assert not state_slots, "a prefix ends at a snapshot, or with a window"
+            shape = self.tables.shape
+            self.windows = WindowPages(
+                self.tree, num_pages, window_pages, page_size, window, *shape
+            )
         self._rows = list(range(max_num_seqs - 1, -1, -1))
 
     @property
@@ -95,6 +109,9 @@ class BlockManager:
         if self.snapshots is not None:
             first = len(self.snapshots.deepest(known))
             coming = [(mark, other) for other in others for mark in other.marks if mark > first]
+        elif self.windows is not None:  # what the tree knows may be computed again
+            first = self.windows.usable(known)
+            coming = [(other.cached + 1, other) for other in others if other.cached >= first]
         else:
             coming = [(len(known) + 1, other) for other in others]
         return any(
@@ -128,6 +145,8 @@ class BlockManager:
             hits = self.snapshots.deepest(known)
             if not self.snapshots.states.available:
                 return False
+        if self.windows is not None:
+            hits = known[: self.windows.usable(known)]
         fresh = -(-len(tokens) // self.page_size) - len(hits)
         # Idle pages that are hit stop being available as well.
         idle = self.idle(hits)
@@ -143,25 +162,54 @@ class BlockManager:
             self.snapshots.mark(table, len(hits), len(known), len(tokens))
             table.source = table.node
             table.slot = self.snapshots.states.begin(table.source)
+        if self.windows is not None:
+            self.windows.admit(table, len(known), len(tokens))
         self.tables[table.row, : len(pages)] = pages
         self.version += 1
         return True
 
     def extend(self, table: PageTable) -> bool:
         """One page more at the end; False if there is none to be had."""
-        if not self.available:
+        if not self.available or (self.windows is not None and not self.windows.available):
             return False
         page = self._take()
         self.tables[table.row, len(table.pages)] = page
         table.pages.append(page)
+        if self.windows is not None:
+            self.windows.reach(table, len(table.pages), 0)
         self.version += 1
         return True
 
-    def commit(self, table: PageTable, tokens: Sequence[int], computed: int) -> list[PrefixNode]:
+    def reach(self, table: PageTable, end: int) -> int:
+        """Gives a sequence of a prompt what layers with a window need of pages for its tokens up
+        to ``end``; returns up to where there are some now. All others has ``admit`` given."""
+        if self.windows is None:
+            return end
+        # Each sequence that decodes may need a page more.
+        if self.windows.reach(table, -(-end // self.page_size), self.windows.reserve):
+            self.version += 1
+        return min(end, table.window_end * self.page_size)
+
+    def computed(self, table: PageTable, tokens: int) -> None:
+        """Steps have ended that compute a sequence's first ``tokens``: what lies behind a window
+        is taken back."""
+        if self.windows is not None:
+            self.windows.computed(table, tokens)
+
+    def commit(
+        self,
+        table: PageTable,
+        tokens: Sequence[int],
+        computed: int,
+        completed: list[PrefixNode] | None = None,
+    ) -> list[PrefixNode]:
         """Put the full pages among the first ``computed`` tokens into the tree.
 
         If another sequence has computed the same page in the meantime, this one goes on with
         that page and gives its own back.
+
+        Args:
+            completed: takes nodes that were there, and get what layers with a window lacked.
 
         Returns:
             The nodes that are new, from the root on.
@@ -175,7 +223,8 @@ class BlockManager:
                 break  # behind a collision: its own pages stay its own
             node = self.tree.find(table.node, table.keys[i])
             if node is not None:
-                self._replace(table, i, node.page)
+                if self._replace(table, i, node.page) and completed is not None:
+                    completed.append(node)
             else:
                 node = self.tree.insert(table.node, table.keys[i], table.pages[i])
                 if node is not None:
@@ -207,10 +256,20 @@ class BlockManager:
         for node in nodes:
             self._drop_snapshot(node)
 
+    def forget_windows(self, nodes: Iterable[PrefixNode]) -> set[int]:
+        """Take away what layers with a window have at pages whose contents turned out wrong there;
+        returns the pages, see ``forget``."""
+        pages = {node.page for node in nodes if node in self.tree}
+        if self.windows is not None:
+            self.windows.forget(pages)
+        return pages
+
     def release(self, table: PageTable) -> None:
         """Take all pages back; full ones stay in the tree until they are evicted."""
         if table.row < 0:
             return
+        if self.windows is not None:
+            self.windows.release(table)
         if self.below is not None:
             self.below.released(path_to(table.node))
         for page in reversed(table.pages):  # deepest first: see PrefixTree
@@ -270,7 +329,7 @@ class BlockManager:
         found = self.tree.known(keys)
         if self.snapshots is not None:
             found = self.snapshots.deepest(found)
-        return len(found)
+        return len(found) if self.windows is None else self.windows.usable(found)
 
     def shareable(self, tokens: Sequence[int], reusable: int | None) -> int:
         """Most leading pages that may come from the cache: the last token is always computed."""
@@ -295,6 +354,8 @@ class BlockManager:
     def _left(self, node: PrefixNode) -> None:
         """A page has left the tree."""
         self._drop_snapshot(node)
+        if self.windows is not None:
+            self.windows.forget((node.page,))
         if self.below is not None:
             self.below.evicted(node.page)
 
@@ -310,9 +371,12 @@ class BlockManager:
         if self.pool.release(page) and not self.tree.keep(page):
             self.pool.free(page)
 
-    def _replace(self, table: PageTable, index: int, page: int) -> None:
+    def _replace(self, table: PageTable, index: int, page: int) -> bool:
+        """Whether the page has got what layers with a window lacked."""
+        completed = self.windows is not None and self.windows.replace(table, index, page)
         own, table.pages[index] = table.pages[index], page
         self._hold(page)
         self._drop(own)
         self.tables[table.row, index] = page
         self.version += 1
+        return completed

@@ -59,10 +59,12 @@ class CacheSpec:
     Attributes:
         paged: of each token, in pages: keys, values, latents and the like.
         state: of the sequence, in a slot.
+        window: keys that a token sees, up to its own; 0: all.
     """
 
     paged: Mapping[str, CachePart] = field(default_factory=_none)
     state: Mapping[str, CachePart] = field(default_factory=_none)
+    window: int = 0
 
     @classmethod
     def grouped(cls, kv_dtype: str, KVH: int, D: int) -> CacheSpec:
@@ -101,8 +103,15 @@ class CacheSpec:
         """Bytes of one sequence's state."""
         return sum(part.nbytes for part in self.state.values())
 
-    def buffers(self, pages: int, state_slots: int = 1) -> dict[str, CachePart]:
-        """The parts of so many pages and slots: [pages, PAGE, ...] and [state_slots, ...]."""
+    def buffers(
+        self, pages: int, state_slots: int = 1, window_pages: int = 0
+    ) -> dict[str, CachePart]:
+        """The parts of so many pages and slots: [pages, PAGE, ...] and [state_slots, ...].
+
+        Args:
+            window_pages: where there is a window, instead of ``pages``; 0: no others.
+        """
+        pages = (self.window and window_pages) or pages
         paged = {name: part.of(pages, PAGE) for name, part in self.paged.items()}
         return paged | {name: part.of(state_slots) for name, part in self.state.items()}
 

@@ -19,11 +19,14 @@ class PageTable:
         source: the page behind whose snapshot its state began; None: from nothing.
         marks, saved, latest: for ``Snapshots``: pages behind which a snapshot is to be taken; the
             slot of one of pages that are not in the tree yet; the page of the output's last one.
+        window_first, window_end, kept: for ``WindowPages``: it has the pages of layers with a
+            window from the first to before the end; those that are kept longest behind it.
     """
 
     __slots__ = (
         "cached",
         "forks",
+        "kept",
         "keys",
         "latest",
         "marks",
@@ -34,6 +37,8 @@ class PageTable:
         "saved",
         "slot",
         "source",
+        "window_end",
+        "window_first",
     )
 
     def __init__(self, forks: bool = False) -> None:
@@ -43,6 +48,8 @@ class PageTable:
         self.source: PrefixNode | None = None
         self.latest: PrefixNode | None = None
         self.marks: list[int] = []
+        self.window_first = self.window_end = 0
+        self.kept: list[range] = []
         self.pages: list[int] = []
         self.row = -1  # of BlockManager.tables; -1: holds no pages
         self.keys: list[PageKey] = []

@@ -115,6 +115,10 @@ class PrefixTree:
     def __contains__(self, node: PrefixNode) -> bool:
         return self._nodes.get(node.key) is node
 
+    def has(self, page: int) -> bool:
+        """Whether a page is in the tree."""
+        return page in self._of_page
+
     @property
     def idle(self) -> int:
         """Number of pages in the tree that no page table names: they can be evicted."""

@@ -20,12 +20,13 @@ from pykernels.errors import PykernelsError
 
 from ..program import Buffer, Node, Program
 from ..program.sizes import MICROBATCHES, microbatch_dim, microbatch_name, microbatch_tokens
+from ..program.step_inputs import WINDOW_TABLE
 from .layers import moe_layers, rebuilt
 from .offload import OFFLOADED
 from .order import ordered
 
 _ROWS = ("T", "S")
-_SHARED = ("page_table",)
+_SHARED = ("page_table", WINDOW_TABLE)
 """Inputs that both microbatches read whole: a token says which row is its own."""
 
 

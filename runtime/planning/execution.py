@@ -164,6 +164,7 @@ def largest_step(
     max_num_seqs: int = 16,
     max_num_logits: int | None = None,
     state_slots: int | None = None,
+    window_pages: int = 0,
 ) -> StepSizes:
     """The sizes of a runner's largest step.
 
@@ -176,10 +177,12 @@ def largest_step(
             per token.
         state_slots: of states, if layers have some; None: one a sequence, and as many for
             snapshots.
+        window_pages: of layers with a window, see ``kv_cache.windows.pool_pages``; 0: they have
+            ``num_pages`` like the others.
     """
     table_pages, logits = -(-max_model_len // PAGE), max(max_num_logits or 0, max_num_seqs)
     pages, slots = num_pages or 2 * table_pages, state_slots or 2 * max_num_seqs
-    sizes = StepSizes(0, max_num_seqs, logits, pages, table_pages, slots)
+    sizes = StepSizes(0, max_num_seqs, logits, pages, table_pages, slots, window_pages)
     if max_num_batched_tokens is None:
         return sizes
     return sizes.of(max(max_num_batched_tokens, max_num_seqs))

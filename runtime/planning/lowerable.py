@@ -33,8 +33,18 @@ class Lowerable(Protocol):
     def states(self) -> Collection[str]:
         """The cache's buffers that are states of sequences, [state_slots, ...]."""
 
-    def caches(self, pages: int, state_slots: int = 1) -> Mapping[str, CachePart]:
-        """The cache's buffers: of so many pages, and slots of states."""
+    @property
+    def window(self) -> int:
+        """Keys that a token of layers with a window sees; 0: no layer has one."""
+
+    def caches(
+        self, pages: int, state_slots: int = 1, window_pages: int = 0
+    ) -> Mapping[str, CachePart]:
+        """The cache's buffers: of so many pages, and slots of states.
+
+        Args:
+            window_pages: of layers with a window; 0: ``pages``, as of the others.
+        """
 
     def thinned(self, most: int) -> tuple[Lowerable, float]:
         """The same with so many of its layers at most, of each kind a part like the whole's, and

@@ -123,6 +123,10 @@ class Builder:
         """The largest "T", "S" or "R" of a step."""
         return self._sizes[dim]
 
+    def has(self, name: str) -> bool:
+        """Whether there is a buffer of this name."""
+        return name in self._buffers
+
     def buffer(
         self,
         name: str,

@@ -18,6 +18,7 @@ class StepSizes:
         tokens: T; ``sequences``: S; ``logits``: R, the rows of logits.
         pages: of the cache; ``table_pages``: of one sequence.
         state_slots: states of sequences, snapshots of them included, where layers have states.
+        window_pages: of layers with a window, in a pool of their own; 0: they have ``pages``.
     """
 
     tokens: int = 1
@@ -26,6 +27,12 @@ class StepSizes:
     pages: int = 1
     table_pages: int = 1
     state_slots: int = 1
+    window_pages: int = 0
+
+    @property
+    def of_caches(self) -> tuple[int, int, int]:
+        """What a model's ``caches`` are made for."""
+        return self.pages, self.state_slots, self.window_pages
 
     def of(self, tokens: int) -> StepSizes:
         """The sizes of a step of fewer tokens, which has as many rows of logits at most."""

@@ -8,6 +8,8 @@ int64 [S], by sequence: "query_starts", its first token in the step; "query_leng
 there; "lengths", its keys with those of this step; "page_rows", its row of the page table; where
 layers have states, "state_slots", the slot of its own, and "has_state", 0 where that starts from
 zeros.
+Where layers with a window have pages of their own, "window_table" and "window_slots" are to them
+what "page_table" and "slot_mapping" are to the others.
 "sampling.*": [R], each row's parameters; tables that rows share (``ops``).
 """
 
@@ -22,9 +24,11 @@ from .program import Builder, Program
 
 IS_PROMPT = "is_prompt"
 STATE_SLOTS, HAS_STATE = "state_slots", "has_state"
+WINDOW_TABLE, WINDOW_SLOTS = "window_table", "window_slots"
 _BY_SEQUENCE = ("query_starts", "query_lengths", "lengths", "page_rows")
 _NEUTRAL = {
     "slot_mapping": -1,
+    WINDOW_SLOTS: -1,
     "sampling.top_p": 1,
     "sampling.repetition": 1,
     "sampling.num_logprobs": -1,
@@ -66,18 +70,21 @@ def allocate_columns(R: int) -> dict[str, torch.Tensor]:
     }
 
 
-def step_inputs(b: Builder, table_pages: int, states: bool = False) -> None:
+def step_inputs(b: Builder, table_pages: int, states: bool = False, windows: bool = False) -> None:
     """Declares the inputs of a step but the parameters of sampling.
 
     Args:
         table_pages: pages of one sequence at most.
         states: whether layers keep a state of each sequence.
+        windows: whether layers with a window have pages of their own.
     """
-    for name in ("tokens", "positions", "sequences", "slot_mapping", IS_PROMPT):
+    by_token = ("tokens", "positions", "sequences", "slot_mapping", IS_PROMPT)
+    for name in (*by_token, *((WINDOW_SLOTS,) if windows else ())):
         b.buffer(name, "T", dtype=torch.int64, kind="input")
     for name in (*_BY_SEQUENCE, *((STATE_SLOTS, HAS_STATE) if states else ())):
         b.buffer(name, "S", dtype=torch.int64, kind="input")
-    b.buffer("page_table", "S", table_pages, dtype=torch.int64, kind="input")
+    for name in ("page_table", *((WINDOW_TABLE,) if windows else ())):
+        b.buffer(name, "S", table_pages, dtype=torch.int64, kind="input")
     b.buffer("logits_indices", "R", dtype=torch.int64, kind="input")
 
 

@@ -99,9 +99,10 @@ class StepBatch:
             While it is unchanged, every sequence has one token; ``positions``, ``seq_lens`` and
             ``draws`` grow by 1 each step, and besides them only ``tokens``, ``slot_mapping`` and
             the page tables change.
-        tables_version: grows when ``page_tables`` changes.
+        tables_version: grows when ``page_tables`` or ``window_tables`` changes.
         every: [5, max of all] what changes in every step, in one block: ``tokens``, ``positions``,
-            ``slot_mapping``, ``seq_lens`` and ``draws`` are its rows.
+            ``slot_mapping``, ``seq_lens`` and ``draws`` are its rows, and ``window_slots``, if it
+            is there.
         tokens: [max_num_batched_tokens] ids.
         positions: [max_num_batched_tokens] place of each token in its sequence, from 0.
         is_prompt: [max_num_batched_tokens] 1 for a token of a prompt, 0 for one of an output, which
@@ -117,6 +118,9 @@ class StepBatch:
         page_tables: [max_num_seqs, max_pages]; position p of sequence s lies in page
             ``page_tables[page_table_rows[s], p // page_size]``.
         table_pages: columns of ``page_tables`` that the step reads.
+        window_tables, window_slots: ``page_tables`` and ``slot_mapping`` of layers with a window
+            that have pages of their own; None: none has. Only pages in the window of some token of
+            the step are a sequence's own.
         logits_indices: [max_num_logits] index of the token that row r of the logits belongs to.
         seeds: [max_num_logits] of the draws.
         draws: [max_num_logits] tokens that the sequence of row r has drawn before; the drafts in
@@ -138,6 +142,8 @@ class StepBatch:
     logits_indices: Ints
     seeds: Ints
     draws: Ints
+    window_tables: Ints | None = None
+    window_slots: Ints | None = None
     sampling: list[SequenceSampling] = field(default_factory=list)
     S: int = 0
     D: int = 0
@@ -153,11 +159,15 @@ class StepBatch:
         return np.diff(self.query_start_loc[: self.S + 1])
 
     @classmethod
-    def allocate(cls, T: int, S: int, R: int, page_tables: Ints) -> StepBatch:
+    def allocate(
+        cls, T: int, S: int, R: int, page_tables: Ints, window_tables: Ints | None = None
+    ) -> StepBatch:
         """An empty one, for at most T tokens of S sequences and R rows of logits."""
-        every = np.zeros((5, max(T, S, R)), np.int64)
-        tokens, positions, slot_mapping, seq_lens, draws = every
-        slot_mapping.fill(-1)
+        windows = window_tables is not None
+        every = np.zeros((5 + windows, max(T, S, R)), np.int64)
+        tokens, positions, slot_mapping, seq_lens, draws = every[:5]
+        for slots in (slot_mapping, *every[5:]):
+            slots.fill(-1)
         return cls(
             every=every,
             tokens=tokens[:T],
@@ -172,12 +182,15 @@ class StepBatch:
             logits_indices=np.zeros(R, np.int64),
             seeds=np.zeros(R, np.int64),
             draws=draws[:R],
+            window_tables=window_tables,
+            window_slots=every[5, :T] if windows else None,
         )
 
     def like(self) -> StepBatch:
         """An empty one of the same sizes, for ``copy_to``."""
         T, S, R = len(self.tokens), len(self.seq_lens), len(self.seeds)
-        return StepBatch.allocate(T, S, R, np.zeros_like(self.page_tables))
+        windows = None if self.window_tables is None else np.zeros_like(self.window_tables)
+        return StepBatch.allocate(T, S, R, np.zeros_like(self.page_tables), windows)
 
     def copy_to(self, other: StepBatch) -> None:
         """Brings ``other``, a copy from some steps ago, up to date.
@@ -204,6 +217,8 @@ class StepBatch:
         # Of the same tables, a step of longer sequences reads more columns than the one before.
         if other.tables_version != self.tables_version or other.table_pages < columns:
             other.page_tables[:, :columns] = self.page_tables[:, :columns]
+            if other.window_tables is not None and self.window_tables is not None:
+                other.window_tables[:, :columns] = self.window_tables[:, :columns]
             other.table_pages, other.tables_version = columns, self.tables_version
 
 
@@ -333,6 +348,11 @@ class PrefillRunner(StepRunner, Protocol):
 
 class Runner(StepRunner, Protocol):
     """A model on a device, with its KV cache."""
+
+    window_pages: int
+    """Pages of layers with a window; 0: they have ``num_pages`` like the others."""
+    window: int
+    """Keys that a token of these layers sees."""
 
     @property
     def prefill_runner(self) -> PrefillRunner | None:

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from ..program.sizes import MICROBATCHES, microbatch_name, microbatch_tokens
-from ..program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
+from ..program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS, WINDOW_SLOTS
 
-_BY_TOKEN = ("tokens", "positions", IS_PROMPT, "slot_mapping", "sequences")
+_BY_TOKEN = ("tokens", "positions", IS_PROMPT, "slot_mapping", WINDOW_SLOTS, "sequences")
 _STATES = STATE_SLOTS, HAS_STATE
 _BY_SEQUENCE = ("query_starts", "query_lengths", "lengths", "page_rows", *_STATES)
 

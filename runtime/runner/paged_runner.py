@@ -23,7 +23,13 @@ from ..planning.work import expert_bytes, weight_bytes
 from ..program import Program
 from ..program.node import STEP_SIZES
 from ..program.sizes import microbatch_tokens
-from ..program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
+from ..program.step_inputs import (
+    HAS_STATE,
+    IS_PROMPT,
+    STATE_SLOTS,
+    WINDOW_SLOTS,
+    WINDOW_TABLE,
+)
 from ..program.weights import LayoutOf
 from ..workers.pool import WorkerPool
 from .active import phase
@@ -113,6 +119,7 @@ class PagedRunner(ABC):
         self.max_num_batched_tokens, self.max_num_seqs = sizes.tokens, sizes.sequences
         self.max_num_logits, self.num_pages = sizes.logits, sizes.pages
         self.state_slots = sizes.state_slots if model.states else 0
+        self.window_pages, self.window = sizes.window_pages, model.window
         self.last_steps: deque[LastStep] = deque(maxlen=1)  # shared with who runs beside
         self.steps: list[Executable] = []
         self.decode_steps: list[Executable] = []
@@ -240,6 +247,8 @@ class PagedRunner(ABC):
             STATE_SLOTS: batch.state_slots,
             HAS_STATE: self._has_state,
         }
+        if batch.window_tables is not None and batch.window_slots is not None:
+            arrays |= {WINDOW_TABLE: batch.window_tables, WINDOW_SLOTS: batch.window_slots}
         self._sampling = SamplingBatch(batch, self.vocab_size, self.max_num_seqs, self.device)
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         inputs |= self._sampling.tensors()

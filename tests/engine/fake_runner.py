@@ -50,6 +50,8 @@ class FakeRunner:
     max_model_len: int = 200
     vocab_size: int = 997
     state_slots: int = 0
+    window_pages: int = 0
+    window: int = 0
     deferred = 0
     routed_layers = ()
     prefill_runner = None
@@ -76,6 +78,7 @@ class FakeRunner:
     def __post_init__(self) -> None:
         self.cache = np.full(self.num_pages * self.page_size, -1)
         self.states = [(-1, 0)] * self.state_slots
+        self.windowed = np.full(self.window_pages * self.page_size, -1)
 
     def close(self) -> None:
         """It holds nothing that a device has."""
@@ -137,6 +140,10 @@ class FakeRunner:
         slots = batch.slot_mapping[: batch.T]
         assert len(set(slots.tolist())) == batch.T, "two tokens write the same slot"
         self.cache[slots] = batch.tokens[: batch.T]
+        if self.window_pages:
+            slots = batch.window_slots[: batch.T]
+            assert len(set(slots.tolist())) == batch.T, "two tokens write the same slot"
+            self.windowed[slots] = batch.tokens[: batch.T]
         tokens = np.zeros(self.max_num_logits, np.int64)
         logprobs = np.zeros(self.max_num_logits, np.float32)
         histories = [self._history(batch, s) for s in range(batch.S)]
@@ -171,6 +178,10 @@ class FakeRunner:
         assert (batch.query_start_loc[batch.S :] == batch.T).all()
         assert (batch.logits_indices[batch.R :] == 0).all()
         assert (0 <= batch.page_tables).all() and (batch.page_tables < self.num_pages).all()
+        if self.window_pages:
+            assert (batch.window_slots[batch.T :] == -1).all()
+            assert (0 <= batch.window_tables).all()
+            assert (batch.window_tables < self.window_pages).all()
 
     def _step_states(self, batch: StepBatch, histories: Sequence[np.ndarray]) -> None:
         """Each sequence's state is of just the tokens in front of this step's, and goes on."""
@@ -209,7 +220,13 @@ class FakeRunner:
         own = batch.positions[first:last]
         assert own.tolist() == list(range(length - (last - first), length))
         assert slots[own].tolist() == batch.slot_mapping[first:last].tolist()
-        return self.cache[slots]
+        history = self.cache[slots]
+        if self.window_pages:
+            table = batch.window_tables[batch.page_table_rows[s]]
+            at = at[max(0, own[0] - self.window + 1) :]  # what the first token sees, and the others
+            slots = table[at // self.page_size] * self.page_size + at % self.page_size
+            assert self.windowed[slots].tolist() == history[at].tolist(), "a page was given away"
+        return history
 
     def _draw(self, history: np.ndarray, batch: StepBatch, s: int, how: SequenceSampling) -> int:
         seed, draws = int(batch.seeds[s]), int(batch.draws[s])
@@ -254,6 +271,24 @@ def check_pages(manager: BlockManager, tables: Sequence[PageTable]) -> None:
     for table in tables:
         row = manager.tables[table.row, : len(table.pages)].tolist()
         assert table.row < 0 or row == table.pages
+
+
+def check_windows(manager: BlockManager, tables: Sequence[PageTable]) -> None:
+    """Every page of layers with a window is free, idle beside a page of the tree, or counted by
+    just the sequences that have it; one that has ended has none."""
+    windows, tree = manager.windows, manager.tree
+    assert windows is not None
+    own = [
+        int(windows.tables[table.row, i])
+        for table in tables
+        for i in range(table.window_first, table.window_end)
+    ]
+    assert windows.pool.references == [own.count(page) for page in range(windows.pool.num_pages)]
+    idle = [*windows._cold, *windows._warm]
+    beside = [windows._beside[page] for page in idle]
+    assert -1 not in beside and all(tree.has(page) for page in idle)
+    every = [*windows.pool._free, *beside, *set(own)]
+    assert sorted(every) == list(range(windows.pool.num_pages))
 
 
 def check_states(runner: FakeRunner, manager: BlockManager, tables: Sequence[PageTable]) -> None:

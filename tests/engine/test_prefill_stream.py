@@ -18,9 +18,10 @@ from runtime.engine import (
     StepResult,
 )
 from runtime.kv_cache import BlockManager
+from runtime.kv_cache.windows import least_pages
 from runtime.runner.route import Route
 
-from .fake_runner import FakeRunner, check_pages, expected
+from .fake_runner import FakeRunner, check_pages, check_windows, expected
 from .test_drafts import Known
 
 VOCABULARY = 97
@@ -98,7 +99,12 @@ class FakePrefill:
             table = batch.page_tables[batch.page_table_rows[s]]
             size = self.owner.page_size
             found.append(self.owner.cache[table[at // size] * size + at % size])
-            assert (found[-1] >= 0).all()
+            if self.owner.window_pages:
+                assert batch.window_tables is not None
+                at = at[max(0, len(at) - self.owner.window + 1) :]
+                table = batch.window_tables[batch.page_table_rows[s]]
+                found.append(self.owner.windowed[table[at // size] * size + at % size])
+            assert all((each >= 0).all() for each in found)
         return found
 
 
@@ -115,8 +121,13 @@ class TwoStreams(FakeRunner):
         super().launch(batch)
 
 
-def made(overlap: bool = True, drafter: Known | None = None) -> tuple[Engine, TwoStreams]:
+def made(
+    overlap: bool = True, drafter: Known | None = None, window: int = 0
+) -> tuple[Engine, TwoStreams]:
     runner = TwoStreams(num_pages=44, vocab_size=VOCABULARY, max_num_batched_tokens=24)
+    if window:
+        runner.window, runner.window_pages = window, least_pages(8, window, 4)
+        runner.windowed = np.full(4 * runner.window_pages, -1)
     config = EngineConfig(overlap=overlap)
     make = None if drafter is None else lambda: drafter
     return Engine(runner, threaded=False, config=config, drafter=make), runner
@@ -126,11 +137,14 @@ def manager_of(engine: Engine) -> BlockManager:
     return engine._core.scheduler.manager
 
 
-@pytest.mark.parametrize(("overlap", "drafts"), [(True, False), (False, False), (True, True)])
-def test_draws_are_those_of_each_request_alone(overlap: bool, drafts: bool) -> None:
+@pytest.mark.parametrize(
+    ("overlap", "drafts", "window"),
+    [(True, False, 0), (False, False, 0), (True, True, 0), (True, False, 9)],
+)
+def test_draws_are_those_of_each_request_alone(overlap: bool, drafts: bool, window: int) -> None:
     """300 requests, with too few pages for all; some are cancelled, or their step fails."""
     drafter = Known(lambda right: [*right[: len(right) % 5], 3])
-    engine, runner = made(overlap, drafter if drafts else None)
+    engine, runner = made(overlap, drafter if drafts else None, window)
     rng = random.Random(5)
     trunk: list[int] = []
     asked: list[tuple[RequestHandle, list[int], int, int]] = []
@@ -170,6 +184,8 @@ def test_draws_are_those_of_each_request_alone(overlap: bool, drafts: bool) -> N
     assert (runner.prefill_runner.parks > 20) == overlap
     assert (engine.stats.accepted_tokens > 100) == drafts
     check_pages(manager_of(engine), [])
+    if window:
+        check_windows(manager_of(engine), [])
 
 
 def test_steps_beside_are_as_large_as_their_runner_can() -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from pykernels.errors import PykernelsError
 from runtime.engine import Engine, EngineConfig, RequestHandle, SamplingParams
+from runtime.kv_cache.windows import least_pages
 
-from .fake_runner import FakeRunner, check_pages, check_states, expected, score
+from .fake_runner import FakeRunner, check_pages, check_states, check_windows, expected, score
 
 
 def owned(runner: FakeRunner, **how: object) -> Engine:
@@ -200,6 +201,45 @@ def test_a_failed_step_leaves_no_snapshot() -> None:
     check_states(runner, engine._core.scheduler.manager, [])
 
 
+def test_a_prefix_is_shared_as_far_as_its_last_window_is_there() -> None:
+    """Ends of conversations stay longest, and where prompts have parted before."""
+    runner = FakeRunner(num_pages=99, max_num_seqs=2, window_pages=14, window=9)
+    engine = owned(runner)
+
+    def cached(prompt: list[int], seed: int, count: int) -> int:
+        [result] = engine.generate([prompt], params(seed, count))
+        assert result.token_ids == expected(prompt, seed, count)
+        return result.completions[0].stats.cached_tokens
+
+    trunk = list(range(42))
+    assert cached(trunk, 1, 6) == 0
+    assert cached([9] * 150, 2, 2) == 0  # many pages, which are of no use to others
+    assert cached([*trunk, *expected(trunk, 1, 6), 5], 3, 1) == 44
+    assert [cached([*trunk[:20], 7, i], 4 + i, 1) for i in range(2)] == [0, 20]
+    assert cached([*trunk[:41], 8], 6, 1) == 40, "the end of the first prompt"
+    check_all_free(engine)
+    check_windows(engine._core.scheduler.manager, [])
+
+
+def test_a_failed_step_completes_no_window() -> None:
+    """It computes again what the tree knows, but for layers with a window."""
+    runner = FakeRunner(num_pages=99, max_num_seqs=2, window_pages=11, window=9)
+    engine = owned(runner)
+    trunk = list(range(14))
+    engine.generate([trunk], params(1, 1))
+    engine.generate([[i] * 60 for i in range(4)], [params(2 + i, 1) for i in range(4)])
+    second = engine.submit([*trunk, 2], params(7, 3))
+    third = engine.submit([*trunk, 3], params(8, 3))
+    runner.fail_next = RuntimeError("lost")
+    with pytest.raises(PykernelsError, match="lost"):
+        second.result()
+    assert third.result().token_ids == expected([*trunk, 3], 8, 3)
+    [fourth] = engine.generate([[*trunk, 4]], params(9, 3))
+    assert fourth.token_ids == expected([*trunk, 4], 9, 3)
+    assert fourth.completions[0].stats.cached_tokens == 12
+    check_windows(engine._core.scheduler.manager, [])
+
+
 def test_sequences_wait_for_slots_of_states() -> None:
     runner = FakeRunner(state_slots=2)
     engine = owned(runner)
@@ -208,23 +248,26 @@ def test_sequences_wait_for_slots_of_states() -> None:
     assert engine.stats.preemptions == 0 and runner.most_seqs == 2
 
 
-@pytest.mark.parametrize("state_slots", [0, 15])
-def test_nothing_leaks_from_2000_random_requests(state_slots: int) -> None:
-    """Nor slots of states, where those of three snapshots are all that no sequence may have."""
+@pytest.mark.parametrize(("state_slots", "window"), [(0, 0), (15, 0), (0, 21)])
+def test_nothing_leaks_from_2000_random_requests(state_slots: int, window: int) -> None:
+    """Nor slots of states, where those of three snapshots are all that no sequence may have; nor
+    pages of layers with a window, of which there are as few as can be."""
     rng = random.Random(7)
     runner = FakeRunner(
         page_size=8,
-        num_pages=48,
+        num_pages=30 if window else 48,
         max_num_batched_tokens=40,
-        max_num_seqs=12,
+        max_num_seqs=6 if window else 12,
         state_slots=state_slots,
+        window_pages=least_pages(6, 21, 8) if window else 0,
+        window=window,
     )
     engine = owned(runner, eos_token_ids=[3], config=EngineConfig(snapshot_tokens=16))
     trunk = [rng.randrange(900) for _ in range(60)]
     live: list[tuple[RequestHandle, list[int], int, int]] = []
     done, seed = 0, 0
     while done < 2000:
-        for _ in range(rng.randrange(3) if seed < 2000 else 0):
+        for _ in range(min(rng.randrange(3), 2000 - seed) if seed < 2000 else 0):
             shared = trunk[: rng.choice((0, 8, 20, 40))]
             prompt = shared + [rng.randrange(900) for _ in range(rng.randrange(1, 30))]
             count = rng.randrange(1, 50)
@@ -254,6 +297,8 @@ def test_nothing_leaks_from_2000_random_requests(state_slots: int) -> None:
             check_pages(manager, tables)
             if state_slots:
                 check_states(runner, manager, tables)
+            if window:
+                check_windows(manager, tables)
     stats = engine.stats
     assert stats.finished == 2000 and stats.preemptions > 10 and stats.cached_tokens > 1000
     check_all_free(engine)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import model
+from model.checkpoint.cache_cost import CacheCost
 from model.checkpoint.config import read_config
 from model.checkpoint.identity import identity
 from model.checkpoint.memory import cache_pages
@@ -265,7 +266,9 @@ def test_states_take_memory_of_a_gpu(made: tiny.Tiny) -> None:
             for each in (largest_step(LENGTH, 8, STEP), many)
         ]
         assert experts == ["cuda:0", "cpu"]
-    memory = partial(cache_pages, EngineConfig(), LENGTH, 64, 1 << 20, {}, on_gpu=1 << 20)
+    memory = partial(
+        cache_pages, EngineConfig(), LENGTH, CacheCost(64), 1 << 20, {}, on_gpu=1 << 20
+    )
     assert memory(states=1 << 20) < memory(states=0)
     with pytest.raises(PykernelsError, match="States of sequences of 2.0 MiB.*fewer snapshots"):
         memory(states=2 << 20)

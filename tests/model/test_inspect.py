@@ -186,6 +186,15 @@ def test_the_table_and_its_json(run: Run) -> None:
     failed(run("inspect", "deepseek-v9"), "no known shape of that name")
 
 
+def test_layers_with_a_window_are_told(run: Run) -> None:
+    """Gemma 4 26B: 25 of 30 layers see 1,024 tokens, with 8 heads of 256."""
+    found = json.loads(run("inspect", "gemma4-26b", "--json").out)
+    assert found["window"] == 1024
+    assert found["window_token_bytes"] == 25 * 2 * 2 * 8 * 256
+    shown = run("inspect", "gemma4-26b").out.splitlines()
+    assert any("keep the last 1024 tokens alone" in line for line in shown)
+
+
 def test_a_state_is_beside_keys_and_values(run: Run) -> None:
     """Qwen3-Next's 36 gated delta nets: three inputs of 8,192 channels, and 32 heads of 128 x 128;
     its other 12 layers have two heads of 256."""

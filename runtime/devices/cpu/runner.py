@@ -42,7 +42,7 @@ class CpuRunner(PagedRunner):
         # worker reads any page; none has a node of its own, and no memory controller is idle.
         self.caches = {
             name: pool.memory.allocate(part.nbytes).view(part.dtype).view(part.shape)
-            for name, part in model.caches(self.num_pages, self.state_slots).items()
+            for name, part in model.caches(*plan.sizes.of_caches).items()
         }
 
     def bind(self, batch: StepBatch) -> None:

@@ -99,7 +99,8 @@ class Probe(CudaStepRunner):
         super().__init__(resources, plan)
         sizes = plan.sizes
         tables = np.zeros((sizes.sequences, sizes.table_pages), np.int64)
-        batch = StepBatch.allocate(sizes.tokens, sizes.sequences, sizes.logits, tables)
+        windows = np.zeros_like(tables) if sizes.window_pages else None
+        batch = StepBatch.allocate(sizes.tokens, sizes.sequences, sizes.logits, tables, windows)
         self._inputs: Mapping[str, torch.Tensor] = self.host_inputs(batch)
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ class RefRunner(PagedRunner):
             )
         self.caches = {
             name: replace(part, dtype=exact(part.dtype)).zeros()
-            for name, part in model.caches(self.num_pages, self.state_slots).items()
+            for name, part in model.caches(*plan.sizes.of_caches).items()
         }
 
     def make_expert_slots(self) -> ExpertSlots | None:

@@ -19,7 +19,8 @@ class BatchWriter:
         self.manager = manager
         self.page_size = runner.page_size
         T, S, R = runner.max_num_batched_tokens, runner.max_num_seqs, runner.max_num_logits
-        self.batch = StepBatch.allocate(T, S, R, manager.tables)
+        windows = None if manager.windows is None else manager.windows.tables
+        self.batch = StepBatch.allocate(T, S, R, manager.tables, windows)
         # All that changes in a decode step but the tokens grows by one.
         self._counters = self.batch.every[1:]
         self._live = self._counters[:, :0]
@@ -41,7 +42,7 @@ class BatchWriter:
                 them. None: they are known.
             drafts: of each of ``decoding``, where tokens are known; none: none has drafts.
         """
-        batch, page_size = self.batch, self.page_size
+        batch = self.batch
         T, sampling = self._write_decoding(decoding, rows, drafts)
         requests = list(decoding)
         logprob_rows: list[int] = []  # indices of the tokens that give prompt logprobs
@@ -50,11 +51,10 @@ class BatchWriter:
             request, first, size = chunk
             last = chunk.last
             at = np.arange(first, last)
-            pages = self.manager.tables[request.table.row]
             batch.tokens[T : T + size] = request.tokens[first:last]
             batch.positions[T : T + size] = at
             batch.is_prompt[T : T + size] = at < request.prompt_size
-            batch.slot_mapping[T : T + size] = pages[at // page_size] * page_size + at % page_size
+            self._write_slots(slice(T, T + size), request.table.row, at)
             batch.seq_lens[len(requests)] = last
             for position in chunk.logprob_positions:
                 logprob_rows.append(T + position - first)
@@ -78,6 +78,8 @@ class BatchWriter:
         batch.seeds[: batch.R] = [sampling.seed for sampling in batch.sampling]
         # Padding: a step that runs a whole bucket writes no page for it and attends to nothing.
         batch.slot_mapping[T:] = -1
+        if batch.window_slots is not None:
+            batch.window_slots[T:] = -1
         batch.seq_lens[batch.S :] = 0
         batch.state_slots[batch.S :] = -1
         batch.query_start_loc[batch.S + 1 :] = T
@@ -153,6 +155,11 @@ class BatchWriter:
     def _write_slot_mapping(self, rows: Ints) -> None:
         """Where the first tokens of the step go; ``rows``: of the page tables of their
         sequences."""
-        positions = self.batch.positions[: len(rows)]
-        pages = self.manager.tables[rows, positions // self.page_size]
-        self.batch.slot_mapping[: len(rows)] = pages * self.page_size + positions % self.page_size
+        tokens = slice(len(rows))
+        self._write_slots(tokens, rows, self.batch.positions[tokens])
+
+    def _write_slots(self, tokens: slice, rows: Ints | int, positions: Ints) -> None:
+        batch, (pages, places) = self.batch, np.divmod(positions, self.page_size)
+        batch.slot_mapping[tokens] = batch.page_tables[rows, pages] * self.page_size + places
+        if batch.window_tables is not None and batch.window_slots is not None:
+            batch.window_slots[tokens] = batch.window_tables[rows, pages] * self.page_size + places

@@ -47,6 +47,8 @@ class Chunks:
                 end = min(start + left, len(request.tokens), first_row + rows)
                 if (mark := self.manager.chunk_end(request.table)) is not None:
                     end = min(end, mark)
+                if end > start:
+                    end = self.manager.reach(request.table, end)
                 if end <= start:
                     continue
                 ends[request] = end

@@ -103,7 +103,8 @@ class Drafts:
             places = len(request.table.pages) * page_size - request.computed - 1
             # One page must be left for each of the others: drafts preempt nobody.
             while places < len(drafts) and manager.available > len(decoding):
-                manager.extend(request.table)
+                if not manager.extend(request.table):
+                    break
                 places += page_size
             if drafts := drafts[:places]:
                 fits[request] = drafts

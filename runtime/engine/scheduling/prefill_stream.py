@@ -136,6 +136,7 @@ class PrefillStream:
         for request, first, size in step.chunks:
             if request.state is State.RUNNING and whole:
                 queues.manager.commit(request.table, request.tokens, first + size)
+                queues.computed(request, first + size)
                 if request in step.sampled:
                     queues.prefilling.remove(request)
                     queues.decoding.append(request)

@@ -104,6 +104,12 @@ class Queues:
                     whole = False
         return whole
 
+    def computed(self, request: Request, tokens: int) -> None:
+        """A step has ended that computes a request's first ``tokens``; no later one, of those that
+        run or are scheduled, begins before them."""
+        if request.state is State.RUNNING:
+            self.manager.computed(request.table, min(tokens, request.computed))
+
     def preempt(self, request: Request) -> None:
         """It gives back its pages, and waits."""
         self.remove(request)

@@ -59,6 +59,8 @@ class Scheduler(Queues):
             -(-runner.max_model_len // self.page_size),
             runner.state_slots,
             -(-config.snapshot_spacing // self.page_size),
+            runner.window_pages,
+            runner.window,
         )
         super().__init__(manager, stats, capacity)
         self.budget, self.max_num_logits = runner.max_num_batched_tokens, runner.max_num_logits
@@ -223,7 +225,9 @@ class Scheduler(Queues):
     def launched(self, step: ScheduledStep) -> None:
         """Later steps may share the pages of the step's prompts: they run behind it."""
         for request, first, size in step.chunks:
-            step.inserted += self.manager.commit(request.table, request.tokens, first + size)
+            step.inserted += self.manager.commit(
+                request.table, request.tokens, first + size, step.completed
+            )
         if self.tiers is not None:
             self.tiers.launched(step.inserted)
         if (snapshots := self.manager.snapshots) is not None:
@@ -255,6 +259,8 @@ class Scheduler(Queues):
         that are not accepted were not computed: what comes in their place is written over them."""
         if self.tiers is not None:
             self.tiers.filled(step.inserted)
+        for chunk in step.chunks:
+            self.computed(chunk.request, chunk.last)
         accepted = step.num_accepted
         for i, request in enumerate(step.decoding):
             if request.state is not State.RUNNING:
@@ -265,6 +271,7 @@ class Scheduler(Queues):
                 self.manager.commit(request.table, request.tokens + drafts, size + accepted[i])
                 if self.manager.snapshots is not None:
                     self.manager.snapshots.finished(request.table, size)
+                self.computed(request, size + accepted[i])
             rejected = step.num_scheduled[i] - 1 - accepted[i]
             request.computed -= rejected
             request.drawn -= rejected
@@ -272,6 +279,7 @@ class Scheduler(Queues):
     def failed(self, step: ScheduledStep) -> None:
         """The pages that it should have filled hold nothing; its requests have ended."""
         lost = self.manager.forget(step.inserted)
+        lost |= self.manager.forget_windows(step.completed)
         self.manager.forget_snapshots(step.snapshots)
         for request in self.decoding + self.prefilling:
             table = request.table

@@ -59,7 +59,8 @@ class ScheduledStep:
         masked: those with a constraint, likewise.
         scored: whether any row gives logprobs.
         inserted: the pages that it fills and others may share already; ``snapshots``: likewise,
-            those at whose ends it leaves states.
+            those at whose ends it leaves states; ``completed``: those that were there, and get
+            from it what layers with a window lacked.
     """
 
     batch: StepBatch
@@ -81,6 +82,7 @@ class ScheduledStep:
     R: int = field(init=False)
     inserted: list[PrefixNode] = field(default_factory=list)
     snapshots: list[PrefixNode] = field(default_factory=list)
+    completed: list[PrefixNode] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.T, self.R = self.batch.T, self.batch.R

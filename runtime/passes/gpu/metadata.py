@@ -18,6 +18,7 @@ from ...program import Buffer, Node, Program
 from ...program.node import Dim
 from ...program.ops import OPS
 from ...program.sizes import microbatch_name
+from ...program.step_inputs import WINDOW_TABLE
 from ..layers import rebuilt
 from ..on_ref import REF
 from ..order import ordered
@@ -37,6 +38,8 @@ _READ = {
     "per_head_linear": ("expansion",),
 }
 """Metadata that each op reads; ``_TOKENS`` where tokens attend to latents one by one."""
+_OF_WINDOWS = {"table": "window_table", "chunk_table": "window_chunk_table"}
+"""What layers with a window read instead, where they have pages of their own."""
 _DTYPES = {"expansion": torch.int64}  # on the host
 _CPU = "cpu"
 ORDER = ("pairs", "starts", "positions")
@@ -111,8 +114,9 @@ class _Metadata:
         if node.op == "attention" and "token_table" not in self.names:
             attrs["chunk"] = self.chunk
         one_by_one = "token_table" in self.names and node.op == "attention"
+        instead = _OF_WINDOWS if _has_own_pages(node) else {}
         ports = {
-            port: self.names[port]
+            port: self.names[instead.get(port, port)]
             for port in (_TOKENS if one_by_one else _READ[node.op])
             if port in self.names
         }
@@ -146,6 +150,11 @@ def _with_sequences(program: Program, decode: bool, max_chunk: int) -> Program:
     return rebuilt(program, nodes, {n: b for one in made.values() for n, b in one.buffers.items()})
 
 
+def _has_own_pages(node: Node) -> bool:
+    """Whether it is of a layer with a window that has pages of its own."""
+    return node.inputs.get("page_table") == WINDOW_TABLE
+
+
 def _reads(node: Node) -> bool:
     return node.device != _CPU and "sequences" in node.inputs
 
@@ -175,10 +184,14 @@ def _metadata(program: Program, node: Node, decode: bool, max_chunk: int, prefix
         shapes |= {**dict.fromkeys(by_chunk, (C,)), "chunk_table": (C, pages)}
         if expand_from:
             shapes |= {"chunk_rows": (C,), "expansion": (3,)}
+    inputs = {port: name for port, name in node.inputs.items() if port in _SEQUENCES}
+    if any(map(_has_own_pages, program.nodes)):
+        inputs |= {"page_table": "page_table", "window_page_table": WINDOW_TABLE}
+        shapes |= {own: shapes[port] for port, own in _OF_WINDOWS.items() if port in shapes}
     names = {port: f"{prefix}.{port}" for port in shapes}
     writes = Node(
         "attention_metadata",
-        {port: name for port, name in node.inputs.items() if port in _SEQUENCES},
+        inputs,
         dict(names),
         attrs={"expand_from": expand_from, "chunk": chunk},
         device=node.device,

@@ -128,7 +128,7 @@ def _decisions(model: Lowerable, plan: ExecutionPlan) -> tuple[str, ...]:
     lines = list[str]()
     program = compile(model, plan).program if crossing or layers else None
     if program is not None and layers:
-        caches = model.caches(plan.sizes.pages, plan.sizes.state_slots)
+        caches = model.caches(*plan.sizes.of_caches)
         lines.append(kv.described(layers, program, caches))
     if program is not None and crossing:
         lines.append(described(crossing, program))
@@ -154,7 +154,7 @@ def place_on(
 ) -> Placement:
     """Where a model's nodes run beside a cache of these sizes: unless they fit, routed experts on
     the CPU, all else on GPUs. The other arguments: see ``placement.place``."""
-    parts = model.caches(sizes.pages, sizes.state_slots)
+    parts = model.caches(*sizes.of_caches)
     caches = {name: part.nbytes for name, part in parts.items()}
     size = machine.layouts.weight_bytes
     return place(model.lower(), experts, machine.free, size, placed, caches, by_layer)

@@ -63,7 +63,7 @@ def layer_gpus(
     if model.states or not streams:
         return machine
     program, size = model.lower(), machine.layouts.weight_bytes
-    caches = {n: c.nbytes for n, c in model.caches(sizes.pages, sizes.state_slots).items()}
+    caches = {n: c.nbytes for n, c in model.caches(*sizes.of_caches).items()}
     if place(program, experts, machine.free, size, placed, caches).experts != CPU:
         return machine
     alone = place(program, CPU, {first: machine.free[first]}, size, placed, caches)
@@ -149,7 +149,7 @@ def _check_memory(
         return
     size = machine.layouts.weight_bytes
     sizes = plan.sizes
-    caches = {n: c.nbytes for n, c in model.caches(sizes.pages, sizes.state_slots).items()}
+    caches = {n: c.nbytes for n, c in model.caches(*sizes.of_caches).items()}
     program = compile(model, plan).program
     for over in routes.values():
         compiled = compile(model, replace(plan, stream_over=over), Phase.STREAMED, sizes.tokens)

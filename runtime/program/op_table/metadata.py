@@ -46,6 +46,10 @@ METADATA = {
     # sequence that is; keys of all of these.
     "expansion": _index("3", optional=True),
 }
+WINDOWS = {  # the same pages of layers with a window that have pages of their own
+    "window_table": METADATA["table"],
+    "window_chunk_table": METADATA["chunk_table"],
+}
 SEQUENCES = {
     name: Port(port.kind, port.dims, True) for name, port in {**RAGGED, **METADATA}.items()
 }
@@ -102,8 +106,8 @@ METADATA_OPS: dict[str, Op] = {
     # tokens attend to latents, else all behind the leading ones of one token each; of `chunk`
     # tokens at most.
     "attention_metadata": Op(
-        inputs=RAGGED,
-        outputs=METADATA,
+        inputs={**RAGGED, "window_page_table": _index("tables", "table_pages", optional=True)},
+        outputs={**METADATA, **WINDOWS},
         attrs={"expand_from": Attr(int, 0), "chunk": Attr(int, 0)},
     ),
     # Rows of a table, by number.

@@ -11,6 +11,7 @@ import pytest
 import model
 from model.architectures.decoder import Decoder
 from model.checkpoint import memory
+from model.checkpoint.cache_cost import CacheCost
 from model.llm import meta_decoder
 from pykernels.errors import PykernelsError
 from runtime.devices.cuda.layouts import CudaLayouts
@@ -173,7 +174,7 @@ def test_what_cannot_be_is_refused_in_a_line(decoder: Decoder) -> None:
 
 def test_a_cache_may_take_main_memory_besides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available", lambda: 1 << 30)
-    config, sizes = EngineConfig(kv_tokens=64 * 100), (4096, 1 << 14, 0, {})
+    config, sizes = EngineConfig(kv_tokens=64 * 100), (4096, CacheCost(1 << 14), 0, {})
     assert memory.cache_pages(config, *sizes, on_gpu=1 << 20) == 100
     with pytest.raises(PykernelsError, match=r"kv_tokens=\d+ at most"):
         memory.cache_pages(replace(config, kv_tokens=1 << 17), *sizes, on_gpu=1 << 20)

@@ -10,6 +10,7 @@ import pytest
 
 import model
 from model.checkpoint import memory
+from model.checkpoint.cache_cost import CacheCost
 from model.checkpoint.tensors.safetensors import Checkpoint
 from model.modules.moe import routed_experts
 from pykernels.errors import PykernelsError
@@ -107,12 +108,24 @@ def test_an_engine_that_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyP
         memory.check_engine(8 << 30, 1 << 20, 2048, 2, smaller)
 
 
+def test_what_layers_with_a_window_leave_is_for_more_tokens() -> None:
+    """Three quarters of a token's 1,000 bytes are theirs; they have pages for 640 tokens and one of
+    each eight of the others."""
+    cost = CacheCost(1000, 750, lambda pages: min(pages, 10 + pages // 8) % pages)
+    assert cost.nbytes(5) == 5 * 64_000 and cost.most_pages(5 * 64_000) == 5
+    assert cost.nbytes(80) == 80 * 16_000 + 20 * 48_000
+    assert cost.most_pages(80 * 16_000 + 20 * 48_000) in range(80, 88)
+    assert cost.nbytes(cost.most_pages(1 << 30)) <= 1 << 30
+
+
 def test_the_size_of_the_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """In pages of 64 tokens of 1,000 bytes, with 10 MB free and 2 MB of weights."""
     monkeypatch.setattr(memory, "available", lambda: 10_000_000)
 
     def pages(on_gpu: int | None = None, **settings: int) -> int:
-        return memory.cache_pages(EngineConfig(**settings), 128, 1000, 2_000_000, {}, on_gpu)
+        return memory.cache_pages(
+            EngineConfig(**settings), 128, CacheCost(1000), 2_000_000, {}, on_gpu
+        )
 
     assert pages(kv_tokens=65) == 2 and pages(kv_bytes=200_000) == 3
     # An eighth of the 8 MB that are left, in sequences of 128 tokens, and a page more.

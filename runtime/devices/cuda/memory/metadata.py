@@ -15,8 +15,8 @@ class HostMetadata:
     """Writes the outputs of a node of ``attention_metadata`` for each step.
 
     Args:
-        outputs: by port, int32 arrays in the block that is copied to the GPUs; "table" is written
-            by whoever has the pages. "expansion", int64, stays on the host.
+        outputs: by port, int32 arrays in the block that is copied to the GPUs; tables of sequences
+            are written by whoever has the pages. "expansion", int64, stays on the host.
         expand_from, chunk: the node's.
     """
 
@@ -82,9 +82,10 @@ class HostMetadata:
         pad(outputs["chunk_keys"], keys)
         if "chunk_rows" in outputs:
             pad(outputs["chunk_rows"], np.cumsum(keys) - keys)
-        table = outputs["chunk_table"]
-        table[: len(of)] = outputs["table"][chunks[of]]
-        table[len(of) :] = 0
+        for prefix in ("", *(("window_",) if "window_table" in outputs else ())):
+            table = outputs[f"{prefix}chunk_table"]
+            table[: len(of)] = outputs[f"{prefix}table"][chunks[of]]
+            table[len(of) :] = 0
 
 
 def pad(staging: NDArray[np.integer], values: NDArray[np.int64], padding: int = 0) -> None:

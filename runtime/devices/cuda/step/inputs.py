@@ -13,7 +13,13 @@ from ....passes.gpu.metadata import MAX_CHUNK, most_chunks
 from ....planning.compile import Compiled
 from ....program import Node, Program
 from ....program.sizes import MICROBATCHES, microbatch_name, microbatch_tokens
-from ....program.step_inputs import HAS_STATE, IS_PROMPT, STATE_SLOTS
+from ....program.step_inputs import (
+    HAS_STATE,
+    IS_PROMPT,
+    STATE_SLOTS,
+    WINDOW_SLOTS,
+    WINDOW_TABLE,
+)
 from ....runner.sampling import SamplingBatch
 from ...gpus import Gpus
 from ..binders.sampling import SamplingColumns, SamplingTables
@@ -24,7 +30,9 @@ BY_TOKEN = {"tokens": 0, "positions": 0, IS_PROMPT: 0, "slot_mapping": -1}
 """Inputs [T] that nodes read by name, and what padding has."""
 BY_SEQUENCE = {"query_starts": 0, "query_lengths": 0, STATE_SLOTS: -1, HAS_STATE: 0}
 """Likewise [S], of programs whose nodes read states."""
-_OF_DECODES = ("table", "decode_lengths")
+_TABLES = {"table": "page_table", "window_table": WINDOW_TABLE}
+"""Pages of sequences, and the arrays that they are in."""
+_OF_DECODES = (*_TABLES, "decode_lengths")
 """All that attention reads in decode steps."""
 
 
@@ -65,7 +73,8 @@ class StepInputs:
         self.first = block_bytes(self._rows)
         pages = arrays["page_table"].shape[1]
         sizes: dict[str, Shape] = {n: (tuple(arrays[n].shape), torch.int32) for n in others}
-        size = self.first + _most_bytes(T, S, R, pages, max_chunk) + block_bytes(sizes)
+        windows = WINDOW_TABLE in arrays
+        size = self.first + _most_bytes(T, S, R, pages, max_chunk, windows) + block_bytes(sizes)
         pinned = gpus[self.sampler].type == "cuda"
         self.host = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self.blocks = {
@@ -108,7 +117,9 @@ class Bucket:
         microbatches = any(node.microbatch for node in program.nodes)
         self._second = microbatch_tokens(self.T)[0] if microbatches else None
         writes = [node for node in program.nodes if node.op == "attention_metadata"]
-        shapes: dict[str, Shape] = dict.fromkeys(BY_TOKEN, ((self.T,), torch.int32))
+        windows = any("window_table" in node.outputs for node in writes)
+        self._by_token = {**BY_TOKEN, **({WINDOW_SLOTS: -1} if windows else {})}
+        shapes: dict[str, Shape] = dict.fromkeys(self._by_token, ((self.T,), torch.int32))
         self._by_sequence = BY_SEQUENCE if _reads_states(program) else {}
         S = self.T if microbatches else min(self.T, program.sizes["S"])
         shapes |= dict.fromkeys(self._by_sequence, ((S,), torch.int32))
@@ -139,7 +150,7 @@ class Bucket:
         self, tensors: Mapping[str, torch.Tensor], writes: Sequence[Node]
     ) -> dict[str, torch.Tensor]:
         """A GPU's inputs by the program's names, those of microbatches as parts."""
-        own = *BY_TOKEN, *self._by_sequence
+        own = *self._by_token, *self._by_sequence
         named = {self._prefix + name: tensors[name] for name in own}
         named |= {name: tensors[name] for name in ("logits_indices", *self._others)}
         rows = {"": slice(None)}
@@ -191,7 +202,7 @@ class Bucket:
             used: pages of the longest sequence.
         """
         staging, arrays = self._staging, self._arrays
-        for name, padding in BY_TOKEN.items():  # what another bucket left here may be no id
+        for name, padding in self._by_token.items():  # what another bucket left here may be no id
             pad(staging[name][rows], arrays[name][tokens], padding)
         for name, padding in self._by_sequence.items():
             first = (
@@ -200,11 +211,12 @@ class Bucket:
             pad(staging[name][rows], arrays[name][sequences] - first, padding)
         if "table" not in staging:  # nothing attends
             return
-        table = staging["table"][rows]
         S = sequences.stop - sequences.start
-        table[:S, :used] = arrays["page_table"][arrays["page_rows"][sequences], :used]
-        table[:S, used:] = 0
-        table[S:] = 0
+        for port in _TABLES.keys() & staging.keys():
+            table = staging[port][rows]
+            table[:S, :used] = arrays[_TABLES[port]][arrays["page_rows"][sequences], :used]
+            table[:S, used:] = 0
+            table[S:] = 0
         if self._metadata is None:
             pad(staging["decode_lengths"][rows], arrays["lengths"][sequences])
 
@@ -220,7 +232,7 @@ class Bucket:
         staging, T = self._staging, self.T
         for array in staging.values():
             array[:] = 0
-        for name, padding in {**BY_TOKEN, **self._by_sequence, **self._others}.items():
+        for name, padding in {**self._by_token, **self._by_sequence, **self._others}.items():
             staging[name][:] = padding
         if "decode_lengths" in staging:
             staging["decode_lengths"][:] = 1
@@ -249,13 +261,14 @@ def _shapes(program: Program, writes: Sequence[Node]) -> dict[str, Shape]:
     return shapes
 
 
-def _most_bytes(T: int, S: int, R: int, pages: int, max_chunk: int) -> int:
+def _most_bytes(T: int, S: int, R: int, pages: int, max_chunk: int, windows: bool) -> int:
     """Bytes that a bucket takes, at most; microbatches have room for a sequence a token."""
-    C = most_chunks(T, S, max_chunk)
-    tokens = ((T,),) * (len(BY_TOKEN) + 2)
+    C, tables = most_chunks(T, S, max_chunk), 1 + windows
+    tokens = ((T,),) * (len(BY_TOKEN) + 2 + windows)
     n = 2 + len(BY_SEQUENCE)
-    mixed = (*tokens, (R,), *((S,),) * n, (S, pages), *((C,),) * 4, (C, pages))
-    microbatches = (*tokens, (R,), *((T,),) * n, (T, pages))
+    by_chunk = (*((C,),) * 4, *((C, pages),) * tables)
+    mixed = (*tokens, (R,), *((S,),) * n, *((S, pages),) * tables, *by_chunk)
+    microbatches = (*tokens, (R,), *((T,),) * n, *((T, pages),) * tables)
     return max(
         block_bytes({str(i): (shape, torch.int32) for i, shape in enumerate(shapes)})
         for shapes in (mixed, microbatches)

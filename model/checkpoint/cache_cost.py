@@ -1,0 +1,52 @@
+"""What a KV cache takes, where layers with a window keep less than the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from runtime.kv_cache.layout import PAGE
+
+
+def _whole(pages: int) -> int:
+    return 0
+
+
+@dataclass(frozen=True)
+class CacheCost:
+    """Bytes of a KV cache by its pages.
+
+    Attributes:
+        token: bytes of a token in all layers; ``windowed``: those of them in layers with a window.
+        pool: pages of these layers beside so many of the others; 0: as many.
+    """
+
+    token: int
+    windowed: int = 0
+    pool: Callable[[int], int] = _whole
+
+    def nbytes(self, pages: int) -> int:
+        """Bytes of so many pages."""
+        given_back = pages - (self.pool(pages) or pages)
+        return PAGE * (pages * max(self.token, 1) - given_back * self.windowed)
+
+    def of_token(self, pages: int) -> int:
+        """Bytes of a token where there are so many pages, rounded up."""
+        return -(-self.nbytes(pages) // (pages * PAGE))
+
+    def most_pages(self, nbytes: int) -> int:
+        """Pages that fit."""
+        fit = max(0, nbytes) // (PAGE * max(self.token, 1))
+        while fit and self.nbytes(2 * fit) <= nbytes:
+            fit *= 2
+        step = fit
+        while step := step // 2:
+            fit += step if self.nbytes(fit + step) <= nbytes else 0
+        return fit
+
+    def most_sequences(self, nbytes: int, longest: int) -> int:
+        """Sequences of so many tokens that fit."""
+        whole = max(0, nbytes) // (max(self.token, 1) * longest)
+        return (
+            max(whole, self.most_pages(nbytes) // -(-longest // PAGE)) if self.windowed else whole
+        )
