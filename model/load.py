@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu import precompile
+from runtime.devices.sim.machine import Machine
 from runtime.engine import EngineConfig
 from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.engine.scheduling.drafts import check_taken_back
@@ -56,7 +57,6 @@ from .modules.moe import FusedMoE, deferred_by_rules, stay_on_cpu
 from .opened import Opened, engine_device, open_weights
 from .pinning.choose import parse
 from .pinning.place import placement_of
-from .planner.machines import this_machine
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
 from .rules import Rules
 from .text.settings import engine_settings, note_of
@@ -109,7 +109,7 @@ def load_engine(
             with reporting(progress) as report:
                 decoder = weights.readable(packer(pool), report, pool.memory)
                 own = [checked(each) for each in passes]
-                plan = make_plan(execution, decoder, longest, sizes, placement, own, this_machine)
+                plan = make_plan(execution, decoder, longest, sizes, placement, own, rates_here)
                 runner = make_runner(plan, execution.device, decoder, pool)
                 if engine.draft != "off":
                     check_taken_back(runner)
@@ -121,6 +121,13 @@ def load_engine(
         except BaseException:
             pool.close()
             raise
+
+
+def rates_here() -> Machine:
+    """The rates of this machine, by which ``defer`` "auto" is chosen."""
+    from .planner.machines import this_machine
+
+    return this_machine()
 
 
 def _check_behind(execution: ExecutionConfig, engine: EngineConfig, passes: Sequence[Pass]) -> int:

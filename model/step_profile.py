@@ -28,10 +28,9 @@ from runtime.workers.pool import make_pool
 from . import EMBEDDED
 from .checkpoint.config import read_config
 from .hub import name_of
-from .load import load_engine
+from .load import load_engine, rates_here
 from .named import make_config
 from .pinning.place import placement_of
-from .planner.machines import this_machine
 from .random_model import check_memory, random_decoder
 
 WARM_STEPS = 8
@@ -138,7 +137,7 @@ def _random(
         sizes = largest_step(positions, pages, budget, batch)
         placement = placement_of(execution, decoder, sizes)
         passes = [checked(each) for each in subject.passes]
-        plan = make_plan(execution, decoder, positions, sizes, placement, passes, this_machine)
+        plan = make_plan(execution, decoder, positions, sizes, placement, passes, rates_here)
         runner = make_runner(plan, execution.device, decoder, pool)
         runner.load()
         timer = EngineTimer(runner.finished(), overlap=False)

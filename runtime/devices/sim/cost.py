@@ -241,8 +241,7 @@ class CostModel:
             spec = self.program.weight(node, port)
             numbers = float(math.prod(spec.shape))
             if node.op == "linear":  # a head multiplies the last token of each sequence alone
-                rows = self.program.shape(node.outputs["out"])[0]
-                rows = min(rows, self._tokens(node))
+                rows = min(float(self.program.shape(node.outputs["out"])[0]), self._tokens(node))
                 if node.layer is None:
                     rows = min(rows, self.load.sequences)
                 flops = 2.0 * numbers * rows
