@@ -19,7 +19,6 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 
 from pykernels.errors import PykernelsError
 from runtime.devices.cpu import precompile
-from runtime.devices.sim.machine import Machine
 from runtime.engine import EngineConfig
 from runtime.engine.scheduling.config import STEP_TOKENS
 from runtime.engine.scheduling.drafts import check_taken_back
@@ -38,6 +37,7 @@ from runtime.planning.lowerable import Pass
 from runtime.planning.option import SettingError, check_whole
 from runtime.planning.placement import CPU, Placement
 from runtime.planning.residency import Filled
+from runtime.profiling.this_machine import this_machine
 from runtime.program.sizes import StepSizes
 from runtime.workers.matrix import packer
 from runtime.workers.numa import nodes_to_use
@@ -109,7 +109,7 @@ def load_engine(
             with reporting(progress) as report:
                 decoder = weights.readable(packer(pool), report, pool.memory)
                 own = [checked(each) for each in passes]
-                plan = make_plan(execution, decoder, longest, sizes, placement, own, rates_here)
+                plan = make_plan(execution, decoder, longest, sizes, placement, own, this_machine)
                 runner = make_runner(plan, execution.device, decoder, pool)
                 if engine.draft != "off":
                     check_taken_back(runner)
@@ -121,13 +121,6 @@ def load_engine(
         except BaseException:
             pool.close()
             raise
-
-
-def rates_here() -> Machine:
-    """The rates of this machine, by which ``defer`` "auto" is chosen."""
-    from .planner.machines import this_machine
-
-    return this_machine()
 
 
 def _check_behind(execution: ExecutionConfig, engine: EngineConfig, passes: Sequence[Pass]) -> int:

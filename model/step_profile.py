@@ -20,6 +20,7 @@ from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import largest_step
 from runtime.planning.lowerable import Pass
 from runtime.profiling.engine_speed import EngineTimer, Load
+from runtime.profiling.this_machine import this_machine
 from runtime.tracing.recorder import Recorder
 from runtime.tracing.timeline import Timeline
 from runtime.workers.matrix import packer
@@ -28,7 +29,7 @@ from runtime.workers.pool import make_pool
 from . import EMBEDDED
 from .checkpoint.config import read_config
 from .hub import name_of
-from .load import load_engine, rates_here
+from .load import load_engine
 from .named import make_config
 from .pinning.place import placement_of
 from .random_model import check_memory, random_decoder
@@ -137,7 +138,7 @@ def _random(
         sizes = largest_step(positions, pages, budget, batch)
         placement = placement_of(execution, decoder, sizes)
         passes = [checked(each) for each in subject.passes]
-        plan = make_plan(execution, decoder, positions, sizes, placement, passes, rates_here)
+        plan = make_plan(execution, decoder, positions, sizes, placement, passes, this_machine)
         runner = make_runner(plan, execution.device, decoder, pool)
         runner.load()
         timer = EngineTimer(runner.finished(), overlap=False)

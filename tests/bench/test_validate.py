@@ -25,7 +25,7 @@ def compared(row: Row, predicted: float) -> Compared:
 
 
 @pytest.mark.parametrize(("predicted", "right"), [(4500.0, 1), (5500.0, 0)])
-def test_a_choice_is_right_where_the_faster_way_is_predicted(predicted: float, right: int) -> None:
+def test_a_choice_is_right_as_it_is_predicted(predicted: float, right: int) -> None:
     deferring = replace(BESIDE, deferred=1, measured=4600.0)
     found = [compared(BESIDE, 5200.0), compared(deferring, predicted)]
     (only,) = ten(found)
@@ -36,7 +36,7 @@ def test_a_choice_is_right_where_the_faster_way_is_predicted(predicted: float, r
     assert ranked([found[0], compared(near, 4500.0)]) == (0, 0)
 
 
-def test_a_moved_machine_has_its_own_roofs_and_nothing_else_of_its_file() -> None:
+def test_a_moved_machine_has_its_own_roofs_alone() -> None:
     known, there = find_machine("h200-16-cores"), find_machine("h200-x2-32-cores")
     found = moved("h200-16-cores", "h200-x2-32-cores")
     assert (found.cpu.cores, found.cpu.read_gbps) == (32, there.cpu.read_gbps)
