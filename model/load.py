@@ -38,6 +38,7 @@ from runtime.planning.lowerable import Pass
 from runtime.planning.option import SettingError, check_whole
 from runtime.planning.placement import CPU, Placement
 from runtime.planning.residency import Filled
+from runtime.profiling.this_machine import this_machine
 from runtime.program.sizes import StepSizes
 from runtime.workers.matrix import packer
 from runtime.workers.numa import nodes_to_use
@@ -57,7 +58,6 @@ from .modules.moe import FusedMoE, deferred_by_rules, stay_on_cpu
 from .opened import Opened, engine_device, open_weights
 from .pinning.choose import parse
 from .pinning.place import placement_of
-from .planner.machines import this_machine
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
 from .rules import Rules
 from .text.settings import engine_settings, note_of

@@ -20,6 +20,7 @@ from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import largest_step
 from runtime.planning.lowerable import Pass
 from runtime.profiling.engine_speed import EngineTimer, Load
+from runtime.profiling.this_machine import this_machine
 from runtime.tracing.recorder import Recorder
 from runtime.tracing.timeline import Timeline
 from runtime.workers.matrix import packer
@@ -31,7 +32,6 @@ from .hub import name_of
 from .load import load_engine
 from .named import make_config
 from .pinning.place import placement_of
-from .planner.machines import this_machine
 from .random_model import check_memory, random_decoder
 
 WARM_STEPS = 8

@@ -20,7 +20,15 @@ from ..papers.validate import predicted
 Row = dict[str, Any]
 Step = Callable[[str], None]
 """Called before each part with its name."""
-KEPT = ("us_per_step", "us_p10", "us_p90", "bytes_per_step", "cpu_busy", "wait_us_per_layer")
+KEPT = (
+    "us_per_step",
+    "us_p10",
+    "us_p90",
+    "bytes_per_step",
+    "roof_gbps",
+    "cpu_busy",
+    "wait_us_per_layer",
+)
 _WARM = 4
 
 

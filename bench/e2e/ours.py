@@ -17,7 +17,6 @@ from model.hub import name_of
 from model.modules.recognise import experts_per_token
 from model.named import make_config
 from model.pinning.place import placement_of
-from model.planner.machines import this_machine
 from model.random_model import check_memory, random_decoder
 from pykernels.errors import PykernelsError
 from pykernels.registry import resolve
@@ -29,6 +28,7 @@ from runtime.planning.execution import ExecutionPlan, largest_step
 from runtime.planning.residency import Filled
 from runtime.profiling.engine_speed import EngineTimer, Load, StepTime, decode_speed
 from runtime.profiling.roofline import read_roof
+from runtime.profiling.this_machine import this_machine
 from runtime.runner.paged_runner import PagedRunner
 from runtime.workers.matrix import packer
 from runtime.workers.pool import WorkerPool, make_pool

@@ -25,11 +25,10 @@ def main() -> int:
     import_transformers()
     if given.what == "validate":
         from .validate import as_dict, validate
-        from .validate import page as compared
 
-        found = validate(given.out)
+        found, text = validate(given.out)
         _keep(given.out, given.what, as_dict(found))
-        print(compared(found))
+        print(text)
         return 0
     if given.what == "routing":
         importlib.import_module(".smoe.choices", __package__).record_choices(given.out)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -47,6 +48,8 @@ class Row:
         spread: 90th over 10th percentile.
         kv_dtype: of the cache; ``most``: tokens of the longest context that the engine has room
             for; 0: this one.
+        roof_gbps: 1e9 bytes a second that plain loops read of main memory in the same run; 0:
+            nobody timed them.
     """
 
     machine: str
@@ -71,6 +74,7 @@ class Row:
     spread: float = 1.0
     kv_dtype: str = "bf16"
     most: int = 0
+    roof_gbps: float = 0.0
 
     @property
     def place(self) -> str:
@@ -106,6 +110,8 @@ def committed() -> Iterator[Row]:
 
 def _of_run(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iterator[Row]:
     vocab = data["settings"].get("vocab") or 0
+    roofs = [row["roof_gbps"] for row in data["rows"] if row.get("roof_gbps")]
+    roof = median(roofs) if roofs else 0.0
     for row in data["rows"]:
         device, experts, deferred = PLACES[row.get("place", "CPU alone")]
         kind = "decode" if row["op"] == "e2e decode" else "prompt"
@@ -131,6 +137,7 @@ def _of_run(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iter
             row["us_per_step"] if kind == "decode" else row["tok_s"],
             row.get("bytes_per_step", 0),
             spread=row["us_p90"] / row["us_p10"] if kind == "decode" else 1.0,
+            roof_gbps=roof,
         )
 
 
@@ -149,6 +156,7 @@ def _single(machine: str, name: str, date: str, data: Mapping[str, Any]) -> Iter
         "threads": data["threads"],
         "device": device,
         "experts": experts,
+        "roof_gbps": data["roof_gbps"],
     }
     spread = data["us_p90"] / data["us_p10"]
     yield Row(
@@ -202,6 +210,7 @@ def of_contexts(machine: str, name: str, date: str, data: Mapping[str, Any]) -> 
             row["bytes_per_step"],
             spread=row["us_p90"] / row["us_p10"],
             kv_dtype=data["kv_dtype"],
+            roof_gbps=row["roof_gbps"],
             most=max(other["context"] for other in data["rows"]) + row["steps"],
         )
 

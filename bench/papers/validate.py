@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import combinations
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +25,9 @@ from runtime.planning.config import ExecutionConfig
 from runtime.planning.execution import Phase
 from runtime.planning.placement import CPU
 
+from .compared import Compared
+from .moved import PAIRS, TARGET, median_error, moved
+from .ranking import Ranked, ranked, ten
 from .rows import ACTUAL, UNSTEADY, Row, committed
 
 RANDOM = Routing(1.8)
@@ -49,29 +51,6 @@ TARGETS = {"decode": (0.07, 0.15), "prompt": (0.10, 0.20)}
 """Median and worst error that are aimed at."""
 
 
-@dataclass(frozen=True)
-class Compared:
-    """A row with its prediction, in the row's unit; ``why_not``: for which it does not count."""
-
-    row: Row
-    predicted: float
-    bound: str
-    routing: Routing
-    why_not: str = ""
-
-    @property
-    def error(self) -> float:
-        """How far the predicted time is from the measured one, relative to it."""
-        if self.row.kind == "decode":
-            return self.predicted / self.row.measured - 1
-        return self.row.measured / self.predicted - 1
-
-    @property
-    def counts(self) -> bool:
-        """Whether the row tells something of the simulator."""
-        return not self.why_not
-
-
 @functools.lru_cache(maxsize=64)
 def _subject(
     arch: str, fmt: str, layers: int, vocab: int, kv_dtype: str, positions: int
@@ -88,20 +67,45 @@ def _subject(
 def compare(rows: Sequence[Row]) -> list[Compared]:
     """Predicts each row."""
     newest: dict[tuple[object, ...], str] = {}
-    laws: dict[tuple[object, ...], Routing] = {}
     for row in rows:
         newest[_same(row)] = max(newest.get(_same(row), ""), row.date)
-        if row.experts == "cpu" and row.batch > 1 and not row.deferred and row.date >= ACTUAL:
-            laws.setdefault((row.arch, row.layers, row.batch), _law(_case(row), row))
+    laws = _laws(rows)
     return [_compared(row, laws, newest[_same(row)]) for row in rows]
+
+
+def _laws(rows: Sequence[Row], machine: Machine | None = None) -> dict[tuple[object, ...], Routing]:
+    """How unevenly the tokens of a model's batches choose: the middle of what the bytes of its runs
+    say, each of which looked at some steps."""
+    every: dict[tuple[object, ...], list[float]] = {}
+    for row in rows:
+        if row.batch > 1 and row.nbytes and row.date >= ACTUAL and row.experts == "cpu":
+            found = every.setdefault((row.arch, row.layers, row.batch), [])
+            found.append(_law(_case(row, machine), row).zipf)
+    return {key: Routing(round(median(laws), 2)) for key, laws in every.items()}
+
+
+def compare_moved(found: Sequence[Compared]) -> dict[tuple[str, str], list[Compared]]:
+    """By where constants are from and where they are taken to, rows of the latter; those count too
+    from which its own constants were taken."""
+    laws, every = _laws([each.row for each in found]), {}
+    for known, there in PAIRS:
+        machine = moved(known, there)
+        rows = [
+            each.row
+            for each in found
+            if each.row.machine == there
+            and each.why_not in ("", "calibrated on")
+            and (machine.gpu is not None or each.row.device == "cpu")
+        ]
+        every[known, there] = [_compared(row, laws, row.date, machine) for row in rows]
+    return every
 
 
 def predicted(rows: Sequence[Row], machine: Machine) -> list[Compared]:
     """Predicts each row as a run on this machine; batches whose bytes nobody counted as uneven as
     ``RANDOM``."""
-    laws: dict[tuple[object, ...], Routing] = {
-        (row.arch, row.layers, row.batch): RANDOM for row in rows if row.batch > 1
-    }
+    every = {(row.arch, row.layers, row.batch): RANDOM for row in rows if row.batch > 1}
+    laws = every | _laws(rows, machine)
     return [_compared(row, laws, row.date, machine) for row in rows]
 
 
@@ -157,7 +161,7 @@ def _compared(
             there = replace(there, case=replace(there.case, execution=run))
         prompt = predict_prompt(there, row.context)
         return Compared(row, prompt.tok_s, prompt.bound, RANDOM, why_not)
-    law = _law(there, row) if row.nbytes else laws.get((row.arch, row.layers, row.batch), Routing())
+    law = laws.get((row.arch, row.layers, row.batch), Routing()) if row.batch > 1 else Routing()
     step = _step(there, row, law)
     return Compared(row, step.seconds * 1e6, step.bound, law, why_not)
 
@@ -190,24 +194,12 @@ def errors(found: Sequence[Compared], kind: str) -> tuple[float, float]:
     return (median(every), max(every)) if every else (0.0, 0.0)
 
 
-def ranked(found: Sequence[Compared]) -> tuple[int, int]:
-    """How many pairs of rows are predicted in their order, and how many pairs there are: of rows
-    that differ in where or with which options alone, and by 5 % at least."""
-    right = pairs = 0
-    for one, other in combinations((each for each in found if each.counts), 2):
-        a, b = one.row, other.row
-        alike = a.machine, a.kind, a.arch, a.fmt, a.layers, a.batch, a.context
-        if alike != (b.machine, b.kind, b.arch, b.fmt, b.layers, b.batch, b.context):
-            continue
-        if abs(a.measured / b.measured - 1) < 0.05:
-            continue
-        pairs += 1
-        right += (a.measured > b.measured) == (one.predicted > other.predicted)
-    return right, pairs
+def page(found: Sequence[Compared], elsewhere: Mapping[tuple[str, str], Sequence[Compared]]) -> str:
+    """The comparison as Markdown.
 
-
-def page(found: Sequence[Compared]) -> str:
-    """The comparison as Markdown."""
+    Args:
+        elsewhere: of ``compare_moved``.
+    """
     text = [
         "# Predicted beside measured",
         "",
@@ -245,6 +237,7 @@ def page(found: Sequence[Compared]) -> str:
         f"**Ranking**: of {pairs} pairs of rows that differ in place or options alone, by 5 % at"
         f" least, {right} are predicted in the measured order."
     )
+    text += _choices(list(ten(found))) + _moves(elsewhere)
     for kind, unit in (("decode", "us a step"), ("prompt", "tok/s")):
         text += ["", f"## {kind}, {unit}", ""]
         text += [
@@ -266,12 +259,57 @@ def page(found: Sequence[Compared]) -> str:
     return "\n".join(text) + "\n"
 
 
-def validate(out: Path) -> list[Compared]:
-    """Compares all, and writes the page."""
+def _choices(found: Sequence[Ranked]) -> list[str]:
+    """The lines of ``TEN``."""
+    right = sum(each.right for each in found)
+    text = [
+        "",
+        f"**Ten choices** (Qwen3-30B's shapes, 24 layers, q4_k; medians of all their runs): {right}"
+        f" of {len(found)} are predicted in the measured order (target: all).",
+        "",
+        "| machine | of | how many times as fast | than | measured | predicted |",
+        "|---|---|---|---|---:|---:|",
+    ]
+    for each in found:
+        at, size = each.choice, f"batch {each.choice.batch}, {each.choice.size} tokens"
+        text.append(
+            f"| {at.machine} | {at.kind}, {size} | {at.other} | {at.one} |"
+            f" {each.measured:.2f} | {each.predicted:.2f}{'' if each.right else ', wrong'} |"
+        )
+    return text
+
+
+def _moves(elsewhere: Mapping[tuple[str, str], Sequence[Compared]]) -> list[str]:
+    """The lines of moved machines."""
+    every = [each for rows in elsewhere.values() for each in rows]
+    text = [
+        "",
+        f"**Moved machine**: {len(every)} rows, median error {median_error(every):.1%} (target"
+        f" {TARGET:.0%}). Constants of the one machine's file, and of the other its roofs alone:"
+        " cores, what they read, links and GPUs as published, and where instructions differ the"
+        " kernels of their class. Rows count of which only the other's own constants were taken.",
+        "",
+        "| calibrated on | moved to | decode rows | median | worst | prompt rows | median |"
+        " worst |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for (known, there), rows in elsewhere.items():
+        cells = [known, there]
+        for kind in TARGETS:
+            own = [each for each in rows if each.row.kind == kind]
+            worst = max((abs(each.error) for each in own), default=0.0)
+            cells += [str(len(own)), f"{median_error(own):.1%}", f"{worst:.1%}"]
+        text.append("| " + " | ".join(cells) + " |")
+    return text
+
+
+def validate(out: Path) -> tuple[list[Compared], str]:
+    """Compares all, and writes the page; both."""
     found = compare(list(committed()))
+    text = page(found, compare_moved(found))
     out.mkdir(parents=True, exist_ok=True)
-    (out / "validate.md").write_text(page(found))
-    return found
+    (out / "validate.md").write_text(text)
+    return found, text
 
 
 def as_dict(found: Sequence[Compared]) -> dict[str, Any]:

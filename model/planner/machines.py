@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from pykernels.errors import PykernelsError
-from pykernels.target import detect
-from runtime.devices.sim.classes import cpu_of, gpu_of
 from runtime.devices.sim.machine import Machine
-from runtime.machine.topology import Topology
-from runtime.profiling.roofline import kept_read_roof
-from runtime.workers.pool import make_pool
+from runtime.profiling.this_machine import this_machine
 
 from .machine_file import read_machine
-
-_NEEDS = {"amx": {"amx-tile", "amx-bf16"}, "avx512": {"avx512bw", "avx512vl"}, "avx2": {"avx2"}}
 
 
 def shipped() -> dict[str, Path]:
@@ -48,24 +39,3 @@ def find_machine(given: str | None) -> Machine:
             raise PykernelsError(f"There is no machine {given!r}", hint)
         path = known[given]
     return read_machine(path)
-
-
-def this_machine() -> Machine:
-    """This computer: its read roof as measured (once a day), rates of its class of CPU, and what is
-    known of its GPUs."""
-    topology, target = Topology.detect(), detect()
-    threads = topology.default_threads()
-    kinds = [name for name in _NEEDS if target.isa.issuperset(_NEEDS[name])]
-    cpu = cpu_of(
-        kinds[0] if kinds else "generic",
-        threads,
-        topology.memory_total / 2**30,
-        kept_read_roof(threads, lambda: make_pool(threads)),
-    )
-    cpu = replace(cpu, sockets=len(topology.nodes) or 1)
-    gpu = None
-    if torch.cuda.device_count():
-        about = torch.cuda.get_device_properties(0)
-        count = torch.cuda.device_count()
-        gpu = gpu_of(about.name, about.total_memory / 2**30, count)
-    return Machine(name=f"this machine ({target.cpu})", cpu=cpu, gpu=gpu)

@@ -255,6 +255,10 @@ def test_even_routing_takes_as_many_experts_as_independent_draws() -> None:
     assert uneven.distinct(128, 8, 8) < Routing().distinct(128, 8, 8)
     assert uneven.share(128, 8, 0, 13) > 13 / 128
     assert uneven.share(128, 8, 0, 13) + uneven.share(128, 8, 13) == pytest.approx(1)
+    rows = uneven.rows(128, 8, 8)
+    assert sum(chance for chance, _ in rows) == pytest.approx(uneven.distinct(128, 8, 8))
+    assert sum(chance * count for chance, count in rows) == pytest.approx(8 * 8)
+    assert rows[0][1] > 4 > 1.1 > rows[-1][1]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ...kv_cache.layout import cache_inputs
 from ...planning.placement import CPU
@@ -17,7 +18,7 @@ from ...program import Node, Program
 from ...program.analysis import experts_per_token, share_of_experts
 from ...program.op_table.collectives import ALL_TOKENS
 from ...program.step_inputs import STATE_SLOTS
-from .machine import Cpu, Gpu, Machine, kernel_of
+from .machine import Cpu, Gpu, Kernel, Machine, kernel_of
 from .meetings import MEETS, met
 from .routing import Routing
 from .terms import COMPUTE, GPU_MEMORY, LAUNCH, LINK, MEMORY, Cost
@@ -25,6 +26,9 @@ from .terms import COMPUTE, GPU_MEMORY, LAUNCH, LINK, MEMORY, Cost
 _PRODUCTS = ("linear", "per_head_linear", "moe_ffn")
 _LAUNCHES = {"moe_ffn": 2}
 """Kernels of an op on a GPU, jobs on the CPU; one of all others."""
+_TASKS, _MANY = 16, 5
+"""Tasks of each worker, into which the first two matrices of the experts of a call of few tokens
+are cut; tokens of each expert from which a call has many."""
 _LATENT_LAUNCHES, _PARTED = 3, 1024
 """Of a decode step's attention to so many latents on a GPU: parts of the keys, and what they give
 together, take as long as three kernels that do next to nothing."""
@@ -33,6 +37,33 @@ together, take as long as three kernels that do next to nothing."""
 def _is_latent(node: Node) -> bool:
     """Whether all heads of a token read the same key (MLA)."""
     return bool(node.attr("kv_heads") == 1 and node.attr("dk") != node.attr("dv"))
+
+
+@lru_cache(maxsize=4096)
+def _by_rows(kernel: Kernel, weights: float, rows: tuple[tuple[float, float], ...]) -> float:
+    """Seconds of experts of so many weights each (``Routing.rows``)."""
+    return sum(chance * kernel.seconds(weights, 2 * weights * count) for chance, count in rows)
+
+
+def _unbalanced(
+    kernel: Kernel,
+    weights: float,
+    rows: tuple[tuple[float, float], ...],
+    planned: float,
+    seconds: float,
+) -> float:
+    """How many times as long experts of few tokens take because workers run dry at the end of their
+    first two matrices, where a call of one token takes 1 (kernels' rates are such calls').
+
+    Tasks are cut as if ``planned`` experts were taken, one each of a call's pairs of tokens and
+    experts. Where tokens agree, there are fewer tasks, and those of an expert of many are longest;
+    on average a worker waits for half of one.
+    """
+    most = max((count for _, count in rows), default=0.0)
+    if not seconds:
+        return 1.0
+    longest = planned * kernel.seconds(weights, 2 * weights * most) / seconds
+    return 1 + max(0.0, longest - 1) / 3 / _TASKS
 
 
 @dataclass(frozen=True)
@@ -97,7 +128,10 @@ class CostModel:
             nbytes = float(work.nbytes * self._sequences(node) * written)
             return self._timed(node, part, nbytes, 0.0, 0.0)
         kernel = kernel_of(part.kernels, self._format(node))
-        return self._timed(node, part, nbytes, kernel.seconds(weights, flops), nbytes)
+        computing = kernel.seconds(weights, flops)
+        if on_cpu and node.op == "moe_ffn" and "ids" in node.inputs:
+            computing = self._by_expert(node, kernel)
+        return self._timed(node, part, nbytes, computing, nbytes)
 
     def _attention(self, node: Node, part: Cpu | Gpu, work: Work) -> Cost:
         """Keys and values of all sequences are read once; a latent's heads share what they read, so
@@ -143,6 +177,8 @@ class CostModel:
             launches = _LATENT_LAUNCHES if _is_latent(node) and parted else launches
         reading = nbytes / (part.read_gbps * share * 1e9)
         on_cpu = isinstance(part, Cpu)
+        if on_cpu and self._opened(node):
+            launches -= 1
         starting = launches * (part.job_us if isinstance(part, Cpu) else part.launch_us) * 1e-6
         seconds = max(reading, computing)
         memory = MEMORY if on_cpu else GPU_MEMORY
@@ -150,6 +186,10 @@ class CostModel:
         if isinstance(part, Gpu) and launches * part.host_us * 1e-6 > seconds + starting:
             return Cost(launches * part.host_us * 1e-6, 0.0, LAUNCH, weights)
         return Cost(seconds + starting, nbytes if on_cpu else 0.0, bound, weights)
+
+    def _opened(self, node: Node) -> bool:
+        """Whether a GPU's flag opens a node of the CPU: handing it to the workers is in the hop."""
+        return node.op == "moe_ffn" and any(other.op == "wait" for other in self.program.nodes)
 
     def _unpacking(self, nbytes: float) -> Cost:
         gpu = self.machine.gpu
@@ -208,8 +248,10 @@ class CostModel:
             spec = self.program.weight(node, port)
             numbers = float(math.prod(spec.shape))
             rows = self._tokens(node)
-            if node.layer is None:  # a head multiplies the last tokens of each sequence alone
-                rows = min(self.program.shape(node.outputs["out"])[0], self.load.logits)
+            if node.op == "linear":
+                rows = min(float(self.program.shape(node.outputs["out"])[0]), rows)
+                if node.layer is None:  # a head multiplies the last tokens of each sequence alone
+                    rows = min(rows, self.load.logits)
             flops = 2.0 * numbers * rows
             return nbytes, numbers, flops
         return self._experts(node) if node.op == "moe_ffn" else (nbytes, 0.0, flops)
@@ -228,6 +270,21 @@ class CostModel:
             rows = tokens * topk * law.share(E, topk, first, last)
         each = 3.0 * H * I
         return distinct * spec.bytes_per_expert, distinct * each, 2.0 * rows * each
+
+    def _by_expert(self, node: Node, kernel: Kernel) -> float:
+        """Seconds in which the CPU decodes and multiplies experts, each by the kernel that its
+        number of tokens asks for: some have many where most have few."""
+        spec = self.program.weight(node, "experts")
+        E, H, I = (spec.full or spec).shape  # noqa: E741
+        topk, tokens = float(experts_per_token(self.full, node.inputs["ids"])), self._tokens(node)
+        first, last = self._ranks(node, E)
+        rows = self.load.routing.rows(E, topk, tokens, first, last)
+        seconds = _by_rows(kernel, 3.0 * H * I, rows)
+        pairs = sum(chance * count for chance, count in rows)
+        planned = min(E, pairs)
+        if pairs >= _MANY * planned:
+            return seconds
+        return seconds * _unbalanced(kernel, 3.0 * H * I, rows, planned, seconds)
 
     def _ranks(self, node: Node, E: int) -> tuple[int, int]:
         """From which rank to which a node's experts are: slots hold those that are chosen most."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 OTHER = "default"
 """The key of formats that have no rates of their own."""
@@ -14,19 +14,21 @@ class Kernel:
     """The rates of a format's kernels, of all cores or of one GPU.
 
     A product takes as long as reading its weights, or as decoding them and multiplying, whichever
-    is longer; of few rows by the kernel of one row, or by that of many, whichever is sooner.
+    is longer; of few rows by the kernel of one row, of others by that of many.
 
     Attributes:
         tflops: 1e12 operations a second of products of many rows; ``rows_gweights_s``: 1e9 weights
             a second that are decoded for them; None: as for one row.
         decode_gweights_s: 1e9 weights a second that are decoded and multiplied with one row;
             ``few_tflops``: 1e12 operations a second with the other rows; None: as of many.
+        gemm_from: rows from which the kernel of many is taken.
     """
 
     tflops: float
     decode_gweights_s: float = 1e6
     rows_gweights_s: float | None = None
     few_tflops: float | None = None
+    gemm_from: int = 5
 
     def seconds(self, weights: float, flops: float) -> float:
         """Seconds that decoding so many weights takes, and multiplying them in so many FLOPs."""
@@ -36,13 +38,19 @@ class Kernel:
             return one
         decode = self.rows_gweights_s or self.decode_gweights_s
         many = weights / (decode * 1e9) + flops / (self.tflops * 1e12)
-        if self.few_tflops is None:
+        if self.few_tflops is None or rows >= self.gemm_from:
             return many
-        return min(one + (flops - 2 * weights) / (self.few_tflops * 1e12), many)
+        return one + (flops - 2 * weights) / (self.few_tflops * 1e12)
 
     def times(self, factor: float) -> Kernel:
         """So many times as fast."""
-        return Kernel(*(rate and rate * factor for rate in astuple(self)))
+        return replace(
+            self,
+            tflops=self.tflops * factor,
+            decode_gweights_s=self.decode_gweights_s * factor,
+            rows_gweights_s=self.rows_gweights_s and self.rows_gweights_s * factor,
+            few_tflops=self.few_tflops and self.few_tflops * factor,
+        )
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,15 @@ class Routing:
         each = self.taken(E, topk)[first : None if last < 0 else last]
         return sum(1 - (1 - q) ** tokens for q in each)
 
+    def rows(
+        self, E: int, topk: float, tokens: float, first: int = 0, last: int = -1
+    ) -> tuple[tuple[float, float], ...]:
+        """Of each expert the chance that any token takes it, and by how many it is taken then; the
+        arguments are ``distinct``'s."""
+        each = self.taken(E, topk)[first : None if last < 0 else last]
+        chances = [(1 - (1 - q) ** tokens, q * tokens) for q in each if q > 0]
+        return tuple((chance, mean / chance) for chance, mean in chances)
+
     def share(self, E: int, topk: float, first: int = 0, last: int = -1) -> float:
         """The part of all choices that falls on these experts."""
         each = self.taken(E, topk)[first : None if last < 0 else last]
