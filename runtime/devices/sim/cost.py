@@ -248,10 +248,8 @@ class CostModel:
             spec = self.program.weight(node, port)
             numbers = float(math.prod(spec.shape))
             rows = self._tokens(node)
-            if node.op == "linear":
-                rows = min(float(self.program.shape(node.outputs["out"])[0]), rows)
-                if node.layer is None:  # a head multiplies the last tokens of each sequence alone
-                    rows = min(rows, self.load.logits)
+            if node.layer is None:  # a head multiplies the last tokens of each sequence alone
+                rows = min(self.program.shape(node.outputs["out"])[0], self.load.logits)
             flops = 2.0 * numbers * rows
             return nbytes, numbers, flops
         return self._experts(node) if node.op == "moe_ffn" else (nbytes, 0.0, flops)
