@@ -31,9 +31,6 @@ from .text.detokenize import Detokenizer
 from .text.prompt import encode, encode_chat
 from .text.settings import engine_settings
 
-CONTEXT = 8192
-"""Default ``max_model_len``, if the model has as many positions."""
-
 Prompt = str | Sequence[int]
 
 
@@ -47,7 +44,10 @@ class LLM:
     Attributes:
         engine: for token ids, handles and asyncio; ``runner``: the model on its device.
         settings: sampling settings of the generation config.
+        chosen: why it runs as it does, where a prediction has chosen that; "": nothing was open.
     """
+
+    chosen = ""
 
     def __init__(
         self,
@@ -84,7 +84,8 @@ class LLM:
     @property
     def decisions(self) -> Sequence[str]:
         """What sizes and measurements have decided, and why, a line each."""
-        return (*self.runner.decisions, *self.engine.decisions)
+        chosen = (f"{self.runner.plan.placement.device}: {self.chosen}",) if self.chosen else ()
+        return (*chosen, *self.runner.decisions, *self.engine.decisions)
 
     @property
     def gpu_experts(self) -> Mapping[str, Sequence[int]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+from model.inspection.subject import open_subject
 from model.planner.machines import find_machine
 from model.planner.placing import Placed, placed
 from model.planner.predict import Prediction, predict
 from model.planner.settings import Case, Wanted
-from model.planner.subject import open_subject
 from runtime.devices.sim.machine import Machine
 from runtime.planning.config import ExecutionConfig
 

@@ -10,11 +10,12 @@ import torch
 
 from pykernels.errors import PykernelsError
 from pykernels.target import detect
+from runtime.devices.gpus import free_bytes, gpus_of, usable_gpus
 from runtime.devices.sim.classes import cpu_of, gpu_of
 from runtime.devices.sim.machine import Machine
 from runtime.machine.topology import Topology
 from runtime.profiling.roofline import kept_read_roof
-from runtime.workers.pool import make_pool
+from runtime.workers.pool import WorkerPool, make_pool
 
 from .machine_file import read_machine
 
@@ -30,14 +31,17 @@ def shipped() -> dict[str, Path]:
     return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}
 
 
-def find_machine(given: str | None) -> Machine:
+def find_machine(given: str | None, threads: int | None = None) -> Machine:
     """A machine by its file or its name; None: this one, by what is measured and known of it.
+
+    Args:
+        threads: that compute on this one; None: as many as by default.
 
     Raises:
         PykernelsError: there is none of that name; what is wrong with its file.
     """
     if given is None:
-        return this_machine()
+        return this_machine(threads)
     path = Path(given)
     if not path.exists() and path.suffix not in (".yaml", ".yml"):
         known = shipped()
@@ -50,22 +54,40 @@ def find_machine(given: str | None) -> Machine:
     return read_machine(path)
 
 
-def this_machine() -> Machine:
+def this_machine(threads: int | None = None) -> Machine:
     """This computer: its read roof as measured (once a day), rates of its class of CPU, and what is
-    known of its GPUs."""
+    known of its GPUs, with the memory of them that is free now.
+
+    Args:
+        threads: that compute; None: as many as by default.
+    """
     topology, target = Topology.detect(), detect()
-    threads = topology.default_threads()
+    threads = threads or topology.default_threads()
     kinds = [name for name in _NEEDS if target.isa.issuperset(_NEEDS[name])]
     cpu = cpu_of(
         kinds[0] if kinds else "generic",
         threads,
         topology.memory_total / 2**30,
-        kept_read_roof(threads, lambda: make_pool(threads)),
+        _read_roof(threads),
     )
     cpu = replace(cpu, sockets=len(topology.nodes) or 1)
     gpu = None
-    if torch.cuda.device_count():
-        about = torch.cuda.get_device_properties(0)
-        count = torch.cuda.device_count()
-        gpu = gpu_of(about.name, about.total_memory / 2**30, count)
+    if names := usable_gpus():
+        free = min(free_bytes(gpus_of(",".join(names))).values())
+        gpu = gpu_of(torch.cuda.get_device_name(0), free / 2**30, len(names))
     return Machine(name=f"this machine ({target.cpu})", cpu=cpu, gpu=gpu)
+
+
+def _read_roof(threads: int) -> float:
+    """GB/s that so many threads read."""
+    pools: list[WorkerPool] = []
+
+    def pool() -> WorkerPool:
+        pools.append(make_pool(threads))
+        return pools[0]
+
+    try:
+        return kept_read_roof(threads, pool)
+    finally:
+        for made in pools:
+            made.close()

@@ -13,7 +13,7 @@ import typer
 
 from pykernels.errors import PykernelsError
 from runtime.engine.scheduling.config import EngineConfig
-from runtime.planning.config import ExecutionConfig
+from runtime.planning.config import CHOSEN, ExecutionConfig
 
 from ...server.http.settings import ROUTER, ServerSettings
 from ...server.loading import bound_socket, told_to_wait
@@ -38,7 +38,7 @@ _SIZES = Choose(names={"max_num_seqs": "max_batch"}, panel=_ENGINE)
 def serve(
     settings: Annotated[ServerSettings, _REQUESTS],
     engine: Annotated[EngineConfig, _SIZES],
-    execution: ExecutionConfig,
+    execution: Annotated[ExecutionConfig, Choose(defaults={"device": CHOSEN})],
     model: Model = None,
     name: Annotated[
         list[str] | None,
