@@ -57,10 +57,6 @@ from .modules.moe import FusedMoE, deferred_by_rules, stay_on_cpu
 from .opened import Opened, engine_device, open_weights
 from .pinning.choose import parse
 from .pinning.place import placement_of
-from .planner.choose import chosen_by_plan, may_cache
-from .planner.machines import this_machine
-from .planner.settings import Case, Wanted
-from .planner.subject import Subject
 from .pretrained import has_tokenizer, load_tokenizer, read_generation_config
 from .rules import Rules
 from .text.settings import engine_settings, note_of
@@ -185,8 +181,14 @@ def chosen_for(
     Args:
         machine: None: this one.
     """
-    gpus = execution.device == CHOSEN or execution.on_gpu
-    if not gpus or (execution.on_gpu and not may_cache(execution)) or any(weights.placed):
+    if execution.device != CHOSEN and (not execution.on_gpu or any(weights.placed)):
+        return execution, ""
+    from .planner.choose import chosen_by_plan, is_open
+    from .planner.machines import this_machine
+    from .planner.settings import Case, Wanted
+    from .planner.subject import Subject
+
+    if not is_open(execution):
         return execution, ""
     machine = machine or this_machine(execution.threads)
     subject = Subject(weights.decoder.name, "its headers", config, weights.decoder, "")

@@ -78,6 +78,11 @@ def may_cache(run: ExecutionConfig) -> bool:
     return run.experts == "auto" and "," not in run.device and run.prefill in ("auto", CPU)
 
 
+def is_open(run: ExecutionConfig) -> bool:
+    """Whether options leave anything to ``chosen_by_plan``."""
+    return run.device == CHOSEN or (run.on_gpu and may_cache(run))
+
+
 def best(case: Case) -> Prediction:
     """The prediction of a case, with what its options leave open chosen by ``chosen_by_plan``.
 

@@ -28,7 +28,6 @@ from runtime.program import Program
 from runtime.program.sizes import StepSizes
 
 from ..checkpoint.memory import pages_of
-from ..pinning.hybrid import with_slots_that_fit
 from .settings import Case
 from .stretch import Stretch
 
@@ -160,6 +159,8 @@ def _gpu_gib(case: Case, gpu: Gpu) -> float:
 
 
 def _on_gpus(case: Case, gpus: list[str], sizes: StepSizes, has: int, stretch: Stretch) -> Placed:
+    from ..pinning.hybrid import with_slots_that_fit
+
     gpu, decoder = case.machine.gpu, case.subject.decoder
     assert gpu is not None
     run = case.execution

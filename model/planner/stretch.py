@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from runtime.devices.cuda.layouts import CudaLayouts
 from runtime.planning.gpu.machine import GpuLayouts
 from runtime.program import Program
 from runtime.program.node import Node
@@ -47,15 +46,15 @@ class Stretch:
     @property
     def layouts(self) -> GpuLayouts:
         """Of all layers on GPUs."""
-        return CudaLayouts() if self.factor == 1 else _Stretched(self)
+        from runtime.devices.cuda.layouts import CudaLayouts
 
+        stretch = self
 
-class _Stretched(CudaLayouts):
-    def __init__(self, stretch: Stretch) -> None:
-        self._stretch = stretch
+        class Stretched(CudaLayouts):
+            def weight_bytes(self, spec: WeightSpec) -> int:
+                return stretch.of(spec, super().weight_bytes(spec))
 
-    def weight_bytes(self, spec: WeightSpec) -> int:
-        return self._stretch.of(spec, super().weight_bytes(spec))
+            def crossing_bytes(self, program: Program, node: Node, port: str) -> int:
+                return round(super().crossing_bytes(program, node, port) * stretch.factor)
 
-    def crossing_bytes(self, program: Program, node: Node, port: str) -> int:
-        return round(super().crossing_bytes(program, node, port) * self._stretch.factor)
+        return CudaLayouts() if self.factor == 1 else Stretched()
