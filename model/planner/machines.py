@@ -54,12 +54,13 @@ def find_machine(given: str | None, threads: int | None = None) -> Machine:
     return read_machine(path)
 
 
-def this_machine(threads: int | None = None) -> Machine:
+def this_machine(threads: int | None = None, pool: WorkerPool | None = None) -> Machine:
     """This computer: its read roof as measured (once a day), rates of its class of CPU, and what is
     known of its GPUs, with the memory of them that is free now.
 
     Args:
         threads: that compute; None: as many as by default.
+        pool: of so many threads, which reads; None: one that is made for it.
     """
     topology, target = Topology.detect(), detect()
     threads = threads or topology.default_threads()
@@ -68,7 +69,7 @@ def this_machine(threads: int | None = None) -> Machine:
         kinds[0] if kinds else "generic",
         threads,
         topology.memory_total / 2**30,
-        _read_roof(threads),
+        _read_roof(threads) if pool is None else kept_read_roof(threads, lambda: pool),
     )
     cpu = replace(cpu, sockets=len(topology.nodes) or 1)
     gpu = None

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from ...llm import LLM
     from ...text.generate import GenerationStats, GenerationStream
 
+OFF_HINT = (
+    "other programs may use the cores, and pykernels profile step tells what a step waits for"
+)
+"""Where a model is not as fast as predicted."""
+
 
 class Session:
     """A loaded model and tokenizer with the options of a run: on the engine, or eagerly."""
@@ -130,6 +135,10 @@ class Session:
             if answer:
                 sys.stdout.write("\n")
                 sys.stdout.flush()
+        if self.llm is not None and self.llm.speed is None:
+            speed = self.llm.check_speed()
+            if speed is not None and speed.is_off:
+                note(f"{speed.line}: {OFF_HINT}")
         return answer, stream.stats
 
     def _stream(self, prompt: str | list[int]) -> GenerationStream | EngineStream:
